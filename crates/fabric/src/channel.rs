@@ -1,0 +1,134 @@
+//! The seam of this crate: [`Channel`], one queue pair with its completion queue.
+//!
+//! The rule it keeps: a buffer moves into the operation and comes back in its completion, so that no code can
+//! touch memory that the transport is using. What the bytes mean is left to the callers.
+
+use std::{
+    os::fd::BorrowedFd,
+    time::{Duration, Instant},
+};
+
+use farpage_wire::ExtentId;
+
+/// Bytes that can take part in an operation: the same bytes until the buffer is dropped.
+pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {}
+
+impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + 'static> Buf for T {}
+
+/// What an operation does, seen from the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Verb {
+    /// Remote memory to the buffer.
+    Read,
+    /// The buffer to remote memory.
+    Write,
+}
+
+/// One operation on remote memory: the first `len` bytes of `buf` against `extent` at `offset`.
+#[derive(Debug)]
+pub struct Op<B> {
+    /// Handed back in the completion; means nothing to the channel.
+    pub tag: u64,
+    /// Direction.
+    pub verb: Verb,
+    /// The extent that is read or written.
+    pub extent: ExtentId,
+    /// Where in the extent, in bytes.
+    pub offset: u64,
+    /// How many bytes; at most the buffer's length and [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES).
+    pub len: u32,
+    /// Moves in here and comes back in the [`Completion`].
+    pub buf: B,
+}
+
+/// The queue is full: the operation is handed back, to be posted again after a [`Channel::poll`].
+#[derive(Debug)]
+pub struct Busy<B>(pub Op<B>);
+
+/// The end of one operation. Completions may come in another order than their operations.
+#[derive(Debug)]
+pub struct Completion<B> {
+    /// The operation's tag.
+    pub tag: u64,
+    /// The operation's direction.
+    pub verb: Verb,
+    /// The operation's buffer. After a failed READ its bytes are unspecified.
+    pub buf: B,
+    /// Whether the bytes moved.
+    pub result: Result<(), ChannelError>,
+}
+
+/// Why an operation did not take place.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ChannelError {
+    /// The peer is gone or the connection broke. This channel is dead: every operation on it fails so from now on.
+    /// A channel opened anew from the same session may work.
+    #[error("connection to {endpoint} lost: {reason}")]
+    Disconnected {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was seen.
+        reason: String,
+    },
+    /// The server did not answer within the operation deadline. This channel is dead, as above.
+    #[error("{endpoint} did not answer within {deadline:?}")]
+    TimedOut {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The deadline that passed.
+        deadline: Duration,
+    },
+    /// The address is not in a lease of this client; repeating the operation does not help.
+    #[error("{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, or out of its range")]
+    Refused {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The extent asked for.
+        extent: ExtentId,
+        /// The offset asked for.
+        offset: u64,
+        /// The length asked for.
+        len: u32,
+    },
+}
+
+impl ChannelError {
+    /// Whether the same operation may succeed on a new channel.
+    pub fn is_transient(&self) -> bool {
+        !matches!(self, Self::Refused { .. })
+    }
+}
+
+/// What to sleep on until [`Channel::poll`] may have something to do.
+#[derive(Debug, Default)]
+pub struct Wait<'a> {
+    /// The descriptor to poll, if there is one.
+    pub fd: Option<BorrowedFd<'a>>,
+    /// Wake when the descriptor is readable.
+    pub readable: bool,
+    /// Wake when the descriptor is writable (bytes of posted operations are still to be sent).
+    pub writable: bool,
+    /// Poll again at this time at the latest (operation deadline, or a completion that a shaped link holds back).
+    pub until: Option<Instant>,
+}
+
+/// One queue pair with its completion queue; used by one thread at a time.
+pub trait Channel<B: Buf>: Send {
+    /// Hands an operation over. Does not wait for the peer.
+    ///
+    /// # Errors
+    /// [`Busy`] with the operation when the queue is full. On a dead channel the operation is accepted and completes with an error.
+    fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
+
+    /// Moves bytes as far as possible without blocking, appends what has ended to `done` and returns how many that were.
+    ///
+    /// Every posted operation ends exactly once, on a dead channel with an error.
+    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize;
+
+    /// How many operations are posted and not yet handed back by [`poll`](Self::poll).
+    fn in_flight(&self) -> usize;
+
+    /// What to sleep on together with other descriptors. With nothing in flight all of it is empty.
+    fn wait(&self) -> Wait<'_>;
+}

@@ -1,0 +1,101 @@
+//! The seam between a transport's server half and the daemon: [`Host`].
+//!
+//! The server halves in this crate move bytes and parse frames; who may have which memory is decided behind this trait.
+//! The rule it keeps: a transport never touches memory that [`Host::extent`] did not hand out for that very session.
+
+use std::{sync::Arc, time::Duration};
+
+use farpage_wire::{ExtentId, Secret, ServerStat, SessionId};
+
+use crate::memory::ExtentMemory;
+
+/// What a client is told when its session begins or is resumed.
+#[derive(Clone, Debug)]
+pub struct Admission {
+    /// The session.
+    pub session: SessionId,
+    /// Proves in later connections that they belong to the session.
+    pub secret: Secret,
+    /// The session ends when it has not been renewed for so long.
+    pub lease: Duration,
+}
+
+/// How the bytes of a session travel; decides how the loss of its control connection is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// Same host, over a Unix socket: a closed socket is the client's death.
+    Shm,
+    /// A network: a closed connection may come back within the lease.
+    Tcp,
+}
+
+/// Why a host refuses a request. The text goes to the client.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// Capacity: the session goes on.
+    #[error("{asked} bytes asked for, {available} available")]
+    Full {
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes that could be granted now.
+        available: u64,
+    },
+    /// No such session, wrong secret, or its lease has ended.
+    #[error("no such session, or its lease has ended")]
+    NoSession,
+    /// No region of that name.
+    #[error("no region of that name")]
+    NotFound,
+    /// The named region is open in another session.
+    #[error("the region is in use by another client")]
+    InUse,
+    /// The extent is not leased to this session.
+    #[error("extent {0} is not leased to this client")]
+    NotLeased(ExtentId),
+    /// The server is shutting down and takes no new work.
+    #[error("the server is shutting down")]
+    Draining,
+    /// Anything else that is wrong with the request.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// An opened named region.
+#[derive(Clone, Debug)]
+pub struct Opened {
+    /// What its last publisher stored.
+    pub manifest: Vec<u8>,
+    /// The extents that it refers to, leased to the opener from now on.
+    pub extents: Vec<Arc<ExtentMemory>>,
+}
+
+/// Who may have which memory. Implemented by the daemon; called by the server half of every transport, from any thread.
+pub trait Host: Send + Sync + 'static {
+    /// A client's control connection begins a session, or resumes one after a loss.
+    fn admit(&self, client: &str, transport: Transport, resume: Option<(SessionId, Secret)>) -> Result<Admission, Refusal>;
+    /// A data connection claims to belong to a session.
+    fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal>;
+    /// The client lives.
+    fn renew(&self, session: SessionId) -> Result<(), Refusal>;
+    /// The control connection broke without a goodbye.
+    fn lost(&self, session: SessionId);
+    /// The client closed its session in an orderly way: what it held is freed, named regions that it published stay.
+    fn close(&self, session: SessionId);
+
+    /// Leases zeroed memory to the session.
+    fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal>;
+    /// Ends the lease of one extent. Published names keep theirs.
+    fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal>;
+    /// The memory of an extent, if it is leased to the session. On the data path: called per operation.
+    fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
+
+    /// Binds a name to a manifest and extents of the session, replacing what it was bound to before, atomically.
+    fn publish(&self, session: SessionId, name: &str, manifest: Vec<u8>, extents: &[ExtentId]) -> Result<(), Refusal>;
+    /// Opens a named region, exclusively until the session closes or releases its extents.
+    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal>;
+    /// Forgets a name and frees its memory.
+    fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
+    /// Figures for people and monitors.
+    fn stat(&self) -> ServerStat;
+}

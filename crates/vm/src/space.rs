@@ -1,0 +1,136 @@
+//! The seam of this crate: [`AddressSpace`], how pages enter and leave the program's memory.
+//!
+//! The rule it keeps: the bytes of a page are either mapped in the program or held in exactly one frame,
+//! and [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically. It knows addresses
+//! and shards; which page is where, and why, is the pager's business.
+
+use std::{io, os::fd::BorrowedFd};
+
+/// A page fault that the program raised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The address that was touched (at least kernel-page precise).
+    pub address: usize,
+    /// Whether it was touched by a write.
+    pub write: bool,
+}
+
+/// The page could not be taken out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DetachError {
+    /// The kernel or a device holds the page (a pending direct read, for example): it stays mapped; try another victim.
+    #[error("the page is held by the kernel or a device")]
+    Held,
+    /// There is no page: the program took it away itself with `madvise` or `munmap`.
+    #[error("the page is not mapped")]
+    Absent,
+    /// Anything else; the page stays mapped.
+    #[error("cannot take a page out of the address space")]
+    Os(#[source] io::Error),
+}
+
+/// The page could not be mapped; the frame is handed back.
+#[derive(Debug)]
+pub struct InstallError<F> {
+    /// The frame with its bytes, unchanged.
+    pub frame: F,
+    /// Why.
+    pub kind: InstallErrorKind,
+}
+
+/// Why a page could not be mapped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum InstallErrorKind {
+    /// A page is already mapped there; sleeping threads have been woken.
+    #[error("a page is already mapped there")]
+    Exists,
+    /// The region is no longer mapped.
+    #[error("the region is no longer mapped")]
+    Gone,
+    /// Anything else.
+    #[error("cannot map a page")]
+    Os(#[source] io::Error),
+}
+
+/// How a region of a new mapping is laid out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Length of the region, a multiple of `page_bytes`.
+    pub bytes: usize,
+    /// Page size: a power of two, 4 KiB to 2 MiB.
+    pub page_bytes: usize,
+    /// Every `stripe_bytes` of the region belong to one shard, the next to the next shard; a multiple of `page_bytes`.
+    pub stripe_bytes: usize,
+    /// The shard of the first stripe.
+    pub first_shard: usize,
+}
+
+impl Layout {
+    /// The shard that owns `offset`, of `shards` in all.
+    pub fn shard_of(&self, offset: usize, shards: usize) -> usize {
+        (self.first_shard + offset / self.stripe_bytes) % shards
+    }
+}
+
+/// The program's memory, as far as paging is concerned: the kernel's in production, a model in simulations.
+///
+/// All methods may be called from any thread. Each shard's faults are read by one thread.
+pub trait AddressSpace: Send + Sync + 'static {
+    /// A local buffer that holds one page's bytes while the page is not mapped: owned, present, never faulting.
+    type Frame: AsRef<[u8]> + AsMut<[u8]> + Send + 'static;
+
+    /// How many shards, each with a queue of faults of its own.
+    fn shards(&self) -> usize;
+
+    /// Reserves addresses for a region and starts to catch its faults. Returns its first address, aligned to its page size.
+    ///
+    /// # Errors
+    /// The operating system's, in words that say what to do.
+    fn map(&self, layout: Layout) -> io::Result<usize>;
+
+    /// Gives the addresses back. All pages of the region must have been detached, or are lost with it.
+    fn unmap(&self, address: usize, layout: Layout);
+
+    /// A new zeroed frame of `page_bytes`: this takes physical memory, which dropping the frame gives back.
+    ///
+    /// # Errors
+    /// The operating system's when memory or addresses run out.
+    fn new_frame(&self, page_bytes: usize) -> io::Result<Self::Frame>;
+
+    /// Maps the frame's page at `address` and wakes the threads that sleep on it. The bytes move, they are not copied,
+    /// where the kernel can.
+    ///
+    /// # Errors
+    /// See [`InstallErrorKind`]; the frame comes back.
+    fn install(&self, shard: usize, address: usize, frame: Self::Frame) -> Result<(), InstallError<Self::Frame>>;
+
+    /// Takes the page at `address` out of the mapping, atomically with respect to the program: every write is either in the
+    /// frame or faults.
+    ///
+    /// # Errors
+    /// See [`DetachError`]; the page is then as it was.
+    fn detach(&self, shard: usize, address: usize, page_bytes: usize) -> Result<Self::Frame, DetachError>;
+
+    /// Whether a page is mapped at `address`. Slow; for rare cases.
+    fn is_present(&self, address: usize) -> bool;
+
+    /// Wakes the threads that sleep on a page without changing it; they try again.
+    fn wake(&self, shard: usize, address: usize, page_bytes: usize);
+
+    /// Makes every access to the absent page at `address` raise SIGBUS, until a frame is installed there.
+    ///
+    /// # Errors
+    /// The operating system's, where the kernel can not do this.
+    fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()>;
+
+    /// Appends the faults that wait in a shard's queue; does not block.
+    ///
+    /// # Errors
+    /// The operating system's.
+    fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()>;
+
+    /// Becomes readable when a fault waits in the shard's queue.
+    fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>>;
+}
