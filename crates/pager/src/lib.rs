@@ -1,1 +1,4 @@
-//! Placeholder.
+//! Page protocol, residency budget, fillers and evictors.
+#![forbid(unsafe_code)]
+
+pub mod protocol;

@@ -1,0 +1,324 @@
+//! The page protocol: one atomic word per page, and the pure functions that say what may become of it.
+//!
+//! The rule: **only the thread that moved a page into an owned state acts on it. Everyone else leaves a note in the word;
+//! the owner settles the note before it publishes a stable state.** Nothing here touches a page, a kernel or a network;
+//! the callers do, in the order that each function demands.
+//!
+//! ```text
+//!               fault / prefetch                    installed
+//!   Remote ───────────────────────▶ Filling ───────────────────▶ Resident
+//!     ▲  ▲                           │  │  ▲                      │    ▲
+//!     │  └── fill_failed, no note ───┘  │  └───── left, WANTED    │    │ stayed
+//!     │                                 │        (take back)      ▼    │
+//!     │            fill_failed, WANTED  ▼                 leave  Leaving
+//!     │ heal                        Poisoned                        │
+//!     └─────────────────────────────────┘       left, no note       │
+//!     ▲─────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! Stable states are `Remote`, `Resident` and `Poisoned`; owned states are `Filling` and `Leaving`. A page that was never
+//! written is `Remote` too: its page entry says that it holds zeros, and filling it costs no request.
+//!
+//! The word, from bit 0:
+//!
+//! | bits | field | means |
+//! |---|---|---|
+//! | 0 - 2 | state | see [`State`] |
+//! | 3 | `WANTED` | a thread faulted on the page while it was owned |
+//! | 4 - 5 | heat | how many sweeps the page survives |
+//! | 8 - 23 | pins | how often it is pinned; a pinned page never leaves |
+//! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
+//!
+//! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one out of it a release:
+//! what an owner wrote to the page entry is seen by the next owner.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Where a page is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum State {
+    /// Not here: the store has it, or it was never written.
+    Remote = 0,
+    /// Owned by whoever brings it in.
+    Filling = 1,
+    /// Mapped in the program.
+    Resident = 2,
+    /// Owned by whoever takes it out.
+    Leaving = 3,
+    /// Lost for now: touching it raises SIGBUS.
+    Poisoned = 4,
+}
+
+const STATE: u64 = 0b111;
+const WANTED: u64 = 1 << 3;
+const HEAT_SHIFT: u32 = 4;
+const HEAT: u64 = 0b11 << HEAT_SHIFT;
+const PIN_SHIFT: u32 = 8;
+const PIN_ONE: u64 = 1 << PIN_SHIFT;
+const PINS: u64 = 0xffff << PIN_SHIFT;
+const STAMP_SHIFT: u32 = 32;
+
+/// The highest heat: a page survives so many sweeps at most.
+pub const HEAT_MAX: u8 = 3;
+
+/// A page's word, as a value. `Word::default()` is `Remote`, never touched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Word(u64);
+
+/// What a faulting page asks of the thread that reads the fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFault {
+    /// The caller owns the page now and must fill it.
+    Fill,
+    /// The note is in the word; the owner settles it.
+    Noted,
+    /// The fault is stale, or the program took the page away itself: wake its thread after looking which.
+    Stale,
+}
+
+/// What became of a page whose owner is done taking it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnLeft {
+    /// The page is remote; its frame is free.
+    Gone,
+    /// Somebody wants it: the caller owns it as `Filling` and must install the frame again.
+    TakeBack,
+}
+
+/// What became of a page whose fill failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnFailed {
+    /// Nobody waits: the page is remote as before.
+    Dropped,
+    /// Somebody waits: the caller still owns the page, must poison it and then call [`poisoned`].
+    MustPoison,
+}
+
+impl Word {
+    /// The page's state.
+    pub fn state(self) -> State {
+        match self.0 & STATE {
+            0 => State::Remote,
+            1 => State::Filling,
+            2 => State::Resident,
+            3 => State::Leaving,
+            4 => State::Poisoned,
+            _ => unreachable!("only these five states are ever written"),
+        }
+    }
+
+    /// Whether a fault arrived while the page was owned.
+    pub fn wanted(self) -> bool {
+        self.0 & WANTED != 0
+    }
+
+    /// How many sweeps the page survives.
+    pub fn heat(self) -> u8 {
+        ((self.0 & HEAT) >> HEAT_SHIFT) as u8
+    }
+
+    /// How often the page is pinned.
+    pub fn pins(self) -> u16 {
+        ((self.0 & PINS) >> PIN_SHIFT) as u16
+    }
+
+    /// The fill clock when the page became resident or when it left.
+    pub fn stamp(self) -> u32 {
+        (self.0 >> STAMP_SHIFT) as u32
+    }
+
+    fn with_state(self, state: State) -> Word {
+        Word(self.0 & !STATE | state as u64)
+    }
+
+    fn without_note(self) -> Word {
+        Word(self.0 & !WANTED)
+    }
+
+    fn with_stamp(self, stamp: u32) -> Word {
+        Word(self.0 & ((1 << STAMP_SHIFT) - 1) | u64::from(stamp) << STAMP_SHIFT)
+    }
+
+    fn with_heat(self, heat: u8) -> Word {
+        Word(self.0 & !HEAT | u64::from(heat.min(HEAT_MAX)) << HEAT_SHIFT)
+    }
+}
+
+/// A fault on the page was read.
+pub fn fault(w: Word) -> (Word, OnFault) {
+    match w.state() {
+        State::Remote => (w.with_state(State::Filling).note(), OnFault::Fill),
+        State::Filling | State::Leaving => (w.note(), OnFault::Noted),
+        State::Resident | State::Poisoned => (w, OnFault::Stale),
+    }
+}
+
+/// Somebody expects the page to be needed. `None`: nothing to do.
+pub fn prefetch(w: Word) -> Option<Word> {
+    (w.state() == State::Remote).then(|| w.with_state(State::Filling))
+}
+
+/// The owner has installed the page (and the kernel has woken everyone that slept on it, so that a note is settled).
+///
+/// Call it *after* the install: a page that is called resident too early can be taken out before it is there.
+pub fn installed(w: Word, heat: u8, now: u32) -> Word {
+    debug_assert_eq!(w.state(), State::Filling);
+    w.with_state(State::Resident).without_note().with_heat(heat).with_stamp(now)
+}
+
+/// The owner could not fill the page.
+pub fn fill_failed(w: Word) -> (Word, OnFailed) {
+    debug_assert_eq!(w.state(), State::Filling);
+    if w.wanted() { (w, OnFailed::MustPoison) } else { (w.with_state(State::Remote), OnFailed::Dropped) }
+}
+
+/// The owner has poisoned the page, which woke everyone that slept on it.
+pub fn poisoned(w: Word) -> Word {
+    debug_assert_eq!(w.state(), State::Filling);
+    w.with_state(State::Poisoned).without_note()
+}
+
+/// Somebody tries to bring a poisoned page in again. `None`: it is not poisoned.
+pub fn heal(w: Word) -> Option<Word> {
+    (w.state() == State::Poisoned).then(|| w.with_state(State::Filling).note())
+}
+
+/// The page shall leave. `None`: it is not resident, or pinned.
+pub fn leave(w: Word) -> Option<Word> {
+    (w.state() == State::Resident && w.pins() == 0).then(|| w.with_state(State::Leaving))
+}
+
+/// The page could not be taken out, or must not be: it is mapped as before. The caller wakes if there was a note.
+pub fn stayed(w: Word) -> Word {
+    debug_assert_eq!(w.state(), State::Leaving);
+    w.with_state(State::Resident).without_note()
+}
+
+/// The page is out and its bytes are safe in the store.
+///
+/// Call it *after* the bytes are safe: whoever fills the page next reads them from there.
+pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
+    debug_assert_eq!(w.state(), State::Leaving);
+    if w.wanted() {
+        (w.with_state(State::Filling), OnLeft::TakeBack)
+    } else {
+        (w.with_state(State::Remote).with_stamp(now).with_heat(0), OnLeft::Gone)
+    }
+}
+
+/// The owner of a leaving page installs its frame again, whatever the note says.
+pub fn take_back(w: Word) -> Word {
+    debug_assert_eq!(w.state(), State::Leaving);
+    w.with_state(State::Filling)
+}
+
+/// A fault was read on a page that is called resident but is not mapped: the program took it away itself
+/// (`madvise`). The caller owns it and fills it again with what was written back last.
+pub fn vanished(w: Word) -> Option<Word> {
+    (w.state() == State::Resident).then(|| w.with_state(State::Filling).note())
+}
+
+/// A sweep passes a resident page: it cools by one, and is as young again as at its installation.
+pub fn cooled(w: Word, now: u32) -> Word {
+    w.with_heat(w.heat().saturating_sub(1)).with_stamp(now)
+}
+
+/// One more pin. `None`: the page is not resident, or pinned 65 535 times.
+pub fn pin(w: Word) -> Option<Word> {
+    (w.state() == State::Resident && w.pins() < u16::MAX).then_some(Word(w.0 + PIN_ONE))
+}
+
+/// One pin less. `None`: it is not pinned.
+pub fn unpin(w: Word) -> Option<Word> {
+    (w.pins() > 0).then(|| Word(w.0 - PIN_ONE))
+}
+
+impl Word {
+    fn note(self) -> Word {
+        Word(self.0 | WANTED)
+    }
+}
+
+/// The words of a region's pages, one after the other; each changes by compare-and-swap.
+#[derive(Debug)]
+pub struct Words(Vec<AtomicU64>);
+
+impl Words {
+    /// `pages` words, all `Remote`. Their memory is not touched before a page is.
+    pub fn new(pages: usize) -> Words {
+        Words(bytemuck::zeroed_vec(pages))
+    }
+
+    /// How many pages there are.
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Whether there is no page at all.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// A page's word now.
+    pub fn load(&self, page: usize) -> Word {
+        Word(self.0[page].load(Ordering::Acquire))
+    }
+
+    /// Applies a transition that always applies; returns its outcome.
+    pub fn apply<T>(&self, page: usize, transition: impl Fn(Word) -> (Word, T)) -> T {
+        let cell = &self.0[page];
+        let mut seen = cell.load(Ordering::Acquire);
+        loop {
+            let (next, outcome) = transition(Word(seen));
+            match cell.compare_exchange_weak(seen, next.0, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return outcome,
+                Err(now) => seen = now,
+            }
+        }
+    }
+
+    /// Applies a transition that may not apply; returns the word before and after it, or `None` if it does not apply.
+    pub fn try_apply(&self, page: usize, transition: impl Fn(Word) -> Option<Word>) -> Option<(Word, Word)> {
+        self.apply(page, |w| match transition(w) {
+            Some(next) => (next, Some((w, next))),
+            None => (w, None),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_do_not_touch_each_other() {
+        let w = Word::default().with_stamp(u32::MAX).with_heat(HEAT_MAX).with_state(State::Resident);
+        let pinned = pin(pin(w).unwrap()).unwrap();
+        assert_eq!((pinned.pins(), pinned.heat(), pinned.stamp(), pinned.state()), (2, 3, u32::MAX, State::Resident));
+        assert_eq!(unpin(unpin(pinned).unwrap()).unwrap(), w);
+        assert_eq!(unpin(w), None);
+    }
+
+    #[test]
+    fn pinned_page_does_not_leave() {
+        let w = Word::default().with_state(State::Resident);
+        assert!(leave(w).is_some());
+        assert!(leave(pin(w).unwrap()).is_none());
+    }
+
+    #[test]
+    fn note_on_a_leaving_page_takes_it_back() {
+        let (w, _) = fault(leave(Word::default().with_state(State::Resident)).unwrap());
+        assert_eq!(left(w, 7).1, OnLeft::TakeBack);
+    }
+
+    #[test]
+    fn failed_prefetch_harms_nobody_and_failed_fault_is_told() {
+        let ahead = prefetch(Word::default()).unwrap();
+        assert_eq!(fill_failed(ahead), (Word::default(), OnFailed::Dropped));
+        let (noted, action) = fault(ahead);
+        assert_eq!(action, OnFault::Noted);
+        assert_eq!(fill_failed(noted).1, OnFailed::MustPoison);
+    }
+}
