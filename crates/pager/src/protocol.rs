@@ -207,6 +207,13 @@ pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
     }
 }
 
+/// The owner found no page to take out: the program took it away itself. What was written back last is the page from now on.
+/// Returns whether the caller must wake threads that sleep on the page; they fault again, and are served.
+pub fn removed(w: Word, now: u32) -> (Word, bool) {
+    debug_assert_eq!(w.state(), State::Leaving);
+    (w.with_state(State::Remote).without_note().with_stamp(now).with_heat(0), w.wanted())
+}
+
 /// The owner of a leaving page installs its frame again, whatever the note says.
 pub fn take_back(w: Word) -> Word {
     debug_assert_eq!(w.state(), State::Leaving);
