@@ -1,1 +1,17 @@
-//! Placeholder.
+//! What farpage clients and servers say to each other: ids, endpoints, control messages and byte layouts.
+//!
+//! The rule it keeps: every decoder is total. Whatever bytes arrive, it returns a value or an error, never panics and
+//! never allocates more than it was sent. Sockets, memory and policy are left to the crates above.
+#![forbid(unsafe_code)]
+
+pub mod control;
+pub mod data;
+mod endpoint;
+mod id;
+mod stat;
+
+pub use control::{Refusal, Request, Response};
+pub use data::MAX_OP_BYTES;
+pub use endpoint::{Endpoint, EndpointError};
+pub use id::{ExtentId, Secret, SessionId};
+pub use stat::ServerStat;

@@ -1,0 +1,428 @@
+//! The control connection: a fixed [`Hello`] in both directions, then length-prefixed [`Request`]s and [`Response`]s.
+//!
+//! The rule it keeps: a frame is bounded before it is read ([`frame_bytes`]) and decoded only when it is complete. The
+//! hello has the same layout in every version, so that two versions can always tell each other apart.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use crate::{ExtentId, Secret, ServerStat, SessionId};
+
+/// The protocol spoken by this build. A peer with another number is turned away.
+pub const VERSION: u16 = 1;
+
+/// First bytes of every connection, in both directions.
+pub const MAGIC: [u8; 8] = *b"farpage\0";
+
+/// Length of an encoded [`Hello`].
+pub const HELLO_BYTES: usize = 16;
+
+/// Length of the prefix of a control frame.
+pub const PREFIX_BYTES: usize = 4;
+
+/// The longest control frame: a manifest of [`MAX_MANIFEST_BYTES`] with its extents.
+pub const MAX_FRAME_BYTES: usize = 24 << 20;
+
+/// The longest first frame of a connection, so that a stranger cannot make the server hold much.
+pub const MAX_FIRST_FRAME_BYTES: usize = 4 << 10;
+
+/// The longest manifest of a named region. Larger maps belong into extents that the manifest refers to.
+pub const MAX_MANIFEST_BYTES: usize = 16 << 20;
+
+/// The longest name of a region.
+pub const MAX_NAME_BYTES: usize = 255;
+
+/// The longest description that a client gives of itself.
+pub const MAX_CLIENT_BYTES: usize = 255;
+
+/// What a connection is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Requests and responses of one session.
+    Control,
+    /// READs and WRITEs of a session that exists.
+    Data,
+}
+
+/// The first message in each direction.
+///
+/// Layout, little endian: magic 8, version u16, purpose u8 (1 control, 2 data), 5 zero bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// The sender's [`VERSION`].
+    pub version: u16,
+    /// What the connection is for; the server repeats what it was told.
+    pub purpose: Purpose,
+}
+
+/// Why a hello or a frame was not understood.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlDecodeError {
+    /// Not our protocol at all.
+    #[error("the peer does not speak the farpage protocol")]
+    NotFarpage,
+    /// Our protocol in another version.
+    #[error(
+        "the peer speaks version {theirs} of the protocol and this build speaks {ours}: bring both to the same release"
+    )]
+    Version {
+        /// The peer's version.
+        theirs: u16,
+        /// This build's version.
+        ours: u16,
+    },
+    /// The right version with an impossible hello.
+    #[error("malformed hello")]
+    Hello,
+    /// A frame beyond its limit.
+    #[error("control frame of {bytes} bytes exceeds the limit of {limit}")]
+    TooLong {
+        /// The announced or actual length.
+        bytes: usize,
+        /// What is allowed here.
+        limit: usize,
+    },
+    /// A frame that is no message.
+    #[error("malformed control frame")]
+    Frame,
+}
+
+impl Hello {
+    /// This build's hello.
+    pub fn new(purpose: Purpose) -> Self {
+        Self {
+            version: VERSION,
+            purpose,
+        }
+    }
+
+    /// The bytes on the wire.
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        bytes[..8].copy_from_slice(&MAGIC);
+        bytes[8..10].copy_from_slice(&self.version.to_le_bytes());
+        bytes[10] = match self.purpose {
+            Purpose::Control => 1,
+            Purpose::Data => 2,
+        };
+        bytes
+    }
+
+    /// Reads a peer's hello.
+    ///
+    /// # Errors
+    /// Another protocol, another version (told apart before anything else is looked at), or a malformed rest.
+    pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, ControlDecodeError> {
+        if bytes[..8] != MAGIC {
+            return Err(ControlDecodeError::NotFarpage);
+        }
+        let version = u16::from_le_bytes([bytes[8], bytes[9]]);
+        if version != VERSION {
+            return Err(ControlDecodeError::Version {
+                theirs: version,
+                ours: VERSION,
+            });
+        }
+        let purpose = match bytes[10] {
+            1 => Purpose::Control,
+            2 => Purpose::Data,
+            _ => return Err(ControlDecodeError::Hello),
+        };
+        if bytes[11..] != [0; 5] {
+            return Err(ControlDecodeError::Hello);
+        }
+        Ok(Self { version, purpose })
+    }
+}
+
+/// What a client asks for. On a data connection only [`Attach`](Self::Attach) is said, once.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Request {
+    /// Begins a session, or resumes one after its connection was lost. First on a control connection.
+    Begin {
+        /// Who the client says it is, for the server's log.
+        client: String,
+        /// The session to go on with.
+        resume: Option<(SessionId, Secret)>,
+    },
+    /// Claims a data connection for a session. First on a data connection.
+    Attach {
+        /// The session.
+        session: SessionId,
+        /// Its proof.
+        secret: Secret,
+    },
+    /// The client lives.
+    Renew,
+    /// The session is over: the server frees what it held.
+    Goodbye,
+    /// Leases zeroed memory.
+    Grant {
+        /// How much.
+        bytes: u64,
+    },
+    /// Ends the lease of an extent.
+    Release {
+        /// Which.
+        extent: ExtentId,
+    },
+    /// Binds a name to a manifest and the extents that it refers to.
+    Publish {
+        /// The name.
+        name: String,
+        /// Opaque to the server.
+        manifest: Vec<u8>,
+        /// Extents of this session that live as long as the name.
+        extents: Vec<ExtentId>,
+    },
+    /// Opens a named region.
+    Open {
+        /// The name.
+        name: String,
+    },
+    /// Forgets a name and frees its memory.
+    Remove {
+        /// The name.
+        name: String,
+    },
+    /// Asks for figures.
+    Stat,
+}
+
+/// What the server answers, one per request and in their order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Response {
+    /// The session has begun or goes on.
+    Begun {
+        /// The session.
+        session: SessionId,
+        /// Proof for later connections.
+        secret: Secret,
+        /// The session ends when it is not renewed for so long.
+        lease_ms: u64,
+    },
+    /// Done, with nothing to say.
+    Done,
+    /// Memory was leased. Over shared memory its descriptor follows.
+    Granted {
+        /// The new extent.
+        extent: Lease,
+    },
+    /// A region was opened. Over shared memory the descriptors of the extents follow.
+    Opened {
+        /// What the last publisher stored.
+        manifest: Vec<u8>,
+        /// The extents that it refers to.
+        extents: Vec<Lease>,
+    },
+    /// Figures.
+    Stat(ServerStat),
+    /// The request was understood and turned down.
+    Refused(Refusal),
+}
+
+/// An extent as its lease is announced.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lease {
+    /// Its id.
+    pub id: ExtentId,
+    /// Its length.
+    pub bytes: u64,
+}
+
+/// Why a server refuses a request.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// Capacity: the session goes on.
+    #[error("{asked} bytes asked for, {available} available")]
+    Full {
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes that could be granted now.
+        available: u64,
+    },
+    /// No such session, wrong secret, or its lease has ended.
+    #[error("no such session, or its lease has ended")]
+    NoSession,
+    /// No region of that name.
+    #[error("no region of that name")]
+    NotFound,
+    /// The named region is open in another session.
+    #[error("the region is in use by another client")]
+    InUse,
+    /// The extent is not leased to this session.
+    #[error("extent {0} is not leased to this client")]
+    NotLeased(ExtentId),
+    /// The server is shutting down and takes no new work.
+    #[error("the server is shutting down")]
+    Draining,
+    /// Anything else that is wrong with the request.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+/// The frame of a message: its length as a little-endian u32, then its bytes.
+///
+/// # Errors
+/// [`ControlDecodeError::TooLong`] when it exceeds [`MAX_FRAME_BYTES`].
+pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, ControlDecodeError> {
+    let mut frame = postcard::to_extend(message, vec![0; PREFIX_BYTES])
+        .expect("messages hold only types that postcard can write, and a vector grows");
+    let bytes = frame.len() - PREFIX_BYTES;
+    if bytes > MAX_FRAME_BYTES {
+        return Err(ControlDecodeError::TooLong {
+            bytes,
+            limit: MAX_FRAME_BYTES,
+        });
+    }
+    frame[..PREFIX_BYTES].copy_from_slice(&(bytes as u32).to_le_bytes());
+    Ok(frame)
+}
+
+/// How many bytes follow a frame's prefix.
+///
+/// # Errors
+/// [`ControlDecodeError::TooLong`] when that exceeds `limit`, before anything is read or allocated.
+pub fn frame_bytes(prefix: [u8; PREFIX_BYTES], limit: usize) -> Result<usize, ControlDecodeError> {
+    let bytes = u32::from_le_bytes(prefix) as usize;
+    if bytes > limit {
+        return Err(ControlDecodeError::TooLong { bytes, limit });
+    }
+    Ok(bytes)
+}
+
+/// Reads a message from the bytes after the prefix, all of them.
+///
+/// # Errors
+/// [`ControlDecodeError::Frame`] when they are no such message or have bytes left over.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ControlDecodeError> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((message, [])) => Ok(message),
+        _ => Err(ControlDecodeError::Frame),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection::vec, option, prelude::*};
+
+    use super::*;
+
+    #[test]
+    fn hello_has_pinned_bytes() {
+        assert_eq!(
+            &Hello::new(Purpose::Data).encode(),
+            b"farpage\0\x01\0\x02\0\0\0\0\0"
+        );
+    }
+
+    #[test]
+    fn another_version_is_named_and_not_called_garbage() {
+        let mut bytes = Hello::new(Purpose::Control).encode();
+        bytes[8] = 9;
+        bytes[10] = 77;
+        let error = Hello::decode(&bytes).expect_err("version 9");
+        assert_eq!(
+            error,
+            ControlDecodeError::Version {
+                theirs: 9,
+                ours: VERSION
+            }
+        );
+        assert_eq!(
+            Hello::decode(b"GET / HTTP/1.1\r\n"),
+            Err(ControlDecodeError::NotFarpage)
+        );
+    }
+
+    #[test]
+    fn requests_have_pinned_bytes() {
+        let frame = encode(&Request::Grant { bytes: 300 }).expect("short");
+        assert_eq!(frame, [3, 0, 0, 0, 4, 0xac, 2]);
+        let frame = encode(&Response::Refused(Refusal::Full {
+            asked: 2,
+            available: 1,
+        }))
+        .expect("short");
+        assert_eq!(frame, [4, 0, 0, 0, 5, 0, 2, 1]);
+    }
+
+    #[test]
+    fn a_frame_beyond_its_limit_is_refused_before_it_is_read() {
+        assert_eq!(
+            frame_bytes([0xff; 4], 10),
+            Err(ControlDecodeError::TooLong {
+                bytes: 0xffff_ffff,
+                limit: 10
+            })
+        );
+        let manifest = vec![0; MAX_FRAME_BYTES + 1];
+        let huge = Request::Publish {
+            name: String::new(),
+            manifest,
+            extents: vec![],
+        };
+        assert!(matches!(
+            encode(&huge),
+            Err(ControlDecodeError::TooLong { .. })
+        ));
+    }
+
+    fn request() -> impl Strategy<Value = Request> {
+        let secret = any::<[u8; 16]>().prop_map(Secret);
+        let resume = option::of((any::<u64>().prop_map(SessionId), secret.clone()));
+        prop_oneof![
+            (any::<String>(), resume)
+                .prop_map(|(client, resume)| Request::Begin { client, resume }),
+            (any::<u64>(), secret).prop_map(|(id, secret)| Request::Attach {
+                session: SessionId(id),
+                secret
+            }),
+            Just(Request::Renew),
+            Just(Request::Goodbye),
+            any::<u64>().prop_map(|bytes| Request::Grant { bytes }),
+            any::<u64>().prop_map(|id| Request::Release {
+                extent: ExtentId(id)
+            }),
+            (
+                any::<String>(),
+                vec(any::<u8>(), 0..300),
+                vec(any::<u64>().prop_map(ExtentId), 0..30)
+            )
+                .prop_map(|(name, manifest, extents)| Request::Publish {
+                    name,
+                    manifest,
+                    extents
+                }),
+            any::<String>().prop_map(|name| Request::Open { name }),
+            any::<String>().prop_map(|name| Request::Remove { name }),
+            Just(Request::Stat),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn requests_survive_the_wire(request in request()) {
+            let frame = encode(&request).expect("short");
+            let prefix = frame[..PREFIX_BYTES].try_into().expect("four bytes");
+            prop_assert_eq!(frame_bytes(prefix, MAX_FRAME_BYTES), Ok(frame.len() - PREFIX_BYTES));
+            prop_assert_eq!(decode::<Request>(&frame[PREFIX_BYTES..]), Ok(request));
+        }
+
+        #[test]
+        fn a_cut_or_lengthened_request_is_an_error(request in request(), extra in any::<u8>()) {
+            let mut body = encode(&request).expect("short").split_off(PREFIX_BYTES);
+            prop_assert!(decode::<Request>(&body[..body.len() - 1]).is_err());
+            body.push(extra);
+            prop_assert!(decode::<Request>(&body).is_err());
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes in vec(any::<u8>(), 0..300), hello in any::<[u8; HELLO_BYTES]>()) {
+            let _ = decode::<Request>(&bytes);
+            let _ = decode::<Response>(&bytes);
+            let _ = Hello::decode(&hello);
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! [`ServerStat`]: what a memory server says about itself, for people and monitors.
+
+use serde::{Deserialize, Serialize};
+
+/// Figures of one memory server at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ServerStat {
+    /// The server's version.
+    pub version: String,
+    /// How long it has been running.
+    pub uptime_ms: u64,
+    /// Whether it is shutting down.
+    pub draining: bool,
+    /// The most that it grants.
+    pub capacity_bytes: u64,
+    /// Granted now: leased to sessions or held by a name.
+    pub granted_bytes: u64,
+    /// Physically backed now: granted memory that has been written.
+    pub resident_bytes: u64,
+    /// Clients that hold a session.
+    pub sessions: u64,
+    /// Extents granted now.
+    pub extents: u64,
+    /// Named regions kept.
+    pub named_regions: u64,
+    /// Payload bytes of READs served through the server's CPU (none over shared memory).
+    pub bytes_read: u64,
+    /// Payload bytes of WRITEs served through the server's CPU (none over shared memory).
+    pub bytes_written: u64,
+}
