@@ -1,1 +1,115 @@
-fn main() {}
+//! `cargo xtask`: everything that a person or a machine does with this repository, one command each.
+//!
+//! The rule it keeps: a command either does all that it says or stops with what to do about it; nothing has to be
+//! installed or started by hand before. What the commands measure and test is left to the crates themselves.
+
+mod children;
+mod setup;
+mod tests;
+
+use std::{env, process::ExitCode};
+
+use anyhow::{Result, bail};
+
+const USAGE: &str = "\
+Usage: cargo xtask <COMMAND>
+
+Commands:
+  demo                            set up this machine, build, and run STREAM on remote arrays four times the local budget
+  test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
+                                  `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs
+  setup                           only set up: install missing system packages, check kernel permissions
+  help                            print this";
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> Result<ExitCode> {
+    let args: Vec<String> = env::args().skip(1).collect();
+    let (command, rest) = match args.split_first() {
+        Some((command, rest)) => (command.as_str(), rest),
+        None => return Ok(misused("no command given")),
+    };
+    match command {
+        "demo" if rest.is_empty() => demo(),
+        "setup" if rest.is_empty() => {
+            setup::prepare()?;
+            println!("This machine is ready: `cargo xtask demo` and `cargo xtask test` will run.");
+            Ok(ExitCode::SUCCESS)
+        }
+        "test" => {
+            children::end_with_us()?;
+            setup::prepare()?;
+            tests::run(rest)
+        }
+        "help" | "--help" | "-h" => {
+            println!("{USAGE}");
+            Ok(ExitCode::SUCCESS)
+        }
+        "demo" | "setup" => Ok(misused(&format!("`{command}` takes no arguments"))),
+        other => Ok(misused(&format!("no such command: `{other}`"))),
+    }
+}
+
+fn misused(what: &str) -> ExitCode {
+    eprintln!("error: {what}\n\n{USAGE}");
+    ExitCode::from(2)
+}
+
+/// Arrays of this size in all, a quarter of it as the local budget: large enough that the pager works for seconds,
+/// small enough for a laptop, since server and client share the machine here.
+const DEMO_ARRAYS_MIB: u64 = 768;
+
+fn demo() -> Result<ExitCode> {
+    children::end_with_us()?;
+    setup::prepare()?;
+    // The arrays on the server, the budget, and something for everybody else.
+    setup::require_memory(DEMO_ARRAYS_MIB * 3 / 2)?;
+
+    println!("\nBuilding the benchmark (optimised; the first time takes a few minutes) ...");
+    let built = children::status(children::cargo().args([
+        "build",
+        "--release",
+        "--package",
+        "farpage-bench",
+    ]))?;
+    if !built.success() {
+        bail!("the build failed; what went wrong is printed above");
+    }
+
+    println!(
+        "\nSTREAM on {DEMO_ARRAYS_MIB} MiB of remote arrays with {} MiB of local memory for their pages, four times less.\n\
+         The arrays live in a memory server, a process of its own that this run starts and ends.\n",
+        DEMO_ARRAYS_MIB / 4
+    );
+    let size = format!("{DEMO_ARRAYS_MIB}MiB");
+    let bench = [
+        "run",
+        "--quiet",
+        "--release",
+        "--package",
+        "farpage-bench",
+        "--",
+    ];
+    let ran = children::status(
+        children::cargo()
+            .args(bench)
+            .args(["stream", "--size", &size, "--budget", "25%"]),
+    )?;
+    if !ran.success() {
+        bail!(
+            "the benchmark failed ({ran}); `cargo run --release -p farpage-bench -- doctor` says what this machine can do"
+        );
+    }
+    println!(
+        "\nEvery element was verified. More to measure: cargo run --release -p farpage-bench -- --help"
+    );
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,70 @@
+//! The processes that a command starts.
+//!
+//! The rule it keeps: none of them outlives `xtask`. Each runs in a process group of its own, so that one signal
+//! reaches it together with everything that it started in turn (cargo, compilers, test programs, memory servers).
+
+use std::{
+    env,
+    os::unix::process::CommandExt,
+    process::{self, Child, Command, ExitStatus, Stdio},
+    sync::atomic::{AtomicI32, Ordering::SeqCst},
+    thread,
+};
+
+use anyhow::{Context, Result};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    iterator::Signals,
+};
+
+/// The process group of the child that runs now, 0 if there is none. Commands run one child at a time.
+static RUNNING: AtomicI32 = AtomicI32::new(0);
+
+/// From now on Ctrl-C, SIGTERM and SIGHUP end the running child with all its descendants, then this process.
+pub(crate) fn end_with_us() -> Result<()> {
+    let mut signals =
+        Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen for signals")?;
+    thread::spawn(move || {
+        if let Some(signal) = signals.forever().next() {
+            let group = RUNNING.load(SeqCst);
+            if group > 0 {
+                // SAFETY: plain system call without pointers; the group is that of a child that has not been waited for.
+                unsafe { libc::kill(-group, libc::SIGTERM) };
+            }
+            eprintln!("\ninterrupted");
+            // What a shell reports for a process that died of this signal.
+            process::exit(128 + signal);
+        }
+    });
+    Ok(())
+}
+
+/// The cargo that runs us.
+pub(crate) fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/.."));
+    command
+}
+
+/// Starts a child without a standard input, in a process group of its own.
+pub(crate) fn spawn(command: &mut Command) -> Result<Child> {
+    let child = command
+        .stdin(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .with_context(|| format!("cannot start `{}`", command.get_program().display()))?;
+    RUNNING.store(child.id() as i32, SeqCst);
+    Ok(child)
+}
+
+/// Waits for a child that [`spawn`] started.
+pub(crate) fn wait(mut child: Child) -> Result<ExitStatus> {
+    let status = child.wait().context("cannot wait for a child process");
+    RUNNING.store(0, SeqCst);
+    status
+}
+
+/// Runs a child to its end, its output going where ours goes.
+pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
+    wait(spawn(command)?)
+}

@@ -1,0 +1,260 @@
+//! What a machine needs before farpage builds and runs: a C compiler and libclang (the bindings of the userfaultfd crate
+//! are generated from the kernel's headers), and the permission to handle page faults.
+//!
+//! The rule it keeps: what is there is found by looking for the thing itself, not for a package's name, so that other
+//! distributions and hand-made installations count; nothing is installed without root or a `sudo` that asks nothing.
+
+use std::{
+    env,
+    fs::{self, OpenOptions},
+    io,
+    path::Path,
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::children;
+
+/// Installs what is missing and checks the permissions.
+///
+/// # Errors
+/// What is missing and cannot be mended from here, with the line that mends it.
+pub(crate) fn prepare() -> Result<()> {
+    install_missing()?;
+    may_handle_faults()
+}
+
+/// Something that the build needs.
+struct Need {
+    what: &'static str,
+    apt_package: &'static str,
+    is_there: fn() -> bool,
+}
+
+const NEEDS: [Need; 3] = [
+    Need {
+        what: "a C compiler (`cc`)",
+        apt_package: "gcc",
+        is_there: || in_path("cc"),
+    },
+    Need {
+        what: "the C library's headers",
+        apt_package: "libc6-dev",
+        is_there: has_libc_headers,
+    },
+    Need {
+        what: "libclang with its headers",
+        apt_package: "libclang-dev",
+        is_there: has_libclang,
+    },
+];
+
+fn install_missing() -> Result<()> {
+    let missing: Vec<&Need> = NEEDS.iter().filter(|need| !(need.is_there)()).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let what = missing
+        .iter()
+        .map(|need| need.what)
+        .collect::<Vec<_>>()
+        .join(", ");
+    let packages: Vec<&str> = missing.iter().map(|need| need.apt_package).collect();
+    if !in_path("apt-get") {
+        bail!(
+            "the build needs {what}.\nThis is not an apt system, so install that with your package manager \
+             (Debian calls the packages: {}), then run this again.",
+            packages.join(" ")
+        );
+    }
+    let by_hand = format!(
+        "sudo apt-get update && sudo apt-get install -y {}",
+        packages.join(" ")
+    );
+    let Some(root) = as_root() else {
+        bail!(
+            "the build needs {what}.\nInstalling it takes root. Run this line, then try again:\n\n    {by_hand}\n"
+        );
+    };
+    println!(
+        "The build needs {what}: installing {} with apt-get.",
+        packages.join(" ")
+    );
+    for step in [
+        vec!["update"],
+        [
+            vec!["install", "-y", "--no-install-recommends"],
+            packages.clone(),
+        ]
+        .concat(),
+    ] {
+        let mut words = root
+            .iter()
+            .copied()
+            .chain(["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"])
+            .chain(step);
+        let program = words.next().expect("the chain above is not empty");
+        let status = children::status(Command::new(program).args(words))?;
+        if !status.success() {
+            bail!(
+                "apt-get failed ({status}). Run this line by hand to see why:\n\n    {by_hand}\n"
+            );
+        }
+    }
+    match missing.iter().find(|need| !(need.is_there)()) {
+        None => Ok(()),
+        Some(need) => bail!(
+            "{} was installed, but {} is still not found",
+            need.apt_package,
+            need.what
+        ),
+    }
+}
+
+/// The words that make a command run as root, if that is possible without asking anybody.
+fn as_root() -> Option<&'static [&'static str]> {
+    // SAFETY: takes nothing and cannot fail.
+    if unsafe { libc::geteuid() } == 0 {
+        return Some(&[]);
+    }
+    let quiet = Command::new("sudo").args(["-n", "true"]).output();
+    quiet
+        .is_ok_and(|output| output.status.success())
+        .then_some(&["sudo", "-n"])
+}
+
+fn in_path(program: &str) -> bool {
+    env::var_os("PATH")
+        .is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+}
+
+fn has_libc_headers() -> bool {
+    let is_there = |header: &str| {
+        let direct = Path::new("/usr/include").join(header);
+        direct.is_file() || matches_of("/usr/include", &["*-linux-gnu", header]) > 0
+    };
+    is_there("stdio.h") && is_there("linux/userfaultfd.h") && is_there("asm/types.h")
+}
+
+/// Looks where bindgen looks. The library alone is not enough: it cannot find `stddef.h` without its own headers.
+fn has_libclang() -> bool {
+    if env::var_os("LIBCLANG_PATH").is_some() {
+        return true;
+    }
+    let library = matches_of("/usr/lib", &["llvm*", "lib", "libclang*.so*"])
+        + matches_of("/usr/lib", &["*-linux-gnu", "libclang*.so*"])
+        + matches_of("/usr", &["lib64", "libclang*.so*"])
+        + matches_of("/usr", &["lib", "libclang*.so*"]);
+    let headers = matches_of(
+        "/usr/lib",
+        &["llvm*", "lib", "clang", "*", "include", "stddef.h"],
+    ) + matches_of("/usr", &["lib*", "clang", "*", "include", "stddef.h"]);
+    library > 0 && headers > 0
+}
+
+/// How many paths below `dir` match, one pattern per path component; a `*` stands for any characters.
+fn matches_of(dir: impl AsRef<Path>, patterns: &[&str]) -> usize {
+    let Some((pattern, rest)) = patterns.split_first() else {
+        return usize::from(dir.as_ref().exists());
+    };
+    if !pattern.contains('*') {
+        return matches_of(dir.as_ref().join(pattern), rest);
+    }
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    entries
+        .filter(|entry| matches_pattern(&entry.file_name().to_string_lossy(), pattern))
+        .map(|entry| matches_of(entry.path(), rest))
+        .sum()
+}
+
+fn matches_pattern(name: &str, pattern: &str) -> bool {
+    match pattern.split_once('*') {
+        None => name == pattern,
+        Some((head, tail)) => name.strip_prefix(head).is_some_and(|name| {
+            (0..=name.len()).any(|at| name.get(at..).is_some_and(|end| matches_pattern(end, tail)))
+        }),
+    }
+}
+
+/// Checks that this process may create a userfaultfd that also serves faults raised inside system calls.
+///
+/// # Errors
+/// Why it may not, with the line that mends it.
+fn may_handle_faults() -> Result<()> {
+    // SAFETY: creates a descriptor from a flag word; no pointers.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) };
+    if fd >= 0 {
+        // SAFETY: the descriptor was created above and is known to nobody else.
+        unsafe { libc::close(fd as i32) };
+        return Ok(());
+    }
+    let refusal = io::Error::last_os_error();
+    if OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open("/dev/userfaultfd")
+        .is_ok()
+    {
+        return Ok(());
+    }
+    if refusal.raw_os_error() == Some(libc::ENOSYS) {
+        bail!(
+            "this kernel has no userfaultfd (CONFIG_USERFAULTFD): farpage needs Linux 5.10 or newer with it built in"
+        );
+    }
+    bail!(
+        "this user may not handle page faults (userfaultfd: {refusal}). One of these lines mends it:\n\n    \
+         sudo sysctl -w vm.unprivileged_userfaultfd=1             # for everybody, until the next boot\n    \
+         sudo setfacl -m u:$(id -un):rw /dev/userfaultfd          # for you alone, Linux 6.1 and newer\n\n\
+         Inside a container the sandbox may be what refuses: start it with\n\n    \
+         docker run --cap-add SYS_PTRACE --security-opt seccomp=unconfined ...\n"
+    )
+}
+
+/// Checks that so much memory is free.
+///
+/// # Errors
+/// How much is missing.
+pub(crate) fn require_memory(need_mib: u64) -> Result<()> {
+    let info = fs::read_to_string("/proc/meminfo").context("cannot read /proc/meminfo")?;
+    let available_kib = info
+        .lines()
+        .find_map(|line| {
+            line.strip_prefix("MemAvailable:")?
+                .split_whitespace()
+                .next()?
+                .parse::<u64>()
+                .ok()
+        })
+        .context("/proc/meminfo does not say how much memory is available")?;
+    if available_kib / 1024 < need_mib {
+        bail!(
+            "this needs {need_mib} MiB of free memory, and {} MiB are available",
+            available_kib / 1024
+        );
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_star_matches_any_run_of_characters() {
+        for (name, pattern, expected) in [
+            ("libclang-14.so.1", "libclang*.so*", true),
+            ("libclang.so", "libclang*.so*", true),
+            ("libclang.a", "libclang*.so*", false),
+            ("x86_64-linux-gnu", "*-linux-gnu", true),
+            ("llvm-14", "llvm", false),
+        ] {
+            assert_eq!(
+                matches_pattern(name, pattern),
+                expected,
+                "{name} against {pattern}"
+            );
+        }
+    }
+}
