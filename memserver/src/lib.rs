@@ -1,1 +1,24 @@
-//! Placeholder.
+//! The memory server: lends its machine's memory to farpage clients, in a process of its own or inside another.
+//!
+//! The rule it keeps: it decides who may have which memory and nothing else. Moving bytes and parsing frames is the work
+//! of `farpage_fabric::server`; what the bytes mean is known to clients only.
+//!
+//! ```
+//! use farpage_memserver::Server;
+//!
+//! let server = Server::builder().listen("tcp://127.0.0.1:0".parse()?).capacity(64 << 20).start()?;
+//! println!("clients may connect to {}", server.endpoints()[0]);
+//! assert_eq!(server.stat().granted_bytes, 0);
+//! server.shutdown();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod config;
+mod descriptors;
+mod server;
+mod state;
+
+pub use farpage_fabric::server::SocketAccess;
+pub use server::{RunningServer, Server, StartError};
+pub use state::{Limits, State};

@@ -1,0 +1,420 @@
+//! What the daemon is told to do: command line, environment, file, defaults.
+//!
+//! The rule it keeps: a flag beats the environment, which beats the file, which beats the default, and a key that
+//! nobody knows is an error instead of a setting that silently does nothing. Opening sockets is left to [`crate::Server`].
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use bytesize::ByteSize;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use farpage_fabric::server::SocketAccess;
+use farpage_wire::Endpoint;
+use serde::Deserialize;
+
+use crate::server::{DEFAULT_GRACE, DEFAULT_LEASE};
+
+/// Lends this machine's memory to farpage clients.
+#[derive(Debug, Parser)]
+#[command(name = "farpage-memserver", version, about, after_help = PRECEDENCE)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+    /// How to log, for every command.
+    #[command(flatten)]
+    pub log: LogArgs,
+}
+
+const PRECEDENCE: &str = "\
+Logs go to standard error, results to standard output. Exit status: 0 success, 1 failure, 2 wrong usage.";
+
+const SERVE_HELP: &str = "\
+Every setting may come from a flag, from its FARPAGE_MEMSERVER_* variable, or from the TOML file that --config names;
+a flag beats the variable, the variable beats the file. The file's keys are the flags' names:
+
+    listen = [\"shm:///run/farpage.sock\", \"tcp://0.0.0.0:7400\"]
+    capacity = \"8GiB\"
+    socket-access = \"owner\"
+    lease = \"10s\"
+    grace = \"5s\"
+    log = \"json\"
+    log-level = \"info\"
+
+SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
+A second signal exits at once.
+
+Whoever can connect can borrow memory: a tcp endpoint has no access control of its own and belongs on a trusted network.";
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Lend memory until told to stop.
+    #[command(after_help = SERVE_HELP)]
+    Serve(ServeArgs),
+    /// Print the figures of a running server.
+    Stat(StatArgs),
+}
+
+/// Flags of `serve`; what is absent here comes from the file or the defaults.
+#[derive(Args, Clone, Debug, Default)]
+pub struct ServeArgs {
+    /// TOML file with settings.
+    #[arg(long, value_name = "FILE", env = "FARPAGE_MEMSERVER_CONFIG")]
+    pub config: Option<PathBuf>,
+    /// Where clients may connect: shm:///path or tcp://host:port; repeat it for several [default: shm://
+    /// farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "FARPAGE_MEMSERVER_LISTEN",
+        value_delimiter = ','
+    )]
+    pub listen: Vec<Endpoint>,
+    /// The most memory to lend at any time, such as 8GiB [default: half of what is available now].
+    #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_CAPACITY")]
+    pub capacity: Option<ByteSize>,
+    /// Who may connect to shm:// sockets [default: owner].
+    #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
+    pub socket_access: Option<Access>,
+    /// A client that is silent for so long loses its memory [default: 10s].
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = humantime::parse_duration)]
+    pub lease: Option<Duration>,
+    /// What clients get to finish after SIGTERM [default: 5s].
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = humantime::parse_duration)]
+    pub grace: Option<Duration>,
+}
+
+/// Flags of `stat`.
+#[derive(Args, Clone, Debug)]
+pub struct StatArgs {
+    /// The server to ask: shm:///path or tcp://host:port.
+    #[arg(long, value_name = "URL", env = "FARPAGE_MEMSERVER_ENDPOINT")]
+    pub endpoint: Endpoint,
+    /// One JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Flags that choose the log.
+#[derive(Args, Clone, Debug, Default)]
+pub struct LogArgs {
+    /// How log lines look [default: human].
+    #[arg(long, value_enum, global = true, env = "FARPAGE_MEMSERVER_LOG")]
+    pub log: Option<LogFormat>,
+    /// error, warn, info, debug, trace, or per module as in farpage_memserver=debug [default: info].
+    #[arg(long, value_name = "LEVEL", global = true, env = "FARPAGE_LOG")]
+    pub log_level: Option<String>,
+}
+
+/// How log lines look.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// One readable line per event.
+    #[default]
+    Human,
+    /// One JSON object per event.
+    Json,
+}
+
+/// Who may connect to `shm://` sockets.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Access {
+    /// The user that the server runs as.
+    #[default]
+    Owner,
+    /// The group that the server runs as, too.
+    Group,
+}
+
+impl From<Access> for SocketAccess {
+    fn from(access: Access) -> Self {
+        match access {
+            Access::Owner => Self::Owner,
+            Access::Group => Self::Group,
+        }
+    }
+}
+
+/// The file of `--config`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct File {
+    listen: Option<Vec<String>>,
+    capacity: Option<ByteSize>,
+    socket_access: Option<Access>,
+    lease: Option<String>,
+    grace: Option<String>,
+    log: Option<LogFormat>,
+    log_level: Option<String>,
+}
+
+/// Everything that `serve` needs, settled.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where to listen; at least one.
+    pub listen: Vec<Endpoint>,
+    /// The most memory to lend.
+    pub capacity_bytes: u64,
+    /// Whether nobody chose the capacity, so that the log should say it.
+    pub capacity_is_default: bool,
+    /// Who may connect to `shm://` sockets.
+    pub access: SocketAccess,
+    /// How long a silent client keeps its memory.
+    pub lease: Duration,
+    /// What clients get to finish after SIGTERM.
+    pub grace: Duration,
+    /// How log lines look.
+    pub log: LogFormat,
+    /// Which events are logged, as `tracing_subscriber::EnvFilter` reads it.
+    pub log_level: String,
+}
+
+/// Why there is no configuration.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The file is not there or not readable.
+    #[error("cannot read the configuration file {path}: {source}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file is not TOML, has a key that nobody knows, or a value of the wrong kind.
+    #[error("the configuration file {path} is wrong: {reason}")]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        reason: String,
+    },
+    /// A setting has a value that cannot work.
+    #[error("{setting} is {value}: {reason}")]
+    Value {
+        /// The setting's name.
+        setting: &'static str,
+        /// What it was set to.
+        value: String,
+        /// What is wrong and what to do.
+        reason: &'static str,
+    },
+    /// Nothing to listen on was named, and there is no place for a default.
+    #[error(
+        "no --listen was given, and XDG_RUNTIME_DIR is not set to put a socket in: name one, as in --listen shm:///tmp/farpage.sock"
+    )]
+    NowhereToListen,
+}
+
+impl Config {
+    /// Settles `flags` (in which the environment is merged already), the file that they name, and the defaults.
+    pub fn settle(flags: &ServeArgs, log: &LogArgs) -> Result<Self, ConfigError> {
+        let file = match &flags.config {
+            Some(path) => File::read(path)?,
+            None => File::default(),
+        };
+        let listen = match (flags.listen.is_empty(), file.listen) {
+            (false, _) => flags.listen.clone(),
+            (true, Some(urls)) if !urls.is_empty() => urls
+                .iter()
+                .map(|url| {
+                    url.parse()
+                        .map_err(|error| File::wrong(flags, format!("listen: {error}")))
+                })
+                .collect::<Result<_, _>>()?,
+            _ => vec![default_endpoint().ok_or(ConfigError::NowhereToListen)?],
+        };
+        let capacity = flags.capacity.or(file.capacity);
+        let duration =
+            |flag: Option<Duration>, key: &str, text: Option<String>, default| match (flag, text) {
+                (Some(duration), _) => Ok(duration),
+                (None, Some(text)) => humantime::parse_duration(&text)
+                    .map_err(|error| File::wrong(flags, format!("{key}: {error}"))),
+                (None, None) => Ok(default),
+            };
+        let config = Self {
+            listen,
+            capacity_bytes: capacity.map_or_else(|| available_bytes() / 2, |size| size.as_u64()),
+            capacity_is_default: capacity.is_none(),
+            access: flags
+                .socket_access
+                .or(file.socket_access)
+                .unwrap_or_default()
+                .into(),
+            lease: duration(flags.lease, "lease", file.lease, DEFAULT_LEASE)?,
+            grace: duration(flags.grace, "grace", file.grace, DEFAULT_GRACE)?,
+            log: log.log.or(file.log).unwrap_or_default(),
+            log_level: log
+                .log_level
+                .clone()
+                .or(file.log_level)
+                .unwrap_or_else(|| "info".to_owned()),
+        };
+        config.check()
+    }
+
+    fn check(self) -> Result<Self, ConfigError> {
+        if self.capacity_bytes == 0 {
+            return Err(ConfigError::Value {
+                setting: "capacity",
+                value: "0".to_owned(),
+                reason: "there would be nothing to lend; give it a size such as 8GiB",
+            });
+        }
+        if self.lease < SHORTEST_LEASE {
+            return Err(ConfigError::Value {
+                setting: "lease",
+                value: humantime::format_duration(self.lease).to_string(),
+                reason: "a client could not renew it in time; give it 100ms or more",
+            });
+        }
+        Ok(self)
+    }
+}
+
+/// Clients renew a few times per lease from a thread that competes for a core: below this, scheduling delays alone end sessions.
+const SHORTEST_LEASE: Duration = Duration::from_millis(100);
+
+impl File {
+    fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        toml::from_str(&text).map_err(|error| ConfigError::Parse {
+            path: path.to_owned(),
+            reason: error.to_string().trim_end().to_owned(),
+        })
+    }
+
+    fn wrong(flags: &ServeArgs, reason: String) -> ConfigError {
+        ConfigError::Parse {
+            path: flags.config.clone().unwrap_or_default(),
+            reason,
+        }
+    }
+}
+
+/// Where a server listens when nobody says: a socket that only this user (root: this host's root) can create.
+pub fn default_endpoint() -> Option<Endpoint> {
+    let directory = match nix::unistd::geteuid().is_root() {
+        true => PathBuf::from("/run"),
+        false => PathBuf::from(std::env::var_os("XDG_RUNTIME_DIR")?),
+    };
+    format!("shm://{}", directory.join("farpage.sock").display())
+        .parse()
+        .ok()
+}
+
+/// Memory that could be lent now without swapping: what the kernel calls available, within this control group's limit.
+pub fn available_bytes() -> u64 {
+    let machine = fs::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
+    let group = |file: &str| {
+        fs::read_to_string(format!("/sys/fs/cgroup/{file}"))
+            .ok()?
+            .trim()
+            .parse::<u64>()
+            .ok()
+    };
+    let group = group("memory.max")
+        .zip(group("memory.current"))
+        .map(|(max, current)| max.saturating_sub(current));
+    [machine, group].into_iter().flatten().min().unwrap_or(0)
+}
+
+fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settle(arguments: &[&str], file: Option<&str>) -> Result<Config, ConfigError> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("memserver.toml");
+        let mut command_line = vec!["farpage-memserver", "serve"];
+        command_line.extend(arguments);
+        if let Some(text) = file {
+            fs::write(&path, text).unwrap();
+            command_line.extend(["--config", path.to_str().unwrap()]);
+        }
+        let cli = Cli::try_parse_from(command_line).unwrap();
+        let Command::Serve(flags) = &cli.command else {
+            panic!("not serve")
+        };
+        Config::settle(flags, &cli.log)
+    }
+
+    #[test]
+    fn a_flag_beats_the_file_and_the_file_beats_the_default() {
+        let file =
+            "listen = ['tcp://127.0.0.1:1']\ncapacity = '3GiB'\nlease = '7s'\nlog = 'json'\n";
+        let config = settle(&["--capacity", "2GiB"], Some(file)).unwrap();
+        assert_eq!(config.capacity_bytes, 2 << 30);
+        assert_eq!(config.lease, Duration::from_secs(7));
+        assert_eq!(config.grace, DEFAULT_GRACE);
+        assert_eq!(config.log, LogFormat::Json);
+        assert_eq!(config.listen[0].to_string(), "tcp://127.0.0.1:1");
+        let config = settle(
+            &[
+                "--listen",
+                "tcp://127.0.0.1:2,shm:///tmp/x",
+                "--log",
+                "human",
+            ],
+            Some(file),
+        )
+        .unwrap();
+        assert_eq!(config.listen.len(), 2);
+        assert_eq!(config.log, LogFormat::Human);
+    }
+
+    #[test]
+    fn a_key_that_nobody_knows_is_an_error_that_names_it() {
+        let error = settle(&[], Some("capasity = '3GiB'"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("capasity") && error.contains("memserver.toml"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn values_that_cannot_work_are_refused() {
+        for (arguments, file) in [
+            (vec!["--capacity", "0"], None),
+            (vec!["--lease", "1ms"], None),
+            (vec![], Some("lease = 'soon'")),
+            (vec![], Some("listen = ['carrier-pigeon://x']")),
+        ] {
+            assert!(settle(&arguments, file).is_err(), "{arguments:?} {file:?}");
+        }
+        assert!(Cli::try_parse_from(["farpage-memserver", "serve", "--capacity", "many"]).is_err());
+    }
+
+    #[test]
+    fn without_a_capacity_half_of_the_available_memory_is_lent() {
+        let config = settle(&["--listen", "tcp://127.0.0.1:0"], None).unwrap();
+        assert!(config.capacity_is_default);
+        let half = available_bytes() / 2;
+        assert!(
+            config.capacity_bytes.abs_diff(half) < half / 2,
+            "{} against {half}",
+            config.capacity_bytes
+        );
+    }
+}

@@ -1,0 +1,180 @@
+//! `farpage-memserver`: the daemon and its `stat` command.
+//!
+//! The rule it keeps: exit 0 for success and for a drain on request, 1 for what the world refused, 2 for wrong usage.
+//! Everything else is left to the library.
+
+use std::{
+    process::ExitCode,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
+
+use anyhow::Context;
+use bytesize::ByteSize;
+use clap::Parser;
+use farpage_fabric::{Session, SessionOptions};
+use farpage_memserver::{
+    Server,
+    config::{
+        Cli, Command, Config, ConfigError, LogArgs, LogFormat, ServeArgs, StatArgs, available_bytes,
+    },
+};
+use farpage_wire::ServerStat;
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+    iterator::Signals,
+};
+use tracing::{info, warn};
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = match &cli.command {
+        Command::Serve(flags) => serve(flags, &cli.log),
+        Command::Stat(flags) => stat(flags, &cli.log),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("farpage-memserver: {error:#}");
+            match error.is::<ConfigError>() {
+                true => ExitCode::from(2),
+                false => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
+    let config = Config::settle(flags, log)?;
+    start_log(config.log, &config.log_level)?;
+    // Before anything is bound: a signal that comes early must drain, too.
+    let mut signals =
+        stop_signals().context("cannot install the handlers of SIGTERM and SIGINT")?;
+    say_capacity(&config);
+    let mut server = Server::builder()
+        .capacity(config.capacity_bytes)
+        .access(config.access)
+        .lease(config.lease)
+        .grace(config.grace);
+    for endpoint in config.listen {
+        server = server.listen(endpoint);
+    }
+    let running = server.start()?;
+    let signal = signals.forever().next();
+    info!(
+        signal,
+        "draining: no new clients, those that are there get {:?} to finish; a second signal stops at once",
+        config.grace
+    );
+    running.shutdown();
+    info!("stopped");
+    Ok(())
+}
+
+/// The first signal is for the caller to read; the second ends the process on the spot, with the status a shell gives for it.
+fn stop_signals() -> std::io::Result<Signals> {
+    let stopping = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT] {
+        // In this order: the handler that looks at the flag runs before the one that raises it.
+        flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;
+        flag::register(signal, stopping.clone())?;
+    }
+    Signals::new([SIGTERM, SIGINT])
+}
+
+fn say_capacity(config: &Config) {
+    let capacity = ByteSize::b(config.capacity_bytes);
+    let available = ByteSize::b(available_bytes());
+    if config.capacity_is_default {
+        info!(
+            capacity_bytes = capacity.as_u64(),
+            "no --capacity was given: lending up to {capacity}, half of the {available} available now"
+        );
+    } else if capacity > available {
+        warn!(
+            capacity_bytes = capacity.as_u64(),
+            available_bytes = available.as_u64(),
+            "--capacity {capacity} is more than the {available} available now: this machine may swap, or kill this server"
+        );
+    }
+}
+
+fn stat(flags: &StatArgs, log: &LogArgs) -> anyhow::Result<()> {
+    start_log(
+        log.log.unwrap_or_default(),
+        log.log_level.as_deref().unwrap_or("warn"),
+    )?;
+    let options = SessionOptions {
+        deadline: STAT_DEADLINE,
+        client: "farpage-memserver stat".to_owned(),
+        ..SessionOptions::default()
+    };
+    let session = Session::connect(&flags.endpoint, &options)?;
+    let figures = session.stat()?;
+    match flags.json {
+        true => println!("{}", serde_json::to_string(&figures)?),
+        false => print!("{}", table(&figures)),
+    }
+    Ok(())
+}
+
+/// A person or a monitor waits for the answer: a server that needs longer is not healthy.
+const STAT_DEADLINE: Duration = Duration::from_secs(5);
+
+fn table(figures: &ServerStat) -> String {
+    let size = |bytes| ByteSize::b(bytes).to_string();
+    let rows = [
+        ("version", figures.version.clone()),
+        (
+            "uptime",
+            humantime::format_duration(Duration::from_secs(figures.uptime_ms / 1000)).to_string(),
+        ),
+        (
+            "state",
+            if figures.draining {
+                "draining"
+            } else {
+                "serving"
+            }
+            .to_owned(),
+        ),
+        ("capacity", size(figures.capacity_bytes)),
+        ("granted", size(figures.granted_bytes)),
+        ("resident", size(figures.resident_bytes)),
+        ("sessions", figures.sessions.to_string()),
+        ("extents", figures.extents.to_string()),
+        ("named regions", figures.named_regions.to_string()),
+        (
+            "read by clients",
+            format!("{} (shared memory not counted)", size(figures.bytes_read)),
+        ),
+        (
+            "written by clients",
+            format!(
+                "{} (shared memory not counted)",
+                size(figures.bytes_written)
+            ),
+        ),
+    ];
+    rows.iter()
+        .map(|(name, value)| format!("{name:<20}{value}\n"))
+        .collect()
+}
+
+fn start_log(format: LogFormat, level: &str) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_new(level).map_err(|error| ConfigError::Value {
+        setting: "log-level",
+        value: format!("{level:?} ({error})"),
+        reason: "give it error, warn, info, debug or trace",
+    })?;
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match format {
+        LogFormat::Human => log.init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
+    Ok(())
+}

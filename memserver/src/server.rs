@@ -1,0 +1,243 @@
+//! [`Server`]: binds endpoints, runs the threads that serve them and the reaper, and ends it all.
+//!
+//! The rule it keeps: whatever was started is joined before [`RunningServer`] is gone, however it goes, so that a test
+//! or a program that embeds a server has no thread, socket file or lent memory left afterwards.
+
+use std::{
+    io,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::host::Host;
+use farpage_fabric::server::{BindError, Listener, Shutdown, SocketAccess, Traffic, serve};
+use farpage_wire::{Endpoint, ServerStat};
+use parking_lot::{Condvar, Mutex};
+use tracing::{info, warn};
+
+use crate::{
+    descriptors,
+    state::{Limits, State},
+};
+
+/// Long enough for a client that is starved of CPU or cut off by a network hiccup, short enough that the memory of a
+/// dead one is missed for a moment only.
+pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(10);
+/// Under the 10 seconds that service managers and container runtimes wait before they kill.
+pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
+/// The reaper looks so often per lease: the memory of a silent client is back at most this fraction late.
+const LOOKS_PER_LEASE: u32 = 8;
+
+/// What a server is to be; made by [`Server::builder`].
+#[derive(Clone, Debug)]
+pub struct Server {
+    listen: Vec<Endpoint>,
+    capacity_bytes: u64,
+    lease: Duration,
+    grace: Duration,
+    access: SocketAccess,
+}
+
+/// Why a server did not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// An endpoint is taken, or not to be had.
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    /// Nothing to listen on was named.
+    #[error(
+        "a server needs an endpoint to listen on, such as shm:///run/farpage.sock or tcp://0.0.0.0:7400"
+    )]
+    NoEndpoint,
+    /// The system refused a thread or a descriptor.
+    #[error(
+        "cannot start the server's threads: {0}; are the limits of processes or open files used up?"
+    )]
+    System(#[from] io::Error),
+}
+
+impl Server {
+    /// No endpoints, 1 GiB, a lease of 10 seconds, a grace of 5, sockets for the own user.
+    pub fn builder() -> Self {
+        Self {
+            listen: Vec::new(),
+            capacity_bytes: 1 << 30,
+            lease: DEFAULT_LEASE,
+            grace: DEFAULT_GRACE,
+            access: SocketAccess::default(),
+        }
+    }
+
+    /// Adds a place to listen: `shm:///path` or `tcp://host:port`, where port 0 finds a free one.
+    pub fn listen(mut self, endpoint: Endpoint) -> Self {
+        self.listen.push(endpoint);
+        self
+    }
+
+    /// The most bytes lent at any time. Default 1 GiB. Nothing is set aside: memory is taken when clients write.
+    pub fn capacity(mut self, bytes: u64) -> Self {
+        self.capacity_bytes = bytes;
+        self
+    }
+
+    /// A client that is silent for so long loses what it borrowed. Default 10 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    /// What clients get to finish once [`RunningServer::shutdown`] was called. Default 5 s.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// Who may connect to the sockets of `shm://` endpoints. Default: the user that the server runs as.
+    pub fn access(mut self, access: SocketAccess) -> Self {
+        self.access = access;
+        self
+    }
+
+    /// Binds every endpoint and starts to serve. When it returns, clients can connect.
+    ///
+    /// # Errors
+    /// [`StartError`]; nothing keeps running or listening then.
+    pub fn start(self) -> Result<RunningServer, StartError> {
+        if self.listen.is_empty() {
+            return Err(StartError::NoEndpoint);
+        }
+        let budget = descriptors::budget();
+        let state = Arc::new(State::new(Limits {
+            capacity_bytes: self.capacity_bytes,
+            lease: self.lease,
+            extents_per_session: budget.extents_per_session,
+            extents: budget.extents,
+            sessions: budget.sessions,
+        }));
+        // 1. All endpoints or none: a server that half listens would look healthy.
+        let listeners: Vec<Listener> = self
+            .listen
+            .iter()
+            .map(|endpoint| Listener::bind(endpoint, self.access))
+            .collect::<Result<_, _>>()?;
+        let endpoints: Vec<Endpoint> = listeners
+            .iter()
+            .map(|listener| listener.endpoint().clone())
+            .collect();
+        // 2. From here on `running` ends what was started, also when a later thread cannot be.
+        let mut running = RunningServer {
+            endpoints,
+            state,
+            traffic: Arc::default(),
+            shutdown: Shutdown::new()?,
+            reaper_stops: Arc::default(),
+            threads: Vec::new(),
+            grace: self.grace,
+        };
+        running.spawn_reaper(self.lease / LOOKS_PER_LEASE)?;
+        for listener in listeners {
+            running.spawn_listener(listener)?;
+        }
+        for endpoint in &running.endpoints {
+            info!(%endpoint, capacity_bytes = self.capacity_bytes, lease_ms = self.lease.as_millis() as u64, "listening");
+        }
+        Ok(running)
+    }
+}
+
+/// A server at work. Dropping it ends it at once; [`shutdown`](Self::shutdown) lets clients finish first.
+#[must_use = "the server ends when this is dropped"]
+pub struct RunningServer {
+    endpoints: Vec<Endpoint>,
+    state: Arc<State>,
+    traffic: Arc<Traffic>,
+    shutdown: Shutdown,
+    reaper_stops: Arc<(Mutex<bool>, Condvar)>,
+    threads: Vec<JoinHandle<()>>,
+    grace: Duration,
+}
+
+impl RunningServer {
+    /// Where it listens, in the order they were given, with the ports that were found where 0 was asked for.
+    pub fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    /// Its figures now.
+    pub fn stat(&self) -> ServerStat {
+        ServerStat {
+            bytes_read: self.traffic.bytes_read(),
+            bytes_written: self.traffic.bytes_written(),
+            ..self.state.stat()
+        }
+    }
+
+    /// Drains: nobody new is admitted; returns when the last client has left, or cuts off those that are still there
+    /// after the grace.
+    pub fn shutdown(self) {
+        self.state.drain();
+        let left = self.state.wait_until_empty(Instant::now() + self.grace);
+        if left > 0 {
+            warn!(
+                clients = left,
+                "the grace of {:?} is over: closing the connections that are left", self.grace
+            );
+        }
+    }
+
+    fn spawn_listener(&mut self, listener: Listener) -> io::Result<()> {
+        let host: Arc<dyn Host> = self.state.clone();
+        let (traffic, shutdown) = (self.traffic.clone(), self.shutdown.clone());
+        let thread = thread::Builder::new().name("farpage-listen".to_owned());
+        self.threads
+            .push(thread.spawn(move || serve(listener, host, traffic, shutdown))?);
+        Ok(())
+    }
+
+    fn spawn_reaper(&mut self, every: Duration) -> io::Result<()> {
+        let (state, stops) = (self.state.clone(), self.reaper_stops.clone());
+        let reap = move || {
+            let (stopped, wake) = &*stops;
+            let mut stopped = stopped.lock();
+            while !*stopped {
+                state.reap(Instant::now());
+                wake.wait_for(&mut stopped, every);
+            }
+        };
+        self.threads.push(
+            thread::Builder::new()
+                .name("farpage-reap".to_owned())
+                .spawn(reap)?,
+        );
+        Ok(())
+    }
+}
+
+impl Drop for RunningServer {
+    fn drop(&mut self) {
+        self.state.drain();
+        self.shutdown.begin();
+        *self.reaper_stops.0.lock() = true;
+        self.reaper_stops.1.notify_all();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                warn!("a thread of the server panicked; its message is above");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_without_endpoints_does_not_start() {
+        assert!(matches!(
+            Server::builder().start().map(|_| ()),
+            Err(StartError::NoEndpoint)
+        ));
+    }
+}

@@ -1,0 +1,1058 @@
+//! Who may have which memory: the daemon's side of [`Host`].
+//!
+//! The rule it keeps: every byte that is granted belongs to exactly one session or one published name, and is given
+//! back when the last of both lets go. Memory is always fresh: an extent is a new sealed file that reads as zeros, and
+//! freeing it closes the file, so nobody sees what another client left behind.
+//!
+//! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only control messages
+//! and the reaper come here. The *leases* are what a READ or WRITE looks at: extent to owner and memory, in
+//! shards that are only read-locked, and written while the ledger is held, so that both never disagree for long.
+//! The downside: control messages of all clients take turns. They are rare, and none of them does I/O while it holds the lock.
+//!
+//! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    fs,
+    io::Read,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    host::{Admission, Host, Opened, Refusal, Transport},
+    memory::ExtentMemory,
+};
+use farpage_wire::{ExtentId, Secret, ServerStat, SessionId, control::MAX_NAME_BYTES};
+use parking_lot::{Condvar, Mutex, RwLock};
+use tracing::{debug, info, warn};
+
+/// What a server may give away.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// The most bytes granted at any time, manifests of named regions included.
+    pub capacity_bytes: u64,
+    /// A session that is silent for so long ends.
+    pub lease: Duration,
+    /// The most extents that one session may hold: each costs the server a descriptor and a mapping.
+    pub extents_per_session: usize,
+    /// The most extents altogether.
+    pub extents: usize,
+    /// The most sessions at once.
+    pub sessions: usize,
+}
+
+/// No more names than this; each costs an entry and its manifest, which counts against the capacity.
+const NAMES_MAX: usize = 65_536;
+/// Extents are cut to whole pages of the server's memory.
+const EXTENT_GRAIN_BYTES: u64 = 4096;
+
+/// The state of one server; see the module's text.
+pub struct State {
+    limits: Limits,
+    started: Instant,
+    leases: Leases,
+    ledger: Mutex<Ledger>,
+    /// Signalled when a session ends, for those who wait for the last one.
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct Ledger {
+    sessions: HashMap<SessionId, SessionRecord>,
+    extents: HashMap<ExtentId, ExtentRecord>,
+    names: BTreeMap<String, NameRecord>,
+    granted_bytes: u64,
+    sessions_ever: u64,
+    extents_ever: u64,
+    draining: bool,
+    /// When the reaper last looked; a long gap means that this process did not run, not that the clients were silent.
+    reaped: Option<Instant>,
+}
+
+struct SessionRecord {
+    client: String,
+    secret: Secret,
+    transport: Transport,
+    renewed: Instant,
+    extents: HashSet<ExtentId>,
+    names: HashSet<String>,
+}
+
+struct ExtentRecord {
+    memory: Arc<ExtentMemory>,
+    lessee: Option<SessionId>,
+    /// At most one: two names with one extent could be open in two sessions at once.
+    name: Option<String>,
+}
+
+struct NameRecord {
+    manifest: Vec<u8>,
+    extents: Vec<ExtentId>,
+    holder: Option<SessionId>,
+}
+
+/// Memory on its way out. Unmapping gigabytes takes milliseconds, so it is dropped after the ledger is unlocked.
+type Freed = Vec<Arc<ExtentMemory>>;
+
+impl State {
+    /// Nothing granted, nobody there.
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            started: Instant::now(),
+            leases: Leases::default(),
+            ledger: Mutex::default(),
+            ended: Condvar::new(),
+        }
+    }
+
+    /// From now on nobody new is admitted; sessions that are there go on.
+    pub fn drain(&self) {
+        self.ledger.lock().draining = true;
+    }
+
+    /// Waits until no session is left, or `deadline`. Returns how many are.
+    pub fn wait_until_empty(&self, deadline: Instant) -> usize {
+        let mut ledger = self.ledger.lock();
+        while !ledger.sessions.is_empty()
+            && !self.ended.wait_until(&mut ledger, deadline).timed_out()
+        {}
+        ledger.sessions.len()
+    }
+
+    /// Ends the sessions whose lease has run out at `now`. Returns how many.
+    ///
+    /// To be called several times per lease. If it was not, this process was stopped or starved, and renewals that
+    /// clients sent in time may be unread: everyone gets a fresh lease then instead of losing memory through our fault.
+    pub fn reap(&self, now: Instant) -> usize {
+        let mut ledger = self.ledger.lock();
+        let overslept = ledger
+            .reaped
+            .is_some_and(|before| now.saturating_duration_since(before) > self.limits.lease / 2);
+        ledger.reaped = Some(now);
+        if overslept {
+            warn!("this server did not run for a while: all leases start anew");
+            ledger
+                .sessions
+                .values_mut()
+                .for_each(|session| session.renewed = now);
+            return 0;
+        }
+        let lease = self.limits.lease;
+        let silent: Vec<SessionId> = ledger
+            .sessions
+            .iter()
+            .filter(|(_, session)| now.saturating_duration_since(session.renewed) > lease)
+            .map(|(id, _)| *id)
+            .collect();
+        let freed: Vec<Freed> = silent
+            .iter()
+            .map(|id| self.end(&mut ledger, *id, "its lease ran out"))
+            .collect();
+        drop(ledger);
+        drop(freed);
+        silent.len()
+    }
+
+    /// Ends a session: what it leased is freed, unless a published name still refers to it.
+    fn end(&self, ledger: &mut Ledger, id: SessionId, why: &str) -> Freed {
+        let Some(session) = ledger.sessions.remove(&id) else {
+            return Freed::new();
+        };
+        let (client, held_extents) = (session.client, session.extents.len());
+        for name in &session.names {
+            if let Some(record) = ledger.names.get_mut(name) {
+                record.holder = None;
+            }
+        }
+        let freed: Freed = session
+            .extents
+            .iter()
+            .filter_map(|extent| self.let_go(ledger, *extent))
+            .collect();
+        info!(session = %id, client, held_extents, freed_extents = freed.len(), "session ended: {why}");
+        self.ended.notify_all();
+        freed
+    }
+
+    /// Takes an extent from its lessee; returns its memory if no name keeps it.
+    fn let_go(&self, ledger: &mut Ledger, id: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let record = ledger
+            .extents
+            .get_mut(&id)
+            .expect("a session holds only extents that exist");
+        record.lessee = None;
+        // The data connections that hold this handle in mid-operation stop, too.
+        record.memory.revoke();
+        let named = record.name.is_some();
+        self.leases.remove(id);
+        if named {
+            None
+        } else {
+            ledger.forget_extent(id)
+        }
+    }
+
+    fn known<'ledger>(
+        ledger: &'ledger mut Ledger,
+        id: SessionId,
+    ) -> Result<&'ledger mut SessionRecord, Refusal> {
+        ledger.sessions.get_mut(&id).ok_or(Refusal::NoSession)
+    }
+
+    /// Takes `bytes` out of what is available, or says how much is.
+    fn charge(&self, ledger: &mut Ledger, bytes: u64) -> Result<(), Refusal> {
+        let available = self
+            .limits
+            .capacity_bytes
+            .saturating_sub(ledger.granted_bytes);
+        if bytes > available {
+            return Err(Refusal::Full {
+                asked: bytes,
+                available,
+            });
+        }
+        ledger.granted_bytes += bytes;
+        Ok(())
+    }
+
+    fn resume(
+        &self,
+        ledger: &mut Ledger,
+        id: SessionId,
+        secret: &Secret,
+    ) -> Result<Admission, Refusal> {
+        let session = Self::known(ledger, id)?;
+        if session.secret != *secret {
+            warn!(session = %id, "a client tried to resume a session with a wrong secret");
+            return Err(Refusal::NoSession);
+        }
+        session.renewed = Instant::now();
+        info!(session = %id, client = session.client, "session resumed");
+        Ok(Admission {
+            session: id,
+            secret: session.secret,
+            lease: self.limits.lease,
+        })
+    }
+}
+
+impl Ledger {
+    /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the capacity.
+    fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let record = self.extents.remove(&id)?;
+        self.granted_bytes -= record.memory.bytes();
+        Some(record.memory)
+    }
+
+    /// The extents of a name that is no longer bound to them: freed where nobody leases them.
+    fn unname(&mut self, extents: &[ExtentId]) -> Freed {
+        let mut freed = Freed::new();
+        for id in extents {
+            let record = self.extents.get_mut(id).expect("a name keeps its extents");
+            record.name = None;
+            if record.lessee.is_none() {
+                freed.extend(self.forget_extent(*id));
+            }
+        }
+        freed
+    }
+}
+
+impl Host for State {
+    fn admit(
+        &self,
+        client: &str,
+        transport: Transport,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal> {
+        let mut ledger = self.ledger.lock();
+        if let Some((id, secret)) = resume {
+            return self.resume(&mut ledger, id, &secret);
+        }
+        if ledger.draining {
+            return Err(Refusal::Draining);
+        }
+        if ledger.sessions.len() >= self.limits.sessions {
+            return Err(Refusal::Invalid(format!(
+                "{} clients are connected, which is this server's limit",
+                self.limits.sessions
+            )));
+        }
+        ledger.sessions_ever += 1;
+        let id = SessionId(ledger.sessions_ever);
+        let secret = new_secret()?;
+        let record = SessionRecord {
+            client: client.to_owned(),
+            secret,
+            transport,
+            renewed: Instant::now(),
+            extents: HashSet::new(),
+            names: HashSet::new(),
+        };
+        ledger.sessions.insert(id, record);
+        info!(session = %id, client, ?transport, "session begun");
+        Ok(Admission {
+            session: id,
+            secret,
+            lease: self.limits.lease,
+        })
+    }
+
+    fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        match Self::known(&mut ledger, session)?.secret == *secret {
+            true => Ok(()),
+            false => Err(Refusal::NoSession),
+        }
+    }
+
+    fn renew(&self, session: SessionId) -> Result<(), Refusal> {
+        Self::known(&mut self.ledger.lock(), session)?.renewed = Instant::now();
+        Ok(())
+    }
+
+    fn lost(&self, session: SessionId) {
+        let mut ledger = self.ledger.lock();
+        let Ok(record) = Self::known(&mut ledger, session) else {
+            return;
+        };
+        let freed = match record.transport {
+            Transport::Shm => self.end(
+                &mut ledger,
+                session,
+                "its connection closed without a goodbye",
+            ),
+            Transport::Tcp => {
+                info!(session = %session, client = record.client, "connection lost: the client may return within its lease");
+                Freed::new()
+            }
+        };
+        drop(ledger);
+        drop(freed);
+    }
+
+    fn close(&self, session: SessionId) {
+        let mut ledger = self.ledger.lock();
+        let freed = self.end(&mut ledger, session, "the client closed it");
+        drop(ledger);
+        drop(freed);
+    }
+
+    fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
+        let mut ledger = self.ledger.lock();
+        let held_extents = Self::known(&mut ledger, session)?.extents.len();
+        if bytes == 0 {
+            return Err(Refusal::Invalid(
+                "an extent of 0 bytes was asked for".to_owned(),
+            ));
+        }
+        if held_extents >= self.limits.extents_per_session {
+            return Err(Refusal::Invalid(format!(
+                "this client holds {held_extents} extents, the most that one client may: release some or ask for larger ones"
+            )));
+        }
+        if ledger.extents.len() >= self.limits.extents {
+            return Err(Refusal::Invalid(format!(
+                "this server holds {} extents, its most: ask for larger ones, or raise its limit of open files",
+                self.limits.extents
+            )));
+        }
+        let whole_bytes = bytes
+            .checked_next_multiple_of(EXTENT_GRAIN_BYTES)
+            .unwrap_or(u64::MAX);
+        self.charge(&mut ledger, whole_bytes)?;
+        // Making the file and its mapping costs microseconds whatever its size: no page of it exists before the first WRITE.
+        let id = ExtentId(ledger.extents_ever + 1);
+        let memory = match ExtentMemory::create(id, whole_bytes) {
+            Ok(memory) => memory,
+            Err(error) => {
+                ledger.granted_bytes -= whole_bytes;
+                drop(ledger);
+                warn!(session = %session, bytes = whole_bytes, %error, "cannot make an extent");
+                return Err(Refusal::Invalid(format!(
+                    "the server cannot make an extent of {whole_bytes} bytes: {error}"
+                )));
+            }
+        };
+        ledger.extents_ever += 1;
+        ledger.extents.insert(
+            id,
+            ExtentRecord {
+                memory: memory.clone(),
+                lessee: Some(session),
+                name: None,
+            },
+        );
+        Self::known(&mut ledger, session)?.extents.insert(id);
+        self.leases.insert(id, session, memory.clone());
+        debug!(session = %session, extent = %id, bytes = whole_bytes, "extent granted");
+        Ok(memory)
+    }
+
+    fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        if !Self::known(&mut ledger, session)?.extents.remove(&extent) {
+            return Err(Refusal::NotLeased(extent));
+        }
+        let freed = self.let_go(&mut ledger, extent);
+        ledger.give_up_name_of(extent, session);
+        drop(ledger);
+        drop(freed);
+        Ok(())
+    }
+
+    fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        self.leases.get(session, extent)
+    }
+
+    fn publish(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<(), Refusal> {
+        if name.is_empty() || name.len() > MAX_NAME_BYTES {
+            return Err(Refusal::Invalid(format!(
+                "a name of {} bytes: it must have 1 to {MAX_NAME_BYTES}",
+                name.len()
+            )));
+        }
+        let mut ledger = self.ledger.lock();
+        // 1. Everything that can be refused, before anything changes: the old binding stays whole.
+        let held = &ledger
+            .sessions
+            .get(&session)
+            .ok_or(Refusal::NoSession)?
+            .extents;
+        if let Some(stranger) = extents.iter().find(|id| !held.contains(id)) {
+            return Err(Refusal::NotLeased(*stranger));
+        }
+        let distinct: HashSet<ExtentId> = extents.iter().copied().collect();
+        for id in &distinct {
+            if let Some(other) = ledger.extents[id]
+                .name
+                .as_deref()
+                .filter(|other| *other != name)
+            {
+                return Err(Refusal::Invalid(format!(
+                    "extent {id} belongs to the named region {other:?} already"
+                )));
+            }
+        }
+        let old = ledger.names.get(name);
+        if old.is_some_and(|old| old.holder.is_some_and(|holder| holder != session)) {
+            return Err(Refusal::InUse);
+        }
+        if old.is_none() && ledger.names.len() >= NAMES_MAX {
+            return Err(Refusal::Invalid(format!(
+                "this server keeps {NAMES_MAX} named regions, its most: remove some"
+            )));
+        }
+        let old_manifest_bytes = old.map_or(0, |old| old.manifest.len() as u64);
+        ledger.granted_bytes -= old_manifest_bytes;
+        if let Err(full) = self.charge(&mut ledger, manifest.len() as u64) {
+            ledger.granted_bytes += old_manifest_bytes;
+            return Err(full);
+        }
+        // 2. The new binding, and what only the old one kept.
+        let record = NameRecord {
+            manifest,
+            extents: distinct.iter().copied().collect(),
+            holder: Some(session),
+        };
+        for id in &distinct {
+            ledger
+                .extents
+                .get_mut(id)
+                .expect("checked above, under the same lock")
+                .name = Some(name.to_owned());
+        }
+        let dropped: Vec<ExtentId> = match ledger.names.insert(name.to_owned(), record) {
+            Some(old) => old
+                .extents
+                .into_iter()
+                .filter(|id| !distinct.contains(id))
+                .collect(),
+            None => Vec::new(),
+        };
+        let freed = ledger.unname(&dropped);
+        Self::known(&mut ledger, session)?
+            .names
+            .insert(name.to_owned());
+        drop(ledger);
+        drop(freed);
+        debug!(session = %session, name, extents = distinct.len(), "named region published");
+        Ok(())
+    }
+
+    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
+        let mut ledger = self.ledger.lock();
+        let held_extents = Self::known(&mut ledger, session)?.extents.len();
+        let Some(record) = ledger.names.get_mut(name) else {
+            return Err(Refusal::NotFound);
+        };
+        if record.holder.is_some() {
+            return Err(Refusal::InUse);
+        }
+        if held_extents + record.extents.len() > self.limits.extents_per_session {
+            return Err(Refusal::Invalid(format!(
+                "the region has {} extents and this client holds {held_extents} already, more than {} together: release some",
+                record.extents.len(),
+                self.limits.extents_per_session
+            )));
+        }
+        record.holder = Some(session);
+        let (manifest, ids) = (record.manifest.clone(), record.extents.clone());
+        let mut extents = Vec::with_capacity(ids.len());
+        for id in &ids {
+            let record = ledger
+                .extents
+                .get_mut(id)
+                .expect("a name keeps its extents");
+            record.lessee = Some(session);
+            record.memory = record.memory.lease_anew();
+            self.leases.insert(*id, session, record.memory.clone());
+            extents.push(record.memory.clone());
+        }
+        let holder = Self::known(&mut ledger, session)?;
+        holder.extents.extend(ids);
+        holder.names.insert(name.to_owned());
+        info!(session = %session, name, extents = extents.len(), "named region opened");
+        Ok(Opened { manifest, extents })
+    }
+
+    fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        Self::known(&mut ledger, session)?.names.remove(name);
+        match ledger.names.get(name) {
+            None => return Err(Refusal::NotFound),
+            Some(record) if record.holder.is_some_and(|holder| holder != session) => {
+                return Err(Refusal::InUse);
+            }
+            Some(_) => {}
+        }
+        let record = ledger
+            .names
+            .remove(name)
+            .expect("looked up above, under the same lock");
+        ledger.granted_bytes -= record.manifest.len() as u64;
+        let freed = ledger.unname(&record.extents);
+        drop(ledger);
+        drop(freed);
+        info!(session = %session, name, "named region removed");
+        Ok(())
+    }
+
+    fn stat(&self) -> ServerStat {
+        let ledger = self.ledger.lock();
+        let resident_bytes = ledger
+            .extents
+            .values()
+            .map(|extent| extent.memory.resident_bytes())
+            .sum();
+        ServerStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_ms: self.started.elapsed().as_millis() as u64,
+            draining: ledger.draining,
+            capacity_bytes: self.limits.capacity_bytes,
+            granted_bytes: ledger.granted_bytes,
+            resident_bytes,
+            sessions: ledger.sessions.len() as u64,
+            extents: ledger.extents.len() as u64,
+            named_regions: ledger.names.len() as u64,
+            ..ServerStat::default()
+        }
+    }
+}
+
+impl Ledger {
+    /// A name is held for as long as its holder leases any of its extents.
+    fn give_up_name_of(&mut self, extent: ExtentId, session: SessionId) {
+        let Some(name) = self
+            .extents
+            .get(&extent)
+            .and_then(|record| record.name.clone())
+        else {
+            return;
+        };
+        let record = self.names.get_mut(&name).expect("an extent's name exists");
+        if record
+            .extents
+            .iter()
+            .any(|id| self.extents[id].lessee.is_some())
+        {
+            return;
+        }
+        record.holder = None;
+        if let Some(session) = self.sessions.get_mut(&session) {
+            session.names.remove(&name);
+        }
+    }
+}
+
+/// Guessing it must be hopeless: it comes from the kernel's random generator.
+fn new_secret() -> Result<Secret, Refusal> {
+    let mut bytes = [0; 16];
+    match fs::File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes)) {
+        Ok(()) => Ok(Secret(bytes)),
+        Err(error) => {
+            warn!(%error, "cannot read /dev/urandom: nobody is admitted");
+            Err(Refusal::Invalid(format!(
+                "the server cannot make a secret: {error}"
+            )))
+        }
+    }
+}
+
+/// Enough that threads of a large machine rarely meet in one; each is a lock and a small table.
+const SHARDS: usize = 64;
+
+/// Extent to owner and memory, for the data path.
+struct Leases {
+    shards: [RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>>; SHARDS],
+}
+
+impl Default for Leases {
+    fn default() -> Self {
+        Self {
+            shards: std::array::from_fn(|_| RwLock::default()),
+        }
+    }
+}
+
+impl Leases {
+    fn shard(&self, id: ExtentId) -> &RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>> {
+        // Ids are handed out one after the other, which spreads them evenly.
+        &self.shards[(id.0 % SHARDS as u64) as usize]
+    }
+
+    fn get(&self, session: SessionId, id: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let shard = self.shard(id).read();
+        let (owner, memory) = shard.get(&id)?;
+        (*owner == session).then(|| memory.clone())
+    }
+
+    fn insert(&self, id: ExtentId, session: SessionId, memory: Arc<ExtentMemory>) {
+        self.shard(id).write().insert(id, (session, memory));
+    }
+
+    fn remove(&self, id: ExtentId) {
+        self.shard(id).write().remove(&id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::{collection::vec, prelude::*};
+
+    use super::*;
+
+    const LEASE: Duration = Duration::from_secs(8);
+
+    fn state(capacity_bytes: u64) -> State {
+        State::new(Limits {
+            capacity_bytes,
+            lease: LEASE,
+            extents_per_session: 6,
+            extents: 16,
+            sessions: 5,
+        })
+    }
+
+    fn client(state: &State, transport: Transport) -> SessionId {
+        state.admit("test", transport, None).unwrap().session
+    }
+
+    impl State {
+        /// The two structures agree, and the sums are what they are sums of.
+        fn check(&self) {
+            let ledger = self.ledger.lock();
+            let extents: u64 = ledger
+                .extents
+                .values()
+                .map(|extent| extent.memory.bytes())
+                .sum();
+            let manifests: u64 = ledger
+                .names
+                .values()
+                .map(|name| name.manifest.len() as u64)
+                .sum();
+            assert_eq!(ledger.granted_bytes, extents + manifests);
+            assert!(ledger.granted_bytes <= self.limits.capacity_bytes);
+            let leased: usize = self
+                .leases
+                .shards
+                .iter()
+                .map(|shard| shard.read().len())
+                .sum();
+            assert_eq!(
+                leased,
+                ledger
+                    .extents
+                    .values()
+                    .filter(|extent| extent.lessee.is_some())
+                    .count()
+            );
+            assert_eq!(
+                leased,
+                ledger
+                    .sessions
+                    .values()
+                    .map(|session| session.extents.len())
+                    .sum::<usize>()
+            );
+            for (id, extent) in &ledger.extents {
+                assert!(
+                    extent.lessee.is_some() || extent.name.is_some(),
+                    "extent {id} belongs to nobody"
+                );
+                if let Some(name) = &extent.name {
+                    assert!(ledger.names[name].extents.contains(id));
+                }
+                if let Some(lessee) = extent.lessee {
+                    assert!(ledger.sessions[&lessee].extents.contains(id));
+                    let memory = self.extent(lessee, *id).expect("leased");
+                    memory.copy_out(0, &mut [0]).expect("not revoked");
+                }
+            }
+            for (name, record) in &ledger.names {
+                for id in &record.extents {
+                    let extent = &ledger.extents[id];
+                    assert_eq!(extent.name.as_ref(), Some(name));
+                    assert!(
+                        extent.lessee.is_none() || extent.lessee == record.holder,
+                        "extent {id} leased to a stranger"
+                    );
+                }
+                if let Some(holder) = record.holder {
+                    assert!(ledger.sessions[&holder].names.contains(name));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn beyond_the_capacity_a_client_is_told_what_is_left_and_goes_on() {
+        let state = state(3 << 20);
+        let session = client(&state, Transport::Shm);
+        let first = state.grant(session, 2 << 20).unwrap();
+        assert_eq!(
+            state.grant(session, 2 << 20).unwrap_err(),
+            Refusal::Full {
+                asked: 2 << 20,
+                available: 1 << 20
+            }
+        );
+        assert!(matches!(
+            state.grant(session, u64::MAX).unwrap_err(),
+            Refusal::Full {
+                available: 0x10_0000,
+                ..
+            }
+        ));
+        assert!(matches!(state.grant(session, 0), Err(Refusal::Invalid(_))));
+        state.grant(session, 1 << 20).unwrap();
+        state.release(session, first.id()).unwrap();
+        assert_eq!(state.stat().granted_bytes, 1 << 20);
+        state.check();
+    }
+
+    #[test]
+    fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
+        let state = state(1 << 30);
+        let (owner, stranger) = (
+            client(&state, Transport::Tcp),
+            client(&state, Transport::Tcp),
+        );
+        let memory = state.grant(owner, 5000).unwrap();
+        assert_eq!(memory.bytes(), 8192);
+        assert!(state.extent(owner, memory.id()).is_some());
+        assert!(state.extent(stranger, memory.id()).is_none());
+        assert_eq!(
+            state.release(stranger, memory.id()),
+            Err(Refusal::NotLeased(memory.id()))
+        );
+        assert_eq!(
+            state.publish(stranger, "x", vec![], &[memory.id()]),
+            Err(Refusal::NotLeased(memory.id()))
+        );
+        state.release(owner, memory.id()).unwrap();
+        assert!(state.extent(owner, memory.id()).is_none());
+        assert!(
+            memory.copy_in(0, &[1]).is_err(),
+            "an operation that was under way goes on after the release"
+        );
+        state.check();
+    }
+
+    #[test]
+    fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease() {
+        let state = state(1 << 30);
+        let shm = client(&state, Transport::Shm);
+        let tcp = state.admit("test", Transport::Tcp, None).unwrap();
+        let (shm_extent, tcp_extent) = (
+            state.grant(shm, 4096).unwrap(),
+            state.grant(tcp.session, 4096).unwrap(),
+        );
+        state.lost(shm);
+        state.lost(tcp.session);
+        assert!(state.extent(shm, shm_extent.id()).is_none());
+        assert_eq!(state.stat().granted_bytes, 4096);
+        let wrong = Secret([0; 16]);
+        assert_eq!(
+            state
+                .admit("thief", Transport::Tcp, Some((tcp.session, wrong)))
+                .unwrap_err(),
+            Refusal::NoSession
+        );
+        assert_eq!(state.attach(tcp.session, &wrong), Err(Refusal::NoSession));
+        let back = state
+            .admit("test", Transport::Tcp, Some((tcp.session, tcp.secret)))
+            .unwrap();
+        assert_eq!(back.session, tcp.session);
+        assert!(state.extent(tcp.session, tcp_extent.id()).is_some());
+        state.check();
+    }
+
+    #[test]
+    fn a_silent_client_loses_its_memory_and_one_that_renews_does_not() {
+        let state = state(1 << 30);
+        let (silent, alive) = (
+            client(&state, Transport::Tcp),
+            client(&state, Transport::Shm),
+        );
+        state.grant(silent, 4096).unwrap();
+        let start = Instant::now();
+        let looks = |from: u32, to: u32| {
+            (from..=to)
+                .map(|eighth| state.reap(start + LEASE / 8 * eighth))
+                .sum::<usize>()
+        };
+        assert_eq!(looks(0, 7), 0);
+        // What `renew` does, at a time of the test's choosing.
+        state
+            .ledger
+            .lock()
+            .sessions
+            .get_mut(&alive)
+            .unwrap()
+            .renewed = start + LEASE / 8 * 7;
+        assert_eq!(looks(8, 10), 1);
+        assert_eq!(state.renew(silent), Err(Refusal::NoSession));
+        assert_eq!(state.renew(alive), Ok(()));
+        assert_eq!(state.stat().granted_bytes, 0);
+        state.check();
+    }
+
+    #[test]
+    fn a_server_that_was_stopped_does_not_punish_its_clients() {
+        let state = state(1 << 30);
+        let session = client(&state, Transport::Tcp);
+        let start = Instant::now();
+        assert_eq!(state.reap(start), 0);
+        assert_eq!(state.reap(start + LEASE * 100), 0);
+        assert_eq!(state.reap(start + LEASE * 100 + LEASE / 4), 0);
+        assert_eq!(state.renew(session), Ok(()));
+    }
+
+    #[test]
+    fn a_named_region_outlives_its_publisher_and_is_open_once() {
+        let state = state(1 << 30);
+        let publisher = client(&state, Transport::Shm);
+        let memory = state.grant(publisher, 4096).unwrap();
+        memory.copy_in(7, b"kept").unwrap();
+        state
+            .publish(publisher, "x", b"map".to_vec(), &[memory.id()])
+            .unwrap();
+        let (second, third) = (
+            client(&state, Transport::Tcp),
+            client(&state, Transport::Tcp),
+        );
+        assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
+        state.lost(publisher);
+        assert_eq!(
+            (state.stat().granted_bytes, state.stat().named_regions),
+            (4096 + 3, 1)
+        );
+        assert!(memory.copy_in(7, b"late").is_err());
+        let opened = state.open(second, "x").unwrap();
+        assert_eq!(
+            (opened.manifest.as_slice(), opened.extents.len()),
+            (b"map".as_slice(), 1)
+        );
+        let mut bytes = [0; 4];
+        opened.extents[0].copy_out(7, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"kept");
+        assert_eq!(state.open(third, "x").unwrap_err(), Refusal::InUse);
+        assert_eq!(state.remove(third, "x"), Err(Refusal::InUse));
+        assert_eq!(state.publish(third, "x", vec![], &[]), Err(Refusal::InUse));
+        state.release(second, memory.id()).unwrap();
+        state.open(third, "x").unwrap();
+        state.remove(third, "x").unwrap();
+        assert_eq!(state.open(second, "x").unwrap_err(), Refusal::NotFound);
+        state.close(third);
+        assert_eq!(state.stat().granted_bytes, 0);
+        state.check();
+    }
+
+    #[test]
+    fn publishing_again_frees_what_only_the_old_binding_kept() {
+        let state = state(1 << 30);
+        let session = client(&state, Transport::Shm);
+        let (old, new) = (
+            state.grant(session, 4096).unwrap(),
+            state.grant(session, 8192).unwrap(),
+        );
+        state
+            .publish(session, "x", vec![0; 10], &[old.id(), old.id()])
+            .unwrap();
+        state.release(session, old.id()).unwrap();
+        state
+            .publish(session, "x", vec![0; 20], &[new.id()])
+            .unwrap();
+        assert_eq!(state.stat().granted_bytes, 8192 + 20);
+        assert!(matches!(
+            state.publish(session, "y", vec![], &[new.id()]),
+            Err(Refusal::Invalid(_))
+        ));
+        state.check();
+    }
+
+    #[test]
+    fn a_manifest_that_does_not_fit_leaves_the_old_binding_whole() {
+        let state = state(8192);
+        let session = client(&state, Transport::Shm);
+        let extent = state.grant(session, 4096).unwrap();
+        state
+            .publish(session, "x", vec![1; 4000], &[extent.id()])
+            .unwrap();
+        assert_eq!(
+            state.publish(session, "x", vec![2; 5000], &[]).unwrap_err(),
+            Refusal::Full {
+                asked: 5000,
+                available: 4096
+            }
+        );
+        state.close(session);
+        let opened = state.open(client(&state, Transport::Shm), "x").unwrap();
+        assert_eq!((opened.manifest[0], opened.extents.len()), (1, 1));
+        state.check();
+    }
+
+    #[test]
+    fn one_client_cannot_use_up_the_servers_descriptors() {
+        let state = state(1 << 30);
+        let (greedy, modest) = (
+            client(&state, Transport::Shm),
+            client(&state, Transport::Shm),
+        );
+        for _ in 0..6 {
+            state.grant(greedy, 4096).unwrap();
+        }
+        assert!(matches!(
+            state.grant(greedy, 4096),
+            Err(Refusal::Invalid(_))
+        ));
+        state.grant(modest, 4096).unwrap();
+        for _ in 0..3 {
+            client(&state, Transport::Shm);
+        }
+        assert!(matches!(
+            state.admit("sixth", Transport::Shm, None),
+            Err(Refusal::Invalid(_))
+        ));
+        state.check();
+    }
+
+    #[test]
+    fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
+        let state = state(1 << 30);
+        let held = state.admit("held", Transport::Tcp, None).unwrap();
+        state.drain();
+        assert_eq!(
+            state.admit("new", Transport::Tcp, None).unwrap_err(),
+            Refusal::Draining
+        );
+        assert!(
+            state
+                .admit("held", Transport::Tcp, Some((held.session, held.secret)))
+                .is_ok()
+        );
+        assert!(
+            state.grant(held.session, 4096).is_ok(),
+            "out-of-place writes of a flush need memory"
+        );
+        assert!(state.stat().draining);
+        assert_eq!(state.wait_until_empty(Instant::now()), 1);
+        state.close(held.session);
+        assert_eq!(state.wait_until_empty(Instant::now() + LEASE), 0);
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Admit(bool),
+        Grant(usize, u64),
+        Release(usize, u64),
+        Publish(usize, usize, usize, Vec<u64>),
+        Open(usize, usize),
+        Remove(usize, usize),
+        Lost(usize),
+        Close(usize),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let (who, name, extent) = (0..4usize, 0..3usize, 0..20u64);
+        prop_oneof![
+            any::<bool>().prop_map(Step::Admit),
+            (who.clone(), 0..6000u64).prop_map(|(who, bytes)| Step::Grant(who, bytes)),
+            (who.clone(), extent.clone()).prop_map(|(who, extent)| Step::Release(who, extent)),
+            (who.clone(), name.clone(), 0..100usize, vec(extent, 0..4))
+                .prop_map(|(a, b, c, d)| Step::Publish(a, b, c, d)),
+            (who.clone(), name.clone()).prop_map(|(who, name)| Step::Open(who, name)),
+            (who.clone(), name).prop_map(|(who, name)| Step::Remove(who, name)),
+            who.clone().prop_map(Step::Lost),
+            who.prop_map(Step::Close),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_clients_ask_for_the_books_balance_and_nothing_is_left_at_the_end(steps in vec(step(), 1..80)) {
+            let state = state(40_000);
+            let names = ["a", "b", "c"];
+            let mut sessions = [SessionId(0); 4];
+            let mut next = 0;
+            for step in steps {
+                let ids = |extents: &[u64]| extents.iter().map(|id| ExtentId(*id)).collect::<Vec<_>>();
+                // Refusals are as good an answer as any: what is checked is the state that they leave.
+                match step {
+                    Step::Admit(shm) => {
+                        let transport = if shm { Transport::Shm } else { Transport::Tcp };
+                        state.close(sessions[next]);
+                        sessions[next] = client(&state, transport);
+                        next = (next + 1) % sessions.len();
+                    }
+                    Step::Grant(who, bytes) => drop(state.grant(sessions[who], bytes)),
+                    Step::Release(who, extent) => drop(state.release(sessions[who], ExtentId(extent))),
+                    Step::Publish(who, name, bytes, extents) => {
+                        drop(state.publish(sessions[who], names[name], vec![0; bytes], &ids(&extents)));
+                    }
+                    Step::Open(who, name) => drop(state.open(sessions[who], names[name])),
+                    Step::Remove(who, name) => drop(state.remove(sessions[who], names[name])),
+                    Step::Lost(who) => state.lost(sessions[who]),
+                    Step::Close(who) => state.close(sessions[who]),
+                }
+                state.check();
+            }
+            sessions.iter().for_each(|session| state.close(*session));
+            let last = client(&state, Transport::Shm);
+            names.iter().for_each(|name| drop(state.remove(last, name)));
+            state.check();
+            prop_assert_eq!(state.stat().granted_bytes, 0);
+            prop_assert_eq!(state.stat().extents, 0);
+        }
+    }
+}
