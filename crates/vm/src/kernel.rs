@@ -1,104 +1,511 @@
-//! The real address space.
+//! The program's real memory: regions, their userfaultfds, and the two ways in which pages change sides.
+//!
+//! The rule it keeps: whatever the kernel refuses halfway through a page of several kernel pages, the page ends up whole on one side, and every
+//! write of the program is in it. One caller at a time acts on a page (the pager's protocol); program threads do as they please.
+//!
+//! **Moving** (kernel 6.8): `UFFDIO_MOVE` between region and frame pool. It checks that the destination is registered with the descriptor that it
+//! is called on: the shard's for moving in, the pool's for moving out.
+//!
+//! **Copying** (kernel 5.7; forced by [`KernelSpaceOptions::transfer`]): in by `UFFDIO_COPY`, out by `mremap` with `MREMAP_DONTUNMAP` to
+//! a temporary address, atomic as `MOVE` is, then `UFFDIO_COPY` into the slot. Write-protecting the page and copying it where it lies would deadlock
+//! when the program drops the page in between: the copy would fault on the region, in the thread whose turn it is to end that fault.
+//! The price: one page more per transfer in progress than the frames account for, the mmap lock held for writing, no huge pages, and pages
+//! that a device is writing to (direct I/O) are taken all the same, so that what the device writes after that is lost.
 
-use std::{io, os::fd::BorrowedFd};
+use std::{
+    collections::BTreeSet,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::{Arc, OnceLock},
+};
 
-use crate::space::{AddressSpace, DetachError, Fault, InstallError, Layout};
+use parking_lot::Mutex;
+
+use crate::{
+    frame::{HUGE_PAGE_BYTES, KernelFrame, Pool},
+    pagemap::Pagemap,
+    space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout},
+    sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
+    uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd},
+};
+
+/// Page sizes: 4 KiB to 2 MiB.
+const PAGE_SIZES: usize = 10;
 
 /// How pages change sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Transfer {
     /// By `UFFDIO_MOVE` (kernel 6.8): the physical page changes its address, nothing is copied.
     Move,
-    /// By copying.
+    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then, each transfer in progress takes one page more, and what a device writes
+    /// into a page while it is taken out is lost.
     Copy,
 }
 
 /// How a [`KernelSpace`] is made.
 #[derive(Clone, Debug)]
 pub struct KernelSpaceOptions {
-    /// Number of shards, each with a userfaultfd of its own.
+    /// Number of shards, each with a userfaultfd of its own. Default: 1.
     pub shards: usize,
-    /// Bytes of frames that may be held at once, per page size.
+    /// Bytes of frames that may be held at once, per page size: frames that are not installed, not pages in regions. This is addresses, not memory.
+    /// Default: 1 GiB.
     pub frame_bytes_max: usize,
-    /// How pages change sides; `None`: the best that the kernel offers.
+    /// How pages change sides. Default: `None`, the best that the kernel offers.
     pub transfer: Option<Transfer>,
-    /// Catch only faults of the program's own instructions, not those inside system calls.
+    /// Catch only faults of the program's own instructions; a system call that touches an absent page fails with `EFAULT`. Needs no permission.
+    /// Default: false.
     pub user_mode_only: bool,
 }
 
-/// A [`KernelSpace`] could not be made.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum OpenError {
-    /// Any other failure.
-    #[error("cannot open userfaultfd")]
-    Os(#[source] io::Error),
+impl Default for KernelSpaceOptions {
+    fn default() -> Self {
+        Self { shards: 1, frame_bytes_max: 1 << 30, transfer: None, user_mode_only: false }
+    }
 }
 
 /// The program's real memory.
-pub struct KernelSpace {}
+#[derive(Debug)]
+pub struct KernelSpace {
+    shards: Vec<Shard>,
+    pools: [OnceLock<Arc<Pool>>; PAGE_SIZES],
+    /// Held while a pool is made, so that only one is.
+    pool_maker: Mutex<()>,
+    options: KernelSpaceOptions,
+    transfer: Transfer,
+    features: Features,
+    pagemap: Pagemap,
+    /// Pages made inaccessible because the kernel has no `UFFDIO_POISON`; always empty where it has.
+    fenced: Mutex<BTreeSet<usize>>,
+}
+
+struct Shard {
+    uffd: Uffd,
+    /// Never contended: one thread reads a shard's faults.
+    buffer: Mutex<FaultBuffer>,
+}
+
+impl std::fmt::Debug for Shard {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.uffd.fmt(f)
+    }
+}
 
 impl KernelSpace {
-    /// Opens the userfaultfds.
+    /// Opens the userfaultfds. Takes no memory yet.
     ///
     /// # Errors
     /// See [`OpenError`].
+    ///
+    /// # Panics
+    /// If `options.shards` is 0.
     pub fn new(options: KernelSpaceOptions) -> Result<Self, OpenError> {
-        let _ = options;
-        Err(OpenError::Os(io::ErrorKind::Unsupported.into()))
+        let supported = Uffd::supported(options.user_mode_only)?;
+        Self::with_features(options, supported)
+    }
+
+    /// As on a kernel that has these features.
+    fn with_features(options: KernelSpaceOptions, supported: Features) -> Result<Self, OpenError> {
+        assert!(options.shards > 0, "a space has at least one shard");
+        let kernel_page_bytes = page_size();
+        if kernel_page_bytes != KERNEL_PAGE_BYTES {
+            return Err(OpenError::KernelPage { bytes: kernel_page_bytes });
+        }
+        let transfer = match options.transfer {
+            Some(transfer) => transfer,
+            None if supported.contains(Features::MOVE) => Transfer::Move,
+            None => Transfer::Copy,
+        };
+        let mut features = match transfer {
+            Transfer::Move => Features::MOVE,
+            Transfer::Copy => Features::MISSING,
+        };
+        if supported.contains(Features::POISON) {
+            features = features | Features::POISON;
+        }
+        let shards = (0..options.shards)
+            .map(|_| {
+                let uffd = Uffd::open(features, options.user_mode_only)?;
+                Ok(Shard { uffd, buffer: Mutex::default() })
+            })
+            .collect::<Result<_, OpenError>>()?;
+        Ok(Self {
+            shards,
+            pools: Default::default(),
+            pool_maker: Mutex::default(),
+            options,
+            transfer,
+            features,
+            pagemap: Pagemap::open().map_err(OpenError::Pagemap)?,
+            fenced: Mutex::default(),
+        })
     }
 
     /// How pages change sides here.
     pub fn transfer(&self) -> Transfer {
-        Transfer::Move
+        self.transfer
+    }
+
+    fn pool(&self, page_bytes: usize) -> io::Result<&Arc<Pool>> {
+        check_page_bytes(page_bytes)?;
+        let cell = &self.pools[(page_bytes / KERNEL_PAGE_BYTES).ilog2() as usize];
+        if let Some(pool) = cell.get() {
+            return Ok(pool);
+        }
+        let _making = self.pool_maker.lock();
+        if let Some(pool) = cell.get() {
+            return Ok(pool);
+        }
+        let slots = u32::try_from(self.options.frame_bytes_max.div_ceil(page_bytes).max(1))
+            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "more than 2^32 frames: lower `frame_bytes_max`"))?;
+        let moving = self.features & Features::MOVE;
+        let pool = Pool::new(page_bytes, slots, self.options.user_mode_only, moving)?;
+        Ok(cell.get_or_init(|| pool))
+    }
+
+    fn uffd(&self, shard: usize) -> &Uffd {
+        &self.shards[shard].uffd
+    }
+
+    fn register(&self, address: usize, layout: &Layout) -> io::Result<()> {
+        if self.shards.len() == 1 {
+            return self.uffd(0).register(address, layout.bytes, RegisterMode::MISSING);
+        }
+        (0..layout.bytes).step_by(layout.stripe_bytes).try_for_each(|offset| {
+            let len = layout.stripe_bytes.min(layout.bytes - offset);
+            let shard = layout.shard_of(offset, self.shards.len());
+            self.uffd(shard).register(address + offset, len, RegisterMode::MISSING)
+        })
+    }
+
+    fn install_by_move(&self, uffd: &Uffd, address: usize, frame: KernelFrame) -> Result<(), InstallError<KernelFrame>> {
+        let (slot, len) = (frame.address(), frame.pool().page_bytes());
+        // SAFETY: the slot is the frame's, which is consumed; a region's absent pages are the pager's to fill.
+        match unsafe { uffd.move_pages(address, slot, len, false) } {
+            Ok(()) => {
+                frame.vacated();
+                Ok(())
+            }
+            // Nothing has moved: for a page that was poisoned, and for a mapping that `mlock` or `mprotect` made differ from the
+            // pool's, where copying still works.
+            Err(Stopped { done_bytes: 0, why: Refusal::Exists | Refusal::Invalid }) => {
+                self.install_by_copy(uffd, address, frame)
+            }
+            Err(Stopped { done_bytes, why }) => {
+                self.take_back(address, done_bytes, frame, why)
+            }
+        }
+    }
+
+    /// Copying replaces poison markers, which moving takes for pages.
+    fn install_by_copy(&self, uffd: &Uffd, address: usize, frame: KernelFrame) -> Result<(), InstallError<KernelFrame>> {
+        let (slot, len) = (frame.address(), frame.pool().page_bytes());
+        // SAFETY: the frame's page is readable; a region's absent pages are the pager's to fill.
+        match unsafe { uffd.copy(address, slot, len, false) } {
+            // Dropping the frame gives its page back, so that there is one page as before.
+            Ok(()) => Ok(()),
+            Err(Stopped { done_bytes, why }) => {
+                if done_bytes > 0 {
+                    // SAFETY: copies that this call made; the frame has the bytes. Who touches them faults again.
+                    let _ = unsafe { sys::madvise(address, done_bytes, libc::MADV_DONTNEED) };
+                }
+                Err(InstallError { frame, kind: refused(why) })
+            }
+        }
+    }
+
+    /// Undoes the part of a page that moved in before the rest was refused: part of the page was mapped already.
+    fn take_back(
+        &self,
+        address: usize,
+        moved_bytes: usize,
+        mut frame: KernelFrame,
+        why: Refusal,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        if moved_bytes > 0 {
+            let slot = frame.address();
+            // SAFETY: what moved in a moment ago moves back. The program's writes to it since then come along; what it dropped is a hole.
+            if let Err(stopped) = unsafe { frame.pool().uffd.move_pages(slot, address, moved_bytes, true) } {
+                let done = stopped.done_bytes;
+                // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
+                let _ = self.carry_out(address + done, moved_bytes - done, slot + done, frame.pool());
+            }
+            if let Err(error) = frame.fill_holes_with_zeros() {
+                return Err(InstallError { frame, kind: InstallErrorKind::Os(error) });
+            }
+        }
+        Err(InstallError { frame, kind: refused(why) })
+    }
+
+    fn detach_by_move(&self, shard: usize, address: usize, mut frame: KernelFrame) -> Result<KernelFrame, DetachError> {
+        let (slot, len) = (frame.address(), frame.pool().page_bytes());
+        let (mut done, mut hole_bytes) = (0, 0);
+        while done < len {
+            // SAFETY: what the program relies on vanishes only from the mapping: touching it is a fault that waits for `install`. The slot is the frame's.
+            match unsafe { frame.pool().uffd.move_pages(slot + done, address + done, len - done, false) } {
+                Ok(()) => break,
+                // The program dropped this kernel page; the rest of the page may be there.
+                Err(Stopped { done_bytes, why: Refusal::Missing }) => {
+                    done += done_bytes + KERNEL_PAGE_BYTES;
+                    hole_bytes += KERNEL_PAGE_BYTES;
+                }
+                Err(Stopped { done_bytes, why }) => {
+                    done += done_bytes;
+                    if done > hole_bytes {
+                        frame.set_occupied();
+                        self.put_back(shard, address, done, frame)?;
+                    }
+                    return Err(match why {
+                        Refusal::Held | Refusal::Contended => DetachError::Held,
+                        Refusal::Ended => DetachError::Absent,
+                        other => DetachError::Os(other.into()),
+                    });
+                }
+            }
+        }
+        if hole_bytes == len {
+            return Err(DetachError::Absent);
+        }
+        frame.set_occupied();
+        if hole_bytes > 0
+            && let Err(error) = frame.fill_holes_with_zeros()
+        {
+            self.put_back(shard, address, len, frame)?;
+            return Err(DetachError::Os(error));
+        }
+        Ok(frame)
+    }
+
+    /// Undoes the part of a page that moved out before the rest was refused. Threads that touched it in between sleep on absent pages and are
+    /// woken. Holes stay holes.
+    fn put_back(&self, shard: usize, address: usize, moved_bytes: usize, frame: KernelFrame) -> Result<(), DetachError> {
+        let (uffd, slot) = (self.uffd(shard), frame.address());
+        let mut done = 0;
+        // SAFETY: what moved out a moment ago moves back; the frame is consumed.
+        while let Err(Stopped { done_bytes, why }) = unsafe { uffd.move_pages(address + done, slot + done, moved_bytes - done, true) } {
+            done += done_bytes;
+            match why {
+                // The region was unmapped meanwhile, and the page with it.
+                Refusal::Missing | Refusal::Ended => return Err(DetachError::Absent),
+                // Nobody may fill a page that is being taken out. If somebody did, its bytes are the newer ones.
+                Refusal::Exists => done += KERNEL_PAGE_BYTES,
+                // A lock or a pin on the frame's page, which only copying passes.
+                why => {
+                    // SAFETY: as above; the slot is ours to read, and a hole in it is an error (EFAULT), since the pool is in SIGBUS mode.
+                    match unsafe { uffd.copy(address + done, slot + done, KERNEL_PAGE_BYTES, false) } {
+                        Ok(()) | Err(Stopped { why: Refusal::Exists | Refusal::Other(_), .. }) => done += KERNEL_PAGE_BYTES,
+                        Err(_) => {
+                            // Never zeros, never a hang: what can not be put back is poisoned.
+                            let _ = self.poison(shard, address + done, moved_bytes - done);
+                            return Err(DetachError::Os(why.into()));
+                        }
+                    }
+                }
+            }
+            if done >= moved_bytes {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn detach_by_copy(&self, shard: usize, address: usize, mut frame: KernelFrame) -> Result<KernelFrame, DetachError> {
+        let (slot, len) = (frame.address(), frame.pool().page_bytes());
+        // The program may drop the page between this and the next step: then it is taken out as zeros, which it reads there, too.
+        if !self.pagemap.any_occupied(address, len).map_err(DetachError::Os)? {
+            return Err(DetachError::Absent);
+        }
+        frame.set_occupied();
+        match self.carry_out(address, len, slot, frame.pool()) {
+            Ok(()) => Ok(frame),
+            Err(CarryError::Refused(errno)) if errno.raw_os_error() == Some(libc::EFAULT) => Err(DetachError::Absent),
+            Err(CarryError::Refused(error)) => Err(DetachError::Os(error)),
+            Err(CarryError::Staged(staged, why)) => {
+                // SAFETY: `staged` is the mapping that the page was carried to, nobody else knows it.
+                let back = unsafe { self.uffd(shard).copy(address, staged, len, false) };
+                // SAFETY: as above, and it is not used after this.
+                unsafe { sys::release(staged, len) };
+                if let Err(Stopped { done_bytes, .. }) = back {
+                    // Never zeros, never a hang: what can not be put back is poisoned.
+                    let _ = self.poison(shard, address + done_bytes, len - done_bytes);
+                }
+                Err(DetachError::Os(why.into()))
+            }
+        }
+    }
+
+    /// Takes bytes out of a region by `mremap`, and copies them to a slot of a pool. Holes become zeros.
+    fn carry_out(&self, address: usize, len: usize, slot: usize, pool: &Pool) -> Result<(), CarryError> {
+        // SAFETY: lies in one stripe of a region, where absent pages are faults.
+        let staged = unsafe { sys::carry_away(address, len) }.map_err(|errno| CarryError::Refused(errno.into()))?;
+        // SAFETY: `staged` is a mapping that nobody else knows; the slot is the caller's.
+        unsafe { pool.uffd.copy(slot, staged, len, false) }.map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
+        // SAFETY: as above, and it is not used after this.
+        unsafe { sys::release(staged, len) };
+        Ok(())
+    }
+
+    /// Makes a fenced page accessible again, so that the program's next touch meets what was installed.
+    fn unfence(&self, address: usize, len: usize) {
+        if !self.features.contains(Features::POISON) && self.fenced.lock().remove(&address) {
+            // SAFETY: a page of a region, whose protection this restores.
+            let _ = unsafe { sys::protect(address, len, libc::PROT_READ | libc::PROT_WRITE) };
+        }
     }
 }
 
-/// One page's bytes while the page is not mapped in a region.
-pub struct KernelFrame {}
-
-impl AsRef<[u8]> for KernelFrame {
-    fn as_ref(&self) -> &[u8] {
-        &[]
-    }
+/// A page that was not carried out by copying.
+enum CarryError {
+    /// It is where it was.
+    Refused(io::Error),
+    /// It lies at this temporary address.
+    Staged(usize, Refusal),
 }
 
-impl AsMut<[u8]> for KernelFrame {
-    fn as_mut(&mut self) -> &mut [u8] {
-        &mut []
-    }
-}
-
-#[allow(unused_variables)]
 impl AddressSpace for KernelSpace {
     type Frame = KernelFrame;
+
     fn shards(&self) -> usize {
-        0
+        self.shards.len()
     }
+
     fn map(&self, layout: Layout) -> io::Result<usize> {
-        Err(io::ErrorKind::Unsupported.into())
+        check_layout(&layout)?;
+        let address = sys::reserve(layout.bytes, layout.page_bytes, layout.page_bytes == HUGE_PAGE_BYTES).map_err(|errno| {
+            io::Error::new(
+                io::Error::from(errno).kind(),
+                format!(
+                    "cannot reserve {} bytes of addresses: {errno} (see `ulimit -v`, `sysctl vm.overcommit_memory`, which 2 makes \
+                     count addresses as memory, and `sysctl vm.max_map_count`)",
+                    layout.bytes
+                ),
+            )
+        })?;
+        if let Err(error) = self.register(address, &layout) {
+            // SAFETY: reserved above, and nobody has learned of it.
+            unsafe { sys::release(address, layout.bytes) };
+            let text = format!(
+                "cannot register {} bytes with userfaultfd: {error}; when out of memory, a mapping per stripe exceeds \
+                 `sysctl vm.max_map_count`: raise it (`sudo sysctl -w vm.max_map_count=1000000`) or choose larger stripes",
+                layout.bytes
+            );
+            return Err(io::Error::new(error.kind(), text));
+        }
+        Ok(address)
     }
-    fn unmap(&self, address: usize, layout: Layout) {}
+
+    fn unmap(&self, address: usize, layout: Layout) {
+        if !self.features.contains(Features::POISON) {
+            let mut fenced = self.fenced.lock();
+            let inside: Vec<_> = fenced.range(address..address + layout.bytes).copied().collect();
+            for page in inside {
+                fenced.remove(&page);
+            }
+        }
+        // SAFETY: the caller gives the region up.
+        unsafe { sys::release(address, layout.bytes) };
+        // Threads that slept on a fault there would sleep for ever. They are woken after the mapping is gone, so that they meet SIGSEGV and not a page of
+        // zeros, which unregistering first would give them.
+        for shard in &self.shards {
+            let _ = shard.uffd.wake(address, layout.bytes);
+        }
+    }
+
     fn new_frame(&self, page_bytes: usize) -> io::Result<KernelFrame> {
-        Err(io::ErrorKind::Unsupported.into())
+        self.pool(page_bytes)?.new_frame()
     }
+
     fn install(&self, shard: usize, address: usize, frame: KernelFrame) -> Result<(), InstallError<KernelFrame>> {
-        Ok(())
+        let uffd = self.uffd(shard);
+        let len = frame.pool().page_bytes();
+        let installed = match self.transfer {
+            Transfer::Move => self.install_by_move(uffd, address, frame),
+            Transfer::Copy => self.install_by_copy(uffd, address, frame),
+        };
+        match &installed {
+            Ok(()) => self.unfence(address, len),
+            // The page that exists may have come after its fault was reported.
+            Err(InstallError { kind: InstallErrorKind::Exists, .. }) => self.wake(shard, address, len),
+            Err(_) => {}
+        }
+        installed
     }
+
     fn detach(&self, shard: usize, address: usize, page_bytes: usize) -> Result<KernelFrame, DetachError> {
-        Err(DetachError::Absent)
+        let frame = self.pool(page_bytes).and_then(Pool::vacant).map_err(DetachError::Os)?;
+        match self.transfer {
+            Transfer::Move => self.detach_by_move(shard, address, frame),
+            Transfer::Copy => self.detach_by_copy(shard, address, frame),
+        }
     }
+
     fn is_present(&self, address: usize) -> bool {
-        false
+        self.pagemap.any_occupied(address, 1).expect("/proc/self/pagemap stays readable for its owner")
     }
-    fn wake(&self, shard: usize, address: usize, page_bytes: usize) {}
+
+    fn wake(&self, shard: usize, address: usize, page_bytes: usize) {
+        self.uffd(shard).wake(address, page_bytes).expect("waking checks alignment only, and pages are aligned");
+    }
+
     fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
-        Ok(())
+        if self.features.contains(Features::POISON) {
+            // SAFETY: an absent page of a region, whose fate is the pager's to decide.
+            return unsafe { self.uffd(shard).poison(address, page_bytes) }.map_err(|stopped| {
+                self.wake(shard, address, page_bytes);
+                stopped.why.into()
+            });
+        }
+        // Before kernel 6.6: no access at all, which is SIGSEGV.
+        self.fenced.lock().insert(address);
+        // SAFETY: an absent page of a region, whose fate is the pager's to decide.
+        let fenced = unsafe { sys::protect(address, page_bytes, libc::PROT_NONE) };
+        if fenced.is_err() {
+            self.fenced.lock().remove(&address);
+        }
+        self.wake(shard, address, page_bytes);
+        fenced.map_err(io::Error::from)
     }
+
     fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
-        Ok(())
+        let shard = &self.shards[shard];
+        shard.uffd.faults(&mut shard.buffer.lock(), out)
     }
+
     fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>> {
-        None
+        Some(self.uffd(shard).as_fd())
     }
+}
+
+fn refused(why: Refusal) -> InstallErrorKind {
+    match why {
+        Refusal::Exists => InstallErrorKind::Exists,
+        Refusal::Missing | Refusal::Ended => InstallErrorKind::Gone,
+        other => InstallErrorKind::Os(other.into()),
+    }
+}
+
+fn page_size() -> usize {
+    nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .and_then(|bytes| usize::try_from(bytes).ok())
+        .expect("every Linux tells its page size")
+}
+
+fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
+    if page_bytes.is_power_of_two() && (KERNEL_PAGE_BYTES..=HUGE_PAGE_BYTES).contains(&page_bytes) {
+        return Ok(());
+    }
+    let text = format!("a page of {page_bytes} bytes: must be a power of two from 4096 to 2097152");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+}
+
+fn check_layout(layout: &Layout) -> io::Result<()> {
+    check_page_bytes(layout.page_bytes)?;
+    let whole_pages = |bytes: usize| bytes > 0 && bytes.is_multiple_of(layout.page_bytes);
+    if whole_pages(layout.bytes) && whole_pages(layout.stripe_bytes) {
+        return Ok(());
+    }
+    let text = format!("{layout:?}: region and stripe must be a positive multiple of the page");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, text))
 }

@@ -1,10 +1,18 @@
 //! Memory mappings and userfaultfd, typed: how pages enter and leave a program's address space.
 //!
-//! The rule it keeps: all `unsafe` that deals with the kernel's memory management lives here, and what is handed upward
+//! The rule it keeps: all `unsafe` that deals with the kernel's memory management lives here, and what [`AddressSpace`] hands upward
 //! cannot be used wrongly by safe code. Which page is where, and why, is the pager's business.
 
+mod frame;
 mod kernel;
+mod pagemap;
 mod space;
+mod sys;
+mod uffd;
 
-pub use kernel::{KernelFrame, KernelSpace, KernelSpaceOptions, OpenError, Transfer};
+pub use frame::KernelFrame;
+pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
+pub use pagemap::Pagemap;
 pub use space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout};
+pub use sys::{Refusal, Stopped};
+pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

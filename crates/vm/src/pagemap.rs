@@ -1,0 +1,71 @@
+//! `/proc/self/pagemap`: which pages are mapped, and which were written.
+//!
+//! The rule it keeps: it only looks (the one exception, re-protecting what was found written, is in the name of its caller's wish).
+
+use std::{
+    fs::File,
+    io,
+    ops::Range,
+    os::{fd::AsFd, unix::fs::FileExt},
+};
+
+use linux_raw_sys::general::page_region;
+
+use crate::sys::{self, KERNEL_PAGE_BYTES};
+
+/// Bits 63 (present) and 62 (swapped) of an entry: an access then raises no userfault. A poison marker counts as swapped.
+const OCCUPIED: u64 = 0b11 << 62;
+
+/// Kernel pages looked at with one `read`.
+const ENTRIES_PER_READ: usize = 64;
+
+/// The page map of this process.
+#[derive(Debug)]
+pub struct Pagemap(File);
+
+impl Pagemap {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// The operating system's, when `/proc` is not mounted.
+    pub fn open() -> io::Result<Self> {
+        File::open("/proc/self/pagemap").map(Self)
+    }
+
+    /// Whether any kernel page of the range is mapped, swapped out or poisoned.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn any_occupied(&self, start: usize, len: usize) -> io::Result<bool> {
+        let mut bytes = [0; 8 * ENTRIES_PER_READ];
+        let mut page = start / KERNEL_PAGE_BYTES;
+        let end = (start + len).div_ceil(KERNEL_PAGE_BYTES);
+        while page < end {
+            let count = ENTRIES_PER_READ.min(end - page);
+            self.0.read_exact_at(&mut bytes[..8 * count], 8 * page as u64)?;
+            let (entries, _) = bytes[..8 * count].as_chunks::<8>();
+            if entries.iter().any(|entry| u64::from_ne_bytes(*entry) & OCCUPIED != 0) {
+                return Ok(true);
+            }
+            page += count;
+        }
+        Ok(false)
+    }
+
+    /// Appends the ranges of a mapping that were written since they were protected, and protects them again, atomically (`PAGEMAP_SCAN`,
+    /// kernel 6.7). The mapping is registered for write protection with a [`Uffd`](crate::Uffd) that agreed on
+    /// [`WP_ASYNC`](crate::Features::WP_ASYNC).
+    ///
+    /// # Errors
+    /// `EPERM` when the mapping is not so registered, `ENOTTY` before kernel 6.7.
+    pub fn written(&self, range: Range<usize>, out: &mut Vec<Range<usize>>) -> io::Result<()> {
+        let mut found = [page_region { start: 0, end: 0, categories: 0 }; 64];
+        let mut start = range.start;
+        while start < range.end {
+            let (count, end) = sys::scan_written(self.0.as_fd(), start, range.end, &mut found)?;
+            out.extend(found[..count].iter().map(|region| region.start as usize..region.end as usize));
+            start = end;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,334 @@
+//! One userfaultfd: opened, its features agreed upon, its errors in words.
+//!
+//! The rule it keeps: what the kernel can not do is known when the descriptor is opened, with the reason and the remedy, and not at the
+//! first fault. Which ranges are registered with it and what happens to their pages is up to the caller.
+
+use std::{
+    fmt, io,
+    ops::{BitAnd, BitOr},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd},
+};
+
+use linux_raw_sys::general as raw;
+use nix::errno::Errno;
+use userfaultfd::{Event, EventBuffer, ReadWrite};
+
+pub use userfaultfd::RegisterMode;
+
+use crate::{
+    space::Fault,
+    sys::{self, Stopped},
+};
+
+/// Messages that one `read` takes from a descriptor.
+const FAULTS_PER_READ: usize = 64;
+
+/// A userfaultfd.
+///
+/// The methods that change memory are `unsafe`: addresses are plain numbers here.
+pub struct Uffd {
+    inner: userfaultfd::Uffd,
+}
+
+impl Uffd {
+    /// Opens a descriptor with `features` agreed upon: by the system call or, where that is not permitted, by `/dev/userfaultfd`.
+    ///
+    /// With `user_mode_only` only faults of the program's own instructions are caught; those inside system calls end in `EFAULT`.
+    /// Unprivileged processes may always have that.
+    ///
+    /// # Errors
+    /// See [`OpenError`]; [`OpenError::TooOld`] names the first feature that the kernel lacks.
+    pub fn open(features: Features, user_mode_only: bool) -> Result<Self, OpenError> {
+        let fd = open_any(user_mode_only)?;
+        match sys::agree(fd.as_fd(), features.0) {
+            Ok(_) => Ok(Self::over(fd)),
+            Err(Errno::EINVAL) => {
+                let missing = Self::supported(user_mode_only)?.first_missing(features);
+                Err(missing.map_or(OpenError::Os(Errno::EINVAL.into()), |(feature, since)| OpenError::TooOld { feature, since }))
+            }
+            Err(errno) => Err(OpenError::Os(errno.into())),
+        }
+    }
+
+    /// The features that this kernel has.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn supported(user_mode_only: bool) -> Result<Features, OpenError> {
+        let fd = open_any(user_mode_only)?;
+        // A descriptor agrees once, with the features then asked for: hence one that is only asked.
+        sys::agree(fd.as_fd(), 0).map(Features).map_err(|errno| OpenError::Os(errno.into()))
+    }
+
+    fn over(fd: OwnedFd) -> Self {
+        // SAFETY: a userfaultfd that has agreed on its features, owned by nobody else.
+        Self { inner: unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) } }
+    }
+
+    /// Starts to catch faults in a range of a mapping.
+    ///
+    /// # Errors
+    /// `EBUSY` when another userfaultfd has it, `ENOMEM` when `vm.max_map_count` is reached, `EINVAL` when the mapping's kind is not supported.
+    pub fn register(&self, start: usize, len: usize, mode: RegisterMode) -> io::Result<()> {
+        self.inner.register_with_mode(start as *mut _, len, mode).map(drop).map_err(os_error)
+    }
+
+    /// Stops catching faults in a range: absent pages are from now on filled with zeros by the kernel. Sleeping threads are woken.
+    ///
+    /// # Errors
+    /// `EINVAL` when there is no mapping, `ENOMEM` when `vm.max_map_count` is reached.
+    pub fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
+        self.inner.unregister(start as *mut _, len).map_err(os_error)
+    }
+
+    /// Wakes the threads that sleep on a fault in the range; they try again.
+    ///
+    /// # Errors
+    /// `EINVAL` when the range is unaligned. It need not be mapped.
+    pub fn wake(&self, start: usize, len: usize) -> io::Result<()> {
+        self.inner.wake(start as *mut _, len).map_err(os_error)
+    }
+
+    /// Maps copies of the bytes at `src` to the absent (or poisoned) pages at `dst` and wakes who sleeps there; with `protect`, write-protected.
+    ///
+    /// # Errors
+    /// [`Stopped`]: what lies before `done_bytes` is mapped.
+    ///
+    /// # Safety
+    /// `src..src + len` is readable, and the owner of the mapping at `dst` agrees to what appears there.
+    pub unsafe fn copy(&self, dst: usize, src: usize, len: usize, protect: bool) -> Result<(), Stopped> {
+        // SAFETY: the caller's promise.
+        unsafe { sys::copy(self.inner.as_fd(), dst, src, len, true, protect) }
+    }
+
+    /// Moves the pages at `src` to the absent pages at `dst`, which is registered with this descriptor (`src` need not be),
+    /// and wakes who sleeps there. With `allow_holes`, absent source pages are skipped.
+    ///
+    /// # Errors
+    /// [`Stopped`]: what lies before `done_bytes` is moved.
+    ///
+    /// # Safety
+    /// Nothing relies on the bytes at `src`, which vanish, and the owner of the mapping at `dst` agrees to what appears there.
+    pub unsafe fn move_pages(&self, dst: usize, src: usize, len: usize, allow_holes: bool) -> Result<(), Stopped> {
+        // SAFETY: the caller's promise.
+        unsafe { sys::move_pages(self.inner.as_fd(), dst, src, len, true, allow_holes) }
+    }
+
+    /// Maps the pages that a shared memory object already holds, and wakes who sleeps there ([`Features::MINOR_SHMEM`]).
+    ///
+    /// # Errors
+    /// [`Stopped`]: what lies before `done_bytes` is mapped.
+    ///
+    /// # Safety
+    /// The owner of the mapping agrees to what appears there.
+    pub unsafe fn map_existing(&self, start: usize, len: usize) -> Result<(), Stopped> {
+        // SAFETY: the caller's promise.
+        unsafe { sys::map_existing(self.inner.as_fd(), start, len, true) }
+    }
+
+    /// Makes accesses to absent pages raise SIGBUS, and wakes who sleeps there ([`Features::POISON`]).
+    ///
+    /// # Errors
+    /// [`Stopped`]: what lies before `done_bytes` is poisoned.
+    ///
+    /// # Safety
+    /// The owner of the mapping agrees.
+    pub unsafe fn poison(&self, start: usize, len: usize) -> Result<(), Stopped> {
+        // SAFETY: the caller's promise.
+        unsafe { sys::poison(self.inner.as_fd(), start, len) }
+    }
+
+    /// Write-protects a range that is registered for it. A write then is a fault or, with [`Features::WP_ASYNC`], merely noted
+    /// (see [`Pagemap::written`](crate::Pagemap::written)).
+    ///
+    /// # Errors
+    /// `ENOENT` when the range is not registered for it, `EAGAIN` while the mapping changes.
+    pub fn write_protect(&self, start: usize, len: usize) -> io::Result<()> {
+        self.inner.write_protect(start as *mut _, len).map_err(os_error)
+    }
+
+    /// Lifts [`write_protect`](Self::write_protect) and wakes who sleeps there.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_unprotect(&self, start: usize, len: usize) -> io::Result<()> {
+        self.inner.remove_write_protection(start as *mut _, len, true).map_err(os_error)
+    }
+
+    /// Appends the faults that wait, without blocking.
+    ///
+    /// # Errors
+    /// The operating system's.
+    pub fn faults(&self, buffer: &mut FaultBuffer, out: &mut Vec<Fault>) -> io::Result<()> {
+        loop {
+            let before = out.len();
+            let events = match self.inner.read_events(&mut buffer.0) {
+                Ok(events) => events,
+                Err(userfaultfd::Error::SystemError(errno)) if errno as i32 == libc::EAGAIN => return Ok(()),
+                Err(error) => return Err(os_error(error)),
+            };
+            for event in events {
+                // The other events have not been agreed upon.
+                if let Event::Pagefault { rw, addr, .. } = event.map_err(os_error)? {
+                    out.push(Fault { address: addr as usize, write: rw == ReadWrite::Write });
+                }
+            }
+            // A read takes all there is, up to its buffer.
+            if out.len() - before < FAULTS_PER_READ {
+                return Ok(());
+            }
+        }
+    }
+}
+
+impl AsFd for Uffd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.inner.as_fd()
+    }
+}
+
+impl fmt::Debug for Uffd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Uffd({})", self.inner.as_raw_fd())
+    }
+}
+
+/// Room for the messages of one `read`, kept between calls.
+pub struct FaultBuffer(EventBuffer);
+
+impl Default for FaultBuffer {
+    fn default() -> Self {
+        Self(EventBuffer::new(FAULTS_PER_READ))
+    }
+}
+
+/// Features of userfaultfd, as in `UFFDIO_API`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Features(u64);
+
+impl Features {
+    /// Nothing but faults on absent pages (kernel 4.11).
+    pub const MISSING: Self = Self(0);
+    /// A fault raises SIGBUS in the thread that faults instead of a message (kernel 4.14).
+    pub const SIGBUS: Self = Self(raw::UFFD_FEATURE_SIGBUS as u64);
+    /// Write protection of anonymous memory (kernel 5.7).
+    pub const WP: Self = Self(raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64);
+    /// Faults on pages that a shared memory object holds but that are not mapped (kernel 5.14).
+    pub const MINOR_SHMEM: Self = Self(raw::UFFD_FEATURE_MINOR_SHMEM as u64);
+    /// Write protection of pages that are absent (kernel 6.4).
+    pub const WP_UNPOPULATED: Self = Self(raw::UFFD_FEATURE_WP_UNPOPULATED as u64);
+    /// `UFFDIO_POISON` (kernel 6.6).
+    pub const POISON: Self = Self(raw::UFFD_FEATURE_POISON as u64);
+    /// Writes to protected pages are noted instead of reported (kernel 6.7).
+    pub const WP_ASYNC: Self = Self(raw::UFFD_FEATURE_WP_ASYNC as u64);
+    /// `UFFDIO_MOVE` (kernel 6.8).
+    pub const MOVE: Self = Self(raw::UFFD_FEATURE_MOVE as u64);
+
+    /// All that have a name here, with it and the kernel that brought them.
+    pub(crate) const NAMED: [(Self, &'static str, &'static str); 7] = [
+        (Self::SIGBUS, "SIGBUS", "4.14"),
+        (Self::WP, "WP", "5.7"),
+        (Self::MINOR_SHMEM, "MINOR", "5.14"),
+        (Self::WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
+        (Self::POISON, "POISON", "6.6"),
+        (Self::WP_ASYNC, "WP_ASYNC", "6.7"),
+        (Self::MOVE, "MOVE", "6.8"),
+    ];
+
+    /// Whether all of `other` are among these.
+    pub fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    fn first_missing(self, wanted: Self) -> Option<(&'static str, &'static str)> {
+        Self::NAMED
+            .into_iter()
+            .find(|(feature, ..)| wanted.contains(*feature) && !self.contains(*feature))
+            .map(|(_, name, since)| (name, since))
+    }
+}
+
+impl BitOr for Features {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+impl BitAnd for Features {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+/// userfaultfd can not be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// Neither way to open one is permitted.
+    #[error(
+        "userfaultfd is not permitted (system call: {syscall}; /dev/userfaultfd: {device}). Any of these mends it: \
+         `sudo sysctl -w vm.unprivileged_userfaultfd=1`; `sudo setfacl -m u:$USER:rw /dev/userfaultfd` (kernel 6.1 and later); \
+         run as root or with CAP_SYS_PTRACE; in a container, also a seccomp profile that allows the system call. \
+         Or catch faults in user mode only: then region memory can not be passed to system calls while absent"
+    )]
+    NotPermitted {
+        /// What the system call said.
+        syscall: Errno,
+        /// What the device said.
+        device: Errno,
+    },
+    /// The kernel was built without it.
+    #[error("this kernel has no userfaultfd: use one that is built with CONFIG_USERFAULTFD=y (`zgrep USERFAULTFD /proc/config.gz`)")]
+    NotBuilt,
+    /// The kernel lacks a feature.
+    #[error("this kernel's userfaultfd lacks {feature}: use kernel {since} or later")]
+    TooOld {
+        /// The feature's name.
+        feature: &'static str,
+        /// The kernel that brought it.
+        since: &'static str,
+    },
+    /// `/proc/self/pagemap` can not be read.
+    #[error("cannot open /proc/self/pagemap: mount /proc (`sudo mount -t proc proc /proc`)")]
+    Pagemap(#[source] io::Error),
+    /// The kernel's page is not 4 KiB.
+    #[error("the kernel's page is {bytes} bytes, only 4096 is supported: use a kernel with 4 KiB pages")]
+    KernelPage {
+        /// What it is.
+        bytes: usize,
+    },
+    /// Anything else.
+    #[error("cannot open a userfaultfd (descriptors: see `ulimit -n`)")]
+    Os(#[source] io::Error),
+}
+
+/// Opens a descriptor by the system call first: it needs no file, and containers often lack `/dev/userfaultfd`.
+fn open_any(user_mode_only: bool) -> Result<OwnedFd, OpenError> {
+    let syscall = match sys::open_by_syscall(user_mode_only) {
+        Ok(fd) => return Ok(fd),
+        Err(errno @ (Errno::EPERM | Errno::EACCES | Errno::ENOSYS)) => errno,
+        // Kernels before 5.11 do not know UFFD_USER_MODE_ONLY.
+        Err(Errno::EINVAL) if user_mode_only => return Err(OpenError::TooOld { feature: "USER_MODE_ONLY", since: "5.11" }),
+        Err(errno) => return Err(OpenError::Os(errno.into())),
+    };
+    match sys::open_by_device(user_mode_only) {
+        Ok(fd) => Ok(fd),
+        Err(Errno::ENOENT) if syscall == Errno::ENOSYS => Err(OpenError::NotBuilt),
+        Err(device @ (Errno::EPERM | Errno::EACCES | Errno::ENOENT | Errno::ENXIO | Errno::ENODEV)) => {
+            Err(OpenError::NotPermitted { syscall, device })
+        }
+        Err(errno) => Err(OpenError::Os(errno.into())),
+    }
+}
+
+fn os_error(error: userfaultfd::Error) -> io::Error {
+    match error {
+        // The crate's errno is that of another major version of nix: only the number travels.
+        userfaultfd::Error::SystemError(errno) => io::Error::from_raw_os_error(errno as i32),
+        other => io::Error::other(other),
+    }
+}
