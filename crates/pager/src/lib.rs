@@ -1,4 +1,30 @@
-//! Page protocol, residency budget, fillers and evictors.
+//! Page protocol, residency budget, fillers and evictors: which page is in memory, and when it comes and goes.
+//!
+//! The rule this crate keeps: **a page's bytes are in exactly one place that counts** (mapped in the program, in a frame of
+//! ours, or in the store), and the word of the page says which. How pages enter and leave the address space is `farpage-vm`'s,
+//! where their bytes are kept `farpage-store`'s business.
+//!
+//! Read `protocol.rs` first, then `filler.rs` (the path of a fault) and `evictor.rs` (the path of an eviction).
 #![forbid(unsafe_code)]
 
+mod ahead;
+mod bell;
+mod core;
+mod error;
+mod evictor;
+mod filler;
+mod frames;
+mod job;
+mod pager;
 pub mod protocol;
+mod region;
+mod slab;
+mod stats;
+mod sweep;
+mod worker;
+
+pub use error::PageError;
+pub use pager::{
+    Advice, FlushError, MapError, Mapped, Pager, PagerOptions, RegionOptions, StartError,
+};
+pub use stats::PagerStats;

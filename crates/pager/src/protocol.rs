@@ -5,16 +5,19 @@
 //! the callers do, in the order that each function demands.
 //!
 //! ```text
-//!               fault / prefetch                    installed
-//!   Remote ───────────────────────▶ Filling ───────────────────▶ Resident
-//!     ▲  ▲                           │  │  ▲                      │    ▲
-//!     │  └── fill_failed, no note ───┘  │  └───── left, WANTED    │    │ stayed
-//!     │                                 │        (take back)      ▼    │
-//!     │            fill_failed, WANTED  ▼                 leave  Leaving
-//!     │ heal                        Poisoned                        │
-//!     └─────────────────────────────────┘       left, no note       │
-//!     ▲─────────────────────────────────────────────────────────────┘
+//!               fault / prefetch                 installed
+//!   Remote ───────────────────────▶ Filling ────────────────▶ Resident
+//!    ▲  ▲ ▲                          │  │  ▲                   │    ▲
+//!    │  │ └─ fill_failed, no note ───┘  │  │ heal, vanished    │    │ installed (it comes back),
+//!    │  │         fill_failed, WANTED   ▼  │             leave │    │ stayed (it never went)
+//!    │  │                            Poisoned                 ▼    │
+//!    │  └──────────────────────────────────────────────────  Leaving
+//!    └──────── removed ───────────────────  left, no note  ──────┘
 //! ```
+//!
+//! A page that is taken out and comes back without having left (because it is wanted, because it is flushed and stays, or because
+//! its write-back failed) is `Leaving` all the while. So `Filling` always means that the page's bytes are in the store, and a flush that meets
+//! `Leaving` knows that it has to wait.
 //!
 //! Stable states are `Remote`, `Resident` and `Poisoned`; owned states are `Filling` and `Leaving`. A page that was never
 //! written is `Remote` too: its page entry says that it holds zeros, and filling it costs no request.
@@ -82,7 +85,7 @@ pub enum OnFault {
 pub enum OnLeft {
     /// The page is remote; its frame is free.
     Gone,
-    /// Somebody wants it: the caller owns it as `Filling` and must install the frame again.
+    /// Somebody wants it: the caller still owns it and must install the frame again.
     TakeBack,
 }
 
@@ -159,23 +162,30 @@ pub fn prefetch(w: Word) -> Option<Word> {
     (w.state() == State::Remote).then(|| w.with_state(State::Filling))
 }
 
-/// The owner has installed the page (and the kernel has woken everyone that slept on it, so that a note is settled).
+/// The owner of a filling page, or of a leaving page that comes back, has installed it (and the kernel has woken everyone that slept on it, so that a note is settled).
 ///
 /// Call it *after* the install: a page that is called resident too early can be taken out before it is there.
 pub fn installed(w: Word, heat: u8, now: u32) -> Word {
-    debug_assert_eq!(w.state(), State::Filling);
-    w.with_state(State::Resident).without_note().with_heat(heat).with_stamp(now)
+    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+    w.with_state(State::Resident)
+        .without_note()
+        .with_heat(heat)
+        .with_stamp(now)
 }
 
-/// The owner could not fill the page.
+/// The owner could not fill the page, or could not install it again.
 pub fn fill_failed(w: Word) -> (Word, OnFailed) {
-    debug_assert_eq!(w.state(), State::Filling);
-    if w.wanted() { (w, OnFailed::MustPoison) } else { (w.with_state(State::Remote), OnFailed::Dropped) }
+    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+    if w.wanted() {
+        (w, OnFailed::MustPoison)
+    } else {
+        (w.with_state(State::Remote), OnFailed::Dropped)
+    }
 }
 
 /// The owner has poisoned the page, which woke everyone that slept on it.
 pub fn poisoned(w: Word) -> Word {
-    debug_assert_eq!(w.state(), State::Filling);
+    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Poisoned).without_note()
 }
 
@@ -201,9 +211,12 @@ pub fn stayed(w: Word) -> Word {
 pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
     debug_assert_eq!(w.state(), State::Leaving);
     if w.wanted() {
-        (w.with_state(State::Filling), OnLeft::TakeBack)
+        (w, OnLeft::TakeBack)
     } else {
-        (w.with_state(State::Remote).with_stamp(now).with_heat(0), OnLeft::Gone)
+        (
+            w.with_state(State::Remote).with_stamp(now).with_heat(0),
+            OnLeft::Gone,
+        )
     }
 }
 
@@ -211,13 +224,13 @@ pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
 /// Returns whether the caller must wake threads that sleep on the page; they fault again, and are served.
 pub fn removed(w: Word, now: u32) -> (Word, bool) {
     debug_assert_eq!(w.state(), State::Leaving);
-    (w.with_state(State::Remote).without_note().with_stamp(now).with_heat(0), w.wanted())
-}
-
-/// The owner of a leaving page installs its frame again, whatever the note says.
-pub fn take_back(w: Word) -> Word {
-    debug_assert_eq!(w.state(), State::Leaving);
-    w.with_state(State::Filling)
+    (
+        w.with_state(State::Remote)
+            .without_note()
+            .with_stamp(now)
+            .with_heat(0),
+        w.wanted(),
+    )
 }
 
 /// A fault was read on a page that is called resident but is not mapped: the program took it away itself
@@ -286,7 +299,11 @@ impl Words {
     }
 
     /// Applies a transition that may not apply; returns the word before and after it, or `None` if it does not apply.
-    pub fn try_apply(&self, page: usize, transition: impl Fn(Word) -> Option<Word>) -> Option<(Word, Word)> {
+    pub fn try_apply(
+        &self,
+        page: usize,
+        transition: impl Fn(Word) -> Option<Word>,
+    ) -> Option<(Word, Word)> {
         self.apply(page, |w| match transition(w) {
             Some(next) => (next, Some((w, next))),
             None => (w, None),
@@ -300,9 +317,15 @@ mod tests {
 
     #[test]
     fn fields_do_not_touch_each_other() {
-        let w = Word::default().with_stamp(u32::MAX).with_heat(HEAT_MAX).with_state(State::Resident);
+        let w = Word::default()
+            .with_stamp(u32::MAX)
+            .with_heat(HEAT_MAX)
+            .with_state(State::Resident);
         let pinned = pin(pin(w).unwrap()).unwrap();
-        assert_eq!((pinned.pins(), pinned.heat(), pinned.stamp(), pinned.state()), (2, 3, u32::MAX, State::Resident));
+        assert_eq!(
+            (pinned.pins(), pinned.heat(), pinned.stamp(), pinned.state()),
+            (2, 3, u32::MAX, State::Resident)
+        );
         assert_eq!(unpin(unpin(pinned).unwrap()).unwrap(), w);
         assert_eq!(unpin(w), None);
     }

@@ -1,0 +1,113 @@
+//! How a worker sleeps on descriptors, and how others wake it: [`Bell`].
+//!
+//! The rule: work is made visible *before* [`Bell::ring`], and looked for *after* [`Bell::prepare`]. Then no ring is lost, and a
+//! ring costs a system call only when the worker really sleeps.
+
+use std::{
+    io,
+    os::fd::AsFd,
+    sync::atomic::{AtomicBool, Ordering, fence},
+    time::Instant,
+};
+
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, ppoll},
+    sys::{
+        eventfd::{EfdFlags, EventFd},
+        time::TimeSpec,
+    },
+};
+
+/// Wakes one worker.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    event: EventFd,
+    asleep: AtomicBool,
+}
+
+impl Bell {
+    pub(crate) fn new() -> io::Result<Bell> {
+        let event =
+            EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Bell {
+            event,
+            asleep: AtomicBool::new(false),
+        })
+    }
+
+    /// Wakes the worker if it sleeps or is about to.
+    pub(crate) fn ring(&self) {
+        // Pairs with the fence in `prepare`: either the worker sees the work, or we see that it is asleep.
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
+            self.event
+                .write(1)
+                .expect("single rings do not overflow an eventfd");
+        }
+    }
+
+    /// Announces that the worker is about to sleep. It must look for work once more before it calls [`sleep`](Self::sleep),
+    /// or [`cancel`](Self::cancel) if it finds some.
+    pub(crate) fn prepare(&self) {
+        self.asleep.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The worker found work after all.
+    pub(crate) fn cancel(&self) {
+        self.asleep.store(false, Ordering::Relaxed);
+    }
+
+    /// Sleeps until a ring, an event on one of `fds`, or `until`. May wake for no reason.
+    pub(crate) fn sleep<'a>(&'a self, mut fds: Vec<PollFd<'a>>, until: Option<Instant>) {
+        fds.push(PollFd::new(self.event.as_fd(), PollFlags::POLLIN));
+        let timeout = until.map(|at| TimeSpec::from(at.saturating_duration_since(Instant::now())));
+        match ppoll(&mut fds, timeout, None) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(e) => panic!("cannot poll a worker's descriptors: {e}"),
+        }
+        self.asleep.store(false, Ordering::Relaxed);
+        if fds.last().and_then(PollFd::any) == Some(true) {
+            // Another ring that comes between only wakes us once more.
+            let _ = self.event.read();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::Arc, thread, time::Duration};
+
+    use super::*;
+
+    #[test]
+    fn ring_after_prepare_is_never_lost() {
+        let bell = Arc::new(Bell::new().unwrap());
+        let round = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let (b, r) = (bell.clone(), round.clone());
+        let ringer = thread::spawn(move || {
+            for i in 1..=20_000 {
+                r.store(i, Ordering::Relaxed);
+                b.ring();
+                while r.load(Ordering::Relaxed) == i {
+                    std::hint::spin_loop();
+                }
+            }
+        });
+        let far = Instant::now() + Duration::from_secs(60);
+        let mut served = 0;
+        while served < 20_000 {
+            bell.prepare();
+            if round.load(Ordering::Relaxed) == 0 {
+                bell.sleep(Vec::new(), Some(far));
+                assert!(Instant::now() < far, "a ring was lost");
+                continue;
+            }
+            bell.cancel();
+            served += 1;
+            round.store(0, Ordering::Relaxed);
+        }
+        ringer.join().unwrap();
+    }
+}

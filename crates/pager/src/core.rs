@@ -1,0 +1,223 @@
+//! What all workers of a runtime share: [`Core`].
+//!
+//! It holds the few steps that fillers, evictors and the program's own calls have in common (publishing a page, waking each other);
+//! the order of things in a fill is in `filler.rs`, that of an eviction in `evictor.rs`.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+};
+
+use crossbeam_channel::Sender;
+use crossbeam_utils::CachePadded;
+
+use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
+use parking_lot::{Mutex, RwLock};
+
+use crate::{
+    PageError,
+    bell::Bell,
+    frames::Frames,
+    job::Job,
+    protocol::{self, HEAT_MAX, OnFailed},
+    region::Region,
+    stats::Counters,
+    sweep::Sweep,
+};
+
+/// All mapped regions by their first address.
+pub(crate) type RegionTable = RwLock<BTreeMap<usize, Arc<Region>>>;
+
+/// What the program or another worker asks of a filler.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Bring these pages in when there is room. Pages of other shards are passed over.
+    Prefetch(Arc<Region>, Range<usize>),
+    /// Bring these pages in even if they are poisoned or the budget is tight; the program waits for them.
+    Demand(Arc<Region>, Range<usize>),
+    /// The region is closing: give up whatever is kept for it.
+    Settle(Arc<Region>),
+}
+
+/// How to reach a worker.
+#[derive(Debug)]
+pub(crate) struct FillerDoor {
+    pub(crate) bell: Bell,
+    pub(crate) mail: Sender<Command>,
+}
+
+pub(crate) struct Core<A: AddressSpace> {
+    pub(crate) space: Arc<A>,
+    pub(crate) frames: Frames<A>,
+    pub(crate) regions: RegionTable,
+    pub(crate) sweep: Sweep,
+    /// Ticks once per 4 KiB that were filled; wraps.
+    clock: CachePadded<AtomicU32>,
+    budget_ticks: u32,
+    pub(crate) fillers: Vec<FillerDoor>,
+    pub(crate) evictors: Vec<Bell>,
+    pub(crate) jobs: Mutex<VecDeque<Arc<Job>>>,
+    /// One set per worker, fillers first.
+    pub(crate) counters: Vec<CachePadded<Counters>>,
+    pub(crate) stopping: AtomicBool,
+}
+
+impl<A: AddressSpace> Core<A> {
+    pub(crate) fn new(
+        space: Arc<A>,
+        frames: Frames<A>,
+        fillers: Vec<FillerDoor>,
+        evictors: Vec<Bell>,
+    ) -> Core<A> {
+        let budget_ticks = u32::try_from(frames.budget() >> 12).unwrap_or(u32::MAX / 4);
+        let workers = fillers.len() + evictors.len();
+        Core {
+            space,
+            frames,
+            regions: RegionTable::default(),
+            sweep: Sweep::new(budget_ticks),
+            // Far from 0, the stamp of pages that never left: those must not look as if they had just left.
+            clock: CachePadded::new(AtomicU32::new(u32::MAX / 2)),
+            budget_ticks,
+            fillers,
+            evictors,
+            jobs: Mutex::default(),
+            counters: (0..workers).map(|_| CachePadded::default()).collect(),
+            stopping: AtomicBool::new(false),
+        }
+    }
+
+    pub(crate) fn shards(&self) -> usize {
+        self.fillers.len()
+    }
+
+    pub(crate) fn now(&self) -> u32 {
+        self.clock.load(Ordering::Relaxed)
+    }
+
+    /// The region at an address, if one is mapped there.
+    pub(crate) fn region_at(&self, address: usize) -> Option<Arc<Region>> {
+        let regions = self.regions.read();
+        let (_, region) = regions.range(..=address).next_back()?;
+        region.contains(address).then(|| region.clone())
+    }
+
+    /// Maps a page that the caller owns as `Filling`, and publishes it.
+    ///
+    /// # Errors
+    /// The frame and what the operating system said; the caller still owns the page.
+    pub(crate) fn install(
+        &self,
+        region: &Region,
+        page: usize,
+        frame: A::Frame,
+        heat: Heat,
+    ) -> Result<(), (A::Frame, io::Error)> {
+        match self.space.install(
+            region.shard_of(page, self.shards()),
+            region.address_of(page),
+            frame,
+        ) {
+            Ok(()) => {}
+            // The program took the page away and somebody put it back before we looked: the mapped bytes are the newer ones. Our frame is dropped, and
+            // its share of the budget stands for the mapped page from now on.
+            Err(InstallError {
+                kind: InstallErrorKind::Exists,
+                frame,
+            }) => drop(frame),
+            Err(InstallError {
+                kind: InstallErrorKind::Gone,
+                frame,
+            }) => {
+                return Err((
+                    frame,
+                    io::Error::other("the program unmapped the region's addresses itself"),
+                ));
+            }
+            Err(InstallError {
+                kind: InstallErrorKind::Os(error),
+                frame,
+            }) => return Err((frame, error)),
+            Err(InstallError { kind, frame }) => return Err((frame, io::Error::other(kind))),
+        }
+        let now = self
+            .clock
+            .fetch_add((region.page_bytes() >> 12) as u32, Ordering::Relaxed);
+        region.count_in(page);
+        region.words.apply(page, |w| {
+            let heat = match heat {
+                Heat::Hot => HEAT_MAX,
+                // It came back before the budget turned over once more: with a little more memory it would not have left.
+                Heat::Refault => u8::from(now.wrapping_sub(w.stamp()) < self.budget_ticks / 2),
+                Heat::Cold => 0,
+            };
+            (protocol::installed(w, heat, now), ())
+        });
+        Ok(())
+    }
+
+    /// A page that the caller owns as `Filling` cannot be brought in: whoever waits for it gets SIGBUS.
+    /// Returns whether somebody did.
+    pub(crate) fn fail_fill(&self, region: &Region, page: usize, error: PageError) -> bool {
+        let waited = match region.words.apply(page, protocol::fill_failed) {
+            OnFailed::Dropped => false,
+            OnFailed::MustPoison => {
+                tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
+                let shard = region.shard_of(page, self.shards());
+                if let Err(error) =
+                    self.space
+                        .poison(shard, region.address_of(page), region.page_bytes())
+                {
+                    // Nothing else can stop the waiting thread from sleeping for ever.
+                    tracing::error!(%error, "cannot poison a lost page");
+                    std::process::abort();
+                }
+                region.words.apply(page, |w| (protocol::poisoned(w), ()));
+                true
+            }
+        };
+        region.record(error);
+        waited
+    }
+
+    /// Gives a free frame back, and wakes fillers if one waits for it.
+    pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) {
+        if self.frames.release(frame, page_bytes) {
+            self.fillers.iter().for_each(|filler| filler.bell.ring());
+        }
+    }
+
+    pub(crate) fn ring_evictors(&self) {
+        self.evictors.iter().for_each(Bell::ring);
+    }
+
+    /// Sends a command to every filler; each takes the pages of its own shard.
+    pub(crate) fn tell_fillers(&self, command: impl Fn() -> Command) {
+        for filler in &self.fillers {
+            // Fails only when the filler has stopped, and then nobody waits for what it would have done.
+            if filler.mail.send(command()).is_ok() {
+                filler.bell.ring();
+            }
+        }
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+}
+
+/// Why a page is installed, as far as its stay is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Heat {
+    /// Somebody wanted it while it was leaving.
+    Hot,
+    /// Somebody faulted on it; it is warm if it had left only recently.
+    Refault,
+    /// Brought in ahead of need.
+    Cold,
+}

@@ -1,0 +1,60 @@
+//! What can go wrong with a page after it was mapped: [`PageError`].
+
+use std::time::Duration;
+
+use farpage_store::StoreError;
+
+/// Why a page could not be brought in, or not be written back. It reaches the program through `flush`, `close` and `take_error`.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PageError {
+    /// The store's error, which names region, page and server.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// No frame came free within the deadline.
+    #[error(
+        "page {page} of region {region} found no frame within {waited:?}: all of the budget is pinned, or held by pages that cannot be \
+         written back; raise the budget or look at the errors before this one"
+    )]
+    NoFrame {
+        /// The region.
+        region: u64,
+        /// The page in the region.
+        page: u64,
+        /// How long it waited.
+        waited: Duration,
+    },
+    /// The kernel or a device holds the page.
+    #[error(
+        "page {page} of region {region} is held by the kernel or a device (direct I/O under way?) and cannot be written back; try again when that has ended"
+    )]
+    Held {
+        /// The region.
+        region: u64,
+        /// The page in the region.
+        page: u64,
+    },
+    /// The operating system refused to map or take out a page.
+    #[error("cannot {what} page {page} of region {region}: {message}")]
+    Os {
+        /// "map" or "take out".
+        what: &'static str,
+        /// The region.
+        region: u64,
+        /// The page in the region.
+        page: u64,
+        /// The operating system's words.
+        message: String,
+    },
+}
+
+impl PageError {
+    /// Whether trying again may help without anything being changed.
+    pub fn may_retry(&self) -> bool {
+        match self {
+            Self::Store(error) => error.may_retry(),
+            Self::NoFrame { .. } | Self::Held { .. } => true,
+            Self::Os { .. } => false,
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Work on many pages that the program asks evictors for and may wait for: [`Job`].
+
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::{
+    PageError,
+    region::{CHUNK_PAGES, Region},
+};
+
+/// Writing back, or writing back and giving up, a range of pages. Evictors share its chunks.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) region: Arc<Region>,
+    /// Pages stay mapped (a flush) or leave.
+    pub(crate) keep: bool,
+    pages: Range<usize>,
+    cursor: AtomicUsize,
+    /// Chunks not yet gone through, plus pages begun and not yet settled.
+    open: AtomicUsize,
+    outcome: (Mutex<Outcome>, Condvar),
+}
+
+#[derive(Debug, Default)]
+struct Outcome {
+    ended: bool,
+    error: Option<PageError>,
+}
+
+impl Job {
+    pub(crate) fn new(region: Arc<Region>, pages: Range<usize>, keep: bool) -> Arc<Job> {
+        let first = pages.start / CHUNK_PAGES;
+        let chunks = pages.end.div_ceil(CHUNK_PAGES).saturating_sub(first);
+        let job = Job {
+            region,
+            keep,
+            pages,
+            cursor: AtomicUsize::new(first),
+            open: AtomicUsize::new(chunks + 1),
+            outcome: Default::default(),
+        };
+        job.close_one(None);
+        Arc::new(job)
+    }
+
+    /// The next chunk's pages, with its touched pages only. `None`: all chunks are taken.
+    /// The taker calls [`close_one`](Self::close_one) when it has begun all pages of the chunk.
+    pub(crate) fn claim(&self) -> Option<Range<usize>> {
+        let end = self.pages.end.div_ceil(CHUNK_PAGES);
+        let mut at = self.cursor.load(Ordering::Relaxed);
+        loop {
+            if at >= end {
+                return None;
+            }
+            let next = self.region.next_touched(at).unwrap_or(end).min(end);
+            match self.cursor.compare_exchange_weak(
+                at,
+                next + 1,
+                Ordering::Relaxed,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => {
+                    // Chunks that were passed over are done.
+                    (at..next).for_each(|_| self.close_one(None));
+                    if next == end {
+                        return None;
+                    }
+                    let chunk = self.region.chunk(next);
+                    return Some(chunk.start.max(self.pages.start)..chunk.end.min(self.pages.end));
+                }
+                Err(now) => at = now,
+            }
+        }
+    }
+
+    /// One more page is under way.
+    pub(crate) fn open_one(&self) {
+        self.open.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A page is settled, or a chunk gone through.
+    pub(crate) fn close_one(&self, error: Option<PageError>) {
+        if let Some(error) = error {
+            self.outcome.0.lock().error.get_or_insert(error);
+        }
+        if self.open.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.outcome.0.lock().ended = true;
+            self.outcome.1.notify_all();
+        }
+    }
+
+    /// Waits until all pages are settled; the first error, if there was one.
+    pub(crate) fn wait(&self) -> Result<(), PageError> {
+        let mut outcome = self.outcome.0.lock();
+        while !outcome.ended {
+            self.outcome.1.wait(&mut outcome);
+        }
+        outcome.error.take().map_or(Ok(()), Err)
+    }
+}

@@ -1,0 +1,539 @@
+//! The face of this crate: [`Pager`] starts the workers and maps regions, [`Mapped`] is a mapped region.
+
+use std::{
+    fmt, io,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use farpage_store::{Cluster, Lane, PageStore};
+use farpage_vm::{AddressSpace, Layout};
+
+use crate::{
+    PageError, PagerStats,
+    bell::Bell,
+    core::{Command, Core, FillerDoor},
+    evictor::Evictor,
+    filler::Filler,
+    frames::Frames,
+    job::Job,
+    protocol::{self, State},
+    region::{CHUNK_PAGES, Region},
+    worker,
+};
+
+/// Stripes are not cut smaller than this, so that small regions stay one kernel mapping each.
+const STRIPE_BYTES_MIN: usize = 16 << 20;
+/// Stripes per shard of a large region: neighbouring parts of it are served by different fillers, for a handful of kernel mappings.
+const STRIPES_PER_SHARD: usize = 4;
+
+/// How a pager works. All of it is the application's choice.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PagerOptions {
+    /// Bytes of pages that may be mapped or in flight at once, over all regions.
+    pub budget_bytes: u64,
+    /// Evictor threads. Default: 2. (There is one filler per shard of the address space.)
+    pub evictors: usize,
+    /// Evictors start when more than this fraction of the budget is used. Default: 0.95.
+    pub high_water: f64,
+    /// And stop at this one. Default: 0.90.
+    pub low_water: f64,
+    /// A page that cannot be brought in within this time is poisoned. Default: 10 s.
+    pub deadline: Duration,
+}
+
+impl PagerOptions {
+    /// The defaults with a budget.
+    pub fn new(budget_bytes: u64) -> PagerOptions {
+        PagerOptions {
+            budget_bytes,
+            evictors: 2,
+            high_water: 0.95,
+            low_water: 0.90,
+            deadline: Duration::from_secs(10),
+        }
+    }
+}
+
+/// A pager could not be started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// An option makes no sense.
+    #[error("{0}")]
+    Option(String),
+    /// A worker could not connect to a memory server.
+    #[error("a worker could not connect")]
+    Connect(#[from] farpage_fabric::ConnectError),
+    /// The operating system gave no thread or descriptor.
+    #[error("cannot start a worker: {0}")]
+    Os(#[from] io::Error),
+}
+
+/// A region could not be mapped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// The budget cannot hold the pages that the workers need at once.
+    #[error(
+        "a budget of {budget_bytes} bytes is too small for pages of {page_bytes} bytes: it must hold {pages_min} pages (one per filler, and two at \
+         least, since one instruction may touch two); raise the budget or use smaller pages"
+    )]
+    Budget {
+        /// The runtime's budget.
+        budget_bytes: u64,
+        /// The region's page size.
+        page_bytes: usize,
+        /// Pages that it must hold.
+        pages_min: u64,
+    },
+    /// The operating system's.
+    #[error("cannot map a region of {bytes} bytes: {source}")]
+    Os {
+        /// The region's size.
+        bytes: u64,
+        /// The reason.
+        source: io::Error,
+    },
+}
+
+/// Changed pages could not all be made safe. They are still in memory; nothing is lost.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FlushError {
+    /// A page could not be written back.
+    #[error("a page could not be written back")]
+    Page(#[from] PageError),
+    /// All pages were written, but the store could not make them durable.
+    #[error("the region's store could not make its pages durable: {0}")]
+    Durable(io::Error),
+}
+
+/// How the program will use a region, or a part of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Advice {
+    /// Nothing known: sequential runs are found from the faults. Holds for the whole region.
+    #[default]
+    Normal,
+    /// In order: reads ahead from the first fault on. Holds for the whole region.
+    Sequential,
+    /// In no order: never reads ahead. Holds for the whole region.
+    Random,
+    /// The range is needed soon: brought in while there is room. Does not wait.
+    WillNeed,
+    /// The range is not needed soon: written back where it changed, and given up. The data stays.
+    DontNeed,
+}
+
+impl Advice {
+    pub(crate) fn from_u8(value: u8) -> Advice {
+        match value {
+            1 => Advice::Sequential,
+            2 => Advice::Random,
+            _ => Advice::Normal,
+        }
+    }
+}
+
+/// What a region is to be like.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct RegionOptions {
+    /// Pages to read ahead at most; 0 switches it off.
+    pub read_ahead: usize,
+}
+
+impl RegionOptions {
+    /// Half a megabyte ahead, and 64 pages at most.
+    pub fn for_pages_of(page_bytes: usize) -> RegionOptions {
+        RegionOptions {
+            read_ahead: ((512 << 10) / page_bytes).clamp(1, 64),
+        }
+    }
+}
+
+/// The workers of one runtime and the regions that they serve.
+pub struct Pager<A: AddressSpace> {
+    core: Arc<Core<A>>,
+    cluster: Arc<Cluster>,
+    next_id: AtomicU64,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl<A: AddressSpace> Pager<A> {
+    /// Starts one filler per shard of `space`, and the evictors. Regions keep their pages by stores over `cluster`.
+    ///
+    /// # Errors
+    /// See [`StartError`].
+    pub fn start(
+        space: Arc<A>,
+        cluster: Arc<Cluster>,
+        options: &PagerOptions,
+    ) -> Result<Arc<Pager<A>>, StartError> {
+        let (mut pager, fillers, evictors) = Pager::assemble(space, cluster, options)?;
+        for (i, filler) in fillers.into_iter().enumerate() {
+            pager
+                .threads
+                .push(worker::spawn(format!("filler-{i}"), filler)?);
+        }
+        for (i, evictor) in evictors.into_iter().enumerate() {
+            pager
+                .threads
+                .push(worker::spawn(format!("evictor-{i}"), evictor)?);
+        }
+        Ok(Arc::new(pager))
+    }
+
+    /// All parts, without threads: a simulation drives the workers itself.
+    pub(crate) fn assemble(
+        space: Arc<A>,
+        cluster: Arc<Cluster>,
+        options: &PagerOptions,
+    ) -> Result<(Pager<A>, Vec<Filler<A>>, Vec<Evictor<A>>), StartError> {
+        let marks = 0.0 < options.low_water
+            && options.low_water < options.high_water
+            && options.high_water <= 1.0;
+        if !marks {
+            let (low, high) = (options.low_water, options.high_water);
+            return Err(StartError::Option(format!(
+                "water marks of {low} and {high}: need 0 < low < high <= 1"
+            )));
+        }
+        if space.shards() == 0 || options.evictors == 0 {
+            return Err(StartError::Option(
+                "need at least one filler and one evictor".into(),
+            ));
+        }
+        let mut doors = Vec::new();
+        let mut mails = Vec::new();
+        for _ in 0..space.shards() {
+            let (mail, inbox) = crossbeam_channel::unbounded();
+            doors.push(FillerDoor {
+                bell: Bell::new()?,
+                mail,
+            });
+            mails.push(inbox);
+        }
+        let bells = (0..options.evictors)
+            .map(|_| Bell::new())
+            .collect::<io::Result<Vec<_>>>()?;
+        let frames = Frames::new(
+            space.clone(),
+            options.budget_bytes,
+            options.low_water,
+            options.high_water,
+        );
+        let core = Arc::new(Core::new(space, frames, doors, bells));
+        let mut fillers = Vec::new();
+        for (shard, mail) in mails.into_iter().enumerate() {
+            fillers.push(Filler::new(
+                core.clone(),
+                shard,
+                Lane::new(&cluster)?,
+                mail,
+                options.deadline,
+            ));
+        }
+        let mut evictors = Vec::new();
+        for index in 0..options.evictors {
+            evictors.push(Evictor::new(
+                core.clone(),
+                index,
+                Lane::new(&cluster)?,
+                options.deadline,
+            ));
+        }
+        let pager = Pager {
+            core,
+            cluster,
+            next_id: AtomicU64::new(1),
+            threads: Vec::new(),
+        };
+        Ok((pager, fillers, evictors))
+    }
+
+    /// The servers that regions keep their pages on.
+    pub fn cluster(&self) -> &Arc<Cluster> {
+        &self.cluster
+    }
+
+    /// A number for the next region, by which errors call it.
+    pub fn next_region(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Maps the pages of a store.
+    ///
+    /// # Errors
+    /// See [`MapError`].
+    pub fn map(
+        self: &Arc<Self>,
+        store: Arc<PageStore>,
+        options: RegionOptions,
+    ) -> Result<Mapped<A>, MapError> {
+        let (bytes, page_bytes) = (store.bytes(), store.page_bytes());
+        let budget_bytes = self.core.frames.budget();
+        let pages_min = self.core.shards().max(2) as u64;
+        if budget_bytes < pages_min * page_bytes as u64 {
+            return Err(MapError::Budget {
+                budget_bytes,
+                page_bytes,
+                pages_min,
+            });
+        }
+        let id = store.region().0;
+        let layout = self.layout(id, bytes, page_bytes);
+        let address = self
+            .core
+            .space
+            .map(layout)
+            .map_err(|source| MapError::Os { bytes, source })?;
+        let region = Arc::new(Region::new(id, address, layout, store, options.read_ahead));
+        self.core.regions.write().insert(address, region.clone());
+        Ok(Mapped {
+            pager: self.clone(),
+            region,
+        })
+    }
+
+    fn layout(&self, id: u64, bytes: u64, page_bytes: usize) -> Layout {
+        let shards = self.core.shards();
+        let bytes = (bytes as usize).next_multiple_of(page_bytes);
+        let stripe_bytes = bytes
+            .div_ceil(shards * STRIPES_PER_SHARD)
+            .max(STRIPE_BYTES_MIN)
+            .next_multiple_of(page_bytes.max(2 << 20));
+        Layout {
+            bytes,
+            page_bytes,
+            stripe_bytes,
+            first_shard: id as usize % shards,
+        }
+    }
+
+    /// What happened so far.
+    pub fn stats(&self) -> PagerStats {
+        let mut stats = PagerStats {
+            budget_bytes: self.core.frames.budget(),
+            peak_resident_bytes: self.core.frames.peak(),
+            resident_bytes: self.core.frames.used(),
+            ..PagerStats::default()
+        };
+        self.core
+            .counters
+            .iter()
+            .for_each(|worker| stats.add(worker));
+        stats
+    }
+}
+
+impl<A: AddressSpace> Drop for Pager<A> {
+    fn drop(&mut self) {
+        self.core.stopping.store(true, Ordering::SeqCst);
+        self.core.fillers.iter().for_each(|door| door.bell.ring());
+        self.core.ring_evictors();
+        for thread in self.threads.drain(..) {
+            // A worker that panicked has ended the process already.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl<A: AddressSpace> fmt::Debug for Pager<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pager")
+            .field("workers", &self.threads.len())
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
+pub struct Mapped<A: AddressSpace> {
+    pager: Arc<Pager<A>>,
+    region: Arc<Region>,
+}
+
+impl<A: AddressSpace> Mapped<A> {
+    /// The first address, aligned to the page size.
+    pub fn address(&self) -> usize {
+        self.region.address
+    }
+
+    /// Bytes that are mapped: the store's size, rounded up to whole pages.
+    pub fn mapped_bytes(&self) -> usize {
+        self.region.layout.bytes
+    }
+
+    /// The region's page size.
+    pub fn page_bytes(&self) -> usize {
+        self.region.page_bytes()
+    }
+
+    /// Pages that are mapped now.
+    pub fn resident_pages(&self) -> usize {
+        self.region.resident()
+    }
+
+    /// Where the pages are kept.
+    pub fn store(&self) -> &Arc<PageStore> {
+        &self.region.store
+    }
+
+    /// The pager that serves the region.
+    pub fn pager(&self) -> &Arc<Pager<A>> {
+        &self.pager
+    }
+
+    /// Tells how the bytes in `range` will be used.
+    ///
+    /// # Errors
+    /// [`Advice::DontNeed`] waits until changed pages are written back, and says which one could not be.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn advise(&self, range: Range<usize>, advice: Advice) -> Result<(), PageError> {
+        let pages = self.pages(range);
+        match advice {
+            Advice::Normal | Advice::Sequential | Advice::Random => self.region.set_advice(advice),
+            Advice::WillNeed => self
+                .core()
+                .tell_fillers(|| Command::Prefetch(self.region.clone(), pages.clone())),
+            Advice::DontNeed => return self.run(pages, false),
+        }
+        Ok(())
+    }
+
+    /// Brings the bytes in `range` in and waits for them; lost pages are tried again. This is how to learn of a dead server by an error
+    /// instead of SIGBUS. With a budget smaller than the range its first pages may have left again when this returns.
+    ///
+    /// # Errors
+    /// Why a page could not be brought in.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn prefetch_now(&self, range: Range<usize>) -> Result<(), PageError> {
+        let pages = self.pages(range);
+        for first in pages.clone().step_by(CHUNK_PAGES) {
+            let chunk = first..(first + CHUNK_PAGES).min(pages.end);
+            self.region.take_error();
+            self.core()
+                .tell_fillers(|| Command::Demand(self.region.clone(), chunk.clone()));
+            chunk.clone().try_for_each(|page| self.wait_for(page))?;
+        }
+        Ok(())
+    }
+
+    fn wait_for(&self, page: usize) -> Result<(), PageError> {
+        let since = Instant::now();
+        let mut asked = since;
+        loop {
+            match self.region.words.load(page).state() {
+                State::Resident | State::Leaving => return Ok(()),
+                State::Poisoned => {
+                    let waited = since.elapsed();
+                    let unknown = PageError::NoFrame {
+                        region: self.region.id,
+                        page: page as u64,
+                        waited,
+                    };
+                    return Err(self.region.take_error().unwrap_or(unknown));
+                }
+                State::Remote | State::Filling => {}
+            }
+            if asked.elapsed() > Duration::from_millis(5) {
+                asked = Instant::now();
+                self.core()
+                    .tell_fillers(|| Command::Demand(self.region.clone(), page..page + 1));
+            }
+            thread::sleep(Duration::from_micros(20));
+        }
+    }
+
+    /// Writes all changed pages back, keeps them mapped, and makes them durable as far as the store can.
+    ///
+    /// # Errors
+    /// See [`FlushError`].
+    pub fn flush(&self) -> Result<(), FlushError> {
+        self.run(0..self.region.pages(), true)?;
+        self.region.store.flush().map_err(FlushError::Durable)
+    }
+
+    /// The first error of work in the background (an eviction or a fill that failed) since this was last called.
+    pub fn take_error(&self) -> Option<PageError> {
+        self.region.take_error()
+    }
+
+    fn run(&self, pages: Range<usize>, keep: bool) -> Result<(), PageError> {
+        let job = Job::new(self.region.clone(), pages, keep);
+        self.core().jobs.lock().push_back(job.clone());
+        self.core().ring_evictors();
+        job.wait()
+    }
+
+    fn core(&self) -> &Core<A> {
+        &self.pager.core
+    }
+
+    /// The pages that a range of bytes touches.
+    fn pages(&self, range: Range<usize>) -> Range<usize> {
+        assert!(
+            range.start <= range.end && range.end <= self.region.layout.bytes,
+            "bytes {range:?} do not lie in a region of {} bytes",
+            self.region.layout.bytes
+        );
+        range.start / self.region.page_bytes()..range.end.div_ceil(self.region.page_bytes())
+    }
+}
+
+impl<A: AddressSpace> Drop for Mapped<A> {
+    fn drop(&mut self) {
+        let (core, region) = (self.core(), &self.region);
+        core.regions.write().remove(&region.address);
+        region.close();
+        core.tell_fillers(|| Command::Settle(region.clone()));
+        region.wait_until_quiet();
+        // Nobody but us owns a page of it from here on. Its frames go on to other regions.
+        let mut chunk = region.next_touched(0);
+        while let Some(at) = chunk {
+            for page in region.chunk(at).filter(|_| region.resident() > 0) {
+                if region.words.try_apply(page, protocol::leave).is_none()
+                    && region.words.load(page).state() != State::Resident
+                {
+                    continue;
+                }
+                region.count_out();
+                let (shard, page_bytes) =
+                    (region.shard_of(page, core.shards()), region.page_bytes());
+                match core
+                    .space
+                    .detach(shard, region.address_of(page), page_bytes)
+                {
+                    Ok(frame) => core.release(frame, page_bytes),
+                    // Taken by the program before, or lost together with the mapping.
+                    Err(_) => core.frames.forget(page_bytes),
+                }
+            }
+            chunk = region.next_touched(at + 1);
+        }
+        core.space.unmap(region.address, region.layout);
+    }
+}
+
+impl<A: AddressSpace> fmt::Debug for Mapped<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapped")
+            .field("address", &format_args!("{:#x}", self.region.address))
+            .field("bytes", &self.region.layout.bytes)
+            .field("page_bytes", &self.region.page_bytes())
+            .field("resident_pages", &self.region.resident())
+            .finish_non_exhaustive()
+    }
+}

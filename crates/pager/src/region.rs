@@ -1,0 +1,198 @@
+//! A contiguous address range under paging: [`Region`].
+//!
+//! The rule: whoever owns a page, or is about to, is inside [`Region::enter`] ... [`Region::exit`]; once a region is closing
+//! nobody enters, and it is given up when the last has left.
+
+use std::{
+    fmt,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use farpage_store::PageStore;
+use farpage_vm::Layout;
+use parking_lot::{Condvar, Mutex};
+
+use crate::{Advice, PageError, protocol::Words};
+
+/// Pages per chunk: the unit in which sweeps pass over a region; eight cache lines of words.
+pub(crate) const CHUNK_PAGES: usize = 64;
+
+/// A mapped region, shared by the program and the workers.
+pub(crate) struct Region {
+    pub(crate) id: u64,
+    pub(crate) address: usize,
+    pub(crate) layout: Layout,
+    pub(crate) words: Words,
+    pub(crate) store: Arc<PageStore>,
+    /// Pages to read ahead at most; 0 switches it off.
+    pub(crate) read_ahead: usize,
+    /// One bit per chunk: whether a page of it was ever filled. Sweeps over sparse regions stay cheap by it.
+    touched: Vec<AtomicU64>,
+    resident: AtomicUsize,
+    advice: AtomicU8,
+    closing: AtomicBool,
+    active: AtomicUsize,
+    quiet: (Mutex<()>, Condvar),
+    /// The first error of an eviction in the background since the last flush.
+    error: Mutex<Option<PageError>>,
+}
+
+impl Region {
+    pub(crate) fn new(
+        id: u64,
+        address: usize,
+        layout: Layout,
+        store: Arc<PageStore>,
+        read_ahead: usize,
+    ) -> Region {
+        let pages = layout.bytes / layout.page_bytes;
+        Region {
+            id,
+            address,
+            layout,
+            words: Words::new(pages),
+            store,
+            read_ahead,
+            touched: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
+            resident: AtomicUsize::new(0),
+            advice: AtomicU8::new(Advice::Normal as u8),
+            closing: AtomicBool::new(false),
+            active: AtomicUsize::new(0),
+            quiet: Default::default(),
+            error: Mutex::new(None),
+        }
+    }
+
+    pub(crate) fn pages(&self) -> usize {
+        self.words.len()
+    }
+
+    pub(crate) fn page_bytes(&self) -> usize {
+        self.layout.page_bytes
+    }
+
+    pub(crate) fn address_of(&self, page: usize) -> usize {
+        self.address + page * self.layout.page_bytes
+    }
+
+    /// The page that holds `address`, which must lie in the region.
+    pub(crate) fn page_at(&self, address: usize) -> usize {
+        (address - self.address) >> self.layout.page_bytes.trailing_zeros()
+    }
+
+    pub(crate) fn contains(&self, address: usize) -> bool {
+        address.wrapping_sub(self.address) < self.layout.bytes
+    }
+
+    pub(crate) fn shard_of(&self, page: usize, shards: usize) -> usize {
+        self.layout.shard_of(page * self.layout.page_bytes, shards)
+    }
+
+    pub(crate) fn advice(&self) -> Advice {
+        Advice::from_u8(self.advice.load(Ordering::Relaxed))
+    }
+
+    pub(crate) fn set_advice(&self, advice: Advice) {
+        self.advice.store(advice as u8, Ordering::Relaxed);
+    }
+
+    /// Pages that are mapped now.
+    pub(crate) fn resident(&self) -> usize {
+        self.resident.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_in(&self, page: usize) {
+        self.resident.fetch_add(1, Ordering::Relaxed);
+        let (word, bit) = Self::chunk_bit(page / CHUNK_PAGES);
+        if self.touched[word].load(Ordering::Relaxed) & bit == 0 {
+            self.touched[word].fetch_or(bit, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn count_out(&self) {
+        self.resident.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// The first chunk at or behind `chunk` of which a page was ever filled.
+    pub(crate) fn next_touched(&self, chunk: usize) -> Option<usize> {
+        let chunks = self.pages().div_ceil(CHUNK_PAGES);
+        let mut at = chunk;
+        while at < chunks {
+            let (word, _) = Self::chunk_bit(at);
+            let rest = self.touched[word].load(Ordering::Relaxed) >> (at % 64);
+            if rest != 0 {
+                return Some(at + rest.trailing_zeros() as usize);
+            }
+            at = (word + 1) * 64;
+        }
+        None
+    }
+
+    /// The pages of a chunk.
+    pub(crate) fn chunk(&self, chunk: usize) -> Range<usize> {
+        chunk * CHUNK_PAGES..((chunk + 1) * CHUNK_PAGES).min(self.pages())
+    }
+
+    fn chunk_bit(chunk: usize) -> (usize, u64) {
+        (chunk / 64, 1 << (chunk % 64))
+    }
+
+    /// Before a page of the region is owned. `false`: the region is closing, leave it alone.
+    #[must_use]
+    pub(crate) fn enter(&self) -> bool {
+        // Sequentially consistent with `close`: either it sees us inside, or we see that it is closing.
+        self.active.fetch_add(1, Ordering::SeqCst);
+        let open = !self.closing.load(Ordering::SeqCst);
+        if !open {
+            self.exit();
+        }
+        open
+    }
+
+    /// After the page's stable state is published.
+    pub(crate) fn exit(&self) {
+        if self.active.fetch_sub(1, Ordering::SeqCst) == 1 && self.closing.load(Ordering::SeqCst) {
+            let _guard = self.quiet.0.lock();
+            self.quiet.1.notify_all();
+        }
+    }
+
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Relaxed)
+    }
+
+    /// Lets nobody enter any more. `false`: somebody else did this already.
+    pub(crate) fn close(&self) -> bool {
+        !self.closing.swap(true, Ordering::SeqCst)
+    }
+
+    /// Waits until everyone who had entered has left.
+    pub(crate) fn wait_until_quiet(&self) {
+        let mut guard = self.quiet.0.lock();
+        while self.active.load(Ordering::SeqCst) != 0 {
+            self.quiet.1.wait(&mut guard);
+        }
+    }
+
+    /// Keeps the first error of work in the background for the next flush.
+    pub(crate) fn record(&self, error: PageError) {
+        self.error.lock().get_or_insert(error);
+    }
+
+    pub(crate) fn take_error(&self) -> Option<PageError> {
+        self.error.lock().take()
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region")
+            .field("id", &self.id)
+            .field("layout", &self.layout)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,42 @@
+//! Things by small numbers: what a tag in an operation stands for.
+
+/// Values by their tag; tags are used again.
+#[derive(Debug)]
+pub(crate) struct Slab<T> {
+    slots: Vec<Option<T>>,
+    free: Vec<usize>,
+}
+
+impl<T> Default for Slab<T> {
+    fn default() -> Self {
+        Slab {
+            slots: Vec::new(),
+            free: Vec::new(),
+        }
+    }
+}
+
+impl<T> Slab<T> {
+    pub(crate) fn insert(&mut self, value: T) -> u64 {
+        let at = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        self.slots[at] = Some(value);
+        at as u64
+    }
+
+    /// # Panics
+    /// If the tag was not handed out, or has been given back.
+    pub(crate) fn remove(&mut self, tag: u64) -> T {
+        let value = self.slots[tag as usize]
+            .take()
+            .expect("a tag comes back once");
+        self.free.push(tag as usize);
+        value
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+}

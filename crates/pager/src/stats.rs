@@ -1,0 +1,73 @@
+//! What the workers count: [`Counters`] for each, summed up as [`PagerStats`].
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {
+        /// One worker's counters; only that worker writes them.
+        #[derive(Debug, Default)]
+        pub(crate) struct Counters {
+            $(pub(crate) $name: Count,)+
+        }
+
+        /// What happened to pages since the runtime started.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub struct PagerStats {
+            $($(#[$doc])* pub $name: u64,)+
+            /// Highest number of bytes that frames (mapped, in flight or free) took at any time.
+            pub peak_resident_bytes: u64,
+            /// Bytes of pages mapped or in flight now.
+            pub resident_bytes: u64,
+            /// The residency budget.
+            pub budget_bytes: u64,
+        }
+
+        impl PagerStats {
+            pub(crate) fn add(&mut self, worker: &Counters) {
+                $(self.$name += worker.$name.get();)+
+            }
+        }
+    };
+}
+
+counters! {
+    /// Page faults that were read.
+    faults,
+    /// Pages brought in, for a fault or ahead of one.
+    fills,
+    /// Of these, pages brought in ahead of need.
+    prefetches,
+    /// Pages taken out to make room or because the program asked.
+    evictions,
+    /// Of these, pages that had not changed and needed no WRITE.
+    clean_evictions,
+    /// Pages written back.
+    writes,
+    /// Pages that were wanted again while they were leaving and came back without a READ.
+    steals,
+    /// Pages that could not be brought in and raise SIGBUS.
+    poisoned,
+    /// Evictions that failed, so that the page stayed.
+    failed_evictions,
+    /// Faults that had been served by the time they were read.
+    stale_faults,
+    /// Times that a demand fill had to wait for a frame.
+    starved,
+}
+
+/// A counter with one writer.
+#[derive(Debug, Default)]
+pub(crate) struct Count(AtomicU64);
+
+impl Count {
+    /// Adds one. One writer only, so that no locked instruction is needed.
+    pub(crate) fn bump(&self) {
+        self.0
+            .store(self.0.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}

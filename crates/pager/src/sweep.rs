@@ -1,0 +1,106 @@
+//! Which page leaves next: a clock hand over the page words, [`Sweep`].
+//!
+//! Userspace paging has no access bits, and asking the kernel for them costs more than most evictions. What it does know is
+//! in the page words already: when a page came in (its stamp), whether it came back soon after it had left, and whether it was
+//! wanted while it left (its heat). So there is no list of resident pages to keep, lock and update on every fill: one hand
+//! sweeps the words of all regions in address order, passes over pages younger than the *age floor*, cools pages with heat, and
+//! gives the rest to the evictors. Neighbours in memory leave together. The floor follows what the sweeps find: it rises while most pages
+//! are old enough, so that the order approaches first in, first out, and falls when a sweep finds too few.
+//!
+//! The downside: pages that are hot without ever leaving are not known to be hot, so that they leave and come back once in a while.
+
+use std::{ops::Bound, sync::Arc};
+
+use parking_lot::Mutex;
+
+use crate::{core::RegionTable, region::Region};
+
+/// A hand over all pages of a runtime.
+#[derive(Debug)]
+pub(crate) struct Sweep {
+    hand: Mutex<Hand>,
+    /// The highest age floor, in units of the fill clock: a part of what the budget holds, since nothing is older for long.
+    age_cap: u32,
+}
+
+#[derive(Debug)]
+struct Hand {
+    address: usize,
+    chunk: usize,
+    age_floor: u32,
+    seen: usize,
+    taken: usize,
+}
+
+/// What the hand points at.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    pub(crate) region: Arc<Region>,
+    pub(crate) chunk: usize,
+    /// Pages younger than this stay.
+    pub(crate) age_floor: u32,
+}
+
+impl Sweep {
+    /// `budget_ticks`: how many ticks of the fill clock fill the budget once.
+    pub(crate) fn new(budget_ticks: u32) -> Sweep {
+        let age_cap = budget_ticks / 4 * 3;
+        Sweep {
+            hand: Mutex::new(Hand {
+                address: 0,
+                chunk: 0,
+                age_floor: age_cap,
+                seen: 0,
+                taken: 0,
+            }),
+            age_cap,
+        }
+    }
+
+    /// Moves the hand to the next chunk that may hold resident pages. `None`: no region has any.
+    pub(crate) fn claim(&self, regions: &RegionTable) -> Option<Claim> {
+        let mut hand = self.hand.lock();
+        let regions = regions.read();
+        // Twice around at most: the first time from where the hand stands, the second from the start.
+        for _ in 0..2 {
+            for (&address, region) in
+                regions.range((Bound::Included(hand.address), Bound::Unbounded))
+            {
+                let from = if address == hand.address {
+                    hand.chunk
+                } else {
+                    0
+                };
+                if region.resident() == 0 || region.is_closing() {
+                    continue;
+                }
+                if let Some(chunk) = region.next_touched(from) {
+                    (hand.address, hand.chunk) = (address, chunk + 1);
+                    return Some(Claim {
+                        region: region.clone(),
+                        chunk,
+                        age_floor: hand.age_floor,
+                    });
+                }
+            }
+            (hand.address, hand.chunk) = (0, 0);
+        }
+        None
+    }
+
+    /// Tells how many resident pages of a claim were looked at and how many of them leave.
+    pub(crate) fn report(&self, seen: usize, taken: usize, resident_in_all: usize) {
+        let mut hand = self.hand.lock();
+        hand.seen += seen;
+        hand.taken += taken;
+        // A quarter of all pages looked at is evidence enough.
+        if hand.seen * 4 >= resident_in_all {
+            if hand.taken * 16 < hand.seen {
+                hand.age_floor /= 2;
+            } else if hand.taken * 2 > hand.seen {
+                hand.age_floor = (hand.age_floor + hand.age_floor / 8 + 1).min(self.age_cap);
+            }
+            (hand.seen, hand.taken) = (0, 0);
+        }
+    }
+}

@@ -1,0 +1,1009 @@
+//! The model that the checker explores: program, kernel, fillers, evictor and flusher around one or two pages.
+//!
+//! The rule: every compare-and-swap is one step and every action of the kernel is one step, in the order in which
+//! production takes them; the words change by the real functions of `protocol.rs` alone. A [`Twin`] deviates in one place.
+//!
+//! Left out: the bytes (a page holds the number of the last write to it), memory order, and heat, stamps and pins.
+
+use farpage_pager::protocol::{self, OnFailed, OnFault, OnLeft, State, Word};
+use std::fmt;
+
+use crate::explore::{Label, Model, Move};
+
+/// The number of the write that made the page what it is; 0: never written.
+type Version = u8;
+
+/// A deliberate mistake, or none.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Twin {
+    Good,
+    /// Calls the page resident before it is mapped.
+    PublishesBeforeInstall,
+    /// Calls the page remote before its bytes are in the store.
+    PublishesBeforeWrite,
+    /// Leaves no note on a leaving page.
+    IgnoresFaultWhileLeaving,
+    /// Does not wake after it found the page mapped already.
+    NoWakeWhenAlreadyMapped,
+    /// Does not wake for a fault on a page that is there.
+    NoWakeForStaleFault,
+    /// Calls the page remote without looking at the note.
+    LeavesDespiteNote,
+    /// Takes the page out without owning it.
+    DetachesWithoutOwning,
+    /// Drops a failed fill, noted or not.
+    DropsFailedFill,
+    /// Does not wake for a note that arrived after the install.
+    NoWakeForLateNote,
+    /// Does not wake for a note on a page that could not be taken out.
+    NoWakeWhenStayed,
+    /// Does not wake for a note on a page that the program took away.
+    NoWakeWhenRemoved,
+    /// Only wakes for a fault on a poisoned page, whether or not the poison is still there.
+    OnlyWakesPoisoned,
+    /// Fills a page that seems to have vanished without looking again as its owner.
+    LooksOnce,
+}
+
+/// What an access does.
+#[derive(Clone, Copy)]
+pub(crate) enum Access {
+    Read(usize),
+    Write(usize),
+}
+
+/// Who takes part, and what may go wrong.
+#[derive(Clone, Copy)]
+pub(crate) struct Paging {
+    /// What the two application threads do.
+    pub(crate) program: [&'static [Access]; 2],
+    pub(crate) pages: usize,
+    /// How many pages may be resident or on their way; `None`: enough.
+    pub(crate) frames: Option<u8>,
+    /// Pages are brought in unasked.
+    pub(crate) prefetches: bool,
+    /// A second thread detaches, writes and puts back.
+    pub(crate) flushes: bool,
+    /// The program drops pages with `madvise(MADV_DONTNEED)`.
+    pub(crate) madvises: bool,
+    /// A page may turn out to be held after a part of it was taken out.
+    pub(crate) holds: bool,
+    pub(crate) fills_fail: bool,
+    pub(crate) writes_fail: bool,
+    pub(crate) twin: Twin,
+}
+
+/// What can go wrong. The good model is held to all of it; a twin must do one of the harms that a program would see.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Harm {
+    /// A read saw something else than the last write.
+    WrongRead,
+    /// All is quiet and the last write is nowhere.
+    LostWrite,
+    /// Bytes that are nowhere else came back to a page that is mapped already.
+    MappedTwice,
+    /// All is quiet and a thread still sleeps, or a runtime thread still waits.
+    SleepsForever,
+    /// However the threads are scheduled, it never ends.
+    NeverRests,
+    /// An access failed though nothing else did.
+    NeedlessSigbus,
+    /// Not visible by itself: an owned state without exactly one owner, or an owner without its state.
+    Ownership,
+    /// Not visible by itself: a stable state that is not what the kernel says.
+    WordAndKernelDisagree,
+    /// Not visible by itself: a page's bytes are both mapped and in a frame that may be installed, or there twice.
+    TwoCopies,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Mapping {
+    Absent,
+    Poison,
+    Mapped(Version),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Page {
+    word: Word,
+    mapping: Mapping,
+    stored: Version,
+    /// What a read must see.
+    last: Version,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Thread {
+    /// Accesses done.
+    done: u8,
+    asleep: bool,
+}
+
+/// Where a runtime thread stands: the step that it takes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Next {
+    /// Take a fault from the batch, read a new batch, or begin something.
+    Idle,
+    // Owning nothing.
+    Fault,
+    Look,
+    Claim,
+    Wake,
+    // Owning a filling page.
+    LookAgain,
+    TakeFrame,
+    Fetch,
+    Install(Version),
+    WakeInstalled,
+    AlreadyMapped,
+    PublishInstalled,
+    PublishFailed,
+    Poison,
+    WakePoisoned,
+    PublishPoisoned,
+    Reinstall(Version),
+    // Owning a leaving page.
+    Detach,
+    PutBack(Version),
+    PublishStayed,
+    PublishRemoved,
+    Compare(Version),
+    Write(Version),
+    PublishLeft(Version),
+    PublishTakeBack(Version),
+    // Steps that only a broken twin takes: after publishing.
+    LateInstall(Version),
+    LateWrite(Version),
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+struct Worker {
+    next: Next,
+    page: u8,
+    /// Faults that were read and are not served yet: page + 1, 0 for none.
+    batch: [u8; 2],
+}
+
+const FILLERS: [usize; 2] = [0, 1];
+const EVICTOR: usize = 2;
+const FLUSHER: usize = 3;
+const WORKER_NAMES: [&str; 4] = ["filler a", "filler b", "evictor", "flusher"];
+const THREAD_NAMES: [&str; 2] = ["thread 0", "thread 1"];
+
+/// Everything that there is at one moment.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct World {
+    pages: [Page; 2],
+    threads: [Thread; 2],
+    /// The faults that nobody has read yet, oldest first: thread + 1, 0 for none.
+    unread: [u8; 2],
+    workers: [Worker; 4],
+    frames: u8,
+}
+
+type Step = Result<(), Harm>;
+
+impl Next {
+    fn owned_state(self) -> Option<State> {
+        use Next::*;
+        match self {
+            Idle | Fault | Look | Claim | Wake | LateInstall(_) | LateWrite(_) => None,
+            LookAgain | TakeFrame | Fetch | Install(_) | WakeInstalled | AlreadyMapped
+            | PublishInstalled | PublishFailed | Poison | WakePoisoned | PublishPoisoned
+            | Reinstall(_) => Some(State::Filling),
+            Detach | PutBack(_) | PublishStayed | PublishRemoved | Compare(_) | Write(_)
+            | PublishLeft(_) | PublishTakeBack(_) => Some(State::Leaving),
+        }
+    }
+
+    fn has_detached_bytes(self) -> bool {
+        use Next::*;
+        matches!(
+            self,
+            PutBack(_) | Compare(_) | Write(_) | PublishLeft(_) | PublishTakeBack(_) | Reinstall(_)
+        )
+    }
+}
+
+impl Paging {
+    fn is(&self, twin: Twin) -> bool {
+        self.twin == twin
+    }
+
+    /// Harm that no program sees is counted against the good model only, so that a twin must show what its mistake costs.
+    fn strict(&self) -> bool {
+        self.is(Twin::Good)
+    }
+
+    fn access(&self, thread: usize, done: u8) -> Option<Access> {
+        self.program[thread].get(usize::from(done)).copied()
+    }
+
+    /// Applies a transition that only an owner may apply; returns whether there was a note.
+    fn publish(
+        &self,
+        world: &mut World,
+        page: usize,
+        owned: State,
+        transition: impl Fn(Word) -> Word,
+    ) -> Result<bool, Harm> {
+        let word = &mut world.pages[page].word;
+        if word.state() != owned {
+            return if self.strict() {
+                Err(Harm::Ownership)
+            } else {
+                Ok(false)
+            };
+        }
+        let noted = word.wanted();
+        *word = transition(*word);
+        Ok(noted)
+    }
+}
+
+impl Page {
+    fn is_mapped(&self) -> bool {
+        matches!(self.mapping, Mapping::Mapped(_))
+    }
+}
+
+impl World {
+    fn go(&mut self, worker: usize, next: Next) {
+        self.workers[worker].next = next;
+        if next == Next::Idle {
+            self.workers[worker].page = 0;
+        }
+    }
+
+    fn own(&mut self, worker: usize, page: usize, word: Word, next: Next) {
+        self.pages[page].word = word;
+        self.workers[worker].page = page as u8;
+        self.workers[worker].next = next;
+    }
+
+    /// The kernel wakes everyone that sleeps on the page; a fault that nobody has read yet is gone with its sleeper.
+    fn wake(&mut self, paging: &Paging, page: usize) {
+        for thread in 0..2 {
+            let Thread { done, asleep } = self.threads[thread];
+            let Some(Access::Read(on) | Access::Write(on)) = paging.access(thread, done) else {
+                continue;
+            };
+            if asleep && on == page {
+                self.threads[thread].asleep = false;
+                self.unread = without(self.unread, thread as u8 + 1);
+            }
+        }
+    }
+}
+
+fn without(queue: [u8; 2], item: u8) -> [u8; 2] {
+    match queue {
+        [first, second] if first == item => [second, 0],
+        [first, second] if second == item => [first, 0],
+        _ => queue,
+    }
+}
+
+fn push(queue: &mut [u8; 2], item: u8) {
+    *queue
+        .iter_mut()
+        .find(|slot| **slot == 0)
+        .expect("each thread has at most one fault in the queue") = item;
+}
+
+impl Model for Paging {
+    type World = World;
+    type Harm = Harm;
+
+    fn start(&self) -> World {
+        World {
+            pages: [Page {
+                word: Word::default(),
+                mapping: Mapping::Absent,
+                stored: 0,
+                last: 0,
+            }; 2],
+            threads: [Thread {
+                done: 0,
+                asleep: false,
+            }; 2],
+            unread: [0; 2],
+            workers: [Worker {
+                next: Next::Idle,
+                page: 0,
+                batch: [0; 2],
+            }; 4],
+            frames: self.frames.unwrap_or(0),
+        }
+    }
+
+    fn moves(&self, world: &World, out: &mut Vec<Move<World, Harm>>) {
+        let mut moves = Moves {
+            paging: self,
+            world,
+            out,
+        };
+        for thread in 0..2 {
+            moves.of_thread(thread);
+        }
+        for filler in FILLERS {
+            moves.of_filler(filler);
+        }
+        moves.of_evictor(EVICTOR);
+        if self.flushes {
+            moves.of_evictor(FLUSHER);
+        }
+        if self.madvises {
+            moves.of_madvise();
+        }
+    }
+
+    fn judge(&self, world: &World, at_rest: bool) -> Step {
+        let pages = &world.pages[..self.pages];
+        if at_rest {
+            let slept =
+                (0..2).any(|thread| self.access(thread, world.threads[thread].done).is_some());
+            if slept || world.workers.iter().any(|w| w.next != Next::Idle) {
+                return Err(Harm::SleepsForever);
+            }
+            let there = |p: &Page| {
+                if let Mapping::Mapped(version) = p.mapping {
+                    version
+                } else {
+                    p.stored
+                }
+            };
+            if pages.iter().any(|p| there(p) != p.last) {
+                return Err(Harm::LostWrite);
+            }
+        }
+        if !self.strict() {
+            return Ok(());
+        }
+        for (number, page) in pages.iter().enumerate() {
+            let at_page = || {
+                world
+                    .workers
+                    .iter()
+                    .filter(|w| usize::from(w.page) == number)
+            };
+            let state = page.word.state();
+            let owners = at_page().filter_map(|w| w.next.owned_state());
+            let owned = matches!(state, State::Filling | State::Leaving);
+            if owners.clone().count() != usize::from(owned) || owners.clone().any(|s| s != state) {
+                return Err(Harm::Ownership);
+            }
+            let detached = at_page().filter(|w| w.next.has_detached_bytes()).count();
+            if detached + usize::from(page.is_mapped()) > 1 {
+                return Err(Harm::TwoCopies);
+            }
+            let agrees = match (state, page.mapping) {
+                (State::Remote, mapping) => mapping == Mapping::Absent && page.stored == page.last,
+                (State::Resident, Mapping::Mapped(version)) => version == page.last,
+                (State::Poisoned, Mapping::Poison) => page.stored == page.last,
+                (State::Resident | State::Poisoned, Mapping::Absent) => {
+                    self.madvises && page.stored == page.last
+                }
+                (State::Resident, Mapping::Poison) | (State::Poisoned, Mapping::Mapped(_)) => false,
+                (State::Filling | State::Leaving, _) => true,
+            };
+            if !agrees {
+                return Err(Harm::WordAndKernelDisagree);
+            }
+        }
+        Ok(())
+    }
+
+    fn never_rests(&self) -> Harm {
+        Harm::NeverRests
+    }
+}
+
+/// Collects what can happen in one world.
+struct Moves<'a> {
+    paging: &'a Paging,
+    world: &'a World,
+    out: &'a mut Vec<Move<World, Harm>>,
+}
+
+impl Moves<'_> {
+    fn add(&mut self, compulsory: bool, label: Label, step: impl FnOnce(&mut World) -> Step) {
+        let mut next = *self.world;
+        let to = step(&mut next).map(|()| {
+            // The fillers are interchangeable: worlds that differ by their names only are one.
+            next.workers[..2].sort_unstable();
+            next
+        });
+        self.out.push(Move {
+            compulsory,
+            label,
+            to,
+        });
+    }
+
+    fn must(&mut self, worker: usize, does: &'static str, step: impl FnOnce(&mut World) -> Step) {
+        let label = Label {
+            actor: WORKER_NAMES[worker],
+            does,
+            page: self.world.workers[worker].page.into(),
+        };
+        self.add(true, label, step);
+    }
+
+    fn may(
+        &mut self,
+        worker: usize,
+        does: &'static str,
+        page: usize,
+        step: impl FnOnce(&mut World) -> Step,
+    ) {
+        self.add(
+            false,
+            Label {
+                actor: WORKER_NAMES[worker],
+                does,
+                page,
+            },
+            step,
+        );
+    }
+
+    /// The program touches its next page, or goes to sleep on it: the kernel checks and enqueues in one step.
+    fn of_thread(&mut self, thread: usize) {
+        let paging = self.paging;
+        let Thread { done, asleep } = self.world.threads[thread];
+        let Some(access) = paging.access(thread, done).filter(|_| !asleep) else {
+            return;
+        };
+        let (page, does) = match access {
+            Access::Read(page) => (page, "reads"),
+            Access::Write(page) => (page, "writes"),
+        };
+        let label = Label {
+            actor: THREAD_NAMES[thread],
+            does,
+            page,
+        };
+        match self.world.pages[page].mapping {
+            Mapping::Mapped(seen) => self.add(true, label, |w| {
+                w.threads[thread].done += 1;
+                let page = &mut w.pages[page];
+                match access {
+                    Access::Read(_) if seen != page.last => return Err(Harm::WrongRead),
+                    Access::Read(_) => {}
+                    Access::Write(_) => {
+                        page.last = 1 + 2 * done + thread as Version;
+                        page.mapping = Mapping::Mapped(page.last);
+                    }
+                }
+                Ok(())
+            }),
+            Mapping::Poison => self.add(
+                true,
+                Label {
+                    does: "gets SIGBUS",
+                    ..label
+                },
+                |w| {
+                    w.threads[thread].done += 1;
+                    if paging.fills_fail {
+                        Ok(())
+                    } else {
+                        Err(Harm::NeedlessSigbus)
+                    }
+                },
+            ),
+            Mapping::Absent => self.add(
+                true,
+                Label {
+                    does: "faults and sleeps",
+                    ..label
+                },
+                |w| {
+                    w.threads[thread].asleep = true;
+                    push(&mut w.unread, thread as u8 + 1);
+                    Ok(())
+                },
+            ),
+        }
+    }
+
+    fn of_madvise(&mut self) {
+        for page in 0..self.paging.pages {
+            if self.world.pages[page].mapping != Mapping::Absent {
+                self.add(
+                    false,
+                    Label {
+                        actor: "the program",
+                        does: "drops it with madvise",
+                        page,
+                    },
+                    |w| {
+                        let page = &mut w.pages[page];
+                        page.mapping = Mapping::Absent;
+                        page.last = page.stored;
+                        Ok(())
+                    },
+                );
+            }
+        }
+    }
+
+    fn of_filler(&mut self, me: usize) {
+        let paging = self.paging;
+        let worker = self.world.workers[me];
+        let page = usize::from(worker.page);
+        let mapped = self.world.pages[page].is_mapped();
+        match worker.next {
+            Next::Idle => self.of_idle_filler(me),
+            Next::Fault => self.must(me, "looks at the word again", |w| paging.on_fault(w, me)),
+            Next::Look if mapped => self.must(me, "looks: the page is there", |w| {
+                w.go(
+                    me,
+                    if paging.is(Twin::NoWakeForStaleFault) {
+                        Next::Idle
+                    } else {
+                        Next::Wake
+                    },
+                );
+                Ok(())
+            }),
+            Next::Look => self.must(me, "looks: the page is not there", |w| {
+                let poisoned = w.pages[page].word.state() == State::Poisoned;
+                w.go(
+                    me,
+                    if paging.is(Twin::OnlyWakesPoisoned) && poisoned {
+                        Next::Wake
+                    } else {
+                        Next::Claim
+                    },
+                );
+                Ok(())
+            }),
+            Next::Claim => self.must(me, "claims what has vanished", |w| {
+                let word = w.pages[page].word;
+                match protocol::vanished(word).or_else(|| protocol::heal(word)) {
+                    Some(mine) if paging.is(Twin::LooksOnce) => {
+                        w.own(me, page, mine, Next::TakeFrame)
+                    }
+                    Some(mine) => w.own(me, page, mine, Next::LookAgain),
+                    None => w.go(me, Next::Fault),
+                }
+                Ok(())
+            }),
+            Next::LookAgain => self.must(me, "looks again as the owner", |w| {
+                w.go(
+                    me,
+                    if mapped {
+                        Next::AlreadyMapped
+                    } else {
+                        Next::TakeFrame
+                    },
+                );
+                Ok(())
+            }),
+            _ => self.of_owner(me),
+        }
+    }
+
+    fn of_idle_filler(&mut self, me: usize) {
+        let paging = self.paging;
+        let [first, second] = self.world.workers[me].batch;
+        if first != 0 {
+            let label = Label {
+                actor: WORKER_NAMES[me],
+                does: "serves a fault",
+                page: usize::from(first) - 1,
+            };
+            return self.add(true, label, |w| {
+                w.workers[me].batch = [second, 0];
+                w.workers[me].page = first - 1;
+                paging.on_fault(w, me)
+            });
+        }
+        if self.world.unread != [0; 2] {
+            self.must(me, "reads the faults", |w| {
+                let pages = w.unread.map(|thread| match usize::from(thread) {
+                    0 => 0,
+                    thread => match paging.access(thread - 1, w.threads[thread - 1].done) {
+                        Some(Access::Read(page) | Access::Write(page)) => page as u8 + 1,
+                        None => unreachable!("a sleeping thread has an access to do"),
+                    },
+                });
+                w.workers[me].batch = pages;
+                w.unread = [0; 2];
+                Ok(())
+            });
+        }
+        for page in 0..paging.pages {
+            let word = self.world.pages[page].word;
+            if paging.prefetches
+                && let Some(mine) = protocol::prefetch(word)
+            {
+                self.may(me, "begins to prefetch", page, |w| {
+                    w.own(me, page, mine, Next::TakeFrame);
+                    Ok(())
+                });
+            }
+            if paging.fills_fail
+                && let Some(mine) = protocol::heal(word)
+            {
+                self.may(me, "begins to heal", page, |w| {
+                    w.own(me, page, mine, Next::LookAgain);
+                    Ok(())
+                });
+            }
+        }
+    }
+
+    fn of_evictor(&mut self, me: usize) {
+        let paging = self.paging;
+        let worker = self.world.workers[me];
+        let page = usize::from(worker.page);
+        let Page {
+            word,
+            mapping,
+            stored,
+            ..
+        } = self.world.pages[page];
+        match (worker.next, mapping) {
+            (Next::Idle, _) => self.of_idle_evictor(me),
+            (Next::Detach, Mapping::Mapped(version)) => {
+                self.must(me, "takes the page out", |w| {
+                    w.pages[page].mapping = Mapping::Absent;
+                    w.go(me, Next::Compare(version));
+                    Ok(())
+                });
+                if paging.holds {
+                    self.must(me, "takes a part of the page out, the rest is held", |w| {
+                        w.pages[page].mapping = Mapping::Absent;
+                        w.go(me, Next::PutBack(version));
+                        Ok(())
+                    });
+                }
+            }
+            (Next::Detach, _) => self.must(me, "finds no page to take out", |w| {
+                w.go(me, Next::PublishRemoved);
+                Ok(())
+            }),
+            (Next::PutBack(version), _) => self.must(me, "puts the part back", |w| {
+                w.pages[page].mapping = Mapping::Mapped(version);
+                w.go(me, Next::PublishStayed);
+                Ok(())
+            }),
+            (Next::PublishStayed, _) => self.must(me, "publishes stayed", |w| {
+                let noted = paging.publish(w, page, State::Leaving, protocol::stayed)?;
+                w.go(
+                    me,
+                    if noted && !paging.is(Twin::NoWakeWhenStayed) {
+                        Next::Wake
+                    } else {
+                        Next::Idle
+                    },
+                );
+                Ok(())
+            }),
+            (Next::PublishRemoved, _) => self.must(me, "publishes removed", |w| {
+                let noted =
+                    paging.publish(w, page, State::Leaving, |word| protocol::removed(word, 0).0)?;
+                w.go(
+                    me,
+                    if noted && !paging.is(Twin::NoWakeWhenRemoved) {
+                        Next::Wake
+                    } else {
+                        Next::Idle
+                    },
+                );
+                Ok(())
+            }),
+            (Next::Compare(version), _) => {
+                let leaves = if me == FLUSHER {
+                    Next::PublishTakeBack(version)
+                } else {
+                    Next::PublishLeft(version)
+                };
+                self.must(me, "compares with what the store holds", |w| {
+                    let late = paging.is(Twin::PublishesBeforeWrite);
+                    w.go(
+                        me,
+                        if version == stored || late {
+                            leaves
+                        } else {
+                            Next::Write(version)
+                        },
+                    );
+                    Ok(())
+                });
+                if word.wanted() {
+                    self.must(me, "sees the note", |w| {
+                        w.go(me, Next::PublishTakeBack(version));
+                        Ok(())
+                    });
+                }
+            }
+            (Next::Write(version), _) => {
+                let leaves = if me == FLUSHER {
+                    Next::PublishTakeBack(version)
+                } else {
+                    Next::PublishLeft(version)
+                };
+                self.must(me, "writes to the store", |w| {
+                    w.pages[page].stored = version;
+                    w.go(me, leaves);
+                    Ok(())
+                });
+                if paging.writes_fail {
+                    self.must(me, "fails to write to the store", |w| {
+                        w.go(me, Next::PublishTakeBack(version));
+                        Ok(())
+                    });
+                }
+            }
+            (Next::PublishLeft(version), _) => self.must(me, "publishes left", |w| {
+                let mut gone = OnLeft::Gone;
+                if paging.is(Twin::LeavesDespiteNote) {
+                    paging.publish(w, page, State::Leaving, |word| protocol::removed(word, 0).0)?;
+                } else {
+                    gone = protocol_left(paging, w, page)?;
+                }
+                w.go(
+                    me,
+                    match gone {
+                        OnLeft::TakeBack => Next::Reinstall(version),
+                        OnLeft::Gone if version != stored => Next::LateWrite(version),
+                        OnLeft::Gone => Next::Idle,
+                    },
+                );
+                w.frames += u8::from(gone == OnLeft::Gone && paging.frames.is_some());
+                Ok(())
+            }),
+            (Next::PublishTakeBack(version), _) => self.must(me, "takes it back", |w| {
+                paging.publish(w, page, State::Leaving, protocol::take_back)?;
+                w.go(me, Next::Reinstall(version));
+                Ok(())
+            }),
+            (Next::LateWrite(version), _) => self.must(me, "writes to the store, too late", |w| {
+                w.pages[page].stored = version;
+                w.go(me, Next::Idle);
+                Ok(())
+            }),
+            _ => self.of_owner(me),
+        }
+    }
+
+    fn of_idle_evictor(&mut self, me: usize) {
+        let paging = self.paging;
+        // Nobody has to evict, unless a filler waits for a frame.
+        let urgent = self.world.frames == 0
+            && paging.frames.is_some()
+            && self.world.workers.iter().any(|w| w.next == Next::TakeFrame);
+        for page in 0..paging.pages {
+            let label = Label {
+                actor: WORKER_NAMES[me],
+                does: "begins to take it out",
+                page,
+            };
+            let Page { word, mapping, .. } = self.world.pages[page];
+            let leaving = protocol::leave(word);
+            if paging.is(Twin::DetachesWithoutOwning) {
+                if let Mapping::Mapped(version) = mapping {
+                    self.may(me, "takes it out without owning it", page, |w| {
+                        w.pages[page].mapping = Mapping::Absent;
+                        w.own(me, page, word, Next::Compare(version));
+                        Ok(())
+                    });
+                }
+            } else if let Some(mine) = leaving {
+                self.add(urgent && me == EVICTOR, label, |w| {
+                    w.own(me, page, mine, Next::Detach);
+                    Ok(())
+                });
+            }
+        }
+    }
+
+    /// What everyone does who brings a page in: a filler, and whoever puts a page back.
+    fn of_owner(&mut self, me: usize) {
+        let paging = self.paging;
+        let worker = self.world.workers[me];
+        let page = usize::from(worker.page);
+        let Page { word, stored, .. } = self.world.pages[page];
+        let mapped = self.world.pages[page].is_mapped();
+        match worker.next {
+            Next::TakeFrame => {
+                if paging.frames.is_none() {
+                    self.must(me, "takes a frame", |w| {
+                        w.go(me, Next::Fetch);
+                        Ok(())
+                    });
+                } else if self.world.frames > 0 {
+                    self.must(me, "takes a frame", |w| {
+                        w.frames -= 1;
+                        w.go(me, Next::Fetch);
+                        Ok(())
+                    });
+                }
+            }
+            Next::Fetch => {
+                self.must(me, "reads from the store", |w| {
+                    let early = paging.is(Twin::PublishesBeforeInstall);
+                    if early {
+                        paging.publish(w, page, State::Filling, |word| {
+                            protocol::installed(word, 0, 0)
+                        })?;
+                    }
+                    w.go(
+                        me,
+                        if early {
+                            Next::LateInstall(stored)
+                        } else {
+                            Next::Install(stored)
+                        },
+                    );
+                    Ok(())
+                });
+                if paging.fills_fail {
+                    self.must(me, "fails to read from the store", |w| {
+                        w.go(me, Next::PublishFailed);
+                        Ok(())
+                    });
+                }
+            }
+            Next::Install(_) | Next::LateInstall(_) if mapped => {
+                self.must(me, "finds the page mapped already, drops the frame", |w| {
+                    w.frames += u8::from(paging.frames.is_some());
+                    w.go(me, Next::AlreadyMapped);
+                    Ok(())
+                });
+            }
+            Next::Reinstall(_) if mapped => self.must(me, "finds the page mapped already", |_| {
+                Err(Harm::MappedTwice)
+            }),
+            Next::Install(version) | Next::Reinstall(version) | Next::LateInstall(version) => {
+                self.must(me, "maps the page", |w| {
+                    w.pages[page].mapping = Mapping::Mapped(version);
+                    w.go(me, Next::WakeInstalled);
+                    Ok(())
+                });
+            }
+            Next::AlreadyMapped => self.must(me, "wakes all the same", |w| {
+                if !paging.is(Twin::NoWakeWhenAlreadyMapped) {
+                    w.wake(paging, page);
+                }
+                w.go(me, Next::PublishInstalled);
+                Ok(())
+            }),
+            Next::WakeInstalled => self.must(me, "wakes", |w| {
+                w.wake(paging, page);
+                w.go(me, Next::PublishInstalled);
+                Ok(())
+            }),
+            Next::PublishInstalled => self.must(me, "publishes installed", |w| {
+                let noted = paging.publish(w, page, State::Filling, |word| {
+                    protocol::installed(word, 0, 0)
+                })?;
+                w.go(
+                    me,
+                    if noted && !paging.is(Twin::NoWakeForLateNote) {
+                        Next::Wake
+                    } else {
+                        Next::Idle
+                    },
+                );
+                Ok(())
+            }),
+            Next::PublishFailed => self.must(me, "publishes the failure", |w| {
+                w.frames += u8::from(paging.frames.is_some());
+                if word.state() != State::Filling {
+                    return Err(Harm::Ownership);
+                }
+                let (next, outcome) = match protocol::fill_failed(word) {
+                    (_, OnFailed::MustPoison) if paging.is(Twin::DropsFailedFill) => {
+                        (Word::default(), OnFailed::Dropped)
+                    }
+                    other => other,
+                };
+                w.pages[page].word = next;
+                w.go(
+                    me,
+                    if outcome == OnFailed::Dropped {
+                        Next::Idle
+                    } else {
+                        Next::Poison
+                    },
+                );
+                Ok(())
+            }),
+            Next::Poison if mapped => self.must(me, "cannot poison a mapped page", |w| {
+                w.go(me, Next::AlreadyMapped);
+                Ok(())
+            }),
+            Next::Poison => self.must(me, "poisons", |w| {
+                w.pages[page].mapping = Mapping::Poison;
+                w.go(me, Next::WakePoisoned);
+                Ok(())
+            }),
+            Next::WakePoisoned => self.must(me, "wakes", |w| {
+                w.wake(paging, page);
+                w.go(me, Next::PublishPoisoned);
+                Ok(())
+            }),
+            Next::PublishPoisoned => self.must(me, "publishes poisoned", |w| {
+                let noted = paging.publish(w, page, State::Filling, protocol::poisoned)?;
+                w.go(
+                    me,
+                    if noted && !paging.is(Twin::NoWakeForLateNote) {
+                        Next::Wake
+                    } else {
+                        Next::Idle
+                    },
+                );
+                Ok(())
+            }),
+            Next::Wake => self.must(me, "wakes", |w| {
+                w.wake(paging, page);
+                w.go(me, Next::Idle);
+                Ok(())
+            }),
+            other => unreachable!("{} does not take the step {other:?}", WORKER_NAMES[me]),
+        }
+    }
+}
+
+fn protocol_left(paging: &Paging, world: &mut World, page: usize) -> Result<OnLeft, Harm> {
+    let word = world.pages[page].word;
+    if word.state() != State::Leaving {
+        return if paging.strict() {
+            Err(Harm::Ownership)
+        } else {
+            Ok(OnLeft::Gone)
+        };
+    }
+    let (next, outcome) = protocol::left(word, 0);
+    world.pages[page].word = next;
+    Ok(outcome)
+}
+
+impl Paging {
+    fn on_fault(&self, world: &mut World, me: usize) -> Step {
+        let page = usize::from(world.workers[me].page);
+        let word = world.pages[page].word;
+        if self.is(Twin::IgnoresFaultWhileLeaving) && word.state() == State::Leaving {
+            world.go(me, Next::Idle);
+            return Ok(());
+        }
+        let (next, outcome) = protocol::fault(word);
+        world.pages[page].word = next;
+        world.go(
+            me,
+            match outcome {
+                OnFault::Fill => Next::TakeFrame,
+                OnFault::Noted => Next::Idle,
+                OnFault::Stale => Next::Look,
+            },
+        );
+        Ok(())
+    }
+}
+
+impl fmt::Display for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for Page {
+            word,
+            mapping,
+            stored,
+            ..
+        } in &self.pages
+        {
+            let note = if word.wanted() { "+WANTED" } else { "" };
+            write!(
+                f,
+                "| {:?}{note}, {mapping:?}, stored {stored} ",
+                word.state()
+            )?;
+        }
+        let asleep = self.threads.iter().filter(|t| t.asleep).count();
+        let unread = self.unread.iter().filter(|&&thread| thread != 0).count();
+        write!(f, "| {asleep} asleep, {unread} unread")
+    }
+}
