@@ -1,0 +1,247 @@
+//! What can go wrong with a region's store, per operation, with the place and whether trying again helps.
+//!
+//! The rule it keeps: every error about a page names its region, its page and the server or store that it concerns.
+
+use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
+use farpage_wire::ExtentId;
+
+use crate::RegionId;
+
+/// Why a page could not be filled or written back. After a failed write-back the last good copy is still there.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// What came back is not what was written. Never handed out as data; reading it again does not help.
+    #[error("page {page} of region {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy")]
+    Corrupt {
+        /// The region.
+        region: RegionId,
+        /// The page in the region.
+        page: u64,
+        /// The endpoint of the server, or the name of the store.
+        server: String,
+        /// What does not match.
+        detail: &'static str,
+    },
+    /// The server could not be reached, or did not answer, until the deadline.
+    #[error("{operation} of page {page} of region {region} failed after {attempts} attempts: {source}; {}", if *.retry { "trying again may help once the server answers" } else { "trying again does not help" })]
+    Remote {
+        /// The region.
+        region: RegionId,
+        /// The page in the region.
+        page: u64,
+        /// The endpoint of the server.
+        server: String,
+        /// "fill" or "write-back".
+        operation: &'static str,
+        /// How often it was tried.
+        attempts: u32,
+        /// Whether the same operation may succeed later.
+        retry: bool,
+        /// The last failure.
+        source: ChannelError,
+    },
+    /// No server has room for the page. It may be written back once memory is free again.
+    #[error("no remote memory for page {page} of region {region}: {source}")]
+    Full {
+        /// The region.
+        region: RegionId,
+        /// The page in the region.
+        page: u64,
+        /// What the last server asked said.
+        source: AllocError,
+    },
+    /// The region's own store returned an error.
+    #[error("{operation} of page {page} of region {region} failed in its store {store}: {message}")]
+    User {
+        /// The region.
+        region: RegionId,
+        /// The page in the region.
+        page: u64,
+        /// The name of the store.
+        store: String,
+        /// "fill" or "write-back".
+        operation: &'static str,
+        /// The kind of the `io::Error`.
+        kind: std::io::ErrorKind,
+        /// Its text.
+        message: String,
+    },
+    /// The region's own store panicked.
+    #[error("store {store} panicked in the {operation} of page {page} of region {region}: {message}")]
+    Panicked {
+        /// The region.
+        region: RegionId,
+        /// The page in the region.
+        page: u64,
+        /// The name of the store.
+        store: String,
+        /// "fill" or "write-back".
+        operation: &'static str,
+        /// The panic's message.
+        message: String,
+    },
+}
+
+impl StoreError {
+    /// Whether the same operation may succeed later without anything being changed.
+    pub fn may_retry(&self) -> bool {
+        match self {
+            Self::Corrupt { .. } | Self::Panicked { .. } => false,
+            Self::Remote { retry, .. } => *retry,
+            Self::Full { .. } | Self::User { .. } => true,
+        }
+    }
+}
+
+/// Why a region's store could not be made.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CreateError {
+    /// The runtime has no memory server.
+    #[error("region {region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own")]
+    NoServer {
+        /// The region.
+        region: RegionId,
+    },
+    /// The page size is none that this crate can handle.
+    #[error("page size of {page_bytes} bytes for region {region}: it must be a power of two from 4 KiB to 2 MiB")]
+    PageSize {
+        /// The region.
+        region: RegionId,
+        /// The size asked for.
+        page_bytes: usize,
+    },
+    /// The servers would not grant the memory that the region needs. Nothing was taken, and the runtime goes on.
+    #[error("no remote memory for region {region} of {bytes} bytes: {source}")]
+    Alloc {
+        /// The region.
+        region: RegionId,
+        /// The region's size.
+        bytes: u64,
+        /// What the server said.
+        source: AllocError,
+    },
+}
+
+/// Why a named region could not be published. The previous publication, if there is one, is still there.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PublishStoreError {
+    /// The region was created without [`RemoteOptions::named`](crate::RemoteOptions::named), or is kept by a store of its own.
+    #[error("region {region} cannot be published: it was not created as a named region")]
+    NotNamed {
+        /// The region.
+        region: RegionId,
+    },
+    /// No room for the page map.
+    #[error("no remote memory for the page map of region {region} ({name}): {source}")]
+    Alloc {
+        /// The region.
+        region: RegionId,
+        /// The name.
+        name: String,
+        /// What the server said.
+        source: AllocError,
+    },
+    /// A data connection could not be opened.
+    #[error("writing the page map of region {region} ({name}): {source}")]
+    Connect {
+        /// The region.
+        region: RegionId,
+        /// The name.
+        name: String,
+        /// What happened.
+        source: ConnectError,
+    },
+    /// The page map could not be written.
+    #[error("writing the page map of region {region} ({name}): {source}")]
+    Map {
+        /// The region.
+        region: RegionId,
+        /// The name.
+        name: String,
+        /// What happened.
+        source: ChannelError,
+    },
+    /// A server would not bind the name.
+    #[error("publishing region {region} as {name}: {source}")]
+    Publish {
+        /// The region.
+        region: RegionId,
+        /// The name.
+        name: String,
+        /// What the server said.
+        source: farpage_fabric::PublishError,
+    },
+}
+
+/// Why a named region could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenStoreError {
+    /// No server knows the name.
+    #[error("no server of this runtime has a region named {name}: publish it first, or add the server that has it")]
+    NotFound {
+        /// The name.
+        name: String,
+    },
+    /// A server would not open it.
+    #[error("opening region {name}: {source}")]
+    Open {
+        /// The name.
+        name: String,
+        /// What the server said.
+        source: farpage_fabric::OpenError,
+    },
+    /// The region's pages lie on a server that the runtime does not have.
+    #[error("region {name} also lies on {endpoint}, which this runtime does not use: add that server")]
+    ServerMissing {
+        /// The name.
+        name: String,
+        /// The server's endpoint.
+        endpoint: String,
+    },
+    /// The manifest or the page map is not what was published.
+    #[error("region {name} is damaged: {detail}")]
+    Damaged {
+        /// The name.
+        name: String,
+        /// What does not match.
+        detail: String,
+    },
+    /// The manifest refers to an extent that the server no longer has.
+    #[error("region {name} is damaged: {endpoint} no longer has extent {extent}")]
+    ExtentMissing {
+        /// The name.
+        name: String,
+        /// The server's endpoint.
+        endpoint: String,
+        /// The extent.
+        extent: ExtentId,
+    },
+    /// A data connection could not be opened.
+    #[error("reading the page map of region {name}: {source}")]
+    Connect {
+        /// The name.
+        name: String,
+        /// What happened.
+        source: ConnectError,
+    },
+    /// The page map could not be read.
+    #[error("reading the page map of region {name}: {source}")]
+    Map {
+        /// The name.
+        name: String,
+        /// What happened.
+        source: ChannelError,
+    },
+    /// Extents could not be given back after a failure.
+    #[error("opening region {name}: {source}")]
+    Control {
+        /// The name.
+        name: String,
+        /// What the server said.
+        source: ControlError,
+    },
+}
