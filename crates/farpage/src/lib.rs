@@ -1,1 +1,46 @@
-//! Placeholder.
+//! Remote arrays: memory that lives on other machines, used like ordinary memory.
+//!
+//! A [`Runtime`] connects to memory servers and keeps a local *budget* of pages. A [`RemoteArray`] behaves like a slice; its pages
+//! live on the servers and come in when they are touched. A [`Region`] is the same as raw bytes, and may keep its pages in any
+//! [`Store`], for example an ordinary file.
+//!
+//! ```no_run
+//! use farpage::{ByteSize, Runtime};
+//!
+//! let runtime = Runtime::builder().server("shm:///run/farpage.sock").budget(ByteSize::mib(256)).build()?;
+//! let mut array = runtime.array::<f64>(1 << 30)?; // 8 GiB, zeroed
+//! array[12345] = 1.5;
+//! let sum: f64 = array.iter().sum();
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # When memory is lost
+//!
+//! An access cannot return an error. A page that cannot be brought in within the [deadline](Builder::deadline) raises SIGBUS when it is
+//! touched; [`Region::prefetch_now`] brings pages in and returns an error instead, and tries lost pages again. A page that cannot be
+//! written back stays in memory, and [`Region::flush`] says why.
+//!
+//! # Forking
+//!
+//! Regions belong to the process that made them: a child made by `fork` does not have their addresses (it may `exec`).
+
+mod array;
+mod config;
+mod error;
+mod region;
+mod runtime;
+mod stats;
+
+pub use array::RemoteArray;
+pub use bytemuck::Pod;
+pub use bytesize::ByteSize;
+pub use config::Builder;
+pub use error::{BuildError, CreateError, FlushError, OpenError};
+pub use farpage_fabric::{Link, Session};
+pub use farpage_pager::{Advice, PageError};
+pub use farpage_store::{Codec, FileStore, FileStoreError, Reserve, Store};
+pub use farpage_vm::Transfer;
+pub use farpage_wire::Endpoint;
+pub use region::{Region, RegionOptions};
+pub use runtime::Runtime;
+pub use stats::Stats;

@@ -1,0 +1,111 @@
+//! [`RemoteArray`]: a slice whose pages come and go.
+
+use std::{
+    fmt,
+    marker::PhantomData,
+    mem,
+    ops::{Deref, DerefMut, RangeBounds},
+};
+
+use bytemuck::Pod;
+
+use crate::{Advice, FlushError, PageError, Region, region::byte_range};
+
+/// A fixed-size array of plain values whose pages live on memory servers or in a [`Store`](crate::Store).
+///
+/// It dereferences to a slice, so everything that works on slices works on it, from any number of threads.
+pub struct RemoteArray<T> {
+    region: Region,
+    len: usize,
+    _elements: PhantomData<T>,
+}
+
+impl<T: Pod> RemoteArray<T> {
+    pub(crate) fn new(region: Region, len: usize) -> RemoteArray<T> {
+        const {
+            assert!(
+                mem::size_of::<T>() > 0,
+                "elements without bytes need no memory"
+            )
+        };
+        assert!(
+            len * mem::size_of::<T>() <= region.len(),
+            "the region holds the array"
+        );
+        RemoteArray {
+            region,
+            len,
+            _elements: PhantomData,
+        }
+    }
+
+    /// The bytes under the array.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// Tells how a range of elements will be used: see [`Region::advise`].
+    ///
+    /// # Errors
+    /// As [`Region::advise`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the array.
+    pub fn advise(&self, range: impl RangeBounds<usize>, advice: Advice) -> Result<(), PageError> {
+        self.region
+            .advise(byte_range(range, self.len, mem::size_of::<T>()), advice)
+    }
+
+    /// Brings a range of elements in and waits for it: see [`Region::prefetch_now`].
+    ///
+    /// # Errors
+    /// As [`Region::prefetch_now`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the array.
+    pub fn prefetch_now(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
+        self.region
+            .prefetch_now(byte_range(range, self.len, mem::size_of::<T>()))
+    }
+
+    /// Writes all changes back and keeps the pages: see [`Region::flush`].
+    ///
+    /// # Errors
+    /// As [`Region::flush`].
+    pub fn flush(&self) -> Result<(), FlushError> {
+        self.region.flush()
+    }
+
+    /// Closes the array: see [`Region::close`].
+    ///
+    /// # Errors
+    /// As [`Region::close`].
+    pub fn close(self) -> Result<(), FlushError> {
+        self.region.close()
+    }
+}
+
+impl<T: Pod> Deref for RemoteArray<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &bytemuck::cast_slice(&self.region[..self.len * mem::size_of::<T>()])[..self.len]
+    }
+}
+
+impl<T: Pod> DerefMut for RemoteArray<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        let bytes = self.len * mem::size_of::<T>();
+        &mut bytemuck::cast_slice_mut(&mut self.region[..bytes])[..self.len]
+    }
+}
+
+impl<T> fmt::Debug for RemoteArray<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Not its elements: that would bring all of them in.
+        f.debug_struct("RemoteArray")
+            .field("len", &self.len)
+            .field("region", &self.region)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,263 @@
+//! How a runtime is set up: [`Builder`].
+
+use std::{env, fmt::Display, path::Path, str::FromStr, sync::Arc, time::Duration};
+
+use bytesize::ByteSize;
+use farpage_fabric::{Link, Session, SessionOptions};
+use farpage_pager::{Pager, PagerOptions};
+use farpage_store::{Cluster, ClusterOptions, Codec};
+use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
+use farpage_wire::Endpoint;
+
+use crate::{BuildError, Runtime};
+
+/// Sets up a [`Runtime`]. What is not set here is taken from the environment variable named with each option, else the default.
+#[derive(Clone, Debug, Default)]
+pub struct Builder {
+    servers: Vec<String>,
+    budget: Option<ByteSize>,
+    page_size: Option<ByteSize>,
+    fillers: Option<usize>,
+    evictors: Option<usize>,
+    high_water: Option<f64>,
+    low_water: Option<f64>,
+    read_ahead: Option<usize>,
+    codec: Option<Codec>,
+    deadline: Option<Duration>,
+    link: Option<Arc<Link>>,
+    transfer: Option<Transfer>,
+    user_mode_only: bool,
+}
+
+impl Builder {
+    /// Adds a memory server, `shm:///run/farpage.sock` or `tcp://host:7400`. Pages are spread over all servers.
+    ///
+    /// `FARPAGE_SERVER`, several separated by commas. Default: none, so that only regions with a [`Store`](crate::Store) of their own work.
+    pub fn server(mut self, endpoint: impl Into<String>) -> Self {
+        self.servers.push(endpoint.into());
+        self
+    }
+
+    /// Bytes of pages that may be in local memory at once, over all regions of the runtime; never exceeded.
+    ///
+    /// `FARPAGE_BUDGET`. Default: a quarter of the memory that is available when the runtime is built.
+    pub fn budget(mut self, budget: ByteSize) -> Self {
+        self.budget = Some(budget);
+        self
+    }
+
+    /// Page size of regions that do not set their own: a power of two, 4 KiB to 2 MiB.
+    ///
+    /// Small pages suit scattered accesses, large ones bulk transfers. `FARPAGE_PAGE_SIZE`. Default: 64 KiB.
+    pub fn page_size(mut self, page_size: ByteSize) -> Self {
+        self.page_size = Some(page_size);
+        self
+    }
+
+    /// Threads that bring pages in. `FARPAGE_FILLERS`. Default: one per core, 4 at most.
+    pub fn fillers(mut self, fillers: usize) -> Self {
+        self.fillers = Some(fillers);
+        self
+    }
+
+    /// Threads that send pages out. `FARPAGE_EVICTORS`. Default: one per two cores, 4 at most.
+    pub fn evictors(mut self, evictors: usize) -> Self {
+        self.evictors = Some(evictors);
+        self
+    }
+
+    /// Evictors start when more than this fraction of the budget is used, and go on down to `low`.
+    ///
+    /// `FARPAGE_HIGH_WATER`, `FARPAGE_LOW_WATER`. Default: 0.95 and 0.90.
+    pub fn water_marks(mut self, low: f64, high: f64) -> Self {
+        (self.low_water, self.high_water) = (Some(low), Some(high));
+        self
+    }
+
+    /// Pages that are read ahead of a sequential run at most; 0 switches it off. Regions may set their own.
+    ///
+    /// `FARPAGE_READ_AHEAD`. Default: half a megabyte, and 64 pages at most.
+    pub fn read_ahead(mut self, pages: usize) -> Self {
+        self.read_ahead = Some(pages);
+        self
+    }
+
+    /// How the pages of remote regions are encoded. Regions may set their own. `FARPAGE_CODEC` (`raw` or `lz4`). Default: raw.
+    pub fn codec(mut self, codec: Codec) -> Self {
+        self.codec = Some(codec);
+        self
+    }
+
+    /// How long a page operation is tried before it fails: see [the crate's words on lost memory](crate#when-memory-is-lost).
+    ///
+    /// `FARPAGE_DEADLINE`, in seconds. Default: 10 s.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = Some(deadline);
+        self
+    }
+
+    /// Slows all transfers of the runtime down to those of a network, for measurements. Default: as fast as it goes.
+    pub fn link(mut self, link: Arc<Link>) -> Self {
+        self.link = Some(link);
+        self
+    }
+
+    /// How pages enter and leave the address space. Default: the fastest way that the kernel offers.
+    pub fn transfer(mut self, transfer: Transfer) -> Self {
+        self.transfer = Some(transfer);
+        self
+    }
+
+    /// Catches only faults of the program's own instructions: needs no privilege, but a system call that is given absent memory
+    /// fails with EFAULT. Default: false.
+    pub fn user_mode_only(mut self, user_mode_only: bool) -> Self {
+        self.user_mode_only = user_mode_only;
+        self
+    }
+
+    /// Connects to the servers and starts the workers.
+    ///
+    /// # Errors
+    /// See [`BuildError`].
+    pub fn build(self) -> Result<Runtime, BuildError> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let fillers = option(self.fillers, "FARPAGE_FILLERS", || cores.clamp(1, 4))?;
+        let evictors = option(self.evictors, "FARPAGE_EVICTORS", || {
+            (cores / 2).clamp(1, 4)
+        })?;
+        let budget = option(self.budget, "FARPAGE_BUDGET", || {
+            ByteSize(available_bytes() / 4)
+        })?
+        .as_u64();
+        let deadline = match self.deadline {
+            Some(deadline) => deadline,
+            None => option(None, "FARPAGE_DEADLINE", || 10.0).and_then(|seconds: f64| {
+                Duration::try_from_secs_f64(seconds)
+                    .map_err(|e| BuildError::Option(format!("FARPAGE_DEADLINE: {e}")))
+            })?,
+        };
+        for (workers, what) in [(fillers, "fillers"), (evictors, "evictors")] {
+            if !(1..=64).contains(&workers) {
+                return Err(BuildError::Option(format!(
+                    "{workers} {what}: need 1 to 64"
+                )));
+            }
+        }
+        let mut pager_options = PagerOptions::new(budget);
+        pager_options.evictors = evictors;
+        pager_options.high_water = option(self.high_water, "FARPAGE_HIGH_WATER", || {
+            pager_options.high_water
+        })?;
+        pager_options.low_water = option(self.low_water, "FARPAGE_LOW_WATER", || {
+            pager_options.low_water
+        })?;
+        pager_options.deadline = deadline;
+
+        let defaults = Defaults {
+            page_bytes: option(self.page_size, "FARPAGE_PAGE_SIZE", || ByteSize::kib(64))?.as_u64()
+                as usize,
+            read_ahead: match self.read_ahead {
+                None if env::var_os("FARPAGE_READ_AHEAD").is_none() => None,
+                set => Some(option(set, "FARPAGE_READ_AHEAD", || 0)?),
+            },
+            codec: match self.codec {
+                Some(codec) => codec,
+                None => codec_from(&option(None, "FARPAGE_CODEC", || "raw".to_owned())?)?,
+            },
+        };
+
+        let space = KernelSpace::new(KernelSpaceOptions {
+            shards: fillers,
+            frame_bytes_max: budget as usize,
+            transfer: self.transfer,
+            user_mode_only: self.user_mode_only,
+        })?;
+        let session = SessionOptions {
+            deadline,
+            link: self.link,
+            client: client_name(),
+        };
+        let mut sessions = Vec::new();
+        for server in servers(self.servers) {
+            sessions.push(Session::connect(&server.parse::<Endpoint>()?, &session)?);
+        }
+        let mut cluster_options = ClusterOptions::default();
+        cluster_options.deadline = deadline;
+        let cluster = Cluster::new(sessions, cluster_options);
+        Ok(Runtime::new(
+            Pager::start(Arc::new(space), cluster, &pager_options)?,
+            defaults,
+        ))
+    }
+}
+
+/// What regions take that do not set their own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Defaults {
+    pub(crate) page_bytes: usize,
+    pub(crate) read_ahead: Option<usize>,
+    pub(crate) codec: Codec,
+}
+
+fn servers(given: Vec<String>) -> Vec<String> {
+    if !given.is_empty() {
+        return given;
+    }
+    let list = env::var("FARPAGE_SERVER").unwrap_or_default();
+    list.split(',')
+        .map(str::trim)
+        .filter(|s| !s.is_empty())
+        .map(str::to_owned)
+        .collect()
+}
+
+/// A value that was set, else the environment's, else the default.
+fn option<T>(set: Option<T>, variable: &str, default: impl FnOnce() -> T) -> Result<T, BuildError>
+where
+    T: FromStr<Err: Display>,
+{
+    match (set, env::var(variable)) {
+        (Some(value), _) => Ok(value),
+        (None, Ok(text)) => text
+            .parse()
+            .map_err(|e| BuildError::Option(format!("{variable}={text}: {e}"))),
+        (None, Err(_)) => Ok(default()),
+    }
+}
+
+fn codec_from(name: &str) -> Result<Codec, BuildError> {
+    match name {
+        "raw" => Ok(Codec::Raw),
+        "lz4" => Ok(Codec::Lz4),
+        _ => Err(BuildError::Option(format!(
+            "FARPAGE_CODEC={name}: need raw or lz4"
+        ))),
+    }
+}
+
+/// Memory that the kernel says it could give, in bytes.
+fn available_bytes() -> u64 {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|rest| {
+        rest.trim()
+            .trim_end_matches("kB")
+            .trim()
+            .parse::<u64>()
+            .ok()
+    });
+    kib.map_or(1 << 30, |kib| kib << 10)
+}
+
+/// How the servers' logs call this program.
+fn client_name() -> String {
+    let program = env::args_os().next().unwrap_or_default();
+    let program = Path::new(&program)
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned();
+    format!("{program}[{}]", std::process::id())
+}

@@ -1,0 +1,83 @@
+//! What can go wrong, per operation.
+
+use farpage_fabric::ConnectError;
+use farpage_pager::{MapError, StartError};
+use farpage_store::{OpenStoreError, PublishStoreError};
+use farpage_wire::EndpointError;
+
+/// A runtime could not be built.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BuildError {
+    /// An option's value makes no sense; the text names the option and what it accepts.
+    #[error("{0}")]
+    Option(String),
+    /// A server's address cannot be read.
+    #[error(transparent)]
+    Endpoint(#[from] EndpointError),
+    /// A server cannot be reached.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// The kernel does not let this process page its own memory; the text says what to do.
+    #[error(transparent)]
+    Userfaultfd(#[from] farpage_vm::OpenError),
+    /// The workers could not be started.
+    #[error(transparent)]
+    Start(#[from] StartError),
+}
+
+/// A region or an array could not be created.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CreateError {
+    /// No memory for its pages on the servers, or none asked for in the right way.
+    #[error(transparent)]
+    Store(#[from] farpage_store::CreateError),
+    /// It could not be mapped.
+    #[error(transparent)]
+    Map(#[from] MapError),
+    /// Length times element size does not fit the address space.
+    #[error("an array of {len} elements of {element_bytes} bytes does not fit the address space")]
+    TooLarge {
+        /// Elements asked for.
+        len: usize,
+        /// Bytes of one.
+        element_bytes: usize,
+    },
+}
+
+/// A named region could not be opened.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// The servers do not have it, or another client holds it.
+    #[error(transparent)]
+    Store(#[from] OpenStoreError),
+    /// It could not be mapped.
+    #[error(transparent)]
+    Map(#[from] MapError),
+    /// It does not hold a whole number of elements.
+    #[error(
+        "region `{name}` of {bytes} bytes is no array of elements of {element_bytes} bytes: open it with the type it was created with"
+    )]
+    Type {
+        /// The region's name.
+        name: String,
+        /// Its length.
+        bytes: u64,
+        /// Bytes of one element.
+        element_bytes: usize,
+    },
+}
+
+/// A region's changes could not be made safe. They are still in memory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FlushError {
+    /// Pages could not be written back.
+    #[error(transparent)]
+    Pages(#[from] farpage_pager::FlushError),
+    /// Pages were written back, but not published under the region's name; what was published before is still there.
+    #[error(transparent)]
+    Publish(#[from] PublishStoreError),
+}

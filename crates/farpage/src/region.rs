@@ -1,0 +1,239 @@
+//! [`Region`]: bytes under paging.
+
+use std::{
+    fmt,
+    ops::{Bound, Deref, DerefMut, Range, RangeBounds},
+    slice,
+    sync::Arc,
+};
+
+use bytesize::ByteSize;
+use farpage_pager::{Advice, Mapped, PageError};
+use farpage_store::{Codec, Reserve, Store};
+use farpage_vm::KernelSpace;
+
+use crate::FlushError;
+
+/// What a region or an array is to be like. Each option that is not set is the runtime's.
+#[derive(Clone, Default)]
+pub struct RegionOptions {
+    pub(crate) page_bytes: Option<usize>,
+    pub(crate) read_ahead: Option<usize>,
+    pub(crate) codec: Option<Codec>,
+    pub(crate) reserve: Reserve,
+    pub(crate) name: Option<String>,
+    pub(crate) store: Option<Arc<dyn Store>>,
+}
+
+impl RegionOptions {
+    /// Nothing set.
+    pub fn new() -> RegionOptions {
+        RegionOptions::default()
+    }
+
+    /// Page size: a power of two, 4 KiB to 2 MiB.
+    pub fn page_size(mut self, page_size: ByteSize) -> Self {
+        self.page_bytes = Some(page_size.as_u64() as usize);
+        self
+    }
+
+    /// Pages that are read ahead of a sequential run at most; 0 switches it off.
+    pub fn read_ahead(mut self, pages: usize) -> Self {
+        self.read_ahead = Some(pages);
+        self
+    }
+
+    /// How pages are encoded on the servers. Does nothing for a region with a store of its own.
+    pub fn codec(mut self, codec: Codec) -> Self {
+        self.codec = Some(codec);
+        self
+    }
+
+    /// How much remote memory is taken when the region is created. Default: [`Reserve::Full`], so that no eviction can fail for lack of it.
+    /// Does nothing for a region with a store of its own.
+    pub fn reserve(mut self, reserve: Reserve) -> Self {
+        self.reserve = reserve;
+        self
+    }
+
+    /// Publishes the region on its servers under this name at every flush and when it is closed; it outlives the program.
+    /// Does nothing for a region with a store of its own.
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = Some(name.into());
+        self
+    }
+
+    /// Keeps the region's pages here instead of on the memory servers.
+    pub fn store(mut self, store: impl Store) -> Self {
+        self.store = Some(Arc::new(store));
+        self
+    }
+}
+
+impl fmt::Debug for RegionOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RegionOptions")
+            .field("page_bytes", &self.page_bytes)
+            .field("read_ahead", &self.read_ahead)
+            .field("codec", &self.codec)
+            .field("reserve", &self.reserve)
+            .field("name", &self.name)
+            .field("store", &self.store.as_ref().map(|store| store.name()))
+            .finish()
+    }
+}
+
+/// Bytes under paging: a slice whose pages come and go.
+///
+/// Dropping a region gives its addresses up. What a named region or one with a store of its own holds is written back before; an error of that is
+/// logged, so call [`close`](Region::close) to see it. Other regions are gone with their contents.
+pub struct Region {
+    mapped: Mapped<KernelSpace>,
+    name: Option<String>,
+    /// Whether its contents outlive it.
+    keeps: bool,
+    closed: bool,
+}
+
+impl Region {
+    pub(crate) fn new(mapped: Mapped<KernelSpace>, name: Option<String>, keeps: bool) -> Region {
+        Region {
+            mapped,
+            name,
+            keeps,
+            closed: false,
+        }
+    }
+
+    /// The region's page size in bytes.
+    pub fn page_bytes(&self) -> usize {
+        self.mapped.page_bytes()
+    }
+
+    /// Pages that are in local memory now.
+    pub fn resident_pages(&self) -> usize {
+        self.mapped.resident_pages()
+    }
+
+    /// Tells how a range of bytes will be used.
+    ///
+    /// # Errors
+    /// [`Advice::DontNeed`] waits until changed pages are written back, and says which one could not be.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn advise(&self, range: impl RangeBounds<usize>, advice: Advice) -> Result<(), PageError> {
+        self.mapped.advise(byte_range(range, self.len(), 1), advice)
+    }
+
+    /// Brings a range of bytes in and waits for it; pages that were lost are tried again. So a program learns of a dead server by an error instead of
+    /// SIGBUS. If the range is larger than the budget, its first pages may have left again when this returns.
+    ///
+    /// # Errors
+    /// Why a page could not be brought in.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn prefetch_now(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
+        self.mapped.prefetch_now(byte_range(range, self.len(), 1))
+    }
+
+    /// Writes all changes back and keeps the pages. A region with a store of its own is durable after this as far as the store can make it; a named one is
+    /// published, atomically: whoever opens it sees all of this state or all of the one before.
+    ///
+    /// # Errors
+    /// See [`FlushError`]; nothing is lost, and it may be called again.
+    pub fn flush(&self) -> Result<(), FlushError> {
+        self.mapped.flush()?;
+        match &self.name {
+            Some(name) => Ok(self.mapped.store().publish(name)?),
+            None => Ok(()),
+        }
+    }
+
+    /// Closes the region. Contents that outlive it are flushed before; those of other regions are gone.
+    ///
+    /// # Errors
+    /// Why contents could not be flushed; they are lost with the region, so call [`flush`](Self::flush) before if that matters.
+    pub fn close(mut self) -> Result<(), FlushError> {
+        self.closed = true;
+        if self.keeps { self.flush() } else { Ok(()) }
+    }
+
+    /// The first error of work in the background since the last call: an eviction that failed (its page is still here), or a page that
+    /// could not be brought in (touching it raises SIGBUS).
+    pub fn take_error(&self) -> Option<PageError> {
+        self.mapped.take_error()
+    }
+}
+
+/// A range of `size`-byte elements out of `len`, as a range of bytes.
+///
+/// # Panics
+/// If it does not lie in `0..len`.
+pub(crate) fn byte_range(range: impl RangeBounds<usize>, len: usize, size: usize) -> Range<usize> {
+    let start = match range.start_bound() {
+        Bound::Included(&start) => start,
+        Bound::Excluded(&start) => start + 1,
+        Bound::Unbounded => 0,
+    };
+    let end = match range.end_bound() {
+        Bound::Included(&end) => end + 1,
+        Bound::Excluded(&end) => end,
+        Bound::Unbounded => len,
+    };
+    assert!(
+        start <= end && end <= len,
+        "range {start}..{end} does not lie in 0..{len}"
+    );
+    start * size..end * size
+}
+
+impl Deref for Region {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY:
+        // - the addresses are mapped for as long as `mapped` lives, which the borrow ensures, and `bytes` fit `mapped_bytes`;
+        // - every byte is initialised: a page is zero or what was stored before it can be read;
+        // - nobody writes the bytes meanwhile: workers move pages, but keep what the program sees of them.
+        unsafe {
+            slice::from_raw_parts(
+                self.mapped.address() as *const u8,
+                self.mapped.store().bytes() as usize,
+            )
+        }
+    }
+}
+
+impl DerefMut for Region {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `deref`; the exclusive borrow makes this the only slice.
+        unsafe {
+            slice::from_raw_parts_mut(
+                self.mapped.address() as *mut u8,
+                self.mapped.store().bytes() as usize,
+            )
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if self.keeps
+            && !self.closed
+            && let Err(error) = self.flush()
+        {
+            tracing::error!(%error, name = self.name, "a region that was dropped could not be flushed; its last changes are lost");
+        }
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region")
+            .field("name", &self.name)
+            .field("mapped", &self.mapped)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,157 @@
+//! [`Runtime`]: memory servers, a budget, and the workers that move pages between them.
+
+use std::{mem, sync::Arc};
+
+use bytemuck::Pod;
+use farpage_pager::Pager;
+use farpage_store::{BlockingOptions, PageStore, RegionId, RemoteOptions};
+use farpage_vm::KernelSpace;
+
+use crate::{
+    Builder, CreateError, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
+    config::Defaults,
+};
+
+/// Connections to memory servers and the threads that page regions to them. Clones share everything; regions keep it alive.
+#[derive(Clone, Debug)]
+pub struct Runtime {
+    pager: Arc<Pager<KernelSpace>>,
+    defaults: Defaults,
+}
+
+impl Runtime {
+    /// Starts to set up a runtime.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    pub(crate) fn new(pager: Arc<Pager<KernelSpace>>, defaults: Defaults) -> Runtime {
+        Runtime { pager, defaults }
+    }
+
+    /// An array of `len` zeroed elements on the memory servers.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub fn array<T: Pod>(&self, len: usize) -> Result<RemoteArray<T>, CreateError> {
+        self.array_with(len, RegionOptions::new())
+    }
+
+    /// An array of `len` elements: zeroed, or what its [store](RegionOptions::store) holds.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub fn array_with<T: Pod>(
+        &self,
+        len: usize,
+        options: RegionOptions,
+    ) -> Result<RemoteArray<T>, CreateError> {
+        let element_bytes = mem::size_of::<T>();
+        let bytes = len
+            .checked_mul(element_bytes)
+            .filter(|&bytes| bytes < isize::MAX as usize);
+        let bytes = bytes.ok_or(CreateError::TooLarge { len, element_bytes })?;
+        // A region has at least one byte; an empty array just does not use it.
+        Ok(RemoteArray::new(
+            self.region_with(bytes.max(1), options)?,
+            len,
+        ))
+    }
+
+    /// Opens the array that was published under `name`. It is this program's alone until it is closed.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn open_array<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
+        let region = self.open_region(name)?;
+        let (bytes, element_bytes) = (region.len(), mem::size_of::<T>());
+        if element_bytes == 0 || bytes % element_bytes != 0 {
+            return Err(OpenError::Type {
+                name: name.to_owned(),
+                bytes: bytes as u64,
+                element_bytes,
+            });
+        }
+        Ok(RemoteArray::new(region, bytes / element_bytes))
+    }
+
+    /// A region of `bytes` zeroed bytes on the memory servers.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub fn region(&self, bytes: usize) -> Result<Region, CreateError> {
+        self.region_with(bytes, RegionOptions::new())
+    }
+
+    /// A region of `bytes` bytes.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub fn region_with(&self, bytes: usize, options: RegionOptions) -> Result<Region, CreateError> {
+        let id = RegionId(self.pager.next_region());
+        let page_bytes = options.page_bytes.unwrap_or(self.defaults.page_bytes);
+        let cluster = self.pager.cluster();
+        let pages = match options.store.clone() {
+            Some(store) => PageStore::blocking(
+                cluster,
+                id,
+                bytes as u64,
+                page_bytes,
+                store,
+                &BlockingOptions::default(),
+            )?,
+            None => {
+                let mut remote = RemoteOptions::default();
+                remote.codec = options.codec.unwrap_or(self.defaults.codec);
+                remote.reserve = options.reserve;
+                remote.named = options.name.is_some();
+                PageStore::remote(cluster, id, bytes as u64, page_bytes, &remote)?
+            }
+        };
+        let keeps = options.name.is_some() || options.store.is_some();
+        let mapped = self
+            .pager
+            .map(pages, self.pager_options(&options, page_bytes))?;
+        Ok(Region::new(mapped, options.name, keeps))
+    }
+
+    /// Opens the region that was published under `name`. It is this program's alone until it is closed.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn open_region(&self, name: &str) -> Result<Region, OpenError> {
+        let pages = PageStore::open(
+            self.pager.cluster(),
+            RegionId(self.pager.next_region()),
+            name,
+        )?;
+        let page_bytes = pages.page_bytes();
+        let mapped = self
+            .pager
+            .map(pages, self.pager_options(&RegionOptions::new(), page_bytes))?;
+        Ok(Region::new(mapped, Some(name.to_owned()), true))
+    }
+
+    fn pager_options(
+        &self,
+        options: &RegionOptions,
+        page_bytes: usize,
+    ) -> farpage_pager::RegionOptions {
+        let mut pager = farpage_pager::RegionOptions::for_pages_of(page_bytes);
+        pager.read_ahead = options
+            .read_ahead
+            .or(self.defaults.read_ahead)
+            .unwrap_or(pager.read_ahead);
+        pager
+    }
+
+    /// Figures since the runtime was built.
+    pub fn stats(&self) -> Stats {
+        Stats::new(self.pager.stats(), self.pager.cluster().stats())
+    }
+
+    /// The connections to the memory servers.
+    pub fn sessions(&self) -> &[Arc<Session>] {
+        self.pager.cluster().sessions()
+    }
+}
