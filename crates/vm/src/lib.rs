@@ -6,6 +6,7 @@
 mod frame;
 mod kernel;
 mod pagemap;
+mod sim;
 mod space;
 mod sys;
 mod uffd;
@@ -14,5 +15,6 @@ pub use frame::KernelFrame;
 pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
 pub use pagemap::Pagemap;
 pub use space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout};
+pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use sys::{Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

@@ -363,10 +363,10 @@ pub(crate) unsafe fn release(start: usize, len: usize) {
 /// # Safety
 /// The range lies in one private anonymous mapping of the caller's, where absent pages are expected.
 pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> {
-    // SAFETY: the caller's promise; the kernel picks a free address.
-    let staged = unsafe {
-        libc::mremap(start as *mut libc::c_void, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP)
-    };
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP;
+    let anywhere = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: the caller's promise; the kernel picks a free address. glibc reads a fifth argument with this flag, which must not be left out.
+    let staged = unsafe { libc::mremap(start as *mut libc::c_void, len, len, flags, anywhere) };
     if staged == libc::MAP_FAILED { Err(Errno::last()) } else { Ok(staged as usize) }
 }
 

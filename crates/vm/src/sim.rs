@@ -1,0 +1,422 @@
+//! The simulated twin: an address space without a kernel, for seeded single-threaded simulations and model tests.
+//!
+//! The rule it keeps: it does what the kernel does where that matters to a pager, and nothing else: a touch of an absent page enqueues one fault and puts
+//! the thread to sleep; a sleeping thread wakes by [`install`](AddressSpace::install), [`poison`](AddressSpace::poison),
+//! [`wake`](AddressSpace::wake) or [`unmap`](AddressSpace::unmap) on its page and tries again; a fault that is ended before it is read is
+//! not reported; at most one page lies at an address.
+//!
+//! Faults that can be injected, and must be survived: a page that is held ([`SimOptions::held_probability`]), a fault that is reported
+//! twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`]).
+//! Deliberately absent: pages that are partly there, time, and memory pressure.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    os::fd::BorrowedFd,
+    sync::Arc,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use parking_lot::Mutex;
+
+use crate::space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout};
+
+/// How a [`SimSpace`] is made.
+#[derive(Clone, Debug)]
+pub struct SimOptions {
+    /// Number of shards. Default: 1.
+    pub shards: usize,
+    /// What the injected faults follow from. Default: 0.
+    pub seed: u64,
+    /// How often [`AddressSpace::detach`] says [`DetachError::Held`], 0 to 1. Default: 0.
+    pub held_probability: f64,
+    /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
+    pub duplicate_probability: f64,
+}
+
+impl Default for SimOptions {
+    fn default() -> Self {
+        Self { shards: 1, seed: 0, held_probability: 0.0, duplicate_probability: 0.0 }
+    }
+}
+
+/// Why an access did not happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Faulted {
+    /// The page is absent: a fault is enqueued and the thread sleeps, until [`SimSpace::is_asleep`] says that it may try again.
+    #[error("the thread sleeps on an absent page")]
+    Asleep,
+    /// The page is poisoned.
+    #[error("SIGBUS: the page is poisoned")]
+    Sigbus,
+    /// No region is there.
+    #[error("SIGSEGV: no region is mapped there")]
+    Sigsegv,
+}
+
+/// A simulated program's memory.
+pub struct SimSpace {
+    state: Mutex<State>,
+    shards: usize,
+    /// Frames in existence.
+    frames: Arc<AtomicUsize>,
+}
+
+struct State {
+    options: SimOptions,
+    random: u64,
+    next_address: usize,
+    regions: BTreeMap<usize, SimRegion>,
+    queues: Vec<VecDeque<Message>>,
+    /// Per thread, the page on whose fault it sleeps.
+    asleep: BTreeMap<usize, usize>,
+}
+
+struct SimRegion {
+    layout: Layout,
+    pages: BTreeMap<usize, Content>,
+}
+
+enum Content {
+    Bytes(Box<[u8]>),
+    Poison,
+}
+
+#[derive(Clone, Copy)]
+struct Message {
+    /// `None` for an injected duplicate, which no waking takes back.
+    thread: Option<usize>,
+    fault: Fault,
+}
+
+/// One page's bytes while the page is not mapped.
+#[derive(Debug)]
+pub struct SimFrame {
+    bytes: Box<[u8]>,
+    frames: Arc<AtomicUsize>,
+}
+
+impl AsRef<[u8]> for SimFrame {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl AsMut<[u8]> for SimFrame {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl Drop for SimFrame {
+    fn drop(&mut self) {
+        self.frames.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl SimSpace {
+    /// An empty space.
+    ///
+    /// # Panics
+    /// If `options.shards` is 0.
+    pub fn new(options: SimOptions) -> Self {
+        assert!(options.shards > 0, "a space has at least one shard");
+        let shards = options.shards;
+        let state = State {
+            random: options.seed,
+            // Any address that is not 0 and is aligned to the largest page.
+            next_address: 1 << 40,
+            regions: BTreeMap::new(),
+            queues: vec![VecDeque::new(); shards],
+            asleep: BTreeMap::new(),
+            options,
+        };
+        Self { state: Mutex::new(state), shards, frames: Arc::default() }
+    }
+
+    /// Reads 8 bytes at `address`, a multiple of 8, as program thread `thread`.
+    ///
+    /// # Errors
+    /// See [`Faulted`].
+    pub fn try_load(&self, thread: usize, address: usize) -> Result<u64, Faulted> {
+        self.access(thread, address, false, |word| u64::from_ne_bytes(*word))
+    }
+
+    /// Writes 8 bytes at `address`, a multiple of 8, as program thread `thread`.
+    ///
+    /// # Errors
+    /// See [`Faulted`].
+    pub fn try_store(&self, thread: usize, address: usize, value: u64) -> Result<(), Faulted> {
+        self.access(thread, address, true, |word| *word = value.to_ne_bytes())
+    }
+
+    /// Whether `thread` sleeps on a fault.
+    pub fn is_asleep(&self, thread: usize) -> bool {
+        self.state.lock().asleep.contains_key(&thread)
+    }
+
+    /// What the program does with `madvise(MADV_DONTNEED)`: the page's bytes are gone, its next touch is a fault. Whether there was a page.
+    pub fn drop_page(&self, address: usize) -> bool {
+        let mut state = self.state.lock();
+        let Some((region, page)) = state.region(address) else { return false };
+        region.pages.remove(&page).is_some()
+    }
+
+    /// Pages mapped in all regions.
+    pub fn resident_pages(&self) -> usize {
+        let state = self.state.lock();
+        let pages = state.regions.values().flat_map(|region| region.pages.values());
+        pages.filter(|content| matches!(content, Content::Bytes(_))).count()
+    }
+
+    /// Frames in existence, not counting the pages mapped.
+    pub fn frames(&self) -> usize {
+        self.frames.load(Ordering::Relaxed)
+    }
+
+    fn access<T>(
+        &self,
+        thread: usize,
+        address: usize,
+        write: bool,
+        with: impl FnOnce(&mut [u8; 8]) -> T,
+    ) -> Result<T, Faulted> {
+        assert!(address.is_multiple_of(8), "simulated accesses are aligned");
+        let mut state = self.state.lock();
+        assert!(!state.asleep.contains_key(&thread), "thread {thread} touches {address:#x} in its sleep");
+        let (region, page) = state.region(address).ok_or(Faulted::Sigsegv)?;
+        match region.pages.get_mut(&page) {
+            Some(Content::Bytes(bytes)) => {
+                let word = bytes[address - page..][..8].as_mut_array().expect("8 bytes were cut out");
+                Ok(with(word))
+            }
+            Some(Content::Poison) => Err(Faulted::Sigbus),
+            None => {
+                state.fault(thread, address, page, write);
+                Err(Faulted::Asleep)
+            }
+        }
+    }
+
+    fn frame(&self, bytes: Box<[u8]>) -> SimFrame {
+        self.frames.fetch_add(1, Ordering::Relaxed);
+        SimFrame { bytes, frames: Arc::clone(&self.frames) }
+    }
+}
+
+impl State {
+    /// The region that `address` lies in, and the first address of its page.
+    fn region(&mut self, address: usize) -> Option<(&mut SimRegion, usize)> {
+        let (start, region) = self.regions.range_mut(..=address).next_back()?;
+        let offset = address - start;
+        let page = address - offset % region.layout.page_bytes;
+        (offset < region.layout.bytes).then_some((region, page))
+    }
+
+    fn fault(&mut self, thread: usize, address: usize, page: usize, write: bool) {
+        let shards = self.queues.len();
+        let (start, region) = self.regions.range(..=address).next_back().expect("the caller has found the region");
+        let shard = region.layout.shard_of(address - start, shards);
+        let fault = Fault { address, write };
+        self.queues[shard].push_back(Message { thread: Some(thread), fault });
+        if self.chance(self.options.duplicate_probability) {
+            self.queues[shard].push_back(Message { thread: None, fault });
+        }
+        self.asleep.insert(thread, page);
+    }
+
+    fn wake(&mut self, start: usize, len: usize) {
+        let woken: Vec<_> =
+            self.asleep.iter().filter(|(_, page)| (start..start + len).contains(page)).map(|(&thread, _)| thread).collect();
+        for thread in woken {
+            self.asleep.remove(&thread);
+            for queue in &mut self.queues {
+                queue.retain(|message| message.thread != Some(thread));
+            }
+        }
+    }
+
+    /// SplitMix64 (Steele, Lea and Flood, 2014).
+    fn chance(&mut self, probability: f64) -> bool {
+        if probability <= 0.0 {
+            return false;
+        }
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+        ((z >> 11) as f64) < probability * (1u64 << 53) as f64
+    }
+}
+
+impl AddressSpace for SimSpace {
+    type Frame = SimFrame;
+
+    fn shards(&self) -> usize {
+        self.shards
+    }
+
+    fn map(&self, layout: Layout) -> io::Result<usize> {
+        let mut state = self.state.lock();
+        let address = state.next_address.next_multiple_of(layout.page_bytes);
+        // A page's distance between regions: an access beyond a region's end must not meet the next one.
+        state.next_address = address + layout.bytes + layout.page_bytes;
+        state.regions.insert(address, SimRegion { layout, pages: BTreeMap::new() });
+        Ok(address)
+    }
+
+    fn unmap(&self, address: usize, layout: Layout) {
+        let mut state = self.state.lock();
+        let region = state.regions.remove(&address);
+        assert!(region.is_some_and(|region| region.layout == layout), "{address:#x} is not mapped with {layout:?}");
+        state.wake(address, layout.bytes);
+    }
+
+    fn new_frame(&self, page_bytes: usize) -> io::Result<SimFrame> {
+        Ok(self.frame(vec![0; page_bytes].into_boxed_slice()))
+    }
+
+    fn install(&self, _shard: usize, address: usize, mut frame: SimFrame) -> Result<(), InstallError<SimFrame>> {
+        let mut state = self.state.lock();
+        let len = frame.bytes.len();
+        let Some((region, page)) = state.region(address) else {
+            return Err(InstallError { frame, kind: InstallErrorKind::Gone });
+        };
+        assert!(page == address && region.layout.page_bytes == len, "{address:#x} is no page of {len} bytes");
+        let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
+        if !exists {
+            region.pages.insert(page, Content::Bytes(std::mem::take(&mut frame.bytes)));
+        }
+        state.wake(address, len);
+        if exists { Err(InstallError { frame, kind: InstallErrorKind::Exists }) } else { Ok(()) }
+    }
+
+    fn detach(&self, _shard: usize, address: usize, page_bytes: usize) -> Result<SimFrame, DetachError> {
+        let mut state = self.state.lock();
+        let held_probability = state.options.held_probability;
+        let held = state.chance(held_probability);
+        let (region, page) = state.region(address).ok_or(DetachError::Absent)?;
+        assert!(page == address && region.layout.page_bytes == page_bytes, "{address:#x} is no page of {page_bytes} bytes");
+        match region.pages.remove(&page) {
+            Some(content) if held => {
+                region.pages.insert(page, content);
+                Err(DetachError::Held)
+            }
+            Some(Content::Bytes(bytes)) => Ok(self.frame(bytes)),
+            Some(Content::Poison) => {
+                region.pages.insert(page, Content::Poison);
+                Err(DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT)))
+            }
+            None => Err(DetachError::Absent),
+        }
+    }
+
+    fn is_present(&self, address: usize) -> bool {
+        let mut state = self.state.lock();
+        state.region(address).is_some_and(|(region, page)| region.pages.contains_key(&page))
+    }
+
+    fn wake(&self, _shard: usize, address: usize, page_bytes: usize) {
+        self.state.lock().wake(address, page_bytes);
+    }
+
+    fn poison(&self, _shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
+        let exists = region.pages.contains_key(&page);
+        if !exists {
+            region.pages.insert(page, Content::Poison);
+        }
+        state.wake(address, page_bytes);
+        if exists { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(()) }
+    }
+
+    fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
+        out.extend(self.state.lock().queues[shard].drain(..).map(|message| message.fault));
+        Ok(())
+    }
+
+    fn fault_fd(&self, _shard: usize) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LAYOUT: Layout = Layout { bytes: 4 * 4096, page_bytes: 4096, stripe_bytes: 4096, first_shard: 0 };
+
+    fn faults(space: &SimSpace, shard: usize) -> Vec<Fault> {
+        let mut out = Vec::new();
+        space.faults(shard, &mut out).unwrap();
+        out
+    }
+
+    #[test]
+    fn absent_page_puts_its_thread_to_sleep_until_installed() {
+        let space = SimSpace::new(SimOptions { shards: 2, ..SimOptions::default() });
+        let base = space.map(LAYOUT).unwrap();
+        assert_eq!(space.try_store(7, base + 4096 + 8, 5), Err(Faulted::Asleep));
+        assert!(space.is_asleep(7));
+        assert_eq!(faults(&space, 0), []);
+        assert_eq!(faults(&space, 1), [Fault { address: base + 4096 + 8, write: true }]);
+        space.install(1, base + 4096, space.new_frame(4096).unwrap()).unwrap();
+        assert!(!space.is_asleep(7));
+        assert_eq!(space.try_store(7, base + 4096 + 8, 5), Ok(()));
+        let frame = space.detach(1, base + 4096, 4096).unwrap();
+        assert_eq!(frame.as_ref()[8], 5);
+        assert_eq!((space.frames(), space.resident_pages()), (1, 0));
+        drop(frame);
+        assert_eq!(space.frames(), 0);
+    }
+
+    #[test]
+    fn fault_ended_before_it_is_read_is_not_reported() {
+        let space = SimSpace::new(SimOptions::default());
+        let base = space.map(LAYOUT).unwrap();
+        assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
+        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        assert_eq!(faults(&space, 0), []);
+    }
+
+    #[test]
+    fn poison_is_sigbus_and_install_heals_it() {
+        let space = SimSpace::new(SimOptions::default());
+        let base = space.map(LAYOUT).unwrap();
+        space.poison(0, base, 4096).unwrap();
+        assert_eq!(space.try_load(1, base), Err(Faulted::Sigbus));
+        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        assert_eq!(space.try_load(1, base), Ok(0));
+    }
+
+    #[test]
+    fn injected_faults_happen() {
+        let space = SimSpace::new(SimOptions {
+            held_probability: 1.0,
+            duplicate_probability: 1.0,
+            ..SimOptions::default()
+        });
+        let base = space.map(LAYOUT).unwrap();
+        assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
+        assert_eq!(faults(&space, 0).len(), 2);
+        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        assert!(matches!(space.detach(0, base, 4096), Err(DetachError::Held)));
+        assert!(space.drop_page(base));
+        assert!(matches!(space.detach(0, base, 4096), Err(DetachError::Absent)));
+    }
+
+    #[test]
+    fn second_install_and_unmap_wake_the_sleeper() {
+        let space = SimSpace::new(SimOptions::default());
+        let base = space.map(LAYOUT).unwrap();
+        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        let again = space.install(0, base, space.new_frame(4096).unwrap());
+        assert!(matches!(again, Err(InstallError { kind: InstallErrorKind::Exists, .. })));
+        assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
+        space.unmap(base, LAYOUT);
+        assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Sigsegv));
+    }
+}

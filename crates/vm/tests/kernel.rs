@@ -1,0 +1,633 @@
+//! The real address space on the real kernel, in both ways of moving pages.
+
+use std::{
+    collections::HashMap,
+    fs,
+    io::{Read, Seek, Write},
+    os::fd::AsRawFd,
+    process::Command,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{self, JoinHandle},
+};
+
+use farpage_vm::{
+    AddressSpace, DetachError, Fault, InstallErrorKind, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Transfer,
+};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::Signal,
+        wait::{WaitStatus, waitpid},
+    },
+    unistd::{ForkResult, fork},
+};
+
+const BOTH: [Transfer; 2] = [Transfer::Move, Transfer::Copy];
+
+fn space(transfer: Transfer, shards: usize) -> Arc<KernelSpace> {
+    let options =
+        KernelSpaceOptions { shards, frame_bytes_max: 64 << 20, transfer: Some(transfer), ..KernelSpaceOptions::default() };
+    Arc::new(KernelSpace::new(options).unwrap())
+}
+
+fn layout(bytes: usize, page_bytes: usize) -> Layout {
+    Layout { bytes, page_bytes, stripe_bytes: page_bytes, first_shard: 0 }
+}
+
+fn byte(address: usize) -> u8 {
+    // SAFETY: the tests read mapped regions.
+    unsafe { (address as *const u8).read_volatile() }
+}
+
+fn set(address: usize, value: u8) {
+    // SAFETY: the tests write mapped regions.
+    unsafe { (address as *mut u8).write_volatile(value) }
+}
+
+/// The smallest pager: keeps pages in a map, fills on fault, and evicts what it is told to.
+struct Filler {
+    space: Arc<KernelSpace>,
+    base: usize,
+    layout: Layout,
+    /// Pages not mapped; a page that is in neither place is in the region.
+    away: Vec<Mutex<Option<KernelFrame>>>,
+    stop: AtomicBool,
+    faults: AtomicUsize,
+}
+
+impl Filler {
+    fn start(space: &Arc<KernelSpace>, layout: Layout) -> (Arc<Self>, Vec<JoinHandle<()>>) {
+        let base = space.map(layout).unwrap();
+        let pages = layout.bytes / layout.page_bytes;
+        let away = (0..pages).map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes).unwrap()))).collect();
+        let filler = Arc::new(Self {
+            space: Arc::clone(space),
+            base,
+            layout,
+            away,
+            stop: AtomicBool::new(false),
+            faults: AtomicUsize::new(0),
+        });
+        let threads = (0..space.shards())
+            .map(|shard| {
+                let filler = Arc::clone(&filler);
+                thread::spawn(move || filler.run(shard))
+            })
+            .collect();
+        (filler, threads)
+    }
+
+    fn run(&self, shard: usize) {
+        let mut faults = Vec::new();
+        while !self.stop.load(Ordering::Relaxed) {
+            let fd = self.space.fault_fd(shard).unwrap();
+            poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], PollTimeout::from(10u8)).unwrap();
+            self.space.faults(shard, &mut faults).unwrap();
+            for Fault { address, .. } in faults.drain(..) {
+                self.faults.fetch_add(1, Ordering::Relaxed);
+                self.fill(shard, (address - self.base) / self.layout.page_bytes);
+            }
+        }
+    }
+
+    fn fill(&self, shard: usize, page: usize) {
+        let address = self.base + page * self.layout.page_bytes;
+        let mut away = self.away[page].lock().unwrap();
+        match away.take() {
+            Some(frame) => self.space.install(shard, address, frame).unwrap(),
+            None => self.space.wake(shard, address, self.layout.page_bytes),
+        }
+    }
+
+    fn evict(&self, page: usize) -> Result<(), DetachError> {
+        let mut away = self.away[page].lock().unwrap();
+        if away.is_none() {
+            let offset = page * self.layout.page_bytes;
+            let shard = self.layout.shard_of(offset, self.space.shards());
+            *away = Some(self.space.detach(shard, self.base + offset, self.layout.page_bytes)?);
+        }
+        Ok(())
+    }
+
+    fn finish(self: Arc<Self>, threads: Vec<JoinHandle<()>>) {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in threads {
+            thread.join().unwrap();
+        }
+        self.space.unmap(self.base, self.layout);
+    }
+}
+
+#[test]
+fn bytes_survive_install_and_detach_at_every_page_size() {
+    for transfer in BOTH {
+        for page_bytes in (12..=21).map(|shift| 1usize << shift) {
+            let space = space(transfer, 1);
+            let layout = layout(2 * page_bytes, page_bytes);
+            let base = space.map(layout).unwrap();
+            assert!(base.is_multiple_of(page_bytes));
+            let mut frame = space.new_frame(page_bytes).unwrap();
+            assert!(frame.as_ref().iter().all(|&byte| byte == 0));
+            for (index, byte) in frame.as_mut().iter_mut().enumerate() {
+                *byte = (index * 7 + index / 4096) as u8;
+            }
+            let expected = frame.as_ref().to_vec();
+            let at = base + page_bytes;
+            for round in 0..3 {
+                assert!(!space.is_present(at));
+                space.install(0, at, frame).unwrap();
+                assert!(space.is_present(at) && !space.is_present(base));
+                set(at + page_bytes - 1, round);
+                frame = space.detach(0, at, page_bytes).unwrap();
+                assert_eq!(frame.as_ref()[..page_bytes - 1], expected[..page_bytes - 1]);
+                assert_eq!(frame.as_ref()[page_bytes - 1], round);
+            }
+            assert!(matches!(space.detach(0, at, page_bytes), Err(DetachError::Absent)));
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn writers_during_detach_keep_their_writes() {
+    const PAGES: usize = 64;
+    const OPS: u64 = 20_000;
+    for transfer in BOTH {
+        for (page_bytes, seed) in [(4096, 1), (65536, 2)] {
+            let space = space(transfer, 2);
+            let layout = layout(PAGES * page_bytes, page_bytes);
+            let (filler, fillers) = Filler::start(&space, layout);
+            let words = layout.bytes / 8;
+            let running = Arc::new(AtomicUsize::new(4));
+            let word_of = move |state: &mut u64| {
+                *state ^= *state << 13;
+                *state ^= *state >> 7;
+                *state ^= *state << 17;
+                (*state % words as u64) as usize
+            };
+            let programs: Vec<_> = (1..=4u64)
+                .map(|thread| {
+                    let (base, running) = (filler.base, Arc::clone(&running));
+                    thread::spawn(move || {
+                        let mut state = thread * 7919 + seed;
+                        for _ in 0..OPS {
+                            let word = word_of(&mut state);
+                            // SAFETY: an aligned word of the region, accessed atomically by all.
+                            let cell = unsafe { AtomicU64::from_ptr((base + word * 8) as *mut u64) };
+                            cell.fetch_add(word as u64 * 2 + 1, Ordering::Relaxed);
+                        }
+                        running.fetch_sub(1, Ordering::Relaxed);
+                    })
+                })
+                .collect();
+            let mut evictions = 0;
+            while running.load(Ordering::Relaxed) > 0 {
+                for page in 0..PAGES {
+                    match filler.evict(page) {
+                        Ok(()) => evictions += 1,
+                        Err(DetachError::Held) => {}
+                        Err(error) => panic!("{error:?}"),
+                    }
+                }
+            }
+            for program in programs {
+                program.join().unwrap();
+            }
+            let mut expected: HashMap<usize, u64> = HashMap::new();
+            for thread in 1..=4u64 {
+                let mut state = thread * 7919 + seed;
+                for _ in 0..OPS {
+                    let word = word_of(&mut state);
+                    let cell = expected.entry(word).or_default();
+                    *cell = cell.wrapping_add(word as u64 * 2 + 1);
+                }
+            }
+            for (word, value) in expected {
+                // SAFETY: a word of the region.
+                let got = unsafe { ((filler.base + word * 8) as *const u64).read_volatile() };
+                assert_eq!(got, value, "word {word}, {transfer:?}, seed {seed}");
+            }
+            assert!(evictions > PAGES, "the test must evict to mean anything");
+            filler.finish(fillers);
+        }
+    }
+}
+
+#[test]
+fn system_calls_read_and_write_absent_pages() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = layout(8 * 65536, 65536);
+        let (filler, threads) = Filler::start(&space, layout);
+        let mut file = tempfile::tempfile().unwrap();
+        let content: Vec<u8> = (0..layout.bytes).map(|index| (index % 251) as u8).collect();
+        file.write_all(&content).unwrap();
+        file.rewind().unwrap();
+        // SAFETY: the whole region, which no other thread writes.
+        let region = unsafe { std::slice::from_raw_parts_mut(filler.base as *mut u8, layout.bytes) };
+        file.read_exact(region).unwrap();
+        for page in 0..8 {
+            filler.evict(page).unwrap();
+        }
+        let mut copy = tempfile::tempfile().unwrap();
+        copy.write_all(region).unwrap();
+        copy.rewind().unwrap();
+        let mut back = Vec::new();
+        copy.read_to_end(&mut back).unwrap();
+        assert_eq!(back, content);
+        filler.finish(threads);
+    }
+}
+
+#[test]
+fn region_stays_usable_after_fork_and_exec_while_faulting() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(64 * 4096, 4096);
+    let (filler, threads) = Filler::start(&space, layout);
+    let running = Arc::new(AtomicBool::new(true));
+    let program = {
+        let (running, base) = (Arc::clone(&running), filler.base);
+        thread::spawn(move || {
+            let mut page = 0;
+            while running.load(Ordering::Relaxed) {
+                set(base + page % 64 * 4096, 1);
+                page += 7;
+            }
+        })
+    };
+    for round in 0..20 {
+        assert!(Command::new("/bin/true").status().unwrap().success());
+        // SAFETY: the child only touches the region and exits.
+        match unsafe { fork() }.unwrap() {
+            ForkResult::Child => {
+                // The region is not inherited: this is SIGSEGV.
+                byte(filler.base);
+                // SAFETY: ends the child without running the parent's destructors.
+                unsafe { libc::_exit(0) }
+            }
+            ForkResult::Parent { child } => {
+                assert!(matches!(waitpid(child, None).unwrap(), WaitStatus::Signaled(_, Signal::SIGSEGV, _)));
+            }
+        }
+        for page in 0..64 {
+            filler.evict(page).unwrap();
+        }
+        set(filler.base + 63 * 4096 + 9, round);
+        assert_eq!(byte(filler.base + 63 * 4096 + 9), round);
+    }
+    running.store(false, Ordering::Relaxed);
+    program.join().unwrap();
+    assert!(filler.faults.load(Ordering::Relaxed) > 64);
+    filler.finish(threads);
+}
+
+/// Pins kernel pages as direct I/O in progress does: `vmsplice` takes references for as long as the pipe holds them, and a
+/// registered io_uring buffer takes true pins. Only the latter is what `MOVE` checks.
+struct Pinned {
+    ring: i32,
+}
+
+impl Pinned {
+    fn new(address: usize, len: usize) -> Option<Self> {
+        let mut params = [0u32; 30];
+        // SAFETY: `params` is an io_uring_params (120 bytes) of zeros.
+        let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, params.as_mut_ptr()) } as i32;
+        if ring < 0 {
+            println!("skipped: io_uring is not available here");
+            return None;
+        }
+        let iovec = libc::iovec { iov_base: address as *mut _, iov_len: len };
+        // SAFETY: IORING_REGISTER_BUFFERS (0) with one valid vector.
+        let rc = unsafe { libc::syscall(libc::SYS_io_uring_register, ring, 0, &iovec, 1) };
+        assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
+        Some(Self { ring })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: IORING_UNREGISTER_BUFFERS (1), then our own descriptor.
+        unsafe {
+            libc::syscall(libc::SYS_io_uring_register, self.ring, 1, 0, 0);
+            libc::close(self.ring);
+        }
+    }
+}
+
+#[test]
+fn pinned_page_stays_whole() {
+    let space = space(Transfer::Move, 1);
+    for page_bytes in [4096, 65536, 2 << 20] {
+        let layout = layout(page_bytes, page_bytes);
+        let base = space.map(layout).unwrap();
+        let mut frame = space.new_frame(page_bytes).unwrap();
+        for (index, byte) in frame.as_mut().iter_mut().enumerate() {
+            *byte = (index % 251) as u8;
+        }
+        space.install(0, base, frame).unwrap();
+        // The last kernel page is pinned, so that the others have moved when the kernel refuses.
+        let Some(pinned) = Pinned::new(base + page_bytes - 4096, 4096) else { return };
+        assert!(matches!(space.detach(0, base, page_bytes), Err(DetachError::Held)));
+        for index in 0..page_bytes {
+            assert!(index % 4096 != 0 || space.is_present(base + index));
+            assert_eq!(byte(base + index), (index % 251) as u8);
+        }
+        drop(pinned);
+        let frame = space.detach(0, base, page_bytes).unwrap();
+        assert!(frame.as_ref().iter().enumerate().all(|(index, &byte)| byte == (index % 251) as u8));
+        space.unmap(base, layout);
+    }
+}
+
+#[test]
+fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(65536, 65536);
+    let (filler, threads) = Filler::start(&space, layout);
+    set(filler.base, 0);
+    let Some(pinned) = Pinned::new(filler.base + 61440, 4096) else { return };
+    let running = Arc::new(AtomicBool::new(true));
+    let programs: Vec<_> = (0..3)
+        .map(|thread| {
+            let (running, base) = (Arc::clone(&running), filler.base);
+            thread::spawn(move || {
+                let mut count = 0u64;
+                while running.load(Ordering::Relaxed) {
+                    for kernel_page in 0..16 {
+                        // SAFETY: an aligned word of the region that is this thread's alone, and atomic.
+                        let cell = unsafe { AtomicU64::from_ptr((base + kernel_page * 4096 + thread * 8) as *mut u64) };
+                        assert_eq!(cell.fetch_add(1, Ordering::Relaxed), count);
+                    }
+                    count += 1;
+                }
+                count
+            })
+        })
+        .collect();
+    for _ in 0..3000 {
+        assert!(matches!(filler.evict(0), Err(DetachError::Held)));
+    }
+    running.store(false, Ordering::Relaxed);
+    for program in programs {
+        assert!(program.join().unwrap() > 0);
+    }
+    drop(pinned);
+    filler.evict(0).unwrap();
+    filler.finish(threads);
+}
+
+#[test]
+fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let layout = layout(page_bytes, page_bytes);
+            let base = space.map(layout).unwrap();
+            let mut frame = space.new_frame(page_bytes).unwrap();
+            frame.as_mut().fill(9);
+            space.install(0, base, frame).unwrap();
+            // SAFETY: the region's own page.
+            unsafe { libc::madvise(base as *mut _, 4096, libc::MADV_DONTNEED) };
+            assert!(!space.is_present(base));
+            if page_bytes == 4096 {
+                assert!(matches!(space.detach(0, base, page_bytes), Err(DetachError::Absent)));
+            } else {
+                let frame = space.detach(0, base, page_bytes).unwrap();
+                assert!(frame.as_ref()[..4096].iter().all(|&byte| byte == 0));
+                assert!(frame.as_ref()[4096..].iter().all(|&byte| byte == 9));
+            }
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn install_over_a_page_hands_the_frame_back_whole() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = layout(65536, 65536);
+        let base = space.map(layout).unwrap();
+        let filled = |value| {
+            let mut frame = space.new_frame(65536).unwrap();
+            frame.as_mut().fill(value);
+            frame
+        };
+        space.install(0, base, filled(1)).unwrap();
+        // A whole page is there; then all but its first half, so that half of the frame has gone in when the kernel refuses.
+        for dropped in [0, 32768] {
+            // SAFETY: the region's own page.
+            unsafe { libc::madvise(base as *mut _, dropped, libc::MADV_DONTNEED) };
+            let error = space.install(0, base, filled(2)).unwrap_err();
+            assert!(matches!(error.kind, InstallErrorKind::Exists));
+            assert!(error.frame.as_ref().iter().all(|&byte| byte == 2));
+            assert_eq!(byte(base + 65535), 1);
+            assert_eq!(space.is_present(base), dropped == 0);
+        }
+        space.unmap(base, layout);
+        let error = space.install(0, base, filled(3)).unwrap_err();
+        assert!(matches!(error.kind, InstallErrorKind::Gone), "{:?}", error.kind);
+        assert!(error.frame.as_ref().iter().all(|&byte| byte == 3));
+        assert!(matches!(space.detach(0, base, 65536), Err(DetachError::Absent)));
+    }
+}
+
+fn signal_of_touching(address: usize) -> Option<Signal> {
+    // The region is not inherited, so that the touch must happen here: a system call reports what a touch would raise.
+    let mut pipe = [0; 2];
+    // SAFETY: room for two descriptors, closed below.
+    unsafe { libc::pipe(pipe.as_mut_ptr()) };
+    // SAFETY: the kernel checks the address.
+    let rc = unsafe { libc::write(pipe[1], address as *const _, 1) };
+    // SAFETY: our own descriptors.
+    unsafe { pipe.map(|fd| libc::close(fd)) };
+    (rc != 1).then_some(Signal::SIGBUS)
+}
+
+#[test]
+fn poisoned_page_fails_and_install_heals_it() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let layout = layout(2 * page_bytes, page_bytes);
+            let base = space.map(layout).unwrap();
+            space.poison(0, base, page_bytes).unwrap();
+            assert!(signal_of_touching(base).is_some());
+            assert!(signal_of_touching(base + page_bytes - 4096).is_some());
+            let mut frame = space.new_frame(page_bytes).unwrap();
+            frame.as_mut().fill(5);
+            space.install(0, base, frame).unwrap();
+            assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
+            let frame = space.detach(0, base, page_bytes).unwrap();
+            assert!(frame.as_ref().iter().all(|&byte| byte == 5));
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn touching_a_poisoned_page_kills_with_sigbus() {
+    // A child of its own, since the region is not inherited by fork.
+    // SAFETY: the child makes its own space and ends by the signal; it allocates, which glibc supports after fork.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            let space = space(Transfer::Move, 1);
+            let base = space.map(layout(4096, 4096)).unwrap();
+            space.poison(0, base, 4096).unwrap();
+            byte(base);
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(0) }
+        }
+        ForkResult::Parent { child } => {
+            assert!(matches!(waitpid(child, None).unwrap(), WaitStatus::Signaled(_, Signal::SIGBUS, _)));
+        }
+    }
+}
+
+#[test]
+fn unmapping_under_load_leaves_other_regions_alone() {
+    let space = space(Transfer::Move, 2);
+    let (filler, threads) = Filler::start(&space, layout(64 * 4096, 4096));
+    let running = Arc::new(AtomicBool::new(true));
+    let program = {
+        let (running, base) = (Arc::clone(&running), filler.base);
+        thread::spawn(move || {
+            let mut page = 0;
+            while running.load(Ordering::Relaxed) {
+                set(base + page % 64 * 4096, 1);
+                page += 11;
+            }
+        })
+    };
+    let other = layout(16 * 4096, 4096);
+    for round in 0..2000 {
+        let base = space.map(other).unwrap();
+        let mut frame = space.new_frame(4096).unwrap();
+        frame.as_mut().fill(round as u8);
+        space.install(0, base, frame).unwrap();
+        assert_eq!(byte(base), round as u8);
+        filler.evict(round % 64).unwrap();
+        space.unmap(base, other);
+    }
+    running.store(false, Ordering::Relaxed);
+    program.join().unwrap();
+    filler.finish(threads);
+}
+
+fn count_of(path: &str) -> usize {
+    fs::read_to_string(path).unwrap().lines().count()
+}
+
+fn resident_kib() -> usize {
+    let status = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = status.lines().find(|line| line.starts_with("Rss:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// In a process of its own: other tests of this file change what is counted.
+#[test]
+fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
+    const CHILD: &str = "FARPAGE_VM_TEST_ALONE";
+    if std::env::var_os(CHILD).is_none() {
+        let name = "mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once";
+        let output =
+            Command::new(std::env::current_exe().unwrap()).args(["--exact", name]).env(CHILD, "1").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        return;
+    }
+    for transfer in BOTH {
+        let space = space(transfer, 2);
+        let layout = Layout { bytes: 65536, page_bytes: 4096, stripe_bytes: 32768, first_shard: 0 };
+        let mut before = None;
+        for cycle in 0..11_000 {
+            let base = space.map(layout).unwrap();
+            let mut frame = space.new_frame(4096).unwrap();
+            frame.as_mut()[0] = 1;
+            space.install(0, base, frame).unwrap();
+            // Every other page is lost with its region.
+            if cycle % 2 == 0 {
+                space.detach(0, base, 4096).unwrap();
+            }
+            space.unmap(base, layout);
+            let count = || {
+                let descriptors = fs::read_dir("/proc/self/fd").unwrap().count();
+                (descriptors, count_of("/proc/self/maps"), resident_kib())
+            };
+            if cycle == 999 {
+                before = Some(count());
+            } else if cycle == 10_999 {
+                let (before, after) = (before.unwrap(), count());
+                assert_eq!(before.0, after.0, "descriptors");
+                assert!(after.1 <= before.1 + 4, "mappings: {before:?} {after:?}");
+                assert!(after.2 <= before.2 + 1024, "resident: {before:?} {after:?}");
+            }
+        }
+        let regions: Vec<_> = (0..10_000).map(|_| space.map(layout).unwrap()).collect();
+        for base in regions {
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn frame_gives_its_memory_back_and_can_be_made_again() {
+    for transfer in BOTH {
+        let options = KernelSpaceOptions {
+            frame_bytes_max: 4 << 20,
+            transfer: Some(transfer),
+            ..KernelSpaceOptions::default()
+        };
+        let space = KernelSpace::new(options).unwrap();
+        for page_bytes in [4096, 65536, 2 << 20] {
+            for value in 1..=3 {
+                let frames: Vec<_> = (0..(4 << 20) / page_bytes)
+                    .map(|_| {
+                        let mut frame = space.new_frame(page_bytes).unwrap();
+                        assert!(frame.as_ref().iter().all(|&byte| byte == 0));
+                        frame.as_mut().fill(value);
+                        frame
+                    })
+                    .collect();
+                assert!(space.new_frame(page_bytes).is_err(), "the pool has a size");
+                let address = frames[0].as_ref().as_ptr() as usize;
+                drop(frames);
+                assert!(!space.is_present(address));
+            }
+        }
+    }
+}
+
+#[test]
+fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(65536, 65536);
+    let base = space.map(layout).unwrap();
+    let mut frame = space.new_frame(65536).unwrap();
+    frame.as_mut().fill(4);
+    // SAFETY: the region's own page, here and below.
+    unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ) };
+    space.install(0, base, frame).unwrap();
+    assert_eq!(byte(base + 4096), 4);
+    let error = space.detach(0, base, 65536).unwrap_err();
+    assert!(matches!(error, DetachError::Os(_)), "{error:?}");
+    assert_eq!(byte(base + 4096), 4);
+    unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE) };
+    space.detach(0, base, 65536).unwrap();
+    space.unmap(base, layout);
+}
+
+#[test]
+fn user_mode_only_makes_system_calls_fail_and_still_serves_the_program() {
+    let options = KernelSpaceOptions { user_mode_only: true, ..KernelSpaceOptions::default() };
+    let space = Arc::new(KernelSpace::new(options).unwrap());
+    let (filler, threads) = Filler::start(&space, layout(2 * 4096, 4096));
+    let mut file = tempfile::tempfile().unwrap();
+    // SAFETY: the kernel checks the address.
+    let rc = unsafe { libc::write(file.as_raw_fd(), (filler.base + 4096) as *const _, 8) };
+    assert_eq!((rc, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EFAULT)));
+    file.flush().unwrap();
+    assert_eq!(byte(filler.base), 0);
+    filler.finish(threads);
+}
