@@ -509,3 +509,47 @@ fn check_layout(layout: &Layout) -> io::Result<()> {
     let text = format!("{layout:?}: region and stripe must be a positive multiple of the page");
     Err(io::Error::new(io::ErrorKind::InvalidInput, text))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = 65536;
+    const LAYOUT: Layout = Layout { bytes: 2 * PAGE, page_bytes: PAGE, stripe_bytes: PAGE, first_shard: 0 };
+
+    #[test]
+    fn kernel_without_move_and_poison_is_served_by_copying_and_fencing() {
+        let space = KernelSpace::with_features(KernelSpaceOptions::default(), Features::WP).unwrap();
+        assert_eq!(space.transfer(), Transfer::Copy);
+        let base = space.map(LAYOUT).unwrap();
+        let protection = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let line = maps.lines().find(|line| line.starts_with(&format!("{base:x}-"))).unwrap();
+            line.split(' ').nth(1).unwrap().to_owned()
+        };
+        space.poison(0, base, PAGE).unwrap();
+        assert_eq!(protection(), "---p");
+        let mut frame = space.new_frame(PAGE).unwrap();
+        frame.as_mut()[PAGE - 1] = 3;
+        space.install(0, base, frame).unwrap();
+        assert_eq!(protection(), "rw-p");
+        assert_eq!(space.detach(0, base, PAGE).unwrap().as_ref()[PAGE - 1], 3);
+        space.poison(0, base, PAGE).unwrap();
+        space.unmap(base, LAYOUT);
+        assert!(space.fenced.lock().is_empty());
+    }
+
+    #[test]
+    fn layouts_that_are_no_whole_pages_are_refused() {
+        let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
+        for wrong in [
+            Layout { bytes: PAGE + 1, ..LAYOUT },
+            Layout { bytes: 0, ..LAYOUT },
+            Layout { stripe_bytes: 4096, ..LAYOUT },
+            Layout { page_bytes: 2048, ..LAYOUT },
+            Layout { page_bytes: 4 << 20, bytes: 4 << 20, stripe_bytes: 4 << 20, ..LAYOUT },
+        ] {
+            assert_eq!(space.map(wrong).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{wrong:?}");
+        }
+    }
+}

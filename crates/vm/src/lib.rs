@@ -6,6 +6,7 @@
 mod frame;
 mod kernel;
 mod pagemap;
+mod probe;
 mod sim;
 mod space;
 mod sys;
@@ -15,6 +16,7 @@ pub use frame::KernelFrame;
 pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
 pub use pagemap::Pagemap;
 pub use space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout};
+pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use sys::{Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

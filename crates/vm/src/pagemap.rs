@@ -68,4 +68,38 @@ impl Pagemap {
         }
         Ok(())
     }
+
+    /// Whether this kernel knows `PAGEMAP_SCAN`.
+    pub(crate) fn can_scan(&self) -> io::Result<()> {
+        sys::scan_written(self.0.as_fd(), 0, 0, &mut []).map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Features, RegisterMode, Uffd};
+
+    #[test]
+    fn writes_are_found_once_with_asynchronous_protection() {
+        let features = Features::WP | Features::WP_UNPOPULATED | Features::WP_ASYNC;
+        let uffd = Uffd::open(features, false).unwrap();
+        let start = sys::reserve(16 * KERNEL_PAGE_BYTES, KERNEL_PAGE_BYTES, false).unwrap();
+        uffd.register(start, 16 * KERNEL_PAGE_BYTES, RegisterMode::WRITE_PROTECT).unwrap();
+        uffd.write_protect(start, 16 * KERNEL_PAGE_BYTES).unwrap();
+        let third = start + 3 * KERNEL_PAGE_BYTES;
+        // SAFETY: the mapping made above.
+        unsafe { (third as *mut u8).write_volatile(1) };
+        let pagemap = Pagemap::open().unwrap();
+        pagemap.can_scan().unwrap();
+        let mut written = Vec::new();
+        pagemap.written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written).unwrap();
+        assert_eq!(written, [third..third + KERNEL_PAGE_BYTES]);
+        written.clear();
+        pagemap.written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written).unwrap();
+        assert_eq!(written, []);
+        uffd.write_unprotect(start, 16 * KERNEL_PAGE_BYTES).unwrap();
+        // SAFETY: the mapping made above, unused from here on.
+        unsafe { sys::release(start, 16 * KERNEL_PAGE_BYTES) };
+    }
 }

@@ -434,16 +434,16 @@ fn install_over_a_page_hands_the_frame_back_whole() {
     }
 }
 
-fn signal_of_touching(address: usize) -> Option<Signal> {
-    // The region is not inherited, so that the touch must happen here: a system call reports what a touch would raise.
+/// A system call reports as an error what in the program would be a signal; the region is not inherited by a child that could take it.
+fn system_call_can_read(address: usize) -> bool {
     let mut pipe = [0; 2];
     // SAFETY: room for two descriptors, closed below.
     unsafe { libc::pipe(pipe.as_mut_ptr()) };
     // SAFETY: the kernel checks the address.
     let rc = unsafe { libc::write(pipe[1], address as *const _, 1) };
     // SAFETY: our own descriptors.
-    unsafe { pipe.map(|fd| libc::close(fd)) };
-    (rc != 1).then_some(Signal::SIGBUS)
+    pipe.iter().for_each(|&fd| assert_eq!(unsafe { libc::close(fd) }, 0));
+    rc == 1
 }
 
 #[test]
@@ -454,11 +454,12 @@ fn poisoned_page_fails_and_install_heals_it() {
             let layout = layout(2 * page_bytes, page_bytes);
             let base = space.map(layout).unwrap();
             space.poison(0, base, page_bytes).unwrap();
-            assert!(signal_of_touching(base).is_some());
-            assert!(signal_of_touching(base + page_bytes - 4096).is_some());
+            assert!(!system_call_can_read(base));
+            assert!(!system_call_can_read(base + page_bytes - 4096));
             let mut frame = space.new_frame(page_bytes).unwrap();
             frame.as_mut().fill(5);
             space.install(0, base, frame).unwrap();
+            assert!(system_call_can_read(base));
             assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
             let frame = space.detach(0, base, page_bytes).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 5));
@@ -630,4 +631,16 @@ fn user_mode_only_makes_system_calls_fail_and_still_serves_the_program() {
     file.flush().unwrap();
     assert_eq!(byte(filler.base), 0);
     filler.finish(threads);
+}
+
+#[test]
+fn probe_prints_every_feature_and_a_remedy_for_what_is_missing() {
+    let probe = farpage_vm::probe();
+    let table = probe.to_string();
+    println!("{table}");
+    for name in ["MISSING", "WP", "MINOR", "SIGBUS", "MOVE", "POISON", "WP_ASYNC", "PAGEMAP_SCAN", "vm.max_map_count"] {
+        assert!(table.contains(name), "{name}");
+    }
+    assert!(probe.checks.iter().all(|check| check.mend.is_some() == (check.verdict != farpage_vm::Verdict::Yes)));
+    assert!(probe.usable());
 }
