@@ -80,7 +80,9 @@ pub enum ChannelError {
         deadline: Duration,
     },
     /// The address is not in a lease of this client; repeating the operation does not help.
-    #[error("{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, or out of its range")]
+    #[error(
+        "{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, or out of its range"
+    )]
     Refused {
         /// The server's endpoint.
         endpoint: String,

@@ -5,6 +5,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+pub use farpage_wire::Refusal;
 use farpage_wire::{ExtentId, Secret, ServerStat, SessionId};
 
 use crate::memory::ExtentMemory;
@@ -29,38 +30,6 @@ pub enum Transport {
     Tcp,
 }
 
-/// Why a host refuses a request. The text goes to the client.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum Refusal {
-    /// Capacity: the session goes on.
-    #[error("{asked} bytes asked for, {available} available")]
-    Full {
-        /// Bytes asked for.
-        asked: u64,
-        /// Bytes that could be granted now.
-        available: u64,
-    },
-    /// No such session, wrong secret, or its lease has ended.
-    #[error("no such session, or its lease has ended")]
-    NoSession,
-    /// No region of that name.
-    #[error("no region of that name")]
-    NotFound,
-    /// The named region is open in another session.
-    #[error("the region is in use by another client")]
-    InUse,
-    /// The extent is not leased to this session.
-    #[error("extent {0} is not leased to this client")]
-    NotLeased(ExtentId),
-    /// The server is shutting down and takes no new work.
-    #[error("the server is shutting down")]
-    Draining,
-    /// Anything else that is wrong with the request.
-    #[error("{0}")]
-    Invalid(String),
-}
-
 /// An opened named region.
 #[derive(Clone, Debug)]
 pub struct Opened {
@@ -73,7 +42,12 @@ pub struct Opened {
 /// Who may have which memory. Implemented by the daemon; called by the server half of every transport, from any thread.
 pub trait Host: Send + Sync + 'static {
     /// A client's control connection begins a session, or resumes one after a loss.
-    fn admit(&self, client: &str, transport: Transport, resume: Option<(SessionId, Secret)>) -> Result<Admission, Refusal>;
+    fn admit(
+        &self,
+        client: &str,
+        transport: Transport,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal>;
     /// A data connection claims to belong to a session.
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal>;
     /// The client lives.
@@ -91,7 +65,13 @@ pub trait Host: Send + Sync + 'static {
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
     /// Binds a name to a manifest and extents of the session, replacing what it was bound to before, atomically.
-    fn publish(&self, session: SessionId, name: &str, manifest: Vec<u8>, extents: &[ExtentId]) -> Result<(), Refusal>;
+    fn publish(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<(), Refusal>;
     /// Opens a named region, exclusively until the session closes or releases its extents.
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal>;
     /// Forgets a name and frees its memory.

@@ -1,1 +1,28 @@
-//! Placeholder.
+//! One-sided READ and WRITE on remote memory, over shared memory, TCP or a seeded simulation.
+//!
+//! The rule it keeps: a transport moves bytes and never learns what they mean. A client holds a [`Session`] per server
+//! and a [`Channel`] per worker thread; a daemon implements [`host::Host`] and runs [`server::serve`]. Pages, slots and
+//! retries are left to the callers above.
+
+pub mod channel;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
+pub mod host;
+mod link;
+pub mod memory;
+pub mod server;
+pub mod session;
+mod shm;
+pub mod sim;
+mod sys;
+mod tcp;
+
+pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
+pub use farpage_wire::{
+    Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, Secret, ServerStat, SessionId,
+};
+pub use link::Link;
+pub use session::{
+    AllocError, ConnectError, ControlError, Extent, Named, OpenError, PublishError, Session,
+    SessionOptions,
+};

@@ -1,0 +1,305 @@
+//! [`ExtentMemory`]: the memory of one extent on the server's side, a sealed memfd.
+//!
+//! The law of this file: the bytes are changed at any time by clients that share them, so no reference to them is ever
+//! made; they are touched only through bounds-checked raw copies and by system calls that are given raw addresses.
+//! Who may use which extent is left to the [`Host`](crate::host::Host).
+
+use std::{
+    fs::File,
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    os::unix::fs::MetadataExt,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use farpage_wire::ExtentId;
+use memmap2::{MmapOptions, MmapRaw};
+use nix::{
+    fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
+    sys::memfd::{MFdFlags, memfd_create},
+};
+
+/// One lease of an extent: zeroed memory that nobody can resize, mapped here on first use.
+///
+/// Each lease has a handle of its own, so that [`revoke`](Self::revoke) ends one lease and
+/// [`lease_anew`](Self::lease_anew) hands the same bytes to the next. A client that was given the descriptor over
+/// shared memory may keep its own mapping after the lease: bytes that must be out of its reach need a new extent.
+#[derive(Debug)]
+pub struct ExtentMemory {
+    memory: Arc<Memory>,
+    /// Set once, read before each access. Nothing is published through it, so relaxed is enough.
+    revoked: AtomicBool,
+}
+
+#[derive(Debug)]
+struct Memory {
+    id: ExtentId,
+    bytes: u64,
+    file: File,
+    map: OnceLock<MmapRaw>,
+}
+
+/// An address that is not in the extent, or a lease that has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended"
+)]
+pub struct OutOfLease {
+    extent: ExtentId,
+    bytes: u64,
+    offset: u64,
+    len: u64,
+}
+
+/// Bytes of an extent for a system call to read or write. Keeps them mapped.
+#[derive(Debug)]
+pub(crate) struct Span {
+    memory: Arc<Memory>,
+    offset: usize,
+    len: usize,
+}
+
+impl ExtentMemory {
+    /// Makes zeroed memory of `bytes` bytes. Nothing is physically backed until it is written.
+    ///
+    /// # Errors
+    /// What the kernel says: no descriptors left, or `bytes` is 0 or absurd.
+    pub fn create(id: ExtentId, bytes: u64) -> io::Result<Arc<Self>> {
+        if bytes == 0 || bytes > isize::MAX as u64 {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                format!("an extent cannot have {bytes} bytes"),
+            ));
+        }
+        let fd = memfd_create(
+            c"farpage-extent",
+            MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING,
+        )?;
+        let file = File::from(fd);
+        file.set_len(bytes)?;
+        // A client that could shrink the file would turn the server's accesses into SIGBUS.
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&file, FcntlArg::F_ADD_SEALS(seals))?;
+        let memory = Memory {
+            id,
+            bytes,
+            file,
+            map: OnceLock::new(),
+        };
+        Ok(Arc::new(Self {
+            memory: Arc::new(memory),
+            revoked: AtomicBool::new(false),
+        }))
+    }
+
+    /// The extent's id.
+    pub fn id(&self) -> ExtentId {
+        self.memory.id
+    }
+
+    /// The extent's length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.memory.bytes
+    }
+
+    /// How many bytes are physically backed, whoever wrote them.
+    pub fn resident_bytes(&self) -> u64 {
+        // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd has no way to fail.
+        self.memory
+            .file
+            .metadata()
+            .map_or(0, |metadata| metadata.blocks() * 512)
+    }
+
+    /// Ends this lease: accesses through this handle fail from now on. One that has begun may still end.
+    pub fn revoke(&self) {
+        self.revoked.store(true, Ordering::Relaxed);
+    }
+
+    /// A handle of its own on the same bytes, for the next lease.
+    pub fn lease_anew(&self) -> Arc<Self> {
+        Arc::new(Self {
+            memory: Arc::clone(&self.memory),
+            revoked: AtomicBool::new(false),
+        })
+    }
+
+    /// Gives the physical memory back now, even while somebody still maps the extent. Its bytes become zero.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn punch(&self) -> io::Result<()> {
+        let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        Ok(fallocate(
+            &self.memory.file,
+            how,
+            0,
+            self.memory.bytes as i64,
+        )?)
+    }
+
+    /// Copies bytes out of the extent.
+    ///
+    /// # Errors
+    /// [`OutOfLease`]; nothing is copied.
+    pub fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<(), OutOfLease> {
+        let span = self.span(offset, to.len() as u64)?;
+        // SAFETY:
+        // - source: `span` was checked against the mapping, which lives as long as it does;
+        // - destination: an exclusive slice of the same length, so the two cannot overlap;
+        // - others may change the source meanwhile: then some mix of old and new bytes is copied, which is what a
+        //   READ that races with a WRITE gives, and no reference to the shared bytes exists.
+        unsafe { std::ptr::copy_nonoverlapping(span.as_ptr(), to.as_mut_ptr(), to.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes into the extent.
+    ///
+    /// # Errors
+    /// [`OutOfLease`]; nothing is copied.
+    pub fn copy_in(&self, offset: u64, from: &[u8]) -> Result<(), OutOfLease> {
+        let span = self.span(offset, from.len() as u64)?;
+        // SAFETY: as in `copy_out`, with the roles of source and destination exchanged; the mapping is writable.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), span.as_ptr(), from.len()) };
+        Ok(())
+    }
+
+    /// Bytes of the extent, checked, for a system call.
+    pub(crate) fn span(&self, offset: u64, len: u64) -> Result<Span, OutOfLease> {
+        let memory = &self.memory;
+        let outside = OutOfLease {
+            extent: memory.id,
+            bytes: memory.bytes,
+            offset,
+            len,
+        };
+        let end = offset.checked_add(len).ok_or(outside)?;
+        if end > memory.bytes || self.revoked.load(Ordering::Relaxed) {
+            return Err(outside);
+        }
+        memory.map().map_err(|error| {
+            tracing::error!(extent = %memory.id, %error, "cannot map an extent; refusing access to it");
+            outside
+        })?;
+        Ok(Span {
+            memory: Arc::clone(memory),
+            offset: offset as usize,
+            len: len as usize,
+        })
+    }
+}
+
+impl AsFd for ExtentMemory {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.memory.file.as_fd()
+    }
+}
+
+impl Memory {
+    fn map(&self) -> io::Result<&MmapRaw> {
+        if let Some(map) = self.map.get() {
+            return Ok(map);
+        }
+        let map = MmapOptions::new()
+            .len(self.bytes as usize)
+            .map_raw(&self.file)?;
+        // A child would only keep the memory alive.
+        map.advise(memmap2::Advice::DontFork)?;
+        // Another thread may have been first; then its mapping counts and ours goes.
+        Ok(self.map.get_or_init(|| map))
+    }
+}
+
+impl Span {
+    /// The first byte's address; valid for as long as `self` and for `len` bytes.
+    pub(crate) fn as_ptr(&self) -> *mut u8 {
+        let map = self
+            .memory
+            .map
+            .get()
+            .expect("a span is made of a mapped extent");
+        // SAFETY: `span` checked `offset + len` against the length of the mapping.
+        unsafe { map.as_mut_ptr().add(self.offset) }
+    }
+
+    /// Length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::unistd::ftruncate;
+
+    use super::*;
+
+    fn extent(bytes: u64) -> Arc<ExtentMemory> {
+        ExtentMemory::create(ExtentId(1), bytes).expect("a memfd")
+    }
+
+    #[test]
+    fn fresh_memory_is_zero_and_not_backed_until_written() {
+        let memory = extent(1 << 20);
+        let mut bytes = vec![1; 1 << 20];
+        assert_eq!(memory.resident_bytes(), 0);
+        memory.copy_in(4096, b"farpage").expect("in range");
+        memory.copy_out(0, &mut bytes).expect("in range");
+        assert_eq!(&bytes[4096..4103], b"farpage");
+        assert!(
+            bytes[..4096]
+                .iter()
+                .chain(&bytes[4103..])
+                .all(|byte| *byte == 0)
+        );
+        assert!(memory.resident_bytes() >= 4096);
+        memory.punch().expect("a memfd can be punched");
+        assert_eq!(memory.resident_bytes(), 0);
+    }
+
+    #[test]
+    fn accesses_stop_at_the_end() {
+        let memory = extent(10_000);
+        assert!(memory.copy_in(9_999, &[1]).is_ok());
+        for (offset, len) in [
+            (9_999, 2),
+            (10_000, 1),
+            (u64::MAX, 1),
+            (0, 10_001),
+            (u64::MAX - 1, 9),
+        ] {
+            assert!(
+                memory.copy_in(offset, &vec![0; len]).is_err(),
+                "{offset} {len}"
+            );
+            assert!(
+                memory.copy_out(offset, &mut vec![0; len]).is_err(),
+                "{offset} {len}"
+            );
+        }
+    }
+
+    #[test]
+    fn nobody_can_resize_an_extent() {
+        let memory = extent(8192);
+        for bytes in [0, 4096, 1 << 20] {
+            assert!(ftruncate(memory.as_fd(), bytes).is_err(), "{bytes}");
+        }
+        assert!(ExtentMemory::create(ExtentId(1), 0).is_err());
+    }
+
+    #[test]
+    fn a_revoked_lease_fails_and_the_next_one_sees_the_bytes() {
+        let memory = extent(8);
+        memory.copy_in(0, b"kept").expect("in range");
+        memory.revoke();
+        assert!(memory.copy_in(0, b"lost").is_err());
+        let next = memory.lease_anew();
+        let mut bytes = [0; 4];
+        next.copy_out(0, &mut bytes).expect("leased");
+        assert_eq!(&bytes, b"kept");
+    }
+}
