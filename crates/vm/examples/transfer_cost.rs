@@ -9,7 +9,10 @@ use farpage_vm::{
 const BYTES: usize = 64 << 20;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    println!("{:>10} {:>6} {:>10} {:>10} {:>10} {:>12}", "page KiB", "mode", "new us", "install us", "detach us", "drop us");
+    println!(
+        "{:>10} {:>6} {:>10} {:>10} {:>10} {:>12}",
+        "page KiB", "mode", "new us", "install us", "detach us", "drop us"
+    );
     for page_bytes in [4 << 10, 64 << 10, 2 << 20] {
         for transfer in [Transfer::Move, Transfer::Copy] {
             through_the_space(page_bytes, transfer)?;
@@ -19,24 +22,39 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn through_the_space(page_bytes: usize, transfer: Transfer) -> Result<(), Box<dyn std::error::Error>> {
-    let options =
-        KernelSpaceOptions { frame_bytes_max: BYTES, transfer: Some(transfer), ..KernelSpaceOptions::default() };
+fn through_the_space(
+    page_bytes: usize,
+    transfer: Transfer,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let options = KernelSpaceOptions {
+        frame_bytes_max: BYTES,
+        transfer: Some(transfer),
+        ..KernelSpaceOptions::default()
+    };
     let space = KernelSpace::new(options)?;
-    let layout = Layout { bytes: BYTES, page_bytes, stripe_bytes: BYTES, first_shard: 0 };
+    let layout = Layout {
+        bytes: BYTES,
+        page_bytes,
+        stripe_bytes: BYTES,
+        first_shard: 0,
+    };
     let base = space.map(layout)?;
     let pages = BYTES / page_bytes;
     let us_per_page = |start: Instant| start.elapsed().as_secs_f64() * 1e6 / pages as f64;
 
     let start = Instant::now();
-    let mut frames = (0..pages).map(|_| space.new_frame(page_bytes)).collect::<Result<Vec<_>, _>>()?;
+    let mut frames = (0..pages)
+        .map(|_| space.new_frame(page_bytes))
+        .collect::<Result<Vec<_>, _>>()?;
     let new = us_per_page(start);
     let (mut install, mut detach) = (f64::MAX, f64::MAX);
     // The best of five: the first also makes page tables.
     for _ in 0..5 {
         let start = Instant::now();
         for (page, frame) in frames.drain(..).enumerate() {
-            space.install(0, base + page * page_bytes, frame).map_err(|error| error.kind)?;
+            space
+                .install(0, base + page * page_bytes, frame)
+                .map_err(|error| error.kind)?;
         }
         install = install.min(us_per_page(start));
         let start = Instant::now();
@@ -49,7 +67,10 @@ fn through_the_space(page_bytes: usize, transfer: Transfer) -> Result<(), Box<dy
     drop(frames);
     let dropped = us_per_page(start);
     let mode = format!("{transfer:?}");
-    println!("{:>10} {mode:>6} {new:>10.2} {install:>10.2} {detach:>10.2} {dropped:>12.2}", page_bytes >> 10);
+    println!(
+        "{:>10} {mode:>6} {new:>10.2} {install:>10.2} {detach:>10.2} {dropped:>12.2}",
+        page_bytes >> 10
+    );
     space.unmap(base, layout);
     Ok(())
 }
@@ -64,7 +85,11 @@ fn bare_move(page_bytes: usize) -> Result<(), Box<dyn std::error::Error>> {
             libc::mmap(std::ptr::null_mut(), BYTES + (2 << 20), 3, flags, -1, 0)
         };
         let start = (start as usize).next_multiple_of(2 << 20);
-        let advice = if page_bytes == 2 << 20 { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+        let advice = if page_bytes == 2 << 20 {
+            libc::MADV_HUGEPAGE
+        } else {
+            libc::MADV_NOHUGEPAGE
+        };
         // SAFETY: the mapping made above.
         unsafe { libc::madvise(start as *mut _, BYTES, advice) };
         start
@@ -86,6 +111,13 @@ fn bare_move(page_bytes: usize) -> Result<(), Box<dyn std::error::Error>> {
             *best = best.min(start.elapsed().as_secs_f64() * 1e6 / pages as f64);
         }
     }
-    println!("{:>10} {:>6} {:>10} {:>10.2} {:>10.2}", page_bytes >> 10, "ioctl", "", best[0], best[1]);
+    println!(
+        "{:>10} {:>6} {:>10} {:>10.2} {:>10.2}",
+        page_bytes >> 10,
+        "ioctl",
+        "",
+        best[0],
+        best[1]
+    );
     Ok(())
 }

@@ -44,15 +44,25 @@ struct Vacancies {
 
 impl Pool {
     /// Reserves addresses for `slots` frames; this takes no memory.
-    pub(crate) fn new(page_bytes: usize, slots: u32, user_mode_only: bool, features: Features) -> io::Result<Arc<Self>> {
-        let uffd = Uffd::open(Features::SIGBUS | features, user_mode_only).map_err(io::Error::other)?;
+    pub(crate) fn new(
+        page_bytes: usize,
+        slots: u32,
+        user_mode_only: bool,
+        features: Features,
+    ) -> io::Result<Arc<Self>> {
+        let uffd =
+            Uffd::open(Features::SIGBUS | features, user_mode_only).map_err(io::Error::other)?;
         let bytes = page_bytes * slots as usize;
         let base = sys::reserve(bytes, page_bytes, page_bytes == HUGE_PAGE_BYTES)?;
         let pool = Self {
             uffd,
             base,
             page_bytes,
-            vacancies: Mutex::new(Vacancies { used: Vec::with_capacity(slots as usize), fresh: 0, slots }),
+            vacancies: Mutex::new(Vacancies {
+                used: Vec::with_capacity(slots as usize),
+                fresh: 0,
+                slots,
+            }),
         };
         pool.uffd.register(base, bytes, RegisterMode::MISSING)?;
         Ok(Arc::new(pool))
@@ -80,7 +90,11 @@ impl Pool {
             }
         };
         drop(vacancies);
-        Ok(KernelFrame { pool: Arc::clone(self), slot, occupied: false })
+        Ok(KernelFrame {
+            pool: Arc::clone(self),
+            slot,
+            occupied: false,
+        })
     }
 
     /// A frame with a new zeroed page.
@@ -98,8 +112,10 @@ impl Pool {
     fn populate_huge(&self, address: usize) -> io::Result<bool> {
         self.uffd.unregister(address, self.page_bytes)?;
         // SAFETY: the slot of a frame that this call owns.
-        let populated = unsafe { sys::madvise(address, self.page_bytes, libc::MADV_POPULATE_WRITE) };
-        self.uffd.register(address, self.page_bytes, RegisterMode::MISSING)?;
+        let populated =
+            unsafe { sys::madvise(address, self.page_bytes, libc::MADV_POPULATE_WRITE) };
+        self.uffd
+            .register(address, self.page_bytes, RegisterMode::MISSING)?;
         match populated {
             Ok(()) => Ok(true),
             Err(Errno::EINVAL) => Ok(false),
@@ -160,7 +176,10 @@ impl KernelFrame {
             // SAFETY: a slot that this frame owns; ZEROS is readable.
             match unsafe { self.pool.uffd.copy(at, ZEROS.as_ptr() as usize, len, false) } {
                 Ok(()) => at += len,
-                Err(Stopped { done_bytes, why: Refusal::Exists }) => at += done_bytes + KERNEL_PAGE_BYTES,
+                Err(Stopped {
+                    done_bytes,
+                    why: Refusal::Exists,
+                }) => at += done_bytes + KERNEL_PAGE_BYTES,
                 Err(stopped) => return Err(stopped.why.into()),
             }
         }

@@ -60,7 +60,12 @@ pub struct KernelSpaceOptions {
 
 impl Default for KernelSpaceOptions {
     fn default() -> Self {
-        Self { shards: 1, frame_bytes_max: 1 << 30, transfer: None, user_mode_only: false }
+        Self {
+            shards: 1,
+            frame_bytes_max: 1 << 30,
+            transfer: None,
+            user_mode_only: false,
+        }
     }
 }
 
@@ -109,7 +114,9 @@ impl KernelSpace {
         assert!(options.shards > 0, "a space has at least one shard");
         let kernel_page_bytes = page_size();
         if kernel_page_bytes != KERNEL_PAGE_BYTES {
-            return Err(OpenError::KernelPage { bytes: kernel_page_bytes });
+            return Err(OpenError::KernelPage {
+                bytes: kernel_page_bytes,
+            });
         }
         let transfer = match options.transfer {
             Some(transfer) => transfer,
@@ -126,7 +133,10 @@ impl KernelSpace {
         let shards = (0..options.shards)
             .map(|_| {
                 let uffd = Uffd::open(features, options.user_mode_only)?;
-                Ok(Shard { uffd, buffer: Mutex::default() })
+                Ok(Shard {
+                    uffd,
+                    buffer: Mutex::default(),
+                })
             })
             .collect::<Result<_, OpenError>>()?;
         Ok(Self {
@@ -157,7 +167,12 @@ impl KernelSpace {
             return Ok(pool);
         }
         let slots = u32::try_from(self.options.frame_bytes_max.div_ceil(page_bytes).max(1))
-            .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "more than 2^32 frames: lower `frame_bytes_max`"))?;
+            .map_err(|_| {
+                io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    "more than 2^32 frames: lower `frame_bytes_max`",
+                )
+            })?;
         let moving = self.features & Features::MOVE;
         let pool = Pool::new(page_bytes, slots, self.options.user_mode_only, moving)?;
         Ok(cell.get_or_init(|| pool))
@@ -169,16 +184,26 @@ impl KernelSpace {
 
     fn register(&self, address: usize, layout: &Layout) -> io::Result<()> {
         if self.shards.len() == 1 {
-            return self.uffd(0).register(address, layout.bytes, RegisterMode::MISSING);
+            return self
+                .uffd(0)
+                .register(address, layout.bytes, RegisterMode::MISSING);
         }
-        (0..layout.bytes).step_by(layout.stripe_bytes).try_for_each(|offset| {
-            let len = layout.stripe_bytes.min(layout.bytes - offset);
-            let shard = layout.shard_of(offset, self.shards.len());
-            self.uffd(shard).register(address + offset, len, RegisterMode::MISSING)
-        })
+        (0..layout.bytes)
+            .step_by(layout.stripe_bytes)
+            .try_for_each(|offset| {
+                let len = layout.stripe_bytes.min(layout.bytes - offset);
+                let shard = layout.shard_of(offset, self.shards.len());
+                self.uffd(shard)
+                    .register(address + offset, len, RegisterMode::MISSING)
+            })
     }
 
-    fn install_by_move(&self, uffd: &Uffd, address: usize, frame: KernelFrame) -> Result<(), InstallError<KernelFrame>> {
+    fn install_by_move(
+        &self,
+        uffd: &Uffd,
+        address: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
         let (slot, len) = (frame.address(), frame.pool().page_bytes());
         // SAFETY: the slot is the frame's, which is consumed; a region's absent pages are the pager's to fill.
         match unsafe { uffd.move_pages(address, slot, len, false) } {
@@ -188,17 +213,21 @@ impl KernelSpace {
             }
             // Nothing has moved: for a page that was poisoned, and for a mapping that `mlock` or `mprotect` made differ from the
             // pool's, where copying still works.
-            Err(Stopped { done_bytes: 0, why: Refusal::Exists | Refusal::Invalid }) => {
-                self.install_by_copy(uffd, address, frame)
-            }
-            Err(Stopped { done_bytes, why }) => {
-                self.take_back(address, done_bytes, frame, why)
-            }
+            Err(Stopped {
+                done_bytes: 0,
+                why: Refusal::Exists | Refusal::Invalid,
+            }) => self.install_by_copy(uffd, address, frame),
+            Err(Stopped { done_bytes, why }) => self.take_back(address, done_bytes, frame, why),
         }
     }
 
     /// Copying replaces poison markers, which moving takes for pages.
-    fn install_by_copy(&self, uffd: &Uffd, address: usize, frame: KernelFrame) -> Result<(), InstallError<KernelFrame>> {
+    fn install_by_copy(
+        &self,
+        uffd: &Uffd,
+        address: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
         let (slot, len) = (frame.address(), frame.pool().page_bytes());
         // SAFETY: the frame's page is readable; a region's absent pages are the pager's to fill.
         match unsafe { uffd.copy(address, slot, len, false) } {
@@ -209,7 +238,10 @@ impl KernelSpace {
                     // SAFETY: copies that this call made; the frame has the bytes. Who touches them faults again.
                     let _ = unsafe { sys::madvise(address, done_bytes, libc::MADV_DONTNEED) };
                 }
-                Err(InstallError { frame, kind: refused(why) })
+                Err(InstallError {
+                    frame,
+                    kind: refused(why),
+                })
             }
         }
     }
@@ -225,27 +257,57 @@ impl KernelSpace {
         if moved_bytes > 0 {
             let slot = frame.address();
             // SAFETY: what moved in a moment ago moves back. The program's writes to it since then come along; what it dropped is a hole.
-            if let Err(stopped) = unsafe { frame.pool().uffd.move_pages(slot, address, moved_bytes, true) } {
+            if let Err(stopped) = unsafe {
+                frame
+                    .pool()
+                    .uffd
+                    .move_pages(slot, address, moved_bytes, true)
+            } {
                 let done = stopped.done_bytes;
                 // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
-                let _ = self.carry_out(address + done, moved_bytes - done, slot + done, frame.pool());
+                let len = moved_bytes - done;
+                if let Err(CarryError::Staged(staged, _)) =
+                    self.carry_out(address + done, len, slot + done, frame.pool())
+                {
+                    // SAFETY: the mapping that the bytes were carried to, which nobody else knows.
+                    unsafe { sys::release(staged, len) };
+                }
             }
             if let Err(error) = frame.fill_holes_with_zeros() {
-                return Err(InstallError { frame, kind: InstallErrorKind::Os(error) });
+                return Err(InstallError {
+                    frame,
+                    kind: InstallErrorKind::Os(error),
+                });
             }
         }
-        Err(InstallError { frame, kind: refused(why) })
+        Err(InstallError {
+            frame,
+            kind: refused(why),
+        })
     }
 
-    fn detach_by_move(&self, shard: usize, address: usize, mut frame: KernelFrame) -> Result<KernelFrame, DetachError> {
+    fn detach_by_move(
+        &self,
+        shard: usize,
+        address: usize,
+        mut frame: KernelFrame,
+    ) -> Result<KernelFrame, DetachError> {
         let (slot, len) = (frame.address(), frame.pool().page_bytes());
         let (mut done, mut hole_bytes) = (0, 0);
         while done < len {
             // SAFETY: what the program relies on vanishes only from the mapping: touching it is a fault that waits for `install`. The slot is the frame's.
-            match unsafe { frame.pool().uffd.move_pages(slot + done, address + done, len - done, false) } {
+            match unsafe {
+                frame
+                    .pool()
+                    .uffd
+                    .move_pages(slot + done, address + done, len - done, false)
+            } {
                 Ok(()) => break,
                 // The program dropped this kernel page; the rest of the page may be there.
-                Err(Stopped { done_bytes, why: Refusal::Missing }) => {
+                Err(Stopped {
+                    done_bytes,
+                    why: Refusal::Missing,
+                }) => {
                     done += done_bytes + KERNEL_PAGE_BYTES;
                     hole_bytes += KERNEL_PAGE_BYTES;
                 }
@@ -278,11 +340,22 @@ impl KernelSpace {
 
     /// Undoes the part of a page that moved out before the rest was refused. Threads that touched it in between sleep on absent pages and are
     /// woken. Holes stay holes.
-    fn put_back(&self, shard: usize, address: usize, moved_bytes: usize, frame: KernelFrame) -> Result<(), DetachError> {
+    fn put_back(
+        &self,
+        shard: usize,
+        address: usize,
+        moved_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), DetachError> {
         let (uffd, slot) = (self.uffd(shard), frame.address());
         let mut done = 0;
-        // SAFETY: what moved out a moment ago moves back; the frame is consumed.
-        while let Err(Stopped { done_bytes, why }) = unsafe { uffd.move_pages(address + done, slot + done, moved_bytes - done, true) } {
+        loop {
+            // SAFETY: what moved out a moment ago moves back; the frame is consumed.
+            let back =
+                unsafe { uffd.move_pages(address + done, slot + done, moved_bytes - done, true) };
+            let Err(Stopped { done_bytes, why }) = back else {
+                return Ok(());
+            };
             done += done_bytes;
             match why {
                 // The region was unmapped meanwhile, and the page with it.
@@ -292,8 +365,14 @@ impl KernelSpace {
                 // A lock or a pin on the frame's page, which only copying passes.
                 why => {
                     // SAFETY: as above; the slot is ours to read, and a hole in it is an error (EFAULT), since the pool is in SIGBUS mode.
-                    match unsafe { uffd.copy(address + done, slot + done, KERNEL_PAGE_BYTES, false) } {
-                        Ok(()) | Err(Stopped { why: Refusal::Exists | Refusal::Other(_), .. }) => done += KERNEL_PAGE_BYTES,
+                    match unsafe {
+                        uffd.copy(address + done, slot + done, KERNEL_PAGE_BYTES, false)
+                    } {
+                        Ok(())
+                        | Err(Stopped {
+                            why: Refusal::Exists | Refusal::Other(_),
+                            ..
+                        }) => done += KERNEL_PAGE_BYTES,
                         Err(_) => {
                             // Never zeros, never a hang: what can not be put back is poisoned.
                             let _ = self.poison(shard, address + done, moved_bytes - done);
@@ -303,22 +382,32 @@ impl KernelSpace {
                 }
             }
             if done >= moved_bytes {
-                break;
+                return Ok(());
             }
         }
-        Ok(())
     }
 
-    fn detach_by_copy(&self, shard: usize, address: usize, mut frame: KernelFrame) -> Result<KernelFrame, DetachError> {
+    fn detach_by_copy(
+        &self,
+        shard: usize,
+        address: usize,
+        mut frame: KernelFrame,
+    ) -> Result<KernelFrame, DetachError> {
         let (slot, len) = (frame.address(), frame.pool().page_bytes());
         // The program may drop the page between this and the next step: then it is taken out as zeros, which it reads there, too.
-        if !self.pagemap.any_occupied(address, len).map_err(DetachError::Os)? {
+        if !self
+            .pagemap
+            .any_occupied(address, len)
+            .map_err(DetachError::Os)?
+        {
             return Err(DetachError::Absent);
         }
         frame.set_occupied();
         match self.carry_out(address, len, slot, frame.pool()) {
             Ok(()) => Ok(frame),
-            Err(CarryError::Refused(errno)) if errno.raw_os_error() == Some(libc::EFAULT) => Err(DetachError::Absent),
+            Err(CarryError::Refused(errno)) if errno.raw_os_error() == Some(libc::EFAULT) => {
+                Err(DetachError::Absent)
+            }
             Err(CarryError::Refused(error)) => Err(DetachError::Os(error)),
             Err(CarryError::Staged(staged, why)) => {
                 // SAFETY: `staged` is the mapping that the page was carried to, nobody else knows it.
@@ -335,11 +424,19 @@ impl KernelSpace {
     }
 
     /// Takes bytes out of a region by `mremap`, and copies them to a slot of a pool. Holes become zeros.
-    fn carry_out(&self, address: usize, len: usize, slot: usize, pool: &Pool) -> Result<(), CarryError> {
+    fn carry_out(
+        &self,
+        address: usize,
+        len: usize,
+        slot: usize,
+        pool: &Pool,
+    ) -> Result<(), CarryError> {
         // SAFETY: lies in one stripe of a region, where absent pages are faults.
-        let staged = unsafe { sys::carry_away(address, len) }.map_err(|errno| CarryError::Refused(errno.into()))?;
+        let staged = unsafe { sys::carry_away(address, len) }
+            .map_err(|errno| CarryError::Refused(errno.into()))?;
         // SAFETY: `staged` is a mapping that nobody else knows; the slot is the caller's.
-        unsafe { pool.uffd.copy(slot, staged, len, false) }.map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
+        unsafe { pool.uffd.copy(slot, staged, len, false) }
+            .map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
         // SAFETY: as above, and it is not used after this.
         unsafe { sys::release(staged, len) };
         Ok(())
@@ -397,7 +494,10 @@ impl AddressSpace for KernelSpace {
     fn unmap(&self, address: usize, layout: Layout) {
         if !self.features.contains(Features::POISON) {
             let mut fenced = self.fenced.lock();
-            let inside: Vec<_> = fenced.range(address..address + layout.bytes).copied().collect();
+            let inside: Vec<_> = fenced
+                .range(address..address + layout.bytes)
+                .copied()
+                .collect();
             for page in inside {
                 fenced.remove(&page);
             }
@@ -415,7 +515,12 @@ impl AddressSpace for KernelSpace {
         self.pool(page_bytes)?.new_frame()
     }
 
-    fn install(&self, shard: usize, address: usize, frame: KernelFrame) -> Result<(), InstallError<KernelFrame>> {
+    fn install(
+        &self,
+        shard: usize,
+        address: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
         let uffd = self.uffd(shard);
         let len = frame.pool().page_bytes();
         let installed = match self.transfer {
@@ -425,14 +530,25 @@ impl AddressSpace for KernelSpace {
         match &installed {
             Ok(()) => self.unfence(address, len),
             // The page that exists may have come after its fault was reported.
-            Err(InstallError { kind: InstallErrorKind::Exists, .. }) => self.wake(shard, address, len),
+            Err(InstallError {
+                kind: InstallErrorKind::Exists,
+                ..
+            }) => self.wake(shard, address, len),
             Err(_) => {}
         }
         installed
     }
 
-    fn detach(&self, shard: usize, address: usize, page_bytes: usize) -> Result<KernelFrame, DetachError> {
-        let frame = self.pool(page_bytes).and_then(Pool::vacant).map_err(DetachError::Os)?;
+    fn detach(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+    ) -> Result<KernelFrame, DetachError> {
+        let frame = self
+            .pool(page_bytes)
+            .and_then(Pool::vacant)
+            .map_err(DetachError::Os)?;
         match self.transfer {
             Transfer::Move => self.detach_by_move(shard, address, frame),
             Transfer::Copy => self.detach_by_copy(shard, address, frame),
@@ -440,11 +556,15 @@ impl AddressSpace for KernelSpace {
     }
 
     fn is_present(&self, address: usize) -> bool {
-        self.pagemap.any_occupied(address, 1).expect("/proc/self/pagemap stays readable for its owner")
+        self.pagemap
+            .any_occupied(address, 1)
+            .expect("/proc/self/pagemap stays readable for its owner")
     }
 
     fn wake(&self, shard: usize, address: usize, page_bytes: usize) {
-        self.uffd(shard).wake(address, page_bytes).expect("waking checks alignment only, and pages are aligned");
+        self.uffd(shard)
+            .wake(address, page_bytes)
+            .expect("waking checks alignment only, and pages are aligned");
     }
 
     fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
@@ -515,16 +635,25 @@ mod tests {
     use super::*;
 
     const PAGE: usize = 65536;
-    const LAYOUT: Layout = Layout { bytes: 2 * PAGE, page_bytes: PAGE, stripe_bytes: PAGE, first_shard: 0 };
+    const LAYOUT: Layout = Layout {
+        bytes: 2 * PAGE,
+        page_bytes: PAGE,
+        stripe_bytes: PAGE,
+        first_shard: 0,
+    };
 
     #[test]
     fn kernel_without_move_and_poison_is_served_by_copying_and_fencing() {
-        let space = KernelSpace::with_features(KernelSpaceOptions::default(), Features::WP).unwrap();
+        let space =
+            KernelSpace::with_features(KernelSpaceOptions::default(), Features::WP).unwrap();
         assert_eq!(space.transfer(), Transfer::Copy);
         let base = space.map(LAYOUT).unwrap();
         let protection = || {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-            let line = maps.lines().find(|line| line.starts_with(&format!("{base:x}-"))).unwrap();
+            let line = maps
+                .lines()
+                .find(|line| line.starts_with(&format!("{base:x}-")))
+                .unwrap();
             line.split(' ').nth(1).unwrap().to_owned()
         };
         space.poison(0, base, PAGE).unwrap();
@@ -543,13 +672,31 @@ mod tests {
     fn layouts_that_are_no_whole_pages_are_refused() {
         let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
         for wrong in [
-            Layout { bytes: PAGE + 1, ..LAYOUT },
+            Layout {
+                bytes: PAGE + 1,
+                ..LAYOUT
+            },
             Layout { bytes: 0, ..LAYOUT },
-            Layout { stripe_bytes: 4096, ..LAYOUT },
-            Layout { page_bytes: 2048, ..LAYOUT },
-            Layout { page_bytes: 4 << 20, bytes: 4 << 20, stripe_bytes: 4 << 20, ..LAYOUT },
+            Layout {
+                stripe_bytes: 4096,
+                ..LAYOUT
+            },
+            Layout {
+                page_bytes: 2048,
+                ..LAYOUT
+            },
+            Layout {
+                page_bytes: 4 << 20,
+                bytes: 4 << 20,
+                stripe_bytes: 4 << 20,
+                ..LAYOUT
+            },
         ] {
-            assert_eq!(space.map(wrong).unwrap_err().kind(), io::ErrorKind::InvalidInput, "{wrong:?}");
+            assert_eq!(
+                space.map(wrong).unwrap_err().kind(),
+                io::ErrorKind::InvalidInput,
+                "{wrong:?}"
+            );
         }
     }
 }

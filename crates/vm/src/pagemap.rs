@@ -42,9 +42,13 @@ impl Pagemap {
         let end = (start + len).div_ceil(KERNEL_PAGE_BYTES);
         while page < end {
             let count = ENTRIES_PER_READ.min(end - page);
-            self.0.read_exact_at(&mut bytes[..8 * count], 8 * page as u64)?;
+            self.0
+                .read_exact_at(&mut bytes[..8 * count], 8 * page as u64)?;
             let (entries, _) = bytes[..8 * count].as_chunks::<8>();
-            if entries.iter().any(|entry| u64::from_ne_bytes(*entry) & OCCUPIED != 0) {
+            if entries
+                .iter()
+                .any(|entry| u64::from_ne_bytes(*entry) & OCCUPIED != 0)
+            {
                 return Ok(true);
             }
             page += count;
@@ -59,11 +63,19 @@ impl Pagemap {
     /// # Errors
     /// `EPERM` when the mapping is not so registered, `ENOTTY` before kernel 6.7.
     pub fn written(&self, range: Range<usize>, out: &mut Vec<Range<usize>>) -> io::Result<()> {
-        let mut found = [page_region { start: 0, end: 0, categories: 0 }; 64];
+        let mut found = [page_region {
+            start: 0,
+            end: 0,
+            categories: 0,
+        }; 64];
         let mut start = range.start;
         while start < range.end {
             let (count, end) = sys::scan_written(self.0.as_fd(), start, range.end, &mut found)?;
-            out.extend(found[..count].iter().map(|region| region.start as usize..region.end as usize));
+            out.extend(
+                found[..count]
+                    .iter()
+                    .map(|region| region.start as usize..region.end as usize),
+            );
             start = end;
         }
         Ok(())
@@ -85,7 +97,8 @@ mod tests {
         let features = Features::WP | Features::WP_UNPOPULATED | Features::WP_ASYNC;
         let uffd = Uffd::open(features, false).unwrap();
         let start = sys::reserve(16 * KERNEL_PAGE_BYTES, KERNEL_PAGE_BYTES, false).unwrap();
-        uffd.register(start, 16 * KERNEL_PAGE_BYTES, RegisterMode::WRITE_PROTECT).unwrap();
+        uffd.register(start, 16 * KERNEL_PAGE_BYTES, RegisterMode::WRITE_PROTECT)
+            .unwrap();
         uffd.write_protect(start, 16 * KERNEL_PAGE_BYTES).unwrap();
         let third = start + 3 * KERNEL_PAGE_BYTES;
         // SAFETY: the mapping made above.
@@ -93,10 +106,15 @@ mod tests {
         let pagemap = Pagemap::open().unwrap();
         pagemap.can_scan().unwrap();
         let mut written = Vec::new();
-        pagemap.written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written).unwrap();
-        assert_eq!(written, [third..third + KERNEL_PAGE_BYTES]);
+        pagemap
+            .written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written)
+            .unwrap();
+        assert_eq!(written.len(), 1);
+        assert_eq!(written[0], third..third + KERNEL_PAGE_BYTES);
         written.clear();
-        pagemap.written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written).unwrap();
+        pagemap
+            .written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written)
+            .unwrap();
         assert_eq!(written, []);
         uffd.write_unprotect(start, 16 * KERNEL_PAGE_BYTES).unwrap();
         // SAFETY: the mapping made above, unused from here on.

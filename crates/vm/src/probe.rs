@@ -48,9 +48,20 @@ pub struct Check {
 }
 
 impl Check {
-    fn new(name: &'static str, fine: bool, otherwise: Verdict, found: impl Into<String>, mend: &'static str) -> Self {
+    fn new(
+        name: &'static str,
+        fine: bool,
+        otherwise: Verdict,
+        found: impl Into<String>,
+        mend: &'static str,
+    ) -> Self {
         let verdict = if fine { Verdict::Yes } else { otherwise };
-        Self { name, verdict, found: found.into(), mend: (!fine).then_some(mend) }
+        Self {
+            name,
+            verdict,
+            found: found.into(),
+            mend: (!fine).then_some(mend),
+        }
     }
 }
 
@@ -76,7 +87,13 @@ impl Probe {
 impl fmt::Display for Probe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "kernel {}", self.kernel)?;
-        for Check { name, verdict, found, mend } in &self.checks {
+        for Check {
+            name,
+            verdict,
+            found,
+            mend,
+        } in &self.checks
+        {
             writeln!(f, "  {verdict:<8} {name:<28} {found}")?;
             if let Some(mend) = mend {
                 writeln!(f, "  {:8} {:28} -> {mend}", "", "")?;
@@ -104,16 +121,36 @@ pub fn probe() -> Probe {
         Err(errno) => format!("can not be opened: {errno}"),
     };
     let one_is_enough = if full { Verdict::Limited } else { Verdict::No };
-    let syscall_verdict = if user_mode.is_ok() { Verdict::Limited } else { one_is_enough };
-    checks.push(Check::new("userfaultfd system call", by_syscall.is_ok(), syscall_verdict, opened(&by_syscall), PERMIT_SYSCALL));
+    let syscall_verdict = if user_mode.is_ok() {
+        Verdict::Limited
+    } else {
+        one_is_enough
+    };
+    checks.push(Check::new(
+        "userfaultfd system call",
+        by_syscall.is_ok(),
+        syscall_verdict,
+        opened(&by_syscall),
+        PERMIT_SYSCALL,
+    ));
     let absent = matches!(by_device, Err(Errno::ENOENT));
     let mend = if absent { NEWER_KERNEL } else { PERMIT_DEVICE };
-    checks.push(Check::new("/dev/userfaultfd", by_device.is_ok(), Verdict::Limited, opened(&by_device), mend));
+    checks.push(Check::new(
+        "/dev/userfaultfd",
+        by_device.is_ok(),
+        Verdict::Limited,
+        opened(&by_device),
+        mend,
+    ));
     checks.push(Check::new(
         "faults in system calls",
         full,
         Verdict::Limited,
-        if full { "caught" } else { "not caught: system calls on absent pages fail with EFAULT" },
+        if full {
+            "caught"
+        } else {
+            "not caught: system calls on absent pages fail with EFAULT"
+        },
         PERMIT_SYSCALL,
     ));
     let unprivileged = read_trimmed("/proc/sys/vm/unprivileged_userfaultfd");
@@ -129,18 +166,38 @@ pub fn probe() -> Probe {
         PERMIT_SYSCALL,
     ));
 
-    let supported = if full { Uffd::supported(false) } else { user_mode };
-    checks.push(feature("MISSING", &supported, Features::MISSING, Verdict::No, "4.11"));
+    let supported = if full {
+        Uffd::supported(false)
+    } else {
+        user_mode
+    };
+    checks.push(feature(
+        "MISSING",
+        &supported,
+        Features::MISSING,
+        Verdict::No,
+        "4.11",
+    ));
     for (wanted, name, since) in Features::NAMED {
         // The frame pool lives by SIGBUS mode; all else has a substitute.
-        let otherwise = if wanted == Features::SIGBUS { Verdict::No } else { Verdict::Limited };
+        let otherwise = if wanted == Features::SIGBUS {
+            Verdict::No
+        } else {
+            Verdict::Limited
+        };
         checks.push(feature(name, &supported, wanted, otherwise, since));
     }
     checks.push(pagemap_scan());
     checks.extend(settings());
-    let kernel = nix::sys::utsname::uname()
-        .map_or_else(|errno| errno.to_string(), |name| name.release().to_string_lossy().into_owned());
-    Probe { kernel, features: supported.unwrap_or_default(), checks }
+    let kernel = nix::sys::utsname::uname().map_or_else(
+        |errno| errno.to_string(),
+        |name| name.release().to_string_lossy().into_owned(),
+    );
+    Probe {
+        kernel,
+        features: supported.unwrap_or_default(),
+        checks,
+    }
 }
 
 fn feature(
@@ -153,10 +210,20 @@ fn feature(
     match supported {
         Ok(features) => {
             let fine = features.contains(wanted);
-            let found = if fine { "supported".to_owned() } else { format!("since kernel {since}") };
+            let found = if fine {
+                "supported".to_owned()
+            } else {
+                format!("since kernel {since}")
+            };
             Check::new(name, fine, otherwise, found, NEWER_KERNEL)
         }
-        Err(error) => Check::new(name, false, otherwise, format!("unknown: {error}"), PERMIT_SYSCALL),
+        Err(error) => Check::new(
+            name,
+            false,
+            otherwise,
+            format!("unknown: {error}"),
+            PERMIT_SYSCALL,
+        ),
     }
 }
 
@@ -164,8 +231,20 @@ fn pagemap_scan() -> Check {
     let name = "PAGEMAP_SCAN";
     match Pagemap::open().map(|pagemap| pagemap.can_scan()) {
         Ok(Ok(())) => Check::new(name, true, Verdict::Limited, "supported", NEWER_KERNEL),
-        Ok(Err(error)) => Check::new(name, false, Verdict::Limited, format!("since kernel 6.7 ({error})"), NEWER_KERNEL),
-        Err(error) => Check::new(name, false, Verdict::No, format!("/proc/self/pagemap: {error}"), "sudo mount -t proc proc /proc"),
+        Ok(Err(error)) => Check::new(
+            name,
+            false,
+            Verdict::Limited,
+            format!("since kernel 6.7 ({error})"),
+            NEWER_KERNEL,
+        ),
+        Err(error) => Check::new(
+            name,
+            false,
+            Verdict::No,
+            format!("/proc/self/pagemap: {error}"),
+            "sudo mount -t proc proc /proc",
+        ),
     }
 }
 
@@ -181,7 +260,8 @@ fn settings() -> Vec<Check> {
     vec![
         Check::new(
             "transparent huge pages",
-            huge.as_deref().is_ok_and(|value| !value.contains("[never]")),
+            huge.as_deref()
+                .is_ok_and(|value| !value.contains("[never]")),
             Verdict::Limited,
             text(&huge),
             "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
@@ -189,7 +269,8 @@ fn settings() -> Vec<Check> {
         Check::new(
             "vm.max_map_count",
             // A mapping per stripe: the kernel's default is enough for tens of thousands.
-            maps.as_deref().is_ok_and(|value| value.parse().is_ok_and(|count: u64| count >= 65_530)),
+            maps.as_deref()
+                .is_ok_and(|value| value.parse().is_ok_and(|count: u64| count >= 65_530)),
             Verdict::Limited,
             text(&maps),
             "sudo sysctl -w vm.max_map_count=1000000",

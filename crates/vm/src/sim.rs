@@ -36,7 +36,12 @@ pub struct SimOptions {
 
 impl Default for SimOptions {
     fn default() -> Self {
-        Self { shards: 1, seed: 0, held_probability: 0.0, duplicate_probability: 0.0 }
+        Self {
+            shards: 1,
+            seed: 0,
+            held_probability: 0.0,
+            duplicate_probability: 0.0,
+        }
     }
 }
 
@@ -132,7 +137,11 @@ impl SimSpace {
             asleep: BTreeMap::new(),
             options,
         };
-        Self { state: Mutex::new(state), shards, frames: Arc::default() }
+        Self {
+            state: Mutex::new(state),
+            shards,
+            frames: Arc::default(),
+        }
     }
 
     /// Reads 8 bytes at `address`, a multiple of 8, as program thread `thread`.
@@ -159,15 +168,22 @@ impl SimSpace {
     /// What the program does with `madvise(MADV_DONTNEED)`: the page's bytes are gone, its next touch is a fault. Whether there was a page.
     pub fn drop_page(&self, address: usize) -> bool {
         let mut state = self.state.lock();
-        let Some((region, page)) = state.region(address) else { return false };
+        let Some((region, page)) = state.region(address) else {
+            return false;
+        };
         region.pages.remove(&page).is_some()
     }
 
     /// Pages mapped in all regions.
     pub fn resident_pages(&self) -> usize {
         let state = self.state.lock();
-        let pages = state.regions.values().flat_map(|region| region.pages.values());
-        pages.filter(|content| matches!(content, Content::Bytes(_))).count()
+        let pages = state
+            .regions
+            .values()
+            .flat_map(|region| region.pages.values());
+        pages
+            .filter(|content| matches!(content, Content::Bytes(_)))
+            .count()
     }
 
     /// Frames in existence, not counting the pages mapped.
@@ -184,11 +200,16 @@ impl SimSpace {
     ) -> Result<T, Faulted> {
         assert!(address.is_multiple_of(8), "simulated accesses are aligned");
         let mut state = self.state.lock();
-        assert!(!state.asleep.contains_key(&thread), "thread {thread} touches {address:#x} in its sleep");
+        assert!(
+            !state.asleep.contains_key(&thread),
+            "thread {thread} touches {address:#x} in its sleep"
+        );
         let (region, page) = state.region(address).ok_or(Faulted::Sigsegv)?;
         match region.pages.get_mut(&page) {
             Some(Content::Bytes(bytes)) => {
-                let word = bytes[address - page..][..8].as_mut_array().expect("8 bytes were cut out");
+                let word = bytes[address - page..][..8]
+                    .as_mut_array()
+                    .expect("8 bytes were cut out");
                 Ok(with(word))
             }
             Some(Content::Poison) => Err(Faulted::Sigbus),
@@ -201,7 +222,10 @@ impl SimSpace {
 
     fn frame(&self, bytes: Box<[u8]>) -> SimFrame {
         self.frames.fetch_add(1, Ordering::Relaxed);
-        SimFrame { bytes, frames: Arc::clone(&self.frames) }
+        SimFrame {
+            bytes,
+            frames: Arc::clone(&self.frames),
+        }
     }
 }
 
@@ -216,19 +240,33 @@ impl State {
 
     fn fault(&mut self, thread: usize, address: usize, page: usize, write: bool) {
         let shards = self.queues.len();
-        let (start, region) = self.regions.range(..=address).next_back().expect("the caller has found the region");
+        let (start, region) = self
+            .regions
+            .range(..=address)
+            .next_back()
+            .expect("the caller has found the region");
         let shard = region.layout.shard_of(address - start, shards);
         let fault = Fault { address, write };
-        self.queues[shard].push_back(Message { thread: Some(thread), fault });
+        self.queues[shard].push_back(Message {
+            thread: Some(thread),
+            fault,
+        });
         if self.chance(self.options.duplicate_probability) {
-            self.queues[shard].push_back(Message { thread: None, fault });
+            self.queues[shard].push_back(Message {
+                thread: None,
+                fault,
+            });
         }
         self.asleep.insert(thread, page);
     }
 
     fn wake(&mut self, start: usize, len: usize) {
-        let woken: Vec<_> =
-            self.asleep.iter().filter(|(_, page)| (start..start + len).contains(page)).map(|(&thread, _)| thread).collect();
+        let woken: Vec<_> = self
+            .asleep
+            .iter()
+            .filter(|(_, page)| (start..start + len).contains(page))
+            .map(|(&thread, _)| thread)
+            .collect();
         for thread in woken {
             self.asleep.remove(&thread);
             for queue in &mut self.queues {
@@ -263,14 +301,23 @@ impl AddressSpace for SimSpace {
         let address = state.next_address.next_multiple_of(layout.page_bytes);
         // A page's distance between regions: an access beyond a region's end must not meet the next one.
         state.next_address = address + layout.bytes + layout.page_bytes;
-        state.regions.insert(address, SimRegion { layout, pages: BTreeMap::new() });
+        state.regions.insert(
+            address,
+            SimRegion {
+                layout,
+                pages: BTreeMap::new(),
+            },
+        );
         Ok(address)
     }
 
     fn unmap(&self, address: usize, layout: Layout) {
         let mut state = self.state.lock();
         let region = state.regions.remove(&address);
-        assert!(region.is_some_and(|region| region.layout == layout), "{address:#x} is not mapped with {layout:?}");
+        assert!(
+            region.is_some_and(|region| region.layout == layout),
+            "{address:#x} is not mapped with {layout:?}"
+        );
         state.wake(address, layout.bytes);
     }
 
@@ -278,27 +325,55 @@ impl AddressSpace for SimSpace {
         Ok(self.frame(vec![0; page_bytes].into_boxed_slice()))
     }
 
-    fn install(&self, _shard: usize, address: usize, mut frame: SimFrame) -> Result<(), InstallError<SimFrame>> {
+    fn install(
+        &self,
+        _shard: usize,
+        address: usize,
+        mut frame: SimFrame,
+    ) -> Result<(), InstallError<SimFrame>> {
         let mut state = self.state.lock();
         let len = frame.bytes.len();
         let Some((region, page)) = state.region(address) else {
-            return Err(InstallError { frame, kind: InstallErrorKind::Gone });
+            return Err(InstallError {
+                frame,
+                kind: InstallErrorKind::Gone,
+            });
         };
-        assert!(page == address && region.layout.page_bytes == len, "{address:#x} is no page of {len} bytes");
+        assert!(
+            page == address && region.layout.page_bytes == len,
+            "{address:#x} is no page of {len} bytes"
+        );
         let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
         if !exists {
-            region.pages.insert(page, Content::Bytes(std::mem::take(&mut frame.bytes)));
+            region
+                .pages
+                .insert(page, Content::Bytes(std::mem::take(&mut frame.bytes)));
         }
         state.wake(address, len);
-        if exists { Err(InstallError { frame, kind: InstallErrorKind::Exists }) } else { Ok(()) }
+        if exists {
+            Err(InstallError {
+                frame,
+                kind: InstallErrorKind::Exists,
+            })
+        } else {
+            Ok(())
+        }
     }
 
-    fn detach(&self, _shard: usize, address: usize, page_bytes: usize) -> Result<SimFrame, DetachError> {
+    fn detach(
+        &self,
+        _shard: usize,
+        address: usize,
+        page_bytes: usize,
+    ) -> Result<SimFrame, DetachError> {
         let mut state = self.state.lock();
         let held_probability = state.options.held_probability;
         let held = state.chance(held_probability);
         let (region, page) = state.region(address).ok_or(DetachError::Absent)?;
-        assert!(page == address && region.layout.page_bytes == page_bytes, "{address:#x} is no page of {page_bytes} bytes");
+        assert!(
+            page == address && region.layout.page_bytes == page_bytes,
+            "{address:#x} is no page of {page_bytes} bytes"
+        );
         match region.pages.remove(&page) {
             Some(content) if held => {
                 region.pages.insert(page, content);
@@ -315,7 +390,9 @@ impl AddressSpace for SimSpace {
 
     fn is_present(&self, address: usize) -> bool {
         let mut state = self.state.lock();
-        state.region(address).is_some_and(|(region, page)| region.pages.contains_key(&page))
+        state
+            .region(address)
+            .is_some_and(|(region, page)| region.pages.contains_key(&page))
     }
 
     fn wake(&self, _shard: usize, address: usize, page_bytes: usize) {
@@ -330,11 +407,19 @@ impl AddressSpace for SimSpace {
             region.pages.insert(page, Content::Poison);
         }
         state.wake(address, page_bytes);
-        if exists { Err(io::ErrorKind::AlreadyExists.into()) } else { Ok(()) }
+        if exists {
+            Err(io::ErrorKind::AlreadyExists.into())
+        } else {
+            Ok(())
+        }
     }
 
     fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
-        out.extend(self.state.lock().queues[shard].drain(..).map(|message| message.fault));
+        out.extend(
+            self.state.lock().queues[shard]
+                .drain(..)
+                .map(|message| message.fault),
+        );
         Ok(())
     }
 
@@ -347,7 +432,12 @@ impl AddressSpace for SimSpace {
 mod tests {
     use super::*;
 
-    const LAYOUT: Layout = Layout { bytes: 4 * 4096, page_bytes: 4096, stripe_bytes: 4096, first_shard: 0 };
+    const LAYOUT: Layout = Layout {
+        bytes: 4 * 4096,
+        page_bytes: 4096,
+        stripe_bytes: 4096,
+        first_shard: 0,
+    };
 
     fn faults(space: &SimSpace, shard: usize) -> Vec<Fault> {
         let mut out = Vec::new();
@@ -357,13 +447,24 @@ mod tests {
 
     #[test]
     fn absent_page_puts_its_thread_to_sleep_until_installed() {
-        let space = SimSpace::new(SimOptions { shards: 2, ..SimOptions::default() });
+        let space = SimSpace::new(SimOptions {
+            shards: 2,
+            ..SimOptions::default()
+        });
         let base = space.map(LAYOUT).unwrap();
         assert_eq!(space.try_store(7, base + 4096 + 8, 5), Err(Faulted::Asleep));
         assert!(space.is_asleep(7));
         assert_eq!(faults(&space, 0), []);
-        assert_eq!(faults(&space, 1), [Fault { address: base + 4096 + 8, write: true }]);
-        space.install(1, base + 4096, space.new_frame(4096).unwrap()).unwrap();
+        assert_eq!(
+            faults(&space, 1),
+            [Fault {
+                address: base + 4096 + 8,
+                write: true
+            }]
+        );
+        space
+            .install(1, base + 4096, space.new_frame(4096).unwrap())
+            .unwrap();
         assert!(!space.is_asleep(7));
         assert_eq!(space.try_store(7, base + 4096 + 8, 5), Ok(()));
         let frame = space.detach(1, base + 4096, 4096).unwrap();
@@ -378,7 +479,9 @@ mod tests {
         let space = SimSpace::new(SimOptions::default());
         let base = space.map(LAYOUT).unwrap();
         assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
-        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        space
+            .install(0, base, space.new_frame(4096).unwrap())
+            .unwrap();
         assert_eq!(faults(&space, 0), []);
     }
 
@@ -388,7 +491,9 @@ mod tests {
         let base = space.map(LAYOUT).unwrap();
         space.poison(0, base, 4096).unwrap();
         assert_eq!(space.try_load(1, base), Err(Faulted::Sigbus));
-        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        space
+            .install(0, base, space.new_frame(4096).unwrap())
+            .unwrap();
         assert_eq!(space.try_load(1, base), Ok(0));
     }
 
@@ -402,19 +507,35 @@ mod tests {
         let base = space.map(LAYOUT).unwrap();
         assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
         assert_eq!(faults(&space, 0).len(), 2);
-        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
-        assert!(matches!(space.detach(0, base, 4096), Err(DetachError::Held)));
+        space
+            .install(0, base, space.new_frame(4096).unwrap())
+            .unwrap();
+        assert!(matches!(
+            space.detach(0, base, 4096),
+            Err(DetachError::Held)
+        ));
         assert!(space.drop_page(base));
-        assert!(matches!(space.detach(0, base, 4096), Err(DetachError::Absent)));
+        assert!(matches!(
+            space.detach(0, base, 4096),
+            Err(DetachError::Absent)
+        ));
     }
 
     #[test]
     fn second_install_and_unmap_wake_the_sleeper() {
         let space = SimSpace::new(SimOptions::default());
         let base = space.map(LAYOUT).unwrap();
-        space.install(0, base, space.new_frame(4096).unwrap()).unwrap();
+        space
+            .install(0, base, space.new_frame(4096).unwrap())
+            .unwrap();
         let again = space.install(0, base, space.new_frame(4096).unwrap());
-        assert!(matches!(again, Err(InstallError { kind: InstallErrorKind::Exists, .. })));
+        assert!(matches!(
+            again,
+            Err(InstallError {
+                kind: InstallErrorKind::Exists,
+                ..
+            })
+        ));
         assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
         space.unmap(base, LAYOUT);
         assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Sigsegv));

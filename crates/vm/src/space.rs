@@ -104,14 +104,24 @@ pub trait AddressSpace: Send + Sync + 'static {
     ///
     /// # Errors
     /// See [`InstallErrorKind`]; the frame comes back.
-    fn install(&self, shard: usize, address: usize, frame: Self::Frame) -> Result<(), InstallError<Self::Frame>>;
+    fn install(
+        &self,
+        shard: usize,
+        address: usize,
+        frame: Self::Frame,
+    ) -> Result<(), InstallError<Self::Frame>>;
 
     /// Takes the page at `address` out of the mapping, atomically with respect to the program: every write is either in the
     /// frame or faults.
     ///
     /// # Errors
     /// See [`DetachError`]; the page is then as it was.
-    fn detach(&self, shard: usize, address: usize, page_bytes: usize) -> Result<Self::Frame, DetachError>;
+    fn detach(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+    ) -> Result<Self::Frame, DetachError>;
 
     /// Whether a page is mapped at `address`. Slow; for rare cases.
     fn is_present(&self, address: usize) -> bool;

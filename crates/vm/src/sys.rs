@@ -19,10 +19,30 @@ pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 const FRUITLESS_TRIES_MAX: u32 = 10_000;
 
 nix::ioctl_readwrite!(uffdio_api, raw::UFFDIO, raw::_UFFDIO_API, raw::uffdio_api);
-nix::ioctl_readwrite!(uffdio_copy, raw::UFFDIO, raw::_UFFDIO_COPY, raw::uffdio_copy);
-nix::ioctl_readwrite!(uffdio_move, raw::UFFDIO, raw::_UFFDIO_MOVE, raw::uffdio_move);
-nix::ioctl_readwrite!(uffdio_continue, raw::UFFDIO, raw::_UFFDIO_CONTINUE, raw::uffdio_continue);
-nix::ioctl_readwrite!(uffdio_poison, raw::UFFDIO, raw::_UFFDIO_POISON, raw::uffdio_poison);
+nix::ioctl_readwrite!(
+    uffdio_copy,
+    raw::UFFDIO,
+    raw::_UFFDIO_COPY,
+    raw::uffdio_copy
+);
+nix::ioctl_readwrite!(
+    uffdio_move,
+    raw::UFFDIO,
+    raw::_UFFDIO_MOVE,
+    raw::uffdio_move
+);
+nix::ioctl_readwrite!(
+    uffdio_continue,
+    raw::UFFDIO,
+    raw::_UFFDIO_CONTINUE,
+    raw::uffdio_continue
+);
+nix::ioctl_readwrite!(
+    uffdio_poison,
+    raw::UFFDIO,
+    raw::_UFFDIO_POISON,
+    raw::uffdio_poison
+);
 nix::ioctl_readwrite!(pagemap_scan, b'f', 16, raw::pm_scan_arg);
 
 /// `UFFDIO_MOVE_MODE_DONTWAKE` and `UFFDIO_MOVE_MODE_ALLOW_SRC_HOLES`, absent from the published bindings.
@@ -103,7 +123,10 @@ pub struct Stopped {
 }
 
 /// Carries on a call that the kernel may end halfway: `step` is told how far it is and answers the call's result and the kernel's count.
-fn carry_on(len: usize, mut step: impl FnMut(usize) -> (nix::Result<i32>, i64)) -> Result<(), Stopped> {
+fn carry_on(
+    len: usize,
+    mut step: impl FnMut(usize) -> (nix::Result<i32>, i64),
+) -> Result<(), Stopped> {
     let mut done_bytes = 0;
     let mut fruitless = 0;
     loop {
@@ -111,7 +134,8 @@ fn carry_on(len: usize, mut step: impl FnMut(usize) -> (nix::Result<i32>, i64)) 
         match result {
             Ok(_) => return Ok(()),
             Err(Errno::EAGAIN) if count > 0 => {
-                done_bytes += usize::try_from(count).expect("the kernel counts no more than was asked");
+                done_bytes +=
+                    usize::try_from(count).expect("the kernel counts no more than was asked");
                 fruitless = 0;
                 if done_bytes >= len {
                     return Ok(());
@@ -121,7 +145,12 @@ fn carry_on(len: usize, mut step: impl FnMut(usize) -> (nix::Result<i32>, i64)) 
                 fruitless += 1;
                 std::thread::yield_now();
             }
-            Err(errno) => return Err(Stopped { done_bytes, why: Refusal::of(errno) }),
+            Err(errno) => {
+                return Err(Stopped {
+                    done_bytes,
+                    why: Refusal::of(errno),
+                });
+            }
         }
     }
 }
@@ -171,7 +200,8 @@ pub(crate) unsafe fn move_pages(
     wake: bool,
     allow_holes: bool,
 ) -> Result<(), Stopped> {
-    let mode = if wake { 0 } else { MOVE_DONTWAKE } | if allow_holes { MOVE_ALLOW_SRC_HOLES } else { 0 };
+    let mode =
+        if wake { 0 } else { MOVE_DONTWAKE } | if allow_holes { MOVE_ALLOW_SRC_HOLES } else { 0 };
     carry_on(len, |done| {
         let mut arg = raw::uffdio_move {
             dst: (dst + done) as u64,
@@ -198,7 +228,10 @@ pub(crate) unsafe fn map_existing(
 ) -> Result<(), Stopped> {
     carry_on(len, |done| {
         let mut arg = raw::uffdio_continue {
-            range: raw::uffdio_range { start: (start + done) as u64, len: (len - done) as u64 },
+            range: raw::uffdio_range {
+                start: (start + done) as u64,
+                len: (len - done) as u64,
+            },
             mode: if wake { 0 } else { CONTINUE_DONTWAKE },
             mapped: 0,
         };
@@ -215,7 +248,10 @@ pub(crate) unsafe fn map_existing(
 pub(crate) unsafe fn poison(fd: BorrowedFd<'_>, start: usize, len: usize) -> Result<(), Stopped> {
     carry_on(len, |done| {
         let mut arg = raw::uffdio_poison {
-            range: raw::uffdio_range { start: (start + done) as u64, len: (len - done) as u64 },
+            range: raw::uffdio_range {
+                start: (start + done) as u64,
+                len: (len - done) as u64,
+            },
             mode: 0,
             updated: 0,
         };
@@ -249,7 +285,10 @@ pub(crate) fn scan_written(
     };
     // SAFETY: `arg` is valid for the call and `vec`, `vec_len` describe a slice that is borrowed mutably. Pages keep their bytes.
     let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut arg) }?;
-    Ok((usize::try_from(count).expect("a count is not negative"), arg.walk_end as usize))
+    Ok((
+        usize::try_from(count).expect("a count is not negative"),
+        arg.walk_end as usize,
+    ))
 }
 
 /// Opens a userfaultfd by its system call (kernel 4.3).
@@ -277,12 +316,22 @@ pub(crate) fn open_by_device(user_mode_only: bool) -> nix::Result<OwnedFd> {
 }
 
 fn open_flags(user_mode_only: bool) -> libc::c_int {
-    libc::O_CLOEXEC | libc::O_NONBLOCK | if user_mode_only { raw::UFFD_USER_MODE_ONLY as i32 } else { 0 }
+    libc::O_CLOEXEC
+        | libc::O_NONBLOCK
+        | if user_mode_only {
+            raw::UFFD_USER_MODE_ONLY as i32
+        } else {
+            0
+        }
 }
 
 /// `UFFDIO_API`: agrees on `features`; once per descriptor. Returns what the kernel supports.
 pub(crate) fn agree(fd: BorrowedFd<'_>, features: u64) -> nix::Result<u64> {
-    let mut arg = raw::uffdio_api { api: u64::from(raw::UFFD_API), features, ioctls: 0 };
+    let mut arg = raw::uffdio_api {
+        api: u64::from(raw::UFFD_API),
+        features,
+        ioctls: 0,
+    };
     // SAFETY: `arg` is valid for the call, which changes nothing but the descriptor.
     unsafe { uffdio_api(fd.as_raw_fd(), &mut arg) }?;
     Ok(arg.features)
@@ -325,7 +374,11 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
             unsafe { release(from, to - from) };
         }
     }
-    let page_kind = if huge { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
+    let page_kind = if huge {
+        libc::MADV_HUGEPAGE
+    } else {
+        libc::MADV_NOHUGEPAGE
+    };
     for advice in [libc::MADV_DONTFORK, page_kind] {
         // SAFETY: the mapping made above; neither advice drops pages.
         match unsafe { madvise(aligned, len, advice) } {
@@ -367,7 +420,11 @@ pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> 
     let anywhere = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: the caller's promise; the kernel picks a free address. glibc reads a fifth argument with this flag, which must not be left out.
     let staged = unsafe { libc::mremap(start as *mut libc::c_void, len, len, flags, anywhere) };
-    if staged == libc::MAP_FAILED { Err(Errno::last()) } else { Ok(staged as usize) }
+    if staged == libc::MAP_FAILED {
+        Err(Errno::last())
+    } else {
+        Ok(staged as usize)
+    }
 }
 
 /// `mprotect`.

@@ -44,7 +44,11 @@ impl Uffd {
             Ok(_) => Ok(Self::over(fd)),
             Err(Errno::EINVAL) => {
                 let missing = Self::supported(user_mode_only)?.first_missing(features);
-                Err(missing.map_or(OpenError::Os(Errno::EINVAL.into()), |(feature, since)| OpenError::TooOld { feature, since }))
+                Err(
+                    missing.map_or(OpenError::Os(Errno::EINVAL.into()), |(feature, since)| {
+                        OpenError::TooOld { feature, since }
+                    }),
+                )
             }
             Err(errno) => Err(OpenError::Os(errno.into())),
         }
@@ -57,12 +61,15 @@ impl Uffd {
     pub fn supported(user_mode_only: bool) -> Result<Features, OpenError> {
         let fd = open_any(user_mode_only)?;
         // A descriptor agrees once, with the features then asked for: hence one that is only asked.
-        sys::agree(fd.as_fd(), 0).map(Features).map_err(|errno| OpenError::Os(errno.into()))
+        sys::agree(fd.as_fd(), 0)
+            .map(Features)
+            .map_err(|errno| OpenError::Os(errno.into()))
     }
 
     fn over(fd: OwnedFd) -> Self {
         // SAFETY: a userfaultfd that has agreed on its features, owned by nobody else.
-        Self { inner: unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) } }
+        let inner = unsafe { userfaultfd::Uffd::from_raw_fd(fd.into_raw_fd()) };
+        Self { inner }
     }
 
     /// Starts to catch faults in a range of a mapping.
@@ -70,7 +77,10 @@ impl Uffd {
     /// # Errors
     /// `EBUSY` when another userfaultfd has it, `ENOMEM` when `vm.max_map_count` is reached, `EINVAL` when the mapping's kind is not supported.
     pub fn register(&self, start: usize, len: usize, mode: RegisterMode) -> io::Result<()> {
-        self.inner.register_with_mode(start as *mut _, len, mode).map(drop).map_err(os_error)
+        self.inner
+            .register_with_mode(start as *mut _, len, mode)
+            .map(drop)
+            .map_err(os_error)
     }
 
     /// Stops catching faults in a range: absent pages are from now on filled with zeros by the kernel. Sleeping threads are woken.
@@ -78,7 +88,9 @@ impl Uffd {
     /// # Errors
     /// `EINVAL` when there is no mapping, `ENOMEM` when `vm.max_map_count` is reached.
     pub fn unregister(&self, start: usize, len: usize) -> io::Result<()> {
-        self.inner.unregister(start as *mut _, len).map_err(os_error)
+        self.inner
+            .unregister(start as *mut _, len)
+            .map_err(os_error)
     }
 
     /// Wakes the threads that sleep on a fault in the range; they try again.
@@ -96,7 +108,13 @@ impl Uffd {
     ///
     /// # Safety
     /// `src..src + len` is readable, and the owner of the mapping at `dst` agrees to what appears there.
-    pub unsafe fn copy(&self, dst: usize, src: usize, len: usize, protect: bool) -> Result<(), Stopped> {
+    pub unsafe fn copy(
+        &self,
+        dst: usize,
+        src: usize,
+        len: usize,
+        protect: bool,
+    ) -> Result<(), Stopped> {
         // SAFETY: the caller's promise.
         unsafe { sys::copy(self.inner.as_fd(), dst, src, len, true, protect) }
     }
@@ -109,7 +127,13 @@ impl Uffd {
     ///
     /// # Safety
     /// Nothing relies on the bytes at `src`, which vanish, and the owner of the mapping at `dst` agrees to what appears there.
-    pub unsafe fn move_pages(&self, dst: usize, src: usize, len: usize, allow_holes: bool) -> Result<(), Stopped> {
+    pub unsafe fn move_pages(
+        &self,
+        dst: usize,
+        src: usize,
+        len: usize,
+        allow_holes: bool,
+    ) -> Result<(), Stopped> {
         // SAFETY: the caller's promise.
         unsafe { sys::move_pages(self.inner.as_fd(), dst, src, len, true, allow_holes) }
     }
@@ -144,7 +168,9 @@ impl Uffd {
     /// # Errors
     /// `ENOENT` when the range is not registered for it, `EAGAIN` while the mapping changes.
     pub fn write_protect(&self, start: usize, len: usize) -> io::Result<()> {
-        self.inner.write_protect(start as *mut _, len).map_err(os_error)
+        self.inner
+            .write_protect(start as *mut _, len)
+            .map_err(os_error)
     }
 
     /// Lifts [`write_protect`](Self::write_protect) and wakes who sleeps there.
@@ -152,7 +178,9 @@ impl Uffd {
     /// # Errors
     /// As there.
     pub fn write_unprotect(&self, start: usize, len: usize) -> io::Result<()> {
-        self.inner.remove_write_protection(start as *mut _, len, true).map_err(os_error)
+        self.inner
+            .remove_write_protection(start as *mut _, len, true)
+            .map_err(os_error)
     }
 
     /// Appends the faults that wait, without blocking.
@@ -164,13 +192,18 @@ impl Uffd {
             let before = out.len();
             let events = match self.inner.read_events(&mut buffer.0) {
                 Ok(events) => events,
-                Err(userfaultfd::Error::SystemError(errno)) if errno as i32 == libc::EAGAIN => return Ok(()),
+                Err(userfaultfd::Error::SystemError(errno)) if errno as i32 == libc::EAGAIN => {
+                    return Ok(());
+                }
                 Err(error) => return Err(os_error(error)),
             };
             for event in events {
                 // The other events have not been agreed upon.
                 if let Event::Pagefault { rw, addr, .. } = event.map_err(os_error)? {
-                    out.push(Fault { address: addr as usize, write: rw == ReadWrite::Write });
+                    out.push(Fault {
+                        address: addr as usize,
+                        write: rw == ReadWrite::Write,
+                    });
                 }
             }
             // A read takes all there is, up to its buffer.
@@ -282,7 +315,9 @@ pub enum OpenError {
         device: Errno,
     },
     /// The kernel was built without it.
-    #[error("this kernel has no userfaultfd: use one that is built with CONFIG_USERFAULTFD=y (`zgrep USERFAULTFD /proc/config.gz`)")]
+    #[error(
+        "this kernel has no userfaultfd: use one that is built with CONFIG_USERFAULTFD=y (`zgrep USERFAULTFD /proc/config.gz`)"
+    )]
     NotBuilt,
     /// The kernel lacks a feature.
     #[error("this kernel's userfaultfd lacks {feature}: use kernel {since} or later")]
@@ -296,7 +331,9 @@ pub enum OpenError {
     #[error("cannot open /proc/self/pagemap: mount /proc (`sudo mount -t proc proc /proc`)")]
     Pagemap(#[source] io::Error),
     /// The kernel's page is not 4 KiB.
-    #[error("the kernel's page is {bytes} bytes, only 4096 is supported: use a kernel with 4 KiB pages")]
+    #[error(
+        "the kernel's page is {bytes} bytes, only 4096 is supported: use a kernel with 4 KiB pages"
+    )]
     KernelPage {
         /// What it is.
         bytes: usize,
@@ -312,15 +349,20 @@ fn open_any(user_mode_only: bool) -> Result<OwnedFd, OpenError> {
         Ok(fd) => return Ok(fd),
         Err(errno @ (Errno::EPERM | Errno::EACCES | Errno::ENOSYS)) => errno,
         // Kernels before 5.11 do not know UFFD_USER_MODE_ONLY.
-        Err(Errno::EINVAL) if user_mode_only => return Err(OpenError::TooOld { feature: "USER_MODE_ONLY", since: "5.11" }),
+        Err(Errno::EINVAL) if user_mode_only => {
+            return Err(OpenError::TooOld {
+                feature: "USER_MODE_ONLY",
+                since: "5.11",
+            });
+        }
         Err(errno) => return Err(OpenError::Os(errno.into())),
     };
     match sys::open_by_device(user_mode_only) {
         Ok(fd) => Ok(fd),
         Err(Errno::ENOENT) if syscall == Errno::ENOSYS => Err(OpenError::NotBuilt),
-        Err(device @ (Errno::EPERM | Errno::EACCES | Errno::ENOENT | Errno::ENXIO | Errno::ENODEV)) => {
-            Err(OpenError::NotPermitted { syscall, device })
-        }
+        Err(
+            device @ (Errno::EPERM | Errno::EACCES | Errno::ENOENT | Errno::ENXIO | Errno::ENODEV),
+        ) => Err(OpenError::NotPermitted { syscall, device }),
         Err(errno) => Err(OpenError::Os(errno.into())),
     }
 }

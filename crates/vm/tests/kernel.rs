@@ -1,10 +1,15 @@
 //! The real address space on the real kernel, in both ways of moving pages.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
 use std::{
     collections::HashMap,
     fs,
     io::{Read, Seek, Write},
-    os::fd::AsRawFd,
+    os::fd::{AsFd, AsRawFd},
     process::Command,
     sync::{
         Arc, Mutex,
@@ -14,7 +19,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, DetachError, Fault, InstallErrorKind, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Transfer,
+    AddressSpace, DetachError, Fault, FaultBuffer, Features, InstallErrorKind, KernelFrame,
+    KernelSpace, KernelSpaceOptions, Layout, OpenError, RegisterMode, Transfer, Uffd,
 };
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -28,13 +34,22 @@ use nix::{
 const BOTH: [Transfer; 2] = [Transfer::Move, Transfer::Copy];
 
 fn space(transfer: Transfer, shards: usize) -> Arc<KernelSpace> {
-    let options =
-        KernelSpaceOptions { shards, frame_bytes_max: 64 << 20, transfer: Some(transfer), ..KernelSpaceOptions::default() };
+    let options = KernelSpaceOptions {
+        shards,
+        frame_bytes_max: 64 << 20,
+        transfer: Some(transfer),
+        ..KernelSpaceOptions::default()
+    };
     Arc::new(KernelSpace::new(options).unwrap())
 }
 
 fn layout(bytes: usize, page_bytes: usize) -> Layout {
-    Layout { bytes, page_bytes, stripe_bytes: page_bytes, first_shard: 0 }
+    Layout {
+        bytes,
+        page_bytes,
+        stripe_bytes: page_bytes,
+        first_shard: 0,
+    }
 }
 
 fn byte(address: usize) -> u8 {
@@ -62,7 +77,9 @@ impl Filler {
     fn start(space: &Arc<KernelSpace>, layout: Layout) -> (Arc<Self>, Vec<JoinHandle<()>>) {
         let base = space.map(layout).unwrap();
         let pages = layout.bytes / layout.page_bytes;
-        let away = (0..pages).map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes).unwrap()))).collect();
+        let away = (0..pages)
+            .map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes).unwrap())))
+            .collect();
         let filler = Arc::new(Self {
             space: Arc::clone(space),
             base,
@@ -84,7 +101,11 @@ impl Filler {
         let mut faults = Vec::new();
         while !self.stop.load(Ordering::Relaxed) {
             let fd = self.space.fault_fd(shard).unwrap();
-            poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], PollTimeout::from(10u8)).unwrap();
+            poll(
+                &mut [PollFd::new(fd, PollFlags::POLLIN)],
+                PollTimeout::from(10u8),
+            )
+            .unwrap();
             self.space.faults(shard, &mut faults).unwrap();
             for Fault { address, .. } in faults.drain(..) {
                 self.faults.fetch_add(1, Ordering::Relaxed);
@@ -107,7 +128,10 @@ impl Filler {
         if away.is_none() {
             let offset = page * self.layout.page_bytes;
             let shard = self.layout.shard_of(offset, self.space.shards());
-            *away = Some(self.space.detach(shard, self.base + offset, self.layout.page_bytes)?);
+            *away = Some(
+                self.space
+                    .detach(shard, self.base + offset, self.layout.page_bytes)?,
+            );
         }
         Ok(())
     }
@@ -145,7 +169,10 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
                 assert_eq!(frame.as_ref()[..page_bytes - 1], expected[..page_bytes - 1]);
                 assert_eq!(frame.as_ref()[page_bytes - 1], round);
             }
-            assert!(matches!(space.detach(0, at, page_bytes), Err(DetachError::Absent)));
+            assert!(matches!(
+                space.detach(0, at, page_bytes),
+                Err(DetachError::Absent)
+            ));
             space.unmap(base, layout);
         }
     }
@@ -176,7 +203,8 @@ fn writers_during_detach_keep_their_writes() {
                         for _ in 0..OPS {
                             let word = word_of(&mut state);
                             // SAFETY: an aligned word of the region, accessed atomically by all.
-                            let cell = unsafe { AtomicU64::from_ptr((base + word * 8) as *mut u64) };
+                            let cell =
+                                unsafe { AtomicU64::from_ptr((base + word * 8) as *mut u64) };
                             cell.fetch_add(word as u64 * 2 + 1, Ordering::Relaxed);
                         }
                         running.fetch_sub(1, Ordering::Relaxed);
@@ -227,7 +255,8 @@ fn system_calls_read_and_write_absent_pages() {
         file.write_all(&content).unwrap();
         file.rewind().unwrap();
         // SAFETY: the whole region, which no other thread writes.
-        let region = unsafe { std::slice::from_raw_parts_mut(filler.base as *mut u8, layout.bytes) };
+        let region =
+            unsafe { std::slice::from_raw_parts_mut(filler.base as *mut u8, layout.bytes) };
         file.read_exact(region).unwrap();
         for page in 0..8 {
             filler.evict(page).unwrap();
@@ -269,7 +298,10 @@ fn region_stays_usable_after_fork_and_exec_while_faulting() {
                 unsafe { libc::_exit(0) }
             }
             ForkResult::Parent { child } => {
-                assert!(matches!(waitpid(child, None).unwrap(), WaitStatus::Signaled(_, Signal::SIGSEGV, _)));
+                assert!(matches!(
+                    waitpid(child, None).unwrap(),
+                    WaitStatus::Signaled(_, Signal::SIGSEGV, _)
+                ));
             }
         }
         for page in 0..64 {
@@ -294,12 +326,16 @@ impl Pinned {
     fn new(address: usize, len: usize) -> Option<Self> {
         let mut params = [0u32; 30];
         // SAFETY: `params` is an io_uring_params (120 bytes) of zeros.
-        let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, params.as_mut_ptr()) } as i32;
+        let ring =
+            unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, params.as_mut_ptr()) } as i32;
         if ring < 0 {
             println!("skipped: io_uring is not available here");
             return None;
         }
-        let iovec = libc::iovec { iov_base: address as *mut _, iov_len: len };
+        let iovec = libc::iovec {
+            iov_base: address as *mut _,
+            iov_len: len,
+        };
         // SAFETY: IORING_REGISTER_BUFFERS (0) with one valid vector.
         let rc = unsafe { libc::syscall(libc::SYS_io_uring_register, ring, 0, &iovec, 1) };
         assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
@@ -329,15 +365,26 @@ fn pinned_page_stays_whole() {
         }
         space.install(0, base, frame).unwrap();
         // The last kernel page is pinned, so that the others have moved when the kernel refuses.
-        let Some(pinned) = Pinned::new(base + page_bytes - 4096, 4096) else { return };
-        assert!(matches!(space.detach(0, base, page_bytes), Err(DetachError::Held)));
+        let Some(pinned) = Pinned::new(base + page_bytes - 4096, 4096) else {
+            return;
+        };
+        assert!(matches!(
+            space.detach(0, base, page_bytes),
+            Err(DetachError::Held)
+        ));
         for index in 0..page_bytes {
             assert!(index % 4096 != 0 || space.is_present(base + index));
             assert_eq!(byte(base + index), (index % 251) as u8);
         }
         drop(pinned);
         let frame = space.detach(0, base, page_bytes).unwrap();
-        assert!(frame.as_ref().iter().enumerate().all(|(index, &byte)| byte == (index % 251) as u8));
+        assert!(
+            frame
+                .as_ref()
+                .iter()
+                .enumerate()
+                .all(|(index, &byte)| byte == (index % 251) as u8)
+        );
         space.unmap(base, layout);
     }
 }
@@ -348,7 +395,9 @@ fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
     let layout = layout(65536, 65536);
     let (filler, threads) = Filler::start(&space, layout);
     set(filler.base, 0);
-    let Some(pinned) = Pinned::new(filler.base + 61440, 4096) else { return };
+    let Some(pinned) = Pinned::new(filler.base + 61440, 4096) else {
+        return;
+    };
     let running = Arc::new(AtomicBool::new(true));
     let programs: Vec<_> = (0..3)
         .map(|thread| {
@@ -358,7 +407,11 @@ fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
                 while running.load(Ordering::Relaxed) {
                     for kernel_page in 0..16 {
                         // SAFETY: an aligned word of the region that is this thread's alone, and atomic.
-                        let cell = unsafe { AtomicU64::from_ptr((base + kernel_page * 4096 + thread * 8) as *mut u64) };
+                        let cell = unsafe {
+                            AtomicU64::from_ptr(
+                                (base + kernel_page * 4096 + thread * 8) as *mut u64,
+                            )
+                        };
                         assert_eq!(cell.fetch_add(1, Ordering::Relaxed), count);
                     }
                     count += 1;
@@ -393,7 +446,10 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
             unsafe { libc::madvise(base as *mut _, 4096, libc::MADV_DONTNEED) };
             assert!(!space.is_present(base));
             if page_bytes == 4096 {
-                assert!(matches!(space.detach(0, base, page_bytes), Err(DetachError::Absent)));
+                assert!(matches!(
+                    space.detach(0, base, page_bytes),
+                    Err(DetachError::Absent)
+                ));
             } else {
                 let frame = space.detach(0, base, page_bytes).unwrap();
                 assert!(frame.as_ref()[..4096].iter().all(|&byte| byte == 0));
@@ -428,9 +484,16 @@ fn install_over_a_page_hands_the_frame_back_whole() {
         }
         space.unmap(base, layout);
         let error = space.install(0, base, filled(3)).unwrap_err();
-        assert!(matches!(error.kind, InstallErrorKind::Gone), "{:?}", error.kind);
+        assert!(
+            matches!(error.kind, InstallErrorKind::Gone),
+            "{:?}",
+            error.kind
+        );
         assert!(error.frame.as_ref().iter().all(|&byte| byte == 3));
-        assert!(matches!(space.detach(0, base, 65536), Err(DetachError::Absent)));
+        assert!(matches!(
+            space.detach(0, base, 65536),
+            Err(DetachError::Absent)
+        ));
     }
 }
 
@@ -442,7 +505,8 @@ fn system_call_can_read(address: usize) -> bool {
     // SAFETY: the kernel checks the address.
     let rc = unsafe { libc::write(pipe[1], address as *const _, 1) };
     // SAFETY: our own descriptors.
-    pipe.iter().for_each(|&fd| assert_eq!(unsafe { libc::close(fd) }, 0));
+    pipe.iter()
+        .for_each(|&fd| unsafe { assert_eq!(libc::close(fd), 0) });
     rc == 1
 }
 
@@ -482,7 +546,10 @@ fn touching_a_poisoned_page_kills_with_sigbus() {
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {
-            assert!(matches!(waitpid(child, None).unwrap(), WaitStatus::Signaled(_, Signal::SIGBUS, _)));
+            assert!(matches!(
+                waitpid(child, None).unwrap(),
+                WaitStatus::Signaled(_, Signal::SIGBUS, _)
+            ));
         }
     }
 }
@@ -523,7 +590,10 @@ fn count_of(path: &str) -> usize {
 
 fn resident_kib() -> usize {
     let status = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
-    let line = status.lines().find(|line| line.starts_with("Rss:")).unwrap();
+    let line = status
+        .lines()
+        .find(|line| line.starts_with("Rss:"))
+        .unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
@@ -533,14 +603,26 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
     const CHILD: &str = "FARPAGE_VM_TEST_ALONE";
     if std::env::var_os(CHILD).is_none() {
         let name = "mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once";
-        let output =
-            Command::new(std::env::current_exe().unwrap()).args(["--exact", name]).env(CHILD, "1").output().unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stdout)
+        );
         return;
     }
     for transfer in BOTH {
         let space = space(transfer, 2);
-        let layout = Layout { bytes: 65536, page_bytes: 4096, stripe_bytes: 32768, first_shard: 0 };
+        let layout = Layout {
+            bytes: 65536,
+            page_bytes: 4096,
+            stripe_bytes: 32768,
+            first_shard: 0,
+        };
         let mut before = None;
         for cycle in 0..11_000 {
             let base = space.map(layout).unwrap();
@@ -607,13 +689,14 @@ fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
     let base = space.map(layout).unwrap();
     let mut frame = space.new_frame(65536).unwrap();
     frame.as_mut().fill(4);
-    // SAFETY: the region's own page, here and below.
+    // SAFETY: the region's own page.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ) };
     space.install(0, base, frame).unwrap();
     assert_eq!(byte(base + 4096), 4);
     let error = space.detach(0, base, 65536).unwrap_err();
     assert!(matches!(error, DetachError::Os(_)), "{error:?}");
     assert_eq!(byte(base + 4096), 4);
+    // SAFETY: as above.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE) };
     space.detach(0, base, 65536).unwrap();
     space.unmap(base, layout);
@@ -621,13 +704,19 @@ fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
 
 #[test]
 fn user_mode_only_makes_system_calls_fail_and_still_serves_the_program() {
-    let options = KernelSpaceOptions { user_mode_only: true, ..KernelSpaceOptions::default() };
+    let options = KernelSpaceOptions {
+        user_mode_only: true,
+        ..KernelSpaceOptions::default()
+    };
     let space = Arc::new(KernelSpace::new(options).unwrap());
     let (filler, threads) = Filler::start(&space, layout(2 * 4096, 4096));
     let mut file = tempfile::tempfile().unwrap();
     // SAFETY: the kernel checks the address.
     let rc = unsafe { libc::write(file.as_raw_fd(), (filler.base + 4096) as *const _, 8) };
-    assert_eq!((rc, std::io::Error::last_os_error().raw_os_error()), (-1, Some(libc::EFAULT)));
+    assert_eq!(
+        (rc, std::io::Error::last_os_error().raw_os_error()),
+        (-1, Some(libc::EFAULT))
+    );
     file.flush().unwrap();
     assert_eq!(byte(filler.base), 0);
     filler.finish(threads);
@@ -638,9 +727,133 @@ fn probe_prints_every_feature_and_a_remedy_for_what_is_missing() {
     let probe = farpage_vm::probe();
     let table = probe.to_string();
     println!("{table}");
-    for name in ["MISSING", "WP", "MINOR", "SIGBUS", "MOVE", "POISON", "WP_ASYNC", "PAGEMAP_SCAN", "vm.max_map_count"] {
+    for name in [
+        "MISSING",
+        "WP",
+        "MINOR",
+        "SIGBUS",
+        "MOVE",
+        "POISON",
+        "WP_ASYNC",
+        "PAGEMAP_SCAN",
+        "vm.max_map_count",
+    ] {
         assert!(table.contains(name), "{name}");
     }
-    assert!(probe.checks.iter().all(|check| check.mend.is_some() == (check.verdict != farpage_vm::Verdict::Yes)));
+    assert!(
+        probe
+            .checks
+            .iter()
+            .all(|check| check.mend.is_some() == (check.verdict != farpage_vm::Verdict::Yes))
+    );
     assert!(probe.usable());
+}
+
+#[test]
+fn without_permission_the_error_says_what_to_do_and_user_mode_still_opens() {
+    if !nix::unistd::geteuid().is_root()
+        || fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd")
+            .unwrap()
+            .trim()
+            == "1"
+    {
+        println!("skipped: needs root, to become somebody who is not, where that matters");
+        return;
+    }
+    // SAFETY: the child changes its user and ends; it allocates, which glibc supports after fork.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            nix::unistd::setresuid(65534.into(), 65534.into(), 65534.into()).unwrap();
+            let refused = Uffd::open(Features::MISSING, false);
+            let text = refused
+                .as_ref()
+                .map_or_else(ToString::to_string, |_| String::new());
+            let told = matches!(refused, Err(OpenError::NotPermitted { .. }))
+                && text.contains("sysctl -w vm.unprivileged_userfaultfd=1");
+            let opened = Uffd::open(Features::MISSING, true).is_ok();
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(if told && opened { 0 } else { 1 }) }
+        }
+        ForkResult::Parent { child } => {
+            assert_eq!(waitpid(child, None).unwrap(), WaitStatus::Exited(child, 0))
+        }
+    }
+}
+
+#[test]
+fn shared_memory_that_is_not_mapped_yet_is_mapped_by_a_minor_fault() {
+    let uffd = Uffd::open(Features::MINOR_SHMEM, false).unwrap();
+    let file =
+        nix::sys::memfd::memfd_create("minor", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+    nix::unistd::write(&file, &[7; 4096]).unwrap();
+    // SAFETY: a new mapping of a file of one page.
+    let start = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            4096,
+            3,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    } as usize;
+    // The bit of UFFDIO_REGISTER_MODE_MINOR, which the bindings know for hugetlbfs only.
+    uffd.register(start, 4096, RegisterMode::from_bits_retain(4))
+        .unwrap();
+    let reader = thread::spawn(move || byte(start));
+    poll(
+        &mut [PollFd::new(uffd.as_fd(), PollFlags::POLLIN)],
+        PollTimeout::NONE,
+    )
+    .unwrap();
+    let mut faults = Vec::new();
+    uffd.faults(&mut FaultBuffer::default(), &mut faults)
+        .unwrap();
+    assert_eq!(
+        faults,
+        [Fault {
+            address: start,
+            write: false
+        }]
+    );
+    // SAFETY: the mapping made above.
+    unsafe { uffd.map_existing(start, 4096) }.unwrap();
+    assert_eq!(reader.join().unwrap(), 7);
+    // SAFETY: the mapping made above, unused from here on.
+    unsafe { libc::munmap(start as *mut _, 4096) };
+}
+
+#[test]
+fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(4096, 4096);
+    let base = space.map(layout).unwrap();
+    let sleeper = thread::spawn(move || system_call_can_read(base));
+    let mut faults = Vec::new();
+    // A woken thread tries again, and its fault is reported again.
+    for _ in 0..2 {
+        poll(
+            &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+            PollTimeout::NONE,
+        )
+        .unwrap();
+        space.faults(0, &mut faults).unwrap();
+        space.wake(0, base, 4096);
+    }
+    assert!(faults.len() >= 2);
+    space.poison(0, base, 4096).unwrap();
+    assert!(!sleeper.join().unwrap());
+    // The region goes while somebody sleeps on it.
+    space
+        .install(0, base, space.new_frame(4096).unwrap())
+        .unwrap();
+    drop(space.detach(0, base, 4096).unwrap());
+    let sleeper = thread::spawn(move || system_call_can_read(base));
+    poll(
+        &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+        PollTimeout::NONE,
+    )
+    .unwrap();
+    space.unmap(base, layout);
+    assert!(!sleeper.join().unwrap());
 }
