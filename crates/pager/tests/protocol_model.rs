@@ -37,10 +37,21 @@ const CROWDED: Paging = Paging {
     ..PLAIN
 };
 
+/// One page, and all that can happen to it.
+const EVERYTHING: Paging = Paging {
+    prefetches: true,
+    flushes: true,
+    madvises: true,
+    holds: true,
+    fills_fail: true,
+    writes_fail: true,
+    ..PLAIN
+};
+
 fn assert_harmless(what: &str, paging: Paging) -> Summary {
     match explore(&paging) {
         Ok(summary) => {
-            println!("{what}: {summary:?}");
+            println!("{what}: {summary}");
             summary
         }
         Err(counterexample) => panic!("{what}: {counterexample}"),
@@ -61,6 +72,257 @@ fn assert_caught(paging: Paging, expected: Harm) {
 }
 
 #[test]
-fn plain() {
+fn two_threads_two_fillers_and_an_evictor() {
     assert!(assert_harmless("plain", PLAIN).always_comes_to_rest);
+}
+
+#[test]
+fn prefetch() {
+    let paging = Paging {
+        prefetches: true,
+        ..PLAIN
+    };
+    assert!(assert_harmless("prefetch", paging).always_comes_to_rest);
+}
+
+#[test]
+fn flush_that_puts_the_page_back() {
+    let paging = Paging {
+        flushes: true,
+        ..PLAIN
+    };
+    assert!(assert_harmless("flush", paging).always_comes_to_rest);
+}
+
+#[test]
+fn page_that_is_held_when_it_is_half_out() {
+    let paging = Paging {
+        holds: true,
+        ..PLAIN
+    };
+    assert!(assert_harmless("held", paging).always_comes_to_rest);
+}
+
+#[test]
+fn program_drops_the_page_itself() {
+    let paging = Paging {
+        madvises: true,
+        ..PLAIN
+    };
+    assert!(assert_harmless("madvise", paging).always_comes_to_rest);
+}
+
+#[test]
+fn reads_from_the_store_that_fail() {
+    let paging = Paging {
+        fills_fail: true,
+        prefetches: true,
+        ..PLAIN
+    };
+    assert!(assert_harmless("failing fills", paging).always_comes_to_rest);
+}
+
+#[test]
+fn writes_to_the_store_that_fail() {
+    let paging = Paging {
+        writes_fail: true,
+        flushes: true,
+        ..PLAIN
+    };
+    assert!(assert_harmless("failing writes", paging).always_comes_to_rest);
+}
+
+#[test]
+fn everything_at_once() {
+    assert!(assert_harmless("everything", EVERYTHING).always_comes_to_rest);
+}
+
+/// An eviction may have to follow an eviction here, so that only some schedules come to rest.
+#[test]
+fn two_pages_and_one_frame() {
+    assert_harmless("crowded", CROWDED);
+}
+
+#[test]
+fn two_pages_and_one_frame_with_flush() {
+    assert_harmless(
+        "crowded, flush",
+        Paging {
+            flushes: true,
+            ..CROWDED
+        },
+    );
+}
+
+#[test]
+fn two_pages_and_one_frame_when_the_program_drops_pages() {
+    assert_harmless(
+        "crowded, madvise",
+        Paging {
+            madvises: true,
+            ..CROWDED
+        },
+    );
+}
+
+#[test]
+fn two_pages_and_one_frame_when_pages_are_held_and_prefetched() {
+    assert_harmless(
+        "crowded, held, prefetch",
+        Paging {
+            holds: true,
+            prefetches: true,
+            ..CROWDED
+        },
+    );
+}
+
+#[test]
+fn twin_that_publishes_before_the_install() {
+    assert_caught(
+        Paging {
+            twin: Twin::PublishesBeforeInstall,
+            ..PLAIN
+        },
+        Harm::WrongRead,
+    );
+}
+
+#[test]
+fn twin_that_publishes_before_the_bytes_are_written() {
+    assert_caught(
+        Paging {
+            twin: Twin::PublishesBeforeWrite,
+            ..PLAIN
+        },
+        Harm::WrongRead,
+    );
+}
+
+#[test]
+fn twin_that_leaves_no_note_on_a_leaving_page() {
+    assert_caught(
+        Paging {
+            twin: Twin::IgnoresFaultWhileLeaving,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_does_not_wake_when_the_page_is_mapped_already() {
+    assert_caught(
+        Paging {
+            holds: true,
+            twin: Twin::NoWakeWhenAlreadyMapped,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_does_not_wake_for_a_stale_fault() {
+    assert_caught(
+        Paging {
+            holds: true,
+            twin: Twin::NoWakeForStaleFault,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_leaves_despite_a_note() {
+    assert_caught(
+        Paging {
+            twin: Twin::LeavesDespiteNote,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_detaches_without_owning() {
+    assert_caught(
+        Paging {
+            twin: Twin::DetachesWithoutOwning,
+            ..PLAIN
+        },
+        Harm::WrongRead,
+    );
+}
+
+#[test]
+fn twin_that_drops_a_failed_fill() {
+    assert_caught(
+        Paging {
+            fills_fail: true,
+            twin: Twin::DropsFailedFill,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_does_not_wake_for_a_late_note() {
+    assert_caught(
+        Paging {
+            madvises: true,
+            twin: Twin::NoWakeForLateNote,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_does_not_wake_for_a_note_on_a_page_that_stayed() {
+    assert_caught(
+        Paging {
+            holds: true,
+            twin: Twin::NoWakeWhenStayed,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_does_not_wake_for_a_note_on_a_removed_page() {
+    assert_caught(
+        Paging {
+            madvises: true,
+            twin: Twin::NoWakeWhenRemoved,
+            ..PLAIN
+        },
+        Harm::SleepsForever,
+    );
+}
+
+#[test]
+fn twin_that_only_wakes_for_a_poisoned_page() {
+    let paging = Paging {
+        madvises: true,
+        fills_fail: true,
+        twin: Twin::OnlyWakesPoisoned,
+        ..PLAIN
+    };
+    assert_caught(paging, Harm::NeverRests);
+}
+
+#[test]
+fn twin_that_looks_once() {
+    assert_caught(
+        Paging {
+            frames: Some(1),
+            twin: Twin::LooksOnce,
+            ..PLAIN
+        },
+        Harm::OverBudget,
+    );
 }

@@ -43,7 +43,6 @@ pub(crate) struct Label {
 }
 
 /// What a harmless exploration has seen.
-#[derive(Debug)]
 pub(crate) struct Summary {
     pub(crate) worlds: usize,
     pub(crate) moves: usize,
@@ -51,6 +50,16 @@ pub(crate) struct Summary {
     pub(crate) rests: usize,
     /// Whether compulsory moves alone always come to an end, however they are scheduled.
     pub(crate) always_comes_to_rest: bool,
+}
+
+impl fmt::Display for Summary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} worlds, {} moves, {} worlds at rest",
+            self.worlds, self.moves, self.rests
+        )
+    }
 }
 
 /// A harm and the shortest way to it.

@@ -86,6 +86,8 @@ pub(crate) enum Harm {
     SleepsForever,
     /// However the threads are scheduled, it never ends.
     NeverRests,
+    /// More pages are mapped or on their way than there may be.
+    OverBudget,
     /// An access failed though nothing else did.
     NeedlessSigbus,
     /// Not visible by itself: an owned state without exactly one owner, or an owner without its state.
@@ -125,24 +127,23 @@ enum Next {
     /// Take a fault from the batch, read a new batch, or begin something.
     Idle,
     // Owning nothing.
-    Fault,
     Look,
     Claim,
     Wake,
-    // Owning a filling page.
+    // A filler, owning a filling page.
     LookAgain,
     TakeFrame,
     Fetch,
     Install(Version),
-    WakeInstalled,
     AlreadyMapped,
-    PublishInstalled,
     PublishFailed,
     Poison,
     WakePoisoned,
     PublishPoisoned,
-    Reinstall(Version),
-    // Owning a leaving page.
+    // Either, owning the page that it has just mapped.
+    WakeInstalled,
+    PublishInstalled,
+    // An evictor or flusher, owning a leaving page.
     Detach,
     PutBack(Version),
     PublishStayed,
@@ -150,7 +151,8 @@ enum Next {
     Compare(Version),
     Write(Version),
     PublishLeft(Version),
-    PublishTakeBack(Version),
+    Reinstall(Version),
+
     // Steps that only a broken twin takes: after publishing.
     LateInstall(Version),
     LateWrite(Version),
@@ -184,23 +186,28 @@ pub(crate) struct World {
 type Step = Result<(), Harm>;
 
 impl Next {
-    fn owned_state(self) -> Option<State> {
+    fn owns_the_page(self) -> bool {
         use Next::*;
-        match self {
-            Idle | Fault | Look | Claim | Wake | LateInstall(_) | LateWrite(_) => None,
-            LookAgain | TakeFrame | Fetch | Install(_) | WakeInstalled | AlreadyMapped
-            | PublishInstalled | PublishFailed | Poison | WakePoisoned | PublishPoisoned
-            | Reinstall(_) => Some(State::Filling),
-            Detach | PutBack(_) | PublishStayed | PublishRemoved | Compare(_) | Write(_)
-            | PublishLeft(_) | PublishTakeBack(_) => Some(State::Leaving),
-        }
+        !matches!(
+            self,
+            Idle | Look | Claim | Wake | LateInstall(_) | LateWrite(_)
+        )
+    }
+
+    fn has_a_frame(self) -> bool {
+        use Next::*;
+        self.has_detached_bytes()
+            || matches!(
+                self,
+                Fetch | PublishFailed | Install(_) | LateInstall(_) | LateWrite(_)
+            )
     }
 
     fn has_detached_bytes(self) -> bool {
         use Next::*;
         matches!(
             self,
-            PutBack(_) | Compare(_) | Write(_) | PublishLeft(_) | PublishTakeBack(_) | Reinstall(_)
+            PutBack(_) | Compare(_) | Write(_) | PublishLeft(_) | Reinstall(_)
         )
     }
 }
@@ -252,6 +259,12 @@ impl World {
         self.workers[worker].next = next;
         if next == Next::Idle {
             self.workers[worker].page = 0;
+        }
+    }
+
+    fn add_frames(&mut self, paging: &Paging, count: u8) {
+        if paging.frames.is_some() {
+            self.frames += count;
         }
     }
 
@@ -357,23 +370,40 @@ impl Model for Paging {
                 return Err(Harm::LostWrite);
             }
         }
+        if let Some(budget) = self.frames {
+            let mapped = pages.iter().filter(|p| p.is_mapped()).count();
+            let held = world
+                .workers
+                .iter()
+                .filter(|w| w.next.has_a_frame())
+                .count();
+            if mapped + held > usize::from(budget) {
+                return Err(Harm::OverBudget);
+            }
+        }
         if !self.strict() {
             return Ok(());
         }
         for (number, page) in pages.iter().enumerate() {
-            let at_page = || {
-                world
-                    .workers
-                    .iter()
-                    .filter(|w| usize::from(w.page) == number)
-            };
+            let is_here = |w: &Worker| usize::from(w.page) == number;
+            let owns = |w: &Worker| is_here(w) && w.next.owns_the_page();
+
             let state = page.word.state();
-            let owners = at_page().filter_map(|w| w.next.owned_state());
-            let owned = matches!(state, State::Filling | State::Leaving);
-            if owners.clone().count() != usize::from(owned) || owners.clone().any(|s| s != state) {
+            let fillers = world.workers[..EVICTOR].iter().filter(|w| owns(w)).count();
+            let evictors = world.workers[EVICTOR..].iter().filter(|w| owns(w)).count();
+            let expected = (
+                usize::from(state == State::Filling),
+                usize::from(state == State::Leaving),
+            );
+            if (fillers, evictors) != expected {
                 return Err(Harm::Ownership);
             }
-            let detached = at_page().filter(|w| w.next.has_detached_bytes()).count();
+
+            let detached = world
+                .workers
+                .iter()
+                .filter(|w| is_here(w) && w.next.has_detached_bytes())
+                .count();
             if detached + usize::from(page.is_mapped()) > 1 {
                 return Err(Harm::TwoCopies);
             }
@@ -533,11 +563,11 @@ impl Moves<'_> {
         let paging = self.paging;
         let worker = self.world.workers[me];
         let page = usize::from(worker.page);
-        let mapped = self.world.pages[page].is_mapped();
+        let there = self.world.pages[page].mapping != Mapping::Absent;
         match worker.next {
             Next::Idle => self.of_idle_filler(me),
-            Next::Fault => self.must(me, "looks at the word again", |w| paging.on_fault(w, me)),
-            Next::Look if mapped => self.must(me, "looks: the page is there", |w| {
+
+            Next::Look if there => self.must(me, "looks: the page is there", |w| {
                 w.go(
                     me,
                     if paging.is(Twin::NoWakeForStaleFault) {
@@ -549,37 +579,37 @@ impl Moves<'_> {
                 Ok(())
             }),
             Next::Look => self.must(me, "looks: the page is not there", |w| {
-                let poisoned = w.pages[page].word.state() == State::Poisoned;
-                w.go(
-                    me,
-                    if paging.is(Twin::OnlyWakesPoisoned) && poisoned {
-                        Next::Wake
-                    } else {
-                        Next::Claim
-                    },
-                );
+                w.go(me, Next::Claim);
                 Ok(())
             }),
             Next::Claim => self.must(me, "claims what has vanished", |w| {
                 let word = w.pages[page].word;
-                match protocol::vanished(word).or_else(|| protocol::heal(word)) {
-                    Some(mine) if paging.is(Twin::LooksOnce) => {
-                        w.own(me, page, mine, Next::TakeFrame)
+                if let Some(mine) = protocol::vanished(word) {
+                    if paging.is(Twin::LooksOnce) {
+                        w.add_frames(paging, 1);
+                        w.own(me, page, mine, Next::TakeFrame);
+                    } else {
+                        w.own(me, page, mine, Next::LookAgain);
                     }
-                    Some(mine) => w.own(me, page, mine, Next::LookAgain),
-                    None => w.go(me, Next::Fault),
+                } else if let Some(mine) =
+                    protocol::heal(word).filter(|_| !paging.is(Twin::OnlyWakesPoisoned))
+                {
+                    w.own(me, page, mine, Next::TakeFrame);
+                } else {
+                    // Somebody was faster. The sleeper may have been served, or not: let it fault again.
+                    w.go(me, Next::Wake);
                 }
                 Ok(())
             }),
+
             Next::LookAgain => self.must(me, "looks again as the owner", |w| {
-                w.go(
-                    me,
-                    if mapped {
-                        Next::AlreadyMapped
-                    } else {
-                        Next::TakeFrame
-                    },
-                );
+                if there {
+                    w.go(me, Next::AlreadyMapped);
+                } else {
+                    // The program gave the page's memory back, and with it the page's share of the budget.
+                    w.add_frames(paging, 1);
+                    w.go(me, Next::TakeFrame);
+                }
                 Ok(())
             }),
             _ => self.of_owner(me),
@@ -629,7 +659,7 @@ impl Moves<'_> {
                 && let Some(mine) = protocol::heal(word)
             {
                 self.may(me, "begins to heal", page, |w| {
-                    w.own(me, page, mine, Next::LookAgain);
+                    w.own(me, page, mine, Next::TakeFrame);
                     Ok(())
                 });
             }
@@ -686,6 +716,7 @@ impl Moves<'_> {
             (Next::PublishRemoved, _) => self.must(me, "publishes removed", |w| {
                 let noted =
                     paging.publish(w, page, State::Leaving, |word| protocol::removed(word, 0).0)?;
+                w.add_frames(paging, 1);
                 w.go(
                     me,
                     if noted && !paging.is(Twin::NoWakeWhenRemoved) {
@@ -698,7 +729,7 @@ impl Moves<'_> {
             }),
             (Next::Compare(version), _) => {
                 let leaves = if me == FLUSHER {
-                    Next::PublishTakeBack(version)
+                    Next::Reinstall(version)
                 } else {
                     Next::PublishLeft(version)
                 };
@@ -716,14 +747,14 @@ impl Moves<'_> {
                 });
                 if word.wanted() {
                     self.must(me, "sees the note", |w| {
-                        w.go(me, Next::PublishTakeBack(version));
+                        w.go(me, Next::Reinstall(version));
                         Ok(())
                     });
                 }
             }
             (Next::Write(version), _) => {
                 let leaves = if me == FLUSHER {
-                    Next::PublishTakeBack(version)
+                    Next::Reinstall(version)
                 } else {
                     Next::PublishLeft(version)
                 };
@@ -734,7 +765,7 @@ impl Moves<'_> {
                 });
                 if paging.writes_fail {
                     self.must(me, "fails to write to the store", |w| {
-                        w.go(me, Next::PublishTakeBack(version));
+                        w.go(me, Next::Reinstall(version));
                         Ok(())
                     });
                 }
@@ -754,14 +785,10 @@ impl Moves<'_> {
                         OnLeft::Gone => Next::Idle,
                     },
                 );
-                w.frames += u8::from(gone == OnLeft::Gone && paging.frames.is_some());
+                w.add_frames(paging, u8::from(gone == OnLeft::Gone));
                 Ok(())
             }),
-            (Next::PublishTakeBack(version), _) => self.must(me, "takes it back", |w| {
-                paging.publish(w, page, State::Leaving, protocol::take_back)?;
-                w.go(me, Next::Reinstall(version));
-                Ok(())
-            }),
+
             (Next::LateWrite(version), _) => self.must(me, "writes to the store, too late", |w| {
                 w.pages[page].stored = version;
                 w.go(me, Next::Idle);
@@ -851,7 +878,7 @@ impl Moves<'_> {
             }
             Next::Install(_) | Next::LateInstall(_) if mapped => {
                 self.must(me, "finds the page mapped already, drops the frame", |w| {
-                    w.frames += u8::from(paging.frames.is_some());
+                    // Its share of the budget stands for the mapped page from now on.
                     w.go(me, Next::AlreadyMapped);
                     Ok(())
                 });
@@ -866,22 +893,34 @@ impl Moves<'_> {
                     Ok(())
                 });
             }
+            Next::AlreadyMapped if paging.is(Twin::NoWakeWhenAlreadyMapped) => {
+                self.must(me, "publishes installed and wakes nobody", |w| {
+                    paging.publish(w, page, State::Filling, |word| {
+                        protocol::installed(word, 0, 0)
+                    })?;
+                    w.go(me, Next::Idle);
+                    Ok(())
+                })
+            }
             Next::AlreadyMapped => self.must(me, "wakes all the same", |w| {
-                if !paging.is(Twin::NoWakeWhenAlreadyMapped) {
-                    w.wake(paging, page);
-                }
+                w.wake(paging, page);
                 w.go(me, Next::PublishInstalled);
                 Ok(())
             }),
+
             Next::WakeInstalled => self.must(me, "wakes", |w| {
                 w.wake(paging, page);
                 w.go(me, Next::PublishInstalled);
                 Ok(())
             }),
             Next::PublishInstalled => self.must(me, "publishes installed", |w| {
-                let noted = paging.publish(w, page, State::Filling, |word| {
-                    protocol::installed(word, 0, 0)
-                })?;
+                let owned = if me < EVICTOR {
+                    State::Filling
+                } else {
+                    State::Leaving
+                };
+                let noted =
+                    paging.publish(w, page, owned, |word| protocol::installed(word, 0, 0))?;
                 w.go(
                     me,
                     if noted && !paging.is(Twin::NoWakeForLateNote) {
@@ -893,7 +932,7 @@ impl Moves<'_> {
                 Ok(())
             }),
             Next::PublishFailed => self.must(me, "publishes the failure", |w| {
-                w.frames += u8::from(paging.frames.is_some());
+                w.add_frames(paging, 1);
                 if word.state() != State::Filling {
                     return Err(Harm::Ownership);
                 }
