@@ -194,10 +194,7 @@ impl State {
         }
     }
 
-    fn known<'ledger>(
-        ledger: &'ledger mut Ledger,
-        id: SessionId,
-    ) -> Result<&'ledger mut SessionRecord, Refusal> {
+    fn known(ledger: &mut Ledger, id: SessionId) -> Result<&mut SessionRecord, Refusal> {
         ledger.sessions.get_mut(&id).ok_or(Refusal::NoSession)
     }
 
@@ -610,9 +607,11 @@ fn new_secret() -> Result<Secret, Refusal> {
 /// Enough that threads of a large machine rarely meet in one; each is a lock and a small table.
 const SHARDS: usize = 64;
 
+type Shard = RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>>;
+
 /// Extent to owner and memory, for the data path.
 struct Leases {
-    shards: [RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>>; SHARDS],
+    shards: [Shard; SHARDS],
 }
 
 impl Default for Leases {
@@ -624,7 +623,7 @@ impl Default for Leases {
 }
 
 impl Leases {
-    fn shard(&self, id: ExtentId) -> &RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>> {
+    fn shard(&self, id: ExtentId) -> &Shard {
         // Ids are handed out one after the other, which spreads them evenly.
         &self.shards[(id.0 % SHARDS as u64) as usize]
     }

@@ -1,0 +1,218 @@
+//! What the tests of this crate share: servers in and out of this process, and remote bytes without ceremony.
+//!
+//! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its test.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "each test binary uses its own part"
+)]
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{Channel, ChannelError, Extent, Op, Session, SessionOptions, Verb};
+use farpage_memserver::{RunningServer, Server};
+use farpage_wire::{Endpoint, ExtentId};
+use tempfile::TempDir;
+
+/// Far beyond what anything here takes on a loaded machine.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Looks until `holds`, and fails the test with `what` after [`PATIENCE`].
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(
+            Instant::now() < deadline,
+            "waited {PATIENCE:?} in vain until {what}"
+        );
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A server in this process that listens on both fabrics.
+pub struct Both {
+    pub server: RunningServer,
+    pub shm: Endpoint,
+    pub tcp: Endpoint,
+    _directory: TempDir,
+}
+
+impl Both {
+    pub fn start(capacity_bytes: u64, lease: Duration) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let server = Server::builder()
+            .listen(socket_in(&directory))
+            .listen("tcp://127.0.0.1:0".parse().unwrap())
+            .capacity(capacity_bytes)
+            .lease(lease)
+            .grace(Duration::from_millis(100))
+            .start()
+            .unwrap();
+        let [shm, tcp] = server.endpoints().to_vec().try_into().unwrap();
+        Self {
+            server,
+            shm,
+            tcp,
+            _directory: directory,
+        }
+    }
+
+    pub fn endpoints(&self) -> [&Endpoint; 2] {
+        [&self.shm, &self.tcp]
+    }
+}
+
+pub fn socket_in(directory: &TempDir) -> Endpoint {
+    format!("shm://{}", directory.path().join("s").display())
+        .parse()
+        .unwrap()
+}
+
+/// The real binary, listening on both fabrics.
+pub struct Daemon {
+    pub child: Child,
+    pub shm: Endpoint,
+    pub tcp: Endpoint,
+    pub directory: TempDir,
+}
+
+/// The binary with an environment in which nobody has configured anything.
+pub fn command() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-memserver"));
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("FARPAGE_") {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
+impl Daemon {
+    pub fn start(arguments: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let shm = socket_in(&directory);
+        let mut child = command()
+            .args([
+                "serve",
+                "--listen",
+                &shm.to_string(),
+                "--listen",
+                "tcp://127.0.0.1:0",
+                "--log",
+                "json",
+            ])
+            .args(arguments)
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut log = BufReader::new(child.stderr.take().unwrap()).lines();
+        let tcp = loop {
+            let line = log
+                .next()
+                .expect("the daemon ended before it listened")
+                .unwrap();
+            let event: serde_json::Value =
+                serde_json::from_str(&line).unwrap_or_else(|_| panic!("not JSON: {line}"));
+            match event["endpoint"].as_str() {
+                Some(endpoint) if endpoint.starts_with("tcp:") => break endpoint.parse().unwrap(),
+                _ => {}
+            }
+        };
+        // A pipe that nobody empties would stop the daemon in the middle of a log line.
+        thread::spawn(move || log.for_each(drop));
+        Self {
+            child,
+            shm,
+            tcp,
+            directory,
+        }
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    pub fn wait(&mut self) -> ExitStatus {
+        let mut status = None;
+        wait_until("the daemon has ended", || {
+            status = self.child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.expect("waited for it")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn connect(endpoint: &Endpoint) -> Arc<Session> {
+    let options = SessionOptions {
+        client: "test".to_owned(),
+        ..SessionOptions::default()
+    };
+    Session::connect(endpoint, &options).unwrap()
+}
+
+/// One operation, waited for.
+pub fn transfer(
+    channel: &mut dyn Channel<Vec<u8>>,
+    verb: Verb,
+    extent: ExtentId,
+    offset: u64,
+    buf: Vec<u8>,
+) -> Result<Vec<u8>, ChannelError> {
+    let len = buf.len() as u32;
+    channel
+        .post(Op {
+            tag: 0,
+            verb,
+            extent,
+            offset,
+            len,
+            buf,
+        })
+        .expect("an empty queue has room");
+    let mut done = Vec::new();
+    wait_until("an operation ends", || channel.poll(&mut done) > 0);
+    let completion = done.pop().expect("one operation was posted");
+    completion.result.map(|()| completion.buf)
+}
+
+pub fn write(
+    session: &Arc<Session>,
+    extent: &Extent,
+    offset: u64,
+    bytes: &[u8],
+) -> Result<(), ChannelError> {
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    transfer(
+        &mut *channel,
+        Verb::Write,
+        extent.id,
+        offset,
+        bytes.to_vec(),
+    )
+    .map(drop)
+}
+
+pub fn read(
+    session: &Arc<Session>,
+    extent: ExtentId,
+    offset: u64,
+    len: usize,
+) -> Result<Vec<u8>, ChannelError> {
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    // Not zero: a READ that forgets to write must be seen.
+    transfer(&mut *channel, Verb::Read, extent, offset, vec![0xa5; len])
+}

@@ -1,0 +1,250 @@
+//! The real binary: settings, signals, exit statuses, and what it prints.
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{
+    fs,
+    process::{Output, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{Daemon, command, connect, socket_in, wait_until, write};
+use farpage_wire::{Endpoint, ServerStat};
+use nix::sys::signal::Signal;
+
+fn path(endpoint: &Endpoint) -> &std::path::Path {
+    let Endpoint::Shm(path) = endpoint else {
+        panic!("{endpoint} is not shm")
+    };
+    path
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn sigterm_under_load_exits_0_and_removes_the_socket() {
+    for signal in [Signal::SIGTERM, Signal::SIGINT] {
+        let mut daemon = Daemon::start(&["--capacity", "64MiB", "--grace", "200ms"]);
+        let working = Arc::new(AtomicBool::new(false));
+        let load: Vec<_> = [&daemon.shm, &daemon.tcp]
+            .map(|endpoint| {
+                let (session, working) = (connect(endpoint), working.clone());
+                thread::spawn(move || {
+                    let extent = session.grant(1 << 20).unwrap();
+                    let mut rounds = 0u64;
+                    while let Ok(channel) = session.channel::<Vec<u8>>() {
+                        drop(channel);
+                        if write(&session, &extent, 0, &[1; 65536]).is_err() {
+                            break;
+                        }
+                        rounds += 1;
+                        working.store(true, Ordering::Relaxed);
+                    }
+                    rounds
+                })
+            })
+            .into();
+        wait_until("clients are at work", || working.load(Ordering::Relaxed));
+        let asked = Instant::now();
+        daemon.signal(signal);
+        assert_eq!(daemon.wait().code(), Some(0), "{signal}");
+        assert!(asked.elapsed() < Duration::from_secs(10));
+        assert!(!path(&daemon.shm).exists());
+        load.into_iter()
+            .for_each(|load| assert!(load.join().is_ok()));
+    }
+}
+
+#[test]
+fn a_draining_server_waits_for_its_clients_and_refuses_new_ones() {
+    let mut daemon = Daemon::start(&["--grace", "30s"]);
+    let client = connect(&daemon.tcp);
+    daemon.signal(Signal::SIGTERM);
+    wait_until("the server drains", || client.stat().unwrap().draining);
+    let refused = farpage_fabric::Session::connect(&daemon.tcp, &Default::default())
+        .map(drop)
+        .unwrap_err();
+    assert!(refused.to_string().contains("shutting down"), "{refused}");
+    client.grant(4096).unwrap();
+    let left = Instant::now();
+    drop(client);
+    assert_eq!(daemon.wait().code(), Some(0));
+    assert!(
+        left.elapsed() < Duration::from_secs(10),
+        "waited for the whole grace with nobody left"
+    );
+}
+
+#[test]
+fn a_second_signal_exits_at_once() {
+    let mut daemon = Daemon::start(&["--grace", "1h"]);
+    let client = connect(&daemon.tcp);
+    daemon.signal(Signal::SIGTERM);
+    wait_until("the server drains", || client.stat().unwrap().draining);
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.wait().code(), Some(128 + Signal::SIGTERM as i32));
+}
+
+#[test]
+fn a_socket_left_by_a_killed_server_is_taken_over_and_a_live_one_is_not() {
+    let mut killed = Daemon::start(&[]);
+    let socket = killed.shm.to_string();
+    let rival = || {
+        command()
+            .args(["serve", "--capacity", "1MiB", "--listen", &socket])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let refused = rival().wait_with_output().unwrap();
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(stderr(&refused).contains(&socket), "{}", stderr(&refused));
+    connect(&killed.shm);
+
+    killed.child.kill().unwrap();
+    killed.wait();
+    assert!(path(&killed.shm).exists());
+    let mut heir = rival();
+    wait_until("the next server answers on the old socket", || {
+        farpage_fabric::Session::connect(&killed.shm, &Default::default()).is_ok()
+    });
+    heir.kill().unwrap();
+    heir.wait().unwrap();
+}
+
+#[test]
+fn a_port_in_use_exits_1_and_says_which() {
+    let daemon = Daemon::start(&[]);
+    let endpoint = daemon.tcp.to_string();
+    let output = command()
+        .args(["serve", "--capacity", "1MiB", "--listen", &endpoint])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(stderr(&output).contains(&endpoint), "{}", stderr(&output));
+}
+
+#[test]
+fn wrong_usage_exits_2_and_says_what_is_wrong() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("wrong.toml");
+    fs::write(&file, "capasity = '1GiB'\n").unwrap();
+    let file = file.to_str().unwrap();
+    for (arguments, complaint) in [
+        (vec![], "Usage"),
+        (vec!["serve", "--capacity", "lots"], "capacity"),
+        (vec!["serve", "--capacity", "0"], "capacity"),
+        (
+            vec!["serve", "--listen", "http://x"],
+            "shm:///run/farpage.sock",
+        ),
+        (vec!["serve", "--config", file], "capasity"),
+        (
+            vec!["serve", "--config", "/does/not/exist.toml"],
+            "/does/not/exist.toml",
+        ),
+        (
+            vec!["serve", "--capacity", "1MiB", "--log-level", "=loud=="],
+            "log-level",
+        ),
+        (vec!["stat"], "--endpoint"),
+    ] {
+        let output = command().args(&arguments).output().unwrap();
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "{arguments:?}: {}",
+            stderr(&output)
+        );
+        assert!(
+            stderr(&output).contains(complaint),
+            "{arguments:?}: {}",
+            stderr(&output)
+        );
+    }
+}
+
+#[test]
+fn a_flag_beats_the_environment_which_beats_the_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let endpoint = socket_in(&directory);
+    let file = directory.path().join("memserver.toml");
+    fs::write(
+        &file,
+        format!("listen = ['{endpoint}']\ncapacity = '1MiB'\ngrace = '0s'\n"),
+    )
+    .unwrap();
+    for (variable, flag, capacity_bytes) in [
+        (None, None, 1u64 << 20),
+        (Some("2MiB"), None, 2 << 20),
+        (Some("2MiB"), Some("3MiB"), 3 << 20),
+    ] {
+        let mut command = command();
+        command
+            .args(["serve", "--config", file.to_str().unwrap()])
+            .stderr(Stdio::null());
+        variable.map(|size| command.env("FARPAGE_MEMSERVER_CAPACITY", size));
+        flag.map(|size| command.args(["--capacity", size]));
+        let mut child = command.spawn().unwrap();
+        let mut stat = None;
+        wait_until("the server answers", || {
+            stat = farpage_fabric::Session::connect(&endpoint, &Default::default())
+                .ok()
+                .map(|session| session.stat().unwrap());
+            stat.is_some()
+        });
+        assert_eq!(stat.expect("waited for it").capacity_bytes, capacity_bytes);
+        nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(child.id() as i32),
+            Signal::SIGTERM,
+        )
+        .unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(0));
+    }
+}
+
+#[test]
+fn stat_prints_json_for_machines_and_a_table_for_people() {
+    let daemon = Daemon::start(&["--capacity", "64MiB"]);
+    let client = connect(&daemon.shm);
+    client.grant(8 << 20).unwrap();
+    for endpoint in [&daemon.shm, &daemon.tcp] {
+        let output = command()
+            .args(["stat", "--json", "--endpoint", &endpoint.to_string()])
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let stat: ServerStat = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(
+            (stat.capacity_bytes, stat.granted_bytes, stat.extents),
+            (64 << 20, 8 << 20, 1)
+        );
+        let output = command()
+            .args(["stat", "--endpoint", &endpoint.to_string()])
+            .output()
+            .unwrap();
+        let table = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            table.contains("64.0 MiB") && table.contains("8.0 MiB"),
+            "{table}"
+        );
+    }
+    let output = command()
+        .args(["stat", "--endpoint", "tcp://127.0.0.1:1"])
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        stderr(&output).contains("tcp://127.0.0.1:1"),
+        "{}",
+        stderr(&output)
+    );
+}

@@ -1,0 +1,122 @@
+//! 200 clients that die holding memory: real processes, really killed. Nothing of theirs may stay.
+//!
+//! This test binary runs itself as the client: with [`ENDPOINT`] set, `a_client_that_waits_to_be_killed` becomes one.
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Child, Command, Stdio},
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+use common::{Both, connect, wait_until, write};
+use farpage_wire::Endpoint;
+
+const ENDPOINT: &str = "FARPAGE_TEST_DIE_AT";
+const HOLDING: &str = "holding memory";
+const EXTENT_BYTES: u64 = 1 << 20;
+const DEATHS: usize = 200;
+
+/// Descriptors are counted for the whole process: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+#[test]
+fn a_client_that_waits_to_be_killed() {
+    let Ok(endpoint) = std::env::var(ENDPOINT) else {
+        return;
+    };
+    let session = connect(&endpoint.parse().unwrap());
+    for byte in 0..2 {
+        let extent = session.grant(EXTENT_BYTES).unwrap();
+        write(&session, &extent, 4096, &[byte; 4096]).unwrap();
+    }
+    println!("\n{HOLDING}");
+    // Bounded, so that a failed test leaves nobody behind.
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+fn client(endpoint: &Endpoint) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "a_client_that_waits_to_be_killed",
+            "--nocapture",
+            "--test-threads=1",
+        ])
+        .env(ENDPOINT, endpoint.to_string())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+fn wait_until_holding(client: &mut Child) {
+    let output = BufReader::new(client.stdout.take().unwrap());
+    assert!(
+        output
+            .lines()
+            .map_while(Result::ok)
+            .any(|line| line == HOLDING),
+        "a client ended before it was killed"
+    );
+}
+
+/// Kills [`DEATHS`] clients of `endpoint`, `at_once` in each round. Returns how long the last of their memory stayed, in the worst round.
+fn die(both: &Both, endpoint: &Endpoint, at_once: usize) -> Duration {
+    let mut worst = Duration::ZERO;
+    for _ in 0..DEATHS / at_once {
+        let mut clients: Vec<Child> = (0..at_once).map(|_| client(endpoint)).collect();
+        clients.iter_mut().for_each(wait_until_holding);
+        let held = both.server.stat();
+        assert_eq!(held.granted_bytes, at_once as u64 * 2 * EXTENT_BYTES);
+        assert_eq!(held.sessions, at_once as u64);
+        for client in &mut clients {
+            client.kill().unwrap();
+            client.wait().unwrap();
+        }
+        let killed = Instant::now();
+        wait_until("the memory of dead clients is back", || {
+            both.server.stat().granted_bytes == 0
+        });
+        worst = worst.max(killed.elapsed());
+        let left = both.server.stat();
+        assert_eq!(
+            (left.sessions, left.extents, left.resident_bytes),
+            (0, 0, 0)
+        );
+    }
+    worst
+}
+
+fn open_descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+#[test]
+fn two_hundred_dead_shm_clients_leave_nothing_at_once() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // A lease that cannot run out here: what comes back does so because the connection closed.
+    let both = Both::start(1 << 30, Duration::from_secs(600));
+    let before = open_descriptors();
+    let worst = die(&both, &both.shm, 20);
+    println!("memory of dead shm clients was back after {worst:?} at most");
+    wait_until("no descriptor is left", || open_descriptors() <= before + 4);
+}
+
+#[test]
+fn two_hundred_dead_tcp_clients_leave_nothing_after_their_lease() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // Short, and long enough for 50 clients that start together on a loaded machine to renew in time.
+    let lease = Duration::from_secs(2);
+    let both = Both::start(1 << 30, lease);
+    let before = open_descriptors();
+    let worst = die(&both, &both.tcp, 50);
+    println!(
+        "memory of dead tcp clients was back after {worst:?} at most, with a lease of {lease:?}"
+    );
+    assert!(worst < lease * 4, "{worst:?}");
+    wait_until("no descriptor is left", || open_descriptors() <= before + 4);
+}

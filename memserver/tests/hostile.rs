@@ -1,0 +1,417 @@
+//! Peers that send what no client sends: each loses its own connection, and a client next to them notices nothing.
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{
+    io::{Read, Write},
+    net::TcpStream,
+    os::unix::net::UnixStream,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use common::{Both, connect, read, wait_until, write};
+use farpage_fabric::Session;
+use farpage_wire::{
+    Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
+    control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+    data::{ANSWER_HEADER_BYTES, AnswerHeader, OP_HEADER_BYTES, OpHeader, OpKind, Status},
+};
+use proptest::{
+    collection::vec,
+    prelude::*,
+    test_runner::{Config, TestRunner},
+};
+
+const MIB: u64 = 1 << 20;
+
+trait Stream: Read + Write + Send {
+    /// Says that nothing more will be sent.
+    fn finish(&self);
+}
+
+impl Stream for TcpStream {
+    fn finish(&self) {
+        let _ = self.shutdown(std::net::Shutdown::Write);
+    }
+}
+
+impl Stream for UnixStream {
+    fn finish(&self) {
+        let _ = self.shutdown(std::net::Shutdown::Write);
+    }
+}
+
+fn raw(endpoint: &Endpoint) -> Box<dyn Stream> {
+    match endpoint {
+        Endpoint::Shm(path) => {
+            let stream = UnixStream::connect(path).unwrap();
+            stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+            Box::new(stream)
+        }
+        Endpoint::Tcp { host, port } => {
+            let stream = TcpStream::connect((host.as_str(), *port)).unwrap();
+            stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
+            Box::new(stream)
+        }
+        Endpoint::Sim(_) => unreachable!("no server listens there"),
+    }
+}
+
+/// Sends `bytes` and waits until the server has closed the connection. A reset is as good as an end.
+fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
+    // The server may have closed before all of it was sent.
+    let _ = stream.write_all(bytes);
+    if let Err(error) = stream.read_to_end(&mut Vec::new()) {
+        let timed_out = matches!(
+            error.kind(),
+            std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
+        );
+        assert!(
+            !timed_out,
+            "the connection was still open after {:?}",
+            common::PATIENCE
+        );
+    }
+}
+
+fn say(stream: &mut dyn Stream, request: &Request) {
+    stream
+        .write_all(&control::encode(request).unwrap())
+        .unwrap();
+}
+
+fn hear(stream: &mut dyn Stream) -> Response {
+    let mut prefix = [0; PREFIX_BYTES];
+    stream.read_exact(&mut prefix).unwrap();
+    let mut body = vec![0; control::frame_bytes(prefix, control::MAX_FRAME_BYTES).unwrap()];
+    stream.read_exact(&mut body).unwrap();
+    control::decode(&body).unwrap()
+}
+
+fn greet(endpoint: &Endpoint, purpose: Purpose) -> Box<dyn Stream> {
+    let mut stream = raw(endpoint);
+    stream.write_all(&Hello::new(purpose).encode()).unwrap();
+    let mut hello = [0; HELLO_BYTES];
+    stream.read_exact(&mut hello).unwrap();
+    assert_eq!(Hello::decode(&hello).unwrap().purpose, purpose);
+    stream
+}
+
+/// A session by hand.
+fn begin(endpoint: &Endpoint) -> (Box<dyn Stream>, SessionId, Secret) {
+    let mut stream = greet(endpoint, Purpose::Control);
+    say(
+        &mut *stream,
+        &Request::Begin {
+            client: "by hand".to_owned(),
+            resume: None,
+        },
+    );
+    let Response::Begun {
+        session, secret, ..
+    } = hear(&mut *stream)
+    else {
+        panic!("no session")
+    };
+    (stream, session, secret)
+}
+
+/// A data connection by hand, with an extent of 1 MiB. The first stream keeps the session alive.
+fn attach(endpoint: &Endpoint) -> (Box<dyn Stream>, Box<dyn Stream>, ExtentId) {
+    let (mut control, session, secret) = begin(endpoint);
+    say(&mut *control, &Request::Grant { bytes: MIB });
+    let Response::Granted { extent } = hear(&mut *control) else {
+        panic!("no memory")
+    };
+    let mut data = greet(endpoint, Purpose::Data);
+    say(&mut *data, &Request::Attach { session, secret });
+    assert_eq!(hear(&mut *data), Response::Done);
+    (control, data, extent.id)
+}
+
+fn write_header(extent: ExtentId) -> OpHeader {
+    OpHeader {
+        kind: OpKind::Write,
+        following: 0,
+        sequence: 0,
+        len: 4096,
+        extent,
+        offset: 0,
+    }
+}
+
+/// A client that works without pause until dropped; whatever fails fails the test there.
+struct Bystander {
+    stop: Arc<AtomicBool>,
+    work: Option<thread::JoinHandle<u64>>,
+}
+
+impl Bystander {
+    fn start(endpoint: &Endpoint) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let session: Arc<Session> = connect(endpoint);
+        let extent = session.grant(MIB).unwrap();
+        let stopped = stop.clone();
+        let work = thread::spawn(move || {
+            let mut rounds = 0;
+            while !stopped.load(Ordering::Relaxed) || rounds == 0 {
+                let bytes = [rounds as u8; 512];
+                write(&session, &extent, rounds * 512 % MIB, &bytes).unwrap();
+                assert_eq!(
+                    read(&session, extent.id, rounds * 512 % MIB, 512).unwrap(),
+                    bytes
+                );
+                rounds += 1;
+            }
+            rounds
+        });
+        Self {
+            stop,
+            work: Some(work),
+        }
+    }
+
+    /// Ends the client and says how many rounds it made.
+    fn finish(mut self) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        self.work
+            .take()
+            .expect("finished once")
+            .join()
+            .expect("the bystander was disturbed")
+    }
+}
+
+impl Drop for Bystander {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn frames_that_no_client_sends_close_only_their_own_connection() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    for endpoint in both.endpoints() {
+        let bystander = Bystander::start(endpoint);
+
+        // Before there is a session.
+        is_closed_on(
+            &mut *raw(endpoint),
+            b"GET / HTTP/1.1\r\nHost: farpage\r\n\r\n",
+        );
+        let mut other_version = Hello::new(Purpose::Control).encode();
+        other_version[8] = 0xee;
+        is_closed_on(&mut *raw(endpoint), &other_version);
+        is_closed_on(
+            &mut *greet(endpoint, Purpose::Control),
+            &u32::MAX.to_le_bytes(),
+        );
+        is_closed_on(
+            &mut *greet(endpoint, Purpose::Control),
+            &[5, 0, 0, 0, 99, 99, 99, 99, 99],
+        );
+        is_closed_on(
+            &mut *greet(endpoint, Purpose::Control),
+            &control::encode(&Request::Grant { bytes: 1 }).unwrap(),
+        );
+
+        // In a session: a frame too long, one that is none.
+        is_closed_on(&mut *begin(endpoint).0, &u32::MAX.to_le_bytes());
+        is_closed_on(&mut *begin(endpoint).0, &[1, 0, 0, 0, 99]);
+        bystander.finish();
+    }
+    wait_until("only sessions that may return are left", || {
+        both.server.stat().granted_bytes == 0
+    });
+}
+
+#[test]
+fn operations_outside_the_own_leases_are_refused_and_end_the_connection() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let endpoint = &both.tcp;
+    let bystander = Bystander::start(endpoint);
+    let (_control, _data, other) = attach(endpoint);
+    for change in [
+        |op: OpHeader, _other| OpHeader {
+            extent: ExtentId(u64::MAX),
+            ..op
+        },
+        |op: OpHeader, other| OpHeader {
+            extent: other,
+            ..op
+        },
+        |op: OpHeader, _other| OpHeader {
+            offset: MIB - 4095,
+            ..op
+        },
+        |op: OpHeader, _other| OpHeader { offset: MIB, ..op },
+        |op: OpHeader, _other| OpHeader {
+            offset: u64::MAX - 5000,
+            ..op
+        },
+    ] {
+        for kind in [OpKind::Read, OpKind::Write] {
+            let (_control, mut data, extent) = attach(endpoint);
+            let op = change(
+                OpHeader {
+                    kind,
+                    ..write_header(extent)
+                },
+                other,
+            );
+            data.write_all(&op.encode()).unwrap();
+            if kind == OpKind::Write {
+                let _ = data.write_all(&[1; 4096]);
+            }
+            let mut answer = [0; ANSWER_HEADER_BYTES];
+            data.read_exact(&mut answer).unwrap();
+            assert_eq!(
+                AnswerHeader::decode(&answer).unwrap().status,
+                Status::Refused,
+                "{op:?}"
+            );
+            is_closed_on(&mut *data, &[]);
+        }
+    }
+    bystander.finish();
+}
+
+#[test]
+fn data_headers_that_no_client_sends_close_only_their_own_connection() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let endpoint = &both.tcp;
+    let bystander = Bystander::start(endpoint);
+    let oversized = |extent| {
+        OpHeader {
+            len: MAX_OP_BYTES + 1,
+            ..write_header(extent)
+        }
+        .encode()
+        .to_vec()
+    };
+    let empty = |extent| {
+        OpHeader {
+            len: 0,
+            ..write_header(extent)
+        }
+        .encode()
+        .to_vec()
+    };
+    let wraps = |extent| {
+        OpHeader {
+            offset: u64::MAX,
+            ..write_header(extent)
+        }
+        .encode()
+        .to_vec()
+    };
+    let endless = |extent| {
+        OpHeader {
+            following: u16::MAX,
+            ..write_header(extent)
+        }
+        .encode()
+        .to_vec()
+    };
+    let garbage = |_| vec![0xff; OP_HEADER_BYTES];
+    for bytes in [
+        &oversized as &dyn Fn(_) -> _,
+        &empty,
+        &wraps,
+        &endless,
+        &garbage,
+    ] {
+        let (_control, mut data, extent) = attach(endpoint);
+        is_closed_on(&mut *data, &bytes(extent));
+    }
+    // A wrong secret, and a session that does not exist.
+    let (_control, session, secret) = begin(endpoint);
+    for (session, secret) in [(session, Secret([0; 16])), (SessionId(u64::MAX), secret)] {
+        let mut data = greet(endpoint, Purpose::Data);
+        say(&mut *data, &Request::Attach { session, secret });
+        assert!(matches!(hear(&mut *data), Response::Refused(_)));
+        is_closed_on(&mut *data, &[]);
+    }
+    bystander.finish();
+}
+
+#[test]
+fn peers_that_fall_silent_in_mid_frame_hold_nobody_up() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    for endpoint in both.endpoints() {
+        let mut silent: Vec<Box<dyn Stream>> = Vec::new();
+        let mut half = |mut stream: Box<dyn Stream>, bytes: &[u8]| {
+            stream.write_all(bytes).unwrap();
+            silent.push(stream);
+        };
+        half(raw(endpoint), &[]);
+        half(raw(endpoint), &Hello::new(Purpose::Control).encode()[..7]);
+        half(greet(endpoint, Purpose::Control), &[9, 0]);
+        half(begin(endpoint).0, &[200, 0, 0, 0, 1, 2]);
+        if matches!(endpoint, Endpoint::Tcp { .. }) {
+            let (control, data, extent) = attach(endpoint);
+            let mut bytes = write_header(extent).encode().to_vec();
+            bytes.extend([1; 100]);
+            half(data, &bytes);
+            half(control, &[]);
+            let (control, data, extent) = attach(endpoint);
+            half(data, &write_header(extent).encode()[..20]);
+            half(control, &[]);
+        }
+        let bystander = Bystander::start(endpoint);
+        for _ in 0..20 {
+            drop(connect(endpoint));
+        }
+        assert!(bystander.finish() > 0);
+        silent.iter().for_each(|stream| stream.finish());
+    }
+    // The server ends although some of them never said goodbye.
+    both.server.shutdown();
+}
+
+#[test]
+fn arbitrary_bytes_never_end_the_server() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let bystanders = both.endpoints().map(Bystander::start);
+    let mut runner = TestRunner::new(Config {
+        cases: 60,
+        failure_persistence: None,
+        ..Config::default()
+    });
+    let connection = (0..2usize, 0..5usize, vec(any::<u8>(), 0..400));
+    runner
+        .run(&connection, |(endpoint, depth, bytes)| {
+            let endpoint = both.endpoints()[endpoint];
+            let tcp = matches!(endpoint, Endpoint::Tcp { .. });
+            // The deeper the bytes get, the more of the protocol was right before them.
+            let (_control, mut stream) = match depth {
+                0 => (None, raw(endpoint)),
+                1 => (None, greet(endpoint, Purpose::Control)),
+                2 => (None, begin(endpoint).0),
+                _ if !tcp => (None, begin(endpoint).0),
+                _ => {
+                    let (control, data, _) = attach(endpoint);
+                    (Some(control), data)
+                }
+            };
+            let framed = match depth {
+                2 => [&(bytes.len() as u32).to_le_bytes(), bytes.as_slice()].concat(),
+                4 => [&write_header(ExtentId(1)).encode()[..8], bytes.as_slice()].concat(),
+                _ => bytes,
+            };
+            let _ = stream.write_all(&framed);
+            stream.finish();
+            is_closed_on(&mut *stream, &[]);
+            Ok(())
+        })
+        .unwrap();
+    for bystander in bystanders {
+        assert!(bystander.finish() > 0);
+    }
+}
