@@ -1,0 +1,95 @@
+//! What this machine does without paging, in one run, so that the other figures can be read as ratios.
+//!
+//! The rule it keeps: nothing of the pager takes part.
+
+use std::{
+    hint::black_box,
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+
+use crate::{
+    bare::{self, How},
+    options::FloorOptions,
+    progress::Progress,
+    raw,
+    report::{Config, Figures, Percentiles, Report},
+    server::MemoryServer,
+};
+
+/// Bytes that a measurement of faults goes over at most, in memory that exists twice.
+const FAULT_BYTES: usize = 128 << 20;
+const MEMCPY_BYTES: usize = 64 << 20;
+
+pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
+    let common = &options.common;
+    let page_bytes = common.page_size.as_u64() as usize;
+    let samples_max = if common.smoke { 200 } else { 4096 };
+    let samples = samples_max.min(FAULT_BYTES / page_bytes);
+    let progress = Progress::new(5);
+
+    progress.phase("the kernel's own fault");
+    let kernel_fault = bare::kernel_faults(samples_max)?;
+    progress.step(1);
+    progress.phase("bare userfaultfd, COPY");
+    let copy = bare::round_trips(How::Copy, page_bytes, samples)?;
+    progress.step(1);
+    progress.phase("bare userfaultfd, MOVE");
+    let moved = bare::round_trips(How::Move, page_bytes, samples)?;
+    progress.step(1);
+    progress.phase("memcpy");
+    let memcpy = memcpy_mb_per_s(if common.smoke {
+        MEMCPY_BYTES / 16
+    } else {
+        MEMCPY_BYTES
+    });
+    progress.step(1);
+    progress.phase("the raw fabric");
+    let server = MemoryServer::start(common, 2 << 30)?;
+    let rates = raw::rates(
+        common,
+        &server,
+        Duration::from_millis(if common.smoke { 50 } else { 1000 }),
+    )?;
+    progress.step(1);
+    drop(progress);
+
+    if rates.wrong > 0 {
+        eprintln!(
+            "{} pages came back from the fabric other than they were written",
+            rates.wrong
+        );
+    }
+    Ok(Report {
+        benchmark: "floor",
+        verified: rates.wrong == 0,
+        config: Config::new(common, None, server.endpoint()),
+        figures: Figures {
+            kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
+            uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
+            uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
+            memcpy_mb_per_s: Some(memcpy),
+            raw_read_mb_per_s: Some(rates.read),
+            raw_write_mb_per_s: Some(rates.write),
+            raw_read_write_mb_per_s: Some(rates.read_write),
+            ..Figures::default()
+        },
+        paging: None,
+    })
+}
+
+/// Best of several copies by one thread; bytes copied, not bytes read and written.
+fn memcpy_mb_per_s(bytes: usize) -> f64 {
+    let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
+    let best = (0..8)
+        .map(|_| {
+            let begin = Instant::now();
+            to.copy_from_slice(black_box(&from));
+            black_box(&to);
+            begin.elapsed()
+        })
+        .min()
+        .expect("the range above is not empty");
+    bytes as f64 / best.as_secs_f64() / 1e6
+}

@@ -1,0 +1,138 @@
+//! The time of one page fault, one at a time, seen by the program.
+//!
+//! The rule it keeps: a sample is an access to a page that is on the server, none that happens to be here; pages are
+//! visited in an order that no read-ahead can guess; and the bytes that a fault brings are checked.
+
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use farpage::{Advice, RemoteArray};
+use hdrhistogram::Histogram;
+
+use crate::{
+    data::{Contents, Shuffle, mix},
+    options::LatencyOptions,
+    progress::Progress,
+    remote::Remote,
+    report::{Figures, Percentiles, Report, new_histogram},
+};
+
+/// Of the budget, as a fraction, that the first state touches: below the high-water mark, so that nothing is evicted.
+const ROOM: f64 = 0.8;
+
+pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
+    let (common, paging) = (&options.common, &options.paging);
+    let remote = Remote::start(common, paging)?;
+    let page_elements = common.page_size.as_u64() / size_of::<u64>() as u64;
+    let pages = paging.size_bytes(common) / common.page_size.as_u64();
+    let budget_pages = paging.budget_bytes(common) / common.page_size.as_u64();
+    ensure!(
+        pages >= 2 * budget_pages && budget_pages >= 8,
+        "{pages} pages and a budget of {budget_pages}: --size has to be at least twice the --budget, and that 8 pages"
+    );
+    let samples = options
+        .samples
+        .unwrap_or(if common.smoke { 200 } else { 20_000 });
+    let mut array = remote.array::<u64>(pages * page_elements, Advice::Sequential)?;
+    let mut pages = Pages {
+        array: &mut array,
+        page_elements,
+        data: paging.data,
+        seed: paging.seed,
+        wrong: 0,
+    };
+    let progress = Progress::new(3);
+
+    progress.phase("filling");
+    pages.fill();
+    pages
+        .array
+        .advise(.., Advice::Random)
+        .context("cannot advise")?;
+    progress.step(1);
+
+    // 1. All pages are remote and changed by nobody; each read brings one in, into a budget with room.
+    progress.phase("room in the budget");
+    pages
+        .array
+        .advise(.., Advice::DontNeed)
+        .context("cannot send all pages away")?;
+    let begin = remote.mark();
+    let with_room = pages.touch(samples.min((budget_pages as f64 * ROOM) as u64), 0, false);
+    progress.step(1);
+
+    // 2. The budget is full of changed pages; each write brings a page in and pushes one out.
+    progress.phase("changed pages leave");
+    pages.touch(2 * budget_pages, 0, true);
+    let evicting = pages.touch(samples, 2 * budget_pages, true);
+    let end = remote.mark();
+    progress.step(1);
+    drop(progress);
+
+    let wrong = pages.wrong;
+    if wrong > 0 {
+        eprintln!("{wrong} pages came back with bytes that are not theirs");
+    }
+    let mut config = remote.config(common, paging);
+    config.samples = Some(samples);
+    Ok(Report {
+        benchmark: "latency",
+        verified: wrong == 0,
+        config,
+        figures: Figures {
+            fault_us: Some(Percentiles::of(&with_room)),
+            evicting_fault_us: Some(Percentiles::of(&evicting)),
+            ..Figures::default()
+        },
+        paging: Some(Remote::figures(&begin, &end)),
+    })
+}
+
+struct Pages<'a> {
+    array: &'a mut RemoteArray<u64>,
+    page_elements: u64,
+    data: Contents,
+    seed: u64,
+    wrong: u64,
+}
+
+impl Pages<'_> {
+    fn count(&self) -> u64 {
+        self.array.len() as u64 / self.page_elements
+    }
+
+    fn fill(&mut self) {
+        let (data, seed) = (self.data, self.seed);
+        for (index, element) in (0..).zip(self.array.iter_mut()) {
+            *element = data.word(seed, index);
+        }
+    }
+
+    /// Reads or writes one element in each of `count` pages of an endless random round, of which the first `skip` are left out.
+    ///
+    /// A round visits each page once, so a page is touched again only when as many others have been as there are pages:
+    /// it left long before that.
+    fn touch(&mut self, count: u64, skip: u64, write: bool) -> Histogram<u64> {
+        let mut histogram = new_histogram();
+        let (pages, page_elements) = (self.count(), self.page_elements);
+        let (data, seed) = (self.data, self.seed);
+        let round = std::iter::repeat_with(|| Shuffle::new(pages, seed)).flatten();
+        for page in round.skip(skip as usize).take(count as usize) {
+            let index = page * page_elements + mix(page) % page_elements;
+            let element = &mut self.array[index as usize];
+            let right = data.word(seed, index);
+            let begin = Instant::now();
+            let found = if write {
+                // A write fault; the same value again would leave the page unchanged.
+                // The low bit is what changes, and is not compared.
+                *element ^= 1;
+                *element
+            } else {
+                std::hint::black_box(*element)
+            };
+            histogram.saturating_record(begin.elapsed().as_nanos() as u64);
+            self.wrong += u64::from((found ^ right) >> 1 != 0);
+        }
+        histogram
+    }
+}

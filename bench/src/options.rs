@@ -1,0 +1,311 @@
+//! The command line.
+//!
+//! The rule it keeps: every option says its unit and its default, and what cannot work is refused here, with status 2,
+//! before anything is started.
+
+use std::{fmt, str::FromStr, thread};
+
+use bytesize::ByteSize;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use farpage_wire::Endpoint;
+use serde::Serialize;
+
+use crate::data::Contents;
+
+/// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all of them.
+///
+/// Each benchmark starts a memory server of its own, a separate process on this machine, unless --server names one.
+/// Every run verifies its data. Exit status: 0 verified, 1 failed, 2 wrong usage.
+#[derive(Debug, Parser)]
+#[command(name = "farpage-bench", version)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// McCalpin's STREAM on three remote arrays: copy, scale, add, triad
+    Stream(StreamOptions),
+    /// Random 8-byte reads and updates, uniform or Zipf
+    Random(RandomOptions),
+    /// One page fault at a time: with room in the budget, and while dirty pages have to leave
+    Latency(LatencyOptions),
+    /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw fabric
+    Floor(FloorOptions),
+    /// Says what this machine lacks for farpage, and how to mend it
+    Doctor,
+    /// The memory server that the benchmarks start
+    #[command(hide = true)]
+    Serve(ServeOptions),
+}
+
+/// What all benchmarks understand.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Common {
+    /// Memory server to use, such as tcp://10.0.0.2:7400 [default: starts its own on this machine]
+    #[arg(long, value_name = "URL", conflicts_with = "fabric")]
+    pub(crate) server: Option<Endpoint>,
+    /// How its own memory server is reached
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    pub(crate) fabric: Fabric,
+    /// Page size: a power of two, 4KiB to 2MiB
+    #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
+    pub(crate) page_size: ByteSize,
+    /// Threads that bring pages in [default: one per CPU, at most 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) fillers: Option<u16>,
+    /// Makes the fabric behave like a link of so many gigabits per second in each direction
+    #[arg(long, value_name = "GBPS", value_parser = positive)]
+    pub(crate) link_gbps: Option<f64>,
+    /// Adds so many microseconds to every operation on the fabric
+    #[arg(long, value_name = "US", value_parser = not_negative)]
+    pub(crate) link_us: Option<f64>,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
+    #[arg(long)]
+    pub(crate) smoke: bool,
+}
+
+/// What the benchmarks understand that page.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct Paging {
+    /// Size of all remote arrays together [default: 768MiB, with --smoke 12MiB]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    pub(crate) size: Option<ByteSize>,
+    /// Local memory for their pages: a size or a share of --size
+    #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
+    pub(crate) budget: Budget,
+    /// Threads that send pages away [default: one per two CPUs, at most 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) evictors: Option<u16>,
+    /// Pages to fetch ahead of a sequential reader; 0 turns it off
+    #[arg(long, value_name = "PAGES")]
+    pub(crate) read_ahead: Option<u32>,
+    /// How pages are compressed on their way
+    #[arg(long, value_enum, default_value_t = Codec::Raw)]
+    pub(crate) codec: Codec,
+    /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value cost no transfer here,
+    /// so it says little about the network
+    #[arg(long, value_enum, default_value_t = Contents::Random)]
+    pub(crate) data: Contents,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct StreamOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Threads that compute [default: one per CPU, at most 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+    /// How often each kernel runs; the first time does not count
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=100))]
+    pub(crate) iterations: u16,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct RandomOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Threads that compute [default: one per CPU, at most 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+    /// Zipf exponent below 1, such as 0.99: few elements get most accesses [default: uniform]
+    #[arg(long, value_name = "THETA", value_parser = zipf_theta)]
+    pub(crate) zipf: Option<f64>,
+    /// Reads, and as many updates, by all threads together [default: 200000, with --smoke 2000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) accesses: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct LatencyOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Faults to time in each state, as far as there are pages [default: 20000, with --smoke 200]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) samples: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct FloorOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct ServeOptions {
+    /// Where to listen.
+    #[arg(long)]
+    pub(crate) listen: Endpoint,
+    /// The most bytes to lend.
+    #[arg(long)]
+    pub(crate) capacity_bytes: u64,
+}
+
+impl Paging {
+    /// Size of all arrays.
+    pub(crate) fn size_bytes(&self, common: &Common) -> u64 {
+        match (self.size, common.smoke) {
+            (Some(size), _) => size.as_u64(),
+            (None, true) => 12 << 20,
+            (None, false) => 768 << 20,
+        }
+    }
+
+    /// Local memory for pages.
+    pub(crate) fn budget_bytes(&self, common: &Common) -> u64 {
+        match self.budget {
+            Budget::Bytes(bytes) => bytes.as_u64(),
+            Budget::Percent(percent) => (self.size_bytes(common) as f64 * percent / 100.0) as u64,
+        }
+    }
+
+    /// Threads that send pages away.
+    pub(crate) fn evictors(&self) -> usize {
+        self.evictors
+            .map_or_else(|| cpus().div_ceil(2), usize::from)
+    }
+}
+
+impl Common {
+    /// Threads that bring pages in.
+    pub(crate) fn fillers(&self) -> usize {
+        self.fillers.map_or_else(cpus, usize::from)
+    }
+}
+
+/// Threads that compute, of an option `--threads`.
+pub(crate) fn threads(option: Option<u16>) -> usize {
+    option.map_or_else(cpus, usize::from)
+}
+
+fn cpus() -> usize {
+    thread::available_parallelism().map_or(1, |n| n.get().min(4))
+}
+
+/// A size, or a share of the arrays' size.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Budget {
+    Bytes(ByteSize),
+    Percent(f64),
+}
+
+impl FromStr for Budget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_suffix('%') {
+            Some(percent) => match percent.trim().parse() {
+                Ok(percent) if percent > 0.0 && percent <= 1000.0 => Ok(Self::Percent(percent)),
+                _ => Err("a share is a number above 0 before the %, such as 25%".into()),
+            },
+            None => some_bytes(text).map(Self::Bytes),
+        }
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => bytes.fmt(f),
+            Self::Percent(percent) => write!(f, "{percent}%"),
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Fabric {
+    /// Shared memory on this machine
+    Shm,
+    /// TCP over the loopback
+    Tcp,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Codec {
+    /// As it is
+    Raw,
+    /// LZ4, where it makes a page smaller
+    Lz4,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Format {
+    /// A table
+    Human,
+    /// One JSON object
+    Json,
+}
+
+fn some_bytes(text: &str) -> Result<ByteSize, String> {
+    match text.parse::<ByteSize>() {
+        Ok(size) if size.as_u64() > 0 => Ok(size),
+        Ok(_) => Err("must be more than nothing".into()),
+        Err(_) => Err("write a size such as 512MiB or 4GiB".into()),
+    }
+}
+
+fn page_size(text: &str) -> Result<ByteSize, String> {
+    let size = some_bytes(text)?;
+    if size.as_u64().is_power_of_two() && (4 << 10..=2 << 20).contains(&size.as_u64()) {
+        Ok(size)
+    } else {
+        Err("a page size is a power of two from 4KiB to 2MiB".into())
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| x.is_finite() && *x > 0.0)
+        .ok_or("must be a number above 0".into())
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| x.is_finite() && *x >= 0.0)
+        .ok_or("must be a number, 0 or above".into())
+}
+
+fn zipf_theta(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| *x > 0.0 && *x < 1.0)
+        .ok_or("must be a number between 0 and 1".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_budget_is_a_size_or_a_share() {
+        assert_eq!("512MiB".parse(), Ok(Budget::Bytes(ByteSize::mib(512))));
+        assert_eq!("12.5%".parse(), Ok(Budget::Percent(12.5)));
+        for wrong in ["", "%", "0%", "-1%", "many", "0"] {
+            assert!(wrong.parse::<Budget>().is_err(), "{wrong:?}");
+        }
+    }
+}

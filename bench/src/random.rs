@@ -1,0 +1,151 @@
+//! Random 8-byte reads and updates, uniform or after Zipf's law, by several threads.
+//!
+//! The rule it keeps: every element says what it is. Its high bits are a function of its index and never change, its
+//! low bits count its updates: a wrong page shows at once, a lost update in the sum of all counts, and no shadow copy is needed.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+use farpage::Advice;
+
+use crate::{
+    data::{Contents, Picker, mix},
+    options::{RandomOptions, threads},
+    progress::Progress,
+    remote::Remote,
+    report::{Figures, Report},
+};
+
+/// Bits of an element that count its updates.
+const COUNT_BITS: u32 = 28;
+const COUNT_MASK: u64 = (1 << COUNT_BITS) - 1;
+
+/// Element `index` before any update.
+fn fresh(data: Contents, seed: u64, index: u64) -> u64 {
+    data.word(seed, index) & !COUNT_MASK
+}
+
+pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
+    let (common, paging) = (&options.common, &options.paging);
+    let remote = Remote::start(common, paging)?;
+    let len = paging.size_bytes(common) / size_of::<u64>() as u64;
+    let mut array = remote.array::<u64>(len, Advice::Sequential)?;
+    let threads = threads(options.threads);
+    let accesses = options
+        .accesses
+        .unwrap_or(if common.smoke { 2_000 } else { 200_000 });
+    // A thread's share of the accesses, and of the array: updates of one element by two threads would be a race.
+    let accesses_per_thread = accesses.div_ceil(threads as u64);
+    let share = array.len().div_ceil(threads);
+    let (data, seed) = (paging.data, paging.seed);
+    let wrong = AtomicU64::new(0);
+    let progress = Progress::new(4);
+
+    progress.phase("filling");
+    for_each_share(&mut array, share, |thread, part| {
+        for (index, element) in ((thread * share) as u64..).zip(part) {
+            *element = fresh(data, seed, index);
+        }
+    });
+    array.advise(.., Advice::Random)?;
+    progress.step(1);
+
+    // The same picks in both phases, so that both see the same misses.
+    let begin = remote.mark();
+    let mut phase = |what, update: bool| {
+        progress.phase(what);
+        let start = Instant::now();
+        for_each_share(&mut array, share, |thread, part| {
+            let mut picker =
+                Picker::new(part.len() as u64, options.zipf, mix(seed) ^ thread as u64);
+            let mut bad = 0u64;
+            for _ in 0..accesses_per_thread {
+                let at = picker.pick();
+                let element = &mut part[at as usize];
+                let index = (thread * share) as u64 + at;
+                bad += u64::from(*element & !COUNT_MASK != fresh(data, seed, index));
+                if update {
+                    *element += 1;
+                }
+            }
+            wrong.fetch_add(bad, Relaxed);
+        });
+        progress.step(1);
+        start.elapsed()
+    };
+    let reads = phase("reading", false);
+    let updates = phase("updating", true);
+    let end = remote.mark();
+
+    progress.phase("verifying");
+    array.advise(.., Advice::Sequential)?;
+    let counted = AtomicU64::new(0);
+    let shares = for_each_share(&mut array, share, |thread, part| {
+        let (mut bad, mut count) = (0u64, 0);
+        for (index, element) in ((thread * share) as u64..).zip(part) {
+            bad += u64::from(*element & !COUNT_MASK != fresh(data, seed, index));
+            count += *element & COUNT_MASK;
+        }
+        wrong.fetch_add(bad, Relaxed);
+        counted.fetch_add(count, Relaxed);
+    });
+    progress.step(1);
+    drop(progress);
+    let done = accesses_per_thread * shares as u64;
+    let (wrong, counted) = (wrong.into_inner(), counted.into_inner());
+    if wrong > 0 || counted != done {
+        eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
+    }
+
+    let mut config = remote.config(common, paging);
+    config.threads = Some(threads);
+    config.zipf = options.zipf;
+    config.accesses = Some(done);
+    let us_per = |time: Duration, count: u64| time.as_secs_f64() * 1e6 / count as f64;
+    Ok(Report {
+        benchmark: "random",
+        verified: wrong == 0 && counted == done,
+        config,
+        figures: Figures {
+            us_per_access: Some(us_per(reads + updates, 2 * done)),
+            us_per_read: Some(us_per(reads, done)),
+            us_per_update: Some(us_per(updates, done)),
+            ..Figures::default()
+        },
+        paging: Some(Remote::figures(&begin, &end)),
+    })
+}
+
+/// Gives each thread its share of the array; returns how many shares there are.
+fn for_each_share(
+    array: &mut [u64],
+    share: usize,
+    work: impl Fn(usize, &mut [u64]) + Sync,
+) -> usize {
+    let shares = array.chunks_mut(share);
+    let count = shares.len();
+    thread::scope(|scope| {
+        for (thread, part) in shares.enumerate() {
+            let work = &work;
+            scope.spawn(move || work(thread, part));
+        }
+    });
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_update_leaves_the_mark_of_its_element() {
+        let element = fresh(Contents::Random, 1, 77);
+        assert_eq!(element & COUNT_MASK, 0);
+        assert_eq!((element + COUNT_MASK) & !COUNT_MASK, element);
+        assert_ne!(element, fresh(Contents::Random, 1, 78));
+    }
+}

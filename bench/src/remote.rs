@@ -1,0 +1,107 @@
+//! A runtime with its memory server, as the options say.
+//!
+//! The rule it keeps: the runtime is closed before its server ends. What is done with the arrays is left to the benchmarks.
+
+use std::sync::Arc;
+
+use anyhow::{Context, Result, ensure};
+use farpage::{Advice, ByteSize, Link, Pod, RemoteArray, Runtime, Stats};
+
+use crate::{
+    options::{Codec, Common, Paging},
+    report::{Config, PagingFigures},
+    server::MemoryServer,
+};
+
+/// Fields are dropped in this order.
+pub(crate) struct Remote {
+    runtime: Runtime,
+    server: MemoryServer,
+}
+
+/// What the counters stood at.
+pub(crate) struct Mark(Stats);
+
+impl Remote {
+    /// Starts the server, if it is to be our own, and the runtime.
+    pub(crate) fn start(common: &Common, paging: &Paging) -> Result<Self> {
+        let size_bytes = paging.size_bytes(common);
+        // Pages are written out of place, so a server holds more than the arrays for a while; it takes no memory
+        // before it is written to.
+        let server = MemoryServer::start(common, size_bytes * 2 + (256 << 20))?;
+        let mut builder = Runtime::builder()
+            .server(server.endpoint().to_string())
+            .budget(ByteSize::b(paging.budget_bytes(common)))
+            .page_size(common.page_size)
+            .fillers(common.fillers())
+            .evictors(paging.evictors())
+            .codec(match paging.codec {
+                Codec::Raw => farpage::Codec::Raw,
+                Codec::Lz4 => farpage::Codec::Lz4,
+            });
+        if let Some(pages) = paging.read_ahead {
+            builder = builder.read_ahead(pages as usize);
+        }
+        if let Some(link) = link(common) {
+            builder = builder.link(link);
+        }
+        let runtime = builder.build().context("cannot start farpage")?;
+        Ok(Self { runtime, server })
+    }
+
+    /// What the run was told to do.
+    pub(crate) fn config(&self, common: &Common, paging: &Paging) -> Config {
+        Config::new(common, Some(paging), self.server.endpoint())
+    }
+
+    /// A new array, whose use is known.
+    pub(crate) fn array<T: Pod>(&self, len: u64, advice: Advice) -> Result<RemoteArray<T>> {
+        ensure!(
+            len > 0,
+            "--size is too small for this benchmark: there would be no elements"
+        );
+        let len = usize::try_from(len).context("the array is larger than the address space")?;
+        let array = self
+            .runtime
+            .array(len)
+            .context("cannot create a remote array")?;
+        array.advise(.., advice).context("cannot advise")?;
+        Ok(array)
+    }
+
+    /// Remembers the counters.
+    pub(crate) fn mark(&self) -> Mark {
+        Mark(self.runtime.stats())
+    }
+
+    /// What happened from `begin` to `end`.
+    pub(crate) fn figures(begin: &Mark, end: &Mark) -> PagingFigures {
+        let (pager, store) = (&end.0.pager, &end.0.store);
+        let (pager_0, store_0) = (&begin.0.pager, &begin.0.store);
+        let plain = store.bytes_plain - store_0.bytes_plain;
+        let stored = store.bytes_stored - store_0.bytes_stored;
+        PagingFigures {
+            faults: pager.faults - pager_0.faults,
+            fills: pager.fills - pager_0.fills,
+            evictions: pager.evictions - pager_0.evictions,
+            steals: pager.steals - pager_0.steals,
+            bytes_read: store.bytes_read - store_0.bytes_read,
+            bytes_written: store.bytes_written - store_0.bytes_written,
+            compression_ratio: (stored > 0).then(|| plain as f64 / stored as f64),
+            budget_bytes: pager.budget_bytes,
+            peak_resident_bytes: pager.peak_resident_bytes,
+        }
+    }
+}
+
+/// The link that the options ask for.
+pub(crate) fn link(common: &Common) -> Option<Arc<Link>> {
+    let shaped = common.link_gbps.is_some() || common.link_us.is_some();
+    // Without a rate the link is as fast as a link can be said to be.
+    shaped.then(|| {
+        Arc::new(Link::new(
+            common.link_gbps.unwrap_or(1e6),
+            common.link_us.unwrap_or(0.0),
+        ))
+    })
+}

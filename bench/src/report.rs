@@ -1,0 +1,352 @@
+//! What a run found, as JSON and as tables.
+//!
+//! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are 10^6 bytes, as STREAM
+//! counts them.
+
+use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::{
+    data::Contents,
+    options::{Codec, Common, Format, Paging},
+};
+
+/// One run.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    pub(crate) benchmark: &'static str,
+    /// Whether all data was what it had to be.
+    pub(crate) verified: bool,
+    pub(crate) config: Config,
+    #[serde(flatten)]
+    pub(crate) figures: Figures,
+    #[serde(flatten)]
+    pub(crate) paging: Option<PagingFigures>,
+}
+
+/// What the run was told to do, defaults included.
+#[derive(Debug, Serialize)]
+pub(crate) struct Config {
+    pub(crate) server: String,
+    pub(crate) page_size_bytes: u64,
+    pub(crate) fillers: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) link_gbps: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) link_us: Option<f64>,
+    pub(crate) smoke: bool,
+    #[serde(flatten)]
+    pub(crate) paging: Option<PagingConfig>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) threads: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) iterations: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) zipf: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) accesses: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) samples: Option<u64>,
+}
+
+/// The part of [`Config`] that benchmarks with paging have.
+#[derive(Debug, Serialize)]
+pub(crate) struct PagingConfig {
+    size_bytes: u64,
+    budget: String,
+    evictors: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    read_ahead_pages: Option<u32>,
+    codec: Codec,
+    data: Contents,
+    seed: u64,
+}
+
+impl Config {
+    pub(crate) fn new(common: &Common, paging: Option<&Paging>, server: impl ToString) -> Self {
+        Self {
+            server: server.to_string(),
+            page_size_bytes: common.page_size.as_u64(),
+            fillers: common.fillers(),
+            link_gbps: common.link_gbps,
+            link_us: common.link_us,
+            smoke: common.smoke,
+            paging: paging.map(|paging| PagingConfig {
+                size_bytes: paging.size_bytes(common),
+                budget: paging.budget.to_string(),
+                evictors: paging.evictors(),
+                read_ahead_pages: paging.read_ahead,
+                codec: paging.codec,
+                data: paging.data,
+                seed: paging.seed,
+            }),
+            threads: None,
+            iterations: None,
+            zipf: None,
+            accesses: None,
+            samples: None,
+        }
+    }
+}
+
+/// The results proper; each benchmark fills in its own.
+#[derive(Debug, Default, Serialize)]
+pub(crate) struct Figures {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernels: Option<Vec<Kernel>>,
+    /// Reads and updates together: wall time by accesses of all threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) us_per_access: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) us_per_read: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) us_per_update: Option<f64>,
+    /// Reads of remote pages while the budget has room.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) fault_us: Option<Percentiles>,
+    /// Writes to remote pages while each has to push a changed page out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) evicting_fault_us: Option<Percentiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) kernel_fault_us: Option<Percentiles>,
+    /// Resolved by copying.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_round_trip_us: Option<Percentiles>,
+    /// Resolved by moving a page that is there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_move_round_trip_us: Option<Percentiles>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) memcpy_mb_per_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) raw_read_mb_per_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) raw_write_mb_per_s: Option<f64>,
+    /// READ and WRITE of the same bytes by the same threads, bytes of both directions added up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) raw_read_write_mb_per_s: Option<f64>,
+}
+
+/// A STREAM kernel.
+#[derive(Debug, Serialize)]
+pub(crate) struct Kernel {
+    pub(crate) name: &'static str,
+    /// Best of the iterations after the first.
+    pub(crate) mb_per_s: f64,
+    pub(crate) min_s: f64,
+    pub(crate) avg_s: f64,
+    pub(crate) max_s: f64,
+}
+
+/// Microseconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Percentiles {
+    pub(crate) p50: f64,
+    pub(crate) p90: f64,
+    pub(crate) p99: f64,
+    pub(crate) p999: f64,
+    pub(crate) samples: u64,
+}
+
+impl Percentiles {
+    /// Of a histogram of nanoseconds.
+    pub(crate) fn of(histogram: &Histogram<u64>) -> Self {
+        let us = |percent| histogram.value_at_percentile(percent) as f64 / 1000.0;
+        Self {
+            p50: us(50.0),
+            p90: us(90.0),
+            p99: us(99.0),
+            p999: us(99.9),
+            samples: histogram.len(),
+        }
+    }
+}
+
+/// For nanoseconds up to a minute, to three digits.
+pub(crate) fn new_histogram() -> Histogram<u64> {
+    Histogram::new_with_max(60_000_000_000, 3).expect("the bounds above are valid")
+}
+
+/// What the pager did during the measured part of the run.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct PagingFigures {
+    pub(crate) faults: u64,
+    pub(crate) fills: u64,
+    pub(crate) evictions: u64,
+    pub(crate) steals: u64,
+    pub(crate) bytes_read: u64,
+    pub(crate) bytes_written: u64,
+    /// Bytes of changed pages over bytes stored for them; absent when nothing was stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) compression_ratio: Option<f64>,
+    pub(crate) budget_bytes: u64,
+    /// Since the runtime was built.
+    pub(crate) peak_resident_bytes: u64,
+}
+
+impl Report {
+    /// Prints the report to standard output.
+    pub(crate) fn print(&self, format: Format) {
+        match format {
+            Format::Json => println!(
+                "{}",
+                serde_json::to_string(self).expect("a report has string keys and finite figures")
+            ),
+            Format::Human => println!("{}", self.human()),
+        }
+    }
+
+    fn human(&self) -> String {
+        let mut tables = Vec::new();
+        if let Some(kernels) = &self.figures.kernels {
+            let mut table = table(["kernel", "MB/s", "best s", "mean s", "worst s"]);
+            for k in kernels {
+                let seconds = [k.min_s, k.avg_s, k.max_s].map(|s| format!("{s:.3}"));
+                table.add_row(right(
+                    [k.name.to_owned(), format!("{:.0}", k.mb_per_s)]
+                        .into_iter()
+                        .chain(seconds),
+                ));
+            }
+            tables.push(table);
+        }
+        tables.extend(self.percentile_table());
+        tables.extend(self.single_figures());
+        tables.push(self.circumstances());
+        tables
+            .iter()
+            .map(Table::to_string)
+            .collect::<Vec<_>>()
+            .join("\n")
+    }
+
+    fn percentile_table(&self) -> Option<Table> {
+        let figures = &self.figures;
+        let rows: Vec<_> = [
+            ("kernel's own 4 KiB fault", figures.kernel_fault_us),
+            ("bare userfaultfd, COPY", figures.uffd_round_trip_us),
+            ("bare userfaultfd, MOVE", figures.uffd_move_round_trip_us),
+            ("read, room in the budget", figures.fault_us),
+            ("write, changed pages leave", figures.evicting_fault_us),
+        ]
+        .into_iter()
+        .filter_map(|(name, percentiles)| Some((name, percentiles?)))
+        .collect();
+        let mut table = table([
+            "fault, microseconds",
+            "p50",
+            "p90",
+            "p99",
+            "p99.9",
+            "samples",
+        ]);
+        for (name, p) in &rows {
+            let times = [p.p50, p.p90, p.p99, p.p999].map(|us| format!("{us:.1}"));
+            table.add_row(right(
+                [name.to_string()]
+                    .into_iter()
+                    .chain(times)
+                    .chain([p.samples.to_string()]),
+            ));
+        }
+        (!rows.is_empty()).then_some(table)
+    }
+
+    fn single_figures(&self) -> Option<Table> {
+        let f = &self.figures;
+        let mut table = table(["figure", ""]);
+        for (name, value, unit) in [
+            ("an access", f.us_per_access, "us"),
+            ("a read", f.us_per_read, "us"),
+            ("an update", f.us_per_update, "us"),
+            ("memcpy", f.memcpy_mb_per_s, "MB/s"),
+            ("fabric READ", f.raw_read_mb_per_s, "MB/s"),
+            ("fabric WRITE", f.raw_write_mb_per_s, "MB/s"),
+            ("fabric READ + WRITE", f.raw_read_write_mb_per_s, "MB/s"),
+        ] {
+            if let Some(value) = value {
+                let digits = if unit == "us" { 2 } else { 0 };
+                table.add_row(right([name.to_owned(), format!("{value:.digits$} {unit}")]));
+            }
+        }
+        (table.row_iter().next().is_some()).then_some(table)
+    }
+
+    fn circumstances(&self) -> Table {
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let mut rows = vec![
+            (
+                "verified",
+                if self.verified {
+                    "yes, every element"
+                } else {
+                    "NO: FAILED"
+                }
+                .to_owned(),
+            ),
+            ("server", self.config.server.clone()),
+            (
+                "page size",
+                format!("{} KiB", self.config.page_size_bytes >> 10),
+            ),
+        ];
+        if let Some(paging) = &self.config.paging {
+            rows.push((
+                "arrays",
+                format!("{}, {:?} data", mib(paging.size_bytes), paging.data).to_lowercase(),
+            ));
+            let threads = self.config.threads.unwrap_or(1);
+            rows.push((
+                "threads",
+                format!(
+                    "{threads} + {} fillers + {} evictors",
+                    self.config.fillers, paging.evictors
+                ),
+            ));
+        }
+        if let Some(p) = &self.paging {
+            rows.push(("budget", mib(p.budget_bytes)));
+            rows.push(("peak resident", mib(p.peak_resident_bytes)));
+            rows.push(("faults / fills", format!("{} / {}", p.faults, p.fills)));
+            rows.push((
+                "evictions / steals",
+                format!("{} / {}", p.evictions, p.steals),
+            ));
+            rows.push((
+                "read / written",
+                format!("{} / {}", mib(p.bytes_read), mib(p.bytes_written)),
+            ));
+            if let Some(ratio) = p.compression_ratio {
+                rows.push(("compression", format!("{ratio:.2} : 1")));
+            }
+        }
+        let mut table = table(["run", self.benchmark]);
+        for (name, value) in rows {
+            table.add_row(right([name.to_owned(), value]));
+        }
+        table
+    }
+}
+
+fn table<const N: usize>(header: [&str; N]) -> Table {
+    let mut table = Table::new();
+    table
+        .load_style(UTF8_FULL_CONDENSED)
+        .set_header(right(header.map(str::to_owned)));
+    table
+}
+
+/// A row whose first cell is a name and whose others are figures.
+fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
+    let align = |at| {
+        if at == 0 {
+            CellAlignment::Left
+        } else {
+            CellAlignment::Right
+        }
+    };
+    row.into_iter()
+        .enumerate()
+        .map(|(at, text)| Cell::new(text).set_alignment(align(at)))
+        .collect()
+}

@@ -1,0 +1,121 @@
+//! The memory server that a benchmark starts for itself: this program once more, as `serve`, so that there is no
+//! second program to find and the server is a process of its own, as in real use.
+//!
+//! The rule it keeps: the server ends with the benchmark, however that ends. It lives as long as its standard input,
+//! whose other end only the benchmark holds; at its end the server removes its socket and exits.
+
+use std::{
+    env,
+    io::{self, BufRead, BufReader, Read, Write},
+    os::unix::process::CommandExt,
+    process::{self, Child, Command, Stdio},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use farpage_memserver::Server;
+use farpage_wire::Endpoint;
+
+use crate::options::{Common, Fabric, ServeOptions};
+
+/// The server that a benchmark talks to.
+pub(crate) struct MemoryServer {
+    endpoint: Endpoint,
+    own: Option<Child>,
+}
+
+impl MemoryServer {
+    /// The server of `--server`, or one of our own that lends up to `capacity_bytes`.
+    ///
+    /// # Errors
+    /// The own server does not start; it has said why on standard error.
+    pub(crate) fn start(common: &Common, capacity_bytes: u64) -> Result<Self> {
+        if let Some(endpoint) = &common.server {
+            return Ok(Self {
+                endpoint: endpoint.clone(),
+                own: None,
+            });
+        }
+        let listen = match common.fabric {
+            Fabric::Shm => {
+                Endpoint::Shm(env::temp_dir().join(format!("farpage-bench-{}.sock", process::id())))
+            }
+            Fabric::Tcp => Endpoint::Tcp {
+                host: "127.0.0.1".into(),
+                port: 0,
+            },
+        };
+        let this_program = env::current_exe().context("cannot find this program's own file")?;
+        let mut child = Command::new(this_program)
+            .args([
+                "serve",
+                "--listen",
+                &listen.to_string(),
+                "--capacity-bytes",
+                &capacity_bytes.to_string(),
+            ])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            // Ctrl-C is for the benchmark; the server then notices its end and tidies up.
+            .process_group(0)
+            .spawn()
+            .context("cannot start a memory server")?;
+        let stdout = child
+            .stdout
+            .take()
+            .expect("the standard output was set to a pipe above");
+        let mut line = String::new();
+        BufReader::new(stdout)
+            .read_line(&mut line)
+            .context("cannot read from the memory server")?;
+        match line.trim().parse() {
+            Ok(endpoint) => Ok(Self {
+                endpoint,
+                own: Some(child),
+            }),
+            Err(_) => {
+                let status = child.wait().context("cannot wait for the memory server")?;
+                bail!("the memory server did not start ({status})")
+            }
+        }
+    }
+
+    /// Where it listens.
+    pub(crate) fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+}
+
+impl Drop for MemoryServer {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.own {
+            drop(child.stdin.take());
+            // Nothing is left to do about a failure: the results are out.
+            let _ = child.wait();
+        }
+    }
+}
+
+/// The server process: prints where it listens, serves until standard input ends.
+pub(crate) fn serve(options: &ServeOptions) -> Result<()> {
+    let running = Server::builder()
+        .listen(options.listen.clone())
+        .capacity(options.capacity_bytes)
+        // When the benchmark is gone there is nobody to wait for.
+        .grace(Duration::ZERO)
+        .start()?;
+    let endpoint = running
+        .endpoints()
+        .first()
+        .context("the server listens nowhere")?;
+    let mut stdout = io::stdout();
+    writeln!(stdout, "{endpoint}")
+        .and_then(|()| stdout.flush())
+        .context("cannot say where the server listens")?;
+    // Nobody writes here: it ends when the other end is closed, by the benchmark's end at the latest.
+    io::stdin()
+        .read_to_end(&mut Vec::new())
+        .context("cannot wait on standard input")?;
+    running.shutdown();
+    Ok(())
+}
