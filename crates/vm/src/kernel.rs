@@ -570,9 +570,15 @@ impl AddressSpace for KernelSpace {
     fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
         if self.features.contains(Features::POISON) {
             // SAFETY: an absent page of a region, whose fate is the pager's to decide.
-            return unsafe { self.uffd(shard).poison(address, page_bytes) }.map_err(|stopped| {
+            let poisoned = unsafe { self.uffd(shard).poison(address, page_bytes) };
+            return poisoned.or_else(|stopped| {
                 self.wake(shard, address, page_bytes);
-                stopped.why.into()
+                // Poisoned before: a fill that was tried again has failed again.
+                if stopped.why == Refusal::Exists {
+                    Ok(())
+                } else {
+                    Err(stopped.why.into())
+                }
             });
         }
         // Before kernel 6.6: no access at all, which is SIGSEGV.
