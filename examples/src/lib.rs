@@ -1,0 +1,83 @@
+//! What the examples share and a program of yours will not need: a memory server to talk to, the one argument, and a line of figures.
+//!
+//! The rule it keeps: everything about farpage that is worth copying stands in the examples themselves.
+
+use std::{env, fmt::Display, str::FromStr, time::Instant};
+
+use anyhow::{Result, anyhow};
+use farpage::{Builder, ByteSize, Runtime};
+use farpage_memserver::{RunningServer, Server};
+use tempfile::TempDir;
+
+/// More than any example asks for; a server takes memory only when pages are written.
+const CAPACITY_BYTES: u64 = 64 << 30;
+
+/// The memory servers that `FARPAGE_SERVER` names or, without it, one in this process.
+///
+/// Declare it before the runtime, so that it outlives the runtime.
+pub struct Memory {
+    /// The server, and the folder that its socket lies in. It is ended before the folder goes.
+    own: Option<(RunningServer, TempDir)>,
+}
+
+impl Memory {
+    /// Starts a server in this process unless `FARPAGE_SERVER` is set.
+    ///
+    /// # Errors
+    /// If no server can be started.
+    pub fn find() -> Result<Memory> {
+        if env::var_os("FARPAGE_SERVER").is_some() {
+            return Ok(Memory { own: None });
+        }
+        let folder = tempfile::tempdir()?;
+        let endpoint = format!("shm://{}/farpage.sock", folder.path().display());
+        let server = Server::builder()
+            .listen(endpoint.parse()?)
+            .capacity(CAPACITY_BYTES)
+            .start()?;
+        Ok(Memory {
+            own: Some((server, folder)),
+        })
+    }
+
+    /// In a program of yours this is `Runtime::builder().server("shm:///run/farpage.sock")`, or `Runtime::builder()` with `FARPAGE_SERVER` set.
+    pub fn runtime(&self) -> Builder {
+        match &self.own {
+            Some((server, _)) => Runtime::builder().server(server.endpoints()[0].to_string()),
+            None => Runtime::builder(),
+        }
+    }
+}
+
+/// The program's only argument, or `default` without one.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn argument<T>(what: &str, default: T) -> Result<T>
+where
+    T: FromStr<Err: Display>,
+{
+    match env::args().nth(1) {
+        Some(text) => text
+            .parse()
+            .map_err(|e| anyhow!("`{text}` is no {what}: {e}")),
+        None => Ok(default),
+    }
+}
+
+/// Prints how long `what` took, and what the runtime has done so far.
+pub fn report(what: &str, started: Instant, runtime: &Runtime) {
+    let seconds = started.elapsed().as_secs_f64();
+    let (pager, store) = (runtime.stats().pager, runtime.stats().store);
+    println!("{what} in {seconds:.2} s");
+    println!(
+        "  {} faults, {} pages in, {} out; {} read, {} written; at most {} of {} local memory used",
+        pager.faults,
+        pager.fills,
+        pager.evictions,
+        ByteSize(store.bytes_read),
+        ByteSize(store.bytes_written),
+        ByteSize(pager.peak_resident_bytes),
+        ByteSize(pager.budget_bytes),
+    );
+}
