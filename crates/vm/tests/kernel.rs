@@ -218,6 +218,8 @@ fn writers_during_detach_keep_their_writes() {
             // The writers run for as long as it takes to evict that often, however the threads are scheduled.
             let mut evictions = 0;
             while evictions < EVICTIONS {
+                // When everything is away, the writers and fillers need the processor.
+                thread::yield_now();
                 for page in 0..PAGES {
                     match filler.evict(page) {
                         Ok(evicted) => evictions += usize::from(evicted),
