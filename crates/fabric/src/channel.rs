@@ -121,6 +121,9 @@ pub trait Channel<B: Buf>: Send {
     ///
     /// # Errors
     /// [`Busy`] with the operation when the queue is full. On a dead channel the operation is accepted and completes with an error.
+    ///
+    /// # Panics
+    /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES) holds.
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
 
     /// Moves bytes as far as possible without blocking, appends what has ended to `done` and returns how many that were.
@@ -133,4 +136,27 @@ pub trait Channel<B: Buf>: Send {
 
     /// What to sleep on together with other descriptors. With nothing in flight all of it is empty.
     fn wait(&self) -> Wait<'_>;
+}
+
+/// Asserts what every caller of [`Channel::post`] promises; a longer operation would read beyond its buffer.
+pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
+    let most = op
+        .buf
+        .as_ref()
+        .len()
+        .min(farpage_wire::MAX_OP_BYTES as usize);
+    assert!(
+        op.len > 0 && op.len as usize <= most,
+        "operation of {} bytes with room for {most}",
+        op.len
+    );
+}
+
+pub(crate) fn refused<B>(endpoint: &str, op: &Op<B>) -> ChannelError {
+    ChannelError::Refused {
+        endpoint: endpoint.to_owned(),
+        extent: op.extent,
+        offset: op.offset,
+        len: op.len,
+    }
 }

@@ -1,1 +1,547 @@
-//! Placeholder.
+//! The suite that every fabric must pass.
+//!
+//! The rule it keeps: it knows nothing about a fabric but how to begin a session, so that a new transport adds one line to
+//! the tests. A test calls [`check`] with a [`Fabric`]; a failed expectation panics with its story. What a server's policy
+//! is (leases that expire, capacity over several clients) is left to the server's tests.
+
+use std::{
+    collections::HashSet,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::{
+    AllocError, Busy, Channel, ChannelError, Completion, Extent, ExtentId, MAX_OP_BYTES, Op,
+    OpenError, Session, Verb,
+};
+
+/// Longer than any step of the suite takes on a busy machine, short enough to wait for.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The most bytes that the suite holds at a time: a server needs a little more.
+pub const NEEDED_BYTES: u64 = 64 << 20;
+
+/// A fabric with a live server.
+pub struct Fabric<'a> {
+    /// Begins another session at the same server, with an operation deadline of at most 5 seconds.
+    pub connect: &'a (dyn Fn() -> Arc<Session> + Sync),
+    /// Kills the server without a goodbye. The suite connects no more after that.
+    pub kill: Box<dyn FnOnce() + 'a>,
+}
+
+/// Runs the suite, each part in sessions of its own; ends with the server's death.
+///
+/// # Panics
+/// When the fabric breaks a promise of [`Channel`] or [`Session`].
+pub fn check(fabric: Fabric<'_>) {
+    let connect = fabric.connect;
+    reads_its_own_writes_at_every_size(&connect());
+    many_in_flight_end_exactly_once_each_with_its_own_bytes(&connect());
+    a_full_queue_hands_the_operation_back(&connect());
+    addresses_beyond_the_extent_are_refused(&connect());
+    another_clients_extent_is_refused(&connect(), &connect());
+    fresh_memory_is_zero_also_after_release_and_regrant(&connect());
+    released_extents_are_refused(&connect());
+    too_much_memory_is_a_typed_error_and_the_session_goes_on(&connect());
+    channels_of_several_threads_do_not_mix_their_bytes(&connect());
+    a_named_region_outlives_its_session(connect);
+    an_idle_channel_asks_for_no_wake_up(&connect());
+    death_ends_everything_in_bounded_time(&connect(), fabric.kill);
+}
+
+/// Bytes that say where they belong.
+fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64)
+        .map(|i| {
+            (i.wrapping_mul(31)
+                .wrapping_add(seed.wrapping_mul(0x9e37_79b9))
+                >> 3) as u8
+        })
+        .collect()
+}
+
+fn op(verb: Verb, extent: ExtentId, offset: u64, buf: Vec<u8>) -> Op<Vec<u8>> {
+    Op {
+        tag: offset,
+        verb,
+        extent,
+        offset,
+        len: buf.len() as u32,
+        buf,
+    }
+}
+
+fn post(channel: &mut dyn Channel<Vec<u8>>, op: Op<Vec<u8>>) {
+    channel.post(op).expect("the queue has room");
+}
+
+/// Sleeps as the channel says and polls, until nothing is in flight.
+fn drain(channel: &mut dyn Channel<Vec<u8>>) -> Vec<Completion<Vec<u8>>> {
+    let mut done = Vec::new();
+    let begun = Instant::now();
+    while channel.in_flight() > 0 {
+        assert!(
+            begun.elapsed() < PATIENCE,
+            "{} operations did not end",
+            channel.in_flight()
+        );
+        let (before, in_flight) = (done.len(), channel.in_flight());
+        let count = channel.poll(&mut done);
+        assert_eq!(
+            (count, channel.in_flight()),
+            (done.len() - before, in_flight - count),
+            "poll counts what it hands over"
+        );
+        if count == 0 {
+            sleep(channel);
+        }
+    }
+    done
+}
+
+/// Sleeps until the channel may have something to do: the caller's half of [`Channel::wait`].
+fn sleep(channel: &dyn Channel<Vec<u8>>) {
+    let wait = channel.wait();
+    assert!(
+        wait.until.is_some(),
+        "operations are in flight, and nothing says when they end at the latest"
+    );
+    let left = wait.until.map_or(PATIENCE, |until| {
+        until.saturating_duration_since(Instant::now())
+    });
+    let timeout = PollTimeout::try_from(left.as_micros().div_ceil(1000) as u32).expect("seconds");
+    let mut events = PollFlags::empty();
+    events.set(PollFlags::POLLIN, wait.readable);
+    events.set(PollFlags::POLLOUT, wait.writable);
+    let mut fds: Vec<_> = wait
+        .fd
+        .map(|fd| PollFd::new(fd, events))
+        .into_iter()
+        .collect();
+    poll(&mut fds, timeout).expect("a poll of open descriptors");
+}
+
+fn one(channel: &mut dyn Channel<Vec<u8>>, op: Op<Vec<u8>>) -> Completion<Vec<u8>> {
+    post(channel, op);
+    let mut done = drain(channel);
+    assert_eq!(done.len(), 1, "one operation ends once");
+    done.remove(0)
+}
+
+fn write(channel: &mut dyn Channel<Vec<u8>>, extent: ExtentId, offset: u64, bytes: Vec<u8>) {
+    one(channel, op(Verb::Write, extent, offset, bytes))
+        .result
+        .expect("a WRITE to leased memory");
+}
+
+fn read(channel: &mut dyn Channel<Vec<u8>>, extent: ExtentId, offset: u64, len: usize) -> Vec<u8> {
+    // Not zeros, or a READ that does nothing would pass for fresh memory.
+    let done = one(channel, op(Verb::Read, extent, offset, vec![0xee; len]));
+    done.result.expect("a READ of leased memory");
+    done.buf
+}
+
+fn refused(channel: &mut dyn Channel<Vec<u8>>, op: Op<Vec<u8>>) {
+    let len = op.buf.len();
+    let done = one(channel, op);
+    assert!(
+        matches!(done.result, Err(ChannelError::Refused { .. })),
+        "{:?}",
+        done.result
+    );
+    assert_eq!(done.buf.len(), len, "the buffer comes back");
+}
+
+fn grant(session: &Session, bytes: u64) -> Extent {
+    let extent = session.grant(bytes).expect("the server has room");
+    assert_eq!(extent.bytes, bytes);
+    extent
+}
+
+fn channel(session: &Arc<Session>) -> Box<dyn Channel<Vec<u8>>> {
+    session.channel().expect("a live server")
+}
+
+fn reads_its_own_writes_at_every_size(session: &Arc<Session>) {
+    let mut channel = channel(session);
+    let extent = grant(session, 8 << 20);
+    for len in [
+        1,
+        2,
+        7,
+        31,
+        32,
+        33,
+        511,
+        4095,
+        4096,
+        4097,
+        65_536,
+        100_003,
+        1 << 20,
+        MAX_OP_BYTES as usize,
+    ] {
+        for offset in [0, 1, 4096, extent.bytes - len as u64] {
+            let bytes = pattern(offset + len as u64, len);
+            write(&mut *channel, extent.id, offset, bytes.clone());
+            assert!(
+                read(&mut *channel, extent.id, offset, len) == bytes,
+                "{len} bytes at {offset}"
+            );
+        }
+    }
+    // An operation moves `len` bytes and no more.
+    write(&mut *channel, extent.id, 0, vec![1; 100]);
+    let longer = Op {
+        len: 10,
+        ..op(Verb::Write, extent.id, 20, vec![2; 100])
+    };
+    one(&mut *channel, longer).result.expect("in range");
+    let shorter = Op {
+        len: 40,
+        ..op(Verb::Read, extent.id, 0, vec![3; 100])
+    };
+    let done = one(&mut *channel, shorter);
+    let expected = [vec![1; 20], vec![2; 10], vec![1; 10], vec![3; 60]].concat();
+    assert_eq!(done.buf, expected);
+}
+
+fn many_in_flight_end_exactly_once_each_with_its_own_bytes(session: &Arc<Session>) {
+    const PAGES: u64 = 300;
+    let mut channel = channel(session);
+    for len in [100, 4096, 65_536] {
+        let extent = grant(session, PAGES * len);
+        for verb in [Verb::Write, Verb::Read] {
+            let mut tags = HashSet::new();
+            let mut done = Vec::new();
+            let mut check = |done: &mut Vec<Completion<Vec<u8>>>| {
+                for completion in done.drain(..) {
+                    completion.result.expect("leased memory");
+                    assert!(
+                        tags.insert(completion.tag),
+                        "operation {} ended twice",
+                        completion.tag
+                    );
+                    let right = pattern(completion.tag, len as usize) == completion.buf;
+                    assert!(
+                        right && completion.verb == verb,
+                        "{verb:?} {} of {len} bytes",
+                        completion.tag
+                    );
+                }
+            };
+            for page in 0..PAGES {
+                let tag = page * len;
+                let buf = if verb == Verb::Write {
+                    pattern(tag, len as usize)
+                } else {
+                    vec![0xee; len as usize]
+                };
+                let mut next = op(verb, extent.id, tag, buf);
+                while let Err(Busy(op)) = channel.post(next) {
+                    next = op;
+                    if channel.poll(&mut done) == 0 {
+                        sleep(&*channel);
+                    }
+                    check(&mut done);
+                }
+            }
+            done = drain(&mut *channel);
+            check(&mut done);
+            assert_eq!(tags.len() as u64, PAGES);
+        }
+        session.release(extent.id).expect("leased");
+    }
+    // READs and WRITEs at once.
+    let extent = grant(session, 4 << 20);
+    write(&mut *channel, extent.id, 0, pattern(1, 1 << 20));
+    for i in 0..8 {
+        post(
+            &mut *channel,
+            op(Verb::Read, extent.id, i << 10, vec![0; 65_536]),
+        );
+        post(
+            &mut *channel,
+            op(
+                Verb::Write,
+                extent.id,
+                (2 << 20) + (i << 17),
+                pattern(i, 1 << 17),
+            ),
+        );
+    }
+    for completion in drain(&mut *channel) {
+        completion.result.expect("leased memory");
+        if completion.verb == Verb::Read {
+            assert!(completion.buf[..] == pattern(1, 1 << 20)[completion.tag as usize..][..65_536]);
+        }
+    }
+    for i in 0..8 {
+        assert!(
+            read(&mut *channel, extent.id, (2 << 20) + (i << 17), 1 << 17) == pattern(i, 1 << 17)
+        );
+    }
+}
+
+fn a_full_queue_hands_the_operation_back(session: &Arc<Session>) {
+    let mut channel = channel(session);
+    let extent = grant(session, 1 << 20);
+    let mut posted = 0;
+    let returned = loop {
+        let bytes = pattern(posted, 4096);
+        match channel.post(op(Verb::Write, extent.id, posted % 256 * 4096, bytes)) {
+            Ok(()) => posted += 1,
+            Err(Busy(op)) => break op,
+        }
+        assert!(posted < 1 << 20, "the queue has no end");
+    };
+    assert_eq!(channel.in_flight() as u64, posted);
+    assert!(
+        returned.tag == posted % 256 * 4096 && returned.buf == pattern(posted, 4096),
+        "handed back as it was"
+    );
+    assert_eq!(drain(&mut *channel).len() as u64, posted);
+    post(&mut *channel, returned);
+    assert!(
+        drain(&mut *channel)
+            .iter()
+            .all(|completion| completion.result.is_ok())
+    );
+}
+
+fn addresses_beyond_the_extent_are_refused(session: &Arc<Session>) {
+    let extent = grant(session, 10_000);
+    for (offset, len) in [
+        (9_999, 2),
+        (10_000, 1),
+        (0, 10_001),
+        (1 << 40, 4096),
+        (u64::MAX - 5000, 4096),
+    ] {
+        for verb in [Verb::Read, Verb::Write] {
+            // A refusal may end a channel.
+            refused(
+                &mut *channel(session),
+                op(verb, extent.id, offset, vec![0; len]),
+            );
+        }
+    }
+    let mut channel = channel(session);
+    write(&mut *channel, extent.id, 9_999, vec![7]);
+    assert_eq!(
+        read(&mut *channel, extent.id, 9_990, 10),
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 7]
+    );
+}
+
+fn another_clients_extent_is_refused(session: &Arc<Session>, other: &Arc<Session>) {
+    let extent = grant(session, 4096);
+    let mut mine = channel(session);
+    write(&mut *mine, extent.id, 0, vec![1; 4096]);
+    for verb in [Verb::Read, Verb::Write] {
+        refused(&mut *channel(other), op(verb, extent.id, 0, vec![9; 4096]));
+    }
+    assert!(
+        other.release(extent.id).is_err(),
+        "only its owner can release an extent"
+    );
+    assert_eq!(read(&mut *mine, extent.id, 0, 4096), vec![1; 4096]);
+    refused(
+        &mut *channel(other),
+        op(Verb::Read, ExtentId(u64::MAX), 0, vec![9; 4096]),
+    );
+    // One refused WRITE among good ones: the others end one way or the other, and the buffers come back.
+    let own = grant(other, 8 << 20);
+    let mut channel = channel(other);
+    for i in 0..8 {
+        let id = if i == 4 { extent.id } else { own.id };
+        post(&mut *channel, op(Verb::Write, id, i, vec![9; 1 << 20]));
+    }
+    for completion in drain(&mut *channel) {
+        assert_eq!(completion.buf.len(), 1 << 20);
+        match completion.result {
+            Err(ChannelError::Refused { .. }) => assert_eq!(completion.tag, 4),
+            Err(error) => assert!(error.is_transient(), "{error}"),
+            Ok(()) => assert_ne!(completion.tag, 4),
+        }
+    }
+    assert_eq!(read(&mut *mine, extent.id, 0, 4096), vec![1; 4096]);
+}
+
+fn fresh_memory_is_zero_also_after_release_and_regrant(session: &Arc<Session>) {
+    let mut channel = channel(session);
+    for _ in 0..5 {
+        let extent = grant(session, 4 << 20);
+        for offset in [0, 2 << 20] {
+            let bytes = read(&mut *channel, extent.id, offset, 2 << 20);
+            assert!(bytes.iter().all(|byte| *byte == 0), "fresh memory is zero");
+            write(&mut *channel, extent.id, offset, vec![0xff; 2 << 20]);
+        }
+        session.release(extent.id).expect("leased");
+    }
+}
+
+fn released_extents_are_refused(session: &Arc<Session>) {
+    let extent = grant(session, 4096);
+    let mut used = channel(session);
+    write(&mut *used, extent.id, 0, vec![1; 4096]);
+    session.release(extent.id).expect("leased");
+    refused(&mut *used, op(Verb::Read, extent.id, 0, vec![0; 4096]));
+    refused(
+        &mut *channel(session),
+        op(Verb::Write, extent.id, 0, vec![0; 4096]),
+    );
+    assert!(session.release(extent.id).is_err(), "released twice");
+}
+
+fn too_much_memory_is_a_typed_error_and_the_session_goes_on(session: &Arc<Session>) {
+    let stat = session.stat().expect("a live server");
+    let asked = stat.capacity_bytes + 4096;
+    match session.grant(asked) {
+        Err(AllocError::Full {
+            asked: said,
+            available,
+            ..
+        }) => assert!(said == asked && available <= stat.capacity_bytes),
+        other => panic!("{other:?}"),
+    }
+    let extent = grant(session, 4096);
+    write(&mut *channel(session), extent.id, 0, vec![1; 4096]);
+}
+
+fn channels_of_several_threads_do_not_mix_their_bytes(session: &Arc<Session>) {
+    let extent = grant(session, 4 << 20);
+    thread::scope(|scope| {
+        for thread in 0..4u64 {
+            scope.spawn(move || {
+                let mut channel = channel(session);
+                let base = thread << 20;
+                for round in 0..20 {
+                    for page in 0..16 {
+                        let at = base + (page << 16);
+                        post(
+                            &mut *channel,
+                            op(Verb::Write, extent.id, at, pattern(at + round, 65_536)),
+                        );
+                    }
+                    drain(&mut *channel)
+                        .into_iter()
+                        .for_each(|done| done.result.expect("leased memory"));
+                    for page in 0..16 {
+                        let at = base + (page << 16);
+                        assert!(
+                            read(&mut *channel, extent.id, at, 65_536)
+                                == pattern(at + round, 65_536),
+                            "{at}"
+                        );
+                    }
+                }
+            });
+        }
+    });
+}
+
+fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Session>) {
+    let name = "conformance";
+    let first = connect();
+    assert!(matches!(first.open(name), Err(OpenError::NotFound { .. })));
+    let kept = grant(&first, 1 << 20);
+    let dropped = grant(&first, 1 << 20);
+    write(&mut *channel(&first), kept.id, 4096, pattern(5, 100));
+    first
+        .publish(name, b"old", &[dropped.id])
+        .expect("own extents");
+    first
+        .publish(name, b"manifest", &[kept.id])
+        .expect("own extents");
+    let second = connect();
+    assert!(matches!(second.open(name), Err(OpenError::InUse { .. })));
+    assert!(
+        second.publish(name, b"theft", &[kept.id]).is_err(),
+        "somebody else's extent"
+    );
+    drop(first);
+    let named = second.open(name).expect("nobody holds it");
+    assert_eq!(
+        (&named.manifest[..], &named.extents[..]),
+        (&b"manifest"[..], &[kept][..])
+    );
+    assert_eq!(
+        read(&mut *channel(&second), kept.id, 4096, 100),
+        pattern(5, 100)
+    );
+    refused(
+        &mut *channel(&second),
+        op(Verb::Read, dropped.id, 0, vec![0; 10]),
+    );
+    second.release(kept.id).expect("leased by opening");
+    let third = connect();
+    assert_eq!(third.open(name).expect("released").extents, [kept]);
+    assert_eq!(
+        read(&mut *channel(&third), kept.id, 4096, 100),
+        pattern(5, 100)
+    );
+    third.remove(name).expect("in nobody else's use");
+    assert!(matches!(second.open(name), Err(OpenError::NotFound { .. })));
+    second.remove(name).expect_err("forgotten already");
+}
+
+fn an_idle_channel_asks_for_no_wake_up(session: &Arc<Session>) {
+    let mut channel = channel(session);
+    let extent = grant(session, 4096);
+    read(&mut *channel, extent.id, 0, 4096);
+    let wait = channel.wait();
+    assert!(
+        wait.fd.is_none() && wait.until.is_none() && !wait.readable && !wait.writable,
+        "{wait:?}"
+    );
+    assert_eq!(channel.poll(&mut Vec::new()), 0);
+}
+
+fn death_ends_everything_in_bounded_time(session: &Arc<Session>, kill: Box<dyn FnOnce() + '_>) {
+    let extent = grant(session, 32 << 20);
+    let mut busy = channel(session);
+    let mut idle = channel(session);
+    read(&mut *idle, extent.id, 0, 4096);
+    for i in 0..16 {
+        let verb = if i % 2 == 0 { Verb::Write } else { Verb::Read };
+        post(&mut *busy, op(verb, extent.id, i << 20, vec![1; 1 << 20]));
+    }
+    kill();
+    let mut done = drain(&mut *busy);
+    assert_eq!(done.len(), 16, "every operation ends");
+    // The first operations after the death may be faster than the news of it.
+    for channel in [&mut busy, &mut idle] {
+        let begun = Instant::now();
+        loop {
+            assert!(begun.elapsed() < PATIENCE, "the death goes unnoticed");
+            let completion = one(&mut **channel, op(Verb::Read, extent.id, 0, vec![1; 4096]));
+            let dead = completion.result.is_err();
+            done.push(completion);
+            if dead {
+                break;
+            }
+        }
+        let again = one(&mut **channel, op(Verb::Write, extent.id, 0, vec![1; 4096]));
+        assert!(again.result.is_err(), "a dead channel stays dead");
+    }
+    for completion in done {
+        if let Err(error) = completion.result {
+            assert!(
+                matches!(
+                    error,
+                    ChannelError::Disconnected { .. } | ChannelError::TimedOut { .. }
+                ),
+                "{error}"
+            );
+        }
+        assert!(!completion.buf.is_empty(), "buffers come back");
+    }
+    let begun = Instant::now();
+    session.grant(4096).expect_err("the server is dead");
+    assert!(session.channel::<Vec<u8>>().is_err(), "the server is dead");
+    assert!(begun.elapsed() < PATIENCE);
+}

@@ -5,7 +5,7 @@
 //! retries are left to the callers above.
 
 pub mod channel;
-#[cfg(any(test, feature = "conformance"))]
+#[cfg(feature = "conformance")]
 pub mod conformance;
 pub mod host;
 mod link;
@@ -14,7 +14,7 @@ pub mod server;
 pub mod session;
 mod shm;
 pub mod sim;
-mod sys;
+mod stream;
 mod tcp;
 
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};

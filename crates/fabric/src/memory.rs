@@ -57,8 +57,8 @@ pub struct OutOfLease {
 /// Bytes of an extent for a system call to read or write. Keeps them mapped.
 #[derive(Debug)]
 pub(crate) struct Span {
-    memory: Arc<Memory>,
-    offset: usize,
+    lease: Arc<ExtentMemory>,
+    address: *mut u8,
     len: usize,
 }
 
@@ -146,13 +146,13 @@ impl ExtentMemory {
     /// # Errors
     /// [`OutOfLease`]; nothing is copied.
     pub fn copy_out(&self, offset: u64, to: &mut [u8]) -> Result<(), OutOfLease> {
-        let span = self.span(offset, to.len() as u64)?;
+        let shared = self.address(offset, to.len() as u64)?;
         // SAFETY:
-        // - source: `span` was checked against the mapping, which lives as long as it does;
+        // - source: checked against the mapping, which lives as long as `self`;
         // - destination: an exclusive slice of the same length, so the two cannot overlap;
         // - others may change the source meanwhile: then some mix of old and new bytes is copied, which is what a
         //   READ that races with a WRITE gives, and no reference to the shared bytes exists.
-        unsafe { std::ptr::copy_nonoverlapping(span.as_ptr(), to.as_mut_ptr(), to.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(shared.cast_const(), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
 
@@ -161,14 +161,24 @@ impl ExtentMemory {
     /// # Errors
     /// [`OutOfLease`]; nothing is copied.
     pub fn copy_in(&self, offset: u64, from: &[u8]) -> Result<(), OutOfLease> {
-        let span = self.span(offset, from.len() as u64)?;
+        let shared = self.address(offset, from.len() as u64)?;
         // SAFETY: as in `copy_out`, with the roles of source and destination exchanged; the mapping is writable.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), span.as_ptr(), from.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), shared, from.len()) };
         Ok(())
     }
 
     /// Bytes of the extent, checked, for a system call.
-    pub(crate) fn span(&self, offset: u64, len: u64) -> Result<Span, OutOfLease> {
+    pub(crate) fn span(self: &Arc<Self>, offset: u64, len: u64) -> Result<Span, OutOfLease> {
+        let address = self.address(offset, len)?;
+        Ok(Span {
+            lease: Arc::clone(self),
+            address,
+            len: len as usize,
+        })
+    }
+
+    /// Where the bytes are mapped: valid for `len` bytes and as long as `self`.
+    fn address(&self, offset: u64, len: u64) -> Result<*mut u8, OutOfLease> {
         let memory = &self.memory;
         let outside = OutOfLease {
             extent: memory.id,
@@ -177,18 +187,19 @@ impl ExtentMemory {
             len,
         };
         let end = offset.checked_add(len).ok_or(outside)?;
-        if end > memory.bytes || self.revoked.load(Ordering::Relaxed) {
+        if end > memory.bytes || self.is_revoked() {
             return Err(outside);
         }
-        memory.map().map_err(|error| {
+        let map = memory.map().map_err(|error| {
             tracing::error!(extent = %memory.id, %error, "cannot map an extent; refusing access to it");
             outside
         })?;
-        Ok(Span {
-            memory: Arc::clone(memory),
-            offset: offset as usize,
-            len: len as usize,
-        })
+        // SAFETY: `offset + len` was checked against the length of the mapping.
+        Ok(unsafe { map.as_mut_ptr().add(offset as usize) })
+    }
+
+    fn is_revoked(&self) -> bool {
+        self.revoked.load(Ordering::Relaxed)
     }
 }
 
@@ -216,18 +227,17 @@ impl Memory {
 impl Span {
     /// The first byte's address; valid for as long as `self` and for `len` bytes.
     pub(crate) fn as_ptr(&self) -> *mut u8 {
-        let map = self
-            .memory
-            .map
-            .get()
-            .expect("a span is made of a mapped extent");
-        // SAFETY: `span` checked `offset + len` against the length of the mapping.
-        unsafe { map.as_mut_ptr().add(self.offset) }
+        self.address
     }
 
     /// Length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
+    }
+
+    /// Whether the lease has ended since.
+    pub(crate) fn is_revoked(&self) -> bool {
+        self.lease.is_revoked()
     }
 }
 

@@ -1,1 +1,191 @@
-//! Placeholder.
+//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's mapping.
+//!
+//! The law of this file: a mapping holds bytes that others may change, so no reference to them is made; they are copied
+//! through bounds-checked raw pointers. The server takes no part: its death is a flag that the session sets.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    fs::File,
+    io,
+    os::fd::OwnedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use farpage_wire::{ExtentId, control::Lease};
+use memmap2::{MmapOptions, MmapRaw};
+use nix::fcntl::{FcntlArg, SealFlag, fcntl};
+use parking_lot::RwLock;
+
+use crate::{
+    Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
+    channel::{check_len, refused},
+    session::Death,
+};
+
+/// How many operations may wait to be handed back: enough for any caller's batch.
+const DEPTH: usize = 64;
+
+/// An extent in this process.
+#[derive(Debug)]
+pub(crate) struct Mapped {
+    id: ExtentId,
+    map: MmapRaw,
+    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards nothing else.
+    released: AtomicBool,
+}
+
+/// The extents of one session; channels keep copies, so that its lock is not on the data path.
+#[derive(Debug, Default)]
+pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<Mapped>>>);
+
+impl Directory {
+    /// Maps a lease that the server passed.
+    pub(crate) fn insert(&self, lease: Lease, fd: OwnedFd) -> io::Result<()> {
+        let file = File::from(fd);
+        let seals = SealFlag::from_bits_truncate(fcntl(&file, FcntlArg::F_GET_SEALS)?);
+        // Memory that could shrink would turn a copy into SIGBUS.
+        if !seals.contains(SealFlag::F_SEAL_SHRINK) || file.metadata()?.len() < lease.bytes {
+            return Err(io::Error::other(
+                "the server passed memory that is not sealed or too short",
+            ));
+        }
+        let map = MmapOptions::new()
+            .len(lease.bytes as usize)
+            .map_raw(&file)?;
+        map.advise(memmap2::Advice::DontFork)?;
+        let mapped = Mapped {
+            id: lease.id,
+            map,
+            released: AtomicBool::new(false),
+        };
+        self.0.write().insert(lease.id, Arc::new(mapped));
+        Ok(())
+    }
+
+    /// Unmaps a lease, as soon as no channel is copying.
+    pub(crate) fn remove(&self, id: ExtentId) {
+        if let Some(mapped) = self.0.write().remove(&id) {
+            mapped.released.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Copies of one thread.
+pub(crate) struct ShmChannel<B> {
+    endpoint: String,
+    directory: Arc<Directory>,
+    death: Arc<Death>,
+    /// What [`Directory`] held when it was last asked.
+    cache: HashMap<ExtentId, Arc<Mapped>>,
+    done: VecDeque<Completion<B>>,
+    /// The leases live as long as the session does.
+    _session: Arc<Session>,
+}
+
+impl<B: Buf> ShmChannel<B> {
+    pub(crate) fn new(
+        session: &Arc<Session>,
+        directory: Arc<Directory>,
+        death: Arc<Death>,
+    ) -> Self {
+        Self {
+            endpoint: session.endpoint().to_string(),
+            directory,
+            death,
+            cache: HashMap::new(),
+            done: VecDeque::with_capacity(DEPTH),
+            _session: Arc::clone(session),
+        }
+    }
+
+    fn copy(&mut self, op: &mut Op<B>) -> Result<(), ChannelError> {
+        if let Some(reason) = self.death.reason() {
+            return Err(ChannelError::Disconnected {
+                endpoint: self.endpoint.clone(),
+                reason,
+            });
+        }
+        let len = op.len as usize;
+        let (offset, extent) = (op.offset, op.extent);
+        let mapped = self.mapped(extent).filter(|mapped| {
+            offset
+                .checked_add(len as u64)
+                .is_some_and(|end| end <= mapped.map.len() as u64)
+        });
+        let Some(mapped) = mapped else {
+            return Err(refused(&self.endpoint, op));
+        };
+        // SAFETY: the filter above checked `offset + len` against the mapping, so `offset` is inside or at its end.
+        let shared = unsafe { mapped.map.as_mut_ptr().add(offset as usize) };
+        match op.verb {
+            Verb::Read => {
+                let local = &mut op.buf.as_mut()[..len];
+                // SAFETY:
+                // - source: `len` bytes of the mapping, checked above, kept mapped by the `Arc` in the cache;
+                // - destination: an exclusive slice of `len` bytes; memory of the server's extents is never a buffer
+                //   of ours, so the two do not overlap;
+                // - a peer may change the source meanwhile, which only changes which bytes arrive.
+                unsafe { std::ptr::copy_nonoverlapping(shared, local.as_mut_ptr(), len) };
+            }
+            Verb::Write => {
+                let local = &op.buf.as_ref()[..len];
+                // SAFETY: as above with source and destination exchanged; the mapping is writable.
+                unsafe { std::ptr::copy_nonoverlapping(local.as_ptr(), shared, len) };
+            }
+        }
+        Ok(())
+    }
+
+    fn mapped(&mut self, id: ExtentId) -> Option<&Mapped> {
+        let cached = self
+            .cache
+            .get(&id)
+            .is_some_and(|mapped| !mapped.released.load(Ordering::Relaxed));
+        if !cached {
+            // Rare: the time to forget what was released, or the cache would keep it mapped.
+            self.cache
+                .retain(|_, mapped| !mapped.released.load(Ordering::Relaxed));
+            let mapped = Arc::clone(self.directory.0.read().get(&id)?);
+            self.cache.insert(mapped.id, mapped);
+        }
+        self.cache.get(&id).map(|mapped| &**mapped)
+    }
+}
+
+impl<B: Buf> Channel<B> for ShmChannel<B> {
+    fn post(&mut self, mut op: Op<B>) -> Result<(), Busy<B>> {
+        if self.done.len() == DEPTH {
+            return Err(Busy(op));
+        }
+        check_len(&op);
+        let result = self.copy(&mut op);
+        self.done.push_back(Completion {
+            tag: op.tag,
+            verb: op.verb,
+            buf: op.buf,
+            result,
+        });
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
+        let count = self.done.len();
+        done.extend(self.done.drain(..));
+        count
+    }
+
+    fn in_flight(&self) -> usize {
+        self.done.len()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        Wait {
+            until: (!self.done.is_empty()).then(Instant::now),
+            ..Wait::default()
+        }
+    }
+}

@@ -1,1 +1,615 @@
-//! Simulation.
+//! A simulated server and its faults, inside this process: seeded, in virtual steps, no wall clock.
+//!
+//! The rule it keeps: what happens depends on the seed and on the order of calls alone. A step is one
+//! [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost operations (which may have taken
+//! place or not), the server's death. Not injected: corrupted bytes.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{ExtentId, Refusal, Request, Response, Secret, ServerStat, SessionId};
+use parking_lot::Mutex;
+
+use crate::{
+    Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, Session, SessionOptions, Verb,
+    Wait,
+    channel::{check_len, refused},
+    host::{Admission, Host, Opened, Transport},
+    memory::ExtentMemory,
+    server::answer,
+    session::{CallError, Death},
+};
+
+/// What a simulated server does to operations.
+#[derive(Clone, Debug)]
+pub struct SimConfig {
+    /// Of the random numbers.
+    pub seed: u64,
+    /// What the server grants.
+    pub capacity_bytes: u64,
+    /// The most steps that an operation takes; each takes a random number from 1.
+    pub delay_steps: u64,
+    /// Whether completions come in the order of their delays rather than of their operations.
+    pub reorder: bool,
+    /// One operation in so many is lost and ends in `TimedOut` after [`timeout_steps`](Self::timeout_steps).
+    pub lose_one_in: Option<u64>,
+    /// The operation deadline.
+    pub timeout_steps: u64,
+    /// The server dies at its operation of this number, counted over all channels.
+    pub die_at_op: Option<u64>,
+    /// Payload bytes that a channel moves per step; unlimited without.
+    pub bytes_per_step: Option<u64>,
+    /// Operations in flight per channel.
+    pub queue_depth: usize,
+}
+
+impl SimConfig {
+    /// Delays of up to 8 steps with reordering, no loss, no death, no rate, 64 operations deep, 1 GiB.
+    pub fn new(seed: u64) -> Self {
+        Self {
+            seed,
+            capacity_bytes: 1 << 30,
+            delay_steps: 8,
+            reorder: true,
+            lose_one_in: None,
+            timeout_steps: 100,
+            die_at_op: None,
+            bytes_per_step: None,
+            queue_depth: 64,
+        }
+    }
+}
+
+/// A simulated server that any number of sessions can use.
+#[derive(Debug)]
+pub struct SimServer {
+    config: SimConfig,
+    host: SimHost,
+    death: Arc<Death>,
+    ops: AtomicU64,
+    channels: AtomicU64,
+}
+
+impl SimServer {
+    /// A server with nothing granted.
+    pub fn new(config: SimConfig) -> Arc<Self> {
+        Arc::new(Self {
+            host: SimHost::new(config.capacity_bytes),
+            config,
+            death: Arc::default(),
+            ops: AtomicU64::new(0),
+            channels: AtomicU64::new(0),
+        })
+    }
+
+    /// Begins a session. The deadline of `options` does not apply: time is counted in steps.
+    ///
+    /// # Errors
+    /// [`ConnectError`] when the server is dead.
+    pub fn session(
+        self: &Arc<Self>,
+        options: &SessionOptions,
+    ) -> Result<Arc<Session>, ConnectError> {
+        self.alive()?;
+        let sim = SimSession::begin(Arc::clone(self), &options.client);
+        Ok(Session::simulated(self.config.seed, sim, options))
+    }
+
+    /// Kills the server: whatever is in flight ends with an error at the next poll.
+    pub fn kill(&self) {
+        self.death.declare("the simulated server was killed");
+    }
+
+    fn endpoint(&self) -> String {
+        format!("sim:{}", self.config.seed)
+    }
+
+    fn alive(&self) -> Result<(), ConnectError> {
+        match self.death.reason() {
+            None => Ok(()),
+            Some(reason) => {
+                let source = std::io::Error::new(std::io::ErrorKind::ConnectionRefused, reason);
+                Err(ConnectError::Unreachable {
+                    endpoint: self.endpoint(),
+                    source,
+                })
+            }
+        }
+    }
+}
+
+/// One client of a simulated server.
+#[derive(Debug)]
+pub(crate) struct SimSession {
+    server: Arc<SimServer>,
+    id: SessionId,
+}
+
+impl SimSession {
+    /// At a server of its own.
+    pub(crate) fn alone(seed: u64, client: &str) -> Self {
+        Self::begin(SimServer::new(SimConfig::new(seed)), client)
+    }
+
+    fn begin(server: Arc<SimServer>, client: &str) -> Self {
+        let admission = server
+            .host
+            .admit(client, Transport::Shm, None)
+            .expect("a simulated server admits everybody");
+        Self {
+            server,
+            id: admission.session,
+        }
+    }
+
+    pub(crate) fn call(&self, request: Request) -> Result<Response, CallError> {
+        if let Some(reason) = self.server.death.reason() {
+            return Err(CallError::Disconnected(reason));
+        }
+        match answer(&self.server.host, self.id, request) {
+            Ok((Response::Refused(refusal), _)) => Err(CallError::Refused(refusal)),
+            Ok((response, _)) => Ok(response),
+            Err(violation) => Err(CallError::Disconnected(violation)),
+        }
+    }
+
+    pub(crate) fn channel<B: Buf>(
+        &self,
+        session: &Arc<Session>,
+    ) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        self.server.alive()?;
+        let number = self.server.channels.fetch_add(1, Ordering::Relaxed);
+        Ok(Box::new(SimChannel {
+            server: Arc::clone(&self.server),
+            session: self.id,
+            random: Random(self.server.config.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            step: 0,
+            link_free_at: 0,
+            flying: Vec::new(),
+            dead: None,
+            _session: Arc::clone(session),
+        }))
+    }
+}
+
+impl Drop for SimSession {
+    fn drop(&mut self) {
+        self.server.host.close(self.id);
+    }
+}
+
+struct SimChannel<B> {
+    server: Arc<SimServer>,
+    session: SessionId,
+    random: Random,
+    step: u64,
+    link_free_at: u64,
+    /// In the order of their operations.
+    flying: Vec<Flying<B>>,
+    dead: Option<ChannelError>,
+    _session: Arc<Session>,
+}
+
+struct Flying<B> {
+    op: Op<B>,
+    due_step: u64,
+    /// Lost: ends in `TimedOut` when due.
+    lost: bool,
+}
+
+impl<B: Buf> Channel<B> for SimChannel<B> {
+    fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        let config = &self.server.config;
+        if self.flying.len() >= config.queue_depth {
+            return Err(Busy(op));
+        }
+        check_len(&op);
+        if self.server.ops.fetch_add(1, Ordering::Relaxed) + 1
+            == config.die_at_op.unwrap_or(u64::MAX)
+        {
+            self.server.kill();
+        }
+        let mut due_step = self.step + 1 + self.random.below(config.delay_steps);
+        if let Some(rate) = config.bytes_per_step {
+            self.link_free_at = self.link_free_at.max(self.step) + u64::from(op.len).div_ceil(rate);
+            due_step += self.link_free_at - self.step;
+        }
+        if !config.reorder {
+            due_step = due_step.max(self.flying.last().map_or(0, |last| last.due_step));
+        }
+        let lost = config
+            .lose_one_in
+            .is_some_and(|n| self.random.below(n) == 0);
+        if lost {
+            due_step = self.step + config.timeout_steps;
+        }
+        self.flying.push(Flying { op, due_step, lost });
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
+        let before = done.len();
+        self.step += 1;
+        if let Some(reason) = self.server.death.reason() {
+            let endpoint = self.server.endpoint();
+            self.dead
+                .get_or_insert(ChannelError::Disconnected { endpoint, reason });
+        }
+        // 1. What is due, in the order in which it is due.
+        while self.dead.is_none() {
+            let due =
+                |flying: &Flying<B>| (flying.due_step <= self.step).then_some(flying.due_step);
+            let next = self
+                .flying
+                .iter()
+                .enumerate()
+                .filter_map(|(i, flying)| Some((due(flying)?, i)))
+                .min();
+            let Some((_, i)) = next else { break };
+            let mut flying = self.flying.remove(i);
+            let result = if flying.lost {
+                if self.random.below(2) == 0 {
+                    // Only the answer was lost. What it would have said matters to nobody.
+                    let _ = self.carry_out(&mut flying.op);
+                }
+                let deadline = Duration::from_millis(self.server.config.timeout_steps);
+                let error = ChannelError::TimedOut {
+                    endpoint: self.server.endpoint(),
+                    deadline,
+                };
+                self.dead = Some(error.clone());
+                Err(error)
+            } else {
+                self.carry_out(&mut flying.op)
+            };
+            done.push(flying.complete(result));
+        }
+        // 2. The rest of a dead channel. Some of it had reached the server.
+        if let Some(error) = self.dead.clone() {
+            for mut flying in std::mem::take(&mut self.flying) {
+                if self.random.below(2) == 0 {
+                    let _ = self.carry_out(&mut flying.op);
+                }
+                done.push(flying.complete(Err(error.clone())));
+            }
+        }
+        done.len() - before
+    }
+
+    fn in_flight(&self) -> usize {
+        self.flying.len()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        // A step passes with every poll, so there is nothing to sleep for.
+        Wait {
+            until: (!self.flying.is_empty()).then(Instant::now),
+            ..Wait::default()
+        }
+    }
+}
+
+impl<B: Buf> SimChannel<B> {
+    fn carry_out(&self, op: &mut Op<B>) -> Result<(), ChannelError> {
+        let lease = self.server.host.extent(self.session, op.extent);
+        let bytes = op.len as usize;
+        let moved = lease.map(|lease| match op.verb {
+            Verb::Read => lease.copy_out(op.offset, &mut op.buf.as_mut()[..bytes]),
+            Verb::Write => lease.copy_in(op.offset, &op.buf.as_ref()[..bytes]),
+        });
+        match moved {
+            Some(Ok(())) => Ok(()),
+            _ => Err(refused(&self.server.endpoint(), op)),
+        }
+    }
+}
+
+impl<B> Flying<B> {
+    fn complete(self, result: Result<(), ChannelError>) -> Completion<B> {
+        Completion {
+            tag: self.op.tag,
+            verb: self.op.verb,
+            buf: self.op.buf,
+            result,
+        }
+    }
+}
+
+/// SplitMix64: small, and the same on every machine for ever.
+#[derive(Debug)]
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (bits ^ (bits >> 31)) % limit.max(1)
+    }
+}
+
+/// The plainest [`Host`]: everybody is admitted, and leases do not expire. For simulations and for tests of transports.
+#[derive(Debug)]
+pub struct SimHost {
+    capacity_bytes: u64,
+    state: Mutex<SimState>,
+}
+
+#[derive(Debug, Default)]
+struct SimState {
+    last_id: u64,
+    sessions: HashMap<SessionId, Transport>,
+    extents: HashMap<ExtentId, SimExtent>,
+    names: HashMap<String, SimName>,
+}
+
+#[derive(Debug)]
+struct SimExtent {
+    memory: Arc<ExtentMemory>,
+    owner: Option<SessionId>,
+    names: usize,
+}
+
+#[derive(Debug, Default)]
+struct SimName {
+    manifest: Vec<u8>,
+    extents: Vec<ExtentId>,
+}
+
+impl SimHost {
+    /// A host that grants up to `capacity_bytes`.
+    pub fn new(capacity_bytes: u64) -> Self {
+        Self {
+            capacity_bytes,
+            state: Mutex::default(),
+        }
+    }
+}
+
+impl SimState {
+    fn known(&self, session: SessionId) -> Result<(), Refusal> {
+        self.sessions
+            .contains_key(&session)
+            .then_some(())
+            .ok_or(Refusal::NoSession)
+    }
+
+    fn owned(&self, session: SessionId, id: ExtentId) -> Result<&Arc<ExtentMemory>, Refusal> {
+        match self.extents.get(&id) {
+            Some(extent) if extent.owner == Some(session) => Ok(&extent.memory),
+            _ => Err(Refusal::NotLeased(id)),
+        }
+    }
+
+    fn granted_bytes(&self) -> u64 {
+        self.extents
+            .values()
+            .map(|extent| extent.memory.bytes())
+            .sum()
+    }
+
+    /// Whether somebody other than `session` holds what the name refers to.
+    fn in_use(&self, name: &SimName, session: SessionId) -> bool {
+        let owner = |id| self.extents.get(id).and_then(|extent| extent.owner);
+        name.extents
+            .iter()
+            .filter_map(owner)
+            .any(|owner| owner != session)
+    }
+
+    fn unlease(&mut self, id: ExtentId) {
+        if let Some(extent) = self.extents.get_mut(&id) {
+            extent.memory.revoke();
+            extent.owner = None;
+        }
+        self.extents
+            .retain(|_, extent| extent.owner.is_some() || extent.names > 0);
+    }
+
+    fn end(&mut self, session: SessionId) {
+        self.sessions.remove(&session);
+        let mine =
+            |(id, extent): (&ExtentId, &SimExtent)| (extent.owner == Some(session)).then_some(*id);
+        let held: Vec<_> = self.extents.iter().filter_map(mine).collect();
+        held.into_iter().for_each(|id| self.unlease(id));
+    }
+
+    fn unname(&mut self, name: SimName) {
+        for id in name.extents {
+            let extent = self.extents.get_mut(&id).expect("a name keeps its extents");
+            extent.names -= 1;
+        }
+        self.extents
+            .retain(|_, extent| extent.owner.is_some() || extent.names > 0);
+    }
+}
+
+impl Host for SimHost {
+    fn admit(
+        &self,
+        _client: &str,
+        transport: Transport,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal> {
+        let mut state = self.state.lock();
+        let session = match resume {
+            Some((session, secret)) => {
+                state.known(session)?;
+                (secret == secret_of(session))
+                    .then_some(session)
+                    .ok_or(Refusal::NoSession)?
+            }
+            None => {
+                state.last_id += 1;
+                SessionId(state.last_id)
+            }
+        };
+        state.sessions.insert(session, transport);
+        Ok(Admission {
+            session,
+            secret: secret_of(session),
+            lease: Duration::from_secs(3),
+        })
+    }
+
+    fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
+        self.state.lock().known(session)?;
+        (*secret == secret_of(session))
+            .then_some(())
+            .ok_or(Refusal::NoSession)
+    }
+
+    fn renew(&self, session: SessionId) -> Result<(), Refusal> {
+        self.state.lock().known(session)
+    }
+
+    fn lost(&self, session: SessionId) {
+        let mut state = self.state.lock();
+        if state.sessions.get(&session) == Some(&Transport::Shm) {
+            state.end(session);
+        }
+    }
+
+    fn close(&self, session: SessionId) {
+        self.state.lock().end(session);
+    }
+
+    fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let available = self.capacity_bytes - state.granted_bytes();
+        if bytes > available {
+            return Err(Refusal::Full {
+                asked: bytes,
+                available,
+            });
+        }
+        state.last_id += 1;
+        let id = ExtentId(state.last_id);
+        let memory =
+            ExtentMemory::create(id, bytes).map_err(|error| Refusal::Invalid(error.to_string()))?;
+        state.extents.insert(
+            id,
+            SimExtent {
+                memory: Arc::clone(&memory),
+                owner: Some(session),
+                names: 0,
+            },
+        );
+        Ok(memory)
+    }
+
+    fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.owned(session, extent)?;
+        state.unlease(extent);
+        Ok(())
+    }
+
+    fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        self.state.lock().owned(session, extent).ok().cloned()
+    }
+
+    fn publish(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        extents
+            .iter()
+            .try_for_each(|id| state.owned(session, *id).map(|_| ()))?;
+        if state
+            .names
+            .get(name)
+            .is_some_and(|old| state.in_use(old, session))
+        {
+            return Err(Refusal::InUse);
+        }
+        for id in extents {
+            state
+                .extents
+                .get_mut(id)
+                .expect("owned, as seen above")
+                .names += 1;
+        }
+        let new = SimName {
+            manifest,
+            extents: extents.to_vec(),
+        };
+        if let Some(old) = state.names.insert(name.to_owned(), new) {
+            state.unname(old);
+        }
+        Ok(())
+    }
+
+    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let named = state.names.get(name).ok_or(Refusal::NotFound)?;
+        if named
+            .extents
+            .iter()
+            .any(|id| state.extents[id].owner.is_some())
+        {
+            return Err(Refusal::InUse);
+        }
+        let (manifest, ids) = (named.manifest.clone(), named.extents.clone());
+        let mut extents = Vec::new();
+        for id in ids {
+            let extent = state
+                .extents
+                .get_mut(&id)
+                .expect("a name keeps its extents");
+            extent.owner = Some(session);
+            extent.memory = extent.memory.lease_anew();
+            extents.push(Arc::clone(&extent.memory));
+        }
+        Ok(Opened { manifest, extents })
+    }
+
+    fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        let named = state.names.get(name).ok_or(Refusal::NotFound)?;
+        if state.in_use(named, session) {
+            return Err(Refusal::InUse);
+        }
+        let named = state.names.remove(name).expect("seen above");
+        state.unname(named);
+        Ok(())
+    }
+
+    fn stat(&self) -> ServerStat {
+        let state = self.state.lock();
+        ServerStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            capacity_bytes: self.capacity_bytes,
+            granted_bytes: state.granted_bytes(),
+            resident_bytes: state
+                .extents
+                .values()
+                .map(|extent| extent.memory.resident_bytes())
+                .sum(),
+            sessions: state.sessions.len() as u64,
+            extents: state.extents.len() as u64,
+            named_regions: state.names.len() as u64,
+            ..ServerStat::default()
+        }
+    }
+}
+
+/// Different for each session and known to nobody who was not told: enough where nobody is hostile.
+fn secret_of(session: SessionId) -> Secret {
+    let mut bytes = [0x5a; 16];
+    bytes[..8].copy_from_slice(&session.0.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+    Secret(bytes)
+}

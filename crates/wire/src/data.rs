@@ -58,13 +58,11 @@ pub enum Status {
     Ok,
     /// The address is not in a lease of this client.
     Refused,
-    /// The session has ended.
-    NoSession,
 }
 
 /// Answers one operation.
 ///
-/// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no session), 3 zero bytes, sequence u32, payload length u32.
+/// Layout: magic u32, status u8 (0 ok, 1 refused), 3 zero bytes, sequence u32, payload length u32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHeader {
     /// What became of it.
@@ -163,7 +161,6 @@ impl AnswerHeader {
         bytes[4] = match self.status {
             Status::Ok => 0,
             Status::Refused => 1,
-            Status::NoSession => 2,
         };
         bytes[8..12].copy_from_slice(&self.sequence.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.len.to_le_bytes());
@@ -181,7 +178,6 @@ impl AnswerHeader {
         let status = match bytes[4] {
             0 => Status::Ok,
             1 => Status::Refused,
-            2 => Status::NoSession,
             status => return Err(DataDecodeError::Kind(status)),
         };
         if bytes[5..8] != [0; 3] {

@@ -1,0 +1,167 @@
+//! The control connection, server side: one session's requests, answered in their order.
+
+use std::{
+    os::fd::{AsFd, AsRawFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    Refusal, Request, Response, Secret, SessionId,
+    control::{Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, MAX_NAME_BYTES},
+};
+
+use super::{Connection, Fault};
+use crate::{
+    host::{Host, Transport},
+    memory::ExtentMemory,
+    stream::ReceiveError,
+};
+
+/// How long a client may take to receive an answer.
+const ANSWER: Duration = Duration::from_secs(10);
+
+impl Connection {
+    pub(super) fn control(
+        &self,
+        client: &str,
+        resume: Option<(SessionId, Secret)>,
+        until: Instant,
+    ) -> Result<(), Fault> {
+        if client.len() > MAX_CLIENT_BYTES {
+            return Err(Fault::Violation(
+                "the client's name for itself is too long".to_owned(),
+            ));
+        }
+        let admission = match self.host.admit(client, self.transport, resume) {
+            Ok(admission) => admission,
+            Err(refusal) => return self.turn_away(refusal, until),
+        };
+        let session = admission.session;
+        let lease_ms = admission.lease.as_millis() as u64;
+        let begun = Response::Begun {
+            session,
+            secret: admission.secret,
+            lease_ms,
+        };
+        let ended = self.stream.send(&begun, until).map_err(Fault::from);
+        let ended = ended.and_then(|()| self.requests(session, admission.lease));
+        if !matches!(ended, Ok(true)) {
+            self.host.lost(session);
+        }
+        ended.map(|_| ())
+    }
+
+    /// Answers until the client says goodbye (true) or closes the connection without (false).
+    fn requests(&self, session: SessionId, lease: Duration) -> Result<bool, Fault> {
+        loop {
+            // A client that lives renews well within its lease: silence is a peer that vanished without a word.
+            let request: Request =
+                match self.stream.receive(MAX_FRAME_BYTES, Instant::now() + lease) {
+                    Err(ReceiveError::Io(error))
+                        if error.kind() == std::io::ErrorKind::UnexpectedEof =>
+                    {
+                        return Ok(false);
+                    }
+                    other => other?,
+                };
+            let goodbye = request == Request::Goodbye;
+            let (mut response, memories) =
+                answer(&*self.host, session, request).map_err(Fault::Violation)?;
+            if let Response::Stat(stat) = &mut response {
+                stat.bytes_read = self.traffic.bytes_read();
+                stat.bytes_written = self.traffic.bytes_written();
+            }
+            let until = Instant::now() + ANSWER;
+            self.stream.send(&response, until)?;
+            if self.transport == Transport::Shm && !memories.is_empty() {
+                // Each lease's memory to its owner alone.
+                let fds: Vec<_> = memories
+                    .iter()
+                    .map(|memory| memory.as_fd().as_raw_fd())
+                    .collect();
+                self.stream.send_fds(&fds, until)?;
+            }
+            if goodbye {
+                return Ok(true);
+            }
+            if response == Response::Refused(Refusal::NoSession) {
+                return Err(Fault::Refused(Refusal::NoSession));
+            }
+        }
+    }
+}
+
+/// Puts a request to the host: the answer and the memory that it speaks of, or why no client says such a thing here.
+pub(crate) fn answer(
+    host: &dyn Host,
+    session: SessionId,
+    request: Request,
+) -> Result<(Response, Vec<Arc<ExtentMemory>>), String> {
+    let done = |()| (Response::Done, Vec::new());
+    let result = match request {
+        Request::Begin { .. } | Request::Attach { .. } => {
+            return Err("a session was begun within a session".to_owned());
+        }
+        Request::Renew => host.renew(session).map(done),
+        Request::Goodbye => {
+            host.close(session);
+            Ok(done(()))
+        }
+        Request::Grant { bytes } => host.grant(session, bytes).map(|memory| {
+            let lease = lease_of(&memory);
+            (Response::Granted { extent: lease }, vec![memory])
+        }),
+        Request::Release { extent } => host.release(session, extent).map(done),
+        Request::Publish {
+            name,
+            manifest,
+            extents,
+        } => check_name(&name)
+            .and_then(|()| check_manifest(&manifest))
+            .and_then(|()| host.publish(session, &name, manifest, &extents))
+            .map(done),
+        Request::Open { name } => check_name(&name)
+            .and_then(|()| host.open(session, &name))
+            .map(|opened| {
+                let extents = opened.extents.iter().map(lease_of).collect();
+                (
+                    Response::Opened {
+                        manifest: opened.manifest,
+                        extents,
+                    },
+                    opened.extents,
+                )
+            }),
+        Request::Remove { name } => check_name(&name)
+            .and_then(|()| host.remove(session, &name))
+            .map(done),
+        Request::Stat => Ok((Response::Stat(host.stat()), Vec::new())),
+    };
+    Ok(result.unwrap_or_else(|refusal| (Response::Refused(refusal), Vec::new())))
+}
+
+fn lease_of(memory: &Arc<ExtentMemory>) -> Lease {
+    Lease {
+        id: memory.id(),
+        bytes: memory.bytes(),
+    }
+}
+
+fn check_name(name: &str) -> Result<(), Refusal> {
+    match name.len() {
+        1..=MAX_NAME_BYTES => Ok(()),
+        bytes => Err(Refusal::Invalid(format!(
+            "a name has 1 to {MAX_NAME_BYTES} bytes, not {bytes}"
+        ))),
+    }
+}
+
+fn check_manifest(manifest: &[u8]) -> Result<(), Refusal> {
+    match manifest.len() {
+        0..=MAX_MANIFEST_BYTES => Ok(()),
+        bytes => Err(Refusal::Invalid(format!(
+            "a manifest has at most {MAX_MANIFEST_BYTES} bytes, not {bytes}"
+        ))),
+    }
+}

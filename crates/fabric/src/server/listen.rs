@@ -1,0 +1,214 @@
+//! [`Listener`]: a bound endpoint. A Unix socket's file is replaced only when nobody listens on it.
+
+use std::{
+    fs, io,
+    net::TcpListener,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd},
+        unix::{
+            fs::{FileTypeExt, MetadataExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::Path,
+};
+
+use farpage_wire::Endpoint;
+use nix::sys::socket::{
+    AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, getsockopt, listen, socket, sockopt,
+};
+
+use crate::{host::Transport, stream::Stream};
+
+/// A bound endpoint, ready for [`serve`](super::serve). Dropping it removes the file of its Unix socket.
+#[derive(Debug)]
+pub struct Listener {
+    endpoint: Endpoint,
+    socket: Socket,
+}
+
+#[derive(Debug)]
+enum Socket {
+    /// With the inode of its file, so that only our own is removed.
+    Unix(UnixListener, u64),
+    Tcp(TcpListener),
+}
+
+/// Who may connect to a shared-memory socket.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SocketAccess {
+    /// The server's user: mode 0600.
+    #[default]
+    Owner,
+    /// Its group as well: mode 0660.
+    Group,
+}
+
+/// Why a server cannot listen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// Somebody else does.
+    #[error("cannot listen on {endpoint}: another server does; stop it or choose another address")]
+    InUse {
+        /// The endpoint.
+        endpoint: String,
+    },
+    /// Something that is no socket is at the path.
+    #[error(
+        "cannot listen on {endpoint}: there is a file at the path that is no socket; move it or choose another path"
+    )]
+    NotASocket {
+        /// The endpoint.
+        endpoint: String,
+    },
+    /// The system's reason.
+    #[error("cannot listen on {endpoint}: {source}")]
+    Io {
+        /// The endpoint.
+        endpoint: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Only clients know simulated servers.
+    #[error("cannot listen on {endpoint}: a simulated server lives in its client's process")]
+    Simulated {
+        /// The endpoint.
+        endpoint: String,
+    },
+}
+
+impl Listener {
+    /// Binds `endpoint`. The file of a Unix socket whose server is dead is replaced; `access` says who may use the new
+    /// one and does nothing for TCP.
+    ///
+    /// # Errors
+    /// [`BindError`]
+    pub fn bind(endpoint: &Endpoint, access: SocketAccess) -> Result<Self, BindError> {
+        let name = endpoint.to_string();
+        let failed = |source: io::Error| match source.kind() {
+            io::ErrorKind::AddrInUse => BindError::InUse {
+                endpoint: name.clone(),
+            },
+            _ => BindError::Io {
+                endpoint: name.clone(),
+                source,
+            },
+        };
+        match endpoint {
+            Endpoint::Shm(path) => {
+                if let Ok(metadata) = fs::symlink_metadata(path) {
+                    if !metadata.file_type().is_socket() {
+                        return Err(BindError::NotASocket { endpoint: name });
+                    }
+                    match UnixStream::connect(path) {
+                        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                            tracing::info!(
+                                endpoint = name,
+                                "replacing the socket of a server that is gone"
+                            );
+                            fs::remove_file(path).map_err(failed)?;
+                        }
+                        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                            return Err(failed(error));
+                        }
+                        // Connected, or its backlog is full.
+                        _ => return Err(BindError::InUse { endpoint: name }),
+                    }
+                }
+                let (listener, inode) = bind_unix(path, access).map_err(failed)?;
+                Ok(Self {
+                    endpoint: endpoint.clone(),
+                    socket: Socket::Unix(listener, inode),
+                })
+            }
+            Endpoint::Tcp { host, port } => {
+                let listener = TcpListener::bind((host.as_str(), *port)).map_err(failed)?;
+                listener.set_nonblocking(true).map_err(failed)?;
+                let port = listener.local_addr().map_err(failed)?.port();
+                let endpoint = Endpoint::Tcp {
+                    host: host.clone(),
+                    port,
+                };
+                Ok(Self {
+                    endpoint,
+                    socket: Socket::Tcp(listener),
+                })
+            }
+            Endpoint::Sim(_) => Err(BindError::Simulated { endpoint: name }),
+        }
+    }
+
+    /// Where it listens, with the port that was found when 0 was asked for.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    pub(super) fn transport(&self) -> Transport {
+        match self.socket {
+            Socket::Unix(..) => Transport::Shm,
+            Socket::Tcp(_) => Transport::Tcp,
+        }
+    }
+
+    /// The next connection and its peer's name, `None` when nobody waits.
+    pub(super) fn accept(&self) -> io::Result<Option<(Stream, String)>> {
+        let accepted = match &self.socket {
+            Socket::Unix(listener, _) => listener.accept().and_then(|(stream, _)| {
+                stream.set_nonblocking(true)?;
+                let pid =
+                    getsockopt(&stream, sockopt::PeerCredentials).map_or(0, |peer| peer.pid());
+                Ok((Stream::Unix(stream), format!("pid {pid}")))
+            }),
+            Socket::Tcp(listener) => listener.accept().and_then(|(stream, address)| {
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)?;
+                Ok((Stream::Tcp(stream), address.to_string()))
+            }),
+        };
+        match accepted {
+            Ok(accepted) => Ok(Some(accepted)),
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock
+                | io::ErrorKind::Interrupted
+                | io::ErrorKind::ConnectionAborted => Ok(None),
+                _ => Err(error),
+            },
+        }
+    }
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.socket {
+            Socket::Unix(listener, _) => listener.as_fd(),
+            Socket::Tcp(listener) => listener.as_fd(),
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let (Endpoint::Shm(path), Socket::Unix(_, inode)) = (&self.endpoint, &self.socket)
+            && fs::symlink_metadata(path).is_ok_and(|metadata| metadata.ino() == *inode)
+        {
+            // Somebody else was faster; a stale file would do no harm either.
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// By hand, because the mode must be right before the socket listens.
+fn bind_unix(path: &Path, access: SocketAccess) -> io::Result<(UnixListener, u64)> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    bind(fd.as_raw_fd(), &UnixAddr::new(path)?)?;
+    let mode = match access {
+        SocketAccess::Owner => 0o600,
+        SocketAccess::Group => 0o660,
+    };
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
+    listen(&fd, Backlog::new(128)?)?;
+    Ok((fd.into(), fs::symlink_metadata(path)?.ino()))
+}

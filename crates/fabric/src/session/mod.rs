@@ -1,0 +1,431 @@
+//! [`Session`]: a client's stay at one memory server.
+//!
+//! The rule it keeps: the server's death is noticed by a thread of the session, so that no operation and no call hangs on
+//! a server that is gone. Which bytes mean what is left to the callers.
+
+mod remote;
+
+use std::{
+    io,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use farpage_wire::{Endpoint, ExtentId, Refusal, Request, Response, ServerStat, control::Lease};
+
+use self::remote::Remote;
+use crate::{Buf, Channel, Link, link::Shaped, sim::SimSession};
+
+/// A client's stay at one server: leases memory and opens channels to it. Shared by threads.
+///
+/// Dropping it closes it in an orderly way: its extents are freed at once, except those that a published name refers to.
+/// Channels keep their session alive.
+#[derive(Debug)]
+pub struct Session {
+    endpoint: Endpoint,
+    /// As people read it.
+    name: String,
+    link: Option<Arc<Link>>,
+    backend: Backend,
+}
+
+#[derive(Debug)]
+enum Backend {
+    Remote(Remote),
+    Sim(SimSession),
+}
+
+/// How a session behaves.
+#[derive(Clone, Debug)]
+pub struct SessionOptions {
+    /// The longest that one operation or one control call may take.
+    pub deadline: Duration,
+    /// Makes channels behave like a slower network; shared by all sessions that are to share the link.
+    pub link: Option<Arc<Link>>,
+    /// Who we are, for the server's log.
+    pub client: String,
+}
+
+/// Memory leased by a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Extent {
+    /// Names it in operations.
+    pub id: ExtentId,
+    /// Its length.
+    pub bytes: u64,
+}
+
+/// An opened named region.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Named {
+    /// What its last publisher stored.
+    pub manifest: Vec<u8>,
+    /// The extents that it refers to, leased to this session from now on.
+    pub extents: Vec<Extent>,
+}
+
+/// Why no connection to a server came about.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// Nothing answers there.
+    #[error("cannot connect to {endpoint}: {source}; is a memory server running there?")]
+    Unreachable {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Something answers that is no server of this version.
+    #[error("{endpoint} answered, but {reason}")]
+    Protocol {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was wrong.
+        reason: String,
+    },
+    /// The server turned the client away.
+    #[error("{endpoint} refused the connection: {reason}")]
+    Refused {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The server's words.
+        reason: String,
+    },
+}
+
+/// Why a control call failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// The connection broke, or the server did not answer in time.
+    #[error("connection to {endpoint} lost while trying to {attempt}: {reason}")]
+    Disconnected {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was asked.
+        attempt: String,
+        /// What was seen.
+        reason: String,
+    },
+    /// The server turned the request down; the session goes on.
+    #[error("{endpoint} refused to {attempt}: {reason}")]
+    Refused {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was asked.
+        attempt: String,
+        /// The server's words.
+        reason: String,
+    },
+}
+
+/// Why no memory was granted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AllocError {
+    /// The server's capacity: the session goes on, and a smaller request may succeed.
+    #[error(
+        "{endpoint} has no room for {asked} bytes ({available} available): free memory there, raise its capacity or add a server"
+    )]
+    Full {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes that could be granted.
+        available: u64,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+/// Why a name was not published.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PublishError {
+    /// Another client holds the region of that name.
+    #[error("cannot publish `{name}` on {endpoint}: the region is in use by another client")]
+    InUse {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+/// Why a named region was not opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// No such name.
+    #[error("{endpoint} has no region named `{name}`")]
+    NotFound {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// Another client holds it.
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be opened when that client closes it"
+    )]
+    InUse {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+impl Session {
+    /// Begins a session at the server at `endpoint`. `sim:seed` makes a new simulated server of its own.
+    ///
+    /// # Errors
+    /// [`ConnectError`], within the deadline of `options`.
+    pub fn connect(
+        endpoint: &Endpoint,
+        options: &SessionOptions,
+    ) -> Result<Arc<Self>, ConnectError> {
+        let backend = match endpoint {
+            Endpoint::Sim(seed) => Backend::Sim(SimSession::alone(*seed, &options.client)),
+            Endpoint::Shm(_) | Endpoint::Tcp { .. } => {
+                Backend::Remote(Remote::connect(endpoint, options)?)
+            }
+        };
+        Ok(Arc::new(Self::new(endpoint.clone(), options, backend)))
+    }
+
+    pub(crate) fn simulated(seed: u64, session: SimSession, options: &SessionOptions) -> Arc<Self> {
+        Arc::new(Self::new(
+            Endpoint::Sim(seed),
+            options,
+            Backend::Sim(session),
+        ))
+    }
+
+    fn new(endpoint: Endpoint, options: &SessionOptions, backend: Backend) -> Self {
+        Self {
+            name: endpoint.to_string(),
+            endpoint,
+            link: options.link.clone(),
+            backend,
+        }
+    }
+
+    /// The server's endpoint.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Leases zeroed memory.
+    ///
+    /// # Errors
+    /// [`AllocError::Full`] when the server has no room; the session goes on.
+    pub fn grant(&self, bytes: u64) -> Result<Extent, AllocError> {
+        let attempt = format!("grant {bytes} bytes");
+        match self.call(Request::Grant { bytes }) {
+            Ok(Response::Granted { extent }) => Ok(extent.into()),
+            Err(CallError::Refused(Refusal::Full { asked, available })) => Err(AllocError::Full {
+                endpoint: self.name.clone(),
+                asked,
+                available,
+            }),
+            other => Err(self.failed(attempt, other).into()),
+        }
+    }
+
+    /// Ends the lease of an extent; its bytes are gone unless a published name refers to them.
+    ///
+    /// # Errors
+    /// [`ControlError`]
+    pub fn release(&self, id: ExtentId) -> Result<(), ControlError> {
+        if let Backend::Remote(remote) = &self.backend {
+            remote.forget(id);
+        }
+        self.done(
+            format!("release extent {id}"),
+            Request::Release { extent: id },
+        )
+    }
+
+    /// Opens a channel: one per worker thread. Resumes the session first when its control connection broke.
+    ///
+    /// # Errors
+    /// [`ConnectError`], within the deadline of the session's options.
+    pub fn channel<B: Buf>(self: &Arc<Self>) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        let channel = match &self.backend {
+            Backend::Remote(remote) => remote.channel(self)?,
+            Backend::Sim(sim) => sim.channel(self)?,
+        };
+        Ok(match &self.link {
+            Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),
+            None => channel,
+        })
+    }
+
+    /// The server's figures.
+    ///
+    /// # Errors
+    /// [`ControlError`]
+    pub fn stat(&self) -> Result<ServerStat, ControlError> {
+        match self.call(Request::Stat) {
+            Ok(Response::Stat(stat)) => Ok(stat),
+            other => Err(self.failed("read the figures".to_owned(), other)),
+        }
+    }
+
+    /// Binds a name to a manifest and the extents that it refers to, atomically replacing what it was bound to. Both
+    /// outlive this session. A manifest has at most [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES).
+    ///
+    /// # Errors
+    /// [`PublishError::InUse`] when another client holds the region of that name.
+    pub fn publish(
+        &self,
+        name: &str,
+        manifest: &[u8],
+        extents: &[ExtentId],
+    ) -> Result<(), PublishError> {
+        let attempt = format!("publish `{name}`");
+        let request = Request::Publish {
+            name: name.to_owned(),
+            manifest: manifest.to_vec(),
+            extents: extents.to_vec(),
+        };
+        match self.call(request) {
+            Ok(Response::Done) => Ok(()),
+            Err(CallError::Refused(Refusal::InUse)) => Err(PublishError::InUse {
+                endpoint: self.name.clone(),
+                name: name.to_owned(),
+            }),
+            other => Err(self.failed(attempt, other).into()),
+        }
+    }
+
+    /// Opens a named region, exclusively until this session closes or releases its extents.
+    ///
+    /// # Errors
+    /// [`OpenError::NotFound`], [`OpenError::InUse`].
+    pub fn open(&self, name: &str) -> Result<Named, OpenError> {
+        let (endpoint, name) = (self.name.clone(), name.to_owned());
+        match self.call(Request::Open { name: name.clone() }) {
+            Ok(Response::Opened { manifest, extents }) => Ok(Named {
+                manifest,
+                extents: extents.into_iter().map(Extent::from).collect(),
+            }),
+            Err(CallError::Refused(Refusal::NotFound)) => {
+                Err(OpenError::NotFound { endpoint, name })
+            }
+            Err(CallError::Refused(Refusal::InUse)) => Err(OpenError::InUse { endpoint, name }),
+            other => Err(self.failed(format!("open `{name}`"), other).into()),
+        }
+    }
+
+    /// Forgets a name and frees its memory.
+    ///
+    /// # Errors
+    /// [`ControlError`]
+    pub fn remove(&self, name: &str) -> Result<(), ControlError> {
+        self.done(
+            format!("remove `{name}`"),
+            Request::Remove {
+                name: name.to_owned(),
+            },
+        )
+    }
+
+    fn call(&self, request: Request) -> Result<Response, CallError> {
+        match &self.backend {
+            Backend::Remote(remote) => remote.call(request),
+            Backend::Sim(sim) => sim.call(request),
+        }
+    }
+
+    fn done(&self, attempt: String, request: Request) -> Result<(), ControlError> {
+        match self.call(request) {
+            Ok(Response::Done) => Ok(()),
+            other => Err(self.failed(attempt, other)),
+        }
+    }
+
+    fn failed(&self, attempt: String, answer: Result<Response, CallError>) -> ControlError {
+        let endpoint = self.name.clone();
+        match answer {
+            Ok(_) => ControlError::Refused {
+                endpoint,
+                attempt,
+                reason: "it answered something else".to_owned(),
+            },
+            Err(CallError::Refused(refusal)) => ControlError::Refused {
+                endpoint,
+                attempt,
+                reason: refusal.to_string(),
+            },
+            Err(CallError::Disconnected(reason)) => ControlError::Disconnected {
+                endpoint,
+                attempt,
+                reason,
+            },
+        }
+    }
+}
+
+/// Why a control call had no result.
+#[derive(Debug)]
+pub(crate) enum CallError {
+    Refused(Refusal),
+    Disconnected(String),
+}
+
+/// The end of one control connection, shared with the channels that depend on it.
+#[derive(Debug, Default)]
+pub(crate) struct Death {
+    /// Looked at per operation. Release, after the reason is written; acquire, before it is read.
+    happened: AtomicBool,
+    reason: OnceLock<String>,
+}
+
+impl Death {
+    /// Says that the peer is gone. The first reason counts.
+    pub(crate) fn declare(&self, reason: &str) {
+        let _ = self.reason.set(reason.to_owned());
+        self.happened.store(true, Ordering::Release);
+    }
+
+    /// Why the peer is gone, if it is.
+    pub(crate) fn reason(&self) -> Option<String> {
+        self.happened
+            .load(Ordering::Acquire)
+            .then(|| self.reason.get().cloned().unwrap_or_default())
+    }
+}
+
+impl From<Lease> for Extent {
+    fn from(lease: Lease) -> Self {
+        Self {
+            id: lease.id,
+            bytes: lease.bytes,
+        }
+    }
+}
+
+impl Default for SessionOptions {
+    /// A deadline of 10 seconds, no shaping, the process's id as the client.
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(10),
+            link: None,
+            client: format!("pid {}", std::process::id()),
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! The client half of a session at a server process: the control connection and the thread that keeps it.
+//!
+//! The rule it keeps: whoever finds the connection broken declares its [`Death`] before anything else, so that channels
+//! stop at once. A TCP session is resumed within its lease, by the thread or by the next call; a Unix socket that closed
+//! is the server's death, and the session stays dead.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    Endpoint, ExtentId, Refusal, Request, Response, Secret, SessionId,
+    control::{ControlDecodeError, Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose},
+};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::eventfd::{EfdFlags, EventFd},
+};
+use parking_lot::Mutex;
+use std::os::fd::AsFd;
+
+use super::{CallError, ConnectError, Death, Session, SessionOptions};
+use crate::{
+    Buf, Channel,
+    shm::{Directory, ShmChannel},
+    stream::{ReceiveError, Stream, timeout_until},
+    tcp::TcpChannel,
+};
+
+/// How often a lost connection is tried again. Short against any lease, long against the cost of a try.
+const RESUME_EVERY: Duration = Duration::from_millis(100);
+
+/// The longest that a goodbye may hold up a program that is ending.
+const GOODBYE: Duration = Duration::from_secs(1);
+
+#[derive(Debug)]
+pub(super) struct Remote {
+    shared: Arc<Shared>,
+    keeper: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    endpoint: Endpoint,
+    name: String,
+    deadline: Duration,
+    client: String,
+    line: Mutex<Line>,
+    directory: Arc<Directory>,
+    closing: AtomicBool,
+    /// Wakes the keeper: closing, or a new connection to watch.
+    wake: EventFd,
+}
+
+/// The control connection. Held during a call, so that answers meet their requests.
+#[derive(Debug)]
+struct Line {
+    stream: Arc<Stream>,
+    death: Arc<Death>,
+    session: SessionId,
+    secret: Secret,
+    lease: Duration,
+    /// The server has forgotten the session: resuming is pointless.
+    over: bool,
+}
+
+impl Remote {
+    pub(super) fn connect(
+        endpoint: &Endpoint,
+        options: &SessionOptions,
+    ) -> Result<Self, ConnectError> {
+        let mut client = options.client.clone();
+        client.truncate(client.floor_char_boundary(MAX_CLIENT_BYTES));
+        let until = Instant::now() + options.deadline;
+        let line = begin(endpoint, &client, None, until)?;
+        let no_resources = |source| ConnectError::Unreachable {
+            endpoint: endpoint.to_string(),
+            source,
+        };
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let shared = Arc::new(Shared {
+            endpoint: endpoint.clone(),
+            name: endpoint.to_string(),
+            deadline: options.deadline,
+            client,
+            line: Mutex::new(line),
+            directory: Arc::default(),
+            closing: AtomicBool::new(false),
+            wake: wake.map_err(|errno| no_resources(errno.into()))?,
+        });
+        let keeper = {
+            let shared = Arc::clone(&shared);
+            thread::Builder::new()
+                .name("farpage-session".to_owned())
+                .spawn(move || shared.keep())
+                .map_err(no_resources)?
+        };
+        Ok(Self {
+            shared,
+            keeper: Some(keeper),
+        })
+    }
+
+    /// Asks the server; resumes the session first if its connection broke.
+    pub(super) fn call(&self, request: Request) -> Result<Response, CallError> {
+        let shared = &self.shared;
+        let until = Instant::now() + shared.deadline;
+        let mut line = shared.line.lock();
+        shared
+            .mend(&mut line, until)
+            .map_err(|error| CallError::Disconnected(error.to_string()))?;
+        shared.exchange(&mut line, &request, until)
+    }
+
+    pub(super) fn channel<B: Buf>(
+        &self,
+        session: &Arc<Session>,
+    ) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        let shared = &self.shared;
+        let until = Instant::now() + shared.deadline;
+        let mut line = shared.line.lock();
+        shared.mend(&mut line, until)?;
+        let (death, request) = (
+            Arc::clone(&line.death),
+            Request::Attach {
+                session: line.session,
+                secret: line.secret,
+            },
+        );
+        // The connection below takes its time, and calls need not wait for it.
+        drop(line);
+        if matches!(shared.endpoint, Endpoint::Shm(_)) {
+            return Ok(Box::new(ShmChannel::new(
+                session,
+                Arc::clone(&shared.directory),
+                death,
+            )));
+        }
+        let stream = open(&shared.endpoint, Purpose::Data, until)?;
+        let asked = stream
+            .send(&request, until)
+            .and_then(|()| stream.receive(MAX_FRAME_BYTES, until));
+        match asked.map_err(|error| not_connected(&shared.name, error))? {
+            Response::Done => Ok(Box::new(TcpChannel::new(
+                session,
+                stream,
+                death,
+                shared.deadline,
+            ))),
+            answer => Err(turned_away(&shared.name, answer)),
+        }
+    }
+
+    /// Unmaps an extent whose lease is about to be given back.
+    pub(super) fn forget(&self, id: ExtentId) {
+        self.shared.directory.remove(id);
+    }
+}
+
+impl Drop for Remote {
+    fn drop(&mut self) {
+        self.shared.closing.store(true, Ordering::Release);
+        self.shared.wake_keeper();
+        let keeper = self.keeper.take().expect("joined only here");
+        if keeper.join().is_err() {
+            tracing::error!(
+                endpoint = self.shared.name,
+                "the thread of a session panicked; its message is above"
+            );
+        }
+        let mut line = self.shared.line.lock();
+        if line.death.reason().is_none() {
+            // Waits for the answer, so that the memory is free when the drop is over. A server that is gone frees it itself.
+            let until = Instant::now() + self.shared.deadline.min(GOODBYE);
+            let _ = self.shared.exchange(&mut line, &Request::Goodbye, until);
+        }
+        line.stream.close();
+    }
+}
+
+impl Shared {
+    /// The keeper thread: renews the lease, notices the end of the connection, resumes it where that is possible.
+    fn keep(&self) {
+        let mut renewed = Instant::now();
+        loop {
+            // 1. What to watch.
+            let (stream, death, lease, over) = {
+                let line = self.line.lock();
+                (
+                    Arc::clone(&line.stream),
+                    Arc::clone(&line.death),
+                    line.lease,
+                    line.over,
+                )
+            };
+            let alive = death.reason().is_none();
+            let can_resume = !over && !matches!(self.endpoint, Endpoint::Shm(_));
+            let timeout = match (alive, can_resume) {
+                // A third of the lease, so that a renewal may fail once.
+                (true, _) => timeout_until(renewed + lease / 3),
+                (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
+                (false, false) => PollTimeout::NONE,
+            };
+            // 2. Sleep. Answers to calls are none of our business: only the end of the connection wakes us.
+            let mut fds = [
+                PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
+                PollFd::new(stream.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP)),
+            ];
+            let woken = poll(&mut fds[..if alive { 2 } else { 1 }], timeout);
+            // 3. What happened?
+            if self.closing.load(Ordering::Acquire) {
+                return;
+            }
+            // `None` stands for a bit that nix has no name for, which is ours.
+            let ended = alive && fds[1].any() != Some(false);
+            if fds[0].any() == Some(true) {
+                // Empty when somebody else's wake was counted into an earlier read.
+                let _ = self.wake.read();
+            }
+            let until = Instant::now() + self.deadline;
+            if ended {
+                // Before the lock: a call may hold it until its own deadline.
+                death.declare("the server closed the connection");
+            } else if woken == Ok(0) && alive {
+                let mut line = self.line.lock();
+                if line.death.reason().is_none() {
+                    let _ = self.exchange(&mut line, &Request::Renew, until);
+                }
+                renewed = Instant::now();
+            } else if woken == Ok(0) && can_resume {
+                // Tried again after a while, and said by whatever needs the session.
+                let _ = self.mend(&mut self.line.lock(), until);
+                renewed = Instant::now();
+            } else if let Err(errno) = woken
+                && errno != Errno::EINTR
+            {
+                death.declare(&format!("cannot wait for the server: {errno}"));
+            }
+        }
+    }
+
+    /// Brings a broken connection back, if there is a way.
+    fn mend(&self, line: &mut Line, until: Instant) -> Result<(), ConnectError> {
+        let Some(reason) = line.death.reason() else {
+            return Ok(());
+        };
+        if line.over || matches!(self.endpoint, Endpoint::Shm(_)) {
+            let source = std::io::Error::new(
+                std::io::ErrorKind::ConnectionAborted,
+                format!("the session ended: {reason}"),
+            );
+            return Err(ConnectError::Unreachable {
+                endpoint: self.name.clone(),
+                source,
+            });
+        }
+        match begin(
+            &self.endpoint,
+            &self.client,
+            Some((line.session, line.secret)),
+            until,
+        ) {
+            Ok(resumed) => {
+                tracing::info!(
+                    endpoint = self.name,
+                    reason,
+                    "session resumed after its connection was lost"
+                );
+                *line = resumed;
+                self.wake_keeper();
+                Ok(())
+            }
+            Err(error) => {
+                line.over |= matches!(error, ConnectError::Refused { .. });
+                Err(error)
+            }
+        }
+    }
+
+    /// One request and its answer, with the descriptors that follow it.
+    fn exchange(
+        &self,
+        line: &mut Line,
+        request: &Request,
+        until: Instant,
+    ) -> Result<Response, CallError> {
+        match self.converse(&line.stream, request, until) {
+            Ok(Response::Refused(refusal)) => {
+                if refusal == Refusal::NoSession {
+                    line.over = true;
+                    self.give_up(line, "the server has ended the session");
+                }
+                Err(CallError::Refused(refusal))
+            }
+            Ok(answer) => Ok(answer),
+            // Nothing was sent, so nothing is broken.
+            Err(ReceiveError::Decode(error @ ControlDecodeError::TooLong { .. })) => {
+                Err(CallError::Refused(Refusal::Invalid(error.to_string())))
+            }
+            Err(error) => {
+                let reason = error.to_string();
+                self.give_up(line, &reason);
+                Err(CallError::Disconnected(reason))
+            }
+        }
+    }
+
+    fn converse(
+        &self,
+        stream: &Stream,
+        request: &Request,
+        until: Instant,
+    ) -> Result<Response, ReceiveError> {
+        stream.send(request, until)?;
+        let answer = stream.receive(MAX_FRAME_BYTES, until)?;
+        if matches!(self.endpoint, Endpoint::Shm(_)) {
+            let leases: &[Lease] = match &answer {
+                Response::Granted { extent } => std::slice::from_ref(extent),
+                Response::Opened { extents, .. } => extents,
+                _ => &[],
+            };
+            for (lease, fd) in leases.iter().zip(stream.receive_fds(leases.len(), until)?) {
+                self.directory.insert(*lease, fd)?;
+            }
+        }
+        Ok(answer)
+    }
+
+    fn give_up(&self, line: &Line, reason: &str) {
+        line.death.declare(reason);
+        // After a missed answer the next one would meet the wrong request.
+        line.stream.close();
+        self.wake_keeper();
+    }
+
+    fn wake_keeper(&self) {
+        // Fails only when the counter is full, and then the keeper is awake.
+        let _ = self.wake.write(1);
+    }
+}
+
+/// Connects and says hello.
+fn open(endpoint: &Endpoint, purpose: Purpose, until: Instant) -> Result<Stream, ConnectError> {
+    let name = endpoint.to_string();
+    let stream = Stream::connect(endpoint, until).map_err(|source| ConnectError::Unreachable {
+        endpoint: name.clone(),
+        source,
+    })?;
+    stream
+        .greet(purpose, until)
+        .map_err(|error| not_connected(&name, error))?;
+    Ok(stream)
+}
+
+/// Begins a session or resumes one.
+fn begin(
+    endpoint: &Endpoint,
+    client: &str,
+    resume: Option<(SessionId, Secret)>,
+    until: Instant,
+) -> Result<Line, ConnectError> {
+    let name = endpoint.to_string();
+    let stream = open(endpoint, Purpose::Control, until)?;
+    let request = Request::Begin {
+        client: client.to_owned(),
+        resume,
+    };
+    let answer = stream
+        .send(&request, until)
+        .and_then(|()| stream.receive(MAX_FRAME_BYTES, until));
+    match answer.map_err(|error| not_connected(&name, error))? {
+        Response::Begun {
+            session,
+            secret,
+            lease_ms,
+        } => Ok(Line {
+            stream: Arc::new(stream),
+            death: Arc::default(),
+            session,
+            secret,
+            lease: Duration::from_millis(lease_ms),
+            over: false,
+        }),
+        answer => Err(turned_away(&name, answer)),
+    }
+}
+
+fn not_connected(name: &str, error: ReceiveError) -> ConnectError {
+    let endpoint = name.to_owned();
+    match error {
+        ReceiveError::Io(source) => ConnectError::Unreachable { endpoint, source },
+        ReceiveError::Decode(error) => ConnectError::Protocol {
+            endpoint,
+            reason: error.to_string(),
+        },
+    }
+}
+
+fn turned_away(name: &str, answer: Response) -> ConnectError {
+    let endpoint = name.to_owned();
+    match answer {
+        Response::Refused(refusal) => ConnectError::Refused {
+            endpoint,
+            reason: refusal.to_string(),
+        },
+        _ => ConnectError::Protocol {
+            endpoint,
+            reason: "with something that was not asked for".to_owned(),
+        },
+    }
+}

@@ -1,0 +1,338 @@
+//! [`Stream`]: a connected socket, Unix or TCP, whose every wait has an end.
+//!
+//! The rule it keeps: sockets are non-blocking and each blocking-looking call takes the time at which it gives up. What
+//! the bytes mean is left to the callers, except for the hello and the control frames, which both sides share.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut, Read, Write},
+    net::{Shutdown, TcpStream, ToSocketAddrs},
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+        unix::net::UnixStream,
+    },
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    Endpoint,
+    control::{self, ControlDecodeError, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{
+        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
+        connect, recvmsg, sendmsg, socket,
+    },
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+/// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
+const FDS_PER_MESSAGE: usize = 128;
+
+/// A connected, non-blocking socket.
+#[derive(Debug)]
+pub(crate) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+/// Why a control message did not arrive.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ReceiveError {
+    #[error("{}", describe(.0))]
+    Io(#[from] io::Error),
+    #[error(transparent)]
+    Decode(#[from] ControlDecodeError),
+}
+
+/// What an I/O error means to somebody who waits for a peer.
+pub(crate) fn describe(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
+        io::ErrorKind::TimedOut => "the peer did not answer in time".to_owned(),
+        _ => error.to_string(),
+    }
+}
+
+impl Stream {
+    pub(crate) fn connect(endpoint: &Endpoint, until: Instant) -> io::Result<Self> {
+        match endpoint {
+            Endpoint::Shm(path) => connect_unix(path, until).map(Self::Unix),
+            Endpoint::Tcp { host, port } => connect_tcp(host, *port, until).map(Self::Tcp),
+            Endpoint::Sim(_) => unreachable!("a simulated server has no socket"),
+        }
+    }
+
+    /// Closes both directions for every holder of the socket; whoever waits on it wakes.
+    pub(crate) fn close(&self) {
+        // Fails only when the peer has closed already.
+        let _ = match self {
+            Self::Unix(socket) => socket.shutdown(Shutdown::Both),
+            Self::Tcp(socket) => socket.shutdown(Shutdown::Both),
+        };
+    }
+
+    /// Says that nothing more will be sent.
+    pub(crate) fn close_sending(&self) {
+        let _ = match self {
+            Self::Unix(socket) => socket.shutdown(Shutdown::Write),
+            Self::Tcp(socket) => socket.shutdown(Shutdown::Write),
+        };
+    }
+
+    /// Reads what is there; `WouldBlock` when nothing is.
+    pub(crate) fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(socket) => (&mut &*socket).read(buf),
+            Self::Tcp(socket) => (&mut &*socket).read(buf),
+        }
+    }
+
+    pub(crate) fn read_vectored(&self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match self {
+            Self::Unix(socket) => (&mut &*socket).read_vectored(bufs),
+            Self::Tcp(socket) => (&mut &*socket).read_vectored(bufs),
+        }
+    }
+
+    /// Writes what fits; `WouldBlock` when nothing does. A closed peer is an error, never a signal.
+    pub(crate) fn write(&self, buf: &[u8]) -> io::Result<usize> {
+        match self {
+            Self::Unix(socket) => (&mut &*socket).write(buf),
+            Self::Tcp(socket) => (&mut &*socket).write(buf),
+        }
+    }
+
+    pub(crate) fn write_vectored(&self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        let mut message = Message::new(bufs.as_ptr().cast_mut().cast(), bufs.len());
+        // SAFETY:
+        // - `IoSlice` has the layout of `iovec`, guaranteed by std on Unix;
+        // - the slices outlive the call, which only reads them.
+        let sent = unsafe { libc::sendmsg(self.as_raw_fd(), message.get(), libc::MSG_NOSIGNAL) };
+        Errno::result(sent)
+            .map(|sent| sent as usize)
+            .map_err(Into::into)
+    }
+
+    pub(crate) fn read_exact(&self, mut buf: &mut [u8], until: Instant) -> io::Result<()> {
+        while !buf.is_empty() {
+            match self.read(buf) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => buf = &mut buf[n..],
+                Err(error) if retry(&error) => self.wait(PollFlags::POLLIN, until)?,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn write_all(&self, mut buf: &[u8], until: Instant) -> io::Result<()> {
+        while !buf.is_empty() {
+            match self.write(buf) {
+                Ok(n) => buf = &buf[n..],
+                Err(error) if retry(&error) => self.wait(PollFlags::POLLOUT, until)?,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for the socket; `TimedOut` at `until`.
+    pub(crate) fn wait(&self, events: PollFlags, until: Instant) -> io::Result<()> {
+        let mut fds = [PollFd::new(self.as_fd(), events)];
+        loop {
+            match poll(&mut fds, timeout_until(until)) {
+                Ok(0) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(0) | Err(Errno::EINTR) => {}
+                Ok(_) => return Ok(()),
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    pub(crate) fn send<T: Serialize>(
+        &self,
+        message: &T,
+        until: Instant,
+    ) -> Result<(), ReceiveError> {
+        Ok(self.write_all(&control::encode(message)?, until)?)
+    }
+
+    /// Receives a message of at most `limit` bytes.
+    pub(crate) fn receive<T: DeserializeOwned>(
+        &self,
+        limit: usize,
+        until: Instant,
+    ) -> Result<T, ReceiveError> {
+        let mut prefix = [0; PREFIX_BYTES];
+        self.read_exact(&mut prefix, until)?;
+        let bytes = control::frame_bytes(prefix, limit)?;
+        // Grown as the bytes arrive, so that a peer that only announces much makes us hold little.
+        let mut body = Vec::new();
+        while body.len() < bytes {
+            let have = body.len();
+            body.resize(bytes.min(have + (64 << 10)), 0);
+            self.read_exact(&mut body[have..], until)?;
+        }
+        Ok(control::decode(&body)?)
+    }
+
+    /// Says hello first and checks the answer: what a client does.
+    pub(crate) fn greet(&self, purpose: Purpose, until: Instant) -> Result<(), ReceiveError> {
+        self.write_all(&Hello::new(purpose).encode(), until)?;
+        let mut bytes = [0; HELLO_BYTES];
+        self.read_exact(&mut bytes, until)?;
+        Hello::decode(&bytes)?;
+        Ok(())
+    }
+
+    /// Passes descriptors, each message of them with one byte.
+    pub(crate) fn send_fds(&self, fds: &[RawFd], until: Instant) -> io::Result<()> {
+        for fds in fds.chunks(FDS_PER_MESSAGE) {
+            loop {
+                let rights = [ControlMessage::ScmRights(fds)];
+                let bytes = [IoSlice::new(&[0])];
+                match sendmsg::<()>(
+                    self.as_raw_fd(),
+                    &bytes,
+                    &rights,
+                    MsgFlags::MSG_NOSIGNAL,
+                    None,
+                ) {
+                    Ok(_) => break,
+                    // ETOOMANYREFS: too many passed descriptors wait for their receivers.
+                    Err(Errno::EAGAIN | Errno::ETOOMANYREFS) => {
+                        self.wait(PollFlags::POLLOUT, until)?
+                    }
+                    Err(Errno::EINTR) => {}
+                    Err(errno) => return Err(errno.into()),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Receives the descriptors that [`send_fds`](Self::send_fds) passed.
+    pub(crate) fn receive_fds(&self, count: usize, until: Instant) -> io::Result<Vec<OwnedFd>> {
+        let mut received = Vec::new();
+        let mut space = nix::cmsg_space!([RawFd; FDS_PER_MESSAGE]);
+        while received.len() < count {
+            let mut byte = [0];
+            let mut bytes = [IoSliceMut::new(&mut byte)];
+            let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+            let message = match recvmsg::<()>(self.as_raw_fd(), &mut bytes, Some(&mut space), flags)
+            {
+                Ok(message) => message,
+                Err(Errno::EAGAIN) => {
+                    self.wait(PollFlags::POLLIN, until)?;
+                    continue;
+                }
+                Err(Errno::EINTR) => continue,
+                Err(errno) => return Err(errno.into()),
+            };
+            let mut batch = Vec::new();
+            for message in message.cmsgs()? {
+                if let ControlMessageOwned::ScmRights(fds) = message {
+                    // SAFETY: the kernel made these descriptors for this call, and nobody else knows them.
+                    batch.extend(
+                        fds.into_iter()
+                            .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
+                    );
+                }
+            }
+            if message.bytes == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            if batch.is_empty() || received.len() + batch.len() > count {
+                let reason = "descriptors of extents did not arrive: is the limit of open files (ulimit -n) reached?";
+                return Err(io::Error::other(reason));
+            }
+            received.append(&mut batch);
+        }
+        Ok(received)
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(socket) => socket.as_fd(),
+            Self::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+impl AsRawFd for Stream {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+/// A `msghdr` with nothing but its vectors: `writev` would raise SIGPIPE in a program that has not masked it.
+pub(crate) struct Message(libc::msghdr);
+
+impl Message {
+    pub(crate) fn new(vectors: *mut libc::iovec, count: usize) -> Self {
+        // SAFETY: a `msghdr` is plain data, and all zeros is one without name, vectors and control data.
+        let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+        header.msg_iov = vectors;
+        header.msg_iovlen = count as _;
+        Self(header)
+    }
+
+    pub(crate) fn get(&mut self) -> *mut libc::msghdr {
+        &raw mut self.0
+    }
+}
+
+/// Whether a call on a non-blocking socket is to be repeated once the socket is ready.
+pub(crate) fn retry(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+    )
+}
+
+/// A poll timeout that does not end before `until`.
+pub(crate) fn timeout_until(until: Instant) -> PollTimeout {
+    let left = until.saturating_duration_since(Instant::now());
+    // Rounded up, or the last millisecond would be spent spinning.
+    let ms = left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
+    PollTimeout::try_from(ms).expect("not negative")
+}
+
+fn connect_unix(path: &Path, until: Instant) -> io::Result<UnixStream> {
+    let address = UnixAddr::new(path)?;
+    loop {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let fd = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+        match connect(fd.as_raw_fd(), &address) {
+            Ok(()) => return Ok(fd.into()),
+            // The server's backlog is full, which cannot be waited for on a Unix socket.
+            Err(Errno::EAGAIN) if Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(2))
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in (host, port).to_socket_addrs()? {
+        let left = until
+            .saturating_duration_since(Instant::now())
+            .max(Duration::from_millis(1));
+        match TcpStream::connect_timeout(&address, left) {
+            Ok(socket) => {
+                socket.set_nodelay(true)?;
+                socket.set_nonblocking(true)?;
+                return Ok(socket);
+            }
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
+}

@@ -1,0 +1,117 @@
+//! Every transport passes the conformance suite, over the plainest host.
+
+use std::{
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use farpage_fabric::{
+    Endpoint, Link, Session, SessionOptions,
+    conformance::{self, Fabric, NEEDED_BYTES},
+    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    sim::{SimConfig, SimHost, SimServer},
+};
+
+struct Server {
+    endpoint: Endpoint,
+    shutdown: Shutdown,
+    thread: JoinHandle<()>,
+}
+
+impl Server {
+    fn start(endpoint: &Endpoint) -> Self {
+        let listener = Listener::bind(endpoint, SocketAccess::Owner).expect("a free endpoint");
+        let endpoint = listener.endpoint().clone();
+        let shutdown = Shutdown::new().expect("descriptors");
+        let (host, switch) = (Arc::new(SimHost::new(NEEDED_BYTES)), shutdown.clone());
+        let thread =
+            thread::spawn(move || serve(listener, host, Arc::<Traffic>::default(), switch));
+        Self {
+            endpoint,
+            shutdown,
+            thread,
+        }
+    }
+
+    fn stop(self) {
+        self.shutdown.begin();
+        self.thread.join().expect("the server ends");
+    }
+}
+
+fn options() -> SessionOptions {
+    SessionOptions {
+        deadline: Duration::from_secs(5),
+        ..SessionOptions::default()
+    }
+}
+
+fn check(endpoint: &Endpoint, options: SessionOptions) {
+    let server = Server::start(endpoint);
+    let endpoint = server.endpoint.clone();
+    let connect = || Session::connect(&endpoint, &options).expect("a live server");
+    conformance::check(Fabric {
+        connect: &connect,
+        kill: Box::new(|| server.stop()),
+    });
+}
+
+fn check_sim(config: SimConfig) {
+    println!("seed {}", config.seed);
+    let server = SimServer::new(SimConfig {
+        capacity_bytes: NEEDED_BYTES,
+        ..config
+    });
+    let connect = || server.session(&options()).expect("a live server");
+    conformance::check(Fabric {
+        connect: &connect,
+        kill: Box::new(|| server.kill()),
+    });
+}
+
+#[test]
+fn shared_memory_conforms() {
+    let folder = tempfile::tempdir().expect("a folder");
+    check(&Endpoint::Shm(folder.path().join("socket")), options());
+}
+
+#[test]
+fn tcp_conforms() {
+    check(
+        &"tcp://127.0.0.1:0".parse().expect("an endpoint"),
+        options(),
+    );
+}
+
+#[test]
+fn shaped_shared_memory_conforms() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let link = Some(Arc::new(Link::new(100.0, 20.0)));
+    check(
+        &Endpoint::Shm(folder.path().join("socket")),
+        SessionOptions { link, ..options() },
+    );
+}
+
+#[test]
+fn shaped_tcp_conforms() {
+    let link = Some(Arc::new(Link::new(100.0, 20.0)));
+    check(
+        &"tcp://127.0.0.1:0".parse().expect("an endpoint"),
+        SessionOptions { link, ..options() },
+    );
+}
+
+#[test]
+fn simulation_conforms() {
+    for seed in 0..4 {
+        check_sim(SimConfig::new(seed));
+    }
+    check_sim(SimConfig {
+        reorder: false,
+        bytes_per_step: Some(1 << 20),
+        queue_depth: 17,
+        ..SimConfig::new(7)
+    });
+}
