@@ -666,6 +666,16 @@ mod tests {
     }
 
     impl State {
+        fn held(&self, session: SessionId) -> Vec<ExtentId> {
+            let ledger = self.ledger.lock();
+            let mut held: Vec<_> = ledger
+                .sessions
+                .get(&session)
+                .map_or_else(Vec::new, |record| record.extents.iter().copied().collect());
+            held.sort();
+            held
+        }
+
         /// The two structures agree, and the sums are what they are sums of.
         fn check(&self) {
             let ledger = self.ledger.lock();
@@ -1025,7 +1035,11 @@ mod tests {
             let mut sessions = [SessionId(0); 4];
             let mut next = 0;
             for step in steps {
-                let ids = |extents: &[u64]| extents.iter().map(|id| ExtentId(*id)).collect::<Vec<_>>();
+                // Mostly what the client holds, so that requests succeed; now and then what it does not.
+                let pick = |who: usize, number: u64| match state.held(sessions[who]) {
+                    held if !held.is_empty() && number < 16 => held[number as usize % held.len()],
+                    _ => ExtentId(number),
+                };
                 // Refusals are as good an answer as any: what is checked is the state that they leave.
                 match step {
                     Step::Admit(shm) => {
@@ -1035,9 +1049,9 @@ mod tests {
                         next = (next + 1) % sessions.len();
                     }
                     Step::Grant(who, bytes) => drop(state.grant(sessions[who], bytes)),
-                    Step::Release(who, extent) => drop(state.release(sessions[who], ExtentId(extent))),
+                    Step::Release(who, extent) => drop(state.release(sessions[who], pick(who, extent))),
                     Step::Publish(who, name, bytes, extents) => {
-                        drop(state.publish(sessions[who], names[name], vec![0; bytes], &ids(&extents)));
+                        drop(state.publish(sessions[who], names[name], vec![0; bytes], &extents.iter().map(|number| pick(who, *number)).collect::<Vec<_>>()));
                     }
                     Step::Open(who, name) => drop(state.open(sessions[who], names[name])),
                     Step::Remove(who, name) => drop(state.remove(sessions[who], names[name])),
