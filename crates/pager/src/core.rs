@@ -107,7 +107,7 @@ impl<A: AddressSpace> Core<A> {
         region.contains(address).then(|| region.clone())
     }
 
-    /// Maps a page that the caller owns as `Filling`, and publishes it.
+    /// Maps a page that the caller owns, and publishes it.
     ///
     /// # Errors
     /// The frame and what the operating system said; the caller still owns the page.
@@ -118,11 +118,17 @@ impl<A: AddressSpace> Core<A> {
         frame: A::Frame,
         heat: Heat,
     ) -> Result<(), (A::Frame, io::Error)> {
-        match self.space.install(
+        let (shard, address) = (
             region.shard_of(page, self.shards()),
             region.address_of(page),
-            frame,
-        ) {
+        );
+        region.words.apply(page, |w| (protocol::installing(w), ()));
+        // Threads may sleep whose notes were settled just now, so a page that is not there after all counts as wanted.
+        let refused = |frame, error| {
+            region.words.apply(page, protocol::fault);
+            Err((frame, error))
+        };
+        match self.space.install(shard, address, frame) {
             Ok(()) => {}
             // The program took the page away and somebody put it back before we looked: the mapped bytes are the newer ones. Our frame is dropped, and
             // its share of the budget stands for the mapped page from now on.
@@ -134,50 +140,61 @@ impl<A: AddressSpace> Core<A> {
                 kind: InstallErrorKind::Gone,
                 frame,
             }) => {
-                return Err((
+                return refused(
                     frame,
                     io::Error::other("the program unmapped the region's addresses itself"),
-                ));
+                );
             }
             Err(InstallError {
                 kind: InstallErrorKind::Os(error),
                 frame,
-            }) => return Err((frame, error)),
-            Err(InstallError { kind, frame }) => return Err((frame, io::Error::other(kind))),
+            }) => return refused(frame, error),
+            Err(InstallError { kind, frame }) => return refused(frame, io::Error::other(kind)),
         }
+        region.count_in(page);
+        self.publish(region, page, heat);
+        Ok(())
+    }
+
+    /// Publishes a page that the caller owns and that is mapped.
+    pub(crate) fn publish(&self, region: &Region, page: usize, heat: Heat) {
         let now = self
             .clock
             .fetch_add((region.page_bytes() >> 12) as u32, Ordering::Relaxed);
-        region.count_in(page);
-        region.words.apply(page, |w| {
+        let noted = region.words.apply(page, |w| {
             let heat = match heat {
                 Heat::Hot => HEAT_MAX,
                 // It came back before the budget turned over once more: with a little more memory it would not have left.
                 Heat::Refault => u8::from(now.wrapping_sub(w.stamp()) < self.budget_ticks / 2),
                 Heat::Cold => 0,
             };
-            (protocol::installed(w, heat, now), ())
+            (protocol::installed(w, heat, now), w.wanted())
         });
-        Ok(())
+        if noted {
+            let shard = region.shard_of(page, self.shards());
+            self.space
+                .wake(shard, region.address_of(page), region.page_bytes());
+        }
     }
 
-    /// A page that the caller owns as `Filling` cannot be brought in: whoever waits for it gets SIGBUS.
+    /// A page that the caller owns cannot be brought in: whoever waits for it gets SIGBUS.
     /// Returns whether somebody did.
     pub(crate) fn fail_fill(&self, region: &Region, page: usize, error: PageError) -> bool {
         let waited = match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
                 tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
-                let shard = region.shard_of(page, self.shards());
-                if let Err(error) =
-                    self.space
-                        .poison(shard, region.address_of(page), region.page_bytes())
-                {
+                let (shard, address) = (
+                    region.shard_of(page, self.shards()),
+                    region.address_of(page),
+                );
+                if let Err(error) = self.space.poison(shard, address, region.page_bytes()) {
                     // Nothing else can stop the waiting thread from sleeping for ever.
                     tracing::error!(%error, "cannot poison a lost page");
                     std::process::abort();
                 }
                 region.words.apply(page, |w| (protocol::poisoned(w), ()));
+                self.space.wake(shard, address, region.page_bytes());
                 true
             }
         };

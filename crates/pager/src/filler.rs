@@ -11,6 +11,7 @@
 
 use std::{
     collections::VecDeque,
+    mem,
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
@@ -18,7 +19,7 @@ use std::{
 
 use crossbeam_channel::Receiver;
 use farpage_store::{Done, Lane};
-use farpage_vm::{AddressSpace, Fault};
+use farpage_vm::{AddressSpace, DetachError, Fault};
 
 use crate::{
     Advice, PageError,
@@ -124,7 +125,7 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     fn read_faults(&mut self) -> bool {
-        let mut faults = std::mem::take(&mut self.faults);
+        let mut faults = mem::take(&mut self.faults);
         if let Err(error) = self.core.space.faults(self.shard, &mut faults) {
             panic!("cannot read page faults: {error}");
         }
@@ -157,7 +158,7 @@ impl<A: AddressSpace> Filler<A> {
                 self.map_held(&region, page);
                 region.exit();
             }
-            OnFault::Stale => self.stale(region.clone(), page),
+            OnFault::Stale => self.stale(region.clone(), page, address),
         }
         self.read_ahead(&region, page);
     }
@@ -173,25 +174,36 @@ impl<A: AddressSpace> Filler<A> {
         self.last_region.clone()
     }
 
-    /// The page is called resident. Either the thread was served since, or the program took the page away itself.
-    fn stale(&mut self, region: Arc<Region>, page: usize) {
-        let address = region.address_of(page);
-        if !self.core.space.is_present(address)
-            && region.words.try_apply(page, protocol::vanished).is_some()
-        {
-            self.core.frames.forget(region.page_bytes());
-            region.count_out();
-            return self.begin(Flight {
-                region,
+    /// The page is called resident or poisoned. Either the thread was served since, or the program took away what was there.
+    fn stale(&mut self, region: Arc<Region>, page: usize, touched: usize) {
+        let (address, page_bytes) = (region.address_of(page), region.page_bytes());
+        if !self.core.space.is_present(touched) {
+            let flight = Flight {
+                region: region.clone(),
                 page,
                 heat: Heat::Refault,
                 trigger: false,
-            });
+            };
+            if region.words.try_apply(page, protocol::vanished).is_some() {
+                // Only now that the page is ours does a look at it count: an evictor may just have put it back.
+                match self.core.space.detach(self.shard, address, page_bytes) {
+                    Ok(rest) => {
+                        region.count_out();
+                        return self.map(flight, rest);
+                    }
+                    Err(DetachError::Absent) => {
+                        region.count_out();
+                        self.core.frames.forget(page_bytes);
+                        return self.begin(flight);
+                    }
+                    Err(_) => self.core.publish(&region, page, Heat::Refault),
+                }
+            } else if region.words.try_apply(page, protocol::heal).is_some() {
+                return self.begin(flight);
+            }
         }
         self.counters().stale_faults.bump();
-        self.core
-            .space
-            .wake(self.shard, address, region.page_bytes());
+        self.core.space.wake(self.shard, address, page_bytes);
         region.exit();
     }
 
@@ -230,15 +242,8 @@ impl<A: AddressSpace> Filler<A> {
                 self.map(held, frame);
                 self.backlog.push_front(waiting);
                 any = true;
-            } else if waiting.since.elapsed() > self.deadline || waiting.flight.region.is_closing()
-            {
-                let Waiting { flight, since } = waiting;
-                let error = PageError::NoFrame {
-                    region: flight.region.id,
-                    page: flight.page as u64,
-                    waited: since.elapsed(),
-                };
-                self.fail(flight, error);
+            } else if waiting.since.elapsed() > self.deadline {
+                self.starve(waiting);
                 any = true;
             } else {
                 self.backlog.push_front(waiting);
@@ -247,6 +252,20 @@ impl<A: AddressSpace> Filler<A> {
             }
         }
         any
+    }
+
+    /// A fill found no frame for too long.
+    fn starve(&mut self, Waiting { flight, since }: Waiting) {
+        let (region, page) = (flight.region.id, flight.page as u64);
+        let waited = since.elapsed();
+        self.fail(
+            flight,
+            PageError::NoFrame {
+                region,
+                page,
+                waited,
+            },
+        );
     }
 
     fn post(&mut self, flight: Flight, frame: A::Frame) {
@@ -372,7 +391,7 @@ impl<A: AddressSpace> Filler<A> {
             let Some(wish) = self.wishes.front_mut() else {
                 break;
             };
-            let (page, trigger) = (wish.pages.next(), std::mem::take(&mut wish.trigger));
+            let (page, trigger) = (wish.pages.next(), mem::take(&mut wish.trigger));
             let Some(page) = page.filter(|_| !wish.region.is_closing()) else {
                 self.wishes.pop_front();
                 continue;
@@ -468,7 +487,12 @@ impl<A: AddressSpace> Filler<A> {
     /// The region is closing: owned pages of it that nothing will complete are published as they are.
     fn give_up(&mut self, region: &Arc<Region>) {
         self.wishes.retain(|wish| wish.region.id != region.id);
-        let (closing, held) = std::mem::take(&mut self.held)
+        let (waiting, backlog): (VecDeque<_>, VecDeque<_>) = mem::take(&mut self.backlog)
+            .into_iter()
+            .partition(|waiting| waiting.flight.region.id == region.id);
+        self.backlog = backlog;
+        waiting.into_iter().for_each(|waiting| self.starve(waiting));
+        let (closing, held) = mem::take(&mut self.held)
             .into_iter()
             .partition::<Vec<_>, _>(|(flight, _)| flight.region.id == region.id);
         self.held = held;

@@ -162,7 +162,16 @@ pub fn prefetch(w: Word) -> Option<Word> {
     (w.state() == State::Remote).then(|| w.with_state(State::Filling))
 }
 
-/// The owner of a filling page, or of a leaving page that comes back, has installed it (and the kernel has woken everyone that slept on it, so that a note is settled).
+/// The owner of a filling page, or of a leaving page that comes back, is about to install it.
+///
+/// Notes of faults that were read before are settled by the install, which wakes their threads. What is noted after this
+/// may be a fault on a page that was installed and that the program took away at once: see [`installed`].
+pub fn installing(w: Word) -> Word {
+    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+    w.without_note()
+}
+
+/// The owner has installed the page. If the word before had a note, the caller wakes the page's threads afterwards.
 ///
 /// Call it *after* the install: a page that is called resident too early can be taken out before it is there.
 pub fn installed(w: Word, heat: u8, now: u32) -> Word {
@@ -183,7 +192,7 @@ pub fn fill_failed(w: Word) -> (Word, OnFailed) {
     }
 }
 
-/// The owner has poisoned the page, which woke everyone that slept on it.
+/// The owner has poisoned the page. The caller wakes its threads afterwards: one may have faulted since.
 pub fn poisoned(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Poisoned).without_note()
