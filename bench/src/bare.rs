@@ -14,7 +14,11 @@ use std::{
 use anyhow::{Context, Result};
 use farpage_vm::{Fault, FaultBuffer, Features, RegisterMode, Uffd};
 use hdrhistogram::Histogram;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    sched::{CpuSet, sched_setaffinity},
+    unistd::Pid,
+};
 
 use crate::report::new_histogram;
 
@@ -89,6 +93,25 @@ pub(crate) fn round_trips(
     })
     .context("cannot resolve a fault")?;
     Ok(Some(histogram))
+}
+
+/// The same with both threads on one CPU: no other core has to be woken, which on virtual machines can cost more than all else.
+pub(crate) fn round_trips_on_one_cpu(
+    how: How,
+    page_bytes: usize,
+    count: usize,
+) -> Result<Option<Histogram<u64>>> {
+    // In a thread of its own, since the restriction passes on to the threads that it starts and is never lifted.
+    let pinned = thread::spawn(move || {
+        let mut cpus = CpuSet::new();
+        cpus.set(nix::sched::sched_getcpu()?)?;
+        sched_setaffinity(Pid::from_raw(0), &cpus)?;
+        round_trips(how, page_bytes, count)
+    });
+    pinned
+        .join()
+        .expect("the measurement does not panic")
+        .context("cannot measure on one CPU")
 }
 
 /// Resolves `count` faults.

@@ -34,6 +34,7 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     progress.step(1);
     progress.phase("bare userfaultfd, COPY");
     let copy = bare::round_trips(How::Copy, page_bytes, samples)?;
+    let one_cpu = bare::round_trips_on_one_cpu(How::Copy, page_bytes, samples)?;
     progress.step(1);
     progress.phase("bare userfaultfd, MOVE");
     let moved = bare::round_trips(How::Move, page_bytes, samples)?;
@@ -68,6 +69,7 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
         figures: Figures {
             kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
             uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
+            uffd_one_cpu_round_trip_us: one_cpu.as_ref().map(Percentiles::of),
             uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
             memcpy_mb_per_s: Some(memcpy),
             raw_read_mb_per_s: Some(rates.read),

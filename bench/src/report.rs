@@ -113,6 +113,9 @@ pub(crate) struct Figures {
     /// Resolved by copying.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_round_trip_us: Option<Percentiles>,
+    /// The same with both threads on one CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_one_cpu_round_trip_us: Option<Percentiles>,
     /// Resolved by moving a page that is there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_move_round_trip_us: Option<Percentiles>,
@@ -225,6 +228,10 @@ impl Report {
         let rows: Vec<_> = [
             ("kernel's own 4 KiB fault", figures.kernel_fault_us),
             ("bare userfaultfd, COPY", figures.uffd_round_trip_us),
+            (
+                "bare userfaultfd, COPY, one CPU",
+                figures.uffd_one_cpu_round_trip_us,
+            ),
             ("bare userfaultfd, MOVE", figures.uffd_move_round_trip_us),
             ("read, room in the budget", figures.fault_us),
             ("write, changed pages leave", figures.evicting_fault_us),

@@ -1,0 +1,307 @@
+//! The program as people and scripts use it: each benchmark in its `--smoke` form, as a process, against the memory server
+//! that it starts itself.
+
+use std::{
+    path::Path,
+    process::{Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+fn bench(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-bench"));
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn run(args: &[&str]) -> Output {
+    bench(args)
+        .output()
+        .expect("the program was built for this test")
+}
+
+/// Whether pages can be served here; says so if not.
+fn can_page(test: &str) -> bool {
+    let doctor = run(&["doctor"]);
+    if !doctor.status.success() {
+        eprintln!("SKIPPED: {test}: `farpage-bench doctor` says that farpage cannot work here");
+    }
+    doctor.status.success()
+}
+
+/// Runs a benchmark and checks what all reports have in common.
+fn report(benchmark: &str, args: &[&str]) -> Value {
+    let output = run(&[&[benchmark, "--smoke", "--format", "json"], args].concat());
+    let (stdout, stderr) = (
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr),
+    );
+    assert!(
+        output.status.success(),
+        "{benchmark} {args:?}: {}\n{stdout}{stderr}",
+        output.status
+    );
+    let report: Value = serde_json::from_str(&stdout)
+        .unwrap_or_else(|e| panic!("not one JSON object ({e}): {stdout}"));
+    assert_eq!(report["benchmark"], benchmark);
+    assert_eq!(report["verified"], true, "{report}");
+    assert_eq!(report["config"]["smoke"], true);
+    report
+}
+
+/// Asserts that figures are there and above zero.
+fn assert_positive(report: &Value, pointers: &[&str]) {
+    for pointer in pointers {
+        let figure = report.pointer(pointer).and_then(Value::as_f64);
+        assert!(
+            figure.is_some_and(|figure| figure > 0.0),
+            "{pointer} is {figure:?} in {report}"
+        );
+    }
+}
+
+fn assert_paged(report: &Value) {
+    assert_positive(
+        report,
+        &[
+            "/faults",
+            "/fills",
+            "/evictions",
+            "/bytes_read",
+            "/bytes_written",
+            "/budget_bytes",
+        ],
+    );
+    assert_positive(report, &["/peak_resident_bytes", "/compression_ratio"]);
+    assert!(report["steals"].is_u64(), "{report}");
+    let (peak, budget) = (
+        report["peak_resident_bytes"].as_u64(),
+        report["budget_bytes"].as_u64(),
+    );
+    assert!(
+        peak <= budget,
+        "peak {peak:?} is over the budget {budget:?}"
+    );
+}
+
+const FABRICS: [&str; 2] = ["shm", "tcp"];
+
+#[test]
+fn stream_verifies_and_reports_four_kernels() {
+    if !can_page("stream_verifies_and_reports_four_kernels") {
+        return;
+    }
+    for fabric in FABRICS {
+        let report = report("stream", &["--fabric", fabric]);
+        assert!(
+            report["config"]["server"]
+                .as_str()
+                .unwrap()
+                .starts_with(fabric),
+            "{report}"
+        );
+        let kernels = report["kernels"].as_array().unwrap();
+        let names: Vec<_> = kernels
+            .iter()
+            .map(|kernel| kernel["name"].as_str().unwrap())
+            .collect();
+        assert_eq!(names, ["copy", "scale", "add", "triad"]);
+        for kernel in kernels {
+            assert_positive(kernel, &["/mb_per_s", "/min_s", "/avg_s", "/max_s"]);
+        }
+        assert_paged(&report);
+        // Whatever does not apply is absent.
+        assert!(
+            report.get("fault_us").is_none() && report.get("us_per_access").is_none(),
+            "{report}"
+        );
+    }
+}
+
+#[test]
+fn stream_verifies_other_data_codecs_and_page_sizes() {
+    if !can_page("stream_verifies_other_data_codecs_and_page_sizes") {
+        return;
+    }
+    for args in [
+        ["--page-size", "4KiB", "--data", "smooth", "--codec", "lz4"],
+        [
+            "--page-size",
+            "256KiB",
+            "--data",
+            "constant",
+            "--threads",
+            "3",
+        ],
+        ["--link-gbps", "10", "--link-us", "20", "--budget", "2MiB"],
+        ["--read-ahead", "0", "--fillers", "1", "--evictors", "2"],
+    ] {
+        report("stream", &args);
+    }
+}
+
+#[test]
+fn random_verifies_uniform_and_zipf() {
+    if !can_page("random_verifies_uniform_and_zipf") {
+        return;
+    }
+    for fabric in FABRICS {
+        for zipf in [&[][..], &["--zipf", "0.99"]] {
+            let report = report(
+                "random",
+                &[&["--fabric", fabric, "--page-size", "4KiB"], zipf].concat(),
+            );
+            assert_positive(
+                &report,
+                &["/us_per_access", "/us_per_read", "/us_per_update"],
+            );
+            assert_paged(&report);
+        }
+    }
+}
+
+#[test]
+fn latency_reports_percentiles_of_both_states() {
+    if !can_page("latency_reports_percentiles_of_both_states") {
+        return;
+    }
+    for fabric in FABRICS {
+        let report = report("latency", &["--fabric", fabric, "--page-size", "4KiB"]);
+        for state in ["fault_us", "evicting_fault_us"] {
+            assert_positive(
+                &report[state],
+                &["/p50", "/p90", "/p99", "/p999", "/samples"],
+            );
+        }
+        assert_paged(&report);
+        // An access that is no fault is no sample: nearly all have to be faults.
+        let samples = report["fault_us"]["samples"].as_u64().unwrap()
+            + report["evicting_fault_us"]["samples"].as_u64().unwrap();
+        assert!(
+            report["faults"].as_u64().unwrap() >= samples * 9 / 10,
+            "{report}"
+        );
+    }
+}
+
+#[test]
+fn floor_measures_this_machine_and_the_raw_fabric() {
+    if !can_page("floor_measures_this_machine_and_the_raw_fabric") {
+        return;
+    }
+    for fabric in FABRICS {
+        let report = report("floor", &["--fabric", fabric]);
+        assert_positive(
+            &report,
+            &[
+                "/kernel_fault_us/p50",
+                "/kernel_fault_us/p99",
+                "/uffd_round_trip_us/p50",
+                "/uffd_round_trip_us/p99",
+                "/uffd_one_cpu_round_trip_us/p50",
+                "/memcpy_mb_per_s",
+                "/raw_read_mb_per_s",
+                "/raw_write_mb_per_s",
+                "/raw_read_write_mb_per_s",
+            ],
+        );
+    }
+}
+
+#[test]
+fn the_human_form_is_a_table() {
+    if !can_page("the_human_form_is_a_table") {
+        return;
+    }
+    let output = run(&["stream", "--smoke"]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{stdout}");
+    for expected in ["triad", "MB/s", "yes, every element", "peak resident"] {
+        assert!(
+            stdout.contains(expected),
+            "{expected} is missing in\n{stdout}"
+        );
+    }
+}
+
+#[test]
+fn wrong_usage_exits_with_2() {
+    for args in [
+        &[][..],
+        &["walk"],
+        &["stream", "--no-such-option"],
+        &["stream", "--page-size", "5000"],
+        &["stream", "--page-size", "4MiB"],
+        &["stream", "--budget", "0%"],
+        &["stream", "--size", "plenty"],
+        &["stream", "--iterations", "1"],
+        &["stream", "--fabric", "pigeon"],
+        &["stream", "--server", "http://localhost"],
+        &["stream", "--server", "tcp://localhost:1", "--fabric", "tcp"],
+        &["random", "--zipf", "1.5"],
+        &["latency", "--threads", "2"],
+        &["floor", "--link-gbps", "0"],
+    ] {
+        let output = run(args);
+        assert_eq!(
+            output.status.code(),
+            Some(2),
+            "{args:?}: {}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        assert!(
+            output.stdout.is_empty(),
+            "{args:?} printed to standard output"
+        );
+    }
+}
+
+#[test]
+fn a_server_that_is_not_there_exits_with_1_and_says_so() {
+    if !can_page("a_server_that_is_not_there_exits_with_1_and_says_so") {
+        return;
+    }
+    let output = run(&[
+        "stream",
+        "--smoke",
+        "--server",
+        "shm:///nonexistent/farpage.sock",
+    ]);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert!(stderr.contains("/nonexistent/farpage.sock"), "{stderr}");
+}
+
+#[test]
+fn the_own_server_ends_with_a_benchmark_that_is_killed() {
+    if !can_page("the_own_server_ends_with_a_benchmark_that_is_killed") {
+        return;
+    }
+    let mut child = bench(&[
+        "stream",
+        "--smoke",
+        "--size",
+        "64MiB",
+        "--iterations",
+        "100",
+    ])
+    .stdout(Stdio::null())
+    .stderr(Stdio::null())
+    .spawn()
+    .unwrap();
+    let socket = std::env::temp_dir().join(format!("farpage-bench-{}.sock", child.id()));
+    wait_until("the server listens", || socket.exists());
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // The server takes its socket away when it ends in good order.
+    wait_until("the server has gone", || !Path::new(&socket).exists());
+}
+
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let end = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < end, "waited 20 s until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
