@@ -14,7 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Daemon, command, connect, socket_in, wait_until, write};
+use common::{Daemon, command, connect, socket_in, transfer, wait_until};
+use farpage_fabric::Verb;
 use farpage_wire::{Endpoint, ServerStat};
 use nix::sys::signal::Signal;
 
@@ -40,9 +41,9 @@ fn sigterm_under_load_exits_0_and_removes_the_socket() {
                 thread::spawn(move || {
                     let extent = session.grant(1 << 20).unwrap();
                     let mut rounds = 0u64;
-                    while let Ok(channel) = session.channel::<Vec<u8>>() {
-                        drop(channel);
-                        if write(&session, &extent, 0, &[1; 65536]).is_err() {
+                    while let Ok(mut channel) = session.channel::<Vec<u8>>() {
+                        let bytes = vec![1; 65536];
+                        if transfer(&mut *channel, Verb::Write, extent.id, 0, bytes).is_err() {
                             break;
                         }
                         rounds += 1;
