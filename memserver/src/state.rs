@@ -44,8 +44,8 @@ pub struct Limits {
 
 /// No more names than this; each costs an entry and its manifest, which counts against the capacity.
 const NAMES_MAX: usize = 65_536;
-/// Extents are cut to whole pages of the server's memory.
-const EXTENT_GRAIN_BYTES: u64 = 4096;
+/// What an extent takes, whatever its length: whole pages of the server's memory.
+const PAGE_BYTES: u64 = 4096;
 
 /// The state of one server; see the module's text.
 pub struct State {
@@ -239,7 +239,7 @@ impl Ledger {
     /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the capacity.
     fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
         let record = self.extents.remove(&id)?;
-        self.granted_bytes -= record.memory.bytes();
+        self.granted_bytes -= charge_of(record.memory.bytes());
         Some(record.memory)
     }
 
@@ -356,20 +356,24 @@ impl Host for State {
                 self.limits.extents
             )));
         }
-        let whole_bytes = bytes
-            .checked_next_multiple_of(EXTENT_GRAIN_BYTES)
-            .unwrap_or(u64::MAX);
-        self.charge(&mut ledger, whole_bytes)?;
+        self.charge(&mut ledger, charge_of(bytes))
+            .map_err(|full| match full {
+                Refusal::Full { available, .. } => Refusal::Full {
+                    asked: bytes,
+                    available,
+                },
+                other => other,
+            })?;
         // Making the file and its mapping costs microseconds whatever its size: no page of it exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
-        let memory = match ExtentMemory::create(id, whole_bytes) {
+        let memory = match ExtentMemory::create(id, bytes) {
             Ok(memory) => memory,
             Err(error) => {
-                ledger.granted_bytes -= whole_bytes;
+                ledger.granted_bytes -= charge_of(bytes);
                 drop(ledger);
-                warn!(session = %session, bytes = whole_bytes, %error, "cannot make an extent");
+                warn!(session = %session, bytes, %error, "cannot make an extent");
                 return Err(Refusal::Invalid(format!(
-                    "the server cannot make an extent of {whole_bytes} bytes: {error}"
+                    "the server cannot make an extent of {bytes} bytes: {error}"
                 )));
             }
         };
@@ -384,7 +388,7 @@ impl Host for State {
         );
         Self::known(&mut ledger, session)?.extents.insert(id);
         self.leases.insert(id, session, memory.clone());
-        debug!(session = %session, extent = %id, bytes = whole_bytes, "extent granted");
+        debug!(session = %session, extent = %id, bytes, "extent granted");
         Ok(memory)
     }
 
@@ -590,6 +594,13 @@ impl Ledger {
     }
 }
 
+/// What an extent of so many bytes takes out of the capacity.
+fn charge_of(bytes: u64) -> u64 {
+    bytes
+        .checked_next_multiple_of(PAGE_BYTES)
+        .unwrap_or(u64::MAX)
+}
+
 /// Guessing it must be hopeless: it comes from the kernel's random generator.
 fn new_secret() -> Result<Secret, Refusal> {
     let mut bytes = [0; 16];
@@ -682,7 +693,7 @@ mod tests {
             let extents: u64 = ledger
                 .extents
                 .values()
-                .map(|extent| extent.memory.bytes())
+                .map(|extent| charge_of(extent.memory.bytes()))
                 .sum();
             let manifests: u64 = ledger
                 .names
@@ -777,7 +788,7 @@ mod tests {
             client(&state, Transport::Tcp),
         );
         let memory = state.grant(owner, 5000).unwrap();
-        assert_eq!(memory.bytes(), 8192);
+        assert_eq!((memory.bytes(), state.stat().granted_bytes), (5000, 8192));
         assert!(state.extent(owner, memory.id()).is_some());
         assert!(state.extent(stranger, memory.id()).is_none());
         assert_eq!(

@@ -98,7 +98,9 @@ fn open_descriptors() -> usize {
 /// A listener closes the sockets of the dead when the next client knocks, so somebody knocks.
 fn wait_until_descriptors_are_back(both: &Both, before: usize) {
     wait_until("no descriptor is left", || {
-        both.endpoints().map(connect).map(drop);
+        both.endpoints()
+            .into_iter()
+            .for_each(|endpoint| drop(connect(endpoint)));
         // The last ones who knocked.
         open_descriptors() <= before + 4
     });

@@ -1,0 +1,71 @@
+//! The suite that every fabric must pass, against this crate's server: in this process, and as the real binary that is
+//! really killed.
+
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{sync::Arc, time::Duration};
+
+use common::{Both, Daemon};
+use farpage_fabric::{
+    Session, SessionOptions,
+    conformance::{self, Fabric, NEEDED_BYTES},
+};
+use farpage_wire::Endpoint;
+
+/// What the suite needs at a time, and as much again for sessions that are about to end.
+const CAPACITY_BYTES: u64 = 2 * NEEDED_BYTES;
+
+fn connect(endpoint: &Endpoint) -> Arc<Session> {
+    let deadline = Duration::from_secs(5);
+    Session::connect(
+        endpoint,
+        &SessionOptions {
+            deadline,
+            ..SessionOptions::default()
+        },
+    )
+    .unwrap()
+}
+
+fn against_a_server_in_this_process(endpoint: impl Fn(&Both) -> &Endpoint) {
+    let both = Both::start(CAPACITY_BYTES, Duration::from_secs(10));
+    let endpoint = endpoint(&both).clone();
+    conformance::check(Fabric {
+        connect: &|| connect(&endpoint),
+        kill: Box::new(move || drop(both)),
+    });
+}
+
+fn against_the_binary(endpoint: impl Fn(&Daemon) -> &Endpoint) {
+    let mut daemon = Daemon::start(&["--capacity", &CAPACITY_BYTES.to_string()]);
+    let endpoint = endpoint(&daemon).clone();
+    conformance::check(Fabric {
+        connect: &|| connect(&endpoint),
+        kill: Box::new(move || {
+            daemon.child.kill().unwrap();
+            daemon.wait();
+        }),
+    });
+}
+
+#[test]
+fn shm_to_a_server_in_this_process_conforms() {
+    against_a_server_in_this_process(|both| &both.shm);
+}
+
+#[test]
+fn tcp_to_a_server_in_this_process_conforms() {
+    against_a_server_in_this_process(|both| &both.tcp);
+}
+
+#[test]
+fn shm_to_the_binary_conforms() {
+    against_the_binary(|daemon| &daemon.shm);
+}
+
+#[test]
+fn tcp_to_the_binary_conforms() {
+    against_the_binary(|daemon| &daemon.tcp);
+}
