@@ -1,0 +1,578 @@
+//! A server half survives whatever a peer sends: that one connection is closed, the others go on.
+
+use std::{
+    fs,
+    io::{ErrorKind, Read, Write},
+    net::{TcpListener, TcpStream},
+    os::unix::{fs::PermissionsExt, net::UnixListener},
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    Channel, ConnectError, ControlError, Endpoint, ExtentId, MAX_OP_BYTES, Op, Secret, Session,
+    SessionId, SessionOptions, Verb,
+    host::Host,
+    server::{BindError, Listener, Shutdown, SocketAccess, Traffic, serve},
+    sim::SimHost,
+};
+use farpage_wire::{
+    Request, Response,
+    control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+    data::{OP_HEADER_BYTES, OpHeader, OpKind},
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+
+struct Server {
+    endpoint: Endpoint,
+    host: Arc<SimHost>,
+    traffic: Arc<Traffic>,
+    shutdown: Shutdown,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    fn start(endpoint: &Endpoint) -> Self {
+        Self::start_with(endpoint, Arc::new(SimHost::new(64 << 20)))
+    }
+
+    fn start_with(endpoint: &Endpoint, host: Arc<SimHost>) -> Self {
+        let listener = Listener::bind(endpoint, SocketAccess::Owner).expect("a free endpoint");
+        let endpoint = listener.endpoint().clone();
+        let (traffic, shutdown) = (
+            Arc::<Traffic>::default(),
+            Shutdown::new().expect("descriptors"),
+        );
+        let (host2, traffic2, switch) = (Arc::clone(&host), Arc::clone(&traffic), shutdown.clone());
+        let thread = thread::spawn(move || serve(listener, host2, traffic2, switch));
+        Self {
+            endpoint,
+            host,
+            traffic,
+            shutdown,
+            thread: Some(thread),
+        }
+    }
+
+    fn tcp() -> Self {
+        Self::start(&"tcp://127.0.0.1:0".parse().expect("an endpoint"))
+    }
+
+    fn session(&self) -> Arc<Session> {
+        Session::connect(&self.endpoint, &options()).expect("a live server")
+    }
+
+    fn stranger(&self) -> TcpStream {
+        let Endpoint::Tcp { host, port } = &self.endpoint else {
+            panic!("strangers come over TCP")
+        };
+        let stream = TcpStream::connect((host.as_str(), *port)).expect("a live server");
+        stream.set_read_timeout(Some(PATIENCE)).expect("a socket");
+        stream
+    }
+
+    /// A control connection spoken by hand.
+    fn begin(&self) -> (TcpStream, SessionId, Secret) {
+        let mut stream = self.stranger();
+        greet(&mut stream, Purpose::Control);
+        say(
+            &mut stream,
+            &Request::Begin {
+                client: "by hand".to_owned(),
+                resume: None,
+            },
+        );
+        match hear(&mut stream) {
+            Response::Begun {
+                session, secret, ..
+            } => (stream, session, secret),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// A data connection spoken by hand.
+    fn attach(&self, session: SessionId, secret: Secret) -> TcpStream {
+        let mut stream = self.stranger();
+        greet(&mut stream, Purpose::Data);
+        say(&mut stream, &Request::Attach { session, secret });
+        assert_eq!(hear(&mut stream), Response::Done);
+        stream
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.shutdown.begin();
+        self.thread
+            .take()
+            .expect("stopped once")
+            .join()
+            .expect("the server ends");
+    }
+}
+
+fn options() -> SessionOptions {
+    SessionOptions {
+        deadline: Duration::from_secs(2),
+        ..SessionOptions::default()
+    }
+}
+
+fn greet(stream: &mut TcpStream, purpose: Purpose) {
+    stream
+        .write_all(&Hello::new(purpose).encode())
+        .expect("a live server");
+    let mut bytes = [0; HELLO_BYTES];
+    stream.read_exact(&mut bytes).expect("a hello");
+    assert_eq!(Hello::decode(&bytes), Ok(Hello::new(purpose)));
+}
+
+fn say(stream: &mut TcpStream, request: &Request) {
+    stream
+        .write_all(&control::encode(request).expect("short"))
+        .expect("a live server");
+}
+
+fn hear(stream: &mut TcpStream) -> Response {
+    let mut prefix = [0; PREFIX_BYTES];
+    stream.read_exact(&mut prefix).expect("an answer");
+    let mut body = vec![0; control::frame_bytes(prefix, 1 << 20).expect("short")];
+    stream.read_exact(&mut body).expect("an answer");
+    control::decode(&body).expect("an answer")
+}
+
+/// Reads what the server still says until it has closed the connection.
+fn closed(mut stream: TcpStream, story: &str) -> Vec<u8> {
+    let mut said = Vec::new();
+    match stream.read_to_end(&mut said) {
+        Ok(_) => {}
+        Err(error) if error.kind() == ErrorKind::ConnectionReset => {}
+        Err(error) => panic!("{story}: the server did not close the connection: {error}"),
+    }
+    said
+}
+
+fn write_and_read(session: &Arc<Session>, extent: ExtentId) {
+    let mut channel = session.channel::<Vec<u8>>().expect("a live server");
+    for verb in [Verb::Write, Verb::Read] {
+        let op = Op {
+            tag: 0,
+            verb,
+            extent,
+            offset: 0,
+            len: 4096,
+            buf: vec![5; 4096],
+        };
+        channel.post(op).expect("room");
+        finish(&mut *channel).expect("leased memory");
+    }
+}
+
+fn finish(channel: &mut dyn Channel<Vec<u8>>) -> Result<(), farpage_fabric::ChannelError> {
+    let begun = Instant::now();
+    let mut done = Vec::new();
+    while channel.poll(&mut done) == 0 {
+        assert!(begun.elapsed() < PATIENCE, "the operation did not end");
+        thread::yield_now();
+    }
+    done.remove(0).result
+}
+
+fn until(story: &str, condition: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < PATIENCE, "{story}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn strangers_that_speak_something_else_are_closed_and_others_go_on() {
+    let server = Server::tcp();
+    let session = server.session();
+    let extent = session.grant(1 << 20).expect("room").id;
+    let hello = Hello::new(Purpose::Control).encode();
+    let mut bad_purpose = hello;
+    bad_purpose[10] = 9;
+    let frame = |request: &Request| control::encode(request).expect("short");
+    let attach = frame(&Request::Attach {
+        session: SessionId(1),
+        secret: Secret([0; 16]),
+    });
+    let stories: [(&str, Vec<u8>); 7] = [
+        (
+            "another protocol",
+            b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+        ),
+        ("a bad hello", bad_purpose.to_vec()),
+        ("a huge first frame", [&hello[..], &[0xff; 4]].concat()),
+        (
+            "garbage for a request",
+            [&hello[..], &[3, 0, 0, 0, 0xff, 0xff, 0xff]].concat(),
+        ),
+        (
+            "a request before the session",
+            [hello.to_vec(), frame(&Request::Grant { bytes: 1 })].concat(),
+        ),
+        (
+            "attach on a control connection",
+            [hello.to_vec(), attach.clone()].concat(),
+        ),
+        (
+            "attach with a wrong secret",
+            [Hello::new(Purpose::Data).encode().to_vec(), attach].concat(),
+        ),
+    ];
+    for (story, bytes) in stories {
+        let mut stream = server.stranger();
+        stream.write_all(&bytes).expect("the server listens");
+        closed(stream, story);
+        write_and_read(&session, extent);
+    }
+}
+
+#[test]
+fn another_version_is_told_which_one_the_server_speaks() {
+    let server = Server::tcp();
+    let mut stream = server.stranger();
+    let mut hello = Hello::new(Purpose::Control).encode();
+    hello[8] = 99;
+    stream.write_all(&hello).expect("the server listens");
+    assert_eq!(
+        closed(stream, "version 99"),
+        Hello::new(Purpose::Control).encode()
+    );
+}
+
+#[test]
+fn a_client_of_another_version_says_so() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("a client");
+        let mut hello = [0; HELLO_BYTES];
+        stream.read_exact(&mut hello).expect("a hello");
+        hello[8] = 99;
+        stream.write_all(&hello).expect("a client");
+    });
+    let error = Session::connect(&endpoint, &options()).expect_err("version 99");
+    assert!(matches!(error, ConnectError::Protocol { .. }), "{error}");
+    assert!(error.to_string().contains("version 99"), "{error}");
+    server.join().expect("the server ends");
+}
+
+#[test]
+fn a_stranger_that_says_nothing_is_closed_in_time() {
+    let server = Server::tcp();
+    let begun = Instant::now();
+    closed(server.stranger(), "silence");
+    assert!(
+        begun.elapsed() > Duration::from_millis(500),
+        "a slow network gets its time"
+    );
+}
+
+#[test]
+fn hostile_operations_end_their_connection_and_touch_nothing() {
+    let server = Server::tcp();
+    let victim = server.session();
+    let theirs = victim.grant(1 << 20).expect("room").id;
+    write_and_read(&victim, theirs);
+    let (mut control, session, secret) = server.begin();
+    say(&mut control, &Request::Grant { bytes: 10_000 });
+    let Response::Granted { extent: own } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let good = OpHeader {
+        kind: OpKind::Write,
+        following: 0,
+        sequence: 0,
+        len: 4096,
+        extent: own.id,
+        offset: 0,
+    };
+    let changed = |at: usize, byte: u8| {
+        let mut bytes = good.encode();
+        bytes[at] = byte;
+        bytes.to_vec()
+    };
+    let two = [
+        OpHeader {
+            following: 1,
+            ..good
+        }
+        .encode(),
+        OpHeader {
+            sequence: 1,
+            following: 1,
+            ..good
+        }
+        .encode(),
+    ];
+    let stories: [(&str, Vec<u8>); 10] = [
+        ("bad magic", changed(0, 0)),
+        ("an unknown operation", changed(4, 7)),
+        ("reserved bytes", changed(5, 1)),
+        ("a batch too long", changed(7, 0xff)),
+        (
+            "too many bytes",
+            OpHeader {
+                len: MAX_OP_BYTES + 1,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+        ),
+        ("no bytes", OpHeader { len: 0, ..good }.encode().to_vec()),
+        (
+            "an address that wraps",
+            OpHeader {
+                offset: u64::MAX - 10,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+        ),
+        (
+            "the wrong sequence",
+            OpHeader {
+                sequence: 5,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+        ),
+        ("a batch that does not count down", two.concat()),
+        (
+            "half a header",
+            good.encode()[..OP_HEADER_BYTES / 2].to_vec(),
+        ),
+    ];
+    for (story, bytes) in stories {
+        let mut stream = server.attach(session, secret);
+        stream.write_all(&bytes).expect("the server listens");
+        stream
+            .shutdown(std::net::Shutdown::Write)
+            .expect("connected");
+        assert_eq!(closed(stream, story), [], "{story}");
+    }
+    for (story, header) in [
+        (
+            "beyond the extent",
+            OpHeader {
+                offset: 9_000,
+                ..good
+            },
+        ),
+        (
+            "somebody else's extent",
+            OpHeader {
+                extent: theirs,
+                ..good
+            },
+        ),
+        (
+            "no extent",
+            OpHeader {
+                extent: ExtentId(u64::MAX),
+                ..good
+            },
+        ),
+        (
+            "reading somebody else's extent",
+            OpHeader {
+                kind: OpKind::Read,
+                extent: theirs,
+                ..good
+            },
+        ),
+    ] {
+        let mut stream = server.attach(session, secret);
+        stream
+            .write_all(&header.encode())
+            .expect("the server listens");
+        // The payload of a refused WRITE must not push the refusal out of the socket.
+        stream.write_all(&[9; 4096]).expect("the server reads it");
+        stream
+            .shutdown(std::net::Shutdown::Write)
+            .expect("connected");
+        let answer = closed(stream, story);
+        assert_eq!((answer.len(), answer[4]), (16, 1), "{story}");
+    }
+    let memory = server
+        .host
+        .extent(SessionId(1), theirs)
+        .expect("the victim's lease");
+    let mut bytes = [0; 4096];
+    memory.copy_out(0, &mut bytes).expect("in range");
+    assert_eq!(bytes, [5; 4096]);
+    write_and_read(&victim, theirs);
+    // Counted after the answer is sent.
+    let counted = || (server.traffic.bytes_read(), server.traffic.bytes_written()) == (8192, 8192);
+    until(
+        "refused operations are not counted, and the others are",
+        counted,
+    );
+}
+
+#[test]
+fn data_connections_end_with_their_session() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    let data = server.attach(session, secret);
+    say(&mut control, &Request::Goodbye);
+    assert_eq!(hear(&mut control), Response::Done);
+    closed(data, "an idle data connection after the goodbye");
+}
+
+#[test]
+fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
+    // A relay stands for a network that breaks.
+    let server = Server::tcp();
+    let Endpoint::Tcp { host, port } = server.endpoint.clone() else {
+        panic!("tcp")
+    };
+    let relay = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", relay.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    let lines = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let held = Arc::clone(&lines);
+    thread::spawn(move || {
+        for client in relay.incoming() {
+            let client = client.expect("a client");
+            let Ok(upstream) = TcpStream::connect((host.as_str(), port)) else {
+                return;
+            };
+            for (from, to) in [(&client, &upstream), (&upstream, &client)] {
+                let (mut from, mut to) = (
+                    from.try_clone().expect("a socket"),
+                    to.try_clone().expect("a socket"),
+                );
+                thread::spawn(move || {
+                    let _ = std::io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                });
+            }
+            held.lock().expect("no panic").push(client);
+        }
+    });
+    let session = Session::connect(&endpoint, &options()).expect("a live server");
+    let extent = session.grant(1 << 20).expect("room").id;
+    write_and_read(&session, extent);
+    let mut old = session.channel::<Vec<u8>>().expect("a live server");
+    for line in lines.lock().expect("no panic").drain(..) {
+        // Those of closed channels are gone already.
+        let _ = line.shutdown(std::net::Shutdown::Both);
+    }
+    old.post(Op {
+        tag: 0,
+        verb: Verb::Read,
+        extent,
+        offset: 0,
+        len: 10,
+        buf: vec![0; 10],
+    })
+    .expect("room");
+    let error = finish(&mut *old).expect_err("the network broke");
+    assert!(error.is_transient(), "{error}");
+    until("the session is resumed", || session.stat().is_ok());
+    write_and_read(&session, extent);
+    assert_eq!(server.host.stat().sessions, 1);
+}
+
+#[test]
+fn a_dropped_session_is_gone_when_the_drop_is_over() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for endpoint in [
+        Endpoint::Shm(folder.path().join("socket")),
+        "tcp://127.0.0.1:0".parse().expect("an endpoint"),
+    ] {
+        let server = Server::start(&endpoint);
+        for _ in 0..50 {
+            let session = server.session();
+            write_and_read(&session, session.grant(1 << 20).expect("room").id);
+            drop(session);
+            let stat = server.host.stat();
+            assert_eq!((stat.sessions, stat.granted_bytes), (0, 0), "{endpoint}");
+        }
+    }
+}
+
+#[test]
+fn a_server_that_falls_silent_ends_calls_at_their_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    let begun = Instant::now();
+    let error = Session::connect(
+        &endpoint,
+        &SessionOptions {
+            deadline: Duration::from_millis(200),
+            ..options()
+        },
+    );
+    assert!(matches!(error, Err(ConnectError::Unreachable { .. })));
+    assert!(begun.elapsed() < PATIENCE);
+    drop(listener);
+}
+
+#[test]
+fn death_over_shared_memory_is_typed_for_calls_too() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(&Endpoint::Shm(folder.path().join("socket")));
+    let session = server.session();
+    drop(server);
+    let error = session.stat().expect_err("the server is gone");
+    assert!(
+        matches!(error, ControlError::Disconnected { .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_socket_of_a_dead_server_is_replaced_and_a_live_one_is_not() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("socket");
+    let endpoint = Endpoint::Shm(path.clone());
+    drop(UnixListener::bind(&path).expect("a free path"));
+    assert!(path.exists(), "a server that was killed leaves its socket");
+    for (access, mode) in [(SocketAccess::Owner, 0o600), (SocketAccess::Group, 0o660)] {
+        let listener = Listener::bind(&endpoint, access).expect("a stale socket is replaced");
+        let permissions = fs::metadata(&path).expect("bound").permissions();
+        assert_eq!(permissions.mode() & 0o777, mode);
+        assert!(matches!(
+            Listener::bind(&endpoint, access),
+            Err(BindError::InUse { .. })
+        ));
+        drop(listener);
+        assert!(!path.exists(), "an orderly end leaves nothing");
+    }
+    fs::write(&path, "precious").expect("a folder");
+    assert!(matches!(
+        Listener::bind(&endpoint, SocketAccess::Owner),
+        Err(BindError::NotASocket { .. })
+    ));
+    assert_eq!(fs::read(&path).expect("untouched"), b"precious");
+}
+
+#[test]
+fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
+    let server = Server::tcp();
+    let (_control, session, secret) = server.begin();
+    let _idle = server.attach(session, secret);
+    let mut half = server.attach(session, secret);
+    half.write_all(&[1; 3]).expect("connected");
+    let begun = Instant::now();
+    drop(server);
+    assert!(
+        begun.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        begun.elapsed()
+    );
+}
