@@ -65,7 +65,7 @@ pub struct ServeArgs {
     /// TOML file with settings.
     #[arg(long, value_name = "FILE", env = "FARPAGE_MEMSERVER_CONFIG")]
     pub config: Option<PathBuf>,
-    /// Where clients may connect: shm:///path or tcp://host:port; repeat it for several [default: shm://
+    /// Where clients may connect: shm:///path or tcp://host:port; repeat it for several [default: the socket
     /// farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
     #[arg(
         long,
