@@ -1,24 +1,430 @@
-//! SKELETON.
-use std::{sync::Arc, time::Duration};
-use farpage_fabric::Session;
-use crate::StoreStatsSnapshot;
+//! [`Cluster`]: the memory servers of a runtime, and the [`Pool`]s of slots that its regions share.
+//!
+//! The rule it keeps: what was reserved for a region is granted before the region exists and is given back only after
+//! it, so that writing back a page of a fully reserved raw region never waits for a server's memory. For compressed
+//! pages this holds as long as slots of many sizes do not fragment the space; then the pool grows, and says so if it cannot.
+//!
+//! Regions of one page size and codec share a pool, so that small regions share extents and raw pages, all of one size,
+//! never fragment. A region that can be published has a pool of its own.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{AllocError, ExtentId, Session};
+use parking_lot::{Mutex, RwLock};
+
+use crate::{
+    Codec, StoreStats, StoreStatsSnapshot,
+    entry::Place,
+    slots::{Arena, BlockShape, GRANULE_BYTES, Slot},
+};
+
+/// The longest extent asked for: what a server may have to find in one piece.
+const EXTENT_BYTES_MAX: u64 = 1 << 30;
+/// Asked for at least, if the server has it: many small regions then share few extents. Servers back extents lazily.
+const EXTENT_BYTES_MIN: u64 = 16 << 20;
+/// A full server is not asked again for so long.
+const FULL_PAUSE: Duration = Duration::from_millis(50);
 
 /// How a cluster behaves.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
 pub struct ClusterOptions {
-    /// Transient failures of one page operation are repeated for so long. Default: 10 s.
+    /// A page operation that fails for a transient reason is repeated for so long, counted from its start. Default: 10 s.
+    /// The sessions' own deadline should be shorter, or a lost message leaves no time to repeat it.
     pub deadline: Duration,
 }
-impl Default for ClusterOptions { fn default() -> Self { Self { deadline: Duration::from_secs(10) } } }
 
-/// The memory servers of a runtime.
-pub struct Cluster { _p: () }
+impl Default for ClusterOptions {
+    fn default() -> Self {
+        Self {
+            deadline: Duration::from_secs(10),
+        }
+    }
+}
+
+/// The memory servers of a runtime, shared by its regions and lanes.
+pub struct Cluster {
+    sessions: Vec<Arc<Session>>,
+    pub(crate) deadline: Duration,
+    pools: Mutex<HashMap<(usize, Codec), Arc<Pool>>>,
+    stats: Mutex<Ledger>,
+}
+
+/// Counters of open stores, and the sum of the closed ones.
+#[derive(Default)]
+struct Ledger {
+    open: Vec<Weak<StoreStats>>,
+    closed: StoreStatsSnapshot,
+}
+
 impl Cluster {
-    /// A cluster of these servers; none is fine for regions with stores of their own.
-    pub fn new(sessions: Vec<Arc<Session>>, options: ClusterOptions) -> Arc<Self> { let _ = (sessions, options); todo!() }
-    /// All sessions.
-    pub fn sessions(&self) -> &[Arc<Session>] { todo!() }
-    /// Sum over all stores, also closed ones.
-    pub fn stats(&self) -> StoreStatsSnapshot { todo!() }
+    /// A cluster of these servers (at most 256). None is fine for regions with stores of their own.
+    ///
+    /// # Panics
+    /// With more than 256 sessions.
+    pub fn new(sessions: Vec<Arc<Session>>, options: ClusterOptions) -> Arc<Self> {
+        assert!(
+            sessions.len() <= 256,
+            "a page entry names one of at most 256 servers"
+        );
+        Arc::new(Self {
+            sessions,
+            deadline: options.deadline,
+            pools: Mutex::default(),
+            stats: Mutex::default(),
+        })
+    }
+
+    /// The sessions, in the order given.
+    pub fn sessions(&self) -> &[Arc<Session>] {
+        &self.sessions
+    }
+
+    /// The sum over all stores, closed ones included.
+    pub fn stats(&self) -> StoreStatsSnapshot {
+        let ledger = self.stats.lock();
+        ledger
+            .open
+            .iter()
+            .filter_map(Weak::upgrade)
+            .fold(ledger.closed, |sum, stats| sum + stats.snapshot())
+    }
+
+    /// Bytes granted by all servers to pools that regions share: at least what open regions reserved.
+    pub fn granted_bytes(&self) -> u64 {
+        let pools: Vec<_> = self.pools.lock().values().cloned().collect();
+        pools.iter().map(|pool| pool.granted_bytes()).sum()
+    }
+
+    pub(crate) fn shared_pool(&self, page_bytes: usize, codec: Codec) -> Arc<Pool> {
+        let new = || {
+            Pool::new(
+                (0..self.sessions.len())
+                    .map(|port| (port, self.sessions[port].clone()))
+                    .collect(),
+            )
+        };
+        self.pools
+            .lock()
+            .entry((page_bytes, codec))
+            .or_insert_with(|| Arc::new(new()))
+            .clone()
+    }
+
+    pub(crate) fn opened(&self, stats: &Arc<StoreStats>) {
+        self.stats.lock().open.push(Arc::downgrade(stats));
+    }
+
+    pub(crate) fn closed(&self, stats: &Arc<StoreStats>) {
+        let mut ledger = self.stats.lock();
+        let weak = Arc::downgrade(stats);
+        ledger.open.retain(|open| !open.ptr_eq(&weak));
+        ledger.closed = ledger.closed + stats.snapshot();
+    }
+}
+
+/// Slots on all servers for the regions that share it.
+pub(crate) struct Pool {
+    /// The servers as this pool numbers them: a published region keeps its own numbers. With the port of every lane.
+    servers: Vec<(usize, Arc<Session>)>,
+    arenas: Vec<Mutex<Arena>>,
+    extents: RwLock<Extents>,
+    /// Held while servers are asked for memory; remembers who said no and when.
+    growing: Mutex<Option<(Instant, AllocError)>>,
+    next_server: AtomicUsize,
+    /// Slots that were allocated for a write that has not ended.
+    unsettled: AtomicU64,
+}
+
+#[derive(Default)]
+struct Extents {
+    by_index: Vec<Option<(u8, ExtentId)>>,
+    vacant: Vec<u32>,
+}
+
+/// What a region was promised, per server.
+pub(crate) struct Reservation(Vec<u64>);
+
+impl Pool {
+    pub(crate) fn new(servers: Vec<(usize, Arc<Session>)>) -> Self {
+        Self {
+            arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
+            servers,
+            extents: RwLock::default(),
+            growing: Mutex::new(None),
+            next_server: AtomicUsize::new(0),
+            unsettled: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
+        &self.servers
+    }
+
+    pub(crate) fn endpoint(&self, server: u8) -> String {
+        self.servers[server as usize].1.endpoint().to_string()
+    }
+
+    pub(crate) fn port(&self, server: u8) -> usize {
+        self.servers[server as usize].0
+    }
+
+    pub(crate) fn extent(&self, place: Place) -> ExtentId {
+        let (_, id) = self.extents.read().by_index[place.extent as usize]
+            .expect("an extent with live slots is kept");
+        id
+    }
+
+    /// Server and id of every extent, by index.
+    pub(crate) fn extents(&self) -> Vec<Option<(u8, ExtentId)>> {
+        self.extents.read().by_index.clone()
+    }
+
+    pub(crate) fn granted_bytes(&self) -> u64 {
+        self.arenas
+            .iter()
+            .map(|arena| arena.lock().granted_bytes)
+            .sum()
+    }
+
+    /// Whether some slots are allocated whose writes have not ended: ending them frees others.
+    pub(crate) fn has_unsettled(&self) -> bool {
+        self.unsettled.load(Ordering::Relaxed) > 0
+    }
+
+    /// Ends what [`alloc`](Self::alloc) began: the slot is now in a page's entry, was freed, or is given up.
+    pub(crate) fn settle(&self) {
+        self.unsettled.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing was taken.
+    pub(crate) fn reserve(&self, bytes: u64, page_bytes: usize) -> Result<Reservation, AllocError> {
+        let _one_at_a_time = self.growing.lock();
+        let unit = GRANULE_BYTES.max(page_bytes as u64);
+        let servers = self.servers.len() as u64;
+        let units = bytes.div_ceil(unit);
+        let first = self.next_server.fetch_add(1, Ordering::Relaxed) as u64;
+        let mut promised = vec![0u64; self.servers.len()];
+        let mut failure = None;
+        for i in 0..servers {
+            let share = (units / servers + u64::from(i < units % servers)) * unit;
+            // The server whose turn it is first, then whoever has room.
+            for server in (0..servers).map(|other| ((first + i + other) % servers) as usize) {
+                match self.promise(server, share, unit) {
+                    Ok(()) => {
+                        promised[server] += share;
+                        failure = None;
+                        break;
+                    }
+                    Err(error) => failure = Some(error),
+                }
+            }
+            if let Some(error) = failure {
+                self.take_back(&promised);
+                self.release_surplus();
+                return Err(error);
+            }
+        }
+        Ok(Reservation(promised))
+    }
+
+    /// Takes a promise back and gives surplus extents to their servers. The region's slots must be freed.
+    pub(crate) fn unreserve(&self, reservation: &Reservation) {
+        let _one_at_a_time = self.growing.lock();
+        self.take_back(&reservation.0);
+        self.release_surplus();
+    }
+
+    fn take_back(&self, promised: &[u64]) {
+        for (arena, bytes) in self.arenas.iter().zip(promised) {
+            arena.lock().reserved_bytes -= bytes;
+        }
+    }
+
+    fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
+        let mut missing = {
+            let arena = self.arenas[server].lock();
+            (arena.reserved_bytes + bytes).saturating_sub(arena.granted_bytes)
+        };
+        while missing > 0 {
+            let least = missing.min(EXTENT_BYTES_MAX).next_multiple_of(unit);
+            missing = missing.saturating_sub(self.grant(server, least)?);
+        }
+        self.arenas[server].lock().reserved_bytes += bytes;
+        Ok(())
+    }
+
+    /// Asks a server for an extent of at least `least` bytes.
+    fn grant(&self, server: usize, least: u64) -> Result<u64, AllocError> {
+        let session = &self.servers[server].1;
+        let extent = match session.grant(least.max(EXTENT_BYTES_MIN)) {
+            Err(AllocError::Full { .. }) if least < EXTENT_BYTES_MIN => session.grant(least)?,
+            other => other?,
+        };
+        self.add(server as u8, extent.id, extent.bytes);
+        Ok(extent.bytes)
+    }
+
+    /// Adds an extent and returns its index.
+    pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> u32 {
+        let index = {
+            let mut extents = self.extents.write();
+            let index = extents.vacant.pop().unwrap_or_else(|| {
+                extents.by_index.push(None);
+                extents.by_index.len() as u32 - 1
+            });
+            assert!(
+                index < Place::EXTENTS_MAX,
+                "a pool has at most 16 million extents"
+            );
+            extents.by_index[index as usize] = Some((server, id));
+            index
+        };
+        self.arenas[server as usize].lock().add(index, bytes);
+        index
+    }
+
+    /// An index that a published map does not use.
+    pub(crate) fn add_gap(&self) {
+        let mut extents = self.extents.write();
+        let index = extents.by_index.len() as u32;
+        extents.by_index.push(None);
+        extents.vacant.push(index);
+    }
+
+    /// Whether the place is on an extent of this pool.
+    pub(crate) fn holds(&self, place: Place) -> bool {
+        let extents = self.extents.read();
+        extents
+            .by_index
+            .get(place.extent as usize)
+            .is_some_and(|extent| extent.is_some_and(|(on, _)| on == place.server))
+    }
+
+    /// Gives surplus extents to their servers.
+    pub(crate) fn trim(&self) {
+        let _one_at_a_time = self.growing.lock();
+        self.release_surplus();
+    }
+
+    /// Gives back extents that nothing uses and nobody was promised.
+    fn release_surplus(&self) {
+        for (server, arena) in self.arenas.iter().enumerate() {
+            let surplus = arena.lock().take_surplus();
+            for index in surplus {
+                let id = {
+                    let mut extents = self.extents.write();
+                    extents.vacant.push(index);
+                    extents.by_index[index as usize]
+                        .take()
+                        .expect("an arena's extents are in the table")
+                        .1
+                };
+                self.release(server, id);
+            }
+        }
+    }
+
+    fn release(&self, server: usize, id: ExtentId) {
+        let session = &self.servers[server].1;
+        if let Err(error) = session.release(id) {
+            // The session's end frees it at the latest.
+            tracing::warn!(endpoint = %session.endpoint(), extent = %id, %error, "extent not given back");
+        }
+    }
+
+    /// Gives all extents back: the end of a region with a pool of its own.
+    pub(crate) fn release_all(&self) {
+        for (server, id) in std::mem::take(&mut self.extents.write().by_index)
+            .into_iter()
+            .flatten()
+        {
+            self.release(server as usize, id);
+        }
+    }
+
+    /// A slot for `bytes`, on the server that `wish` (a page's number) falls on if it has room. [`settle`](Self::settle) it.
+    pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<Place> {
+        self.alloc_by(wish, |arena| arena.alloc(bytes))
+    }
+
+    /// A block of its own for a piece of a page map. [`settle`](Self::settle) it.
+    pub(crate) fn alloc_block(&self, bytes: u32, wish: u64) -> Option<Place> {
+        self.alloc_by(wish, |arena| arena.alloc_block(bytes))
+    }
+
+    fn alloc_by(
+        &self,
+        wish: u64,
+        mut alloc: impl FnMut(&mut Arena) -> Option<Slot>,
+    ) -> Option<Place> {
+        let servers = self.arenas.len();
+        let place = (0..servers)
+            .map(|other| (wish as usize + other) % servers)
+            .find_map(|server| {
+                let Slot { extent, offset } = alloc(&mut self.arenas[server].lock())?;
+                Some(Place {
+                    server: server as u8,
+                    extent,
+                    offset,
+                })
+            })?;
+        self.unsettled.fetch_add(1, Ordering::Relaxed);
+        Some(place)
+    }
+
+    pub(crate) fn free(&self, place: Place) {
+        self.arenas[place.server as usize].lock().free(Slot {
+            extent: place.extent,
+            offset: place.offset,
+        });
+    }
+
+    /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits for its answer.
+    pub(crate) fn grow(&self, bytes: u32) -> Result<(), AllocError> {
+        let mut refused = self.growing.lock();
+        if let Some((at, error)) = &*refused
+            && at.elapsed() < FULL_PAUSE
+        {
+            return Err(error.clone());
+        }
+        let least = u64::from(bytes).next_power_of_two().max(GRANULE_BYTES);
+        let first = self.next_server.fetch_add(1, Ordering::Relaxed);
+        let mut failure = None;
+        for other in 0..self.servers.len() {
+            match self.grant((first + other) % self.servers.len(), least) {
+                Ok(_) => {
+                    *refused = None;
+                    return Ok(());
+                }
+                Err(error) => failure = Some(error),
+            }
+        }
+        let error = failure.expect("a pool has at least one server");
+        *refused = Some((Instant::now(), error.clone()));
+        Err(error)
+    }
+
+    /// The blocks of all servers, with the server's number.
+    pub(crate) fn shapes(&self) -> Vec<(u8, BlockShape)> {
+        let of = |(server, arena): (usize, &Mutex<Arena>)| -> Vec<_> {
+            arena
+                .lock()
+                .shapes()
+                .map(|shape| (server as u8, shape))
+                .collect()
+        };
+        self.arenas.iter().enumerate().flat_map(of).collect()
+    }
+
+    /// The arena of a server, to rebuild it from a page map.
+    pub(crate) fn arena(&self, server: u8) -> Option<&Mutex<Arena>> {
+        self.arenas.get(server as usize)
+    }
 }

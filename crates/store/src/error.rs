@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: every error about a page names its region, its page and the server or store that it concerns.
 
-use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
+use farpage_fabric::{AllocError, ChannelError, ConnectError};
 use farpage_wire::ExtentId;
 
 use crate::RegionId;
@@ -12,7 +12,9 @@ use crate::RegionId;
 #[non_exhaustive]
 pub enum StoreError {
     /// What came back is not what was written. Never handed out as data; reading it again does not help.
-    #[error("page {page} of region {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy")]
+    #[error(
+        "page {page} of region {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy"
+    )]
     Corrupt {
         /// The region.
         region: RegionId,
@@ -68,7 +70,9 @@ pub enum StoreError {
         message: String,
     },
     /// The region's own store panicked.
-    #[error("store {store} panicked in the {operation} of page {page} of region {region}: {message}")]
+    #[error(
+        "store {store} panicked in the {operation} of page {page} of region {region}: {message}"
+    )]
     Panicked {
         /// The region.
         region: RegionId,
@@ -99,13 +103,17 @@ impl StoreError {
 #[non_exhaustive]
 pub enum CreateError {
     /// The runtime has no memory server.
-    #[error("region {region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own")]
+    #[error(
+        "region {region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own"
+    )]
     NoServer {
         /// The region.
         region: RegionId,
     },
     /// The page size is none that this crate can handle.
-    #[error("page size of {page_bytes} bytes for region {region}: it must be a power of two from 4 KiB to 2 MiB")]
+    #[error(
+        "page size of {page_bytes} bytes for region {region}: it must be a power of two from 4 KiB to 2 MiB"
+    )]
     PageSize {
         /// The region.
         region: RegionId,
@@ -181,7 +189,9 @@ pub enum PublishStoreError {
 #[non_exhaustive]
 pub enum OpenStoreError {
     /// No server knows the name.
-    #[error("no server of this runtime has a region named {name}: publish it first, or add the server that has it")]
+    #[error(
+        "no server of this runtime has a region named {name}: publish it first, or add the server that has it"
+    )]
     NotFound {
         /// The name.
         name: String,
@@ -195,7 +205,9 @@ pub enum OpenStoreError {
         source: farpage_fabric::OpenError,
     },
     /// The region's pages lie on a server that the runtime does not have.
-    #[error("region {name} also lies on {endpoint}, which this runtime does not use: add that server")]
+    #[error(
+        "region {name} also lies on {endpoint}, which this runtime does not use: add that server"
+    )]
     ServerMissing {
         /// The name.
         name: String,
@@ -235,13 +247,5 @@ pub enum OpenStoreError {
         name: String,
         /// What happened.
         source: ChannelError,
-    },
-    /// Extents could not be given back after a failure.
-    #[error("opening region {name}: {source}")]
-    Control {
-        /// The name.
-        name: String,
-        /// What the server said.
-        source: ControlError,
     },
 }

@@ -1,20 +1,150 @@
-//! SKELETON.
-use std::{io, path::Path};
+//! [`FileStore`]: a range of an ordinary file as the store of a region.
+//!
+//! The rule it keeps: the file never changes its length. Reads beyond the range are zeros, writes beyond it are not made.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
+
 use crate::Store;
-/// An ordinary file as a store.
-pub struct FileStore { _p: () }
-/// Why a file cannot serve as a store.
+
+/// A range of an ordinary file. `flush` is `fdatasync`. Files on tmpfs are read and written by the workers themselves.
+#[derive(Debug)]
+pub struct FileStore {
+    file: File,
+    path: PathBuf,
+    offset: u64,
+    bytes: u64,
+    in_memory: bool,
+}
+
+/// Why a file cannot be a store.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum FileStoreError { /// I/O
-    #[error("{0}")] Io(io::Error) }
-impl FileStore {
-    /// Creates (or empties) a file of `bytes` bytes.
-    pub fn create(path: &Path, bytes: u64) -> Result<Self, FileStoreError> { let _ = (path, bytes); todo!() }
-    /// Opens `bytes` bytes at `offset` of a file that must be long enough.
-    pub fn open(path: &Path, offset: u64, bytes: u64) -> Result<Self, FileStoreError> { let _ = (path, offset, bytes); todo!() }
+pub enum FileStoreError {
+    /// The system said no.
+    #[error("cannot {attempt} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        attempt: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file does not have the bytes asked for.
+    #[error("{} has {file_bytes} bytes, but {bytes} at offset {offset} were asked for: ask for fewer, or create the file", path.display())]
+    TooShort {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        file_bytes: u64,
+        /// Where the range begins.
+        offset: u64,
+        /// How long it is to be.
+        bytes: u64,
+    },
 }
+
+impl FileStore {
+    /// Creates a file of `bytes` zeros.
+    ///
+    /// # Errors
+    /// [`FileStoreError::Io`], also when the file exists: opening it is [`open`](Self::open).
+    pub fn create(path: impl AsRef<Path>, bytes: u64) -> Result<Self, FileStoreError> {
+        let path = path.as_ref();
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(path)
+            .map_err(io_error("create", path))?;
+        file.set_len(bytes)
+            .map_err(io_error("set the length of", path))?;
+        Ok(Self::over(file, path, 0, bytes))
+    }
+
+    /// The `bytes` bytes at `offset` of a file that exists and is long enough.
+    ///
+    /// # Errors
+    /// [`FileStoreError::TooShort`] and [`FileStoreError::Io`].
+    pub fn open(path: impl AsRef<Path>, offset: u64, bytes: u64) -> Result<Self, FileStoreError> {
+        let path = path.as_ref();
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(io_error("open", path))?;
+        let file_bytes = file.metadata().map_err(io_error("look at", path))?.len();
+        if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
+            return Err(FileStoreError::TooShort {
+                path: path.to_owned(),
+                file_bytes,
+                offset,
+                bytes,
+            });
+        }
+        Ok(Self::over(file, path, offset, bytes))
+    }
+
+    /// The length of the range.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn over(file: File, path: &Path, offset: u64, bytes: u64) -> Self {
+        let in_memory = fstatfs(&file).is_ok_and(|fs| fs.filesystem_type() == TMPFS_MAGIC);
+        Self {
+            file,
+            path: path.to_owned(),
+            offset,
+            bytes,
+            in_memory,
+        }
+    }
+
+    /// How many of `len` bytes at `offset` are in the range.
+    fn inside(&self, offset: u64, len: usize) -> usize {
+        self.bytes.saturating_sub(offset).min(len as u64) as usize
+    }
+}
+
 impl Store for FileStore {
-    fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> { todo!() }
-    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> { todo!() }
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        let (inside, beyond) = buf.split_at_mut(self.inside(offset, buf.len()));
+        beyond.fill(0);
+        // A short file here means that somebody cut it: an error, never zeros.
+        self.file.read_exact_at(inside, self.offset + offset)
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.file
+            .write_all_at(&buf[..self.inside(offset, buf.len())], self.offset + offset)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    fn may_block(&self) -> bool {
+        !self.in_memory
+    }
+
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+}
+
+fn io_error(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileStoreError {
+    let path = path.to_owned();
+    move |source| FileStoreError::Io {
+        attempt,
+        path,
+        source,
+    }
 }

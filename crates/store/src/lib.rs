@@ -12,10 +12,13 @@
 mod blocking;
 mod cluster;
 mod codec;
+mod entry;
 mod error;
 mod file;
 mod lane;
+mod named;
 mod remote;
+mod slots;
 mod stats;
 
 pub use blocking::{BlockingOptions, Store};

@@ -1,59 +1,332 @@
-//! SKELETON.
-use std::{fmt, sync::Arc};
-use crate::*;
+//! [`PageStore`]: the pages of one region, in slots on memory servers or in a user's own store.
+//!
+//! The rule it keeps: an entry is replaced only when the new bytes are complete, and the old slot is freed only after
+//! that; whatever fails on the way leaves the last good copy. Moving the bytes is left to the [`Lane`](crate::Lane).
 
-/// A region, as errors and counters call it. Given by the caller.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+use std::{
+    fmt,
+    hash::{BuildHasher, RandomState},
+    io,
+    sync::Arc,
+};
+
+use farpage_fabric::{AllocError, MAX_OP_BYTES};
+
+use crate::{
+    BlockingOptions, Cluster, Codec, CreateError, Store, StoreStats, StoreStatsSnapshot,
+    blocking::BlockingStore,
+    cluster::{Pool, Reservation},
+    entry::{Entry, PageTable, Place},
+    named::Publications,
+};
+
+/// A region, as errors and logs call it. The caller gives it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RegionId(pub u64);
-impl fmt::Display for RegionId { fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result { fmt::Display::fmt(&self.0, f) } }
+
+impl fmt::Display for RegionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
 
 /// How much remote memory a region takes when it is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reserve {
-    /// Its raw size plus what writes in flight need: an eviction cannot fail for lack of remote memory.
+    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full.
     #[default]
     Full,
-    /// What its pages need as they are written back; when the servers are full, a write-back fails with a typed error.
+    /// What its pages turn out to need: compressed regions take less, and when all servers are full a write-back fails
+    /// with [`StoreError::Full`](crate::StoreError::Full).
     OnDemand,
 }
 
-/// What a remote region is to be like.
-#[derive(Clone, Debug)]
-#[non_exhaustive]
+/// How a region is kept in remote memory.
+#[derive(Clone, Debug, Default)]
 pub struct RemoteOptions {
-    /// Codec. Default: raw.
+    /// How pages are stored. Default: raw.
     pub codec: Codec,
-    /// Reservation. Default: full.
+    /// What is granted at once. Default: the full size.
     pub reserve: Reserve,
-    /// Extents of its own, so that it can be published under a name. Default: false.
+    /// Whether the region can be published under a name; it then has extents of its own. Default: no.
     pub named: bool,
 }
-impl Default for RemoteOptions { fn default() -> Self { Self { codec: Codec::Raw, reserve: Reserve::Full, named: false } } }
 
-/// The pages of one region.
-pub struct PageStore { _p: () }
+/// The pages of one region. Dropping it frees its remote memory, except what was published under a name.
+pub struct PageStore {
+    pub(crate) region: RegionId,
+    pub(crate) bytes: u64,
+    pub(crate) page_bytes: usize,
+    pub(crate) table: PageTable,
+    pub(crate) seed: u64,
+    pub(crate) stats: Arc<StoreStats>,
+    pub(crate) backing: Backing,
+    cluster: Arc<Cluster>,
+}
+
+pub(crate) enum Backing {
+    Remote(RemoteStore),
+    Blocking(BlockingStore),
+}
+
+/// What a region has on memory servers.
+pub(crate) struct RemoteStore {
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) codec: Codec,
+    pub(crate) reservation: Option<Reservation>,
+    /// For regions with a pool of their own.
+    pub(crate) publications: Option<Publications>,
+}
+
 impl PageStore {
-    /// Zeroed pages kept by the cluster's servers.
-    pub fn remote(cluster: &Arc<Cluster>, region: RegionId, bytes: u64, page_bytes: usize, options: &RemoteOptions) -> Result<Arc<Self>, CreateError> { let _ = (cluster, region, bytes, page_bytes, options); todo!() }
-    /// Opens a published region; its size, page size and codec come from its manifest.
-    pub fn open(cluster: &Arc<Cluster>, region: RegionId, name: &str) -> Result<Arc<Self>, OpenStoreError> { let _ = (cluster, region, name); todo!() }
-    /// Pages kept by a user's own store.
-    pub fn blocking(cluster: &Arc<Cluster>, region: RegionId, bytes: u64, page_bytes: usize, store: Arc<dyn Store>, options: &BlockingOptions) -> Result<Arc<Self>, CreateError> { let _ = (cluster, region, bytes, page_bytes, store, options); todo!() }
-    /// Publishes what has been written back so far under `name`, atomically. Pages may move meanwhile.
-    pub fn publish(&self, name: &str) -> Result<(), PublishStoreError> { let _ = name; todo!() }
-    /// Makes what has been written back durable (a user's own store); nothing to do for remote memory.
-    pub fn flush(&self) -> std::io::Result<()> { todo!() }
-    /// Region.
-    pub fn region(&self) -> RegionId { todo!() }
-    /// Size of the region in bytes.
-    pub fn bytes(&self) -> u64 { todo!() }
-    /// Page size.
-    pub fn page_bytes(&self) -> usize { todo!() }
-    /// Number of pages.
-    pub fn pages(&self) -> u64 { todo!() }
-    /// Whether a fill of this page ends at once, without a request (read-ahead need not bother).
-    pub fn is_immediate(&self, page: u64) -> bool { let _ = page; todo!() }
-    /// Counters.
-    pub fn stats(&self) -> StoreStatsSnapshot { todo!() }
+    /// A region of zeros in remote memory.
+    ///
+    /// # Errors
+    /// [`CreateError`]; nothing was taken then.
+    pub fn remote(
+        cluster: &Arc<Cluster>,
+        region: RegionId,
+        bytes: u64,
+        page_bytes: usize,
+        options: &RemoteOptions,
+    ) -> Result<Arc<Self>, CreateError> {
+        check_page_bytes(region, page_bytes)?;
+        if cluster.sessions().is_empty() {
+            return Err(CreateError::NoServer { region });
+        }
+        let pool = if options.named {
+            Arc::new(Pool::new(
+                cluster.sessions().iter().cloned().enumerate().collect(),
+            ))
+        } else {
+            cluster.shared_pool(page_bytes, options.codec)
+        };
+        let reservation = match options.reserve {
+            Reserve::OnDemand => None,
+            Reserve::Full => {
+                let whole = bytes.next_multiple_of(page_bytes as u64);
+                let on_their_way = whole.min((16 * page_bytes as u64).max(1 << 20));
+                let failed = |source| CreateError::Alloc {
+                    region,
+                    bytes,
+                    source,
+                };
+                Some(
+                    pool.reserve(whole + on_their_way, page_bytes)
+                        .map_err(failed)?,
+                )
+            }
+        };
+        let publications = options.named.then(Publications::default);
+        let remote = RemoteStore {
+            pool,
+            codec: options.codec,
+            reservation,
+            publications,
+        };
+        Ok(Self::new(
+            cluster,
+            region,
+            bytes,
+            page_bytes,
+            RandomState::new().hash_one(region),
+            Backing::Remote(remote),
+        ))
+    }
+
+    /// A region over a store of the user's own. What the store holds is the region's content.
+    ///
+    /// # Errors
+    /// [`CreateError::PageSize`].
+    pub fn blocking(
+        cluster: &Arc<Cluster>,
+        region: RegionId,
+        bytes: u64,
+        page_bytes: usize,
+        store: Arc<dyn Store>,
+        options: &BlockingOptions,
+    ) -> Result<Arc<Self>, CreateError> {
+        check_page_bytes(region, page_bytes)?;
+        let backing = Backing::Blocking(BlockingStore::new(store, options));
+        Ok(Self::new(
+            cluster,
+            region,
+            bytes,
+            page_bytes,
+            RandomState::new().hash_one(region),
+            backing,
+        ))
+    }
+
+    pub(crate) fn new(
+        cluster: &Arc<Cluster>,
+        region: RegionId,
+        bytes: u64,
+        page_bytes: usize,
+        seed: u64,
+        backing: Backing,
+    ) -> Arc<Self> {
+        let stats = Arc::<StoreStats>::default();
+        cluster.opened(&stats);
+        Arc::new(Self {
+            region,
+            bytes,
+            page_bytes,
+            table: PageTable::new(bytes.div_ceil(page_bytes as u64)),
+            seed,
+            stats,
+            backing,
+            cluster: cluster.clone(),
+        })
+    }
+
+    /// Makes what has been written back durable in a user's own store. Remote memory has nothing to do here.
+    ///
+    /// # Errors
+    /// The store's own.
+    pub fn flush(&self) -> io::Result<()> {
+        match &self.backing {
+            Backing::Remote(_) => Ok(()),
+            Backing::Blocking(blocking) => match crate::blocking::call(|| blocking.store.flush()) {
+                Ok(()) => Ok(()),
+                Err(crate::blocking::CallError::Io(error)) => Err(error),
+                Err(crate::blocking::CallError::Panic(message)) => Err(io::Error::other(format!(
+                    "store {} panicked in flush: {message}",
+                    blocking.store.name()
+                ))),
+            },
+        }
+    }
+
+    /// The region's id, as given.
+    pub fn region(&self) -> RegionId {
+        self.region
+    }
+
+    /// The region's length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The length of a page.
+    pub fn page_bytes(&self) -> usize {
+        self.page_bytes
+    }
+
+    /// How many pages there are; the last one may be used in part only.
+    pub fn pages(&self) -> u64 {
+        self.bytes.div_ceil(self.page_bytes as u64)
+    }
+
+    /// How the region's pages are stored; `None` in a user's own store.
+    pub fn codec(&self) -> Option<Codec> {
+        match &self.backing {
+            Backing::Remote(remote) => Some(remote.codec),
+            Backing::Blocking(_) => None,
+        }
+    }
+
+    /// Whether a fill of this page ends at once, without a request: there is nothing to read ahead. A hint, since the
+    /// page may be written back meanwhile.
+    pub fn is_immediate(&self, page: u64) -> bool {
+        matches!(self.backing, Backing::Remote(_)) && !self.table.is_stored(page)
+    }
+
+    /// What the store has done so far.
+    pub fn stats(&self) -> StoreStatsSnapshot {
+        self.stats.snapshot()
+    }
+
+    /// How many bytes of the page belong to the region.
+    pub(crate) fn page_len(&self, page: u64) -> usize {
+        (self.bytes - page * self.page_bytes as u64).min(self.page_bytes as u64) as usize
+    }
+}
+
+impl Drop for PageStore {
+    fn drop(&mut self) {
+        self.cluster.closed(&self.stats);
+        let Backing::Remote(remote) = &self.backing else {
+            return;
+        };
+        if remote.publications.is_some() {
+            remote.pool.release_all();
+            return;
+        }
+        for page in 0..self.pages() {
+            if self.table.is_stored(page)
+                && let Entry::Stored {
+                    place,
+                    suspect: false,
+                    ..
+                } = self.table.load(page)
+            {
+                remote.pool.free(place);
+            }
+        }
+        match &remote.reservation {
+            Some(reservation) => remote.pool.unreserve(reservation),
+            None => remote.pool.trim(),
+        }
+    }
+}
+
+impl RemoteStore {
+    /// A slot for the page; asks the servers for more memory if there is none. `None`: other writes must end first.
+    pub(crate) fn alloc(&self, bytes: u32, page: u64) -> Result<Option<Place>, AllocError> {
+        loop {
+            if let Some(place) = self.pool.alloc(bytes, page) {
+                return Ok(Some(place));
+            }
+            if let Err(error) = self.pool.grow(bytes) {
+                return if self.pool.has_unsettled() {
+                    Ok(None)
+                } else {
+                    Err(error)
+                };
+            }
+        }
+    }
+
+    /// Puts a page's new entry in place and frees the slot that it had before.
+    pub(crate) fn commit(&self, table: &PageTable, page: u64, entry: Entry) {
+        // A map that is being published must see each entry whole and must keep the slots that it refers to.
+        let commits = self
+            .publications
+            .as_ref()
+            .map(|publications| publications.commit());
+        let old = table.load(page);
+        table.store(page, entry);
+        match (old, commits) {
+            (Entry::Stored { suspect: true, .. }, _) => {} // given up: see `Entry`
+            (
+                Entry::Stored {
+                    place,
+                    published: true,
+                    ..
+                },
+                Some(commit),
+            ) => commit.defer_free(place),
+            (Entry::Stored { place, .. }, _) => self.pool.free(place),
+            _ => {}
+        }
+    }
+
+    /// Ends a write that did not take place.
+    pub(crate) fn abandon(&self, place: Place, suspect: bool) {
+        if !suspect {
+            self.pool.free(place);
+        }
+        self.pool.settle();
+    }
+}
+
+pub(crate) fn check_page_bytes(region: RegionId, page_bytes: usize) -> Result<(), CreateError> {
+    let good = page_bytes.is_power_of_two() && (4096..=MAX_OP_BYTES as usize).contains(&page_bytes);
+    if good {
+        Ok(())
+    } else {
+        Err(CreateError::PageSize { region, page_bytes })
+    }
 }

@@ -1,0 +1,328 @@
+//! [`PageTable`]: one entry of 32 bytes per page that says where its bytes are and what they hash to.
+//!
+//! The rule it keeps: **only the page's owner writes its entry** (page protocol), so an entry needs no lock. Whoever
+//! becomes the owner next sees it whole: the word `form` is stored last with Release and loaded first with Acquire.
+//! Entries are zero pages of the system until they are first written, so a table costs memory only for pages in use.
+//!
+//! | word | bits | |
+//! |---|---|---|
+//! | place | 0..32 | offset in the extent, in units of 64 bytes |
+//! | | 32..56 | extent, as an index into the pool's table |
+//! | | 56..64 | server, as an index into the pool's table |
+//! | form | 0..32 | stored length in bytes |
+//! | | 32..40 | codec |
+//! | | 40..48 | kind; 0 is a page that was never written |
+//! | | 48 | the last published map refers to the slot |
+//! | | 49 | a write to the slot timed out and may still arrive: never use the slot again |
+//! | | 50 | a write to the user's store failed: its bytes there are unknown |
+//! | low, high | all | 128-bit hash of the page's plain bytes; of a repeated value: the value and zero |
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::Codec;
+
+/// Offsets are kept in this unit; slots are multiples of it.
+pub(crate) const PLACE_UNIT: u64 = 64;
+
+pub(crate) const PUBLISHED: u64 = 1 << 48;
+const SUSPECT: u64 = 1 << 49;
+const UNSURE: u64 = 1 << 50;
+const FLAGS: u64 = !((1 << 48) - 1);
+
+/// Where a slot begins. Server and extent are indices into the tables of the region's pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Place {
+    pub(crate) server: u8,
+    pub(crate) extent: u32,
+    pub(crate) offset: u64,
+}
+
+impl Place {
+    pub(crate) const EXTENTS_MAX: u32 = 1 << 24;
+    pub(crate) const OFFSET_MAX: u64 = (u32::MAX as u64) * PLACE_UNIT;
+
+    fn pack(self) -> u64 {
+        assert!(
+            self.extent < Self::EXTENTS_MAX
+                && self.offset <= Self::OFFSET_MAX
+                && self.offset.is_multiple_of(PLACE_UNIT),
+            "{self:?} has no encoding"
+        );
+        (u64::from(self.server) << 56) | (u64::from(self.extent) << 32) | (self.offset / PLACE_UNIT)
+    }
+
+    fn unpack(word: u64) -> Self {
+        Self {
+            server: (word >> 56) as u8,
+            extent: (word >> 32) as u32 & (Self::EXTENTS_MAX - 1),
+            offset: (word & u64::from(u32::MAX)) * PLACE_UNIT,
+        }
+    }
+}
+
+/// What is known about one page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    /// Never written: zeros in remote memory, unknown in a user's store.
+    Never,
+    /// One 8-byte value all over; stored nowhere else.
+    Repeated { value: u64 },
+    /// In a slot.
+    Stored {
+        place: Place,
+        stored_bytes: u32,
+        codec: Codec,
+        hash: u128,
+        /// The last published map refers to the slot: it must not be reused before the next publication.
+        published: bool,
+        /// A write to the slot timed out and may still arrive: it must not be reused at all.
+        suspect: bool,
+    },
+    /// In a user's store.
+    Kept {
+        hash: u128,
+        /// We wrote it, so it has to come back the same; otherwise it is what the store had when we read it.
+        written: bool,
+        /// The last write failed, so what the store holds is unknown.
+        unsure: bool,
+    },
+}
+
+const KIND_NEVER: u64 = 0;
+const KIND_REPEATED: u64 = 1;
+const KIND_STORED: u64 = 2;
+const KIND_READ: u64 = 3;
+const KIND_WRITTEN: u64 = 4;
+
+/// The words of an entry: place, form, low and high half of the hash.
+pub(crate) type Words = [u64; 4];
+
+impl Entry {
+    pub(crate) fn encode(self) -> Words {
+        let flag = |on: bool, bit: u64| if on { bit } else { 0 };
+        let kind = |kind: u64| kind << 40;
+        match self {
+            Self::Never => [0; 4],
+            Self::Repeated { value } => [0, kind(KIND_REPEATED), value, 0],
+            Self::Stored {
+                place,
+                stored_bytes,
+                codec,
+                hash,
+                published,
+                suspect,
+            } => [
+                place.pack(),
+                u64::from(stored_bytes)
+                    | (u64::from(codec.id()) << 32)
+                    | kind(KIND_STORED)
+                    | flag(published, PUBLISHED)
+                    | flag(suspect, SUSPECT),
+                hash as u64,
+                (hash >> 64) as u64,
+            ],
+            Self::Kept {
+                hash,
+                written,
+                unsure,
+            } => [
+                0,
+                kind(if written { KIND_WRITTEN } else { KIND_READ }) | flag(unsure, UNSURE),
+                hash as u64,
+                (hash >> 64) as u64,
+            ],
+        }
+    }
+
+    /// `None` for words that [`encode`](Self::encode) never makes: a damaged page map.
+    pub(crate) fn decode([place, form, low, high]: Words) -> Option<Self> {
+        let hash = u128::from(low) | (u128::from(high) << 64);
+        let entry = match (form >> 40) & 0xff {
+            KIND_NEVER => Self::Never,
+            KIND_REPEATED => Self::Repeated { value: low },
+            KIND_STORED => Self::Stored {
+                place: Place::unpack(place),
+                stored_bytes: form as u32,
+                codec: Codec::from_id((form >> 32) as u8)?,
+                hash,
+                published: form & PUBLISHED != 0,
+                suspect: form & SUSPECT != 0,
+            },
+            kind @ (KIND_READ | KIND_WRITTEN) => Self::Kept {
+                hash,
+                written: kind == KIND_WRITTEN,
+                unsure: form & UNSURE != 0,
+            },
+            _ => return None,
+        };
+        (entry.encode() == [place, form, low, high]).then_some(entry)
+    }
+}
+
+/// The entries of all pages of a region.
+pub(crate) struct PageTable {
+    words: Vec<AtomicU64>,
+}
+
+impl PageTable {
+    pub(crate) fn new(pages: u64) -> Self {
+        let words =
+            usize::try_from(pages * 4).expect("a region fits the address space, so do its entries");
+        Self {
+            words: bytemuck::zeroed_vec(words),
+        }
+    }
+
+    fn words(&self, page: u64) -> &[AtomicU64] {
+        &self.words[page as usize * 4..][..4]
+    }
+
+    /// The entry of a page that the caller owns (or that no one can write now).
+    pub(crate) fn load(&self, page: u64) -> Entry {
+        Entry::decode(self.load_words(page)).expect("entries are only stored encoded")
+    }
+
+    pub(crate) fn load_words(&self, page: u64) -> Words {
+        let words = self.words(page);
+        let form = words[1].load(Ordering::Acquire);
+        let rest = |i: usize| words[i].load(Ordering::Relaxed);
+        [rest(0), form, rest(2), rest(3)]
+    }
+
+    /// Stores the entry of a page that the caller owns.
+    pub(crate) fn store(&self, page: u64, entry: Entry) {
+        let new = entry.encode();
+        let words = self.words(page);
+        for i in [0, 2, 3] {
+            words[i].store(new[i], Ordering::Relaxed);
+        }
+        words[1].store(new[1], Ordering::Release);
+    }
+
+    /// Notes that the last published map refers to the page's slot. Only while no owner can store entries.
+    pub(crate) fn mark_published(&self, page: u64) {
+        self.words(page)[1].fetch_or(PUBLISHED, Ordering::Relaxed);
+    }
+
+    /// Whether the page has bytes anywhere; may be asked by anyone, as a hint.
+    pub(crate) fn is_stored(&self, page: u64) -> bool {
+        (self.words(page)[1].load(Ordering::Relaxed) >> 40) & 0xff >= KIND_STORED
+    }
+}
+
+/// The words without what only holds in this process.
+pub(crate) fn portable(mut words: Words) -> Words {
+    words[1] &= !FLAGS;
+    words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn edges() -> Vec<Entry> {
+        let mut entries = vec![Entry::Never];
+        for value in [0, 1, u64::MAX] {
+            entries.push(Entry::Repeated { value });
+        }
+        for hash in [0, 1, u128::from(u64::MAX), u128::MAX, 1 << 64] {
+            for flags in 0..4 {
+                let (a, b) = (flags & 1 != 0, flags & 2 != 0);
+                entries.push(Entry::Kept {
+                    hash,
+                    written: a,
+                    unsure: b,
+                });
+                for server in [0, 1, 255] {
+                    for extent in [0, 1, Place::EXTENTS_MAX - 1] {
+                        for offset in [0, 64, Place::OFFSET_MAX] {
+                            for stored_bytes in [0, 1, 2 << 20, u32::MAX] {
+                                for codec in [Codec::Raw, Codec::Lz4] {
+                                    entries.push(Entry::Stored {
+                                        place: Place {
+                                            server,
+                                            extent,
+                                            offset,
+                                        },
+                                        stored_bytes,
+                                        codec,
+                                        hash,
+                                        published: a,
+                                        suspect: b,
+                                    });
+                                }
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        entries
+    }
+
+    #[test]
+    fn entries_come_back_as_stored_at_every_edge() {
+        let table = PageTable::new(3);
+        for entry in edges() {
+            assert_eq!(Entry::decode(entry.encode()), Some(entry));
+            table.store(1, entry);
+            assert_eq!(table.load(1), entry);
+            assert_eq!(
+                table.is_stored(1),
+                matches!(entry, Entry::Stored { .. } | Entry::Kept { .. })
+            );
+        }
+        assert_eq!((table.load(0), table.load(2)), (Entry::Never, Entry::Never));
+    }
+
+    #[test]
+    fn distinct_entries_have_distinct_words() {
+        let all: std::collections::HashSet<_> = edges().into_iter().map(Entry::encode).collect();
+        assert_eq!(all.len(), edges().len());
+    }
+
+    #[test]
+    fn words_that_are_no_entry_are_refused() {
+        for words in [
+            [1, 0, 0, 0],
+            [0, 9 << 40, 0, 0],
+            [0, (2 << 40) | (7 << 32), 0, 0],
+            [0, 1 << 63, 0, 0],
+        ] {
+            assert_eq!(Entry::decode(words), None, "{words:x?}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "has no encoding")]
+    fn a_place_beyond_the_encoding_is_our_own_mistake() {
+        Place {
+            server: 0,
+            extent: Place::EXTENTS_MAX,
+            offset: 0,
+        }
+        .pack();
+    }
+
+    #[test]
+    fn marking_and_stripping_change_flags_only() {
+        let table = PageTable::new(1);
+        let place = Place {
+            server: 3,
+            extent: 4,
+            offset: 128,
+        };
+        let entry = |published| Entry::Stored {
+            place,
+            stored_bytes: 100,
+            codec: Codec::Raw,
+            hash: 5,
+            published,
+            suspect: false,
+        };
+        table.store(0, entry(false));
+        table.mark_published(0);
+        assert_eq!(table.load(0), entry(true));
+        assert_eq!(portable(table.load_words(0)), entry(false).encode());
+    }
+}

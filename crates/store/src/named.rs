@@ -1,0 +1,661 @@
+//! Named regions: the page map in remote memory, so that another process can open the region.
+//!
+//! The rule it keeps: **until the last step of a publication, the previous one is whole.** The map goes to blocks of its
+//! own, slots that the published map refers to are not reused before the next publication has succeeded, and the name is
+//! bound last, on the region's first server. A process that dies on the way leaves what was published before.
+//!
+//! The map is the entries of all pages, four little-endian words each, followed by one word per block of slots; it is
+//! cut into pieces of [`PIECE_BYTES`], each with an entry of its own in the manifest, so that the manifest stays small and
+//! stretches without entries cost nothing. Entries name servers and extents by their index in the manifest.
+
+use std::{os::fd::BorrowedFd, sync::Arc, time::Instant};
+
+use farpage_fabric::{Channel, ChannelError, ConnectError, ExtentId, Op, OpenError, Session, Verb};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+use parking_lot::{Mutex, RwLock, RwLockReadGuard};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Cluster, Codec, OpenStoreError, PageStore, PublishStoreError, RegionId,
+    cluster::Pool,
+    codec,
+    entry::{Entry, Place, Words, portable},
+    remote::{Backing, RemoteStore, check_page_bytes},
+    slots::{BlockShape, Slot},
+};
+
+const PIECE_BYTES: usize = 1 << 20;
+const VERSION: u32 = 1;
+
+/// What a name is bound to, on each server of the region.
+#[derive(Serialize, Deserialize)]
+enum Manifest {
+    /// On the first server: the region.
+    Region(RegionManifest),
+    /// On the others: they only keep extents.
+    Part,
+}
+
+#[derive(Serialize, Deserialize)]
+struct RegionManifest {
+    version: u32,
+    bytes: u64,
+    page_bytes: u64,
+    codec: u8,
+    seed: u64,
+    /// Endpoints, by the servers' numbers in entries.
+    servers: Vec<String>,
+    /// Server and extent, by the extents' indices in entries.
+    extents: Vec<Option<(u8, ExtentId)>>,
+    map_bytes: u64,
+    map: Vec<Words>,
+}
+
+/// What a region remembers about its publications.
+#[derive(Default)]
+pub(crate) struct Publications {
+    /// Shared by whoever replaces an entry; exclusive while a map is copied (memory speed, so milliseconds per GiB of map).
+    commits: RwLock<()>,
+    /// Slots that the last published map refers to and that are not used any more.
+    deferred: Mutex<Vec<Place>>,
+    /// The blocks of the last published map. Locked by the one publication that runs.
+    map: Mutex<Vec<Place>>,
+}
+
+/// The right to replace entries while no map is being copied.
+pub(crate) struct Commit<'a> {
+    publications: &'a Publications,
+    _shared: RwLockReadGuard<'a, ()>,
+}
+
+impl Publications {
+    pub(crate) fn commit(&self) -> Commit<'_> {
+        Commit {
+            publications: self,
+            _shared: self.commits.read(),
+        }
+    }
+}
+
+impl Commit<'_> {
+    /// The slot is to be freed when the next map is published, which does not refer to it.
+    pub(crate) fn defer_free(&self, place: Place) {
+        self.publications.deferred.lock().push(place);
+    }
+}
+
+impl PageStore {
+    /// Publishes what has been written back so far under `name`, atomically: whoever opens the name gets this state or,
+    /// if this call fails or the process dies in it, the previous one. Pages may be filled and written back meanwhile.
+    ///
+    /// # Errors
+    /// [`PublishStoreError`].
+    pub fn publish(&self, name: &str) -> Result<(), PublishStoreError> {
+        let region = self.region;
+        let Backing::Remote(
+            remote @ RemoteStore {
+                publications: Some(publications),
+                ..
+            },
+        ) = &self.backing
+        else {
+            return Err(PublishStoreError::NotNamed { region });
+        };
+        let pool = &remote.pool;
+        let mut published_map = publications.map.lock();
+        // 1. Copy the map. From here on its slots are kept until the next publication.
+        let (map, stale) = {
+            let _exclusive = publications.commits.write();
+            let mut map = Vec::with_capacity(self.pages() as usize * 32);
+            for page in 0..self.pages() {
+                let words = self.table.load_words(page);
+                if matches!(Entry::decode(words), Some(Entry::Stored { .. })) {
+                    self.table.mark_published(page);
+                }
+                map.extend(portable(words).iter().flat_map(|word| word.to_le_bytes()));
+            }
+            for (_, shape) in pool.shapes() {
+                map.extend(pack_shape(shape).to_le_bytes());
+            }
+            (map, std::mem::take(&mut *publications.deferred.lock()))
+        };
+        // 2. Write it.
+        let result = self.write_map(pool, name, &map).and_then(|entries| {
+            let places = entries.iter().filter_map(place_of).collect::<Vec<_>>();
+            self.bind(remote, name, map.len() as u64, entries)
+                .inspect_err(|_| free_all(pool, &places))?;
+            Ok(places)
+        });
+        // 3. What only the previous map referred to is free now; or, after a failure, still needed.
+        match result {
+            Ok(places) => {
+                free_all(pool, &stale);
+                free_all(pool, &std::mem::replace(&mut *published_map, places));
+                Ok(())
+            }
+            Err(error) => {
+                publications.deferred.lock().extend(stale);
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens the region that was last published under `name`. Its length, page size and codec are those it was published
+    /// with. Nobody else can open it before this store is dropped.
+    ///
+    /// # Errors
+    /// [`OpenStoreError`].
+    pub fn open(
+        cluster: &Arc<Cluster>,
+        region: RegionId,
+        name: &str,
+    ) -> Result<Arc<Self>, OpenStoreError> {
+        let mut opened = Held::open(cluster, name)?;
+        let damaged = |detail: &str| OpenStoreError::Damaged {
+            name: name.to_owned(),
+            detail: detail.to_owned(),
+        };
+        // 1. The servers and extents under the numbers that the map uses.
+        let pool = Arc::new(opened.pool(cluster, name)?);
+        let manifest = &opened.manifest;
+        let codec = Codec::from_id(manifest.codec)
+            .ok_or_else(|| damaged("its codec is unknown to this version"))?;
+        let page_bytes = usize::try_from(manifest.page_bytes).unwrap_or(usize::MAX);
+        check_page_bytes(region, page_bytes).map_err(|_| damaged("its page size is impossible"))?;
+        // 2. The map.
+        let pages = manifest.bytes.div_ceil(manifest.page_bytes);
+        let map = opened.read_map(&pool, name)?;
+        let entries_bytes = usize::try_from(pages)
+            .ok()
+            .and_then(|pages| pages.checked_mul(32));
+        let (entries, shapes) = entries_bytes
+            .and_then(|bytes| map.split_at_checked(bytes))
+            .ok_or_else(|| damaged("its page map is shorter than its pages"))?;
+        // 3. The blocks, the map's own first.
+        let map_places: Vec<_> = manifest.map.iter().filter_map(place_of).collect();
+        for words in &manifest.map {
+            if let Some(Entry::Stored {
+                place,
+                stored_bytes,
+                ..
+            }) = Entry::decode(*words)
+            {
+                let arena = pool
+                    .arena(place.server)
+                    .ok_or_else(|| damaged("its map is on an unknown server"))?;
+                if !arena.lock().claim_block(slot_of(place), stored_bytes) {
+                    return Err(damaged("pieces of its map overlap"));
+                }
+            }
+        }
+        for word in shapes.as_chunks::<8>().0 {
+            let shape = unpack_shape(u64::from_le_bytes(*word));
+            let server = manifest
+                .extents
+                .get(shape.extent as usize)
+                .copied()
+                .flatten();
+            let arena = server
+                .and_then(|(server, _)| pool.arena(server))
+                .ok_or_else(|| damaged("a block is nowhere"))?;
+            // The blocks of older maps are listed too, and may overlap newer ones: nothing refers to them.
+            arena.lock().claim_carved(shape);
+        }
+        // 4. The entries.
+        let publications = Publications::default();
+        *publications.map.lock() = map_places;
+        let remote = RemoteStore {
+            pool: pool.clone(),
+            codec,
+            reservation: None,
+            publications: Some(publications),
+        };
+        let store = Self::new(
+            cluster,
+            region,
+            manifest.bytes,
+            page_bytes,
+            manifest.seed,
+            Backing::Remote(remote),
+        );
+        // From here on the store gives the extents back.
+        opened.hold.0.clear();
+        for (page, words) in (0u64..).zip(entries.as_chunks::<32>().0) {
+            let words = words_of(words);
+            let entry =
+                Entry::decode(words).ok_or_else(|| damaged("an entry of its page map is none"))?;
+            match entry {
+                Entry::Never => continue,
+                Entry::Repeated { .. } => {}
+                Entry::Kept { .. } => {
+                    return Err(damaged("an entry refers to a store of its owner's"));
+                }
+                Entry::Stored {
+                    place,
+                    stored_bytes,
+                    ..
+                } => {
+                    let claimed = stored_bytes as usize <= page_bytes
+                        && pool.arena(place.server).is_some_and(|arena| {
+                            arena.lock().claim_slot(slot_of(place), stored_bytes)
+                        });
+                    if !claimed {
+                        return Err(damaged(
+                            "two entries of its page map overlap, or one lies outside its extents",
+                        ));
+                    }
+                }
+            }
+            store.table.store(page, entry);
+            if matches!(entry, Entry::Stored { .. }) {
+                store.table.mark_published(page);
+            }
+        }
+        for server in 0..pool.servers().len() {
+            pool.arena(server as u8)
+                .expect("the pool has this server")
+                .lock()
+                .dissolve_unused();
+        }
+        Ok(store)
+    }
+
+    fn write_map(
+        &self,
+        pool: &Pool,
+        name: &str,
+        map: &[u8],
+    ) -> Result<Vec<Words>, PublishStoreError> {
+        let (region, name) = (self.region, || name.to_owned());
+        let mut mover = Mover::new(pool);
+        let mut entries: Vec<Words> = Vec::new();
+        for (i, piece) in map.chunks(PIECE_BYTES).enumerate() {
+            if piece.iter().all(|&byte| byte == 0) {
+                entries.push(Entry::Never.encode());
+                continue;
+            }
+            let stored_bytes = piece.len() as u32;
+            let place = loop {
+                match pool.alloc_block(stored_bytes, i as u64) {
+                    Some(place) => break Ok(place),
+                    None => {
+                        if let Err(source) = pool.grow(stored_bytes) {
+                            break Err(PublishStoreError::Alloc {
+                                region,
+                                name: name(),
+                                source,
+                            });
+                        }
+                    }
+                }
+            };
+            let moved = place.and_then(|place| {
+                pool.settle();
+                let hash = codec::hash(piece, self.seed);
+                let entry = Entry::Stored {
+                    place,
+                    stored_bytes,
+                    codec: Codec::Raw,
+                    hash,
+                    published: false,
+                    suspect: false,
+                };
+                // A block whose write failed is not freed: the write may arrive later.
+                entries.push(entry.encode());
+                mover
+                    .transfer(Verb::Write, place, piece.to_vec())
+                    .map(drop)
+                    .map_err(|error| {
+                        entries.pop();
+                        match error {
+                            MoveError::Connect(source) => PublishStoreError::Connect {
+                                region,
+                                name: name(),
+                                source,
+                            },
+                            MoveError::Channel(source) => PublishStoreError::Map {
+                                region,
+                                name: name(),
+                                source,
+                            },
+                        }
+                    })
+            });
+            if let Err(error) = moved {
+                free_all(
+                    pool,
+                    &entries.iter().filter_map(place_of).collect::<Vec<_>>(),
+                );
+                return Err(error);
+            }
+        }
+        Ok(entries)
+    }
+
+    fn bind(
+        &self,
+        remote: &RemoteStore,
+        name: &str,
+        map_bytes: u64,
+        map: Vec<Words>,
+    ) -> Result<(), PublishStoreError> {
+        let pool = &remote.pool;
+        let extents = pool.extents();
+        let manifest = Manifest::Region(RegionManifest {
+            version: VERSION,
+            bytes: self.bytes,
+            page_bytes: self.page_bytes as u64,
+            codec: remote.codec.id(),
+            seed: self.seed,
+            servers: pool
+                .servers()
+                .iter()
+                .map(|(_, session)| session.endpoint().to_string())
+                .collect(),
+            extents: extents.clone(),
+            map_bytes,
+            map,
+        });
+        // The first server last: its manifest is the publication. The others hold at least what any of its maps needs.
+        for (server, (_, session)) in pool.servers().iter().enumerate().rev() {
+            let manifest = if server == 0 {
+                &manifest
+            } else {
+                &Manifest::Part
+            };
+            let manifest = postcard::to_stdvec(manifest).expect("a manifest is plain data");
+            let held: Vec<_> = extents
+                .iter()
+                .flatten()
+                .filter(|(on, _)| usize::from(*on) == server)
+                .map(|(_, id)| *id)
+                .collect();
+            if server == 0 || !held.is_empty() {
+                session.publish(name, &manifest, &held).map_err(|source| {
+                    PublishStoreError::Publish {
+                        region: self.region,
+                        name: name.to_owned(),
+                        source,
+                    }
+                })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// An opened name, given back unless a store takes it over.
+struct Held {
+    manifest: RegionManifest,
+    hold: Hold,
+}
+
+struct Hold(Vec<(Arc<Session>, Vec<farpage_fabric::Extent>)>);
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        for (session, extents) in &self.0 {
+            for extent in extents {
+                if let Err(error) = session.release(extent.id) {
+                    tracing::warn!(endpoint = %session.endpoint(), extent = %extent.id, %error, "extent not given back");
+                }
+            }
+        }
+    }
+}
+
+impl Held {
+    fn open(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
+        let mut hold = Hold(Vec::new());
+        let mut region = None;
+        for session in cluster.sessions() {
+            let named = match session.open(name) {
+                Ok(named) => named,
+                Err(OpenError::NotFound { .. }) => continue,
+                Err(source) => {
+                    return Err(OpenStoreError::Open {
+                        name: name.to_owned(),
+                        source,
+                    });
+                }
+            };
+            hold.0.push((session.clone(), named.extents));
+            match postcard::from_bytes(&named.manifest) {
+                Ok(Manifest::Region(manifest)) if manifest.version == VERSION => {
+                    region = Some(manifest)
+                }
+                Ok(Manifest::Part) => {}
+                _ => {
+                    let detail = format!(
+                        "{} has a manifest for it that this version cannot read",
+                        session.endpoint()
+                    );
+                    return Err(OpenStoreError::Damaged {
+                        name: name.to_owned(),
+                        detail,
+                    });
+                }
+            }
+        }
+        let manifest = region.ok_or_else(|| OpenStoreError::NotFound {
+            name: name.to_owned(),
+        })?;
+        Ok(Self { manifest, hold })
+    }
+
+    /// A pool that numbers servers and extents as the manifest does, and has the cluster's other servers behind them.
+    fn pool(&self, cluster: &Cluster, name: &str) -> Result<Pool, OpenStoreError> {
+        let sessions = cluster.sessions();
+        let port_of = |endpoint: &String| {
+            let missing = || OpenStoreError::ServerMissing {
+                name: name.to_owned(),
+                endpoint: endpoint.clone(),
+            };
+            sessions
+                .iter()
+                .position(|session| session.endpoint().to_string() == *endpoint)
+                .ok_or_else(missing)
+        };
+        let mut ports = self
+            .manifest
+            .servers
+            .iter()
+            .map(port_of)
+            .collect::<Result<Vec<_>, _>>()?;
+        ports.extend((0..sessions.len()).filter(|port| {
+            !self
+                .manifest
+                .servers
+                .contains(&sessions[*port].endpoint().to_string())
+        }));
+        let pool = Pool::new(
+            ports
+                .iter()
+                .map(|&port| (port, sessions[port].clone()))
+                .collect(),
+        );
+        for extent in &self.manifest.extents {
+            let Some((server, id)) = *extent else {
+                pool.add_gap();
+                continue;
+            };
+            let endpoint = self
+                .manifest
+                .servers
+                .get(server as usize)
+                .cloned()
+                .unwrap_or_default();
+            let opened = self
+                .hold
+                .0
+                .iter()
+                .filter(|(session, _)| session.endpoint().to_string() == endpoint);
+            let found = opened
+                .flat_map(|(_, extents)| extents)
+                .find(|extent| extent.id == id);
+            let missing = || OpenStoreError::ExtentMissing {
+                name: name.to_owned(),
+                endpoint,
+                extent: id,
+            };
+            pool.add(server, id, found.ok_or_else(missing)?.bytes);
+        }
+        Ok(pool)
+    }
+
+    fn read_map(&self, pool: &Pool, name: &str) -> Result<Vec<u8>, OpenStoreError> {
+        let name = || name.to_owned();
+        let damaged = || OpenStoreError::Damaged {
+            name: name(),
+            detail: "its page map is not what was published".into(),
+        };
+        let map_bytes = usize::try_from(self.manifest.map_bytes).map_err(|_| damaged())?;
+        if map_bytes.div_ceil(PIECE_BYTES) != self.manifest.map.len() {
+            return Err(damaged());
+        }
+        let mut mover = Mover::new(pool);
+        let mut map = Vec::new();
+        for (i, words) in self.manifest.map.iter().enumerate() {
+            let len = (map_bytes - i * PIECE_BYTES).min(PIECE_BYTES);
+            match Entry::decode(*words) {
+                Some(Entry::Never) => map.resize(map.len() + len, 0),
+                Some(Entry::Stored {
+                    place,
+                    hash,
+                    stored_bytes,
+                    ..
+                }) if stored_bytes as usize == len && pool.holds(place) => {
+                    let piece = mover.transfer(Verb::Read, place, vec![0; len]).map_err(
+                        |error| match error {
+                            MoveError::Connect(source) => OpenStoreError::Connect {
+                                name: name(),
+                                source,
+                            },
+                            MoveError::Channel(source) => OpenStoreError::Map {
+                                name: name(),
+                                source,
+                            },
+                        },
+                    )?;
+                    if codec::hash(&piece, self.manifest.seed) != hash {
+                        return Err(damaged());
+                    }
+                    map.extend(piece);
+                }
+                _ => return Err(damaged()),
+            }
+        }
+        Ok(map)
+    }
+}
+
+/// Moves pieces of a map one after another. It waits, so it is nothing for a worker.
+struct Mover<'a> {
+    pool: &'a Pool,
+    channels: Vec<Option<Box<dyn Channel<Vec<u8>>>>>,
+}
+
+enum MoveError {
+    Connect(ConnectError),
+    Channel(ChannelError),
+}
+
+impl<'a> Mover<'a> {
+    fn new(pool: &'a Pool) -> Self {
+        Self {
+            pool,
+            channels: pool.servers().iter().map(|_| None).collect(),
+        }
+    }
+
+    fn transfer(&mut self, verb: Verb, place: Place, buf: Vec<u8>) -> Result<Vec<u8>, MoveError> {
+        let server = place.server as usize;
+        let channel = match &mut self.channels[server] {
+            Some(channel) => channel,
+            none => none.insert(
+                self.pool.servers()[server]
+                    .1
+                    .channel()
+                    .map_err(MoveError::Connect)?,
+            ),
+        };
+        let len = buf.len() as u32;
+        let op = Op {
+            tag: 0,
+            verb,
+            extent: self.pool.extent(place),
+            offset: place.offset,
+            len,
+            buf,
+        };
+        assert!(channel.post(op).is_ok(), "a channel takes one operation");
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {
+            let wait = channel.wait();
+            sleep(wait.fd, wait.readable, wait.writable, wait.until);
+        }
+        let completion = done.pop().expect("poll returned one");
+        completion
+            .result
+            .map(|()| completion.buf)
+            .map_err(MoveError::Channel)
+    }
+}
+
+fn sleep(fd: Option<BorrowedFd<'_>>, readable: bool, writable: bool, until: Option<Instant>) {
+    let mut events = PollFlags::empty();
+    events.set(PollFlags::POLLIN, readable);
+    events.set(PollFlags::POLLOUT, writable);
+    let mut fds: Vec<_> = fd.map(|fd| PollFd::new(fd, events)).into_iter().collect();
+    let timeout = until.map_or(PollTimeout::NONE, |until| {
+        let left = until.saturating_duration_since(Instant::now());
+        PollTimeout::try_from(left.as_millis() + u128::from(!left.is_zero()))
+            .unwrap_or(PollTimeout::MAX)
+    });
+    // Whatever it says, the channel is polled next.
+    let _ = nix::poll::poll(&mut fds, timeout);
+}
+
+fn free_all(pool: &Pool, places: &[Place]) {
+    for &place in places {
+        pool.free(place);
+    }
+}
+
+fn place_of(words: &Words) -> Option<Place> {
+    match Entry::decode(*words) {
+        Some(Entry::Stored { place, .. }) => Some(place),
+        _ => None,
+    }
+}
+
+fn slot_of(place: Place) -> Slot {
+    Slot {
+        extent: place.extent,
+        offset: place.offset,
+    }
+}
+
+fn words_of(bytes: &[u8; 32]) -> Words {
+    let mut words = [0; 4];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    words
+}
+
+fn pack_shape(shape: BlockShape) -> u64 {
+    u64::from(shape.extent) << 40
+        | u64::from(shape.granule) << 16
+        | u64::from(shape.order) << 8
+        | u64::from(shape.class)
+}
+
+fn unpack_shape(word: u64) -> BlockShape {
+    BlockShape {
+        extent: (word >> 40) as u32,
+        granule: (word >> 16) as u32 & 0xff_ffff,
+        order: (word >> 8) as u8,
+        class: word as u8,
+    }
+}
