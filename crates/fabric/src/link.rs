@@ -147,3 +147,67 @@ impl<B: Buf> Channel<B> for Shaped<B> {
         wait
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        SessionOptions,
+        sim::{SimConfig, SimServer},
+    };
+
+    #[test]
+    fn each_direction_has_the_rate_and_every_operation_the_latency() {
+        let link = Link::new(8.0, 50.0);
+        let now = Instant::now();
+        let after_us = |due: Instant| (due - now).as_micros();
+        assert_eq!(after_us(link.reserve(Verb::Read, 1_000_000, now)), 1050);
+        assert_eq!(after_us(link.reserve(Verb::Read, 1_000_000, now)), 2050);
+        assert_eq!(after_us(link.reserve(Verb::Write, 500_000, now)), 550);
+        let later = now + Duration::from_millis(10);
+        assert_eq!(after_us(link.reserve(Verb::Read, 1_000, later)), 10_051);
+    }
+
+    #[test]
+    fn channels_share_the_link_and_wait_says_when() {
+        let link = Arc::new(Link::new(1.0, 0.0));
+        let options = SessionOptions {
+            link: Some(Arc::clone(&link)),
+            ..SessionOptions::default()
+        };
+        let session = SimServer::new(SimConfig::new(1))
+            .session(&options)
+            .expect("alive");
+        let extent = session.grant(1 << 20).expect("room").id;
+        let begun = Instant::now();
+        let mut channels = [0; 2].map(|_| session.channel::<Vec<u8>>().expect("alive"));
+        for (tag, channel) in (7..).zip(&mut channels) {
+            let op = Op {
+                tag,
+                verb: Verb::Write,
+                extent,
+                offset: 0,
+                len: 1 << 20,
+                buf: vec![1; 1 << 20],
+            };
+            assert!(channel.post(op).is_ok());
+        }
+        let mut done = Vec::new();
+        for (tag, channel) in (7..).zip(&mut channels) {
+            while channel.poll(&mut done) == 0 {
+                let until = channel.wait().until.expect("in flight");
+                std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            }
+            assert_eq!(
+                (done.last().map(|last| last.tag), channel.in_flight()),
+                (Some(tag), 0)
+            );
+        }
+        // Two of 2^20 bytes at 125 bytes per microsecond, one behind the other.
+        assert!(
+            begun.elapsed() >= Duration::from_micros(16_777),
+            "{:?}",
+            begun.elapsed()
+        );
+    }
+}

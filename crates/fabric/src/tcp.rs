@@ -9,7 +9,7 @@
 use std::{
     array,
     collections::VecDeque,
-    io::{self, IoSlice, IoSliceMut},
+    io::{IoSlice, IoSliceMut},
     os::fd::AsFd,
     sync::Arc,
     time::{Duration, Instant},
@@ -182,9 +182,7 @@ impl<B: Buf> TcpChannel<B> {
                 Ok(bytes) => self.batch_sent_bytes += bytes,
                 Err(error) if retry(&error) => return Ok(()),
                 // The reason of a refusal may still wait to be read, so receiving decides what this means.
-                Err(error) if error.kind() == io::ErrorKind::BrokenPipe && self.sent > 0 => {
-                    return Ok(());
-                }
+                Err(_) if self.sent > 0 => return Ok(()),
                 Err(error) => return Err(self.lost(describe(&error))),
             }
             if self.batch_sent_bytes == total_bytes {

@@ -4,7 +4,10 @@ use std::{
     fs,
     io::{ErrorKind, Read, Write},
     net::{TcpListener, TcpStream},
-    os::unix::{fs::PermissionsExt, net::UnixListener},
+    os::unix::{
+        fs::PermissionsExt,
+        net::{UnixListener, UnixStream},
+    },
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -20,7 +23,7 @@ use farpage_fabric::{
 use farpage_wire::{
     Request, Response,
     control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
-    data::{OP_HEADER_BYTES, OpHeader, OpKind},
+    data::{ANSWER_HEADER_BYTES, AnswerHeader, OP_HEADER_BYTES, OpHeader, OpKind, Status},
 };
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -120,7 +123,7 @@ fn options() -> SessionOptions {
     }
 }
 
-fn greet(stream: &mut TcpStream, purpose: Purpose) {
+fn greet(stream: &mut (impl Read + Write), purpose: Purpose) {
     stream
         .write_all(&Hello::new(purpose).encode())
         .expect("a live server");
@@ -129,13 +132,13 @@ fn greet(stream: &mut TcpStream, purpose: Purpose) {
     assert_eq!(Hello::decode(&bytes), Ok(Hello::new(purpose)));
 }
 
-fn say(stream: &mut TcpStream, request: &Request) {
+fn say(stream: &mut impl Write, request: &Request) {
     stream
         .write_all(&control::encode(request).expect("short"))
         .expect("a live server");
 }
 
-fn hear(stream: &mut TcpStream) -> Response {
+fn hear(stream: &mut impl Read) -> Response {
     let mut prefix = [0; PREFIX_BYTES];
     stream.read_exact(&mut prefix).expect("an answer");
     let mut body = vec![0; control::frame_bytes(prefix, 1 << 20).expect("short")];
@@ -575,4 +578,161 @@ fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
         "{:?}",
         begun.elapsed()
     );
+}
+
+#[test]
+fn a_refusal_reaches_a_client_that_is_slow_to_read_and_still_sending() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(&mut control, &Request::Grant { bytes: 2 << 20 });
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let mut stream = server.attach(session, secret);
+    let read = |i: u16| OpHeader {
+        kind: OpKind::Read,
+        following: 8 - i,
+        sequence: u32::from(i),
+        len: 2 << 20,
+        extent: extent.id,
+        offset: 0,
+    };
+    for i in 0..8 {
+        stream.write_all(&read(i).encode()).expect("connected");
+    }
+    let refused = OpHeader {
+        kind: OpKind::Write,
+        extent: ExtentId(u64::MAX),
+        ..read(8)
+    };
+    stream.write_all(&refused.encode()).expect("connected");
+    // Never read by the server as anything, but not a reason to lose what it has said.
+    stream.write_all(&[9; 100_000]).expect("connected");
+    let mut answers = vec![0; 8 * (ANSWER_HEADER_BYTES + (2 << 20))];
+    stream
+        .read_exact(&mut answers)
+        .expect("the READs before the refusal");
+    let mut answer = [0; ANSWER_HEADER_BYTES];
+    stream.read_exact(&mut answer).expect("the refusal");
+    assert_eq!(
+        AnswerHeader::decode(&answer),
+        Ok(AnswerHeader {
+            status: Status::Refused,
+            sequence: 8,
+            len: 0
+        })
+    );
+}
+
+#[test]
+fn a_client_that_dies_without_a_goodbye_holds_nothing_over_shared_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("socket");
+    let server = Server::start(&Endpoint::Shm(path.clone()));
+    for _ in 0..200 {
+        let mut stream = UnixStream::connect(&path).expect("a live server");
+        greet(&mut stream, Purpose::Control);
+        say(
+            &mut stream,
+            &Request::Begin {
+                client: "doomed".to_owned(),
+                resume: None,
+            },
+        );
+        hear(&mut stream);
+        say(&mut stream, &Request::Grant { bytes: 1 << 20 });
+        assert!(matches!(hear(&mut stream), Response::Granted { .. }));
+    }
+    until("200 dead clients are forgotten", || {
+        let stat = server.host.stat();
+        (stat.sessions, stat.granted_bytes) == (0, 0)
+    });
+}
+
+#[test]
+fn a_server_that_answers_nonsense_ends_the_channel_with_a_reason() {
+    let good = AnswerHeader {
+        status: Status::Ok,
+        sequence: 0,
+        len: 4096,
+    };
+    let stories: [(&str, Vec<u8>, &str); 5] = [
+        (
+            "another sequence",
+            AnswerHeader {
+                sequence: 1,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+            "out of order",
+        ),
+        (
+            "another length",
+            AnswerHeader { len: 4095, ..good }.encode().to_vec(),
+            "another length",
+        ),
+        ("garbage", vec![0x55; ANSWER_HEADER_BYTES], "magic"),
+        ("half an answer", good.encode()[..9].to_vec(), "closed"),
+        (
+            "half a payload",
+            [&good.encode()[..], &[0; 2048]].concat(),
+            "closed",
+        ),
+    ];
+    // The goodbye is not answered either.
+    let hurried = SessionOptions {
+        deadline: Duration::from_millis(300),
+        ..options()
+    };
+    for (story, answer, reason) in stories {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+            .parse()
+            .expect("an endpoint");
+        let server = thread::spawn(move || {
+            let accept = |purpose: Purpose, response: Response| {
+                let (mut stream, _) = listener.accept().expect("a client");
+                greet(&mut stream, purpose);
+                let mut prefix = [0; PREFIX_BYTES];
+                stream.read_exact(&mut prefix).expect("a request");
+                let mut body = vec![0; control::frame_bytes(prefix, 1 << 10).expect("short")];
+                stream.read_exact(&mut body).expect("a request");
+                stream
+                    .write_all(&control::encode(&response).expect("short"))
+                    .expect("a client");
+                stream
+            };
+            let begun = Response::Begun {
+                session: SessionId(1),
+                secret: Secret([1; 16]),
+                lease_ms: 60_000,
+            };
+            let control = accept(Purpose::Control, begun);
+            let mut data = accept(Purpose::Data, Response::Done);
+            let mut header = [0; OP_HEADER_BYTES];
+            data.read_exact(&mut header).expect("an operation");
+            data.write_all(&answer).expect("a client");
+            drop(data);
+            // Kept until the client leaves, so that only the data connection breaks.
+            closed(control, "the client leaves");
+        });
+        let session = Session::connect(&endpoint, &hurried).expect("it speaks the protocol");
+        let mut channel = session
+            .channel::<Vec<u8>>()
+            .expect("it speaks the protocol");
+        let op = Op {
+            tag: 0,
+            verb: Verb::Read,
+            extent: ExtentId(1),
+            offset: 0,
+            len: 4096,
+            buf: vec![0; 4096],
+        };
+        channel.post(op).expect("room");
+        let error = finish(&mut *channel).expect_err(story).to_string();
+        assert!(error.contains(reason), "{story}: {error}");
+        drop((channel, session));
+        server.join().expect("the server ends");
+    }
 }
