@@ -19,6 +19,15 @@ pub(crate) enum Contents {
 }
 
 impl Contents {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Constant => "constant",
+            Self::Random => "random",
+            Self::Smooth => "smooth",
+        }
+    }
+
     /// The value of element `index`, between 1 and 2.
     pub(crate) fn value(self, seed: u64, index: u64) -> f64 {
         match self {

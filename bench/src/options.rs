@@ -72,7 +72,7 @@ pub(crate) struct Common {
 /// What the benchmarks understand that page.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Paging {
-    /// Size of all remote arrays together [default: 768MiB, with --smoke 12MiB]
+    /// Size of all remote arrays together [default: 768MiB, with --smoke a few pages]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub(crate) size: Option<ByteSize>,
     /// Local memory for their pages: a size or a share of --size
@@ -122,7 +122,8 @@ pub(crate) struct RandomOptions {
     /// Zipf exponent below 1, such as 0.99: few elements get most accesses [default: uniform]
     #[arg(long, value_name = "THETA", value_parser = zipf_theta)]
     pub(crate) zipf: Option<f64>,
-    /// Reads, and as many updates, by all threads together [default: 200000, with --smoke 2000]
+    /// Reads, and as many updates, by all threads together [default: 200000, fewer of
+    /// pages above 64KiB; with --smoke 2000]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) accesses: Option<u64>,
 }
@@ -159,7 +160,8 @@ impl Paging {
     pub(crate) fn size_bytes(&self, common: &Common) -> u64 {
         match (self.size, common.smoke) {
             (Some(size), _) => size.as_u64(),
-            (None, true) => 12 << 20,
+            // A budget of a quarter then has dozens of pages, whatever their size.
+            (None, true) => (12 << 20).max(192 * common.page_size.as_u64()),
             (None, false) => 768 << 20,
         }
     }
@@ -183,6 +185,18 @@ impl Common {
     /// Threads that bring pages in.
     pub(crate) fn fillers(&self) -> usize {
         self.fillers.map_or_else(cpus, usize::from)
+    }
+}
+
+impl RandomOptions {
+    /// Reads, and as many updates.
+    pub(crate) fn accesses(&self) -> u64 {
+        let default = match self.common.smoke {
+            true => 2_000,
+            // A run should take less than a minute, and the time of a miss grows with its page.
+            false => (200_000 * (64 << 10) / self.common.page_size.as_u64()).min(200_000),
+        };
+        self.accesses.unwrap_or(default)
     }
 }
 

@@ -35,9 +35,7 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let len = paging.size_bytes(common) / size_of::<u64>() as u64;
     let mut array = remote.array::<u64>(len, Advice::Sequential)?;
     let threads = threads(options.threads);
-    let accesses = options
-        .accesses
-        .unwrap_or(if common.smoke { 2_000 } else { 200_000 });
+    let accesses = options.accesses();
     // A thread's share of the accesses, and of the array: updates of one element by two threads would be a race.
     let accesses_per_thread = accesses.div_ceil(threads as u64);
     let share = array.len().div_ceil(threads);

@@ -300,7 +300,7 @@ impl Report {
         if let Some(paging) = &self.config.paging {
             rows.push((
                 "arrays",
-                format!("{}, {:?} data", mib(paging.size_bytes), paging.data).to_lowercase(),
+                format!("{}, {} data", mib(paging.size_bytes), paging.data.name()),
             ));
             let threads = self.config.threads.unwrap_or(1);
             rows.push((
