@@ -31,7 +31,8 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Operations in flight per lane: more than the queues of its channels hold makes no difference.
+/// Operations in flight per lane: more than the queues of its channels hold makes no difference. Calls of users' stores
+/// are counted apart, so that a store that stalls leaves room for everything else.
 const OPS_MAX: usize = 128;
 /// Staging buffers in flight per lane are this long together, or one page: they are local memory beside the budget.
 const STAGING_BYTES_MAX: usize = 4 << 20;
@@ -80,7 +81,8 @@ pub struct Lane<F: Buf> {
     staging: Staging,
     encoder: Encoder,
     completions: Vec<Completion<IoBuf<F>>>,
-    calls: (Sender<Box<Call<F>>>, Receiver<Box<Call<F>>>),
+    ended_calls: Receiver<Box<Call<F>>>,
+    ended_calls_sender: Sender<Box<Call<F>>>,
     calls_in_flight: usize,
     bell: Arc<Bell>,
     /// Something was refused that the end of another lane's operation allows.
@@ -187,6 +189,7 @@ impl<F: Buf> Lane<F> {
             endpoint: "eventfd of a worker".to_owned(),
             source,
         })?;
+        let (ended_calls_sender, ended_calls) = crossbeam_channel::unbounded();
         Ok(Self {
             deadline: cluster.deadline,
             ports: cluster
@@ -200,7 +203,8 @@ impl<F: Buf> Lane<F> {
             staging: Staging::default(),
             encoder: Encoder::new(),
             completions: Vec::new(),
-            calls: crossbeam_channel::unbounded(),
+            ended_calls,
+            ended_calls_sender,
             calls_in_flight: 0,
             bell: Arc::new(bell),
             look_again: None,
@@ -322,7 +326,7 @@ impl<F: Buf> Lane<F> {
                 .any(|port| matches!(port.state, PortState::Opening(_)))
         {
             self.bell.hush();
-            while let Ok(call) = self.calls.1.try_recv() {
+            while let Ok(call) = self.ended_calls.try_recv() {
                 self.calls_in_flight -= 1;
                 self.finish_call(*call);
             }
@@ -492,7 +496,7 @@ impl<F: Buf> Lane<F> {
 
     /// Whether one more operation may start, with a staging buffer for a page of so many bytes.
     fn has_room(&self, staging: Option<usize>) -> bool {
-        self.pending.len() - self.vacant.len() < OPS_MAX
+        self.pending.len() - self.vacant.len() - self.calls_in_flight < OPS_MAX
             && staging.is_none_or(|page_bytes| {
                 self.staging.bytes_out == 0
                     || self.staging.bytes_out + page_bytes <= STAGING_BYTES_MAX
@@ -849,7 +853,7 @@ impl<F: Buf> Lane<F> {
         tag: u64,
         verb: Verb,
     ) -> Result<(), F> {
-        if !self.has_room(None) {
+        if self.calls_in_flight == OPS_MAX {
             return Err(frame);
         }
         let started = Instant::now();
@@ -870,7 +874,7 @@ impl<F: Buf> Lane<F> {
             len: store.page_len(page),
             frame,
             result: Ok(()),
-            reply: self.calls.0.clone(),
+            reply: self.ended_calls_sender.clone(),
             bell: self.bell.clone(),
         };
         if blocking.store.may_block() {

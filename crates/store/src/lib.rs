@@ -20,6 +20,8 @@ mod named;
 mod remote;
 mod slots;
 mod stats;
+#[cfg(test)]
+mod tests;
 
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};

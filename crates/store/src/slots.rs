@@ -461,3 +461,153 @@ fn block_order(bytes: u32) -> u8 {
         .next_power_of_two()
         .trailing_zeros() as u8
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn classes_hold_what_they_are_for_and_waste_little() {
+        for bytes in 1..=2 << 20 {
+            let class = class_of(bytes);
+            let slot = class_bytes(class);
+            assert!(class < CLASSES && slot >= u64::from(bytes), "{bytes}");
+            assert!(
+                class == 0 || class_bytes(class - 1) < u64::from(bytes),
+                "{bytes} fits the class below"
+            );
+            assert!(
+                bytes <= 1024 || slot - u64::from(bytes) <= u64::from(bytes) / 16,
+                "{bytes} in {slot}"
+            );
+        }
+        assert_eq!(
+            class_bytes(class_of(65536)),
+            65536,
+            "raw pages waste nothing"
+        );
+    }
+
+    #[test]
+    fn raw_pages_fill_an_extent_to_its_last_granule() {
+        for page_bytes in [4096u32, 65536, 2 << 20] {
+            let mut arena = Arena::new();
+            let bytes = 7 * (2 << 20) + GRANULE_BYTES;
+            arena.add(3, bytes);
+            let slots = std::iter::from_fn(|| arena.alloc(page_bytes)).count() as u64;
+            assert_eq!(slots, bytes / u64::from(page_bytes));
+        }
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Alloc(u32),
+        AllocBlock(u32),
+        Free(prop::sample::Index),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            6 => (1u32..70_000).prop_map(Step::Alloc),
+            1 => (1u32..1 << 20).prop_map(Step::AllocBlock),
+            5 => any::<prop::sample::Index>().prop_map(Step::Free),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn live_slots_never_overlap_and_everything_returns(steps in prop::collection::vec(step(), 1..400)) {
+            let mut arena = Arena::new();
+            let extents = [(0, 3 << 20), (2, (1 << 20) + 3 * GRANULE_BYTES), (5, GRANULE_BYTES + 100)];
+            for (index, bytes) in extents {
+                arena.add(index, bytes);
+            }
+            // Slot -> length.
+            let mut live: BTreeMap<Slot, u32> = BTreeMap::new();
+            for step in steps {
+                match step {
+                    Step::Alloc(bytes) | Step::AllocBlock(bytes) => {
+                        let slot = match step {
+                            Step::Alloc(_) => arena.alloc(bytes),
+                            _ => arena.alloc_block(bytes),
+                        };
+                        let Some(slot) = slot else { continue };
+                        let end = slot.offset + u64::from(bytes);
+                        let extent = extents.iter().find(|(index, _)| *index == slot.extent).expect("a granted extent").1;
+                        prop_assert!(end <= extent && slot.offset.is_multiple_of(PLACE_UNIT));
+                        if let Some((below, len)) = live.range(..=slot).next_back() {
+                            prop_assert!(below.extent != slot.extent || below.offset + u64::from(*len) <= slot.offset);
+                        }
+                        if let Some((above, _)) = live.range(slot..).next() {
+                            prop_assert!(above.extent != slot.extent || end <= above.offset);
+                        }
+                        live.insert(slot, bytes);
+                    }
+                    Step::Free(_) if live.is_empty() => {}
+                    Step::Free(index) => {
+                        let slot = *index.get(&live.keys().copied().collect::<Vec<_>>());
+                        live.remove(&slot);
+                        arena.free(slot);
+                    }
+                }
+            }
+            prop_assert_eq!(arena.take_surplus().len() < 3, arena.shapes().next().is_some());
+            for slot in live.into_keys() {
+                arena.free(slot);
+            }
+            arena.take_surplus();
+            prop_assert_eq!((arena.granted_bytes, arena.shapes().count()), (0, 0));
+            prop_assert!(arena.free.iter().all(BTreeSet::is_empty));
+        }
+    }
+
+    /// Pages that are rewritten with other lengths again and again: blocks held against bytes stored.
+    #[test]
+    fn rewriting_pages_with_changing_lengths_keeps_the_space_compact() {
+        for page_bytes in [4096u64, 65536] {
+            let mut arena = Arena::new();
+            arena.add(0, 1 << 30);
+            let mut random = page_bytes;
+            let mut slots: Vec<(Slot, u64)> = Vec::new();
+            let pages = 4000;
+            let mut worst = 0.0f64;
+            for i in 0..pages * 10 {
+                random = random
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                let bytes = page_bytes / 4 + (random >> 33) % (page_bytes / 2);
+                let slot = arena.alloc(bytes as u32).expect("there is room");
+                match slots.get_mut(i % pages) {
+                    None => slots.push((slot, bytes)),
+                    Some(old) => arena.free(std::mem::replace(old, (slot, bytes)).0),
+                }
+                if (i + 1).is_multiple_of(pages) {
+                    let held: u64 = arena
+                        .shapes()
+                        .map(|shape| GRANULE_BYTES << shape.order)
+                        .sum();
+                    let stored: u64 = slots.iter().map(|(_, bytes)| bytes).sum();
+                    worst = worst.max(held as f64 / stored as f64);
+                }
+            }
+            println!("{page_bytes}-byte pages: blocks hold {worst:.3} times what is stored");
+            assert!(worst < 1.25, "{worst}");
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "freed twice")]
+    fn freeing_twice_is_our_own_mistake() {
+        let mut arena = Arena::new();
+        arena.add(0, 1 << 20);
+        let slot = arena.alloc(4096).expect("there is room");
+        arena.alloc(4096);
+        arena.free(slot);
+        arena.free(slot);
+    }
+}

@@ -1,0 +1,947 @@
+//! Conformance of every store, faults, fullness and named regions, against a plain array.
+
+use std::{
+    collections::HashMap,
+    io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    AllocError, Op, Session, SessionOptions, Verb,
+    sim::{SimConfig, SimServer},
+};
+use parking_lot::Mutex;
+use rand::{Rng, RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::{
+    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, FileStore, FileStoreError,
+    Lane, OpenStoreError, Outcome, PageStore, PublishStoreError, RegionId, RemoteOptions, Reserve,
+    Store, StoreError,
+    entry::{Entry, Place},
+    remote::Backing,
+};
+
+type Frame = Vec<u8>;
+
+const REGION: RegionId = RegionId(7);
+
+fn session(server: &Arc<SimServer>) -> Arc<Session> {
+    server
+        .session(&SessionOptions::default())
+        .expect("the simulated server lives")
+}
+
+fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
+    let sessions = configs
+        .into_iter()
+        .map(|config| session(&SimServer::new(config)))
+        .collect();
+    Cluster::new(
+        sessions,
+        ClusterOptions {
+            deadline: Duration::from_secs(5),
+        },
+    )
+}
+
+fn cluster(seed: u64) -> Arc<Cluster> {
+    cluster_of([SimConfig::new(seed), SimConfig::new(seed + 1000)])
+}
+
+fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec,
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(
+        cluster,
+        REGION,
+        pages * page_bytes as u64,
+        page_bytes,
+        &options,
+    )
+    .expect("it fits")
+}
+
+/// Polls until something has ended.
+fn some(lane: &mut Lane<Frame>) -> Vec<Done<Frame>> {
+    let limit = Instant::now() + Duration::from_secs(20);
+    let mut done = Vec::new();
+    while done.is_empty() {
+        lane.poll(&mut done);
+        if done.is_empty() {
+            assert!(
+                Instant::now() < limit,
+                "{} operations never end",
+                lane.in_flight()
+            );
+            let mut fds = Vec::new();
+            let until = lane.wait(&mut fds);
+            assert!(
+                until.is_some() || !fds.is_empty(),
+                "nothing to sleep on with {} in flight",
+                lane.in_flight()
+            );
+            let left = until.map_or(100, |until| {
+                until
+                    .saturating_duration_since(Instant::now())
+                    .as_millis()
+                    .min(100)
+            });
+            nix::poll::poll(&mut fds, left as u16).expect("poll");
+        }
+    }
+    done
+}
+
+fn one(lane: &mut Lane<Frame>) -> Done<Frame> {
+    let mut done = some(lane);
+    assert_eq!(done.len(), 1);
+    done.pop().unwrap()
+}
+
+fn write(
+    lane: &mut Lane<Frame>,
+    store: &Arc<PageStore>,
+    page: u64,
+    bytes: &[u8],
+) -> Result<Outcome, StoreError> {
+    lane.write_back(store, page, bytes.to_vec(), page).unwrap();
+    let done = one(lane);
+    assert_eq!((done.tag, &done.frame[..]), (page, bytes));
+    done.outcome
+}
+
+fn read(lane: &mut Lane<Frame>, store: &Arc<PageStore>, page: u64) -> Result<Frame, StoreError> {
+    lane.fill(store, page, vec![0xee; store.page_bytes()], page)
+        .unwrap();
+    let done = one(lane);
+    done.outcome.map(|_| done.frame)
+}
+
+/// A page of one of the kinds that codecs tell apart.
+fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Frame {
+    let mut page = vec![0; page_bytes];
+    match random.random_range(0..6) {
+        0 => {}
+        1 => crate::codec::fill_repeated(&mut page, random.random()),
+        2 => random.fill_bytes(&mut page),
+        3 => {
+            let random_bytes = random.random_range(1..=page_bytes);
+            random.fill_bytes(&mut page[..random_bytes]);
+        }
+        4 => page
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, byte)| *byte = (i / 7) as u8),
+        _ => page[random.random_range(0..page_bytes)] = 1,
+    }
+    page
+}
+
+/// The suite: random fills and write-backs, many in flight over several lanes, against a plain array. Operations that
+/// fail for a reason that may pass are repeated.
+fn conform(
+    cluster: &Arc<Cluster>,
+    store: &Arc<PageStore>,
+    model: &mut [u8],
+    seed: u64,
+    operations: usize,
+) {
+    println!("seed {seed}");
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let page_bytes = store.page_bytes();
+    let mut lanes: Vec<Lane<Frame>> = (0..3)
+        .map(|_| Lane::new(cluster).expect("a lane"))
+        .collect();
+    // Page -> what was written, or None for a fill.
+    let mut busy: HashMap<u64, Option<Frame>> = HashMap::new();
+    let extent = |page: u64| {
+        let from = page as usize * page_bytes;
+        from..(from + page_bytes).min(model.len())
+    };
+    let ranges: Vec<_> = (0..store.pages()).map(extent).collect();
+    let mut finish = |done: Done<Frame>, busy: &mut HashMap<u64, Option<Frame>>| {
+        let range = ranges[done.tag as usize].clone();
+        let written = busy.remove(&done.tag).expect("it was in flight");
+        match (done.outcome, written) {
+            (Ok(Outcome::Filled { .. }), None) => {
+                let len = range.len();
+                assert!(
+                    done.frame[..len] == model[range],
+                    "seed {seed}: page {} is another",
+                    done.tag
+                );
+                assert!(
+                    done.frame[len..].iter().all(|&byte| byte == 0),
+                    "bytes beyond the region"
+                );
+            }
+            (Ok(Outcome::Clean | Outcome::Written { .. }), Some(bytes)) => {
+                let len = range.len();
+                model[range].copy_from_slice(&bytes[..len]);
+            }
+            (Err(error), _) if error.may_retry() => {}
+            (outcome, _) => panic!("seed {seed}: page {}: {outcome:?}", done.tag),
+        }
+    };
+    for _ in 0..operations {
+        let lane = random.random_range(0..lanes.len());
+        let page = random.random_range(0..store.pages());
+        if !busy.contains_key(&page) && random.random_bool(0.9) {
+            let lane = &mut lanes[lane];
+            let accepted = if random.random_bool(0.5) {
+                busy.insert(page, None);
+                lane.fill(store, page, vec![0xee; page_bytes], page).is_ok()
+            } else {
+                let bytes = random_page(&mut random, page_bytes);
+                busy.insert(page, Some(bytes.clone()));
+                lane.write_back(store, page, bytes, page).is_ok()
+            };
+            if !accepted {
+                busy.remove(&page);
+            }
+        } else {
+            let mut done = Vec::new();
+            lanes[lane].poll(&mut done);
+            done.into_iter().for_each(|done| finish(done, &mut busy));
+        }
+    }
+    for lane in &mut lanes {
+        while lane.in_flight() > 0 {
+            some(lane)
+                .into_iter()
+                .for_each(|done| finish(done, &mut busy));
+        }
+    }
+    assert!(busy.is_empty());
+    for page in 0..store.pages() {
+        busy.insert(page, None);
+        lanes[0]
+            .fill(store, page, vec![0xee; page_bytes], page)
+            .unwrap();
+        some(&mut lanes[0])
+            .into_iter()
+            .for_each(|done| finish(done, &mut busy));
+    }
+}
+
+#[test]
+fn remote_pages_come_back_as_written() {
+    for (seed, page_bytes, pages) in [(1, 4096, 50), (2, 65536, 20), (3, 2 << 20, 3)] {
+        for codec in [Codec::Raw, Codec::Lz4] {
+            let cluster = cluster(seed);
+            let store = remote(&cluster, pages, page_bytes, codec);
+            let mut model = vec![0; pages as usize * page_bytes];
+            conform(
+                &cluster,
+                &store,
+                &mut model,
+                seed,
+                if pages < 10 { 100 } else { 3000 },
+            );
+        }
+    }
+}
+
+#[test]
+fn lost_delayed_and_reordered_operations_neither_lose_nor_mix_pages() {
+    for seed in 0..12 {
+        let lossy = |seed| SimConfig {
+            lose_one_in: Some(40),
+            delay_steps: 20,
+            ..SimConfig::new(seed)
+        };
+        let cluster = cluster_of([lossy(seed), lossy(seed + 500)]);
+        let codec = if seed % 2 == 0 {
+            Codec::Raw
+        } else {
+            Codec::Lz4
+        };
+        let store = remote(&cluster, 40, 4096, codec);
+        conform(&cluster, &store, &mut vec![0; 40 * 4096], seed, 2000);
+        assert!(store.stats().retries > 0, "seed {seed} lost nothing");
+    }
+}
+
+#[test]
+fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
+    let dir = tempfile::tempdir().unwrap();
+    for (seed, bytes) in [(1, 4096 * 30), (2, 4096 * 29 + 1), (3, 5)] {
+        let path = dir.path().join(format!("pages{seed}"));
+        let file = FileStore::create(&path, bytes).unwrap();
+        let cluster = cluster(seed);
+        let store = PageStore::blocking(
+            &cluster,
+            REGION,
+            bytes,
+            4096,
+            Arc::new(file),
+            &BlockingOptions::default(),
+        )
+        .unwrap();
+        let mut model = vec![0; bytes as usize];
+        conform(&cluster, &store, &mut model, seed, 1500);
+        store.flush().unwrap();
+        assert!(std::fs::read(&path).unwrap() == model);
+    }
+}
+
+#[test]
+fn a_file_on_tmpfs_is_served_inline() {
+    let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
+        println!("skipped: no /dev/shm");
+        return;
+    };
+    let file = FileStore::create(dir.path().join("pages"), 10000).unwrap();
+    assert!(!file.may_block());
+    let cluster = cluster(1);
+    let store = PageStore::blocking(
+        &cluster,
+        REGION,
+        10000,
+        4096,
+        Arc::new(file),
+        &BlockingOptions::default(),
+    )
+    .unwrap();
+    conform(&cluster, &store, &mut vec![0; 10000], 1, 500);
+}
+
+#[test]
+fn a_file_of_the_wrong_length_is_refused_and_a_part_of_one_is_honoured() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    std::fs::write(&path, [7; 100]).unwrap();
+    for (offset, bytes) in [(0, 101), (100, 1), (101, 0), (u64::MAX, 1)] {
+        assert!(matches!(
+            FileStore::open(&path, offset, bytes),
+            Err(FileStoreError::TooShort {
+                file_bytes: 100,
+                ..
+            })
+        ));
+    }
+    assert!(
+        matches!(FileStore::create(&path, 1), Err(FileStoreError::Io { .. })),
+        "it exists"
+    );
+    assert!(matches!(
+        FileStore::open(dir.path().join("none"), 0, 1),
+        Err(FileStoreError::Io { .. })
+    ));
+    let store = FileStore::open(&path, 10, 20).unwrap();
+    let mut buf = [1; 30];
+    store.read(0, &mut buf).unwrap();
+    assert_eq!((&buf[..20], &buf[20..]), (&[7; 20][..], &[0; 10][..]));
+    store.write(15, &[9; 30]).unwrap();
+    let file = std::fs::read(&path).unwrap();
+    assert_eq!(
+        (file.len(), &file[24..31]),
+        (100, &[7, 9, 9, 9, 9, 9, 7][..])
+    );
+    std::fs::OpenOptions::new()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(12)
+        .unwrap();
+    assert!(
+        store.read(0, &mut buf).is_err(),
+        "a file that was cut is an error, not zeros"
+    );
+}
+
+#[test]
+fn pages_that_need_no_request_send_none() {
+    let server = SimServer::new(SimConfig::new(1));
+    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let store = remote(&cluster, 4, 4096, Codec::Raw);
+    let mut lane = Lane::new(&cluster).unwrap();
+    assert!(store.is_immediate(0));
+    assert_eq!(read(&mut lane, &store, 0).unwrap(), vec![0; 4096]);
+    assert_eq!(
+        write(&mut lane, &store, 0, &[0; 4096]).unwrap(),
+        Outcome::Clean
+    );
+    assert_eq!(
+        write(&mut lane, &store, 1, &[5; 4096]).unwrap(),
+        Outcome::Written { wire_bytes: 0 }
+    );
+    assert_eq!(
+        write(&mut lane, &store, 1, &[5; 4096]).unwrap(),
+        Outcome::Clean
+    );
+    assert_eq!(read(&mut lane, &store, 1).unwrap(), vec![5; 4096]);
+    let stats = store.stats();
+    assert_eq!(
+        (
+            stats.bytes_read,
+            stats.bytes_written,
+            stats.fills_never,
+            stats.fills_repeated
+        ),
+        (0, 0, 1, 1)
+    );
+    let mut page = vec![5; 4096];
+    page[9] = 6;
+    assert_eq!(
+        write(&mut lane, &store, 1, &page).unwrap(),
+        Outcome::Written { wire_bytes: 4096 }
+    );
+    assert_eq!(write(&mut lane, &store, 1, &page).unwrap(), Outcome::Clean);
+    assert!(!store.is_immediate(1));
+    assert_eq!(
+        write(&mut lane, &store, 1, &[0; 4096]).unwrap(),
+        Outcome::Written { wire_bytes: 0 }
+    );
+    assert_eq!(
+        read(&mut lane, &store, 1).unwrap(),
+        vec![0; 4096],
+        "zeros replace what was there"
+    );
+    drop(store);
+    assert_eq!(cluster.stats().bytes_written, 4096, "closed stores count");
+}
+
+#[test]
+fn a_page_that_does_not_shrink_costs_what_a_raw_page_costs() {
+    let cluster = cluster(1);
+    let store = remote(&cluster, 2, 65536, Codec::Lz4);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let mut page = vec![0; 65536];
+    ChaCha8Rng::seed_from_u64(1).fill_bytes(&mut page);
+    assert_eq!(
+        write(&mut lane, &store, 0, &page).unwrap(),
+        Outcome::Written { wire_bytes: 65536 }
+    );
+    page[1000..].fill(3);
+    let Outcome::Written { wire_bytes } = write(&mut lane, &store, 0, &page).unwrap() else {
+        panic!("it changed")
+    };
+    assert!(wire_bytes < 2000, "{wire_bytes}");
+    assert_eq!(read(&mut lane, &store, 0).unwrap(), page);
+}
+
+/// Where a page's bytes are.
+fn place_of(store: &PageStore, page: u64) -> (Place, u32) {
+    match store.table.load(page) {
+        Entry::Stored {
+            place,
+            stored_bytes,
+            ..
+        } => (place, stored_bytes),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Changes a page's remote bytes behind the store's back.
+fn tamper(cluster: &Cluster, store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
+    let Backing::Remote(remote) = &store.backing else {
+        panic!("remote")
+    };
+    let (place, len) = place_of(store, page);
+    let mut channel = cluster.sessions()[remote.pool.port(place.server)]
+        .channel::<Vec<u8>>()
+        .unwrap();
+    let mut transfer = |verb, buf| {
+        let op = Op {
+            tag: 0,
+            verb,
+            extent: remote.pool.extent(place),
+            offset: place.offset,
+            len,
+            buf,
+        };
+        channel.post(op).unwrap();
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {}
+        let done = done.pop().unwrap();
+        done.result.unwrap();
+        done.buf
+    };
+    let mut bytes = transfer(Verb::Read, vec![0; len as usize]);
+    change(&mut bytes);
+    transfer(Verb::Write, bytes);
+}
+
+#[test]
+fn damaged_remote_bytes_are_an_error_and_never_data() {
+    for codec in [Codec::Raw, Codec::Lz4] {
+        let cluster = cluster(1);
+        let store = remote(&cluster, 100, 4096, codec);
+        let mut lane = Lane::new(&cluster).unwrap();
+        let mut random = ChaCha8Rng::seed_from_u64(5);
+        for page in 0..100 {
+            let bytes: Vec<u8> = (0..4096)
+                .map(|i| (i / 9) as u8 ^ random.random_range(0..2u8))
+                .collect();
+            write(&mut lane, &store, page, &bytes).unwrap();
+            tamper(&cluster, &store, page, |bytes| {
+                let at = random.random_range(0..bytes.len());
+                bytes[at] ^= 1 << random.random_range(0..8);
+            });
+            let error = read(&mut lane, &store, page).unwrap_err();
+            assert!(
+                matches!(&error, StoreError::Corrupt { region: REGION, page: p, server, .. } if *p == page && server.starts_with("sim:")),
+                "{error}"
+            );
+            assert!(!error.may_retry());
+        }
+        assert_eq!(store.stats().corrupt, 100);
+    }
+}
+
+#[test]
+fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting() {
+    let server = SimServer::new(SimConfig::new(1));
+    let deadline = Duration::from_millis(300);
+    let cluster = Cluster::new(vec![session(&server)], ClusterOptions { deadline });
+    let store = remote(&cluster, 8, 4096, Codec::Raw);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let mut page = vec![1; 4096];
+    page[0] = 0;
+    write(&mut lane, &store, 0, &page).unwrap();
+    server.kill();
+    let began = Instant::now();
+    lane.fill(&store, 0, vec![0; 4096], 1).unwrap();
+    lane.write_back(&store, 1, page.clone(), 2).unwrap();
+    let mut ended = 0;
+    while ended < 2 {
+        for done in some(&mut lane) {
+            ended += 1;
+            let error = done.outcome.unwrap_err();
+            assert!(
+                matches!(
+                    error,
+                    StoreError::Remote {
+                        retry: true,
+                        attempts: 2..,
+                        ..
+                    }
+                ),
+                "{error:?}"
+            );
+        }
+    }
+    assert!(
+        (deadline..deadline * 4).contains(&began.elapsed()),
+        "{:?}",
+        began.elapsed()
+    );
+    assert!(
+        matches!(store.table.load(1), Entry::Never),
+        "a failed write-back leaves the entry alone"
+    );
+    assert_eq!(lane.in_flight(), 0);
+}
+
+#[test]
+fn a_full_server_is_typed_and_leaves_everything_usable() {
+    let config = |seed| SimConfig {
+        capacity_bytes: 8 << 20,
+        ..SimConfig::new(seed)
+    };
+    let cluster = cluster_of([config(1), config(2)]);
+    let kept = remote(&cluster, 1024, 4096, Codec::Raw);
+    for _ in 0..3 {
+        let error = PageStore::remote(&cluster, REGION, 64 << 20, 4096, &RemoteOptions::default())
+            .map(drop)
+            .unwrap_err();
+        assert!(
+            matches!(&error, CreateError::Alloc { source: AllocError::Full { endpoint, .. }, .. } if endpoint.starts_with("sim:")),
+            "{error}"
+        );
+    }
+    // What the failed attempts took is back: the rest of the capacity still serves.
+    let rest = remote(&cluster, 1024, 4096, Codec::Lz4);
+    conform(&cluster, &kept, &mut vec![0; 1024 * 4096], 1, 4000);
+    conform(&cluster, &rest, &mut vec![0; 1024 * 4096], 2, 4000);
+    drop((kept, rest));
+    assert_eq!(
+        cluster.granted_bytes(),
+        0,
+        "closed regions give everything back"
+    );
+}
+
+#[test]
+fn a_fully_reserved_region_never_lacks_room_and_one_on_demand_says_so() {
+    let page = |i: u64| {
+        let mut page = vec![0; 4096];
+        ChaCha8Rng::seed_from_u64(i).fill_bytes(&mut page);
+        page
+    };
+    let config = SimConfig {
+        capacity_bytes: 5 << 20,
+        ..SimConfig::new(1)
+    };
+    let cluster = cluster_of([config]);
+    let store = remote(&cluster, 1024, 4096, Codec::Raw);
+    let mut lane = Lane::new(&cluster).unwrap();
+    for i in 0..3 * 1024 {
+        write(&mut lane, &store, i % 1024, &page(i)).unwrap();
+    }
+    drop(store);
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&cluster, REGION, 1 << 30, 4096, &options).unwrap();
+    let outcomes: Vec<_> = (0..1400)
+        .map(|i| write(&mut lane, &store, i, &page(i)))
+        .collect();
+    let stored = outcomes
+        .iter()
+        .take_while(|outcome| outcome.is_ok())
+        .count();
+    assert!((1200..=1280).contains(&stored), "{stored} of 5 MiB");
+    assert!(
+        matches!(outcomes[stored], Err(StoreError::Full { page, .. }) if page == stored as u64)
+    );
+    assert_eq!(
+        read(&mut lane, &store, 5).unwrap(),
+        page(5),
+        "what was stored is still there"
+    );
+    write(&mut lane, &store, 5, &[0; 4096]).unwrap();
+    write(&mut lane, &store, 1399, &page(1)).expect("room again");
+}
+
+#[test]
+fn many_small_regions_share_extents() {
+    let cluster = cluster(1);
+    let regions: Vec<_> = (0..2000)
+        .map(|_| remote(&cluster, 1, 4096, Codec::Raw))
+        .collect();
+    let extents = cluster
+        .sessions()
+        .iter()
+        .map(|session| session.stat().unwrap().extents)
+        .sum::<u64>();
+    assert!(extents <= 40, "{extents}");
+    drop(regions);
+    assert_eq!(cluster.granted_bytes(), 0);
+    for _ in 0..100 {
+        drop(remote(&cluster, 100, 4096, Codec::Lz4));
+    }
+    assert_eq!(cluster.granted_bytes(), 0);
+}
+
+/// A store in memory that does as it is told.
+#[derive(Default)]
+struct Unruly {
+    bytes: Mutex<Vec<u8>>,
+    fail: AtomicBool,
+    panic: AtomicBool,
+    stall: AtomicBool,
+    calls: AtomicUsize,
+    running: AtomicUsize,
+    running_max: AtomicUsize,
+}
+
+impl Unruly {
+    fn new(bytes: usize) -> Arc<Self> {
+        Arc::new(Self {
+            bytes: Mutex::new((0..bytes).map(|i| (i / 3) as u8).collect()),
+            ..Self::default()
+        })
+    }
+
+    fn mood(&self) -> io::Result<()> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        self.running_max.fetch_max(
+            self.running.fetch_add(1, Ordering::Relaxed) + 1,
+            Ordering::Relaxed,
+        );
+        let limit = Instant::now() + Duration::from_secs(10);
+        while self.stall.load(Ordering::Relaxed) && Instant::now() < limit {
+            std::thread::yield_now();
+        }
+        self.running.fetch_sub(1, Ordering::Relaxed);
+        assert!(!self.panic.load(Ordering::Relaxed), "told to");
+        if self.fail.load(Ordering::Relaxed) {
+            Err(io::Error::other("told to fail"))
+        } else {
+            Ok(())
+        }
+    }
+}
+
+impl Store for Unruly {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.mood()?;
+        buf.copy_from_slice(&self.bytes.lock()[offset as usize..][..buf.len()]);
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.mood()?;
+        self.bytes.lock()[offset as usize..][..buf.len()].copy_from_slice(buf);
+        Ok(())
+    }
+}
+
+fn unruly(cluster: &Arc<Cluster>, bytes: usize) -> (Arc<Unruly>, Arc<PageStore>) {
+    let user = Unruly::new(bytes);
+    let options = BlockingOptions { threads: 2 };
+    (
+        user.clone(),
+        PageStore::blocking(cluster, REGION, bytes as u64, 4096, user, &options).unwrap(),
+    )
+}
+
+#[test]
+fn a_users_store_is_read_first_and_clean_pages_are_not_written() {
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let (user, store) = unruly(&cluster, 10000);
+    let mut model = user.bytes.lock().clone();
+    let mut lane = Lane::new(&cluster).unwrap();
+    let page = read(&mut lane, &store, 2).unwrap();
+    assert_eq!(page[..10000 - 8192], model[8192..]);
+    assert_eq!(write(&mut lane, &store, 2, &page).unwrap(), Outcome::Clean);
+    assert_eq!(user.calls.load(Ordering::Relaxed), 1);
+    conform(&cluster, &store, &mut model, 4, 1000);
+    assert!(*user.bytes.lock() == model);
+}
+
+#[test]
+fn errors_and_panics_of_a_users_store_reach_the_caller_and_pass() {
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let (user, store) = unruly(&cluster, 8192);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let page = read(&mut lane, &store, 1).unwrap();
+    user.fail.store(true, Ordering::Relaxed);
+    let error = read(&mut lane, &store, 0).unwrap_err();
+    assert!(
+        error.to_string().contains("told to fail") && error.may_retry(),
+        "{error}"
+    );
+    let changed = vec![1; 4096];
+    assert!(matches!(
+        write(&mut lane, &store, 1, &changed),
+        Err(StoreError::User { page: 1, .. })
+    ));
+    user.fail.store(false, Ordering::Relaxed);
+    // What the store has is unknown after a failed write, so going back to the old bytes is no clean page.
+    assert!(matches!(
+        write(&mut lane, &store, 1, &page),
+        Ok(Outcome::Written { .. })
+    ));
+    user.panic.store(true, Ordering::Relaxed);
+    for _ in 0..5 {
+        assert!(
+            matches!(read(&mut lane, &store, 0), Err(StoreError::Panicked { ref message, .. }) if message == "told to")
+        );
+    }
+    user.panic.store(false, Ordering::Relaxed);
+    assert_eq!(read(&mut lane, &store, 1).unwrap(), page);
+}
+
+#[test]
+fn what_was_written_to_a_users_store_must_come_back() {
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let (user, store) = unruly(&cluster, 4096);
+    let mut lane = Lane::new(&cluster).unwrap();
+    read(&mut lane, &store, 0).unwrap();
+    user.bytes.lock()[9] ^= 1;
+    read(&mut lane, &store, 0).expect("content of others is theirs to change");
+    write(&mut lane, &store, 0, &[3; 4096]).unwrap();
+    user.bytes.lock()[9] ^= 1;
+    assert!(matches!(
+        read(&mut lane, &store, 0),
+        Err(StoreError::Corrupt { page: 0, .. })
+    ));
+}
+
+#[test]
+fn a_store_that_stalls_holds_up_nobody_else() {
+    let cluster = cluster(1);
+    let (user, stalled) = unruly(&cluster, 160 * 4096);
+    let store = remote(&cluster, 20, 4096, Codec::Raw);
+    let mut lane = Lane::new(&cluster).unwrap();
+    user.stall.store(true, Ordering::Relaxed);
+    for page in 0..128 {
+        lane.fill(&stalled, page, vec![0; 4096], 1000 + page)
+            .unwrap();
+    }
+    assert!(
+        lane.fill(&stalled, 128, vec![0; 4096], 0).is_err(),
+        "it takes no more for now"
+    );
+    for page in 0..20 {
+        let bytes: Vec<u8> = (0..4096u64)
+            .map(|i| (i * page) as u8 ^ (i / 256) as u8)
+            .collect();
+        assert!(write(&mut lane, &store, page, &bytes).is_ok());
+        assert_eq!(read(&mut lane, &store, page).unwrap(), bytes);
+    }
+    user.stall.store(false, Ordering::Relaxed);
+    while lane.in_flight() > 0 {
+        some(&mut lane)
+            .into_iter()
+            .for_each(|done| assert!(done.outcome.is_ok()));
+    }
+    assert_eq!(user.calls.load(Ordering::Relaxed), 128);
+    assert_eq!(
+        user.running_max.load(Ordering::Relaxed),
+        2,
+        "as many calls at once as threads"
+    );
+}
+
+fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec,
+        named: true,
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
+}
+
+fn servers() -> [Arc<SimServer>; 2] {
+    [
+        SimServer::new(SimConfig::new(1)),
+        SimServer::new(SimConfig::new(2)),
+    ]
+}
+
+fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
+    Cluster::new(
+        servers.iter().map(session).collect(),
+        ClusterOptions::default(),
+    )
+}
+
+#[test]
+fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
+    for codec in [Codec::Raw, Codec::Lz4] {
+        let mut servers = servers();
+        let mut model = vec![0; 60 * 4096];
+        let first = client(&servers);
+        let store = named(&first, 60, codec);
+        conform(&first, &store, &mut model, 1, 1000);
+        store.publish("field").unwrap();
+        let second = client(&servers);
+        assert!(
+            matches!(
+                PageStore::open(&second, REGION, "field"),
+                Err(OpenStoreError::Open { .. })
+            ),
+            "in use"
+        );
+        drop((store, first));
+        for round in 2..6 {
+            servers.reverse();
+            let cluster = client(&servers);
+            assert!(matches!(
+                PageStore::open(&cluster, REGION, "other"),
+                Err(OpenStoreError::NotFound { .. })
+            ));
+            let store = PageStore::open(&cluster, RegionId(round), "field").unwrap();
+            assert_eq!(
+                (store.bytes(), store.page_bytes(), store.codec()),
+                (60 * 4096, 4096, Some(codec))
+            );
+            conform(&cluster, &store, &mut model, round, 1000);
+            store.publish("field").unwrap();
+            conform(&cluster, &store, &mut model.clone(), round + 100, 500);
+        }
+        let missing = client(&servers[..1]);
+        assert!(PageStore::open(&missing, REGION, "field").is_err());
+    }
+}
+
+#[test]
+fn a_client_that_dies_between_publications_leaves_the_last_one() {
+    let servers = servers();
+    let mut model = vec![0; 60 * 4096];
+    for round in 0..8 {
+        let cluster = client(&servers);
+        let store = if round == 0 {
+            named(&cluster, 60, Codec::Lz4)
+        } else {
+            PageStore::open(&cluster, REGION, "x").unwrap()
+        };
+        for publication in 0..3 {
+            conform(&cluster, &store, &mut model, round * 10 + publication, 400);
+            store.publish("x").unwrap();
+        }
+        // Overwritten after the last publication, many times over: nothing of it may show.
+        conform(&cluster, &store, &mut model.clone(), round * 10 + 5, 1500);
+    }
+}
+
+#[test]
+fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
+    let server = SimServer::new(SimConfig {
+        capacity_bytes: 3 << 20,
+        ..SimConfig::new(1)
+    });
+    let cluster = client(std::slice::from_ref(&server));
+    let store = named(&cluster, 64, Codec::Raw);
+    assert!(matches!(
+        remote(&cluster, 4, 4096, Codec::Raw).publish("x"),
+        Err(PublishStoreError::NotNamed { .. })
+    ));
+    let mut lane = Lane::new(&cluster).unwrap();
+    let page = |i: u64| {
+        (0..4096u64)
+            .map(|j| (j * i + j / 256) as u8)
+            .collect::<Vec<_>>()
+    };
+    write(&mut lane, &store, 3, &page(1)).unwrap();
+    store.publish("x").unwrap();
+    write(&mut lane, &store, 3, &page(2)).unwrap();
+    assert!(store.publish(&"long".repeat(1000)).is_err(), "no such name");
+    write(&mut lane, &store, 3, &page(3)).unwrap();
+    store.publish("x").unwrap();
+    write(&mut lane, &store, 3, &page(4)).unwrap();
+    drop((lane, store, cluster));
+    let cluster = client(&[server]);
+    let store = PageStore::open(&cluster, REGION, "x").unwrap();
+    assert_eq!(
+        read(&mut Lane::new(&cluster).unwrap(), &store, 3).unwrap(),
+        page(3)
+    );
+}
+
+#[test]
+fn pages_may_move_while_a_region_is_being_published() {
+    let servers = servers();
+    let cluster = client(&servers);
+    let store = named(&cluster, 200, Codec::Lz4);
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut round = 0;
+            while !stop.load(Ordering::Relaxed) {
+                conform(&cluster, &store, &mut vec_of(&cluster, &store), round, 500);
+                round += 1;
+            }
+        });
+        for _ in 0..30 {
+            store.publish("busy").unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    store.publish("busy").unwrap();
+    let model = vec_of(&cluster, &store);
+    drop((store, cluster));
+    let cluster = client(&servers);
+    let store = PageStore::open(&cluster, REGION, "busy").unwrap();
+    assert!(vec_of(&cluster, &store) == model);
+}
+
+/// All bytes of a region.
+fn vec_of(cluster: &Arc<Cluster>, store: &Arc<PageStore>) -> Vec<u8> {
+    let mut lane = Lane::new(cluster).unwrap();
+    (0..store.pages())
+        .flat_map(|page| read(&mut lane, store, page).unwrap())
+        .collect()
+}
