@@ -91,11 +91,10 @@ impl<A: AddressSpace> Frames<A> {
     }
 
     fn take(&self, page_bytes: usize) -> Option<A::Frame> {
-        let frame = self
-            .pool(page_bytes)
-            .lock()
-            .pop()
-            .or_else(|| self.make(page_bytes));
+        // A statement of its own, so that its lock is given up: making a frame takes the locks of the other sizes, and two
+        // fillers of different sizes would wait for each other.
+        let free = self.pool(page_bytes).lock().pop();
+        let frame = free.or_else(|| self.make(page_bytes));
         if frame.is_some() {
             self.used.fetch_add(page_bytes as u64, Ordering::Relaxed);
         }
