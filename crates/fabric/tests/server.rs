@@ -290,8 +290,9 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     let Response::Granted { extent: own } = hear(&mut control) else {
         panic!("no grant")
     };
+    // A READ, which would be answered if it were accepted.
     let good = OpHeader {
-        kind: OpKind::Write,
+        kind: OpKind::Read,
         following: 0,
         sequence: 0,
         len: 4096,
@@ -363,32 +364,35 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
             .expect("connected");
         assert_eq!(closed(stream, story), [], "{story}");
     }
+    let write = OpHeader {
+        kind: OpKind::Write,
+        ..good
+    };
     for (story, header) in [
         (
             "beyond the extent",
             OpHeader {
                 offset: 9_000,
-                ..good
+                ..write
             },
         ),
         (
             "somebody else's extent",
             OpHeader {
                 extent: theirs,
-                ..good
+                ..write
             },
         ),
         (
             "no extent",
             OpHeader {
                 extent: ExtentId(u64::MAX),
-                ..good
+                ..write
             },
         ),
         (
             "reading somebody else's extent",
             OpHeader {
-                kind: OpKind::Read,
                 extent: theirs,
                 ..good
             },
