@@ -11,7 +11,7 @@ use std::{
 use farpage_memserver::Server;
 
 /// Each takes a second or two; a busy machine may need a few times as long, and one that hangs must not stop the suite.
-const TIME_LIMIT: Duration = Duration::from_secs(120);
+const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// What a program printed, and whether it succeeded.
 struct Run {
@@ -65,11 +65,13 @@ fn run(program: &str, argument: &str, server: Option<&str>) -> Run {
 
     let output = read_all(child.stdout.take().expect("piped above"));
     let errors = read_all(child.stderr.take().expect("piped above"));
-    let Ok(output) = output.recv_timeout(TIME_LIMIT) else {
+    let in_time = output.recv_timeout(TIME_LIMIT);
+    let Ok(output) = in_time else {
         child.kill().expect("the child is ours");
         child.wait().expect("the child is ours");
+        let printed = output.recv().expect("ends with the child");
         let errors = errors.recv().expect("ends with the child");
-        panic!("{program} {argument} did not end within {TIME_LIMIT:?}:\n{errors}");
+        panic!("{program} {argument} did not end within {TIME_LIMIT:?}:\n{printed}\n{errors}");
     };
     Run {
         output,
