@@ -9,7 +9,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
 };
 
@@ -38,8 +38,9 @@ pub(crate) type RegionTable = RwLock<BTreeMap<usize, Arc<Region>>>;
 pub(crate) enum Command {
     /// Bring these pages in when there is room. Pages of other shards are passed over.
     Prefetch(Arc<Region>, Range<usize>),
-    /// Bring these pages in even if they are poisoned or the budget is tight; the program waits for them.
-    Demand(Arc<Region>, Range<usize>),
+    /// Bring these pages in even if they are poisoned or the budget is tight; the program waits for them. Each filler counts itself
+    /// when it has taken its pages on: what is poisoned after that has failed again.
+    Demand(Arc<Region>, Range<usize>, Arc<AtomicUsize>),
     /// The region is closing: give up whatever is kept for it.
     Settle(Arc<Region>),
 }
@@ -180,7 +181,9 @@ impl<A: AddressSpace> Core<A> {
     /// A page that the caller owns cannot be brought in: whoever waits for it gets SIGBUS.
     /// Returns whether somebody did.
     pub(crate) fn fail_fill(&self, region: &Region, page: usize, error: PageError) -> bool {
-        let waited = match region.words.apply(page, protocol::fill_failed) {
+        // Before the word says so: whoever sees the page poisoned looks for the reason.
+        region.record(error.clone());
+        match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
                 tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
@@ -197,9 +200,7 @@ impl<A: AddressSpace> Core<A> {
                 self.space.wake(shard, address, region.page_bytes());
                 true
             }
-        };
-        region.record(error);
-        waited
+        }
     }
 
     /// Gives a free frame back, and wakes fillers if one waits for it.

@@ -13,7 +13,7 @@ use std::{
     collections::VecDeque,
     mem,
     ops::Range,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -451,7 +451,10 @@ impl<A: AddressSpace> Filler<A> {
                     pages,
                     trigger: false,
                 }),
-                Command::Demand(region, pages) => self.demand(&region, pages),
+                Command::Demand(region, pages, taken_on) => {
+                    self.demand(&region, pages);
+                    taken_on.fetch_add(1, Ordering::Release);
+                }
                 Command::Settle(region) => self.give_up(&region),
             }
         }
@@ -466,9 +469,7 @@ impl<A: AddressSpace> Filler<A> {
             }
             let owned = region
                 .words
-                .try_apply(page, |w| {
-                    protocol::heal(w).or_else(|| protocol::prefetch(w))
-                })
+                .try_apply(page, |w| protocol::heal(w).or_else(|| protocol::demand(w)))
                 .is_some();
             if owned {
                 self.begin(Flight {

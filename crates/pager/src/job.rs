@@ -104,4 +104,9 @@ impl Job {
         }
         outcome.error.take().map_or(Ok(()), Err)
     }
+
+    #[cfg(test)]
+    pub(crate) fn has_ended(&self) -> bool {
+        self.outcome.0.lock().ended
+    }
 }

@@ -18,6 +18,8 @@ mod job;
 mod pager;
 pub mod protocol;
 mod region;
+#[cfg(test)]
+mod simulation;
 mod slab;
 mod stats;
 mod sweep;

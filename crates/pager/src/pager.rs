@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -259,6 +259,11 @@ impl<A: AddressSpace> Pager<A> {
         Ok((pager, fillers, evictors))
     }
 
+    #[cfg(test)]
+    pub(crate) fn core(&self) -> &Arc<Core<A>> {
+        &self.core
+    }
+
     /// The servers that regions keep their pages on.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
@@ -424,20 +429,43 @@ impl<A: AddressSpace> Mapped<A> {
         for first in pages.clone().step_by(CHUNK_PAGES) {
             let chunk = first..(first + CHUNK_PAGES).min(pages.end);
             self.region.take_error();
-            self.core()
-                .tell_fillers(|| Command::Demand(self.region.clone(), chunk.clone()));
-            chunk.clone().try_for_each(|page| self.wait_for(page))?;
+            let taken_on = self.demand(chunk.clone());
+            let mut outcome = Ok(());
+            for page in chunk {
+                match outcome {
+                    Ok(()) => outcome = self.wait_for(page, &taken_on),
+                    // What is under way ends before we return: its error would be the next call's.
+                    Err(_) => self.wait_while_filling(page),
+                }
+            }
+            outcome?;
         }
         Ok(())
     }
 
-    fn wait_for(&self, page: usize) -> Result<(), PageError> {
+    fn wait_while_filling(&self, page: usize) {
+        while self.region.words.load(page).state() == State::Filling {
+            thread::sleep(Duration::from_micros(20));
+        }
+    }
+
+    /// Asks for pages; returns how many fillers have taken theirs on.
+    fn demand(&self, pages: Range<usize>) -> Arc<AtomicUsize> {
+        let taken_on = Arc::new(AtomicUsize::new(0));
+        self.core()
+            .tell_fillers(|| Command::Demand(self.region.clone(), pages.clone(), taken_on.clone()));
+        taken_on
+    }
+
+    fn wait_for(&self, page: usize, taken_on: &AtomicUsize) -> Result<(), PageError> {
         let since = Instant::now();
         let mut asked = since;
         loop {
+            // Before the word: one that is poisoned may have been so before we asked.
+            let is_new = taken_on.load(Ordering::Acquire) == self.core().shards();
             match self.region.words.load(page).state() {
                 State::Resident | State::Leaving => return Ok(()),
-                State::Poisoned => {
+                State::Poisoned if is_new => {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
                         region: self.region.id,
@@ -446,12 +474,12 @@ impl<A: AddressSpace> Mapped<A> {
                     };
                     return Err(self.region.take_error().unwrap_or(unknown));
                 }
-                State::Remote | State::Filling => {}
+                State::Poisoned | State::Remote | State::Filling => {}
             }
+            // It was on its way for nobody and failed, or it came and went.
             if asked.elapsed() > Duration::from_millis(5) {
                 asked = Instant::now();
-                self.core()
-                    .tell_fillers(|| Command::Demand(self.region.clone(), page..page + 1));
+                self.demand(page..page + 1);
             }
             thread::sleep(Duration::from_micros(20));
         }
@@ -480,6 +508,11 @@ impl<A: AddressSpace> Mapped<A> {
 
     fn core(&self) -> &Core<A> {
         &self.pager.core
+    }
+
+    #[cfg(test)]
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
     }
 
     /// The pages that a range of bytes touches.

@@ -162,6 +162,11 @@ pub fn prefetch(w: Word) -> Option<Word> {
     (w.state() == State::Remote).then(|| w.with_state(State::Filling))
 }
 
+/// Somebody waits for the page without touching it. With a note, as after a fault, so that a failure is told. `None`: nothing to do.
+pub fn demand(w: Word) -> Option<Word> {
+    prefetch(w).map(Word::note)
+}
+
 /// The owner of a filling page, or of a leaving page that comes back, is about to install it.
 ///
 /// Notes of faults that were read before are settled by the install, which wakes their threads. What is noted after this
