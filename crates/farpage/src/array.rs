@@ -5,6 +5,7 @@ use std::{
     marker::PhantomData,
     mem,
     ops::{Deref, DerefMut, RangeBounds},
+    slice,
 };
 
 use bytemuck::Pod;
@@ -76,6 +77,11 @@ impl<T: Pod> RemoteArray<T> {
         self.region.flush()
     }
 
+    /// The first error of work in the background since the last call: see [`Region::take_error`].
+    pub fn take_error(&self) -> Option<PageError> {
+        self.region.take_error()
+    }
+
     /// Closes the array: see [`Region::close`].
     ///
     /// # Errors
@@ -97,6 +103,36 @@ impl<T: Pod> DerefMut for RemoteArray<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         let bytes = self.len * mem::size_of::<T>();
         &mut bytemuck::cast_slice_mut(&mut self.region[..bytes])[..self.len]
+    }
+}
+
+impl<T: Pod> AsRef<[T]> for RemoteArray<T> {
+    fn as_ref(&self) -> &[T] {
+        self
+    }
+}
+
+impl<T: Pod> AsMut<[T]> for RemoteArray<T> {
+    fn as_mut(&mut self) -> &mut [T] {
+        self
+    }
+}
+
+impl<'a, T: Pod> IntoIterator for &'a RemoteArray<T> {
+    type Item = &'a T;
+    type IntoIter = slice::Iter<'a, T>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter()
+    }
+}
+
+impl<'a, T: Pod> IntoIterator for &'a mut RemoteArray<T> {
+    type Item = &'a mut T;
+    type IntoIter = slice::IterMut<'a, T>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.iter_mut()
     }
 }
 

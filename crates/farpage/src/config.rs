@@ -181,9 +181,7 @@ impl Builder {
         for server in servers(self.servers) {
             sessions.push(Session::connect(&server.parse::<Endpoint>()?, &session)?);
         }
-        let mut cluster_options = ClusterOptions::default();
-        cluster_options.deadline = deadline;
-        let cluster = Cluster::new(sessions, cluster_options);
+        let cluster = Cluster::new(sessions, ClusterOptions { deadline });
         Ok(Runtime::new(
             Pager::start(Arc::new(space), cluster, &pager_options)?,
             defaults,

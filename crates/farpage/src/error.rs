@@ -1,9 +1,12 @@
-//! What can go wrong, per operation.
+//! What can go wrong, per operation, and the errors of the layers below that say why.
 
-use farpage_fabric::ConnectError;
-use farpage_pager::{MapError, StartError};
-use farpage_store::{OpenStoreError, PublishStoreError};
-use farpage_wire::EndpointError;
+pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
+pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, StartError};
+pub use farpage_store::{
+    CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError, StoreError,
+};
+pub use farpage_vm::OpenError as UserfaultfdError;
+pub use farpage_wire::EndpointError;
 
 /// A runtime could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -20,7 +23,7 @@ pub enum BuildError {
     Connect(#[from] ConnectError),
     /// The kernel does not let this process page its own memory; the text says what to do.
     #[error(transparent)]
-    Userfaultfd(#[from] farpage_vm::OpenError),
+    Userfaultfd(#[from] UserfaultfdError),
     /// The workers could not be started.
     #[error(transparent)]
     Start(#[from] StartError),
@@ -32,7 +35,7 @@ pub enum BuildError {
 pub enum CreateError {
     /// No memory for its pages on the servers, or none asked for in the right way.
     #[error(transparent)]
-    Store(#[from] farpage_store::CreateError),
+    Store(#[from] StoreCreateError),
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
@@ -76,7 +79,7 @@ pub enum OpenError {
 pub enum FlushError {
     /// Pages could not be written back.
     #[error(transparent)]
-    Pages(#[from] farpage_pager::FlushError),
+    Pages(#[from] PageFlushError),
     /// Pages were written back, but not published under the region's name; what was published before is still there.
     #[error(transparent)]
     Publish(#[from] PublishStoreError),

@@ -26,7 +26,7 @@
 
 mod array;
 mod config;
-mod error;
+pub mod error;
 mod region;
 mod runtime;
 mod stats;
@@ -37,8 +37,8 @@ pub use bytesize::ByteSize;
 pub use config::Builder;
 pub use error::{BuildError, CreateError, FlushError, OpenError};
 pub use farpage_fabric::{Link, Session};
-pub use farpage_pager::{Advice, PageError};
-pub use farpage_store::{Codec, FileStore, FileStoreError, Reserve, Store};
+pub use farpage_pager::{Advice, PageError, PagerStats};
+pub use farpage_store::{Codec, FileStore, FileStoreError, Reserve, Store, StoreStatsSnapshot};
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;
 pub use region::{Region, RegionOptions};

@@ -101,10 +101,11 @@ impl Runtime {
                 &BlockingOptions::default(),
             )?,
             None => {
-                let mut remote = RemoteOptions::default();
-                remote.codec = options.codec.unwrap_or(self.defaults.codec);
-                remote.reserve = options.reserve;
-                remote.named = options.name.is_some();
+                let remote = RemoteOptions {
+                    codec: options.codec.unwrap_or(self.defaults.codec),
+                    reserve: options.reserve,
+                    named: options.name.is_some(),
+                };
                 PageStore::remote(cluster, id, bytes as u64, page_bytes, &remote)?
             }
         };

@@ -1,5 +1,8 @@
 //! [`Stats`]: what a runtime did.
 
+use std::fmt;
+
+use bytesize::ByteSize;
 use farpage_pager::PagerStats;
 use farpage_store::StoreStatsSnapshot;
 
@@ -22,5 +25,26 @@ impl Stats {
     pub fn compression_ratio(&self) -> Option<f64> {
         (self.store.bytes_stored > 0)
             .then(|| self.store.bytes_plain as f64 / self.store.bytes_stored as f64)
+    }
+}
+
+/// One line for people.
+impl fmt::Display for Stats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Stats { pager, store } = self;
+        write!(
+            f,
+            "{} faults, {} fills ({} ahead), {} evictions ({} unchanged, {} taken back); {} read, {} written; at most {} of {} in memory",
+            pager.faults,
+            pager.fills,
+            pager.prefetches,
+            pager.evictions,
+            pager.clean_evictions,
+            pager.steals,
+            ByteSize(store.bytes_read),
+            ByteSize(store.bytes_written),
+            ByteSize(pager.peak_resident_bytes),
+            ByteSize(pager.budget_bytes),
+        )
     }
 }

@@ -177,7 +177,11 @@ impl<A: AddressSpace> Pager<A> {
         cluster: Arc<Cluster>,
         options: &PagerOptions,
     ) -> Result<Arc<Pager<A>>, StartError> {
-        let (mut pager, fillers, evictors) = Pager::assemble(space, cluster, options)?;
+        let Parts {
+            mut pager,
+            fillers,
+            evictors,
+        } = Pager::assemble(space, cluster, options)?;
         for (i, filler) in fillers.into_iter().enumerate() {
             pager
                 .threads
@@ -196,7 +200,7 @@ impl<A: AddressSpace> Pager<A> {
         space: Arc<A>,
         cluster: Arc<Cluster>,
         options: &PagerOptions,
-    ) -> Result<(Pager<A>, Vec<Filler<A>>, Vec<Evictor<A>>), StartError> {
+    ) -> Result<Parts<A>, StartError> {
         let marks = 0.0 < options.low_water
             && options.low_water < options.high_water
             && options.high_water <= 1.0;
@@ -256,7 +260,11 @@ impl<A: AddressSpace> Pager<A> {
             next_id: AtomicU64::new(1),
             threads: Vec::new(),
         };
-        Ok((pager, fillers, evictors))
+        Ok(Parts {
+            pager,
+            fillers,
+            evictors,
+        })
     }
 
     #[cfg(test)]
@@ -358,6 +366,13 @@ impl<A: AddressSpace> fmt::Debug for Pager<A> {
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }
+}
+
+/// A pager and its workers before they have threads.
+pub(crate) struct Parts<A: AddressSpace> {
+    pub(crate) pager: Pager<A>,
+    pub(crate) fillers: Vec<Filler<A>>,
+    pub(crate) evictors: Vec<Evictor<A>>,
 }
 
 /// A mapped region. Dropping it gives its addresses and its pages up, without writing back.

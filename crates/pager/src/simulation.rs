@@ -14,8 +14,12 @@ use farpage_store::{Cluster, ClusterOptions, PageStore, RegionId, RemoteOptions}
 use farpage_vm::{Faulted, SimOptions, SimSpace};
 
 use crate::{
-    Advice, Pager, PagerOptions, RegionOptions, core::Command, evictor::Evictor, filler::Filler,
-    job::Job, pager::Mapped,
+    Advice, Pager, PagerOptions, RegionOptions,
+    core::Command,
+    evictor::Evictor,
+    filler::Filler,
+    job::Job,
+    pager::{Mapped, Parts},
 };
 
 const THREADS: usize = 4;
@@ -62,7 +66,11 @@ impl World {
 
         let mut options = PagerOptions::new((budget_pages * page_bytes) as u64);
         options.evictors = 2;
-        let (pager, fillers, evictors) = Pager::assemble(space.clone(), cluster.clone(), &options)
+        let Parts {
+            pager,
+            fillers,
+            evictors,
+        } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
         let bytes = (PAGES * page_bytes) as u64;
         let store = PageStore::remote(
@@ -90,7 +98,7 @@ impl World {
     }
 
     fn chance(&mut self, one_in: u64) -> bool {
-        next(&mut self.random) % one_in == 0
+        next(&mut self.random).is_multiple_of(one_in)
     }
 
     fn below(&mut self, limit: usize) -> usize {

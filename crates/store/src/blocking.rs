@@ -21,7 +21,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 /// What a user plugs in: the bytes of a region by offset. Called from several threads at once, never twice at once for
-/// the same page.
+/// the same page. Each call is about one whole page (the region's last one may be shorter), so that `offset` is a multiple of the page size.
 pub trait Store: Send + Sync + 'static {
     /// Reads exactly `buf.len()` bytes at `offset`.
     ///
@@ -51,6 +51,24 @@ pub trait Store: Send + Sync + 'static {
     /// How errors call this store. By default its type.
     fn name(&self) -> String {
         std::any::type_name::<Self>().to_owned()
+    }
+}
+
+impl<S: Store + ?Sized> Store for Arc<S> {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        (**self).read(offset, buf)
+    }
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        (**self).write(offset, buf)
+    }
+    fn flush(&self) -> io::Result<()> {
+        (**self).flush()
+    }
+    fn may_block(&self) -> bool {
+        (**self).may_block()
+    }
+    fn name(&self) -> String {
+        (**self).name()
     }
 }
 
