@@ -142,6 +142,18 @@ pub enum PublishStoreError {
         /// The region.
         region: RegionId,
     },
+    /// A region has one name: its pages are kept for the last publication alone.
+    #[error(
+        "region {region} cannot be published as {name}: it is published as {published}, and a region has one name"
+    )]
+    OtherName {
+        /// The region.
+        region: RegionId,
+        /// The name asked for.
+        name: String,
+        /// The name that it has.
+        published: String,
+    },
     /// No room for the page map.
     #[error("no remote memory for the page map of region {region} ({name}): {source}")]
     Alloc {
@@ -213,6 +225,14 @@ pub enum OpenStoreError {
         name: String,
         /// The server's endpoint.
         endpoint: String,
+    },
+    /// The region is fully reserved, and the servers would not grant what it lacks.
+    #[error("no remote memory for region {name}: {source}")]
+    Alloc {
+        /// The name.
+        name: String,
+        /// What the server said.
+        source: AllocError,
     },
     /// The manifest or the page map is not what was published.
     #[error("region {name} is damaged: {detail}")]

@@ -20,7 +20,7 @@ use crate::{
     cluster::Pool,
     codec,
     entry::{Entry, Place, Words, portable},
-    remote::{Backing, RemoteStore, check_page_bytes},
+    remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
     slots::{BlockShape, Slot},
 };
 
@@ -43,6 +43,8 @@ struct RegionManifest {
     page_bytes: u64,
     codec: u8,
     seed: u64,
+    /// Whether its raw size is to be granted at once.
+    reserved: bool,
     /// Endpoints, by the servers' numbers in entries.
     servers: Vec<String>,
     /// Server and extent, by the extents' indices in entries.
@@ -54,33 +56,50 @@ struct RegionManifest {
 /// What a region remembers about its publications.
 #[derive(Default)]
 pub(crate) struct Publications {
-    /// Shared by whoever replaces an entry; exclusive while a map is copied (memory speed, so milliseconds per GiB of map).
-    commits: RwLock<()>,
+    /// Shared by whoever replaces an entry; exclusive while a map is copied or marked, which takes milliseconds per GiB
+    /// of map. Whether a publication runs.
+    commits: RwLock<bool>,
     /// Slots that the last published map refers to and that are not used any more.
     deferred: Mutex<Vec<Place>>,
-    /// The blocks of the last published map. Locked by the one publication that runs.
-    map: Mutex<Vec<Place>>,
+    /// Slots that went out of use while a publication runs, whose map may refer to them.
+    undecided: Mutex<Vec<Place>>,
+    /// Locked by the one publication that runs.
+    last: Mutex<Last>,
+}
+
+/// The last publication.
+#[derive(Default)]
+struct Last {
+    name: Option<String>,
+    /// The blocks of its map.
+    map: Vec<Place>,
 }
 
 /// The right to replace entries while no map is being copied.
 pub(crate) struct Commit<'a> {
     publications: &'a Publications,
-    _shared: RwLockReadGuard<'a, ()>,
+    publishing: RwLockReadGuard<'a, bool>,
 }
 
 impl Publications {
     pub(crate) fn commit(&self) -> Commit<'_> {
         Commit {
             publications: self,
-            _shared: self.commits.read(),
+            publishing: self.commits.read(),
         }
     }
 }
 
 impl Commit<'_> {
-    /// The slot is to be freed when the next map is published, which does not refer to it.
-    pub(crate) fn defer_free(&self, place: Place) {
-        self.publications.deferred.lock().push(place);
+    /// Whether a slot that goes out of use has to be kept; then it will be freed by a later publication.
+    pub(crate) fn keep(&self, place: Place, published: bool) -> bool {
+        let list = match (published, *self.publishing) {
+            (true, _) => &self.publications.deferred,
+            (false, true) => &self.publications.undecided,
+            (false, false) => return false,
+        };
+        list.lock().push(place);
+        true
     }
 }
 
@@ -102,39 +121,57 @@ impl PageStore {
             return Err(PublishStoreError::NotNamed { region });
         };
         let pool = &remote.pool;
-        let mut published_map = publications.map.lock();
-        // 1. Copy the map. From here on its slots are kept until the next publication.
+        let mut last = publications.last.lock();
+        if let Some(published) = last.name.as_ref().filter(|published| *published != name) {
+            let (name, published) = (name.to_owned(), published.clone());
+            return Err(PublishStoreError::OtherName {
+                region,
+                name,
+                published,
+            });
+        }
+        // 1. Copy the map. From here on the slots that it refers to are kept.
         let (map, stale) = {
-            let _exclusive = publications.commits.write();
+            let mut publishing = publications.commits.write();
+            *publishing = true;
             let mut map = Vec::with_capacity(self.pages() as usize * 32);
             for page in 0..self.pages() {
-                let words = self.table.load_words(page);
-                if matches!(Entry::decode(words), Some(Entry::Stored { .. })) {
-                    self.table.mark_published(page);
-                }
-                map.extend(portable(words).iter().flat_map(|word| word.to_le_bytes()));
+                map.extend(bytes_of(portable(self.table.load_words(page))));
             }
             for (_, shape) in pool.shapes() {
                 map.extend(pack_shape(shape).to_le_bytes());
             }
             (map, std::mem::take(&mut *publications.deferred.lock()))
         };
-        // 2. Write it.
+        // 2. Write it, and bind the name to it.
         let result = self.write_map(pool, name, &map).and_then(|entries| {
             let places = entries.iter().filter_map(place_of).collect::<Vec<_>>();
             self.bind(remote, name, map.len() as u64, entries)
                 .inspect_err(|_| free_all(pool, &places))?;
             Ok(places)
         });
-        // 3. What only the previous map referred to is free now; or, after a failure, still needed.
+        // 3. What only the previous map referred to is free now; after a failure, what only this one refers to.
+        let mut publishing = publications.commits.write();
+        *publishing = false;
+        let undecided = std::mem::take(&mut *publications.undecided.lock());
         match result {
             Ok(places) => {
+                for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
+                    if place_of(&words_of(words)).is_some()
+                        && bytes_of(portable(self.table.load_words(page))) == *words
+                    {
+                        self.table.mark_published(page);
+                    }
+                }
+                publications.deferred.lock().extend(undecided);
                 free_all(pool, &stale);
-                free_all(pool, &std::mem::replace(&mut *published_map, places));
+                free_all(pool, &std::mem::replace(&mut last.map, places));
+                last.name = Some(name.to_owned());
                 Ok(())
             }
             Err(error) => {
                 publications.deferred.lock().extend(stale);
+                free_all(pool, &undecided);
                 Err(error)
             }
         }
@@ -203,11 +240,24 @@ impl PageStore {
         }
         // 4. The entries.
         let publications = Publications::default();
-        *publications.map.lock() = map_places;
+        *publications.last.lock() = Last {
+            name: Some(name.to_owned()),
+            map: map_places,
+        };
+        let reservation = if manifest.reserved {
+            let bytes = reserved_bytes(manifest.bytes, page_bytes);
+            let failed = |source| OpenStoreError::Alloc {
+                name: name.to_owned(),
+                source,
+            };
+            Some(pool.reserve(bytes, page_bytes).map_err(failed)?)
+        } else {
+            None
+        };
         let remote = RemoteStore {
             pool: pool.clone(),
             codec,
-            reservation: None,
+            reservation,
             publications: Some(publications),
         };
         let store = Self::new(
@@ -347,6 +397,7 @@ impl PageStore {
             page_bytes: self.page_bytes as u64,
             codec: remote.codec.id(),
             seed: self.seed,
+            reserved: remote.reservation.is_some(),
             servers: pool
                 .servers()
                 .iter()
@@ -644,6 +695,14 @@ fn words_of(bytes: &[u8; 32]) -> Words {
     words
 }
 
+fn bytes_of(words: Words) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    for (bytes, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *bytes = word.to_le_bytes();
+    }
+    bytes
+}
+
 fn pack_shape(shape: BlockShape) -> u64 {
     u64::from(shape.extent) << 40
         | u64::from(shape.granule) << 16
@@ -657,5 +716,27 @@ fn unpack_shape(word: u64) -> BlockShape {
         granule: (word >> 16) as u32 & 0xff_ffff,
         order: (word >> 8) as u8,
         class: word as u8,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_that_a_running_publication_may_refer_to_is_kept() {
+        let place = |offset| Place {
+            server: 0,
+            extent: 0,
+            offset,
+        };
+        let publications = Publications::default();
+        assert!(!publications.commit().keep(place(0), false));
+        assert!(publications.commit().keep(place(64), true));
+        *publications.commits.write() = true;
+        assert!(publications.commit().keep(place(128), false));
+        assert!(publications.commit().keep(place(192), true));
+        assert_eq!(*publications.deferred.lock(), [place(64), place(192)]);
+        assert_eq!(*publications.undecided.lock(), [place(128)]);
     }
 }

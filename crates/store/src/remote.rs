@@ -34,7 +34,8 @@ impl fmt::Display for RegionId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reserve {
-    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full.
+    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. (A named region
+    /// also keeps what its last publication refers to, and asks for more memory when that no longer fits.)
     #[default]
     Full,
     /// What its pages turn out to need: compressed regions take less, and when all servers are full a write-back fails
@@ -49,7 +50,8 @@ pub struct RemoteOptions {
     pub codec: Codec,
     /// What is granted at once. Default: the full size.
     pub reserve: Reserve,
-    /// Whether the region can be published under a name; it then has extents of its own. Default: no.
+    /// Whether the region can be published under a name; it then has extents of its own, and pages that change after a
+    /// publication are kept in both versions until the next one. Default: no.
     pub named: bool,
 }
 
@@ -105,17 +107,13 @@ impl PageStore {
         let reservation = match options.reserve {
             Reserve::OnDemand => None,
             Reserve::Full => {
-                let whole = bytes.next_multiple_of(page_bytes as u64);
-                let on_their_way = whole.min((16 * page_bytes as u64).max(1 << 20));
                 let failed = |source| CreateError::Alloc {
                     region,
                     bytes,
                     source,
                 };
-                Some(
-                    pool.reserve(whole + on_their_way, page_bytes)
-                        .map_err(failed)?,
-                )
+                let whole = reserved_bytes(bytes, page_bytes);
+                Some(pool.reserve(whole, page_bytes).map_err(failed)?)
             }
         };
         let publications = options.named.then(Publications::default);
@@ -298,18 +296,16 @@ impl RemoteStore {
             .map(|publications| publications.commit());
         let old = table.load(page);
         table.store(page, entry);
-        match (old, commits) {
-            (Entry::Stored { suspect: true, .. }, _) => {} // given up: see `Entry`
-            (
-                Entry::Stored {
-                    place,
-                    published: true,
-                    ..
-                },
-                Some(commit),
-            ) => commit.defer_free(place),
-            (Entry::Stored { place, .. }, _) => self.pool.free(place),
-            _ => {}
+        // A suspect slot is given up: see `Entry`.
+        if let Entry::Stored {
+            place,
+            published,
+            suspect: false,
+            ..
+        } = old
+            && !commits.is_some_and(|commits| commits.keep(place, published))
+        {
+            self.pool.free(place);
         }
     }
 
@@ -320,6 +316,12 @@ impl RemoteStore {
         }
         self.pool.settle();
     }
+}
+
+/// What a fully reserved region is granted: its pages and, since they are written out of place, some on their way.
+pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize) -> u64 {
+    let whole = bytes.next_multiple_of(page_bytes as u64);
+    whole + whole.min((16 * page_bytes as u64).max(1 << 20))
 }
 
 pub(crate) fn check_page_bytes(region: RegionId, page_bytes: usize) -> Result<(), CreateError> {
