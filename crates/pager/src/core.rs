@@ -123,6 +123,7 @@ impl<A: AddressSpace> Core<A> {
             region.shard_of(page, self.shards()),
             region.address_of(page),
         );
+        region.touch(page);
         region.words.apply(page, |w| (protocol::installing(w), ()));
         // Threads may sleep whose notes were settled just now, so a page that is not there after all counts as wanted.
         let refused = |frame, error| {
@@ -152,7 +153,7 @@ impl<A: AddressSpace> Core<A> {
             }) => return refused(frame, error),
             Err(InstallError { kind, frame }) => return refused(frame, io::Error::other(kind)),
         }
-        region.count_in(page);
+        region.count_in();
         self.publish(region, page, heat);
         Ok(())
     }

@@ -28,6 +28,7 @@
 //! |---|---|---|
 //! | 0 - 2 | state | see [`State`] |
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
+//! | 6 | `INSTALLING` | the page may be mapped by now, and changed; its owner has only to publish it |
 //! | 4 - 5 | heat | how many sweeps the page survives |
 //! | 8 - 23 | pins | how often it is pinned; a pinned page never leaves |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
@@ -57,6 +58,7 @@ const STATE: u64 = 0b111;
 const WANTED: u64 = 1 << 3;
 const HEAT_SHIFT: u32 = 4;
 const HEAT: u64 = 0b11 << HEAT_SHIFT;
+const INSTALLING: u64 = 1 << 6;
 const PIN_SHIFT: u32 = 8;
 const PIN_ONE: u64 = 1 << PIN_SHIFT;
 const PINS: u64 = 0xffff << PIN_SHIFT;
@@ -121,6 +123,11 @@ impl Word {
         ((self.0 & HEAT) >> HEAT_SHIFT) as u8
     }
 
+    /// Whether the owner of the page is installing it: the program may have it, and have changed it, before it is called resident.
+    pub fn installing(self) -> bool {
+        self.0 & INSTALLING != 0
+    }
+
     /// How often the page is pinned.
     pub fn pins(self) -> u16 {
         ((self.0 & PINS) >> PIN_SHIFT) as u16
@@ -132,7 +139,7 @@ impl Word {
     }
 
     fn with_state(self, state: State) -> Word {
-        Word(self.0 & !STATE | state as u64)
+        Word(self.0 & !(STATE | INSTALLING) | state as u64)
     }
 
     fn without_note(self) -> Word {
@@ -173,7 +180,7 @@ pub fn demand(w: Word) -> Option<Word> {
 /// may be a fault on a page that was installed and that the program took away at once: see [`installed`].
 pub fn installing(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
-    w.without_note()
+    Word(w.without_note().0 | INSTALLING)
 }
 
 /// The owner has installed the page. If the word before had a note, the caller wakes the page's threads afterwards.
