@@ -31,8 +31,13 @@ use crate::{
     stats::Counters,
 };
 
-/// Pages that one evictor has on their way out at once.
+/// Pages that one evictor has on their way out at once, not counting overdue ones.
 const DEPTH: usize = 64;
+/// A page that has been on its way out for so long while a fill waits for a frame is overdue: its store is slow, stalled or dead, and waiting
+/// for it would make its region the whole runtime's pace. A write-back that goes well takes a tenth of it.
+const OVERDUE: Duration = Duration::from_millis(3);
+/// A region with so many overdue pages is passed over by the sweep until some of them are gone.
+const OVERDUE_PER_REGION: usize = 64;
 /// Chunks that one turn looks at when it finds no victim, before it lets other work go on.
 const CHUNKS_PER_TURN: usize = 256;
 /// After a failed write-back no victim is tried for so long: the store needs time, not more load.
@@ -48,6 +53,8 @@ pub(crate) struct Evictor<A: AddressSpace> {
     /// Above the high mark until the low one is reached.
     draining: bool,
     flights: Slab<Leaving>,
+    /// How many of them are overdue.
+    overdue: usize,
     /// Pages that the lane was too busy to take.
     unposted: VecDeque<(Leaving, A::Frame)>,
     /// Pages of a job that another worker owned when their turn came.
@@ -62,6 +69,8 @@ struct Leaving {
     region: Arc<Region>,
     page: usize,
     job: Option<Arc<Job>>,
+    since: Instant,
+    overdue: bool,
 }
 
 #[derive(Debug)]
@@ -96,6 +105,7 @@ impl<A: AddressSpace> Evictor<A> {
             deadline,
             draining: false,
             flights: Slab::default(),
+            overdue: 0,
             unposted: VecDeque::new(),
             later: Vec::new(),
             rest_until: None,
@@ -121,7 +131,7 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     fn has_room(&self) -> bool {
-        self.unposted.is_empty() && self.flights.len() < DEPTH
+        self.unposted.is_empty() && self.flights.len() - self.overdue < DEPTH
     }
 
     /// Takes out victims of the sweep while there is pressure.
@@ -130,6 +140,7 @@ impl<A: AddressSpace> Evictor<A> {
             return false;
         }
         self.rest_until = None;
+        self.write_off_overdue();
         self.draining =
             self.core.frames.above_low() && (self.draining || self.core.frames.above_high());
         if !self.draining {
@@ -147,6 +158,9 @@ impl<A: AddressSpace> Evictor<A> {
             let Some(claim) = self.core.sweep.claim(&self.core.regions) else {
                 break;
             };
+            if claim.region.overdue() >= OVERDUE_PER_REGION {
+                continue;
+            }
             let (mut seen, mut taken) = (0, 0);
             for page in claim.region.chunk(claim.chunk) {
                 let word = claim.region.words.load(page);
@@ -183,16 +197,42 @@ impl<A: AddressSpace> Evictor<A> {
         begun > 0
     }
 
+    /// A fill waits for a frame: pages that are on their way out for too long count as staying from now on, so that others leave.
+    fn write_off_overdue(&mut self) {
+        if !self.core.frames.is_starving() {
+            return;
+        }
+        for leaving in self.flights.values_mut() {
+            if !leaving.overdue && leaving.since.elapsed() > OVERDUE {
+                leaving.overdue = true;
+                self.overdue += 1;
+                leaving.region.count_overdue();
+                self.core.frames.end_leaving(leaving.region.page_bytes());
+            }
+        }
+    }
+
+    /// A page that was on its way out is out, or stays after all.
+    fn end_leaving(&mut self, leaving: &Leaving) {
+        if leaving.overdue {
+            self.overdue -= 1;
+            leaving.region.count_overdue_out();
+        } else {
+            self.core.frames.end_leaving(leaving.region.page_bytes());
+        }
+    }
+
     /// Steps 1 to 4 of the module's story.
     fn begin(&mut self, region: &Arc<Region>, page: usize, job: Option<&Arc<Job>>) -> Begun {
         if !region.enter() {
             return Begun::NotHere;
         }
         if region.words.try_apply(page, protocol::leave).is_none() {
-            let state = region.words.load(page).state();
+            let word = region.words.load(page);
             region.exit();
-            // A page being filled has nothing that is not in the store; one that leaves may.
-            return if matches!(state, State::Leaving | State::Resident) {
+            // A page being filled has nothing that is not in the store, until it is mapped; one that leaves may.
+            return if word.installing() || matches!(word.state(), State::Leaving | State::Resident)
+            {
                 Begun::NotNow(None)
             } else {
                 Begun::NotHere
@@ -211,6 +251,8 @@ impl<A: AddressSpace> Evictor<A> {
                     region: region.clone(),
                     page,
                     job: job.cloned(),
+                    since: Instant::now(),
+                    overdue: false,
                 };
                 if let Some(job) = job {
                     job.open_one();
@@ -318,7 +360,7 @@ impl<A: AddressSpace> Evictor<A> {
                 if clean {
                     self.counters().clean_evictions.bump();
                 }
-                self.core.frames.end_leaving(region.page_bytes());
+                self.end_leaving(&leaving);
                 self.core.release(frame, region.page_bytes());
                 self.end(leaving, None);
             }
@@ -331,13 +373,13 @@ impl<A: AddressSpace> Evictor<A> {
 
     /// The page stays after all: maps its frame again.
     fn map_again(&mut self, leaving: Leaving, frame: A::Frame, error: Option<PageError>) {
-        let (region, page) = (&leaving.region, leaving.page);
+        let (region, page) = (&leaving.region.clone(), leaving.page);
         let heat = if region.words.load(page).wanted() {
             Heat::Hot
         } else {
             Heat::Cold
         };
-        self.core.frames.end_leaving(region.page_bytes());
+        self.end_leaving(&leaving);
         let error = match self.core.install(region, page, frame, heat) {
             Ok(()) => error,
             Err((frame, os)) => {

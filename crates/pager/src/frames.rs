@@ -156,19 +156,24 @@ impl<A: AddressSpace> Frames<A> {
         self.starving.store(0, Ordering::SeqCst);
     }
 
+    /// Whether a demand fill waits for a frame.
+    pub(crate) fn is_starving(&self) -> bool {
+        self.starving.load(Ordering::SeqCst) != 0
+    }
+
     /// A page begins to leave.
     pub(crate) fn begin_leaving(&self, page_bytes: usize) {
         self.leaving.fetch_add(page_bytes as u64, Ordering::Relaxed);
     }
 
-    /// It has left, or stays after all.
+    /// It has left, or stays after all, or takes too long to be counted on.
     pub(crate) fn end_leaving(&self, page_bytes: usize) {
         self.leaving.fetch_sub(page_bytes as u64, Ordering::Relaxed);
     }
 
     /// Whether evictors should start.
     pub(crate) fn above_high(&self) -> bool {
-        self.used() > self.high || self.starving.load(Ordering::SeqCst) != 0
+        self.used() > self.high || self.is_starving()
     }
 
     /// Whether more pages must begin to leave until the low mark will be reached.

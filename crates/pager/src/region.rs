@@ -33,6 +33,8 @@ pub(crate) struct Region {
     /// One bit per chunk: whether a page of it was ever filled. Sweeps over sparse regions stay cheap by it.
     touched: Vec<AtomicU64>,
     resident: AtomicUsize,
+    /// Pages that have been on their way out for too long.
+    overdue: AtomicUsize,
     advice: AtomicU8,
     closing: AtomicBool,
     active: AtomicUsize,
@@ -59,6 +61,7 @@ impl Region {
             read_ahead,
             touched: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
             resident: AtomicUsize::new(0),
+            overdue: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
             closing: AtomicBool::new(false),
             active: AtomicUsize::new(0),
@@ -105,8 +108,12 @@ impl Region {
         self.resident.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn count_in(&self, page: usize) {
+    pub(crate) fn count_in(&self) {
         self.resident.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Before the page is mapped: whoever goes through the region for pages that the program has changed must come by.
+    pub(crate) fn touch(&self, page: usize) {
         let (word, bit) = Self::chunk_bit(page / CHUNK_PAGES);
         if self.touched[word].load(Ordering::Relaxed) & bit == 0 {
             self.touched[word].fetch_or(bit, Ordering::Relaxed);
@@ -115,6 +122,19 @@ impl Region {
 
     pub(crate) fn count_out(&self) {
         self.resident.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Pages that have been on their way out for too long: the region's store does not keep up.
+    pub(crate) fn overdue(&self) -> usize {
+        self.overdue.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_overdue(&self) {
+        self.overdue.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_overdue_out(&self) {
+        self.overdue.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// The first chunk at or behind `chunk` of which a page was ever filled.
