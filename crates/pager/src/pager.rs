@@ -572,6 +572,8 @@ impl<A: AddressSpace> Drop for Mapped<A> {
             chunk = region.next_touched(at + 1);
         }
         core.space.unmap(region.address, region.layout);
+        // Now and here: a worker that still holds the region for a moment must not be the one to give remote memory back.
+        region.store.retire();
     }
 }
 

@@ -7,7 +7,10 @@ use std::{
     fmt,
     hash::{BuildHasher, RandomState},
     io,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use farpage_fabric::{AllocError, MAX_OP_BYTES};
@@ -65,6 +68,7 @@ pub struct PageStore {
     pub(crate) stats: Arc<StoreStats>,
     pub(crate) backing: Backing,
     cluster: Arc<Cluster>,
+    retired: AtomicBool,
 }
 
 pub(crate) enum Backing {
@@ -176,6 +180,7 @@ impl PageStore {
             stats,
             backing,
             cluster: cluster.clone(),
+            retired: AtomicBool::new(false),
         })
     }
 
@@ -236,14 +241,12 @@ impl PageStore {
         self.stats.snapshot()
     }
 
-    /// How many bytes of the page belong to the region.
-    pub(crate) fn page_len(&self, page: u64) -> usize {
-        (self.bytes - page * self.page_bytes as u64).min(self.page_bytes as u64) as usize
-    }
-}
-
-impl Drop for PageStore {
-    fn drop(&mut self) {
+    /// Gives the region's remote memory back, except what was published under a name, now and on this thread. Nobody uses the region's pages any
+    /// more. Dropping does the same, but on whichever thread comes last, and it may have to ask a server.
+    pub fn retire(&self) {
+        if self.retired.swap(true, Ordering::AcqRel) {
+            return;
+        }
         self.cluster.closed(&self.stats);
         let Backing::Remote(remote) = &self.backing else {
             return;
@@ -267,6 +270,17 @@ impl Drop for PageStore {
             Some(reservation) => remote.pool.unreserve(reservation),
             None => remote.pool.trim(),
         }
+    }
+
+    /// How many bytes of the page belong to the region.
+    pub(crate) fn page_len(&self, page: u64) -> usize {
+        (self.bytes - page * self.page_bytes as u64).min(self.page_bytes as u64) as usize
+    }
+}
+
+impl Drop for PageStore {
+    fn drop(&mut self) {
+        self.retire();
     }
 }
 
