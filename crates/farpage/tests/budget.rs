@@ -1,0 +1,168 @@
+//! The residency budget, seen from the kernel: the anonymous memory of a process that pages under pressure.
+//!
+//! The rule it keeps: measured in a process of its own that does nothing else, and whose server is in another one. Memory that a server
+//! lends over shm is shared memory and not anonymous, so that it is not counted.
+
+mod common;
+
+use std::{
+    env,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::Duration,
+};
+
+use common::{
+    FABRICS, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, get, mix, proc_bytes, seed,
+    set, shared,
+};
+use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
+
+const THREADS: usize = 4;
+const ROUNDS: usize = 10;
+const CHILD: &str = "FARPAGE_TEST_BUDGET";
+/// What is not pages: words and entries of pages, page tables, heaps of threads. Measured at 0.5 to 2 MiB.
+const SLACK_BYTES: usize = 4 * MIB;
+/// Encoded pages travel in buffers beside the budget, up to so much per worker. Measured at 10 MiB for four.
+const STAGING_BYTES: usize = 4 * 4 * MIB;
+
+#[test]
+fn anonymous_memory_stays_within_the_budget() {
+    let test = "anonymous_memory_stays_within_the_budget";
+    in_a_process_of_its_own(test, |url, seed| {
+        let budget_bytes = 48 * MIB;
+        let runtime = builder(budget_bytes, 4 * KIB).server(url).build().unwrap();
+        let regions = [
+            (4 * KIB, 64 * MIB, Codec::Raw),
+            (64 * KIB, 96 * MIB, Codec::Raw),
+            (2 * MIB, 160 * MIB, Codec::Raw),
+            (256 * KIB, 96 * MIB, Codec::Raw),
+        ];
+        pressure(&runtime, &regions, budget_bytes, SLACK_BYTES, 300, seed);
+    });
+}
+
+#[test]
+fn compressing_takes_its_buffers_and_no_more() {
+    let test = "compressing_takes_its_buffers_and_no_more";
+    in_a_process_of_its_own(test, |url, seed| {
+        let budget_bytes = 32 * MIB;
+        let runtime = builder(budget_bytes, 4 * KIB).server(url).build().unwrap();
+        let regions = [
+            (64 * KIB, 96 * MIB, Codec::Lz4),
+            (2 * MIB, 128 * MIB, Codec::Lz4),
+        ];
+        let slack_bytes = SLACK_BYTES + STAGING_BYTES;
+        pressure(&runtime, &regions, budget_bytes, slack_bytes, 200, seed);
+    });
+}
+
+#[test]
+fn one_page_per_filler_is_never_exceeded() {
+    let test = "one_page_per_filler_is_never_exceeded";
+    in_a_process_of_its_own(test, |url, seed| {
+        let budget_bytes = 2 * 64 * KIB;
+        let runtime = builder(budget_bytes, 64 * KIB).server(url).build().unwrap();
+        let regions = [
+            (64 * KIB, 16 * MIB, Codec::Raw),
+            (4 * KIB, 8 * MIB, Codec::Raw),
+        ];
+        pressure(&runtime, &regions, budget_bytes, SLACK_BYTES, 200, seed);
+    });
+}
+
+/// Runs `body` over both fabrics, each time in a process that has only a client in it.
+fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
+    if let Ok(url) = env::var(CHILD) {
+        return body(&url, seed(test));
+    }
+    if !can_page(test) {
+        return;
+    }
+    for fabric in FABRICS {
+        println!("{fabric}:");
+        let memory = Memory::start(fabric, 1 << 30);
+        Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(60));
+    }
+}
+
+/// Random reads and writes on all regions from several threads while another watches the kernel's counter of anonymous pages. `smaps_rollup`
+/// is read between rounds: it walks the mappings one after the other, and would count a page twice that moves meanwhile.
+fn pressure(
+    runtime: &Runtime,
+    regions: &[(usize, usize, Codec)],
+    budget_bytes: usize,
+    slack_bytes: usize,
+    ops_per_round: usize,
+    seed: u64,
+) {
+    let _watchdog = Watchdog::new("pressure", Duration::from_secs(50));
+    let baseline_bytes = proc_bytes("smaps_rollup", "Anonymous");
+    let mut arrays: Vec<RemoteArray<u64>> = regions
+        .iter()
+        .map(|&(page_bytes, bytes, codec)| {
+            let options = RegionOptions::new()
+                .page_size(ByteSize(page_bytes as u64))
+                .codec(codec);
+            runtime.array_with(bytes / 8, options).unwrap()
+        })
+        .collect();
+    let words: Vec<_> = arrays.iter_mut().map(|array| shared(array).1).collect();
+    let (peak_bytes, done) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let mut peak_rollup_bytes = 0;
+    let samples = thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let mut samples = 0;
+            while !done.load(Ordering::Relaxed) {
+                peak_bytes.fetch_max(proc_bytes("status", "RssAnon"), Ordering::Relaxed);
+                samples += 1;
+            }
+            samples
+        });
+        for round in 0..ROUNDS {
+            thread::scope(|scope| {
+                for thread in 0..THREADS {
+                    let (words, mut rng) =
+                        (&words, Rng(mix(seed) ^ (round * THREADS + thread) as u64));
+                    scope.spawn(move || {
+                        for _ in 0..ops_per_round {
+                            let words = words[rng.below(words.len())];
+                            let at = rng.below(words.len() / THREADS) * THREADS + thread;
+                            let (seen, right) = (get(words, at), mix(at as u64));
+                            assert!(
+                                seen == 0 || seen == right,
+                                "word {at} is {seen:#x}; seed {seed}"
+                            );
+                            set(words, at, right);
+                        }
+                    });
+                }
+            });
+            peak_rollup_bytes = peak_rollup_bytes.max(proc_bytes("smaps_rollup", "Anonymous"));
+        }
+        done.store(true, Ordering::Relaxed);
+        watcher.join().expect("nothing in it panics")
+    });
+
+    let growth_bytes = peak_bytes
+        .into_inner()
+        .max(peak_rollup_bytes)
+        .saturating_sub(baseline_bytes);
+    let stats = runtime.stats();
+    println!(
+        "budget {} KiB, grown by {} KiB at most in {samples} samples, {} evictions",
+        budget_bytes / KIB,
+        growth_bytes / KIB,
+        stats.pager.evictions
+    );
+    assert!(samples > 20, "{samples} samples show nothing");
+    assert!(stats.pager.evictions > 1000, "no pressure: {stats:?}");
+    assert!(
+        stats.pager.peak_resident_bytes <= budget_bytes as u64,
+        "{stats:?}"
+    );
+    assert!(
+        growth_bytes <= budget_bytes + slack_bytes,
+        "anonymous memory grew by {growth_bytes} bytes with a budget of {budget_bytes}"
+    );
+}

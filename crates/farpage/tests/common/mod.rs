@@ -1,0 +1,409 @@
+//! What these tests share: servers in and out of this process, this test program run once more as another process,
+//! watchdogs and seeds.
+//!
+//! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its test.
+#![allow(
+    dead_code,
+    unreachable_pub,
+    reason = "each test program uses its own part"
+)]
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{
+    env, fmt, fs,
+    io::{self, BufRead, BufReader, Read, Write},
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
+    slice,
+    sync::{
+        atomic::{AtomicU64, Ordering},
+        mpsc::{self, Sender},
+    },
+    thread,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use farpage::{BuildError, Builder, ByteSize, RemoteArray, Runtime, Store};
+use farpage_memserver::{RunningServer, Server};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use tempfile::TempDir;
+
+pub const KIB: usize = 1 << 10;
+pub const MIB: usize = 1 << 20;
+
+/// All page sizes.
+pub fn page_sizes() -> impl Iterator<Item = usize> {
+    (12..=21).map(|shift| 1 << shift)
+}
+
+/// How a client reaches its server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fabric {
+    Shm,
+    Tcp,
+}
+
+pub const FABRICS: [Fabric; 2] = [Fabric::Shm, Fabric::Tcp];
+
+impl Fabric {
+    fn listen(self, directory: &TempDir) -> String {
+        match self {
+            Fabric::Shm => format!("shm://{}", directory.path().join("s").display()),
+            Fabric::Tcp => "tcp://127.0.0.1:0".to_owned(),
+        }
+    }
+}
+
+impl fmt::Display for Fabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Fabric::Shm => "shm",
+            Fabric::Tcp => "tcp",
+        })
+    }
+}
+
+/// A memory server in this process.
+pub struct Memory {
+    pub url: String,
+    pub server: RunningServer,
+    _directory: TempDir,
+}
+
+impl Memory {
+    pub fn start(fabric: Fabric, capacity_bytes: usize) -> Memory {
+        let directory = tempfile::tempdir().unwrap();
+        let server = Server::builder()
+            .listen(fabric.listen(&directory).parse().unwrap())
+            .capacity(capacity_bytes as u64)
+            .grace(Duration::from_millis(100))
+            .start()
+            .unwrap();
+        Memory {
+            url: server.endpoints()[0].to_string(),
+            server,
+            _directory: directory,
+        }
+    }
+
+    /// A runtime on this server with two workers of each kind.
+    pub fn runtime(&self, budget_bytes: usize, page_bytes: usize) -> Runtime {
+        builder(budget_bytes, page_bytes)
+            .server(&self.url)
+            .build()
+            .unwrap()
+    }
+}
+
+/// Two workers of each kind whatever the machine, so that shards and races between workers are there everywhere.
+pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
+    Runtime::builder()
+        .budget(ByteSize(budget_bytes as u64))
+        .page_size(ByteSize(page_bytes as u64))
+        .fillers(2)
+        .evictors(2)
+}
+
+/// Whether this process may page its own memory; if not, says that `test` is skipped, and why.
+pub fn can_page(test: &str) -> bool {
+    match builder(MIB, 4 * KIB).build() {
+        Ok(_) => true,
+        Err(BuildError::Userfaultfd(why)) => {
+            eprintln!("SKIPPED: {test}: {why}");
+            false
+        }
+        Err(other) => panic!("{other}"),
+    }
+}
+
+/// A memory server in a process of its own: this test program once more, see [`serve_if_asked`].
+pub struct ServerProcess {
+    pub url: String,
+    child: Kin,
+    _directory: TempDir,
+}
+
+const SERVE: &str = "FARPAGE_TEST_SERVE";
+
+impl ServerProcess {
+    /// `test` is the test of this program that calls [`serve_if_asked`].
+    pub fn start(test: &str, fabric: Fabric, capacity_bytes: usize) -> ServerProcess {
+        let directory = tempfile::tempdir().unwrap();
+        let listen = fabric.listen(&directory);
+        let mut child = Kin::start(test, &[(SERVE, &format!("{listen} {capacity_bytes}"))]);
+        ServerProcess {
+            url: child.wait_for_line("serving at "),
+            child,
+            _directory: directory,
+        }
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        self.child.signal(signal);
+    }
+
+    /// Ends it as a crash would.
+    pub fn kill(&mut self) {
+        self.signal(Signal::SIGKILL);
+        self.child.wait(Duration::from_secs(10));
+    }
+}
+
+/// In the process that [`ServerProcess`] starts: serves until standard input ends. Returns whether it was asked to.
+pub fn serve_if_asked() -> bool {
+    let Ok(what) = env::var(SERVE) else {
+        return false;
+    };
+    let (listen, capacity_bytes) = what.split_once(' ').unwrap();
+    let server = Server::builder()
+        .listen(listen.parse().unwrap())
+        .capacity(capacity_bytes.parse().unwrap())
+        .start()
+        .unwrap();
+    say(&format!("serving at {}", server.endpoints()[0]));
+    let _ = io::stdin().read_to_end(&mut Vec::new());
+    true
+}
+
+/// This test program once more, as a process that runs one of its tests. Killed when dropped.
+pub struct Kin {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    lines: mpsc::Receiver<String>,
+}
+
+impl Kin {
+    pub fn start(test: &str, environment: &[(&str, &str)]) -> Kin {
+        let mut child = Command::new(env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .envs(environment.iter().copied())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let (sender, lines) = mpsc::channel();
+        // A thread, so that reading has a bound, and the pipe is always emptied.
+        thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                if sender.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        Kin {
+            stdin: child.stdin.take(),
+            child,
+            lines,
+        }
+    }
+
+    /// The rest of the first line that starts with `prefix`.
+    pub fn wait_for_line(&mut self, prefix: &str) -> String {
+        let until = Instant::now() + Duration::from_secs(60);
+        loop {
+            let line = self
+                .lines
+                .recv_timeout(until.saturating_duration_since(Instant::now()))
+                .unwrap_or_else(|e| panic!("the other process never said `{prefix}`: {e}"));
+            if let Some(rest) = line.strip_prefix(prefix) {
+                return rest.to_owned();
+            }
+        }
+    }
+
+    /// Ends its standard input.
+    pub fn hang_up(&mut self) {
+        self.stdin = None;
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// How it ended; fails the test when it has not within `patience`.
+    pub fn wait(&mut self, patience: Duration) -> ExitStatus {
+        let since = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(
+                since.elapsed() < patience,
+                "the other process has not ended within {patience:?}"
+            );
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until it has passed its test, and shows what it printed.
+    pub fn must_pass(mut self, patience: Duration) {
+        self.hang_up();
+        let status = self.wait(patience);
+        for line in self.lines.iter() {
+            println!("  | {line}");
+        }
+        assert!(status.success(), "the other process failed: {status}");
+    }
+}
+
+impl Drop for Kin {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Prints a line that a parent waits for: libtest has left the test's name without an end of line.
+pub fn say(line: &str) {
+    println!("\n{line}");
+    io::stdout().flush().unwrap();
+}
+
+/// Ends this process with a message if it is not dropped in time: a test of something that must not hang hangs for good when it does.
+pub struct Watchdog {
+    _leash: Sender<()>,
+}
+
+impl Watchdog {
+    pub fn new(test: &'static str, patience: Duration) -> Watchdog {
+        let (leash, end) = mpsc::channel();
+        thread::spawn(move || {
+            if end.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
+                eprintln!("{test} hangs: not done after {patience:?}; its threads:");
+                for task in fs::read_dir("/proc/self/task").unwrap().flatten() {
+                    let read =
+                        |file| fs::read_to_string(task.path().join(file)).unwrap_or_default();
+                    eprintln!("  {} in {}", read("comm").trim(), read("wchan"));
+                }
+                std::process::abort();
+            }
+        });
+        Watchdog { _leash: leash }
+    }
+}
+
+/// Looks until `holds`, and fails the test after 30 s.
+pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let until = Instant::now() + Duration::from_secs(30);
+    while !holds() {
+        assert!(Instant::now() < until, "waited in vain until {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The seed of a test: `FARPAGE_TEST_SEED`, else a new one. Printed, so that a failure can be repeated.
+pub fn seed(test: &str) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+    let seed = env::var("FARPAGE_TEST_SEED").map_or(now.as_nanos() as u64, |seed| {
+        seed.parse().expect("FARPAGE_TEST_SEED is a whole number")
+    });
+    println!("{test}: FARPAGE_TEST_SEED={seed}");
+    seed
+}
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): small, and the same everywhere.
+#[derive(Clone, Debug)]
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (u128::from(self.next()) * n as u128 >> 64) as usize
+    }
+
+    pub fn one_in(&mut self, n: usize) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// A value that looks random and depends on all bits of `x`; never 0 for the numbers that tests use.
+pub fn mix(x: u64) -> u64 {
+    let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ x >> 31
+}
+
+/// The array, and its words for threads that write at the same time.
+pub fn shared(array: &mut RemoteArray<u64>) -> (&RemoteArray<u64>, &[AtomicU64]) {
+    let (words, len) = (array.as_mut_ptr(), array.len());
+    // SAFETY: aligned and mapped for as long as the array is borrowed, and borrowed exclusively: nobody makes a plain slice of it
+    // meanwhile, for which a caller would have to dereference the array that it gets back.
+    let words = unsafe { slice::from_raw_parts(words.cast::<AtomicU64>(), len) };
+    (array, words)
+}
+
+pub fn get(words: &[AtomicU64], at: usize) -> u64 {
+    words[at].load(Ordering::Relaxed)
+}
+
+pub fn set(words: &[AtomicU64], at: usize, value: u64) {
+    words[at].store(value, Ordering::Relaxed);
+}
+
+/// A figure of a file in `/proc/self` whose lines are `Name:   123 kB`, in bytes.
+pub fn proc_bytes(file: &str, name: &str) -> usize {
+    let text = fs::read_to_string(format!("/proc/self/{file}")).unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix(name));
+    let kib = line.unwrap_or_else(|| panic!("no {name} in {file}"));
+    kib.trim_start_matches(':')
+        .trim()
+        .trim_end_matches(" kB")
+        .parse::<usize>()
+        .unwrap()
+        << 10
+}
+
+/// Bytes in this process's memory as a store, after a look at what each call is for.
+pub struct HookedStore<F> {
+    bytes: std::sync::Mutex<Vec<u8>>,
+    before: F,
+}
+
+/// What a [`HookedStore`] is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Call {
+    Read,
+    Write,
+    Flush,
+}
+
+impl<F> HookedStore<F> {
+    pub fn new(bytes: usize, before: F) -> Self {
+        HookedStore {
+            bytes: std::sync::Mutex::new(vec![0; bytes]),
+            before,
+        }
+    }
+}
+
+impl<F: Fn(Call, u64) -> io::Result<()> + Send + Sync + 'static> Store for HookedStore<F> {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        (self.before)(Call::Read, offset)?;
+        buf.copy_from_slice(&self.bytes.lock().unwrap()[offset as usize..][..buf.len()]);
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        (self.before)(Call::Write, offset)?;
+        self.bytes.lock().unwrap()[offset as usize..][..buf.len()].copy_from_slice(buf);
+        Ok(())
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        (self.before)(Call::Flush, 0)
+    }
+
+    fn name(&self) -> String {
+        "hooked".to_owned()
+    }
+}

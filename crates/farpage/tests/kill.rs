@@ -1,0 +1,299 @@
+//! A memory server that dies or stalls in the middle of things, as a real process and by real signals.
+//!
+//! The rule it keeps: a program learns of lost memory by a typed error or by SIGBUS within its deadline; it never hangs, and never reads
+//! anything but what it wrote.
+
+mod common;
+
+use std::{
+    env, io,
+    os::unix::process::ExitStatusExt,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{
+    FABRICS, Fabric, HookedStore, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page,
+    get, mix, seed, serve_if_asked, set, shared, wait_until,
+};
+use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
+use farpage_pager::FlushError as PagesError;
+use farpage_store::StoreError;
+use nix::sys::signal::Signal;
+
+const PAGE_BYTES: usize = 16 * KIB;
+const PAGE_WORDS: usize = PAGE_BYTES / 8;
+const DEADLINE: Duration = Duration::from_secs(1);
+/// For a machine that is busy with other things.
+const MARGIN: Duration = Duration::from_secs(4);
+
+/// Not a test of its own: the server process of the others.
+#[test]
+fn serve_until_killed() {
+    serve_if_asked();
+}
+
+fn server(fabric: Fabric) -> ServerProcess {
+    ServerProcess::start("serve_until_killed", fabric, 256 * MIB)
+}
+
+fn runtime(url: &str, budget_bytes: usize) -> Runtime {
+    builder(budget_bytes, PAGE_BYTES)
+        .server(url)
+        .deadline(DEADLINE)
+        .build()
+        .unwrap()
+}
+
+fn fill(array: &mut [u64]) {
+    for (at, word) in array.iter_mut().enumerate() {
+        *word = mix(at as u64);
+    }
+}
+
+fn assert_filled(array: &[u64]) {
+    for (at, &word) in array.iter().enumerate() {
+        assert_eq!(word, mix(at as u64), "word {at}");
+    }
+}
+
+/// Asserts that an error is about the server at `url`, and says so.
+fn assert_names_server(error: &PageError, url: &str) {
+    assert!(
+        matches!(error, PageError::Store(StoreError::Remote { server, .. }) if server == url),
+        "{error:?}"
+    );
+    assert!(
+        error.to_string().contains(url),
+        "`{error}` does not name {url}"
+    );
+}
+
+#[test]
+fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
+    let test = "prefetch_now_tells_of_a_killed_server_within_the_deadline";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for (fabric, changed) in FABRICS.into_iter().flat_map(|f| [(f, false), (f, true)]) {
+        let mut server = server(fabric);
+        let runtime = runtime(&server.url, 4 * MIB);
+        let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
+        fill(&mut array);
+        if !changed {
+            array.flush().unwrap();
+        }
+        server.kill();
+        for _ in 0..3 {
+            let since = Instant::now();
+            let error = array.prefetch_now(..).unwrap_err();
+            assert!(
+                since.elapsed() < DEADLINE + MARGIN,
+                "{fabric}: {:?}",
+                since.elapsed()
+            );
+            // Where all of the budget is taken by pages that cannot be written back, that may be found out first.
+            if !(changed && matches!(error, PageError::NoFrame { .. })) {
+                assert_names_server(&error, &server.url);
+            }
+        }
+        // The region can be given up, too.
+        let since = Instant::now();
+        drop(array);
+        assert!(
+            since.elapsed() < DEADLINE + MARGIN,
+            "{fabric}: {:?}",
+            since.elapsed()
+        );
+    }
+}
+
+#[test]
+fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
+    let test = "changed_pages_of_a_killed_server_stay_and_flush_names_it";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(90));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in FABRICS {
+        let mut server = server(fabric);
+        let runtime = runtime(&server.url, 4 * MIB);
+        let mut array = runtime.array::<u64>(MIB / 8).unwrap();
+        array.fill(7);
+        array.flush().unwrap();
+        server.kill();
+        // All of it is resident: this is no fault.
+        fill(&mut array);
+        let since = Instant::now();
+        let error = match array.flush().unwrap_err() {
+            FlushError::Pages(PagesError::Page(error)) => error,
+            other => panic!("{other:?}"),
+        };
+        assert!(
+            since.elapsed() < 2 * DEADLINE + MARGIN,
+            "{fabric}: {:?}",
+            since.elapsed()
+        );
+        assert_names_server(&error, &server.url);
+        assert_names_server(
+            &array.advise(.., Advice::DontNeed).unwrap_err(),
+            &server.url,
+        );
+        assert_filled(&array);
+
+        // Pressure from a region whose store is well takes nothing away either.
+        let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
+        let mut other = runtime.array_with::<u64>(8 * MIB / 8, options).unwrap();
+        fill(&mut other);
+        assert_filled(&other);
+        assert_filled(&array);
+        assert_names_server(
+            &array.region().take_error().expect("evictions were tried"),
+            &server.url,
+        );
+        other.close().unwrap();
+    }
+}
+
+const VICTIM: &str = "FARPAGE_TEST_VICTIM";
+
+#[test]
+fn touching_lost_memory_raises_sigbus_within_the_deadline() {
+    let test = "touching_lost_memory_raises_sigbus_within_the_deadline";
+    if let Ok(url) = env::var(VICTIM) {
+        return be_the_victim(&url);
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    let mut rng = Rng(seed(test));
+    for fabric in FABRICS {
+        for _ in 0..3 {
+            let mut server = server(fabric);
+            let mut victim = Kin::start(test, &[(VICTIM, &server.url)]);
+            victim.wait_for_line("paging");
+            // Anywhere in the middle of things.
+            thread::sleep(Duration::from_micros(rng.below(50_000) as u64));
+            server.kill();
+            let since = Instant::now();
+            let status = victim.wait(DEADLINE + MARGIN);
+            assert_eq!(
+                status.signal(),
+                Some(Signal::SIGBUS as i32),
+                "{fabric}: {status}"
+            );
+            println!(
+                "{fabric}: SIGBUS {:?} after the server's death",
+                since.elapsed()
+            );
+        }
+    }
+}
+
+/// Four threads read and write remote memory until it is lost. A word that is not what was written ends the process with status 3.
+fn be_the_victim(url: &str) {
+    let runtime = runtime(url, MIB);
+    let mut array: RemoteArray<u64> = runtime.array(16 * MIB / 8).unwrap();
+    fill(&mut array);
+    let (_, words) = shared(&mut array);
+    common::say("paging");
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            scope.spawn(move || {
+                let mut rng = Rng(thread);
+                loop {
+                    let at = rng.below(words.len());
+                    if get(words, at) != mix(at as u64) {
+                        eprintln!("word {at} is {:#x}", get(words, at));
+                        std::process::exit(3);
+                    }
+                    set(words, at, mix(at as u64));
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
+    let test = "a_server_that_stalls_for_less_than_the_deadline_does_no_harm";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in FABRICS {
+        let server = server(fabric);
+        let runtime = builder(MIB, PAGE_BYTES)
+            .server(&server.url)
+            .deadline(Duration::from_secs(8))
+            .build()
+            .unwrap();
+        let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
+        fill(&mut array);
+        let (_, words) = shared(&mut array);
+        let (stop, turns) = (AtomicBool::new(false), AtomicUsize::new(0));
+        thread::scope(|scope| {
+            for thread in 0..4 {
+                let (stop, turns) = (&stop, &turns);
+                scope.spawn(move || {
+                    let mut rng = Rng(thread);
+                    while !stop.load(Ordering::Relaxed) {
+                        let at = rng.below(words.len());
+                        assert_eq!(get(words, at), mix(at as u64), "{fabric}: word {at}");
+                        set(words, at, mix(at as u64));
+                        turns.fetch_add(1, Ordering::Relaxed);
+                    }
+                });
+            }
+            for _ in 0..3 {
+                server.signal(Signal::SIGSTOP);
+                thread::sleep(Duration::from_millis(400));
+                server.signal(Signal::SIGCONT);
+                let before = turns.load(Ordering::Relaxed);
+                wait_until("all threads go on", || {
+                    turns.load(Ordering::Relaxed) > before + 1000
+                });
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        assert_filled(&array);
+        array.flush().unwrap();
+        assert_eq!(runtime.stats().pager.poisoned, 0, "{fabric}");
+    }
+}
+
+#[test]
+fn another_server_serves_the_same_process_after_a_death() {
+    let test = "another_server_serves_the_same_process_after_a_death";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in FABRICS {
+        let mut first = server(fabric);
+        let before = runtime(&first.url, MIB);
+        let mut lost = before.array::<u64>(4 * MIB / 8).unwrap();
+        fill(&mut lost);
+        first.kill();
+        lost.prefetch_now(..).unwrap_err();
+
+        let second = server(fabric);
+        let after = runtime(&second.url, MIB);
+        let mut array = after.array::<u64>(4 * MIB / 8).unwrap();
+        fill(&mut array);
+        assert_filled(&array);
+        array.flush().unwrap();
+        // While the dead one's region is still there.
+        assert!(lost.prefetch_now(..).is_err());
+        // What the first runtime keeps in a store of its own goes on.
+        let options = RegionOptions::new()
+            .page_size(ByteSize::kib(4))
+            .store(HookedStore::new(PAGE_WORDS * 8, |_, _| io::Result::Ok(())));
+        let mut own = before.array_with::<u64>(PAGE_WORDS, options).unwrap();
+        fill(&mut own);
+        own.close().unwrap();
+    }
+}

@@ -1,0 +1,417 @@
+//! Stores that users bring: an ordinary file, and stores that fail, stall and panic.
+//!
+//! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost that it has not lost itself, and other regions
+//! do not notice.
+
+mod common;
+
+use std::{
+    fs, io,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use common::{
+    Call, FABRICS, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, get, mix, seed,
+    set, shared,
+};
+use farpage::{
+    Advice, FileStore, FileStoreError, FlushError, PageError, RegionOptions, RemoteArray, Runtime,
+};
+use farpage_pager::FlushError as PagesError;
+use farpage_store::StoreError;
+
+/// A runtime without a server.
+fn runtime(budget_bytes: usize, page_bytes: usize) -> Runtime {
+    builder(budget_bytes, page_bytes)
+        .deadline(Duration::from_secs(5))
+        .build()
+        .unwrap()
+}
+
+fn page_error(error: FlushError) -> PageError {
+    match error {
+        FlushError::Pages(PagesError::Page(error)) => error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn file_keeps_its_bytes_from_one_region_to_the_next() {
+    let test = "file_keeps_its_bytes_from_one_region_to_the_next";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    // Odd lengths: the last page of the region is longer than what is left of the file.
+    for bytes in [1, 4095, 4097, 3 * MIB + 5] {
+        for page_bytes in [4 * KIB, 64 * KIB] {
+            let path = directory.path().join(format!("{bytes}-{page_bytes}"));
+            let runtime = runtime(MIB, page_bytes);
+            let byte = |at: usize| mix(at as u64) as u8;
+            let store = FileStore::create(&path, bytes as u64).unwrap();
+            let mut region = runtime
+                .region_with(bytes, RegionOptions::new().store(store))
+                .unwrap();
+            assert!(region.iter().all(|&b| b == 0), "a created file is empty");
+            for at in 0..bytes {
+                region[at] = byte(at);
+            }
+            region.flush().unwrap();
+            let right: Vec<u8> = (0..bytes).map(byte).collect();
+            assert!(
+                fs::read(&path).unwrap() == right,
+                "{bytes} bytes after a flush"
+            );
+            region[bytes / 2] ^= 0xff;
+            region.close().unwrap();
+
+            assert!(
+                FileStore::create(&path, 1).is_err(),
+                "what exists is not overwritten"
+            );
+            let store = FileStore::open(&path, 0, bytes as u64).unwrap();
+            let mut region = runtime
+                .region_with(bytes, RegionOptions::new().store(store))
+                .unwrap();
+            region[bytes / 2] ^= 0xff;
+            assert!(region[..] == right, "{bytes} bytes reopened");
+            // Dropping it writes back as closing does.
+            drop(region);
+            assert!(
+                fs::read(&path).unwrap() == right,
+                "{bytes} bytes at the end"
+            );
+        }
+    }
+}
+
+#[test]
+fn file_of_the_wrong_length_is_an_error() {
+    let test = "file_of_the_wrong_length_is_an_error";
+    if !can_page(test) {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("pages");
+    assert!(FileStore::open(&path, 0, 1).is_err(), "there is no file");
+    fs::write(&path, vec![1; 10_000]).unwrap();
+    for (offset, bytes) in [(0, 10_001), (1, 10_000), (u64::MAX, 2)] {
+        let error = FileStore::open(&path, offset, bytes).unwrap_err();
+        assert!(
+            matches!(error, FileStoreError::TooShort { .. }),
+            "{error:?}"
+        );
+    }
+    let store = FileStore::open(&path, 4096, 4096).unwrap();
+    let runtime = runtime(MIB, 4 * KIB);
+    let mut region = runtime
+        .region_with(4096, RegionOptions::new().store(store))
+        .unwrap();
+    region.fill(2);
+    region.close().unwrap();
+    let bytes = fs::read(&path).unwrap();
+    assert_eq!(bytes.len(), 10_000);
+    assert!((0..10_000).all(|at| bytes[at] == if (4096..8192).contains(&at) { 2 } else { 1 }));
+}
+
+#[test]
+fn store_is_asked_for_nothing_beyond_its_region() {
+    let test = "store_is_asked_for_nothing_beyond_its_region";
+    if !can_page(test) {
+        return;
+    }
+    let runtime = runtime(MIB, 16 * KIB);
+    for bytes in [1, 16 * KIB - 1, 16 * KIB + 1] {
+        // It panics at a call beyond its bytes.
+        let store = HookedStore::new(bytes, |_, _| Ok(()));
+        let mut region = runtime
+            .region_with(bytes, RegionOptions::new().store(store))
+            .unwrap();
+        region.fill(9);
+        region.advise(.., Advice::DontNeed).unwrap();
+        region.prefetch_now(..).unwrap();
+        assert!(region.iter().all(|&byte| byte == 9));
+        region.close().unwrap();
+    }
+}
+
+#[test]
+fn errors_of_a_store_reach_the_program_and_pass() {
+    let test = "errors_of_a_store_reach_the_program_and_pass";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let seed = seed(test);
+    let mut rng = Rng(seed);
+    let calls = AtomicUsize::new(0);
+    let sick = Arc::new(AtomicBool::new(true));
+    let fails = sick.clone();
+    let store = HookedStore::new(MIB, move |_, _| {
+        let call = calls.fetch_add(1, Ordering::Relaxed) as u64;
+        if fails.load(Ordering::Relaxed) && mix(seed ^ call).is_multiple_of(3) {
+            return Err(io::Error::other("moody"));
+        }
+        Ok(())
+    });
+    // The budget has room for all: nothing leaves that is not told to, so that no plain access meets a failing read.
+    let runtime = runtime(4 * MIB, 16 * KIB);
+    let options = RegionOptions::new().read_ahead(0).store(store);
+    let mut array: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
+    let mut shadow = vec![0; array.len()];
+    let (mut reads, mut writes, mut flushes) = (0, 0, 0);
+    for _ in 0..30 {
+        // In: until a try succeeds.
+        while let Err(error) = array.prefetch_now(..) {
+            let PageError::Store(StoreError::User {
+                message, operation, ..
+            }) = &error
+            else {
+                panic!("{error:?}");
+            };
+            assert!(message.contains("moody"), "{error}");
+            assert_eq!(*operation, "fill");
+            assert!(error.may_retry());
+            reads += 1;
+            assert!(reads < 100_000, "seed {seed}");
+        }
+        assert!(array[..] == shadow[..], "seed {seed}");
+        for _ in 0..1000 {
+            let (at, value) = (rng.below(shadow.len()), rng.next());
+            (array[at], shadow[at]) = (value, value);
+        }
+        match array.flush() {
+            Ok(()) => {}
+            Err(FlushError::Pages(PagesError::Durable(error))) => {
+                assert_eq!(error.to_string(), "moody")
+            }
+            Err(error) => {
+                let error = page_error(error);
+                assert!(
+                    matches!(error, PageError::Store(StoreError::User { .. })),
+                    "{error:?}"
+                );
+                flushes += 1;
+            }
+        }
+        // Out: until a try succeeds.
+        while let Err(error) = array.advise(.., Advice::DontNeed) {
+            assert!(
+                matches!(error, PageError::Store(StoreError::User { .. })),
+                "{error:?}"
+            );
+            writes += 1;
+            assert!(writes < 100_000, "seed {seed}");
+        }
+        assert_eq!(array.region().resident_pages(), 0);
+    }
+    println!("{reads} failed reads, {writes} failed evictions, {flushes} failed flushes");
+    assert!(reads > 0 && writes > 0 && flushes > 0);
+
+    sick.store(false, Ordering::Relaxed);
+    array.prefetch_now(..).unwrap();
+    assert!(array[..] == shadow[..], "seed {seed}");
+    array.flush().unwrap();
+    array.close().unwrap();
+}
+
+#[test]
+fn evictions_that_fail_now_and_then_lose_nothing() {
+    let test = "evictions_that_fail_now_and_then_lose_nothing";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let seed = seed(test);
+    let calls = AtomicUsize::new(0);
+    let sick = Arc::new(AtomicBool::new(true));
+    let fails = sick.clone();
+    let store = HookedStore::new(8 * MIB, move |call, _| {
+        let number = calls.fetch_add(1, Ordering::Relaxed) as u64;
+        let fail = call == Call::Write
+            && fails.load(Ordering::Relaxed)
+            && mix(seed ^ number).is_multiple_of(50);
+        if fail {
+            Err(io::Error::other("moody"))
+        } else {
+            Ok(())
+        }
+    });
+    let runtime = runtime(MIB, 4 * KIB);
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(8 * MIB / 8, RegionOptions::new().store(store))
+        .unwrap();
+    let (array, words) = shared(&mut array);
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            scope.spawn(move || {
+                let mut rng = Rng(seed ^ thread as u64);
+                for _ in 0..3000 {
+                    let at = rng.below(words.len() / 4) * 4 + thread;
+                    let seen = get(words, at);
+                    assert!(
+                        seen == 0 || seen == mix(at as u64),
+                        "word {at} is {seen:#x}; seed {seed}"
+                    );
+                    set(words, at, mix(at as u64));
+                }
+            });
+        }
+    });
+    let stats = runtime.stats();
+    assert!(stats.pager.failed_evictions > 0, "{stats:?}");
+    assert_eq!(stats.pager.poisoned, 0, "{stats:?}");
+    let error = array
+        .region()
+        .take_error()
+        .expect("an eviction in the background failed");
+    assert!(
+        matches!(error, PageError::Store(StoreError::User { .. })),
+        "{error:?}"
+    );
+    sick.store(false, Ordering::Relaxed);
+    array.flush().unwrap();
+    for at in 0..words.len() {
+        let seen = get(words, at);
+        assert!(
+            seen == 0 || seen == mix(at as u64),
+            "word {at} is {seen:#x}; seed {seed}"
+        );
+    }
+}
+
+#[test]
+fn panic_of_a_store_is_an_error() {
+    let test = "panic_of_a_store_is_an_error";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(30));
+    if !can_page(test) {
+        return;
+    }
+    let panics = Arc::new(AtomicU32::new(0));
+    let on = panics.clone();
+    let store = HookedStore::new(256 * KIB, move |call, _| {
+        let on = on.load(Ordering::Relaxed);
+        let panic = call == Call::Read && on & 1 != 0 || call == Call::Write && on & 2 != 0;
+        assert!(
+            !panic,
+            "a bug in the user's store (this message belongs to a test)"
+        );
+        Ok(())
+    });
+    let runtime = runtime(MIB, 16 * KIB);
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(256 * KIB / 8, RegionOptions::new().store(store))
+        .unwrap();
+    array.fill(1);
+    panics.store(2, Ordering::Relaxed);
+    let error = page_error(array.flush().unwrap_err());
+    assert!(
+        matches!(error, PageError::Store(StoreError::Panicked { .. })),
+        "{error:?}"
+    );
+    assert!(
+        error.to_string().contains("a bug in the user's store"),
+        "{error}"
+    );
+    panics.store(0, Ordering::Relaxed);
+    array.advise(.., Advice::DontNeed).unwrap();
+    panics.store(1, Ordering::Relaxed);
+    let error = array.prefetch_now(..).unwrap_err();
+    assert!(
+        matches!(error, PageError::Store(StoreError::Panicked { .. })),
+        "{error:?}"
+    );
+    panics.store(0, Ordering::Relaxed);
+    array.prefetch_now(..).unwrap();
+    assert!(array.iter().all(|&word| word == 1));
+    array.close().unwrap();
+}
+
+#[test]
+fn stalling_store_does_not_slow_other_regions_down() {
+    let test = "stalling_store_does_not_slow_other_regions_down";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in FABRICS {
+        let memory = Memory::start(fabric, 128 * MIB);
+        let runtime = memory.runtime(16 * MIB, 4 * KIB);
+        let mut fast: RemoteArray<u64> = runtime.array(32 * MIB / 8).unwrap();
+        let slow_store = HookedStore::new(8 * MIB, |call, _| {
+            if call != Call::Flush {
+                thread::sleep(Duration::from_millis(20));
+            }
+            Ok(())
+        });
+        let options = RegionOptions::new().store(slow_store);
+        let mut slow: RemoteArray<u64> = runtime.array_with(8 * MIB / 8, options).unwrap();
+        for (at, word) in fast.iter_mut().enumerate() {
+            *word = mix(at as u64);
+        }
+        let (_, fast) = shared(&mut fast);
+        let (slow, slow_words) = shared(&mut slow);
+        let mut rng = Rng(seed(test));
+        let mut held = false;
+        for attempt in 0..3 {
+            let alone = fault_p99(fast, &mut rng);
+            let (stop, turns) = (AtomicBool::new(false), AtomicUsize::new(0));
+            let beside = thread::scope(|scope| {
+                for thread in 0..3 {
+                    let (stop, turns, mut rng) = (&stop, &turns, rng.clone());
+                    scope.spawn(move || {
+                        while !stop.load(Ordering::Relaxed) {
+                            // The first touch costs nothing; a page that was changed and left costs 20 ms each way.
+                            set(slow_words, rng.below(slow_words.len()), thread);
+                            turns.fetch_add(1, Ordering::Relaxed);
+                            if rng.one_in(50) {
+                                slow.advise(.., Advice::DontNeed).unwrap();
+                            }
+                        }
+                    });
+                }
+                common::wait_until("the slow region pages", || {
+                    turns.load(Ordering::Relaxed) > 60
+                });
+                let p99 = fault_p99(fast, &mut rng);
+                stop.store(true, Ordering::Relaxed);
+                p99
+            });
+            println!(
+                "{fabric}, attempt {attempt}: p99 of faults {alone:?} alone, {beside:?} beside a store that stalls 20 ms"
+            );
+            // A thousandth of a second, unless the machine is too busy for that even without the slow store.
+            held = beside
+                < (4 * alone)
+                    .max(Duration::from_millis(1))
+                    .min(Duration::from_millis(10));
+            if held {
+                break;
+            }
+        }
+        assert!(held, "{fabric}: the slow region slows the fast one down");
+        assert!(runtime.stats().store.bytes_written > 0);
+    }
+}
+
+/// The 99th percentile of the time that accesses take that find their page absent.
+fn fault_p99(words: &[std::sync::atomic::AtomicU64], rng: &mut Rng) -> Duration {
+    let mut times: Vec<Duration> = (0..6000)
+        .map(|_| {
+            let at = rng.below(words.len());
+            let since = Instant::now();
+            assert_eq!(get(words, at), mix(at as u64), "word {at}");
+            since.elapsed()
+        })
+        .collect();
+    // Half of the data is resident: hits take no time and are not what is asked.
+    times.retain(|&time| time > Duration::from_micros(2));
+    times.sort_unstable();
+    times[times.len() * 99 / 100]
+}
