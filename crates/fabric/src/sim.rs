@@ -8,7 +8,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -74,6 +74,7 @@ pub struct SimServer {
     death: Arc<Death>,
     ops: AtomicU64,
     channels: AtomicU64,
+    lose_answer: AtomicBool,
 }
 
 impl SimServer {
@@ -85,6 +86,7 @@ impl SimServer {
             death: Arc::default(),
             ops: AtomicU64::new(0),
             channels: AtomicU64::new(0),
+            lose_answer: AtomicBool::new(false),
         })
     }
 
@@ -104,6 +106,11 @@ impl SimServer {
     /// Kills the server: whatever is in flight ends with an error at the next poll.
     pub fn kill(&self) {
         self.death.declare("the simulated server was killed");
+    }
+
+    /// The next publication takes place, but its answer is lost.
+    pub fn lose_next_publish_answer(&self) {
+        self.lose_answer.store(true, Ordering::Relaxed);
     }
 
     fn endpoint(&self) -> String {
@@ -152,7 +159,10 @@ impl SimSession {
         if let Some(reason) = self.server.death.reason() {
             return Err(CallError::Disconnected(reason));
         }
+        let is_lost = matches!(request, Request::Publish { .. })
+            && self.server.lose_answer.swap(false, Ordering::Relaxed);
         match answer(&self.server.host, self.id, request) {
+            Ok(_) if is_lost => Err(CallError::Disconnected("the answer was lost".to_owned())),
             Ok((Response::Refused(refusal), _)) => Err(CallError::Refused(refusal)),
             Ok((response, _)) => Ok(response),
             Err(violation) => Err(CallError::Disconnected(violation)),

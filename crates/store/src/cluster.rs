@@ -5,7 +5,7 @@
 //! pages this holds as long as slots of many sizes do not fragment the space; then the pool grows, and says so if it cannot.
 //!
 //! Regions of one page size and codec share a pool, so that small regions share extents and raw pages, all of one size,
-//! never fragment. A region that can be published has a pool of its own.
+//! never fragment. Regions that reserve nothing have pools of their own: they must not use up what others were promised. A region that can be published has a pool of its own.
 
 use std::{
     collections::HashMap,
@@ -20,7 +20,7 @@ use farpage_fabric::{AllocError, ExtentId, Session};
 use parking_lot::{Mutex, RwLock};
 
 use crate::{
-    Codec, StoreStats, StoreStatsSnapshot,
+    Codec, Reserve, StoreStats, StoreStatsSnapshot,
     entry::Place,
     slots::{Arena, BlockShape, GRANULE_BYTES, Slot},
 };
@@ -52,7 +52,7 @@ impl Default for ClusterOptions {
 pub struct Cluster {
     sessions: Vec<Arc<Session>>,
     pub(crate) deadline: Duration,
-    pools: Mutex<HashMap<(usize, Codec), Arc<Pool>>>,
+    pools: Mutex<HashMap<(usize, Codec, Reserve), Arc<Pool>>>,
     stats: Mutex<Ledger>,
 }
 
@@ -102,7 +102,12 @@ impl Cluster {
         pools.iter().map(|pool| pool.granted_bytes()).sum()
     }
 
-    pub(crate) fn shared_pool(&self, page_bytes: usize, codec: Codec) -> Arc<Pool> {
+    pub(crate) fn shared_pool(
+        &self,
+        page_bytes: usize,
+        codec: Codec,
+        reserve: Reserve,
+    ) -> Arc<Pool> {
         let new = || {
             Pool::new(
                 (0..self.sessions.len())
@@ -112,7 +117,7 @@ impl Cluster {
         };
         self.pools
             .lock()
-            .entry((page_bytes, codec))
+            .entry((page_bytes, codec, reserve))
             .or_insert_with(|| Arc::new(new()))
             .clone()
     }
@@ -269,6 +274,15 @@ impl Pool {
         };
         self.add(server as u8, extent.id, extent.bytes);
         Ok(extent.bytes)
+    }
+
+    /// Makes sure that the first server has granted something.
+    pub(crate) fn anchor(&self) -> Result<(), AllocError> {
+        let _one_at_a_time = self.growing.lock();
+        if self.arenas[0].lock().granted_bytes > 0 {
+            return Ok(());
+        }
+        self.grant(0, GRANULE_BYTES).map(drop)
     }
 
     /// Adds an extent and returns its index.

@@ -132,7 +132,8 @@ pub enum CreateError {
     },
 }
 
-/// Why a named region could not be published. The previous publication, if there is one, is still there.
+/// Why a named region could not be published. The previous publication, if there is one, is still there, unless the
+/// connection broke in the last step: then it may be the new one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishStoreError {

@@ -10,7 +10,10 @@
 
 use std::{os::fd::BorrowedFd, sync::Arc, time::Instant};
 
-use farpage_fabric::{Channel, ChannelError, ConnectError, ExtentId, Op, OpenError, Session, Verb};
+use farpage_fabric::{
+    Channel, ChannelError, ConnectError, ControlError, ExtentId, Op, OpenError, PublishError,
+    Session, Verb,
+};
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
@@ -105,7 +108,8 @@ impl Commit<'_> {
 
 impl PageStore {
     /// Publishes what has been written back so far under `name`, atomically: whoever opens the name gets this state or,
-    /// if this call fails or the process dies in it, the previous one. Pages may be filled and written back meanwhile.
+    /// if this call fails or the process dies in it, the previous one. (If the connection breaks in the last step, either of
+    /// the two.) Pages may be filled and written back meanwhile.
     ///
     /// # Errors
     /// [`PublishStoreError`].
@@ -130,6 +134,12 @@ impl PageStore {
                 published,
             });
         }
+        // 0. A name is held, and let go, by its extents: the first server has at least one.
+        pool.anchor().map_err(|source| PublishStoreError::Alloc {
+            region,
+            name: name.to_owned(),
+            source,
+        })?;
         // 1. Copy the map. From here on the slots that it refers to are kept.
         let (map, stale) = {
             let mut publishing = publications.commits.write();
@@ -144,37 +154,43 @@ impl PageStore {
             (map, std::mem::take(&mut *publications.deferred.lock()))
         };
         // 2. Write it, and bind the name to it.
-        let result = self.write_map(pool, name, &map).and_then(|entries| {
-            let places = entries.iter().filter_map(place_of).collect::<Vec<_>>();
-            self.bind(remote, name, map.len() as u64, entries)
-                .inspect_err(|_| free_all(pool, &places))?;
-            Ok(places)
-        });
+        let (places, result) = match self.write_map(pool, name, &map) {
+            Ok(entries) => {
+                let places = entries.iter().filter_map(place_of).collect::<Vec<_>>();
+                (places, self.bind(remote, name, map.len() as u64, entries))
+            }
+            Err(error) => (Vec::new(), Err(error)),
+        };
         // 3. What only the previous map referred to is free now; after a failure, what only this one refers to.
         let mut publishing = publications.commits.write();
         *publishing = false;
         let undecided = std::mem::take(&mut *publications.undecided.lock());
-        match result {
-            Ok(places) => {
-                for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
-                    if place_of(&words_of(words)).is_some()
-                        && bytes_of(portable(self.table.load_words(page))) == *words
-                    {
-                        self.table.mark_published(page);
-                    }
-                }
-                publications.deferred.lock().extend(undecided);
-                free_all(pool, &stale);
-                free_all(pool, &std::mem::replace(&mut last.map, places));
-                last.name = Some(name.to_owned());
-                Ok(())
-            }
-            Err(error) => {
-                publications.deferred.lock().extend(stale);
-                free_all(pool, &undecided);
-                Err(error)
+        if let Err(error) = &result
+            && !may_have_happened(error)
+        {
+            publications.deferred.lock().extend(stale);
+            free_all(pool, &undecided);
+            free_all(pool, &places);
+            return result;
+        }
+        for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
+            if place_of(&words_of(words)).is_some()
+                && bytes_of(portable(self.table.load_words(page))) == *words
+            {
+                self.table.mark_published(page);
             }
         }
+        publications.deferred.lock().extend(undecided);
+        last.name = Some(name.to_owned());
+        if result.is_ok() {
+            free_all(pool, &stale);
+            free_all(pool, &std::mem::replace(&mut last.map, places));
+        } else {
+            // The name may be bound to either map: the next publication frees what both refer to.
+            publications.deferred.lock().extend(stale);
+            last.map.extend(places);
+        }
+        result
     }
 
     /// Opens the region that was last published under `name`. Its length, page size and codec are those it was published
@@ -283,9 +299,14 @@ impl PageStore {
                 Entry::Stored {
                     place,
                     stored_bytes,
+                    codec,
                     ..
                 } => {
-                    let claimed = stored_bytes as usize <= page_bytes
+                    let possible = match codec {
+                        Codec::Raw => stored_bytes as usize == page_bytes,
+                        Codec::Lz4 => (1..page_bytes).contains(&(stored_bytes as usize)),
+                    };
+                    let claimed = possible
                         && pool.arena(place.server).is_some_and(|arena| {
                             arena.lock().claim_slot(slot_of(place), stored_bytes)
                         });
@@ -473,7 +494,13 @@ impl Held {
             hold.0.push((session.clone(), named.extents));
             match postcard::from_bytes(&named.manifest) {
                 Ok(Manifest::Region(manifest)) if manifest.version == VERSION => {
-                    region = Some(manifest)
+                    if region.replace(manifest).is_some() {
+                        let detail = "several servers have a region of that name, published by clients of one of them: open it with that server alone";
+                        return Err(OpenStoreError::Damaged {
+                            name: name.to_owned(),
+                            detail: detail.to_owned(),
+                        });
+                    }
                 }
                 Ok(Manifest::Part) => {}
                 _ => {
@@ -665,6 +692,17 @@ fn sleep(fd: Option<BorrowedFd<'_>>, readable: bool, writable: bool, until: Opti
     });
     // Whatever it says, the channel is polled next.
     let _ = nix::poll::poll(&mut fds, timeout);
+}
+
+/// Whether the name may be bound all the same: only the answer was lost.
+fn may_have_happened(error: &PublishStoreError) -> bool {
+    matches!(
+        error,
+        PublishStoreError::Publish {
+            source: PublishError::Control(ControlError::Disconnected { .. }),
+            ..
+        }
+    )
 }
 
 fn free_all(pool: &Pool, places: &[Place]) {

@@ -34,11 +34,12 @@ impl fmt::Display for RegionId {
 }
 
 /// How much remote memory a region takes when it is made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reserve {
-    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. (A named region
-    /// also keeps what its last publication refers to, and asks for more memory when that no longer fits.)
+    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. More is asked for,
+    /// and may not be had, only where compressed pages of many sizes fragment the space, where a named region also keeps
+    /// what its last publication refers to, and where slots had to be given up because writes to them seemed lost.
     #[default]
     Full,
     /// What its pages turn out to need: compressed regions take less, and when all servers are full a write-back fails
@@ -106,7 +107,7 @@ impl PageStore {
                 cluster.sessions().iter().cloned().enumerate().collect(),
             ))
         } else {
-            cluster.shared_pool(page_bytes, options.codec)
+            cluster.shared_pool(page_bytes, options.codec, options.reserve)
         };
         let reservation = match options.reserve {
             Reserve::OnDemand => None,

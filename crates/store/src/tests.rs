@@ -942,6 +942,77 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
 }
 
 #[test]
+fn a_publication_whose_answer_was_lost_can_be_opened_whichever_it_is() {
+    let servers = servers();
+    let mut model = vec![0; 60 * 4096];
+    for round in 0..4 {
+        let cluster = client(&servers);
+        let store = if round == 0 {
+            named(&cluster, 60, Codec::Raw)
+        } else {
+            PageStore::open(&cluster, REGION, "x").unwrap()
+        };
+        conform(&cluster, &store, &mut model, round * 10, 600);
+        store.publish("x").unwrap();
+        conform(&cluster, &store, &mut model, round * 10 + 1, 600);
+        for server in &servers {
+            server.lose_next_publish_answer();
+        }
+        // The second server's manifest is no publication yet, the first one's is.
+        for _ in 0..2 {
+            assert!(matches!(
+                store.publish("x"),
+                Err(PublishStoreError::Publish { .. })
+            ));
+        }
+        conform(&cluster, &store, &mut model.clone(), round * 10 + 2, 2000);
+        drop((store, cluster));
+        let cluster = client(&servers);
+        let store = PageStore::open(&cluster, REGION, "x").unwrap();
+        assert!(vec_of(&cluster, &store) == model, "round {round}");
+    }
+}
+
+#[test]
+fn a_named_region_without_content_is_let_go_when_it_is_closed() {
+    let servers = servers();
+    let cluster = client(&servers);
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        named: true,
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&cluster, REGION, 8 << 20, 4096, &options).unwrap();
+    store.publish("empty").unwrap();
+    let held = cluster.sessions()[0].stat().unwrap();
+    assert_eq!(held.extents, 1, "servers let a name go with its extents");
+    drop(store);
+    let store = PageStore::open(&client(&servers), REGION, "empty").unwrap();
+    assert_eq!(store.bytes(), 8 << 20);
+}
+
+#[test]
+fn regions_without_a_reservation_leave_what_others_were_promised() {
+    let cluster = cluster_of([SimConfig {
+        capacity_bytes: 40 << 20,
+        ..SimConfig::new(1)
+    }]);
+    let promised = remote(&cluster, 2048, 4096, Codec::Raw);
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        ..RemoteOptions::default()
+    };
+    let greedy = PageStore::remote(&cluster, RegionId(8), 64 << 20, 4096, &options).unwrap();
+    let mut lane = Lane::new(&cluster).unwrap();
+    let page = |i: u64| (0..4096u64).map(|j| (j / 5 + i) as u8).collect::<Vec<_>>();
+    let full = (0..greedy.pages()).find(|&i| write(&mut lane, &greedy, i, &page(i)).is_err());
+    assert!(full.is_some(), "the server is full now");
+    for i in 0..promised.pages() {
+        write(&mut lane, &promised, i, &page(i)).expect("it was reserved");
+    }
+}
+
+#[test]
 fn pages_may_move_while_a_region_is_being_published() {
     let servers = servers();
     for round in 0..6 {
