@@ -3,6 +3,11 @@
 //! The rule it keeps: measured in a process of its own that does nothing else, and whose server is in another one. Memory that a server
 //! lends over shm is shared memory and not anonymous, so that it is not counted.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
 mod common;
 
 use std::{

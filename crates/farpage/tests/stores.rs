@@ -3,6 +3,11 @@
 //! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost that it has not lost itself, and other regions
 //! do not notice.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
 mod common;
 
 use std::{

@@ -4,6 +4,11 @@
 //! The rule it keeps: a thread reads and writes only words of its own, so that it knows what each of them must be; words of all share every page.
 //! `FARPAGE_TORTURE_OPS` sets the number of operations in all (the long form is ten million), `FARPAGE_TEST_SEED` repeats a run.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
 mod common;
 
 use std::{

@@ -318,7 +318,7 @@ impl Rng {
     }
 
     pub fn below(&mut self, n: usize) -> usize {
-        (u128::from(self.next()) * n as u128 >> 64) as usize
+        ((u128::from(self.next()) * n as u128) >> 64) as usize
     }
 
     pub fn one_in(&mut self, n: usize) -> bool {
