@@ -437,6 +437,86 @@ fn data_connections_end_with_their_session() {
 }
 
 #[test]
+fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(&mut control, &Request::Grant { bytes: 2 << 20 });
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let publish = Request::Publish {
+        name: "x".to_owned(),
+        manifest: Vec::new(),
+        extents: vec![extent.id],
+    };
+    say(&mut control, &publish);
+    assert_eq!(hear(&mut control), Response::Done);
+    // Asks for far more than the sockets hold, and does not read it.
+    let mut data = server.attach(session, secret);
+    let count = 64;
+    for i in 0..count {
+        let header = OpHeader {
+            kind: OpKind::Read,
+            following: count - 1 - i,
+            sequence: i.into(),
+            len: 2 << 20,
+            extent: extent.id,
+            offset: 0,
+        };
+        data.write_all(&header.encode()).expect("headers fit");
+    }
+    data.read_exact(&mut [0])
+        .expect("the answers are on their way");
+    say(&mut control, &Request::Release { extent: extent.id });
+    assert_eq!(hear(&mut control), Response::Done);
+    let next = server.session();
+    next.open("x").expect("nobody holds it");
+    let mut channel = next.channel::<Vec<u8>>().expect("alive");
+    let op = Op {
+        tag: 0,
+        verb: Verb::Write,
+        extent: extent.id,
+        offset: 0,
+        len: 2 << 20,
+        buf: vec![0xbb; 2 << 20],
+    };
+    assert!(channel.post(op).is_ok());
+    finish(&mut *channel).expect("leased");
+    // One after another, whatever had been sent before the lease ended may arrive; then comes the end.
+    let sent = closed(data, "a READ whose lease has ended");
+    let headers = usize::from(count) * ANSWER_HEADER_BYTES;
+    let foreign = sent.iter().filter(|&&byte| byte == 0xbb).count();
+    assert!(foreign <= headers, "{foreign} bytes of another client");
+}
+
+#[test]
+fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(&mut control, &Request::Grant { bytes: 4096 });
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let mut data = server.attach(session, secret);
+    let header = OpHeader {
+        kind: OpKind::Write,
+        following: 0,
+        sequence: 0,
+        len: 4096,
+        extent: extent.id,
+        offset: 0,
+    };
+    data.write_all(&header.encode()).expect("a header fits");
+    data.write_all(&[1; 100]).expect("a part fits");
+    let memory = server.host.extent(session, extent.id).expect("leased");
+    until("the WRITE has begun", || memory.resident_bytes() > 0);
+    say(&mut control, &Request::Release { extent: extent.id });
+    assert_eq!(hear(&mut control), Response::Done);
+    closed(data, "a WRITE whose lease has ended");
+    assert_eq!(Arc::strong_count(&memory), 1, "nobody keeps the memory");
+}
+
+#[test]
 fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
     // A relay stands for a network that breaks.
     let server = Server::tcp();

@@ -24,7 +24,7 @@ use crate::{
     stream::{Message, retry},
 };
 
-/// How often a waiting thread looks whether its session still lives.
+/// How often a waiting thread looks whether its session and its leases still live.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// How long a refused client may take to read why. Its bytes that are under way are thrown away meanwhile, or the
@@ -97,7 +97,7 @@ impl Connection {
                     vectors.push(vector(op.span.as_ptr(), op.span.len()));
                 }
             }
-            let sent_bytes = self.transmit(&mut vectors, &alive)?;
+            let sent_bytes = self.transmit(&mut vectors, &checked, &alive)?;
             let read_bytes = sent_bytes - (checked.len() * ANSWER_HEADER_BYTES) as u64;
             self.traffic
                 .read_bytes
@@ -178,12 +178,7 @@ impl Connection {
     ) -> Result<u64, Fault> {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
-            if let Some(op) = checked.iter().find(|op| op.span.is_revoked()) {
-                return Err(Fault::Violation(format!(
-                    "the lease of extent {} ended during a WRITE",
-                    op.header.extent
-                )));
-            }
+            still_leased(checked)?;
             // SAFETY:
             // - every vector lies in a span of `checked`: bytes of a mapping that live as long as the span, writable;
             // - no reference to those bytes exists anywhere, so the kernel may change them.
@@ -200,14 +195,17 @@ impl Connection {
         Ok(rest.total_bytes)
     }
 
-    /// Sends `vectors`, which point to answer headers and into spans; returns their length.
+    /// Sends `vectors`, which point to answer headers and into the spans of `checked`; returns their length.
     fn transmit(
         &self,
         vectors: &mut [libc::iovec],
+        checked: &[Checked],
         alive: &dyn Fn() -> Result<(), Fault>,
     ) -> Result<u64, Fault> {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
+            // A client that is slow to read must not be sent what the next holder of the extent writes.
+            still_leased(checked)?;
             // SAFETY: every vector is an answer header or lies in a span, both kept by the caller; they are only read.
             let sent = unsafe {
                 libc::sendmsg(
@@ -226,14 +224,22 @@ impl Connection {
         Ok(rest.total_bytes)
     }
 
-    /// Waits for the socket and looks now and then whether the session still lives.
+    /// Waits for the socket, and no longer than until it is time to look whether the session and its leases still live.
     fn pause(&self, events: PollFlags, alive: &dyn Fn() -> Result<(), Fault>) -> Result<(), Fault> {
-        loop {
-            match self.stream.wait(events, Instant::now() + LOOK) {
-                Err(error) if error.kind() == io::ErrorKind::TimedOut => alive()?,
-                other => return Ok(other?),
-            }
+        match self.stream.wait(events, Instant::now() + LOOK) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => alive(),
+            other => Ok(other?),
         }
+    }
+}
+
+fn still_leased(checked: &[Checked]) -> Result<(), Fault> {
+    match checked.iter().find(|op| op.span.is_revoked()) {
+        None => Ok(()),
+        Some(op) => Err(Fault::Violation(format!(
+            "the lease of extent {} ended during a {:?}",
+            op.header.extent, op.header.kind
+        ))),
     }
 }
 

@@ -7,10 +7,11 @@ use std::{
         fd::{AsFd, AsRawFd, BorrowedFd},
         unix::{
             fs::{FileTypeExt, MetadataExt, PermissionsExt},
-            net::{UnixListener, UnixStream},
+            net::UnixListener,
         },
     },
     path::Path,
+    time::Instant,
 };
 
 use farpage_wire::Endpoint;
@@ -101,7 +102,8 @@ impl Listener {
                     if !metadata.file_type().is_socket() {
                         return Err(BindError::NotASocket { endpoint: name });
                     }
-                    match UnixStream::connect(path) {
+                    // Never waits: a server that is stopped has its backlog full.
+                    match Stream::connect(endpoint, Instant::now()) {
                         Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                             tracing::info!(
                                 endpoint = name,

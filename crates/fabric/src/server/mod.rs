@@ -12,7 +12,7 @@ use std::{
     io,
     os::fd::AsFd,
     sync::{
-        Arc,
+        Arc, Weak,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
@@ -25,7 +25,10 @@ use farpage_wire::{
 };
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::eventfd::{EfdFlags, EventFd},
+    sys::{
+        eventfd::{EfdFlags, EventFd},
+        resource::{Resource, getrlimit},
+    },
 };
 
 pub(crate) use self::control::answer;
@@ -41,8 +44,12 @@ const HANDSHAKE: Duration = Duration::from_secs(2);
 /// How long the end of a server waits for the threads of its connections, whose sockets are closed by then.
 const JOIN: Duration = Duration::from_secs(5);
 
-/// Connections at once, of which each has a thread: more is refused rather than suffered.
+/// Connections of a listener at once, of which each has a thread: more is refused rather than suffered.
 const MAX_CONNECTIONS: usize = 4096;
+
+/// Of the files that the process may open, connections of a listener take at most one in so many: a daemon may have two
+/// listeners, and needs as many files for the memory that it lends.
+const OPEN_FILES_PER_CONNECTION: u64 = 4;
 
 /// Payload bytes moved by the server's CPU; one for all listeners of a daemon.
 #[derive(Debug, Default)]
@@ -95,7 +102,9 @@ impl Shutdown {
 ///
 /// [`Host::stat`] is completed with the bytes of `traffic`.
 pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shutdown: Shutdown) {
-    let mut connections: HashMap<u64, (Arc<Stream>, JoinHandle<()>)> = HashMap::new();
+    // The threads own their sockets: what has ended is closed at once and not when the next client comes.
+    let mut connections: HashMap<u64, (Weak<Stream>, JoinHandle<()>)> = HashMap::new();
+    let most = connections_max();
     let mut count = 0;
     while !shutdown.has_begun() {
         let mut fds =
@@ -113,16 +122,17 @@ pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shu
                 continue;
             }
         };
-        if connections.len() >= MAX_CONNECTIONS {
+        if connections.len() >= most {
             tracing::warn!(
                 peer,
-                "connection closed: {MAX_CONNECTIONS} are open already"
+                "connection closed: {most} are open already, which the limit of open files (ulimit -n) allows"
             );
             continue;
         }
         let stream = Arc::new(stream);
+        let socket = Arc::downgrade(&stream);
         let connection = Connection {
-            stream: Arc::clone(&stream),
+            stream,
             transport: listener.transport(),
             peer,
             host: Arc::clone(&host),
@@ -134,13 +144,16 @@ pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shu
             .name(format!("farpage-conn-{count}"))
             .spawn(move || connection.run())
         {
-            Ok(thread) => drop(connections.insert(count, (stream, thread))),
+            Ok(thread) => drop(connections.insert(count, (socket, thread))),
             Err(error) => tracing::warn!(%error, "connection closed: cannot start a thread for it"),
         }
     }
     drop(listener);
     let until = Instant::now() + JOIN;
-    for (stream, _) in connections.values() {
+    for stream in connections
+        .values()
+        .filter_map(|(socket, _)| socket.upgrade())
+    {
         stream.close();
     }
     for (_, thread) in connections.into_values() {
@@ -154,6 +167,13 @@ pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shu
             None => tracing::warn!("a connection's thread did not end within {JOIN:?}"),
         }
     }
+}
+
+fn connections_max() -> usize {
+    let open_files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
+    usize::try_from(open_files / OPEN_FILES_PER_CONNECTION)
+        .unwrap_or(usize::MAX)
+        .clamp(1, MAX_CONNECTIONS)
 }
 
 /// One accepted connection and what its thread needs.
