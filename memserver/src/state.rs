@@ -16,6 +16,7 @@ use std::{
     fs,
     io::Read,
     sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -44,6 +45,8 @@ pub struct Limits {
 
 /// No more names than this; each costs an entry and its manifest, which counts against the capacity.
 const NAMES_MAX: usize = 65_536;
+/// A connection that waits for its client looks once a second whether its leases have ended; this is a second more.
+const QUIET: Duration = Duration::from_secs(2);
 /// What an extent takes, whatever its length: whole pages of the server's memory.
 const PAGE_BYTES: u64 = 4096;
 
@@ -92,8 +95,17 @@ struct NameRecord {
     holder: Option<SessionId>,
 }
 
-/// Memory on its way out. Unmapping gigabytes takes milliseconds, so it is dropped after the ledger is unlocked.
+/// Memory on its way out. Unmapping gigabytes takes milliseconds, so it is [given back](give_back) after the ledger is unlocked.
 type Freed = Vec<Arc<ExtentMemory>>;
+
+/// Gives memory back to the system, also what a client over shared memory still maps.
+fn give_back(freed: impl IntoIterator<Item = Arc<ExtentMemory>>) {
+    for memory in freed {
+        if let Err(error) = memory.punch() {
+            warn!(extent = %memory.id(), %error, "an extent's memory stays for as long as a client maps it");
+        }
+    }
+}
 
 impl State {
     /// Nothing granted, nobody there.
@@ -151,7 +163,7 @@ impl State {
             .map(|id| self.end(&mut ledger, *id, "its lease ran out"))
             .collect();
         drop(ledger);
-        drop(freed);
+        freed.into_iter().for_each(give_back);
         silent.len()
     }
 
@@ -191,6 +203,29 @@ impl State {
             None
         } else {
             ledger.forget_extent(id)
+        }
+    }
+
+    /// Waits for operations that began under an earlier lease of the name's extents and have not ended: a late WRITE
+    /// must not land among the next holder's bytes, nor a late READ see them. False when they do not end in time.
+    fn is_quiet(&self, name: &str) -> bool {
+        let until = Instant::now() + QUIET;
+        loop {
+            let ledger = self.ledger.lock();
+            let free = ledger
+                .names
+                .get(name)
+                .filter(|record| record.holder.is_none());
+            // Nobody leases these handles: each beyond the ledger's own belongs to an operation.
+            let is_busy = free.is_some_and(|record| {
+                let mut extents = record.extents.iter();
+                extents.any(|id| Arc::strong_count(&ledger.extents[id].memory) > 1)
+            });
+            drop(ledger);
+            if !is_busy || Instant::now() >= until {
+                return !is_busy;
+            }
+            thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -327,14 +362,14 @@ impl Host for State {
             }
         };
         drop(ledger);
-        drop(freed);
+        give_back(freed);
     }
 
     fn close(&self, session: SessionId) {
         let mut ledger = self.ledger.lock();
         let freed = self.end(&mut ledger, session, "the client closed it");
         drop(ledger);
-        drop(freed);
+        give_back(freed);
     }
 
     fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
@@ -400,7 +435,7 @@ impl Host for State {
         let freed = self.let_go(&mut ledger, extent);
         ledger.give_up_name_of(extent, session);
         drop(ledger);
-        drop(freed);
+        give_back(freed);
         Ok(())
     }
 
@@ -484,12 +519,15 @@ impl Host for State {
             .names
             .insert(name.to_owned());
         drop(ledger);
-        drop(freed);
+        give_back(freed);
         debug!(session = %session, name, extents = distinct.len(), "named region published");
         Ok(())
     }
 
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
+        if !self.is_quiet(name) {
+            return Err(Refusal::InUse);
+        }
         let mut ledger = self.ledger.lock();
         let held_extents = Self::known(&mut ledger, session)?.extents.len();
         let Some(record) = ledger.names.get_mut(name) else {
@@ -542,7 +580,7 @@ impl Host for State {
         ledger.granted_bytes -= record.manifest.len() as u64;
         let freed = ledger.unname(&record.extents);
         drop(ledger);
-        drop(freed);
+        give_back(freed);
         info!(session = %session, name, "named region removed");
         Ok(())
     }
@@ -879,6 +917,27 @@ mod tests {
     }
 
     #[test]
+    fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended() {
+        let state = state(1 << 20);
+        let (first, second) = (
+            client(&state, Transport::Tcp),
+            client(&state, Transport::Tcp),
+        );
+        let id = state.grant(first, 4096).unwrap().id();
+        state.publish(first, "x", Vec::new(), &[id]).unwrap();
+        // What a connection keeps while bytes move.
+        let operation = state.extent(first, id).unwrap();
+        state.close(first);
+        assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
+        thread::scope(|scope| {
+            let opened = scope.spawn(|| state.open(second, "x").unwrap());
+            drop(operation);
+            assert_eq!(opened.join().unwrap().extents[0].id(), id);
+        });
+        state.check();
+    }
+
+    #[test]
     fn a_named_region_outlives_its_publisher_and_is_open_once() {
         let state = state(1 << 30);
         let publisher = client(&state, Transport::Shm);
@@ -898,6 +957,8 @@ mod tests {
             (4096 + 3, 1)
         );
         assert!(memory.copy_in(7, b"late").is_err());
+        let id = memory.id();
+        drop(memory);
         let opened = state.open(second, "x").unwrap();
         assert_eq!(
             (opened.manifest.as_slice(), opened.extents.len()),
@@ -909,7 +970,8 @@ mod tests {
         assert_eq!(state.open(third, "x").unwrap_err(), Refusal::InUse);
         assert_eq!(state.remove(third, "x"), Err(Refusal::InUse));
         assert_eq!(state.publish(third, "x", vec![], &[]), Err(Refusal::InUse));
-        state.release(second, memory.id()).unwrap();
+        drop(opened);
+        state.release(second, id).unwrap();
         state.open(third, "x").unwrap();
         state.remove(third, "x").unwrap();
         assert_eq!(state.open(second, "x").unwrap_err(), Refusal::NotFound);
@@ -957,6 +1019,7 @@ mod tests {
             }
         );
         state.close(session);
+        drop(extent);
         let opened = state.open(client(&state, Transport::Shm), "x").unwrap();
         assert_eq!((opened.manifest[0], opened.extents.len()), (1, 1));
         state.check();

@@ -34,6 +34,41 @@ fn capacity_is_enforced_and_the_client_goes_on() {
     }
 }
 
+/// Physical bytes of extents that this process maps, as a client or as a server.
+fn mapped_extents_resident_bytes() -> u64 {
+    let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let mut is_extent = false;
+    let mut kib = 0;
+    for line in maps.lines() {
+        if let Some(rss) = line.strip_prefix("Rss:") {
+            let rss: u64 = rss.trim().trim_end_matches(" kB").parse().unwrap();
+            kib += if is_extent { rss } else { 0 };
+        } else if line.split(' ').next().unwrap().contains('-') {
+            // The first line of a mapping begins with its addresses.
+            is_extent = line.contains("farpage-extent");
+        }
+    }
+    kib << 10
+}
+
+#[test]
+fn memory_that_a_client_still_maps_is_back_when_it_is_released() {
+    let both = Both::start(256 * MIB, LEASE);
+    let session = connect(&both.shm);
+    // Larger than what other tests of this process lend, all of them together.
+    let extent = session.grant(200 * MIB).unwrap();
+    // The channel keeps its mapping: nothing makes it look whether the lease has ended.
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    for at in 0..100 {
+        let bytes = vec![7; 2 << 20];
+        transfer(&mut *channel, Verb::Write, extent.id, at * 2 * MIB, bytes).unwrap();
+    }
+    assert!(mapped_extents_resident_bytes() >= 200 * MIB);
+    session.release(extent.id).unwrap();
+    let left = mapped_extents_resident_bytes();
+    assert!(left < 100 * MIB, "{left} bytes are still there");
+}
+
 #[test]
 fn a_client_cannot_read_or_write_the_memory_of_another() {
     let both = Both::start(64 * MIB, LEASE);

@@ -66,7 +66,7 @@ impl Directory {
         Ok(())
     }
 
-    /// Unmaps a lease, as soon as no channel is copying.
+    /// Forgets a lease. Channels unmap it when they next look one up; the server takes its memory back at once.
     pub(crate) fn remove(&self, id: ExtentId) {
         if let Some(mapped) = self.0.write().remove(&id) {
             mapped.released.store(true, Ordering::Relaxed);

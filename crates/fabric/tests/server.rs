@@ -465,8 +465,14 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
         };
         data.write_all(&header.encode()).expect("headers fit");
     }
-    data.read_exact(&mut [0])
-        .expect("the answers are on their way");
+    // Until the sockets are full: what is being sent at this moment may still go out.
+    let mut waste = vec![0; 128 << 20];
+    let mut arrived = || data.peek(&mut waste).expect("answers");
+    let mut before = 0;
+    while before != arrived() {
+        before = arrived();
+        thread::sleep(Duration::from_millis(200));
+    }
     say(&mut control, &Request::Release { extent: extent.id });
     assert_eq!(hear(&mut control), Response::Done);
     let next = server.session();
@@ -607,6 +613,50 @@ fn a_server_that_falls_silent_ends_calls_at_their_deadline() {
     assert!(matches!(error, Err(ConnectError::Unreachable { .. })));
     assert!(begun.elapsed() < PATIENCE);
     drop(listener);
+}
+
+#[test]
+fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    // Begins a session, hears the first renewal and says nothing more.
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("a client");
+        let mut hello = [0; HELLO_BYTES];
+        stream.read_exact(&mut hello).expect("a hello");
+        stream.write_all(&hello).expect("a client that listens");
+        let mut requests = stream.try_clone().expect("a socket");
+        let mut heard = move || {
+            let mut prefix = [0; PREFIX_BYTES];
+            requests.read_exact(&mut prefix).expect("a request");
+            let mut body = vec![0; u32::from_le_bytes(prefix) as usize];
+            requests.read_exact(&mut body).expect("a request");
+            control::decode::<Request>(&body).expect("a request")
+        };
+        assert!(matches!(heard(), Request::Begin { .. }));
+        let begun = Response::Begun {
+            session: SessionId(1),
+            secret: Secret([0; 16]),
+            lease_ms: 30,
+        };
+        stream
+            .write_all(&control::encode(&begun).expect("short"))
+            .expect("a client that listens");
+        assert_eq!(heard(), Request::Renew);
+        stream
+    });
+    let options = SessionOptions {
+        deadline: Duration::from_secs(60),
+        ..options()
+    };
+    let session = Session::connect(&endpoint, &options).expect("it begins");
+    let stuck = server.join().expect("it was renewed");
+    let begun = Instant::now();
+    drop(session);
+    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
+    drop(stuck);
 }
 
 #[test]

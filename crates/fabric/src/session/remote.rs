@@ -167,6 +167,17 @@ impl Drop for Remote {
     fn drop(&mut self) {
         self.shared.closing.store(true, Ordering::Release);
         self.shared.wake_keeper();
+        let until = Instant::now() + self.shared.deadline.min(GOODBYE);
+        let Some(mut line) = self.shared.line.try_lock_until(until) else {
+            // The keeper waits for a server that is stuck. It ends at its deadline, and the connection with it.
+            return;
+        };
+        if line.death.reason().is_none() {
+            // Waits for the answer, so that the memory is free when the drop is over. A server that is gone frees it itself.
+            let _ = self.shared.exchange(&mut line, &Request::Goodbye, until);
+        }
+        line.stream.close();
+        drop(line);
         let keeper = self.keeper.take().expect("joined only here");
         if keeper.join().is_err() {
             tracing::error!(
@@ -174,13 +185,6 @@ impl Drop for Remote {
                 "the thread of a session panicked; its message is above"
             );
         }
-        let mut line = self.shared.line.lock();
-        if line.death.reason().is_none() {
-            // Waits for the answer, so that the memory is free when the drop is over. A server that is gone frees it itself.
-            let until = Instant::now() + self.shared.deadline.min(GOODBYE);
-            let _ = self.shared.exchange(&mut line, &Request::Goodbye, until);
-        }
-        line.stream.close();
     }
 }
 
@@ -227,15 +231,17 @@ impl Shared {
             if ended {
                 // Before the lock: a call may hold it until its own deadline.
                 death.declare("the server closed the connection");
-            } else if woken == Ok(0) && alive {
+            } else if woken == Ok(0) {
                 let mut line = self.line.lock();
-                if line.death.reason().is_none() {
+                if self.closing.load(Ordering::Acquire) {
+                    return;
+                }
+                if !alive {
+                    // Tried again after a while, and said by whatever needs the session.
+                    let _ = self.mend(&mut line, until);
+                } else if line.death.reason().is_none() {
                     let _ = self.exchange(&mut line, &Request::Renew, until);
                 }
-                renewed = Instant::now();
-            } else if woken == Ok(0) && can_resume {
-                // Tried again after a while, and said by whatever needs the session.
-                let _ = self.mend(&mut self.line.lock(), until);
                 renewed = Instant::now();
             } else if let Err(errno) = woken
                 && errno != Errno::EINTR
