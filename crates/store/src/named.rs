@@ -8,7 +8,7 @@
 //! cut into pieces of [`PIECE_BYTES`], each with an entry of its own in the manifest, so that the manifest stays small and
 //! stretches without entries cost nothing. Entries name servers and extents by their index in the manifest.
 
-use std::{os::fd::BorrowedFd, sync::Arc, time::Instant};
+use std::{collections::HashSet, os::fd::BorrowedFd, sync::Arc, time::Instant};
 
 use farpage_fabric::{
     Channel, ChannelError, ConnectError, ControlError, ExtentId, Op, OpenError, PublishError,
@@ -284,8 +284,15 @@ impl PageStore {
             manifest.seed,
             Backing::Remote(remote),
         );
-        // From here on the store gives the extents back.
-        opened.hold.0.clear();
+        // From here on the store gives the extents back. What a publication that did not come to its end had added goes now.
+        let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
+        for (session, extents) in &mut opened.hold.0 {
+            let same = |(_, other): &(usize, Arc<Session>)| Arc::ptr_eq(other, session);
+            let server = pool.servers().iter().position(same);
+            let is_kept = |id| server.is_some_and(|server| kept.contains(&(server as u8, id)));
+            extents.retain(|extent| !is_kept(extent.id));
+        }
+        drop(opened.hold);
         for (page, words) in (0u64..).zip(entries.as_chunks::<32>().0) {
             let words = words_of(words);
             let entry =

@@ -992,6 +992,29 @@ fn a_named_region_without_content_is_let_go_when_it_is_closed() {
 }
 
 #[test]
+fn what_a_publication_that_did_not_end_had_added_is_not_held() {
+    let servers = servers();
+    let first = client(&servers);
+    let store = named(&first, 60, Codec::Raw);
+    store.publish("x").unwrap();
+    // As a process that dies between the servers leaves it: the second one keeps more than the first one's map says.
+    let Backing::Remote(remote) = &store.backing else {
+        panic!("remote")
+    };
+    let session = &first.sessions()[1];
+    let mut held: Vec<_> = (remote.pool.extents().into_iter().flatten())
+        .filter_map(|(server, id)| (server == 1).then_some(id))
+        .collect();
+    held.push(session.grant(1 << 20).unwrap().id);
+    session.publish("x", &[1], &held).unwrap();
+    drop((store, first));
+    let second = client(&servers);
+    for _ in 0..3 {
+        PageStore::open(&second, REGION, "x").expect("it was closed");
+    }
+}
+
+#[test]
 fn regions_without_a_reservation_leave_what_others_were_promised() {
     let cluster = cluster_of([SimConfig {
         capacity_bytes: 40 << 20,
