@@ -162,7 +162,7 @@ impl<A: AddressSpace> Evictor<A> {
                 continue;
             }
             let (mut seen, mut taken) = (0, 0);
-            for page in claim.region.chunk(claim.chunk) {
+            for page in claim.pages.clone() {
                 let word = claim.region.words.load(page);
                 if word.state() != State::Resident || word.pins() > 0 {
                     continue;
@@ -183,6 +183,7 @@ impl<A: AddressSpace> Evictor<A> {
                     taken += 1;
                 }
                 if !self.core.frames.above_low() {
+                    self.core.sweep.stop_at(&claim, page + 1);
                     break;
                 }
             }

@@ -18,12 +18,17 @@ const SIZES: usize = 10;
 /// The smallest page size, as a power of two.
 const SMALLEST_SHIFT: u32 = 12;
 
+/// Frames that read-ahead leaves to demand: more than all threads of a large machine fault on at once.
+const DEMAND_RESERVE_PAGES: u64 = 16;
+
 /// All frames of a runtime.
 pub(crate) struct Frames<A: AddressSpace> {
     space: Arc<A>,
     budget: u64,
     high: u64,
     low: u64,
+    /// Two pages of the largest size: one instruction may touch two, so evictors leave that much alone unless a fill waits for a frame.
+    floor: AtomicU64,
     /// Bytes of frames in existence.
     made: CachePadded<AtomicU64>,
     /// Highest value of `made`.
@@ -47,6 +52,7 @@ impl<A: AddressSpace> Frames<A> {
             budget,
             high: mark(high),
             low: mark(low),
+            floor: AtomicU64::new(0),
             made: CachePadded::default(),
             peak: AtomicU64::new(0),
             used: CachePadded::default(),
@@ -59,6 +65,12 @@ impl<A: AddressSpace> Frames<A> {
 
     pub(crate) fn budget(&self) -> u64 {
         self.budget
+    }
+
+    /// From now on there are pages of this size.
+    pub(crate) fn expect(&self, page_bytes: usize) {
+        self.floor
+            .fetch_max(2 * page_bytes as u64, Ordering::Relaxed);
     }
 
     /// Highest number of bytes that frames took at any time.
@@ -84,8 +96,9 @@ impl<A: AddressSpace> Frames<A> {
     /// A frame for a page that somebody may want soon: only while it leaves room for demand.
     pub(crate) fn for_prefetch(&self, page_bytes: usize) -> Option<A::Frame> {
         let room = self.budget.saturating_sub(self.used());
-        // Half of what the evictors keep free belongs to demand, or prefetching would starve it.
-        (room > (self.budget - self.low) / 2 + page_bytes as u64)
+        // A part of what the evictors keep free belongs to demand, or prefetching would starve it.
+        let reserve = ((self.budget - self.low) / 2).min(DEMAND_RESERVE_PAGES * page_bytes as u64);
+        (room > reserve + page_bytes as u64)
             .then(|| self.take(page_bytes))
             .flatten()
     }
@@ -173,7 +186,7 @@ impl<A: AddressSpace> Frames<A> {
 
     /// Whether evictors should start.
     pub(crate) fn above_high(&self) -> bool {
-        self.used() > self.high || self.is_starving()
+        self.used() > self.high.max(self.floor.load(Ordering::Relaxed)) || self.is_starving()
     }
 
     /// Whether more pages must begin to leave until the low mark will be reached.
@@ -184,6 +197,7 @@ impl<A: AddressSpace> Frames<A> {
         staying
             > self
                 .low
+                .max(self.floor.load(Ordering::Relaxed))
                 .min(self.budget - self.starving.load(Ordering::SeqCst).min(self.budget))
     }
 

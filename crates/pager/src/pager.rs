@@ -146,15 +146,15 @@ impl Advice {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct RegionOptions {
-    /// Pages to read ahead at most; 0 switches it off.
+    /// Pages to read ahead at most; 0 switches it off. A sixteenth of the budget is the limit.
     pub read_ahead: usize,
 }
 
 impl RegionOptions {
-    /// Half a megabyte ahead, and 64 pages at most.
+    /// A megabyte ahead, and 64 pages at most.
     pub fn for_pages_of(page_bytes: usize) -> RegionOptions {
         RegionOptions {
-            read_ahead: ((512 << 10) / page_bytes).clamp(1, 64),
+            read_ahead: ((1 << 20) / page_bytes).clamp(1, 64),
         }
     }
 }
@@ -301,6 +301,7 @@ impl<A: AddressSpace> Pager<A> {
                 pages_min,
             });
         }
+        self.core.frames.expect(page_bytes);
         let id = store.region().0;
         let layout = self.layout(id, bytes, page_bytes);
         let address = self
@@ -308,7 +309,11 @@ impl<A: AddressSpace> Pager<A> {
             .space
             .map(layout)
             .map_err(|source| MapError::Os { bytes, source })?;
-        let region = Arc::new(Region::new(id, address, layout, store, options.read_ahead));
+        // A window must not push out what was read ahead just before it.
+        let read_ahead = options
+            .read_ahead
+            .min((budget_bytes / 16) as usize / page_bytes);
+        let region = Arc::new(Region::new(id, address, layout, store, read_ahead));
         self.core.regions.write().insert(address, region.clone());
         Ok(Mapped {
             pager: self.clone(),

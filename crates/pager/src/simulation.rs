@@ -220,14 +220,8 @@ impl World {
             space,
             ..
         } = self;
-        // Dropping waits for workers that nobody drives any more, so it gets a thread of its own.
         let core = mapped.pager().core().clone();
-        let ender = std::thread::spawn(move || drop(mapped));
-        while !ender.is_finished() {
-            fillers.iter_mut().for_each(|filler| _ = filler.turn());
-            evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
-        }
-        ender.join().expect("dropping a region does not panic");
+        close(vec![mapped], &mut fillers, &mut evictors);
         drop((fillers, evictors, core));
         assert_eq!(
             space.frames() + space.resident_pages(),
@@ -235,6 +229,20 @@ impl World {
             "frames are left behind"
         );
     }
+}
+
+/// Drops regions on a thread of its own, since that waits for the workers that are driven here.
+fn close(
+    regions: Vec<Mapped<SimSpace>>,
+    fillers: &mut [Filler<SimSpace>],
+    evictors: &mut [Evictor<SimSpace>],
+) {
+    let ender = std::thread::spawn(move || drop(regions));
+    while !ender.is_finished() {
+        fillers.iter_mut().for_each(|filler| _ = filler.turn());
+        evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
+    }
+    ender.join().expect("dropping a region does not panic");
 }
 
 fn next(random: &mut u64) -> u64 {
@@ -330,5 +338,100 @@ fn pages_that_the_program_drops_are_what_was_written_back_last() {
         }
         world.finish_intents();
         world.check_everything();
+    }
+}
+
+/// Two regions, each on a shard of its own, under one budget; one thread, whose instructions touch two neighbouring pages at once.
+struct Tight {
+    random: u64,
+    space: Arc<SimSpace>,
+    fillers: Vec<Filler<SimSpace>>,
+    evictors: Vec<Evictor<SimSpace>>,
+    regions: Vec<Mapped<SimSpace>>,
+}
+
+impl Tight {
+    fn new(seed: u64, page_bytes: [usize; 2], budget_bytes: usize) -> Tight {
+        let space = Arc::new(SimSpace::new(SimOptions {
+            shards: 2,
+            seed,
+            ..SimOptions::default()
+        }));
+        let session = SimServer::new(SimConfig::new(seed))
+            .session(&SessionOptions {
+                deadline: Duration::from_secs(5),
+                link: None,
+                client: "simulation".into(),
+            })
+            .expect("the simulated server takes sessions");
+        let cluster = Cluster::new(vec![session], ClusterOptions::default());
+        let Parts {
+            pager,
+            fillers,
+            evictors,
+        } = Pager::assemble(
+            space.clone(),
+            cluster.clone(),
+            &PagerOptions::new(budget_bytes as u64),
+        )
+        .expect("the options are sound");
+        let pager = Arc::new(pager);
+        let regions = (page_bytes.into_iter().zip(1..))
+            .map(|(page_bytes, id)| {
+                let bytes = (PAGES * page_bytes) as u64;
+                let options = RemoteOptions::default();
+                let store = PageStore::remote(&cluster, RegionId(id), bytes, page_bytes, &options)
+                    .expect("the server has room");
+                pager
+                    .map(store, RegionOptions::for_pages_of(page_bytes))
+                    .expect("the budget holds two pages")
+            })
+            .collect();
+        Tight {
+            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            space,
+            fillers,
+            evictors,
+            regions,
+        }
+    }
+
+    /// One instruction that touches a page's last word and the next page's first, until both are there at once.
+    fn touch_two(&mut self, region: usize, page: usize) {
+        let next = self.regions[region].address() + (page + 1) * self.regions[region].page_bytes();
+        for _ in 0..20_000 {
+            if !self.space.is_asleep(0)
+                && self.space.try_load(0, next - 8).is_ok()
+                && self.space.try_load(0, next).is_ok()
+            {
+                return;
+            }
+            // Real workers are slower than the program now and then, but not for ever.
+            self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            self.evictors
+                .iter_mut()
+                .for_each(|evictor| _ = evictor.turn());
+        }
+        panic!("pages {page} and {} are never there at once", page + 1);
+    }
+}
+
+#[test]
+fn instruction_that_touches_two_pages_gets_on_with_a_budget_of_two() {
+    for seed in seeds(4000..4010) {
+        for budget_pages in 2..6 {
+            println!("seed {seed}, {budget_pages} pages");
+            let mut tight = Tight::new(seed, [4096, 4096], budget_pages * 4096);
+            for _ in 0..200 {
+                let region = (next(&mut tight.random) % 2) as usize;
+                let first = (next(&mut tight.random) % (PAGES as u64 - 9)) as usize;
+                (first..first + 8).for_each(|page| tight.touch_two(region, page));
+            }
+            close(
+                std::mem::take(&mut tight.regions),
+                &mut tight.fillers,
+                &mut tight.evictors,
+            );
+        }
     }
 }

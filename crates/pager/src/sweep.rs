@@ -9,11 +9,17 @@
 //!
 //! The downside: pages that are hot without ever leaving are not known to be hot, so that they leave and come back once in a while.
 
-use std::{ops::Bound, sync::Arc};
+use std::{
+    ops::{Bound, Range},
+    sync::Arc,
+};
 
 use parking_lot::Mutex;
 
-use crate::{core::RegionTable, region::Region};
+use crate::{
+    core::RegionTable,
+    region::{CHUNK_PAGES, Region},
+};
 
 /// A hand over all pages of a runtime.
 #[derive(Debug)]
@@ -25,8 +31,9 @@ pub(crate) struct Sweep {
 
 #[derive(Debug)]
 struct Hand {
+    /// Of a region, and the page in it that is next.
     address: usize,
-    chunk: usize,
+    page: usize,
     age_floor: u32,
     seen: usize,
     taken: usize,
@@ -36,7 +43,8 @@ struct Hand {
 #[derive(Debug)]
 pub(crate) struct Claim {
     pub(crate) region: Arc<Region>,
-    pub(crate) chunk: usize,
+    /// Pages of one chunk.
+    pub(crate) pages: Range<usize>,
     /// Pages younger than this stay.
     pub(crate) age_floor: u32,
 }
@@ -48,7 +56,7 @@ impl Sweep {
         Sweep {
             hand: Mutex::new(Hand {
                 address: 0,
-                chunk: 0,
+                page: 0,
                 age_floor: age_cap,
                 seen: 0,
                 taken: 0,
@@ -57,7 +65,7 @@ impl Sweep {
         }
     }
 
-    /// Moves the hand to the next chunk that may hold resident pages. `None`: no region has any.
+    /// Moves the hand behind the next chunk, or what is left of one, that may hold resident pages. `None`: no region has any.
     pub(crate) fn claim(&self, regions: &RegionTable) -> Option<Claim> {
         let mut hand = self.hand.lock();
         let regions = regions.read();
@@ -67,25 +75,36 @@ impl Sweep {
                 regions.range((Bound::Included(hand.address), Bound::Unbounded))
             {
                 let from = if address == hand.address {
-                    hand.chunk
+                    hand.page
                 } else {
                     0
                 };
                 if region.resident() == 0 || region.is_closing() {
                     continue;
                 }
-                if let Some(chunk) = region.next_touched(from) {
-                    (hand.address, hand.chunk) = (address, chunk + 1);
+                if let Some(chunk) = region.next_touched(from / CHUNK_PAGES) {
+                    (hand.address, hand.page) = (address, (chunk + 1) * CHUNK_PAGES);
+                    let pages = region.chunk(chunk);
                     return Some(Claim {
                         region: region.clone(),
-                        chunk,
+                        pages: pages.start.max(from)..pages.end,
                         age_floor: hand.age_floor,
                     });
                 }
             }
-            (hand.address, hand.chunk) = (0, 0);
+            (hand.address, hand.page) = (0, 0);
         }
         None
+    }
+
+    /// Enough pages leave: the hand goes back to `page`, the first of the claim that was not looked at. Were the rest of each chunk passed over, a
+    /// small budget would see the same few pages leave again and again.
+    pub(crate) fn stop_at(&self, claim: &Claim, page: usize) {
+        let mut hand = self.hand.lock();
+        let behind = claim.pages.end.next_multiple_of(CHUNK_PAGES);
+        if (hand.address, hand.page) == (claim.region.address, behind) {
+            hand.page = page;
+        }
     }
 
     /// Tells how many resident pages of a claim were looked at and how many of them leave.
