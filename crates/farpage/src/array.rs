@@ -27,7 +27,11 @@ impl<T: Pod> RemoteArray<T> {
             assert!(
                 mem::size_of::<T>() > 0,
                 "elements without bytes need no memory"
-            )
+            );
+            assert!(
+                mem::align_of::<T>() <= 4096,
+                "a region is aligned to its page, which may be as small as 4 KiB"
+            );
         };
         assert!(
             len * mem::size_of::<T>() <= region.len(),

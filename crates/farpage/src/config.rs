@@ -11,6 +11,9 @@ use farpage_wire::Endpoint;
 
 use crate::{BuildError, Runtime};
 
+/// A year: longer deadlines overflow the clock.
+const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// Sets up a [`Runtime`]. What is not set here is taken from the environment variable named with each option, else the default.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
@@ -76,7 +79,7 @@ impl Builder {
 
     /// Pages that are read ahead of a sequential run at most; 0 switches it off. Regions may set their own.
     ///
-    /// `FARPAGE_READ_AHEAD`. Default: half a megabyte, and 64 pages at most.
+    /// `FARPAGE_READ_AHEAD`. Default: a megabyte, and 64 pages at most.
     pub fn read_ahead(mut self, pages: usize) -> Self {
         self.read_ahead = Some(pages);
         self
@@ -136,6 +139,11 @@ impl Builder {
                     .map_err(|e| BuildError::Option(format!("FARPAGE_DEADLINE: {e}")))
             })?,
         };
+        if deadline.is_zero() || deadline > DEADLINE_MAX {
+            return Err(BuildError::Option(format!(
+                "a deadline of {deadline:?}: need more than zero and at most {DEADLINE_MAX:?}"
+            )));
+        }
         for (workers, what) in [(fillers, "fillers"), (evictors, "evictors")] {
             if !(1..=64).contains(&workers) {
                 return Err(BuildError::Option(format!(

@@ -65,7 +65,7 @@ impl Runtime {
     pub fn open_array<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
         let region = self.open_region(name)?;
         let (bytes, element_bytes) = (region.len(), mem::size_of::<T>());
-        if element_bytes == 0 || bytes % element_bytes != 0 {
+        if bytes % element_bytes != 0 {
             return Err(OpenError::Type {
                 name: name.to_owned(),
                 bytes: bytes as u64,
