@@ -177,6 +177,12 @@ pub(crate) struct PagingFigures {
     pub(crate) fills: u64,
     pub(crate) evictions: u64,
     pub(crate) steals: u64,
+    /// Of the fills, those ahead of a fault.
+    pub(crate) prefetches: u64,
+    /// Faults that had to wait for a frame.
+    pub(crate) starved: u64,
+    /// Of the evictions, those of pages that had not changed.
+    pub(crate) clean_evictions: u64,
     pub(crate) bytes_read: u64,
     pub(crate) bytes_written: u64,
     /// Bytes of changed pages over bytes stored for them; absent when nothing was stored.

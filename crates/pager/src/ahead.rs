@@ -38,13 +38,15 @@ pub(crate) struct Plan {
 
 impl Streams {
     /// A fault on `page`. `limit`: the region's largest window in pages, 0 for none; `eager`: the program says that it goes
-    /// through the region in order, so that the first fault starts a stream.
+    /// through the region in order, so that the first fault starts a stream; `missed`: the page was not on its way, so that what
+    /// was planned behind it is not either.
     pub(crate) fn fault(
         &mut self,
         region: u64,
         page: usize,
         limit: usize,
         eager: bool,
+        missed: bool,
     ) -> Option<Plan> {
         if limit == 0 {
             return None;
@@ -70,7 +72,11 @@ impl Streams {
         };
         let plan = (known.is_some() || eager).then(|| {
             stream.window = (stream.window * 2).clamp(FIRST_WINDOW.min(limit), limit);
-            let first = stream.end.max(page + 1);
+            let first = if missed {
+                page + 1
+            } else {
+                stream.end.max(page + 1)
+            };
             (stream.trigger, stream.end) = (first, first + stream.window);
             Plan {
                 ahead: first..stream.end,
@@ -88,23 +94,34 @@ mod tests {
     #[test]
     fn second_fault_in_a_row_starts_a_window_and_its_trigger_the_next() {
         let mut streams = Streams::default();
-        assert_eq!(streams.fault(1, 10, 64, false), None);
+        assert_eq!(streams.fault(1, 10, 64, false, true), None);
         assert_eq!(
-            streams.fault(1, 11, 64, false),
+            streams.fault(1, 11, 64, false, true),
             Some(Plan { ahead: 12..16 })
         );
         assert_eq!(
-            streams.fault(1, 12, 64, false),
+            streams.fault(1, 12, 64, false, false),
             Some(Plan { ahead: 16..24 })
         );
         assert_eq!(
-            streams.fault(1, 16, 64, false),
+            streams.fault(1, 16, 64, false, false),
             Some(Plan { ahead: 24..40 })
         );
         assert_eq!(
-            streams.fault(1, 24, 16, false),
+            streams.fault(1, 24, 16, false, false),
             Some(Plan { ahead: 40..56 }),
             "the limit holds"
+        );
+    }
+
+    #[test]
+    fn window_that_was_given_up_is_planned_again() {
+        let mut streams = Streams::default();
+        streams.fault(1, 10, 64, false, true);
+        streams.fault(1, 11, 64, false, true);
+        assert_eq!(
+            streams.fault(1, 13, 64, false, true),
+            Some(Plan { ahead: 14..22 })
         );
     }
 
@@ -112,7 +129,7 @@ mod tests {
     fn random_faults_read_nothing_ahead() {
         let mut streams = Streams::default();
         for i in 0..1000 {
-            assert_eq!(streams.fault(1, i * 7919 % 100_003, 64, false), None);
+            assert_eq!(streams.fault(1, i * 7919 % 100_003, 64, false, false), None);
         }
     }
 
@@ -121,7 +138,10 @@ mod tests {
         let mut streams = Streams::default();
         for page in 0..2 {
             for region in 0..6 {
-                assert_eq!(streams.fault(region, page, 8, false).is_some(), page == 1);
+                assert_eq!(
+                    streams.fault(region, page, 8, false, false).is_some(),
+                    page == 1
+                );
             }
         }
     }
@@ -129,7 +149,7 @@ mod tests {
     #[test]
     fn advice_starts_at_the_first_fault() {
         assert_eq!(
-            Streams::default().fault(1, 0, 8, true),
+            Streams::default().fault(1, 0, 8, true, false),
             Some(Plan { ahead: 1..5 })
         );
     }

@@ -207,8 +207,12 @@ impl<A: AddressSpace> Core<A> {
     /// Gives a free frame back, and wakes fillers if one waits for it.
     pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) {
         if self.frames.release(frame, page_bytes) {
-            self.fillers.iter().for_each(|filler| filler.bell.ring());
+            self.ring_fillers();
         }
+    }
+
+    pub(crate) fn ring_fillers(&self) {
+        self.fillers.iter().for_each(|filler| filler.bell.ring());
     }
 
     pub(crate) fn ring_evictors(&self) {

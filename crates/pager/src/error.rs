@@ -24,9 +24,9 @@ pub enum PageError {
         /// How long it waited.
         waited: Duration,
     },
-    /// The kernel or a device holds the page.
+    /// The kernel, a device or another worker held the page until the deadline.
     #[error(
-        "page {page} of region {region} is held by the kernel or a device (direct I/O under way?) and cannot be written back; try again when that has ended"
+        "page {page} of region {region} could not be written back in time: the kernel or a device holds it (direct I/O?), or a worker is still busy with it (a slow store?); try again later"
     )]
     Held {
         /// The region.

@@ -164,7 +164,7 @@ impl<A: AddressSpace> Evictor<A> {
             let (mut seen, mut taken) = (0, 0);
             for page in claim.pages.clone() {
                 let word = claim.region.words.load(page);
-                if word.state() != State::Resident || word.pins() > 0 {
+                if word.state() != State::Resident {
                     continue;
                 }
                 seen += 1;
@@ -448,7 +448,6 @@ impl<A: AddressSpace> Evictor<A> {
                     later.job.close_one(None);
                     any = true;
                 }
-                // A pinned page has not changed hands for good: what the program pins it flushes when it has unpinned.
                 Begun::NotNow(error) if later.since.elapsed() > self.deadline => {
                     let held = PageError::Held {
                         region: region.id,

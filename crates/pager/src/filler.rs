@@ -114,6 +114,7 @@ impl<A: AddressSpace> Filler<A> {
         let mut busy = self.read_faults();
         busy |= self.read_mail();
         busy |= self.serve_backlog();
+        busy |= self.lend_held();
         busy |= self.post_unposted();
         busy |= self.serve_wishes();
         self.lane.poll(&mut self.done);
@@ -147,7 +148,8 @@ impl<A: AddressSpace> Filler<A> {
             return;
         }
         let page = region.page_at(address);
-        match region.words.apply(page, protocol::fault) {
+        let on_fault = region.words.apply(page, protocol::fault);
+        match on_fault {
             OnFault::Fill => self.begin(Flight {
                 region: region.clone(),
                 page,
@@ -160,7 +162,7 @@ impl<A: AddressSpace> Filler<A> {
             }
             OnFault::Stale => self.stale(region.clone(), page, address),
         }
-        self.read_ahead(&region, page);
+        self.read_ahead(&region, page, on_fault == OnFault::Fill);
     }
 
     fn region_at(&mut self, address: usize) -> Option<Arc<Region>> {
@@ -224,6 +226,7 @@ impl<A: AddressSpace> Filler<A> {
             since: Instant::now(),
         });
         self.core.ring_evictors();
+        self.core.ring_fillers();
     }
 
     fn serve_backlog(&mut self) -> bool {
@@ -236,11 +239,6 @@ impl<A: AddressSpace> Filler<A> {
             let page_bytes = waiting.flight.region.page_bytes();
             if let Some(frame) = self.core.frames.for_demand(page_bytes) {
                 self.post(waiting.flight, frame);
-                any = true;
-            } else if let Some((held, frame)) = self.held.pop() {
-                // Our own reserve against starvation: what is held back can be mapped, and then evicted.
-                self.map(held, frame);
-                self.backlog.push_front(waiting);
                 any = true;
             } else if waiting.since.elapsed() > self.deadline {
                 self.starve(waiting);
@@ -310,6 +308,17 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
+    /// Some filler finds no frame: what is held back is mapped, so that it can be evicted.
+    fn lend_held(&mut self) -> bool {
+        if self.held.is_empty() || !self.core.frames.is_starving() {
+            return false;
+        }
+        mem::take(&mut self.held)
+            .into_iter()
+            .for_each(|(flight, frame)| self.map(flight, frame));
+        true
+    }
+
     /// Keeps a trigger unmapped; the one held longest makes room, for its stream has ended.
     fn hold(&mut self, flight: Flight, frame: A::Frame) {
         if self.held.len() == STREAMS {
@@ -359,7 +368,8 @@ impl<A: AddressSpace> Filler<A> {
         flight.region.exit();
     }
 
-    fn read_ahead(&mut self, region: &Arc<Region>, page: usize) {
+    /// `missed`: the page was not on its way.
+    fn read_ahead(&mut self, region: &Arc<Region>, page: usize, missed: bool) {
         let advice = region.advice();
         if advice == Advice::Random {
             return;
@@ -369,6 +379,7 @@ impl<A: AddressSpace> Filler<A> {
             page,
             region.read_ahead,
             advice == Advice::Sequential,
+            missed,
         ) {
             let pages = plan.ahead.start.min(region.pages())..plan.ahead.end.min(region.pages());
             if !pages.is_empty() {
@@ -461,17 +472,14 @@ impl<A: AddressSpace> Filler<A> {
         any
     }
 
-    /// The program waits for these pages; poisoned ones are tried again.
+    /// The program waits for these pages as if it had touched them; poisoned ones are tried again.
     fn demand(&mut self, region: &Arc<Region>, pages: Range<usize>) {
         for page in pages {
             if region.shard_of(page, self.core.shards()) != self.shard || !region.enter() {
                 continue;
             }
-            let owned = region
-                .words
-                .try_apply(page, |w| protocol::heal(w).or_else(|| protocol::demand(w)))
-                .is_some();
-            if owned {
+            let healed = region.words.try_apply(page, protocol::heal).is_some();
+            if healed || region.words.apply(page, protocol::fault) == OnFault::Fill {
                 self.begin(Flight {
                     region: region.clone(),
                     page,

@@ -83,8 +83,8 @@ impl<A: AddressSpace> Frames<A> {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// A frame for a page that somebody waits for. `None`: the budget is used up; evictors have been told by a mark that
-    /// [`must_evict`](Self::must_evict) sees.
+    /// A frame for a page that somebody waits for. `None`: the budget is used up; evictors learn of it by
+    /// [`above_high`](Self::above_high).
     pub(crate) fn for_demand(&self, page_bytes: usize) -> Option<A::Frame> {
         let frame = self.take(page_bytes);
         if frame.is_none() {

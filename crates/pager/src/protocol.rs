@@ -30,7 +30,6 @@
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
 //! | 6 | `INSTALLING` | the page may be mapped by now, and changed; its owner has only to publish it |
 //! | 4 - 5 | heat | how many sweeps the page survives |
-//! | 8 - 23 | pins | how often it is pinned; a pinned page never leaves |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one out of it a release:
@@ -59,9 +58,6 @@ const WANTED: u64 = 1 << 3;
 const HEAT_SHIFT: u32 = 4;
 const HEAT: u64 = 0b11 << HEAT_SHIFT;
 const INSTALLING: u64 = 1 << 6;
-const PIN_SHIFT: u32 = 8;
-const PIN_ONE: u64 = 1 << PIN_SHIFT;
-const PINS: u64 = 0xffff << PIN_SHIFT;
 const STAMP_SHIFT: u32 = 32;
 
 /// The highest heat: a page survives so many sweeps at most.
@@ -128,11 +124,6 @@ impl Word {
         self.0 & INSTALLING != 0
     }
 
-    /// How often the page is pinned.
-    pub fn pins(self) -> u16 {
-        ((self.0 & PINS) >> PIN_SHIFT) as u16
-    }
-
     /// The fill clock when the page became resident or when it left.
     pub fn stamp(self) -> u32 {
         (self.0 >> STAMP_SHIFT) as u32
@@ -167,11 +158,6 @@ pub fn fault(w: Word) -> (Word, OnFault) {
 /// Somebody expects the page to be needed. `None`: nothing to do.
 pub fn prefetch(w: Word) -> Option<Word> {
     (w.state() == State::Remote).then(|| w.with_state(State::Filling))
-}
-
-/// Somebody waits for the page without touching it. With a note, as after a fault, so that a failure is told. `None`: nothing to do.
-pub fn demand(w: Word) -> Option<Word> {
-    prefetch(w).map(Word::note)
 }
 
 /// The owner of a filling page, or of a leaving page that comes back, is about to install it.
@@ -215,9 +201,9 @@ pub fn heal(w: Word) -> Option<Word> {
     (w.state() == State::Poisoned).then(|| w.with_state(State::Filling).note())
 }
 
-/// The page shall leave. `None`: it is not resident, or pinned.
+/// The page shall leave. `None`: it is not resident.
 pub fn leave(w: Word) -> Option<Word> {
-    (w.state() == State::Resident && w.pins() == 0).then(|| w.with_state(State::Leaving))
+    (w.state() == State::Resident).then(|| w.with_state(State::Leaving))
 }
 
 /// The page could not be taken out, or must not be: it is mapped as before. The caller wakes if there was a note.
@@ -263,16 +249,6 @@ pub fn vanished(w: Word) -> Option<Word> {
 /// A sweep passes a resident page: it cools by one, and is as young again as at its installation.
 pub fn cooled(w: Word, now: u32) -> Word {
     w.with_heat(w.heat().saturating_sub(1)).with_stamp(now)
-}
-
-/// One more pin. `None`: the page is not resident, or pinned 65 535 times.
-pub fn pin(w: Word) -> Option<Word> {
-    (w.state() == State::Resident && w.pins() < u16::MAX).then_some(Word(w.0 + PIN_ONE))
-}
-
-/// One pin less. `None`: it is not pinned.
-pub fn unpin(w: Word) -> Option<Word> {
-    (w.pins() > 0).then(|| Word(w.0 - PIN_ONE))
 }
 
 impl Word {
@@ -341,21 +317,17 @@ mod tests {
         let w = Word::default()
             .with_stamp(u32::MAX)
             .with_heat(HEAT_MAX)
-            .with_state(State::Resident);
-        let pinned = pin(pin(w).unwrap()).unwrap();
+            .with_state(State::Resident)
+            .note();
+        let fields = (w.heat(), w.stamp(), w.state(), w.wanted());
+        assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Resident, true));
         assert_eq!(
-            (pinned.pins(), pinned.heat(), pinned.stamp(), pinned.state()),
-            (2, 3, u32::MAX, State::Resident)
+            w.without_note()
+                .with_heat(0)
+                .with_stamp(0)
+                .with_state(State::Remote),
+            Word::default()
         );
-        assert_eq!(unpin(unpin(pinned).unwrap()).unwrap(), w);
-        assert_eq!(unpin(w), None);
-    }
-
-    #[test]
-    fn pinned_page_does_not_leave() {
-        let w = Word::default().with_state(State::Resident);
-        assert!(leave(w).is_some());
-        assert!(leave(pin(w).unwrap()).is_none());
     }
 
     #[test]

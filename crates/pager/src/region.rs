@@ -39,7 +39,7 @@ pub(crate) struct Region {
     closing: AtomicBool,
     active: AtomicUsize,
     quiet: (Mutex<()>, Condvar),
-    /// The first error of an eviction in the background since the last flush.
+    /// The first error of work in the background since it was last taken.
     error: Mutex<Option<PageError>>,
 }
 
@@ -198,7 +198,7 @@ impl Region {
         }
     }
 
-    /// Keeps the first error of work in the background for the next flush.
+    /// Keeps the first error of work in the background until it is taken.
     pub(crate) fn record(&self, error: PageError) {
         self.error.lock().get_or_insert(error);
     }

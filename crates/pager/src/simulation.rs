@@ -4,7 +4,7 @@
 //! turn. Pages are reported held, faults twice; operations are delayed, reordered and lost. What a load returns is compared with
 //! a plain array at once, and the budget is checked after each step.
 
-use std::{ops::Range, sync::Arc, time::Duration};
+use std::{mem::ManuallyDrop, ops::Range, sync::Arc, time::Duration};
 
 use farpage_fabric::{
     SessionOptions,
@@ -30,7 +30,8 @@ struct World {
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
-    mapped: Mapped<SimSpace>,
+    /// Dropped by [`World::end`] alone: while a failed simulation unwinds nobody drives the workers that a drop waits for.
+    mapped: ManuallyDrop<Mapped<SimSpace>>,
     /// What the region holds.
     shadow: Vec<u64>,
     /// What each program thread is about to do: a word, and its new value if it is a store.
@@ -81,9 +82,8 @@ impl World {
             &RemoteOptions::default(),
         )
         .expect("the server has room");
-        let mapped = Arc::new(pager)
-            .map(store, RegionOptions::for_pages_of(page_bytes))
-            .expect("the budget holds two pages");
+        let mapped = Arc::new(pager).map(store, RegionOptions::for_pages_of(page_bytes));
+        let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
         World {
             random,
             space,
@@ -221,7 +221,11 @@ impl World {
             ..
         } = self;
         let core = mapped.pager().core().clone();
-        close(vec![mapped], &mut fillers, &mut evictors);
+        close(
+            vec![ManuallyDrop::into_inner(mapped)],
+            &mut fillers,
+            &mut evictors,
+        );
         drop((fillers, evictors, core));
         assert_eq!(
             space.frames() + space.resident_pages(),
@@ -347,7 +351,8 @@ struct Tight {
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
-    regions: Vec<Mapped<SimSpace>>,
+    /// Not dropped by a simulation that fails: see [`World::mapped`].
+    regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
 }
 
 impl Tight {
@@ -392,7 +397,7 @@ impl Tight {
             space,
             fillers,
             evictors,
-            regions,
+            regions: ManuallyDrop::new(regions),
         }
     }
 
