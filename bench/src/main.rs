@@ -63,6 +63,14 @@ fn main() -> ExitCode {
 }
 
 fn failure(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {error:#}");
+    // farpage's errors name their cause themselves, so that they can be printed alone: what has been said is not said again.
+    let mut said = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if !said.contains(&cause) {
+            said += if said.is_empty() { "" } else { ": " };
+            said += &cause;
+        }
+    }
+    eprintln!("error: {said}");
     ExitCode::FAILURE
 }
