@@ -39,7 +39,7 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     listen = [\"shm:///run/farpage.sock\", \"tcp://0.0.0.0:7400\"]
     capacity = \"8GiB\"
     socket-access = \"owner\"
-    lease = \"10s\"
+    lease = \"60s\"
     grace = \"5s\"
     log = \"json\"
     log-level = \"info\"
@@ -80,7 +80,7 @@ pub struct ServeArgs {
     /// Who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
     pub socket_access: Option<Access>,
-    /// A client that is silent for so long loses its memory [default: 10s].
+    /// A client that is silent for so long loses its memory, also one that is stopped in a debugger [default: 60s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = humantime::parse_duration)]
     pub lease: Option<Duration>,
     /// What clients get to finish after SIGTERM [default: 5s].

@@ -21,9 +21,9 @@ use crate::{
     state::{Limits, State},
 };
 
-/// Long enough for a client that is starved of CPU or cut off by a network hiccup, short enough that the memory of a
-/// dead one is missed for a moment only.
-pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(10);
+/// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network hiccup, short enough that the
+/// memory of a dead one is missed for a minute only (over shared memory it is back at once).
+pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 /// Under the 10 seconds that service managers and container runtimes wait before they kill.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 /// The reaper looks so often per lease: the memory of a silent client is back at most this fraction late.
