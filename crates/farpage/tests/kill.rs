@@ -129,7 +129,13 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         array.fill(7);
         array.flush().unwrap();
         server.kill();
-        // All of it is resident: this is no fault.
+        // All of it is resident: this is no fault. A WRITE over shm needs no server, so that a flush may still succeed before the death is noticed.
+        let mut turn = 7;
+        wait_until("a flush fails", || {
+            turn += 1;
+            array.fill(turn);
+            array.flush().is_err()
+        });
         fill(&mut array);
         let since = Instant::now();
         let error = match array.flush().unwrap_err() {
