@@ -130,10 +130,12 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
         array.flush().unwrap();
         server.kill();
         // All of it is resident: this is no fault. A WRITE over shm needs no server, so that a flush may still succeed before the death is noticed.
+        fill(&mut array);
         let mut turn = 7;
         wait_until("a flush fails", || {
             turn += 1;
-            array.fill(turn);
+            // Not one value all over, which needs no WRITE.
+            array.iter_mut().step_by(2).for_each(|word| *word = turn);
             array.flush().is_err()
         });
         fill(&mut array);
