@@ -110,7 +110,7 @@ impl Region {
         self.mapped.page_bytes()
     }
 
-    /// Pages that are in local memory now.
+    /// Pages that are in local memory now. A page that is just being mapped may not be counted yet.
     pub fn resident_pages(&self) -> usize {
         self.mapped.resident_pages()
     }

@@ -402,7 +402,7 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.page_bytes()
     }
 
-    /// Pages that are mapped now.
+    /// Pages that are mapped now. A page that is just being mapped may not be counted yet.
     pub fn resident_pages(&self) -> usize {
         self.region.resident()
     }
