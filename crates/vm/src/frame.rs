@@ -1,7 +1,7 @@
 //! The frame pool: a reserved address range per page size, in whose slots pages lie while they are not mapped in a region.
 //!
-//! The rule it keeps: a slot is either vacant (absent, in the list, nobody's) or owned by one [`KernelFrame`], and only a frame whose page is
-//! there is handed out. The range is registered with a userfaultfd of the pool's own in SIGBUS mode: so it can be the
+//! The rule it keeps: a slot is either vacant (absent, nobody's) or owned by one [`KernelFrame`], and only a frame whose pages are all
+//! there is handed out. A frame owns slots that lie next to each other: cutting and joining frames is arithmetic. The range is registered with a userfaultfd of the pool's own in SIGBUS mode: so it can be the
 //! destination of `UFFDIO_MOVE`, and a mistake of ours that touches an absent slot is a signal at that spot and not a thread that sleeps for ever.
 //!
 //! A frame's page is made in one of two ways (measured on 2 cores, kernel 6.18): up to 1 MiB by `UFFDIO_COPY` of zeros onto the
@@ -10,14 +10,16 @@
 //!
 //! Memory that a device has registered (RDMA) can not lie here: pinned pages do not move.
 
-use std::{fmt, io, sync::Arc};
+use std::{fmt, io, ops::Range, sync::Arc};
 
 use nix::errno::Errno;
 use parking_lot::Mutex;
 
 use crate::{
+    space::{Frame, RUN_PAGES_MAX},
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
     uffd::{Features, RegisterMode, Uffd},
+    vacancies::{Vacancies, WORD_SLOTS},
 };
 
 /// The size of a huge page, and the largest page.
@@ -26,30 +28,35 @@ pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// What absent kernel pages of a frame are filled from.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
+const _: () = assert!(RUN_PAGES_MAX == WORD_SLOTS as usize);
+
+/// Slots per frame that may be held: with half of them vacant, runs are found.
+const SLOTS_PER_FRAME: u32 = 2;
+
 /// The frames of one page size.
 pub(crate) struct Pool {
     pub(crate) uffd: Uffd,
     base: usize,
     page_bytes: usize,
+    /// Pages of all frames at most.
+    pages_max: u32,
     vacancies: Mutex<Vacancies>,
 }
 
-struct Vacancies {
-    /// Slots that were used and are vacant again. Room for all is reserved, so that giving back never allocates.
-    used: Vec<u32>,
-    /// Slots from here on were never used.
-    fresh: u32,
-    slots: u32,
-}
-
 impl Pool {
-    /// Reserves addresses for `slots` frames; this takes no memory.
+    /// Reserves addresses for frames of `pages_max` pages in all, with room to spare; this takes no memory.
     pub(crate) fn new(
         page_bytes: usize,
-        slots: u32,
+        pages_max: u32,
         user_mode_only: bool,
         features: Features,
     ) -> io::Result<Arc<Self>> {
+        let slots = pages_max.checked_mul(SLOTS_PER_FRAME).ok_or_else(|| {
+            io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "frames of 2^31 pages or more: lower `frame_bytes_max`",
+            )
+        })?;
         let uffd =
             Uffd::open(Features::SIGBUS | features, user_mode_only).map_err(io::Error::other)?;
         let bytes = page_bytes * slots as usize;
@@ -58,11 +65,8 @@ impl Pool {
             uffd,
             base,
             page_bytes,
-            vacancies: Mutex::new(Vacancies {
-                used: Vec::with_capacity(slots as usize),
-                fresh: 0,
-                slots,
-            }),
+            pages_max,
+            vacancies: Mutex::new(Vacancies::new(slots, pages_max)),
         };
         pool.uffd.register(base, bytes, RegisterMode::MISSING)?;
         Ok(Arc::new(pool))
@@ -72,50 +76,49 @@ impl Pool {
         self.page_bytes
     }
 
-    /// A vacant slot: its frame must not be handed out before its page is there.
-    pub(crate) fn vacant(self: &Arc<Self>) -> io::Result<KernelFrame> {
-        let mut vacancies = self.vacancies.lock();
-        let slot = match vacancies.used.pop() {
-            Some(slot) => slot,
-            None if vacancies.fresh < vacancies.slots => {
-                vacancies.fresh += 1;
-                vacancies.fresh - 1
-            }
-            None => {
-                let text = format!(
-                    "all {} frames of {} bytes are in use: raise the space's `frame_bytes_max`",
-                    vacancies.slots, self.page_bytes
-                );
-                return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
-            }
+    /// Vacant slots next to each other, `pages` or else as many as there are, but not fewer than `at_least`: their frame must not be handed out
+    /// before its pages are there.
+    pub(crate) fn vacant(
+        self: &Arc<Self>,
+        pages: usize,
+        at_least: usize,
+    ) -> io::Result<KernelFrame> {
+        let narrow = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX);
+        let taken = self.vacancies.lock().take(narrow(pages), narrow(at_least));
+        let Some((slot, slots)) = taken else {
+            let text = format!(
+                "no room for a run of {at_least} pages of {} bytes among {} in frames (runs are of at most {RUN_PAGES_MAX}): raise the \
+                 space's `frame_bytes_max`",
+                self.page_bytes, self.pages_max
+            );
+            return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         };
-        drop(vacancies);
         Ok(KernelFrame {
             pool: Arc::clone(self),
             slot,
+            slots,
             occupied: false,
         })
     }
 
-    /// A frame with a new zeroed page.
-    pub(crate) fn new_frame(self: &Arc<Self>) -> io::Result<KernelFrame> {
-        let mut frame = self.vacant()?;
-        // From here on a frame that is dropped gives back what it has got of its page.
+    /// A frame with new zeroed pages.
+    pub(crate) fn new_frame(self: &Arc<Self>, pages: usize) -> io::Result<KernelFrame> {
+        let mut frame = self.vacant(pages, pages)?;
+        // From here on a frame that is dropped gives back what it has got of its pages.
         frame.occupied = true;
-        if self.page_bytes < HUGE_PAGE_BYTES || !self.populate_huge(frame.address())? {
-            frame.fill_holes_with_zeros()?;
+        let (address, len) = (frame.address(), frame.len());
+        if self.page_bytes < HUGE_PAGE_BYTES || !self.populate_huge(address, len)? {
+            frame.fill_holes_with_zeros(0..len)?;
         }
         Ok(frame)
     }
 
-    /// Makes a huge page where the kernel has one to give, otherwise small ones. False: this kernel can not populate (before 5.14).
-    fn populate_huge(&self, address: usize) -> io::Result<bool> {
-        self.uffd.unregister(address, self.page_bytes)?;
-        // SAFETY: the slot of a frame that this call owns.
-        let populated =
-            unsafe { sys::madvise(address, self.page_bytes, libc::MADV_POPULATE_WRITE) };
-        self.uffd
-            .register(address, self.page_bytes, RegisterMode::MISSING)?;
+    /// Makes huge pages where the kernel has them to give, otherwise small ones. False: this kernel can not populate (before 5.14).
+    fn populate_huge(&self, address: usize, len: usize) -> io::Result<bool> {
+        self.uffd.unregister(address, len)?;
+        // SAFETY: the slots of a frame that this call owns.
+        let populated = unsafe { sys::madvise(address, len, libc::MADV_POPULATE_WRITE) };
+        self.uffd.register(address, len, RegisterMode::MISSING)?;
         match populated {
             Ok(()) => Ok(true),
             Err(Errno::EINVAL) => Ok(false),
@@ -126,7 +129,7 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        let slots = self.vacancies.get_mut().slots as usize;
+        let slots = (self.pages_max * SLOTS_PER_FRAME) as usize;
         // SAFETY: the pool's own range; every frame holds the pool, hence none is left.
         unsafe { sys::release(self.base, slots * self.page_bytes) };
     }
@@ -138,12 +141,15 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// One page's bytes while the page is not mapped in a region: owned, present, never faulting. Dropping it gives its physical memory back.
+/// The bytes of a run of pages while they are not mapped in a region: owned, present, never faulting. Dropping it gives their physical memory back.
 #[derive(Debug)]
 pub struct KernelFrame {
     pool: Arc<Pool>,
+    /// The first of its slots.
     slot: u32,
-    /// Whether (part of) a page lies in the slot. False only inside this crate: on the way in, and after the page has moved away.
+    /// How many it has. None only in one that was joined to another.
+    slots: u32,
+    /// Whether (part of) its pages lie in the slots. False only inside this crate: on the way in, and after the pages have moved away.
     occupied: bool,
 }
 
@@ -153,27 +159,40 @@ impl KernelFrame {
         self.pool.base + self.slot as usize * self.pool.page_bytes
     }
 
+    /// Bytes of its pages.
+    pub(crate) fn len(&self) -> usize {
+        self.slots as usize * self.pool.page_bytes
+    }
+
     pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
-    /// The page is in the slot now (or part of it, in which case the frame is dropped or its holes are filled).
+    /// The pages are in the slots now (or part of them, in which case the frame is dropped or its holes are filled).
     pub(crate) fn set_occupied(&mut self) {
         self.occupied = true;
     }
 
-    /// Gives the slot back after its page moved away.
+    /// Gives the slots back after their pages moved away.
     pub(crate) fn vacated(mut self) {
         self.occupied = false;
     }
 
-    /// Maps zeros wherever a kernel page is absent.
-    pub(crate) fn fill_holes_with_zeros(&mut self) -> io::Result<()> {
-        let end = self.address() + self.pool.page_bytes;
-        let mut at = self.address();
+    /// Keeps what lies behind `bytes`, and returns what lies before, where there is anything.
+    pub(crate) fn split_front(&mut self, bytes: usize) -> Option<Self> {
+        (bytes > 0).then(|| {
+            let rest = self.split_off(bytes);
+            std::mem::replace(self, rest)
+        })
+    }
+
+    /// Maps zeros wherever in a range of its bytes a kernel page is absent.
+    pub(crate) fn fill_holes_with_zeros(&mut self, range: Range<usize>) -> io::Result<()> {
+        let end = self.address() + range.end;
+        let mut at = self.address() + range.start;
         while at < end {
             let len = ZEROS.len().min(end - at);
-            // SAFETY: a slot that this frame owns; ZEROS is readable.
+            // SAFETY: slots that this frame owns; ZEROS is readable.
             match unsafe { self.pool.uffd.copy(at, ZEROS.as_ptr() as usize, len, false) } {
                 Ok(()) => at += len,
                 Err(Stopped {
@@ -187,11 +206,40 @@ impl KernelFrame {
     }
 }
 
+impl Frame for KernelFrame {
+    fn split_off(&mut self, bytes: usize) -> Self {
+        let page_bytes = self.pool.page_bytes;
+        assert!(
+            bytes > 0 && bytes < self.len() && bytes.is_multiple_of(page_bytes),
+            "{} bytes in pages of {page_bytes} can not be split after {bytes}",
+            self.len()
+        );
+        let kept = (bytes / page_bytes) as u32;
+        let rest = Self {
+            pool: Arc::clone(&self.pool),
+            slot: self.slot + kept,
+            slots: self.slots - kept,
+            occupied: self.occupied,
+        };
+        self.slots = kept;
+        rest
+    }
+
+    fn join(&mut self, mut next: Self) -> Result<(), Self> {
+        let behind = Arc::ptr_eq(&self.pool, &next.pool) && self.slot + self.slots == next.slot;
+        if !behind {
+            return Err(next);
+        }
+        self.slots += std::mem::take(&mut next.slots);
+        Ok(())
+    }
+}
+
 impl AsRef<[u8]> for KernelFrame {
     fn as_ref(&self) -> &[u8] {
         debug_assert!(self.occupied);
-        // SAFETY: the slot is mapped while the pool lives, its page is present (this type's rule) and nobody else knows it.
-        unsafe { std::slice::from_raw_parts(self.address() as *const u8, self.pool.page_bytes) }
+        // SAFETY: the slots are mapped while the pool lives, their pages are present (this type's rule) and nobody else knows them.
+        unsafe { std::slice::from_raw_parts(self.address() as *const u8, self.len()) }
     }
 }
 
@@ -199,17 +247,20 @@ impl AsMut<[u8]> for KernelFrame {
     fn as_mut(&mut self) -> &mut [u8] {
         debug_assert!(self.occupied);
         // SAFETY: as above, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.address() as *mut u8, self.pool.page_bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.address() as *mut u8, self.len()) }
     }
 }
 
 impl Drop for KernelFrame {
     fn drop(&mut self) {
+        if self.slots == 0 {
+            return;
+        }
         if self.occupied {
-            // SAFETY: the slot is this frame's.
-            unsafe { sys::madvise(self.address(), self.pool.page_bytes, libc::MADV_DONTNEED) }
+            // SAFETY: the slots are this frame's.
+            unsafe { sys::madvise(self.address(), self.len(), libc::MADV_DONTNEED) }
                 .expect("a mapped, aligned range of ours can always be dropped");
         }
-        self.pool.vacancies.lock().used.push(self.slot);
+        self.pool.vacancies.lock().give_back(self.slot, self.slots);
     }
 }

@@ -1,20 +1,22 @@
 //! The program's real memory: regions, their userfaultfds, and the two ways in which pages change sides.
 //!
-//! The rule it keeps: whatever the kernel refuses halfway through a page of several kernel pages, the page ends up whole on one side, and every
-//! write of the program is in it. One caller at a time acts on a page (the pager's protocol); program threads do as they please.
+//! The rule it keeps: wherever in a run the kernel refuses, every page ends up whole on one side, and every write of the program is in it: the pages
+//! before the refusal stay where they went, and the page that was halfway goes back. One caller at a time acts on a page (the pager's protocol); program threads do as they please.
 //!
 //! **Moving** (kernel 6.8): `UFFDIO_MOVE` between region and frame pool. It checks that the destination is registered with the descriptor that it
-//! is called on: the shard's for moving in, the pool's for moving out.
+//! is called on: the shard's for moving in, the pool's for moving out. A run moves by one call, which has the processors forget the old addresses once.
 //!
 //! **Copying** (kernel 5.7; forced by [`KernelSpaceOptions::transfer`]): in by `UFFDIO_COPY`, out by `mremap` with `MREMAP_DONTUNMAP` to
 //! a temporary address, atomic as `MOVE` is, then `UFFDIO_COPY` into the slot. Write-protecting the page and copying it where it lies would deadlock
 //! when the program drops the page in between: the copy would fault on the region, in the thread whose turn it is to end that fault.
-//! The price: one page more per transfer in progress than the frames account for, the mmap lock held for writing, no huge pages, and pages
-//! that a device is writing to (direct I/O) are taken all the same, so that what the device writes after that is lost.
+//! Out, a run is copied page by page, so that memory which runs out puts one page at stake and not a run.
+//! The price: one page out, or one run in, more per transfer in progress than the frames account for, the mmap lock held for writing, no huge
+//! pages, and pages that a device is writing to (direct I/O) are taken all the same, so that what the device writes after that is lost.
 
 use std::{
     collections::BTreeSet,
     io,
+    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     sync::{Arc, OnceLock},
 };
@@ -24,7 +26,7 @@ use parking_lot::Mutex;
 use crate::{
     frame::{HUGE_PAGE_BYTES, KernelFrame, Pool},
     pagemap::Pagemap,
-    space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout},
+    space::{AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout},
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
     uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd},
 };
@@ -38,8 +40,8 @@ const PAGE_SIZES: usize = 10;
 pub enum Transfer {
     /// By `UFFDIO_MOVE` (kernel 6.8): the physical page changes its address, nothing is copied.
     Move,
-    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then, each transfer in progress takes one page more, and what a device writes
-    /// into a page while it is taken out is lost.
+    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then, each transfer in progress takes one page more (in: one run more), and what
+    /// a device writes into a page while it is taken out is lost.
     Copy,
 }
 
@@ -48,8 +50,8 @@ pub enum Transfer {
 pub struct KernelSpaceOptions {
     /// Number of shards, each with a userfaultfd of its own. Default: 1.
     pub shards: usize,
-    /// Bytes of frames that may be held at once, per page size: frames that are not installed, not pages in regions. This is addresses, not memory.
-    /// Default: 1 GiB.
+    /// Bytes of frames that may be held at once, per page size: frames that are not installed, not pages in regions. This is addresses, not memory
+    /// (twice as many, so that pages of a run find room next to each other). Default: 1 GiB.
     pub frame_bytes_max: usize,
     /// How pages change sides. Default: `None`, the best that the kernel offers.
     pub transfer: Option<Transfer>,
@@ -166,15 +168,15 @@ impl KernelSpace {
         if let Some(pool) = cell.get() {
             return Ok(pool);
         }
-        let slots = u32::try_from(self.options.frame_bytes_max.div_ceil(page_bytes).max(1))
+        let pages_max = u32::try_from(self.options.frame_bytes_max.div_ceil(page_bytes).max(1))
             .map_err(|_| {
                 io::Error::new(
                     io::ErrorKind::InvalidInput,
-                    "more than 2^32 frames: lower `frame_bytes_max`",
+                    "frames of 2^32 pages or more: lower `frame_bytes_max`",
                 )
             })?;
         let moving = self.features & Features::MOVE;
-        let pool = Pool::new(page_bytes, slots, self.options.user_mode_only, moving)?;
+        let pool = Pool::new(page_bytes, pages_max, self.options.user_mode_only, moving)?;
         Ok(cell.get_or_init(|| pool))
     }
 
@@ -198,26 +200,63 @@ impl KernelSpace {
             })
     }
 
-    fn install_by_move(
+    fn install_run(
         &self,
         uffd: &Uffd,
         address: usize,
         frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
-        let (slot, len) = (frame.address(), frame.pool().page_bytes());
-        // SAFETY: the slot is the frame's, which is consumed; a region's absent pages are the pager's to fill.
-        match unsafe { uffd.move_pages(address, slot, len, false) } {
-            Ok(()) => {
-                frame.vacated();
-                Ok(())
+        match self.transfer {
+            Transfer::Move => self.install_by_move(uffd, address, frame),
+            Transfer::Copy => self.install_by_copy(uffd, address, frame),
+        }
+    }
+
+    fn install_page_by_page(
+        &self,
+        uffd: &Uffd,
+        mut address: usize,
+        mut frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let page_bytes = frame.pool().page_bytes();
+        while frame.len() > page_bytes {
+            let rest = frame.split_off(page_bytes);
+            if let Err(mut error) = self.install_run(uffd, address, frame) {
+                error.frame.join(rest).expect("they were one a moment ago");
+                return Err(error);
             }
-            // Nothing has moved: for a page that was poisoned, and for a mapping that `mlock` or `mprotect` made differ from the
+            (address, frame) = (address + page_bytes, rest);
+        }
+        self.install_run(uffd, address, frame)
+    }
+
+    fn install_by_move(
+        &self,
+        uffd: &Uffd,
+        address: usize,
+        mut frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let (slot, len) = (frame.address(), frame.len());
+        // SAFETY: the slots are the frame's, which is consumed; a region's absent pages are the pager's to fill.
+        let Err(Stopped { done_bytes, why }) =
+            (unsafe { uffd.move_pages(address, slot, len, false) })
+        else {
+            frame.vacated();
+            return Ok(());
+        };
+        let moved_bytes = done_bytes % frame.pool().page_bytes();
+        let whole_bytes = done_bytes - moved_bytes;
+        if let Some(whole) = frame.split_front(whole_bytes) {
+            whole.vacated();
+        }
+        let address = address + whole_bytes;
+        match why {
+            // Nothing of the page has moved: for a page that was poisoned, and for a mapping that `mlock` or `mprotect` made differ from the
             // pool's, where copying still works.
-            Err(Stopped {
-                done_bytes: 0,
-                why: Refusal::Exists | Refusal::Invalid,
-            }) => self.install_by_copy(uffd, address, frame),
-            Err(Stopped { done_bytes, why }) => self.take_back(address, done_bytes, frame, why),
+            Refusal::Exists | Refusal::Invalid if moved_bytes == 0 => {
+                self.install_by_copy(uffd, address, frame)
+            }
+            why => self.take_back(address, moved_bytes, frame, why),
         }
     }
 
@@ -226,27 +265,30 @@ impl KernelSpace {
         &self,
         uffd: &Uffd,
         address: usize,
-        frame: KernelFrame,
+        mut frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
-        let (slot, len) = (frame.address(), frame.pool().page_bytes());
-        // SAFETY: the frame's page is readable; a region's absent pages are the pager's to fill.
-        match unsafe { uffd.copy(address, slot, len, false) } {
-            // Dropping the frame gives its page back, so that there is one page as before.
-            Ok(()) => Ok(()),
-            Err(Stopped { done_bytes, why }) => {
-                if done_bytes > 0 {
-                    // SAFETY: copies that this call made; the frame has the bytes. Who touches them faults again.
-                    let _ = unsafe { sys::madvise(address, done_bytes, libc::MADV_DONTNEED) };
-                }
-                Err(InstallError {
-                    frame,
-                    kind: refused(why),
-                })
-            }
+        let (slot, len) = (frame.address(), frame.len());
+        // SAFETY: the frame's pages are readable; a region's absent pages are the pager's to fill.
+        let Err(Stopped { done_bytes, why }) = (unsafe { uffd.copy(address, slot, len, false) })
+        else {
+            // Dropping the frame gives its pages back, so that there is one of each as before.
+            return Ok(());
+        };
+        let copied_bytes = done_bytes % frame.pool().page_bytes();
+        let whole_bytes = done_bytes - copied_bytes;
+        drop(frame.split_front(whole_bytes));
+        if copied_bytes > 0 {
+            let address = address + whole_bytes;
+            // SAFETY: copies that this call made; the frame has the bytes. Who touches them faults again.
+            let _ = unsafe { sys::madvise(address, copied_bytes, libc::MADV_DONTNEED) };
         }
+        Err(InstallError {
+            frame,
+            kind: refused(why),
+        })
     }
 
-    /// Undoes the part of a page that moved in before the rest was refused: part of the page was mapped already.
+    /// Undoes the part of a frame's first page that moved in before the rest was refused: part of the page was mapped already.
     fn take_back(
         &self,
         address: usize,
@@ -273,7 +315,7 @@ impl KernelSpace {
                     unsafe { sys::release(staged, len) };
                 }
             }
-            if let Err(error) = frame.fill_holes_with_zeros() {
+            if let Err(error) = frame.fill_holes_with_zeros(0..moved_bytes) {
                 return Err(InstallError {
                     frame,
                     kind: InstallErrorKind::Os(error),
@@ -292,32 +334,52 @@ impl KernelSpace {
         address: usize,
         mut frame: KernelFrame,
     ) -> Result<KernelFrame, DetachError> {
-        let (slot, len) = (frame.address(), frame.pool().page_bytes());
-        let (mut done, mut hole_bytes) = (0, 0);
-        while done < len {
-            // SAFETY: what the program relies on vanishes only from the mapping: touching it is a fault that waits for `install`. The slot is the frame's.
+        let (slot, len, page_bytes) = (frame.address(), frame.len(), frame.pool().page_bytes());
+        // 1. Move up to the first page that is absent or refused: all at once or, where the program has divided the mapping (by `mprotect`, say) and
+        // the kernel refuses what spans two, page by page.
+        let (mut done, mut end) = (0, len);
+        let mut why = None;
+        let mut holes = Vec::<Range<usize>>::new();
+        while done < len && why.is_none() {
+            if done == end {
+                end += page_bytes;
+            }
+            let page_end = done - done % page_bytes + page_bytes;
+            // SAFETY: what the program relies on vanishes only from the mapping: touching it is a fault that waits for `install`. The slots are the frame's.
             match unsafe {
                 frame
                     .pool()
                     .uffd
-                    .move_pages(slot + done, address + done, len - done, false)
+                    .move_pages(slot + done, address + done, end - done, false)
             } {
-                Ok(()) => break,
+                Ok(()) => done = end,
+                Err(Stopped {
+                    done_bytes: 0,
+                    why: Refusal::Invalid,
+                }) if page_end < end => end = page_end,
                 // The program dropped this kernel page; the rest of the page may be there.
                 Err(Stopped {
                     done_bytes,
                     why: Refusal::Missing,
                 }) => {
-                    done += done_bytes + KERNEL_PAGE_BYTES;
-                    hole_bytes += KERNEL_PAGE_BYTES;
-                }
-                Err(Stopped { done_bytes, why }) => {
                     done += done_bytes;
-                    if done > hole_bytes {
-                        frame.set_occupied();
-                        self.put_back(shard, address, done, frame)?;
+                    let start = match holes.pop_if(|hole| hole.end == done) {
+                        Some(hole) => hole.start,
+                        None => done,
+                    };
+                    done += KERNEL_PAGE_BYTES;
+                    holes.push(start..done);
+                    if done.is_multiple_of(page_bytes) && start + page_bytes <= done {
+                        done -= page_bytes;
+                        why = Some(DetachError::Absent);
                     }
-                    return Err(match why {
+                }
+                Err(Stopped {
+                    done_bytes,
+                    why: refusal,
+                }) => {
+                    done += done_bytes;
+                    why = Some(match refusal {
                         Refusal::Held | Refusal::Contended => DetachError::Held,
                         Refusal::Ended => DetachError::Absent,
                         other => DetachError::Os(other.into()),
@@ -325,20 +387,43 @@ impl KernelSpace {
                 }
             }
         }
-        if hole_bytes == len {
-            return Err(DetachError::Absent);
+        // 2. Make the pages whole that are partly there.
+        let mut whole = done - done % page_bytes;
+        for hole in &holes {
+            if hole.start >= whole {
+                break;
+            }
+            if let Err(error) = frame.fill_holes_with_zeros(hole.start..hole.end.min(whole)) {
+                whole = hole.start - hole.start % page_bytes;
+                why = Some(DetachError::Os(error));
+                break;
+            }
         }
-        frame.set_occupied();
-        if hole_bytes > 0
-            && let Err(error) = frame.fill_holes_with_zeros()
-        {
-            self.put_back(shard, address, len, frame)?;
-            return Err(DetachError::Os(error));
+        if whole == len {
+            frame.set_occupied();
+            return Ok(frame);
         }
-        Ok(frame)
+        // 3. Put back what moved behind them, if it was more than holes.
+        let kept = frame.split_front(whole);
+        let moved = done > whole
+            && !holes
+                .last()
+                .is_some_and(|hole| hole.start <= whole && hole.end >= done);
+        let put_back = if moved {
+            frame.set_occupied();
+            self.put_back(shard, address + whole, done - whole, frame)
+        } else {
+            Ok(())
+        };
+        let Some(mut kept) = kept else {
+            put_back?;
+            return Err(why.expect("a run that ended early has a reason"));
+        };
+        kept.set_occupied();
+        Ok(kept)
     }
 
-    /// Undoes the part of a page that moved out before the rest was refused. Threads that touched it in between sleep on absent pages and are
+    /// Undoes the part of a run that moved out before the rest was refused. Threads that touched it in between sleep on absent pages and are
     /// woken. Holes stay holes.
     fn put_back(
         &self,
@@ -349,19 +434,20 @@ impl KernelSpace {
     ) -> Result<(), DetachError> {
         let (uffd, slot) = (self.uffd(shard), frame.address());
         let mut done = 0;
-        loop {
+        let mut result = Ok(());
+        while done < moved_bytes {
             // SAFETY: what moved out a moment ago moves back; the frame is consumed.
             let back =
                 unsafe { uffd.move_pages(address + done, slot + done, moved_bytes - done, true) };
             let Err(Stopped { done_bytes, why }) = back else {
-                return Ok(());
+                break;
             };
             done += done_bytes;
             match why {
                 // The region was unmapped meanwhile, and the page with it.
                 Refusal::Missing | Refusal::Ended => return Err(DetachError::Absent),
                 // Nobody may fill a page that is being taken out. If somebody did, its bytes are the newer ones.
-                Refusal::Exists => done += KERNEL_PAGE_BYTES,
+                Refusal::Exists => {}
                 // A lock or a pin on the frame's page, which only copying passes.
                 why => {
                     // SAFETY: as above; the slot is ours to read, and a hole in it is an error (EFAULT), since the pool is in SIGBUS mode.
@@ -372,19 +458,18 @@ impl KernelSpace {
                         | Err(Stopped {
                             why: Refusal::Exists | Refusal::Other(_),
                             ..
-                        }) => done += KERNEL_PAGE_BYTES,
+                        }) => {}
                         Err(_) => {
                             // Never zeros, never a hang: what can not be put back is poisoned.
-                            let _ = self.poison(shard, address + done, moved_bytes - done);
-                            return Err(DetachError::Os(why.into()));
+                            let _ = self.poison(shard, address + done, KERNEL_PAGE_BYTES);
+                            result = Err(DetachError::Os(why.into()));
                         }
                     }
                 }
             }
-            if done >= moved_bytes {
-                return Ok(());
-            }
+            done += KERNEL_PAGE_BYTES;
         }
+        result
     }
 
     fn detach_by_copy(
@@ -393,7 +478,27 @@ impl KernelSpace {
         address: usize,
         mut frame: KernelFrame,
     ) -> Result<KernelFrame, DetachError> {
-        let (slot, len) = (frame.address(), frame.pool().page_bytes());
+        let (slot, len, page_bytes) = (frame.address(), frame.len(), frame.pool().page_bytes());
+        // Dropping what was not copied gives back the part that was.
+        frame.set_occupied();
+        for done in (0..len).step_by(page_bytes) {
+            let copied = self.copy_out(shard, address + done, slot + done, frame.pool());
+            if let Err(error) = copied {
+                return frame.split_front(done).ok_or(error);
+            }
+        }
+        Ok(frame)
+    }
+
+    /// Takes one page out of a region and copies it to a slot of a pool.
+    fn copy_out(
+        &self,
+        shard: usize,
+        address: usize,
+        slot: usize,
+        pool: &Pool,
+    ) -> Result<(), DetachError> {
+        let len = pool.page_bytes();
         // The program may drop the page between this and the next step: then it is taken out as zeros, which it reads there, too.
         if !self
             .pagemap
@@ -402,9 +507,8 @@ impl KernelSpace {
         {
             return Err(DetachError::Absent);
         }
-        frame.set_occupied();
-        match self.carry_out(address, len, slot, frame.pool()) {
-            Ok(()) => Ok(frame),
+        match self.carry_out(address, len, slot, pool) {
+            Ok(()) => Ok(()),
             Err(CarryError::Refused(errno)) if errno.raw_os_error() == Some(libc::EFAULT) => {
                 Err(DetachError::Absent)
             }
@@ -442,11 +546,17 @@ impl KernelSpace {
         Ok(())
     }
 
-    /// Makes a fenced page accessible again, so that the program's next touch meets what was installed.
-    fn unfence(&self, address: usize, len: usize) {
-        if !self.features.contains(Features::POISON) && self.fenced.lock().remove(&address) {
-            // SAFETY: a page of a region, whose protection this restores.
-            let _ = unsafe { sys::protect(address, len, libc::PROT_READ | libc::PROT_WRITE) };
+    /// Makes fenced pages accessible again, so that the program's next touch meets what was installed.
+    fn unfence(&self, address: usize, len: usize, page_bytes: usize) {
+        if self.features.contains(Features::POISON) {
+            return;
+        }
+        for page in (address..address + len).step_by(page_bytes) {
+            if self.fenced.lock().remove(&page) {
+                // SAFETY: a page of a region, whose protection this restores.
+                let _ =
+                    unsafe { sys::protect(page, page_bytes, libc::PROT_READ | libc::PROT_WRITE) };
+            }
         }
     }
 }
@@ -511,8 +621,8 @@ impl AddressSpace for KernelSpace {
         }
     }
 
-    fn new_frame(&self, page_bytes: usize) -> io::Result<KernelFrame> {
-        self.pool(page_bytes)?.new_frame()
+    fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<KernelFrame> {
+        self.pool(page_bytes)?.new_frame(pages)
     }
 
     fn install(
@@ -522,19 +632,30 @@ impl AddressSpace for KernelSpace {
         frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
         let uffd = self.uffd(shard);
-        let len = frame.pool().page_bytes();
-        let installed = match self.transfer {
-            Transfer::Move => self.install_by_move(uffd, address, frame),
-            Transfer::Copy => self.install_by_copy(uffd, address, frame),
-        };
-        match &installed {
-            Ok(()) => self.unfence(address, len),
-            // The page that exists may have come after its fault was reported.
+        let (len, page_bytes) = (frame.len(), frame.pool().page_bytes());
+        let installed = match self.install_run(uffd, address, frame) {
+            // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses what spans two.
             Err(InstallError {
-                kind: InstallErrorKind::Exists,
-                ..
-            }) => self.wake(shard, address, len),
-            Err(_) => {}
+                frame,
+                kind: InstallErrorKind::Gone,
+            }) if frame.len() > page_bytes => {
+                self.install_page_by_page(uffd, address + len - frame.len(), frame)
+            }
+            installed => installed,
+        };
+        let refused_bytes = match &installed {
+            Ok(()) => 0,
+            Err(error) => error.frame.len(),
+        };
+        let installed_bytes = len - refused_bytes;
+        self.unfence(address, installed_bytes, page_bytes);
+        // The page that exists may have come after its fault was reported.
+        if let Err(InstallError {
+            kind: InstallErrorKind::Exists,
+            ..
+        }) = &installed
+        {
+            self.wake(shard, address + installed_bytes, page_bytes);
         }
         installed
     }
@@ -544,10 +665,11 @@ impl AddressSpace for KernelSpace {
         shard: usize,
         address: usize,
         page_bytes: usize,
+        pages: usize,
     ) -> Result<KernelFrame, DetachError> {
         let frame = self
             .pool(page_bytes)
-            .and_then(Pool::vacant)
+            .and_then(|pool| pool.vacant(pages, 1))
             .map_err(DetachError::Os)?;
         match self.transfer {
             Transfer::Move => self.detach_by_move(shard, address, frame),
@@ -561,9 +683,9 @@ impl AddressSpace for KernelSpace {
             .expect("/proc/self/pagemap stays readable for its owner")
     }
 
-    fn wake(&self, shard: usize, address: usize, page_bytes: usize) {
+    fn wake(&self, shard: usize, address: usize, bytes: usize) {
         self.uffd(shard)
-            .wake(address, page_bytes)
+            .wake(address, bytes)
             .expect("waking checks alignment only, and pages are aligned");
     }
 
@@ -664,11 +786,14 @@ mod tests {
         };
         space.poison(0, base, PAGE).unwrap();
         assert_eq!(protection(), "---p");
-        let mut frame = space.new_frame(PAGE).unwrap();
+        let mut frame = space.new_frame(PAGE, 1).unwrap();
         frame.as_mut()[PAGE - 1] = 3;
         space.install(0, base, frame).unwrap();
         assert_eq!(protection(), "rw-p");
-        assert_eq!(space.detach(0, base, PAGE).unwrap().as_ref()[PAGE - 1], 3);
+        assert_eq!(
+            space.detach(0, base, PAGE, 1).unwrap().as_ref()[PAGE - 1],
+            3
+        );
         space.poison(0, base, PAGE).unwrap();
         space.unmap(base, LAYOUT);
         assert!(space.fenced.lock().is_empty());

@@ -11,12 +11,15 @@ mod sim;
 mod space;
 mod sys;
 mod uffd;
+mod vacancies;
 
 pub use frame::KernelFrame;
 pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
 pub use pagemap::Pagemap;
 pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
-pub use space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout};
+pub use space::{
+    AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout, RUN_PAGES_MAX,
+};
 pub use sys::{Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

@@ -3,10 +3,10 @@
 //! The rule it keeps: it does what the kernel does where that matters to a pager, and nothing else: a touch of an absent page enqueues one fault and puts
 //! the thread to sleep; a sleeping thread wakes by [`install`](AddressSpace::install), [`poison`](AddressSpace::poison),
 //! [`wake`](AddressSpace::wake) or [`unmap`](AddressSpace::unmap) on its page and tries again; a fault that is ended before it is read is
-//! not reported; at most one page lies at an address.
+//! not reported; at most one page lies at an address; only a frame that was cut can be joined again.
 //!
-//! Faults that can be injected, and must be survived: a page that is held ([`SimOptions::held_probability`]), a fault that is reported
-//! twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`]).
+//! Faults that can be injected, and must be survived: a page that is held, at the start of a run or later
+//! ([`SimOptions::held_probability`]), a fault that is reported twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`]).
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
 use std::{
@@ -19,7 +19,9 @@ use std::{
 
 use parking_lot::Mutex;
 
-use crate::space::{AddressSpace, DetachError, Fault, InstallError, InstallErrorKind, Layout};
+use crate::space::{
+    AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout,
+};
 
 /// How a [`SimSpace`] is made.
 #[derive(Clone, Debug)]
@@ -28,7 +30,7 @@ pub struct SimOptions {
     pub shards: usize,
     /// What the injected faults follow from. Default: 0.
     pub seed: u64,
-    /// How often [`AddressSpace::detach`] says [`DetachError::Held`], 0 to 1. Default: 0.
+    /// How often [`AddressSpace::detach`] meets a page that is held ([`DetachError::Held`]), 0 to 1. Default: 0.
     pub held_probability: f64,
     /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
@@ -64,8 +66,16 @@ pub enum Faulted {
 pub struct SimSpace {
     state: Mutex<State>,
     shards: usize,
-    /// Frames in existence.
-    frames: Arc<AtomicUsize>,
+    frames: Arc<Frames>,
+}
+
+/// What is known of all frames together.
+#[derive(Debug, Default)]
+struct Frames {
+    /// Pages that they hold.
+    pages: AtomicUsize,
+    /// Where the next one lies: a number of its own for every page.
+    next_place: AtomicUsize,
 }
 
 struct State {
@@ -95,11 +105,20 @@ struct Message {
     fault: Fault,
 }
 
-/// One page's bytes while the page is not mapped.
+/// The bytes of a run of pages while they are not mapped.
 #[derive(Debug)]
 pub struct SimFrame {
-    bytes: Box<[u8]>,
-    frames: Arc<AtomicUsize>,
+    bytes: Vec<u8>,
+    page_bytes: usize,
+    /// The first page's number: frames lie behind one another if their numbers do.
+    place: usize,
+    frames: Arc<Frames>,
+}
+
+impl SimFrame {
+    fn pages(&self) -> usize {
+        self.bytes.len() / self.page_bytes
+    }
 }
 
 impl AsRef<[u8]> for SimFrame {
@@ -114,9 +133,38 @@ impl AsMut<[u8]> for SimFrame {
     }
 }
 
+impl Frame for SimFrame {
+    fn split_off(&mut self, bytes: usize) -> Self {
+        assert!(
+            bytes > 0 && bytes < self.bytes.len() && bytes.is_multiple_of(self.page_bytes),
+            "{} bytes in pages of {} can not be split after {bytes}",
+            self.bytes.len(),
+            self.page_bytes
+        );
+        let rest = self.bytes.split_off(bytes);
+        Self {
+            bytes: rest,
+            page_bytes: self.page_bytes,
+            place: self.place + self.pages(),
+            frames: Arc::clone(&self.frames),
+        }
+    }
+
+    fn join(&mut self, mut next: Self) -> Result<(), Self> {
+        let behind = Arc::ptr_eq(&self.frames, &next.frames)
+            && self.page_bytes == next.page_bytes
+            && self.place + self.pages() == next.place;
+        if !behind {
+            return Err(next);
+        }
+        self.bytes.append(&mut next.bytes);
+        Ok(())
+    }
+}
+
 impl Drop for SimFrame {
     fn drop(&mut self) {
-        self.frames.fetch_sub(1, Ordering::Relaxed);
+        self.frames.pages.fetch_sub(self.pages(), Ordering::Relaxed);
     }
 }
 
@@ -186,9 +234,9 @@ impl SimSpace {
             .count()
     }
 
-    /// Frames in existence, not counting the pages mapped.
-    pub fn frames(&self) -> usize {
-        self.frames.load(Ordering::Relaxed)
+    /// Pages held in frames: those in existence that are not mapped.
+    pub fn frame_pages(&self) -> usize {
+        self.frames.pages.load(Ordering::Relaxed)
     }
 
     fn access<T>(
@@ -220,10 +268,18 @@ impl SimSpace {
         }
     }
 
-    fn frame(&self, bytes: Box<[u8]>) -> SimFrame {
-        self.frames.fetch_add(1, Ordering::Relaxed);
+    fn frame(&self, bytes: Vec<u8>, page_bytes: usize) -> SimFrame {
+        let pages = bytes.len() / page_bytes;
+        self.frames.pages.fetch_add(pages, Ordering::Relaxed);
+        // A gap of one keeps frames that were made one after the other from being joined.
+        let place = self
+            .frames
+            .next_place
+            .fetch_add(pages + 1, Ordering::Relaxed);
         SimFrame {
             bytes,
+            page_bytes,
+            place,
             frames: Arc::clone(&self.frames),
         }
     }
@@ -236,6 +292,36 @@ impl State {
         let offset = address - start;
         let page = address - offset % region.layout.page_bytes;
         (offset < region.layout.bytes).then_some((region, page))
+    }
+
+    /// The region in which a run of pages lies.
+    fn region_of_run(
+        &mut self,
+        address: usize,
+        page_bytes: usize,
+        pages: usize,
+    ) -> Option<&mut SimRegion> {
+        let (&start, region) = self.regions.range_mut(..=address).next_back()?;
+        let Layout {
+            bytes,
+            page_bytes: its_page_bytes,
+            stripe_bytes,
+            ..
+        } = region.layout;
+        let offset = address - start;
+        if offset >= bytes {
+            return None;
+        }
+        assert!(
+            page_bytes == its_page_bytes && offset.is_multiple_of(page_bytes),
+            "{address:#x} is no page of {page_bytes} bytes"
+        );
+        let last = offset + (pages - 1) * page_bytes;
+        assert!(
+            last < bytes && offset / stripe_bytes == last / stripe_bytes,
+            "{pages} pages at {address:#x} leave their stripe"
+        );
+        Some(region)
     }
 
     fn fault(&mut self, thread: usize, address: usize, page: usize, write: bool) {
@@ -321,8 +407,8 @@ impl AddressSpace for SimSpace {
         state.wake(address, layout.bytes);
     }
 
-    fn new_frame(&self, page_bytes: usize) -> io::Result<SimFrame> {
-        Ok(self.frame(vec![0; page_bytes].into_boxed_slice()))
+    fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {
+        Ok(self.frame(vec![0; page_bytes * pages], page_bytes))
     }
 
     fn install(
@@ -332,32 +418,32 @@ impl AddressSpace for SimSpace {
         mut frame: SimFrame,
     ) -> Result<(), InstallError<SimFrame>> {
         let mut state = self.state.lock();
-        let len = frame.bytes.len();
-        let Some((region, page)) = state.region(address) else {
+        let page_bytes = frame.page_bytes;
+        let Some(region) = state.region_of_run(address, page_bytes, frame.pages()) else {
             return Err(InstallError {
                 frame,
                 kind: InstallErrorKind::Gone,
             });
         };
-        assert!(
-            page == address && region.layout.page_bytes == len,
-            "{address:#x} is no page of {len} bytes"
-        );
-        let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
-        if !exists {
+        let mut page = address;
+        while frame.pages() > 0 {
+            if matches!(region.pages.get(&page), Some(Content::Bytes(_))) {
+                state.wake(address, page + page_bytes - address);
+                return Err(InstallError {
+                    frame,
+                    kind: InstallErrorKind::Exists,
+                });
+            }
+            let first: Vec<u8> = frame.bytes.drain(..page_bytes).collect();
+            frame.place += 1;
+            self.frames.pages.fetch_sub(1, Ordering::Relaxed);
             region
                 .pages
-                .insert(page, Content::Bytes(std::mem::take(&mut frame.bytes)));
+                .insert(page, Content::Bytes(first.into_boxed_slice()));
+            page += page_bytes;
         }
-        state.wake(address, len);
-        if exists {
-            Err(InstallError {
-                frame,
-                kind: InstallErrorKind::Exists,
-            })
-        } else {
-            Ok(())
-        }
+        state.wake(address, page - address);
+        Ok(())
     }
 
     fn detach(
@@ -365,27 +451,34 @@ impl AddressSpace for SimSpace {
         _shard: usize,
         address: usize,
         page_bytes: usize,
+        pages: usize,
     ) -> Result<SimFrame, DetachError> {
         let mut state = self.state.lock();
         let held_probability = state.options.held_probability;
-        let held = state.chance(held_probability);
-        let (region, page) = state.region(address).ok_or(DetachError::Absent)?;
-        assert!(
-            page == address && region.layout.page_bytes == page_bytes,
-            "{address:#x} is no page of {page_bytes} bytes"
-        );
-        match region.pages.remove(&page) {
-            Some(content) if held => {
-                region.pages.insert(page, content);
-                Err(DetachError::Held)
+        let mut out = Vec::new();
+        for page in (address..).step_by(page_bytes).take(pages) {
+            let held = state.chance(held_probability);
+            let region = state
+                .region_of_run(address, page_bytes, pages)
+                .ok_or(DetachError::Absent)?;
+            let refused = match region.pages.get(&page) {
+                None => DetachError::Absent,
+                Some(_) if held => DetachError::Held,
+                Some(Content::Poison) => {
+                    DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
+                }
+                Some(Content::Bytes(bytes)) => {
+                    out.extend_from_slice(bytes);
+                    region.pages.remove(&page);
+                    continue;
+                }
+            };
+            if out.is_empty() {
+                return Err(refused);
             }
-            Some(Content::Bytes(bytes)) => Ok(self.frame(bytes)),
-            Some(Content::Poison) => {
-                region.pages.insert(page, Content::Poison);
-                Err(DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT)))
-            }
-            None => Err(DetachError::Absent),
+            break;
         }
+        Ok(self.frame(out, page_bytes))
     }
 
     fn is_present(&self, address: usize) -> bool {
@@ -395,8 +488,8 @@ impl AddressSpace for SimSpace {
             .is_some_and(|(region, page)| region.pages.contains_key(&page))
     }
 
-    fn wake(&self, _shard: usize, address: usize, page_bytes: usize) {
-        self.state.lock().wake(address, page_bytes);
+    fn wake(&self, _shard: usize, address: usize, bytes: usize) {
+        self.state.lock().wake(address, bytes);
     }
 
     fn poison(&self, _shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
@@ -463,15 +556,15 @@ mod tests {
             }]
         );
         space
-            .install(1, base + 4096, space.new_frame(4096).unwrap())
+            .install(1, base + 4096, space.new_frame(4096, 1).unwrap())
             .unwrap();
         assert!(!space.is_asleep(7));
         assert_eq!(space.try_store(7, base + 4096 + 8, 5), Ok(()));
-        let frame = space.detach(1, base + 4096, 4096).unwrap();
+        let frame = space.detach(1, base + 4096, 4096, 1).unwrap();
         assert_eq!(frame.as_ref()[8], 5);
-        assert_eq!((space.frames(), space.resident_pages()), (1, 0));
+        assert_eq!((space.frame_pages(), space.resident_pages()), (1, 0));
         drop(frame);
-        assert_eq!(space.frames(), 0);
+        assert_eq!(space.frame_pages(), 0);
     }
 
     #[test]
@@ -480,7 +573,7 @@ mod tests {
         let base = space.map(LAYOUT).unwrap();
         assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
         space
-            .install(0, base, space.new_frame(4096).unwrap())
+            .install(0, base, space.new_frame(4096, 1).unwrap())
             .unwrap();
         assert_eq!(faults(&space, 0), []);
     }
@@ -492,7 +585,7 @@ mod tests {
         space.poison(0, base, 4096).unwrap();
         assert_eq!(space.try_load(1, base), Err(Faulted::Sigbus));
         space
-            .install(0, base, space.new_frame(4096).unwrap())
+            .install(0, base, space.new_frame(4096, 1).unwrap())
             .unwrap();
         assert_eq!(space.try_load(1, base), Ok(0));
     }
@@ -508,15 +601,15 @@ mod tests {
         assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
         assert_eq!(faults(&space, 0).len(), 2);
         space
-            .install(0, base, space.new_frame(4096).unwrap())
+            .install(0, base, space.new_frame(4096, 1).unwrap())
             .unwrap();
         assert!(matches!(
-            space.detach(0, base, 4096),
+            space.detach(0, base, 4096, 1),
             Err(DetachError::Held)
         ));
         assert!(space.drop_page(base));
         assert!(matches!(
-            space.detach(0, base, 4096),
+            space.detach(0, base, 4096, 1),
             Err(DetachError::Absent)
         ));
     }
@@ -526,9 +619,9 @@ mod tests {
         let space = SimSpace::new(SimOptions::default());
         let base = space.map(LAYOUT).unwrap();
         space
-            .install(0, base, space.new_frame(4096).unwrap())
+            .install(0, base, space.new_frame(4096, 1).unwrap())
             .unwrap();
-        let again = space.install(0, base, space.new_frame(4096).unwrap());
+        let again = space.install(0, base, space.new_frame(4096, 1).unwrap());
         assert!(matches!(
             again,
             Err(InstallError {
@@ -539,5 +632,43 @@ mod tests {
         assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
         space.unmap(base, LAYOUT);
         assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Sigsegv));
+    }
+
+    #[test]
+    fn run_goes_in_and_out_as_far_as_its_pages_can() {
+        let space = SimSpace::new(SimOptions::default());
+        let layout = Layout {
+            stripe_bytes: LAYOUT.bytes,
+            ..LAYOUT
+        };
+        let base = space.map(layout).unwrap();
+        space
+            .install(0, base + 2 * 4096, space.new_frame(4096, 1).unwrap())
+            .unwrap();
+        assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
+        assert_eq!(space.try_load(2, base + 3 * 4096), Err(Faulted::Asleep));
+        let mut frame = space.new_frame(4096, 4).unwrap();
+        for (number, page) in (1..).zip(frame.as_mut().chunks_mut(4096)) {
+            page.fill(number);
+        }
+        let error = space.install(0, base, frame).unwrap_err();
+        assert!(matches!(error.kind, InstallErrorKind::Exists));
+        assert_eq!(error.frame.as_ref()[0], 3);
+        assert_eq!(
+            (error.frame.as_ref().len(), space.frame_pages()),
+            (2 * 4096, 2)
+        );
+        assert!(!space.is_asleep(1) && space.is_asleep(2));
+        space.drop_page(base + 2 * 4096);
+        let mut first = space.detach(0, base, 4096, 4).unwrap();
+        assert_eq!(first.as_ref().len(), 2 * 4096);
+        let second = first.split_off(4096);
+        let rest = first.join(error.frame).unwrap_err();
+        first.join(second).unwrap();
+        assert_eq!((first.as_ref()[4095], first.as_ref()[4096]), (1, 2));
+        drop(rest);
+        assert_eq!((space.frame_pages(), space.resident_pages()), (2, 0));
+        drop(first);
+        assert_eq!(space.frame_pages(), 0);
     }
 }

@@ -1,8 +1,8 @@
 //! The seam of this crate: [`AddressSpace`], how pages enter and leave the program's memory.
 //!
 //! The rule it keeps: the bytes of a page are either mapped in the program or held in exactly one frame,
-//! and [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically. It knows addresses
-//! and shards; which page is where, and why, is the pager's business.
+//! and [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically, page by page of a run. It knows
+//! addresses and shards; which page is where, and why, is the pager's business.
 
 use std::{io, os::fd::BorrowedFd};
 
@@ -15,7 +15,27 @@ pub struct Fault {
     pub write: bool,
 }
 
-/// The page could not be taken out.
+/// Pages of a run at most. A word of the frame pool's map of vacant slots has as many bits, and at 4 KiB pages no larger run is worth its
+/// waiting: the fixed costs of a transfer are a small part of it by then.
+pub const RUN_PAGES_MAX: usize = 64;
+
+/// A local buffer that holds the bytes of a run of pages (one or more, all of one size) while they are not mapped: owned, present, never faulting.
+pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
+    /// Keeps the first `bytes` and returns the rest. Cheap: nothing is copied or allocated.
+    ///
+    /// # Panics
+    /// Unless `bytes` is a multiple of the page size, more than none and fewer than all.
+    #[must_use = "the pages that are split off are given back when dropped"]
+    fn split_off(&mut self, bytes: usize) -> Self;
+
+    /// Takes `next` in at the end.
+    ///
+    /// # Errors
+    /// `next` itself, if it does not lie directly behind this one.
+    fn join(&mut self, next: Self) -> Result<(), Self>;
+}
+
+/// The first page of a run could not be taken out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DetachError {
@@ -30,12 +50,12 @@ pub enum DetachError {
     Os(#[source] io::Error),
 }
 
-/// The page could not be mapped; the frame is handed back.
+/// A page could not be mapped. The pages of the run before it are mapped, and their threads woken.
 #[derive(Debug)]
 pub struct InstallError<F> {
-    /// The frame with its bytes, unchanged.
+    /// What is not mapped, unchanged: from the refused page to the end of the run.
     pub frame: F,
-    /// Why.
+    /// Why the first page of `frame` was refused.
     pub kind: InstallErrorKind,
 }
 
@@ -78,8 +98,8 @@ impl Layout {
 ///
 /// All methods may be called from any thread. Each shard's faults are read by one thread.
 pub trait AddressSpace: Send + Sync + 'static {
-    /// A local buffer that holds one page's bytes while the page is not mapped: owned, present, never faulting.
-    type Frame: AsRef<[u8]> + AsMut<[u8]> + Send + 'static;
+    /// What holds the bytes of pages that are not mapped.
+    type Frame: Frame;
 
     /// How many shards, each with a queue of faults of its own.
     fn shards(&self) -> usize;
@@ -93,17 +113,17 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// Gives the addresses back. All pages of the region must have been detached, or are lost with it.
     fn unmap(&self, address: usize, layout: Layout);
 
-    /// A new zeroed frame of `page_bytes`: this takes physical memory, which dropping the frame gives back.
+    /// A new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical memory, which dropping the frame gives back.
     ///
     /// # Errors
-    /// The operating system's when memory or addresses run out.
-    fn new_frame(&self, page_bytes: usize) -> io::Result<Self::Frame>;
+    /// The operating system's when memory or addresses run out, also for one of the pages alone.
+    fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<Self::Frame>;
 
-    /// Maps the frame's page at `address` and wakes the threads that sleep on it. The bytes move, they are not copied,
-    /// where the kernel can.
+    /// Maps the frame's pages from `address` on, all inside one stripe, and wakes the threads that sleep on them. The bytes move, they are not
+    /// copied, where the kernel can.
     ///
     /// # Errors
-    /// See [`InstallErrorKind`]; the frame comes back.
+    /// See [`InstallErrorKind`]; what was not mapped comes back.
     fn install(
         &self,
         shard: usize,
@@ -111,23 +131,25 @@ pub trait AddressSpace: Send + Sync + 'static {
         frame: Self::Frame,
     ) -> Result<(), InstallError<Self::Frame>>;
 
-    /// Takes the page at `address` out of the mapping, atomically with respect to the program: every write is either in the
-    /// frame or faults.
+    /// Takes as many pages as possible from `address` on, at least one and at most `pages`, all inside one stripe, out of the mapping. Each
+    /// goes atomically with respect to the program: every write is either in the frame or faults. The frame ends before the first page that can not be
+    /// taken, and may be shorter than wished for lack of room: why, the next attempt tells.
     ///
     /// # Errors
-    /// See [`DetachError`]; the page is then as it was.
+    /// See [`DetachError`], about the first page; all pages are then as they were.
     fn detach(
         &self,
         shard: usize,
         address: usize,
         page_bytes: usize,
+        pages: usize,
     ) -> Result<Self::Frame, DetachError>;
 
     /// Whether a page is mapped at `address`. Slow; for rare cases.
     fn is_present(&self, address: usize) -> bool;
 
-    /// Wakes the threads that sleep on a page without changing it; they try again.
-    fn wake(&self, shard: usize, address: usize, page_bytes: usize);
+    /// Wakes the threads that sleep on the pages of a range without changing them; they try again.
+    fn wake(&self, shard: usize, address: usize, bytes: usize);
 
     /// Makes every access to the absent page at `address` raise SIGBUS, until a frame is installed there.
     ///

@@ -9,6 +9,7 @@ use std::{
     collections::HashMap,
     fs,
     io::{Read, Seek, Write},
+    ops::Range,
     os::fd::{AsFd, AsRawFd},
     process::Command,
     sync::{
@@ -19,7 +20,7 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, DetachError, Fault, FaultBuffer, Features, InstallErrorKind, KernelFrame,
+    AddressSpace, DetachError, Fault, FaultBuffer, Features, Frame, InstallErrorKind, KernelFrame,
     KernelSpace, KernelSpaceOptions, Layout, OpenError, RegisterMode, Transfer, Uffd,
 };
 use nix::{
@@ -62,7 +63,8 @@ fn set(address: usize, value: u8) {
     unsafe { (address as *mut u8).write_volatile(value) }
 }
 
-/// The smallest pager: keeps pages in a map, fills on fault, and evicts what it is told to.
+/// The smallest pager: keeps pages in a map, fills on fault, and evicts what it is told to: a page together with those behind it in its stripe, as
+/// far as they are there.
 struct Filler {
     space: Arc<KernelSpace>,
     base: usize,
@@ -71,6 +73,9 @@ struct Filler {
     away: Vec<Mutex<Option<KernelFrame>>>,
     stop: AtomicBool,
     faults: AtomicUsize,
+    /// Fills and evictions of more than one page.
+    runs_filled: AtomicUsize,
+    runs_evicted: AtomicUsize,
 }
 
 impl Filler {
@@ -78,7 +83,7 @@ impl Filler {
         let base = space.map(layout).unwrap();
         let pages = layout.bytes / layout.page_bytes;
         let away = (0..pages)
-            .map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes).unwrap())))
+            .map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes, 1).unwrap())))
             .collect();
         let filler = Arc::new(Self {
             space: Arc::clone(space),
@@ -87,6 +92,8 @@ impl Filler {
             away,
             stop: AtomicBool::new(false),
             faults: AtomicUsize::new(0),
+            runs_filled: AtomicUsize::new(0),
+            runs_evicted: AtomicUsize::new(0),
         });
         let threads = (0..space.shards())
             .map(|shard| {
@@ -114,28 +121,62 @@ impl Filler {
         }
     }
 
+    /// A page and those behind it in its stripe.
+    fn stripe_from(&self, page: usize) -> Range<usize> {
+        let pages = self.layout.stripe_bytes / self.layout.page_bytes;
+        page..(page - page % pages + pages).min(self.away.len())
+    }
+
     fn fill(&self, shard: usize, page: usize) {
-        let address = self.base + page * self.layout.page_bytes;
-        let mut away = self.away[page].lock().unwrap();
-        match away.take() {
-            Some(frame) => self.space.install(shard, address, frame).unwrap(),
-            None => self.space.wake(shard, address, self.layout.page_bytes),
+        let page_bytes = self.layout.page_bytes;
+        let address = self.base + page * page_bytes;
+        // Pages are locked in ascending order by all.
+        let mut locked = vec![self.away[page].lock().unwrap()];
+        let Some(mut run) = locked[0].take() else {
+            return self.space.wake(shard, address, page_bytes);
+        };
+        for next in self.stripe_from(page).skip(1) {
+            let mut away = self.away[next].lock().unwrap();
+            if let Err(elsewhere) = away.take().map_or(Ok(()), |frame| run.join(frame)) {
+                *away = Some(elsewhere);
+            }
+            if run.as_ref().len() != (next - page + 1) * page_bytes {
+                break;
+            }
+            locked.push(away);
         }
+        if locked.len() > 1 {
+            self.runs_filled.fetch_add(1, Ordering::Relaxed);
+        }
+        self.space.install(shard, address, run).unwrap();
     }
 
     /// Whether the page was there to be evicted.
     fn evict(&self, page: usize) -> Result<bool, DetachError> {
-        let mut away = self.away[page].lock().unwrap();
-        let present = away.is_none();
-        if present {
-            let offset = page * self.layout.page_bytes;
-            let shard = self.layout.shard_of(offset, self.space.shards());
-            *away = Some(
-                self.space
-                    .detach(shard, self.base + offset, self.layout.page_bytes)?,
-            );
+        let page_bytes = self.layout.page_bytes;
+        let mut locked: Vec<_> = self
+            .stripe_from(page)
+            .map(|page| self.away[page].lock().unwrap())
+            .take_while(|away| away.is_none())
+            .collect();
+        if locked.is_empty() {
+            return Ok(false);
         }
-        Ok(present)
+        let offset = page * page_bytes;
+        let shard = self.layout.shard_of(offset, self.space.shards());
+        let mut rest = self
+            .space
+            .detach(shard, self.base + offset, page_bytes, locked.len())?;
+        let pages = rest.as_ref().len() / page_bytes;
+        if pages > 1 {
+            self.runs_evicted.fetch_add(1, Ordering::Relaxed);
+        }
+        for away in &mut locked[..pages - 1] {
+            let behind = rest.split_off(page_bytes);
+            **away = Some(std::mem::replace(&mut rest, behind));
+        }
+        *locked[pages - 1] = Some(rest);
+        Ok(true)
     }
 
     fn finish(self: Arc<Self>, threads: Vec<JoinHandle<()>>) {
@@ -155,7 +196,7 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
             let layout = layout(2 * page_bytes, page_bytes);
             let base = space.map(layout).unwrap();
             assert!(base.is_multiple_of(page_bytes));
-            let mut frame = space.new_frame(page_bytes).unwrap();
+            let mut frame = space.new_frame(page_bytes, 1).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 0));
             for (index, byte) in frame.as_mut().iter_mut().enumerate() {
                 *byte = (index * 7 + index / 4096) as u8;
@@ -167,12 +208,12 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
                 space.install(0, at, frame).unwrap();
                 assert!(space.is_present(at) && !space.is_present(base));
                 set(at + page_bytes - 1, round);
-                frame = space.detach(0, at, page_bytes).unwrap();
+                frame = space.detach(0, at, page_bytes, 1).unwrap();
                 assert_eq!(frame.as_ref()[..page_bytes - 1], expected[..page_bytes - 1]);
                 assert_eq!(frame.as_ref()[page_bytes - 1], round);
             }
             assert!(matches!(
-                space.detach(0, at, page_bytes),
+                space.detach(0, at, page_bytes, 1),
                 Err(DetachError::Absent)
             ));
             space.unmap(base, layout);
@@ -185,9 +226,12 @@ fn writers_during_detach_keep_their_writes() {
     const PAGES: usize = 64;
     const EVICTIONS: usize = 8 * PAGES;
     for transfer in BOTH {
-        for (page_bytes, seed) in [(4096, 1), (65536, 2)] {
+        for (page_bytes, run, seed) in [(4096, 1, 1), (65536, 1, 2), (4096, 8, 3), (65536, 8, 4)] {
             let space = space(transfer, 2);
-            let layout = layout(PAGES * page_bytes, page_bytes);
+            let layout = Layout {
+                stripe_bytes: run * page_bytes,
+                ..layout(PAGES * page_bytes, page_bytes)
+            };
             let (filler, fillers) = Filler::start(&space, layout);
             let words = layout.bytes / 8;
             let running = Arc::new(AtomicBool::new(true));
@@ -244,6 +288,8 @@ fn writers_during_detach_keep_their_writes() {
                 let got = unsafe { ((filler.base + word * 8) as *const u64).read_volatile() };
                 assert_eq!(got, value, "word {word}, {transfer:?}, seed {seed}");
             }
+            let runs = [&filler.runs_filled, &filler.runs_evicted];
+            assert!(run == 1 || runs.iter().all(|count| count.load(Ordering::Relaxed) > 0));
             filler.finish(fillers);
         }
     }
@@ -364,7 +410,7 @@ fn pinned_page_stays_whole() {
     for page_bytes in [4096, 65536, 2 << 20] {
         let layout = layout(page_bytes, page_bytes);
         let base = space.map(layout).unwrap();
-        let mut frame = space.new_frame(page_bytes).unwrap();
+        let mut frame = space.new_frame(page_bytes, 1).unwrap();
         for (index, byte) in frame.as_mut().iter_mut().enumerate() {
             *byte = (index % 251) as u8;
         }
@@ -374,7 +420,7 @@ fn pinned_page_stays_whole() {
             return;
         };
         assert!(matches!(
-            space.detach(0, base, page_bytes),
+            space.detach(0, base, page_bytes, 1),
             Err(DetachError::Held)
         ));
         for index in 0..page_bytes {
@@ -382,7 +428,7 @@ fn pinned_page_stays_whole() {
             assert_eq!(byte(base + index), (index % 251) as u8);
         }
         drop(pinned);
-        let frame = space.detach(0, base, page_bytes).unwrap();
+        let frame = space.detach(0, base, page_bytes, 1).unwrap();
         assert!(
             frame
                 .as_ref()
@@ -444,7 +490,7 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
         for page_bytes in [4096, 65536, 2 << 20] {
             let layout = layout(page_bytes, page_bytes);
             let base = space.map(layout).unwrap();
-            let mut frame = space.new_frame(page_bytes).unwrap();
+            let mut frame = space.new_frame(page_bytes, 1).unwrap();
             frame.as_mut().fill(9);
             space.install(0, base, frame).unwrap();
             // SAFETY: the region's own page.
@@ -452,11 +498,11 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
             assert!(!space.is_present(base));
             if page_bytes == 4096 {
                 assert!(matches!(
-                    space.detach(0, base, page_bytes),
+                    space.detach(0, base, page_bytes, 1),
                     Err(DetachError::Absent)
                 ));
             } else {
-                let frame = space.detach(0, base, page_bytes).unwrap();
+                let frame = space.detach(0, base, page_bytes, 1).unwrap();
                 assert!(frame.as_ref()[..4096].iter().all(|&byte| byte == 0));
                 assert!(frame.as_ref()[4096..].iter().all(|&byte| byte == 9));
             }
@@ -472,7 +518,7 @@ fn install_over_a_page_hands_the_frame_back_whole() {
         let layout = layout(65536, 65536);
         let base = space.map(layout).unwrap();
         let filled = |value| {
-            let mut frame = space.new_frame(65536).unwrap();
+            let mut frame = space.new_frame(65536, 1).unwrap();
             frame.as_mut().fill(value);
             frame
         };
@@ -496,7 +542,7 @@ fn install_over_a_page_hands_the_frame_back_whole() {
         );
         assert!(error.frame.as_ref().iter().all(|&byte| byte == 3));
         assert!(matches!(
-            space.detach(0, base, 65536),
+            space.detach(0, base, 65536, 1),
             Err(DetachError::Absent)
         ));
     }
@@ -525,12 +571,12 @@ fn poisoned_page_fails_and_install_heals_it() {
             space.poison(0, base, page_bytes).unwrap();
             assert!(!system_call_can_read(base));
             assert!(!system_call_can_read(base + page_bytes - 4096));
-            let mut frame = space.new_frame(page_bytes).unwrap();
+            let mut frame = space.new_frame(page_bytes, 1).unwrap();
             frame.as_mut().fill(5);
             space.install(0, base, frame).unwrap();
             assert!(system_call_can_read(base));
             assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
-            let frame = space.detach(0, base, page_bytes).unwrap();
+            let frame = space.detach(0, base, page_bytes, 1).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 5));
             space.unmap(base, layout);
         }
@@ -577,7 +623,7 @@ fn unmapping_under_load_leaves_other_regions_alone() {
     let other = layout(16 * 4096, 4096);
     for round in 0..2000 {
         let base = space.map(other).unwrap();
-        let mut frame = space.new_frame(4096).unwrap();
+        let mut frame = space.new_frame(4096, 1).unwrap();
         frame.as_mut().fill(round as u8);
         space.install(0, base, frame).unwrap();
         assert_eq!(byte(base), round as u8);
@@ -631,12 +677,12 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
         let mut before = None;
         for cycle in 0..11_000 {
             let base = space.map(layout).unwrap();
-            let mut frame = space.new_frame(4096).unwrap();
+            let mut frame = space.new_frame(4096, 1).unwrap();
             frame.as_mut()[0] = 1;
             space.install(0, base, frame).unwrap();
             // Every other page is lost with its region.
             if cycle % 2 == 0 {
-                space.detach(0, base, 4096).unwrap();
+                space.detach(0, base, 4096, 1).unwrap();
             }
             space.unmap(base, layout);
             let count = || {
@@ -672,13 +718,16 @@ fn frame_gives_its_memory_back_and_can_be_made_again() {
             for value in 1..=3 {
                 let frames: Vec<_> = (0..(4 << 20) / page_bytes)
                     .map(|_| {
-                        let mut frame = space.new_frame(page_bytes).unwrap();
+                        let mut frame = space.new_frame(page_bytes, 1).unwrap();
                         assert!(frame.as_ref().iter().all(|&byte| byte == 0));
                         frame.as_mut().fill(value);
                         frame
                     })
                     .collect();
-                assert!(space.new_frame(page_bytes).is_err(), "the pool has a size");
+                assert!(
+                    space.new_frame(page_bytes, 1).is_err(),
+                    "the pool has a size"
+                );
                 let address = frames[0].as_ref().as_ptr() as usize;
                 drop(frames);
                 assert!(!space.is_present(address));
@@ -692,18 +741,18 @@ fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
     let space = space(Transfer::Move, 1);
     let layout = layout(65536, 65536);
     let base = space.map(layout).unwrap();
-    let mut frame = space.new_frame(65536).unwrap();
+    let mut frame = space.new_frame(65536, 1).unwrap();
     frame.as_mut().fill(4);
     // SAFETY: the region's own page.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ) };
     space.install(0, base, frame).unwrap();
     assert_eq!(byte(base + 4096), 4);
-    let error = space.detach(0, base, 65536).unwrap_err();
+    let error = space.detach(0, base, 65536, 1).unwrap_err();
     assert!(matches!(error, DetachError::Os(_)), "{error:?}");
     assert_eq!(byte(base + 4096), 4);
     // SAFETY: as above.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE) };
-    space.detach(0, base, 65536).unwrap();
+    space.detach(0, base, 65536, 1).unwrap();
     space.unmap(base, layout);
 }
 
@@ -850,9 +899,9 @@ fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
     assert!(!sleeper.join().unwrap());
     // The region goes while somebody sleeps on it.
     space
-        .install(0, base, space.new_frame(4096).unwrap())
+        .install(0, base, space.new_frame(4096, 1).unwrap())
         .unwrap();
-    drop(space.detach(0, base, 4096).unwrap());
+    drop(space.detach(0, base, 4096, 1).unwrap());
     let sleeper = thread::spawn(move || system_call_can_read(base));
     poll(
         &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
@@ -861,4 +910,405 @@ fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
     .unwrap();
     space.unmap(base, layout);
     assert!(!sleeper.join().unwrap());
+}
+
+/// One stripe of `pages` pages.
+fn run_layout(pages: usize, page_bytes: usize) -> Layout {
+    Layout {
+        stripe_bytes: pages * page_bytes,
+        ..layout(pages * page_bytes, page_bytes)
+    }
+}
+
+/// A frame whose every page is filled with its number, from `first` on.
+fn numbered(space: &KernelSpace, page_bytes: usize, pages: usize, first: u8) -> KernelFrame {
+    let mut frame = space.new_frame(page_bytes, pages).unwrap();
+    for (number, page) in (first..).zip(frame.as_mut().chunks_mut(page_bytes)) {
+        page.fill(number);
+    }
+    frame
+}
+
+/// The number that all of each page is filled with.
+fn numbers(bytes: &[u8], page_bytes: usize) -> Vec<u8> {
+    assert!(bytes.len().is_multiple_of(page_bytes));
+    let number = |page: &[u8]| {
+        assert!(page.iter().all(|&byte| byte == page[0]));
+        page[0]
+    };
+    bytes.chunks(page_bytes).map(number).collect()
+}
+
+/// What the program sees of pages that are all there.
+fn mapped(address: usize, len: usize) -> &'static [u8] {
+    // SAFETY: the tests look at pages that are mapped, and do not change them meanwhile.
+    unsafe { std::slice::from_raw_parts(address as *const u8, len) }
+}
+
+fn drop_range(address: usize, len: usize) {
+    // SAFETY: part of the test's own region.
+    let rc = unsafe { libc::madvise(address as *mut _, len, libc::MADV_DONTNEED) };
+    assert_eq!(rc, 0);
+}
+
+#[test]
+fn runs_survive_install_and_detach_at_every_page_size() {
+    for transfer in BOTH {
+        for page_bytes in (12..=21).map(|shift| 1usize << shift) {
+            let space = space(transfer, 1);
+            for pages in [1, 3, 7, 16, 64] {
+                if pages * page_bytes > 16 << 20 {
+                    continue;
+                }
+                let layout = run_layout(pages + 1, page_bytes);
+                let at = space.map(layout).unwrap() + page_bytes;
+                let mut frame = numbered(&space, page_bytes, pages, 1);
+                for _ in 0..2 {
+                    space.install(0, at, frame).unwrap();
+                    frame = space.detach(0, at, page_bytes, pages).unwrap();
+                    let expected: Vec<_> = (1..=pages as u8).collect();
+                    assert_eq!(numbers(frame.as_ref(), page_bytes), expected);
+                    assert!(!space.is_present(at + pages * page_bytes - 4096));
+                }
+                space.unmap(at - page_bytes, layout);
+            }
+        }
+    }
+}
+
+#[test]
+fn detached_run_ends_before_an_absent_page_and_a_page_partly_there_is_whole() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [8192, 65536, 2 << 20] {
+            let layout = run_layout(6, page_bytes);
+            let base = space.map(layout).unwrap();
+            let page = |number: usize| base + number * page_bytes;
+            space
+                .install(0, base, numbered(&space, page_bytes, 6, 1))
+                .unwrap();
+            // From the last kernel page of page 1 to the first of page 3, and one in the middle of the run that follows.
+            drop_range(page(2) - 4096, page_bytes + 2 * 4096);
+            drop_range(page(4), 4096);
+            let frame = space.detach(0, base, page_bytes, 6).unwrap();
+            assert_eq!(frame.as_ref().len(), 2 * page_bytes);
+            let (there, hole) = frame.as_ref().split_at(2 * page_bytes - 4096);
+            assert_eq!(numbers(&there[..page_bytes], page_bytes), [1]);
+            assert!(there[page_bytes..].iter().all(|&byte| byte == 2));
+            assert!(hole.iter().all(|&byte| byte == 0));
+            assert!(space.is_present(page(3) + 4096));
+            assert!(matches!(
+                space.detach(0, page(2), page_bytes, 4),
+                Err(DetachError::Absent)
+            ));
+            let frame = space.detach(0, page(3), page_bytes, 3).unwrap();
+            assert_eq!(frame.as_ref().len(), 3 * page_bytes);
+            for (number, page) in (4..).zip(frame.as_ref().chunks(page_bytes)) {
+                let holes = usize::from(number < 6) * 4096;
+                assert!(page[..holes].iter().all(|&byte| byte == 0));
+                assert!(page[holes..].iter().all(|&byte| byte == number));
+            }
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
+    let space = space(Transfer::Move, 1);
+    for page_bytes in [4096, 65536, 2 << 20] {
+        let layout = run_layout(5, page_bytes);
+        let base = space.map(layout).unwrap();
+        let page = |number: usize| base + number * page_bytes;
+        space
+            .install(0, base, numbered(&space, page_bytes, 5, 1))
+            .unwrap();
+        // The page has a hole, too, which stays one.
+        if page_bytes > 4096 {
+            drop_range(page(2), 4096);
+        }
+        let Some(pinned) = Pinned::new(page(3) - 4096, 4096) else {
+            return;
+        };
+        let frame = space.detach(0, base, page_bytes, 5).unwrap();
+        assert_eq!(numbers(frame.as_ref(), page_bytes), [1, 2]);
+        for _ in 0..2 {
+            assert_eq!(space.is_present(page(2)), page_bytes == 4096);
+            let hole = if page_bytes > 4096 { 4096 } else { 0 };
+            let rest = mapped(page(2) + hole, 3 * page_bytes - hole);
+            let (pinned_page, behind) = rest.split_at(page_bytes - hole);
+            assert!(pinned_page.iter().all(|&byte| byte == 3));
+            assert_eq!(numbers(behind, page_bytes), [4, 5]);
+            assert!(matches!(
+                space.detach(0, page(2), page_bytes, 3),
+                Err(DetachError::Held)
+            ));
+        }
+        drop(pinned);
+        assert_eq!(
+            space
+                .detach(0, page(2), page_bytes, 3)
+                .unwrap()
+                .as_ref()
+                .len(),
+            3 * page_bytes
+        );
+        space.unmap(base, layout);
+    }
+}
+
+#[test]
+fn installed_run_stops_at_a_mapped_page_and_hands_the_rest_back() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [65536, 2 << 20] {
+            let layout = run_layout(4, page_bytes);
+            // A whole page is there; then all but its first half, so that half of the page has gone in when the kernel refuses.
+            for dropped in [0, page_bytes / 2] {
+                let base = space.map(layout).unwrap();
+                let there = base + 2 * page_bytes;
+                space
+                    .install(0, there, numbered(&space, page_bytes, 1, 9))
+                    .unwrap();
+                drop_range(there, dropped);
+                let error = space
+                    .install(0, base, numbered(&space, page_bytes, 4, 1))
+                    .unwrap_err();
+                assert!(matches!(error.kind, InstallErrorKind::Exists));
+                assert_eq!(numbers(error.frame.as_ref(), page_bytes), [3, 4]);
+                assert_eq!(numbers(mapped(base, 2 * page_bytes), page_bytes), [1, 2]);
+                assert_eq!(space.is_present(there), dropped == 0);
+                assert_eq!(byte(there + page_bytes - 1), 9);
+                assert!(!space.is_present(there + page_bytes));
+                drop(space.detach(0, there, page_bytes, 1).unwrap());
+                space.install(0, there, error.frame).unwrap();
+                let all = mapped(base, 4 * page_bytes);
+                assert_eq!(numbers(all, page_bytes), [1, 2, 3, 4]);
+                space.unmap(base, layout);
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_asleep_all_over_a_run_wake_when_it_is_installed() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = run_layout(4, 65536);
+        let base = space.map(layout).unwrap();
+        let sleepers: Vec<_> = (0..4)
+            .map(|page| thread::spawn(move || byte(base + page * 65536 + 40_000)))
+            .collect();
+        let mut faults = Vec::new();
+        while faults.len() < 4 {
+            poll(
+                &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+                PollTimeout::NONE,
+            )
+            .unwrap();
+            space.faults(0, &mut faults).unwrap();
+        }
+        space
+            .install(0, base, numbered(&space, 65536, 4, 1))
+            .unwrap();
+        for (number, sleeper) in (1..).zip(sleepers) {
+            assert_eq!(sleeper.join().unwrap(), number);
+        }
+        space.unmap(base, layout);
+    }
+}
+
+#[test]
+fn installed_run_heals_the_poisoned_pages_in_it() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = run_layout(5, 65536);
+        let base = space.map(layout).unwrap();
+        for page in [1, 3] {
+            space.poison(0, base + page * 65536, 65536).unwrap();
+        }
+        space
+            .install(0, base, numbered(&space, 65536, 5, 1))
+            .unwrap();
+        assert_eq!(numbers(mapped(base, 5 * 65536), 65536), [1, 2, 3, 4, 5]);
+        space.unmap(base, layout);
+    }
+}
+
+#[test]
+fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = run_layout(6, 65536);
+        let base = space.map(layout).unwrap();
+        let page = |number: usize| base + number * 65536;
+        // SAFETY: a page of the region.
+        unsafe { libc::mprotect(page(1) as *mut _, 65536, libc::PROT_READ) };
+        space
+            .install(0, base, numbered(&space, 65536, 6, 1))
+            .unwrap();
+        let all = [1, 2, 3, 4, 5, 6];
+        assert_eq!(numbers(mapped(base, 6 * 65536), 65536), all);
+        let frame = space.detach(0, base, 65536, 6).unwrap();
+        if transfer == Transfer::Move {
+            assert_eq!(numbers(frame.as_ref(), 65536), [1]);
+            let error = space.detach(0, page(1), 65536, 5).unwrap_err();
+            assert!(matches!(error, DetachError::Os(_)), "{error:?}");
+            let rest = space.detach(0, page(2), 65536, 4).unwrap();
+            assert_eq!(numbers(rest.as_ref(), 65536), all[2..]);
+        } else {
+            assert_eq!(numbers(frame.as_ref(), 65536), all);
+        }
+        drop(frame);
+        // Part of the region goes. It is mapped again, without faults, so that no other test's mapping comes to lie there.
+        // SAFETY: a page of the region, replaced.
+        unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            libc::mmap(page(4) as *mut _, 65536, libc::PROT_NONE, flags, -1, 0);
+            libc::mprotect(page(1) as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE);
+            libc::madvise(base as *mut _, 4 * 65536, libc::MADV_DONTNEED);
+        }
+        let error = space
+            .install(0, base, numbered(&space, 65536, 6, 1))
+            .unwrap_err();
+        assert!(matches!(error.kind, InstallErrorKind::Gone));
+        assert_eq!(numbers(error.frame.as_ref(), 65536), all[4..]);
+        let frame = space.detach(0, base, 65536, 6).unwrap();
+        assert_eq!(numbers(frame.as_ref(), 65536), all[..4]);
+        space.unmap(base, layout);
+        let error = space.install(0, base, frame).unwrap_err();
+        assert!(matches!(error.kind, InstallErrorKind::Gone));
+        assert_eq!(numbers(error.frame.as_ref(), 65536), all[..4]);
+    }
+}
+
+#[test]
+fn frame_is_cut_and_joined_and_what_is_dropped_gives_its_memory_back() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let mut first = numbered(&space, page_bytes, 6, 1);
+            let address = first.as_ref().as_ptr() as usize;
+            let mut middle = first.split_off(2 * page_bytes);
+            let last = middle.split_off(3 * page_bytes);
+            assert_eq!(numbers(first.as_ref(), page_bytes), [1, 2]);
+            assert_eq!(numbers(middle.as_ref(), page_bytes), [3, 4, 5]);
+            let last = first.join(last).unwrap_err();
+            let first = middle.join(first).unwrap_err();
+            middle.join(last).unwrap();
+            assert_eq!(numbers(middle.as_ref(), page_bytes), [3, 4, 5, 6]);
+            drop(first);
+            assert!(!space.is_present(address) && !space.is_present(address + page_bytes));
+            // The vacant slots are found again.
+            let again = numbered(&space, page_bytes, 2, 1);
+            assert_eq!(again.as_ref().as_ptr() as usize, address);
+            let mut again = again;
+            again.join(middle).unwrap();
+            let all = [1, 2, 3, 4, 5, 6];
+            assert_eq!(numbers(again.as_ref(), page_bytes), all);
+            for wrong in [0, 6 * page_bytes, page_bytes / 2] {
+                let cut = std::panic::AssertUnwindSafe(|| drop(again.split_off(wrong)));
+                assert!(std::panic::catch_unwind(cut).is_err(), "{wrong}");
+            }
+            drop(again);
+            assert!((0..6).all(|page| !space.is_present(address + page * page_bytes)));
+        }
+    }
+}
+
+#[test]
+fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_slot() {
+    const PAGES_MAX: usize = 256;
+    for transfer in BOTH {
+        for seed in 1..=4u64 {
+            let options = KernelSpaceOptions {
+                frame_bytes_max: PAGES_MAX * 4096,
+                transfer: Some(transfer),
+                ..KernelSpaceOptions::default()
+            };
+            let space = KernelSpace::new(options).unwrap();
+            let layout = run_layout(64, 4096);
+            let base = space.map(layout).unwrap();
+            let mut state = seed;
+            let mut below = move |end: usize| {
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
+                (state % end as u64) as usize
+            };
+            // Frames with the value that each of their pages was filled with.
+            let mut model: Vec<(KernelFrame, Vec<u8>)> = Vec::new();
+            for step in 0..3000 {
+                let held: usize = model.iter().map(|(_, values)| values.len()).sum();
+                let pick = below(model.len().max(1));
+                match below(6) {
+                    0 | 1 => {
+                        let pages = 1 + below(24);
+                        match space.new_frame(4096, pages) {
+                            Ok(mut frame) => {
+                                assert!(held + pages <= PAGES_MAX);
+                                let value = step as u8;
+                                frame.as_mut().fill(value);
+                                model.push((frame, vec![value; pages]));
+                            }
+                            // One page is always found. At these sizes a run is, too, while half of what may be held is not.
+                            Err(_) => assert!(held + pages > PAGES_MAX || held > PAGES_MAX / 2),
+                        }
+                    }
+                    _ if model.is_empty() => {}
+                    2 => {
+                        let (frame, values) = &mut model[pick];
+                        if values.len() > 1 {
+                            let at = 1 + below(values.len() - 1);
+                            let rest = (frame.split_off(at * 4096), values.split_off(at));
+                            model.push(rest);
+                        }
+                    }
+                    3 => {
+                        let (frame, values) = model.swap_remove(pick);
+                        let behind = frame.as_ref().as_ptr_range().start;
+                        let before = model
+                            .iter_mut()
+                            .find(|(before, _)| before.as_ref().as_ptr_range().end == behind);
+                        match before {
+                            Some((before, all)) => {
+                                before.join(frame).unwrap();
+                                all.extend(values);
+                            }
+                            None => model.push((frame, values)),
+                        }
+                    }
+                    4 => drop(model.swap_remove(pick)),
+                    _ => {
+                        let (frame, values) = model.swap_remove(pick);
+                        if values.len() > 64 {
+                            continue;
+                        }
+                        space.install(0, base, frame).unwrap();
+                        // May come back in shorter runs.
+                        let mut done = 0;
+                        while done < values.len() {
+                            let at = base + done * 4096;
+                            let frame = space.detach(0, at, 4096, values.len() - done).unwrap();
+                            let pages = frame.as_ref().len() / 4096;
+                            model.push((frame, values[done..done + pages].to_vec()));
+                            done += pages;
+                        }
+                    }
+                }
+                if step % 16 == 0 {
+                    for (frame, values) in &model {
+                        assert_eq!(&numbers(frame.as_ref(), 4096), values, "seed {seed}");
+                    }
+                }
+            }
+            drop(model);
+            let all: Vec<_> = (0..PAGES_MAX)
+                .map(|_| space.new_frame(4096, 1).unwrap())
+                .collect();
+            assert!(space.new_frame(4096, 1).is_err());
+            drop(all);
+            space.unmap(base, layout);
+        }
+    }
 }
