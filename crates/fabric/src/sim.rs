@@ -113,6 +113,11 @@ impl SimServer {
         self.lose_answer.store(true, Ordering::Relaxed);
     }
 
+    /// How many operations were posted so far, over all channels.
+    pub fn operations(&self) -> u64 {
+        self.ops.load(Ordering::Relaxed)
+    }
+
     fn endpoint(&self) -> String {
         format!("sim:{}", self.config.seed)
     }

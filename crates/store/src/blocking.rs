@@ -21,7 +21,8 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 /// What a user plugs in: the bytes of a region by offset. Called from several threads at once, never twice at once for
-/// the same page. Each call is about one whole page (the region's last one may be shorter), so that `offset` is a multiple of the page size.
+/// the same page. Each call is about one or more whole pages (the region's last one may be shorter), so that `offset` is a multiple of the page
+/// size. A call that fails fails for all of its pages.
 ///
 /// A page that nobody has written to may be dropped and read again at any time, so a store must return the same bytes for it: a program holds
 /// slices of this memory, which must not change by themselves.

@@ -143,6 +143,7 @@ pub(crate) struct Pool {
     /// Held while servers are asked for memory; remembers who said no and when.
     growing: Mutex<Option<(Instant, AllocError)>>,
     next_server: AtomicUsize,
+    next_run: AtomicUsize,
     /// Slots that were allocated for a write that has not ended.
     unsettled: AtomicU64,
 }
@@ -164,6 +165,7 @@ impl Pool {
             extents: RwLock::default(),
             growing: Mutex::new(None),
             next_server: AtomicUsize::new(0),
+            next_run: AtomicUsize::new(0),
             unsettled: AtomicU64::new(0),
         }
     }
@@ -203,9 +205,10 @@ impl Pool {
         self.unsettled.load(Ordering::Relaxed) > 0
     }
 
-    /// Ends what [`alloc`](Self::alloc) began: the slot is now in a page's entry, was freed, or is given up.
-    pub(crate) fn settle(&self) {
-        self.unsettled.fetch_sub(1, Ordering::Relaxed);
+    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for so many slots: they are now in pages'
+    /// entries, were freed, or are given up.
+    pub(crate) fn settle(&self, slots: usize) {
+        self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
     }
 
     /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing was taken.
@@ -393,11 +396,36 @@ impl Pool {
         Some(place)
     }
 
-    pub(crate) fn free(&self, place: Place) {
-        self.arenas[place.server as usize].lock().free(Slot {
-            extent: place.extent,
-            offset: place.offset,
-        });
+    /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for; one run after another falls on
+    /// one server after another. [`settle`](Self::settle) them.
+    pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<Place>) {
+        let (before, end) = (places.len(), places.len() + count);
+        let first = self.next_run.fetch_add(1, Ordering::Relaxed);
+        for other in 0..self.arenas.len() {
+            let server = (first + other) % self.arenas.len();
+            let place = |Slot { extent, offset }| Place {
+                server: server as u8,
+                extent,
+                offset,
+            };
+            let mut arena = self.arenas[server].lock();
+            arena.alloc_run(bytes, end - places.len(), |slot| places.push(place(slot)));
+            if places.len() == end {
+                break;
+            }
+        }
+        self.unsettled
+            .fetch_add((places.len() - before) as u64, Ordering::Relaxed);
+    }
+
+    /// Frees places of one server after the other, each server's arena locked once per row of them.
+    pub(crate) fn free(&self, places: &[Place]) {
+        for of_server in places.chunk_by(|a, b| a.server == b.server) {
+            let mut arena = self.arenas[of_server[0].server as usize].lock();
+            for &Place { extent, offset, .. } in of_server {
+                arena.free(Slot { extent, offset });
+            }
+        }
     }
 
     /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits for its answer.

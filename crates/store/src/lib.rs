@@ -28,6 +28,6 @@ pub use cluster::{Cluster, ClusterOptions};
 pub use codec::Codec;
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError};
 pub use file::{FileStore, FileStoreError};
-pub use lane::{Done, Lane, Outcome};
+pub use lane::{Done, Frame, Lane, Outcome};
 pub use remote::{PageStore, RegionId, RemoteOptions, Reserve};
 pub use stats::{StoreStats, StoreStatsSnapshot};

@@ -169,8 +169,8 @@ impl PageStore {
             && !may_have_happened(error)
         {
             publications.deferred.lock().extend(stale);
-            free_all(pool, &undecided);
-            free_all(pool, &places);
+            pool.free(&undecided);
+            pool.free(&places);
             return result;
         }
         for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
@@ -183,8 +183,8 @@ impl PageStore {
         publications.deferred.lock().extend(undecided);
         last.name = Some(name.to_owned());
         if result.is_ok() {
-            free_all(pool, &stale);
-            free_all(pool, &std::mem::replace(&mut last.map, places));
+            pool.free(&stale);
+            pool.free(&std::mem::replace(&mut last.map, places));
         } else {
             // The name may be bound to either map: the next publication frees what both refer to.
             publications.deferred.lock().extend(stale);
@@ -368,7 +368,7 @@ impl PageStore {
                 }
             };
             let moved = place.and_then(|place| {
-                pool.settle();
+                pool.settle(1);
                 let hash = codec::hash(piece, self.seed);
                 let entry = Entry::Stored {
                     place,
@@ -400,10 +400,7 @@ impl PageStore {
                     })
             });
             if let Err(error) = moved {
-                free_all(
-                    pool,
-                    &entries.iter().filter_map(place_of).collect::<Vec<_>>(),
-                );
+                pool.free(&entries.iter().filter_map(place_of).collect::<Vec<_>>());
                 return Err(error);
             }
         }
@@ -710,12 +707,6 @@ fn may_have_happened(error: &PublishStoreError) -> bool {
             ..
         }
     )
-}
-
-fn free_all(pool: &Pool, places: &[Place]) {
-    for &place in places {
-        pool.free(place);
-    }
 }
 
 fn place_of(words: &Words) -> Option<Place> {

@@ -264,7 +264,7 @@ impl PageStore {
                     ..
                 } = self.table.load(page)
             {
-                remote.pool.free(place);
+                remote.pool.free(&[place]);
             }
         }
         match &remote.reservation {
@@ -286,51 +286,100 @@ impl Drop for PageStore {
 }
 
 impl RemoteStore {
-    /// A slot for the page; asks the servers for more memory if there is none. `None`: other writes must end first.
-    pub(crate) fn alloc(&self, bytes: u32, page: u64) -> Result<Option<Place>, AllocError> {
+    /// A slot for one encoded page; asks the servers for more memory if there is none.
+    pub(crate) fn alloc(&self, bytes: u32, page: u64) -> Result<Place, NoRoom> {
+        let mut place = None;
+        self.make_room(bytes, || {
+            place = self.pool.alloc(bytes, page);
+            place.is_some()
+        })?;
+        Ok(place.expect("there was room"))
+    }
+
+    /// Slots for `count` raw pages, as many in a row as possible, appended to `places`; asks the servers for more memory if
+    /// there are too few. Those that were found stay appended after an error.
+    pub(crate) fn alloc_run(
+        &self,
+        page_bytes: usize,
+        count: usize,
+        places: &mut Vec<Place>,
+    ) -> Result<(), NoRoom> {
+        let end = places.len() + count;
+        self.make_room(page_bytes as u32, || {
+            let missing = end - places.len();
+            self.pool.alloc_run(page_bytes as u32, missing, places);
+            places.len() == end
+        })
+    }
+
+    fn make_room(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoRoom> {
         loop {
-            if let Some(place) = self.pool.alloc(bytes, page) {
-                return Ok(Some(place));
+            // Asked first: a write that ends in between may have made room.
+            let unsettled = self.pool.has_unsettled();
+            if alloc() {
+                return Ok(());
             }
-            if let Err(error) = self.pool.grow(bytes) {
-                return if self.pool.has_unsettled() {
-                    Ok(None)
-                } else {
-                    Err(error)
-                };
+            if let Err(source) = self.pool.grow(bytes) {
+                let later = unsettled || self.pool.has_unsettled();
+                return Err(NoRoom { source, later });
             }
         }
     }
 
-    /// Puts a page's new entry in place and frees the slot that it had before.
-    pub(crate) fn commit(&self, table: &PageTable, page: u64, entry: Entry) {
+    /// Puts new entries of pages in place and frees the slots that they had before. `freed` is scratch.
+    pub(crate) fn commit(
+        &self,
+        table: &PageTable,
+        entries: impl Iterator<Item = (u64, Entry)>,
+        freed: &mut Vec<Place>,
+    ) {
         // A map that is being published must see each entry whole and must keep the slots that it refers to.
         let commits = self
             .publications
             .as_ref()
             .map(|publications| publications.commit());
-        let old = table.load(page);
-        table.store(page, entry);
-        // A suspect slot is given up: see `Entry`.
-        if let Entry::Stored {
-            place,
-            published,
-            suspect: false,
-            ..
-        } = old
-            && !commits.is_some_and(|commits| commits.keep(place, published))
-        {
-            self.pool.free(place);
+        for (page, entry) in entries {
+            let old = table.load(page);
+            table.store(page, entry);
+            // A suspect slot is given up: see `Entry`.
+            if let Entry::Stored {
+                place,
+                published,
+                suspect: false,
+                ..
+            } = old
+                && !(commits.as_ref()).is_some_and(|commits| commits.keep(place, published))
+            {
+                freed.push(place);
+            }
         }
+        drop(commits);
+        self.pool.free(freed);
+        freed.clear();
     }
 
-    /// Ends a write that did not take place.
-    pub(crate) fn abandon(&self, place: Place, suspect: bool) {
+    /// Ends a write of pages in a row that did not take place. `freed` is scratch.
+    pub(crate) fn abandon(
+        &self,
+        places: impl ExactSizeIterator<Item = Place>,
+        suspect: bool,
+        freed: &mut Vec<Place>,
+    ) {
+        let slots = places.len();
         if !suspect {
-            self.pool.free(place);
+            freed.extend(places);
+            self.pool.free(freed);
+            freed.clear();
         }
-        self.pool.settle();
+        self.pool.settle(slots);
     }
+}
+
+/// No server has room.
+pub(crate) struct NoRoom {
+    pub(crate) source: AllocError,
+    /// Writes that are in flight may make some when they end.
+    pub(crate) later: bool,
 }
 
 /// What a fully reserved region is granted: its pages and, since they are written out of place, some on their way.

@@ -20,6 +20,11 @@ macro_rules! counters {
             pub fn snapshot(&self) -> StoreStatsSnapshot {
                 StoreStatsSnapshot { $($name: self.$name.load(Relaxed),)* }
             }
+
+            /// Adds what one run did.
+            pub(crate) fn add(&self, run: &StoreStatsSnapshot) {
+                $(if run.$name != 0 { self.$name.fetch_add(run.$name, Relaxed); })*
+            }
         }
 
         impl std::ops::Add for StoreStatsSnapshot {
@@ -54,16 +59,10 @@ counters! {
     bytes_plain,
     /// Bytes of the same pages as stored; a repeated value counts nothing.
     bytes_stored,
-    /// Operations that were posted again after a transient failure.
+    /// Operations (of one page, or of several in a row) that were posted again after a transient failure.
     retries,
     /// Pages that came back other than they were written.
     corrupt,
-    /// Operations that ended with an error.
+    /// Pages whose fill or write-back ended with an error.
     errors,
-}
-
-impl StoreStats {
-    pub(crate) fn add(counter: &AtomicU64, n: u64) {
-        counter.fetch_add(n, Relaxed);
-    }
 }

@@ -1,0 +1,123 @@
+//! Fills from memory servers: made on the spot, read into the frame, or read into a staging buffer and decoded.
+//!
+//! The rule it keeps: each page that is handed out as filled has the hash that its entry says.
+
+use std::sync::Arc;
+
+use farpage_fabric::{ChannelError, Verb};
+
+use super::{
+    Frame, Lane,
+    run::{Run, Task, Transfer},
+    staging::IoBuf,
+};
+use crate::{Codec, PageStore, StoreError, codec, entry::Entry, remote::RemoteStore};
+
+impl<F: Frame> Lane<F> {
+    pub(super) fn fill_remote(
+        &mut self,
+        store: &Arc<PageStore>,
+        remote: &RemoteStore,
+        page: u64,
+        mut frame: F,
+        tag: u64,
+    ) -> Result<(), F> {
+        if !self.has_room(store, remote) {
+            return Err(frame);
+        }
+        let mut run = Run::new((tag, store, page), Verb::Read, self.spare());
+        for (page, bytes) in (page..).zip(frame.as_mut().chunks_exact_mut(store.page_bytes)) {
+            let (task, hash) = match store.table.load(page) {
+                Entry::Never | Entry::Kept { .. } => {
+                    bytes.fill(0);
+                    run.tally.fills_never += 1;
+                    (Task::Ended, 0)
+                }
+                Entry::Repeated { value } => {
+                    codec::fill_repeated(bytes, value);
+                    run.tally.fills_repeated += 1;
+                    (Task::Ended, 0)
+                }
+                Entry::Stored {
+                    place,
+                    stored_bytes,
+                    codec,
+                    hash,
+                    ..
+                } => (Task::Fetch(Transfer::new(place, stored_bytes, codec)), hash),
+            };
+            run.add(task, hash);
+        }
+        run.cut(frame);
+        self.launch(run);
+        Ok(())
+    }
+
+    /// Reads what can be read now; false if some of it has to wait.
+    pub(super) fn fetch(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+        let mut all = true;
+        for part in 0..run.parts.len() {
+            let Task::Fetch(transfer) = run.parts[part].task else {
+                continue;
+            };
+            let buf = match transfer.codec {
+                Codec::Raw => Some(IoBuf::Frame(run.take_frame(part))),
+                Codec::Lz4 => self.staging.take(run.store.page_bytes).map(IoBuf::Staging),
+            };
+            match buf {
+                Some(buf) => self.post(index, run, part, remote, transfer, buf),
+                None => all = false,
+            }
+        }
+        all
+    }
+}
+
+impl<F: Frame> Run<F> {
+    /// A part has arrived, or will not.
+    pub(super) fn fetched(
+        &mut self,
+        part: usize,
+        remote: &RemoteStore,
+        transfer: Transfer,
+        block: Option<&[u8]>,
+        result: Result<(), ChannelError>,
+    ) {
+        if let Err(source) = result {
+            return self.fail(part, self.remote_error(remote, transfer, source));
+        }
+        let (store, page) = (self.store.clone(), self.page);
+        let first = self.parts[part].first;
+        let mut frame = self.take_frame(part);
+        let pages = frame.as_mut().chunks_exact_mut(store.page_bytes);
+        for (number, bytes) in (first..).zip(pages) {
+            let whole = match (transfer.codec, block) {
+                (Codec::Lz4, Some(block)) => {
+                    codec::decode_lz4(&block[..transfer.bytes as usize], bytes)
+                }
+                _ => true,
+            };
+            let detail = match whole {
+                false => "it does not decode to a page",
+                true if codec::hash(bytes, store.seed) != self.hashes[number] => {
+                    "its hash does not match"
+                }
+                true => {
+                    self.tally.fills += 1;
+                    continue;
+                }
+            };
+            self.tally.corrupt += 1;
+            let error = StoreError::Corrupt {
+                region: store.region,
+                page: page + number as u64,
+                server: remote.pool.endpoint(transfer.place.server),
+                detail,
+            };
+            self.fail_page(number, error);
+        }
+        self.tally.bytes_read += u64::from(transfer.bytes);
+        self.parts[part].frame = Some(frame);
+        self.end(part);
+    }
+}

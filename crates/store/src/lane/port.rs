@@ -1,0 +1,172 @@
+//! [`Port`]: the way to one server, a channel or how to get a new one.
+//!
+//! The rule it keeps: no operation is lost on the way. What is not posted yet waits here, in order; what was posted comes
+//! back from the channel. Whether an operation is repeated or given up is left to the lane.
+
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use crossbeam_channel::{Receiver, TryRecvError};
+use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Op, Session};
+
+use crate::blocking::Bell;
+
+/// Between two attempts to open a channel: doubled from the first to the last.
+const BACKOFF_MIN: Duration = Duration::from_millis(1);
+const BACKOFF_MAX: Duration = Duration::from_millis(200);
+
+/// The way to one server.
+pub(super) struct Port<B> {
+    session: Arc<Session>,
+    pub(super) state: PortState<B>,
+    /// Not posted yet: the queue is full or there is no channel.
+    pub(super) backlog: VecDeque<Op<B>>,
+    backoff: Duration,
+    failure: Option<ChannelError>,
+}
+
+type ChannelResult<B> = Result<Box<dyn Channel<B>>, ConnectError>;
+
+pub(super) enum PortState<B> {
+    /// `broken`: an operation failed; what is in flight still has to come back.
+    Open {
+        channel: Box<dyn Channel<B>>,
+        broken: bool,
+    },
+    /// A thread opens a channel and rings.
+    Opening(Receiver<ChannelResult<B>>),
+    /// Not to be tried before this time.
+    Closed(Instant),
+}
+
+impl<B: Buf> Port<B> {
+    /// A port with an open channel.
+    pub(super) fn new(session: &Arc<Session>) -> Result<Self, ConnectError> {
+        Ok(Self {
+            session: session.clone(),
+            state: PortState::Open {
+                channel: session.channel()?,
+                broken: false,
+            },
+            backlog: VecDeque::new(),
+            backoff: Duration::ZERO,
+            failure: None,
+        })
+    }
+
+    /// Posts the operation, now or later.
+    pub(super) fn post(&mut self, op: Op<B>) {
+        self.backlog.push_back(op);
+        self.post_backlog();
+    }
+
+    /// Posts what waits, as far as the channel takes it.
+    pub(super) fn post_backlog(&mut self) {
+        let PortState::Open {
+            channel,
+            broken: false,
+        } = &mut self.state
+        else {
+            return;
+        };
+        while let Some(op) = self.backlog.pop_front() {
+            if let Err(Busy(op)) = channel.post(op) {
+                self.backlog.push_front(op);
+                return;
+            }
+        }
+    }
+
+    /// Whether operations can be posted: neither broken nor closed.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self.state, PortState::Open { broken: false, .. })
+    }
+
+    /// From a broken channel to a new one, a step at a time.
+    pub(super) fn recover(&mut self, now: Instant, bell: &Arc<Bell>) {
+        match &mut self.state {
+            PortState::Open {
+                channel,
+                broken: true,
+            } if channel.in_flight() == 0 => {
+                self.state = PortState::Closed(now + self.backoff);
+            }
+            PortState::Open { .. } => {}
+            PortState::Opening(result) => match result.try_recv() {
+                Ok(Ok(channel)) => {
+                    self.state = PortState::Open {
+                        channel,
+                        broken: false,
+                    }
+                }
+                Ok(Err(error)) => self.not_opened(now, error.to_string()),
+                Err(TryRecvError::Disconnected) => {
+                    self.not_opened(now, "the thread that opens it died".to_owned())
+                }
+                Err(TryRecvError::Empty) => {}
+            },
+            PortState::Closed(at) if *at <= now && !self.backlog.is_empty() => self.open(bell),
+            PortState::Closed(_) => {}
+        }
+    }
+
+    /// An operation ended as it should.
+    pub(super) fn succeeded(&mut self) {
+        self.backoff = Duration::ZERO;
+    }
+
+    /// An operation failed for a transient reason: the channel is dead.
+    pub(super) fn failed(&mut self, error: &ChannelError) {
+        self.failure = Some(error.clone());
+        if let PortState::Open { broken, .. } = &mut self.state
+            && !std::mem::replace(broken, true)
+        {
+            self.back_off();
+        }
+    }
+
+    /// Why what waits here is too late.
+    pub(super) fn why_late(&self, deadline: Duration) -> ChannelError {
+        self.failure
+            .clone()
+            .unwrap_or_else(|| ChannelError::TimedOut {
+                endpoint: self.session.endpoint().to_string(),
+                deadline,
+            })
+    }
+
+    fn open(&mut self, bell: &Arc<Bell>) {
+        let (sender, receiver) = crossbeam_channel::bounded(1);
+        let (session, bell) = (self.session.clone(), bell.clone());
+        let open = move || {
+            // The lane may be gone by now; then so is the channel.
+            let _ = sender.send(session.channel());
+            bell.ring();
+        };
+        match thread::Builder::new()
+            .name("farpage-reopen".into())
+            .spawn(open)
+        {
+            Ok(_) => self.state = PortState::Opening(receiver),
+            Err(error) => self.not_opened(Instant::now(), error.to_string()),
+        }
+    }
+
+    fn not_opened(&mut self, now: Instant, reason: String) {
+        self.back_off();
+        self.state = PortState::Closed(now + self.backoff);
+        self.failure = Some(ChannelError::Disconnected {
+            endpoint: self.session.endpoint().to_string(),
+            reason,
+        });
+    }
+
+    /// The next attempt comes after a longer pause.
+    fn back_off(&mut self) {
+        self.backoff = (self.backoff * 2).clamp(BACKOFF_MIN, BACKOFF_MAX);
+    }
+}

@@ -1,0 +1,286 @@
+//! [`Run`]: pages next to each other that one operation of a lane moves, cut into parts that move on their own.
+//!
+//! The rule it keeps: the parts are cut out of one frame and cover it; when the last of them has ended they are put together
+//! again, in page order. How a part moves is left to the lane.
+
+use std::{sync::Arc, time::Instant};
+
+use farpage_fabric::{ChannelError, MAX_OP_BYTES, Verb};
+
+use super::{Done, Frame, Outcome};
+use crate::{Codec, PageStore, StoreError, StoreStatsSnapshot, entry::Place, remote::RemoteStore};
+
+/// What one call of [`Lane::fill`](super::Lane::fill) or [`Lane::write_back`](super::Lane::write_back) began.
+pub(super) struct Run<F> {
+    pub(super) tag: u64,
+    pub(super) store: Arc<PageStore>,
+    pub(super) verb: Verb,
+    /// The first page.
+    pub(super) page: u64,
+    pub(super) started: Instant,
+    /// In page order at first; those that are split off later follow in any order, since tags refer to positions.
+    pub(super) parts: Vec<Part<F>>,
+    /// Of each page: what a fill has to bring, or what a write-back stores.
+    pub(super) hashes: Vec<u128>,
+    /// Parts that have not ended.
+    open: usize,
+    /// What the pages that ended add to the store's counters.
+    pub(super) tally: StoreStatsSnapshot,
+    failed: Vec<(u64, StoreError)>,
+}
+
+/// Pages that have the same fate.
+pub(super) struct Part<F> {
+    /// The first page, counted in the run.
+    pub(super) first: usize,
+    pub(super) pages: usize,
+    /// Here unless it travels.
+    pub(super) frame: Option<F>,
+    pub(super) task: Task,
+}
+
+/// What a part is about to do.
+pub(super) enum Task {
+    /// Nothing any more.
+    Ended,
+    /// To be read; an encoded page needs a staging buffer first.
+    Fetch(Transfer),
+    /// Changed, one page: to be encoded, once there is a staging buffer.
+    Encode,
+    /// Changed, encoded, one page: needs a slot.
+    Encoded { block: Vec<u8>, bytes: u32 },
+    /// Changed: to be written as they are, once there are slots.
+    Raw,
+    /// On its way.
+    Moving(Transfer),
+    /// For a user's store.
+    Call,
+}
+
+/// Pages in a row in remote memory.
+#[derive(Clone, Copy)]
+pub(super) struct Transfer {
+    pub(super) place: Place,
+    pub(super) bytes: u32,
+    pub(super) codec: Codec,
+    /// How often it was tried.
+    pub(super) attempts: u32,
+    /// A WRITE that seemed lost: it may still arrive.
+    pub(super) suspect: bool,
+}
+
+impl Transfer {
+    pub(super) fn new(place: Place, bytes: u32, codec: Codec) -> Self {
+        Self {
+            place,
+            bytes,
+            codec,
+            attempts: 1,
+            suspect: false,
+        }
+    }
+
+    /// The places of its pages.
+    pub(super) fn places(
+        self,
+        pages: usize,
+        page_bytes: usize,
+    ) -> impl ExactSizeIterator<Item = Place> {
+        (0..pages).map(move |i| Place {
+            offset: self.place.offset + (i * page_bytes) as u64,
+            ..self.place
+        })
+    }
+
+    /// Whether `next` may become the end of this one.
+    fn is_followed_by(&self, next: &Self) -> bool {
+        let end = self.place.offset + u64::from(self.bytes);
+        (self.codec, next.codec) == (Codec::Raw, Codec::Raw)
+            && (self.place.server, self.place.extent, end)
+                == (next.place.server, next.place.extent, next.place.offset)
+            && self.bytes + next.bytes <= MAX_OP_BYTES
+    }
+}
+
+impl Task {
+    /// Takes the next page's task in, if the pages have the same fate.
+    fn join(&mut self, next: &Self) -> bool {
+        match (self, next) {
+            (Self::Ended, Self::Ended) | (Self::Raw, Self::Raw) | (Self::Call, Self::Call) => true,
+            (Self::Fetch(transfer), Self::Fetch(next)) if transfer.is_followed_by(next) => {
+                transfer.bytes += next.bytes;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+impl<F: Frame> Run<F> {
+    /// A run without pages. `parts` and `hashes` are empty, and used again.
+    pub(super) fn new(
+        (tag, store, page): (u64, &Arc<PageStore>, u64),
+        verb: Verb,
+        (parts, hashes): (Vec<Part<F>>, Vec<u128>),
+    ) -> Self {
+        Self {
+            tag,
+            store: store.clone(),
+            verb,
+            page,
+            started: Instant::now(),
+            parts,
+            hashes,
+            open: 0,
+            tally: StoreStatsSnapshot::default(),
+            failed: Vec::new(),
+        }
+    }
+
+    /// Adds the next page. Its hash means nothing if the task has ended.
+    pub(super) fn add(&mut self, task: Task, hash: u128) {
+        let first = self.hashes.len();
+        self.hashes.push(hash);
+        if let Some(last) = self.parts.last_mut()
+            && last.task.join(&task)
+        {
+            last.pages += 1;
+            return;
+        }
+        self.open += usize::from(!matches!(task, Task::Ended));
+        self.parts.push(Part {
+            first,
+            pages: 1,
+            frame: None,
+            task,
+        });
+    }
+
+    /// Gives each part its piece of the frame.
+    pub(super) fn cut(&mut self, frame: F) {
+        let page_bytes = self.store.page_bytes;
+        let mut rest = Some(frame);
+        let last = self.parts.len() - 1;
+        for (i, part) in self.parts.iter_mut().enumerate() {
+            let mut frame = rest.take().expect("the parts cover the frame");
+            if i < last {
+                rest = Some(frame.split_off(part.pages * page_bytes));
+            }
+            part.frame = Some(frame);
+        }
+    }
+
+    /// Splits what lies behind the first `pages` off a part; returns where that is.
+    pub(super) fn split(&mut self, part: usize, pages: usize) -> usize {
+        let page_bytes = self.store.page_bytes;
+        let part = &mut self.parts[part];
+        let frame = part.frame.as_mut().expect("a part that waits is here");
+        let rest = Part {
+            first: part.first + pages,
+            pages: part.pages - pages,
+            frame: Some(frame.split_off(pages * page_bytes)),
+            task: Task::Raw,
+        };
+        part.pages = pages;
+        self.parts.push(rest);
+        self.open += 1;
+        self.parts.len() - 1
+    }
+
+    /// The bytes of a part that is here.
+    pub(super) fn bytes(&self, part: usize) -> &[u8] {
+        let frame = self.parts[part].frame.as_ref();
+        frame.expect("a part that waits is here").as_ref()
+    }
+
+    /// Sends the bytes of a part on their way.
+    pub(super) fn take_frame(&mut self, part: usize) -> F {
+        let frame = self.parts[part].frame.take();
+        frame.expect("a part that waits is here")
+    }
+
+    /// A part has nothing to do any more.
+    pub(super) fn end(&mut self, part: usize) {
+        let ended = std::mem::replace(&mut self.parts[part].task, Task::Ended);
+        debug_assert!(!matches!(ended, Task::Ended), "a part ends once");
+        self.open -= 1;
+    }
+
+    /// The pages of a part, which ends, are not done.
+    pub(super) fn fail(&mut self, part: usize, error: impl Fn(u64) -> StoreError) {
+        let Part { first, pages, .. } = self.parts[part];
+        let pages = self.page + first as u64..self.page + (first + pages) as u64;
+        self.failed.extend(pages.map(|page| (page, error(page))));
+        self.end(part);
+    }
+
+    /// One page is not done.
+    pub(super) fn fail_page(&mut self, number: usize, error: StoreError) {
+        self.failed.push((self.page + number as u64, error));
+    }
+
+    /// What a channel's last word on a transfer means.
+    pub(super) fn remote_error(
+        &self,
+        remote: &RemoteStore,
+        transfer: Transfer,
+        source: ChannelError,
+    ) -> impl Fn(u64) -> StoreError + use<F> {
+        let region = self.store.region;
+        let server = remote.pool.endpoint(transfer.place.server);
+        let operation = operation(self.verb);
+        move |page| StoreError::Remote {
+            region,
+            page,
+            server: server.clone(),
+            operation,
+            attempts: transfer.attempts,
+            retry: source.is_transient(),
+            source: source.clone(),
+        }
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.open == 0
+    }
+
+    /// The end of it, and the vectors for the next one.
+    pub(super) fn finish(mut self) -> (Done<F>, (Vec<Part<F>>, Vec<u128>)) {
+        self.parts.sort_unstable_by_key(|part| part.first);
+        let mut frames =
+            (self.parts.drain(..)).map(|part| part.frame.expect("a part that has ended is here"));
+        let mut frame = frames.next().expect("a run has pages");
+        for next in frames {
+            assert!(
+                frame.join(next).is_ok(),
+                "parts lie behind each other in the frame that they were cut out of"
+            );
+        }
+        self.failed.sort_unstable_by_key(|(page, _)| *page);
+        self.tally.errors = self.failed.len() as u64;
+        self.store.stats.add(&self.tally);
+        let tally = &self.tally;
+        let written = tally.write_backs_repeated + tally.write_backs_raw + tally.write_backs_lz4;
+        let outcome = Outcome {
+            clean: tally.write_backs_clean as u32,
+            written: written as u32,
+            wire_bytes: tally.bytes_read + tally.bytes_written,
+        };
+        self.hashes.clear();
+        let done = Done {
+            tag: self.tag,
+            frame,
+            outcome,
+            failed: self.failed,
+        };
+        (done, (self.parts, self.hashes))
+    }
+}
+
+/// How errors call it.
+pub(super) fn operation(verb: Verb) -> &'static str {
+    match verb {
+        Verb::Read => "fill",
+        Verb::Write => "write-back",
+    }
+}

@@ -1,0 +1,237 @@
+//! Write-backs to memory servers: what changed goes out of place, encoded if that saves a size class.
+//!
+//! The rule it keeps: a page's entry changes when its new bytes are complete, and not before; what fails on the way
+//! leaves the last good copy.
+
+use std::{mem, sync::Arc, time::Instant};
+
+use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, Verb};
+
+use super::{
+    Frame, Lane, ROOM_PAUSE,
+    run::{Part, Run, Task, Transfer},
+    staging::IoBuf,
+};
+use crate::{
+    Codec, PageStore, RegionId, StoreError, codec,
+    entry::{Entry, Place},
+    remote::{NoRoom, RemoteStore},
+    slots,
+};
+
+impl<F: Frame> Lane<F> {
+    pub(super) fn write_remote(
+        &mut self,
+        store: &Arc<PageStore>,
+        remote: &RemoteStore,
+        page: u64,
+        frame: F,
+        tag: u64,
+    ) -> Result<(), F> {
+        if !self.has_room(store, remote) {
+            return Err(frame);
+        }
+        let mut run = Run::new((tag, store, page), Verb::Write, self.spare());
+        // 1. Which pages are as the store has them? A page of one value needs no hash, and no slot.
+        for (page, bytes) in (page..).zip(frame.as_ref().chunks_exact(store.page_bytes)) {
+            let old = store.table.load(page);
+            if let Some(value) = codec::repeated(bytes) {
+                if old == (Entry::Repeated { value }) || (old == Entry::Never && value == 0) {
+                    run.tally.write_backs_clean += 1;
+                } else {
+                    self.entries.push((page, Entry::Repeated { value }));
+                    run.tally.write_backs_repeated += 1;
+                    run.tally.bytes_plain += bytes.len() as u64;
+                }
+                run.add(Task::Ended, 0);
+                continue;
+            }
+            let hash = codec::hash(bytes, store.seed);
+            if matches!(old, Entry::Stored { hash: old, .. } if old == hash) {
+                run.tally.write_backs_clean += 1;
+                run.add(Task::Ended, 0);
+                continue;
+            }
+            run.add(self.encode(remote, bytes), hash);
+        }
+        // 2. Pages of one value are complete.
+        if !self.entries.is_empty() {
+            remote.commit(&store.table, self.entries.drain(..), &mut self.places);
+        }
+        // 3. The others need slots.
+        run.cut(frame);
+        self.launch(run);
+        Ok(())
+    }
+
+    /// What to do with a changed page.
+    fn encode(&mut self, remote: &RemoteStore, bytes: &[u8]) -> Task {
+        if remote.codec == Codec::Raw {
+            return Task::Raw;
+        }
+        let Some(mut block) = self.staging.take(bytes.len()) else {
+            return Task::Encode;
+        };
+        let len = self.encoder.lz4(bytes, &mut block) as u32;
+        if slots::class_of(len) < slots::class_of(bytes.len() as u32) {
+            Task::Encoded { block, bytes: len }
+        } else {
+            self.staging.put(block, bytes.len());
+            Task::Raw
+        }
+    }
+
+    /// Writes what can be written now; false if some of it has to wait.
+    pub(super) fn write(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+        // 1. Encode what waited for a staging buffer.
+        for part in 0..run.parts.len() {
+            if matches!(run.parts[part].task, Task::Encode) {
+                run.parts[part].task = self.encode(remote, run.bytes(part));
+            }
+        }
+        // 2. Slots, and off.
+        let placed = self.write_raw(index, run, remote) & self.write_encoded(index, run, remote);
+        placed && !(run.parts.iter()).any(|part| matches!(part.task, Task::Encode))
+    }
+
+    /// Slots for all raw pages at once, as many in a row as possible, and one WRITE for each row.
+    fn write_raw(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+        let page_bytes = run.store.page_bytes;
+        let is_raw = |part: &&Part<F>| matches!(part.task, Task::Raw);
+        let count = run.parts.iter().filter(is_raw).map(|part| part.pages).sum();
+        if count == 0 {
+            return true;
+        }
+        let mut places = mem::take(&mut self.places);
+        let room = remote.alloc_run(page_bytes, count, &mut places);
+        let mut rest = &places[..];
+        // What is split off, goes to the end and is looked after here.
+        for mut part in 0..run.parts.len() {
+            if !is_raw(&&run.parts[part]) {
+                continue;
+            }
+            let mine;
+            (mine, rest) = rest.split_at(rest.len().min(run.parts[part].pages));
+            for row in rows(mine, page_bytes) {
+                let next = (row.len() < run.parts[part].pages).then(|| run.split(part, row.len()));
+                let transfer = Transfer::new(row[0], (row.len() * page_bytes) as u32, Codec::Raw);
+                let frame = run.take_frame(part);
+                self.post(index, run, part, remote, transfer, IoBuf::Frame(frame));
+                part = next.unwrap_or(part);
+            }
+        }
+        places.clear();
+        self.places = places;
+        let Err(no_room) = room else { return true };
+        if self.is_worth_waiting(run, &no_room) {
+            return false;
+        }
+        for part in 0..run.parts.len() {
+            if is_raw(&&run.parts[part]) {
+                run.fail(part, full(run.store.region, no_room.source.clone()));
+            }
+        }
+        true
+    }
+
+    fn write_encoded(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
+        let mut all = true;
+        for part in 0..run.parts.len() {
+            let Task::Encoded { bytes, .. } = run.parts[part].task else {
+                continue;
+            };
+            let room = remote.alloc(bytes, run.page + run.parts[part].first as u64);
+            if let Err(no_room) = &room
+                && self.is_worth_waiting(run, no_room)
+            {
+                all = false;
+                continue;
+            }
+            let Task::Encoded { block, .. } = mem::replace(&mut run.parts[part].task, Task::Encode)
+            else {
+                unreachable!("seen above")
+            };
+            match room {
+                Ok(place) => {
+                    let transfer = Transfer::new(place, bytes, Codec::Lz4);
+                    self.post(index, run, part, remote, transfer, IoBuf::Staging(block));
+                }
+                Err(no_room) => {
+                    self.staging.put(block, run.store.page_bytes);
+                    run.fail(part, full(run.store.region, no_room.source));
+                }
+            }
+        }
+        all
+    }
+
+    /// Whether somebody else's writes may make room in time; then it is looked again soon.
+    fn is_worth_waiting(&mut self, run: &Run<F>, no_room: &NoRoom) -> bool {
+        let now = Instant::now();
+        let worth = no_room.later && now - run.started < self.deadline;
+        if worth {
+            self.look_again = Some(now + ROOM_PAUSE);
+        }
+        worth
+    }
+
+    /// A part is in its slots, or is not.
+    pub(super) fn written(
+        &mut self,
+        run: &mut Run<F>,
+        part: usize,
+        remote: &RemoteStore,
+        transfer: Transfer,
+        result: Result<(), ChannelError>,
+    ) {
+        let page_bytes = run.store.page_bytes;
+        let (first, pages) = (run.parts[part].first, run.parts[part].pages);
+        let places = transfer.places(pages, page_bytes);
+        if let Err(source) = result {
+            remote.abandon(places, transfer.suspect, &mut self.places);
+            return run.fail(part, run.remote_error(remote, transfer, source));
+        }
+        let stored_bytes = transfer.bytes / pages as u32;
+        let entries = (first..).zip(places).map(|(number, place)| {
+            let entry = Entry::Stored {
+                place,
+                stored_bytes,
+                codec: transfer.codec,
+                hash: run.hashes[number],
+                published: false,
+                suspect: transfer.suspect,
+            };
+            (run.page + number as u64, entry)
+        });
+        remote.commit(&run.store.table, entries, &mut self.places);
+        remote.pool.settle(pages);
+        let kind = match transfer.codec {
+            Codec::Raw => &mut run.tally.write_backs_raw,
+            Codec::Lz4 => &mut run.tally.write_backs_lz4,
+        };
+        *kind += pages as u64;
+        run.tally.bytes_written += u64::from(transfer.bytes);
+        run.tally.bytes_stored += u64::from(transfer.bytes);
+        run.tally.bytes_plain += (pages * page_bytes) as u64;
+        run.end(part);
+    }
+}
+
+fn full(region: RegionId, source: AllocError) -> impl Fn(u64) -> StoreError {
+    move |page| StoreError::Full {
+        region,
+        page,
+        source: source.clone(),
+    }
+}
+
+/// Cuts places into rows that one operation can write.
+fn rows(places: &[Place], page_bytes: usize) -> impl Iterator<Item = &[Place]> {
+    let behind = move |a: &Place, b: &Place| {
+        let end = a.offset + page_bytes as u64;
+        (a.server, a.extent, end) == (b.server, b.extent, b.offset)
+    };
+    places
+        .chunk_by(behind)
+        .flat_map(move |row| row.chunks(MAX_OP_BYTES as usize / page_bytes))
+}
