@@ -9,10 +9,14 @@ use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
 use farpage_wire::Endpoint;
 
-use crate::{BuildError, Runtime};
+use crate::{BuildError, FaultMode, Runtime};
 
 /// A year: longer deadlines overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
+
+/// Threads of the program that can serve their own faults at once, per core: each holds a channel to every server, and more threads than cores
+/// wait for completions now and then.
+const IN_THREAD_PER_CORE: usize = 2;
 
 /// Sets up a [`Runtime`]. What is not set here is taken from the environment variable named with each option, else the default.
 #[derive(Clone, Debug, Default)]
@@ -29,6 +33,7 @@ pub struct Builder {
     deadline: Option<Duration>,
     link: Option<Arc<Link>>,
     transfer: Option<Transfer>,
+    fault_mode: Option<FaultMode>,
     user_mode_only: bool,
 }
 
@@ -111,6 +116,12 @@ impl Builder {
         self
     }
 
+    /// Who serves the program's page faults. `FARPAGE_FAULT_MODE` (`filler` or `in-thread`). Default: the runtime's filler threads.
+    pub fn fault_mode(mut self, fault_mode: FaultMode) -> Self {
+        self.fault_mode = Some(fault_mode);
+        self
+    }
+
     /// Catches only faults of the program's own instructions: needs no privilege, but a system call that is given absent memory
     /// fails with EFAULT. Default: false.
     pub fn user_mode_only(mut self, user_mode_only: bool) -> Self {
@@ -160,6 +171,11 @@ impl Builder {
             pager_options.low_water
         })?;
         pager_options.deadline = deadline;
+        let in_thread = option(self.fault_mode, "FARPAGE_FAULT_MODE", FaultMode::default)?
+            == FaultMode::InThread;
+        if in_thread {
+            pager_options.in_thread = IN_THREAD_PER_CORE * cores;
+        }
 
         let defaults = Defaults {
             page_bytes: option(self.page_size, "FARPAGE_PAGE_SIZE", || ByteSize::kib(64))?.as_u64()
@@ -179,6 +195,7 @@ impl Builder {
             frame_bytes_max: budget as usize,
             transfer: self.transfer,
             user_mode_only: self.user_mode_only,
+            in_thread,
         })?;
         let session = SessionOptions {
             deadline,

@@ -27,6 +27,7 @@
 mod array;
 mod config;
 pub mod error;
+mod fault;
 mod region;
 mod runtime;
 mod stats;
@@ -41,6 +42,7 @@ pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{Codec, FileStore, FileStoreError, Reserve, Store, StoreStatsSnapshot};
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;
+pub use fault::FaultMode;
 pub use region::{Region, RegionOptions};
 pub use runtime::Runtime;
 pub use stats::Stats;

@@ -8,11 +8,11 @@ use std::{
 };
 
 use bytesize::ByteSize;
-use farpage_pager::{Advice, Mapped, PageError};
+use farpage_pager::{Advice, MapError, Mapped, PageError};
 use farpage_store::{Codec, Reserve, Store};
-use farpage_vm::KernelSpace;
+use farpage_vm::{KernelSpace, sigbus::Registration};
 
-use crate::FlushError;
+use crate::{FlushError, fault};
 
 /// What a region or an array is to be like. Each option that is not set is the runtime's.
 #[derive(Clone, Default)]
@@ -88,6 +88,8 @@ impl fmt::Debug for RegionOptions {
 /// Dropping a region gives its addresses up. What a named region or one with a store of its own holds is written back before; an error of that is
 /// logged, so call [`close`](Region::close) to see it. Other regions are gone with their contents.
 pub struct Region {
+    /// Ends before the mapping does.
+    _faults: Option<Registration>,
     mapped: Mapped<KernelSpace>,
     name: Option<String>,
     /// Whether its contents outlive it.
@@ -96,13 +98,20 @@ pub struct Region {
 }
 
 impl Region {
-    pub(crate) fn new(mapped: Mapped<KernelSpace>, name: Option<String>, keeps: bool) -> Region {
-        Region {
+    pub(crate) fn new(
+        mapped: Mapped<KernelSpace>,
+        name: Option<String>,
+        keeps: bool,
+    ) -> Result<Region, MapError> {
+        let bytes = mapped.store().bytes();
+        let faults = fault::register(&mapped).map_err(|source| MapError::Os { bytes, source })?;
+        Ok(Region {
+            _faults: faults,
             mapped,
             name,
             keeps,
             closed: false,
-        }
+        })
     }
 
     /// The region's page size in bytes.

@@ -113,7 +113,7 @@ impl Runtime {
         let mapped = self
             .pager
             .map(pages, self.pager_options(&options, page_bytes))?;
-        Ok(Region::new(mapped, options.name, keeps))
+        Ok(Region::new(mapped, options.name, keeps)?)
     }
 
     /// Opens the region that was published under `name`. It is this program's alone until it is closed.
@@ -130,7 +130,7 @@ impl Runtime {
         let mapped = self
             .pager
             .map(pages, self.pager_options(&RegionOptions::new(), page_bytes))?;
-        Ok(Region::new(mapped, Some(name.to_owned()), true))
+        Ok(Region::new(mapped, Some(name.to_owned()), true)?)
     }
 
     fn pager_options(

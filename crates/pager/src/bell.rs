@@ -62,16 +62,21 @@ impl Bell {
     /// Sleeps until a ring, an event on one of `fds`, or `until`. May wake for no reason.
     pub(crate) fn sleep<'a>(&'a self, mut fds: Vec<PollFd<'a>>, until: Option<Instant>) {
         fds.push(PollFd::new(self.event.as_fd(), PollFlags::POLLIN));
-        let timeout = until.map(|at| TimeSpec::from(at.saturating_duration_since(Instant::now())));
-        match ppoll(&mut fds, timeout, None) {
-            Ok(_) | Err(Errno::EINTR) => {}
-            Err(e) => panic!("cannot poll a worker's descriptors: {e}"),
-        }
+        sleep_on(&mut fds, until);
         self.asleep.store(false, Ordering::Relaxed);
         if fds.last().and_then(PollFd::any) == Some(true) {
             // Another ring that comes between only wakes us once more.
             let _ = self.event.read();
         }
+    }
+}
+
+/// Sleeps until an event on one of `fds`, or `until`. May wake for no reason.
+pub(crate) fn sleep_on(fds: &mut [PollFd<'_>], until: Option<Instant>) {
+    let timeout = until.map(|at| TimeSpec::from(at.saturating_duration_since(Instant::now())));
+    match ppoll(fds, timeout, None) {
+        Ok(_) | Err(Errno::EINTR) => {}
+        Err(e) => panic!("cannot poll a worker's descriptors: {e}"),
     }
 }
 

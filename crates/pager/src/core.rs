@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use crossbeam_channel::Sender;
+use crossbeam_channel::{Receiver, Sender};
 use crossbeam_utils::CachePadded;
 
 use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
@@ -26,6 +26,7 @@ use crate::{
     job::Job,
     protocol::{self, HEAT_MAX, OnFailed},
     region::Region,
+    run::{keep_first, pages_in},
     stats::Counters,
     sweep::Sweep,
 };
@@ -45,11 +46,45 @@ pub(crate) enum Command {
     Settle(Arc<Region>),
 }
 
-/// How to reach a worker.
+/// Pages that would better be brought in.
+pub(crate) type Hint = (Arc<Region>, Range<usize>);
+
+/// How to reach a filler.
 #[derive(Debug)]
 pub(crate) struct FillerDoor {
     pub(crate) bell: Bell,
     pub(crate) mail: Sender<Command>,
+    /// Bounded, so that a thread in a signal handler can send.
+    pub(crate) hints: Sender<Hint>,
+}
+
+/// Where a filler finds what it is asked for.
+#[derive(Debug)]
+pub(crate) struct Inbox {
+    pub(crate) mail: Receiver<Command>,
+    pub(crate) hints: Receiver<Hint>,
+}
+
+/// More than one filler works off while its core is taken from it.
+const HINTS_MAX: usize = 64;
+
+impl FillerDoor {
+    pub(crate) fn new() -> io::Result<(FillerDoor, Inbox)> {
+        let (sender, mail) = crossbeam_channel::unbounded();
+        let (hints_sender, hints) = crossbeam_channel::bounded(HINTS_MAX);
+        let door = FillerDoor {
+            bell: Bell::new()?,
+            mail: sender,
+            hints: hints_sender,
+        };
+        Ok((door, Inbox { mail, hints }))
+    }
+}
+
+impl Inbox {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.mail.is_empty() && self.hints.is_empty()
+    }
 }
 
 pub(crate) struct Core<A: AddressSpace> {
@@ -63,7 +98,7 @@ pub(crate) struct Core<A: AddressSpace> {
     pub(crate) fillers: Vec<FillerDoor>,
     pub(crate) evictors: Vec<Bell>,
     pub(crate) jobs: Mutex<VecDeque<Arc<Job>>>,
-    /// One set per worker, fillers first.
+    /// One set per worker: fillers, evictors, fillers that the program's threads run.
     pub(crate) counters: Vec<CachePadded<Counters>>,
     pub(crate) stopping: AtomicBool,
 }
@@ -74,9 +109,10 @@ impl<A: AddressSpace> Core<A> {
         frames: Frames<A>,
         fillers: Vec<FillerDoor>,
         evictors: Vec<Bell>,
+        in_thread: usize,
     ) -> Core<A> {
         let budget_ticks = u32::try_from(frames.budget() >> 12).unwrap_or(u32::MAX / 4);
-        let workers = fillers.len() + evictors.len();
+        let workers = fillers.len() + evictors.len() + in_thread;
         Core {
             space,
             frames,
@@ -108,75 +144,86 @@ impl<A: AddressSpace> Core<A> {
         region.contains(address).then(|| region.clone())
     }
 
-    /// Maps a page that the caller owns, and publishes it.
-    ///
-    /// # Errors
-    /// The frame and what the operating system said; the caller still owns the page.
+    /// Maps a run of pages that the caller owns, and publishes them. A page that is refused is handed to `refused` with its frame and what the operating
+    /// system said: the caller still owns it.
     pub(crate) fn install(
         &self,
         region: &Region,
-        page: usize,
+        mut pages: Range<usize>,
         frame: A::Frame,
         heat: Heat,
-    ) -> Result<(), (A::Frame, io::Error)> {
-        let (shard, address) = (
-            region.shard_of(page, self.shards()),
-            region.address_of(page),
-        );
-        region.touch(page);
-        region.words.apply(page, |w| (protocol::installing(w), ()));
-        // Threads may sleep whose notes were settled just now, so a page that is not there after all counts as wanted.
-        let refused = |frame, error| {
-            region.words.apply(page, protocol::fault);
-            Err((frame, error))
-        };
-        match self.space.install(shard, address, frame) {
-            Ok(()) => {}
-            // The program took the page away and somebody put it back before we looked: the mapped bytes are the newer ones. Our frame is dropped, and
-            // its share of the budget stands for the mapped page from now on.
-            Err(InstallError {
-                kind: InstallErrorKind::Exists,
-                frame,
-            }) => drop(frame),
-            Err(InstallError {
-                kind: InstallErrorKind::Gone,
-                frame,
-            }) => {
-                return refused(
-                    frame,
-                    io::Error::other("the program unmapped the region's addresses itself"),
-                );
-            }
-            Err(InstallError {
-                kind: InstallErrorKind::Os(error),
-                frame,
-            }) => return refused(frame, error),
-            Err(InstallError { kind, frame }) => return refused(frame, io::Error::other(kind)),
+        mut refused: impl FnMut(usize, A::Frame, io::Error),
+    ) {
+        region.touch(&pages);
+        for page in pages.clone() {
+            region.words.apply(page, |w| (protocol::installing(w), ()));
         }
-        region.count_in();
-        self.publish(region, page, heat);
-        Ok(())
+        let (page_bytes, mut rest) = (region.page_bytes(), Some(frame));
+        while let Some(frame) = rest.take() {
+            let shard = region.shard_of(pages.start, self.shards());
+            let address = region.address_of(pages.start);
+            let Err(InstallError { mut frame, kind }) = self.space.install(shard, address, frame)
+            else {
+                return self.arrived(region, pages, heat);
+            };
+            let first = pages.end - pages_in(&frame, page_bytes);
+            self.arrived(region, pages.start..first, heat);
+            rest = keep_first(&mut frame, 1, page_bytes);
+            pages.start = first + 1;
+            let error = match kind {
+                // The program took the page away and somebody put it back before we looked: the mapped bytes are the newer ones. Our frame is dropped, and
+                // its share of the budget stands for the mapped page from now on.
+                InstallErrorKind::Exists => {
+                    drop(frame);
+                    self.arrived(region, first..first + 1, heat);
+                    continue;
+                }
+                InstallErrorKind::Gone => {
+                    io::Error::other("the program unmapped the region's addresses itself")
+                }
+                InstallErrorKind::Os(error) => error,
+                kind => io::Error::other(kind),
+            };
+            // Threads may sleep whose notes were settled just now, so a page that is not there after all counts as wanted.
+            region.words.apply(first, protocol::fault);
+            refused(first, frame, error);
+        }
     }
 
-    /// Publishes a page that the caller owns and that is mapped.
-    pub(crate) fn publish(&self, region: &Region, page: usize, heat: Heat) {
-        let now = self
-            .clock
-            .fetch_add((region.page_bytes() >> 12) as u32, Ordering::Relaxed);
-        let noted = region.words.apply(page, |w| {
-            let heat = match heat {
-                Heat::Hot => HEAT_MAX,
-                // It came back before the budget turned over once more: with a little more memory it would not have left.
-                Heat::Refault => u8::from(now.wrapping_sub(w.stamp()) < self.budget_ticks / 2),
-                Heat::Cold => 0,
-            };
-            (protocol::installed(w, heat, now), w.wanted())
-        });
-        if noted {
-            let shard = region.shard_of(page, self.shards());
-            self.space
-                .wake(shard, region.address_of(page), region.page_bytes());
+    fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {
+        region.count_in(pages.len());
+        self.publish(region, pages, heat);
+    }
+
+    /// Publishes pages that the caller owns and that are mapped.
+    pub(crate) fn publish(&self, region: &Region, pages: Range<usize>, heat: Heat) {
+        let ticks = (region.page_bytes() >> 12) * pages.len();
+        let now = self.clock.fetch_add(ticks as u32, Ordering::Relaxed);
+        let mut noted: Option<Range<usize>> = None;
+        for page in pages {
+            let wanted = region.words.apply(page, |w| {
+                let heat = match heat {
+                    Heat::Hot => HEAT_MAX,
+                    // It came back before the budget turned over once more: with a little more memory it would not have left.
+                    Heat::Refault => u8::from(now.wrapping_sub(w.stamp()) < self.budget_ticks / 2),
+                    Heat::Cold => 0,
+                };
+                (protocol::installed(w, heat, now), w.wanted())
+            });
+            if wanted {
+                noted = Some(noted.map_or(page, |noted| noted.start)..page + 1);
+            }
         }
+        if let Some(noted) = noted {
+            self.wake(region, noted);
+        }
+    }
+
+    /// Wakes the threads that sleep on a run of pages; they try again.
+    pub(crate) fn wake(&self, region: &Region, pages: Range<usize>) {
+        let shard = region.shard_of(pages.start, self.shards());
+        let bytes = pages.len() * region.page_bytes();
+        self.space.wake(shard, region.address_of(pages.start), bytes);
     }
 
     /// A page that the caller owns cannot be brought in: whoever waits for it gets SIGBUS.
@@ -204,7 +251,7 @@ impl<A: AddressSpace> Core<A> {
         }
     }
 
-    /// Gives a free frame back, and wakes fillers if one waits for it.
+    /// Gives a frame back whose pages are free, and wakes fillers if one waits for it.
     pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) {
         if self.frames.release(frame, page_bytes) {
             self.ring_fillers();
@@ -226,6 +273,14 @@ impl<A: AddressSpace> Core<A> {
             if filler.mail.send(command()).is_ok() {
                 filler.bell.ring();
             }
+        }
+    }
+
+    /// Asks a filler to bring pages in when there is room. Forgotten if the filler is too busy to look.
+    pub(crate) fn hint(&self, shard: usize, region: Arc<Region>, pages: Range<usize>) {
+        let door = &self.fillers[shard];
+        if door.hints.try_send((region, pages)).is_ok() {
+            door.bell.ring();
         }
     }
 

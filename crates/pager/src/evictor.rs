@@ -2,23 +2,24 @@
 //!
 //! An eviction, in order:
 //!
-//! 1. the sweep names a victim; own it (`Resident` to `Leaving`);
+//! 1. the sweep names victims; neighbours among them are a run: own its pages (`Resident` to `Leaving`);
 //! 2. detach it: atomic, from here on its bytes are ours alone, and a touch of it faults;
-//! 3. if it is wanted by now, map it again;
-//! 4. hash it: an unchanged page is done, a changed one is encoded and its WRITE posted;
-//! 5. when the bytes are safe, publish (`Leaving` to `Remote`) and give the frame back; a page that was wanted meanwhile is mapped again
+//! 3. map those of its pages again that are wanted by now;
+//! 4. hash each page: an unchanged one is done, changed ones are encoded and their WRITE posted;
+//! 5. when the bytes are safe, publish (`Leaving` to `Remote`) and give the frame back; pages that were wanted meanwhile are mapped again
 //!    from the frame, without the network.
 //!
-//! Many pages are in steps 4 and 5 at once. Evictors start above the high water mark and stop at the low one; in between they do
+//! Many runs are in steps 4 and 5 at once. Evictors start above the high water mark and stop at the low one; in between they do
 //! what the program asks for ([`Job`]). The rule: a page whose write-back failed is mapped again, never dropped.
 
 use std::{
     collections::VecDeque,
+    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use farpage_store::{Done, Lane, Outcome};
+use farpage_store::{Done, Lane};
 use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
@@ -27,12 +28,15 @@ use crate::{
     job::Job,
     protocol::{self, OnLeft, State},
     region::Region,
+    run::{Local, cut, pages_in},
     slab::Slab,
     stats::Counters,
+    sweep::Claim,
 };
 
-/// Pages that one evictor has on their way out at once, not counting overdue ones.
-const DEPTH: usize = 64;
+/// Bytes that one evictor has on their way out at once, not counting overdue ones, and runs: enough to keep a fast link busy for a round trip.
+const BYTES_OUT_MAX: usize = 8 << 20;
+const RUNS_OUT_MAX: usize = 64;
 /// A page that has been on its way out for so long while a fill waits for a frame is overdue: its store is slow, stalled or dead, and waiting
 /// for it would make its region the whole runtime's pace. A write-back that goes well takes a tenth of it.
 const OVERDUE: Duration = Duration::from_millis(3);
@@ -48,29 +52,46 @@ pub(crate) struct Evictor<A: AddressSpace> {
     /// The worker's number, behind the fillers'.
     worker: usize,
     index: usize,
-    lane: Lane<A::Frame>,
+    lane: Lane<Local<A::Frame>>,
     deadline: Duration,
     /// Above the high mark until the low one is reached.
     draining: bool,
     flights: Slab<Leaving>,
-    /// How many of them are overdue.
-    overdue: usize,
-    /// Pages that the lane was too busy to take.
+    /// Bytes of runs that are on their way out, and runs; without those that are overdue.
+    out: usize,
+    runs_out: usize,
+    /// Runs that the lane was too busy to take.
     unposted: VecDeque<(Leaving, A::Frame)>,
     /// Pages of a job that another worker owned when their turn came.
     later: Vec<Later>,
     rest_until: Option<Instant>,
-    done: Vec<Done<A::Frame>>,
+    done: Vec<Done<Local<A::Frame>>>,
 }
 
-/// A page that this evictor owns as `Leaving`. Its region has been entered.
+/// A run of pages that this evictor owns as `Leaving`. Its region has been entered.
 #[derive(Debug)]
 struct Leaving {
     region: Arc<Region>,
-    page: usize,
+    pages: Range<usize>,
     job: Option<Arc<Job>>,
     since: Instant,
     overdue: bool,
+}
+
+impl Leaving {
+    fn bytes(&self) -> usize {
+        self.pages.len() * self.region.page_bytes()
+    }
+}
+
+/// What becomes of a page whose bytes are safe, or are not.
+#[derive(Clone, Copy, PartialEq)]
+enum Fate {
+    Gone,
+    /// It is wanted again.
+    Stolen,
+    /// It shall stay, or its write-back failed.
+    Stays,
 }
 
 #[derive(Debug)]
@@ -94,7 +115,7 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn new(
         core: Arc<Core<A>>,
         index: usize,
-        lane: Lane<A::Frame>,
+        lane: Lane<Local<A::Frame>>,
         deadline: Duration,
     ) -> Self {
         Evictor {
@@ -105,11 +126,12 @@ impl<A: AddressSpace> Evictor<A> {
             deadline,
             draining: false,
             flights: Slab::default(),
-            overdue: 0,
+            out: 0,
+            runs_out: 0,
             unposted: VecDeque::new(),
             later: Vec::new(),
             rest_until: None,
-            done: Vec::with_capacity(DEPTH),
+            done: Vec::with_capacity(RUNS_OUT_MAX),
         }
     }
 
@@ -131,7 +153,7 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     fn has_room(&self) -> bool {
-        self.unposted.is_empty() && self.flights.len() - self.overdue < DEPTH
+        self.unposted.is_empty() && self.out < BYTES_OUT_MAX && self.runs_out < RUNS_OUT_MAX
     }
 
     /// Takes out victims of the sweep while there is pressure.
@@ -142,17 +164,13 @@ impl<A: AddressSpace> Evictor<A> {
         self.rest_until = None;
         self.write_off_overdue();
         self.draining =
-            self.core.frames.above_low() && (self.draining || self.core.frames.above_high());
+            self.core.frames.excess() > 0 && (self.draining || self.core.frames.above_high());
         if !self.draining {
             return false;
         }
-        let mut begun = 0;
+        let mut begun = false;
         for _ in 0..CHUNKS_PER_TURN {
-            if !self.has_room()
-                || begun >= DEPTH
-                || !self.core.frames.above_low()
-                || self.rest_until.is_some()
-            {
+            if self.core.frames.excess() == 0 || !self.has_room() {
                 break;
             }
             let Some(claim) = self.core.sweep.claim(&self.core.regions) else {
@@ -161,41 +179,64 @@ impl<A: AddressSpace> Evictor<A> {
             if claim.region.overdue() >= OVERDUE_PER_REGION {
                 continue;
             }
-            let (mut seen, mut taken) = (0, 0);
-            for page in claim.pages.clone() {
-                let word = claim.region.words.load(page);
-                if word.state() != State::Resident {
-                    continue;
-                }
-                seen += 1;
-                let now = self.core.now();
-                if now.wrapping_sub(word.stamp()) < claim.age_floor {
-                    continue;
-                }
-                if word.heat() > 0 {
-                    claim
-                        .region
-                        .words
-                        .try_apply(page, |w| (w == word).then(|| protocol::cooled(w, now)));
-                    continue;
-                }
-                if matches!(self.begin(&claim.region, page, None), Begun::Yes) {
-                    taken += 1;
-                }
-                if !self.core.frames.above_low() {
-                    self.core.sweep.stop_at(&claim, page + 1);
-                    break;
-                }
-            }
-            begun += taken;
-            let page_bytes = claim.region.page_bytes();
-            self.core.sweep.report(
-                seen * page_bytes,
-                taken * page_bytes,
-                self.core.frames.used() as usize,
-            );
+            begun |= self.take_victims(&claim);
         }
-        begun > 0
+        begun
+    }
+
+    /// Takes the claim's victims out, neighbours together. Returns whether there were any.
+    fn take_victims(&mut self, claim: &Claim) -> bool {
+        let (region, page_bytes) = (&claim.region, claim.region.page_bytes());
+        let (mut seen, mut taken) = (0, 0);
+        let mut page = claim.pages.start;
+        while page < claim.pages.end {
+            let excess = self.core.frames.excess().div_ceil(page_bytes as u64) as usize;
+            if excess == 0 || !self.has_room() {
+                self.core.sweep.stop_at(claim, page);
+                break;
+            }
+            let most = region.run_pages().min(excess);
+            let window = region.in_one_stripe(page..claim.pages.end.min(page + most));
+            let now = self.core.now();
+            let spared = window
+                .clone()
+                .find(|&page| !self.is_victim(claim, page, now, &mut seen));
+            let run = page..spared.unwrap_or(window.end);
+            while page < run.end {
+                let (pages, begun) = self.begin(region, page..run.end, None);
+                if matches!(begun, Begun::Yes) {
+                    taken += pages;
+                }
+                page += pages;
+            }
+            page += usize::from(spared.is_some());
+        }
+        self.core.sweep.report(
+            seen * page_bytes,
+            taken * page_bytes,
+            self.core.frames.used() as usize,
+        );
+        taken > 0
+    }
+
+    /// Whether a page shall leave; one that is warm cools.
+    fn is_victim(&self, claim: &Claim, page: usize, now: u32, seen: &mut usize) -> bool {
+        let word = claim.region.words.load(page);
+        if word.state() != State::Resident || word.pinned() {
+            return false;
+        }
+        *seen += 1;
+        if now.wrapping_sub(word.stamp()) < claim.age_floor {
+            return false;
+        }
+        if word.heat() > 0 {
+            claim
+                .region
+                .words
+                .try_apply(page, |w| (w == word).then(|| protocol::cooled(w, now)));
+            return false;
+        }
+        true
     }
 
     /// A fill waits for a frame: pages that are on their way out for too long count as staying from now on, so that others leave.
@@ -206,89 +247,83 @@ impl<A: AddressSpace> Evictor<A> {
         for leaving in self.flights.values_mut() {
             if !leaving.overdue && leaving.since.elapsed() > OVERDUE {
                 leaving.overdue = true;
-                self.overdue += 1;
-                leaving.region.count_overdue();
-                self.core.frames.end_leaving(leaving.region.page_bytes());
+                self.out -= leaving.bytes();
+                self.runs_out -= 1;
+                leaving.region.count_overdue(leaving.pages.len());
+                self.core.frames.end_leaving(leaving.bytes());
             }
         }
     }
 
-    /// A page that was on its way out is out, or stays after all.
+    /// A run was on its way out: each of its pages is out, or stays after all.
     fn end_leaving(&mut self, leaving: &Leaving) {
         if leaving.overdue {
-            self.overdue -= 1;
-            leaving.region.count_overdue_out();
+            leaving.region.count_overdue_out(leaving.pages.len());
         } else {
-            self.core.frames.end_leaving(leaving.region.page_bytes());
+            self.out -= leaving.bytes();
+            self.runs_out -= 1;
+            self.core.frames.end_leaving(leaving.bytes());
         }
     }
 
-    /// Steps 1 to 4 of the module's story.
-    fn begin(&mut self, region: &Arc<Region>, page: usize, job: Option<&Arc<Job>>) -> Begun {
+    /// Steps 1 and 2 of the module's story for the leading ones of these pages, which lie in one stripe. Returns how many of them are dealt with, at
+    /// least one, and how.
+    fn begin(
+        &mut self,
+        region: &Arc<Region>,
+        pages: Range<usize>,
+        job: Option<&Arc<Job>>,
+    ) -> (usize, Begun) {
         if !region.enter() {
-            return Begun::NotHere;
+            return (1, Begun::NotHere);
         }
-        if region.words.try_apply(page, protocol::leave).is_none() {
-            let word = region.words.load(page);
+        let first = pages.start;
+        // A pinned page is no victim, but can be written back.
+        let own = if job.is_some() {
+            protocol::borrow
+        } else {
+            protocol::leave
+        };
+        let owned = pages
+            .clone()
+            .find(|&page| region.words.try_apply(page, own).is_none())
+            .unwrap_or(pages.end);
+        if owned == first {
+            let word = region.words.load(first);
             region.exit();
             // A page being filled has nothing that is not in the store, until it is mapped; one that leaves may.
-            return if word.installing() || matches!(word.state(), State::Leaving | State::Resident)
-            {
-                Begun::NotNow(None)
-            } else {
-                Begun::NotHere
-            };
+            let not_now =
+                word.installing() || matches!(word.state(), State::Leaving | State::Resident);
+            return (1, if not_now { Begun::NotNow(None) } else { Begun::NotHere });
         }
-        let (shard, address, page_bytes) = (
-            region.shard_of(page, self.core.shards()),
-            region.address_of(page),
-            region.page_bytes(),
-        );
-        self.core.frames.begin_leaving(page_bytes);
-        match self.core.space.detach(shard, address, page_bytes) {
+        let page_bytes = region.page_bytes();
+        let shard = region.shard_of(first, self.core.shards());
+        let detached =
+            self.core
+                .space
+                .detach(shard, region.address_of(first), page_bytes, owned - first);
+        let (taken, begun) = match detached {
             Ok(frame) => {
-                region.count_out();
-                let leaving = Leaving {
-                    region: region.clone(),
-                    page,
-                    job: job.cloned(),
-                    since: Instant::now(),
-                    overdue: false,
-                };
-                if let Some(job) = job {
-                    job.open_one();
-                }
-                if job.is_none() && region.words.load(page).wanted() {
-                    self.counters().steals.bump();
-                    self.map_again(leaving, frame, None);
-                } else {
-                    self.post(leaving, frame);
-                }
-                Begun::Yes
+                let taken = pages_in(&frame, page_bytes);
+                region.count_out(taken);
+                self.took_out(region, first..first + taken, frame, job);
+                (taken, Begun::Yes)
             }
             Err(DetachError::Absent) => {
                 // The program gave the page back to the kernel; what was written back last is the page now.
-                region.count_out();
-                self.core.frames.end_leaving(page_bytes);
+                region.count_out(1);
                 self.core.frames.forget(page_bytes);
                 if region
                     .words
-                    .apply(page, |w| protocol::removed(w, self.core.now()))
+                    .apply(first, |w| protocol::removed(w, self.core.now()))
                 {
-                    self.core.space.wake(shard, address, page_bytes);
+                    self.core.wake(region, first..first + 1);
                 }
-                region.exit();
-                Begun::NotHere
+                (1, Begun::NotHere)
             }
             Err(error) => {
-                self.core.frames.end_leaving(page_bytes);
-                let wanted = region
-                    .words
-                    .apply(page, |w| (protocol::stayed(w), w.wanted()));
-                if wanted {
-                    self.core.space.wake(shard, address, page_bytes);
-                }
-                let (id, page) = (region.id, page as u64);
+                self.stay(region, first..first + 1);
+                let (id, page) = (region.id, first as u64);
                 let error = match error {
                     DetachError::Held => PageError::Held { region: id, page },
                     other => PageError::Os {
@@ -298,17 +333,67 @@ impl<A: AddressSpace> Evictor<A> {
                         message: other.to_string(),
                     },
                 };
-                region.exit();
                 self.counters().failed_evictions.bump();
-                Begun::NotNow(Some(error))
+                (1, Begun::NotNow(Some(error)))
+            }
+        };
+        // What the kernel did not give with the rest gets its own answer next time.
+        self.stay(region, first + taken..owned);
+        region.exit();
+        (taken, begun)
+    }
+
+    /// Owned pages that were not taken out are mapped as before.
+    fn stay(&self, region: &Arc<Region>, pages: Range<usize>) {
+        for page in pages {
+            if region
+                .words
+                .apply(page, |w| (protocol::stayed(w), w.wanted()))
+            {
+                self.core.wake(region, page..page + 1);
             }
         }
     }
 
+    /// Steps 3 and 4: the run's bytes are ours.
+    fn took_out(
+        &mut self,
+        region: &Arc<Region>,
+        pages: Range<usize>,
+        frame: A::Frame,
+        job: Option<&Arc<Job>>,
+    ) {
+        let leaving = |pages: Range<usize>| Leaving {
+            region: region.clone(),
+            pages,
+            job: job.cloned(),
+            since: Instant::now(),
+            overdue: false,
+        };
+        let wanted = |page| job.is_none() && region.words.load(page).wanted();
+        cut(pages, region.page_bytes(), frame, wanted, |pages, frame, wanted| {
+            region.enter_again();
+            if let Some(job) = job {
+                job.open_one();
+            }
+            let leaving = leaving(pages.clone());
+            if wanted {
+                self.counters().steals.add(pages.len());
+                let error = self.map_again(&leaving, pages, frame, |_| None);
+                self.close(leaving, error);
+            } else {
+                self.out += leaving.bytes();
+                self.runs_out += 1;
+                self.core.frames.begin_leaving(leaving.bytes());
+                self.post(leaving, frame);
+            }
+        });
+    }
+
     fn post(&mut self, leaving: Leaving, frame: A::Frame) {
-        let (store, page) = (leaving.region.store.clone(), leaving.page as u64);
+        let (store, page) = (leaving.region.store.clone(), leaving.pages.start as u64);
         let tag = self.flights.insert(leaving);
-        if let Err(frame) = self.lane.write_back(&store, page, frame, tag) {
+        if let Err(Local(frame)) = self.lane.write_back(&store, page, Local(frame), tag) {
             let leaving = self.flights.remove(tag);
             self.unposted.push_back((leaving, frame));
         }
@@ -329,78 +414,95 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Step 5.
-    fn settle(&mut self, done: Done<A::Frame>) {
+    fn settle(&mut self, done: Done<Local<A::Frame>>) {
         let leaving = self.flights.remove(done.tag);
-        match done.outcome {
-            Ok(outcome) => {
-                if matches!(outcome, Outcome::Written { .. }) {
-                    self.counters().writes.bump();
-                }
-                self.leave(leaving, done.frame, matches!(outcome, Outcome::Clean));
-            }
-            Err(error) => {
-                self.counters().failed_evictions.bump();
-                self.rest_until = Some(Instant::now() + BACKOFF);
-                self.map_again(leaving, done.frame, Some(error.into()));
-            }
+        self.end_leaving(&leaving);
+        self.counters().writes.add(done.outcome.written as usize);
+        if !done.failed.is_empty() {
+            self.counters().failed_evictions.add(done.failed.len());
+            self.rest_until = Some(Instant::now() + BACKOFF);
         }
+        let region = leaving.region.clone();
+        let failure = |page: usize| {
+            let failed = done.failed.iter().find(|(failed, _)| *failed == page as u64);
+            failed.map(|(_, error)| PageError::from(error.clone()))
+        };
+        let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
+        // Settled page by page, since each may be wanted; what has left is given back together.
+        let fates: Vec<_> = leaving
+            .pages
+            .clone()
+            .map(|page| {
+                if keep || failure(page).is_some() {
+                    return Fate::Stays;
+                }
+                match region
+                    .words
+                    .apply(page, |w| protocol::left(w, self.core.now()))
+                {
+                    OnLeft::Gone => Fate::Gone,
+                    OnLeft::TakeBack => Fate::Stolen,
+                }
+            })
+            .collect();
+        let gone = fates.iter().filter(|&&fate| fate == Fate::Gone).count();
+        self.counters().evictions.add(gone);
+        self.counters()
+            .clean_evictions
+            .add(gone.min(done.outcome.clean as usize));
+        let (first, mut error) = (leaving.pages.start, None);
+        cut(
+            leaving.pages.clone(),
+            region.page_bytes(),
+            done.frame.0,
+            |page| fates[page - first],
+            |pages, frame, fate| match fate {
+                Fate::Gone => self.core.release(frame, region.page_bytes()),
+                Fate::Stays | Fate::Stolen => {
+                    if fate == Fate::Stolen {
+                        self.counters().steals.add(pages.len());
+                    }
+                    let why = self.map_again(&leaving, pages, frame, &failure);
+                    error = error.take().or(why);
+                }
+            },
+        );
+        self.close(leaving, error);
     }
 
-    /// The bytes are safe: gives the page up, unless it shall stay or is wanted.
-    fn leave(&mut self, leaving: Leaving, frame: A::Frame, clean: bool) {
-        if leaving.job.as_ref().is_some_and(|job| job.keep) {
-            return self.map_again(leaving, frame, None);
-        }
-        let (region, page) = (leaving.region.clone(), leaving.page);
-        match region
-            .words
-            .apply(page, |w| protocol::left(w, self.core.now()))
-        {
-            OnLeft::Gone => {
-                self.counters().evictions.bump();
-                if clean {
-                    self.counters().clean_evictions.bump();
-                }
-                self.end_leaving(&leaving);
-                self.core.release(frame, region.page_bytes());
-                self.end(leaving, None);
-            }
-            OnLeft::TakeBack => {
-                self.counters().steals.bump();
-                self.map_again(leaving, frame, None);
-            }
-        }
-    }
-
-    /// The page stays after all: maps its frame again.
-    fn map_again(&mut self, leaving: Leaving, frame: A::Frame, error: Option<PageError>) {
-        let (region, page) = (&leaving.region.clone(), leaving.page);
-        let heat = if region.words.load(page).wanted() {
+    /// These pages of the run stay after all: maps their frame again. Returns the first error: why they had to stay, or could not.
+    fn map_again(
+        &self,
+        leaving: &Leaving,
+        pages: Range<usize>,
+        frame: A::Frame,
+        failure: impl Fn(usize) -> Option<PageError>,
+    ) -> Option<PageError> {
+        let region = &leaving.region;
+        let heat = if region.words.load(pages.start).wanted() {
             Heat::Hot
         } else {
             Heat::Cold
         };
-        self.end_leaving(&leaving);
-        let error = match self.core.install(region, page, frame, heat) {
-            Ok(()) => error,
-            Err((frame, os)) => {
-                // The bytes are in the store, or the write-back has failed too and its error goes first.
-                self.core.release(frame, region.page_bytes());
-                let os = PageError::Os {
-                    what: "map",
-                    region: region.id,
-                    page: page as u64,
-                    message: os.to_string(),
-                };
-                self.core
-                    .fail_fill(region, page, error.clone().unwrap_or_else(|| os.clone()));
-                Some(error.unwrap_or(os))
-            }
-        };
-        self.end(leaving, error);
+        let mut error = pages.clone().find_map(&failure);
+        self.core.install(region, pages, frame, heat, |page, frame, os| {
+            // The bytes are in the store, or the write-back has failed too and its error goes first.
+            self.core.release(frame, region.page_bytes());
+            let os = PageError::Os {
+                what: "map",
+                region: region.id,
+                page: page as u64,
+                message: os.to_string(),
+            };
+            let why = failure(page).unwrap_or(os);
+            self.core.fail_fill(region, page, why.clone());
+            error.get_or_insert(why);
+        });
+        error
     }
 
-    fn end(&mut self, leaving: Leaving, error: Option<PageError>) {
+    /// The run is settled.
+    fn close(&mut self, leaving: Leaving, error: Option<PageError>) {
         match (&leaving.job, error) {
             (Some(job), error) => job.close_one(error),
             (None, Some(error)) => leaving.region.record(error),
@@ -424,8 +526,12 @@ impl<A: AddressSpace> Evictor<A> {
                 }
                 continue;
             };
-            for page in pages {
-                if let Begun::NotNow(_) = self.begin(&job.region.clone(), page, Some(&job)) {
+            let region = &job.region;
+            let mut page = pages.start;
+            while page < pages.end {
+                let run = region.in_one_stripe(page..pages.end.min(page + region.run_pages()));
+                let (dealt_with, begun) = self.begin(region, run, Some(&job));
+                if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
                     self.later.push(Later {
                         job: job.clone(),
@@ -433,6 +539,7 @@ impl<A: AddressSpace> Evictor<A> {
                         since: Instant::now(),
                     });
                 }
+                page += dealt_with;
             }
             job.close_one(None);
         }
@@ -443,7 +550,8 @@ impl<A: AddressSpace> Evictor<A> {
         let mut any = false;
         for later in std::mem::take(&mut self.later) {
             let region = later.job.region.clone();
-            match self.begin(&region, later.page, Some(&later.job)) {
+            let page = later.page..later.page + 1;
+            match self.begin(&region, page, Some(&later.job)).1 {
                 Begun::Yes | Begun::NotHere => {
                     later.job.close_one(None);
                     any = true;

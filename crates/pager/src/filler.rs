@@ -2,9 +2,9 @@
 //!
 //! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's userfaultfd:
 //!
-//! 1. read the faults, and own their pages (`Remote` to `Filling`);
-//! 2. take a frame for each and post its READ, demand before read-ahead;
-//! 3. poll; a page that is complete and verified is mapped, which wakes its threads, and published (`Filling` to `Resident`).
+//! 1. read the faults, and own their pages (`Remote` to `Filling`), each with as many behind it as the program is expected to want at once: a run;
+//! 2. take a frame for each run and post its READ, demand before read-ahead;
+//! 3. poll; a run that is complete and verified is mapped, which wakes its threads, and published (`Filling` to `Resident`).
 //!
 //! A fill that finds no frame waits in the backlog, still owned, and evictors are rung. The rule: a filler never waits for anything
 //! but in [`Filler::sleep`], and never touches the program's memory.
@@ -17,57 +17,91 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam_channel::Receiver;
-use farpage_store::{Done, Lane};
+use farpage_store::{Done, Lane, StoreError};
 use farpage_vm::{AddressSpace, DetachError, Fault};
 
 use crate::{
     Advice, PageError,
     ahead::{STREAMS, Streams},
-    core::{Command, Core, Heat},
-    protocol::{self, OnFault},
+    bell::sleep_on,
+    core::{Command, Core, Heat, Inbox},
+    protocol::{self, OnFault, State},
     region::Region,
+    run::{Local, cut, keep_first, pages_in},
     slab::Slab,
     stats::Counters,
 };
 
-/// READs that one filler keeps in flight for pages that nobody waits for yet.
-const PREFETCH_DEPTH: usize = 32;
+/// After so long a thread that serves its own fault looks again for a frame.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Runs that one filler keeps in flight before it starts more that nobody waits for yet, and their bytes: more than a fast link carries in a
+/// round trip.
+const RUNS_AHEAD_MAX: usize = 32;
+const BYTES_AHEAD_MAX: usize = 8 << 20;
 
 pub(crate) struct Filler<A: AddressSpace> {
     core: Arc<Core<A>>,
+    /// The worker's number.
+    worker: usize,
     shard: usize,
-    lane: Lane<A::Frame>,
-    mail: Receiver<Command>,
+    lane: Lane<Local<A::Frame>>,
+    inbox: Inbox,
     deadline: Duration,
     streams: Streams,
     flights: Slab<Flight>,
+    bytes_in_flight: usize,
     /// Owned pages that wait for a frame, in the order of their faults.
     backlog: VecDeque<Waiting>,
-    /// Owned pages with a frame that the lane was too busy to take.
+    /// Owned runs with a frame that the lane was too busy to take.
     unposted: VecDeque<(Flight, A::Frame)>,
     /// Pages to bring in when there is room; not owned yet.
     wishes: VecDeque<Wish>,
-    /// Complete pages of triggers, held back until the program comes along.
+    /// Complete runs of triggers, held back until the program comes along.
     held: Vec<(Flight, A::Frame)>,
     last_region: Option<Arc<Region>>,
     faults: Vec<Fault>,
-    done: Vec<Done<A::Frame>>,
+    done: Vec<Done<Local<A::Frame>>>,
 }
 
-/// A page that this filler owns as `Filling`. Its region has been entered.
+/// A run of pages that this filler owns as `Filling`. Its region has been entered.
 #[derive(Debug)]
 struct Flight {
     region: Arc<Region>,
-    page: usize,
+    pages: Range<usize>,
     heat: Heat,
     /// The trigger of a stream: held back when complete.
     trigger: bool,
 }
 
+impl Flight {
+    /// One page that somebody waits for.
+    fn demand(region: Arc<Region>, page: usize) -> Flight {
+        Flight {
+            region,
+            pages: page..page + 1,
+            heat: Heat::Refault,
+            trigger: false,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        self.pages.len() * self.region.page_bytes()
+    }
+
+    fn is_wanted(&self) -> bool {
+        let wanted = |page| self.region.words.load(page).wanted();
+        self.pages.clone().any(wanted)
+    }
+}
+
+/// A page that this filler owns as `Filling`, in a region that has been entered.
 #[derive(Debug)]
 struct Waiting {
-    flight: Flight,
+    region: Arc<Region>,
+    page: usize,
+    /// Pages from there up to here are expected to be wanted soon.
+    until: usize,
     since: Instant,
 }
 
@@ -75,26 +109,29 @@ struct Waiting {
 struct Wish {
     region: Arc<Region>,
     pages: Range<usize>,
-    /// Whether the first page is a stream's trigger.
+    /// Whether the first run is a stream's trigger.
     trigger: bool,
 }
 
 impl<A: AddressSpace> Filler<A> {
     pub(crate) fn new(
         core: Arc<Core<A>>,
+        worker: usize,
         shard: usize,
-        lane: Lane<A::Frame>,
-        mail: Receiver<Command>,
+        lane: Lane<Local<A::Frame>>,
+        inbox: Inbox,
         deadline: Duration,
     ) -> Self {
         Filler {
             core,
+            worker,
             shard,
             lane,
-            mail,
+            inbox,
             deadline,
             streams: Streams::default(),
             flights: Slab::default(),
+            bytes_in_flight: 0,
             backlog: VecDeque::new(),
             unposted: VecDeque::new(),
             wishes: VecDeque::new(),
@@ -106,14 +143,19 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     fn counters(&self) -> &Counters {
-        &self.core.counters[self.shard]
+        &self.core.counters[self.worker]
     }
 
     /// Does what can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
         let mut busy = self.read_faults();
         busy |= self.read_mail();
-        busy |= self.serve_backlog();
+        busy |= self.work();
+        busy
+    }
+
+    fn work(&mut self) -> bool {
+        let mut busy = self.serve_backlog();
         busy |= self.lend_held();
         busy |= self.post_unposted();
         busy |= self.serve_wishes();
@@ -148,21 +190,70 @@ impl<A: AddressSpace> Filler<A> {
             return;
         }
         let page = region.page_at(address);
+        let ahead = self.take_on(&region, page, address);
+        if !ahead.is_empty() {
+            self.wishes.push_back(Wish {
+                region,
+                pages: ahead,
+                trigger: true,
+            });
+        }
+    }
+
+    /// A fault in a region that has been entered: does what the page's word says. Returns what to read ahead.
+    fn take_on(&mut self, region: &Arc<Region>, page: usize, address: usize) -> Range<usize> {
         let on_fault = region.words.apply(page, protocol::fault);
+        let mut ahead = self.plan(region, page, on_fault == OnFault::Fill);
         match on_fault {
-            OnFault::Fill => self.begin(Flight {
-                region: region.clone(),
-                page,
-                heat: Heat::Refault,
-                trigger: false,
-            }),
+            OnFault::Fill => {
+                // What is expected next comes along with what is wanted now.
+                let until = if ahead.start == page + 1 {
+                    ahead.end
+                } else {
+                    page + 1
+                };
+                ahead.start = ahead.start.max(self.begin(region.clone(), page, until));
+            }
             OnFault::Noted => {
-                self.map_held(&region, page);
+                self.map_held(region, page);
                 region.exit();
             }
             OnFault::Stale => self.stale(region.clone(), page, address),
         }
-        self.read_ahead(&region, page, on_fault == OnFault::Fill);
+        ahead
+    }
+
+    /// Serves a fault in the thread that raised it. When this returns, all that it started has ended; what is to be read ahead beyond that is the
+    /// business of the page's own filler.
+    pub(crate) fn serve(&mut self, region: &Arc<Region>, page: usize, address: usize) {
+        if !region.enter() {
+            return;
+        }
+        let ahead = self.take_on(region, page, address);
+        while !self.is_idle() {
+            if !self.work() {
+                self.nap();
+            }
+        }
+        if !ahead.is_empty() {
+            let shard = region.shard_of(ahead.start, self.core.shards());
+            self.core.hint(shard, region.clone(), ahead);
+        }
+    }
+
+    fn is_idle(&self) -> bool {
+        self.flights.len() == 0 && self.backlog.is_empty() && self.unposted.is_empty()
+    }
+
+    /// Waits for a completion, or for a frame, for a moment.
+    fn nap(&self) {
+        let mut fds = Vec::with_capacity(4);
+        let mut until = self.lane.wait(&mut fds);
+        if !self.backlog.is_empty() {
+            let retry = Instant::now() + NAP;
+            until = Some(until.map_or(retry, |at| at.min(retry)));
+        }
+        sleep_on(&mut fds, until);
     }
 
     fn region_at(&mut self, address: usize) -> Option<Arc<Region>> {
@@ -179,54 +270,94 @@ impl<A: AddressSpace> Filler<A> {
     /// The page is called resident or poisoned. Either the thread was served since, or the program took away what was there.
     fn stale(&mut self, region: Arc<Region>, page: usize, touched: usize) {
         let (address, page_bytes) = (region.address_of(page), region.page_bytes());
+        let shard = region.shard_of(page, self.core.shards());
         if !self.core.space.is_present(touched) {
-            let flight = Flight {
-                region: region.clone(),
-                page,
-                heat: Heat::Refault,
-                trigger: false,
-            };
             if region.words.try_apply(page, protocol::vanished).is_some() {
                 // Only now that the page is ours does a look at it count: an evictor may just have put it back.
-                match self.core.space.detach(self.shard, address, page_bytes) {
+                match self.core.space.detach(shard, address, page_bytes, 1) {
                     Ok(rest) => {
-                        region.count_out();
-                        return self.map(flight, rest);
+                        region.count_out(1);
+                        return self.map(Flight::demand(region, page), rest);
                     }
                     Err(DetachError::Absent) => {
-                        region.count_out();
+                        region.count_out(1);
                         self.core.frames.forget(page_bytes);
-                        return self.begin(flight);
+                        self.begin(region, page, page + 1);
+                        return;
                     }
-                    Err(_) => self.core.publish(&region, page, Heat::Refault),
+                    Err(_) => self.core.publish(&region, page..page + 1, Heat::Refault),
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
-                return self.begin(flight);
+                self.begin(region, page, page + 1);
+                return;
             }
         }
         self.counters().stale_faults.bump();
-        self.core.space.wake(self.shard, address, page_bytes);
+        self.core.wake(&region, page..page + 1);
         region.exit();
     }
 
-    /// Starts to fill an owned page that somebody waits for.
-    fn begin(&mut self, flight: Flight) {
-        // Who came before goes before.
-        if self.backlog.is_empty()
-            && let Some(frame) = self.core.frames.for_demand(flight.region.page_bytes())
-        {
-            if self.core.frames.above_high() {
-                self.core.ring_evictors();
-            }
-            return self.post(flight, frame);
-        }
-        self.counters().starved.bump();
-        self.backlog.push_back(Waiting {
-            flight,
+    /// Starts to fill an owned page that somebody waits for, together with what is remote behind it, before `until`. Returns where that ends.
+    fn begin(&mut self, region: Arc<Region>, page: usize, until: usize) -> usize {
+        let waiting = Waiting {
+            region,
+            page,
+            until,
             since: Instant::now(),
-        });
+        };
+        // Who came before goes before.
+        let refused = if self.backlog.is_empty() {
+            match self.try_begin(waiting) {
+                Ok(end) => {
+                    if self.core.frames.above_high() {
+                        self.core.ring_evictors();
+                    }
+                    return end;
+                }
+                Err(waiting) => waiting,
+            }
+        } else {
+            waiting
+        };
+        self.counters().starved.bump();
+        self.backlog.push_back(refused);
         self.core.ring_evictors();
         self.core.ring_fillers();
+        page + 1
+    }
+
+    fn try_begin(&mut self, waiting: Waiting) -> Result<usize, Waiting> {
+        let (region, page) = (&waiting.region, waiting.page);
+        let page_bytes = region.page_bytes();
+        let until = waiting.until.min(page + region.run_pages());
+        let run = self.remote_run(region, page + 1..until);
+        let Some(mut frame) = self.core.frames.for_demand(page_bytes, run.len()) else {
+            return Err(waiting);
+        };
+        let end = self.own(region, page + 1..page + pages_in(&frame, page_bytes));
+        if let Some(rest) = keep_first(&mut frame, end - page, page_bytes) {
+            self.core.release(rest, page_bytes);
+        }
+        let mut flight = Flight::demand(waiting.region, page);
+        flight.pages.end = end;
+        self.post(flight, frame);
+        Ok(end)
+    }
+
+    /// The first of these pages up to the first that is not remote or not in the same stripe.
+    fn remote_run(&self, region: &Region, pages: Range<usize>) -> Range<usize> {
+        let mut run = region.in_one_stripe(pages);
+        let is_remote = |page| region.words.load(page).state() == State::Remote;
+        run.end = run.clone().find(|&page| !is_remote(page)).unwrap_or(run.end);
+        run
+    }
+
+    /// Owns pages that nobody waits for, up to the first that is not remote; returns where they end.
+    fn own(&self, region: &Region, mut pages: Range<usize>) -> usize {
+        let end = pages.end;
+        pages
+            .find(|&page| region.words.try_apply(page, protocol::prefetch).is_none())
+            .unwrap_or(end)
     }
 
     fn serve_backlog(&mut self) -> bool {
@@ -236,41 +367,40 @@ impl<A: AddressSpace> Filler<A> {
         self.core.frames.retry_demand();
         let mut any = false;
         while let Some(waiting) = self.backlog.pop_front() {
-            let page_bytes = waiting.flight.region.page_bytes();
-            if let Some(frame) = self.core.frames.for_demand(page_bytes) {
-                self.post(waiting.flight, frame);
-                any = true;
-            } else if waiting.since.elapsed() > self.deadline {
-                self.starve(waiting);
-                any = true;
-            } else {
-                self.backlog.push_front(waiting);
-                self.core.ring_evictors();
-                break;
+            match self.try_begin(waiting) {
+                Ok(_) => any = true,
+                Err(waiting) if waiting.since.elapsed() > self.deadline => {
+                    self.starve(waiting);
+                    any = true;
+                }
+                Err(waiting) => {
+                    self.backlog.push_front(waiting);
+                    self.core.ring_evictors();
+                    break;
+                }
             }
         }
         any
     }
 
     /// A fill found no frame for too long.
-    fn starve(&mut self, Waiting { flight, since }: Waiting) {
-        let (region, page) = (flight.region.id, flight.page as u64);
-        let waited = since.elapsed();
-        self.fail(
-            flight,
-            PageError::NoFrame {
-                region,
-                page,
-                waited,
-            },
-        );
+    fn starve(&mut self, waiting: Waiting) {
+        let error = PageError::NoFrame {
+            region: waiting.region.id,
+            page: waiting.page as u64,
+            waited: waiting.since.elapsed(),
+        };
+        self.fail(&waiting.region, waiting.page, error);
+        waiting.region.exit();
     }
 
     fn post(&mut self, flight: Flight, frame: A::Frame) {
-        let (store, page) = (flight.region.store.clone(), flight.page as u64);
+        let (store, page) = (flight.region.store.clone(), flight.pages.start as u64);
+        self.bytes_in_flight += flight.bytes();
         let tag = self.flights.insert(flight);
-        if let Err(frame) = self.lane.fill(&store, page, frame, tag) {
+        if let Err(Local(frame)) = self.lane.fill(&store, page, Local(frame), tag) {
             let flight = self.flights.remove(tag);
+            self.bytes_in_flight -= flight.bytes();
             self.unposted.push_back((flight, frame));
         }
     }
@@ -294,18 +424,43 @@ impl<A: AddressSpace> Filler<A> {
         any
     }
 
-    fn settle(&mut self, done: Done<A::Frame>) {
+    fn settle(&mut self, done: Done<Local<A::Frame>>) {
         let flight = self.flights.remove(done.tag);
-        match done.outcome {
-            Ok(_) if flight.trigger && !self.is_wanted(&flight) && !flight.region.is_closing() => {
-                self.hold(flight, done.frame)
-            }
-            Ok(_) => self.map(flight, done.frame),
-            Err(error) => {
-                self.core.release(done.frame, flight.region.page_bytes());
-                self.fail(flight, error.into());
-            }
+        self.bytes_in_flight -= flight.bytes();
+        let frame = done.frame.0;
+        if !done.failed.is_empty() {
+            return self.settle_partly(flight, frame, &done.failed);
         }
+        if flight.trigger && !flight.is_wanted() && !flight.region.is_closing() {
+            self.hold(flight, frame);
+        } else {
+            self.map(flight, frame);
+        }
+    }
+
+    fn settle_partly(&mut self, flight: Flight, frame: A::Frame, failed: &[(u64, StoreError)]) {
+        let (region, page_bytes) = (flight.region.clone(), flight.region.page_bytes());
+        let error = |page: usize| failed.iter().find(|(failed, _)| *failed == page as u64);
+        let lost = |page| error(page).is_some();
+        cut(flight.pages, page_bytes, frame, lost, |pages, frame, lost| {
+            if lost {
+                self.core.release(frame, page_bytes);
+                for page in pages {
+                    let (_, error) = error(page).expect("the stretch is of lost pages");
+                    self.fail(&region, page, error.clone().into());
+                }
+            } else {
+                region.enter_again();
+                let flight = Flight {
+                    region: region.clone(),
+                    pages,
+                    heat: flight.heat,
+                    trigger: false,
+                };
+                self.map(flight, frame);
+            }
+        });
+        region.exit();
     }
 
     /// Some filler finds no frame: what is held back is mapped, so that it can be evicted.
@@ -328,68 +483,53 @@ impl<A: AddressSpace> Filler<A> {
         self.held.push((flight, frame));
     }
 
-    fn is_wanted(&self, flight: &Flight) -> bool {
-        flight.region.words.load(flight.page).wanted()
-    }
-
-    /// Maps a complete page and publishes it.
+    /// Maps a complete run and publishes it.
     fn map(&mut self, flight: Flight, frame: A::Frame) {
-        match self
-            .core
-            .install(&flight.region, flight.page, frame, flight.heat)
-        {
-            Ok(()) => {
-                self.counters().fills.bump();
-                if flight.heat == Heat::Cold {
-                    self.counters().prefetches.bump();
-                }
-                flight.region.exit();
-            }
-            Err((frame, error)) => {
-                self.core.release(frame, flight.region.page_bytes());
-                let (region, page) = (flight.region.id, flight.page as u64);
-                self.fail(
-                    flight,
-                    PageError::Os {
-                        what: "map",
-                        region,
-                        page,
-                        message: error.to_string(),
-                    },
-                );
-            }
-        }
+        let Flight {
+            region,
+            pages,
+            heat,
+            ..
+        } = flight;
+        let (mut filled, demanded) = (pages.len(), usize::from(heat == Heat::Refault));
+        let core = self.core.clone();
+        core.install(&region, pages, frame, heat, |page, frame, error| {
+            filled -= 1;
+            core.release(frame, region.page_bytes());
+            let error = PageError::Os {
+                what: "map",
+                region: region.id,
+                page: page as u64,
+                message: error.to_string(),
+            };
+            self.fail(&region, page, error);
+        });
+        self.counters().fills.add(filled);
+        self.counters()
+            .prefetches
+            .add(filled.saturating_sub(demanded));
+        region.exit();
     }
 
-    fn fail(&mut self, flight: Flight, error: PageError) {
-        if self.core.fail_fill(&flight.region, flight.page, error) {
+    fn fail(&mut self, region: &Region, page: usize, error: PageError) {
+        if self.core.fail_fill(region, page, error) {
             self.counters().poisoned.bump();
         }
-        flight.region.exit();
     }
 
-    /// `missed`: the page was not on its way.
-    fn read_ahead(&mut self, region: &Arc<Region>, page: usize, missed: bool) {
+    /// What to read ahead after a fault. `missed`: the page was not on its way.
+    fn plan(&mut self, region: &Arc<Region>, page: usize, missed: bool) -> Range<usize> {
         let advice = region.advice();
         if advice == Advice::Random {
-            return;
+            return page + 1..page + 1;
         }
-        if let Some(plan) = self.streams.fault(
-            region.id,
-            page,
-            region.read_ahead,
-            advice == Advice::Sequential,
-            missed,
-        ) {
-            let pages = plan.ahead.start.min(region.pages())..plan.ahead.end.min(region.pages());
-            if !pages.is_empty() {
-                self.wishes.push_back(Wish {
-                    region: region.clone(),
-                    pages,
-                    trigger: true,
-                });
-            }
-        }
+        let eager = advice == Advice::Sequential;
+        let plan = self
+            .streams
+            .fault(region.id, page, region.read_ahead, eager, missed);
+        plan.map_or(page + 1..page + 1, |plan| {
+            plan.ahead.start.min(region.pages())..plan.ahead.end.min(region.pages())
+        })
     }
 
     /// Posts READs for pages that nobody waits for yet, as far as frames and the lane allow.
@@ -397,45 +537,56 @@ impl<A: AddressSpace> Filler<A> {
         let mut any = false;
         while self.backlog.is_empty()
             && self.unposted.is_empty()
-            && self.flights.len() < PREFETCH_DEPTH
+            && self.flights.len() < RUNS_AHEAD_MAX
+            && self.bytes_in_flight < BYTES_AHEAD_MAX
         {
             let Some(wish) = self.wishes.front_mut() else {
                 break;
             };
-            let (page, trigger) = (wish.pages.next(), mem::take(&mut wish.trigger));
-            let Some(page) = page.filter(|_| !wish.region.is_closing()) else {
+            let (region, trigger) = (wish.region.clone(), wish.trigger);
+            let (pages, shards) = (wish.pages.clone(), self.core.shards());
+            if pages.is_empty() || region.is_closing() {
                 self.wishes.pop_front();
                 continue;
-            };
-            let region = wish.region.clone();
-            if region.shard_of(page, self.core.shards()) != self.shard
-                || region.words.load(page).state() != protocol::State::Remote
-            {
+            }
+            let run = self.remote_run(&region, pages.start..pages.end.min(pages.start + region.run_pages()));
+            if run.is_empty() || region.shard_of(run.start, shards) != self.shard {
+                self.wishes[0].pages.start += 1;
                 continue;
             }
-            let Some(frame) = self.core.frames.for_prefetch(region.page_bytes()) else {
+            let page_bytes = region.page_bytes();
+            let Some(mut frame) = self.core.frames.for_prefetch(page_bytes, run.len()) else {
                 // No room for guesses. Those that come too late are worth nothing: forget them.
                 self.core.ring_evictors();
                 self.wishes.clear();
                 break;
             };
-            if region.enter() {
-                if region.words.try_apply(page, protocol::prefetch).is_some() {
-                    self.post(
-                        Flight {
-                            region,
-                            page,
-                            heat: Heat::Cold,
-                            trigger,
-                        },
-                        frame,
-                    );
-                    any = true;
-                    continue;
+            let end = if region.enter() {
+                let end = self.own(&region, run.start..run.start + pages_in(&frame, page_bytes));
+                if end == run.start {
+                    region.exit();
                 }
-                region.exit();
+                end
+            } else {
+                run.start
+            };
+            let wish = &mut self.wishes[0];
+            (wish.pages.start, wish.trigger) = (end.max(run.start + 1), false);
+            if end == run.start {
+                self.core.release(frame, page_bytes);
+                continue;
             }
-            self.core.release(frame, region.page_bytes());
+            if let Some(rest) = keep_first(&mut frame, end - run.start, page_bytes) {
+                self.core.release(rest, page_bytes);
+            }
+            let flight = Flight {
+                region,
+                pages: run.start..end,
+                heat: Heat::Cold,
+                trigger,
+            };
+            self.post(flight, frame);
+            any = true;
         }
         any
     }
@@ -445,7 +596,7 @@ impl<A: AddressSpace> Filler<A> {
         if let Some(at) = self
             .held
             .iter()
-            .position(|(flight, _)| flight.page == page && flight.region.id == region.id)
+            .position(|(flight, _)| flight.pages.contains(&page) && flight.region.id == region.id)
         {
             let (flight, frame) = self.held.remove(at);
             self.map(flight, frame);
@@ -454,7 +605,15 @@ impl<A: AddressSpace> Filler<A> {
 
     fn read_mail(&mut self) -> bool {
         let mut any = false;
-        while let Ok(command) = self.mail.try_recv() {
+        while let Ok((region, pages)) = self.inbox.hints.try_recv() {
+            any = true;
+            self.wishes.push_back(Wish {
+                region,
+                pages,
+                trigger: false,
+            });
+        }
+        while let Ok(command) = self.inbox.mail.try_recv() {
             any = true;
             match command {
                 Command::Prefetch(region, pages) => self.wishes.push_back(Wish {
@@ -474,20 +633,18 @@ impl<A: AddressSpace> Filler<A> {
 
     /// The program waits for these pages as if it had touched them; poisoned ones are tried again.
     fn demand(&mut self, region: &Arc<Region>, pages: Range<usize>) {
-        for page in pages {
-            if region.shard_of(page, self.core.shards()) != self.shard || !region.enter() {
+        let mut page = pages.start;
+        while page < pages.end {
+            let at = page;
+            page += 1;
+            if region.shard_of(at, self.core.shards()) != self.shard || !region.enter() {
                 continue;
             }
-            let healed = region.words.try_apply(page, protocol::heal).is_some();
-            if healed || region.words.apply(page, protocol::fault) == OnFault::Fill {
-                self.begin(Flight {
-                    region: region.clone(),
-                    page,
-                    heat: Heat::Refault,
-                    trigger: false,
-                });
+            let healed = region.words.try_apply(at, protocol::heal).is_some();
+            if healed || region.words.apply(at, protocol::fault) == OnFault::Fill {
+                page = self.begin(region.clone(), at, pages.end);
             } else {
-                self.map_held(region, page);
+                self.map_held(region, at);
                 region.exit();
             }
         }
@@ -498,7 +655,7 @@ impl<A: AddressSpace> Filler<A> {
         self.wishes.retain(|wish| wish.region.id != region.id);
         let (waiting, backlog): (VecDeque<_>, VecDeque<_>) = mem::take(&mut self.backlog)
             .into_iter()
-            .partition(|waiting| waiting.flight.region.id == region.id);
+            .partition(|waiting| waiting.region.id == region.id);
         self.backlog = backlog;
         waiting.into_iter().for_each(|waiting| self.starve(waiting));
         let (closing, held) = mem::take(&mut self.held)
@@ -525,7 +682,7 @@ impl<A: AddressSpace> Filler<A> {
     pub(crate) fn sleep(&mut self) {
         let bell = &self.core.fillers[self.shard].bell;
         bell.prepare();
-        if !self.mail.is_empty() || self.core.is_stopping() {
+        if !self.inbox.is_empty() || self.core.is_stopping() {
             return bell.cancel();
         }
         let mut fds = Vec::with_capacity(4);

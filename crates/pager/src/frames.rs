@@ -10,13 +10,18 @@ use std::sync::{
 };
 
 use crossbeam_utils::CachePadded;
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, Frame};
 use parking_lot::Mutex;
+
+use crate::run::{keep_first, pages_in};
 
 /// 4 KiB to 2 MiB in powers of two.
 const SIZES: usize = 10;
 /// The smallest page size, as a power of two.
 const SMALLEST_SHIFT: u32 = 12;
+
+/// Free frames are kept by the power of two that their number of pages reaches: runs of up to 1023 pages.
+const LENGTHS: usize = 10;
 
 /// Frames that read-ahead leaves to demand: more than all threads of a large machine fault on at once.
 const DEMAND_RESERVE_PAGES: u64 = 16;
@@ -37,9 +42,11 @@ pub(crate) struct Frames<A: AddressSpace> {
     used: CachePadded<AtomicU64>,
     /// Of these, bytes of pages on their way out.
     leaving: CachePadded<AtomicU64>,
+    /// Bytes that the program has pinned.
+    pinned: AtomicU64,
     /// Bytes of the largest demand fill that found no frame and waits.
     starving: AtomicU64,
-    free: [CachePadded<Mutex<Vec<A::Frame>>>; SIZES],
+    free: [CachePadded<Mutex<Free<A::Frame>>>; SIZES],
     failed_before: AtomicBool,
 }
 
@@ -57,8 +64,9 @@ impl<A: AddressSpace> Frames<A> {
             peak: AtomicU64::new(0),
             used: CachePadded::default(),
             leaving: CachePadded::default(),
+            pinned: AtomicU64::new(0),
             starving: AtomicU64::new(0),
-            free: std::array::from_fn(|_| CachePadded::new(Mutex::new(Vec::new()))),
+            free: std::array::from_fn(|_| CachePadded::new(Mutex::new(Free::default()))),
             failed_before: AtomicBool::new(false),
         }
     }
@@ -83,63 +91,81 @@ impl<A: AddressSpace> Frames<A> {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// A frame for a page that somebody waits for. `None`: the budget is used up; evictors learn of it by
-    /// [`above_high`](Self::above_high).
-    pub(crate) fn for_demand(&self, page_bytes: usize) -> Option<A::Frame> {
-        let frame = self.take(page_bytes);
+    /// A frame for a page that somebody waits for, and for up to `more` pages behind it as far as read-ahead may have them.
+    /// `None`: the budget is used up; evictors learn of it by [`above_high`](Self::above_high).
+    pub(crate) fn for_demand(&self, page_bytes: usize, more: usize) -> Option<A::Frame> {
+        let frame = self.take(page_bytes, 1 + self.room_for_prefetch(page_bytes).min(more));
         if frame.is_none() {
             self.starving.fetch_max(page_bytes as u64, Ordering::SeqCst);
         }
         frame
     }
 
-    /// A frame for a page that somebody may want soon: only while it leaves room for demand.
-    pub(crate) fn for_prefetch(&self, page_bytes: usize) -> Option<A::Frame> {
-        let room = self.budget.saturating_sub(self.used());
-        // A part of what the evictors keep free belongs to demand, or prefetching would starve it.
-        let reserve = ((self.budget - self.low) / 2).min(DEMAND_RESERVE_PAGES * page_bytes as u64);
-        (room > reserve + page_bytes as u64)
-            .then(|| self.take(page_bytes))
+    /// A frame for up to `pages` pages that somebody may want soon: only while it leaves room for demand.
+    pub(crate) fn for_prefetch(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
+        let pages = self.room_for_prefetch(page_bytes).min(pages);
+        (pages > 0)
+            .then(|| self.take(page_bytes, pages))
             .flatten()
     }
 
-    fn take(&self, page_bytes: usize) -> Option<A::Frame> {
-        // A statement of its own, so that its lock is given up: making a frame takes the locks of the other sizes, and two
-        // fillers of different sizes would wait for each other.
-        let free = self.pool(page_bytes).lock().pop();
-        let frame = free.or_else(|| self.make(page_bytes));
-        if frame.is_some() {
-            self.used.fetch_add(page_bytes as u64, Ordering::Relaxed);
+    /// How many pages may be brought in that nobody waits for.
+    fn room_for_prefetch(&self, page_bytes: usize) -> usize {
+        let room = self.budget.saturating_sub(self.used());
+        // A part of what the evictors keep free belongs to demand, or prefetching would starve it.
+        let reserve = ((self.budget - self.low) / 2).min(DEMAND_RESERVE_PAGES * page_bytes as u64);
+        (room.saturating_sub(reserve) / page_bytes as u64) as usize
+    }
+
+    /// A frame of at least one page and at most `pages`.
+    fn take(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
+        // Each a statement of its own, so that its lock is given up: two fillers of different sizes would wait for each other.
+        let mut frame = self.pool(page_bytes).lock().take(page_bytes, pages, false);
+        if frame.is_none() {
+            frame = self.make(page_bytes, pages);
+        }
+        if frame.is_none() {
+            frame = self.pool(page_bytes).lock().take(page_bytes, pages, true);
+        }
+        while frame.is_none() && self.give_up_other(page_bytes) {
+            frame = self.make(page_bytes, pages);
+        }
+        if let Some(frame) = &frame {
+            self.used
+                .fetch_add(frame.as_ref().len() as u64, Ordering::Relaxed);
         }
         frame
     }
 
-    /// Makes a frame if the budget allows, giving up free frames of other sizes for it where needed.
-    fn make(&self, page_bytes: usize) -> Option<A::Frame> {
-        let bytes = page_bytes as u64;
-        while self
+    /// Gives up a free page of another size. Returns whether there was one.
+    fn give_up_other(&self, page_bytes: usize) -> bool {
+        let victim = (0..SIZES)
+            .map(|i| (i, 1 << (i as u32 + SMALLEST_SHIFT)))
+            .filter(|&(_, size)| size != page_bytes)
+            .find_map(|(i, size)| self.free[i].lock().take(size, 1, true));
+        let Some(victim) = victim else {
+            return false;
+        };
+        let bytes = victim.as_ref().len() as u64;
+        drop(victim);
+        self.made.fetch_sub(bytes, Ordering::Relaxed);
+        true
+    }
+
+    /// Makes a frame of as many pages as the budget allows, `pages` at most.
+    fn make(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
+        let page = page_bytes as u64;
+        let affordable = |made: u64| (pages as u64).min((self.budget - made) / page) * page;
+        let made = self
             .made
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |made| {
-                (made + bytes <= self.budget).then_some(made + bytes)
-            })
-            .is_err()
-        {
-            let (size, victim) = (0..SIZES)
-                .filter(|&i| 1 << (i as u32 + SMALLEST_SHIFT) != page_bytes)
-                .find_map(|i| {
-                    Some((
-                        1u64 << (i as u32 + SMALLEST_SHIFT),
-                        self.free[i].lock().pop()?,
-                    ))
-                })?;
-            drop(victim);
-            self.made.fetch_sub(size, Ordering::Relaxed);
-        }
-        self.peak.fetch_max(
-            self.made.load(Ordering::Relaxed).min(self.budget),
-            Ordering::Relaxed,
-        );
-        match self.space.new_frame(page_bytes) {
+                let more = affordable(made);
+                (more > 0).then_some(made + more)
+            });
+        let bytes = affordable(made.ok()?);
+        self.peak
+            .fetch_max(self.made.load(Ordering::Relaxed), Ordering::Relaxed);
+        match self.space.new_frame(page_bytes, (bytes / page) as usize) {
             Ok(frame) => Some(frame),
             Err(error) => {
                 self.made.fetch_sub(bytes, Ordering::Relaxed);
@@ -153,8 +179,9 @@ impl<A: AddressSpace> Frames<A> {
 
     /// A frame comes back free. Returns whether a demand fill waits for one.
     pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) -> bool {
-        self.pool(page_bytes).lock().push(frame);
-        self.used.fetch_sub(page_bytes as u64, Ordering::SeqCst);
+        let bytes = frame.as_ref().len() as u64;
+        self.pool(page_bytes).lock().put(frame, page_bytes);
+        self.used.fetch_sub(bytes, Ordering::SeqCst);
         self.starving.load(Ordering::SeqCst) != 0
     }
 
@@ -174,14 +201,34 @@ impl<A: AddressSpace> Frames<A> {
         self.starving.load(Ordering::SeqCst) != 0
     }
 
-    /// A page begins to leave.
-    pub(crate) fn begin_leaving(&self, page_bytes: usize) {
-        self.leaving.fetch_add(page_bytes as u64, Ordering::Relaxed);
+    /// Sets `bytes` aside for pinned pages. `false`: too little would be left for all others.
+    pub(crate) fn pin(&self, bytes: u64) -> bool {
+        let most = self.pinned_max();
+        self.pinned
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |pinned| {
+                pinned.checked_add(bytes).filter(|&pinned| pinned <= most)
+            })
+            .is_ok()
     }
 
-    /// It has left, or stays after all, or takes too long to be counted on.
-    pub(crate) fn end_leaving(&self, page_bytes: usize) {
-        self.leaving.fetch_sub(page_bytes as u64, Ordering::Relaxed);
+    pub(crate) fn unpin(&self, bytes: u64) {
+        self.pinned.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that can be pinned: fills and evictions need room to work in, and evictors must be able to reach their low mark.
+    pub(crate) fn pinned_max(&self) -> u64 {
+        self.low
+            .min(self.budget.saturating_sub(2 * self.floor.load(Ordering::Relaxed)))
+    }
+
+    /// Pages begin to leave.
+    pub(crate) fn begin_leaving(&self, bytes: usize) {
+        self.leaving.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// They have left, or stay after all, or take too long to be counted on.
+    pub(crate) fn end_leaving(&self, bytes: usize) {
+        self.leaving.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
     /// Whether evictors should start.
@@ -189,19 +236,48 @@ impl<A: AddressSpace> Frames<A> {
         self.used() > self.high.max(self.floor.load(Ordering::Relaxed)) || self.is_starving()
     }
 
-    /// Whether more pages must begin to leave until the low mark will be reached.
-    pub(crate) fn above_low(&self) -> bool {
+    /// How many bytes more must begin to leave until the low mark will be reached.
+    pub(crate) fn excess(&self) -> u64 {
         let staying = self
             .used()
             .saturating_sub(self.leaving.load(Ordering::Relaxed));
-        staying
-            > self
-                .low
-                .max(self.floor.load(Ordering::Relaxed))
-                .min(self.budget - self.starving.load(Ordering::SeqCst).min(self.budget))
+        let aim = self
+            .low
+            .max(self.floor.load(Ordering::Relaxed))
+            .min(self.budget - self.starving.load(Ordering::SeqCst).min(self.budget));
+        staying.saturating_sub(aim)
     }
 
-    fn pool(&self, page_bytes: usize) -> &Mutex<Vec<A::Frame>> {
+    fn pool(&self, page_bytes: usize) -> &Mutex<Free<A::Frame>> {
         &self.free[(page_bytes.trailing_zeros() - SMALLEST_SHIFT) as usize]
+    }
+}
+
+/// Free frames of one page size, by length.
+struct Free<F>([Vec<F>; LENGTHS]);
+
+impl<F> Default for Free<F> {
+    fn default() -> Self {
+        Free(Default::default())
+    }
+}
+
+impl<F: Frame> Free<F> {
+    /// A frame of `pages` pages, cut from a longer one if need be; or else, if a `shorter` one will do, the longest there is.
+    fn take(&mut self, page_bytes: usize, pages: usize, shorter: bool) -> Option<F> {
+        let class = pages.ilog2() as usize;
+        let long_enough = |frame: &F| pages_in(frame, page_bytes) >= pages;
+        // The top of the stack was used last and is warm.
+        let fits = (class..LENGTHS).find(|&at| self.0[at].last().is_some_and(long_enough));
+        let any = || (0..=class).rev().find(|&at| !self.0[at].is_empty());
+        let mut frame = self.0[fits.or_else(|| shorter.then(any).flatten())?].pop()?;
+        if let Some(rest) = keep_first(&mut frame, pages, page_bytes) {
+            self.put(rest, page_bytes);
+        }
+        Some(frame)
+    }
+
+    fn put(&mut self, frame: F, page_bytes: usize) {
+        self.0[pages_in(&frame, page_bytes).ilog2() as usize].push(frame);
     }
 }

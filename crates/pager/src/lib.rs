@@ -14,10 +14,12 @@ mod error;
 mod evictor;
 mod filler;
 mod frames;
+mod in_thread;
 mod job;
 mod pager;
 pub mod protocol;
 mod region;
+mod run;
 #[cfg(test)]
 mod simulation;
 mod slab;
@@ -26,7 +28,8 @@ mod sweep;
 mod worker;
 
 pub use error::PageError;
+pub use in_thread::InThread;
 pub use pager::{
-    Advice, FlushError, MapError, Mapped, Pager, PagerOptions, RegionOptions, StartError,
+    Advice, FlushError, MapError, Mapped, Pager, PagerOptions, PinError, RegionOptions, StartError,
 };
 pub use stats::PagerStats;

@@ -21,6 +21,7 @@ use crate::{
     evictor::Evictor,
     filler::Filler,
     frames::Frames,
+    in_thread::InThread,
     job::Job,
     protocol::{self, State},
     region::{CHUNK_PAGES, Region},
@@ -44,6 +45,9 @@ pub struct PagerOptions {
     pub high_water: f64,
     /// And stop at this one. Default: 0.90.
     pub low_water: f64,
+    /// Of the program's threads, how many can serve their own faults at once; the address space must have been opened for it. Default: 0, all faults are
+    /// served by the filler threads.
+    pub in_thread: usize,
     /// A page that cannot be brought in within this time is poisoned. Default: 10 s.
     pub deadline: Duration,
 }
@@ -56,6 +60,7 @@ impl PagerOptions {
             evictors: 2,
             high_water: 0.95,
             low_water: 0.90,
+            in_thread: 0,
             deadline: Duration::from_secs(10),
         }
     }
@@ -163,6 +168,7 @@ impl RegionOptions {
 pub struct Pager<A: AddressSpace> {
     core: Arc<Core<A>>,
     cluster: Arc<Cluster>,
+    in_thread: Option<Arc<InThread<A>>>,
     next_id: AtomicU64,
     threads: Vec<JoinHandle<()>>,
 }
@@ -216,14 +222,11 @@ impl<A: AddressSpace> Pager<A> {
             ));
         }
         let mut doors = Vec::new();
-        let mut mails = Vec::new();
+        let mut inboxes = Vec::new();
         for _ in 0..space.shards() {
-            let (mail, inbox) = crossbeam_channel::unbounded();
-            doors.push(FillerDoor {
-                bell: Bell::new()?,
-                mail,
-            });
-            mails.push(inbox);
+            let (door, inbox) = FillerDoor::new()?;
+            doors.push(door);
+            inboxes.push(inbox);
         }
         let bells = (0..options.evictors)
             .map(|_| Bell::new())
@@ -234,29 +237,32 @@ impl<A: AddressSpace> Pager<A> {
             options.low_water,
             options.high_water,
         );
-        let core = Arc::new(Core::new(space, frames, doors, bells));
+        let core = Arc::new(Core::new(space, frames, doors, bells, options.in_thread));
+        let filler = |worker, shard, inbox| -> Result<_, StartError> {
+            let lane = Lane::new(&cluster)?;
+            Ok(Filler::new(core.clone(), worker, shard, lane, inbox, options.deadline))
+        };
         let mut fillers = Vec::new();
-        for (shard, mail) in mails.into_iter().enumerate() {
-            fillers.push(Filler::new(
-                core.clone(),
-                shard,
-                Lane::new(&cluster)?,
-                mail,
-                options.deadline,
-            ));
+        for (shard, inbox) in inboxes.into_iter().enumerate() {
+            fillers.push(filler(shard, shard, inbox)?);
         }
         let mut evictors = Vec::new();
         for index in 0..options.evictors {
-            evictors.push(Evictor::new(
-                core.clone(),
-                index,
-                Lane::new(&cluster)?,
-                options.deadline,
-            ));
+            let lane = Lane::new(&cluster)?;
+            evictors.push(Evictor::new(core.clone(), index, lane, options.deadline));
         }
+        let mut in_thread = Vec::new();
+        for index in 0..options.in_thread {
+            let worker = fillers.len() + evictors.len() + index;
+            let (_, inbox) = FillerDoor::new()?;
+            in_thread.push(filler(worker, 0, inbox)?);
+        }
+        let in_thread = (options.in_thread > 0)
+            .then(|| Arc::new(InThread::new(core.clone(), in_thread)));
         let pager = Pager {
             core,
             cluster,
+            in_thread,
             next_id: AtomicU64::new(1),
             threads: Vec::new(),
         };
@@ -275,6 +281,11 @@ impl<A: AddressSpace> Pager<A> {
     /// The servers that regions keep their pages on.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
+    }
+
+    /// What serves the faults of the program's threads, where they do that themselves.
+    pub fn in_thread(&self) -> Option<&Arc<InThread<A>>> {
+        self.in_thread.as_ref()
     }
 
     /// A number for the next region, by which errors call it.
@@ -378,6 +389,31 @@ pub(crate) struct Parts<A: AddressSpace> {
     pub(crate) pager: Pager<A>,
     pub(crate) fillers: Vec<Filler<A>>,
     pub(crate) evictors: Vec<Evictor<A>>,
+}
+
+/// Why pages could not be pinned.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PinError {
+    /// Pinned pages would leave too little of the budget for all others.
+    #[error("cannot pin {asked_bytes} bytes more: of this budget {most_bytes} bytes can be pinned at once; unpin others or raise the budget")]
+    Budget {
+        /// Bytes of the pages asked for.
+        asked_bytes: u64,
+        /// Bytes that can be pinned in all.
+        most_bytes: u64,
+    },
+    /// The page is pinned 255 times.
+    #[error("page {page} of region {region} is pinned 255 times already: every pin needs its unpin")]
+    TooOften {
+        /// The region's number.
+        region: u64,
+        /// The page's index in it.
+        page: u64,
+    },
+    /// A page could not be brought in.
+    #[error(transparent)]
+    Page(#[from] PageError),
 }
 
 /// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
@@ -505,6 +541,70 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
+    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin): system calls find them there, and no access
+    /// of them waits, except while a flush writes one back. Pins are counted, like those of `umap_fetch_and_pin`; all end with the region.
+    ///
+    /// # Errors
+    /// See [`PinError`]; nothing is pinned then that was not before.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn pin(&self, range: Range<usize>) -> Result<(), PinError> {
+        let pages = self.pages(range.clone());
+        for page in pages.clone() {
+            if let Err(error) = self.pin_page(page, &pages) {
+                self.unpin_pages(pages.start..page);
+                return Err(error);
+            }
+        }
+        self.prefetch_now(range).map_err(|error| {
+            self.unpin_pages(pages);
+            PinError::Page(error)
+        })
+    }
+
+    fn pin_page(&self, page: usize, of: &Range<usize>) -> Result<(), PinError> {
+        let (region, frames) = (&self.region, &self.core().frames);
+        let page_bytes = region.page_bytes() as u64;
+        // Set aside first, so that no more is pinned than there is room for; given back if it was counted before.
+        if !frames.pin(page_bytes) {
+            return Err(PinError::Budget {
+                asked_bytes: of.len() as u64 * page_bytes,
+                most_bytes: frames.pinned_max(),
+            });
+        }
+        let pinned = region.words.try_apply(page, protocol::pin);
+        if pinned.is_some_and(|(before, _)| !before.pinned()) {
+            region.count_pinned();
+            return Ok(());
+        }
+        frames.unpin(page_bytes);
+        let too_often = PinError::TooOften {
+            region: region.id,
+            page: page as u64,
+        };
+        pinned.map(drop).ok_or(too_often)
+    }
+
+    /// Takes back one [`pin`](Self::pin) of each page that `range` touches; pages that are not pinned are left alone.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn unpin(&self, range: Range<usize>) {
+        self.unpin_pages(self.pages(range));
+    }
+
+    fn unpin_pages(&self, pages: Range<usize>) {
+        for page in pages {
+            if let Some((_, now)) = self.region.words.try_apply(page, protocol::unpin)
+                && !now.pinned()
+            {
+                self.region.count_unpinned();
+                self.core().frames.unpin(self.region.page_bytes() as u64);
+            }
+        }
+    }
+
     /// Writes all changed pages back, keeps them mapped, and makes them durable as far as the store can.
     ///
     /// # Errors
@@ -557,17 +657,17 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         let mut chunk = region.next_touched(0);
         while let Some(at) = chunk {
             for page in region.chunk(at).filter(|_| region.resident() > 0) {
-                if region.words.try_apply(page, protocol::leave).is_none()
+                if region.words.try_apply(page, protocol::borrow).is_none()
                     && region.words.load(page).state() != State::Resident
                 {
                     continue;
                 }
-                region.count_out();
+                region.count_out(1);
                 let (shard, page_bytes) =
                     (region.shard_of(page, core.shards()), region.page_bytes());
                 match core
                     .space
-                    .detach(shard, region.address_of(page), page_bytes)
+                    .detach(shard, region.address_of(page), page_bytes, 1)
                 {
                     Ok(frame) => core.release(frame, page_bytes),
                     // Taken by the program before, or lost together with the mapping.
@@ -576,6 +676,8 @@ impl<A: AddressSpace> Drop for Mapped<A> {
             }
             chunk = region.next_touched(at + 1);
         }
+        core.frames
+            .unpin(region.pinned() as u64 * region.page_bytes() as u64);
         core.space.unmap(region.address, region.layout);
         // Now and here: a worker that still holds the region for a moment must not be the one to give remote memory back.
         region.store.retire();

@@ -30,6 +30,7 @@
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
 //! | 6 | `INSTALLING` | the page may be mapped by now, and changed; its owner has only to publish it |
 //! | 4 - 5 | heat | how many sweeps the page survives |
+//! | 8 - 15 | pins | how often the program has pinned the page: while not 0 it comes back whenever it is taken out |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one out of it a release:
@@ -58,6 +59,8 @@ const WANTED: u64 = 1 << 3;
 const HEAT_SHIFT: u32 = 4;
 const HEAT: u64 = 0b11 << HEAT_SHIFT;
 const INSTALLING: u64 = 1 << 6;
+const PIN: u64 = 1 << 8;
+const PINS: u64 = 0xff << 8;
 const STAMP_SHIFT: u32 = 32;
 
 /// The highest heat: a page survives so many sweeps at most.
@@ -83,7 +86,7 @@ pub enum OnFault {
 pub enum OnLeft {
     /// The page is remote; its frame is free.
     Gone,
-    /// Somebody wants it: the caller still owns it and must install the frame again.
+    /// Somebody wants it, or has pinned it: the caller still owns it and must install the frame again.
     TakeBack,
 }
 
@@ -124,6 +127,11 @@ impl Word {
         self.0 & INSTALLING != 0
     }
 
+    /// Whether the program has pinned the page.
+    pub fn pinned(self) -> bool {
+        self.0 & PINS != 0
+    }
+
     /// The fill clock when the page became resident or when it left.
     pub fn stamp(self) -> u32 {
         (self.0 >> STAMP_SHIFT) as u32
@@ -149,10 +157,15 @@ impl Word {
 /// A fault on the page was read.
 pub fn fault(w: Word) -> (Word, OnFault) {
     match w.state() {
-        State::Remote => (w.with_state(State::Filling).note(), OnFault::Fill),
-        State::Filling | State::Leaving => (w.note(), OnFault::Noted),
+        State::Remote => (w.with_state(State::Filling).with_note(), OnFault::Fill),
+        State::Filling | State::Leaving => (w.with_note(), OnFault::Noted),
         State::Resident | State::Poisoned => (w, OnFault::Stale),
     }
+}
+
+/// A thread waits for the page without having faulted in the kernel's eyes. `None`: nobody owns it, look again.
+pub fn note(w: Word) -> Option<Word> {
+    matches!(w.state(), State::Filling | State::Leaving).then(|| w.with_note())
 }
 
 /// Somebody expects the page to be needed. `None`: nothing to do.
@@ -198,12 +211,29 @@ pub fn poisoned(w: Word) -> Word {
 
 /// Somebody tries to bring a poisoned page in again. `None`: it is not poisoned.
 pub fn heal(w: Word) -> Option<Word> {
-    (w.state() == State::Poisoned).then(|| w.with_state(State::Filling).note())
+    (w.state() == State::Poisoned).then(|| w.with_state(State::Filling).with_note())
 }
 
-/// The page shall leave. `None`: it is not resident.
+/// The page shall leave. `None`: it is not resident, or pinned.
 pub fn leave(w: Word) -> Option<Word> {
+    borrow(w).filter(|w| !w.pinned())
+}
+
+/// The page shall be written back; it comes back afterwards if it is pinned or its borrower wants it to. `None`: it is not resident.
+pub fn borrow(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Leaving))
+}
+
+/// The program wants the page to stay once it is here. `None`: it is pinned too often already.
+///
+/// The page may be anywhere: who pins it brings it in afterwards. One that is on its way out comes back.
+pub fn pin(w: Word) -> Option<Word> {
+    (w.0 & PINS != PINS).then(|| Word(w.0 + PIN))
+}
+
+/// Takes back one [`pin`]. `None`: the page is not pinned.
+pub fn unpin(w: Word) -> Option<Word> {
+    w.pinned().then(|| Word(w.0 - PIN))
 }
 
 /// The page could not be taken out, or must not be: it is mapped as before. The caller wakes if there was a note.
@@ -217,7 +247,7 @@ pub fn stayed(w: Word) -> Word {
 /// Call it *after* the bytes are safe: whoever fills the page next reads them from there.
 pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
     debug_assert_eq!(w.state(), State::Leaving);
-    if w.wanted() {
+    if w.wanted() || w.pinned() {
         (w, OnLeft::TakeBack)
     } else {
         (
@@ -243,7 +273,7 @@ pub fn removed(w: Word, now: u32) -> (Word, bool) {
 /// A fault was read on a page that is called resident but is not mapped: the program took it away itself
 /// (`madvise`). The caller owns it and fills it again with what was written back last.
 pub fn vanished(w: Word) -> Option<Word> {
-    (w.state() == State::Resident).then(|| w.with_state(State::Filling).note())
+    (w.state() == State::Resident).then(|| w.with_state(State::Filling).with_note())
 }
 
 /// A sweep passes a resident page: it cools by one, and is as young again as at its installation.
@@ -252,7 +282,7 @@ pub fn cooled(w: Word, now: u32) -> Word {
 }
 
 impl Word {
-    fn note(self) -> Word {
+    fn with_note(self) -> Word {
         Word(self.0 | WANTED)
     }
 }
@@ -318,7 +348,7 @@ mod tests {
             .with_stamp(u32::MAX)
             .with_heat(HEAT_MAX)
             .with_state(State::Resident)
-            .note();
+            .with_note();
         let fields = (w.heat(), w.stamp(), w.state(), w.wanted());
         assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Resident, true));
         assert_eq!(

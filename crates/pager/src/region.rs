@@ -16,7 +16,7 @@ use farpage_store::PageStore;
 use farpage_vm::Layout;
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Advice, PageError, protocol::Words};
+use crate::{Advice, PageError, protocol::Words, run::RUN_BYTES_MAX};
 
 /// Pages per chunk: the unit in which sweeps pass over a region; eight cache lines of words.
 pub(crate) const CHUNK_PAGES: usize = 64;
@@ -35,6 +35,8 @@ pub(crate) struct Region {
     resident: AtomicUsize,
     /// Pages that have been on their way out for too long.
     overdue: AtomicUsize,
+    /// Pages that the program has pinned.
+    pinned: AtomicUsize,
     advice: AtomicU8,
     closing: AtomicBool,
     active: AtomicUsize,
@@ -62,6 +64,7 @@ impl Region {
             touched: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
             resident: AtomicUsize::new(0),
             overdue: AtomicUsize::new(0),
+            pinned: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
             closing: AtomicBool::new(false),
             active: AtomicUsize::new(0),
@@ -95,6 +98,18 @@ impl Region {
         self.layout.shard_of(page * self.layout.page_bytes, shards)
     }
 
+    /// `pages` up to the first that another shard owns.
+    pub(crate) fn in_one_stripe(&self, pages: Range<usize>) -> Range<usize> {
+        let stripe_pages = self.layout.stripe_bytes / self.layout.page_bytes;
+        let end = (pages.start / stripe_pages + 1) * stripe_pages;
+        pages.start..pages.end.min(end)
+    }
+
+    /// Pages that move together at most.
+    pub(crate) fn run_pages(&self) -> usize {
+        (RUN_BYTES_MAX / self.layout.page_bytes).clamp(1, CHUNK_PAGES)
+    }
+
     pub(crate) fn advice(&self) -> Advice {
         Advice::from_u8(self.advice.load(Ordering::Relaxed))
     }
@@ -108,20 +123,35 @@ impl Region {
         self.resident.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn count_in(&self) {
-        self.resident.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn count_in(&self, pages: usize) {
+        self.resident.fetch_add(pages, Ordering::Relaxed);
     }
 
-    /// Before the page is mapped: whoever goes through the region for pages that the program has changed must come by.
-    pub(crate) fn touch(&self, page: usize) {
-        let (word, bit) = Self::chunk_bit(page / CHUNK_PAGES);
-        if self.touched[word].load(Ordering::Relaxed) & bit == 0 {
-            self.touched[word].fetch_or(bit, Ordering::Relaxed);
+    /// Before the pages are mapped: whoever goes through the region for pages that the program has changed must come by.
+    pub(crate) fn touch(&self, pages: &Range<usize>) {
+        for chunk in pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES) {
+            let (word, bit) = Self::chunk_bit(chunk);
+            if self.touched[word].load(Ordering::Relaxed) & bit == 0 {
+                self.touched[word].fetch_or(bit, Ordering::Relaxed);
+            }
         }
     }
 
-    pub(crate) fn count_out(&self) {
-        self.resident.fetch_sub(1, Ordering::Relaxed);
+    pub(crate) fn count_out(&self, pages: usize) {
+        self.resident.fetch_sub(pages, Ordering::Relaxed);
+    }
+
+    /// Pages that the program has pinned.
+    pub(crate) fn pinned(&self) -> usize {
+        self.pinned.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_pinned(&self) {
+        self.pinned.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_unpinned(&self) {
+        self.pinned.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Pages that have been on their way out for too long: the region's store does not keep up.
@@ -129,12 +159,12 @@ impl Region {
         self.overdue.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn count_overdue(&self) {
-        self.overdue.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn count_overdue(&self, pages: usize) {
+        self.overdue.fetch_add(pages, Ordering::Relaxed);
     }
 
-    pub(crate) fn count_overdue_out(&self) {
-        self.overdue.fetch_sub(1, Ordering::Relaxed);
+    pub(crate) fn count_overdue_out(&self, pages: usize) {
+        self.overdue.fetch_sub(pages, Ordering::Relaxed);
     }
 
     /// The first chunk at or behind `chunk` of which a page was ever filled.
@@ -171,6 +201,11 @@ impl Region {
             self.exit();
         }
         open
+    }
+
+    /// For one more owner of pages, by somebody who is inside.
+    pub(crate) fn enter_again(&self) {
+        self.active.fetch_add(1, Ordering::Relaxed);
     }
 
     /// After the page's stable state is published.

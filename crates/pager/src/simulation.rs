@@ -121,7 +121,7 @@ impl World {
                 self.evictors[evictor].turn();
             }
         }
-        let pages = self.space.resident_pages() + self.space.frames();
+        let pages = self.space.resident_pages() + self.space.frame_pages();
         assert!(
             pages <= self.budget_pages,
             "{pages} pages in memory, {} allowed",
@@ -228,7 +228,7 @@ impl World {
         );
         drop((fillers, evictors, core));
         assert_eq!(
-            space.frames() + space.resident_pages(),
+            space.frame_pages() + space.resident_pages(),
             0,
             "frames are left behind"
         );

@@ -61,10 +61,15 @@ counters! {
 pub(crate) struct Count(AtomicU64);
 
 impl Count {
-    /// Adds one. One writer only, so that no locked instruction is needed.
+    /// Adds one.
     pub(crate) fn bump(&self) {
+        self.add(1);
+    }
+
+    /// One writer only, so that no locked instruction is needed.
+    pub(crate) fn add(&self, count: usize) {
         self.0
-            .store(self.0.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
+            .store(self.0.load(Ordering::Relaxed) + count as u64, Ordering::Relaxed);
     }
 
     fn get(&self) -> u64 {

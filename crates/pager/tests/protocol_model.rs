@@ -11,7 +11,7 @@ mod paging;
 
 use explore::{Summary, explore};
 use paging::{
-    Access::{Read, Write},
+    Access::{Await, Pin, Read, Unpin, Write},
     Harm, Paging, Twin,
 };
 
@@ -22,6 +22,7 @@ const PLAIN: Paging = Paging {
     frames: None,
     prefetches: false,
     flushes: false,
+    gives_up: false,
     madvises: false,
     holds: false,
     fills_fail: false,
@@ -34,6 +35,24 @@ const CROWDED: Paging = Paging {
     program: [&[Write(0), Read(1)], &[Write(1), Read(0)]],
     pages: 2,
     frames: Some(1),
+    ..PLAIN
+};
+
+/// One thread pins the page, and relies on it.
+const PINNED: Paging = Paging {
+    program: [
+        &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
+        &[Write(0), Read(0)],
+    ],
+    ..PLAIN
+};
+
+/// Both do.
+const PINNED_TWICE: Paging = Paging {
+    program: [
+        &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
+        &[Pin(0), Await(0), Write(0), Unpin(0)],
+    ],
     ..PLAIN
 };
 
@@ -175,6 +194,110 @@ fn two_pages_and_one_frame_when_pages_are_held_and_prefetched() {
             ..CROWDED
         },
     );
+}
+
+#[test]
+fn pinned_page_is_there_while_others_leave() {
+    assert!(assert_harmless("pinned", PINNED).always_comes_to_rest);
+    assert!(assert_harmless("pinned twice", PINNED_TWICE).always_comes_to_rest);
+}
+
+#[test]
+fn pinned_page_that_is_flushed_prefetched_and_held_comes_back() {
+    let paging = Paging {
+        prefetches: true,
+        flushes: true,
+        holds: true,
+        writes_fail: true,
+        ..PINNED
+    };
+    assert!(assert_harmless("pinned, flush", paging).always_comes_to_rest);
+    let paging = Paging {
+        flushes: true,
+        ..PINNED_TWICE
+    };
+    assert!(assert_harmless("pinned twice, flush", paging).always_comes_to_rest);
+}
+
+#[test]
+fn pinned_page_that_shall_be_given_up_stays() {
+    let paging = Paging {
+        gives_up: true,
+        prefetches: true,
+        ..PINNED
+    };
+    assert!(assert_harmless("pinned, given up", paging).always_comes_to_rest);
+}
+
+#[test]
+fn pin_of_a_page_that_cannot_be_read_is_given_up() {
+    let paging = Paging {
+        fills_fail: true,
+        flushes: true,
+        ..PINNED
+    };
+    assert!(assert_harmless("pinned, failing fills", paging).always_comes_to_rest);
+}
+
+/// The other page gets the frame when the pin is taken back, and not before.
+#[test]
+fn pinned_page_keeps_its_frame_and_gives_it_back() {
+    let paging = Paging {
+        program: [
+            &[Pin(0), Await(0), Write(0), Read(0), Unpin(0)],
+            &[Write(1), Read(0)],
+        ],
+        flushes: true,
+        ..CROWDED
+    };
+    assert_harmless("crowded, pinned", paging);
+}
+
+#[test]
+fn twin_that_evicts_a_pinned_page() {
+    let paging = Paging {
+        twin: Twin::EvictsPinned,
+        ..PINNED
+    };
+    assert_caught(paging, Harm::PinBroken);
+}
+
+#[test]
+fn twin_that_leaves_despite_a_pin() {
+    let paging = Paging {
+        gives_up: true,
+        twin: Twin::LeavesDespitePin,
+        ..PINNED
+    };
+    assert_caught(paging, Harm::PinBroken);
+}
+
+#[test]
+fn twin_that_flushes_a_pinned_page_and_drops_it() {
+    let paging = Paging {
+        flushes: true,
+        twin: Twin::FlushDrops,
+        ..PINNED
+    };
+    assert_caught(paging, Harm::PinBroken);
+}
+
+#[test]
+fn twin_that_calls_a_pin_complete_while_the_page_leaves() {
+    let paging = Paging {
+        twin: Twin::PinsWhatLeaves,
+        ..PINNED
+    };
+    assert_caught(paging, Harm::PinBroken);
+}
+
+#[test]
+fn twin_that_takes_back_the_pins_of_others() {
+    let paging = Paging {
+        twin: Twin::UnpinsForAll,
+        ..PINNED_TWICE
+    };
+    assert_caught(paging, Harm::PinBroken);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 //! The rule: every compare-and-swap is one step and every action of the kernel is one step, in the order in which
 //! production takes them; the words change by the real functions of `protocol.rs` alone. A [`Twin`] deviates in one place.
 //!
-//! Left out: the bytes (a page holds the number of the last write to it), memory order, and heat, stamps and pins.
+//! Left out: the bytes (a page holds the number of the last write to it), memory order, heat and stamps, and the budget of pins.
 
 use farpage_pager::protocol::{self, OnFailed, OnFault, OnLeft, State, Word};
 use std::fmt;
@@ -43,6 +43,16 @@ pub(crate) enum Twin {
     OnlyWakesPoisoned,
     /// Fills a page that seems to have vanished without looking again as its owner.
     LooksOnce,
+    /// Evicts a page although it is pinned.
+    EvictsPinned,
+    /// Calls a page remote that was to be given up, without looking at its pins.
+    LeavesDespitePin,
+    /// Does not map a page again that was flushed.
+    FlushDrops,
+    /// Calls a pin complete while the page is still on its way out.
+    PinsWhatLeaves,
+    /// Takes back all pins of a page at once.
+    UnpinsForAll,
 }
 
 /// What an access does.
@@ -50,6 +60,11 @@ pub(crate) enum Twin {
 pub(crate) enum Access {
     Read(usize),
     Write(usize),
+    /// The first half of `Mapped::pin`: the page shall stay.
+    Pin(usize),
+    /// The second half: asks for the page, and waits until it is there. From here to the `Unpin` it has to be.
+    Await(usize),
+    Unpin(usize),
 }
 
 /// Who takes part, and what may go wrong.
@@ -64,6 +79,8 @@ pub(crate) struct Paging {
     pub(crate) prefetches: bool,
     /// A second thread detaches, writes and puts back.
     pub(crate) flushes: bool,
+    /// That thread does not put back what it writes, but gives it up: `Advice::DontNeed`.
+    pub(crate) gives_up: bool,
     /// The program drops pages with `madvise(MADV_DONTNEED)`.
     pub(crate) madvises: bool,
     /// A page may turn out to be held after a part of it was taken out.
@@ -90,6 +107,8 @@ pub(crate) enum Harm {
     OverBudget,
     /// An access failed though nothing else did.
     NeedlessSigbus,
+    /// A pinned page was not there, though nobody was writing it back for the program.
+    PinBroken,
     /// Not visible by itself: an owned state without exactly one owner, or an owner without its state.
     Ownership,
     /// Not visible by itself: a stable state that is not what the kernel says.
@@ -119,6 +138,17 @@ struct Thread {
     /// Accesses done.
     done: u8,
     asleep: bool,
+    asked: Asked,
+}
+
+/// How far a thread is that waits for a page without touching it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Asked {
+    NotYet,
+    /// In the fillers' mail.
+    Waiting,
+    /// A filler has taken the page on.
+    TakenOn,
 }
 
 /// Where a runtime thread stands: the step that it takes next.
@@ -226,6 +256,16 @@ impl Paging {
         self.program[thread].get(usize::from(done)).copied()
     }
 
+    /// Whether a thread may rely on its pin of a page.
+    fn relies_on(&self, thread: usize, done: u8, page: usize) -> bool {
+        let past = &self.program[thread][..usize::from(done)];
+        past.iter().fold(false, |pinned, &access| match access {
+            Access::Await(on) if on == page => true,
+            Access::Unpin(on) if on == page => false,
+            _ => pinned,
+        })
+    }
+
     /// Applies a transition that only an owner may apply; returns whether there was a note.
     fn publish(
         &self,
@@ -277,7 +317,7 @@ impl World {
     /// The kernel wakes everyone that sleeps on the page; a fault that nobody has read yet is gone with its sleeper.
     fn wake(&mut self, paging: &Paging, page: usize) {
         for thread in 0..2 {
-            let Thread { done, asleep } = self.threads[thread];
+            let Thread { done, asleep, .. } = self.threads[thread];
             let Some(Access::Read(on) | Access::Write(on)) = paging.access(thread, done) else {
                 continue;
             };
@@ -319,6 +359,7 @@ impl Model for Paging {
             threads: [Thread {
                 done: 0,
                 asleep: false,
+                asked: Asked::NotYet,
             }; 2],
             unread: [0; 2],
             workers: [Worker {
@@ -343,7 +384,7 @@ impl Model for Paging {
             moves.of_filler(filler);
         }
         moves.of_evictor(EVICTOR);
-        if self.flushes {
+        if self.flushes || self.gives_up {
             moves.of_evictor(FLUSHER);
         }
         if self.madvises {
@@ -481,33 +522,38 @@ impl Moves<'_> {
     /// The program touches its next page, or goes to sleep on it: the kernel checks and enqueues in one step.
     fn of_thread(&mut self, thread: usize) {
         let paging = self.paging;
-        let Thread { done, asleep } = self.world.threads[thread];
+        let Thread { done, asleep, .. } = self.world.threads[thread];
         let Some(access) = paging.access(thread, done).filter(|_| !asleep) else {
             return;
         };
         let (page, does) = match access {
             Access::Read(page) => (page, "reads"),
             Access::Write(page) => (page, "writes"),
+            Access::Pin(page) => return self.pin(thread, page),
+            Access::Await(page) => return self.wait_for(thread, page),
+            Access::Unpin(page) => return self.unpin(thread, page),
         };
         let label = Label {
             actor: THREAD_NAMES[thread],
             does,
             page,
         };
+        let flusher = &self.world.workers[FLUSHER];
+        let borrowed = usize::from(flusher.page) == page && flusher.next.owns_the_page();
+        let has_to_be_there = paging.relies_on(thread, done, page) && !borrowed;
         match self.world.pages[page].mapping {
             Mapping::Mapped(seen) => self.add(true, label, |w| {
                 w.threads[thread].done += 1;
                 let page = &mut w.pages[page];
-                match access {
-                    Access::Read(_) if seen != page.last => return Err(Harm::WrongRead),
-                    Access::Read(_) => {}
-                    Access::Write(_) => {
-                        page.last = 1 + 2 * done + thread as Version;
-                        page.mapping = Mapping::Mapped(page.last);
-                    }
+                if matches!(access, Access::Write(_)) {
+                    page.last = 1 + 2 * done + thread as Version;
+                    page.mapping = Mapping::Mapped(page.last);
+                } else if seen != page.last {
+                    return Err(Harm::WrongRead);
                 }
                 Ok(())
             }),
+            _ if has_to_be_there => self.add(true, label, |_| Err(Harm::PinBroken)),
             Mapping::Poison => self.add(
                 true,
                 Label {
@@ -536,6 +582,77 @@ impl Moves<'_> {
                 },
             ),
         }
+    }
+
+    fn pin(&mut self, thread: usize, page: usize) {
+        let label = Label {
+            actor: THREAD_NAMES[thread],
+            does: "pins",
+            page,
+        };
+        self.add(true, label, |w| {
+            let word = &mut w.pages[page].word;
+            *word = protocol::pin(*word).expect("few threads pin");
+            w.threads[thread].done += 1;
+            Ok(())
+        });
+    }
+
+    fn unpin(&mut self, thread: usize, page: usize) {
+        let paging = self.paging;
+        let label = Label {
+            actor: THREAD_NAMES[thread],
+            does: "unpins",
+            page,
+        };
+        self.add(true, label, |w| {
+            let word = &mut w.pages[page].word;
+            *word = protocol::unpin(*word).expect("it was pinned before");
+            while let Some(less) = protocol::unpin(*word).filter(|_| paging.is(Twin::UnpinsForAll)) {
+                *word = less;
+            }
+            w.threads[thread].done += 1;
+            Ok(())
+        });
+    }
+
+    /// The rest of a pin: ask a filler, look at the word until it is resident, ask again if it came to nothing.
+    fn wait_for(&mut self, thread: usize, page: usize) {
+        let paging = self.paging;
+        let label = |does| Label {
+            actor: THREAD_NAMES[thread],
+            does,
+            page,
+        };
+        let ask = |w: &mut World| {
+            w.threads[thread].asked = Asked::Waiting;
+            Ok(())
+        };
+        let asked = self.world.threads[thread].asked;
+        match (self.world.pages[page].word.state(), asked) {
+            (_, Asked::NotYet) => self.add(true, label("asks for the page"), ask),
+            (State::Resident, _) => self.pinned(thread, label("sees it resident")),
+            (State::Leaving, _) if paging.is(Twin::PinsWhatLeaves) => {
+                self.pinned(thread, label("sees it leaving"));
+            }
+            (State::Remote, Asked::TakenOn) => self.add(true, label("asks once more"), ask),
+            (State::Poisoned, Asked::TakenOn) => self.add(true, label("gives the pin up"), |w| {
+                let word = &mut w.pages[page].word;
+                *word = protocol::unpin(*word).expect("it was pinned before");
+                w.threads[thread].done = paging.program[thread].len() as u8;
+                w.threads[thread].asked = Asked::NotYet;
+                Ok(())
+            }),
+            _ => {}
+        }
+    }
+
+    fn pinned(&mut self, thread: usize, label: Label) {
+        self.add(true, label, |w| {
+            w.threads[thread].done += 1;
+            w.threads[thread].asked = Asked::NotYet;
+            Ok(())
+        });
     }
 
     fn of_madvise(&mut self) {
@@ -637,13 +754,39 @@ impl Moves<'_> {
                     0 => 0,
                     thread => match paging.access(thread - 1, w.threads[thread - 1].done) {
                         Some(Access::Read(page) | Access::Write(page)) => page as u8 + 1,
-                        None => unreachable!("a sleeping thread has an access to do"),
+                        _ => unreachable!("a sleeping thread has an access to do"),
                     },
                 });
                 w.workers[me].batch = pages;
                 w.unread = [0; 2];
                 Ok(())
             });
+        }
+        for thread in 0..2 {
+            let Thread { done, asked, .. } = self.world.threads[thread];
+            if let (Some(Access::Await(page)), Asked::Waiting) = (paging.access(thread, done), asked) {
+                self.add(
+                    true,
+                    Label {
+                        actor: WORKER_NAMES[me],
+                        does: "takes on what is asked for",
+                        page,
+                    },
+                    |w| {
+                        w.threads[thread].asked = Asked::TakenOn;
+                        let word = w.pages[page].word;
+                        let (next, on_fault) = match protocol::heal(word) {
+                            Some(mine) => (mine, OnFault::Fill),
+                            None => protocol::fault(word),
+                        };
+                        w.pages[page].word = next;
+                        if on_fault == OnFault::Fill {
+                            w.own(me, page, next, Next::TakeFrame);
+                        }
+                        Ok(())
+                    },
+                );
+            }
         }
         for page in 0..paging.pages {
             let word = self.world.pages[page].word;
@@ -728,11 +871,7 @@ impl Moves<'_> {
                 Ok(())
             }),
             (Next::Compare(version), _) => {
-                let leaves = if me == FLUSHER {
-                    Next::Reinstall(version)
-                } else {
-                    Next::PublishLeft(version)
-                };
+                let leaves = paging.written(me, version);
                 self.must(me, "compares with what the store holds", |w| {
                     let late = paging.is(Twin::PublishesBeforeWrite);
                     w.go(
@@ -753,11 +892,7 @@ impl Moves<'_> {
                 }
             }
             (Next::Write(version), _) => {
-                let leaves = if me == FLUSHER {
-                    Next::Reinstall(version)
-                } else {
-                    Next::PublishLeft(version)
-                };
+                let leaves = paging.written(me, version);
                 self.must(me, "writes to the store", |w| {
                     w.pages[page].stored = version;
                     w.go(me, leaves);
@@ -772,7 +907,10 @@ impl Moves<'_> {
             }
             (Next::PublishLeft(version), _) => self.must(me, "publishes left", |w| {
                 let mut gone = OnLeft::Gone;
-                if paging.is(Twin::LeavesDespiteNote) {
+                let blind = paging.is(Twin::LeavesDespiteNote)
+                    || !word.wanted()
+                        && (paging.is(Twin::LeavesDespitePin) || paging.is(Twin::FlushDrops));
+                if blind {
                     paging.publish(w, page, State::Leaving, |word| protocol::removed(word, 0).0)?;
                 } else {
                     gone = protocol_left(paging, w, page)?;
@@ -811,7 +949,11 @@ impl Moves<'_> {
                 page,
             };
             let Page { word, mapping, .. } = self.world.pages[page];
-            let leaving = protocol::leave(word);
+            let leaving = if me == FLUSHER || paging.is(Twin::EvictsPinned) {
+                protocol::borrow(word)
+            } else {
+                protocol::leave(word)
+            };
             if paging.is(Twin::DetachesWithoutOwning) {
                 if let Mapping::Mapped(version) = mapping {
                     self.may(me, "takes it out without owning it", page, |w| {
@@ -1004,6 +1146,15 @@ fn protocol_left(paging: &Paging, world: &mut World, page: usize) -> Result<OnLe
 }
 
 impl Paging {
+    /// What follows once a page's bytes are in the store.
+    fn written(&self, worker: usize, version: Version) -> Next {
+        if worker == FLUSHER && !self.gives_up && !self.is(Twin::FlushDrops) {
+            Next::Reinstall(version)
+        } else {
+            Next::PublishLeft(version)
+        }
+    }
+
     fn on_fault(&self, world: &mut World, me: usize) -> Step {
         let page = usize::from(world.workers[me].page);
         let word = world.pages[page].word;
@@ -1035,9 +1186,10 @@ impl fmt::Display for World {
         } in &self.pages
         {
             let note = if word.wanted() { "+WANTED" } else { "" };
+            let pin = if word.pinned() { "+PINNED" } else { "" };
             write!(
                 f,
-                "| {:?}{note}, {mapping:?}, stored {stored} ",
+                "| {:?}{note}{pin}, {mapping:?}, stored {stored} ",
                 word.state()
             )?;
         }

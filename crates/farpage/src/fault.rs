@@ -1,0 +1,63 @@
+//! Who serves the program's page faults: [`FaultMode`].
+
+use std::{io, str::FromStr, sync::Arc};
+
+use farpage_pager::{InThread, Mapped};
+use farpage_vm::{
+    Fault, KernelSpace,
+    sigbus::{FaultHandler, Registration, Served},
+};
+
+/// Who serves the program's page faults.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FaultMode {
+    /// Threads of the runtime. System calls that are given absent memory wait until it is there, like any access.
+    #[default]
+    Filler,
+    /// The thread that touches an absent page, in a handler of SIGBUS: it fetches the page itself, so that no other thread has to be woken, which is most of what a
+    /// fault on a small page costs. Two things differ:
+    ///
+    /// - a system call that is given absent memory (`read` into an array, `write` from it) fails with `EFAULT`. Bring the memory in before, and keep
+    ///   it there during the call: [`Region::pin`](crate::Region::pin) does both, [`Region::prefetch_now`](crate::Region::prefetch_now) the first.
+    /// - a thread that blocks SIGBUS is killed by its first fault. A handler of SIGBUS that the program installs after the runtime was built has to pass on
+    ///   what is not its own.
+    InThread,
+}
+
+impl FromStr for FaultMode {
+    type Err = &'static str;
+
+    fn from_str(name: &str) -> Result<FaultMode, Self::Err> {
+        match name {
+            "filler" => Ok(FaultMode::Filler),
+            "in-thread" => Ok(FaultMode::InThread),
+            _ => Err("need filler or in-thread"),
+        }
+    }
+}
+
+/// Has the program's threads serve the faults of a region themselves, if its runtime works that way.
+pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<Registration>> {
+    let Some(in_thread) = mapped.pager().in_thread() else {
+        return Ok(None);
+    };
+    let addresses = mapped.address()..mapped.address() + mapped.mapped_bytes();
+    Registration::new(addresses, Arc::new(Handler(in_thread.clone()))).map(Some)
+}
+
+struct Handler(Arc<InThread<KernelSpace>>);
+
+// SAFETY: `InThread` keeps the rules of a signal handler (see its module):
+// - it allocates nothing once a filler has served its first pages, and takes only locks of the runtime, under which nothing touches a region;
+// - it works on frames and the servers' memory, never on a region's pages;
+// - regions are closed by the program's own calls.
+unsafe impl FaultHandler for Handler {
+    fn fault(&self, fault: Fault) -> Served {
+        if self.0.serve(fault.address) {
+            Served::Retry
+        } else {
+            Served::NotMine
+        }
+    }
+}
