@@ -34,7 +34,7 @@ use nix::poll::{PollFd, PollFlags};
 use self::{
     call::Call,
     port::{Port, PortState},
-    run::{Part, Run, Task, Transfer},
+    run::{Part, Run, Spare, Task, Transfer},
     staging::{IoBuf, Staging},
 };
 use crate::{
@@ -120,8 +120,7 @@ pub struct Lane<F: Frame> {
     bell: Arc<Bell>,
     /// Something was put off that the end of another lane's operation allows.
     look_again: Option<Instant>,
-    /// Empty vectors of runs that have ended, so that new ones allocate nothing.
-    spare: Vec<(Vec<Part<F>>, Vec<u128>)>,
+    spare: Vec<Spare<F>>,
     /// Scratch, empty between calls.
     places: Vec<Place>,
     entries: Vec<(u64, Entry)>,
@@ -275,7 +274,7 @@ impl<F: Frame> Lane<F> {
             && (remote.codec == Codec::Raw || self.staging.has(store.page_bytes))
     }
 
-    fn spare(&mut self) -> (Vec<Part<F>>, Vec<u128>) {
+    fn spare(&mut self) -> Spare<F> {
         self.spare.pop().unwrap_or_default()
     }
 

@@ -430,6 +430,267 @@ fn lost_delayed_and_reordered_operations_neither_lose_nor_mix_pages() {
 }
 
 #[test]
+fn runs_longer_than_all_staging_buffers_take_their_turn() {
+    let cluster = cluster(1);
+    let store = remote(&cluster, 100, 65536, Codec::Lz4);
+    let mut model = vec![0; 100 * 65536];
+    assert_eq!(conform(&cluster, &store, &mut model, 8, 100), 0);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let pages: Vec<u8> = (0..100u64 * 65536)
+        .map(|i| (i / 5 + i / 65536) as u8)
+        .collect();
+    let done = write_run(&mut lane, &store, 0, &pages);
+    assert_eq!((done.outcome.written, done.failed.len()), (100, 0));
+    assert!(read_run(&mut lane, &store, 0, 100).frame.bytes == pages);
+}
+
+/// Neither zeros nor one value, and no two alike.
+fn odd_page(page_bytes: usize, number: u64) -> Vec<u8> {
+    let mut page = vec![0; page_bytes];
+    ChaCha8Rng::seed_from_u64(number).fill_bytes(&mut page);
+    page
+}
+
+fn odd_pages(page_bytes: usize, numbers: Range<u64>) -> Vec<u8> {
+    numbers
+        .flat_map(|number| odd_page(page_bytes, number))
+        .collect()
+}
+
+#[test]
+fn a_run_that_was_written_together_is_read_by_one_operation() {
+    for (page_bytes, pages) in [(4096, 256), (65536, 16), (1 << 20, 2)] {
+        let server = SimServer::new(SimConfig::new(1));
+        let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+        let store = remote(&cluster, pages, page_bytes, Codec::Raw);
+        let mut lane = Lane::new(&cluster).unwrap();
+        let mut bytes = odd_pages(page_bytes, 0..pages);
+        for round in 0..3 {
+            let before = server.operations();
+            let done = write_run(&mut lane, &store, 0, &bytes);
+            let expected = Outcome {
+                clean: 0,
+                written: pages as u32,
+                wire_bytes: bytes.len() as u64,
+            };
+            assert_eq!(done.outcome, expected);
+            assert_eq!(server.operations() - before, 1, "a WRITE, round {round}");
+            let read = read_run(&mut lane, &store, 0, pages as usize);
+            assert!(read.frame.bytes == bytes);
+            assert_eq!(read.outcome.wire_bytes, bytes.len() as u64);
+            assert_eq!(server.operations() - before, 2, "a READ, round {round}");
+            let clean = write_run(&mut lane, &store, 0, &bytes);
+            assert_eq!(clean.outcome.clean, pages as u32);
+            assert_eq!(server.operations() - before, 2, "nothing changed");
+            bytes.rotate_right(1);
+        }
+    }
+    // No operation is longer than the fabric allows.
+    let server = SimServer::new(SimConfig::new(1));
+    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let store = remote(&cluster, 100, 65536, Codec::Raw);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let bytes = odd_pages(65536, 0..100);
+    write_run(&mut lane, &store, 0, &bytes);
+    assert!(read_run(&mut lane, &store, 0, 100).frame.bytes == bytes);
+    assert!(server.operations() <= 2 * 6, "{}", server.operations());
+}
+
+#[test]
+fn a_run_moves_what_changed_and_makes_what_needs_no_request() {
+    let server = SimServer::new(SimConfig::new(1));
+    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let store = remote(&cluster, 8, 4096, Codec::Raw);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let mut pages = odd_pages(4096, 0..8);
+    write_run(&mut lane, &store, 0, &pages);
+    // Clean, changed, changed, one value, clean, changed, clean, zeros.
+    pages[4096..3 * 4096].copy_from_slice(&odd_pages(4096, 11..13));
+    pages[3 * 4096..4 * 4096].fill(7);
+    pages[5 * 4096] ^= 1;
+    pages[7 * 4096..].fill(0);
+    let before = server.operations();
+    let done = write_run(&mut lane, &store, 0, &pages);
+    let expected = Outcome {
+        clean: 3,
+        written: 5,
+        wire_bytes: 3 * 4096,
+    };
+    assert_eq!((done.outcome, done.failed.len()), (expected, 0));
+    assert_eq!(server.operations() - before, 2, "one for each stretch");
+    let read = read_run(&mut lane, &store, 0, 8);
+    assert!(read.frame.bytes == pages);
+    assert_eq!(read.outcome.wire_bytes, 6 * 4096);
+}
+
+#[test]
+fn a_damaged_page_fails_alone() {
+    for codec in [Codec::Raw, Codec::Lz4] {
+        let cluster = cluster(1);
+        let store = remote(&cluster, 16, 4096, codec);
+        let mut lane = Lane::new(&cluster).unwrap();
+        let pages: Vec<u8> = (0..16 * 4096u64)
+            .map(|i| (i / 9 + i / 4096 * 3) as u8)
+            .collect();
+        write_run(&mut lane, &store, 0, &pages);
+        for page in [3, 4, 15] {
+            tamper(&cluster, &store, page, |bytes| bytes[1] ^= 1);
+        }
+        let done = read_run(&mut lane, &store, 0, 16);
+        let failed: Vec<_> = done.failed.iter().map(|(page, _)| *page).collect();
+        assert_eq!(failed, [3, 4, 15]);
+        for (page, error) in &done.failed {
+            assert!(matches!(error, StoreError::Corrupt { page: p, .. } if p == page));
+        }
+        let pages = pages.chunks(4096).zip(done.frame.bytes.chunks(4096));
+        for (page, (expected, got)) in (0..).zip(pages) {
+            assert!(failed.contains(&page) || expected == got, "page {page}");
+        }
+        assert_eq!((store.stats().corrupt, store.stats().errors), (3, 3));
+    }
+}
+
+#[test]
+fn what_fails_of_a_run_leaves_the_last_good_copies() {
+    let mut failed = 0;
+    for seed in 0..10 {
+        let server = |seed| {
+            let config = SimConfig {
+                lose_one_in: Some(6),
+                timeout_steps: 30,
+                ..SimConfig::new(seed)
+            };
+            session(&SimServer::new(config))
+        };
+        // No time to repeat anything.
+        let options = ClusterOptions {
+            deadline: Duration::ZERO,
+        };
+        let cluster = Cluster::new(vec![server(seed), server(seed + 500)], options);
+        let codec = [Codec::Raw, Codec::Lz4][seed as usize % 2];
+        let store = remote(&cluster, 60, 4096, codec);
+        failed += conform(&cluster, &store, &mut vec![0; 60 * 4096], seed, 600);
+    }
+    assert!(failed > 1000, "{failed} pages failed");
+}
+
+#[test]
+fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
+    for seed in 0..12 {
+        println!("seed {seed}");
+        let dying = SimServer::new(SimConfig {
+            die_at_op: Some(5 + seed * 2),
+            ..SimConfig::new(seed)
+        });
+        let living = SimServer::new(SimConfig::new(seed + 500));
+        let options = ClusterOptions {
+            deadline: Duration::from_millis(4),
+        };
+        let cluster = Cluster::new(vec![session(&dying), session(&living)], options);
+        let codec = [Codec::Raw, Codec::Lz4][seed as usize % 2];
+        let store = remote(&cluster, 64, 4096, codec);
+        let mut lane = Lane::new(&cluster).unwrap();
+        // What each page was last written as, and its entry then.
+        let mut model = vec![0; 64 * 4096];
+        let mut entries = [Entry::Never; 64];
+        let mut failed = 0;
+        for round in 0..20 {
+            let mut bytes = model.clone();
+            for (i, page) in bytes.chunks_mut(4096).enumerate() {
+                let new = odd_page(4096, round * 64 + i as u64);
+                let half = if codec == Codec::Raw { 4096 } else { 2000 };
+                page[..half].copy_from_slice(&new[..half]);
+            }
+            for from in (0..64).step_by(16) {
+                let run = bytes[from * 4096..][..16 * 4096].to_vec();
+                lane.write_back(&store, from as u64, run.into(), from as u64)
+                    .unwrap();
+            }
+            while lane.in_flight() > 0 {
+                for done in some(&mut lane) {
+                    failed += done.failed.len();
+                    for page in done.tag..done.tag + 16 {
+                        let at = page as usize;
+                        let entry = store.table.load(page);
+                        if done.failed.iter().any(|(failed, _)| *failed == page) {
+                            assert_eq!(entry, entries[at], "page {page}");
+                        } else {
+                            let range = at * 4096..(at + 1) * 4096;
+                            model[range.clone()].copy_from_slice(&bytes[range]);
+                            entries[at] = entry;
+                        }
+                    }
+                }
+            }
+        }
+        assert!(failed > 0);
+        let done = read_run(&mut lane, &store, 0, 64);
+        for (page, entry) in entries.iter().enumerate() {
+            let lost = matches!(entry, Entry::Stored { place, .. } if place.server == 0);
+            let failed = done.failed.iter().any(|(failed, _)| *failed == page as u64);
+            assert_eq!(lost, failed, "page {page}");
+            let range = page * 4096..(page + 1) * 4096;
+            assert!(
+                lost || done.frame.bytes[range.clone()] == model[range],
+                "page {page}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_full_server_takes_what_fits_of_a_run() {
+    let cluster = cluster_of([SimConfig {
+        capacity_bytes: 1 << 20,
+        ..SimConfig::new(1)
+    }]);
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&cluster, REGION, 64 << 20, 4096, &options).unwrap();
+    let mut lane = Lane::new(&cluster).unwrap();
+    let bytes = odd_pages(4096, 0..300);
+    let done = write_run(&mut lane, &store, 0, &bytes);
+    assert_eq!((done.outcome.written, done.failed.len()), (256, 44));
+    for (page, error) in &done.failed {
+        assert!(matches!(error, StoreError::Full { page: p, .. } if p == page));
+    }
+    for page in 0..300 {
+        let is_kept = !done.failed.iter().any(|(failed, _)| *failed == page);
+        let expected = if is_kept {
+            odd_page(4096, page)
+        } else {
+            vec![0; 4096]
+        };
+        assert!(
+            read(&mut lane, &store, page).unwrap() == expected,
+            "page {page}"
+        );
+    }
+}
+
+#[test]
+fn runs_wait_for_each_others_slots_where_space_is_tight() {
+    for codec in [Codec::Raw, Codec::Lz4] {
+        let cluster = cluster_of([SimConfig {
+            capacity_bytes: 5 << 20,
+            ..SimConfig::new(1)
+        }]);
+        // Nothing beyond what is reserved: 64 pages, and as many on their way.
+        let store = remote(&cluster, 40, 65536, codec);
+        let granted = cluster.sessions()[0].stat().unwrap().granted_bytes;
+        let rest = (5 << 20) - granted;
+        let _rest = (rest > 0).then(|| cluster.sessions()[0].grant(rest).unwrap());
+        let mut model = vec![0; 40 * 65536];
+        let failed = conform(&cluster, &store, &mut model, 3, 600);
+        if codec == Codec::Raw {
+            assert_eq!(failed, 0, "a reserved region has room");
+        }
+    }
+}
+
+#[test]
 fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
     let dir = tempfile::tempdir().unwrap();
     for (seed, bytes) in [(1, 4096 * 30), (2, 4096 * 29 + 1), (3, 5)] {
@@ -939,6 +1200,38 @@ fn a_store_that_stalls_holds_up_nobody_else() {
         2,
         "as many calls at once as threads"
     );
+}
+
+#[test]
+fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let (user, store) = unruly(&cluster, 10 * 4096 - 100);
+    let mut model = user.bytes.lock().clone();
+    let mut lane = Lane::new(&cluster).unwrap();
+    let done = read_run(&mut lane, &store, 0, 10);
+    model.resize(10 * 4096, 0);
+    assert!(done.frame.bytes == model);
+    assert_eq!(user.calls.load(Ordering::Relaxed), 1);
+    for page in [2, 3, 4, 9] {
+        model[page * 4096] ^= 1;
+    }
+    let done = write_run(&mut lane, &store, 0, &model);
+    let expected = Outcome {
+        clean: 6,
+        written: 4,
+        wire_bytes: 4 * 4096 - 100,
+    };
+    assert_eq!((done.outcome, done.failed.len()), (expected, 0));
+    assert_eq!(user.calls.load(Ordering::Relaxed), 3, "two stretches");
+    assert!(*user.bytes.lock() == model[..10 * 4096 - 100]);
+    user.fail.store(true, Ordering::Relaxed);
+    model[4096] ^= 1;
+    model[5 * 4096..7 * 4096].fill(9);
+    let done = write_run(&mut lane, &store, 0, &model);
+    let failed: Vec<_> = done.failed.iter().map(|(page, _)| *page).collect();
+    assert_eq!((failed, done.outcome.clean), (vec![1, 5, 6], 7));
+    user.fail.store(false, Ordering::Relaxed);
+    assert_eq!(write_run(&mut lane, &store, 0, &model).outcome.written, 3);
 }
 
 fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {

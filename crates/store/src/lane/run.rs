@@ -29,6 +29,9 @@ pub(super) struct Run<F> {
     failed: Vec<(u64, StoreError)>,
 }
 
+/// The vectors of a run that has ended, empty, so that the next one allocates nothing.
+pub(super) type Spare<F> = (Vec<Part<F>>, Vec<u128>);
+
 /// Pages that have the same fate.
 pub(super) struct Part<F> {
     /// The first page, counted in the run.
@@ -117,11 +120,11 @@ impl Task {
 }
 
 impl<F: Frame> Run<F> {
-    /// A run without pages. `parts` and `hashes` are empty, and used again.
+    /// A run without pages.
     pub(super) fn new(
         (tag, store, page): (u64, &Arc<PageStore>, u64),
         verb: Verb,
-        (parts, hashes): (Vec<Part<F>>, Vec<u128>),
+        (parts, hashes): Spare<F>,
     ) -> Self {
         Self {
             tag,
@@ -245,7 +248,7 @@ impl<F: Frame> Run<F> {
     }
 
     /// The end of it, and the vectors for the next one.
-    pub(super) fn finish(mut self) -> (Done<F>, (Vec<Part<F>>, Vec<u128>)) {
+    pub(super) fn finish(mut self) -> (Done<F>, Spare<F>) {
         self.parts.sort_unstable_by_key(|part| part.first);
         let mut frames =
             (self.parts.drain(..)).map(|part| part.frame.expect("a part that has ended is here"));
