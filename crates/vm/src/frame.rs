@@ -10,10 +10,13 @@
 //!
 //! Memory that a device has registered (RDMA) can not lie here: pinned pages do not move.
 
-use std::{fmt, io, ops::Range, sync::Arc};
+use std::{
+    fmt, io,
+    ops::Range,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
 
 use nix::errno::Errno;
-use parking_lot::Mutex;
 
 use crate::{
     space::{Frame, RUN_PAGES_MAX},
@@ -40,6 +43,8 @@ pub(crate) struct Pool {
     page_bytes: usize,
     /// Pages of all frames at most.
     pages_max: u32,
+    /// A lock of the standard library: it never allocates, as `parking_lot`'s may when contended, and a frame comes and goes inside a signal
+    /// handler where faults are served in-thread.
     vacancies: Mutex<Vacancies>,
 }
 
@@ -76,6 +81,12 @@ impl Pool {
         self.page_bytes
     }
 
+    fn vacancies(&self) -> MutexGuard<'_, Vacancies> {
+        self.vacancies
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Vacant slots next to each other, `pages` or else as many as there are, but not fewer than `at_least`: their frame must not be handed out
     /// before its pages are there.
     pub(crate) fn vacant(
@@ -84,7 +95,7 @@ impl Pool {
         at_least: usize,
     ) -> io::Result<KernelFrame> {
         let narrow = |pages: usize| u32::try_from(pages).unwrap_or(u32::MAX);
-        let taken = self.vacancies.lock().take(narrow(pages), narrow(at_least));
+        let taken = self.vacancies().take(narrow(pages), narrow(at_least));
         let Some((slot, slots)) = taken else {
             let text = format!(
                 "no room for a run of {at_least} pages of {} bytes among {} in frames (runs are of at most {RUN_PAGES_MAX}): raise the \
@@ -261,6 +272,6 @@ impl Drop for KernelFrame {
             unsafe { sys::madvise(self.address(), self.len(), libc::MADV_DONTNEED) }
                 .expect("a mapped, aligned range of ours can always be dropped");
         }
-        self.pool.vacancies.lock().give_back(self.slot, self.slots);
+        self.pool.vacancies().give_back(self.slot, self.slots);
     }
 }

@@ -58,6 +58,10 @@ pub struct KernelSpaceOptions {
     /// Catch only faults of the program's own instructions; a system call that touches an absent page fails with `EFAULT`. Needs no permission.
     /// Default: false.
     pub user_mode_only: bool,
+    /// A fault is not reported to its shard but raises SIGBUS in the thread that faults, which serves it itself (see [`sigbus`](crate::sigbus)).
+    /// No other thread is woken for it, which is most of a fault's cost. The price: a system call that touches an absent page fails with `EFAULT`,
+    /// and a thread that blocks SIGBUS is killed by its first fault. Default: false.
+    pub in_thread: bool,
 }
 
 impl Default for KernelSpaceOptions {
@@ -67,6 +71,7 @@ impl Default for KernelSpaceOptions {
             frame_bytes_max: 1 << 30,
             transfer: None,
             user_mode_only: false,
+            in_thread: false,
         }
     }
 }
@@ -132,9 +137,14 @@ impl KernelSpace {
         if supported.contains(Features::POISON) {
             features = features | Features::POISON;
         }
+        let reported = if options.in_thread {
+            Features::SIGBUS
+        } else {
+            Features::MISSING
+        };
         let shards = (0..options.shards)
             .map(|_| {
-                let uffd = Uffd::open(features, options.user_mode_only)?;
+                let uffd = Uffd::open(features | reported, options.user_mode_only)?;
                 Ok(Shard {
                     uffd,
                     buffer: Mutex::default(),

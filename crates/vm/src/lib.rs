@@ -7,6 +7,7 @@ mod frame;
 mod kernel;
 mod pagemap;
 mod probe;
+pub mod sigbus;
 mod sim;
 mod space;
 mod sys;

@@ -647,16 +647,18 @@ mod tests {
             .unwrap();
         assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
         assert_eq!(space.try_load(2, base + 3 * 4096), Err(Faulted::Asleep));
-        let mut frame = space.new_frame(4096, 4).unwrap();
+        let mut frame = space.new_frame(4096, 5).unwrap();
+        let behind = frame.split_off(4 * 4096);
         for (number, page) in (1..).zip(frame.as_mut().chunks_mut(4096)) {
             page.fill(number);
         }
-        let error = space.install(0, base, frame).unwrap_err();
+        let mut error = space.install(0, base, frame).unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Exists));
         assert_eq!(error.frame.as_ref()[0], 3);
+        error.frame.join(behind).unwrap();
         assert_eq!(
             (error.frame.as_ref().len(), space.frame_pages()),
-            (2 * 4096, 2)
+            (3 * 4096, 3)
         );
         assert!(!space.is_asleep(1) && space.is_asleep(2));
         space.drop_page(base + 2 * 4096);

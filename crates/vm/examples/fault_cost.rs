@@ -1,0 +1,160 @@
+//! Prints what a fault costs from the touch to the value, when it is served by another thread and when the faulting thread serves it itself:
+//! a page lies ready in a frame and is moved in.
+
+use std::{
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
+use farpage_vm::{
+    AddressSpace, Fault, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    sigbus::{FaultHandler, Registration, Served},
+};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+const BYTES: usize = 32 << 20;
+const ROUNDS: usize = 5;
+
+/// Who serves.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum By {
+    /// Another thread, which sleeps until a fault comes.
+    Sleeper,
+    /// Another thread, which asks for faults all the time.
+    Spinner,
+    /// The thread that faults.
+    Itself,
+}
+
+struct Pages {
+    space: KernelSpace,
+    base: usize,
+    layout: Layout,
+    away: Vec<Mutex<Option<KernelFrame>>>,
+    stop: AtomicBool,
+}
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!(
+        "{:>10} {:>8} {:>10} {:>10} {:>10}",
+        "page KiB", "by", "p50 us", "p90 us", "to sleeper"
+    );
+    for page_bytes in [4 << 10, 64 << 10] {
+        let mut sleeper = None;
+        for by in [By::Sleeper, By::Spinner, By::Itself] {
+            let mut ns = measure(page_bytes, by)?;
+            ns.sort_unstable();
+            let (p50, p90) = (ns[ns.len() / 2] as f64, ns[ns.len() * 9 / 10] as f64);
+            let ratio = p50 / *sleeper.get_or_insert(p50);
+            println!(
+                "{:>10} {:>8} {:>10.2} {:>10.2} {ratio:>10.2}",
+                page_bytes >> 10,
+                format!("{by:?}"),
+                p50 / 1e3,
+                p90 / 1e3
+            );
+        }
+    }
+    Ok(())
+}
+
+fn measure(page_bytes: usize, by: By) -> Result<Vec<u64>, Box<dyn std::error::Error>> {
+    let pages = Pages::new(page_bytes, by)?;
+    let registration = (by == By::Itself)
+        .then(|| Registration::new(pages.base..pages.base + BYTES, Arc::clone(&pages) as _))
+        .transpose()?;
+    let server = (by != By::Itself).then(|| {
+        let pages = Arc::clone(&pages);
+        thread::spawn(move || pages.serve(by))
+    });
+    let mut ns = Vec::new();
+    for _ in 0..ROUNDS {
+        for address in (pages.base..pages.base + BYTES).step_by(page_bytes) {
+            let start = Instant::now();
+            // SAFETY: a mapped region, whose absent pages are served.
+            unsafe { (address as *const u8).read_volatile() };
+            ns.push(start.elapsed().as_nanos() as u64);
+        }
+        for page in 0..pages.away.len() {
+            let address = pages.base + page * page_bytes;
+            let frame = pages.space.detach(0, address, page_bytes, 1)?;
+            *pages.away(page) = Some(frame);
+        }
+    }
+    drop(registration);
+    pages.stop.store(true, Ordering::Relaxed);
+    if let Some(server) = server {
+        server.join().expect("the server does not panic");
+    }
+    pages.space.unmap(pages.base, pages.layout);
+    Ok(ns)
+}
+
+impl Pages {
+    fn new(page_bytes: usize, by: By) -> Result<Arc<Self>, Box<dyn std::error::Error>> {
+        let space = KernelSpace::new(KernelSpaceOptions {
+            // One more may be held, by a server that has not come round to giving it back.
+            frame_bytes_max: BYTES + page_bytes,
+            in_thread: by == By::Itself,
+            ..KernelSpaceOptions::default()
+        })?;
+        let layout = Layout {
+            bytes: BYTES,
+            page_bytes,
+            stripe_bytes: BYTES,
+            first_shard: 0,
+        };
+        let away = (0..BYTES / page_bytes)
+            .map(|_| Ok(Mutex::new(Some(space.new_frame(page_bytes, 1)?))))
+            .collect::<Result<_, std::io::Error>>()?;
+        Ok(Arc::new(Self {
+            base: space.map(layout)?,
+            space,
+            layout,
+            away,
+            stop: AtomicBool::new(false),
+        }))
+    }
+
+    fn away(&self, page: usize) -> std::sync::MutexGuard<'_, Option<KernelFrame>> {
+        self.away[page]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn install(&self, fault: Fault) {
+        let page = (fault.address - self.base) / self.layout.page_bytes;
+        if let Some(frame) = self.away(page).take() {
+            self.space
+                .install(0, self.base + page * self.layout.page_bytes, frame)
+                .expect("an absent page can be installed");
+        }
+    }
+
+    fn serve(&self, by: By) {
+        let mut faults = Vec::new();
+        while !self.stop.load(Ordering::Relaxed) {
+            if by == By::Sleeper {
+                let fd = self.space.fault_fd(0).expect("a kernel space has one");
+                let fds = &mut [PollFd::new(fd, PollFlags::POLLIN)];
+                poll(fds, PollTimeout::from(10u8)).expect("polling works");
+            }
+            self.space
+                .faults(0, &mut faults)
+                .expect("faults can be read");
+            faults.drain(..).for_each(|fault| self.install(fault));
+        }
+    }
+}
+
+// SAFETY: allocates nothing; the lock is not held while a page is touched.
+unsafe impl FaultHandler for Pages {
+    fn fault(&self, fault: Fault) -> Served {
+        self.install(fault);
+        Served::Retry
+    }
+}
