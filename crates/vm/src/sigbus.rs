@@ -196,29 +196,42 @@ fn disown() {
 
 /// The entry that an address belongs to, counted as being served.
 fn find(address: usize) -> Option<Serving> {
-    let looking = loop {
-        let turn = TURN.load(SeqCst);
-        LOOKING[turn].fetch_add(1, SeqCst);
-        // Otherwise the turn may have ended before this was counted, with nobody waiting for it.
-        if TURN.load(SeqCst) == turn {
-            break &LOOKING[turn];
+    let looking = Looking::begin();
+    let table = looking.table()?;
+    let at = table.partition_point(|entry| entry.addresses.end <= address);
+    let entry = table
+        .get(at)
+        .filter(|entry| entry.addresses.contains(&address))?;
+    entry.serving.fetch_add(1, SeqCst);
+    Some(Serving(NonNull::from(&**entry)))
+}
+
+/// A look at the table, which is not freed before it ends.
+struct Looking(&'static AtomicUsize);
+
+impl Looking {
+    fn begin() -> Self {
+        loop {
+            let turn = TURN.load(SeqCst);
+            LOOKING[turn].fetch_add(1, SeqCst);
+            let looking = Self(&LOOKING[turn]);
+            // Otherwise the turn may have ended before this was counted, with nobody waiting for it.
+            if TURN.load(SeqCst) == turn {
+                return looking;
+            }
         }
-        LOOKING[turn].fetch_sub(1, SeqCst);
-    };
-    // SAFETY: null, or a table that is not freed while this is counted as looking.
-    let table = unsafe { TABLE.load(SeqCst).as_ref() };
-    let entry = table.and_then(|table| {
-        let at = table.partition_point(|entry| entry.addresses.end <= address);
-        table
-            .get(at)
-            .filter(|entry| entry.addresses.contains(&address))
-    });
-    let serving = entry.map(|entry| {
-        entry.serving.fetch_add(1, SeqCst);
-        Serving(NonNull::from(&**entry))
-    });
-    looking.fetch_sub(1, SeqCst);
-    serving
+    }
+
+    fn table(&self) -> Option<&Table> {
+        // SAFETY: null, or a table that is not freed while this counts.
+        unsafe { TABLE.load(SeqCst).as_ref() }
+    }
+}
+
+impl Drop for Looking {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
 }
 
 /// An entry that a handler is at work on: its registration waits before it lets go.
@@ -443,5 +456,38 @@ fn die(signal: libc::c_int, info: *const libc::siginfo_t) {
             signal,
             info,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nobody;
+
+    // SAFETY: does nothing.
+    unsafe impl FaultHandler for Nobody {
+        fn fault(&self, _: Fault) -> Served {
+            Served::NotMine
+        }
+    }
+
+    #[test]
+    fn what_a_table_has_is_kept_while_somebody_looks_at_it() {
+        let registration = Registration::new(4096..8192, Arc::new(Nobody)).unwrap();
+        let entry = Arc::downgrade(&registration.entry);
+        let looking = Looking::begin();
+        let seen = TABLE.load(SeqCst);
+        let ending = thread::spawn(|| drop(registration));
+        while TABLE.load(SeqCst) == seen {
+            thread::yield_now();
+        }
+        // Time to free it in, if it were freed.
+        (0..1000).for_each(|_| thread::yield_now());
+        assert!(looking.table().unwrap().is_empty());
+        assert!(entry.upgrade().is_some());
+        drop(looking);
+        ending.join().unwrap();
+        assert!(entry.upgrade().is_none());
     }
 }

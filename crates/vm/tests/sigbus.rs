@@ -591,16 +591,18 @@ fn child_after_fork_can_register_for_itself() {
     // SAFETY: the child allocates, which glibc supports after fork, and ends without destructors of the parent's.
     let child = unsafe { libc::fork() };
     if child == 0 {
-        // The parent's range is free here.
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
-        // SAFETY: replaces nothing.
-        let start = unsafe { libc::mmap(address as *mut _, PAGE, libc::PROT_READ, flags, -1, 0) };
-        let toy = Toy::new(1, None);
-        let registration = toy.register();
-        counter(toy.base).store(1, Ordering::Relaxed);
-        drop(registration);
+        let served = std::panic::catch_unwind(|| {
+            let toy = Toy::new(1, None);
+            // The parent's range is free here, also for the region.
+            drop(Registration::new(
+                address..address + PAGE,
+                Arc::clone(&toy) as _,
+            ));
+            let _registration = toy.register();
+            counter(toy.base).store(1, Ordering::Relaxed);
+        });
         // SAFETY: ends the child.
-        unsafe { libc::_exit(i32::from(start as usize != address)) };
+        unsafe { libc::_exit(i32::from(served.is_err())) };
     }
     let mut status = 0;
     // SAFETY: waits for the child made above.
