@@ -22,18 +22,43 @@ pub(crate) struct Streams {
 #[derive(Debug)]
 struct Stream {
     region: u64,
-    /// A fault on it (or on any page from here to `end`) is the program coming along.
-    trigger: usize,
-    /// Behind the last page that was read ahead.
-    end: usize,
+    /// The page of its first fault, until a second one tells the direction.
+    first: Option<usize>,
+    /// Through the region downwards, as `memmove` goes when it pleases.
+    down: bool,
+    /// What was planned last. A fault in it, or on the page behind it, is the program coming along.
+    ahead: Range<usize>,
     window: usize,
 }
 
 /// What to do about a fault.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
-    /// Pages to read ahead; the first is the trigger, to be held back.
+    /// Pages to read ahead; the nearest to the fault is the trigger, to be held back.
     pub(crate) ahead: Range<usize>,
+    /// The program goes downwards: the nearest is the last.
+    pub(crate) down: bool,
+}
+
+impl Plan {
+    /// Nothing to read ahead.
+    pub(crate) const NONE: Plan = Plan {
+        ahead: 0..0,
+        down: false,
+    };
+}
+
+impl Stream {
+    /// Which way the program goes if it came to `page`; `None`: this is another stream's.
+    fn direction(&self, page: usize) -> Option<bool> {
+        let goes_on = if self.down {
+            (self.ahead.start..=self.ahead.end).contains(&(page + 1))
+        } else {
+            (self.ahead.start..=self.ahead.end).contains(&page)
+        };
+        let turns = self.first == Some(page + 1);
+        (goes_on || turns).then_some(turns || self.down)
+    }
 }
 
 impl Streams {
@@ -47,43 +72,62 @@ impl Streams {
         limit: usize,
         eager: bool,
         missed: bool,
-    ) -> Option<Plan> {
+    ) -> Plan {
         if limit == 0 {
-            return None;
+            return Plan::NONE;
         }
-        let known = self
-            .streams
-            .iter()
-            .position(|s| s.region == region && (s.trigger..=s.end).contains(&page));
+        let known = self.streams.iter().enumerate().find_map(|(at, stream)| {
+            let down = (stream.region == region).then(|| stream.direction(page))??;
+            Some((at, down))
+        });
         let mut stream = match known {
-            Some(at) => self.streams.remove(at),
+            Some((at, down)) => Stream {
+                first: None,
+                down,
+                ..self.streams.remove(at)
+            },
             None => {
-                // A page's successor is expected; a fault there makes it a stream.
                 if self.streams.len() == STREAMS {
                     self.streams.remove(0);
                 }
+                // Its neighbours are expected; a fault there makes it a stream.
                 Stream {
                     region,
-                    trigger: page + 1,
-                    end: page + 1,
+                    first: Some(page),
+                    down: false,
+                    ahead: page + 1..page + 1,
                     window: 0,
                 }
             }
         };
-        let plan = (known.is_some() || eager).then(|| {
+        let mut plan = Plan::NONE;
+        if known.is_some() || eager {
             stream.window = (stream.window * 2).clamp(FIRST_WINDOW.min(limit), limit);
-            let first = if missed {
-                page + 1
+            stream.ahead = if stream.down {
+                let end = if missed { page } else { stream.ahead.start.min(page) };
+                end.saturating_sub(stream.window)..end
             } else {
-                stream.end.max(page + 1)
+                let start = if missed { page + 1 } else { stream.ahead.end.max(page + 1) };
+                start..start + stream.window
             };
-            (stream.trigger, stream.end) = (first, first + stream.window);
-            Plan {
-                ahead: first..stream.end,
-            }
-        });
+            plan = Plan {
+                ahead: stream.ahead.clone(),
+                down: stream.down,
+            };
+        }
         self.streams.push(stream);
         plan
+    }
+
+    /// These planned pages are not read after all: their stream goes on there.
+    pub(crate) fn gave_up(&mut self, region: u64, pages: &Range<usize>) {
+        for stream in self.streams.iter_mut().filter(|s| s.region == region) {
+            if stream.down && stream.ahead.start == pages.start {
+                stream.ahead.start = pages.end;
+            } else if !stream.down && stream.ahead.end == pages.end {
+                stream.ahead.end = pages.start;
+            }
+        }
     }
 }
 
@@ -91,27 +135,23 @@ impl Streams {
 mod tests {
     use super::*;
 
+    fn up(ahead: Range<usize>) -> Plan {
+        Plan { ahead, down: false }
+    }
+
+    fn down(ahead: Range<usize>) -> Plan {
+        Plan { ahead, down: true }
+    }
+
     #[test]
     fn second_fault_in_a_row_starts_a_window_and_its_trigger_the_next() {
         let mut streams = Streams::default();
-        assert_eq!(streams.fault(1, 10, 64, false, true), None);
-        assert_eq!(
-            streams.fault(1, 11, 64, false, true),
-            Some(Plan { ahead: 12..16 })
-        );
-        assert_eq!(
-            streams.fault(1, 12, 64, false, false),
-            Some(Plan { ahead: 16..24 })
-        );
-        assert_eq!(
-            streams.fault(1, 16, 64, false, false),
-            Some(Plan { ahead: 24..40 })
-        );
-        assert_eq!(
-            streams.fault(1, 24, 16, false, false),
-            Some(Plan { ahead: 40..56 }),
-            "the limit holds"
-        );
+        assert_eq!(streams.fault(1, 10, 64, false, true), Plan::NONE);
+        assert_eq!(streams.fault(1, 11, 64, false, true), up(12..16));
+        assert_eq!(streams.fault(1, 12, 64, false, false), up(16..24));
+        assert_eq!(streams.fault(1, 16, 64, false, false), up(24..40));
+        let limited = streams.fault(1, 24, 16, false, false);
+        assert_eq!(limited, up(40..56), "the limit holds");
     }
 
     #[test]
@@ -119,17 +159,36 @@ mod tests {
         let mut streams = Streams::default();
         streams.fault(1, 10, 64, false, true);
         streams.fault(1, 11, 64, false, true);
-        assert_eq!(
-            streams.fault(1, 13, 64, false, true),
-            Some(Plan { ahead: 14..22 })
-        );
+        assert_eq!(streams.fault(1, 13, 64, false, true), up(14..22));
+        streams.gave_up(1, &(17..22));
+        assert_eq!(streams.fault(1, 14, 64, false, false), up(17..33));
+    }
+
+    #[test]
+    fn program_that_goes_downwards_is_followed() {
+        for eager in [false, true] {
+            let mut streams = Streams::default();
+            streams.fault(1, 50, 64, eager, true);
+            let window = if eager { 8 } else { 4 };
+            let first = streams.fault(1, 49, 64, eager, true);
+            assert_eq!(first, down(49 - window..49));
+            let second = streams.fault(1, 48, 64, eager, false);
+            assert_eq!(second, down(49 - 3 * window..49 - window));
+            streams.gave_up(1, &(49 - 3 * window..30));
+            let third = streams.fault(1, 48 - window, 64, eager, false);
+            assert_eq!(third.ahead.end, 30, "goes on where it was given up");
+        }
+        let mut streams = Streams::default();
+        streams.fault(1, 1, 64, false, true);
+        assert_eq!(streams.fault(1, 0, 64, false, true), down(0..0));
     }
 
     #[test]
     fn random_faults_read_nothing_ahead() {
         let mut streams = Streams::default();
         for i in 0..1000 {
-            assert_eq!(streams.fault(1, i * 7919 % 100_003, 64, false, false), None);
+            let page = i * 7919 % 100_003;
+            assert_eq!(streams.fault(1, page, 64, false, false), Plan::NONE);
         }
     }
 
@@ -138,19 +197,15 @@ mod tests {
         let mut streams = Streams::default();
         for page in 0..2 {
             for region in 0..6 {
-                assert_eq!(
-                    streams.fault(region, page, 8, false, false).is_some(),
-                    page == 1
-                );
+                let plan = streams.fault(region, page, 8, false, false);
+                assert_eq!(plan != Plan::NONE, page == 1);
             }
         }
     }
 
     #[test]
     fn advice_starts_at_the_first_fault() {
-        assert_eq!(
-            Streams::default().fault(1, 0, 8, true, false),
-            Some(Plan { ahead: 1..5 })
-        );
+        let plan = Streams::default().fault(1, 0, 8, true, false);
+        assert_eq!(plan, up(1..5));
     }
 }

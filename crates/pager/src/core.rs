@@ -21,6 +21,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::{
     PageError,
+    ahead::Plan,
     bell::Bell,
     frames::Frames,
     job::Job,
@@ -47,7 +48,7 @@ pub(crate) enum Command {
 }
 
 /// Pages that would better be brought in.
-pub(crate) type Hint = (Arc<Region>, Range<usize>);
+pub(crate) type Hint = (Arc<Region>, Plan);
 
 /// How to reach a filler.
 #[derive(Debug)]
@@ -277,9 +278,9 @@ impl<A: AddressSpace> Core<A> {
     }
 
     /// Asks a filler to bring pages in when there is room. Forgotten if the filler is too busy to look.
-    pub(crate) fn hint(&self, shard: usize, region: Arc<Region>, pages: Range<usize>) {
+    pub(crate) fn hint(&self, shard: usize, region: Arc<Region>, plan: Plan) {
         let door = &self.fillers[shard];
-        if door.hints.try_send((region, pages)).is_ok() {
+        if door.hints.try_send((region, plan)).is_ok() {
             door.bell.ring();
         }
     }

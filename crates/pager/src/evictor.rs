@@ -196,7 +196,7 @@ impl<A: AddressSpace> Evictor<A> {
                 break;
             }
             let most = region.run_pages().min(excess);
-            let window = region.in_one_stripe(page..claim.pages.end.min(page + most));
+            let window = region.in_one_stripe(&(page..claim.pages.end.min(page + most)), false);
             let now = self.core.now();
             let spared = window
                 .clone()
@@ -529,7 +529,8 @@ impl<A: AddressSpace> Evictor<A> {
             let region = &job.region;
             let mut page = pages.start;
             while page < pages.end {
-                let run = region.in_one_stripe(page..pages.end.min(page + region.run_pages()));
+                let run = pages.end.min(page + region.run_pages());
+                let run = region.in_one_stripe(&(page..run), false);
                 let (dealt_with, begun) = self.begin(region, run, Some(&job));
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();

@@ -22,7 +22,7 @@ use farpage_vm::{AddressSpace, DetachError, Fault};
 
 use crate::{
     Advice, PageError,
-    ahead::{STREAMS, Streams},
+    ahead::{Plan, STREAMS, Streams},
     bell::sleep_on,
     core::{Command, Core, Heat, Inbox},
     protocol::{self, OnFault, State},
@@ -100,15 +100,18 @@ impl Flight {
 struct Waiting {
     region: Arc<Region>,
     page: usize,
-    /// Pages from there up to here are expected to be wanted soon.
-    until: usize,
+    /// These, next to it, are expected to be wanted soon.
+    with: Plan,
     since: Instant,
 }
+
+/// There is no frame to spare for guesses.
+struct NoRoom;
 
 #[derive(Debug)]
 struct Wish {
     region: Arc<Region>,
-    pages: Range<usize>,
+    plan: Plan,
     /// Whether the first run is a stream's trigger.
     trigger: bool,
 }
@@ -190,29 +193,34 @@ impl<A: AddressSpace> Filler<A> {
             return;
         }
         let page = region.page_at(address);
-        let ahead = self.take_on(&region, page, address);
-        if !ahead.is_empty() {
+        let plan = self.take_on(&region, page, address);
+        self.wish(region, plan, true);
+    }
+
+    fn wish(&mut self, region: Arc<Region>, plan: Plan, trigger: bool) {
+        if !plan.ahead.is_empty() {
             self.wishes.push_back(Wish {
                 region,
-                pages: ahead,
-                trigger: true,
+                plan,
+                trigger,
             });
         }
     }
 
     /// A fault in a region that has been entered: does what the page's word says. Returns what to read ahead.
-    fn take_on(&mut self, region: &Arc<Region>, page: usize, address: usize) -> Range<usize> {
+    fn take_on(&mut self, region: &Arc<Region>, page: usize, address: usize) -> Plan {
         let on_fault = region.words.apply(page, protocol::fault);
-        let mut ahead = self.plan(region, page, on_fault == OnFault::Fill);
+        let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
         match on_fault {
             OnFault::Fill => {
                 // What is expected next comes along with what is wanted now.
-                let until = if ahead.start == page + 1 {
-                    ahead.end
+                let run = self.begin(region.clone(), page, plan.clone());
+                let ahead = &mut plan.ahead;
+                if plan.down {
+                    ahead.end = ahead.end.min(run.start);
                 } else {
-                    page + 1
-                };
-                ahead.start = ahead.start.max(self.begin(region.clone(), page, until));
+                    ahead.start = ahead.start.max(run.end);
+                }
             }
             OnFault::Noted => {
                 self.map_held(region, page);
@@ -220,7 +228,7 @@ impl<A: AddressSpace> Filler<A> {
             }
             OnFault::Stale => self.stale(region.clone(), page, address),
         }
-        ahead
+        plan
     }
 
     /// Serves a fault in the thread that raised it. When this returns, all that it started has ended; what is to be read ahead beyond that is the
@@ -229,15 +237,15 @@ impl<A: AddressSpace> Filler<A> {
         if !region.enter() {
             return;
         }
-        let ahead = self.take_on(region, page, address);
+        let plan = self.take_on(region, page, address);
         while !self.is_idle() {
             if !self.work() {
                 self.nap();
             }
         }
-        if !ahead.is_empty() {
-            let shard = region.shard_of(ahead.start, self.core.shards());
-            self.core.hint(shard, region.clone(), ahead);
+        if !plan.ahead.is_empty() {
+            let shard = region.shard_of(page, self.core.shards());
+            self.core.hint(shard, region.clone(), plan);
         }
     }
 
@@ -282,13 +290,13 @@ impl<A: AddressSpace> Filler<A> {
                     Err(DetachError::Absent) => {
                         region.count_out(1);
                         self.core.frames.forget(page_bytes);
-                        self.begin(region, page, page + 1);
+                        self.begin(region, page, Plan::NONE);
                         return;
                     }
                     Err(_) => self.core.publish(&region, page..page + 1, Heat::Refault),
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
-                self.begin(region, page, page + 1);
+                self.begin(region, page, Plan::NONE);
                 return;
             }
         }
@@ -297,67 +305,98 @@ impl<A: AddressSpace> Filler<A> {
         region.exit();
     }
 
-    /// Starts to fill an owned page that somebody waits for, together with what is remote behind it, before `until`. Returns where that ends.
-    fn begin(&mut self, region: Arc<Region>, page: usize, until: usize) -> usize {
-        let waiting = Waiting {
+    /// Starts to fill an owned page that somebody waits for, together with what is remote of `with` next to it. Returns what that is.
+    fn begin(&mut self, region: Arc<Region>, page: usize, with: Plan) -> Range<usize> {
+        let mut waiting = Waiting {
             region,
             page,
-            until,
+            with,
             since: Instant::now(),
         };
         // Who came before goes before.
-        let refused = if self.backlog.is_empty() {
+        if self.backlog.is_empty() {
             match self.try_begin(waiting) {
-                Ok(end) => {
-                    if self.core.frames.above_high() {
-                        self.core.ring_evictors();
-                    }
-                    return end;
-                }
-                Err(waiting) => waiting,
+                Ok(run) => return run,
+                Err(refused) => waiting = refused,
             }
-        } else {
-            waiting
-        };
+        }
         self.counters().starved.bump();
-        self.backlog.push_back(refused);
+        self.backlog.push_back(waiting);
         self.core.ring_evictors();
         self.core.ring_fillers();
-        page + 1
+        page..page + 1
     }
 
-    fn try_begin(&mut self, waiting: Waiting) -> Result<usize, Waiting> {
-        let (region, page) = (&waiting.region, waiting.page);
+    fn try_begin(&mut self, waiting: Waiting) -> Result<Range<usize>, Waiting> {
+        let (region, page, with) = (&waiting.region, waiting.page, &waiting.with);
         let page_bytes = region.page_bytes();
-        let until = waiting.until.min(page + region.run_pages());
-        let run = self.remote_run(region, page + 1..until);
-        let Some(mut frame) = self.core.frames.for_demand(page_bytes, run.len()) else {
+        let next_to_it = if with.down {
+            with.ahead.end == page && region.in_one_stripe(&(0..page + 1), true).start < page
+        } else {
+            with.ahead.start == page + 1 && region.in_one_stripe(&(page..page + 2), false).len() == 2
+        };
+        // The run has the page itself, too.
+        let more = if next_to_it {
+            self.remote_run(region, with).len().min(region.run_pages() - 1)
+        } else {
+            0
+        };
+        let Some(mut frame) = self.core.frames.for_demand(page_bytes, more) else {
             return Err(waiting);
         };
-        let end = self.own(region, page + 1..page + pages_in(&frame, page_bytes));
-        if let Some(rest) = keep_first(&mut frame, end - page, page_bytes) {
+        self.call_evictors();
+        let got = pages_in(&frame, page_bytes) - 1;
+        let run = if with.down {
+            self.own(region, page - got..page, true).start..page + 1
+        } else {
+            page..self.own(region, page + 1..page + 1 + got, false).end
+        };
+        if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
             self.core.release(rest, page_bytes);
         }
-        let mut flight = Flight::demand(waiting.region, page);
-        flight.pages.end = end;
+        let flight = Flight {
+            pages: run.clone(),
+            ..Flight::demand(waiting.region, page)
+        };
         self.post(flight, frame);
-        Ok(end)
+        Ok(run)
     }
 
-    /// The first of these pages up to the first that is not remote or not in the same stripe.
-    fn remote_run(&self, region: &Region, pages: Range<usize>) -> Range<usize> {
-        let mut run = region.in_one_stripe(pages);
-        let is_remote = |page| region.words.load(page).state() == State::Remote;
-        run.end = run.clone().find(|&page| !is_remote(page)).unwrap_or(run.end);
-        run
+    fn call_evictors(&self) {
+        if self.core.frames.above_high() {
+            self.core.ring_evictors();
+        }
     }
 
-    /// Owns pages that nobody waits for, up to the first that is not remote; returns where they end.
-    fn own(&self, region: &Region, mut pages: Range<usize>) -> usize {
-        let end = pages.end;
-        pages
-            .find(|&page| region.words.try_apply(page, protocol::prefetch).is_none())
-            .unwrap_or(end)
+    /// The pages of a plan from the nearest on, up to the first that is not remote or not in the same stripe, as many as may move together.
+    fn remote_run(&self, region: &Region, plan: &Plan) -> Range<usize> {
+        let pages = region.in_one_stripe(&plan.ahead, plan.down);
+        let is_there = |page: &usize| region.words.load(*page).state() != State::Remote;
+        let most = region.run_pages();
+        if plan.down {
+            let start = pages.start.max(pages.end.saturating_sub(most));
+            let stop = (start..pages.end).rev().find(is_there);
+            stop.map_or(start, |page| page + 1)..pages.end
+        } else {
+            let end = pages.end.min(pages.start + most);
+            let stop = (pages.start..end).find(is_there);
+            pages.start..stop.unwrap_or(end)
+        }
+    }
+
+    /// Owns pages that nobody waits for, from the nearest on up to the first that is not remote; returns which.
+    fn own(&self, region: &Region, pages: Range<usize>, down: bool) -> Range<usize> {
+        let refused = |page: &usize| {
+            let owned = region.words.try_apply(*page, protocol::prefetch);
+            owned.is_none()
+        };
+        if down {
+            let stop = pages.clone().rev().find(refused);
+            stop.map_or(pages.start, |page| page + 1)..pages.end
+        } else {
+            let stop = pages.clone().find(refused);
+            pages.start..stop.unwrap_or(pages.end)
+        }
     }
 
     fn serve_backlog(&mut self) -> bool {
@@ -518,18 +557,17 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// What to read ahead after a fault. `missed`: the page was not on its way.
-    fn plan(&mut self, region: &Arc<Region>, page: usize, missed: bool) -> Range<usize> {
+    fn plan(&mut self, region: &Arc<Region>, page: usize, missed: bool) -> Plan {
         let advice = region.advice();
         if advice == Advice::Random {
-            return page + 1..page + 1;
+            return Plan::NONE;
         }
         let eager = advice == Advice::Sequential;
-        let plan = self
+        let mut plan = self
             .streams
             .fault(region.id, page, region.read_ahead, eager, missed);
-        plan.map_or(page + 1..page + 1, |plan| {
-            plan.ahead.start.min(region.pages())..plan.ahead.end.min(region.pages())
-        })
+        plan.ahead.end = plan.ahead.end.min(region.pages());
+        plan
     }
 
     /// Posts READs for pages that nobody waits for yet, as far as frames and the lane allow.
@@ -540,55 +578,95 @@ impl<A: AddressSpace> Filler<A> {
             && self.flights.len() < RUNS_AHEAD_MAX
             && self.bytes_in_flight < BYTES_AHEAD_MAX
         {
-            let Some(wish) = self.wishes.front_mut() else {
+            let Some(mut wish) = self.wishes.pop_front() else {
                 break;
             };
-            let (region, trigger) = (wish.region.clone(), wish.trigger);
-            let (pages, shards) = (wish.pages.clone(), self.core.shards());
-            if pages.is_empty() || region.is_closing() {
-                self.wishes.pop_front();
-                continue;
-            }
-            let run = self.remote_run(&region, pages.start..pages.end.min(pages.start + region.run_pages()));
-            if run.is_empty() || region.shard_of(run.start, shards) != self.shard {
-                self.wishes[0].pages.start += 1;
-                continue;
-            }
-            let page_bytes = region.page_bytes();
-            let Some(mut frame) = self.core.frames.for_prefetch(page_bytes, run.len()) else {
-                // No room for guesses. Those that come too late are worth nothing: forget them.
-                self.core.ring_evictors();
-                self.wishes.clear();
-                break;
-            };
-            let end = if region.enter() {
-                let end = self.own(&region, run.start..run.start + pages_in(&frame, page_bytes));
-                if end == run.start {
-                    region.exit();
+            match self.serve_wish(&mut wish) {
+                Ok(begun) => {
+                    any |= begun;
+                    self.wish_on(wish);
                 }
-                end
-            } else {
-                run.start
-            };
-            let wish = &mut self.wishes[0];
-            (wish.pages.start, wish.trigger) = (end.max(run.start + 1), false);
-            if end == run.start {
-                self.core.release(frame, page_bytes);
-                continue;
+                Err(NoRoom) => {
+                    // No room for guesses. Those that come too late are worth nothing: forget them.
+                    self.core.ring_evictors();
+                    self.wishes.push_front(wish);
+                    for wish in self.wishes.drain(..) {
+                        self.streams.gave_up(wish.region.id, &wish.plan.ahead);
+                    }
+                }
             }
-            if let Some(rest) = keep_first(&mut frame, end - run.start, page_bytes) {
+        }
+        any
+    }
+
+    fn wish_on(&mut self, wish: Wish) {
+        if !wish.plan.ahead.is_empty() && !wish.region.is_closing() {
+            self.wishes.push_front(wish);
+        }
+    }
+
+    /// Begins the nearest run of a wish and takes it off, or passes over a page that is not to be brought in. Returns whether anything was begun.
+    fn serve_wish(&mut self, wish: &mut Wish) -> Result<bool, NoRoom> {
+        let (region, down) = (wish.region.clone(), wish.plan.down);
+        let page_bytes = region.page_bytes();
+        let nearest = if down {
+            wish.plan.ahead.end - 1
+        } else {
+            wish.plan.ahead.start
+        };
+        let mut run = if region.shard_of(nearest, self.core.shards()) == self.shard {
+            self.remote_run(&region, &wish.plan)
+        } else {
+            nearest..nearest
+        };
+        let mut frame = None;
+        if !run.is_empty() {
+            let mut taken = self
+                .core
+                .frames
+                .for_prefetch(page_bytes, run.len())
+                .ok_or(NoRoom)?;
+            self.call_evictors();
+            let got = pages_in(&taken, page_bytes);
+            run = if down {
+                run.end - got..run.end
+            } else {
+                run.start..run.start + got
+            };
+            run = if region.enter() {
+                self.own(&region, run, down)
+            } else {
+                nearest..nearest
+            };
+            let rest = if run.is_empty() {
+                Some(taken)
+            } else {
+                let rest = keep_first(&mut taken, run.len(), page_bytes);
+                frame = Some(taken);
+                rest
+            };
+            if let Some(rest) = rest {
                 self.core.release(rest, page_bytes);
             }
+        }
+        let done = run.len().max(1);
+        if down {
+            wish.plan.ahead.end -= done;
+        } else {
+            wish.plan.ahead.start += done;
+        }
+        let trigger = mem::take(&mut wish.trigger);
+        let begun = frame.is_some();
+        if let Some(frame) = frame {
             let flight = Flight {
                 region,
-                pages: run.start..end,
+                pages: run,
                 heat: Heat::Cold,
                 trigger,
             };
             self.post(flight, frame);
-            any = true;
         }
-        any
+        Ok(begun)
     }
 
     /// A fault was noted on a page that is held back: the program has come along.
@@ -605,22 +683,20 @@ impl<A: AddressSpace> Filler<A> {
 
     fn read_mail(&mut self) -> bool {
         let mut any = false;
-        while let Ok((region, pages)) = self.inbox.hints.try_recv() {
+        while let Ok((region, plan)) = self.inbox.hints.try_recv() {
             any = true;
-            self.wishes.push_back(Wish {
-                region,
-                pages,
-                trigger: false,
-            });
+            self.wish(region, plan, false);
         }
         while let Ok(command) = self.inbox.mail.try_recv() {
             any = true;
             match command {
-                Command::Prefetch(region, pages) => self.wishes.push_back(Wish {
-                    region,
-                    pages,
-                    trigger: false,
-                }),
+                Command::Prefetch(region, pages) => {
+                    let plan = Plan {
+                        ahead: pages,
+                        down: false,
+                    };
+                    self.wish(region, plan, false);
+                }
                 Command::Demand(region, pages, taken_on) => {
                     self.demand(&region, pages);
                     taken_on.fetch_add(1, Ordering::Release);
@@ -642,7 +718,11 @@ impl<A: AddressSpace> Filler<A> {
             }
             let healed = region.words.try_apply(at, protocol::heal).is_some();
             if healed || region.words.apply(at, protocol::fault) == OnFault::Fill {
-                page = self.begin(region.clone(), at, pages.end);
+                let with = Plan {
+                    ahead: page..pages.end,
+                    down: false,
+                };
+                page = self.begin(region.clone(), at, with).end;
             } else {
                 self.map_held(region, at);
                 region.exit();

@@ -211,8 +211,14 @@ impl<A: AddressSpace> Frames<A> {
             .is_ok()
     }
 
+    /// Gives back what was set aside.
     pub(crate) fn unpin(&self, bytes: u64) {
         self.pinned.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that are set aside for pinned pages.
+    pub(crate) fn pinned(&self) -> u64 {
+        self.pinned.load(Ordering::Relaxed)
     }
 
     /// Bytes that can be pinned: fills and evictions need room to work in, and evictors must be able to reach their low mark.

@@ -367,6 +367,39 @@ mod tests {
     }
 
     #[test]
+    fn pins_are_counted_and_touch_nothing_else() {
+        let word = Word::default()
+            .with_stamp(u32::MAX)
+            .with_heat(HEAT_MAX)
+            .with_state(State::Poisoned)
+            .with_note();
+        let mut w = word;
+        for _ in 0..255 {
+            w = pin(w).unwrap();
+            let fields = (w.heat(), w.stamp(), w.state(), w.wanted(), w.installing());
+            assert_eq!(
+                fields,
+                (HEAT_MAX, u32::MAX, State::Poisoned, true, false)
+            );
+        }
+        assert_eq!(pin(w), None);
+        for _ in 0..255 {
+            assert!(w.pinned());
+            w = unpin(w).unwrap();
+        }
+        assert_eq!((w, unpin(w)), (word, None));
+    }
+
+    #[test]
+    fn pinned_page_is_no_victim_but_can_be_borrowed_and_comes_back() {
+        let w = pin(Word::default().with_state(State::Resident)).unwrap();
+        assert_eq!(leave(w), None);
+        let borrowed = borrow(w).unwrap();
+        assert_eq!(left(borrowed, 7), (borrowed, OnLeft::TakeBack));
+        assert_eq!(left(unpin(borrowed).unwrap(), 7).1, OnLeft::Gone);
+    }
+
+    #[test]
     fn failed_prefetch_harms_nobody_and_failed_fault_is_told() {
         let ahead = prefetch(Word::default()).unwrap();
         assert_eq!(fill_failed(ahead), (Word::default(), OnFailed::Dropped));

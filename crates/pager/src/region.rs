@@ -98,11 +98,16 @@ impl Region {
         self.layout.shard_of(page * self.layout.page_bytes, shards)
     }
 
-    /// `pages` up to the first that another shard owns.
-    pub(crate) fn in_one_stripe(&self, pages: Range<usize>) -> Range<usize> {
+    /// The part of `pages` in the same stripe as its first one, or as its last one when going `down`.
+    pub(crate) fn in_one_stripe(&self, pages: &Range<usize>, down: bool) -> Range<usize> {
         let stripe_pages = self.layout.stripe_bytes / self.layout.page_bytes;
-        let end = (pages.start / stripe_pages + 1) * stripe_pages;
-        pages.start..pages.end.min(end)
+        if down {
+            let start = pages.end.saturating_sub(1) / stripe_pages * stripe_pages;
+            pages.start.max(start)..pages.end
+        } else {
+            let end = (pages.start / stripe_pages + 1) * stripe_pages;
+            pages.start..pages.end.min(end)
+        }
     }
 
     /// Pages that move together at most.

@@ -109,7 +109,7 @@ pub(crate) enum Harm {
     NeedlessSigbus,
     /// A pinned page was not there, though nobody was writing it back for the program.
     PinBroken,
-    /// Not visible by itself: an owned state without exactly one owner, or an owner without its state.
+    /// Not visible by itself: an owned state without exactly one owner, an owner without its state, or a pin that is not its thread's.
     Ownership,
     /// Not visible by itself: a stable state that is not what the kernel says.
     WordAndKernelDisagree,
@@ -607,9 +607,14 @@ impl Moves<'_> {
         };
         self.add(true, label, |w| {
             let word = &mut w.pages[page].word;
-            *word = protocol::unpin(*word).expect("it was pinned before");
-            while let Some(less) = protocol::unpin(*word).filter(|_| paging.is(Twin::UnpinsForAll)) {
+            if paging.strict() && !word.pinned() {
+                return Err(Harm::Ownership);
+            }
+            while let Some(less) = protocol::unpin(*word) {
                 *word = less;
+                if !paging.is(Twin::UnpinsForAll) {
+                    break;
+                }
             }
             w.threads[thread].done += 1;
             Ok(())
@@ -638,7 +643,7 @@ impl Moves<'_> {
             (State::Remote, Asked::TakenOn) => self.add(true, label("asks once more"), ask),
             (State::Poisoned, Asked::TakenOn) => self.add(true, label("gives the pin up"), |w| {
                 let word = &mut w.pages[page].word;
-                *word = protocol::unpin(*word).expect("it was pinned before");
+                *word = protocol::unpin(*word).ok_or(Harm::Ownership)?;
                 w.threads[thread].done = paging.program[thread].len() as u8;
                 w.threads[thread].asked = Asked::NotYet;
                 Ok(())
@@ -764,7 +769,9 @@ impl Moves<'_> {
         }
         for thread in 0..2 {
             let Thread { done, asked, .. } = self.world.threads[thread];
-            if let (Some(Access::Await(page)), Asked::Waiting) = (paging.access(thread, done), asked) {
+            if let (Some(Access::Await(page)), Asked::Waiting) =
+                (paging.access(thread, done), asked)
+            {
                 self.add(
                     true,
                     Label {
