@@ -10,7 +10,7 @@ use std::{
 
 use bytemuck::Pod;
 
-use crate::{Advice, FlushError, PageError, Region, region::byte_range};
+use crate::{Advice, FlushError, PageError, PinError, Region, region::byte_range};
 
 /// A fixed-size array of plain values whose pages live on memory servers or in a [`Store`](crate::Store).
 ///
@@ -71,6 +71,27 @@ impl<T: Pod> RemoteArray<T> {
     pub fn prefetch_now(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         self.region
             .prefetch_now(byte_range(range, self.len, mem::size_of::<T>()))
+    }
+
+    /// Brings a range of elements in and keeps it in memory: see [`Region::pin`].
+    ///
+    /// # Errors
+    /// As [`Region::pin`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the array.
+    pub fn pin(&self, range: impl RangeBounds<usize>) -> Result<(), PinError> {
+        self.region
+            .pin(byte_range(range, self.len, mem::size_of::<T>()))
+    }
+
+    /// Takes one [`pin`](Self::pin) of each page back that a range of elements touches: see [`Region::unpin`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the array.
+    pub fn unpin(&self, range: impl RangeBounds<usize>) {
+        self.region
+            .unpin(byte_range(range, self.len, mem::size_of::<T>()));
     }
 
     /// Writes all changes back and keeps the pages: see [`Region::flush`].

@@ -1,7 +1,7 @@
 //! What can go wrong, per operation, and the errors of the layers below that say why.
 
 pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
-pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, StartError};
+pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
     CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError, StoreError,
 };

@@ -20,6 +20,11 @@
 //! touched; [`Region::prefetch_now`] brings pages in and returns an error instead, and tries lost pages again. A page that cannot be
 //! written back stays in memory, and [`Region::flush`] says why.
 //!
+//! # System calls
+//!
+//! A region can be given to system calls like any memory. In a runtime of [`Builder::user_mode_only`] or [`FaultMode::InThread`] only where its pages are:
+//! [`Region::pin`] brings them in and keeps them there.
+//!
 //! # Forking
 //!
 //! Regions belong to the process that made them: a child made by `fork` does not have their addresses (it may `exec`).
@@ -36,7 +41,7 @@ pub use array::RemoteArray;
 pub use bytemuck::Pod;
 pub use bytesize::ByteSize;
 pub use config::Builder;
-pub use error::{BuildError, CreateError, FlushError, OpenError};
+pub use error::{BuildError, CreateError, FlushError, OpenError, PinError};
 pub use farpage_fabric::{Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{Codec, FileStore, FileStoreError, Reserve, Store, StoreStatsSnapshot};

@@ -8,7 +8,7 @@ use std::{
 };
 
 use bytesize::ByteSize;
-use farpage_pager::{Advice, MapError, Mapped, PageError};
+use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
 use farpage_store::{Codec, Reserve, Store};
 use farpage_vm::{KernelSpace, sigbus::Registration};
 
@@ -145,6 +145,49 @@ impl Region {
     /// If the range does not lie in the region.
     pub fn prefetch_now(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         self.mapped.prefetch_now(byte_range(range, self.len(), 1))
+    }
+
+    /// Brings a range of bytes in and keeps it in memory until [`unpin`](Self::unpin): no access of it waits, however tight the budget is.
+    ///
+    /// Whole pages are pinned: all that the range touches. Pins are counted (up to 255 per page), so that parts of a program can pin the same page
+    /// without knowing of each other; all end with the region. Pinned pages count towards the budget, and about a tenth of it, four pages at least, is left
+    /// to all others. Keeping memory from being swapped out by the kernel is not part of it.
+    ///
+    /// # System calls
+    ///
+    /// A system call (`read` into a region, `write` from it) that is given an absent page waits for it like any access, unless the runtime is one of
+    /// [`user_mode_only`](crate::Builder::user_mode_only) or [`FaultMode::InThread`](crate::FaultMode::InThread): there it fails with `EFAULT`, or ends
+    /// early, having done a part. Given pinned pages it does neither, with one exception: while [`flush`](Self::flush) or [`Advice::DontNeed`] writes a
+    /// page back, the page is absent for a moment, pinned or not. Where that matters, do not run the two at the same time.
+    ///
+    /// ```no_run
+    /// use std::{fs::File, io::Read};
+    /// use farpage::{ByteSize, Runtime};
+    ///
+    /// let runtime = Runtime::builder().server("shm:///run/farpage.sock").budget(ByteSize::mib(256)).user_mode_only(true).build()?;
+    /// let mut region = runtime.region(8 << 30)?;
+    /// region.pin(..64 << 20)?;
+    /// File::open("records")?.read_exact(&mut region[..64 << 20])?;
+    /// region.unpin(..64 << 20);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// See [`PinError`]; what was pinned before is pinned as before, and nothing more.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn pin(&self, range: impl RangeBounds<usize>) -> Result<(), PinError> {
+        self.mapped.pin(byte_range(range, self.len(), 1))
+    }
+
+    /// Takes one [`pin`](Self::pin) of each page back that the range touches; a page that has none is left alone. Pages without a pin leave when others
+    /// need their room, not before. Name the range that was pinned: a smaller one leaves pins behind.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn unpin(&self, range: impl RangeBounds<usize>) {
+        self.mapped.unpin(byte_range(range, self.len(), 1));
     }
 
     /// Writes all changes back and keeps the pages. A region with a store of its own is durable after this as far as the store can make it; a named one is

@@ -23,7 +23,7 @@ use crate::{
     frames::Frames,
     in_thread::InThread,
     job::Job,
-    protocol::{self, State},
+    protocol::{self, State, Word},
     region::{CHUNK_PAGES, Region},
     worker,
 };
@@ -87,12 +87,15 @@ pub enum StartError {
 pub enum MapError {
     /// The budget cannot hold the pages that the workers need at once.
     #[error(
-        "a budget of {budget_bytes} bytes is too small for pages of {page_bytes} bytes: it must hold {pages_min} pages (one per filler, and two at \
-         least, since one instruction may touch two); raise the budget or use smaller pages"
+        "a budget of {budget_bytes} bytes, of which {pinned_bytes} are pinned, is too small for pages of {page_bytes} bytes: {pages_min} of them must \
+         fit beside what is pinned (one per filler, and two at least, since one instruction may touch two); raise the budget, unpin pages or use \
+         smaller ones"
     )]
     Budget {
         /// The runtime's budget.
         budget_bytes: u64,
+        /// Bytes of it that the program has pinned.
+        pinned_bytes: u64,
         /// The region's page size.
         page_bytes: usize,
         /// Pages that it must hold.
@@ -133,7 +136,7 @@ pub enum Advice {
     Random,
     /// The range is needed soon: brought in while there is room. Does not wait.
     WillNeed,
-    /// The range is not needed soon: written back where it changed, and given up. The data stays.
+    /// The range is not needed soon: written back where it changed, and given up. The data stays, and pinned pages do.
     DontNeed,
 }
 
@@ -304,10 +307,12 @@ impl<A: AddressSpace> Pager<A> {
     ) -> Result<Mapped<A>, MapError> {
         let (bytes, page_bytes) = (store.bytes(), store.page_bytes());
         let budget_bytes = self.core.frames.budget();
+        let pinned_bytes = self.core.frames.pinned();
         let pages_min = self.core.shards().max(2) as u64;
-        if budget_bytes < pages_min * page_bytes as u64 {
+        if budget_bytes.saturating_sub(pinned_bytes) < pages_min * page_bytes as u64 {
             return Err(MapError::Budget {
                 budget_bytes,
+                pinned_bytes,
                 page_bytes,
                 pages_min,
             });
@@ -519,8 +524,11 @@ impl<A: AddressSpace> Mapped<A> {
         loop {
             // Before the word: one that is poisoned may have been so before we asked.
             let is_new = taken_on.load(Ordering::Acquire) == self.core().shards();
-            match self.region.words.load(page).state() {
-                State::Resident | State::Leaving => return Ok(()),
+            let word = self.region.words.load(page);
+            match word.state() {
+                State::Resident => return Ok(()),
+                // A pinned one comes back, and only then is its pin worth something.
+                State::Leaving if !word.pinned() => return Ok(()),
                 State::Poisoned if is_new => {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
@@ -530,7 +538,7 @@ impl<A: AddressSpace> Mapped<A> {
                     };
                     return Err(self.region.take_error().unwrap_or(unknown));
                 }
-                State::Poisoned | State::Remote | State::Filling => {}
+                State::Poisoned | State::Remote | State::Filling | State::Leaving => {}
             }
             // It was on its way for nobody and failed, or it came and went.
             if asked.elapsed() > Duration::from_millis(5) {
@@ -541,8 +549,9 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin): system calls find them there, and no access
-    /// of them waits, except while a flush writes one back. Pins are counted, like those of `umap_fetch_and_pin`; all end with the region.
+    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin): no access of them waits, and system calls find them there,
+    /// except while [`flush`](Self::flush) or [`Advice::DontNeed`] writes one back. Whole pages are pinned. Pins are counted, up to
+    /// 255 per page; all end with the region. This is `umap_fetch_and_pin` of umap (LLNL), with a way back.
     ///
     /// # Errors
     /// See [`PinError`]; nothing is pinned then that was not before.
@@ -566,24 +575,34 @@ impl<A: AddressSpace> Mapped<A> {
     fn pin_page(&self, page: usize, of: &Range<usize>) -> Result<(), PinError> {
         let (region, frames) = (&self.region, &self.core().frames);
         let page_bytes = region.page_bytes() as u64;
-        // Set aside first, so that no more is pinned than there is room for; given back if it was counted before.
-        if !frames.pin(page_bytes) {
-            return Err(PinError::Budget {
-                asked_bytes: of.len() as u64 * page_bytes,
-                most_bytes: frames.pinned_max(),
-            });
+        loop {
+            let seen = region.words.load(page);
+            if protocol::pin(seen).is_none() {
+                return Err(PinError::TooOften {
+                    region: region.id,
+                    page: page as u64,
+                });
+            }
+            // The first pin of a page sets its bytes aside, before the page is pinned: no more is pinned than there is room for.
+            let first = !seen.pinned();
+            if first && !frames.pin(page_bytes) {
+                return Err(PinError::Budget {
+                    asked_bytes: of.len() as u64 * page_bytes,
+                    most_bytes: frames.pinned_max(),
+                });
+            }
+            let pin = |w: Word| protocol::pin(w).filter(|_| w.pinned() != first);
+            if region.words.try_apply(page, pin).is_some() {
+                if first {
+                    region.count_pinned();
+                }
+                return Ok(());
+            }
+            // Another thread has pinned it meanwhile, or taken its last pin back.
+            if first {
+                frames.unpin(page_bytes);
+            }
         }
-        let pinned = region.words.try_apply(page, protocol::pin);
-        if pinned.is_some_and(|(before, _)| !before.pinned()) {
-            region.count_pinned();
-            return Ok(());
-        }
-        frames.unpin(page_bytes);
-        let too_often = PinError::TooOften {
-            region: region.id,
-            page: page as u64,
-        };
-        pinned.map(drop).ok_or(too_often)
     }
 
     /// Takes back one [`pin`](Self::pin) of each page that `range` touches; pages that are not pinned are left alone.
@@ -642,7 +661,11 @@ impl<A: AddressSpace> Mapped<A> {
             "bytes {range:?} do not lie in a region of {} bytes",
             self.region.layout.bytes
         );
-        range.start / self.region.page_bytes()..range.end.div_ceil(self.region.page_bytes())
+        let first = range.start / self.region.page_bytes();
+        if range.is_empty() {
+            return first..first;
+        }
+        first..range.end.div_ceil(self.region.page_bytes())
     }
 }
 
@@ -657,9 +680,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         let mut chunk = region.next_touched(0);
         while let Some(at) = chunk {
             for page in region.chunk(at).filter(|_| region.resident() > 0) {
-                if region.words.try_apply(page, protocol::borrow).is_none()
-                    && region.words.load(page).state() != State::Resident
-                {
+                if region.words.try_apply(page, protocol::borrow).is_none() {
                     continue;
                 }
                 region.count_out(1);
