@@ -9,7 +9,7 @@ use std::{
     io,
     os::fd::OwnedFd,
     sync::{
-        Arc,
+        Arc, RwLock,
         atomic::{AtomicBool, Ordering},
     },
     time::Instant,
@@ -18,7 +18,6 @@ use std::{
 use farpage_wire::{ExtentId, control::Lease};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
-use parking_lot::RwLock;
 
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
@@ -29,6 +28,11 @@ use crate::{
 /// How many operations may wait to be handed back: enough for any caller's batch.
 const DEPTH: usize = 64;
 
+/// Extents that a channel remembers without allocating, as a signal handler must: 16 GiB to 1 TiB, as a region asks for them.
+const CACHED: usize = 1024;
+
+const NO_PANIC: &str = "nothing panics under this lock";
+
 /// An extent in this process.
 #[derive(Debug)]
 pub(crate) struct Mapped {
@@ -38,7 +42,8 @@ pub(crate) struct Mapped {
     released: AtomicBool,
 }
 
-/// The extents of one session; channels keep copies, so that its lock is not on the data path.
+/// The extents of one session; channels keep copies, so that its lock is not on the data path. It is the standard library's, which never
+/// allocates: a signal handler may look an extent up.
 #[derive(Debug, Default)]
 pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<Mapped>>>);
 
@@ -62,13 +67,16 @@ impl Directory {
             map,
             released: AtomicBool::new(false),
         };
-        self.0.write().insert(lease.id, Arc::new(mapped));
+        self.0
+            .write()
+            .expect(NO_PANIC)
+            .insert(lease.id, Arc::new(mapped));
         Ok(())
     }
 
     /// Forgets a lease. Channels unmap it when they next look one up; the server takes its memory back at once.
     pub(crate) fn remove(&self, id: ExtentId) {
-        if let Some(mapped) = self.0.write().remove(&id) {
+        if let Some(mapped) = self.0.write().expect(NO_PANIC).remove(&id) {
             mapped.released.store(true, Ordering::Relaxed);
         }
     }
@@ -96,7 +104,7 @@ impl<B: Buf> ShmChannel<B> {
             endpoint: session.endpoint().to_string(),
             directory,
             death,
-            cache: HashMap::new(),
+            cache: HashMap::with_capacity(CACHED),
             done: VecDeque::with_capacity(DEPTH),
             _session: Arc::clone(session),
         }
@@ -149,7 +157,7 @@ impl<B: Buf> ShmChannel<B> {
             // Rare: the time to forget what was released, or the cache would keep it mapped.
             self.cache
                 .retain(|_, mapped| !mapped.released.load(Ordering::Relaxed));
-            let mapped = Arc::clone(self.directory.0.read().get(&id)?);
+            let mapped = Arc::clone(self.directory.0.read().expect(NO_PANIC).get(&id)?);
             self.cache.insert(mapped.id, mapped);
         }
         self.cache.get(&id).map(|mapped| &**mapped)

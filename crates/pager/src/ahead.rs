@@ -104,10 +104,18 @@ impl Streams {
         if known.is_some() || eager {
             stream.window = (stream.window * 2).clamp(FIRST_WINDOW.min(limit), limit);
             stream.ahead = if stream.down {
-                let end = if missed { page } else { stream.ahead.start.min(page) };
+                let end = if missed {
+                    page
+                } else {
+                    stream.ahead.start.min(page)
+                };
                 end.saturating_sub(stream.window)..end
             } else {
-                let start = if missed { page + 1 } else { stream.ahead.end.max(page + 1) };
+                let start = if missed {
+                    page + 1
+                } else {
+                    stream.ahead.end.max(page + 1)
+                };
                 start..start + stream.window
             };
             plan = Plan {

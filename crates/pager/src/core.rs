@@ -8,7 +8,7 @@ use std::{
     io,
     ops::Range,
     sync::{
-        Arc,
+        Arc, RwLock, RwLockReadGuard,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
 };
@@ -17,7 +17,7 @@ use crossbeam_channel::{Receiver, Sender};
 use crossbeam_utils::CachePadded;
 
 use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use crate::{
     PageError,
@@ -32,8 +32,25 @@ use crate::{
     sweep::Sweep,
 };
 
-/// All mapped regions by their first address.
-pub(crate) type RegionTable = RwLock<BTreeMap<usize, Arc<Region>>>;
+/// All mapped regions by their first address. The standard library's lock, since a signal handler reads it: it never allocates.
+#[derive(Debug, Default)]
+pub(crate) struct RegionTable(RwLock<BTreeMap<usize, Arc<Region>>>);
+
+impl RegionTable {
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, BTreeMap<usize, Arc<Region>>> {
+        self.0.read().expect("nothing panics under this lock")
+    }
+
+    pub(crate) fn insert(&self, region: Arc<Region>) {
+        let mut regions = self.0.write().expect("nothing panics under this lock");
+        regions.insert(region.address, region);
+    }
+
+    pub(crate) fn remove(&self, address: usize) {
+        let mut regions = self.0.write().expect("nothing panics under this lock");
+        regions.remove(&address);
+    }
+}
 
 /// What the program or another worker asks of a filler.
 #[derive(Debug)]
@@ -224,7 +241,8 @@ impl<A: AddressSpace> Core<A> {
     pub(crate) fn wake(&self, region: &Region, pages: Range<usize>) {
         let shard = region.shard_of(pages.start, self.shards());
         let bytes = pages.len() * region.page_bytes();
-        self.space.wake(shard, region.address_of(pages.start), bytes);
+        self.space
+            .wake(shard, region.address_of(pages.start), bytes);
     }
 
     /// A page that the caller owns cannot be brought in: whoever waits for it gets SIGBUS.

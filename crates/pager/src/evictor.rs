@@ -294,7 +294,14 @@ impl<A: AddressSpace> Evictor<A> {
             // A page being filled has nothing that is not in the store, until it is mapped; one that leaves may.
             let not_now =
                 word.installing() || matches!(word.state(), State::Leaving | State::Resident);
-            return (1, if not_now { Begun::NotNow(None) } else { Begun::NotHere });
+            return (
+                1,
+                if not_now {
+                    Begun::NotNow(None)
+                } else {
+                    Begun::NotHere
+                },
+            );
         }
         let page_bytes = region.page_bytes();
         let shard = region.shard_of(first, self.core.shards());
@@ -371,23 +378,29 @@ impl<A: AddressSpace> Evictor<A> {
             overdue: false,
         };
         let wanted = |page| job.is_none() && region.words.load(page).wanted();
-        cut(pages, region.page_bytes(), frame, wanted, |pages, frame, wanted| {
-            region.enter_again();
-            if let Some(job) = job {
-                job.open_one();
-            }
-            let leaving = leaving(pages.clone());
-            if wanted {
-                self.counters().steals.add(pages.len());
-                let error = self.map_again(&leaving, pages, frame, |_| None);
-                self.close(leaving, error);
-            } else {
-                self.out += leaving.bytes();
-                self.runs_out += 1;
-                self.core.frames.begin_leaving(leaving.bytes());
-                self.post(leaving, frame);
-            }
-        });
+        cut(
+            pages,
+            region.page_bytes(),
+            frame,
+            wanted,
+            |pages, frame, wanted| {
+                region.enter_again();
+                if let Some(job) = job {
+                    job.open_one();
+                }
+                let leaving = leaving(pages.clone());
+                if wanted {
+                    self.counters().steals.add(pages.len());
+                    let error = self.map_again(&leaving, pages, frame, |_| None);
+                    self.close(leaving, error);
+                } else {
+                    self.out += leaving.bytes();
+                    self.runs_out += 1;
+                    self.core.frames.begin_leaving(leaving.bytes());
+                    self.post(leaving, frame);
+                }
+            },
+        );
     }
 
     fn post(&mut self, leaving: Leaving, frame: A::Frame) {
@@ -424,7 +437,10 @@ impl<A: AddressSpace> Evictor<A> {
         }
         let region = leaving.region.clone();
         let failure = |page: usize| {
-            let failed = done.failed.iter().find(|(failed, _)| *failed == page as u64);
+            let failed = done
+                .failed
+                .iter()
+                .find(|(failed, _)| *failed == page as u64);
             failed.map(|(_, error)| PageError::from(error.clone()))
         };
         let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
@@ -485,19 +501,20 @@ impl<A: AddressSpace> Evictor<A> {
             Heat::Cold
         };
         let mut error = pages.clone().find_map(&failure);
-        self.core.install(region, pages, frame, heat, |page, frame, os| {
-            // The bytes are in the store, or the write-back has failed too and its error goes first.
-            self.core.release(frame, region.page_bytes());
-            let os = PageError::Os {
-                what: "map",
-                region: region.id,
-                page: page as u64,
-                message: os.to_string(),
-            };
-            let why = failure(page).unwrap_or(os);
-            self.core.fail_fill(region, page, why.clone());
-            error.get_or_insert(why);
-        });
+        self.core
+            .install(region, pages, frame, heat, |page, frame, os| {
+                // The bytes are in the store, or the write-back has failed too and its error goes first.
+                self.core.release(frame, region.page_bytes());
+                let os = PageError::Os {
+                    what: "map",
+                    region: region.id,
+                    page: page as u64,
+                    message: os.to_string(),
+                };
+                let why = failure(page).unwrap_or(os);
+                self.core.fail_fill(region, page, why.clone());
+                error.get_or_insert(why);
+            });
         error
     }
 

@@ -333,11 +333,14 @@ impl<A: AddressSpace> Filler<A> {
         let next_to_it = if with.down {
             with.ahead.end == page && region.in_one_stripe(&(0..page + 1), true).start < page
         } else {
-            with.ahead.start == page + 1 && region.in_one_stripe(&(page..page + 2), false).len() == 2
+            with.ahead.start == page + 1
+                && region.in_one_stripe(&(page..page + 2), false).len() == 2
         };
         // The run has the page itself, too.
         let more = if next_to_it {
-            self.remote_run(region, with).len().min(region.run_pages() - 1)
+            self.remote_run(region, with)
+                .len()
+                .min(region.run_pages() - 1)
         } else {
             0
         };
@@ -481,24 +484,30 @@ impl<A: AddressSpace> Filler<A> {
         let (region, page_bytes) = (flight.region.clone(), flight.region.page_bytes());
         let error = |page: usize| failed.iter().find(|(failed, _)| *failed == page as u64);
         let lost = |page| error(page).is_some();
-        cut(flight.pages, page_bytes, frame, lost, |pages, frame, lost| {
-            if lost {
-                self.core.release(frame, page_bytes);
-                for page in pages {
-                    let (_, error) = error(page).expect("the stretch is of lost pages");
-                    self.fail(&region, page, error.clone().into());
+        cut(
+            flight.pages,
+            page_bytes,
+            frame,
+            lost,
+            |pages, frame, lost| {
+                if lost {
+                    self.core.release(frame, page_bytes);
+                    for page in pages {
+                        let (_, error) = error(page).expect("the stretch is of lost pages");
+                        self.fail(&region, page, error.clone().into());
+                    }
+                } else {
+                    region.enter_again();
+                    let flight = Flight {
+                        region: region.clone(),
+                        pages,
+                        heat: flight.heat,
+                        trigger: false,
+                    };
+                    self.map(flight, frame);
                 }
-            } else {
-                region.enter_again();
-                let flight = Flight {
-                    region: region.clone(),
-                    pages,
-                    heat: flight.heat,
-                    trigger: false,
-                };
-                self.map(flight, frame);
-            }
-        });
+            },
+        );
         region.exit();
     }
 

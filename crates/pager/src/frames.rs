@@ -5,13 +5,12 @@
 //! is left to fillers and evictors.
 
 use std::sync::{
-    Arc,
+    Arc, Mutex, MutexGuard,
     atomic::{AtomicBool, AtomicU64, Ordering},
 };
 
 use crossbeam_utils::CachePadded;
 use farpage_vm::{AddressSpace, Frame};
-use parking_lot::Mutex;
 
 use crate::run::{keep_first, pages_in};
 
@@ -104,9 +103,7 @@ impl<A: AddressSpace> Frames<A> {
     /// A frame for up to `pages` pages that somebody may want soon: only while it leaves room for demand.
     pub(crate) fn for_prefetch(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
         let pages = self.room_for_prefetch(page_bytes).min(pages);
-        (pages > 0)
-            .then(|| self.take(page_bytes, pages))
-            .flatten()
+        (pages > 0).then(|| self.take(page_bytes, pages)).flatten()
     }
 
     /// How many pages may be brought in that nobody waits for.
@@ -120,12 +117,12 @@ impl<A: AddressSpace> Frames<A> {
     /// A frame of at least one page and at most `pages`.
     fn take(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
         // Each a statement of its own, so that its lock is given up: two fillers of different sizes would wait for each other.
-        let mut frame = self.pool(page_bytes).lock().take(page_bytes, pages, false);
+        let mut frame = self.pool(page_bytes).take(page_bytes, pages, false);
         if frame.is_none() {
             frame = self.make(page_bytes, pages);
         }
         if frame.is_none() {
-            frame = self.pool(page_bytes).lock().take(page_bytes, pages, true);
+            frame = self.pool(page_bytes).take(page_bytes, pages, true);
         }
         while frame.is_none() && self.give_up_other(page_bytes) {
             frame = self.make(page_bytes, pages);
@@ -142,7 +139,7 @@ impl<A: AddressSpace> Frames<A> {
         let victim = (0..SIZES)
             .map(|i| (i, 1 << (i as u32 + SMALLEST_SHIFT)))
             .filter(|&(_, size)| size != page_bytes)
-            .find_map(|(i, size)| self.free[i].lock().take(size, 1, true));
+            .find_map(|(i, size)| locked(&self.free[i]).take(size, 1, true));
         let Some(victim) = victim else {
             return false;
         };
@@ -180,7 +177,7 @@ impl<A: AddressSpace> Frames<A> {
     /// A frame comes back free. Returns whether a demand fill waits for one.
     pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) -> bool {
         let bytes = frame.as_ref().len() as u64;
-        self.pool(page_bytes).lock().put(frame, page_bytes);
+        self.pool(page_bytes).put(frame, page_bytes);
         self.used.fetch_sub(bytes, Ordering::SeqCst);
         self.starving.load(Ordering::SeqCst) != 0
     }
@@ -223,8 +220,10 @@ impl<A: AddressSpace> Frames<A> {
 
     /// Bytes that can be pinned: fills and evictions need room to work in, and evictors must be able to reach their low mark.
     pub(crate) fn pinned_max(&self) -> u64 {
-        self.low
-            .min(self.budget.saturating_sub(2 * self.floor.load(Ordering::Relaxed)))
+        self.low.min(
+            self.budget
+                .saturating_sub(2 * self.floor.load(Ordering::Relaxed)),
+        )
     }
 
     /// Pages begin to leave.
@@ -254,9 +253,14 @@ impl<A: AddressSpace> Frames<A> {
         staying.saturating_sub(aim)
     }
 
-    fn pool(&self, page_bytes: usize) -> &Mutex<Free<A::Frame>> {
-        &self.free[(page_bytes.trailing_zeros() - SMALLEST_SHIFT) as usize]
+    fn pool(&self, page_bytes: usize) -> MutexGuard<'_, Free<A::Frame>> {
+        locked(&self.free[(page_bytes.trailing_zeros() - SMALLEST_SHIFT) as usize])
     }
+}
+
+/// Of the standard library, since these are taken in a signal handler too: they never allocate.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("a worker that panics ends the process")
 }
 
 /// Free frames of one page size, by length.

@@ -48,7 +48,10 @@ impl<A: AddressSpace> InThread<A> {
         // A thread comes back to the filler that knows its streams.
         let first = gettid().as_raw() as usize % self.fillers.len();
         let (before, from) = self.fillers.split_at(first);
-        let free = from.iter().chain(before).find_map(|filler| filler.try_lock());
+        let free = from
+            .iter()
+            .chain(before)
+            .find_map(|filler| filler.try_lock());
         free.map(|mut filler| filler.serve(region, page, address))
             .is_some()
     }

@@ -243,7 +243,14 @@ impl<A: AddressSpace> Pager<A> {
         let core = Arc::new(Core::new(space, frames, doors, bells, options.in_thread));
         let filler = |worker, shard, inbox| -> Result<_, StartError> {
             let lane = Lane::new(&cluster)?;
-            Ok(Filler::new(core.clone(), worker, shard, lane, inbox, options.deadline))
+            Ok(Filler::new(
+                core.clone(),
+                worker,
+                shard,
+                lane,
+                inbox,
+                options.deadline,
+            ))
         };
         let mut fillers = Vec::new();
         for (shard, inbox) in inboxes.into_iter().enumerate() {
@@ -260,8 +267,8 @@ impl<A: AddressSpace> Pager<A> {
             let (_, inbox) = FillerDoor::new()?;
             in_thread.push(filler(worker, 0, inbox)?);
         }
-        let in_thread = (options.in_thread > 0)
-            .then(|| Arc::new(InThread::new(core.clone(), in_thread)));
+        let in_thread =
+            (options.in_thread > 0).then(|| Arc::new(InThread::new(core.clone(), in_thread)));
         let pager = Pager {
             core,
             cluster,
@@ -330,7 +337,7 @@ impl<A: AddressSpace> Pager<A> {
             .read_ahead
             .min((budget_bytes / 16) as usize / page_bytes);
         let region = Arc::new(Region::new(id, address, layout, store, read_ahead));
-        self.core.regions.write().insert(address, region.clone());
+        self.core.regions.insert(region.clone());
         Ok(Mapped {
             pager: self.clone(),
             region,
@@ -401,7 +408,9 @@ pub(crate) struct Parts<A: AddressSpace> {
 #[non_exhaustive]
 pub enum PinError {
     /// Pinned pages would leave too little of the budget for all others.
-    #[error("cannot pin {asked_bytes} bytes more: of this budget {most_bytes} bytes can be pinned at once; unpin others or raise the budget")]
+    #[error(
+        "cannot pin {asked_bytes} bytes more: of this budget {most_bytes} bytes can be pinned at once; unpin others or raise the budget"
+    )]
     Budget {
         /// Bytes of the pages asked for.
         asked_bytes: u64,
@@ -409,7 +418,9 @@ pub enum PinError {
         most_bytes: u64,
     },
     /// The page is pinned 255 times.
-    #[error("page {page} of region {region} is pinned 255 times already: every pin needs its unpin")]
+    #[error(
+        "page {page} of region {region} is pinned 255 times already: every pin needs its unpin"
+    )]
     TooOften {
         /// The region's number.
         region: u64,
@@ -672,7 +683,7 @@ impl<A: AddressSpace> Mapped<A> {
 impl<A: AddressSpace> Drop for Mapped<A> {
     fn drop(&mut self) {
         let (core, region) = (self.core(), &self.region);
-        core.regions.write().remove(&region.address);
+        core.regions.remove(region.address);
         region.close();
         core.tell_fillers(|| Command::Settle(region.clone()));
         region.wait_until_quiet();

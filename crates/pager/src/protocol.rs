@@ -377,10 +377,7 @@ mod tests {
         for _ in 0..255 {
             w = pin(w).unwrap();
             let fields = (w.heat(), w.stamp(), w.state(), w.wanted(), w.installing());
-            assert_eq!(
-                fields,
-                (HEAT_MAX, u32::MAX, State::Poisoned, true, false)
-            );
+            assert_eq!(fields, (HEAT_MAX, u32::MAX, State::Poisoned, true, false));
         }
         assert_eq!(pin(w), None);
         for _ in 0..255 {

@@ -9,7 +9,7 @@ use farpage_vm::Frame;
 
 /// Bytes that move together at most: a longer run makes who waits for its first page wait longer, and costs hardly less per byte (a
 /// move of 1 MiB takes 60 us, of which the system call and its TLB shootdown are 2).
-pub(crate) const RUN_BYTES_MAX: usize = 1 << 20;
+pub(crate) const RUN_BYTES_MAX: usize = 512 << 10;
 
 /// A frame of the address space, as the store wants it.
 #[derive(Debug)]
@@ -106,9 +106,15 @@ mod tests {
     fn a_cut_run_keeps_each_page_with_its_bytes() {
         let bytes = Bytes(0, (0..8).map(|i| i / 2 + 10).collect());
         let mut seen = Vec::new();
-        cut(10..14, 2, bytes, |page| page == 12, |pages, frame, odd| {
-            seen.push((pages, frame.1, odd));
-        });
+        cut(
+            10..14,
+            2,
+            bytes,
+            |page| page == 12,
+            |pages, frame, odd| {
+                seen.push((pages, frame.1, odd));
+            },
+        );
         let expected = [
             (10..12, vec![10, 10, 11, 11], false),
             (12..13, vec![12, 12], true),

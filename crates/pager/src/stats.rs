@@ -68,8 +68,10 @@ impl Count {
 
     /// One writer only, so that no locked instruction is needed.
     pub(crate) fn add(&self, count: usize) {
-        self.0
-            .store(self.0.load(Ordering::Relaxed) + count as u64, Ordering::Relaxed);
+        self.0.store(
+            self.0.load(Ordering::Relaxed) + count as u64,
+            Ordering::Relaxed,
+        );
     }
 
     fn get(&self) -> u64 {
