@@ -4,6 +4,7 @@
 //! installed or started by hand before. What the commands measure and test is left to the crates themselves.
 
 mod children;
+mod install;
 mod setup;
 mod tests;
 
@@ -18,6 +19,8 @@ Commands:
   demo                            set up this machine, build, and run STREAM on remote arrays four times the local budget
   test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
                                   `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs
+  install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
+                                  files below DIR; with `--built DIR` the libraries are taken from there
   setup                           only set up: install missing system packages, check kernel permissions
   help                            print this";
 
@@ -49,6 +52,15 @@ fn run() -> Result<ExitCode> {
             setup::prepare()?;
             tests::run(rest)
         }
+        "install" => match install::Install::read(rest) {
+            Some(install) => {
+                children::end_with_us()?;
+                setup::prepare()?;
+                install.run()?;
+                Ok(ExitCode::SUCCESS)
+            }
+            None => Ok(misused("`install` takes `--prefix DIR`")),
+        },
         "help" | "--help" | "-h" => {
             println!("{USAGE}");
             Ok(ExitCode::SUCCESS)
