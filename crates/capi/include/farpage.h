@@ -446,8 +446,9 @@ farpage_code farpage_region_prefetch(const struct farpage_region *region,
 farpage_code farpage_region_error(const struct farpage_region *region);
 
 /**
- * Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. If writing back fails, the region stays as it
- * was, so that this can be called again or the changes be given up by `farpage_region_discard`. Null is allowed.
+ * Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
+ * `farpage_region_flush` before if its changes must survive a power failure. If writing back fails, the region stays as it was, so that this can be called again or the
+ * changes be given up by `farpage_region_discard`. Null is allowed.
  *
  * `region` is null or came from a function that maps; if this succeeds, neither it nor its memory may be used again.
  */

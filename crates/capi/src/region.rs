@@ -9,6 +9,7 @@ use std::{
 use farpage::{Advice, ByteSize, Region, RegionOptions, Reserve, Store};
 
 use crate::{
+    FARPAGE_INVALID, FARPAGE_NO_MEMORY,
     error::{Failure, farpage_code, guard},
     file::FdStore,
     handle::Handle,
@@ -23,8 +24,18 @@ pub struct farpage_region(Box<Handle<Mapped>>);
 
 struct Mapped {
     region: Region,
-    /// Whether its contents outlive it and are to be written back before it goes.
-    keeps: bool,
+    at_end: AtEnd,
+}
+
+/// What becomes of a region's changes when it is unmapped.
+#[derive(Clone, Copy)]
+enum AtEnd {
+    /// They go with it.
+    Drop,
+    /// They are written back, no more: as `munmap` does with a file.
+    WriteBack,
+    /// They are written back and made durable, or published.
+    Flush,
 }
 
 /// How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the runtime's choice.
@@ -51,6 +62,9 @@ pub struct farpage_region_options {
 
 // SAFETY: integers and pointers, beginning with the length.
 unsafe impl Growing for farpage_region_options {}
+
+/// The addresses that a program has on x86-64 with four levels of page tables; for more, even the map of pages could not be had.
+const ADDRESSES_BYTES: u64 = 1 << 47;
 
 /// Nothing known: sequential runs are found from the faults. Holds for the whole region.
 pub const FARPAGE_ADVICE_NORMAL: u32 = 0;
@@ -95,10 +109,10 @@ pub unsafe extern "C" fn farpage_region_map(
             if read_only {
                 return Err(Failure::invalid("a read-only region needs a store"));
             }
-            return create(runtime, bytes, &given, None);
+            return create(runtime, bytes, &given, None, AtEnd::Drop);
         }
         let store = CStore::new(given.store, read_only)?;
-        with_store(runtime, bytes, &given, store)
+        with_store(runtime, bytes, &given, store, AtEnd::Flush)
     };
     // SAFETY: as above.
     guard(|| unsafe { put(region, map) })
@@ -129,7 +143,7 @@ pub unsafe extern "C" fn farpage_region_map_fd(
             ));
         }
         let store = FdStore::new(fd, offset, bytes, given.read_only != 0)?;
-        with_store(runtime, bytes, &given, store)
+        with_store(runtime, bytes, &given, store, AtEnd::WriteBack)
     };
     // SAFETY: as above.
     guard(|| unsafe { put(region, map) })
@@ -151,7 +165,7 @@ pub unsafe extern "C" fn farpage_region_open(
         let name = name.ok_or_else(|| Failure::invalid("no name: it is null"))?;
         Ok(Mapped {
             region: farpage_runtime::get(runtime)?.open_region(name)?,
-            keeps: true,
+            at_end: AtEnd::Flush,
         })
     };
     // SAFETY: as above.
@@ -165,13 +179,14 @@ unsafe fn with_store(
     bytes: u64,
     given: &farpage_region_options,
     store: impl Store,
+    at_end: AtEnd,
 ) -> Result<Mapped, Failure> {
-    let options = match given.read_only {
-        0 => RegionOptions::new().store(store),
-        _ => RegionOptions::new().store(ReadOnly(store)),
+    let (options, at_end) = match given.read_only {
+        0 => (RegionOptions::new().store(store), at_end),
+        _ => (RegionOptions::new().store(ReadOnly(store)), AtEnd::Drop),
     };
     // SAFETY: the caller's promise.
-    unsafe { create(runtime, bytes, given, Some(options)) }
+    unsafe { create(runtime, bytes, given, Some(options), at_end) }
 }
 
 /// # Safety
@@ -181,6 +196,7 @@ unsafe fn create(
     bytes: u64,
     given: &farpage_region_options,
     with_store: Option<RegionOptions>,
+    at_end: AtEnd,
 ) -> Result<Mapped, Failure> {
     // SAFETY: the caller's promise.
     let (runtime, name) = unsafe {
@@ -189,10 +205,16 @@ unsafe fn create(
             options::text(given.name, "`name`")?,
         )
     };
-    let bytes = usize::try_from(bytes)
-        .ok()
-        .filter(|&bytes| bytes > 0 && bytes < isize::MAX as usize)
-        .ok_or_else(|| Failure::invalid(format!("a region of {bytes} bytes")))?;
+    if bytes == 0 || bytes > ADDRESSES_BYTES {
+        let code = if bytes == 0 {
+            FARPAGE_INVALID
+        } else {
+            FARPAGE_NO_MEMORY
+        };
+        let text = format!("a region of {bytes} bytes: need 1 to {ADDRESSES_BYTES}");
+        return Err(Failure::new(code, text));
+    }
+    let bytes = bytes as usize;
     let has_store = with_store.is_some();
     let mut options = with_store.unwrap_or_default();
     if given.page_bytes > 0 {
@@ -217,7 +239,7 @@ unsafe fn create(
     }
     Ok(Mapped {
         region: runtime.region_with(bytes, options)?,
-        keeps: (has_store && given.read_only == 0) || name.is_some(),
+        at_end: if name.is_some() { AtEnd::Flush } else { at_end },
     })
 }
 
@@ -367,8 +389,9 @@ pub unsafe extern "C" fn farpage_region_error(region: *const farpage_region) -> 
     })
 }
 
-/// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. If writing back fails, the region stays as it
-/// was, so that this can be called again or the changes be given up by `farpage_region_discard`. Null is allowed.
+/// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
+/// `farpage_region_flush` before if its changes must survive a power failure. If writing back fails, the region stays as it was, so that this can be called again or the
+/// changes be given up by `farpage_region_discard`. Null is allowed.
 ///
 /// # Safety
 /// `region` is null or came from a function that maps; if this succeeds, neither it nor its memory may be used again.
@@ -380,8 +403,10 @@ pub unsafe extern "C" fn farpage_region_unmap(region: *mut farpage_region) -> fa
         }
         // SAFETY: the caller's promise.
         let mapped = unsafe { farpage_region::get(region) }?;
-        if mapped.keeps {
-            mapped.region.flush()?;
+        match mapped.at_end {
+            AtEnd::Drop => {}
+            AtEnd::WriteBack => mapped.region.advise(.., Advice::DontNeed)?,
+            AtEnd::Flush => mapped.region.flush()?,
         }
         // SAFETY: as above, and nobody uses it any more.
         unsafe { give_up(region) }

@@ -117,7 +117,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
   if (fixed && reinterpret_cast<std::uintptr_t>(addr) % page_bytes != 0) {
     return refuse(EINVAL, "UMAP_FIXED at an address that is no multiple of the page size, " + std::to_string(page_bytes));
   }
-  if (fixed) return refuse(ENOTSUP, "UMAP_FIXED");
+  if (fixed) return refuse(ENOTSUP, "UMAP_FIXED: regions cannot be mapped at a given address yet");
 
   // 2. A server's array is mapped already, or will be by its client's runtime.
   bool read_only = (prot & PROT_WRITE) == 0;

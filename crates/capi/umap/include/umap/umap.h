@@ -33,7 +33,7 @@
 
 /* Must be among the flags. Changes go to the store all the same: it is the page buffer that is private. */
 #define UMAP_PRIVATE MAP_PRIVATE
-/* Map at `addr` and nowhere else, replacing what is there and nothing beside it. `addr` must be a multiple of the region's page size. */
+/* Map at `addr` and nowhere else. Not there yet: ENOTSUP. */
 #define UMAP_FIXED MAP_FIXED
 /* What umap says when it fails. */
 #define UMAP_FAILED ((void *)-1)
