@@ -3,6 +3,7 @@
 //! The rule it keeps: a figure counts only if the data behind it was verified in the same run. Exit status 0: done and
 //! verified; 1: a verification or something in the world failed; 2: wrong usage.
 
+mod apps;
 mod arena;
 mod bare;
 mod compare;
@@ -55,6 +56,7 @@ fn main() -> ExitCode {
             floor::run(options).map(|report| (report, options.common.format))
         }
         Command::Doctor => return doctor::run(),
+        Command::Apps(options) => return done(apps::run(options)),
         Command::Targets(options) => return done(targets::run(options)),
         Command::Compare(options) => return done(compare::run(options)),
         Command::Sweep(options) => return done(sweep::run(options)),

@@ -10,7 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_wire::Endpoint;
 use serde::Serialize;
 
-use crate::data::Contents;
+use crate::{apps::AppsOptions, data::Contents};
 
 /// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all of them.
 ///
@@ -37,6 +37,7 @@ pub(crate) enum Command {
     Sparse(SparseOptions),
     /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw fabric
     Floor(FloorOptions),
+    Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///
     /// Each target is a ratio of two figures that are measured one right after the other. A repetition goes through all of them;
@@ -426,7 +427,7 @@ pub(crate) enum Format {
     Json,
 }
 
-fn some_bytes(text: &str) -> Result<ByteSize, String> {
+pub(crate) fn some_bytes(text: &str) -> Result<ByteSize, String> {
     match text.parse::<ByteSize>() {
         Ok(size) if size.as_u64() > 0 => Ok(size),
         Ok(_) => Err("must be more than nothing".into()),
@@ -434,7 +435,7 @@ fn some_bytes(text: &str) -> Result<ByteSize, String> {
     }
 }
 
-fn page_size(text: &str) -> Result<ByteSize, String> {
+pub(crate) fn page_size(text: &str) -> Result<ByteSize, String> {
     let size = some_bytes(text)?;
     if size.as_u64().is_power_of_two() && (4 << 10..=2 << 20).contains(&size.as_u64()) {
         Ok(size)

@@ -14,7 +14,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose: a test suite does not change the
 /// swap of the machine that it runs on.
-const RUNS: [&str; 20] = [
+const RUNS: [&str; 22] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -35,6 +35,8 @@ const RUNS: [&str; 20] = [
     "sparse",
     "targets",
     "sweep",
+    "apps --fabric shm",
+    "apps --fabric tcp --apps pagerank,sort,stencil",
 ];
 
 /// Longer than any takes on a slow machine; what takes longer hangs.
