@@ -3,19 +3,30 @@
 //! The rule it keeps: a figure counts only if the data behind it was verified in the same run. Exit status 0: done and
 //! verified; 1: a verification or something in the world failed; 2: wrong usage.
 
+mod apps;
+mod arena;
 mod bare;
+mod compare;
 mod data;
 mod doctor;
+mod eviction;
 mod floor;
 mod latency;
 mod options;
 mod progress;
 mod random;
 mod raw;
+mod record;
 mod remote;
 mod report;
 mod server;
+mod sitting;
+mod sparse;
 mod stream;
+mod swap;
+mod sweep;
+mod targets;
+mod versus_swap;
 
 use std::process::ExitCode;
 
@@ -35,16 +46,22 @@ fn main() -> ExitCode {
         Command::Latency(options) => {
             latency::run(options).map(|report| (report, options.common.format))
         }
+        Command::Eviction(options) => {
+            eviction::run(options).map(|report| (report, options.common.format))
+        }
+        Command::Sparse(options) => {
+            sparse::run(options).map(|report| (report, options.common.format))
+        }
         Command::Floor(options) => {
             floor::run(options).map(|report| (report, options.common.format))
         }
         Command::Doctor => return doctor::run(),
-        Command::Serve(options) => {
-            return match server::serve(options) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => failure(&error),
-            };
-        }
+        Command::Apps(options) => return done(apps::run(options)),
+        Command::Targets(options) => return done(targets::run(options)),
+        Command::Compare(options) => return done(compare::run(options)),
+        Command::Sweep(options) => return done(sweep::run(options)),
+        Command::VersusSwap(options) => return done(versus_swap::run(options)),
+        Command::Serve(options) => return done(server::serve(options)),
     };
     match measured {
         Ok((report, format)) => {
@@ -58,6 +75,13 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         }
+        Err(error) => failure(&error),
+    }
+}
+
+fn done(result: anyhow::Result<()>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => failure(&error),
     }
 }

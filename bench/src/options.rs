@@ -3,14 +3,14 @@
 //! The rule it keeps: every option says its unit and its default, and what cannot work is refused here, with status 2,
 //! before anything is started.
 
-use std::{fmt, str::FromStr, thread};
+use std::{fmt, path::PathBuf, str::FromStr, thread};
 
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_wire::Endpoint;
 use serde::Serialize;
 
-use crate::data::Contents;
+use crate::{apps::AppsOptions, data::Contents};
 
 /// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all of them.
 ///
@@ -31,8 +31,34 @@ pub(crate) enum Command {
     Random(RandomOptions),
     /// One page fault at a time: with room in the budget, and while dirty pages have to leave
     Latency(LatencyOptions),
+    /// CPU time of the evictors for a page that did not change
+    Eviction(EvictionOptions),
+    /// A large region of which few pages are used: their cost, and the memory that the region takes beside them
+    Sparse(SparseOptions),
     /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw fabric
     Floor(FloorOptions),
+    Apps(AppsOptions),
+    /// Measures farpage beside what bounds it, and says which of its targets are met
+    ///
+    /// Each target is a ratio of two figures that are measured one right after the other. A repetition goes through all of them;
+    /// what is printed is the median of the repetitions. Takes some minutes per repetition.
+    Targets(TargetsOptions),
+    /// Compares earlier results figure by figure: B / A
+    ///
+    /// A and B are what `--format json` printed or `targets --record` wrote: a file, or a directory of such files. A file may hold
+    /// several results, one after the other: those of the same command and parameters count as repetitions of each other.
+    ///
+    /// What is noise: where both sides have three repetitions or more, a figure has changed when their ranges do not overlap;
+    /// with fewer, when the medians differ by more than 10 %.
+    Compare(CompareOptions),
+    /// Tries counts of workers and read-ahead lengths: the best point for STREAM triad and random access, and how close the defaults come
+    Sweep(SweepOptions),
+    /// Compares with the kernel's own swap to compressed memory (zram, lz4) in a memory cgroup; needs root
+    ///
+    /// Runs `stream` and `random` with ordinary arrays in a cgroup whose memory.max is the budget, swapping to a zram device, and the same
+    /// with remote arrays. Sets cgroup and device up, and takes them down again however it ends; what a killed run left behind is
+    /// removed by the next one.
+    VersusSwap(VersusSwapOptions),
     /// Says what this machine lacks for farpage, and how to mend it
     Doctor,
     /// The memory server that the benchmarks start
@@ -105,6 +131,9 @@ pub(crate) struct StreamOptions {
     /// Threads that compute [default: one per CPU, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
+    /// Arrays in ordinary memory that is never paged: what paging is compared with
+    #[arg(long, conflicts_with = "server")]
+    pub(crate) plain: bool,
     /// How often each kernel runs; the first time does not count
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=100))]
     pub(crate) iterations: u16,
@@ -119,6 +148,12 @@ pub(crate) struct RandomOptions {
     /// Threads that compute [default: one per CPU, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
+    /// The array in ordinary memory that is never paged: what paging is compared with
+    #[arg(long, conflicts_with = "server")]
+    pub(crate) plain: bool,
+    /// Does not tell farpage that accesses are random: it has to find out that reading ahead is of no use
+    #[arg(long)]
+    pub(crate) no_advice: bool,
     /// Zipf exponent below 1, such as 0.99: few elements get most accesses [default: uniform]
     #[arg(long, value_name = "THETA", value_parser = zipf_theta)]
     pub(crate) zipf: Option<f64>,
@@ -137,6 +172,108 @@ pub(crate) struct LatencyOptions {
     /// Faults to time in each state, as far as there are pages [default: 20000, with --smoke 200]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) samples: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct EvictionOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct SparseOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384, with --smoke 256]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) touches: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct TargetsOptions {
+    /// How often everything is measured; medians count
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
+    pub(crate) repeat: u16,
+    /// The same as --repeat 1
+    #[arg(long, conflicts_with = "repeat")]
+    pub(crate) quick: bool,
+    /// Measures only targets whose name contains this
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    pub(crate) only: String,
+    /// Also writes the results, with date, machine, kernel and commit, to a JSON file in this directory, and the table beside it
+    #[arg(long, value_name = "DIR")]
+    pub(crate) record: Option<PathBuf>,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes, once: checks that everything works; the figures mean nothing
+    #[arg(long, conflicts_with_all = ["repeat", "record"])]
+    pub(crate) smoke: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct CompareOptions {
+    /// Results from before
+    pub(crate) a: PathBuf,
+    /// Results from after
+    pub(crate) b: PathBuf,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct SweepOptions {
+    /// How its own memory servers are reached
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    pub(crate) fabric: Fabric,
+    /// Page size: a power of two, 4KiB to 2MiB
+    #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
+    pub(crate) page_size: ByteSize,
+    /// Size of all remote arrays together, of which a quarter fits into the budget [default: 256MiB]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    pub(crate) size: Option<ByteSize>,
+    /// Makes the fabric behave like a link of so many gigabits per second in each direction
+    #[arg(long, value_name = "GBPS", value_parser = positive)]
+    pub(crate) link_gbps: Option<f64>,
+    /// How often each point is measured; medians count
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
+    pub(crate) repeat: u16,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes, few points, once: checks that everything works; the figures mean nothing
+    #[arg(long, conflicts_with_all = ["repeat", "size"])]
+    pub(crate) smoke: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct VersusSwapOptions {
+    /// How farpage's memory server is reached
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    pub(crate) fabric: Fabric,
+    /// farpage's page size for STREAM; random access uses 4KiB, as swap does
+    #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
+    pub(crate) page_size: ByteSize,
+    /// Size of all arrays together
+    #[arg(long, value_name = "SIZE", default_value = "512MiB", value_parser = some_bytes)]
+    pub(crate) size: ByteSize,
+    /// Memory for them: a size or a share of --size
+    #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
+    pub(crate) budget: Budget,
+    /// How farpage compresses pages on their way; zram always does
+    #[arg(long, value_enum, default_value_t = Codec::Raw)]
+    pub(crate) codec: Codec,
+    /// What the arrays hold at first
+    #[arg(long, value_enum, default_value_t = Contents::Random)]
+    pub(crate) data: Contents,
+    /// How often everything is measured; medians count
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
+    pub(crate) repeat: u16,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
 }
 
 #[derive(Args, Debug)]
@@ -168,10 +305,7 @@ impl Paging {
 
     /// Local memory for pages.
     pub(crate) fn budget_bytes(&self, common: &Common) -> u64 {
-        match self.budget {
-            Budget::Bytes(bytes) => bytes.as_u64(),
-            Budget::Percent(percent) => (self.size_bytes(common) as f64 * percent / 100.0) as u64,
-        }
+        self.budget.bytes(self.size_bytes(common))
     }
 
     /// Threads that send pages away.
@@ -216,6 +350,16 @@ pub(crate) enum Budget {
     Percent(f64),
 }
 
+impl Budget {
+    /// As a size, for arrays of `size_bytes`.
+    pub(crate) fn bytes(self, size_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.as_u64(),
+            Self::Percent(percent) => (size_bytes as f64 * percent / 100.0) as u64,
+        }
+    }
+}
+
 impl FromStr for Budget {
     type Err = String;
 
@@ -257,6 +401,24 @@ pub(crate) enum Codec {
     Lz4,
 }
 
+impl fmt::Display for Fabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+        })
+    }
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Raw => "raw",
+            Self::Lz4 => "lz4",
+        })
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Format {
     /// A table
@@ -265,7 +427,7 @@ pub(crate) enum Format {
     Json,
 }
 
-fn some_bytes(text: &str) -> Result<ByteSize, String> {
+pub(crate) fn some_bytes(text: &str) -> Result<ByteSize, String> {
     match text.parse::<ByteSize>() {
         Ok(size) if size.as_u64() > 0 => Ok(size),
         Ok(_) => Err("must be more than nothing".into()),
@@ -273,7 +435,7 @@ fn some_bytes(text: &str) -> Result<ByteSize, String> {
     }
 }
 
-fn page_size(text: &str) -> Result<ByteSize, String> {
+pub(crate) fn page_size(text: &str) -> Result<ByteSize, String> {
     let size = some_bytes(text)?;
     if size.as_u64().is_power_of_two() && (4 << 10..=2 << 20).contains(&size.as_u64()) {
         Ok(size)

@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: it appears on a terminal only, and never on standard output, where the results go.
 
-use std::time::Duration;
+use std::{borrow::Cow, time::Duration};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
@@ -23,7 +23,7 @@ impl Progress {
     }
 
     /// What is being done from now on.
-    pub(crate) fn phase(&self, what: &'static str) {
+    pub(crate) fn phase(&self, what: impl Into<Cow<'static, str>>) {
         self.0.set_message(what);
     }
 

@@ -13,10 +13,10 @@ use anyhow::Result;
 use farpage::Advice;
 
 use crate::{
+    arena::Arena,
     data::{Contents, Picker, mix},
     options::{RandomOptions, threads},
     progress::Progress,
-    remote::Remote,
     report::{Figures, Report},
 };
 
@@ -31,9 +31,9 @@ fn fresh(data: Contents, seed: u64, index: u64) -> u64 {
 
 pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
-    let remote = Remote::start(common, paging)?;
+    let arena = Arena::start(options.plain, common, paging)?;
     let len = paging.size_bytes(common) / size_of::<u64>() as u64;
-    let mut array = remote.array::<u64>(len, Advice::Sequential)?;
+    let mut array = arena.array::<u64>(len, Advice::Sequential)?;
     let threads = threads(options.threads);
     let accesses = options.accesses();
     // A thread's share of the accesses, and of the array: updates of one element by two threads would be a race.
@@ -49,11 +49,15 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
             *element = fresh(data, seed, index);
         }
     });
-    array.advise(.., Advice::Random)?;
+    array.advise(if options.no_advice {
+        Advice::Normal
+    } else {
+        Advice::Random
+    })?;
     progress.step(1);
 
     // The same picks in both phases, so that both see the same misses.
-    let begin = remote.mark();
+    let begin = arena.mark();
     let mut phase = |what, update: bool| {
         progress.phase(what);
         let start = Instant::now();
@@ -76,11 +80,12 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
         start.elapsed()
     };
     let reads = phase("reading", false);
+    let between = arena.mark();
     let updates = phase("updating", true);
-    let end = remote.mark();
+    let end = arena.mark();
 
     progress.phase("verifying");
-    array.advise(.., Advice::Sequential)?;
+    array.advise(Advice::Sequential)?;
     let counted = AtomicU64::new(0);
     let shares = for_each_share(&mut array, share, |thread, part| {
         let (mut bad, mut count) = (0u64, 0);
@@ -99,11 +104,14 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
         eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
     }
 
-    let mut config = remote.config(common, paging);
+    let mut config = arena.config(common, paging);
     config.threads = Some(threads);
     config.zipf = options.zipf;
     config.accesses = Some(done);
     let us_per = |time: Duration, count: u64| time.as_secs_f64() * 1e6 / count as f64;
+    // Pages that came ahead of a fault were not waited for.
+    let misses =
+        Arena::figures(&begin, &between).map_or(0, |paging| paging.fills - paging.prefetches);
     Ok(Report {
         benchmark: "random",
         verified: wrong == 0 && counted == done,
@@ -112,9 +120,10 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
             us_per_access: Some(us_per(reads + updates, 2 * done)),
             us_per_read: Some(us_per(reads, done)),
             us_per_update: Some(us_per(updates, done)),
+            us_per_read_miss: (misses > 0).then(|| us_per(reads * shares as u32, misses)),
             ..Figures::default()
         },
-        paging: Some(Remote::figures(&begin, &end)),
+        paging: Arena::figures(&begin, &end),
     })
 }
 

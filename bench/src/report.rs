@@ -102,6 +102,18 @@ pub(crate) struct Figures {
     pub(crate) us_per_read: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) us_per_update: Option<f64>,
+    /// The reading threads' time by the pages that they waited for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) us_per_read_miss: Option<f64>,
+    /// CPU time of the evictors by the unchanged pages that they sent away.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) evictor_cpu_us_per_page: Option<f64>,
+    /// First write to and later read of pages far apart: time by pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) us_per_sparse_page: Option<f64>,
+    /// Private memory that the region took beside its pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) metadata_bytes: Option<u64>,
     /// Reads of remote pages while the budget has room.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) fault_us: Option<Percentiles>,
@@ -162,6 +174,17 @@ impl Percentiles {
             p999: us(99.9),
             samples: histogram.len(),
         }
+    }
+}
+
+/// The one in the middle; of an even number, the mean of both.
+pub(crate) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let half = sorted.len() / 2;
+    match sorted.len() % 2 {
+        1 => sorted[half],
+        _ => (sorted[half - 1] + sorted[half]) / 2.0,
     }
 }
 
@@ -272,6 +295,18 @@ impl Report {
             ("an access", f.us_per_access, "us"),
             ("a read", f.us_per_read, "us"),
             ("an update", f.us_per_update, "us"),
+            ("a read that misses", f.us_per_read_miss, "us"),
+            (
+                "evictors' CPU time, a clean page",
+                f.evictor_cpu_us_per_page,
+                "us",
+            ),
+            ("a page of a sparse region", f.us_per_sparse_page, "us"),
+            (
+                "page metadata",
+                f.metadata_bytes.map(|bytes| bytes as f64 / 1024.0),
+                "KiB",
+            ),
             ("memcpy", f.memcpy_mb_per_s, "MB/s"),
             ("fabric READ", f.raw_read_mb_per_s, "MB/s"),
             ("fabric WRITE", f.raw_write_mb_per_s, "MB/s"),
@@ -341,7 +376,8 @@ impl Report {
     }
 }
 
-fn table<const N: usize>(header: [&str; N]) -> Table {
+/// An empty table for people; the first column holds names.
+pub(crate) fn table<const N: usize>(header: [&str; N]) -> Table {
     let mut table = Table::new();
     table
         .load_style(UTF8_FULL_CONDENSED)
@@ -350,7 +386,7 @@ fn table<const N: usize>(header: [&str; N]) -> Table {
 }
 
 /// A row whose first cell is a name and whose others are figures.
-fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
+pub(crate) fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
     let align = |at| {
         if at == 0 {
             CellAlignment::Left

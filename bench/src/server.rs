@@ -30,13 +30,25 @@ impl MemoryServer {
     /// # Errors
     /// The own server does not start; it has said why on standard error.
     pub(crate) fn start(common: &Common, capacity_bytes: u64) -> Result<Self> {
-        if let Some(endpoint) = &common.server {
+        Self::connect_or_start(common.server.as_ref(), common.fabric, capacity_bytes)
+    }
+
+    /// The server at an endpoint, or one of our own.
+    ///
+    /// # Errors
+    /// As [`MemoryServer::start`].
+    pub(crate) fn connect_or_start(
+        endpoint: Option<&Endpoint>,
+        fabric: Fabric,
+        capacity_bytes: u64,
+    ) -> Result<Self> {
+        if let Some(endpoint) = endpoint {
             return Ok(Self {
                 endpoint: endpoint.clone(),
                 own: None,
             });
         }
-        let listen = match common.fabric {
+        let listen = match fabric {
             Fabric::Shm => {
                 Endpoint::Shm(env::temp_dir().join(format!("farpage-bench-{}.sock", process::id())))
             }

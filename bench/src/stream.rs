@@ -1,4 +1,4 @@
-//! STREAM by McCalpin's rules (<https://www.cs.virginia.edu/stream/ref.html>) on three remote arrays.
+//! STREAM by McCalpin's rules (<https://www.cs.virginia.edu/stream/ref.html>) on three arrays, remote or plain.
 //!
 //! The rule it keeps: bytes are those that the kernels read and write, not those that paging moves; the best iteration
 //! after the first counts; and every element is compared bit by bit with what the kernels must have made of it.
@@ -13,9 +13,9 @@ use anyhow::Result;
 use farpage::Advice;
 
 use crate::{
+    arena::Arena,
     options::{StreamOptions, threads},
     progress::Progress,
-    remote::Remote,
     report::{Figures, Kernel, Report},
 };
 
@@ -66,11 +66,11 @@ fn expected(mut a: f64, iterations: u16) -> [f64; 3] {
 
 pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
-    let remote = Remote::start(common, paging)?;
+    let arena = Arena::start(options.plain, common, paging)?;
     let len = paging.size_bytes(common) / 3 / size_of::<f64>() as u64;
-    let mut a = remote.array::<f64>(len, Advice::Sequential)?;
-    let mut b = remote.array::<f64>(len, Advice::Sequential)?;
-    let mut c = remote.array::<f64>(len, Advice::Sequential)?;
+    let mut a = arena.array::<f64>(len, Advice::Sequential)?;
+    let mut b = arena.array::<f64>(len, Advice::Sequential)?;
+    let mut c = arena.array::<f64>(len, Advice::Sequential)?;
     let threads = threads(options.threads);
     let iterations = options.iterations;
     let progress = Progress::new(2 + u64::from(iterations) * KERNELS.len() as u64);
@@ -87,18 +87,18 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
     progress.step(1);
 
     // 2. The kernels, timed.
-    let begin = remote.mark();
+    let begin = arena.mark();
     let mut seconds = [const { Vec::new() }; KERNELS.len()];
     for _ in 0..iterations {
         for ((name, _, kernel), seconds) in KERNELS.iter().zip(&mut seconds) {
-            progress.phase(name);
+            progress.phase(*name);
             let start = Instant::now();
             for_each_part([&mut a, &mut b, &mut c], threads, |_, part| kernel(part));
             seconds.push(start.elapsed().as_secs_f64());
             progress.step(1);
         }
     }
-    let end = remote.mark();
+    let end = arena.mark();
 
     // 3. Every element.
     progress.phase("verifying");
@@ -126,7 +126,7 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
         eprintln!("{wrong} of {len} elements are wrong");
     }
 
-    let mut config = remote.config(common, paging);
+    let mut config = arena.config(common, paging);
     config.threads = Some(threads);
     config.iterations = Some(iterations);
     let kernels = KERNELS
@@ -141,7 +141,7 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
             kernels: Some(kernels.collect()),
             ..Figures::default()
         },
-        paging: Some(Remote::figures(&begin, &end)),
+        paging: Arena::figures(&begin, &end),
     })
 }
 

@@ -1,8 +1,8 @@
 //! The program as people and scripts use it: each benchmark in its `--smoke` form, as a process, against the memory server
-//! that it starts itself.
+//! that it starts itself. That each works with other options, too, is for `cargo xtask bench --smoke` to see.
 
 use std::{
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Output, Stdio},
     time::{Duration, Instant},
 };
@@ -120,28 +120,6 @@ fn stream_verifies_and_reports_four_kernels() {
 }
 
 #[test]
-fn stream_verifies_other_data_codecs_and_page_sizes() {
-    if !can_page("stream_verifies_other_data_codecs_and_page_sizes") {
-        return;
-    }
-    for args in [
-        ["--page-size", "4KiB", "--data", "smooth", "--codec", "lz4"],
-        [
-            "--page-size",
-            "256KiB",
-            "--data",
-            "constant",
-            "--threads",
-            "3",
-        ],
-        ["--link-gbps", "10", "--link-us", "20", "--budget", "2MiB"],
-        ["--read-ahead", "0", "--fillers", "1", "--evictors", "2"],
-    ] {
-        report("stream", &args);
-    }
-}
-
-#[test]
 fn random_verifies_uniform_and_zipf() {
     if !can_page("random_verifies_uniform_and_zipf") {
         return;
@@ -210,6 +188,141 @@ fn floor_measures_this_machine_and_the_raw_fabric() {
 }
 
 #[test]
+fn eviction_counts_the_evictors_time_by_clean_pages() {
+    if !can_page("eviction_counts_the_evictors_time_by_clean_pages") {
+        return;
+    }
+    let report = report("eviction", &["--page-size", "4KiB"]);
+    assert_positive(&report, &["/evictor_cpu_us_per_page"]);
+    // Two rounds over three quarters and more of 3072 pages, and nothing was written but what the filling left.
+    let clean = report["clean_evictions"].as_u64().unwrap();
+    assert!(clean > 4000, "{report}");
+}
+
+#[test]
+fn sparse_counts_the_memory_beside_the_pages() {
+    if !can_page("sparse_counts_the_memory_beside_the_pages") {
+        return;
+    }
+    let report = report(
+        "sparse",
+        &["--size", "1GiB", "--budget", "4MiB", "--touches", "1024"],
+    );
+    assert_positive(&report, &["/us_per_sparse_page", "/metadata_bytes"]);
+    // A thousandth of the region, and what one run may show by chance.
+    assert!(
+        report["metadata_bytes"].as_u64().unwrap() < (1 << 20) + (512 << 10),
+        "{report}"
+    );
+}
+
+#[test]
+fn plain_arrays_page_nothing() {
+    for benchmark in ["stream", "random"] {
+        let report = report(benchmark, &["--plain"]);
+        assert!(report.get("faults").is_none(), "{report}");
+    }
+}
+
+#[test]
+fn targets_keeps_every_figure_behind_a_ratio() {
+    if !can_page("targets_keeps_every_figure_behind_a_ratio") {
+        return;
+    }
+    let output = run(&[
+        "targets", "--smoke", "--only", "fault, ", "--format", "json",
+    ]);
+    assert!(output.status.success(), "{output:?}");
+    let record: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let targets = record["targets"].as_array().unwrap();
+    assert_eq!(targets.len(), 2, "{record}");
+    for target in targets {
+        assert_positive(target, &["/measured", "/against", "/ratio"]);
+    }
+    // A command that two targets need ran once.
+    let names: Vec<_> = record["reports"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|report| report["benchmark"].as_str().unwrap())
+        .collect();
+    assert_eq!(names, ["latency", "floor"]);
+}
+
+/// A file of results that is removed at the end.
+struct Results(PathBuf);
+
+impl Results {
+    fn new(name: &str, text: &str) -> Self {
+        let path = std::env::temp_dir().join(format!("farpage-{}-{name}", std::process::id()));
+        std::fs::write(&path, text).expect("the directory for temporary files can be written to");
+        Self(path)
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().expect("its name was made from text above")
+    }
+}
+
+impl Drop for Results {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+fn triads(page_size_bytes: u32, figures: &[u32]) -> String {
+    figures
+        .iter()
+        .map(|mb_per_s| {
+            format!(
+                r#"{{"benchmark":"stream","verified":true,"config":{{"server":"shm:///{mb_per_s}","page_size_bytes":{page_size_bytes}}},
+                     "kernels":[{{"name":"triad","mb_per_s":{mb_per_s}}}]}}"#
+            )
+        })
+        .collect()
+}
+
+#[test]
+fn compare_judges_repetitions_by_their_ranges() {
+    let a = Results::new("before.json", &triads(4096, &[100, 104, 102]));
+    let b = Results::new("after.json", &triads(4096, &[204, 200, 208]));
+    let output = run(&["compare", a.path(), b.path()]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{output:?}");
+    let line = stdout
+        .lines()
+        .find(|line| line.contains("triad.mb_per_s"))
+        .unwrap();
+    assert!(line.contains("2.000") && line.contains("better"), "{line}");
+    let output = run(&["compare", a.path(), a.path()]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        stdout.contains("1.000") && !stdout.contains("better"),
+        "{stdout}"
+    );
+}
+
+#[test]
+fn compare_refuses_what_does_not_match() {
+    let a = Results::new("small.json", &triads(4096, &[100]));
+    let b = Results::new("large.json", &triads(65536, &[100]));
+    let text = Results::new("text.json", "no results");
+    for (b, expected) in [
+        (b.path(), "page_size_bytes=65536"),
+        (text.path(), "does not hold results"),
+        ("/nonexistent/results.json", "/nonexistent/results.json"),
+    ] {
+        let output = run(&["compare", a.path(), b]);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(
+            stderr.contains(expected) && output.stdout.is_empty(),
+            "{stderr}"
+        );
+    }
+}
+
+#[test]
 fn the_human_form_is_a_table() {
     if !can_page("the_human_form_is_a_table") {
         return;
@@ -241,6 +354,10 @@ fn wrong_usage_exits_with_2() {
         &["stream", "--server", "tcp://localhost:1", "--fabric", "tcp"],
         &["random", "--zipf", "1.5"],
         &["latency", "--threads", "2"],
+        &["compare", "one-file-only"],
+        &["targets", "--quick", "--repeat", "2"],
+        &["sweep", "--repeat", "0"],
+        &["versus-swap", "--budget", "none"],
         &["floor", "--link-gbps", "0"],
     ] {
         let output = run(args);

@@ -9,6 +9,7 @@ use std::{
     process::{self, Child, Command, ExitStatus, Stdio},
     sync::atomic::{AtomicI32, Ordering::SeqCst},
     thread,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result};
@@ -67,4 +68,23 @@ pub(crate) fn wait(mut child: Child) -> Result<ExitStatus> {
 /// Runs a child to its end, its output going where ours goes.
 pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
     wait(spawn(command)?)
+}
+
+/// The same for a child that has so long; one that has not ended by then is ended, with all its descendants, and has no status.
+pub(crate) fn status_within(time: Duration, command: &mut Command) -> Result<Option<ExitStatus>> {
+    let mut child = spawn(command)?;
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        if child
+            .try_wait()
+            .context("cannot wait for a child process")?
+            .is_some()
+        {
+            return wait(child).map(Some);
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    // SAFETY: plain system call without pointers; the group is that of a child that has not been waited for.
+    unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
+    wait(child).map(|_| None)
 }

@@ -3,7 +3,9 @@
 //! The rule it keeps: a command either does all that it says or stops with what to do about it; nothing has to be
 //! installed or started by hand before. What the commands measure and test is left to the crates themselves.
 
+mod bench;
 mod children;
+mod install;
 mod setup;
 mod tests;
 
@@ -17,7 +19,11 @@ Usage: cargo xtask <COMMAND>
 Commands:
   demo                            set up this machine, build, and run STREAM on remote arrays four times the local budget
   test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
-                                  `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs
+                                  `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs;
+                                  without any, every benchmark runs once, too
+  bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
+  install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
+                                  files below DIR; with `--built DIR` the libraries are taken from there
   setup                           only set up: install missing system packages, check kernel permissions
   help                            print this";
 
@@ -49,6 +55,23 @@ fn run() -> Result<ExitCode> {
             setup::prepare()?;
             tests::run(rest)
         }
+        "bench" if rest == ["--smoke"] => {
+            children::end_with_us()?;
+            setup::prepare()?;
+            bench::run()
+        }
+        "bench" => Ok(misused(
+            "`bench` takes `--smoke`; to measure: cargo run --release -p farpage-bench -- --help",
+        )),
+        "install" => match install::Install::read(rest) {
+            Some(install) => {
+                children::end_with_us()?;
+                setup::prepare()?;
+                install.run()?;
+                Ok(ExitCode::SUCCESS)
+            }
+            None => Ok(misused("`install` takes `--prefix DIR`")),
+        },
         "help" | "--help" | "-h" => {
             println!("{USAGE}");
             Ok(ExitCode::SUCCESS)

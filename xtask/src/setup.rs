@@ -1,5 +1,5 @@
 //! What a machine needs before farpage builds and runs: a C compiler and libclang (the bindings of the userfaultfd crate
-//! are generated from the kernel's headers), and the permission to handle page faults.
+//! are generated from the kernel's headers), what the libraries for C++ are built and tested with, and the permission to handle page faults.
 //!
 //! The rule it keeps: what is there is found by looking for the thing itself, not for a package's name, so that other
 //! distributions and hand-made installations count; nothing is installed without root or a `sudo` that asks nothing.
@@ -32,11 +32,26 @@ struct Need {
     is_there: fn() -> bool,
 }
 
-const NEEDS: [Need; 3] = [
+const NEEDS: [Need; 6] = [
     Need {
         what: "a C compiler (`cc`)",
         apt_package: "gcc",
         is_there: || in_path("cc"),
+    },
+    Need {
+        what: "a C++ compiler (`c++`), for libumap and its tests",
+        apt_package: "g++",
+        is_there: || in_path("c++"),
+    },
+    Need {
+        what: "CMake, for tests of the package",
+        apt_package: "cmake",
+        is_there: || in_path("cmake"),
+    },
+    Need {
+        what: "pkg-config, for the same",
+        apt_package: "pkg-config",
+        is_there: || in_path("pkg-config"),
     },
     Need {
         what: "the C library's headers",

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: the whole suite, and a closing line that hides nothing.
+//! `cargo xtask test`: the whole suite, benchmarks included, and a closing line that hides nothing.
 //!
 //! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run here says so by a line
 //! `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts as skipped too. libtest
@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::children;
+use crate::{bench, children};
 
 /// Builds and runs the tests; `args` are for `cargo test`, and after a `--` for the test programs.
 ///
@@ -69,6 +69,13 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     if !status.success() && tally.failed == 0 {
         eprintln!("A test program died or could not be built: cargo says above which one.");
         tally.failed = 1;
+    }
+    // Part of the whole suite only, not of what somebody asked for.
+    if args.is_empty() {
+        let benchmarks = bench::smoke()?;
+        tally.passed += benchmarks.passed;
+        tally.failed += benchmarks.failed;
+        tally.skips.extend(benchmarks.skips);
     }
 
     println!();

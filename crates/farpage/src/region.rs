@@ -212,6 +212,11 @@ impl Region {
         if self.keeps { self.flush() } else { Ok(()) }
     }
 
+    /// Closes the region without writing back: what changed since the last flush is lost.
+    pub fn discard(mut self) {
+        self.closed = true;
+    }
+
     /// The first error of work in the background since the last call: an eviction that failed (its page is still here), or a page that
     /// could not be brought in (touching it raises SIGBUS).
     pub fn take_error(&self) -> Option<PageError> {

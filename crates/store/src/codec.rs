@@ -2,10 +2,25 @@
 //!
 //! The rule it keeps: decoding is safe on any input. What comes out of a damaged block may still be wrong; the caller
 //! compares its hash. Choosing a codec by what it saves is left to the caller.
+//!
+//! The hash is XXH3-128, by the library that computes it fastest and picks its instructions when the program runs. Measured on one core with
+//! AVX2 and AVX-512, in a build for any x86-64, GB/s:
+//!
+//! | | 4 KiB in cache | 64 KiB in cache | 1 MiB in cache | in memory |
+//! |---|---|---|---|---|
+//! | `twox-hash` 2.1 (AVX2, NEON) | 47 | 58 | 56 | 33 |
+//! | `xxh3` 0.1 (AVX2, NEON; dormant) | 45 | 56 | 55 | 34 |
+//! | `rscrypto` 0.9 (AVX-512) | 43 | 53 | 52 | 34 |
+//! | xxHash 0.8.3, in C, with its dispatcher (AVX-512) | 31 | 45 | 45 | 27 |
+//! | `xxhash-rust` 0.8 (picks when compiled: SSE2) | 28 | 31 | 31 | 28 |
+//! | `xxhash-c-sys` 0.8 (picks when compiled: SSE2) | 25 | 29 | 29 | 27 |
+//!
+//! Looking for one repeated value costs 3 ns on a page that has other bytes at its beginning, and 0.8 us at most on 64 KiB.
 
 use lz4_flex::block::{
     CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
 };
+use twox_hash::XxHash3_128;
 
 /// How a region's pages are stored. Pages of one repeated 8-byte value need no codec and no slot; a page that does not
 /// shrink is stored raw.
@@ -90,9 +105,10 @@ pub(crate) fn fill_repeated(page: &mut [u8], value: u64) {
     }
 }
 
-/// The hash of a page's plain bytes. Seeded, so that contents from outside cannot be made to collide.
+/// The hash of a page's plain bytes: XXH3-128, which published regions keep, so that it can never be another. Seeded, so that contents
+/// from outside cannot be made to collide.
 pub(crate) fn hash(page: &[u8], seed: u64) -> u128 {
-    xxhash_rust::xxh3::xxh3_128_with_seed(page, seed)
+    XxHash3_128::oneshot_with_seed(seed, page)
 }
 
 #[cfg(test)]
@@ -119,6 +135,23 @@ mod tests {
         }
         assert_eq!(repeated(&[]), None);
         assert_eq!(repeated(&[0; 9]), None);
+    }
+
+    /// Values of the reference implementation in C: what was published under them must be readable for ever.
+    #[test]
+    fn the_hash_is_xxh3_128_with_seed() {
+        let page: Vec<u8> = (0..4096u32).map(|at| (at * at % 251) as u8).collect();
+        for (len, expected) in [
+            (0, 0x5e11_f131_4c06_d011_7589_dadf_11fb_87fc),
+            (8, 0x7338_7b10_6414_2898_8b24_356a_6a21_8297),
+            (4096, 0x4f5e_0fd9_a374_669d_62b6_cd9c_c284_abb9),
+        ] {
+            assert_eq!(
+                hash(&page[..len], 0x1122_3344_5566_7788),
+                expected,
+                "{len} bytes"
+            );
+        }
     }
 
     proptest! {

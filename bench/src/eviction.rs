@@ -1,0 +1,96 @@
+//! What it costs to send away a page that did not change.
+//!
+//! The rule it keeps: CPU time of the evictors alone, over a phase in which nothing was written; fillers and the program
+//! pay for bringing pages in, which is measured elsewhere.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+use farpage::Advice;
+
+use crate::{
+    options::EvictionOptions,
+    progress::Progress,
+    remote::Remote,
+    report::{Figures, Report},
+};
+
+/// How often all pages come in and leave again while the clock runs.
+const ROUNDS: u64 = 2;
+/// How farpage names these threads.
+const EVICTOR_NAME: &str = "evictor-";
+
+pub(crate) fn run(options: &EvictionOptions) -> Result<Report> {
+    let (common, paging) = (&options.common, &options.paging);
+    let remote = Remote::start(common, paging)?;
+    let len = paging.size_bytes(common) / size_of::<u64>() as u64;
+    let mut array = remote.array::<u64>(len, Advice::Sequential)?;
+    let progress = Progress::new(2 + ROUNDS);
+
+    progress.phase("filling");
+    for (index, element) in (0..).zip(array.iter_mut()) {
+        *element = paging.data.word(paging.seed, index);
+    }
+    progress.step(1);
+    // Each round reads all of it, and is the verification.
+    let mut wrong = 0u64;
+    let mut round = || {
+        for (index, element) in (0..).zip(array.iter()) {
+            wrong += u64::from(*element != paging.data.word(paging.seed, index));
+        }
+        progress.step(1);
+    };
+
+    progress.phase("changed pages leave");
+    round();
+    progress.phase("unchanged pages leave");
+    let (begin, cpu_ns) = (remote.mark(), evictors_cpu_ns()?);
+    for _ in 0..ROUNDS {
+        round();
+    }
+    let (end, cpu_ns) = (remote.mark(), evictors_cpu_ns()? - cpu_ns);
+    drop(progress);
+    let figures = Remote::figures(&begin, &end);
+    ensure!(
+        figures.clean_evictions > 0,
+        "no page was evicted: --budget has to be smaller than --size"
+    );
+    if wrong > 0 {
+        eprintln!("{wrong} elements read were wrong");
+    }
+    Ok(Report {
+        benchmark: "eviction",
+        verified: wrong == 0,
+        config: remote.config(common, paging),
+        figures: Figures {
+            evictor_cpu_us_per_page: Some(cpu_ns as f64 / 1000.0 / figures.clean_evictions as f64),
+            ..Figures::default()
+        },
+        paging: Some(figures),
+    })
+}
+
+/// Nanoseconds that this process's evictors have run so far.
+fn evictors_cpu_ns() -> Result<u64> {
+    let mut sum = None;
+    for task in fs::read_dir("/proc/self/task").context("cannot list this program's threads")? {
+        let task = task.context("cannot list this program's threads")?.path();
+        // A thread that ends meanwhile is none of ours: evictors stay.
+        let Ok(name) = fs::read_to_string(task.join("comm")) else {
+            continue;
+        };
+        if name.starts_with(EVICTOR_NAME) {
+            let path = task.join("schedstat");
+            let text = fs::read_to_string(&path).with_context(|| {
+                format!("cannot read a thread's CPU time from {}", path.display())
+            })?;
+            let ns: u64 = text
+                .split(' ')
+                .next()
+                .and_then(|first| first.parse().ok())
+                .with_context(|| format!("{} holds no time: {text:?}", path.display()))?;
+            *sum.get_or_insert(0) += ns;
+        }
+    }
+    sum.with_context(|| format!("farpage has no threads named {EVICTOR_NAME}N"))
+}

@@ -1,0 +1,102 @@
+//! A large region of which few pages are used: what a page costs, and what the region takes beside its pages.
+//!
+//! The rule it keeps: the frames that hold pages are made before the clock and the memory count start, by another
+//! array, so that what is counted belongs to the region's size alone.
+
+use std::{fs, time::Instant};
+
+use anyhow::{Context, Result, ensure};
+use farpage::Advice;
+
+use crate::{
+    data::{Shuffle, mix},
+    options::SparseOptions,
+    progress::Progress,
+    remote::Remote,
+    report::{Figures, Report},
+};
+
+/// The array that makes the frames is so many times the budget.
+const WARM_UP_BUDGETS: u64 = 3;
+
+pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
+    let (common, paging) = (&options.common, &options.paging);
+    let remote = Remote::start(common, paging)?;
+    let page_bytes = common.page_size.as_u64();
+    let page_elements = page_bytes / size_of::<u64>() as u64;
+    let pages = paging.size_bytes(common) / page_bytes;
+    let budget_pages = paging.budget_bytes(common) / page_bytes;
+    let touches = options
+        .touches
+        .unwrap_or(if common.smoke { 256 } else { 16_384 })
+        .min(pages);
+    ensure!(
+        touches > budget_pages,
+        "{touches} pages are used and {budget_pages} fit into the budget: all of them have to leave, so --budget has to be smaller"
+    );
+    let progress = Progress::new(3);
+
+    progress.phase("making frames");
+    let mut warm = remote.array::<u64>(
+        WARM_UP_BUDGETS * paging.budget_bytes(common) / size_of::<u64>() as u64,
+        Advice::Sequential,
+    )?;
+    for (index, element) in (0..).zip(warm.iter_mut()) {
+        *element = mix(index);
+    }
+    progress.step(1);
+
+    let private_bytes = private_bytes()?;
+    let mut array = remote.array::<u64>(pages * page_elements, Advice::Random)?;
+    // One element in each page that is used.
+    let place = |touch: u64| {
+        let page = (u128::from(touch) * u128::from(pages) / u128::from(touches)) as u64;
+        (page * page_elements + mix(page) % page_elements) as usize
+    };
+    let begin = remote.mark();
+    let start = Instant::now();
+    progress.phase("writing");
+    for touch in Shuffle::new(touches, paging.seed) {
+        array[place(touch)] = mix(!touch);
+    }
+    progress.step(1);
+    progress.phase("reading");
+    let wrong = Shuffle::new(touches, paging.seed)
+        .filter(|&touch| array[place(touch)] != mix(!touch))
+        .count();
+    let time = start.elapsed();
+    let metadata_bytes = self::private_bytes()?.saturating_sub(private_bytes);
+    let end = remote.mark();
+    progress.step(1);
+    drop(progress);
+    if wrong > 0 {
+        eprintln!("{wrong} of {touches} elements are wrong");
+    }
+
+    let mut config = remote.config(common, paging);
+    config.samples = Some(touches);
+    Ok(Report {
+        benchmark: "sparse",
+        verified: wrong == 0,
+        config,
+        figures: Figures {
+            us_per_sparse_page: Some(time.as_secs_f64() * 1e6 / (2 * touches) as f64),
+            metadata_bytes: Some(metadata_bytes),
+            ..Figures::default()
+        },
+        paging: Some(Remote::figures(&begin, &end)),
+    })
+}
+
+/// Anonymous memory of this process, which is what pages, and all that is known about them, take.
+fn private_bytes() -> Result<u64> {
+    const PATH: &str = "/proc/self/smaps_rollup";
+    let text = fs::read_to_string(PATH)
+        .with_context(|| format!("cannot read how much memory this program has from {PATH}"))?;
+    let kib: u64 = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Anonymous:")?.trim().strip_suffix(" kB"))
+        .and_then(|kib| kib.parse().ok())
+        .with_context(|| format!("{PATH} has no line `Anonymous: ... kB`"))?;
+    Ok(kib << 10)
+}

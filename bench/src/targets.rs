@@ -1,0 +1,176 @@
+//! What farpage is held to, beside what bounds it.
+//!
+//! The rule it keeps: a target is a ratio of two figures of one sitting, the one measured right after the other; the median
+//! of all repetitions counts. What the targets are stands in `targets/rows.rs`.
+
+mod rows;
+
+use anyhow::{Result, ensure};
+use serde::Serialize;
+
+use crate::{
+    options::{Format, TargetsOptions},
+    progress::Progress,
+    record,
+    report::{self, median},
+    sitting::Sitting,
+};
+
+/// A target.
+pub(crate) struct Row {
+    what: String,
+    target: Target,
+    unit: &'static str,
+    measure: Measure,
+}
+
+/// The figure and what it is divided by.
+type Measure = Box<dyn Fn(&mut Sitting) -> Result<[f64; 2]>>;
+
+#[derive(Clone, Copy)]
+enum Target {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+impl Target {
+    fn is_met(self, ratio: f64) -> bool {
+        match self {
+            Self::AtMost(most) => ratio <= most,
+            Self::AtLeast(least) => ratio >= least,
+        }
+    }
+
+    fn text(self) -> String {
+        match self {
+            Self::AtMost(most) => format!("at most {most}"),
+            Self::AtLeast(least) => format!("at least {least}"),
+        }
+    }
+}
+
+/// What became of a target. Medians of the repetitions.
+#[derive(Serialize)]
+pub(crate) struct Finding {
+    what: String,
+    target: String,
+    unit: &'static str,
+    measured: f64,
+    against: f64,
+    ratio: f64,
+    /// Of each repetition.
+    ratios: Vec<f64>,
+    met: bool,
+}
+
+pub(crate) fn run(options: &TargetsOptions) -> Result<()> {
+    let rows: Vec<Row> = rows::all(options.smoke)
+        .into_iter()
+        .filter(|row| row.what.contains(&options.only))
+        .collect();
+    ensure!(
+        !rows.is_empty(),
+        "no target's name contains `{}`",
+        options.only
+    );
+    let repeat = match options.quick || options.smoke {
+        true => 1,
+        false => options.repeat,
+    };
+    let mut sitting = Sitting::new(options.smoke)?;
+    let progress = Progress::new(u64::from(repeat) * rows.len() as u64);
+    let mut measured = vec![Vec::new(); rows.len()];
+    for _ in 0..repeat {
+        sitting.next_repetition();
+        for (row, measured) in rows.iter().zip(&mut measured) {
+            progress.phase(row.what.clone());
+            measured.push((row.measure)(&mut sitting)?);
+            progress.step(1);
+        }
+    }
+    drop(progress);
+
+    let findings: Vec<Finding> = rows
+        .iter()
+        .zip(&measured)
+        .map(|(row, values)| Finding::new(row, values))
+        .collect();
+    let table = table(&findings);
+    let record = record::Record::new(
+        serde_json::json!({ "repeat": repeat, "smoke": options.smoke }),
+        findings,
+        sitting.into_reports(),
+    );
+    if let Some(directory) = &options.record {
+        record.write(directory, &table)?;
+    }
+    match options.format {
+        Format::Human => println!("{table}"),
+        Format::Json => println!("{}", record.json()),
+    }
+    Ok(())
+}
+
+impl Finding {
+    fn new(row: &Row, values: &[[f64; 2]]) -> Self {
+        let of = |pick: fn(&[f64; 2]) -> f64| -> Vec<f64> { values.iter().map(pick).collect() };
+        let ratios = of(|[figure, against]| figure / against);
+        let ratio = median(&ratios);
+        Self {
+            what: row.what.clone(),
+            target: row.target.text(),
+            unit: row.unit,
+            measured: median(&of(|x| x[0])),
+            against: median(&of(|x| x[1])),
+            ratio,
+            ratios,
+            met: row.target.is_met(ratio),
+        }
+    }
+}
+
+/// What | target | measured | against | ratio | met.
+fn table(findings: &[Finding]) -> comfy_table::Table {
+    let mut table = report::table(["what", "target", "measured", "against", "ratio", "met"]);
+    for finding in findings {
+        let figure = |x: f64| match x {
+            x if x < 100.0 => format!("{x:.2} {}", finding.unit),
+            _ => format!("{x:.0} {}", finding.unit),
+        };
+        let digits = if finding.ratio < 0.1 { 5 } else { 3 };
+        let mut ratio = format!("{:.digits$}", finding.ratio);
+        if finding.ratios.len() > 1 {
+            let low = finding.ratios.iter().copied().fold(f64::MAX, f64::min);
+            let high = finding.ratios.iter().copied().fold(f64::MIN, f64::max);
+            ratio += &format!(" ({low:.digits$} to {high:.digits$})");
+        }
+        table.add_row(report::right([
+            finding.what.clone(),
+            finding.target.clone(),
+            figure(finding.measured),
+            figure(finding.against),
+            ratio,
+            if finding.met { "yes" } else { "NO" }.to_owned(),
+        ]));
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_the_ratios_decides() {
+        let row = Row {
+            what: "x".into(),
+            target: Target::AtMost(1.5),
+            unit: "us",
+            measure: Box::new(|_| unreachable!("the figures are given below")),
+        };
+        let finding = Finding::new(&row, &[[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]]);
+        assert_eq!(finding.ratio, 1.4);
+        assert!(finding.met);
+        assert!(!Finding::new(&row, &[[16.0, 10.0]]).met);
+    }
+}

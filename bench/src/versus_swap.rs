@@ -1,0 +1,113 @@
+//! farpage against the kernel's own way to have more memory than there is: swap, to compressed memory, under a cgroup.
+//!
+//! The rule it keeps: both run the same loops over arrays of the same size and contents with the same local memory, in turns.
+//! Setting swap up and taking it down is left to [`crate::swap`].
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+
+use crate::{
+    options::{Format, VersusSwapOptions},
+    progress::Progress,
+    report::{self, median},
+    sitting::Sitting,
+    swap::Swap,
+};
+
+/// For the program itself, its stacks and tables, beside the arrays; given to the swapping program only, farpage's budget is for pages alone.
+const PROGRAM_BYTES: u64 = 16 << 20;
+
+/// What is compared: name, the figure's place in a report, whether more is better, and how many times as fast farpage is to be.
+const FIGURES: [(&str, &str, bool, f64); 3] = [
+    ("STREAM triad, MB/s", "/kernels/3/mb_per_s", true, 6.0),
+    ("random read, us", "/us_per_read", false, 1.3),
+    ("random update, us", "/us_per_update", false, 1.3),
+];
+
+pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
+    let size_bytes = options.size.as_u64();
+    let budget_bytes = options.budget.bytes(size_bytes);
+    let data = options.data.name();
+    let common = format!("--size {size_bytes}B --data {data}");
+    let stream = format!("stream --iterations 3 {common}");
+    let random = format!("random --accesses 100000 {common}");
+    let (fabric, codec) = (options.fabric, options.codec);
+    let paged = format!("--fabric {fabric} --codec {codec} --budget {budget_bytes}B");
+    let page_size = format!("--page-size {}B", options.page_size.as_u64());
+
+    // Signals end a benchmark and not this process from here on, so that `swap` is always dropped.
+    let mut sitting = Sitting::new(false)?;
+    let swap = Swap::set_up(budget_bytes + PROGRAM_BYTES, 2 * size_bytes)?;
+    let progress = Progress::new(4 * u64::from(options.repeat));
+    let mut reports = Vec::new();
+    let mut ratios = [const { Vec::new() }; FIGURES.len()];
+    let mut values = [const { (Vec::new(), Vec::new()) }; FIGURES.len()];
+    for _ in 0..options.repeat {
+        sitting.next_repetition();
+        let mut take = |phase: &'static str, report: Result<Value>| -> Result<Value> {
+            let report = report.with_context(|| format!("cannot measure {phase}"))?;
+            reports.push(report.clone());
+            progress.step(1);
+            Ok(report)
+        };
+        let mut both = |name: &'static str, command: &str, page_size: &str| -> Result<_> {
+            progress.phase(format!("{name}, swap"));
+            let swapped = format!("{command} --plain");
+            let swapped = take(name, sitting.run_as(swap.command()?, &swapped))?;
+            progress.phase(format!("{name}, farpage"));
+            let paged = format!("{command} {paged} {page_size}");
+            Ok((swapped, take(name, sitting.run(&paged))?))
+        };
+        let streams = both("stream", &stream, &page_size)?;
+        let randoms = both("random", &random, "--page-size 4KiB")?;
+        for (at, (name, path, more_is_better, _)) in FIGURES.iter().enumerate() {
+            let (swapped, paged) = if at == 0 { &streams } else { &randoms };
+            let figure = |report: &Value| {
+                report
+                    .pointer(path)
+                    .and_then(Value::as_f64)
+                    .with_context(|| format!("a report has no figure for {name}"))
+            };
+            let (swapped, paged) = (figure(swapped)?, figure(paged)?);
+            values[at].0.push(swapped);
+            values[at].1.push(paged);
+            ratios[at].push(match more_is_better {
+                true => paged / swapped,
+                false => swapped / paged,
+            });
+        }
+    }
+    drop(progress);
+    drop(swap);
+
+    let mut table = report::table(["what", "swap", "farpage", "times as fast", "target", "met"]);
+    let mut findings = Vec::new();
+    for (((name, _, _, target), ratios), (swapped, paged)) in
+        FIGURES.iter().zip(&ratios).zip(&values)
+    {
+        let (ratio, swapped, paged) = (median(ratios), median(swapped), median(paged));
+        let met = ratio >= *target;
+        table.add_row(report::right([
+            (*name).to_owned(),
+            format!("{swapped:.1}"),
+            format!("{paged:.1}"),
+            format!("{ratio:.2}"),
+            format!("{target}"),
+            if met { "yes" } else { "NO" }.to_owned(),
+        ]));
+        findings.push(json!({ "what": name, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
+    }
+    match options.format {
+        Format::Human => println!(
+            "{table}\n{} MiB of {data} data, {} MiB of local memory; medians of {} repetitions.",
+            size_bytes >> 20,
+            budget_bytes >> 20,
+            options.repeat
+        ),
+        Format::Json => println!(
+            "{}",
+            json!({ "benchmark": "versus-swap", "findings": findings, "reports": reports })
+        ),
+    }
+    Ok(())
+}

@@ -1,0 +1,498 @@
+/* farpage: memory that lives on other machines, used like ordinary memory.
+ *
+ * Functions return FARPAGE_OK or a code, and then farpage_error_message() says in words what went wrong. All may be called from any thread.
+ * Made by cbindgen: do not edit; `FARPAGE_RENEW=1 cargo test -p farpage-capi --test header` makes it anew. */
+
+#ifndef FARPAGE_H
+#define FARPAGE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/**
+ * What could not be done.
+ */
+#define FARPAGE_LOG_ERROR 1
+
+/**
+ * And what is not as it should be.
+ */
+#define FARPAGE_LOG_WARNING 2
+
+/**
+ * And what happens rarely.
+ */
+#define FARPAGE_LOG_INFO 3
+
+/**
+ * And what happens often.
+ */
+#define FARPAGE_LOG_DEBUG 4
+
+/**
+ * The default of whatever is asked.
+ */
+#define FARPAGE_CODEC_DEFAULT 0
+
+/**
+ * Pages are kept as they are.
+ */
+#define FARPAGE_CODEC_RAW 1
+
+/**
+ * Pages are kept compressed, without loss, where that makes them smaller.
+ */
+#define FARPAGE_CODEC_LZ4 2
+
+/**
+ * For `read_ahead`: read nothing ahead.
+ */
+#define FARPAGE_READ_AHEAD_OFF UINT32_MAX
+
+/**
+ * Nothing known: sequential runs are found from the faults. Holds for the whole region.
+ */
+#define FARPAGE_ADVICE_NORMAL 0
+
+/**
+ * In order: reads ahead from the first fault on. Holds for the whole region.
+ */
+#define FARPAGE_ADVICE_SEQUENTIAL 1
+
+/**
+ * In no order: never reads ahead. Holds for the whole region.
+ */
+#define FARPAGE_ADVICE_RANDOM 2
+
+/**
+ * The range is needed soon: brought in while there is room. Does not wait.
+ */
+#define FARPAGE_ADVICE_WILL_NEED 3
+
+/**
+ * The range is not needed soon: written back where it changed, and given up. The data stays.
+ */
+#define FARPAGE_ADVICE_DONT_NEED 4
+
+/**
+ * Memory whose pages come and go, from `farpage_region_address` on. Its functions may be called from any thread, except that nothing else may be
+ * called, and its memory not be touched, during and after `farpage_region_unmap`.
+ */
+typedef struct farpage_region farpage_region;
+
+/**
+ * Connections to memory servers, a budget, and the threads that move pages. All functions on it may be called from any thread.
+ */
+typedef struct farpage_runtime farpage_runtime;
+
+/**
+ * What a function says: `FARPAGE_OK`, or one of the codes below and a message for `farpage_error_message`.
+ */
+typedef int32_t farpage_code;
+
+/**
+ * Where a region's pages are kept: functions of the program. They are called from several threads at once, but never twice at once for the same page, and
+ * must not touch the region that they serve. No exception may leave them.
+ *
+ * farpage copies this struct; `context` stays the program's. Set all of it to zero, then `struct_bytes`, then the rest.
+ */
+typedef struct farpage_store {
+  /**
+   * `sizeof(farpage_store)`.
+   */
+  size_t struct_bytes;
+  /**
+   * Passed to each function.
+   */
+  void *context;
+  /**
+   * Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`; one page, of which the region's last may be shorter. Returns 0
+   * or an errno. A page that has not been written since must read the same every time.
+   */
+  int (*read)(void *context, uint64_t offset, void *buffer, size_t bytes);
+  /**
+   * Writes all of `buffer` at `offset`. Returns 0 or an errno: then the page stays in memory, and flushing the region says so. May be null if the region
+   * is `read_only`.
+   */
+  int (*write)(void *context, uint64_t offset, const void *buffer, size_t bytes);
+  /**
+   * Makes all that was written durable. Returns 0 or an errno. May be null.
+   */
+  int (*flush)(void *context);
+  /**
+   * Called once when no other call runs and none will come, perhaps a moment after the region was unmapped, on any thread; also when the region could
+   * not be mapped. May be null.
+   */
+  void (*release)(void *context);
+  /**
+   * How errors call the store; copied. May be null.
+   */
+  const char *name;
+  /**
+   * 1: `read` and `write` never wait for anything, so that farpage's own threads may call them.
+   */
+  uint32_t never_blocks;
+} farpage_store;
+
+/**
+ * How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the runtime's choice.
+ */
+typedef struct farpage_region_options {
+  /**
+   * `sizeof(farpage_region_options)`.
+   */
+  size_t struct_bytes;
+  /**
+   * Page size: a power of two, 4096 to 2097152.
+   */
+  uint64_t page_bytes;
+  /**
+   * Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
+   */
+  uint32_t read_ahead;
+  /**
+   * How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. Not for stores and files.
+   */
+  uint32_t codec;
+  /**
+   * 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
+   */
+  uint32_t on_demand;
+  /**
+   * 1: changes are never written to the store or file. Not for servers.
+   */
+  uint32_t read_only;
+  /**
+   * Publishes the region on its servers under this name at each flush and when it is unmapped: it outlives the program. Not for stores and files.
+   */
+  const char *name;
+  /**
+   * Keeps the pages here instead of on the servers. Copied.
+   */
+  const struct farpage_store *store;
+} farpage_region_options;
+
+/**
+ * How a runtime is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the environment variable named, else the default.
+ */
+typedef struct farpage_runtime_options {
+  /**
+   * `sizeof(farpage_runtime_options)`.
+   */
+  size_t struct_bytes;
+  /**
+   * Memory servers, separated by commas: `shm:///run/farpage.sock` or `tcp://host:7400`. FARPAGE_SERVER. Default: none, so that only regions with a
+   * store or a file work.
+   */
+  const char *servers;
+  /**
+   * Bytes of pages that may be in local memory at once, over all regions; never exceeded. FARPAGE_BUDGET. Default: a quarter of what is available.
+   */
+  uint64_t budget_bytes;
+  /**
+   * Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536.
+   */
+  uint64_t page_bytes;
+  /**
+   * Threads that bring pages in. FARPAGE_FILLERS. Default: one per core, 4 at most.
+   */
+  uint32_t fillers;
+  /**
+   * Threads that take pages out. FARPAGE_EVICTORS. Default: one per two cores, 4 at most.
+   */
+  uint32_t evictors;
+  /**
+   * Evictors start above this fraction of the budget. FARPAGE_HIGH_WATER. Default: 0.95.
+   */
+  double high_water;
+  /**
+   * And go on down to this one; set both or none. FARPAGE_LOW_WATER. Default: 0.90.
+   */
+  double low_water;
+  /**
+   * Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, 64 pages at most.
+   */
+  uint32_t read_ahead;
+  /**
+   * How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. FARPAGE_CODEC. Default: raw.
+   */
+  uint32_t codec;
+  /**
+   * How long a page is tried for before it is given up. FARPAGE_DEADLINE. Default: 10.
+   */
+  double deadline_seconds;
+  /**
+   * 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
+   */
+  uint32_t user_mode_only;
+} farpage_runtime_options;
+
+/**
+ * What a runtime has done since it was made. Counts are of pages unless the name says bytes.
+ */
+typedef struct farpage_stats {
+  /**
+   * Page faults.
+   */
+  uint64_t faults;
+  /**
+   * Pages brought in, for a fault or ahead of one.
+   */
+  uint64_t fills;
+  /**
+   * Of these, pages brought in ahead of need.
+   */
+  uint64_t prefetches;
+  /**
+   * Pages taken out.
+   */
+  uint64_t evictions;
+  /**
+   * Of these, pages that had not changed.
+   */
+  uint64_t clean_evictions;
+  /**
+   * Pages that could not be brought in and raise SIGBUS.
+   */
+  uint64_t poisoned;
+  /**
+   * Evictions that failed, so that the page stayed.
+   */
+  uint64_t failed_evictions;
+  /**
+   * Bytes of pages that are in local memory now.
+   */
+  uint64_t resident_bytes;
+  /**
+   * The most that it ever was.
+   */
+  uint64_t peak_resident_bytes;
+  /**
+   * The budget.
+   */
+  uint64_t budget_bytes;
+  /**
+   * Bytes read from servers and stores.
+   */
+  uint64_t bytes_read;
+  /**
+   * Bytes written to servers and stores.
+   */
+  uint64_t bytes_written;
+} farpage_stats;
+
+/**
+ * It worked.
+ */
+#define FARPAGE_OK 0
+
+/**
+ * An argument or an option makes no sense; nothing was done.
+ */
+#define FARPAGE_INVALID 1
+
+/**
+ * This process may not handle its own page faults, or not use that file in this way; the message says what mends it.
+ */
+#define FARPAGE_DENIED 2
+
+/**
+ * A memory server cannot be reached.
+ */
+#define FARPAGE_UNREACHABLE 3
+
+/**
+ * No remote memory, or no addresses.
+ */
+#define FARPAGE_NO_MEMORY 4
+
+/**
+ * No server has a region of that name.
+ */
+#define FARPAGE_NOT_FOUND 5
+
+/**
+ * Pages could not be brought in or written back. Nothing was dropped: what had changed is still in memory.
+ */
+#define FARPAGE_PAGES 6
+
+/**
+ * This process is a child of the one that made the runtime: it does not have the regions.
+ */
+#define FARPAGE_FORKED 7
+
+/**
+ * The operating system refused.
+ */
+#define FARPAGE_SYSTEM 8
+
+/**
+ * A bug in farpage; the message is worth a report.
+ */
+#define FARPAGE_INTERNAL 9
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+/**
+ * What went wrong in the last function of farpage that failed in this thread, in words that say what to do. Never null; empty when nothing has.
+ *
+ * The text belongs to farpage and stays as it is until the next function fails in this thread.
+ */
+const char *farpage_error_message(void);
+
+/**
+ * Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now on. Without it nothing is printed. It can be called once.
+ */
+farpage_code farpage_log_to_stderr(uint32_t level);
+
+/**
+ * Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`: the caller's until `farpage_region_unmap`. On failure
+ * `*region` is null.
+ *
+ * `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to as many bytes as it says; `region` may be written.
+ */
+farpage_code farpage_region_map(const struct farpage_runtime *runtime,
+                                uint64_t bytes,
+                                const struct farpage_region_options *options,
+                                struct farpage_region **region);
+
+/**
+ * Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`, which the caller may close afterwards, and puts the region into `*region`.
+ *
+ * What lies beyond the end of the file reads as zeros; the file grows only when others than zeros are stored there. `fd` must be open for reading and writing;
+ * reading is enough with `options->read_only`.
+ *
+ * As `farpage_region_map`.
+ */
+farpage_code farpage_region_map_fd(const struct farpage_runtime *runtime,
+                                   int fd,
+                                   uint64_t offset,
+                                   uint64_t bytes,
+                                   const struct farpage_region_options *options,
+                                   struct farpage_region **region);
+
+/**
+ * Opens the region that was published under `name` and puts it into `*region`. It is this program's alone until it is unmapped.
+ *
+ * `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region` may be written.
+ */
+farpage_code farpage_region_open(const struct farpage_runtime *runtime,
+                                 const char *name,
+                                 struct farpage_region **region);
+
+/**
+ * The first byte of the region, aligned to its page size; null for null.
+ *
+ * `region` is null or came from a function that maps, and has not been unmapped.
+ */
+void *farpage_region_address(const struct farpage_region *region);
+
+/**
+ * The length of the region in bytes, as it was asked for.
+ *
+ * As `farpage_region_address`.
+ */
+uint64_t farpage_region_bytes(const struct farpage_region *region);
+
+/**
+ * The page size of the region in bytes.
+ *
+ * As `farpage_region_address`.
+ */
+uint64_t farpage_region_page_bytes(const struct farpage_region *region);
+
+/**
+ * How many of its pages are in local memory now.
+ *
+ * As `farpage_region_address`.
+ */
+uint64_t farpage_region_resident_pages(const struct farpage_region *region);
+
+/**
+ * Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication under its name follows.
+ *
+ * As `farpage_region_address`.
+ */
+farpage_code farpage_region_flush(const struct farpage_region *region);
+
+/**
+ * Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written
+ * back, and fails if that fails.
+ *
+ * As `farpage_region_address`.
+ */
+farpage_code farpage_region_advise(const struct farpage_region *region,
+                                   uint64_t offset,
+                                   uint64_t bytes,
+                                   uint32_t advice);
+
+/**
+ * Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So a program learns of a dead server by a code
+ * instead of SIGBUS.
+ *
+ * As `farpage_region_address`.
+ */
+farpage_code farpage_region_prefetch(const struct farpage_region *region,
+                                     uint64_t offset,
+                                     uint64_t bytes);
+
+/**
+ * The first error of work in the background since this was last called, an eviction or a fill that failed, as this function's own. FARPAGE_OK if there was none.
+ *
+ * As `farpage_region_address`.
+ */
+farpage_code farpage_region_error(const struct farpage_region *region);
+
+/**
+ * Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
+ * `farpage_region_flush` before if its changes must survive a power failure. If writing back fails, the region stays as it was, so that this can be called again or the
+ * changes be given up by `farpage_region_discard`. Null is allowed.
+ *
+ * `region` is null or came from a function that maps; if this succeeds, neither it nor its memory may be used again.
+ */
+farpage_code farpage_region_unmap(struct farpage_region *region);
+
+/**
+ * Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since the last flush is lost. Null is allowed.
+ *
+ * As `farpage_region_unmap`.
+ */
+farpage_code farpage_region_discard(struct farpage_region *region);
+
+/**
+ * The version of this library, for example "0.1.0".
+ */
+const char *farpage_version(void);
+
+/**
+ * Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the caller's until `farpage_runtime_free`. On failure `*runtime` is null.
+ *
+ * `options` is null (all defaults) or points to as many bytes as it says; `runtime` may be written.
+ */
+farpage_code farpage_runtime_new(const struct farpage_runtime_options *options,
+                                 struct farpage_runtime **runtime);
+
+/**
+ * Gives a runtime back. Regions that are still mapped go on working: its threads end with the last of them. Null is allowed; a child made by `fork`
+ * frees nothing.
+ *
+ * `runtime` is null or came from `farpage_runtime_new`; it must not be used after this.
+ */
+void farpage_runtime_free(struct farpage_runtime *runtime);
+
+/**
+ * Puts the figures of a runtime into `*stats`. `stats_bytes` is `sizeof(farpage_stats)` of the program's header: fields that this library does not have are zero.
+ *
+ * `runtime` came from `farpage_runtime_new` and has not been freed; `stats` may be written.
+ */
+farpage_code farpage_runtime_stats(const struct farpage_runtime *runtime,
+                                   struct farpage_stats *stats,
+                                   size_t stats_bytes);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* FARPAGE_H */

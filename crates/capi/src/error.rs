@@ -1,0 +1,200 @@
+//! Codes, the message of the last error, and the wall that no panic passes.
+
+use std::{
+    any::Any,
+    cell::RefCell,
+    error::Error,
+    ffi::{CString, c_char},
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+use farpage::{
+    BuildError, CreateError, FlushError, OpenError, PageError,
+    error::{MapError, OpenStoreError, StoreCreateError},
+};
+
+/// What a function says: `FARPAGE_OK`, or one of the codes below and a message for `farpage_error_message`.
+pub type farpage_code = i32;
+
+/// It worked.
+pub const FARPAGE_OK: farpage_code = 0;
+/// An argument or an option makes no sense; nothing was done.
+pub const FARPAGE_INVALID: farpage_code = 1;
+/// This process may not handle its own page faults, or not use that file in this way; the message says what mends it.
+pub const FARPAGE_DENIED: farpage_code = 2;
+/// A memory server cannot be reached.
+pub const FARPAGE_UNREACHABLE: farpage_code = 3;
+/// No remote memory, or no addresses.
+pub const FARPAGE_NO_MEMORY: farpage_code = 4;
+/// No server has a region of that name.
+pub const FARPAGE_NOT_FOUND: farpage_code = 5;
+/// Pages could not be brought in or written back. Nothing was dropped: what had changed is still in memory.
+pub const FARPAGE_PAGES: farpage_code = 6;
+/// This process is a child of the one that made the runtime: it does not have the regions.
+pub const FARPAGE_FORKED: farpage_code = 7;
+/// The operating system refused.
+pub const FARPAGE_SYSTEM: farpage_code = 8;
+/// A bug in farpage; the message is worth a report.
+pub const FARPAGE_INTERNAL: farpage_code = 9;
+
+thread_local! {
+    static LAST: RefCell<CString> = RefCell::default();
+}
+
+/// What went wrong in the last function of farpage that failed in this thread, in words that say what to do. Never null; empty when nothing has.
+///
+/// The text belongs to farpage and stays as it is until the next function fails in this thread.
+#[unsafe(no_mangle)]
+pub extern "C" fn farpage_error_message() -> *const c_char {
+    LAST.with_borrow(|text| text.as_ptr())
+}
+
+/// A code with its message.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    code: farpage_code,
+    message: String,
+}
+
+impl Failure {
+    pub(crate) fn new(code: farpage_code, message: impl Into<String>) -> Failure {
+        Failure {
+            code,
+            message: message.into(),
+        }
+    }
+
+    pub(crate) fn invalid(message: impl Into<String>) -> Failure {
+        Failure::new(FARPAGE_INVALID, message)
+    }
+
+    fn of(code: farpage_code, error: &dyn Error) -> Failure {
+        Failure::new(code, in_full(error))
+    }
+}
+
+/// Runs the body of a function: its failure, or its panic, becomes a code and a message.
+pub(crate) fn guard(body: impl FnOnce() -> Result<(), Failure>) -> farpage_code {
+    let failure = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return FARPAGE_OK,
+        Ok(Err(failure)) => failure,
+        Err(panic) => Failure::new(FARPAGE_INTERNAL, panic_text(panic.as_ref())),
+    };
+    let text = CString::new(failure.message.replace('\0', "\\0"))
+        .expect("zero bytes were replaced just now");
+    LAST.set(text);
+    failure.code
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied())
+        .unwrap_or("a panic without a message")
+        .to_owned()
+}
+
+/// An error with its causes, except those whose text it repeats.
+fn in_full(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+impl From<BuildError> for Failure {
+    fn from(error: BuildError) -> Failure {
+        let code = match &error {
+            BuildError::Option(_) | BuildError::Endpoint(_) => FARPAGE_INVALID,
+            BuildError::Connect(_) => FARPAGE_UNREACHABLE,
+            BuildError::Userfaultfd(_) => FARPAGE_DENIED,
+            BuildError::Start(farpage::error::StartError::Option(_)) => FARPAGE_INVALID,
+            _ => FARPAGE_SYSTEM,
+        };
+        Failure::of(code, &error)
+    }
+}
+
+impl From<CreateError> for Failure {
+    fn from(error: CreateError) -> Failure {
+        let code = match &error {
+            CreateError::Store(StoreCreateError::Alloc { .. }) | CreateError::TooLarge { .. } => {
+                FARPAGE_NO_MEMORY
+            }
+            CreateError::Store(_) => FARPAGE_INVALID,
+            CreateError::Map(error) => map_code(error),
+            _ => FARPAGE_SYSTEM,
+        };
+        Failure::of(code, &error)
+    }
+}
+
+fn map_code(error: &MapError) -> farpage_code {
+    match error {
+        MapError::Budget { .. } => FARPAGE_INVALID,
+        MapError::Os { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory => {
+            FARPAGE_NO_MEMORY
+        }
+        _ => FARPAGE_SYSTEM,
+    }
+}
+
+impl From<OpenError> for Failure {
+    fn from(error: OpenError) -> Failure {
+        let code = match &error {
+            OpenError::Store(OpenStoreError::NotFound { .. }) => FARPAGE_NOT_FOUND,
+            OpenError::Store(OpenStoreError::Alloc { .. }) => FARPAGE_NO_MEMORY,
+            OpenError::Store(OpenStoreError::Connect { .. }) => FARPAGE_UNREACHABLE,
+            OpenError::Map(error) => map_code(error),
+            _ => FARPAGE_INVALID,
+        };
+        Failure::of(code, &error)
+    }
+}
+
+impl From<FlushError> for Failure {
+    fn from(error: FlushError) -> Failure {
+        Failure::of(FARPAGE_PAGES, &error)
+    }
+}
+
+impl From<PageError> for Failure {
+    fn from(error: PageError) -> Failure {
+        Failure::of(FARPAGE_PAGES, &error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+
+    use super::*;
+
+    fn message() -> String {
+        // SAFETY: the text stays as it is, since nothing fails in this thread meanwhile.
+        let text = unsafe { CStr::from_ptr(farpage_error_message()) };
+        text.to_str().expect("errors are UTF-8").to_owned()
+    }
+
+    #[test]
+    fn panic_becomes_a_code_and_its_text_a_message() {
+        assert_eq!(guard(|| panic!("a {}", "bug")), FARPAGE_INTERNAL);
+        assert_eq!(message(), "a bug");
+        assert_eq!(guard(|| Ok(())), FARPAGE_OK);
+        assert_eq!(message(), "a bug", "what worked leaves the message alone");
+    }
+
+    #[test]
+    fn message_belongs_to_its_thread_and_may_hold_zero_bytes() {
+        assert_eq!(guard(|| Err(Failure::invalid("a\0b"))), FARPAGE_INVALID);
+        assert_eq!(message(), "a\\0b");
+        std::thread::spawn(|| assert_eq!(message(), ""))
+            .join()
+            .expect("no message there");
+    }
+}

@@ -1,0 +1,44 @@
+//! What a C program holds: a boxed value, and the process that it belongs to.
+//!
+//! The rule it keeps: a child made by `fork` has a copy of the handle but neither the threads nor the mappings behind it, so it gets an error, never a
+//! hang, and what it frees is left alone.
+
+use std::process;
+
+use crate::{FARPAGE_FORKED, error::Failure};
+
+/// A value for the process that made it.
+pub(crate) struct Handle<T> {
+    pid: u32,
+    value: T,
+}
+
+impl<T> Handle<T> {
+    pub(crate) fn new(value: T) -> Box<Handle<T>> {
+        Box::new(Handle {
+            pid: process::id(),
+            value,
+        })
+    }
+
+    pub(crate) fn check(&self) -> Result<&T, Failure> {
+        if self.pid == process::id() {
+            return Ok(&self.value);
+        }
+        Err(Failure::new(
+            FARPAGE_FORKED,
+            "a process made by fork does not have its parent's runtimes and regions: make new ones in the child",
+        ))
+    }
+
+    /// The value, unless this is a child: there it stays where it is, for good.
+    pub(crate) fn into_value(self: Box<Self>) -> Result<T, Failure> {
+        match self.check() {
+            Ok(_) => Ok(self.value),
+            Err(failure) => {
+                Box::leak(self);
+                Err(failure)
+            }
+        }
+    }
+}

@@ -1,0 +1,440 @@
+//! Regions: memory whose pages come and go.
+
+use std::{
+    ffi::{c_char, c_int, c_void},
+    ops::Range,
+    ptr,
+};
+
+use farpage::{Advice, ByteSize, Region, RegionOptions, Reserve, Store};
+
+use crate::{
+    FARPAGE_INVALID, FARPAGE_NO_MEMORY,
+    error::{Failure, farpage_code, guard},
+    file::FdStore,
+    handle::Handle,
+    options::{self, Growing},
+    runtime::farpage_runtime,
+    store::{CStore, ReadOnly, farpage_store},
+};
+
+/// Memory whose pages come and go, from `farpage_region_address` on. Its functions may be called from any thread, except that nothing else may be
+/// called, and its memory not be touched, during and after `farpage_region_unmap`.
+pub struct farpage_region(Box<Handle<Mapped>>);
+
+struct Mapped {
+    region: Region,
+    at_end: AtEnd,
+}
+
+/// What becomes of a region's changes when it is unmapped.
+#[derive(Clone, Copy)]
+enum AtEnd {
+    /// They go with it.
+    Drop,
+    /// They are written back, no more: as `munmap` does with a file.
+    WriteBack,
+    /// They are written back and made durable, or published.
+    Flush,
+}
+
+/// How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the runtime's choice.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct farpage_region_options {
+    /// `sizeof(farpage_region_options)`.
+    pub struct_bytes: usize,
+    /// Page size: a power of two, 4096 to 2097152.
+    pub page_bytes: u64,
+    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
+    pub read_ahead: u32,
+    /// How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. Not for stores and files.
+    pub codec: u32,
+    /// 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
+    pub on_demand: u32,
+    /// 1: changes are never written to the store or file. Not for servers.
+    pub read_only: u32,
+    /// Publishes the region on its servers under this name at each flush and when it is unmapped: it outlives the program. Not for stores and files.
+    pub name: *const c_char,
+    /// Keeps the pages here instead of on the servers. Copied.
+    pub store: *const farpage_store,
+}
+
+// SAFETY: integers and pointers, beginning with the length.
+unsafe impl Growing for farpage_region_options {}
+
+/// The addresses that a program has on x86-64 with four levels of page tables; for more, even the map of pages could not be had.
+const ADDRESSES_BYTES: u64 = 1 << 47;
+
+/// Nothing known: sequential runs are found from the faults. Holds for the whole region.
+pub const FARPAGE_ADVICE_NORMAL: u32 = 0;
+/// In order: reads ahead from the first fault on. Holds for the whole region.
+pub const FARPAGE_ADVICE_SEQUENTIAL: u32 = 1;
+/// In no order: never reads ahead. Holds for the whole region.
+pub const FARPAGE_ADVICE_RANDOM: u32 = 2;
+/// The range is needed soon: brought in while there is room. Does not wait.
+pub const FARPAGE_ADVICE_WILL_NEED: u32 = 3;
+/// The range is not needed soon: written back where it changed, and given up. The data stays.
+pub const FARPAGE_ADVICE_DONT_NEED: u32 = 4;
+
+impl farpage_region {
+    /// # Safety
+    /// `region` is null or came from one of the functions that map, and has not been unmapped.
+    unsafe fn get<'a>(region: *const farpage_region) -> Result<&'a Mapped, Failure> {
+        // SAFETY: the caller's promise.
+        match unsafe { region.as_ref() } {
+            Some(region) => region.0.check(),
+            None => Err(Failure::invalid("no region: it is null")),
+        }
+    }
+}
+
+/// Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`: the caller's until `farpage_region_unmap`. On failure
+/// `*region` is null.
+///
+/// # Safety
+/// `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to as many bytes as it says; `region` may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_map(
+    runtime: *const farpage_runtime,
+    bytes: u64,
+    options: *const farpage_region_options,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let given = options::read(options)?;
+        let read_only = given.read_only != 0;
+        if given.store.is_null() {
+            if read_only {
+                return Err(Failure::invalid("a read-only region needs a store"));
+            }
+            return create(runtime, bytes, &given, None, AtEnd::Drop);
+        }
+        let store = CStore::new(given.store, read_only)?;
+        with_store(runtime, bytes, &given, store, AtEnd::Flush)
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`, which the caller may close afterwards, and puts the region into `*region`.
+///
+/// What lies beyond the end of the file reads as zeros; the file grows only when others than zeros are stored there. `fd` must be open for reading and writing;
+/// reading is enough with `options->read_only`.
+///
+/// # Safety
+/// As `farpage_region_map`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_map_fd(
+    runtime: *const farpage_runtime,
+    fd: c_int,
+    offset: u64,
+    bytes: u64,
+    options: *const farpage_region_options,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let given = options::read(options)?;
+        if !given.store.is_null() {
+            return Err(Failure::invalid(
+                "a store and a descriptor: need one of them",
+            ));
+        }
+        let store = FdStore::new(fd, offset, bytes, given.read_only != 0)?;
+        with_store(runtime, bytes, &given, store, AtEnd::WriteBack)
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// Opens the region that was published under `name` and puts it into `*region`. It is this program's alone until it is unmapped.
+///
+/// # Safety
+/// `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region` may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_open(
+    runtime: *const farpage_runtime,
+    name: *const c_char,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let name = options::text(name, "the name")?;
+        let name = name.ok_or_else(|| Failure::invalid("no name: it is null"))?;
+        Ok(Mapped {
+            region: farpage_runtime::get(runtime)?.open_region(name)?,
+            at_end: AtEnd::Flush,
+        })
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// # Safety
+/// `runtime` as in `farpage_region_map`, and `given` was read from its options.
+unsafe fn with_store(
+    runtime: *const farpage_runtime,
+    bytes: u64,
+    given: &farpage_region_options,
+    store: impl Store,
+    at_end: AtEnd,
+) -> Result<Mapped, Failure> {
+    let (options, at_end) = match given.read_only {
+        0 => (RegionOptions::new().store(store), at_end),
+        _ => (RegionOptions::new().store(ReadOnly(store)), AtEnd::Drop),
+    };
+    // SAFETY: the caller's promise.
+    unsafe { create(runtime, bytes, given, Some(options), at_end) }
+}
+
+/// # Safety
+/// `runtime` as in `farpage_region_map`, and `given` was read from its options.
+unsafe fn create(
+    runtime: *const farpage_runtime,
+    bytes: u64,
+    given: &farpage_region_options,
+    with_store: Option<RegionOptions>,
+    at_end: AtEnd,
+) -> Result<Mapped, Failure> {
+    // SAFETY: the caller's promise.
+    let (runtime, name) = unsafe {
+        (
+            farpage_runtime::get(runtime)?,
+            options::text(given.name, "`name`")?,
+        )
+    };
+    if bytes == 0 || bytes > ADDRESSES_BYTES {
+        let code = if bytes == 0 {
+            FARPAGE_INVALID
+        } else {
+            FARPAGE_NO_MEMORY
+        };
+        let text = format!("a region of {bytes} bytes: need 1 to {ADDRESSES_BYTES}");
+        return Err(Failure::new(code, text));
+    }
+    let bytes = bytes as usize;
+    let has_store = with_store.is_some();
+    let mut options = with_store.unwrap_or_default();
+    if given.page_bytes > 0 {
+        options = options.page_size(ByteSize(given.page_bytes));
+    }
+    if let Some(pages) = options::read_ahead(given.read_ahead) {
+        options = options.read_ahead(pages);
+    }
+    if let Some(codec) = options::codec(given.codec)? {
+        options = options.codec(codec);
+    }
+    if given.on_demand != 0 {
+        options = options.reserve(Reserve::OnDemand);
+    }
+    if let Some(name) = name {
+        if has_store {
+            return Err(Failure::invalid(
+                "a name, and a store or descriptor: only what servers keep has a name",
+            ));
+        }
+        options = options.name(name);
+    }
+    Ok(Mapped {
+        region: runtime.region_with(bytes, options)?,
+        at_end: if name.is_some() { AtEnd::Flush } else { at_end },
+    })
+}
+
+/// # Safety
+/// `region` is null or may be written.
+unsafe fn put(
+    region: *mut *mut farpage_region,
+    map: impl FnOnce() -> Result<Mapped, Failure>,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's promise.
+    let place = unsafe { options::out(region) }?;
+    *place = ptr::null_mut();
+    *place = Box::into_raw(Box::new(farpage_region(Handle::new(map()?))));
+    Ok(())
+}
+
+/// The first byte of the region, aligned to its page size; null for null.
+///
+/// # Safety
+/// `region` is null or came from a function that maps, and has not been unmapped.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_address(region: *const farpage_region) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    let region = unsafe { farpage_region::get(region) };
+    region.map_or(ptr::null_mut(), |it| it.region.as_ptr().cast_mut().cast())
+}
+
+/// The length of the region in bytes, as it was asked for.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_bytes(region: *const farpage_region) -> u64 {
+    // SAFETY: the caller's promise.
+    let region = unsafe { farpage_region::get(region) };
+    region.map_or(0, |it| it.region.len() as u64)
+}
+
+/// The page size of the region in bytes.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_page_bytes(region: *const farpage_region) -> u64 {
+    // SAFETY: the caller's promise.
+    let region = unsafe { farpage_region::get(region) };
+    region.map_or(0, |it| it.region.page_bytes() as u64)
+}
+
+/// How many of its pages are in local memory now.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_resident_pages(region: *const farpage_region) -> u64 {
+    // SAFETY: the caller's promise.
+    let region = unsafe { farpage_region::get(region) };
+    region.map_or(0, |it| it.region.resident_pages() as u64)
+}
+
+/// Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication under its name follows.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_flush(region: *const farpage_region) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let region = unsafe { farpage_region::get(region) }?;
+        Ok(region.region.flush()?)
+    })
+}
+
+/// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written
+/// back, and fails if that fails.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_advise(
+    region: *const farpage_region,
+    offset: u64,
+    bytes: u64,
+    advice: u32,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let region = &unsafe { farpage_region::get(region) }?.region;
+        let advice = match advice {
+            FARPAGE_ADVICE_NORMAL => Advice::Normal,
+            FARPAGE_ADVICE_SEQUENTIAL => Advice::Sequential,
+            FARPAGE_ADVICE_RANDOM => Advice::Random,
+            FARPAGE_ADVICE_WILL_NEED => Advice::WillNeed,
+            FARPAGE_ADVICE_DONT_NEED => Advice::DontNeed,
+            _ => {
+                return Err(Failure::invalid(format!(
+                    "an advice of {advice}: need one of the FARPAGE_ADVICE_ constants"
+                )));
+            }
+        };
+        Ok(region.advise(range(region, offset, bytes)?, advice)?)
+    })
+}
+
+/// Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So a program learns of a dead server by a code
+/// instead of SIGBUS.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_prefetch(
+    region: *const farpage_region,
+    offset: u64,
+    bytes: u64,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let region = &unsafe { farpage_region::get(region) }?.region;
+        Ok(region.prefetch_now(range(region, offset, bytes)?)?)
+    })
+}
+
+fn range(region: &Region, offset: u64, bytes: u64) -> Result<Range<usize>, Failure> {
+    let end = offset.checked_add(bytes);
+    match end.filter(|&end| end <= region.len() as u64) {
+        Some(end) => Ok(offset as usize..end as usize),
+        None => Err(Failure::invalid(format!(
+            "{bytes} bytes at offset {offset} of a region of {}",
+            region.len()
+        ))),
+    }
+}
+
+/// The first error of work in the background since this was last called, an eviction or a fill that failed, as this function's own. FARPAGE_OK if there was none.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_error(region: *const farpage_region) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let region = unsafe { farpage_region::get(region) }?;
+        region
+            .region
+            .take_error()
+            .map_or(Ok(()), |error| Err(error.into()))
+    })
+}
+
+/// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
+/// `farpage_region_flush` before if its changes must survive a power failure. If writing back fails, the region stays as it was, so that this can be called again or the
+/// changes be given up by `farpage_region_discard`. Null is allowed.
+///
+/// # Safety
+/// `region` is null or came from a function that maps; if this succeeds, neither it nor its memory may be used again.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_unmap(region: *mut farpage_region) -> farpage_code {
+    guard(|| {
+        if region.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        let mapped = unsafe { farpage_region::get(region) }?;
+        match mapped.at_end {
+            AtEnd::Drop => {}
+            AtEnd::WriteBack => mapped.region.advise(.., Advice::DontNeed)?,
+            AtEnd::Flush => mapped.region.flush()?,
+        }
+        // SAFETY: as above, and nobody uses it any more.
+        unsafe { give_up(region) }
+    })
+}
+
+/// Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since the last flush is lost. Null is allowed.
+///
+/// # Safety
+/// As `farpage_region_unmap`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_discard(region: *mut farpage_region) -> farpage_code {
+    guard(|| {
+        if region.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { give_up(region) }
+    })
+}
+
+/// # Safety
+/// `region` came from a function that maps and is not used again, unless this fails.
+unsafe fn give_up(region: *mut farpage_region) -> Result<(), Failure> {
+    // SAFETY: the caller's promise; a child of `fork` gets its failure here and frees nothing.
+    unsafe { farpage_region::get(region) }?;
+    // SAFETY: the caller's promise.
+    let region = unsafe { Box::from_raw(region) };
+    region.0.into_value()?.region.discard();
+    Ok(())
+}

@@ -1,0 +1,138 @@
+//! Runtimes: memory servers, a budget, and the threads that move pages.
+
+use std::{ffi::c_char, ptr, time::Duration};
+
+use farpage::{ByteSize, Runtime};
+
+use crate::{
+    error::{Failure, farpage_code, guard},
+    handle::Handle,
+    options::{self, Growing},
+};
+
+/// Connections to memory servers, a budget, and the threads that move pages. All functions on it may be called from any thread.
+pub struct farpage_runtime(Box<Handle<Runtime>>);
+
+/// How a runtime is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the environment variable named, else the default.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct farpage_runtime_options {
+    /// `sizeof(farpage_runtime_options)`.
+    pub struct_bytes: usize,
+    /// Memory servers, separated by commas: `shm:///run/farpage.sock` or `tcp://host:7400`. FARPAGE_SERVER. Default: none, so that only regions with a
+    /// store or a file work.
+    pub servers: *const c_char,
+    /// Bytes of pages that may be in local memory at once, over all regions; never exceeded. FARPAGE_BUDGET. Default: a quarter of what is available.
+    pub budget_bytes: u64,
+    /// Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536.
+    pub page_bytes: u64,
+    /// Threads that bring pages in. FARPAGE_FILLERS. Default: one per core, 4 at most.
+    pub fillers: u32,
+    /// Threads that take pages out. FARPAGE_EVICTORS. Default: one per two cores, 4 at most.
+    pub evictors: u32,
+    /// Evictors start above this fraction of the budget. FARPAGE_HIGH_WATER. Default: 0.95.
+    pub high_water: f64,
+    /// And go on down to this one; set both or none. FARPAGE_LOW_WATER. Default: 0.90.
+    pub low_water: f64,
+    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, 64 pages at most.
+    pub read_ahead: u32,
+    /// How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. FARPAGE_CODEC. Default: raw.
+    pub codec: u32,
+    /// How long a page is tried for before it is given up. FARPAGE_DEADLINE. Default: 10.
+    pub deadline_seconds: f64,
+    /// 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
+    pub user_mode_only: u32,
+}
+
+// SAFETY: integers, floats and a pointer, beginning with the length.
+unsafe impl Growing for farpage_runtime_options {}
+
+impl farpage_runtime {
+    /// # Safety
+    /// `runtime` is null or came from `farpage_runtime_new` and has not been freed.
+    pub(crate) unsafe fn get<'a>(runtime: *const farpage_runtime) -> Result<&'a Runtime, Failure> {
+        // SAFETY: the caller's promise.
+        match unsafe { runtime.as_ref() } {
+            Some(runtime) => runtime.0.check(),
+            None => Err(Failure::invalid("no runtime: it is null")),
+        }
+    }
+}
+
+/// The version of this library, for example "0.1.0".
+#[unsafe(no_mangle)]
+pub extern "C" fn farpage_version() -> *const c_char {
+    concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the caller's until `farpage_runtime_free`. On failure `*runtime` is null.
+///
+/// # Safety
+/// `options` is null (all defaults) or points to as many bytes as it says; `runtime` may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_runtime_new(
+    options: *const farpage_runtime_options,
+    runtime: *mut *mut farpage_runtime,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let place = unsafe { options::out(runtime) }?;
+        *place = ptr::null_mut();
+        // SAFETY: the caller's promise.
+        let options = unsafe { options::read(options) }?;
+        // SAFETY: the caller's promise.
+        let servers = unsafe { options::text(options.servers, "`servers`") }?.unwrap_or_default();
+
+        let mut builder = Runtime::builder().user_mode_only(options.user_mode_only != 0);
+        let named = servers.split(',').map(str::trim).filter(|s| !s.is_empty());
+        for server in named {
+            builder = builder.server(server);
+        }
+        if options.budget_bytes > 0 {
+            builder = builder.budget(ByteSize(options.budget_bytes));
+        }
+        if options.page_bytes > 0 {
+            builder = builder.page_size(ByteSize(options.page_bytes));
+        }
+        if options.fillers > 0 {
+            builder = builder.fillers(options.fillers as usize);
+        }
+        if options.evictors > 0 {
+            builder = builder.evictors(options.evictors as usize);
+        }
+        if options.low_water != 0.0 || options.high_water != 0.0 {
+            builder = builder.water_marks(options.low_water, options.high_water);
+        }
+        if let Some(pages) = options::read_ahead(options.read_ahead) {
+            builder = builder.read_ahead(pages);
+        }
+        if let Some(codec) = options::codec(options.codec)? {
+            builder = builder.codec(codec);
+        }
+        if options.deadline_seconds != 0.0 {
+            let deadline = Duration::try_from_secs_f64(options.deadline_seconds)
+                .map_err(|e| Failure::invalid(format!("`deadline_seconds`: {e}")))?;
+            builder = builder.deadline(deadline);
+        }
+        let built = farpage_runtime(Handle::new(builder.build()?));
+        *place = Box::into_raw(Box::new(built));
+        Ok(())
+    })
+}
+
+/// Gives a runtime back. Regions that are still mapped go on working: its threads end with the last of them. Null is allowed; a child made by `fork`
+/// frees nothing.
+///
+/// # Safety
+/// `runtime` is null or came from `farpage_runtime_new`; it must not be used after this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_runtime_free(runtime: *mut farpage_runtime) {
+    if runtime.is_null() {
+        return;
+    }
+    guard(|| {
+        // SAFETY: the caller gives back what `farpage_runtime_new` made.
+        let handle = unsafe { Box::from_raw(runtime) };
+        handle.0.into_value().map(drop)
+    });
+}

@@ -1,0 +1,383 @@
+//! The functions of `farpage.h` with arguments that are wrong, stores that fail, and names.
+//!
+//! The rule it keeps: whatever is passed, short of a wild pointer, the answer is a code and a message.
+
+use std::{
+    ffi::{CStr, CString, c_int, c_void},
+    mem, ptr,
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_capi::*;
+use farpage_memserver::Server;
+use nix::{
+    sys::wait::{WaitStatus, waitpid},
+    unistd::{ForkResult, fork},
+};
+
+const PAGE: usize = 4096;
+
+fn message() -> String {
+    // SAFETY: the text stays as it is, since nothing fails in this thread meanwhile.
+    let text = unsafe { CStr::from_ptr(farpage_error_message()) };
+    text.to_str().expect("errors are UTF-8").to_owned()
+}
+
+/// All zero, but for its length.
+fn blank<T: Copy>() -> T {
+    // SAFETY: the option structs may be all zeros, and begin with their length.
+    unsafe {
+        let mut it: T = mem::zeroed();
+        ptr::from_mut(&mut it)
+            .cast::<usize>()
+            .write(mem::size_of::<T>());
+        it
+    }
+}
+
+/// A runtime of this process.
+struct Runtime(*mut farpage_runtime);
+
+impl Runtime {
+    fn new(servers: Option<&str>) -> Result<Runtime, farpage_code> {
+        let servers = servers.map(|servers| CString::new(servers).expect("no zero bytes"));
+        let mut options: farpage_runtime_options = blank();
+        options.servers = servers.as_ref().map_or(ptr::null(), |it| it.as_ptr());
+        options.budget_bytes = 64 * PAGE as u64;
+        options.page_bytes = PAGE as u64;
+        options.deadline_seconds = 2.0;
+        let mut runtime = ptr::null_mut();
+        // SAFETY: all pointers are good.
+        match unsafe { farpage_runtime_new(&options, &mut runtime) } {
+            FARPAGE_OK => Ok(Runtime(runtime)),
+            code => Err(code),
+        }
+    }
+
+    fn map(
+        &self,
+        bytes: usize,
+        options: &farpage_region_options,
+    ) -> Result<*mut farpage_region, farpage_code> {
+        let mut region = ptr::null_mut();
+        // SAFETY: all pointers are good.
+        match unsafe { farpage_region_map(self.0, bytes as u64, options, &mut region) } {
+            FARPAGE_OK => Ok(region),
+            code => {
+                assert!(region.is_null(), "a failure leaves null");
+                Err(code)
+            }
+        }
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`.
+        unsafe { farpage_runtime_free(self.0) };
+    }
+}
+
+/// A store in this process's memory; its context is one of these.
+#[derive(Default)]
+struct Pages {
+    fails: AtomicBool,
+    writes: AtomicUsize,
+    releases: AtomicUsize,
+}
+
+impl Pages {
+    fn store(&self) -> farpage_store {
+        let mut store: farpage_store = blank();
+        store.context = ptr::from_ref(self).cast_mut().cast();
+        store.read = Some(read);
+        store.write = Some(write);
+        store.release = Some(release);
+        store.name = c"a store".as_ptr();
+        store
+    }
+
+    /// The release may come a moment after the call that ends the region.
+    fn wait_for_release(&self) {
+        let end = Instant::now() + Duration::from_secs(10);
+        while self.releases.load(Ordering::SeqCst) == 0 {
+            assert!(Instant::now() < end, "the store is never released");
+            thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(self.releases.load(Ordering::SeqCst), 1);
+    }
+}
+
+unsafe extern "C" fn read(_: *mut c_void, offset: u64, buffer: *mut c_void, bytes: usize) -> c_int {
+    // SAFETY: the buffer is ours for the call.
+    unsafe {
+        ptr::write_bytes(
+            buffer.cast::<u8>(),
+            1 + (offset as usize / PAGE) as u8,
+            bytes,
+        )
+    };
+    0
+}
+
+unsafe extern "C" fn write(context: *mut c_void, _: u64, _: *const c_void, _: usize) -> c_int {
+    // SAFETY: the context is what `store` put there.
+    let pages = unsafe { &*context.cast::<Pages>() };
+    pages.writes.fetch_add(1, Ordering::SeqCst);
+    if pages.fails.load(Ordering::SeqCst) {
+        28
+    } else {
+        0
+    }
+}
+
+unsafe extern "C" fn release(context: *mut c_void) {
+    // SAFETY: as above.
+    unsafe { &*context.cast::<Pages>() }
+        .releases
+        .fetch_add(1, Ordering::SeqCst);
+}
+
+#[test]
+fn null_is_an_error_everywhere_and_freeing_it_is_none() {
+    // SAFETY: null is what these functions check for.
+    unsafe {
+        assert_eq!(
+            farpage_runtime_new(ptr::null(), ptr::null_mut()),
+            FARPAGE_INVALID
+        );
+        let mut region = ptr::null_mut();
+        assert_eq!(
+            farpage_region_map(ptr::null(), 1, ptr::null(), &mut region),
+            FARPAGE_INVALID
+        );
+        assert_eq!(message(), "no runtime: it is null");
+        assert_eq!(
+            farpage_region_open(ptr::null(), ptr::null(), &mut region),
+            FARPAGE_INVALID
+        );
+        assert_eq!(farpage_region_flush(ptr::null()), FARPAGE_INVALID);
+        assert_eq!(farpage_region_prefetch(ptr::null(), 0, 0), FARPAGE_INVALID);
+        assert_eq!(message(), "no region: it is null");
+        assert!(farpage_region_address(ptr::null()).is_null());
+        assert_eq!(farpage_region_bytes(ptr::null()), 0);
+        assert_eq!(
+            farpage_runtime_stats(ptr::null(), ptr::null_mut(), 8),
+            FARPAGE_INVALID
+        );
+        assert_eq!(farpage_region_unmap(ptr::null_mut()), FARPAGE_OK);
+        assert_eq!(farpage_region_discard(ptr::null_mut()), FARPAGE_OK);
+        farpage_runtime_free(ptr::null_mut());
+    }
+}
+
+#[test]
+fn options_of_older_and_newer_headers_are_understood() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let store = pages.store();
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+
+    let mut newer = [0u8; 256];
+    // SAFETY: the array is larger than the struct, and begins with it.
+    unsafe {
+        ptr::from_ref(&options)
+            .cast::<u8>()
+            .copy_to(newer.as_mut_ptr(), mem::size_of_val(&options))
+    };
+    newer[..8].copy_from_slice(&256usize.to_ne_bytes());
+    let map = |newer: &[u8; 256]| {
+        let mut region = ptr::null_mut();
+        // SAFETY: as above.
+        let code = unsafe {
+            farpage_region_map(runtime.0, PAGE as u64, newer.as_ptr().cast(), &mut region)
+        };
+        // SAFETY: null, or mapped just now.
+        assert_eq!(unsafe { farpage_region_unmap(region) }, FARPAGE_OK);
+        code
+    };
+    assert_eq!(map(&newer), FARPAGE_OK);
+    newer[255] = 1;
+    assert_eq!(map(&newer), FARPAGE_INVALID);
+    assert!(
+        message().contains("older than the farpage.h"),
+        "{}",
+        message()
+    );
+
+    // An older header ended before `store`: without it, the region needs a server.
+    options.struct_bytes = mem::offset_of!(farpage_region_options, store);
+    assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
+    assert!(message().contains("no server"), "{}", message());
+    options.struct_bytes = 0;
+    assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
+    assert!(message().contains("struct_bytes"), "{}", message());
+}
+
+#[test]
+fn region_whose_store_fails_stays_until_it_is_discarded() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let store = pages.store();
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+    let region = runtime.map(3 * PAGE, &options).expect("a region");
+    // SAFETY: the region is mapped until it is discarded.
+    unsafe {
+        let bytes = farpage_region_address(region).cast::<u8>();
+        assert_eq!(farpage_region_bytes(region), 3 * PAGE as u64);
+        assert_eq!(farpage_region_page_bytes(region), PAGE as u64);
+        assert_eq!(bytes.add(2 * PAGE).read_volatile(), 3);
+        bytes.write_volatile(9);
+        pages.fails.store(true, Ordering::SeqCst);
+        assert_eq!(farpage_region_flush(region), FARPAGE_PAGES);
+        assert!(message().contains("a store"), "{}", message());
+        assert_eq!(farpage_region_unmap(region), FARPAGE_PAGES);
+        assert_eq!(bytes.read_volatile(), 9);
+        assert_eq!(
+            farpage_region_advise(region, PAGE as u64, 3 * PAGE as u64, FARPAGE_ADVICE_NORMAL),
+            FARPAGE_INVALID
+        );
+        assert_eq!(farpage_region_advise(region, 0, 1, 99), FARPAGE_INVALID);
+        assert_eq!(
+            farpage_region_prefetch(region, u64::MAX, 2),
+            FARPAGE_INVALID
+        );
+        assert_eq!(pages.releases.load(Ordering::SeqCst), 0);
+        assert_eq!(farpage_region_discard(region), FARPAGE_OK);
+    }
+    pages.wait_for_release();
+}
+
+#[test]
+fn store_of_a_region_that_cannot_be_mapped_is_released() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let store = pages.store();
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+    options.page_bytes = 5000;
+    assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
+    pages.wait_for_release();
+
+    let pages = Pages::default();
+    let mut store = pages.store();
+    store.write = None;
+    options.store = &store;
+    options.page_bytes = 0;
+    assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
+    pages.wait_for_release();
+    assert_eq!(runtime.map(0, &options), Err(FARPAGE_INVALID));
+    assert_eq!(runtime.map(1 << 60, &blank()), Err(FARPAGE_NO_MEMORY));
+}
+
+#[test]
+fn read_only_region_writes_nothing_and_goes_without_a_word() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let mut store = pages.store();
+    store.write = None;
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+    options.read_only = 1;
+    let region = runtime.map(PAGE, &options).expect("a region");
+    // SAFETY: mapped until it is unmapped.
+    unsafe {
+        let bytes = farpage_region_address(region).cast::<u8>();
+        assert_eq!(bytes.read_volatile(), 1);
+        assert_eq!(farpage_region_unmap(region), FARPAGE_OK);
+    }
+    assert_eq!(pages.writes.load(Ordering::SeqCst), 0);
+    pages.wait_for_release();
+}
+
+#[test]
+fn named_region_outlives_its_runtime() {
+    let folder = tempfile::tempdir().expect("a folder for the socket");
+    let endpoint = format!("shm://{}/s", folder.path().display());
+    assert_eq!(
+        Runtime::new(Some(&endpoint)).err(),
+        Some(FARPAGE_UNREACHABLE)
+    );
+    assert!(message().contains(&endpoint), "{}", message());
+    assert_eq!(Runtime::new(Some("ftp://x")).err(), Some(FARPAGE_INVALID));
+    let server = Server::builder()
+        .listen(endpoint.parse().expect("an endpoint"))
+        .capacity(256 << 20)
+        .start()
+        .expect("a server");
+    let mut options: farpage_region_options = blank();
+    options.name = c"it".as_ptr();
+    options.codec = FARPAGE_CODEC_LZ4;
+    for round in 0..2u8 {
+        let runtime = Runtime::new(Some(&endpoint)).expect("the server runs");
+        let mut region = ptr::null_mut();
+        // SAFETY: all pointers are good, and the region is mapped until it is unmapped.
+        unsafe {
+            if round == 0 {
+                assert_eq!(
+                    farpage_region_open(runtime.0, c"it".as_ptr(), &mut region),
+                    FARPAGE_NOT_FOUND
+                );
+                region = runtime.map(10_000, &options).expect("a region");
+            } else {
+                assert_eq!(
+                    farpage_region_open(runtime.0, c"it".as_ptr(), &mut region),
+                    FARPAGE_OK
+                );
+            }
+            assert_eq!(farpage_region_bytes(region), 10_000);
+            let last = farpage_region_address(region).cast::<u8>().add(9_999);
+            assert_eq!(last.read_volatile(), round * 7);
+            last.write_volatile(7);
+            let mut stats: farpage_stats = mem::zeroed();
+            assert_eq!(
+                farpage_runtime_stats(runtime.0, &mut stats, mem::size_of_val(&stats)),
+                FARPAGE_OK
+            );
+            assert_eq!(stats.budget_bytes, 64 * PAGE as u64);
+            assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
+        }
+    }
+    server.shutdown();
+}
+
+#[test]
+fn child_of_fork_gets_a_code_and_frees_nothing() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let store = pages.store();
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+    let region = runtime.map(PAGE, &options).expect("a region");
+    // SAFETY: the child calls nothing but these functions, which take no lock that another thread of this process holds, and ends.
+    match unsafe { fork() }.expect("a child") {
+        // SAFETY: handles that the parent made.
+        ForkResult::Child => unsafe {
+            let mut other = ptr::null_mut();
+            let codes = [
+                farpage_region_map(runtime.0, PAGE as u64, &options, &mut other),
+                farpage_region_flush(region),
+                farpage_region_unmap(region),
+                farpage_region_discard(region),
+            ];
+            farpage_runtime_free(runtime.0);
+            libc::_exit(i32::from(codes != [FARPAGE_FORKED; 4]));
+        },
+        ForkResult::Parent { child } => {
+            assert_eq!(waitpid(child, None), Ok(WaitStatus::Exited(child, 0)));
+        }
+    }
+    // SAFETY: mapped until it is unmapped.
+    unsafe {
+        assert_eq!(
+            farpage_region_address(region).cast::<u8>().read_volatile(),
+            1
+        );
+        assert_eq!(farpage_region_unmap(region), FARPAGE_OK);
+    }
+    pages.wait_for_release();
+}

@@ -1,0 +1,288 @@
+//! The interface of Umap, tried by C++ programs: each case of `tests/umap` in a process of its own.
+//!
+//! The rule it keeps: a case that hangs or crashes fails alone.
+
+mod common;
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::{
+        fs::{MetadataExt, PermissionsExt},
+        process::CommandExt,
+    },
+    path::{Path, PathBuf},
+    process::Command,
+    sync::LazyLock,
+    time::Duration,
+};
+
+use common::{compile, have, run, scratch, sources, text};
+use farpage_memserver::Server;
+
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Small, so that everything is evicted all the time.
+const BUFFER_PAGES: &str = "64";
+
+fn program() -> &'static Path {
+    static PROGRAM: LazyLock<PathBuf> = LazyLock::new(|| {
+        let program = scratch("program").join("umap");
+        let more = ["-std=c++17", "-O1"];
+        compile(
+            "g++",
+            &more,
+            &sources("tests/umap", "cpp"),
+            "umap",
+            &program,
+        );
+        program
+    });
+    &PROGRAM
+}
+
+/// A case with its folder and the usual environment; `None` when it cannot be compiled here.
+fn case(name: &str) -> Option<Command> {
+    if !have(name, &["g++", "pkg-config"]) {
+        return None;
+    }
+    let folder = scratch(name);
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).expect("it is ours");
+    let mut command = Command::new(program());
+    command
+        .arg(name)
+        .env("CASE_FOLDER", folder)
+        .env("UMAP_BUFSIZE", BUFFER_PAGES)
+        .env("UMAP_PAGE_FILLERS", "2")
+        .env("UMAP_PAGE_EVICTORS", "2")
+        .env("FARPAGE_DEADLINE", "2");
+    Some(command)
+}
+
+/// Cases that need nothing but the usual environment.
+macro_rules! cases {
+    ($($name:ident),+ $(,)?) => {
+        $(
+            #[test]
+            fn $name() {
+                if let Some(mut command) = case(stringify!($name)) {
+                    run(&mut command, PATIENCE);
+                }
+            }
+        )+
+        const PLAIN: &[&str] = &[$(stringify!($name)),+];
+    };
+}
+
+cases![
+    unmap_while_evicting,
+    flush_while_evicting,
+    concurrent_map_and_unmap,
+    prefetched_pages_need_no_fault_later,
+    file_is_mapped_from_its_offset,
+    short_file_reads_as_zeros_and_keeps_its_length,
+    file_that_somebody_cuts_is_an_error_not_zeros,
+    sizes_that_are_no_multiple_of_a_page,
+    wrong_arguments_are_an_errno,
+    region_that_is_read_only_leaves_its_file_alone,
+    files_opened_for_appending_and_for_direct_access,
+    ten_thousand_regions,
+    thousands_of_cycles_without_growth,
+    page_size_of_a_region_is_its_stores,
+    page_that_cannot_be_read_raises_sigbus,
+    store_that_throws_is_a_store_that_fails,
+    store_that_returns_less_shows_zeros_and_no_other_pages_bytes,
+    slow_store_does_not_stall_other_regions,
+    child_after_fork,
+    fork_while_other_threads_work,
+    madvise_dontneed_by_the_application,
+    file_store_made_by_hand,
+    sparse_store_makes_files_on_demand_and_is_opened_again,
+    sparse_store_from_several_threads,
+    network_client_without_a_server_throws,
+];
+
+/// Cases that wait for something.
+macro_rules! waiting_cases {
+    ($($name:ident for $what:literal),+ $(,)?) => {
+        $(
+            #[test]
+            #[ignore = $what]
+            fn $name() {
+                if let Some(mut command) = case(stringify!($name)) {
+                    run(&mut command, PATIENCE);
+                }
+            }
+        )+
+        const WAITING: &[&str] = &[$(stringify!($name)),+];
+    };
+}
+
+waiting_cases![
+    pinned_pages_stay_though_written_and_pinned_twice for "the pager cannot pin pages yet",
+    fixed_region_keeps_its_neighbours for "regions cannot be mapped at a given address yet",
+    write_to_a_read_only_region_is_a_segmentation_fault for "regions cannot be protected against writes yet",
+    munmap_by_the_application for "the pager ends the process when it reads ahead into addresses that are gone",
+    what_the_application_maps_into_a_region_is_its_own for "unmapping a region takes all of its addresses",
+];
+
+/// Cases that a test of their own runs, below.
+const WITH_MORE: &[&str] = &[
+    "tiny_buffer",
+    "regions_share_the_buffer",
+    "environment_is_told_back",
+    "network_arrays_as_on_the_poster",
+    "page_that_cannot_be_written_is_reported_and_kept",
+    "unprivileged_use",
+];
+
+#[test]
+fn every_case_is_run() {
+    if !have("every_case_is_run", &["g++", "pkg-config"]) {
+        return;
+    }
+    let listed = text(&run(Command::new(program()).arg("--list"), PATIENCE).stdout);
+    let listed: BTreeSet<&str> = listed.lines().collect();
+    let run: BTreeSet<&str> = PLAIN
+        .iter()
+        .chain(WAITING)
+        .chain(WITH_MORE)
+        .copied()
+        .collect();
+    assert_eq!(listed, run);
+}
+
+#[test]
+fn tiny_buffer() {
+    for pages in ["1", "2", "3", "16"] {
+        if let Some(mut command) = case("tiny_buffer") {
+            command
+                .env("UMAP_BUFSIZE", pages)
+                .env("UMAP_PAGE_FILLERS", "8");
+            run(&mut command, PATIENCE);
+        }
+    }
+}
+
+#[test]
+fn regions_share_the_buffer() {
+    if let Some(mut command) = case("regions_share_the_buffer") {
+        run(command.env("UMAP_BUFSIZE", "1024"), PATIENCE);
+    }
+}
+
+#[test]
+fn page_that_cannot_be_written_is_reported_and_kept() {
+    let Some(mut command) = case("page_that_cannot_be_written_is_reported_and_kept") else {
+        return;
+    };
+    let said = text(&run(&mut command, PATIENCE).stderr);
+    assert!(said.contains("umap ERROR: umap_flush: "), "{said}");
+    assert!(
+        said.contains("umap ERROR: uunmap: the region stays mapped: "),
+        "{said}"
+    );
+}
+
+#[test]
+fn network_arrays_as_on_the_poster() {
+    let Some(mut command) = case("network_arrays_as_on_the_poster") else {
+        return;
+    };
+    let folder = tempfile::tempdir().expect("a folder for the socket");
+    let shm = format!("shm://{}/s", folder.path().display());
+    for endpoint in [shm.as_str(), "tcp://127.0.0.1:0"] {
+        let server = Server::builder()
+            .listen(endpoint.parse().expect("an endpoint"))
+            .capacity(256 << 20)
+            .start()
+            .expect("a server");
+        let endpoint = server.endpoints()[0].to_string();
+        // A host and a port alone are enough.
+        run(
+            command.env("SERVER", endpoint.trim_start_matches("tcp://")),
+            PATIENCE,
+        );
+    }
+}
+
+#[test]
+fn unprivileged_use() {
+    let Some(mut command) = case("unprivileged_use") else {
+        return;
+    };
+    let is_root = fs::metadata("/proc/self").is_ok_and(|about| about.uid() == 0);
+    // Where another user can read it: the checkout may be root's alone.
+    let folder = tempfile::tempdir().expect("a folder");
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).expect("it is ours");
+    if is_root {
+        for library in ["libumap.so.0", "libfarpage.so.0"] {
+            let from = common::prefix().join("lib").join(library);
+            fs::copy(from, folder.path().join(library)).expect("it can be copied");
+        }
+        let copy = folder.path().join("umap");
+        fs::copy(program(), &copy).expect("it can be copied");
+        let mut theirs = Command::new(copy);
+        theirs.args(command.get_args());
+        theirs.envs(
+            command
+                .get_envs()
+                .filter_map(|(name, value)| Some((name, value?))),
+        );
+        command = theirs;
+        command.uid(65534).gid(65534);
+    }
+    command
+        .env("CASE_FOLDER", folder.path())
+        .env("LD_LIBRARY_PATH", folder.path());
+    run(&mut command, PATIENCE);
+}
+
+/// What the environment says and what is told back.
+#[test]
+fn environment_is_told_back() {
+    let names = [
+        "PAGESIZE",
+        "BUFSIZE",
+        "PAGE_FILLERS",
+        "PAGE_EVICTORS",
+        "MAX_FAULT_EVENTS",
+        "READ_AHEAD",
+        "EVICT_HIGH_WATER_THRESHOLD",
+        "EVICT_LOW_WATER_THRESHOLD",
+    ];
+    let told = [
+        "PAGESIZE", "BUFSIZE", "FILLERS", "EVICTORS", "EVENTS", "AHEAD", "HIGH", "LOW",
+    ];
+    let table = [
+        (
+            ["65536", "100", "3", "2", "64", "7", "80", "60"],
+            ["65536", "100", "3", "2", "64", "7", "80", "60"],
+            "",
+        ),
+        // The nearest that makes sense, and a word about it.
+        (
+            ["5000", "1", "99", "99", "x", "0", "200", "300"],
+            ["4096", "2", "2", "64", "256", "0", "100", "99"],
+            "UMAP_PAGESIZE=5000 is no power of two",
+        ),
+        (
+            ["99999999", "10", "1", "1", "1", "-1", "50", "60"],
+            ["2097152", "10", "1", "1", "1", "0", "50", "49"],
+            "UMAP_READ_AHEAD=-1 is no number",
+        ),
+    ];
+    for (given, expected, complaint) in table {
+        let Some(mut command) = case("environment_is_told_back") else {
+            return;
+        };
+        for (name, value) in names.iter().zip(given) {
+            command.env(format!("UMAP_{name}"), value);
+        }
+        for (name, value) in told.iter().zip(expected) {
+            command.env(format!("EXPECT_{name}"), value);
+        }
+        let said = text(&run(&mut command, PATIENCE).stderr);
+        assert!(said.contains(complaint), "{said}");
+        assert_eq!(said.is_empty(), complaint.is_empty(), "{said}");
+    }
+}

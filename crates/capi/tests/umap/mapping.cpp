@@ -1,0 +1,257 @@
+/* What may be mapped, and what becomes of it. */
+#include "case.hpp"
+
+#include <signal.h>
+
+CASE(file_is_mapped_from_its_offset) {
+  int fd = new_file("pages", 8 * PAGE);
+  for (std::size_t page = 0; page < 8; ++page) {
+    std::uint64_t word = mix(page);
+    CHECK(pwrite(fd, &word, sizeof word, static_cast<off_t>(page * PAGE)) == sizeof word);
+  }
+  auto *words = map_file<std::uint64_t>(fd, 4 * PAGE, 3 * PAGE);
+  // The descriptor is no longer needed.
+  int other = dup(fd);
+  close(fd);
+  for (std::size_t page = 0; page < 4; ++page) CHECK(words[page * PAGE / 8] == mix(page + 3));
+  words[1] = 7;
+  CHECK(uunmap(words, 4 * PAGE) == 0);
+  CHECK(word_in_file(other, 3 * PAGE / 8 + 1) == 7);
+  CHECK(word_in_file(other, 0) == mix(0) && word_in_file(other, 7 * PAGE / 8) == mix(7));
+}
+
+CASE(short_file_reads_as_zeros_and_keeps_its_length) {
+  constexpr std::size_t BYTES = 2 * PAGE + 1808;
+  int fd = new_file("pages", 0);
+  std::string text(BYTES, 'x');
+  CHECK(write(fd, text.data(), BYTES) == static_cast<ssize_t>(BYTES));
+  auto *bytes = map_file<char>(fd, 5 * PAGE);
+  for (std::size_t at = 0; at < 5 * PAGE; ++at) CHECK(bytes[at] == (at < BYTES ? 'x' : 0));
+  bytes[BYTES - 1] = 'y';
+  CHECK(umap_flush() == 0);
+  CHECK(file_bytes(fd) == BYTES);
+  // Stored beyond the end: nothing is lost, so the file must grow.
+  bytes[3 * PAGE + 9] = 'z';
+  CHECK(uunmap(bytes, 5 * PAGE) == 0);
+  CHECK(file_bytes(fd) == 3 * PAGE + 10);
+  char back[2] = {};
+  CHECK(pread(fd, &back[0], 1, BYTES - 1) == 1 && back[0] == 'y');
+  CHECK(pread(fd, &back[1], 1, 3 * PAGE + 9) == 1 && back[1] == 'z');
+}
+
+CASE(file_that_somebody_cuts_is_an_error_not_zeros) {
+  int fd = new_file("pages", 4 * PAGE);
+  auto *bytes = map_file<volatile char>(fd, 4 * PAGE);
+  CHECK(bytes[0] == 0);
+  CHECK(ftruncate(fd, PAGE) == 0);
+  CHECK(raises(SIGBUS, [&] { (void)bytes[2 * PAGE]; }));
+}
+
+CASE(sizes_that_are_no_multiple_of_a_page) {
+  for (std::size_t length : {std::size_t{1}, PAGE - 1, PAGE + 1, 10 * PAGE + 123}) {
+    int fd = new_file(std::to_string(length), length);
+    auto *bytes = map_file<char>(fd, length);
+    for (std::size_t at = 0; at < length; ++at) bytes[at] = static_cast<char>(mix(at));
+    CHECK(uunmap(bytes, length) == 0);
+    CHECK(file_bytes(fd) == length);
+    std::vector<char> back(length);
+    CHECK(pread(fd, back.data(), length, 0) == static_cast<ssize_t>(length));
+    for (std::size_t at = 0; at < length; ++at) CHECK(back[at] == static_cast<char>(mix(at)));
+  }
+  // A store's last page is as long as what is left.
+  constexpr std::size_t LENGTH = 3 * PAGE + 8;
+  CountingStore store(LENGTH);
+  auto *words = map_store<std::uint64_t>(&store, LENGTH);
+  words[LENGTH / 8 - 1] = 5;
+  CHECK(uunmap(words, LENGTH) == 0);
+  CHECK(store.word(LENGTH / 8 - 1) == 5);
+}
+
+CASE(wrong_arguments_are_an_errno) {
+  int fd = new_file("pages", 8 * PAGE);
+  constexpr int RW = PROT_READ | PROT_WRITE;
+  auto fails = [&](int number, void *addr, std::size_t length, int prot, int flags, int with, off_t offset) {
+    errno = 0;
+    return umap(addr, length, prot, flags, with, offset) == UMAP_FAILED && errno == number;
+  };
+  CHECK(fails(EINVAL, nullptr, 0, RW, UMAP_PRIVATE, fd, 0));
+  CHECK(fails(EINVAL, nullptr, PAGE, RW, 0, fd, 0));
+  CHECK(fails(EINVAL, nullptr, PAGE, RW, UMAP_PRIVATE | MAP_SHARED, fd, 0));
+  CHECK(fails(EINVAL, nullptr, PAGE, PROT_NONE, UMAP_PRIVATE, fd, 0));
+  CHECK(fails(EINVAL, nullptr, PAGE, RW | PROT_EXEC, UMAP_PRIVATE, fd, 0));
+  CHECK(fails(EINVAL, nullptr, PAGE, RW, UMAP_PRIVATE, fd, 1));
+  CHECK(fails(EINVAL, nullptr, PAGE, RW, UMAP_PRIVATE, fd, -static_cast<off_t>(PAGE)));
+  CHECK(fails(EINVAL, reinterpret_cast<void *>(PAGE + 1), PAGE, RW, UMAP_PRIVATE | UMAP_FIXED, fd, 0));
+  CHECK(fails(ENOMEM, nullptr, SIZE_MAX, RW, UMAP_PRIVATE, fd, 0));
+  CHECK(fails(ENOMEM, nullptr, std::size_t{1} << 60, RW, UMAP_PRIVATE, fd, 0));
+  CHECK(fails(EBADF, nullptr, PAGE, RW, UMAP_PRIVATE, -1, 0));
+  CHECK(fails(EBADF, nullptr, PAGE, RW, UMAP_PRIVATE, 12345, 0));
+  int read_only = open(path("pages").c_str(), O_RDONLY), write_only = open(path("pages").c_str(), O_WRONLY);
+  CHECK(fails(EACCES, nullptr, PAGE, RW, UMAP_PRIVATE, read_only, 0));
+  CHECK(fails(EACCES, nullptr, PAGE, PROT_READ, UMAP_PRIVATE, write_only, 0));
+  int ends[2];
+  CHECK(pipe(ends) == 0);
+  CHECK(fails(EACCES, nullptr, PAGE, RW, UMAP_PRIVATE, ends[0], 0));
+
+  auto *bytes = map_file<char>(fd, 3 * PAGE);
+  auto stays = [&](void *addr, std::size_t length) {
+    errno = 0;
+    return uunmap(addr, length) == -1 && errno == EINVAL;
+  };
+  CHECK(stays(bytes + PAGE, 2 * PAGE));
+  CHECK(stays(bytes, PAGE));
+  CHECK(stays(nullptr, PAGE));
+  CHECK(stays(&fd, PAGE));
+  bytes[0] = 1;
+  CHECK(uunmap(bytes, 3 * PAGE) == 0);
+  CHECK(stays(bytes, 3 * PAGE));
+  umap_prefetch(0, nullptr);
+  errno = 0;
+  umap_fetch_and_pin(bytes, PAGE);
+  CHECK(errno == EINVAL);
+}
+
+CASE(region_that_is_read_only_leaves_its_file_alone) {
+  int fd = new_file("pages", 4 * PAGE);
+  close(fd);
+  fd = open(path("pages").c_str(), O_RDONLY);
+  void *at = umap(nullptr, 4 * PAGE, PROT_READ, UMAP_PRIVATE, fd, 0);
+  CHECK(at != UMAP_FAILED);
+  CHECK(static_cast<char *>(at)[3 * PAGE] == 0);
+  CHECK(umap_flush() == 0);
+  CHECK(uunmap(at, 4 * PAGE) == 0);
+}
+
+CASE(write_to_a_read_only_region_is_a_segmentation_fault) {
+  int fd = new_file("pages", 256 * PAGE);
+  void *at = umap(nullptr, 256 * PAGE, PROT_READ, UMAP_PRIVATE, fd, 0);
+  CHECK(at != UMAP_FAILED);
+  auto *bytes = static_cast<volatile char *>(at);
+  // Pages come and go.
+  for (int round = 0; round < 2; ++round) {
+    for (std::size_t page = 0; page < 256; ++page) CHECK(bytes[page * PAGE] == 0);
+  }
+  CHECK(raises(SIGSEGV, [&] { bytes[0] = 1; }));
+  CHECK(uunmap(at, 256 * PAGE) == 0);
+}
+
+CASE(fixed_region_keeps_its_neighbours) {
+  constexpr std::size_t PAGES = 300;
+  for (std::size_t page_bytes : {PAGE, 16 * PAGE}) {
+    std::size_t length = PAGES * page_bytes;
+    void *all = mmap(nullptr, length + 3 * page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    CHECK(all != MAP_FAILED);
+    auto start = (reinterpret_cast<std::uintptr_t>(all) + page_bytes - 1) / page_bytes * page_bytes;
+    auto *before = reinterpret_cast<char *>(start), *inside = before + page_bytes, *after = inside + length;
+    std::memset(before, 'b', page_bytes);
+    std::memset(inside, 'i', page_bytes);
+    std::memset(after, 'a', page_bytes);
+    auto neighbours_are_intact = [&] {
+      for (std::size_t at = 0; at < page_bytes; ++at) {
+        if (before[at] != 'b' || after[at] != 'a') return false;
+      }
+      return true;
+    };
+    CountingStore store(length);
+    store.page_size_hint = page_bytes;
+    CHECK(Umap::umap_ex(inside, length, PROT_READ | PROT_WRITE, UMAP_PRIVATE | UMAP_FIXED, -1, 0, &store) == inside);
+    CHECK(neighbours_are_intact());
+    // What was there is gone.
+    for (std::size_t page = 0; page < PAGES; ++page) {
+      CHECK(inside[page * page_bytes] == 0);
+      inside[page * page_bytes] = 1;
+    }
+    CHECK(uunmap(inside, length) == 0);
+    CHECK(neighbours_are_intact());
+    CHECK(raises(SIGSEGV, [&] { inside[0] = 2; }));
+    // An address that is not asked for firmly is a hint.
+    void *elsewhere = Umap::umap_ex(before, length, PROT_READ | PROT_WRITE, UMAP_PRIVATE, -1, 0, &store);
+    CHECK(elsewhere != UMAP_FAILED && elsewhere != before);
+    CHECK(neighbours_are_intact());
+    CHECK(static_cast<char *>(elsewhere)[0] == 1);
+    CHECK(uunmap(elsewhere, length) == 0);
+  }
+}
+
+CASE(files_opened_for_appending_and_for_direct_access) {
+  constexpr std::size_t BYTES = 40 * PAGE + 100;
+  for (int flag : {O_APPEND, O_DIRECT}) {
+    close(new_file(std::to_string(flag), BYTES));
+    int fd = open(path(std::to_string(flag)).c_str(), O_RDWR | flag);
+    // Not all file systems have O_DIRECT.
+    if (fd < 0 && errno == EINVAL) continue;
+    auto *bytes = map_file<char>(fd, BYTES);
+    for (std::size_t at = 0; at < BYTES; at += 50) bytes[at] = static_cast<char>(mix(at));
+    CHECK(uunmap(bytes, BYTES) == 0);
+    CHECK(file_bytes(fd) == BYTES);
+    int plain = open(path(std::to_string(flag)).c_str(), O_RDONLY);
+    std::vector<char> back(BYTES);
+    CHECK(pread(plain, back.data(), BYTES, 0) == static_cast<ssize_t>(BYTES));
+    for (std::size_t at = 0; at < BYTES; at += 50) CHECK(back[at] == static_cast<char>(mix(at)));
+  }
+}
+
+CASE(ten_thousand_regions) {
+  constexpr std::size_t REGIONS = 10'000, LENGTH = 2 * PAGE;
+  int fd = new_file("pages", REGIONS * LENGTH);
+  std::vector<std::uint64_t *> regions;
+  for (std::size_t i = 0; i < REGIONS; ++i) {
+    regions.push_back(map_file<std::uint64_t>(fd, LENGTH, static_cast<off_t>(i * LENGTH)));
+    regions[i][PAGE / 8] = mix(i);
+  }
+  for (std::size_t i = 0; i < REGIONS; ++i) CHECK(regions[i][0] == 0 && regions[i][PAGE / 8] == mix(i));
+  for (std::size_t i = 0; i < REGIONS; ++i) CHECK(uunmap(regions[i], LENGTH) == 0);
+  for (std::size_t i = 0; i < REGIONS; ++i) CHECK(word_in_file(fd, (i * LENGTH + PAGE) / 8) == mix(i));
+}
+
+CASE(thousands_of_cycles_without_growth) {
+  constexpr std::size_t PAGES = 32;
+  int fd = new_file("pages", PAGES * PAGE);
+  auto cycle = [&](std::uint64_t round) {
+    auto *words = map_file<std::uint64_t>(fd, PAGES * PAGE);
+    for (std::size_t page = 0; page < PAGES; page += 8) words[page * PAGE / 8] = round;
+    CHECK(uunmap(words, PAGES * PAGE) == 0);
+  };
+  std::uint64_t round = 1;
+  while (round < 200) cycle(round++);
+  std::size_t memory = status_kib("VmRSS"), addresses = status_kib("VmSize"), maps = mappings(), fds = descriptors();
+  while (round < 3000) cycle(round++);
+  // What comes and goes with a store's threads may differ; what each cycle left behind would be far more.
+  CHECK(status_kib("VmRSS") < memory + 1024);
+  CHECK(status_kib("VmSize") < addresses + 200 * 1024);
+  CHECK(mappings() < maps + 100);
+  CHECK(descriptors() < fds + 10);
+}
+
+CASE(page_size_of_a_region_is_its_stores) {
+  constexpr std::size_t BIG = 65536;
+  CountingStore store(4 * BIG);
+  store.page_size_hint = BIG;
+  auto *bytes = map_store<char>(&store, 4 * BIG);
+  CHECK(reinterpret_cast<std::uintptr_t>(bytes) % BIG == 0);
+  bytes[0] = 1;
+  bytes[BIG - 1] = 2;
+  CHECK(store.reads == 1);
+  CHECK(uunmap(bytes, 4 * BIG) == 0);
+  store.page_size_hint = 5000;
+  CHECK(Umap::umap_ex(nullptr, 4 * BIG, PROT_READ | PROT_WRITE, UMAP_PRIVATE, -1, 0, &store) == UMAP_FAILED && errno == EINVAL);
+}
+
+/* The caller sets the environment. */
+CASE(environment_is_told_back) {
+  auto expected = [](const char *name) { return std::strtoull(std::getenv(name), nullptr, 10); };
+  CHECK(umapcfg_get_umap_page_size() == expected("EXPECT_PAGESIZE"));
+  CHECK(umapcfg_get_max_pages_in_buffer() == expected("EXPECT_BUFSIZE"));
+  CHECK(umapcfg_get_num_fillers() == expected("EXPECT_FILLERS"));
+  CHECK(umapcfg_get_num_evictors() == expected("EXPECT_EVICTORS"));
+  CHECK(umapcfg_get_max_fault_events() == expected("EXPECT_EVENTS"));
+  CHECK(umapcfg_get_read_ahead() == expected("EXPECT_AHEAD"));
+  CHECK(umapcfg_get_evict_high_water_threshold() == static_cast<int>(expected("EXPECT_HIGH")));
+  CHECK(umapcfg_get_evict_low_water_threshold() == static_cast<int>(expected("EXPECT_LOW")));
+  CHECK(umap_has_write_support() == 1);
+  // And a runtime can be made of it.
+  int fd = new_file("pages", 1 << 22);
+  auto *bytes = map_file<char>(fd, 1 << 22);
+  CHECK(bytes[12345] == 0);
+  CHECK(uunmap(bytes, 1 << 22) == 0);
+}

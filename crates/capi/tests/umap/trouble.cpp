@@ -1,0 +1,209 @@
+/* Stores that fail, processes that fork, and programs that take memory away themselves. */
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <stdexcept>
+
+#include "case.hpp"
+
+CASE(page_that_cannot_be_read_raises_sigbus) {
+  CountingStore store(4 * PAGE);
+  auto *bytes = map_store<volatile char>(&store, 4 * PAGE);
+  CHECK(bytes[0] == 0);
+  store.fails_reads = true;
+  CHECK(raises(SIGBUS, [&] { (void)bytes[PAGE]; }));
+  CHECK(bytes[0] == 0);
+  errno = 0;
+  umap_fetch_and_pin(const_cast<char *>(bytes) + PAGE, PAGE);
+  CHECK(errno == EIO);
+  // It heals.
+  store.fails_reads = false;
+  umap_fetch_and_pin(const_cast<char *>(bytes) + PAGE, PAGE);
+  CHECK(errno == 0);
+  CHECK(bytes[PAGE] == 0);
+  CHECK(uunmap(const_cast<char *>(bytes), 4 * PAGE) == 0);
+}
+
+CASE(page_that_cannot_be_written_is_reported_and_kept) {
+  CountingStore store(64 * PAGE);
+  auto *words = map_store<std::uint64_t>(&store, 64 * PAGE);
+  store.fails_writes = true;
+  words[PAGE / 8] = 5;
+  CHECK(umap_flush() == -1 && errno == EIO);
+  CHECK(uunmap(words, 64 * PAGE) == -1 && errno == EIO);
+  CHECK(words[PAGE / 8] == 5);
+  store.fails_writes = false;
+  CHECK(umap_flush() == 0);
+  CHECK(store.word(PAGE / 8) == 5);
+  CHECK(uunmap(words, 64 * PAGE) == 0);
+}
+
+CASE(store_that_throws_is_a_store_that_fails) {
+  struct Throwing : Umap::Store {
+    ssize_t read_from_store(char *, std::size_t, off_t) override { throw std::runtime_error("no"); }
+    ssize_t write_to_store(char *, std::size_t, off_t) override { throw 7; }
+  } store;
+  auto *bytes = map_store<volatile char>(&store, PAGE);
+  CHECK(raises(SIGBUS, [&] { (void)bytes[0]; }));
+  CHECK(uunmap(const_cast<char *>(bytes), PAGE) == 0);
+}
+
+CASE(store_that_returns_less_shows_zeros_and_no_other_pages_bytes) {
+  struct Short : Umap::Store {
+    ssize_t read_from_store(char *buf, std::size_t, off_t off) override {
+      std::memset(buf, 'a' + static_cast<int>(off / static_cast<off_t>(PAGE)) % 20, 10);
+      return 10;
+    }
+    ssize_t write_to_store(char *, std::size_t nb, off_t) override { return static_cast<ssize_t>(nb / 2); }
+  } store;
+  constexpr std::size_t PAGES = 256;
+  auto *bytes = map_store<char>(&store, PAGES * PAGE);
+  for (std::size_t page = 0; page < PAGES; ++page) {
+    CHECK(bytes[page * PAGE + 9] == 'a' + static_cast<int>(page) % 20);
+    for (std::size_t at = 10; at < PAGE; ++at) CHECK(bytes[page * PAGE + at] == 0);
+  }
+  // Half a page written is a page that is not written.
+  bytes[0] = 1;
+  CHECK(uunmap(bytes, PAGES * PAGE) == -1 && errno == EIO);
+}
+
+CASE(slow_store_does_not_stall_other_regions) {
+  struct Slow : Umap::Store {
+    std::atomic<bool> go{false};
+    std::atomic<int> waiting{0};
+    ssize_t read_from_store(char *, std::size_t nb, off_t) override {
+      waiting++;
+      while (!go) std::this_thread::yield();
+      return static_cast<ssize_t>(nb);
+    }
+    ssize_t write_to_store(char *, std::size_t nb, off_t) override { return static_cast<ssize_t>(nb); }
+  } slow;
+  auto *stuck = map_store<volatile char>(&slow, 8 * PAGE);
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < 4; ++i) threads.emplace_back([stuck, i] { (void)stuck[i * PAGE]; });
+  // Several calls at once: the store is entered by all.
+  while (slow.waiting < 4) std::this_thread::yield();
+  CountingStore store(512 * PAGE);
+  auto *bytes = map_store<char>(&store, 512 * PAGE);
+  for (std::size_t at = 0; at < 512 * PAGE; at += PAGE) bytes[at] = 1;
+  CHECK(uunmap(bytes, 512 * PAGE) == 0);
+  slow.go = true;
+  for (auto &thread : threads) thread.join();
+  CHECK(uunmap(const_cast<char *>(stuck), 8 * PAGE) == 0);
+}
+
+CASE(child_after_fork) {
+  int fd = new_file("pages", 64 * PAGE);
+  auto *bytes = map_file<char>(fd, 64 * PAGE);
+  bytes[0] = 1;
+  // The parent's region is not there: never zeros, never a hang.
+  int status = in_child([&] {
+    volatile char byte = bytes[0];
+    (void)byte;
+  });
+  CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+  status = in_child([&] {
+    CHECK(uunmap(bytes, 64 * PAGE) == -1 && errno == EINVAL);
+    CHECK(umap_flush() == 0);
+    // The child may have its own.
+    int own = new_file("child", 64 * PAGE);
+    auto *mine = map_file<char>(own, 64 * PAGE);
+    for (std::size_t at = 0; at < 64 * PAGE; at += PAGE) mine[at] = 2;
+    CHECK(uunmap(mine, 64 * PAGE) == 0);
+    char byte = 0;
+    CHECK(pread(own, &byte, 1, 63 * PAGE) == 1 && byte == 2);
+  });
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(bytes[0] == 1);
+  CHECK(uunmap(bytes, 64 * PAGE) == 0);
+  char byte = 0;
+  CHECK(pread(fd, &byte, 1, 0) == 1 && byte == 1);
+}
+
+CASE(fork_while_other_threads_work) {
+  int fd = new_file("pages", 256 * PAGE);
+  auto *words = map_file<std::uint64_t>(fd, 256 * PAGE);
+  std::atomic<bool> stop{false};
+  std::vector<std::thread> threads;
+  for (std::size_t id = 0; id < 2; ++id) {
+    threads.emplace_back([&, id] {
+      while (!stop) {
+        for (std::size_t at = id; at < 256 * PAGE / 8; at += PAGE / 8) words[at] = at;
+        CHECK(umap_flush() == 0);
+      }
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    int status = in_child([&] { CHECK(umap_flush() == 0); });
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  }
+  stop = true;
+  for (auto &thread : threads) thread.join();
+  CHECK(uunmap(words, 256 * PAGE) == 0);
+}
+
+CASE(madvise_dontneed_by_the_application) {
+  constexpr std::size_t PAGES = 256, WORDS = PAGE / 8;
+  int fd = new_file("pages", PAGES * PAGE);
+  auto *words = map_file<std::uint64_t>(fd, PAGES * PAGE);
+  for (std::size_t page = 0; page < PAGES; ++page) words[page * WORDS] = 1;
+  CHECK(umap_flush() == 0);
+  for (std::size_t page = 0; page < 32; ++page) words[page * WORDS] = 2;
+  // What changed since the last write-back is given up: the store's bytes show, or, if a page was written back in between, the newer ones.
+  CHECK(madvise(words, 32 * PAGE, MADV_DONTNEED) == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) {
+    std::uint64_t word = words[page * WORDS];
+    CHECK(word == 1 || (page < 32 && word == 2));
+  }
+  for (std::size_t page = 0; page < PAGES; ++page) words[page * WORDS] = 3;
+  CHECK(uunmap(words, PAGES * PAGE) == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) CHECK(word_in_file(fd, page * WORDS) == 3);
+}
+
+CASE(munmap_by_the_application) {
+  constexpr std::size_t PAGES = 512, WORDS = PAGE / 8, FROM = 100, TO = 200;
+  int fd = new_file("pages", PAGES * PAGE);
+  auto *words = map_file<std::uint64_t>(fd, PAGES * PAGE);
+  for (std::size_t page = 0; page < PAGES; ++page) words[page * WORDS] = 1;
+  CHECK(umap_flush() == 0);
+  CHECK(munmap(words + FROM * WORDS, (TO - FROM) * PAGE) == 0);
+  CHECK(raises(SIGSEGV, [&] { words[FROM * WORDS] = 2; }));
+  // The rest goes on.
+  for (std::uint64_t round = 2; round < 6; ++round) {
+    for (std::size_t page = 0; page < PAGES; ++page) {
+      if (page >= FROM && page < TO) continue;
+      CHECK(words[page * WORDS] == round - 1);
+      words[page * WORDS] = round;
+    }
+  }
+  CHECK(umap_flush() == 0);
+  CHECK(uunmap(words, PAGES * PAGE) == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) CHECK(word_in_file(fd, page * WORDS) == (page >= FROM && page < TO ? 1 : 5));
+}
+
+CASE(what_the_application_maps_into_a_region_is_its_own) {
+  constexpr std::size_t PAGES = 512, FROM = 100, TO = 200;
+  int fd = new_file("pages", PAGES * PAGE);
+  auto *bytes = map_file<char>(fd, PAGES * PAGE);
+  for (std::size_t page = 0; page < PAGES; ++page) bytes[page * PAGE] = 1;
+  void *hole = bytes + FROM * PAGE;
+  CHECK(mmap(hole, (TO - FROM) * PAGE, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == hole);
+  for (std::size_t page = FROM; page < TO; ++page) bytes[page * PAGE] = 7;
+  for (int round = 0; round < 3; ++round) {
+    for (std::size_t page = 0; page < PAGES; ++page) CHECK(bytes[page * PAGE] == (page >= FROM && page < TO ? 7 : 1));
+  }
+  CHECK(umap_flush() == 0);
+  CHECK(uunmap(bytes, PAGES * PAGE) == 0);
+  for (std::size_t page = FROM; page < TO; ++page) CHECK(bytes[page * PAGE] == 7);
+  CHECK(raises(SIGSEGV, [&] { bytes[0] = 2; }));
+}
+
+/* The caller starts it as a user without privileges. */
+CASE(unprivileged_use) {
+  CHECK(geteuid() != 0);
+  int fd = new_file("pages", 1024 * PAGE);
+  auto *words = map_file<std::uint64_t>(fd, 1024 * PAGE);
+  for (std::size_t at = 0; at < 1024 * PAGE / 8; at += PAGE / 8) words[at] = mix(at);
+  CHECK(uunmap(words, 1024 * PAGE) == 0);
+  for (std::size_t at = 0; at < 1024 * PAGE / 8; at += PAGE / 8) CHECK(word_in_file(fd, at) == mix(at));
+}

@@ -1,0 +1,2 @@
+/* The other place where programs look for it. */
+#include "umap/StoreNetwork.h"

@@ -1,0 +1,84 @@
+#include "regions.hpp"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "config.hpp"
+
+namespace Umap::shim {
+namespace {
+
+struct Process {
+  std::shared_mutex lock;
+  std::map<std::uintptr_t, std::shared_ptr<Mapping>> mappings;
+  std::mutex runtime_lock;
+  farpage_runtime *runtime = nullptr;
+};
+
+std::atomic<Process *> current{nullptr};
+
+Process &process() {
+  // Never destroyed: other threads, and a program's own statics, may be at work until the very end.
+  static const bool started = [] {
+    current = new Process;
+    // The parent's regions are not mapped in a child, and its locks may be held by threads that the child does not have: they are left behind.
+    pthread_atfork(nullptr, nullptr, [] { current = new Process; });
+    return true;
+  }();
+  (void)started;
+  return *current;
+}
+
+}  // namespace
+
+Mapping::Mapping(std::unique_ptr<Backing> from, std::size_t length)
+    : address(reinterpret_cast<std::uintptr_t>(farpage_region_address(from->region()))), bytes(length), backing(std::move(from)) {
+  std::size_t page = farpage_region_page_bytes(backing->region());
+  mapped_bytes = (bytes + page - 1) / page * page;
+}
+
+farpage_runtime *runtime(farpage_code *code) {
+  Process &p = process();
+  std::lock_guard<std::mutex> lock(p.runtime_lock);
+  if (p.runtime == nullptr) p.runtime = new_runtime("", code);
+  return p.runtime;
+}
+
+void add(std::shared_ptr<Mapping> mapping) {
+  Process &p = process();
+  std::unique_lock<std::shared_mutex> lock(p.lock);
+  std::uintptr_t address = mapping->address;
+  p.mappings[address] = std::move(mapping);
+}
+
+void remove(const std::shared_ptr<Mapping> &mapping) {
+  Process &p = process();
+  std::unique_lock<std::shared_mutex> lock(p.lock);
+  auto at = p.mappings.find(mapping->address);
+  // Its addresses may have become another region's in the meantime.
+  if (at != p.mappings.end() && at->second == mapping) p.mappings.erase(at);
+}
+
+std::shared_ptr<Mapping> find(std::uintptr_t address) {
+  Process &p = process();
+  std::shared_lock<std::shared_mutex> lock(p.lock);
+  auto next = p.mappings.upper_bound(address);
+  if (next == p.mappings.begin()) return nullptr;
+  const auto &mapping = std::prev(next)->second;
+  return address - mapping->address < mapping->mapped_bytes ? mapping : nullptr;
+}
+
+std::vector<std::shared_ptr<Mapping>> all() {
+  Process &p = process();
+  std::shared_lock<std::shared_mutex> lock(p.lock);
+  std::vector<std::shared_ptr<Mapping>> list;
+  list.reserve(p.mappings.size());
+  for (const auto &entry : p.mappings) list.push_back(entry.second);
+  return list;
+}
+
+}  // namespace Umap::shim

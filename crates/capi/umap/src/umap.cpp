@@ -1,0 +1,276 @@
+/* umap.h: checks arguments, maps, and finds the region that an address belongs to. What pages do is farpage's. */
+#include "umap/umap.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <exception>
+#include <mutex>
+#include <sstream>
+
+#include "config.hpp"
+#include "network.hpp"
+#include "regions.hpp"
+
+using namespace Umap::shim;
+
+namespace {
+
+constexpr std::uint64_t KERNEL_PAGE_BYTES = 4096;
+
+/* Runs the body of a function: no exception passes. */
+template <typename T, typename Body>
+T guard(T failed, Body body) noexcept {
+  try {
+    return body();
+  } catch (const std::bad_alloc &) {
+    errno = ENOMEM;
+  } catch (const std::exception &error) {
+    log(FARPAGE_LOG_ERROR, error.what());
+    errno = EIO;
+  }
+  return failed;
+}
+
+void *refuse(int number, const std::string &why) {
+  log(FARPAGE_LOG_ERROR, "umap: " + why);
+  errno = number;
+  return UMAP_FAILED;
+}
+
+/* Calls to a program's store, as farpage makes them. */
+class StoreCalls {
+ public:
+  explicit StoreCalls(Umap::Store *store) : store(store) {}
+
+  static farpage_store table(Umap::Store *store) {
+    farpage_store t{};
+    t.struct_bytes = sizeof t;
+    t.context = new StoreCalls(store);
+    t.read = read;
+    t.write = write;
+    t.release = [](void *context) { delete static_cast<StoreCalls *>(context); };
+    t.name = "of the program (Umap::Store)";
+    return t;
+  }
+
+ private:
+  Umap::Store *store;
+
+  static int read(void *context, std::uint64_t offset, void *buffer, std::size_t bytes) noexcept {
+    Umap::Store *store = static_cast<StoreCalls *>(context)->store;
+    // What the store leaves out must not be another page's bytes.
+    std::memset(buffer, 0, bytes);
+    ssize_t got;
+    int code = call("read_from_store", [&] { return store->read_from_store(static_cast<char *>(buffer), bytes, static_cast<off_t>(offset)); }, &got);
+    if (code != 0 || got <= 0) return code;
+    if (static_cast<std::size_t>(got) < bytes) std::memset(static_cast<char *>(buffer) + got, 0, bytes - static_cast<std::size_t>(got));
+    return 0;
+  }
+
+  static int write(void *context, std::uint64_t offset, const void *buffer, std::size_t bytes) noexcept {
+    Umap::Store *store = static_cast<StoreCalls *>(context)->store;
+    ssize_t put;
+    // Umap's interface has no const, and stores do not write there.
+    char *bytes_of_page = static_cast<char *>(const_cast<void *>(buffer));
+    int code = call("write_to_store", [&] { return store->write_to_store(bytes_of_page, bytes, static_cast<off_t>(offset)); }, &put);
+    if (code != 0 || put <= 0 || static_cast<std::size_t>(put) >= bytes) return code;
+    log(FARPAGE_LOG_ERROR, "write_to_store wrote " + std::to_string(put) + " of " + std::to_string(bytes) + " bytes at " + std::to_string(offset));
+    return EIO;
+  }
+
+  template <typename Call>
+  static int call(const char *what, Call call, ssize_t *result) noexcept {
+    *result = 0;
+    errno = 0;
+    try {
+      *result = call();
+    } catch (const std::exception &error) {
+      log(FARPAGE_LOG_ERROR, std::string(what) + " threw: " + error.what());
+      return EIO;
+    } catch (...) {
+      log(FARPAGE_LOG_ERROR, std::string(what) + " threw something");
+      return EIO;
+    }
+    if (*result >= 0) return 0;
+    return errno != 0 ? errno : EIO;
+  }
+};
+
+void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, off_t offset, Umap::Store *store) {
+  // 1. What cannot be meant.
+  if (length == 0) return refuse(EINVAL, "a length of 0");
+  if (length > static_cast<std::size_t>(PTRDIFF_MAX)) return refuse(ENOMEM, "a length of " + std::to_string(length));
+  if ((flags & UMAP_PRIVATE) == 0 || (flags & ~(UMAP_PRIVATE | UMAP_FIXED)) != 0) {
+    return refuse(EINVAL, "flags of " + std::to_string(flags) + ": need UMAP_PRIVATE, perhaps with UMAP_FIXED");
+  }
+  if (prot == PROT_NONE || (prot & ~(PROT_READ | PROT_WRITE)) != 0) {
+    return refuse(EINVAL, "a protection of " + std::to_string(prot) + ": need PROT_READ, perhaps with PROT_WRITE");
+  }
+  if (store == nullptr && (offset < 0 || static_cast<std::uint64_t>(offset) % KERNEL_PAGE_BYTES != 0)) {
+    return refuse(EINVAL, "an offset of " + std::to_string(offset) + ": need a multiple of 4096");
+  }
+  std::size_t page_bytes = store != nullptr && store->page_size_hint != 0 ? store->page_size_hint : config().page_bytes;
+  bool fixed = (flags & UMAP_FIXED) != 0;
+  if (fixed && reinterpret_cast<std::uintptr_t>(addr) % page_bytes != 0) {
+    return refuse(EINVAL, "UMAP_FIXED at an address that is no multiple of the page size, " + std::to_string(page_bytes));
+  }
+  if (fixed) return refuse(ENOTSUP, "UMAP_FIXED: regions cannot be mapped at a given address yet");
+
+  // 2. A server's array is mapped already, or will be by its client's runtime.
+  bool read_only = (prot & PROT_WRITE) == 0;
+  std::unique_ptr<Backing> backing;
+  if (store != nullptr && is_network_store(store)) {
+    int number = 0;
+    backing = open_array(store, length, &number);
+    if (backing == nullptr) return refuse(number, "the network store cannot be mapped");
+  } else {
+    // 3. A file, or a program's store.
+    farpage_code code = FARPAGE_OK;
+    farpage_runtime *with = runtime(&code);
+    if (with == nullptr) return refuse(errno_of(code), farpage_error_message());
+    farpage_region_options options{};
+    options.struct_bytes = sizeof options;
+    options.page_bytes = page_bytes;
+    options.read_only = read_only;
+    farpage_region *region = nullptr;
+    if (store != nullptr) {
+      farpage_store table = StoreCalls::table(store);
+      options.store = &table;
+      code = farpage_region_map(with, length, &options, &region);
+    } else {
+      code = farpage_region_map_fd(with, fd, static_cast<std::uint64_t>(offset), length, &options, &region);
+      if (code == FARPAGE_DENIED) return refuse(EACCES, farpage_error_message());
+      if (code == FARPAGE_INVALID && fcntl(fd, F_GETFD) < 0) return refuse(EBADF, farpage_error_message());
+    }
+    if (code != FARPAGE_OK) return refuse(errno_of(code), farpage_error_message());
+    backing = std::make_unique<OwnRegion>(region, read_only);
+  }
+  auto mapping = std::make_shared<Mapping>(std::move(backing), length);
+  void *address = reinterpret_cast<void *>(mapping->address);
+  if (config().log_level >= FARPAGE_LOG_INFO) {
+    std::ostringstream text;
+    text << length << " bytes mapped at " << address << " in pages of " << page_bytes;
+    log(FARPAGE_LOG_INFO, text.str());
+  }
+  add(std::move(mapping));
+  return address;
+}
+
+int unmap_region(void *addr, std::size_t length) {
+  auto address = reinterpret_cast<std::uintptr_t>(addr);
+  auto mapping = find(address);
+  if (mapping == nullptr || mapping->address != address || length < mapping->bytes) {
+    log(FARPAGE_LOG_ERROR, "uunmap: no region begins there and ends within the length given: a region is unmapped as a whole");
+    errno = EINVAL;
+    return -1;
+  }
+  std::unique_lock<std::shared_mutex> alone(mapping->use);
+  if (mapping->closed) {
+    errno = EINVAL;
+    return -1;
+  }
+  // It must not be found any more when its addresses are free for the next region.
+  remove(mapping);
+  farpage_code code = mapping->backing->close();
+  if (code != FARPAGE_OK) {
+    log_failure("uunmap: the region stays mapped");
+    add(mapping);
+    errno = errno_of(code);
+    return -1;
+  }
+  mapping->closed = true;
+  return 0;
+}
+
+int flush_all() {
+  int number = 0;
+  for (const auto &mapping : all()) {
+    std::shared_lock<std::shared_mutex> use(mapping->use);
+    if (mapping->closed) continue;
+    farpage_code code = mapping->backing->flush();
+    if (code == FARPAGE_OK) continue;
+    log_failure("umap_flush");
+    number = errno_of(code);
+  }
+  if (number == 0) return 0;
+  errno = number;
+  return -1;
+}
+
+/* Calls `use(region, offset, bytes)` with the part of the range that lies in a region, for all that it touches. Returns an errno. */
+template <typename Use>
+int for_each_part(std::uintptr_t address, std::uint64_t bytes, Use use) {
+  std::uintptr_t end = address + bytes;
+  if (end < address) return EINVAL;
+  while (address < end) {
+    auto mapping = find(address);
+    if (mapping == nullptr) return EINVAL;
+    std::shared_lock<std::shared_mutex> lock(mapping->use);
+    if (mapping->closed) return EINVAL;
+    std::uintptr_t region_end = mapping->address + mapping->mapped_bytes;
+    std::uint64_t offset = address - mapping->address;
+    std::uint64_t last = std::min<std::uint64_t>(std::min(end, region_end) - mapping->address, mapping->bytes);
+    if (offset < last) {
+      farpage_code code = use(mapping->backing->region(), offset, last - offset);
+      if (code != FARPAGE_OK) return errno_of(code);
+    }
+    address = std::min(end, region_end);
+  }
+  return 0;
+}
+
+}  // namespace
+
+void *Umap::umap_ex(void *addr, std::size_t length, int prot, int flags, int fd, off_t offset, Store *store) {
+  return guard(UMAP_FAILED, [&] { return map_region(addr, length, prot, flags, fd, offset, store); });
+}
+
+extern "C" {
+
+void *umap(void *addr, size_t length, int prot, int flags, int fd, off_t offset) {
+  return Umap::umap_ex(addr, length, prot, flags, fd, offset, nullptr);
+}
+
+int uunmap(void *addr, size_t length) {
+  return guard(-1, [&] { return unmap_region(addr, length); });
+}
+
+int umap_flush(void) { return guard(-1, flush_all); }
+
+void umap_prefetch(int npages, struct umap_prefetch_item *page_array) {
+  guard(0, [&] {
+    for (int i = 0; i < npages; ++i) {
+      // One byte: farpage brings whole pages. What is no region's, or has gone, is no longer needed either.
+      auto address = reinterpret_cast<std::uintptr_t>(page_array[i].page_base_addr);
+      for_each_part(address, 1, [](farpage_region *region, std::uint64_t offset, std::uint64_t bytes) {
+        return farpage_region_advise(region, offset, bytes, FARPAGE_ADVICE_WILL_NEED);
+      });
+    }
+    return 0;
+  });
+}
+
+void umap_fetch_and_pin(char *paddr, uint64_t size) {
+  errno = guard(EIO, [&] {
+    int number = for_each_part(reinterpret_cast<std::uintptr_t>(paddr), size, farpage_region_prefetch);
+    if (number == EINVAL) log(FARPAGE_LOG_ERROR, "umap_fetch_and_pin: the range does not lie in regions");
+    else if (number != 0) log_failure("umap_fetch_and_pin");
+    return number;
+  });
+}
+
+int umap_has_write_support(void) { return 1; }
+
+uint64_t umapcfg_get_umap_page_size(void) { return config().page_bytes; }
+uint64_t umapcfg_get_max_fault_events(void) { return config().max_fault_events; }
+uint64_t umapcfg_get_num_fillers(void) { return config().fillers; }
+uint64_t umapcfg_get_num_evictors(void) { return config().evictors; }
+uint64_t umapcfg_get_max_pages_in_buffer(void) { return config().buffer_pages; }
+uint64_t umapcfg_get_read_ahead(void) { return config().read_ahead; }
+int umapcfg_get_evict_low_water_threshold(void) { return static_cast<int>(config().low_water); }
+int umapcfg_get_evict_high_water_threshold(void) { return static_cast<int>(config().high_water); }
+
+}  // extern "C"

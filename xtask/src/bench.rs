@@ -1,0 +1,115 @@
+//! `cargo xtask bench --smoke`: every benchmark once, with tiny sizes. It says that they work, nothing about speed.
+//!
+//! The rule it keeps: the list below is the only one, and a benchmark that is not in it is not kept working. Each
+//! verifies its own data; what its report contains is checked by the tests of `farpage-bench` itself.
+
+use std::{
+    process::{ExitCode, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, bail};
+
+use crate::children;
+
+/// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose: a test suite does not change the
+/// swap of the machine that it runs on.
+const RUNS: [&str; 22] = [
+    "floor --fabric shm --page-size 4KiB",
+    "floor --fabric tcp",
+    "stream --fabric shm",
+    "stream --fabric tcp",
+    "stream --page-size 4KiB --data smooth --codec lz4",
+    "stream --page-size 256KiB --data constant --threads 3",
+    "stream --page-size 2MiB --size 48MiB --iterations 2",
+    "stream --link-gbps 10 --link-us 20 --budget 2MiB",
+    "stream --read-ahead 0 --fillers 1 --evictors 2",
+    "stream --plain",
+    "random --fabric shm --page-size 4KiB",
+    "random --fabric tcp --zipf 0.99",
+    "random --no-advice --threads 1",
+    "random --plain",
+    "latency --fabric shm --page-size 4KiB",
+    "latency --fabric tcp",
+    "eviction --page-size 4KiB",
+    "sparse",
+    "targets",
+    "sweep",
+    "apps --fabric shm",
+    "apps --fabric tcp --apps pagerank,sort,stencil",
+];
+
+/// Longer than any takes on a slow machine; what takes longer hangs.
+const TIME_MAX: Duration = Duration::from_secs(120);
+
+/// What became of them.
+#[derive(Default)]
+pub(crate) struct Outcome {
+    pub(crate) passed: usize,
+    pub(crate) failed: usize,
+    /// `<benchmark>: <why>`
+    pub(crate) skips: Vec<String>,
+}
+
+/// The command by itself.
+///
+/// # Errors
+/// As [`smoke`].
+pub(crate) fn run() -> Result<ExitCode> {
+    let outcome = smoke()?;
+    for skip in &outcome.skips {
+        println!("SKIPPED: {skip}");
+    }
+    println!(
+        "{} passed, {} failed, {} skipped",
+        outcome.passed,
+        outcome.failed,
+        outcome.skips.len()
+    );
+    Ok(match outcome.failed {
+        0 => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    })
+}
+
+/// Runs all of them, in the profile of the tests.
+///
+/// # Errors
+/// When the benchmark program cannot be built or started. A benchmark that fails is counted.
+pub(crate) fn smoke() -> Result<Outcome> {
+    println!("\nEvery benchmark once, with tiny sizes:");
+    if !children::status(children::cargo().args(["build", "--package", "farpage-bench"]))?.success()
+    {
+        bail!("the benchmarks do not build; what went wrong is printed above");
+    }
+    let mut outcome = Outcome::default();
+    let bench = |args: &str| {
+        let mut command = children::cargo();
+        command
+            .args(["run", "--quiet", "--package", "farpage-bench", "--"])
+            .args(args.split(' '))
+            .stdout(Stdio::null());
+        command
+    };
+    if !children::status(&mut bench("doctor"))?.success() {
+        let why = "`farpage-bench doctor` says that farpage cannot work here";
+        outcome.skips = RUNS.map(|run| format!("{run}: {why}")).to_vec();
+        return Ok(outcome);
+    }
+    for run in RUNS {
+        let begin = Instant::now();
+        let status = children::status_within(TIME_MAX, &mut bench(&format!("{run} --smoke")))?;
+        let result = match status {
+            Some(status) if status.success() => "ok".to_owned(),
+            Some(status) => format!("FAILED ({status})"),
+            None => format!("FAILED (no end after {} s)", TIME_MAX.as_secs()),
+        };
+        match result.as_str() {
+            "ok" => outcome.passed += 1,
+            _ => outcome.failed += 1,
+        }
+        let seconds = begin.elapsed().as_secs_f64();
+        println!("bench {run} ... {result}, {seconds:.1} s");
+    }
+    Ok(outcome)
+}
