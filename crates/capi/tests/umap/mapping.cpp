@@ -102,9 +102,12 @@ CASE(wrong_arguments_are_an_errno) {
   CHECK(stays(bytes, PAGE));
   CHECK(stays(nullptr, PAGE));
   CHECK(stays(&fd, PAGE));
+  CHECK(stays(bytes, 2 * PAGE));
   bytes[0] = 1;
   CHECK(uunmap(bytes, 3 * PAGE) == 0);
   CHECK(stays(bytes, 3 * PAGE));
+  // All of a region, whatever its length: programs do this.
+  for (std::size_t length : {std::size_t{0}, 2 * PAGE + 1, 4 * PAGE}) CHECK(uunmap(map_file<char>(fd, 3 * PAGE), length) == 0);
   umap_prefetch(0, nullptr);
   errno = 0;
   umap_fetch_and_pin(bytes, PAGE);

@@ -36,10 +36,11 @@ Process &process() {
 }  // namespace
 
 Mapping::Mapping(std::unique_ptr<Backing> from, std::size_t length)
-    : address(reinterpret_cast<std::uintptr_t>(farpage_region_address(from->region()))), bytes(length), backing(std::move(from)) {
-  std::size_t page = farpage_region_page_bytes(backing->region());
-  mapped_bytes = (bytes + page - 1) / page * page;
-}
+    : address(reinterpret_cast<std::uintptr_t>(farpage_region_address(from->region()))),
+      page_bytes(farpage_region_page_bytes(from->region())),
+      bytes(length),
+      mapped_bytes((bytes + page_bytes - 1) / page_bytes * page_bytes),
+      backing(std::move(from)) {}
 
 farpage_runtime *runtime(farpage_code *code) {
   Process &p = process();

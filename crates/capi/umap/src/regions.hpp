@@ -40,6 +40,7 @@ class OwnRegion : public Backing {
 
 struct Mapping {
   std::uintptr_t address;
+  std::size_t page_bytes;
   /* As asked for, and up to the end of the last page. */
   std::size_t bytes, mapped_bytes;
   std::unique_ptr<Backing> backing;

@@ -162,8 +162,10 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
 int unmap_region(void *addr, std::size_t length) {
   auto address = reinterpret_cast<std::uintptr_t>(addr);
   auto mapping = find(address);
-  if (mapping == nullptr || mapping->address != address || length < mapping->bytes) {
-    log(FARPAGE_LOG_ERROR, "uunmap: no region begins there and ends within the length given: a region is unmapped as a whole");
+  // Programs pass 0, and lengths that are not rounded up.
+  bool is_all = mapping != nullptr && mapping->address == address && (length == 0 || length > mapping->mapped_bytes - mapping->page_bytes);
+  if (!is_all) {
+    log(FARPAGE_LOG_ERROR, "uunmap: no region begins there, or it goes on behind the length given: a region is unmapped as a whole");
     errno = EINVAL;
     return -1;
   }

@@ -56,7 +56,7 @@ extern "C" {
  * errno: EINVAL arguments, EACCES the file is not open for this, EPERM no permission to handle page faults, ENOMEM, EIO. */
 void *umap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
 
-/* Writes a region's changes to its store and unmaps it: all of it, so `length` must reach its end. When the store fails, -1 and EIO: the region stays mapped with
+/* Writes a region's changes to its store and unmaps it: all of it, so `length` is 0 or reaches into its last page. When the store fails, -1 and EIO: the region stays mapped with
  * its changes, and this may be called again. */
 int uunmap(void *addr, size_t length);
 
