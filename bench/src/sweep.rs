@@ -49,6 +49,12 @@ pub(crate) fn run(options: &SweepOptions) -> Result<()> {
         .into_iter()
         .chain(settings.into_iter().map(Some))
         .collect();
+    // A grid has many points: seconds each.
+    let accesses = if options.smoke {
+        ""
+    } else {
+        "--accesses 40000"
+    };
     let mut sitting = Sitting::new(options.smoke)?;
     let progress = Progress::new(u64::from(repeat) * settings.len() as u64);
     let mut figures = vec![[const { Vec::new() }; 2]; settings.len()];
@@ -59,7 +65,10 @@ pub(crate) fn run(options: &SweepOptions) -> Result<()> {
             progress.phase(told);
             let arguments = arguments(options, *setting);
             triad.push(sitting.figure(&format!("stream --iterations 3 {arguments}"), TRIAD)?);
-            random.push(sitting.figure(&format!("random --no-advice {arguments}"), ACCESS)?);
+            random.push(sitting.figure(
+                &format!("random --no-advice {accesses} {arguments}"),
+                ACCESS,
+            )?);
             progress.step(1);
         }
     }
