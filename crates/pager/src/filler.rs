@@ -642,12 +642,17 @@ impl<A: AddressSpace> Filler<A> {
             } else {
                 run.start..run.start + got
             };
-            run = if region.enter() {
+            let entered = region.enter();
+            run = if entered {
                 self.own(&region, run, down)
             } else {
                 nearest..nearest
             };
             let rest = if run.is_empty() {
+                // A thread of the program that serves its own faults was faster.
+                if entered {
+                    region.exit();
+                }
                 Some(taken)
             } else {
                 let rest = keep_first(&mut taken, run.len(), page_bytes);
