@@ -75,6 +75,22 @@
 #define FARPAGE_ADVICE_DONT_NEED 4
 
 /**
+ * The default.
+ */
+#define FARPAGE_FAULTS_DEFAULT 0
+
+/**
+ * Threads of the runtime.
+ */
+#define FARPAGE_FAULTS_FILLER 1
+
+/**
+ * The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is given absent memory fails with EFAULT, a thread that blocks SIGBUS is
+ * killed by its first fault, and a handler that the program installs afterwards has to pass on what is not its own.
+ */
+#define FARPAGE_FAULTS_IN_THREAD 2
+
+/**
  * Memory whose pages come and go, from `farpage_region_address` on. Its functions may be called from any thread, except that nothing else may be
  * called, and its memory not be touched, during and after `farpage_region_unmap`.
  */
@@ -106,8 +122,8 @@ typedef struct farpage_store {
    */
   void *context;
   /**
-   * Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`; one page, of which the region's last may be shorter. Returns 0
-   * or an errno. A page that has not been written since must read the same every time.
+   * Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one page or several, of which the region's last may be shorter.
+   * Returns 0 or an errno, which counts for all of them. A page that has not been written since must read the same every time.
    */
   int (*read)(void *context, uint64_t offset, void *buffer, size_t bytes);
   /**
@@ -225,6 +241,10 @@ typedef struct farpage_runtime_options {
    * 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
    */
   uint32_t user_mode_only;
+  /**
+   * Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default: threads of the runtime.
+   */
+  uint32_t fault_mode;
 } farpage_runtime_options;
 
 /**
@@ -302,7 +322,7 @@ typedef struct farpage_stats {
 #define FARPAGE_UNREACHABLE 3
 
 /**
- * No remote memory, or no addresses.
+ * No remote memory, no addresses, or more pinned than the budget allows.
  */
 #define FARPAGE_NO_MEMORY 4
 
@@ -437,6 +457,25 @@ farpage_code farpage_region_advise(const struct farpage_region *region,
 farpage_code farpage_region_prefetch(const struct farpage_region *region,
                                      uint64_t offset,
                                      uint64_t bytes);
+
+/**
+ * Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or until the region is unmapped. All pages that the range touches are pinned; pins are
+ * counted, up to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On failure nothing more is pinned than before.
+ *
+ * As `farpage_region_address`.
+ */
+farpage_code farpage_region_pin(const struct farpage_region *region,
+                                uint64_t offset,
+                                uint64_t bytes);
+
+/**
+ * Takes one pin of each page back that the range touches; a page without one is left alone.
+ *
+ * As `farpage_region_address`.
+ */
+farpage_code farpage_region_unpin(const struct farpage_region *region,
+                                  uint64_t offset,
+                                  uint64_t bytes);
 
 /**
  * The first error of work in the background since this was last called, an eviction or a fill that failed, as this function's own. FARPAGE_OK if there was none.

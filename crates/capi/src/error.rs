@@ -9,7 +9,7 @@ use std::{
 };
 
 use farpage::{
-    BuildError, CreateError, FlushError, OpenError, PageError,
+    BuildError, CreateError, FlushError, OpenError, PageError, PinError,
     error::{MapError, OpenStoreError, StoreCreateError},
 };
 
@@ -24,7 +24,7 @@ pub const FARPAGE_INVALID: farpage_code = 1;
 pub const FARPAGE_DENIED: farpage_code = 2;
 /// A memory server cannot be reached.
 pub const FARPAGE_UNREACHABLE: farpage_code = 3;
-/// No remote memory, or no addresses.
+/// No remote memory, no addresses, or more pinned than the budget allows.
 pub const FARPAGE_NO_MEMORY: farpage_code = 4;
 /// No server has a region of that name.
 pub const FARPAGE_NOT_FOUND: farpage_code = 5;
@@ -166,6 +166,17 @@ impl From<FlushError> for Failure {
 impl From<PageError> for Failure {
     fn from(error: PageError) -> Failure {
         Failure::of(FARPAGE_PAGES, &error)
+    }
+}
+
+impl From<PinError> for Failure {
+    fn from(error: PinError) -> Failure {
+        let code = match &error {
+            PinError::Budget { .. } => FARPAGE_NO_MEMORY,
+            PinError::TooOften { .. } => FARPAGE_INVALID,
+            _ => FARPAGE_PAGES,
+        };
+        Failure::of(code, &error)
     }
 }
 

@@ -362,6 +362,42 @@ pub unsafe extern "C" fn farpage_region_prefetch(
     })
 }
 
+/// Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or until the region is unmapped. All pages that the range touches are pinned; pins are
+/// counted, up to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On failure nothing more is pinned than before.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_pin(
+    region: *const farpage_region,
+    offset: u64,
+    bytes: u64,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let region = &unsafe { farpage_region::get(region) }?.region;
+        Ok(region.pin(range(region, offset, bytes)?)?)
+    })
+}
+
+/// Takes one pin of each page back that the range touches; a page without one is left alone.
+///
+/// # Safety
+/// As `farpage_region_address`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_unpin(
+    region: *const farpage_region,
+    offset: u64,
+    bytes: u64,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let region = &unsafe { farpage_region::get(region) }?.region;
+        region.unpin(range(region, offset, bytes)?);
+        Ok(())
+    })
+}
+
 fn range(region: &Region, offset: u64, bytes: u64) -> Result<Range<usize>, Failure> {
     let end = offset.checked_add(bytes);
     match end.filter(|&end| end <= region.len() as u64) {

@@ -2,7 +2,7 @@
 
 use std::{ffi::c_char, ptr, time::Duration};
 
-use farpage::{ByteSize, Runtime};
+use farpage::{ByteSize, FaultMode, Runtime};
 
 use crate::{
     error::{Failure, farpage_code, guard},
@@ -42,7 +42,17 @@ pub struct farpage_runtime_options {
     pub deadline_seconds: f64,
     /// 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
     pub user_mode_only: u32,
+    /// Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default: threads of the runtime.
+    pub fault_mode: u32,
 }
+
+/// The default.
+pub const FARPAGE_FAULTS_DEFAULT: u32 = 0;
+/// Threads of the runtime.
+pub const FARPAGE_FAULTS_FILLER: u32 = 1;
+/// The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is given absent memory fails with EFAULT, a thread that blocks SIGBUS is
+/// killed by its first fault, and a handler that the program installs afterwards has to pass on what is not its own.
+pub const FARPAGE_FAULTS_IN_THREAD: u32 = 2;
 
 // SAFETY: integers, floats and a pointer, beginning with the length.
 unsafe impl Growing for farpage_runtime_options {}
@@ -108,6 +118,16 @@ pub unsafe extern "C" fn farpage_runtime_new(
         }
         if let Some(codec) = options::codec(options.codec)? {
             builder = builder.codec(codec);
+        }
+        match options.fault_mode {
+            FARPAGE_FAULTS_DEFAULT => {}
+            FARPAGE_FAULTS_FILLER => builder = builder.fault_mode(FaultMode::Filler),
+            FARPAGE_FAULTS_IN_THREAD => builder = builder.fault_mode(FaultMode::InThread),
+            other => {
+                return Err(Failure::invalid(format!(
+                    "a fault mode of {other}: need one of the FARPAGE_FAULTS_ constants"
+                )));
+            }
         }
         if options.deadline_seconds != 0.0 {
             let deadline = Duration::try_from_secs_f64(options.deadline_seconds)

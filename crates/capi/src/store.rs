@@ -23,8 +23,8 @@ pub struct farpage_store {
     pub struct_bytes: usize,
     /// Passed to each function.
     pub context: *mut c_void,
-    /// Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`; one page, of which the region's last may be shorter. Returns 0
-    /// or an errno. A page that has not been written since must read the same every time.
+    /// Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one page or several, of which the region's last may be shorter.
+    /// Returns 0 or an errno, which counts for all of them. A page that has not been written since must read the same every time.
     pub read: Option<
         unsafe extern "C" fn(
             context: *mut c_void,

@@ -78,6 +78,7 @@ cases![
     flush_while_evicting,
     concurrent_map_and_unmap,
     prefetched_pages_need_no_fault_later,
+    pinned_pages_stay_though_written_and_pinned_twice,
     file_is_mapped_from_its_offset,
     short_file_reads_as_zeros_and_keeps_its_length,
     file_that_somebody_cuts_is_an_error_not_zeros,
@@ -118,7 +119,6 @@ macro_rules! waiting_cases {
 }
 
 waiting_cases![
-    pinned_pages_stay_though_written_and_pinned_twice for "the pager cannot pin pages yet",
     fixed_region_keeps_its_neighbours for "regions cannot be mapped at a given address yet",
     write_to_a_read_only_region_is_a_segmentation_fault for "regions cannot be protected against writes yet",
     munmap_by_the_application for "the pager ends the process when it reads ahead into addresses that are gone",

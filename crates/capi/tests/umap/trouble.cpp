@@ -78,10 +78,11 @@ CASE(slow_store_does_not_stall_other_regions) {
     }
     ssize_t write_to_store(char *, std::size_t nb, off_t) override { return static_cast<ssize_t>(nb); }
   } slow;
-  auto *stuck = map_store<volatile char>(&slow, 8 * PAGE);
+  constexpr std::size_t APART = 128 * PAGE;
+  auto *stuck = map_store<volatile char>(&slow, 4 * APART);
   std::vector<std::thread> threads;
-  for (std::size_t i = 0; i < 4; ++i) threads.emplace_back([stuck, i] { (void)stuck[i * PAGE]; });
-  // Several calls at once: the store is entered by all.
+  for (std::size_t i = 0; i < 4; ++i) threads.emplace_back([stuck, i] { (void)stuck[i * APART]; });
+  // Several calls at once. (Neighbours come one after the other.)
   while (slow.waiting < 4) std::this_thread::yield();
   CountingStore store(512 * PAGE);
   auto *bytes = map_store<char>(&store, 512 * PAGE);
@@ -89,7 +90,7 @@ CASE(slow_store_does_not_stall_other_regions) {
   CHECK(uunmap(bytes, 512 * PAGE) == 0);
   slow.go = true;
   for (auto &thread : threads) thread.join();
-  CHECK(uunmap(const_cast<char *>(stuck), 8 * PAGE) == 0);
+  CHECK(uunmap(const_cast<char *>(stuck), 4 * APART) == 0);
 }
 
 CASE(child_after_fork) {

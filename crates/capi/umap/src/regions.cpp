@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -41,6 +42,34 @@ Mapping::Mapping(std::unique_ptr<Backing> from, std::size_t length)
       bytes(length),
       mapped_bytes((bytes + page_bytes - 1) / page_bytes * page_bytes),
       backing(std::move(from)) {}
+
+farpage_code Mapping::pin(std::uint64_t offset, std::uint64_t length) {
+  std::lock_guard<std::mutex> lock(pinning);
+  if (pinned.empty()) pinned.resize(mapped_bytes / page_bytes);
+  std::uint64_t first = offset / page_bytes, end = (offset + length + page_bytes - 1) / page_bytes;
+  auto part = [&](std::uint64_t page, std::uint64_t pages, auto call) {
+    std::uint64_t start = page * page_bytes;
+    return call(backing->region(), start, std::min<std::uint64_t>(pages * page_bytes, bytes - start));
+  };
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> runs;
+  for (std::uint64_t page = first; page < end;) {
+    std::uint64_t after = page;
+    while (after < end && !pinned[after]) ++after;
+    if (after > page) {
+      farpage_code code = part(page, after - page, farpage_region_pin);
+      if (code != FARPAGE_OK) {
+        for (auto [at, pages] : runs) part(at, pages, farpage_region_unpin);
+        return code;
+      }
+      runs.emplace_back(page, after - page);
+    }
+    page = after + 1;
+  }
+  for (auto [at, pages] : runs) {
+    for (std::uint64_t page = at; page < at + pages; ++page) pinned[page] = true;
+  }
+  return FARPAGE_OK;
+}
 
 farpage_runtime *runtime(farpage_code *code) {
   Process &p = process();

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <vector>
 
@@ -50,7 +51,15 @@ struct Mapping {
   /* Set under the exclusive lock. */
   bool closed = false;
 
+  /* Pins all pages that the range touches and that are not pinned yet, or none. */
+  farpage_code pin(std::uint64_t offset, std::uint64_t length);
+
   Mapping(std::unique_ptr<Backing> backing, std::size_t bytes);
+
+ private:
+  std::mutex pinning;
+  /* By page; empty before the first pin. farpage counts pins, up to a limit, but programs pin the same pages at each step. */
+  std::vector<bool> pinned;
 };
 
 /* The runtime of regions without servers; made when first needed. Null when it cannot be made, with the code in `*code`. */

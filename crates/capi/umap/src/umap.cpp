@@ -40,17 +40,23 @@ void *refuse(int number, const std::string &why) {
   return UMAP_FAILED;
 }
 
-/* Calls to a program's store, as farpage makes them. */
+/* Calls to a program's store. Farpage asks for runs of pages; stores that were written for Umap know single ones. */
 class StoreCalls {
  public:
-  explicit StoreCalls(Umap::Store *store) : store(store) {}
+  StoreCalls(Umap::Store *store, std::size_t page_bytes) : store(store), page_bytes(page_bytes) {}
 
-  static farpage_store table(Umap::Store *store) {
+  static farpage_store table(Umap::Store *store, std::size_t page_bytes) {
     farpage_store t{};
     t.struct_bytes = sizeof t;
-    t.context = new StoreCalls(store);
-    t.read = read;
-    t.write = write;
+    t.context = new StoreCalls(store, page_bytes);
+    t.read = [](void *context, std::uint64_t offset, void *buffer, std::size_t bytes) {
+      return static_cast<StoreCalls *>(context)->for_each_page(static_cast<char *>(buffer), bytes, offset, &StoreCalls::read_page);
+    };
+    t.write = [](void *context, std::uint64_t offset, const void *buffer, std::size_t bytes) {
+      // Umap's interface has no const, and stores do not write there.
+      char *from = static_cast<char *>(const_cast<void *>(buffer));
+      return static_cast<StoreCalls *>(context)->for_each_page(from, bytes, offset, &StoreCalls::write_page);
+    };
     t.release = [](void *context) { delete static_cast<StoreCalls *>(context); };
     t.name = "of the program (Umap::Store)";
     return t;
@@ -58,24 +64,29 @@ class StoreCalls {
 
  private:
   Umap::Store *store;
+  std::size_t page_bytes;
 
-  static int read(void *context, std::uint64_t offset, void *buffer, std::size_t bytes) noexcept {
-    Umap::Store *store = static_cast<StoreCalls *>(context)->store;
-    // What the store leaves out must not be another page's bytes.
-    std::memset(buffer, 0, bytes);
-    ssize_t got;
-    int code = call("read_from_store", [&] { return store->read_from_store(static_cast<char *>(buffer), bytes, static_cast<off_t>(offset)); }, &got);
-    if (code != 0 || got <= 0) return code;
-    if (static_cast<std::size_t>(got) < bytes) std::memset(static_cast<char *>(buffer) + got, 0, bytes - static_cast<std::size_t>(got));
+  int for_each_page(char *buffer, std::size_t bytes, std::uint64_t offset, int (StoreCalls::*page)(char *, std::size_t, off_t) noexcept) noexcept {
+    for (std::size_t at = 0; at < bytes; at += page_bytes) {
+      int code = (this->*page)(buffer + at, std::min(page_bytes, bytes - at), static_cast<off_t>(offset + at));
+      if (code != 0) return code;
+    }
     return 0;
   }
 
-  static int write(void *context, std::uint64_t offset, const void *buffer, std::size_t bytes) noexcept {
-    Umap::Store *store = static_cast<StoreCalls *>(context)->store;
+  int read_page(char *buffer, std::size_t bytes, off_t offset) noexcept {
+    // What the store leaves out must not be another page's bytes.
+    std::memset(buffer, 0, bytes);
+    ssize_t got;
+    int code = call("read_from_store", [&] { return store->read_from_store(buffer, bytes, offset); }, &got);
+    if (code != 0 || got <= 0) return code;
+    if (static_cast<std::size_t>(got) < bytes) std::memset(buffer + got, 0, bytes - static_cast<std::size_t>(got));
+    return 0;
+  }
+
+  int write_page(char *buffer, std::size_t bytes, off_t offset) noexcept {
     ssize_t put;
-    // Umap's interface has no const, and stores do not write there.
-    char *bytes_of_page = static_cast<char *>(const_cast<void *>(buffer));
-    int code = call("write_to_store", [&] { return store->write_to_store(bytes_of_page, bytes, static_cast<off_t>(offset)); }, &put);
+    int code = call("write_to_store", [&] { return store->write_to_store(buffer, bytes, offset); }, &put);
     if (code != 0 || put <= 0 || static_cast<std::size_t>(put) >= bytes) return code;
     log(FARPAGE_LOG_ERROR, "write_to_store wrote " + std::to_string(put) + " of " + std::to_string(bytes) + " bytes at " + std::to_string(offset));
     return EIO;
@@ -137,7 +148,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     options.read_only = read_only;
     farpage_region *region = nullptr;
     if (store != nullptr) {
-      farpage_store table = StoreCalls::table(store);
+      farpage_store table = StoreCalls::table(store, page_bytes);
       options.store = &table;
       code = farpage_region_map(with, length, &options, &region);
     } else {
@@ -202,7 +213,7 @@ int flush_all() {
   return -1;
 }
 
-/* Calls `use(region, offset, bytes)` with the part of the range that lies in a region, for all that it touches. Returns an errno. */
+/* Calls `use(mapping, offset, bytes)` with the part of the range that lies in a region, for all that it touches. Returns an errno. */
 template <typename Use>
 int for_each_part(std::uintptr_t address, std::uint64_t bytes, Use use) {
   std::uintptr_t end = address + bytes;
@@ -216,7 +227,7 @@ int for_each_part(std::uintptr_t address, std::uint64_t bytes, Use use) {
     std::uint64_t offset = address - mapping->address;
     std::uint64_t last = std::min<std::uint64_t>(std::min(end, region_end) - mapping->address, mapping->bytes);
     if (offset < last) {
-      farpage_code code = use(mapping->backing->region(), offset, last - offset);
+      farpage_code code = use(*mapping, offset, last - offset);
       if (code != FARPAGE_OK) return errno_of(code);
     }
     address = std::min(end, region_end);
@@ -247,8 +258,8 @@ void umap_prefetch(int npages, struct umap_prefetch_item *page_array) {
     for (int i = 0; i < npages; ++i) {
       // One byte: farpage brings whole pages. What is no region's, or has gone, is no longer needed either.
       auto address = reinterpret_cast<std::uintptr_t>(page_array[i].page_base_addr);
-      for_each_part(address, 1, [](farpage_region *region, std::uint64_t offset, std::uint64_t bytes) {
-        return farpage_region_advise(region, offset, bytes, FARPAGE_ADVICE_WILL_NEED);
+      for_each_part(address, 1, [](Mapping &mapping, std::uint64_t offset, std::uint64_t bytes) {
+        return farpage_region_advise(mapping.backing->region(), offset, bytes, FARPAGE_ADVICE_WILL_NEED);
       });
     }
     return 0;
@@ -257,7 +268,9 @@ void umap_prefetch(int npages, struct umap_prefetch_item *page_array) {
 
 void umap_fetch_and_pin(char *paddr, uint64_t size) {
   errno = guard(EIO, [&] {
-    int number = for_each_part(reinterpret_cast<std::uintptr_t>(paddr), size, farpage_region_prefetch);
+    int number = for_each_part(reinterpret_cast<std::uintptr_t>(paddr), size, [](Mapping &mapping, std::uint64_t offset, std::uint64_t bytes) {
+      return mapping.pin(offset, bytes);
+    });
     if (number == EINVAL) log(FARPAGE_LOG_ERROR, "umap_fetch_and_pin: the range does not lie in regions");
     else if (number != 0) log_failure("umap_fetch_and_pin");
     return number;

@@ -71,7 +71,8 @@ struct umap_prefetch_item {
 /* Starts to bring pages in, while there is room; does not wait. */
 void umap_prefetch(int npages, struct umap_prefetch_item *page_array);
 
-/* Brings all pages that hold a byte of the range in and waits. errno is 0 after success; else it says why a page could not come. */
+/* Brings all pages that hold a byte of the range in, waits, and keeps them in memory until their region is unmapped; pinning a page again changes nothing. errno is 0 after
+ * success; ENOMEM if too little of the buffer were left for others, and EIO if a page could not come: then nothing more is pinned than before. */
 void umap_fetch_and_pin(char *paddr, uint64_t size);
 
 /* 1: regions may be written. */
