@@ -478,7 +478,7 @@ impl<A: AddressSpace> Evictor<A> {
                     if fate == Fate::Stolen {
                         self.counters().steals.add(pages.len());
                     }
-                    let why = self.map_again(&leaving, pages, frame, &failure);
+                    let why = self.map_again(&leaving, pages, frame, failure);
                     error = error.take().or(why);
                 }
             },
@@ -590,6 +590,15 @@ impl<A: AddressSpace> Evictor<A> {
 
     pub(crate) fn is_stopping(&self) -> bool {
         self.core.is_stopping()
+    }
+
+    /// Nothing is under way.
+    #[cfg(test)]
+    pub(crate) fn is_at_rest(&self) -> bool {
+        self.flights.len() == 0
+            && self.unposted.is_empty()
+            && self.later.is_empty()
+            && (self.out, self.runs_out) == (0, 0)
     }
 
     /// Sleeps until there may be something to do.

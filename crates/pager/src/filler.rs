@@ -516,19 +516,26 @@ impl<A: AddressSpace> Filler<A> {
         if self.held.is_empty() || !self.core.frames.is_starving() {
             return false;
         }
-        mem::take(&mut self.held)
-            .into_iter()
-            .for_each(|(flight, frame)| self.map(flight, frame));
+        while !self.held.is_empty() {
+            self.let_go(0);
+        }
         true
     }
 
     /// Keeps a trigger unmapped; the one held longest makes room, for its stream has ended.
     fn hold(&mut self, flight: Flight, frame: A::Frame) {
         if self.held.len() == STREAMS {
-            let (oldest, frame) = self.held.remove(0);
-            self.map(oldest, frame);
+            self.let_go(0);
         }
+        self.core.frames.begin_holding(flight.bytes());
         self.held.push((flight, frame));
+    }
+
+    /// Maps what is held back.
+    fn let_go(&mut self, at: usize) {
+        let (flight, frame) = self.held.remove(at);
+        self.core.frames.end_holding(flight.bytes());
+        self.map(flight, frame);
     }
 
     /// Maps a complete run and publishes it.
@@ -690,8 +697,7 @@ impl<A: AddressSpace> Filler<A> {
             .iter()
             .position(|(flight, _)| flight.pages.contains(&page) && flight.region.id == region.id)
         {
-            let (flight, frame) = self.held.remove(at);
-            self.map(flight, frame);
+            self.let_go(at);
         }
     }
 
@@ -752,12 +758,10 @@ impl<A: AddressSpace> Filler<A> {
             .partition(|waiting| waiting.region.id == region.id);
         self.backlog = backlog;
         waiting.into_iter().for_each(|waiting| self.starve(waiting));
-        let (closing, held) = mem::take(&mut self.held)
-            .into_iter()
-            .partition::<Vec<_>, _>(|(flight, _)| flight.region.id == region.id);
-        self.held = held;
-        for (flight, frame) in closing {
-            self.map(flight, frame);
+        for at in (0..self.held.len()).rev() {
+            if self.held[at].0.region.id == region.id {
+                self.let_go(at);
+            }
         }
         if self
             .last_region
@@ -770,6 +774,15 @@ impl<A: AddressSpace> Filler<A> {
 
     pub(crate) fn is_stopping(&self) -> bool {
         self.core.is_stopping()
+    }
+
+    /// Nothing is under way, and nothing is kept.
+    #[cfg(test)]
+    pub(crate) fn is_at_rest(&self) -> bool {
+        self.is_idle()
+            && self.wishes.is_empty()
+            && self.held.is_empty()
+            && self.bytes_in_flight == 0
     }
 
     /// Sleeps until there may be something to do.

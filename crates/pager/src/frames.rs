@@ -43,6 +43,8 @@ pub(crate) struct Frames<A: AddressSpace> {
     leaving: CachePadded<AtomicU64>,
     /// Bytes that the program has pinned.
     pinned: AtomicU64,
+    /// Bytes of pages that fillers hold back unmapped.
+    held: AtomicU64,
     /// Bytes of the largest demand fill that found no frame and waits.
     starving: AtomicU64,
     free: [CachePadded<Mutex<Free<A::Frame>>>; SIZES],
@@ -64,6 +66,7 @@ impl<A: AddressSpace> Frames<A> {
             used: CachePadded::default(),
             leaving: CachePadded::default(),
             pinned: AtomicU64::new(0),
+            held: AtomicU64::new(0),
             starving: AtomicU64::new(0),
             free: std::array::from_fn(|_| CachePadded::new(Mutex::new(Free::default()))),
             failed_before: AtomicBool::new(false),
@@ -236,9 +239,29 @@ impl<A: AddressSpace> Frames<A> {
         self.leaving.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
+    #[cfg(test)]
+    pub(crate) fn leaving(&self) -> u64 {
+        self.leaving.load(Ordering::Relaxed)
+    }
+
     /// Whether evictors should start.
     pub(crate) fn above_high(&self) -> bool {
-        self.used() > self.high.max(self.floor.load(Ordering::Relaxed)) || self.is_starving()
+        self.used() > self.high.max(self.untouchable()) || self.is_starving()
+    }
+
+    /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that an instruction may need at once.
+    fn untouchable(&self) -> u64 {
+        self.pinned() + self.held.load(Ordering::Relaxed) + self.floor.load(Ordering::Relaxed)
+    }
+
+    /// Fillers hold these bytes back, complete but unmapped.
+    pub(crate) fn begin_holding(&self, bytes: usize) {
+        self.held.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// They are mapped.
+    pub(crate) fn end_holding(&self, bytes: usize) {
+        self.held.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
     /// How many bytes more must begin to leave until the low mark will be reached.
@@ -248,7 +271,7 @@ impl<A: AddressSpace> Frames<A> {
             .saturating_sub(self.leaving.load(Ordering::Relaxed));
         let aim = self
             .low
-            .max(self.floor.load(Ordering::Relaxed))
+            .max(self.untouchable())
             .min(self.budget - self.starving.load(Ordering::SeqCst).min(self.budget));
         staying.saturating_sub(aim)
     }
