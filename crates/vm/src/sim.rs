@@ -297,10 +297,12 @@ impl State {
     /// The region in which a run of pages lies.
     fn region_of_run(
         &mut self,
+        shard: usize,
         address: usize,
         page_bytes: usize,
         pages: usize,
     ) -> Option<&mut SimRegion> {
+        let shards = self.queues.len();
         let (&start, region) = self.regions.range_mut(..=address).next_back()?;
         let Layout {
             bytes,
@@ -320,6 +322,11 @@ impl State {
         assert!(
             last < bytes && offset / stripe_bytes == last / stripe_bytes,
             "{pages} pages at {address:#x} leave their stripe"
+        );
+        assert_eq!(
+            shard,
+            region.layout.shard_of(offset, shards),
+            "{address:#x} is another shard's"
         );
         Some(region)
     }
@@ -413,13 +420,13 @@ impl AddressSpace for SimSpace {
 
     fn install(
         &self,
-        _shard: usize,
+        shard: usize,
         address: usize,
         mut frame: SimFrame,
     ) -> Result<(), InstallError<SimFrame>> {
         let mut state = self.state.lock();
         let page_bytes = frame.page_bytes;
-        let Some(region) = state.region_of_run(address, page_bytes, frame.pages()) else {
+        let Some(region) = state.region_of_run(shard, address, page_bytes, frame.pages()) else {
             return Err(InstallError {
                 frame,
                 kind: InstallErrorKind::Gone,
@@ -448,7 +455,7 @@ impl AddressSpace for SimSpace {
 
     fn detach(
         &self,
-        _shard: usize,
+        shard: usize,
         address: usize,
         page_bytes: usize,
         pages: usize,
@@ -459,7 +466,7 @@ impl AddressSpace for SimSpace {
         for page in (address..).step_by(page_bytes).take(pages) {
             let held = state.chance(held_probability);
             let region = state
-                .region_of_run(address, page_bytes, pages)
+                .region_of_run(shard, address, page_bytes, pages)
                 .ok_or(DetachError::Absent)?;
             let refused = match region.pages.get(&page) {
                 None => DetachError::Absent,
@@ -495,7 +502,8 @@ impl AddressSpace for SimSpace {
     fn poison(&self, _shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
         let mut state = self.state.lock();
         let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
-        let exists = region.pages.contains_key(&page);
+        // Poisoned before: a fill that was tried again has failed again.
+        let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
         if !exists {
             region.pages.insert(page, Content::Poison);
         }
