@@ -153,7 +153,10 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     fn has_room(&self) -> bool {
-        self.unposted.is_empty() && self.out < BYTES_OUT_MAX && self.runs_out < RUNS_OUT_MAX
+        // A store that stalls may be what keeps the lane busy: what waits for it for too long stops nothing else.
+        self.unposted.iter().all(|(leaving, _)| leaving.overdue)
+            && self.out < BYTES_OUT_MAX
+            && self.runs_out < RUNS_OUT_MAX
     }
 
     /// Takes out victims of the sweep while there is pressure.
@@ -244,7 +247,8 @@ impl<A: AddressSpace> Evictor<A> {
         if !self.core.frames.is_starving() {
             return;
         }
-        for leaving in self.flights.values_mut() {
+        let unposted = self.unposted.iter_mut().map(|(leaving, _)| leaving);
+        for leaving in self.flights.values_mut().chain(unposted) {
             if !leaving.overdue && leaving.since.elapsed() > OVERDUE {
                 leaving.overdue = true;
                 self.out -= leaving.bytes();
@@ -412,18 +416,17 @@ impl<A: AddressSpace> Evictor<A> {
         }
     }
 
+    /// Tries all of them, since each store is busy for itself; what is refused again keeps its order.
     fn post_unposted(&mut self) -> bool {
-        let mut any = false;
-        while let Some((leaving, frame)) = self.unposted.pop_front() {
-            let waiting = self.unposted.len();
+        let waiting = self.unposted.len();
+        for _ in 0..waiting {
+            let (leaving, frame) = self
+                .unposted
+                .pop_front()
+                .expect("the loop runs over its length");
             self.post(leaving, frame);
-            if self.unposted.len() > waiting {
-                self.unposted.rotate_right(1);
-                break;
-            }
-            any = true;
         }
-        any
+        self.unposted.len() < waiting
     }
 
     /// Step 5.

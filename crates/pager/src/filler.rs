@@ -447,23 +447,17 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
+    /// Tries all of them, since each store is busy for itself; what is refused again keeps its order.
     fn post_unposted(&mut self) -> bool {
-        let mut any = false;
-        for _ in 0..self.unposted.len() {
+        let waiting = self.unposted.len();
+        for _ in 0..waiting {
             let (flight, frame) = self
                 .unposted
                 .pop_front()
                 .expect("the loop runs over its length");
-            let before = self.unposted.len();
             self.post(flight, frame);
-            if self.unposted.len() > before {
-                // Still too busy; it went to the back, bring it to the front again.
-                self.unposted.rotate_right(1);
-                break;
-            }
-            any = true;
         }
-        any
+        self.unposted.len() < waiting
     }
 
     fn settle(&mut self, done: Done<Local<A::Frame>>) {

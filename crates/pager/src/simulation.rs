@@ -24,7 +24,7 @@ use farpage_store::{
     BlockingOptions, Cluster, ClusterOptions, Codec, PageStore, RegionId, RemoteOptions, Store,
 };
 use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use crate::{
     Advice, PageError, Pager, PagerOptions, RegionOptions,
@@ -369,7 +369,7 @@ struct Tight {
 }
 
 impl Tight {
-    fn new(seed: u64, page_bytes: [usize; 2], budget_bytes: usize) -> Tight {
+    fn new(seed: u64, page_bytes: &[usize], budget_bytes: usize, pages: usize) -> Tight {
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: 2,
             seed,
@@ -394,9 +394,9 @@ impl Tight {
         )
         .expect("the options are sound");
         let pager = Arc::new(pager);
-        let regions = (page_bytes.into_iter().zip(1..))
-            .map(|(page_bytes, id)| {
-                let bytes = (PAGES * page_bytes) as u64;
+        let regions = (page_bytes.iter().zip(1..))
+            .map(|(&page_bytes, id)| {
+                let bytes = (pages * page_bytes) as u64;
                 let options = RemoteOptions::default();
                 let store = PageStore::remote(&cluster, RegionId(id), bytes, page_bytes, &options)
                     .expect("the server has room");
@@ -411,6 +411,30 @@ impl Tight {
             fillers,
             evictors,
             regions: ManuallyDrop::new(regions),
+        }
+    }
+
+    /// Touches a word until that is done.
+    fn touch(&mut self, address: usize, stores: bool) {
+        let started = Instant::now();
+        loop {
+            let done = !self.space.is_asleep(0)
+                && if stores {
+                    self.space.try_store(0, address, 1).is_ok()
+                } else {
+                    self.space.try_load(0, address).is_ok()
+                };
+            if done {
+                return;
+            }
+            assert!(
+                started.elapsed() < Duration::from_secs(5),
+                "a touch never gets its page"
+            );
+            self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            self.evictors
+                .iter_mut()
+                .for_each(|evictor| _ = evictor.turn());
         }
     }
 
@@ -439,7 +463,7 @@ fn instruction_that_touches_two_pages_gets_on_with_a_budget_of_two() {
     for seed in seeds(4000..4010) {
         for budget_pages in 2..6 {
             println!("seed {seed}, {budget_pages} pages");
-            let mut tight = Tight::new(seed, [4096, 4096], budget_pages * 4096);
+            let mut tight = Tight::new(seed, &[4096, 4096], budget_pages * 4096, PAGES);
             for _ in 0..200 {
                 let region = (next(&mut tight.random) % 2) as usize;
                 let first = (next(&mut tight.random) % (PAGES as u64 - 9)) as usize;
@@ -971,4 +995,65 @@ fn runs_survive_a_store_that_fails_now_and_then() {
     for seed in seeds(7000..7020) {
         walk_through(seed, false, true);
     }
+}
+
+/// A store whose writes do not return before they may.
+#[derive(Default)]
+struct Stalled {
+    goes_on: Mutex<bool>,
+    gone_on: Condvar,
+}
+
+impl Store for Stalled {
+    fn read(&self, _: u64, buf: &mut [u8]) -> io::Result<()> {
+        buf.fill(0);
+        Ok(())
+    }
+
+    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+        let mut goes_on = self.goes_on.lock();
+        while !*goes_on {
+            self.gone_on.wait(&mut goes_on);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
+    let mut tight = Tight::new(1, &[4096], 16384 * 4096, 5000);
+    let stalled = Arc::new(Stalled::default());
+    let pager = tight.regions[0].pager().clone();
+    let bytes = 15_000 * 4096;
+    let store = PageStore::blocking(
+        pager.cluster(),
+        RegionId(9),
+        bytes,
+        4096,
+        stalled.clone(),
+        &BlockingOptions::default(),
+    );
+    let slow = pager
+        .map(
+            store.expect("pages of 4096"),
+            RegionOptions::for_pages_of(4096),
+        )
+        .expect("the budget holds two pages");
+    let base = slow.address();
+    tight.regions.push(slow);
+    // Every other page of it changes, so that a run is many calls.
+    for page in 0..15_000 {
+        tight.touch(base + page * 4096, page % 2 == 1);
+    }
+    let other = tight.regions[0].address();
+    for page in 0..5000 {
+        tight.touch(other + page * 4096, true);
+    }
+    *stalled.goes_on.lock() = true;
+    stalled.gone_on.notify_all();
+    close(
+        std::mem::take(&mut tight.regions),
+        &mut tight.fillers,
+        &mut tight.evictors,
+    );
 }
