@@ -8,9 +8,10 @@ use std::{
     io,
     ops::Range,
     sync::{
-        Arc, RwLock, RwLockReadGuard,
+        Arc, OnceLock, RwLock, RwLockReadGuard, Weak,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
+    time::Instant,
 };
 
 use crossbeam_channel::{Receiver, Sender};
@@ -24,6 +25,7 @@ use crate::{
     ahead::Plan,
     bell::Bell,
     frames::Frames,
+    in_thread::InThread,
     job::Job,
     protocol::{self, HEAT_MAX, OnFailed},
     region::Region,
@@ -60,12 +62,20 @@ pub(crate) enum Command {
     /// Bring these pages in even if they are poisoned or the budget is tight; the program waits for them. Each filler counts itself
     /// when it has taken its pages on: what is poisoned after that has failed again.
     Demand(Arc<Region>, Range<usize>, Arc<AtomicUsize>),
+    /// A thread that serves its own faults, since that time, could not bring this page in. The page is the filler's from here on; the region has been entered.
+    TakeOver(Arc<Region>, usize, PageError, Instant),
     /// The region is closing: give up whatever is kept for it.
     Settle(Arc<Region>),
 }
 
-/// Pages that would better be brought in.
-pub(crate) type Hint = (Arc<Region>, Plan);
+/// What a thread that serves its own faults asks of a filler.
+#[derive(Debug)]
+pub(crate) enum Ask {
+    /// These pages would better be brought in.
+    Ahead(Arc<Region>, Plan),
+    /// Serve the fault at this address.
+    Fault(Arc<Region>, usize),
+}
 
 /// How to reach a filler.
 #[derive(Debug)]
@@ -73,35 +83,35 @@ pub(crate) struct FillerDoor {
     pub(crate) bell: Bell,
     pub(crate) mail: Sender<Command>,
     /// Bounded, so that a thread in a signal handler can send.
-    pub(crate) hints: Sender<Hint>,
+    pub(crate) asks: Sender<Ask>,
 }
 
 /// Where a filler finds what it is asked for.
 #[derive(Debug)]
 pub(crate) struct Inbox {
     pub(crate) mail: Receiver<Command>,
-    pub(crate) hints: Receiver<Hint>,
+    pub(crate) asks: Receiver<Ask>,
 }
 
 /// More than one filler works off while its core is taken from it.
-const HINTS_MAX: usize = 64;
+const ASKS_MAX: usize = 64;
 
 impl FillerDoor {
     pub(crate) fn new() -> io::Result<(FillerDoor, Inbox)> {
         let (sender, mail) = crossbeam_channel::unbounded();
-        let (hints_sender, hints) = crossbeam_channel::bounded(HINTS_MAX);
+        let (asks_sender, asks) = crossbeam_channel::bounded(ASKS_MAX);
         let door = FillerDoor {
             bell: Bell::new()?,
             mail: sender,
-            hints: hints_sender,
+            asks: asks_sender,
         };
-        Ok((door, Inbox { mail, hints }))
+        Ok((door, Inbox { mail, asks }))
     }
 }
 
 impl Inbox {
     pub(crate) fn is_empty(&self) -> bool {
-        self.mail.is_empty() && self.hints.is_empty()
+        self.mail.is_empty() && self.asks.is_empty()
     }
 }
 
@@ -119,6 +129,8 @@ pub(crate) struct Core<A: AddressSpace> {
     /// One set per worker: fillers, evictors, fillers that the program's threads run.
     pub(crate) counters: Vec<CachePadded<Counters>>,
     pub(crate) stopping: AtomicBool,
+    /// Fillers that the program's threads run, where they do.
+    pub(crate) in_thread: OnceLock<Weak<InThread<A>>>,
 }
 
 impl<A: AddressSpace> Core<A> {
@@ -144,6 +156,7 @@ impl<A: AddressSpace> Core<A> {
             jobs: Mutex::default(),
             counters: (0..workers).map(|_| CachePadded::default()).collect(),
             stopping: AtomicBool::new(false),
+            in_thread: OnceLock::new(),
         }
     }
 
@@ -287,18 +300,21 @@ impl<A: AddressSpace> Core<A> {
 
     /// Sends a command to every filler; each takes the pages of its own shard.
     pub(crate) fn tell_fillers(&self, command: impl Fn() -> Command) {
-        for filler in &self.fillers {
-            // Fails only when the filler has stopped, and then nobody waits for what it would have done.
-            if filler.mail.send(command()).is_ok() {
-                filler.bell.ring();
-            }
+        (0..self.shards()).for_each(|shard| self.tell_filler(shard, command()));
+    }
+
+    pub(crate) fn tell_filler(&self, shard: usize, command: Command) {
+        let door = &self.fillers[shard];
+        // Fails only when the filler has stopped, and then nobody waits for what it would have done.
+        if door.mail.send(command).is_ok() {
+            door.bell.ring();
         }
     }
 
-    /// Asks a filler to bring pages in when there is room. Forgotten if the filler is too busy to look.
-    pub(crate) fn hint(&self, shard: usize, region: Arc<Region>, plan: Plan) {
+    /// Asks a filler for something from within a signal handler. Forgotten if the filler is too busy to look.
+    pub(crate) fn ask_filler(&self, shard: usize, ask: Ask) {
         let door = &self.fillers[shard];
-        if door.hints.try_send((region, plan)).is_ok() {
+        if door.asks.try_send(ask).is_ok() {
             door.bell.ring();
         }
     }

@@ -341,7 +341,10 @@ impl<A: AddressSpace> Evictor<A> {
                         what: "take out",
                         region: id,
                         page,
-                        message: other.to_string(),
+                        message: match other {
+                            DetachError::Os(error) => error.to_string(),
+                            other => other.to_string(),
+                        },
                     },
                 };
                 self.counters().failed_evictions.bump();

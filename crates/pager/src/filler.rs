@@ -13,18 +13,20 @@ use std::{
     collections::VecDeque,
     mem,
     ops::Range,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, Weak, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use farpage_store::{Done, Lane, StoreError};
 use farpage_vm::{AddressSpace, DetachError, Fault};
+use nix::poll::{PollFd, PollFlags};
+use smallvec::SmallVec;
 
 use crate::{
     Advice, PageError,
     ahead::{Plan, STREAMS, Streams},
     bell::sleep_on,
-    core::{Command, Core, Heat, Inbox},
+    core::{Ask, Command, Core, Heat, Inbox},
     protocol::{self, OnFault, State},
     region::Region,
     run::{Local, cut, keep_first, pages_in},
@@ -48,6 +50,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     lane: Lane<Local<A::Frame>>,
     inbox: Inbox,
     deadline: Duration,
+    /// Since when a thread of the program has been running it, in a signal handler.
+    guest_since: Option<Instant>,
     streams: Streams,
     flights: Slab<Flight>,
     bytes_in_flight: usize,
@@ -132,6 +136,7 @@ impl<A: AddressSpace> Filler<A> {
             lane,
             inbox,
             deadline,
+            guest_since: None,
             streams: Streams::default(),
             flights: Slab::default(),
             bytes_in_flight: 0,
@@ -237,16 +242,33 @@ impl<A: AddressSpace> Filler<A> {
         if !region.enter() {
             return;
         }
+        self.counters().faults.bump();
+        self.guest_since = Some(Instant::now());
         let plan = self.take_on(region, page, address);
         while !self.is_idle() {
             if !self.work() {
                 self.nap();
             }
         }
+        self.guest_since = None;
         if !plan.ahead.is_empty() {
             let shard = region.shard_of(page, self.core.shards());
-            self.core.hint(shard, region.clone(), plan);
+            self.core
+                .ask_filler(shard, Ask::Ahead(region.clone(), plan));
         }
+    }
+
+    /// Makes room for what serving a page of the region takes, so that nothing has to be allocated then.
+    pub(crate) fn prepare(&mut self, region: &Region) {
+        self.lane.prepare(&region.store, region.run_pages());
+        self.flights.reserve(1);
+        self.backlog.reserve(1);
+        self.unposted.reserve(1);
+    }
+
+    /// Opens the channels again that were lost while threads of the program ran this filler.
+    pub(crate) fn reopen(&mut self) {
+        self.lane.reopen();
     }
 
     fn is_idle(&self) -> bool {
@@ -255,7 +277,8 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Waits for a completion, or for a frame, for a moment.
     fn nap(&self) {
-        let mut fds = Vec::with_capacity(4);
+        // One per server. The heap is for those who have more.
+        let mut fds = SmallVec::<[PollFd<'_>; 8]>::new();
         let mut until = self.lane.wait(&mut fds);
         if !self.backlog.is_empty() {
             let retry = Instant::now() + NAP;
@@ -560,7 +583,15 @@ impl<A: AddressSpace> Filler<A> {
         region.exit();
     }
 
-    fn fail(&mut self, region: &Region, page: usize, error: PageError) {
+    /// An owned page cannot be brought in.
+    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+        if let Some(since) = self.guest_since {
+            // Threads of the program neither open channels nor write to the log in a signal handler.
+            region.enter_again();
+            let shard = region.shard_of(page, self.core.shards());
+            let command = Command::TakeOver(region.clone(), page, error, since);
+            return self.core.tell_filler(shard, command);
+        }
         if self.core.fail_fill(region, page, error) {
             self.counters().poisoned.bump();
         }
@@ -697,9 +728,19 @@ impl<A: AddressSpace> Filler<A> {
 
     fn read_mail(&mut self) -> bool {
         let mut any = false;
-        while let Ok((region, plan)) = self.inbox.hints.try_recv() {
+        while let Ok(ask) = self.inbox.asks.try_recv() {
             any = true;
-            self.wish(region, plan, false);
+            match ask {
+                Ask::Ahead(region, plan) => self.wish(region, plan, false),
+                Ask::Fault(region, address) if region.enter() => {
+                    self.counters().faults.bump();
+                    let page = region.page_at(address);
+                    let plan = self.take_on(&region, page, address);
+                    // No trigger: the thread that would fault on it does not come to us.
+                    self.wish(region, plan, false);
+                }
+                Ask::Fault(..) => {}
+            }
         }
         while let Ok(command) = self.inbox.mail.try_recv() {
             any = true;
@@ -715,10 +756,27 @@ impl<A: AddressSpace> Filler<A> {
                     self.demand(&region, pages);
                     taken_on.fetch_add(1, Ordering::Release);
                 }
+                Command::TakeOver(region, page, error, since) => {
+                    self.take_over(region, page, error, since);
+                }
                 Command::Settle(region) => self.give_up(&region),
             }
         }
         any
+    }
+
+    /// A page that a thread of the program could not bring in is ours now.
+    fn take_over(&mut self, region: Arc<Region>, page: usize, error: PageError, since: Instant) {
+        if let Some(in_thread) = self.core.in_thread.get().and_then(Weak::upgrade) {
+            in_thread.reopen();
+        }
+        let wanted = region.words.load(page).wanted();
+        if wanted && error.may_retry() && since.elapsed() < self.deadline {
+            self.begin(region, page, Plan::NONE);
+        } else {
+            self.fail(&region, page, error);
+            region.exit();
+        }
     }
 
     /// The program waits for these pages as if it had touched them; poisoned ones are tried again.
@@ -788,7 +846,7 @@ impl<A: AddressSpace> Filler<A> {
         }
         let mut fds = Vec::with_capacity(4);
         if let Some(fd) = self.core.space.fault_fd(self.shard) {
-            fds.push(nix::poll::PollFd::new(fd, nix::poll::PollFlags::POLLIN));
+            fds.push(PollFd::new(fd, PollFlags::POLLIN));
         }
         let mut until = self.lane.wait(&mut fds);
         if !self.backlog.is_empty() {

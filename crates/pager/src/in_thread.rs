@@ -3,12 +3,18 @@
 //! A touch of an absent page is then a signal in the thread itself, and its handler runs a filler's state machine right there: no hand-off to
 //! another thread and no wake-up, which are most of a small page's fault. Each such filler has a lane of its own and serves one thread at a time.
 //!
-//! The rule is that of a signal handler: no lock is waited for that the interrupted code can hold, and nothing allocates once a filler has served its
-//! first pages. The interrupted code touched a page, and no code of ours touches pages, so that none of our own locks is held by it.
+//! The rule is that of a signal handler: no lock is waited for that the interrupted code can hold, and nothing is allocated unless something fails. The interrupted
+//! code touched a page, and no code of ours touches pages, so that none of our own locks is held by it, nor is the allocator's.
 //!
-//! What is read ahead beyond the run that the fault brings in goes to the filler threads; pages in other hands are waited for by yielding the core.
+//! What only a thread of its own can do is left to the filler threads: to call a user's store, to open a lost channel, to log why a page is
+//! lost (a page that fails here is handed over to its filler, still owned), and to read ahead beyond the run that the fault brings in. Pages in other hands
+//! are waited for by yielding the core.
 
-use std::{sync::Arc, thread, time::Duration};
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 use crossbeam_utils::CachePadded;
 use farpage_vm::AddressSpace;
@@ -16,7 +22,7 @@ use nix::{sched::sched_yield, unistd::gettid};
 use parking_lot::Mutex;
 
 use crate::{
-    core::Core,
+    core::{Ask, Core},
     filler::Filler,
     protocol::{self, State},
     region::Region,
@@ -24,12 +30,16 @@ use crate::{
 
 /// So often a thread yields its core before it sleeps: who owns the page is mostly about to publish it.
 const YIELDS: u32 = 64;
-/// A nap between two looks at a page that others own: a part of what bringing it in costs.
-const NAP: Duration = Duration::from_micros(20);
+/// Naps between two looks at a page that others own take an eighth of the time that it was waited for, and at least a part of what bringing it in costs.
+const NAP_MIN: Duration = Duration::from_micros(20);
+const NAP_MAX: Duration = Duration::from_millis(1);
+/// A filler is asked again to serve a fault after so many looks: it may have been too busy to listen.
+const ASK_AGAIN: u32 = 64;
 
 /// Fillers that the program's threads run.
 pub struct InThread<A: AddressSpace> {
     core: Arc<Core<A>>,
+    /// Only ever tried in a signal handler, never waited for.
     fillers: Vec<CachePadded<Mutex<Filler<A>>>>,
 }
 
@@ -43,17 +53,18 @@ impl<A: AddressSpace> InThread<A> {
         InThread { core, fillers }
     }
 
-    /// Brings a remote page in with a filler that nobody uses. `false`: all are in use.
-    fn fill(&self, region: &Arc<Region>, page: usize, address: usize) -> bool {
-        // A thread comes back to the filler that knows its streams.
-        let first = gettid().as_raw() as usize % self.fillers.len();
-        let (before, from) = self.fillers.split_at(first);
-        let free = from
-            .iter()
-            .chain(before)
-            .find_map(|filler| filler.try_lock());
-        free.map(|mut filler| filler.serve(region, page, address))
-            .is_some()
+    /// Before the region's first fault.
+    pub(crate) fn prepare(&self, region: &Region) {
+        for filler in &self.fillers {
+            filler.lock().prepare(region);
+        }
+    }
+
+    /// Opens lost channels again, as far as nobody is using them. For threads of our own.
+    pub(crate) fn reopen(&self) {
+        for mut filler in self.fillers.iter().filter_map(|filler| filler.try_lock()) {
+            filler.reopen();
+        }
     }
 
     /// Serves a fault at `address` in the thread that raised it; to be called from a signal handler. `false`: there is no page to be had.
@@ -62,14 +73,14 @@ impl<A: AddressSpace> InThread<A> {
             return false;
         };
         let page = region.page_at(address);
-        let mut waits = 0;
+        let (since, mut looks) = (Instant::now(), 0);
         loop {
             match region.words.load(page).state() {
                 State::Poisoned => return false,
                 State::Resident if self.core.space.is_present(address) => return true,
-                // Remote, or called resident although the program gave it back to the kernel itself. If it could not be brought in, the
-                // access fails once more and finds it poisoned.
-                State::Remote | State::Resident if self.fill(&region, page, address) => {
+                // Remote, or called resident although the program gave it back to the kernel itself. If it could not be brought in, the access
+                // fails once more and finds its filler at work on it.
+                State::Remote | State::Resident if self.fill(&region, page, address, looks) => {
                     return true;
                 }
                 State::Remote | State::Resident => {}
@@ -81,12 +92,31 @@ impl<A: AddressSpace> InThread<A> {
             if region.is_closing() {
                 return false;
             }
-            waits += 1;
-            if waits < YIELDS {
+            looks += 1;
+            if looks < YIELDS {
                 let _ = sched_yield();
             } else {
-                thread::sleep(NAP);
+                thread::sleep((since.elapsed() / 8).clamp(NAP_MIN, NAP_MAX));
             }
         }
+    }
+
+    /// Brings a page in with a filler that nobody uses, or asks the page's own. `false`: wait and look again.
+    fn fill(&self, region: &Arc<Region>, page: usize, address: usize, looks: u32) -> bool {
+        if region.store.is_users_own() {
+            if looks.is_multiple_of(ASK_AGAIN) {
+                let shard = region.shard_of(page, self.core.shards());
+                self.core
+                    .ask_filler(shard, Ask::Fault(region.clone(), address));
+            }
+            return false;
+        }
+        // A thread comes back to the filler that knows its streams.
+        let first = gettid().as_raw() as usize % self.fillers.len();
+        let (before, from) = self.fillers.split_at(first);
+        let mut free = from.iter().chain(before);
+        let free = free.find_map(|filler| filler.try_lock());
+        free.map(|mut filler| filler.serve(region, page, address))
+            .is_some()
     }
 }

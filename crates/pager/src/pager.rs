@@ -241,20 +241,12 @@ impl<A: AddressSpace> Pager<A> {
             options.high_water,
         );
         let core = Arc::new(Core::new(space, frames, doors, bells, options.in_thread));
-        let filler = |worker, shard, inbox| -> Result<_, StartError> {
-            let lane = Lane::new(&cluster)?;
-            Ok(Filler::new(
-                core.clone(),
-                worker,
-                shard,
-                lane,
-                inbox,
-                options.deadline,
-            ))
+        let filler = |worker, shard, inbox, lane| {
+            Filler::new(core.clone(), worker, shard, lane, inbox, options.deadline)
         };
         let mut fillers = Vec::new();
         for (shard, inbox) in inboxes.into_iter().enumerate() {
-            fillers.push(filler(shard, shard, inbox)?);
+            fillers.push(filler(shard, shard, inbox, Lane::new(&cluster)?));
         }
         let mut evictors = Vec::new();
         for index in 0..options.evictors {
@@ -265,10 +257,14 @@ impl<A: AddressSpace> Pager<A> {
         for index in 0..options.in_thread {
             let worker = fillers.len() + evictors.len() + index;
             let (_, inbox) = FillerDoor::new()?;
-            in_thread.push(filler(worker, 0, inbox)?);
+            in_thread.push(filler(worker, 0, inbox, Lane::passive(&cluster)?));
         }
         let in_thread =
             (options.in_thread > 0).then(|| Arc::new(InThread::new(core.clone(), in_thread)));
+        if let Some(in_thread) = &in_thread {
+            // Nobody has set it before.
+            let _ = core.in_thread.set(Arc::downgrade(in_thread));
+        }
         let pager = Pager {
             core,
             cluster,
@@ -337,6 +333,9 @@ impl<A: AddressSpace> Pager<A> {
             .read_ahead
             .min((budget_bytes / 16) as usize / page_bytes);
         let region = Arc::new(Region::new(id, address, layout, store, read_ahead));
+        if let Some(in_thread) = &self.in_thread {
+            in_thread.prepare(&region);
+        }
         self.core.regions.insert(region.clone());
         Ok(Mapped {
             pager: self.clone(),

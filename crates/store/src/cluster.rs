@@ -10,14 +10,14 @@
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Weak,
+        Arc, RwLock, Weak,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{AllocError, ExtentId, Session};
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 
 use crate::{
     Codec, Reserve, StoreStats, StoreStatsSnapshot,
@@ -31,6 +31,8 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 const EXTENT_BYTES_MIN: u64 = 16 << 20;
 /// A full server is not asked again for so long.
 const FULL_PAUSE: Duration = Duration::from_millis(50);
+
+const NO_PANIC: &str = "nothing panics under this lock";
 
 /// How a cluster behaves.
 #[derive(Clone, Debug)]
@@ -139,6 +141,7 @@ pub(crate) struct Pool {
     /// The servers as this pool numbers them: a published region keeps its own numbers. With the port of every lane.
     servers: Vec<(usize, Arc<Session>)>,
     arenas: Vec<Mutex<Arena>>,
+    /// The standard library's lock, which never allocates: a signal handler may look an extent up.
     extents: RwLock<Extents>,
     /// Held while servers are asked for memory; remembers who said no and when.
     growing: Mutex<Option<(Instant, AllocError)>>,
@@ -183,14 +186,14 @@ impl Pool {
     }
 
     pub(crate) fn extent(&self, place: Place) -> ExtentId {
-        let (_, id) = self.extents.read().by_index[place.extent as usize]
+        let (_, id) = self.extents.read().expect(NO_PANIC).by_index[place.extent as usize]
             .expect("an extent with live slots is kept");
         id
     }
 
     /// Server and id of every extent, by index.
     pub(crate) fn extents(&self) -> Vec<Option<(u8, ExtentId)>> {
-        self.extents.read().by_index.clone()
+        self.extents.read().expect(NO_PANIC).by_index.clone()
     }
 
     pub(crate) fn granted_bytes(&self) -> u64 {
@@ -291,7 +294,7 @@ impl Pool {
     /// Adds an extent and returns its index.
     pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> u32 {
         let index = {
-            let mut extents = self.extents.write();
+            let mut extents = self.extents.write().expect(NO_PANIC);
             let index = extents.vacant.pop().unwrap_or_else(|| {
                 extents.by_index.push(None);
                 extents.by_index.len() as u32 - 1
@@ -309,7 +312,7 @@ impl Pool {
 
     /// An index that a published map does not use.
     pub(crate) fn add_gap(&self) {
-        let mut extents = self.extents.write();
+        let mut extents = self.extents.write().expect(NO_PANIC);
         let index = extents.by_index.len() as u32;
         extents.by_index.push(None);
         extents.vacant.push(index);
@@ -317,7 +320,7 @@ impl Pool {
 
     /// Whether the place is on an extent of this pool.
     pub(crate) fn holds(&self, place: Place) -> bool {
-        let extents = self.extents.read();
+        let extents = self.extents.read().expect(NO_PANIC);
         extents
             .by_index
             .get(place.extent as usize)
@@ -336,7 +339,7 @@ impl Pool {
             let surplus = arena.lock().take_surplus();
             for index in surplus {
                 let id = {
-                    let mut extents = self.extents.write();
+                    let mut extents = self.extents.write().expect(NO_PANIC);
                     extents.vacant.push(index);
                     extents.by_index[index as usize]
                         .take()
@@ -358,7 +361,7 @@ impl Pool {
 
     /// Gives all extents back: the end of a region with a pool of its own.
     pub(crate) fn release_all(&self) {
-        for (server, id) in std::mem::take(&mut self.extents.write().by_index)
+        for (server, id) in std::mem::take(&mut self.extents.write().expect(NO_PANIC).by_index)
             .into_iter()
             .flatten()
         {

@@ -118,6 +118,8 @@ pub struct Lane<F: Frame> {
     ended_calls_sender: Sender<Box<Call<F>>>,
     calls_in_flight: usize,
     bell: Arc<Bell>,
+    /// Lost channels stay lost until [`reopen`](Self::reopen).
+    passive: bool,
     /// Something was put off that the end of another lane's operation allows.
     look_again: Option<Instant>,
     spare: Vec<Spare<F>>,
@@ -154,11 +156,55 @@ impl<F: Frame> Lane<F> {
             ended_calls_sender,
             calls_in_flight: 0,
             bell: Arc::new(bell),
+            passive: false,
             look_again: None,
             spare: Vec::new(),
             places: Vec::new(),
             entries: Vec::new(),
         })
+    }
+
+    /// A lane for signal handlers: it starts no thread. What needs a channel that was lost fails at once, until [`reopen`](Self::reopen) has opened a new
+    /// one. Only for pages in remote memory.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn passive(cluster: &Arc<Cluster>) -> Result<Self, ConnectError> {
+        let mut lane = Self::new(cluster)?;
+        lane.passive = true;
+        Ok(lane)
+    }
+
+    /// Begins to open channels that were lost.
+    pub fn reopen(&mut self) {
+        for port in &mut self.ports {
+            port.reopen(&self.bell);
+        }
+    }
+
+    /// From now on one fill at a time of up to `pages` pages of this store allocates nothing unless it fails.
+    pub fn prepare(&mut self, store: &PageStore, pages: usize) {
+        self.runs.reserve(1);
+        self.vacant.reserve(1);
+        self.waiting.reserve(1);
+        self.ready.reserve(1);
+        self.completions.reserve(pages);
+        for port in &mut self.ports {
+            port.backlog.reserve(pages);
+        }
+        let (mut parts, mut hashes) = self.spare();
+        parts.reserve(pages);
+        hashes.reserve(pages);
+        self.spare.push((parts, hashes));
+        if store.codec() == Some(Codec::Lz4) {
+            let page_bytes = store.page_bytes;
+            let blocks: Vec<_> = (0..pages)
+                .map_while(|_| self.staging.take(page_bytes))
+                .collect();
+            for block in blocks {
+                self.staging.put(block, page_bytes);
+            }
+        }
     }
 
     /// Starts to bring `page` and the pages behind it into `frame`, as many as it holds. Pages that were never written or
@@ -228,7 +274,7 @@ impl<F: Frame> Lane<F> {
 
     /// Appends the descriptors to sleep on and returns when to [`poll`](Self::poll) at the latest; a time in the past
     /// means at once. With nothing in flight and nothing refused there is nothing to sleep on.
-    pub fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
+    pub fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
         if !self.ready.is_empty() {
             return Some(Instant::now());
         }
@@ -245,7 +291,7 @@ impl<F: Frame> Lane<F> {
                         events.set(PollFlags::POLLIN, wait.readable);
                         events.set(PollFlags::POLLOUT, wait.writable);
                         if !events.is_empty() {
-                            fds.push(PollFd::new(fd, events));
+                            fds.extend([PollFd::new(fd, events)]);
                         }
                     }
                 }
@@ -263,7 +309,7 @@ impl<F: Frame> Lane<F> {
             }
         }
         if bell {
-            fds.push(PollFd::new(self.bell.fd(), PollFlags::POLLIN));
+            fds.extend([PollFd::new(self.bell.fd(), PollFlags::POLLIN)]);
         }
         until
     }
@@ -375,7 +421,7 @@ impl<F: Frame> Lane<F> {
         // 2. From a broken channel to a new one.
         let now = Instant::now();
         let port = &mut self.ports[at];
-        port.recover(now, &self.bell);
+        port.recover(now, (!self.passive).then_some(&self.bell));
         // 3. What has waited: on its way, or too late.
         if port.backlog.is_empty() {
             return;
@@ -385,7 +431,8 @@ impl<F: Frame> Lane<F> {
         }
         for _ in 0..port.backlog.len() {
             let op = self.ports[at].backlog.pop_front().expect("counted above");
-            if now.duration_since(self.run_of(op.tag).started) < self.deadline {
+            let in_time = now.duration_since(self.run_of(op.tag).started) < self.deadline;
+            if in_time && !self.passive {
                 self.ports[at].backlog.push_back(op);
             } else {
                 let error = self.ports[at].why_late(self.deadline);

@@ -231,6 +231,11 @@ impl PageStore {
         }
     }
 
+    /// Whether the pages are kept in a user's own store, whose calls may do anything.
+    pub fn is_users_own(&self) -> bool {
+        matches!(self.backing, Backing::Blocking(_))
+    }
+
     /// Whether a fill of this page ends at once, without a request: there is nothing to read ahead. A hint, since the
     /// page may be written back meanwhile.
     pub fn is_immediate(&self, page: u64) -> bool {

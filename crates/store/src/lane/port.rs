@@ -86,8 +86,8 @@ impl<B: Buf> Port<B> {
         matches!(self.state, PortState::Open { broken: false, .. })
     }
 
-    /// From a broken channel to a new one, a step at a time.
-    pub(super) fn recover(&mut self, now: Instant, bell: &Arc<Bell>) {
+    /// From a broken channel to a new one, a step at a time. Without a bell none is opened.
+    pub(super) fn recover(&mut self, now: Instant, bell: Option<&Arc<Bell>>) {
         match &mut self.state {
             PortState::Open {
                 channel,
@@ -109,8 +109,20 @@ impl<B: Buf> Port<B> {
                 }
                 Err(TryRecvError::Empty) => {}
             },
-            PortState::Closed(at) if *at <= now && !self.backlog.is_empty() => self.open(bell),
+            PortState::Closed(at) if *at <= now && !self.backlog.is_empty() => {
+                if let Some(bell) = bell {
+                    self.open(bell);
+                }
+            }
             PortState::Closed(_) => {}
+        }
+    }
+
+    /// Begins to open a channel if there is none.
+    pub(super) fn reopen(&mut self, bell: &Arc<Bell>) {
+        self.recover(Instant::now(), None);
+        if matches!(self.state, PortState::Closed(_)) {
+            self.open(bell);
         }
     }
 
