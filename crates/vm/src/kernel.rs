@@ -210,6 +210,49 @@ impl KernelSpace {
             })
     }
 
+    /// [`Uffd::move_pages`] out of pages that are the caller's, such that what is refused has not moved.
+    ///
+    /// From Linux 6.18 on, a move that has to try again inside the kernel (a page ages or migrates at that moment) forgets that it succeeded then, tries once
+    /// more, and meets the pages that it has just moved itself: `EEXIST`, with nothing counted and nobody woken. That is told from a
+    /// destination where something was before by the source, which is empty.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn move_pages(
+        &self,
+        uffd: &Uffd,
+        dst: usize,
+        src: usize,
+        len: usize,
+        allow_holes: bool,
+    ) -> Result<(), Stopped> {
+        let mut done = 0;
+        while done < len {
+            // SAFETY: the caller's promise.
+            let moved = unsafe { uffd.move_pages(dst + done, src + done, len - done, allow_holes) };
+            let Err(Stopped { done_bytes, why }) = moved else {
+                break;
+            };
+            done += done_bytes;
+            let source_is_there = || {
+                self.pagemap
+                    .any_occupied(src + done, KERNEL_PAGE_BYTES)
+                    .expect("/proc/self/pagemap stays readable for its owner")
+            };
+            if why != Refusal::Exists || source_is_there() {
+                return Err(Stopped {
+                    done_bytes: done,
+                    why,
+                });
+            }
+            // How many have moved is not said: the next one answers for itself.
+            uffd.wake(dst + done, KERNEL_PAGE_BYTES)
+                .expect("waking checks alignment only, and pages are aligned");
+            done += KERNEL_PAGE_BYTES;
+        }
+        Ok(())
+    }
+
     fn install_run(
         &self,
         uffd: &Uffd,
@@ -249,7 +292,7 @@ impl KernelSpace {
         let (slot, len) = (frame.address(), frame.len());
         // SAFETY: the slots are the frame's, which is consumed; a region's absent pages are the pager's to fill.
         let Err(Stopped { done_bytes, why }) =
-            (unsafe { uffd.move_pages(address, slot, len, false) })
+            (unsafe { self.move_pages(uffd, address, slot, len, false) })
         else {
             frame.vacated();
             return Ok(());
@@ -307,14 +350,10 @@ impl KernelSpace {
         why: Refusal,
     ) -> Result<(), InstallError<KernelFrame>> {
         if moved_bytes > 0 {
-            let slot = frame.address();
+            let (slot, uffd) = (frame.address(), &frame.pool().uffd);
             // SAFETY: what moved in a moment ago moves back. The program's writes to it since then come along; what it dropped is a hole.
-            if let Err(stopped) = unsafe {
-                frame
-                    .pool()
-                    .uffd
-                    .move_pages(slot, address, moved_bytes, true)
-            } {
+            let back = unsafe { self.move_pages(uffd, slot, address, moved_bytes, true) };
+            if let Err(stopped) = back {
                 let done = stopped.done_bytes;
                 // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
                 let len = moved_bytes - done;
@@ -357,10 +396,8 @@ impl KernelSpace {
             let page_end = done - done % page_bytes + page_bytes;
             // SAFETY: what the program relies on vanishes only from the mapping: touching it is a fault that waits for `install`. The slots are the frame's.
             match unsafe {
-                frame
-                    .pool()
-                    .uffd
-                    .move_pages(slot + done, address + done, end - done, false)
+                let uffd = &frame.pool().uffd;
+                self.move_pages(uffd, slot + done, address + done, end - done, false)
             } {
                 Ok(()) => done = end,
                 Err(Stopped {
@@ -447,8 +484,9 @@ impl KernelSpace {
         let mut result = Ok(());
         while done < moved_bytes {
             // SAFETY: what moved out a moment ago moves back; the frame is consumed.
-            let back =
-                unsafe { uffd.move_pages(address + done, slot + done, moved_bytes - done, true) };
+            let back = unsafe {
+                self.move_pages(uffd, address + done, slot + done, moved_bytes - done, true)
+            };
             let Err(Stopped { done_bytes, why }) = back else {
                 break;
             };

@@ -17,6 +17,7 @@ use std::{
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
+    time::{Duration, Instant},
 };
 
 use farpage_vm::{
@@ -1310,5 +1311,51 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
             drop(all);
             space.unmap(base, layout);
         }
+    }
+}
+
+/// What ages pages beside a move (here the program, elsewhere reclaim or DAMON) makes the kernel try again inside the move. From Linux 6.18 on it then
+/// says that the destination exists, because of the pages that it has just moved there itself.
+#[test]
+fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
+    for (page_bytes, pages) in [(4096, 1), (65536, 1), (4096, 64), (65536, 8)] {
+        let space = space(Transfer::Move, 1);
+        let layout = run_layout(pages, page_bytes);
+        let base = space.map(layout).unwrap();
+        let frame = numbered(&space, page_bytes, pages, 1);
+        let expected: Vec<_> = (1..=pages as u8).collect();
+        let slots = AtomicUsize::new(frame.as_ref().as_ptr() as usize);
+        let running = AtomicBool::new(true);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while running.load(Ordering::Relaxed) {
+                    for start in [base, slots.load(Ordering::Relaxed)] {
+                        // SAFETY: advice that leaves bytes alone, about mappings that outlive the thread.
+                        unsafe { libc::madvise(start as *mut _, layout.bytes, libc::MADV_COLD) };
+                    }
+                }
+            });
+            let _stop = Stop(&running);
+            let mut frame = frame;
+            let since = Instant::now();
+            while since.elapsed() < Duration::from_secs(1) {
+                for _ in 0..64 {
+                    space.install(0, base, frame).unwrap();
+                    frame = space.detach(0, base, page_bytes, pages).unwrap();
+                    slots.store(frame.as_ref().as_ptr() as usize, Ordering::Relaxed);
+                }
+                assert_eq!(numbers(frame.as_ref(), page_bytes), expected);
+            }
+        });
+        space.unmap(base, layout);
+    }
+}
+
+/// Ends what runs beside a test, however the test ends.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
     }
 }
