@@ -13,10 +13,19 @@ const FIRST_WINDOW: usize = 4;
 pub(crate) const STREAMS: usize = 16;
 
 /// Sequential runs of faults that a filler follows.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Streams {
     /// The least recently used first.
     streams: Vec<Stream>,
+}
+
+impl Default for Streams {
+    fn default() -> Self {
+        // All of it at once: faults may be served in a signal handler.
+        Streams {
+            streams: Vec::with_capacity(STREAMS),
+        }
+    }
 }
 
 #[derive(Debug)]

@@ -81,6 +81,8 @@ impl<A: AddressSpace> Frames<A> {
     pub(crate) fn expect(&self, page_bytes: usize) {
         self.floor
             .fetch_max(2 * page_bytes as u64, Ordering::Relaxed);
+        self.pool(page_bytes)
+            .reserve(self.budget as usize / page_bytes);
     }
 
     /// Highest number of bytes that frames took at any time.
@@ -296,6 +298,13 @@ impl<F> Default for Free<F> {
 }
 
 impl<F: Frame> Free<F> {
+    /// Room for so many pages in whatever lengths, so that putting a frame back never allocates: a signal handler may do so. Room alone takes no memory.
+    fn reserve(&mut self, pages: usize) {
+        for (class, frames) in self.0.iter_mut().enumerate() {
+            frames.reserve((pages >> class).saturating_sub(frames.len()));
+        }
+    }
+
     /// A frame of `pages` pages, cut from a longer one if need be; or else, if a `shorter` one will do, the longest there is.
     fn take(&mut self, page_bytes: usize, pages: usize, shorter: bool) -> Option<F> {
         let class = pages.ilog2() as usize;

@@ -1,0 +1,456 @@
+//! Faults served by the threads that raise them: the same memory as ever, nothing that a signal handler must not do, and every other SIGBUS where it belongs.
+//!
+//! The rule it keeps: the program's own handler of SIGBUS is there before the first runtime is, and returns once what it was called for has been mended, so
+//! that all tests share a process.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    cell::Cell,
+    fs::File,
+    hint::black_box,
+    io::{self, Read, Write},
+    mem,
+    net::{Shutdown, TcpListener, TcpStream},
+    os::fd::IntoRawFd,
+    ptr,
+    sync::{
+        Arc, Mutex, Once,
+        atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use common::{
+    FABRICS, Fabric, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, get, mix,
+    seed, set, shared, wait_until,
+};
+use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
+
+const PAGE: usize = 4 * KIB;
+const PAGE_WORDS: usize = PAGE / 8;
+
+/// The system's allocator. Counts what threads do that watch themselves.
+struct Counting;
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static WATCHED: Cell<bool> = const { Cell::new(false) };
+}
+
+fn count() {
+    if WATCHED.get() {
+        counted();
+    }
+}
+
+/// A place for a debugger to stop at.
+#[inline(never)]
+fn counted() {
+    CALLS.fetch_add(1, Ordering::Relaxed);
+}
+
+// SAFETY: the system's allocator does the work; counting allocates nothing.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+/// Counts calls of the allocator by this thread while `work`, which makes none itself, runs.
+fn watched(work: impl FnOnce()) {
+    WATCHED.set(true);
+    work();
+    WATCHED.set(false);
+}
+
+/// The address of the last SIGBUS that came to the program's own handler.
+static LOST: AtomicUsize = AtomicUsize::new(0);
+/// A mapping that is longer than its file, which the handler makes long enough.
+static SHORT: AtomicUsize = AtomicUsize::new(0);
+static SHORT_FILE: AtomicI32 = AtomicI32::new(-1);
+
+extern "C" fn on_sigbus(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel's, valid while the handler runs.
+    let address = unsafe { (*info).si_addr() } as usize;
+    if SHORT.load(Ordering::SeqCst) == address {
+        // SAFETY: a file of this test's.
+        unsafe { libc::ftruncate(SHORT_FILE.load(Ordering::SeqCst), PAGE as libc::off_t) };
+        SHORT.store(0, Ordering::SeqCst);
+    } else {
+        LOST.store(address, Ordering::SeqCst);
+        // Somebody brings the page back; until then the access fails again.
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Installs the program's handler, which must be there before the first runtime is built.
+fn install_handler() {
+    static INSTALLED: Once = Once::new();
+    INSTALLED.call_once(|| {
+        // SAFETY: a valid action, whose handler keeps to what is allowed in one.
+        let installed = unsafe {
+            let mut action: libc::sigaction = mem::zeroed();
+            action.sa_sigaction = on_sigbus as *const () as usize;
+            action.sa_flags = libc::SA_SIGINFO;
+            libc::sigaction(libc::SIGBUS, &action, ptr::null_mut())
+        };
+        assert_eq!(installed, 0);
+    });
+}
+
+/// Whether this test can run; if not, says so.
+fn can_run(test: &str) -> bool {
+    install_handler();
+    can_page(test)
+}
+
+fn runtime(budget_bytes: usize, server: Option<&str>) -> Runtime {
+    let builder = builder(budget_bytes, PAGE).fault_mode(FaultMode::InThread);
+    let builder = match server {
+        Some(url) => builder.server(url),
+        None => builder,
+    };
+    builder.build().unwrap()
+}
+
+#[test]
+fn threads_see_the_same_array_as_without_paging() {
+    let test = "threads_see_the_same_array_as_without_paging";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_run(test) {
+        return;
+    }
+    let seed = seed(test);
+    let (threads, len) = (4, 4 * MIB / 8);
+    for fabric in FABRICS {
+        let memory = Memory::start(fabric, 64 * MIB);
+        // As few pages as the workers need, and some more.
+        for budget in [64 * KIB, 512 * KIB] {
+            let runtime = runtime(budget, Some(&memory.url));
+            let mut array: RemoteArray<u64> = runtime.array(len).unwrap();
+            let (_, words) = shared(&mut array);
+            // Each thread has its words in all pages, so that they want the same ones at the same time.
+            let models: Vec<_> = thread::scope(|scope| {
+                let threads: Vec<_> = (0..threads)
+                    .map(|thread| scope.spawn(move || exercise(words, thread, threads, seed)))
+                    .collect();
+                let join = |thread: thread::ScopedJoinHandle<'_, _>| thread.join().unwrap();
+                threads.into_iter().map(join).collect()
+            });
+            for at in 0..len {
+                let expected = models[at % threads][at / threads];
+                assert_eq!(get(words, at), expected, "{fabric}, word {at}, seed {seed}");
+            }
+            let stats = runtime.stats().pager;
+            assert!(stats.faults > 1000 && stats.evictions > 1000, "{stats:?}");
+            assert_eq!(stats.poisoned, 0, "{stats:?}");
+            assert!(stats.peak_resident_bytes <= budget as u64, "{stats:?}");
+        }
+    }
+}
+
+/// Writes and reads the words of one thread, in order and in no order; returns what they must hold.
+fn exercise(
+    words: &[std::sync::atomic::AtomicU64],
+    thread: usize,
+    threads: usize,
+    seed: u64,
+) -> Vec<u64> {
+    let mut rng = Rng(seed ^ thread as u64);
+    let mut model = vec![0; words.len() / threads];
+    for _ in 0..4 {
+        for _ in 0..1000 {
+            let (own, value) = (rng.below(model.len()), rng.next());
+            set(words, own * threads + thread, value);
+            model[own] = value;
+        }
+        let start = rng.below(model.len() / 2);
+        let some = model.iter().enumerate().skip(start);
+        for (own, &value) in some.take(model.len() / 4) {
+            assert_eq!(get(words, own * threads + thread), value);
+        }
+    }
+    model
+}
+
+#[test]
+fn handler_neither_allocates_nor_frees() {
+    let test = "handler_neither_allocates_nor_frees";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_run(test) {
+        return;
+    }
+    let len = 8 * MIB / 8;
+    for (fabric, codec) in FABRICS
+        .iter()
+        .flat_map(|&fabric| [Codec::Raw, Codec::Lz4].map(|codec| (fabric, codec)))
+    {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let runtime = runtime(MIB, Some(&memory.url));
+        let options = RegionOptions::new().codec(codec);
+        let mut array: RemoteArray<u64> = runtime.array_with(len, options).unwrap();
+        // Compresses to about a half.
+        for (at, word) in array.iter_mut().enumerate() {
+            *word = mix(at as u64) & 0xffff_ffff;
+        }
+        let (_, words) = shared(&mut array);
+        let pass = |thread: usize| {
+            let mut rng = Rng(thread as u64);
+            // In order, where pages come in runs; and in none, where threads now and then want the same page.
+            for at in (0..len).step_by(PAGE_WORDS / 2) {
+                black_box(get(words, at));
+            }
+            for _ in 0..2000 {
+                set(words, rng.below(len) & !3 | thread, 7);
+            }
+        };
+        pass(0);
+        let (calls, faults) = (CALLS.load(Ordering::Relaxed), runtime.stats().pager.faults);
+        thread::scope(|scope| {
+            for thread in 0..4 {
+                scope.spawn(move || watched(|| pass(thread)));
+            }
+        });
+        assert!(runtime.stats().pager.faults > faults + 4000);
+        assert_eq!(
+            CALLS.load(Ordering::Relaxed) - calls,
+            0,
+            "{fabric}, {codec:?}"
+        );
+    }
+}
+
+#[test]
+fn lost_page_raises_sigbus_and_heals() {
+    let test = "lost_page_raises_sigbus_and_heals";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let broken = Arc::new(AtomicBool::new(false));
+    let hook = broken.clone();
+    let store = HookedStore::new(MIB, move |_, _| {
+        if hook.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the disk is gone"));
+        }
+        Ok(())
+    });
+    let runtime = runtime(MIB, None);
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(MIB / 8, RegionOptions::new().store(store))
+        .unwrap();
+    let at = 77 * PAGE_WORDS;
+    array[at] = 5;
+    array.advise(.., Advice::DontNeed).unwrap();
+    broken.store(true, Ordering::Relaxed);
+    let (array, words) = shared(&mut array);
+    let address = ptr::from_ref(&words[at]) as usize;
+    thread::scope(|scope| {
+        let reader = scope.spawn(move || get(words, at));
+        wait_until("the program learns of the lost page", || {
+            LOST.load(Ordering::SeqCst) == address
+        });
+        let error = array.take_error().unwrap().to_string();
+        assert!(error.contains("the disk is gone"), "{error}");
+        array.prefetch_now(at..at + 1).unwrap_err();
+        broken.store(false, Ordering::Relaxed);
+        array.prefetch_now(at..at + 1).unwrap();
+        assert_eq!(reader.join().unwrap(), 5);
+    });
+    assert!(runtime.stats().pager.poisoned > 0);
+}
+
+#[test]
+fn system_calls_fail_on_absent_memory_and_find_pinned_memory() {
+    let test = "system_calls_fail_on_absent_memory_and_find_pinned_memory";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 16 * MIB);
+    let runtime = runtime(MIB, Some(&memory.url));
+    let mut region = runtime.region(4 * MIB).unwrap();
+    let mut zeros = File::open("/dev/zero").unwrap();
+    let bytes = 64 * KIB;
+    region[..bytes].fill(1);
+    region.advise(.., Advice::DontNeed).unwrap();
+    let error = zeros.read(&mut region[..bytes]).unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(libc::EFAULT));
+    region.pin(..bytes).unwrap();
+    zeros.read_exact(&mut region[..bytes]).unwrap();
+    region.unpin(..bytes);
+    region.advise(.., Advice::DontNeed).unwrap();
+    assert!(region[..bytes].iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn another_sigbus_goes_to_the_programs_handler() {
+    let test = "another_sigbus_goes_to_the_programs_handler";
+    if !can_run(test) {
+        return;
+    }
+    let runtime = runtime(MIB, None);
+    let store = HookedStore::new(MIB, |_, _| Ok(()));
+    let array: RemoteArray<u64> = runtime
+        .array_with(MIB / 8, RegionOptions::new().store(store))
+        .unwrap();
+    assert_eq!(array[9], 0, "the runtime's handler is at work");
+    let fd = tempfile::tempfile().unwrap().into_raw_fd();
+    // SAFETY: a new mapping, which nothing else knows.
+    let short = unsafe {
+        libc::mmap(
+            ptr::null_mut(),
+            PAGE,
+            libc::PROT_READ,
+            libc::MAP_SHARED,
+            fd,
+            0,
+        )
+    };
+    assert_ne!(short, libc::MAP_FAILED);
+    SHORT_FILE.store(fd, Ordering::SeqCst);
+    SHORT.store(short as usize, Ordering::SeqCst);
+    // SAFETY: mapped above; the handler makes the file as long as the mapping.
+    assert_eq!(unsafe { short.cast::<u8>().read_volatile() }, 0);
+    assert_eq!(
+        SHORT.load(Ordering::SeqCst),
+        0,
+        "the handler was not called"
+    );
+}
+
+#[test]
+fn runtimes_of_both_modes_work_side_by_side() {
+    let test = "runtimes_of_both_modes_work_side_by_side";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let ours = runtime(512 * KIB, Some(&memory.url));
+    let theirs = builder(512 * KIB, PAGE)
+        .fault_mode(FaultMode::Filler)
+        .server(&memory.url)
+        .build()
+        .unwrap();
+    thread::scope(|scope| {
+        for (runtime, number) in [(&ours, 1), (&theirs, 2)] {
+            scope.spawn(move || {
+                let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
+                for _ in 0..3 {
+                    for (at, word) in array.iter_mut().enumerate() {
+                        *word = mix(at as u64 ^ number);
+                    }
+                    for (at, &word) in array.iter().enumerate() {
+                        assert_eq!(word, mix(at as u64 ^ number));
+                    }
+                }
+            });
+        }
+    });
+    // Copies between them fault on either side.
+    let mut from: RemoteArray<u64> = theirs.array(2 * MIB / 8).unwrap();
+    let mut to: RemoteArray<u64> = ours.array(2 * MIB / 8).unwrap();
+    from.fill(3);
+    to.copy_from_slice(&from);
+    assert!(to.iter().all(|&word| word == 3));
+    // System calls wait for the memory of a runtime with filler threads.
+    let mut region = theirs.region(MIB).unwrap();
+    File::open("/dev/zero")
+        .unwrap()
+        .read_exact(&mut region)
+        .unwrap();
+}
+
+#[test]
+fn connections_that_break_are_opened_again() {
+    let test = "connections_that_break_are_opened_again";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Tcp, 64 * MIB);
+    let proxy = Proxy::start(memory.url.strip_prefix("tcp://").unwrap());
+    let runtime = runtime(512 * KIB, Some(&proxy.url));
+    let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
+    for (at, word) in array.iter_mut().enumerate() {
+        *word = mix(at as u64);
+    }
+    for round in 0..5 {
+        proxy.cut();
+        for (at, &word) in array.iter().enumerate().skip(round).step_by(100) {
+            assert_eq!(word, mix(at as u64));
+        }
+    }
+    let stats = runtime.stats();
+    assert_eq!(stats.pager.poisoned, 0, "{stats:?}");
+}
+
+/// Passes the bytes of TCP connections on, until they are cut.
+struct Proxy {
+    url: String,
+    open: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Proxy {
+    fn start(server: &str) -> Proxy {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let proxy = Proxy {
+            url: format!("tcp://{}", listener.local_addr().unwrap()),
+            open: Arc::default(),
+        };
+        let (server, open) = (server.to_owned(), proxy.open.clone());
+        // Ends with the process.
+        thread::spawn(move || {
+            for client in listener.incoming() {
+                let (client, server) = (client.unwrap(), TcpStream::connect(&server).unwrap());
+                for stream in [&client, &server] {
+                    stream.set_nodelay(true).unwrap();
+                    open.lock().unwrap().push(stream.try_clone().unwrap());
+                }
+                let back = (server.try_clone().unwrap(), client.try_clone().unwrap());
+                for (from, to) in [(client, server), back] {
+                    thread::spawn(move || pass_on(from, to));
+                }
+            }
+        });
+        proxy
+    }
+
+    fn cut(&self) {
+        for stream in self.open.lock().unwrap().drain(..) {
+            // Fails where it has ended already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn pass_on(mut from: TcpStream, mut to: TcpStream) {
+    let mut buf = vec![0; 64 * KIB];
+    while let Ok(bytes @ 1..) = from.read(&mut buf) {
+        if to.write_all(&buf[..bytes]).is_err() {
+            break;
+        }
+    }
+    let _ = to.shutdown(Shutdown::Both);
+}
