@@ -110,6 +110,9 @@ pub(crate) struct Paging {
     /// Pages to fetch ahead of a sequential reader; 0 turns it off
     #[arg(long, value_name = "PAGES")]
     pub(crate) read_ahead: Option<u32>,
+    /// Who serves page faults
+    #[arg(long, value_enum, default_value_t = FaultMode::Filler)]
+    pub(crate) fault_mode: FaultMode,
     /// How pages are compressed on their way
     #[arg(long, value_enum, default_value_t = Codec::Raw)]
     pub(crate) codec: Codec,
@@ -399,6 +402,15 @@ pub(crate) enum Codec {
     Raw,
     /// LZ4, where it makes a page smaller
     Lz4,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum FaultMode {
+    /// Threads of the runtime
+    Filler,
+    /// The thread that faults, in a signal handler
+    InThread,
 }
 
 impl fmt::Display for Fabric {

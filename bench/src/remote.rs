@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use farpage::{Advice, ByteSize, Link, Pod, RemoteArray, Runtime, Stats};
 
 use crate::{
-    options::{Codec, Common, Paging},
+    options::{Codec, Common, FaultMode, Paging},
     report::{Config, PagingFigures},
     server::MemoryServer,
 };
@@ -35,6 +35,10 @@ impl Remote {
             .page_size(common.page_size)
             .fillers(common.fillers())
             .evictors(paging.evictors())
+            .fault_mode(match paging.fault_mode {
+                FaultMode::Filler => farpage::FaultMode::Filler,
+                FaultMode::InThread => farpage::FaultMode::InThread,
+            })
             .codec(match paging.codec {
                 Codec::Raw => farpage::Codec::Raw,
                 Codec::Lz4 => farpage::Codec::Lz4,

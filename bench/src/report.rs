@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::{
     data::Contents,
-    options::{Codec, Common, Format, Paging},
+    options::{Codec, Common, FaultMode, Format, Paging},
 };
 
 /// One run.
@@ -58,6 +58,7 @@ pub(crate) struct PagingConfig {
     evictors: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     read_ahead_pages: Option<u32>,
+    fault_mode: FaultMode,
     codec: Codec,
     data: Contents,
     seed: u64,
@@ -77,6 +78,7 @@ impl Config {
                 budget: paging.budget.to_string(),
                 evictors: paging.evictors(),
                 read_ahead_pages: paging.read_ahead,
+                fault_mode: paging.fault_mode,
                 codec: paging.codec,
                 data: paging.data,
                 seed: paging.seed,

@@ -91,6 +91,7 @@ fn faults(sizes: Sizes) -> Vec<Row> {
     let latency = format!("latency --fabric shm --page-size 4KiB {size}");
     let reads = sizes.small_reads();
     let with_eviction = latency.clone();
+    let in_thread = format!("{latency} --fault-mode in-thread");
     vec![
         row(
             "fault, 4 KiB, shm, p50 / bare userfaultfd",
@@ -103,7 +104,17 @@ fn faults(sizes: Sizes) -> Vec<Row> {
                 ])
             },
         ),
-        // Faults served in the thread that has them belong here: at most 0.7 of the bare round trip.
+        row(
+            "the same with in-thread faults / bare userfaultfd",
+            Target::AtMost(0.7),
+            "us",
+            move |sitting| {
+                Ok([
+                    sitting.figure(&in_thread, "/fault_us/p50")?,
+                    sitting.figure(floor, BARE_ROUND_TRIP)?,
+                ])
+            },
+        ),
         row(
             "fault, p99 while changed pages leave / p99 with room",
             Target::AtMost(1.5),
