@@ -26,7 +26,9 @@ use common::{
     Call, FABRICS, Fabric, HookedStore, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page,
     get, mix, proc_bytes, seed, set, shared, wait_until,
 };
-use farpage::{Advice, ByteSize, CreateError, OpenError, RegionOptions, RemoteArray, Runtime};
+use farpage::{
+    Advice, ByteSize, CreateError, FaultMode, OpenError, RegionOptions, RemoteArray, Runtime,
+};
 use farpage_fabric::AllocError;
 use farpage_store::OpenStoreError;
 use nix::{
@@ -455,8 +457,12 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
     for fabric in FABRICS {
         let memory = Memory::start(fabric, 64 * MIB);
         for page_bytes in [PAGE, 64 * KIB] {
-            // One system call goes over many times what the budget holds.
-            let runtime = memory.runtime(512 * KIB, page_bytes);
+            // One system call goes over many times what the budget holds. Only filler threads can serve its faults.
+            let runtime = builder(512 * KIB, page_bytes)
+                .server(&memory.url)
+                .fault_mode(FaultMode::Filler)
+                .build()
+                .unwrap();
             let mut region = runtime.region(bytes).unwrap();
             let mut file = tempfile::tempfile().unwrap();
             file.write_all(&right).unwrap();
