@@ -218,7 +218,7 @@ impl<const RANDOM: bool> XsBench<RANDOM> {
     }
 }
 
-/// Of a lookup; as a number below 1 see [`unit`].
+/// Of a lookup; as a number below 1 see [`unit()`].
 fn energy(number: u64) -> u64 {
     random(30, number)
 }
