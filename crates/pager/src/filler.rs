@@ -429,7 +429,6 @@ impl<A: AddressSpace> Filler<A> {
         if self.backlog.is_empty() {
             return false;
         }
-        self.core.frames.retry_demand();
         let mut any = false;
         while let Some(waiting) = self.backlog.pop_front() {
             match self.try_begin(waiting) {
@@ -441,10 +440,12 @@ impl<A: AddressSpace> Filler<A> {
                 Err(waiting) => {
                     self.backlog.push_front(waiting);
                     self.core.ring_evictors();
-                    break;
+                    return any;
                 }
             }
         }
+        // Not before all are served: who holds frames back and looks in between must see that somebody starves.
+        self.core.frames.end_starving();
         any
     }
 
@@ -789,15 +790,25 @@ impl<A: AddressSpace> Filler<A> {
                 continue;
             }
             let healed = region.words.try_apply(at, protocol::heal).is_some();
-            if healed || region.words.apply(at, protocol::fault) == OnFault::Fill {
-                let with = Plan {
-                    ahead: page..pages.end,
-                    down: false,
-                };
-                page = self.begin(region.clone(), at, with).end;
+            let on_fault = if healed {
+                OnFault::Fill
             } else {
-                self.map_held(region, at);
-                region.exit();
+                region.words.apply(at, protocol::fault)
+            };
+            match on_fault {
+                OnFault::Fill => {
+                    let with = Plan {
+                        ahead: page..pages.end,
+                        down: false,
+                    };
+                    page = self.begin(region.clone(), at, with).end;
+                }
+                OnFault::Noted => {
+                    self.map_held(region, at);
+                    region.exit();
+                }
+                // The program may have given the page back to the kernel, and wants it now.
+                OnFault::Stale => self.stale(region.clone(), at, region.address_of(at)),
             }
         }
     }

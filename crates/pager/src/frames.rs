@@ -193,8 +193,8 @@ impl<A: AddressSpace> Frames<A> {
         self.used.fetch_sub(page_bytes as u64, Ordering::SeqCst);
     }
 
-    /// A fill that found no frame is about to try again.
-    pub(crate) fn retry_demand(&self) {
+    /// The fills that found no frame have one now. Others that starve say so again when they try again.
+    pub(crate) fn end_starving(&self) {
         self.starving.store(0, Ordering::SeqCst);
     }
 

@@ -532,11 +532,12 @@ impl<A: AddressSpace> Mapped<A> {
         let since = Instant::now();
         let mut asked = since;
         loop {
-            // Before the word: one that is poisoned may have been so before we asked.
+            // Before the word: one that is poisoned may have been so before we asked, and one that is called resident may have been given back by
+            // the program itself.
             let is_new = taken_on.load(Ordering::Acquire) == self.core().shards();
             let word = self.region.words.load(page);
             match word.state() {
-                State::Resident => return Ok(()),
+                State::Resident if is_new => return Ok(()),
                 // A pinned one comes back, and only then is its pin worth something.
                 State::Leaving if !word.pinned() => return Ok(()),
                 State::Poisoned if is_new => {
@@ -548,7 +549,7 @@ impl<A: AddressSpace> Mapped<A> {
                     };
                     return Err(self.region.take_error().unwrap_or(unknown));
                 }
-                State::Poisoned | State::Remote | State::Filling | State::Leaving => {}
+                _ => {}
             }
             // It was on its way for nobody and failed, or it came and went.
             if asked.elapsed() > Duration::from_millis(5) {
