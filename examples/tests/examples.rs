@@ -123,7 +123,7 @@ fn sort() {
 #[test]
 fn custom_store() {
     run(env!("CARGO_BIN_EXE_custom_store"), "4MiB", None).assert_correct(&[
-        "10 changed pages are in the store",
+        "160 changed pieces are in the store",
         "flush: ",
         "prefetch: ",
         "every change survived the errors: correct",

@@ -15,7 +15,10 @@ use anyhow::{Result, ensure};
 use farpage::{Advice, ByteSize, RegionOptions, Runtime, Store};
 use farpage_examples::{argument, report};
 
-/// Element `i` is `i * i` until the program changes it. Pages that changed are kept in a map.
+/// Calls are of one page or of several neighbouring ones, so that a store keeps what it likes: here, pieces of the smallest page.
+const PIECE_BYTES: usize = 4096;
+
+/// Element `i` is `i * i` until the program changes it. Pieces that changed are kept in a map.
 ///
 /// A clone is a handle on the same store, so that the program can look into it while an array uses it.
 #[derive(Clone, Default)]
@@ -23,7 +26,7 @@ struct Squares(Arc<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    /// By offset: the runtime reads and writes whole pages.
+    /// By offset.
     changed: Mutex<HashMap<u64, Box<[u8]>>>,
     /// For the second half of this program: as if a disk were full, or a cable out.
     writes_fail: AtomicBool,
@@ -31,28 +34,35 @@ struct Inner {
 }
 
 impl Store for Squares {
-    fn read(&self, offset: u64, page: &mut [u8]) -> io::Result<()> {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
         if self.0.reads_fail.load(Ordering::Relaxed) {
             return Err(io::Error::other("the cable is out"));
         }
         let changed = self.0.changed.lock().expect("no holder of the lock panics");
-        match changed.get(&offset) {
-            Some(kept) => page.copy_from_slice(kept),
-            None => {
-                for (i, bytes) in (offset / 8..).zip(page.chunks_exact_mut(8)) {
-                    bytes.copy_from_slice(&square(i).to_ne_bytes());
+        for (offset, piece) in (offset..)
+            .step_by(PIECE_BYTES)
+            .zip(buf.chunks_mut(PIECE_BYTES))
+        {
+            match changed.get(&offset) {
+                Some(kept) => piece.copy_from_slice(kept),
+                None => {
+                    for (i, bytes) in (offset / 8..).zip(piece.chunks_exact_mut(8)) {
+                        bytes.copy_from_slice(&square(i).to_ne_bytes());
+                    }
                 }
             }
         }
         Ok(())
     }
 
-    fn write(&self, offset: u64, page: &[u8]) -> io::Result<()> {
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
         if self.0.writes_fail.load(Ordering::Relaxed) {
             return Err(io::ErrorKind::StorageFull.into());
         }
         let mut changed = self.0.changed.lock().expect("no holder of the lock panics");
-        changed.insert(offset, page.into());
+        for (offset, piece) in (offset..).step_by(PIECE_BYTES).zip(buf.chunks(PIECE_BYTES)) {
+            changed.insert(offset, piece.into());
+        }
         Ok(())
     }
 
@@ -99,7 +109,7 @@ fn main() -> Result<()> {
     squares.flush()?;
     report(&format!("read {len} squares"), started, &runtime);
     println!(
-        "{} changed pages are in the store",
+        "{} changed pieces are in the store",
         store
             .0
             .changed
