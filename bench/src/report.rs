@@ -218,16 +218,21 @@ pub(crate) struct PagingFigures {
     pub(crate) peak_resident_bytes: u64,
 }
 
+/// Prints a report to standard output: one JSON object, or what it looks like for `human` readers.
+pub(crate) fn print<R: Serialize>(report: &R, format: Format, human: impl Fn(&R) -> String) {
+    match format {
+        Format::Json => println!(
+            "{}",
+            serde_json::to_string(report).expect("a report has string keys and finite figures")
+        ),
+        Format::Human => println!("{}", human(report)),
+    }
+}
+
 impl Report {
     /// Prints the report to standard output.
     pub(crate) fn print(&self, format: Format) {
-        match format {
-            Format::Json => println!(
-                "{}",
-                serde_json::to_string(self).expect("a report has string keys and finite figures")
-            ),
-            Format::Human => println!("{}", self.human()),
-        }
+        print(self, format, Self::human);
     }
 
     fn human(&self) -> String {

@@ -1,8 +1,10 @@
 //! `farpage-bench apps` as people and scripts use it, in its `--smoke` form.
 
+mod common;
+
 use std::{
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::{Output, Stdio},
     time::{Duration, Instant},
 };
 
@@ -11,6 +13,8 @@ use nix::{
     unistd::Pid,
 };
 use serde_json::Value;
+
+use common::{bench, can_page, run};
 
 const APPS: [&str; 10] = [
     "pagerank",
@@ -24,27 +28,6 @@ const APPS: [&str; 10] = [
     "xsbench-random",
     "stencil",
 ];
-
-fn bench(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-bench"));
-    command.args(args).stdin(Stdio::null());
-    command
-}
-
-fn run(args: &[&str]) -> Output {
-    bench(args)
-        .output()
-        .expect("the program was built for this test")
-}
-
-/// Whether pages can be served here; says so if not.
-fn can_page(test: &str) -> bool {
-    let doctor = run(&["doctor"]);
-    if !doctor.status.success() {
-        eprintln!("SKIPPED: {test}: `farpage-bench doctor` says that farpage cannot work here");
-    }
-    doctor.status.success()
-}
 
 fn succeeded(output: &Output) -> String {
     let stdout = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,34 +1,17 @@
 //! The program as people and scripts use it: each benchmark in its `--smoke` form, as a process, against the memory server
 //! that it starts itself. That each works with other options, too, is for `cargo xtask bench --smoke` to see.
 
+mod common;
+
 use std::{
     path::{Path, PathBuf},
-    process::{Command, Output, Stdio},
+    process::Stdio,
     time::{Duration, Instant},
 };
 
 use serde_json::Value;
 
-fn bench(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_farpage-bench"));
-    command.args(args).stdin(Stdio::null());
-    command
-}
-
-fn run(args: &[&str]) -> Output {
-    bench(args)
-        .output()
-        .expect("the program was built for this test")
-}
-
-/// Whether pages can be served here; says so if not.
-fn can_page(test: &str) -> bool {
-    let doctor = run(&["doctor"]);
-    if !doctor.status.success() {
-        eprintln!("SKIPPED: {test}: `farpage-bench doctor` says that farpage cannot work here");
-    }
-    doctor.status.success()
-}
+use common::{bench, can_page, run};
 
 /// Runs a benchmark and checks what all reports have in common.
 fn report(benchmark: &str, args: &[&str]) -> Value {

@@ -5,7 +5,7 @@
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
-use crate::options::Format;
+use crate::{options::Format, report};
 
 /// A run.
 #[derive(Debug, Serialize)]
@@ -117,13 +117,7 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
 impl AppsReport {
     /// Prints the report to standard output.
     pub(crate) fn print(&self, format: Format) {
-        match format {
-            Format::Json => println!(
-                "{}",
-                serde_json::to_string(self).expect("a report has string keys and finite figures")
-            ),
-            Format::Human => println!("{}", self.human()),
-        }
+        report::print(self, format, Self::human);
     }
 
     fn human(&self) -> String {
