@@ -55,6 +55,29 @@ impl Plan {
         ahead: 0..0,
         down: false,
     };
+
+    /// Pages in order.
+    pub(crate) fn up(ahead: Range<usize>) -> Plan {
+        Plan { ahead, down: false }
+    }
+
+    /// The page that the program comes to first. The plan has one.
+    pub(crate) fn nearest(&self) -> usize {
+        if self.down {
+            self.ahead.end - 1
+        } else {
+            self.ahead.start
+        }
+    }
+
+    /// Takes the `count` nearest pages off, which the plan has.
+    pub(crate) fn take_off(&mut self, count: usize) {
+        if self.down {
+            self.ahead.end -= count;
+        } else {
+            self.ahead.start += count;
+        }
+    }
 }
 
 impl Stream {
@@ -153,7 +176,7 @@ mod tests {
     use super::*;
 
     fn up(ahead: Range<usize>) -> Plan {
-        Plan { ahead, down: false }
+        Plan::up(ahead)
     }
 
     fn down(ahead: Range<usize>) -> Plan {

@@ -109,6 +109,9 @@ struct Waiting {
     since: Instant,
 }
 
+/// Pages in a row and the frame for them.
+type Run<F> = (Range<usize>, F);
+
 /// There is no frame to spare for guesses.
 struct NoRoom;
 
@@ -649,71 +652,58 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Begins the nearest run of a wish and takes it off, or passes over a page that is not to be brought in. Returns whether anything was begun.
     fn serve_wish(&mut self, wish: &mut Wish) -> Result<bool, NoRoom> {
-        let (region, down) = (wish.region.clone(), wish.plan.down);
-        let page_bytes = region.page_bytes();
-        let nearest = if down {
-            wish.plan.ahead.end - 1
+        let nearest = wish.plan.nearest();
+        let flight = if wish.region.shard_of(nearest, self.core.shards()) == self.shard {
+            self.own_ahead(&wish.region, &wish.plan)?
         } else {
-            wish.plan.ahead.start
+            None
         };
-        let mut run = if region.shard_of(nearest, self.core.shards()) == self.shard {
-            self.remote_run(&region, &wish.plan)
-        } else {
-            nearest..nearest
-        };
-        let mut frame = None;
-        if !run.is_empty() {
-            let mut taken = self
-                .core
-                .frames
-                .for_prefetch(page_bytes, run.len())
-                .ok_or(NoRoom)?;
-            self.call_evictors();
-            let got = pages_in(&taken, page_bytes);
-            run = if down {
-                run.end - got..run.end
-            } else {
-                run.start..run.start + got
-            };
-            let entered = region.enter();
-            run = if entered {
-                self.own(&region, run, down)
-            } else {
-                nearest..nearest
-            };
-            let rest = if run.is_empty() {
-                // A thread of the program that serves its own faults was faster.
-                if entered {
-                    region.exit();
-                }
-                Some(taken)
-            } else {
-                let rest = keep_first(&mut taken, run.len(), page_bytes);
-                frame = Some(taken);
-                rest
-            };
-            if let Some(rest) = rest {
-                self.core.release(rest, page_bytes);
-            }
-        }
-        let done = run.len().max(1);
-        if down {
-            wish.plan.ahead.end -= done;
-        } else {
-            wish.plan.ahead.start += done;
-        }
         let trigger = mem::take(&mut wish.trigger);
-        let begun = frame.is_some();
-        if let Some(frame) = frame {
-            let flight = Flight {
-                region,
-                pages: run,
-                heat: Heat::Cold,
-                trigger,
-            };
-            self.post(flight, frame);
+        let Some((pages, frame)) = flight else {
+            wish.plan.take_off(1);
+            return Ok(false);
+        };
+        wish.plan.take_off(pages.len());
+        let flight = Flight {
+            region: wish.region.clone(),
+            pages,
+            heat: Heat::Cold,
+            trigger,
+        };
+        self.post(flight, frame);
+        Ok(true)
+    }
+
+    /// Owns the nearest run of a plan, as far as there are frames for it, and enters its region.
+    fn own_ahead(&self, region: &Region, plan: &Plan) -> Result<Option<Run<A::Frame>>, NoRoom> {
+        let (run, page_bytes) = (self.remote_run(region, plan), region.page_bytes());
+        if run.is_empty() {
+            return Ok(None);
         }
-        Ok(begun)
+        let frame = self.core.frames.for_prefetch(page_bytes, run.len());
+        let mut frame = frame.ok_or(NoRoom)?;
+        self.call_evictors();
+        if !region.enter() {
+            self.core.release(frame, page_bytes);
+            return Ok(None);
+        }
+        let got = pages_in(&frame, page_bytes);
+        let run = if plan.down {
+            run.end - got..run.end
+        } else {
+            run.start..run.start + got
+        };
+        let run = self.own(region, run, plan.down);
+        if run.is_empty() {
+            // A thread of the program that serves its own faults was faster.
+            region.exit();
+            self.core.release(frame, page_bytes);
+            return Ok(None);
+        }
+        if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
+            self.core.release(rest, page_bytes);
+        }
+        Ok(Some((run, frame)))
     }
 
     /// A fault was noted on a page that is held back: the program has come along.
@@ -747,11 +737,7 @@ impl<A: AddressSpace> Filler<A> {
             any = true;
             match command {
                 Command::Prefetch(region, pages) => {
-                    let plan = Plan {
-                        ahead: pages,
-                        down: false,
-                    };
-                    self.wish(region, plan, false);
+                    self.wish(region, Plan::up(pages), false);
                 }
                 Command::Demand(region, pages, taken_on) => {
                     self.demand(&region, pages);
@@ -797,10 +783,7 @@ impl<A: AddressSpace> Filler<A> {
             };
             match on_fault {
                 OnFault::Fill => {
-                    let with = Plan {
-                        ahead: page..pages.end,
-                        down: false,
-                    };
+                    let with = Plan::up(page..pages.end);
                     page = self.begin(region.clone(), at, with).end;
                 }
                 OnFault::Noted => {
