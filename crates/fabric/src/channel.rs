@@ -10,10 +10,18 @@ use std::{
 
 use farpage_wire::ExtentId;
 
-/// Bytes that can take part in an operation: the same bytes until the buffer is dropped.
-pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {}
+use crate::regmem::RegBuf;
 
-impl<T: AsRef<[u8]> + AsMut<[u8]> + Send + 'static> Buf for T {}
+/// Bytes that can take part in an operation: the same bytes until the buffer is dropped.
+pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
+    /// The registered buffer that these bytes are, from its first byte on. A channel over an adapter moves them as they lie; others it has to
+    /// copy. Channels without an adapter do not ask.
+    fn registered(&self) -> Option<&RegBuf> {
+        None
+    }
+}
+
+impl Buf for Vec<u8> {}
 
 /// What an operation does, seen from the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -10,6 +10,7 @@ pub mod conformance;
 pub mod host;
 mod link;
 pub mod memory;
+pub mod regmem;
 pub mod server;
 pub mod session;
 mod shm;

@@ -28,7 +28,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender};
-use farpage_fabric::{Buf, ChannelError, Completion, ConnectError, Op, Verb};
+use farpage_fabric::{ChannelError, Completion, ConnectError, Op, Verb};
 use nix::poll::{PollFd, PollFlags};
 
 use self::{
@@ -52,7 +52,8 @@ const OPS_MAX: usize = 128;
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
 /// A local buffer that holds the bytes of a run of pages and can be cut between them and put together again.
-pub trait Frame: Buf + Sized {
+/// Never registered with a network adapter: its pages circulate, and pinned pages do not move.
+pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Sized + Send + 'static {
     /// Keeps the first `bytes` (whole pages, not all, not none) and returns the rest.
     fn split_off(&mut self, bytes: usize) -> Self;
 

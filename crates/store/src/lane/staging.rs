@@ -3,6 +3,8 @@
 //! The rule it keeps: buffers that are out hold at most [`BYTES_MAX`] together, or one page: they are local memory beside
 //! the budget. Whoever takes one puts it back.
 
+use farpage_fabric::Buf;
+
 use crate::{Frame, codec::Encoder};
 
 const BYTES_MAX: usize = 4 << 20;
@@ -45,6 +47,8 @@ pub(super) enum IoBuf<F> {
     Frame(F),
     Staging(Vec<u8>),
 }
+
+impl<F: Frame> Buf for IoBuf<F> {}
 
 impl<F: Frame> AsRef<[u8]> for IoBuf<F> {
     fn as_ref(&self) -> &[u8] {

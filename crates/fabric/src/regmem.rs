@@ -1,0 +1,212 @@
+//! Registered memory that is reused explicitly: [`RegPool`] and its buffers, [`RegBuf`].
+//!
+//! The rule it keeps: registered memory has an owner that outlives its registration. Slabs are mapped, registered once and kept; buffers are
+//! carved from them, move into operations and come back with their completions, and return to the pool when they are dropped. The same type
+//! serves fabrics without an adapter, so nobody above asks which fabric it is on.
+//!
+//! Why not a cache of registrations by address, as message-passing libraries have: memory that is freed and mapped again has the
+//! old address and other pages, and the adapter goes on writing to the old ones (Levy et al., "The Case for Explicit Reuse Semantics for RDMA
+//! Communication"). Here that cannot be said. A buffer that is in an operation is out of reach:
+//!
+//! ```compile_fail,E0382
+//! # use farpage_fabric::{ExtentId, Op, Verb, regmem::{RegPool, RegPoolOptions}};
+//! let pool = RegPool::new([], RegPoolOptions::default());
+//! let mut buf = pool.acquire(4096).expect("memory");
+//! let op = Op { tag: 0, verb: Verb::Read, extent: ExtentId(1), offset: 0, len: 4096, buf };
+//! buf.as_mut()[0] = 1; // it has moved into the operation
+//! # drop(op);
+//! ```
+//!
+//! and memory that was imported cannot be freed, resized or mapped anew under its registration, neither by its former owner
+//!
+//! ```compile_fail,E0382
+//! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
+//! let pool = RegPool::new([], RegPoolOptions::default());
+//! let memory = vec![0; 4096];
+//! let buf = pool.import(memory).expect("registered");
+//! drop(memory); // the buffer owns it
+//! # drop(buf);
+//! ```
+//!
+//! nor by somebody who has only lent it:
+//!
+//! ```compile_fail,E0597
+//! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
+//! let pool = RegPool::new([], RegPoolOptions::default());
+//! let mut memory = vec![0; 4096];
+//! let buf = pool.import(&mut memory).expect("registered"); // a loan may end before the buffer does
+//! # drop(buf);
+//! ```
+//!
+//! What does work:
+//!
+//! ```
+//! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
+//! let pool = RegPool::new([], RegPoolOptions::default());
+//! let mut buf = pool.acquire(4096)?;
+//! buf.as_mut().fill(7);
+//! drop(buf);
+//! let again = pool.acquire(4096)?;
+//! assert_eq!((pool.stats().slabs, pool.stats().cache_hits), (1, 1));
+//! # drop(again);
+//! # Ok::<(), farpage_fabric::regmem::RegError>(())
+//! ```
+
+mod pool;
+mod registrar;
+mod slab;
+
+use std::{fmt, io, ptr::NonNull, sync::Arc};
+
+use self::pool::{Foreign, Inner, Piece};
+pub use self::{
+    pool::{MAX_BUF_BYTES, RegPool, RegPoolOptions, RegPoolStats},
+    registrar::{DomainId, Keys, NullRegistrar, Registrar, Registration},
+};
+use crate::Buf;
+
+/// The registrars of a pool, one per protection domain.
+type Registrars = Arc<[Arc<dyn Registrar>]>;
+
+/// Who may use registered memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Access {
+    /// Operations of this process only: a peer that guesses a key cannot reach it.
+    #[default]
+    Local,
+    /// Peers too, by READ, WRITE and atomics. Its bytes may change at any time: touch them by raw pointers only.
+    Remote,
+}
+
+/// Why there is no registered memory.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RegError {
+    /// The system gave no memory.
+    #[error("cannot map {bytes} bytes for registered memory: {source}")]
+    Map {
+        /// Bytes asked for.
+        bytes: usize,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The adapter did not take the memory.
+    #[error("cannot register {bytes} bytes with {registrar}: {source}{advice}")]
+    Register {
+        /// Bytes of the memory.
+        bytes: usize,
+        /// Who was asked.
+        registrar: String,
+        /// What the system said.
+        source: io::Error,
+        /// What to do, if that is known.
+        advice: String,
+    },
+    /// The pool's own cap.
+    #[error(
+        "registered memory is at its cap: {asked_bytes} more bytes do not fit into {bytes_max}, of which {used_bytes} are taken; drop \
+         buffers of this size, or raise `bytes_max`"
+    )]
+    Full {
+        /// Bytes asked for, as the pool rounds them.
+        asked_bytes: usize,
+        /// Bytes of the pool's slabs.
+        used_bytes: usize,
+        /// The cap.
+        bytes_max: usize,
+    },
+}
+
+/// A buffer in registered memory. Goes back to its pool when it is dropped.
+pub struct RegBuf {
+    /// Exclusively this buffer's, and valid as long as `home`.
+    memory: NonNull<[u8]>,
+    pool: Arc<Inner>,
+    home: Home,
+}
+
+enum Home {
+    /// `None` only while it is being dropped.
+    Pool(Option<Piece>),
+    Foreign(Box<Foreign>),
+}
+
+// SAFETY: it owns its bytes as a `Vec<u8>` does; the parts that it consists of are `Send`.
+unsafe impl Send for RegBuf {}
+// SAFETY: a shared reference gives shared access to the bytes only.
+unsafe impl Sync for RegBuf {}
+
+impl RegBuf {
+    fn pooled(pool: Arc<Inner>, piece: Piece, bytes: usize) -> Self {
+        Self {
+            memory: piece.memory(bytes),
+            pool,
+            home: Home::Pool(Some(piece)),
+        }
+    }
+
+    fn foreign(pool: Arc<Inner>, foreign: Foreign) -> Self {
+        Self {
+            memory: foreign.memory,
+            pool,
+            home: Home::Foreign(Box::new(foreign)),
+        }
+    }
+
+    /// What the memory that the buffer lies in is called in this protection domain; the address is the buffer's own. The memory is registered
+    /// now if its pool is lazy and it was not yet. `None`: the pool does not serve the domain.
+    ///
+    /// # Errors
+    /// [`RegError::Register`], only from a lazy pool.
+    pub fn keys(&self, domain: DomainId) -> Result<Option<Keys>, RegError> {
+        let registered = match &self.home {
+            Home::Pool(piece) => &piece.as_ref().expect("here until dropped").slab.registered,
+            Home::Foreign(foreign) => &foreign.registered,
+        };
+        registered.keys(domain, &self.pool.registrations)
+    }
+
+    /// The first byte's address: what an adapter is told, and how memory that peers write to is touched. Valid until the buffer is dropped.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.memory.as_ptr().cast()
+    }
+}
+
+impl Buf for RegBuf {
+    fn registered(&self) -> Option<&RegBuf> {
+        Some(self)
+    }
+}
+
+impl AsRef<[u8]> for RegBuf {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: this buffer's bytes, initialised, shared as `self` is.
+        unsafe { self.memory.as_ref() }
+    }
+}
+
+impl AsMut<[u8]> for RegBuf {
+    fn as_mut(&mut self) -> &mut [u8] {
+        // SAFETY: this buffer's bytes, initialised, exclusive as `self` is.
+        unsafe { self.memory.as_mut() }
+    }
+}
+
+impl Drop for RegBuf {
+    fn drop(&mut self) {
+        if let Home::Pool(piece) = &mut self.home {
+            self.pool.put(piece.take().expect("dropped once"));
+        }
+    }
+}
+
+impl fmt::Debug for RegBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "RegBuf({} bytes at {:p})",
+            self.memory.len(),
+            self.memory
+        )
+    }
+}

@@ -1,0 +1,398 @@
+//! [`RegPool`]: buffers carved from slabs that are registered once.
+//!
+//! The rule it keeps: a piece of a slab is in one place, either in a [`RegBuf`] or in one cache. Pieces keep their size class for ever:
+//! nothing is merged, nothing is given back before the pool ends, so that after a while nothing is made or registered any more.
+//! The downside: pieces of one class do not help out another, so a pool's memory is the sum of each class's peak.
+//!
+//! Threads have caches of their own (beyond [`CACHES`] they share), each behind a lock that only a thread whose cache is empty ever contends:
+//! it takes half of what another one has. The locks are the standard library's, which never allocate.
+
+use std::{
+    array, fmt,
+    ptr::NonNull,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use super::{
+    Access, RegBuf, RegError, Registrar, Registrars,
+    registrar::Registered,
+    slab::{HUGE_PAGE_BYTES, Slab},
+};
+
+/// The longest buffer.
+pub const MAX_BUF_BYTES: usize = 1 << 30;
+
+/// The smallest class is above this. Sizes are multiples of a cache line, so that no two buffers share one.
+const CLASS_BYTES_MIN: usize = 256;
+/// Classes per doubling: at most a fifth of a buffer is wasted.
+const STEPS: usize = 4;
+const CLASSES: usize = STEPS * (MAX_BUF_BYTES.ilog2() - CLASS_BYTES_MIN.ilog2()) as usize;
+/// More than the threads that a runtime has on the machines we know would gain nothing; each takes 2 KiB.
+const CACHES: usize = 16;
+
+/// How a pool behaves.
+#[derive(Clone, Debug)]
+pub struct RegPoolOptions {
+    /// Memory is mapped and registered in pieces of so many bytes, rounded up to 2 MiB; larger ones for larger buffers. Default: 2 MiB.
+    pub slab_bytes: usize,
+    /// The most memory that the pool takes. Default: no cap.
+    pub bytes_max: usize,
+    /// Who may use it. Default: [`Access::Local`].
+    pub access: Access,
+    /// Register a slab when a buffer of it is first used with an adapter, not when it is made. Default: no, so that the data path never
+    /// registers anything.
+    pub lazy: bool,
+}
+
+impl Default for RegPoolOptions {
+    fn default() -> Self {
+        Self {
+            slab_bytes: HUGE_PAGE_BYTES,
+            bytes_max: usize::MAX,
+            access: Access::Local,
+            lazy: false,
+        }
+    }
+}
+
+/// What a pool has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RegPoolStats {
+    /// Calls to a registrar that succeeded: for slabs and for imported memory.
+    pub registrations: u64,
+    /// Slabs made.
+    pub slabs: u64,
+    /// Their bytes. Imported memory is not counted.
+    pub bytes: u64,
+    /// Buffers handed out.
+    pub acquisitions: u64,
+    /// Of these, from the cache of the thread that asked.
+    pub cache_hits: u64,
+}
+
+/// Registered memory, cut to order. Clones are handles on the same pool; it ends with the last handle and the last buffer.
+#[derive(Clone)]
+pub struct RegPool(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    options: RegPoolOptions,
+    registrars: Registrars,
+    caches: [Cache; CACHES],
+    carving: Mutex<Carving>,
+    /// Relaxed: a figure, nothing is published through it.
+    pub(super) registrations: AtomicU64,
+}
+
+/// Free pieces of one thread, on cache lines of its own.
+#[repr(align(128))]
+#[derive(Default)]
+struct Cache(Mutex<Free>);
+
+struct Free {
+    by_class: [Vec<Piece>; CLASSES],
+    acquisitions: u64,
+    hits: u64,
+}
+
+/// A part of a slab that belongs to one class.
+pub(super) struct Piece {
+    pub(super) slab: Arc<Slab>,
+    offset: usize,
+    class: usize,
+}
+
+/// What no piece has been carved from yet. The lock is held while a slab is made and registered: two threads in need make one.
+#[derive(Default)]
+struct Carving {
+    /// With the offset of the part that is left.
+    slabs: Vec<(Arc<Slab>, usize)>,
+    bytes: usize,
+}
+
+impl RegPool {
+    /// A pool for these protection domains; without memory until it is needed. No registrar: memory that no adapter will see.
+    pub fn new(
+        registrars: impl IntoIterator<Item = Arc<dyn Registrar>>,
+        options: RegPoolOptions,
+    ) -> Self {
+        let mut distinct: Vec<Arc<dyn Registrar>> = Vec::new();
+        for registrar in registrars {
+            if distinct
+                .iter()
+                .all(|known| known.domain() != registrar.domain())
+            {
+                distinct.push(registrar);
+            }
+        }
+        Self(Arc::new(Inner {
+            options,
+            registrars: distinct.into(),
+            caches: Default::default(),
+            carving: Mutex::default(),
+            registrations: AtomicU64::new(0),
+        }))
+    }
+
+    /// A buffer of `bytes` bytes, aligned to a cache line. What it holds is what was left in it; at first zeros.
+    ///
+    /// # Errors
+    /// [`RegError`] when new memory is needed and cannot be had.
+    ///
+    /// # Panics
+    /// When `bytes` is 0 or more than [`MAX_BUF_BYTES`].
+    pub fn acquire(&self, bytes: usize) -> Result<RegBuf, RegError> {
+        assert!(
+            (1..=MAX_BUF_BYTES).contains(&bytes),
+            "a registered buffer of {bytes} bytes"
+        );
+        let class = class_of(bytes);
+        let own = this_cache();
+        let piece = match self.0.caches[own].pop(class) {
+            Some(piece) => piece,
+            None => match self.0.steal(own, class) {
+                Some(piece) => piece,
+                None => self.0.carve(class)?,
+            },
+        };
+        Ok(RegBuf::pooled(Arc::clone(&self.0), piece, bytes))
+    }
+
+    /// A buffer over memory of somebody else's, registered as the pool's own is. The owner is kept until the buffer is dropped, and nobody can
+    /// reach the memory through it meanwhile.
+    ///
+    /// # Errors
+    /// [`RegError::Register`]; the owner is dropped.
+    ///
+    /// # Panics
+    /// If the memory is empty.
+    pub fn import<O>(&self, owner: O) -> Result<RegBuf, RegError>
+    where
+        O: AsMut<[u8]> + Send + 'static,
+    {
+        let foreign = Foreign::new(owner, &self.0);
+        if !self.0.options.lazy {
+            foreign.registered.register_all(&self.0.registrations)?;
+        }
+        Ok(RegBuf::foreign(Arc::clone(&self.0), foreign))
+    }
+
+    /// What it has done so far.
+    pub fn stats(&self) -> RegPoolStats {
+        let (slabs, bytes) = {
+            let carving = lock(&self.0.carving);
+            (carving.slabs.len() as u64, carving.bytes as u64)
+        };
+        let mut stats = RegPoolStats {
+            registrations: self.0.registrations.load(Ordering::Relaxed),
+            slabs,
+            bytes,
+            ..RegPoolStats::default()
+        };
+        for cache in &self.0.caches {
+            let free = lock(&cache.0);
+            stats.acquisitions += free.acquisitions;
+            stats.cache_hits += free.hits;
+        }
+        stats
+    }
+}
+
+impl fmt::Debug for RegPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RegPool")
+            .field("registrars", &self.0.registrars)
+            .field("stats", &self.stats())
+            .finish()
+    }
+}
+
+impl Inner {
+    /// Takes half of what another thread has, one of it for now.
+    fn steal(&self, own: usize, class: usize) -> Option<Piece> {
+        // No two locks are held at once.
+        let mut taken = (1..CACHES).find_map(|i| {
+            let mut free = lock(&self.caches[(own + i) % CACHES].0);
+            let pieces = &mut free.by_class[class];
+            let rest = pieces.len() / 2;
+            (!pieces.is_empty()).then(|| pieces.split_off(rest))
+        })?;
+        let piece = taken.pop();
+        lock(&self.caches[own].0).by_class[class].append(&mut taken);
+        piece
+    }
+
+    /// Cuts a new piece, out of a new slab if there has to be one.
+    fn carve(&self, class: usize) -> Result<Piece, RegError> {
+        let bytes = class_bytes(class);
+        let mut carving = lock(&self.carving);
+        let room = |(slab, used): &(Arc<Slab>, usize)| used + bytes <= slab.bytes();
+        let at = match carving.slabs.iter().position(room) {
+            Some(at) => at,
+            None => {
+                let slab = self.new_slab(bytes, carving.bytes)?;
+                carving.bytes += slab.bytes();
+                carving.slabs.push((Arc::new(slab), 0));
+                carving.slabs.len() - 1
+            }
+        };
+        let (slab, used) = &mut carving.slabs[at];
+        let (slab, offset) = (Arc::clone(slab), *used);
+        *used += bytes;
+        Ok(Piece {
+            slab,
+            offset,
+            class,
+        })
+    }
+
+    fn new_slab(&self, piece_bytes: usize, used_bytes: usize) -> Result<Slab, RegError> {
+        let least = piece_bytes.next_multiple_of(HUGE_PAGE_BYTES);
+        let wanted = (self.options.slab_bytes.max(1)).next_multiple_of(HUGE_PAGE_BYTES);
+        let left = self.options.bytes_max.saturating_sub(used_bytes);
+        let bytes = if wanted.max(least) <= left {
+            wanted.max(least)
+        } else if least <= left {
+            least
+        } else {
+            return Err(RegError::Full {
+                asked_bytes: piece_bytes,
+                used_bytes,
+                bytes_max: self.options.bytes_max,
+            });
+        };
+        let slab = Slab::new(bytes, self.options.access, &self.registrars)
+            .map_err(|source| RegError::Map { bytes, source })?;
+        if !self.options.lazy {
+            slab.registered.register_all(&self.registrations)?;
+        }
+        Ok(slab)
+    }
+
+    /// Back into the cache of the thread that dropped the buffer.
+    pub(super) fn put(&self, piece: Piece) {
+        let class = piece.class;
+        lock(&self.caches[this_cache()].0).by_class[class].push(piece);
+    }
+}
+
+impl Cache {
+    fn pop(&self, class: usize) -> Option<Piece> {
+        let mut free = lock(&self.0);
+        let piece = free.by_class[class].pop();
+        free.acquisitions += 1;
+        free.hits += u64::from(piece.is_some());
+        piece
+    }
+}
+
+impl Default for Free {
+    fn default() -> Self {
+        Self {
+            by_class: array::from_fn(|_| Vec::new()),
+            acquisitions: 0,
+            hits: 0,
+        }
+    }
+}
+
+impl Piece {
+    /// Its first `bytes` bytes; valid as long as the piece, and nobody else's.
+    pub(super) fn memory(&self, bytes: usize) -> NonNull<[u8]> {
+        debug_assert!(bytes <= class_bytes(self.class));
+        self.slab.at(self.offset, bytes)
+    }
+}
+
+/// Memory of somebody else's.
+pub(super) struct Foreign {
+    // Dropped before the owner, in this order.
+    pub(super) registered: Registered,
+    pub(super) memory: NonNull<[u8]>,
+    _owner: Owner,
+}
+
+/// A boxed owner, behind a raw pointer since moving a `Box` would say that nobody else points into it.
+struct Owner(*mut (dyn Send + 'static));
+
+impl Foreign {
+    fn new<O: AsMut<[u8]> + Send + 'static>(owner: O, pool: &Inner) -> Self {
+        let boxed = Box::into_raw(Box::new(owner));
+        let owner = Owner(boxed);
+        // SAFETY: just made, and ours alone. The bytes stay borrowed from it until it is dropped in `Owner::drop`: nobody else can reach
+        // the owner until then, so no safe code can give the bytes back, move them or touch them.
+        let memory = NonNull::from(unsafe { (*boxed).as_mut() });
+        assert!(!memory.is_empty(), "a registered buffer of 0 bytes");
+        // SAFETY: exclusively borrowed memory stays mapped where it is; dropped before the owner.
+        let registered = unsafe { Registered::new(memory, pool.options.access, &pool.registrars) };
+        Self {
+            registered,
+            memory,
+            _owner: owner,
+        }
+    }
+}
+
+// SAFETY: the owner is `Send`; it is only ever dropped.
+unsafe impl Send for Foreign {}
+// SAFETY: a shared reference gives no access to the owner, and the bytes were exclusively borrowed from it.
+unsafe impl Sync for Foreign {}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // SAFETY: from `Box::into_raw`, and nothing refers to it or its bytes any more.
+        drop(unsafe { Box::from_raw(self.0) });
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A registrar that panicked left everything as it was.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The calling thread's cache.
+fn this_cache() -> usize {
+    // Relaxed: only that numbers differ matters.
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local!(static OWN: usize = NEXT.fetch_add(1, Ordering::Relaxed) % CACHES);
+    // A buffer that is dropped while its thread ends may come after this: any cache will do.
+    OWN.try_with(|own| *own).unwrap_or(0)
+}
+
+/// The class whose pieces hold so many bytes: four between each power of two and the next.
+fn class_of(bytes: usize) -> usize {
+    let below = bytes.max(CLASS_BYTES_MIN + 1) - 1;
+    let doubling = below.ilog2();
+    let step = (below - (1 << doubling)) >> (doubling - STEPS.ilog2());
+    (doubling - CLASS_BYTES_MIN.ilog2()) as usize * STEPS + step
+}
+
+/// The size of a class's pieces.
+fn class_bytes(class: usize) -> usize {
+    let doubling = CLASS_BYTES_MIN << (class / STEPS);
+    doubling + (class % STEPS + 1) * (doubling / STEPS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn classes_hold_what_they_are_for_and_waste_a_fifth_at_most() {
+        for bytes in (1..100_000).chain([1 << 20, (1 << 20) + 1, MAX_BUF_BYTES - 1, MAX_BUF_BYTES])
+        {
+            let class = class_of(bytes);
+            let room = class_bytes(class);
+            assert!(room >= bytes && class < CLASSES, "{bytes} in {room}");
+            assert!(
+                bytes <= CLASS_BYTES_MIN || room * 4 < bytes * 5,
+                "{bytes} in {room}"
+            );
+            assert_eq!(room % 64, 0);
+            assert!(class == 0 || class_bytes(class - 1) < bytes.max(CLASS_BYTES_MIN + 1));
+        }
+    }
+}

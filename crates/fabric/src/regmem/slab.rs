@@ -1,0 +1,121 @@
+//! [`Slab`]: a mapping that is registered once and given back with its pool.
+//!
+//! The rule it keeps: the registration ends before the mapping does. What is carved out of it is left to the pool.
+
+use std::{io, num::NonZeroUsize, ptr::NonNull};
+
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use super::{Access, Registrars, registrar::Registered};
+
+/// The size of a huge page, and what slabs are multiples of and aligned to.
+pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// Memory of a pool.
+pub(super) struct Slab {
+    // Dropped in this order.
+    pub(super) registered: Registered,
+    mapping: Mapping,
+}
+
+impl Slab {
+    /// New zeroed memory that no adapter knows yet. `bytes` is a multiple of [`HUGE_PAGE_BYTES`].
+    pub(super) fn new(bytes: usize, access: Access, registrars: &Registrars) -> io::Result<Self> {
+        let mapping = Mapping::new(bytes)?;
+        let memory = NonNull::slice_from_raw_parts(mapping.start, bytes);
+        // SAFETY: the mapping is ours alone, nothing here ever changes it, and it is dropped after `registered`.
+        let registered = unsafe { Registered::new(memory, access, registrars) };
+        Ok(Self {
+            registered,
+            mapping,
+        })
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.mapping.bytes
+    }
+
+    /// The bytes at `offset`; valid as long as `self`.
+    pub(super) fn at(&self, offset: usize, bytes: usize) -> NonNull<[u8]> {
+        assert!(
+            offset + bytes <= self.bytes(),
+            "{bytes} bytes at {offset} of a slab of {}",
+            self.bytes()
+        );
+        // SAFETY: inside the mapping, as asserted.
+        let start = unsafe { self.mapping.start.add(offset) };
+        NonNull::slice_from_raw_parts(start, bytes)
+    }
+}
+
+/// Private anonymous memory, aligned to huge pages and backed by them where the kernel grants it; zeroed.
+struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: an address range that this value owns; who may touch which bytes is kept by those that carve it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(bytes: usize) -> io::Result<Self> {
+        let whole_bytes = bytes + HUGE_PAGE_BYTES;
+        let length = NonZeroUsize::new(whole_bytes).expect("more than a huge page");
+        let (protection, flags) = (
+            ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+            MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
+        );
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let whole = unsafe { mmap_anonymous(None, length, protection, flags)? }.cast::<u8>();
+        let before = whole.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        // SAFETY: `before` is less than the huge page that was mapped beyond `bytes`.
+        let start = unsafe { whole.add(before) };
+        let mapping = Self { start, bytes };
+        // What was mapped for the alignment goes back. It is a huge page in all, so it lies before, behind, or both.
+        for (at, len) in [
+            (whole, before),
+            // SAFETY: the end of the aligned part, inside of what was mapped or at its end.
+            (unsafe { start.add(bytes) }, HUGE_PAGE_BYTES - before),
+        ] {
+            if len > 0 {
+                // SAFETY: whole kernel pages of the mapping made above, of which nobody knows yet.
+                unsafe { munmap(at.cast(), len)? };
+            }
+        }
+        // SAFETY: advice on the mapping made above. Huge pages are a wish: a kernel without them says EINVAL.
+        let _ = unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
+        // A child that shared these pages would make them copy-on-write, and the adapter would go on with the old ones.
+        // SAFETY: as above.
+        unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_DONTFORK)? };
+        Ok(mapping)
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`; whoever was given a part of it kept the slab alive until now.
+        let unmapped = unsafe { munmap(self.start.cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok(), "a mapping of ours can be unmapped");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slabs_are_aligned_zeroed_and_whole() {
+        for huge_pages in [1, 3] {
+            let bytes = huge_pages * HUGE_PAGE_BYTES;
+            let slab = Slab::new(bytes, Access::Local, &Registrars::default()).unwrap();
+            let memory = slab.at(0, bytes);
+            assert_eq!(memory.as_ptr().cast::<u8>() as usize % HUGE_PAGE_BYTES, 0);
+            // SAFETY: the slab is ours alone.
+            let memory = unsafe { &mut *memory.as_ptr() };
+            assert!(memory.iter().all(|byte| *byte == 0));
+            memory.fill(1);
+        }
+    }
+}

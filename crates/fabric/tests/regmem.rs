@@ -1,0 +1,352 @@
+//! Registered memory: what is registered when, who owns which bytes, and what is said when there is none.
+//!
+//! The rule: a registrar that records what it is told stands in for a network adapter, so that all of it runs anywhere.
+
+use std::{
+    io,
+    ptr::NonNull,
+    sync::{
+        Arc, Barrier, Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    thread,
+};
+
+use farpage_fabric::{
+    Buf, Op, SessionOptions, Verb,
+    regmem::{
+        Access, DomainId, Keys, NullRegistrar, RegBuf, RegError, RegPool, RegPoolOptions,
+        Registrar, Registration,
+    },
+    sim::{SimConfig, SimServer},
+};
+use proptest::prelude::*;
+
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// Remembers what is registered.
+#[derive(Debug)]
+struct Recorder {
+    domain: DomainId,
+    next_key: AtomicU32,
+    live: Arc<Mutex<Vec<(usize, usize)>>>,
+    fails_with: Option<i32>,
+}
+
+impl Recorder {
+    fn new() -> Arc<Self> {
+        Self::failing(None)
+    }
+
+    fn failing(fails_with: Option<i32>) -> Arc<Self> {
+        Arc::new(Self {
+            domain: DomainId::unique(),
+            next_key: AtomicU32::new(1),
+            live: Arc::default(),
+            fails_with,
+        })
+    }
+
+    fn records(&self) -> MutexGuard<'_, Vec<(usize, usize)>> {
+        self.live.lock().expect("nothing panics under it")
+    }
+
+    fn live(&self) -> Vec<(usize, usize)> {
+        self.records().clone()
+    }
+}
+
+/// Reads the memory while it deregisters it, as an adapter may: a crash if it is gone by then.
+struct Guard {
+    at: (usize, usize),
+    live: Arc<Mutex<Vec<(usize, usize)>>>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let last = (self.at.0 + self.at.1 - 1) as *const u8;
+        // SAFETY: registered memory is mapped until its registration ends.
+        unsafe { last.read_volatile() };
+        let mut live = self.live.lock().expect("nothing panics under it");
+        live.retain(|at| *at != self.at);
+    }
+}
+
+impl Registrar for Recorder {
+    fn domain(&self) -> DomainId {
+        self.domain
+    }
+
+    unsafe fn register(&self, memory: NonNull<[u8]>, _access: Access) -> io::Result<Registration> {
+        if let Some(errno) = self.fails_with {
+            return Err(io::Error::from_raw_os_error(errno));
+        }
+        let at = (memory.as_ptr().cast::<u8>() as usize, memory.len());
+        self.records().push(at);
+        let key = self.next_key.fetch_add(1, Ordering::Relaxed);
+        let live = Arc::clone(&self.live);
+        let keys = Keys {
+            lkey: key,
+            rkey: key,
+        };
+        Ok(Registration::new(keys, Guard { at, live }))
+    }
+}
+
+fn pool(registrar: &Arc<Recorder>, options: RegPoolOptions) -> RegPool {
+    RegPool::new([Arc::clone(registrar) as Arc<dyn Registrar>], options)
+}
+
+fn address(buf: &RegBuf) -> usize {
+    buf.as_ptr() as usize
+}
+
+#[test]
+fn slabs_are_registered_once_and_deregistered_with_the_last_buffer() {
+    let recorder = Recorder::new();
+    let pool = pool(&recorder, RegPoolOptions::default());
+    assert_eq!(pool.stats().slabs, 0);
+    let bufs: Vec<_> = (0..64).map(|_| pool.acquire(60_000).unwrap()).collect();
+    let slabs = recorder.live();
+    assert_eq!(pool.stats().registrations, slabs.len() as u64);
+    // 64 buffers of 60 KiB each, with a fifth of waste at most, fit into that.
+    assert!((2..=3).contains(&slabs.len()), "{slabs:?}");
+    for buf in &bufs {
+        let keys = buf.keys(recorder.domain).unwrap().expect("its domain");
+        let (start, bytes) = slabs[keys.lkey as usize - 1];
+        assert!(address(buf) >= start && address(buf) + 60_000 <= start + bytes);
+        assert!(buf.keys(DomainId::unique()).unwrap().is_none());
+    }
+    drop(bufs);
+    for _ in 0..1000 {
+        drop((pool.acquire(60_000).unwrap(), pool.acquire(58_000).unwrap()));
+    }
+    let stats = pool.stats();
+    assert_eq!(
+        (stats.registrations, stats.slabs),
+        (slabs.len() as u64, slabs.len() as u64)
+    );
+    assert_eq!(stats.acquisitions, 64 + 2000);
+    assert_eq!(
+        stats.cache_hits, 2000,
+        "what this thread gave back comes from its cache"
+    );
+    let last = pool.acquire(60_000).unwrap();
+    drop(pool);
+    assert_eq!(recorder.live(), slabs, "a buffer keeps its pool");
+    drop(last);
+    assert!(recorder.live().is_empty());
+}
+
+#[test]
+fn lazy_pools_register_at_first_use_and_only_with_who_asks() {
+    let (recorder, other) = (Recorder::new(), Recorder::new());
+    let options = RegPoolOptions {
+        lazy: true,
+        ..RegPoolOptions::default()
+    };
+    let registrars = [&recorder, &other].map(|r| Arc::clone(r) as Arc<dyn Registrar>);
+    let pool = RegPool::new(registrars, options);
+    let (first, second) = (pool.acquire(4096).unwrap(), pool.acquire(4096).unwrap());
+    assert!(recorder.live().is_empty());
+    let keys = first.keys(recorder.domain).unwrap();
+    assert_eq!(
+        keys,
+        second.keys(recorder.domain).unwrap(),
+        "one slab, one key"
+    );
+    assert_eq!((recorder.live().len(), other.live().len()), (1, 0));
+    assert_eq!(pool.stats().registrations, 1);
+}
+
+#[test]
+fn the_cap_is_an_error_that_says_so_and_what_is_given_back_can_be_had_again() {
+    let recorder = Recorder::new();
+    let options = RegPoolOptions {
+        bytes_max: 2 * HUGE_PAGE_BYTES,
+        slab_bytes: 8 * HUGE_PAGE_BYTES,
+        ..RegPoolOptions::default()
+    };
+    let pool = pool(&recorder, options);
+    let mut bufs: Vec<_> = (0..4).map(|_| pool.acquire(1 << 20).unwrap()).collect();
+    let error = pool.acquire(1 << 20).unwrap_err();
+    assert!(
+        matches!(error, RegError::Full { used_bytes, .. } if used_bytes == 2 * HUGE_PAGE_BYTES)
+    );
+    assert!(error.to_string().contains("raise `bytes_max`"), "{error}");
+    bufs.pop();
+    pool.acquire(1 << 20).unwrap();
+}
+
+#[test]
+fn memory_that_cannot_be_registered_is_an_error_that_says_what_to_do() {
+    let pool_that_fails = |errno| pool(&Recorder::failing(Some(errno)), RegPoolOptions::default());
+    let full = pool_that_fails(libc::ENOMEM);
+    let error = full.acquire(4096).unwrap_err().to_string();
+    assert!(
+        error.starts_with("cannot register 2097152 bytes with Recorder"),
+        "{error}"
+    );
+    // Which of the two depends on the limit of whoever runs this.
+    assert!(
+        error.contains("ulimit -l") || error.contains("lower the cap"),
+        "{error}"
+    );
+    assert_eq!((full.stats().slabs, full.stats().registrations), (0, 0));
+    let other = pool_that_fails(libc::EINVAL)
+        .import(vec![0; 4096])
+        .unwrap_err();
+    assert!(!other.to_string().contains("ulimit"), "{other}");
+}
+
+#[test]
+fn imported_memory_keeps_its_owner_until_it_is_no_longer_registered() {
+    struct Owner {
+        bytes: Vec<u8>,
+        recorder: Arc<Recorder>,
+        dropped: Arc<AtomicBool>,
+    }
+    impl AsMut<[u8]> for Owner {
+        fn as_mut(&mut self) -> &mut [u8] {
+            &mut self.bytes
+        }
+    }
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            assert!(self.recorder.live().is_empty());
+            self.dropped.store(true, Ordering::Relaxed);
+        }
+    }
+    let recorder = Recorder::new();
+    let pool = pool(&recorder, RegPoolOptions::default());
+    let dropped = Arc::new(AtomicBool::new(false));
+    let bytes = vec![7; 10_000];
+    let at = bytes.as_ptr() as usize;
+    let owner = Owner {
+        bytes,
+        recorder: Arc::clone(&recorder),
+        dropped: Arc::clone(&dropped),
+    };
+    let mut buf = pool.import(owner).unwrap();
+    assert_eq!(recorder.live(), [(at, 10_000)]);
+    assert!(buf.keys(recorder.domain).unwrap().is_some());
+    // Buffers outlive everything that they came from.
+    drop(pool);
+    buf.as_mut()[9_999] = 8;
+    assert_eq!(
+        (buf.as_ref()[0], buf.as_ref()[9_999], buf.as_ref().len()),
+        (7, 8, 10_000)
+    );
+    assert!(!dropped.load(Ordering::Relaxed));
+    drop(buf);
+    assert!(dropped.load(Ordering::Relaxed));
+}
+
+#[test]
+fn buffers_that_another_thread_gave_back_are_found() {
+    let pool = RegPool::new([], RegPoolOptions::default());
+    for _ in 0..100 {
+        let bufs: Vec<_> = (0..8).map(|_| pool.acquire(100_000).unwrap()).collect();
+        thread::scope(|scope| scope.spawn(|| drop(bufs)).join().unwrap());
+    }
+    assert_eq!(pool.stats().slabs, 1);
+}
+
+#[test]
+fn threads_never_share_a_buffer() {
+    let pool = RegPool::new([Arc::new(NullRegistrar) as _], RegPoolOptions::default());
+    let (threads, rounds) = (4, 2_000);
+    let barrier = Barrier::new(threads);
+    // Buffers change hands, so that caches are emptied by others.
+    let exchange = Mutex::new(Vec::<(RegBuf, u8)>::new());
+    thread::scope(|scope| {
+        for thread in 0..threads {
+            let (pool, barrier, exchange) = (&pool, &barrier, &exchange);
+            scope.spawn(move || {
+                barrier.wait();
+                for round in 0..rounds {
+                    let stamp = (thread * 64 + round % 64) as u8;
+                    let mut buf = pool.acquire(1 + (round * 7919) % 9_000).unwrap();
+                    buf.as_mut().fill(stamp);
+                    let other = {
+                        let mut exchange = exchange.lock().unwrap();
+                        exchange.push((buf, stamp));
+                        let at = round % exchange.len();
+                        (exchange.len() > 16).then(|| exchange.swap_remove(at))
+                    };
+                    if let Some((buf, stamp)) = other {
+                        assert!(buf.as_ref().iter().all(|byte| *byte == stamp));
+                    }
+                }
+            });
+        }
+    });
+    let stats = pool.stats();
+    assert_eq!(stats.acquisitions, (threads * rounds) as u64);
+    assert_eq!(stats.registrations, stats.slabs);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Against the plainest model: buffers that are out do not overlap and keep their bytes; memory grows with the peak and not with time.
+    #[test]
+    fn buffers_that_are_out_do_not_overlap(steps in prop::collection::vec((1usize..300_000, any::<bool>()), 1..200)) {
+        let pool = RegPool::new([], RegPoolOptions::default());
+        let mut out: Vec<(RegBuf, u8)> = Vec::new();
+        for (step, (bytes, give_back)) in steps.into_iter().enumerate() {
+            if give_back && !out.is_empty() {
+                let (buf, stamp) = out.swap_remove(bytes % out.len());
+                prop_assert!(buf.as_ref().iter().all(|byte| *byte == stamp));
+            } else {
+                let mut buf = pool.acquire(bytes).unwrap();
+                prop_assert_eq!(buf.as_ref().len(), bytes);
+                prop_assert_eq!(address(&buf) % 64, 0);
+                buf.as_mut().fill(step as u8);
+                out.push((buf, step as u8));
+            }
+        }
+        let mut ranges: Vec<_> = out.iter().map(|(buf, _)| (address(buf), buf.as_ref().len())).collect();
+        ranges.sort_unstable();
+        prop_assert!(ranges.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0));
+    }
+}
+
+#[test]
+fn a_buffer_travels_through_a_channel_and_comes_back_registered() {
+    let recorder = Recorder::new();
+    let pool = pool(&recorder, RegPoolOptions::default());
+    let session = SimServer::new(SimConfig::new(1))
+        .session(&SessionOptions::default())
+        .unwrap();
+    let extent = session.grant(1 << 16).unwrap().id;
+    let mut channel = session.channel::<RegBuf>().unwrap();
+    let mut buf = pool.acquire(5000).unwrap();
+    buf.as_mut().fill(9);
+    let at = address(&buf);
+    for verb in [Verb::Write, Verb::Read] {
+        let op = Op {
+            tag: 1,
+            verb,
+            extent,
+            offset: 0,
+            len: 5000,
+            buf,
+        };
+        assert!(channel.post(op).is_ok());
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {}
+        let completion = done.pop().unwrap();
+        completion.result.unwrap();
+        buf = completion.buf;
+        assert_eq!(address(&buf), at);
+        assert!(buf.as_ref().iter().all(|byte| *byte == 9));
+        let keys = buf
+            .registered()
+            .map(|buf| buf.keys(recorder.domain).unwrap());
+        assert_eq!(keys, Some(Some(Keys { lkey: 1, rkey: 1 })));
+        if verb == Verb::Write {
+            buf.as_mut().fill(0);
+        }
+    }
+}
