@@ -72,7 +72,11 @@ pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
 
 /// The same for a child that has so long; one that has not ended by then is ended, with all its descendants, and has no status.
 pub(crate) fn status_within(time: Duration, command: &mut Command) -> Result<Option<ExitStatus>> {
-    let mut child = spawn(command)?;
+    wait_within(time, spawn(command)?)
+}
+
+/// [`wait`] for a child that has so long, as [`status_within`].
+pub(crate) fn wait_within(time: Duration, mut child: Child) -> Result<Option<ExitStatus>> {
     let end = Instant::now() + time;
     while Instant::now() < end {
         if child

@@ -8,6 +8,7 @@ mod children;
 mod install;
 mod setup;
 mod tests;
+mod vm;
 
 use std::{env, process::ExitCode};
 
@@ -24,6 +25,7 @@ Commands:
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
   install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
+  vm [OPTIONS] COMMAND...         run COMMAND in a virtual machine that has RDMA; `vm --help` says more
   setup                           only set up: install missing system packages, check kernel permissions
   help                            print this";
 
@@ -72,6 +74,14 @@ fn run() -> Result<ExitCode> {
             }
             None => Ok(misused("`install` takes `--prefix DIR`")),
         },
+        "vm" if rest == ["--help"] || rest == ["-h"] => {
+            println!("{}", vm::USAGE);
+            Ok(ExitCode::SUCCESS)
+        }
+        "vm" => {
+            children::end_with_us()?;
+            Ok(vm::run(rest))
+        }
         "help" | "--help" | "-h" => {
             println!("{USAGE}");
             Ok(ExitCode::SUCCESS)

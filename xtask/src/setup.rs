@@ -7,7 +7,7 @@
 use std::{
     env,
     fs::{self, OpenOptions},
-    io,
+    io, iter,
     path::Path,
     process::Command,
 };
@@ -21,15 +21,15 @@ use crate::children;
 /// # Errors
 /// What is missing and cannot be mended from here, with the line that mends it.
 pub(crate) fn prepare() -> Result<()> {
-    install_missing()?;
+    install(&NEEDS, "the build")?;
     may_handle_faults()
 }
 
-/// Something that the build needs.
-struct Need {
-    what: &'static str,
-    apt_package: &'static str,
-    is_there: fn() -> bool,
+/// Something that has to be on this machine.
+pub(crate) struct Need {
+    pub(crate) what: &'static str,
+    pub(crate) apt_package: &'static str,
+    pub(crate) is_there: fn() -> bool,
 }
 
 const NEEDS: [Need; 6] = [
@@ -65,8 +65,12 @@ const NEEDS: [Need; 6] = [
     },
 ];
 
-fn install_missing() -> Result<()> {
-    let missing: Vec<&Need> = NEEDS.iter().filter(|need| !(need.is_there)()).collect();
+/// Installs what is missing of `needs`. What is printed goes to standard error.
+///
+/// # Errors
+/// What is missing and cannot be installed from here, with the line that does it.
+pub(crate) fn install(needs: &[Need], for_whom: &str) -> Result<()> {
+    let missing: Vec<&Need> = needs.iter().filter(|need| !(need.is_there)()).collect();
     if missing.is_empty() {
         return Ok(());
     }
@@ -78,7 +82,7 @@ fn install_missing() -> Result<()> {
     let packages: Vec<&str> = missing.iter().map(|need| need.apt_package).collect();
     if !in_path("apt-get") {
         bail!(
-            "the build needs {what}.\nThis is not an apt system, so install that with your package manager \
+            "{for_whom} needs {what}.\nThis is not an apt system, so install that with your package manager \
              (Debian calls the packages: {}), then run this again.",
             packages.join(" ")
         );
@@ -89,11 +93,11 @@ fn install_missing() -> Result<()> {
     );
     let Some(root) = as_root() else {
         bail!(
-            "the build needs {what}.\nInstalling it takes root. Run this line, then try again:\n\n    {by_hand}\n"
+            "{for_whom} needs {what}.\nInstalling it takes root. Run this line, then try again:\n\n    {by_hand}\n"
         );
     };
-    println!(
-        "The build needs {what}: installing {} with apt-get.",
+    eprintln!(
+        "{for_whom} needs {what}: installing {} with apt-get.",
         packages.join(" ")
     );
     for step in [
@@ -110,7 +114,7 @@ fn install_missing() -> Result<()> {
             .chain(["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"])
             .chain(step);
         let program = words.next().expect("the chain above is not empty");
-        let status = children::status(Command::new(program).args(words))?;
+        let status = children::status(Command::new(program).args(words).stdout(io::stderr()))?;
         if !status.success() {
             bail!(
                 "apt-get failed ({status}). Run this line by hand to see why:\n\n    {by_hand}\n"
@@ -139,7 +143,7 @@ fn as_root() -> Option<&'static [&'static str]> {
         .then_some(&["sudo", "-n"])
 }
 
-fn in_path(program: &str) -> bool {
+pub(crate) fn in_path(program: &str) -> bool {
     env::var_os("PATH")
         .is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }
@@ -150,6 +154,15 @@ fn has_libc_headers() -> bool {
         direct.is_file() || matches_of("/usr/include", &["*-linux-gnu", header]) > 0
     };
     is_there("stdio.h") && is_there("linux/userfaultfd.h") && is_there("asm/types.h")
+}
+
+/// Whether a shared library is where the distribution keeps them; the last component of the path may have a `*`.
+pub(crate) fn has_library(path: &str) -> bool {
+    let parts = || path.split('/');
+    ["*-linux-gnu", "."].iter().any(|dir| {
+        let below: Vec<&str> = iter::once(*dir).chain(parts()).collect();
+        matches_of("/usr/lib", &below) > 0
+    }) || matches_of("/usr/lib64", &parts().collect::<Vec<_>>()) > 0
 }
 
 /// Looks where bindgen looks. The library alone is not enough: it cannot find `stddef.h` without its own headers.

@@ -1,0 +1,284 @@
+//! `cargo xtask vm`: a command in a virtual machine that has RDMA, whatever this machine has: Debian's kernel with its software
+//! implementation (`rdma_rxe`) under QEMU.
+//!
+//! The rule it keeps: the command runs on this machine's own files, which it cannot change, with the caller's folder and environment; its
+//! output and status come back unchanged; and it is over when its time is. What is not installed is fetched, nothing else of this machine is touched.
+
+mod archive;
+mod kernel;
+mod machine;
+
+use std::{
+    env,
+    io::{self, Write},
+    os::unix::ffi::OsStrExt,
+    path::Path,
+    process::ExitCode,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use self::kernel::Kernel;
+pub(crate) use self::machine::{End, Sink};
+use crate::setup::{self, Need, in_path};
+
+pub(crate) const USAGE: &str = "\
+Usage: cargo xtask vm [OPTIONS] [--] COMMAND [ARG...]
+
+Runs COMMAND as root in a virtual machine that has RDMA (Debian's kernel with Soft-RoCE under QEMU). It sees this machine's files at the
+same paths; what it writes is gone afterwards. It has your folder and environment and no standard input. Build first, then run what was built:
+
+    cargo test --no-run -p farpage-fabric --features rdma      # prints the path of the test program
+    cargo xtask vm target/debug/deps/farpage_fabric-... --test-threads 1
+
+and build nothing while it runs.
+
+In the guest: the device rxe0 at 10.99.0.1, also in FARPAGE_TEST_RDMA_ADDRESS; --hosts (FARPAGE_TEST_HOSTS) network namespaces host1, host2, ...
+with a device each (rxe1, rxe2, ...) at 10.97.0.1, 10.97.0.2, ..., joined by a bridge. `ip netns exec host1 COMMAND` runs something on one;
+`ip link set to-host1 down` cuts it off.
+
+Exit status: that of COMMAND; 124 if the time was up; 125 if there is no machine or it died. The first run installs what is missing with apt
+and downloads a kernel (170 MB; 30 MB of it are kept in ~/.cache/farpage/vm).
+
+Options:
+  --timeout SECONDS  for everything, downloads included [600]
+  --hosts N          network namespaces, 0 to 9 [2; more than 0 needs Linux 7]
+  --suite SUITE      whose kernel: trixie-backports (Linux 7) or trixie (6.12) [trixie-backports]
+  --cpus N           [2]
+  --memory MIB       half of it for what the guest writes to disk [4096]";
+
+/// Statuses that are ours, as those of `timeout` and `env`.
+const TIMED_OUT: u8 = 124;
+const NO_MACHINE: u8 = 125;
+
+/// What the machine is to be.
+#[derive(Clone)]
+pub(crate) struct Options {
+    pub(crate) time_max: Duration,
+    pub(crate) hosts: u32,
+    pub(crate) suite: String,
+    pub(crate) cpus: u32,
+    pub(crate) memory_mib: u32,
+}
+
+impl Default for Options {
+    /// The kernel is the oldest that can have one RDMA device per network namespace, and so hosts. Linux 6.8 and newer move pages (`UFFDIO_MOVE`).
+    fn default() -> Options {
+        Options {
+            time_max: Duration::from_secs(600),
+            hosts: 2,
+            suite: "trixie-backports".to_owned(),
+            cpus: 2,
+            memory_mib: 4096,
+        }
+    }
+}
+
+impl Options {
+    /// Reads options up to the command, which is returned with them.
+    fn read(args: &[String]) -> Result<(Options, &[String])> {
+        let mut options = Options::default();
+        let mut rest = args;
+        while let Some((option, more)) = rest.split_first() {
+            if option == "--" {
+                rest = more;
+                break;
+            }
+            if !option.starts_with('-') {
+                break;
+            }
+            let (value, more) = more
+                .split_first()
+                .with_context(|| format!("`{option}` takes a value"))?;
+            let number = |max: u32| match value.parse::<u32>() {
+                Ok(number) if number <= max => Ok(number),
+                _ => bail!("`{option}` takes a number up to {max}, not `{value}`"),
+            };
+            match option.as_str() {
+                "--timeout" => options.time_max = Duration::from_secs(number(86_400)?.into()),
+                "--hosts" => options.hosts = number(9)?,
+                "--suite" => options.suite = value.clone(),
+                "--cpus" => options.cpus = number(255)?.max(1),
+                "--memory" => options.memory_mib = number(1 << 20)?,
+                _ => bail!("no such option: `{option}`"),
+            }
+            rest = more;
+        }
+        match rest {
+            [] => bail!("which command?"),
+            command => Ok((options, command)),
+        }
+    }
+}
+
+/// The command by itself.
+pub(crate) fn run(args: &[String]) -> ExitCode {
+    let (options, command) = match Options::read(args) {
+        Ok(read) => read,
+        Err(error) => {
+            eprintln!("error: {error}\n\n{USAGE}");
+            return ExitCode::from(NO_MACHINE);
+        }
+    };
+    let run = || {
+        let mut script = Script::new();
+        script.line(["cd".as_ref(), env::current_dir()?.as_os_str()]);
+        script.line(command.iter().map(AsRef::as_ref));
+        Machine::prepare(options)?.run(
+            &script,
+            &mut |bytes| pass(io::stdout(), bytes),
+            &mut |bytes| pass(io::stderr(), bytes),
+        )
+    };
+    match run() {
+        Ok(End::Exited(status)) => ExitCode::from(status),
+        Ok(End::TimedOut) => {
+            eprintln!("error: the time limit (`--timeout`) is up");
+            ExitCode::from(TIMED_OUT)
+        }
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::from(NO_MACHINE)
+        }
+    }
+}
+
+/// Whoever reads our output may have left: the command goes on all the same.
+fn pass(mut to: impl Write, bytes: &[u8]) {
+    let _ = to.write_all(bytes).and_then(|()| to.flush());
+}
+
+/// A machine that can be booted.
+pub(crate) struct Machine {
+    options: Options,
+    kernel: Kernel,
+    end: Instant,
+}
+
+impl Machine {
+    /// Gets whatever is missing. The time limit starts here.
+    ///
+    /// # Errors
+    /// Why there can be no such machine, and what to do about it.
+    pub(crate) fn prepare(options: Options) -> Result<Machine> {
+        if !cfg!(target_arch = "x86_64") {
+            bail!("the virtual machine needs an x86-64 processor");
+        }
+        let end = Instant::now() + options.time_max;
+        setup::install(&NEEDS, "the virtual machine")?;
+        let kernel = kernel::prepare(&options.suite, end)?;
+        Ok(Machine {
+            options,
+            kernel,
+            end,
+        })
+    }
+
+    /// Boots it, runs a script and ends it.
+    ///
+    /// # Errors
+    /// When the machine does not come up or dies; not when the script fails.
+    pub(crate) fn run(&self, script: &Script, out: Sink, err: Sink) -> Result<End> {
+        machine::run(
+            &self.options,
+            &self.kernel,
+            &script.text,
+            self.end,
+            out,
+            err,
+        )
+    }
+}
+
+/// Lines for the guest's shell, which begin with this process's environment. The first that fails ends it.
+pub(crate) struct Script {
+    text: Vec<u8>,
+}
+
+impl Script {
+    pub(crate) fn new() -> Script {
+        let mut script = Script {
+            text: b"set -e\n".to_vec(),
+        };
+        for (name, value) in env::vars_os() {
+            let name_of_shell = |c: &u8| c.is_ascii_alphanumeric() || *c == b'_';
+            // What describes the guest comes from the guest.
+            if name.as_bytes().iter().all(name_of_shell)
+                && !name.as_bytes().starts_with(b"FARPAGE_TEST_")
+            {
+                script.text.extend(b"export ");
+                script.text.extend(name.as_bytes());
+                script.text.push(b'=');
+                script.quote(value.as_bytes());
+                script.text.push(b'\n');
+            }
+        }
+        script.text.extend(b"PATH=\"$PATH:/usr/sbin:/sbin\"\n");
+        script
+    }
+
+    /// Adds a command.
+    pub(crate) fn line<'a>(&mut self, words: impl IntoIterator<Item = &'a std::ffi::OsStr>) {
+        for word in words {
+            self.quote(word.as_bytes());
+            self.text.push(b' ');
+        }
+        self.text.push(b'\n');
+    }
+
+    fn quote(&mut self, word: &[u8]) {
+        self.text.push(b'\'');
+        for &byte in word {
+            match byte {
+                b'\'' => self.text.extend(b"'\\''"),
+                _ => self.text.push(byte),
+            }
+        }
+        self.text.push(b'\'');
+    }
+}
+
+/// The guest runs on this machine's files, so it is here that its programs and libraries are installed.
+const NEEDS: [Need; 8] = [
+    Need {
+        what: "QEMU",
+        apt_package: "qemu-system-x86",
+        is_there: || in_path("qemu-system-x86_64"),
+    },
+    Need {
+        what: "a busybox that needs no libraries",
+        apt_package: "busybox-static",
+        is_there: || Path::new("/bin/busybox").is_file(),
+    },
+    Need {
+        what: "`depmod` and `modprobe`",
+        apt_package: "kmod",
+        is_there: || in_path("modprobe"),
+    },
+    Need {
+        what: "`xz`",
+        apt_package: "xz-utils",
+        is_there: || in_path("xz"),
+    },
+    Need {
+        what: "the keys of Debian's packages",
+        apt_package: "debian-archive-keyring",
+        is_there: || Path::new(kernel::KEYS).is_file(),
+    },
+    Need {
+        what: "`ip` and `rdma`",
+        apt_package: "iproute2",
+        is_there: || in_path("rdma"),
+    },
+    Need {
+        what: "the driver of Soft-RoCE",
+        apt_package: "ibverbs-providers",
+        is_there: || setup::has_library("libibverbs/librxe-rdmav*.so"),
+    },
+    Need {
+        what: "librdmacm",
+        apt_package: "librdmacm1",
+        is_there: || setup::has_library("librdmacm.so.1"),
+    },
+];

@@ -1,0 +1,345 @@
+//! The guest's kernel: one of Debian's, downloaded and unpacked, never installed.
+//!
+//! The rule it keeps: what apt downloads is verified with Debian's keys, and a kernel in the cache is whole; one that was being made ready
+//! when its maker was ended is made anew.
+
+use std::{
+    collections::BTreeSet,
+    ffi::OsStr,
+    fs::{self, File},
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::archive::Archive;
+use crate::children;
+
+/// What the guest needs beyond what its kernel has built in, with what that needs in turn. All of it is loaded at each boot, so that
+/// nothing has to be found later.
+const MODULES: [&str; 10] = [
+    "virtio_pci",
+    "virtio_console",
+    "9pnet_virtio",
+    "9p",
+    "overlay",
+    "rdma_rxe",
+    "rdma_ucm",
+    "dummy",
+    "veth",
+    "bridge",
+];
+
+/// Where Debian's packages are when apt's sources name no mirror of Debian, as on Ubuntu.
+const MIRROR: &str = "http://deb.debian.org/debian";
+pub(crate) const KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
+/// A kernel that is ready to boot.
+pub(crate) struct Kernel {
+    pub(crate) image: PathBuf,
+    /// [`MODULES`] as an archive for the first file system: files in `/modules`, in the order of `/modules/order`.
+    pub(crate) modules: PathBuf,
+}
+
+/// Finds the kernel of a suite in the cache, or downloads it.
+///
+/// # Errors
+/// Why there is none.
+pub(crate) fn prepare(suite: &str, end: Instant) -> Result<Kernel> {
+    let cache = cache()?;
+    fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
+    let mut recipe = DefaultHasher::new();
+    MODULES.hash(&mut recipe);
+    let dir = cache.join(format!("{suite}-{:08x}", recipe.finish() as u32));
+    let kernel = Kernel {
+        image: dir.join("vmlinuz"),
+        modules: dir.join("modules.cpio"),
+    };
+
+    // Held until the kernel is there, by one process of all that want it.
+    let lock = File::create(cache.join("lock")).context("cannot create a lock in the cache")?;
+    while lock.try_lock().is_err() {
+        if Instant::now() > end {
+            bail!("another `cargo xtask vm` is still getting a kernel");
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    if !dir.is_dir() {
+        eprintln!("vm: getting the kernel of Debian {suite}; the first time takes a minute ...");
+        let making = Making {
+            dir: cache.join(format!("{suite}.new")),
+            suite,
+            end,
+        };
+        making
+            .make()
+            .with_context(|| format!("there is no kernel of Debian {suite} for the machine"))?;
+        fs::rename(making.dir.join("ready"), &dir).context("cannot move the kernel")?;
+        fs::remove_dir_all(&making.dir).context("cannot tidy up the cache")?;
+    }
+    Ok(kernel)
+}
+
+/// `~/.cache/farpage/vm`, by the XDG base directory specification.
+fn cache() -> Result<PathBuf> {
+    let base = match std::env::var_os("XDG_CACHE_HOME").filter(|it| !it.is_empty()) {
+        Some(cache) => PathBuf::from(cache),
+        None => {
+            let home = std::env::var_os("HOME").context("HOME is not set: no cache folder")?;
+            Path::new(&home).join(".cache")
+        }
+    };
+    Ok(base.join("farpage/vm"))
+}
+
+/// A kernel being made ready.
+struct Making<'a> {
+    dir: PathBuf,
+    suite: &'a str,
+    end: Instant,
+}
+
+impl Making<'_> {
+    fn make(&self) -> Result<()> {
+        if self.dir.exists() {
+            fs::remove_dir_all(&self.dir).context("cannot remove what was left unfinished")?;
+        }
+        for folder in [
+            "apt/lists/partial",
+            "apt/archives/partial",
+            "root/usr/lib",
+            "ready",
+        ] {
+            fs::create_dir_all(self.dir.join(folder)).context("cannot create a folder")?;
+        }
+        let root = self.dir.join("root");
+        std::os::unix::fs::symlink("usr/lib", root.join("lib")).context("cannot make a link")?;
+
+        self.download()?;
+        let release = only_entry(&root.join("lib/modules"))?;
+        let release = release.to_string_lossy();
+        // Debian moved it from the one place to the other with 7.x.
+        let images = [
+            root.join(format!("boot/vmlinuz-{release}")),
+            root.join(format!("lib/modules/{release}/vmlinuz")),
+        ];
+        let image = images.iter().find(|path| path.is_file());
+        let image = image.context("the packages have no kernel image")?;
+        fs::copy(image, self.dir.join("ready/vmlinuz")).context("cannot copy the kernel")?;
+        let modules = self.modules(&root, &release)?;
+        fs::write(self.dir.join("ready/modules.cpio"), modules).context("cannot write modules")
+    }
+
+    /// Downloads the packages of the kernel and unpacks them.
+    fn download(&self) -> Result<()> {
+        let apt = self.dir.join("apt");
+        let source = format!(
+            "deb [arch=amd64 signed-by={KEYS}] {} {} main\n",
+            mirror(),
+            self.suite
+        );
+        fs::write(apt.join("sources"), source).context("cannot write apt's sources")?;
+        self.step(self.apt("apt-get").arg("update"))?;
+
+        // The meta package names the newest kernel, which from 7.x on is several packages of one version.
+        let mut packages = BTreeSet::new();
+        let mut unseen = vec!["linux-image-amd64".to_owned()];
+        while let Some(package) = unseen.pop() {
+            let depends = self.output(self.apt("apt-cache").args(["depends", &package]))?;
+            for package in parts_of_kernel(&depends) {
+                if packages.insert(package.to_owned()) {
+                    unseen.push(package.to_owned());
+                }
+            }
+        }
+        if packages.is_empty() {
+            bail!("linux-image-amd64 names no kernel");
+        }
+        self.step(
+            self.apt("apt-get")
+                .arg("download")
+                .args(&packages)
+                .current_dir(apt.join("archives")),
+        )?;
+        for entry in fs::read_dir(apt.join("archives")).context("cannot read apt's folder")? {
+            let file = entry.context("cannot read apt's folder")?.path();
+            if file.extension() == Some(OsStr::new("deb")) {
+                let mut unpack = Command::new("dpkg");
+                self.step(unpack.arg("-x").arg(file).arg(self.dir.join("root")))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// apt with sources, lists and downloads of its own, so that it neither needs root nor changes anything of the machine's.
+    fn apt(&self, program: &str) -> Command {
+        let apt = self.dir.join("apt");
+        let mut command = Command::new(program);
+        for (option, path) in [
+            ("Dir::Etc::sourcelist", apt.join("sources")),
+            ("Dir::Etc::sourceparts", "/dev/null".into()),
+            ("Dir::State::lists", apt.join("lists")),
+            ("Dir::Cache", apt.clone()),
+        ] {
+            command
+                .arg("-o")
+                .arg(format!("{option}={}", path.display()));
+        }
+        for option in [
+            // As the user that we are: the user that apt would become cannot write into the cache.
+            "APT::Sandbox::User=root",
+            "APT::Architecture=amd64",
+            "Acquire::Retries=3",
+            "Acquire::http::Timeout=30",
+            "Acquire::Languages=none",
+        ] {
+            command.arg("-o").arg(option);
+        }
+        command.arg("-qq").stdout(io::stderr());
+        command
+    }
+
+    /// [`MODULES`] with what they need, in an order in which they can be loaded.
+    fn modules(&self, root: &Path, release: &str) -> Result<Vec<u8>> {
+        let mut index = system_command("depmod");
+        self.step(index.arg("-b").arg(root).arg(release))?;
+        let mut archive = Archive::default();
+        let mut order = String::new();
+        archive.directory("modules");
+        for module in MODULES {
+            let mut query = system_command("modprobe");
+            query.arg("-d").arg(root).args(["-S", release]);
+            let answer = self.output(query.args(["--show-depends", module]))?;
+            for path in answer
+                .lines()
+                .filter_map(|line| line.strip_prefix("insmod "))
+            {
+                let path = Path::new(path.split(' ').next().unwrap_or(path));
+                let name = path.file_name().unwrap_or(path.as_os_str());
+                let name = name.to_string_lossy();
+                let name = name.trim_end_matches(".xz");
+                if order.lines().any(|known| known == name) {
+                    continue;
+                }
+                archive.file(&format!("modules/{name}"), false, &contents(path)?);
+                order.push_str(name);
+                order.push('\n');
+            }
+        }
+        archive.file("modules/order", false, order.as_bytes());
+        Ok(archive.finish())
+    }
+
+    fn step(&self, command: &mut Command) -> Result<()> {
+        let left = self.end.saturating_duration_since(Instant::now());
+        let name = command.get_program().to_string_lossy().into_owned();
+        match children::status_within(left, command.stdout(io::stderr()))? {
+            Some(status) if status.success() => Ok(()),
+            Some(status) => bail!("{name} failed ({status}); it says why above"),
+            None => bail!("{name} was not done when the time limit ended"),
+        }
+    }
+
+    /// What a command that takes no time prints.
+    fn output(&self, command: &mut Command) -> Result<String> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let output = command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .output()
+            .with_context(|| format!("cannot start `{name}`"))?;
+        if !output.status.success() {
+            let why = String::from_utf8_lossy(&output.stderr);
+            bail!("{name} failed ({}): {}", output.status, why.trim());
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+/// The packages with a number in the name that a kernel consists of, from what `apt-cache depends` prints.
+fn parts_of_kernel(depends: &str) -> impl Iterator<Item = &str> {
+    let depends = depends.lines().filter_map(|line| {
+        let package = line.trim_start().strip_prefix("Depends: ")?;
+        Some(package.trim_end())
+    });
+    depends.filter(|package| {
+        let mut words = package.splitn(3, '-');
+        let (first, _part, version) = (words.next(), words.next(), words.next());
+        first == Some("linux")
+            && version.is_some_and(|it| it.starts_with(|c: char| c.is_ascii_digit()))
+    })
+}
+
+/// The first mirror of Debian in apt's own sources: it may be nearer, or the only one that can be reached.
+fn mirror() -> String {
+    let known = Command::new("apt-get")
+        .args(["indextargets", "--format"])
+        .arg("$(CREATED_BY) $(LABEL) $(REPO_URI)")
+        .output();
+    let known = known.map(|output| output.stdout).unwrap_or_default();
+    let known = String::from_utf8_lossy(&known);
+    let mirror = known
+        .lines()
+        .find_map(|line| line.strip_prefix("Packages Debian "));
+    mirror.unwrap_or(MIRROR).to_owned()
+}
+
+/// A program that a user's PATH may not have.
+fn system_command(program: &str) -> Command {
+    let dirs = ["/usr/sbin", "/sbin", "/usr/bin", "/bin"].map(Path::new);
+    let paths = dirs.map(|dir| dir.join(program));
+    let found = paths.iter().find(|path| path.is_file());
+    Command::new(found.map_or(Path::new(program), PathBuf::as_path))
+}
+
+/// The bytes of a module, unpacked.
+fn contents(path: &Path) -> Result<Vec<u8>> {
+    if path.extension() != Some(OsStr::new("xz")) {
+        return fs::read(path).with_context(|| format!("cannot read {}", path.display()));
+    }
+    let unpacked = Command::new("xz").arg("-dc").arg(path).output();
+    let unpacked = unpacked.context("cannot start `xz`")?;
+    if !unpacked.status.success() {
+        bail!("{} cannot be unpacked", path.display());
+    }
+    Ok(unpacked.stdout)
+}
+
+fn only_entry(dir: &Path) -> Result<std::ffi::OsString> {
+    let entries = fs::read_dir(dir).with_context(|| format!("cannot read {}", dir.display()))?;
+    let names: io::Result<Vec<_>> = entries.map(|entry| Ok(entry?.file_name())).collect();
+    match names.context("cannot read a folder")?.as_slice() {
+        [name] => Ok(name.clone()),
+        names => bail!("{} has {} entries, not one", dir.display(), names.len()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_packages_of_a_kernel_are_those_with_its_version() {
+        let depends = "\
+linux-image-7.2.12+deb13-amd64
+  PreDepends: linux-base
+ |Depends: <dracut>
+  Depends: linux-base-amd64
+  Depends: linux-base-7.2.12+deb13-amd64
+  Depends: linux-modules-7.2.12+deb13-amd64
+  Suggests: linux-doc-7.2";
+        let parts: Vec<&str> = parts_of_kernel(depends).collect();
+        assert_eq!(
+            parts,
+            [
+                "linux-base-7.2.12+deb13-amd64",
+                "linux-modules-7.2.12+deb13-amd64"
+            ]
+        );
+    }
+}

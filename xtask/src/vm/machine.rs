@@ -1,0 +1,293 @@
+//! One run of the virtual machine, from boot to end.
+//!
+//! The rule it keeps: the machine leaves nothing behind. What the guest needs it gets through inherited descriptors, what it says comes back
+//! through pipes, what it writes to disk is in its own memory; and it does not outlive us, however we end.
+
+use std::{
+    fs::{self, File},
+    io::{self, PipeReader, PipeWriter, Read, Write},
+    os::{
+        fd::{AsRawFd, FromRawFd, RawFd},
+        unix::process::CommandExt,
+    },
+    process::{Command, Stdio},
+    sync::mpsc::{self, RecvTimeoutError, Sender},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+
+use super::{Options, archive::Archive, kernel::Kernel};
+use crate::children;
+
+const INIT: &str = include_str!("init.sh");
+const RUN: &str = include_str!("run.sh");
+
+/// An emulated machine is up after 6 s, on a busy host after 20 s, and one with KVM after 2 s: who takes longer never will be.
+const BOOT_EMULATED_MAX: Duration = Duration::from_secs(120);
+const BOOT_KVM_MAX: Duration = Duration::from_secs(20);
+/// For the guest, which has reported the end, to be gone.
+const SHUTDOWN_MAX: Duration = Duration::from_secs(10);
+
+/// How the command in the guest ended.
+pub(crate) enum End {
+    /// With this status, as a shell reports it.
+    Exited(u8),
+    TimedOut,
+}
+
+/// What takes the output of the guest: called with bytes as they come.
+pub(crate) type Sink<'a> = &'a mut (dyn FnMut(&[u8]) + Send);
+
+/// Boots a machine and runs a shell script in it.
+///
+/// # Errors
+/// When the machine does not come up twice in a row, or dies. What it said last is part of the message.
+pub(crate) fn run(
+    options: &Options,
+    kernel: &Kernel,
+    script: &[u8],
+    end: Instant,
+    out: Sink,
+    err: Sink,
+) -> Result<End> {
+    let files = first_files(options, kernel, script)?;
+    let kvm = File::options().read(true).write(true).open("/dev/kvm");
+    if kvm.is_ok() {
+        match boot(options, kernel, &files, Accelerator::Kvm, end, out, err)? {
+            Boot::Ran(end) => return Ok(end),
+            Boot::Failed(_) => eprintln!("vm: KVM does not work here; emulating the machine"),
+        }
+    }
+    for last in [false, true] {
+        match boot(options, kernel, &files, Accelerator::None, end, out, err)? {
+            Boot::Ran(end) => return Ok(end),
+            Boot::Failed(why) if last => bail!("the machine did not come up, twice:\n{why}"),
+            Boot::Failed(_) => eprintln!("vm: the machine did not come up; once more ..."),
+        }
+    }
+    unreachable!("the second round returns")
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Accelerator {
+    Kvm,
+    None,
+}
+
+/// What became of one attempt.
+enum Boot {
+    Ran(End),
+    /// The command was not started; the last words of the machine.
+    Failed(String),
+}
+
+/// What the guest reports.
+enum Report {
+    Ready,
+    Exit(u8),
+    SetupFailed,
+}
+
+fn boot(
+    options: &Options,
+    kernel: &Kernel,
+    files: &File,
+    accelerator: Accelerator,
+    end: Instant,
+    out: Sink,
+    err: Sink,
+) -> Result<Boot> {
+    let [out_pipe, err_pipe, report_pipe, console_pipe] = [(); 4].map(|()| io::pipe());
+    let (out_pipe, out_guest) = out_pipe.context("cannot make a pipe")?;
+    let (err_pipe, err_guest) = err_pipe.context("cannot make a pipe")?;
+    let (report_pipe, report_guest) = report_pipe.context("cannot make a pipe")?;
+    let (console_pipe, console_guest) = console_pipe.context("cannot make a pipe")?;
+
+    let mut command = emulator(options, kernel, files, accelerator);
+    // The port of the console and of qemu's own complaints are one: both are of interest only when the machine fails.
+    command
+        .stdout(Stdio::null())
+        .stderr(console_guest.try_clone().context("cannot share a pipe")?);
+    command.args(["-serial", "chardev:console"]);
+    let ports: [(&str, &PipeWriter); 4] = [
+        ("console", &console_guest),
+        ("out", &out_guest),
+        ("err", &err_guest),
+        ("report", &report_guest),
+    ];
+    for (set, (name, pipe)) in ports.iter().enumerate() {
+        let fd = pipe.as_raw_fd();
+        command.arg("-add-fd").arg(format!("fd={fd},set={set}"));
+        command
+            .arg("-chardev")
+            .arg(format!("file,id={name},path=/dev/fdset/{set},append=on"));
+    }
+    command.args(["-device", "virtio-serial-pci"]);
+    for (name, _pipe) in &ports[1..] {
+        command
+            .arg("-device")
+            .arg(format!("virtserialport,chardev={name},name={name}"));
+    }
+    let mut inherited: Vec<RawFd> = ports.iter().map(|(_, pipe)| pipe.as_raw_fd()).collect();
+    inherited.push(files.as_raw_fd());
+    inherit(&mut command, inherited);
+
+    let child = children::spawn(&mut command)?;
+    // The guest alone holds the ends that are written to, so that the pipes end when it does.
+    drop((command, out_guest, err_guest, report_guest, console_guest));
+
+    let (reports, reported) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(|| pour(out_pipe, out));
+        scope.spawn(|| pour(err_pipe, err));
+        scope.spawn(|| read_reports(report_pipe, reports));
+        let console = scope.spawn(|| {
+            let mut console = Vec::new();
+            pour(console_pipe, &mut |bytes| console.extend(bytes));
+            last_lines(&String::from_utf8_lossy(&console))
+        });
+
+        let boot_max = match accelerator {
+            Accelerator::Kvm => BOOT_KVM_MAX,
+            Accelerator::None => BOOT_EMULATED_MAX,
+        };
+        let mut ready = false;
+        let mut until = end.min(Instant::now() + boot_max);
+        let ran = loop {
+            let left = until.saturating_duration_since(Instant::now());
+            match reported.recv_timeout(left) {
+                Ok(Report::Ready) => (ready, until) = (true, end),
+                Ok(Report::Exit(status)) => break Some(End::Exited(status)),
+                Ok(Report::SetupFailed) => break None,
+                Err(RecvTimeoutError::Timeout) if Instant::now() >= end => {
+                    break Some(End::TimedOut);
+                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break None,
+            }
+        };
+        let grace = match ran {
+            Some(End::Exited(_)) | None => SHUTDOWN_MAX,
+            Some(End::TimedOut) => Duration::ZERO,
+        };
+        children::wait_within(grace, child)?;
+        let console = console.join().expect("collecting lines does not panic");
+        match ran {
+            Some(end) => Ok(Boot::Ran(end)),
+            None if ready => bail!("the machine died while the command ran:\n{console}"),
+            None => Ok(Boot::Failed(console)),
+        }
+    })
+}
+
+/// The machine but for its ports.
+fn emulator(options: &Options, kernel: &Kernel, files: &File, accelerator: Accelerator) -> Command {
+    let mut command = Command::new("qemu-system-x86_64");
+    command.args(["-nodefaults", "-no-user-config", "-no-reboot"]);
+    command.args(["-display", "none", "-nic", "none"]);
+    command.args(match accelerator {
+        Accelerator::Kvm => ["-accel", "kvm", "-cpu", "host"],
+        // Page tables of five levels only cost time when software walks them.
+        Accelerator::None => [
+            "-accel",
+            "tcg,thread=multi,tb-size=256",
+            "-cpu",
+            "max,la57=off",
+        ],
+    });
+    command.arg("-smp").arg(options.cpus.to_string());
+    command.arg("-m").arg(options.memory_mib.to_string());
+    command.arg("-kernel").arg(&kernel.image);
+    let files = files.as_raw_fd();
+    command.arg("-initrd").arg(format!("/proc/self/fd/{files}"));
+    command.args([
+        "-append",
+        "console=ttyS0 quiet panic=-1 oops=panic mitigations=off tsc=reliable no_timer_check rcupdate.rcu_expedited=1",
+    ]);
+    command.args([
+        "-virtfs",
+        "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
+    ]);
+    command
+}
+
+/// The guest's first file system, in memory: modules, scripts, and what to run.
+fn first_files(options: &Options, kernel: &Kernel, script: &[u8]) -> Result<File> {
+    let read = |path: &std::path::Path| {
+        fs::read(path).with_context(|| format!("cannot read {}", path.display()))
+    };
+    let mut archive = Archive::default();
+    archive.directory("bin");
+    archive.file("bin/busybox", true, &read("/bin/busybox".as_ref())?);
+    archive.file("init", true, INIT.as_bytes());
+    archive.directory("guest");
+    archive.file("guest/run.sh", false, RUN.as_bytes());
+    let settings = format!("HOSTS={}\n", options.hosts);
+    archive.file("guest/settings", false, settings.as_bytes());
+    archive.file("guest/command", false, script);
+
+    // SAFETY: the name is a C string; the descriptor is checked below.
+    let fd = unsafe { libc::memfd_create(c"vm".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error()).context("cannot create a file in memory");
+    }
+    // SAFETY: the descriptor was created above and is known to nobody else.
+    let mut file = unsafe { File::from_raw_fd(fd) };
+    file.write_all(&read(&kernel.modules)?)
+        .and_then(|()| file.write_all(&archive.finish()))
+        .context("cannot write a file in memory")?;
+    Ok(file)
+}
+
+/// Lets the command have these descriptors under their numbers, and end when we do.
+fn inherit(command: &mut Command, descriptors: Vec<RawFd>) {
+    let inherit = move || {
+        for &fd in &descriptors {
+            // SAFETY: plain system call without pointers.
+            if unsafe { libc::fcntl(fd, libc::F_SETFD, 0) } < 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        // SAFETY: plain system call without pointers. A parent that is killed cannot end its children itself.
+        if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec it makes system calls only and allocates nothing (`last_os_error` reads errno).
+    unsafe { command.pre_exec(inherit) };
+}
+
+fn pour(mut pipe: PipeReader, sink: Sink) {
+    let mut buffer = [0; 1 << 16];
+    while let Ok(length) = pipe.read(&mut buffer) {
+        if length == 0 {
+            break;
+        }
+        sink(&buffer[..length]);
+    }
+}
+
+fn read_reports(pipe: PipeReader, reports: Sender<Report>) {
+    let mut text = String::new();
+    pour(pipe, &mut |bytes| {
+        text.push_str(&String::from_utf8_lossy(bytes));
+        while let Some((line, rest)) = text.split_once('\n') {
+            let report = match line.strip_prefix("exit ") {
+                Some(status) => status.parse().ok().map(Report::Exit),
+                None if line == "ready" => Some(Report::Ready),
+                None => Some(Report::SetupFailed),
+            };
+            // Nobody listens any more once the machine is being ended.
+            let _ = reports.send(report.unwrap_or(Report::SetupFailed));
+            text = rest.to_owned();
+        }
+    });
+}
+
+/// What a person needs of a console to see why the machine died.
+fn last_lines(console: &str) -> String {
+    let lines: Vec<&str> = console.lines().collect();
+    lines[lines.len().saturating_sub(40)..].join("\n")
+}
