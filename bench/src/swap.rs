@@ -13,7 +13,10 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use nix::unistd::geteuid;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::{Pid, geteuid},
+};
 
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 const TOOLS: [&str; 3] = ["mkswap", "swapon", "swapoff"];
@@ -27,6 +30,19 @@ pub(crate) struct Swap {
     // Taken down first: what is still swapped out then needs no room when the device goes.
     cgroup: Cgroup,
     _device: Zram,
+}
+
+/// Where a cgroup of our own can be made, and by which of the two interfaces: a machine has its memory controller in one of them.
+#[derive(Debug, PartialEq)]
+struct Parent {
+    path: PathBuf,
+    version: Version,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Version {
+    V1,
+    V2,
 }
 
 impl Swap {
@@ -53,14 +69,14 @@ impl Swap {
         let mut command = Command::new("/bin/sh");
         command
             .args(["-c", r#"echo $$ >"$0" && exec "$@""#])
-            .arg(self.cgroup.0.join("cgroup.procs"))
+            .arg(self.cgroup.path.join("cgroup.procs"))
             .arg(this_program);
         Ok(command)
     }
 }
 
 /// What is needed; returns the cgroup below which one of our own can be made.
-fn check() -> Result<PathBuf> {
+fn check() -> Result<Parent> {
     let mut missing = Vec::new();
     if !geteuid().is_root() {
         missing.push("root: only root may make swap devices (run it with sudo)".to_owned());
@@ -94,8 +110,47 @@ fn check() -> Result<PathBuf> {
     )
 }
 
-/// The cgroup (v2) that this process's own one is in: one below it is limited as we are, and may hold processes.
-fn parent_cgroup(mounts: &str, own: &str) -> Result<PathBuf> {
+/// The cgroup below which one of our own is limited as we are, and may hold processes.
+fn parent_cgroup(mounts: &str, own: &str) -> Result<Parent> {
+    if let Some(path) = parent_v1(mounts, own) {
+        return Ok(Parent {
+            path,
+            version: Version::V1,
+        });
+    }
+    Ok(Parent {
+        path: parent_v2(mounts, own)?,
+        version: Version::V2,
+    })
+}
+
+/// Our own cgroup, where cgroup v1 has the memory controller.
+fn parent_v1(mounts: &str, own: &str) -> Option<PathBuf> {
+    let (root, mount) = mounts.lines().find_map(|line| {
+        let (mount, file_system) = line.split_once(" - ")?;
+        let mut file_system = file_system.split(' ');
+        let is_memory = file_system.next() == Some("cgroup")
+            && file_system
+                .nth(1)?
+                .split(',')
+                .any(|option| option == "memory");
+        let mut fields = mount.split(' ').skip(3);
+        is_memory.then_some((fields.next()?, fields.next()?))
+    })?;
+    let own = own.lines().find_map(|line| {
+        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
+        controllers
+            .split(',')
+            .any(|name| name == "memory")
+            .then_some(path)
+    })?;
+    // In a container the mount shows only what is below the container's root.
+    let below = Path::new(own).strip_prefix(root).ok()?;
+    Some(Path::new(mount).join(below))
+}
+
+/// The cgroup that our own one is in, where cgroup v2 has the memory controller: there, one with processes has none below it.
+fn parent_v2(mounts: &str, own: &str) -> Result<PathBuf> {
     let root = mounts
         .lines()
         .find_map(|line| {
@@ -104,7 +159,7 @@ fn parent_cgroup(mounts: &str, own: &str) -> Result<PathBuf> {
                 .starts_with("cgroup2 ")
                 .then(|| mount.split(' ').nth(4))?
         })
-        .context("cgroup v2: it is mounted nowhere (mount -t cgroup2 none /sys/fs/cgroup)")?;
+        .context("cgroups: neither v1's memory controller nor v2 is mounted (mount -t cgroup2 none /sys/fs/cgroup)")?;
     let own = own
         .lines()
         .find_map(|line| line.strip_prefix("0::/"))
@@ -114,47 +169,76 @@ fn parent_cgroup(mounts: &str, own: &str) -> Result<PathBuf> {
     let controllers = fs::read_to_string(&path).unwrap_or_default();
     ensure!(
         controllers.split_whitespace().any(|name| name == "memory"),
-        "cgroup v2's memory controller: it is not enabled in {} (echo +memory there; where that fails because cgroup v1 has the \
-         controller, boot with cgroup_no_v1=memory)",
+        "cgroup v2's memory controller: it is not enabled in {} (echo +memory there)",
         path.display()
     );
     Ok(parent)
 }
 
 /// A memory cgroup, which is empty and gone when this is dropped.
-struct Cgroup(PathBuf);
+struct Cgroup {
+    path: PathBuf,
+    version: Version,
+}
 
 impl Cgroup {
-    fn set_up(parent: &Path, memory_bytes: u64) -> Result<Self> {
-        let path = parent.join(format!("{NAME}{}", process::id()));
+    fn set_up(parent: &Parent, memory_bytes: u64) -> Result<Self> {
+        let path = parent.path.join(format!("{NAME}{}", process::id()));
         fs::create_dir(&path)
             .with_context(|| format!("cannot make the cgroup {}", path.display()))?;
-        let cgroup = Self(path);
-        cgroup.write("memory.max", &memory_bytes.to_string())?;
-        cgroup.write("memory.swap.max", "max")?;
+        let cgroup = Self {
+            path,
+            version: parent.version,
+        };
+        match cgroup.version {
+            // Swap has no limit of its own there unless somebody sets one.
+            Version::V1 => cgroup.write("memory.limit_in_bytes", &memory_bytes.to_string())?,
+            Version::V2 => {
+                cgroup.write("memory.max", &memory_bytes.to_string())?;
+                cgroup.write("memory.swap.max", "max")?;
+            }
+        }
         // Where zswap is on, it would stand before the device.
-        if cgroup.0.join("memory.zswap.max").exists() {
+        if cgroup.path.join("memory.zswap.max").exists() {
             cgroup.write("memory.zswap.max", "0")?;
         }
         Ok(cgroup)
     }
 
     fn write(&self, file: &str, value: &str) -> Result<()> {
-        let path = self.0.join(file);
+        let path = self.path.join(file);
         fs::write(&path, value)
             .with_context(|| format!("cannot write {value} to {}", path.display()))
     }
 
-    fn remove_leftovers(parent: &Path) -> Result<()> {
-        let context = || format!("cannot list the cgroups in {}", parent.display());
-        for entry in fs::read_dir(parent).with_context(context)? {
+    /// Ends whoever is left inside.
+    fn kill(&self) {
+        match self.version {
+            Version::V1 => {
+                let inside = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
+                for process in inside.lines().filter_map(|line| line.parse().ok()) {
+                    let _ = kill(Pid::from_raw(process), Signal::SIGKILL);
+                }
+            }
+            Version::V2 => {
+                let _ = self.write("cgroup.kill", "1");
+            }
+        }
+    }
+
+    fn remove_leftovers(parent: &Parent) -> Result<()> {
+        let context = || format!("cannot list the cgroups in {}", parent.path.display());
+        for entry in fs::read_dir(&parent.path).with_context(context)? {
             let entry = entry.with_context(context)?;
             if is_leftover(&entry.file_name().to_string_lossy())? {
                 eprintln!(
                     "removing {}, left behind by a run that was killed",
                     entry.path().display()
                 );
-                drop(Self(entry.path()));
+                drop(Self {
+                    path: entry.path(),
+                    version: parent.version,
+                });
             }
         }
         Ok(())
@@ -164,11 +248,11 @@ impl Cgroup {
 impl Drop for Cgroup {
     fn drop(&mut self) {
         // Whoever is left inside, if anybody, is a child of ours that outlived us.
-        let _ = self.write("cgroup.kill", "1");
-        if let Err(error) = retry(|| fs::remove_dir(&self.0)) {
+        self.kill();
+        if let Err(error) = retry(|| fs::remove_dir(&self.path)) {
             eprintln!(
                 "cannot remove the cgroup {}: {error}; rmdir it by hand",
-                self.0.display()
+                self.path.display()
             );
         }
     }
@@ -346,13 +430,36 @@ mod tests {
     fn the_cgroup_is_made_beside_our_own() {
         let root = cgroup("beside", "cpu memory pids\n");
         let mounts = MOUNT.replace("ROOT", root.to_str().unwrap());
-        let parent = |own| parent_cgroup(&mounts, own).unwrap();
+        let parent = |own| {
+            let parent = parent_cgroup(&mounts, own).unwrap();
+            assert_eq!(parent.version, Version::V2);
+            parent.path
+        };
         assert_eq!(
             parent("0::/user.slice/shell.scope\n"),
             root.join("user.slice")
         );
         assert_eq!(parent("4:memory:/x\n0::/\n"), root.join(""));
         fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn where_v1_has_the_controller_the_cgroup_is_made_below_our_own() {
+        let mounts = "31 24 0:27 / /v2 rw - cgroup2 cgroup2 rw\n\
+                      35 31 0:32 ROOT /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n";
+        let parent = |root, own| parent_cgroup(&mounts.replace("ROOT", root), own).unwrap();
+        let expected = |path: &str| Parent {
+            path: PathBuf::from(path),
+            version: Version::V1,
+        };
+        assert_eq!(
+            parent("/", "8:pids:/\n4:memory:/x/y\n0::/\n"),
+            expected("/sys/fs/cgroup/memory/x/y")
+        );
+        assert_eq!(
+            parent("/x", "4:cpu,memory:/x/y\n"),
+            expected("/sys/fs/cgroup/memory/y")
+        );
     }
 
     #[test]
