@@ -44,7 +44,9 @@ pub use config::Builder;
 pub use error::{BuildError, CreateError, FlushError, OpenError, PinError};
 pub use farpage_fabric::{Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
-pub use farpage_store::{Codec, FileStore, FileStoreError, Reserve, Store, StoreStatsSnapshot};
+pub use farpage_store::{
+    Codec, FileStore, FileStoreError, RegPoolStats, Reserve, Store, StoreStatsSnapshot,
+};
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;
 pub use fault::FaultMode;

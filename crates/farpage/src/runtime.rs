@@ -148,7 +148,12 @@ impl Runtime {
 
     /// Figures since the runtime was built.
     pub fn stats(&self) -> Stats {
-        Stats::new(self.pager.stats(), self.pager.cluster().stats())
+        let cluster = self.pager.cluster();
+        Stats::new(
+            self.pager.stats(),
+            cluster.stats(),
+            cluster.registered_memory(),
+        )
     }
 
     /// The connections to the memory servers.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use bytesize::ByteSize;
 use farpage_pager::PagerStats;
-use farpage_store::StoreStatsSnapshot;
+use farpage_store::{RegPoolStats, StoreStatsSnapshot};
 
 /// Figures of a runtime since it was built. Counts are of pages unless the name says bytes.
 #[derive(Clone, Copy, Debug)]
@@ -14,11 +14,21 @@ pub struct Stats {
     pub pager: PagerStats,
     /// What happened to them on the way to and from their stores.
     pub store: StoreStatsSnapshot,
+    /// What was registered with network adapters, or would have been if there were any.
+    pub registered: RegPoolStats,
 }
 
 impl Stats {
-    pub(crate) fn new(pager: PagerStats, store: StoreStatsSnapshot) -> Stats {
-        Stats { pager, store }
+    pub(crate) fn new(
+        pager: PagerStats,
+        store: StoreStatsSnapshot,
+        registered: RegPoolStats,
+    ) -> Stats {
+        Stats {
+            pager,
+            store,
+            registered,
+        }
     }
 
     /// Bytes of changed pages before encoding over bytes stored. `None` before anything was stored.
@@ -31,7 +41,7 @@ impl Stats {
 /// One line for people.
 impl fmt::Display for Stats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Stats { pager, store } = self;
+        let Stats { pager, store, .. } = self;
         write!(
             f,
             "{} faults, {} fills ({} ahead), {} evictions ({} unchanged, {} taken back); {} read, {} written; at most {} of {} in memory",

@@ -16,7 +16,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::{AllocError, ExtentId, Session};
+use farpage_fabric::{
+    AllocError, ExtentId, Session,
+    regmem::{RegPool, RegPoolOptions, RegPoolStats},
+};
 use parking_lot::Mutex;
 
 use crate::{
@@ -54,6 +57,8 @@ impl Default for ClusterOptions {
 pub struct Cluster {
     sessions: Vec<Arc<Session>>,
     pub(crate) deadline: Duration,
+    /// Buffers that the adapters of all sessions know.
+    pub(crate) registered: RegPool,
     pools: Mutex<HashMap<(usize, Codec, Reserve), Arc<Pool>>>,
     stats: Mutex<Ledger>,
 }
@@ -75,7 +80,9 @@ impl Cluster {
             sessions.len() <= 256,
             "a page entry names one of at most 256 servers"
         );
+        let registrars = sessions.iter().map(|session| session.registrar());
         Arc::new(Self {
+            registered: RegPool::new(registrars, RegPoolOptions::default()),
             sessions,
             deadline: options.deadline,
             pools: Mutex::default(),
@@ -98,10 +105,23 @@ impl Cluster {
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot())
     }
 
+    /// What was registered for the buffers that encoded pages and page maps travel in. Its `registrations` stand still once every worker has
+    /// had its most in flight.
+    pub fn registered_memory(&self) -> RegPoolStats {
+        self.registered.stats()
+    }
+
     /// Bytes granted by all servers to pools that regions share: at least what open regions reserved.
     pub fn granted_bytes(&self) -> u64 {
         let pools: Vec<_> = self.pools.lock().values().cloned().collect();
         pools.iter().map(|pool| pool.granted_bytes()).sum()
+    }
+
+    /// A pool on the servers of these ports, in this order.
+    pub(crate) fn new_pool(&self, ports: impl IntoIterator<Item = usize>) -> Pool {
+        let server = |port: usize| (port, self.sessions[port].clone());
+        let servers = ports.into_iter().map(server).collect();
+        Pool::new(servers, self.registered.clone())
     }
 
     pub(crate) fn shared_pool(
@@ -110,13 +130,7 @@ impl Cluster {
         codec: Codec,
         reserve: Reserve,
     ) -> Arc<Pool> {
-        let new = || {
-            Pool::new(
-                (0..self.sessions.len())
-                    .map(|port| (port, self.sessions[port].clone()))
-                    .collect(),
-            )
-        };
+        let new = || self.new_pool(0..self.sessions.len());
         self.pools
             .lock()
             .entry((page_bytes, codec, reserve))
@@ -140,6 +154,8 @@ impl Cluster {
 pub(crate) struct Pool {
     /// The servers as this pool numbers them: a published region keeps its own numbers. With the port of every lane.
     servers: Vec<(usize, Arc<Session>)>,
+    /// Buffers for page maps.
+    pub(crate) registered: RegPool,
     arenas: Vec<Mutex<Arena>>,
     /// The standard library's lock, which never allocates: a signal handler may look an extent up.
     extents: RwLock<Extents>,
@@ -161,10 +177,11 @@ struct Extents {
 pub(crate) struct Reservation(Vec<u64>);
 
 impl Pool {
-    pub(crate) fn new(servers: Vec<(usize, Arc<Session>)>) -> Self {
+    fn new(servers: Vec<(usize, Arc<Session>)>, registered: RegPool) -> Self {
         Self {
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
             servers,
+            registered,
             extents: RwLock::default(),
             growing: Mutex::new(None),
             next_server: AtomicUsize::new(0),

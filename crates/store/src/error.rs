@@ -2,7 +2,9 @@
 //!
 //! The rule it keeps: every error about a page names its region, its page and the server or store that it concerns.
 
-use farpage_fabric::{AllocError, ChannelError, ConnectError};
+use std::sync::Arc;
+
+use farpage_fabric::{AllocError, ChannelError, ConnectError, regmem::RegError};
 use farpage_wire::ExtentId;
 
 use crate::RegionId;
@@ -53,6 +55,16 @@ pub enum StoreError {
         /// What the last server asked said.
         source: AllocError,
     },
+    /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved once there is.
+    #[error("no buffer for page {page} of region {region}: {source}")]
+    Memory {
+        /// The region.
+        region: RegionId,
+        /// The page in the region.
+        page: u64,
+        /// What is lacking.
+        source: Arc<RegError>,
+    },
     /// The region's own store returned an error.
     #[error("{operation} of page {page} of region {region} failed in its store {store}: {message}")]
     User {
@@ -93,7 +105,7 @@ impl StoreError {
         match self {
             Self::Corrupt { .. } | Self::Panicked { .. } => false,
             Self::Remote { retry, .. } => *retry,
-            Self::Full { .. } | Self::User { .. } => true,
+            Self::Full { .. } | Self::Memory { .. } | Self::User { .. } => true,
         }
     }
 }
@@ -164,6 +176,16 @@ pub enum PublishStoreError {
         name: String,
         /// What the server said.
         source: AllocError,
+    },
+    /// There is no local memory for the page map to travel in.
+    #[error("writing the page map of region {region} ({name}): {source}")]
+    Memory {
+        /// The region.
+        region: RegionId,
+        /// The name.
+        name: String,
+        /// What is lacking.
+        source: RegError,
     },
     /// A data connection could not be opened.
     #[error("writing the page map of region {region} ({name}): {source}")]
@@ -252,6 +274,14 @@ pub enum OpenStoreError {
         endpoint: String,
         /// The extent.
         extent: ExtentId,
+    },
+    /// There is no local memory for the page map to travel in.
+    #[error("reading the page map of region {name}: {source}")]
+    Memory {
+        /// The name.
+        name: String,
+        /// What is lacking.
+        source: RegError,
     },
     /// A data connection could not be opened.
     #[error("reading the page map of region {name}: {source}")]

@@ -150,7 +150,7 @@ impl<F: Frame> Lane<F> {
             waiting: VecDeque::new(),
             ready: Vec::new(),
             ops_in_flight: 0,
-            staging: Staging::default(),
+            staging: Staging::new(cluster.registered.clone()),
             encoder: Encoder::new(),
             completions: Vec::new(),
             ended_calls,
@@ -198,13 +198,7 @@ impl<F: Frame> Lane<F> {
         hashes.reserve(pages);
         self.spare.push((parts, hashes));
         if store.codec() == Some(Codec::Lz4) {
-            let page_bytes = store.page_bytes;
-            let blocks: Vec<_> = (0..pages)
-                .map_while(|_| self.staging.take(page_bytes))
-                .collect();
-            for block in blocks {
-                self.staging.put(block, page_bytes);
-            }
+            self.staging.prepare(store.page_bytes, pages);
         }
     }
 
@@ -502,7 +496,10 @@ impl<F: Frame> Lane<F> {
             IoBuf::Staging(block) => Some(block),
         };
         match run.verb {
-            Verb::Read => run.fetched(part, remote, transfer, block.as_deref(), result),
+            Verb::Read => {
+                let block = block.as_ref().map(|block| block.as_ref());
+                run.fetched(part, remote, transfer, block, result);
+            }
             Verb::Write => self.written(&mut run, part, remote, transfer, result),
         }
         if let Some(block) = block {

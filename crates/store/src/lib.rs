@@ -27,6 +27,7 @@ pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
 pub use codec::Codec;
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError};
+pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
 pub use lane::{Done, Frame, Lane, Outcome};
 pub use remote::{PageStore, RegionId, RemoteOptions, Reserve};

@@ -13,6 +13,7 @@ use std::{collections::HashSet, os::fd::BorrowedFd, sync::Arc, time::Instant};
 use farpage_fabric::{
     Channel, ChannelError, ConnectError, ControlError, ExtentId, Op, OpenError, PublishError,
     Session, Verb,
+    regmem::{RegBuf, RegError},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
@@ -380,24 +381,26 @@ impl PageStore {
                 };
                 // A block whose write failed is not freed: the write may arrive later.
                 entries.push(entry.encode());
-                mover
-                    .transfer(Verb::Write, place, piece.to_vec())
-                    .map(drop)
-                    .map_err(|error| {
-                        entries.pop();
-                        match error {
-                            MoveError::Connect(source) => PublishStoreError::Connect {
-                                region,
-                                name: name(),
-                                source,
-                            },
-                            MoveError::Channel(source) => PublishStoreError::Map {
-                                region,
-                                name: name(),
-                                source,
-                            },
-                        }
-                    })
+                mover.write(place, piece).map_err(|error| {
+                    entries.pop();
+                    match error {
+                        MoveError::Memory(source) => PublishStoreError::Memory {
+                            region,
+                            name: name(),
+                            source,
+                        },
+                        MoveError::Connect(source) => PublishStoreError::Connect {
+                            region,
+                            name: name(),
+                            source,
+                        },
+                        MoveError::Channel(source) => PublishStoreError::Map {
+                            region,
+                            name: name(),
+                            source,
+                        },
+                    }
+                })
             });
             if let Err(error) = moved {
                 pool.free(&entries.iter().filter_map(place_of).collect::<Vec<_>>());
@@ -550,12 +553,7 @@ impl Held {
                 .servers
                 .contains(&sessions[*port].endpoint().to_string())
         }));
-        let pool = Pool::new(
-            ports
-                .iter()
-                .map(|&port| (port, sessions[port].clone()))
-                .collect(),
-        );
+        let pool = cluster.new_pool(ports);
         for extent in &self.manifest.extents {
             let Some((server, id)) = *extent else {
                 pool.add_gap();
@@ -607,22 +605,24 @@ impl Held {
                     stored_bytes,
                     ..
                 }) if stored_bytes as usize == len && pool.holds(place) => {
-                    let piece = mover.transfer(Verb::Read, place, vec![0; len]).map_err(
-                        |error| match error {
-                            MoveError::Connect(source) => OpenStoreError::Connect {
-                                name: name(),
-                                source,
-                            },
-                            MoveError::Channel(source) => OpenStoreError::Map {
-                                name: name(),
-                                source,
-                            },
+                    let piece = mover.read(place, len).map_err(|error| match error {
+                        MoveError::Memory(source) => OpenStoreError::Memory {
+                            name: name(),
+                            source,
                         },
-                    )?;
-                    if codec::hash(&piece, self.manifest.seed) != hash {
+                        MoveError::Connect(source) => OpenStoreError::Connect {
+                            name: name(),
+                            source,
+                        },
+                        MoveError::Channel(source) => OpenStoreError::Map {
+                            name: name(),
+                            source,
+                        },
+                    })?;
+                    if codec::hash(piece.as_ref(), self.manifest.seed) != hash {
                         return Err(damaged());
                     }
-                    map.extend(piece);
+                    map.extend_from_slice(piece.as_ref());
                 }
                 _ => return Err(damaged()),
             }
@@ -634,10 +634,11 @@ impl Held {
 /// Moves pieces of a map one after another. It waits, so it is nothing for a worker.
 struct Mover<'a> {
     pool: &'a Pool,
-    channels: Vec<Option<Box<dyn Channel<Vec<u8>>>>>,
+    channels: Vec<Option<Box<dyn Channel<RegBuf>>>>,
 }
 
 enum MoveError {
+    Memory(RegError),
     Connect(ConnectError),
     Channel(ChannelError),
 }
@@ -650,7 +651,18 @@ impl<'a> Mover<'a> {
         }
     }
 
-    fn transfer(&mut self, verb: Verb, place: Place, buf: Vec<u8>) -> Result<Vec<u8>, MoveError> {
+    fn read(&mut self, place: Place, len: usize) -> Result<RegBuf, MoveError> {
+        let buf = (self.pool.registered.acquire(len)).map_err(MoveError::Memory)?;
+        self.transfer(Verb::Read, place, buf)
+    }
+
+    fn write(&mut self, place: Place, piece: &[u8]) -> Result<(), MoveError> {
+        let mut buf = (self.pool.registered.acquire(piece.len())).map_err(MoveError::Memory)?;
+        buf.as_mut().copy_from_slice(piece);
+        self.transfer(Verb::Write, place, buf).map(drop)
+    }
+
+    fn transfer(&mut self, verb: Verb, place: Place, buf: RegBuf) -> Result<RegBuf, MoveError> {
         let server = place.server as usize;
         let channel = match &mut self.channels[server] {
             Some(channel) => channel,
@@ -661,7 +673,7 @@ impl<'a> Mover<'a> {
                     .map_err(MoveError::Connect)?,
             ),
         };
-        let len = buf.len() as u32;
+        let len = buf.as_ref().len() as u32;
         let op = Op {
             tag: 0,
             verb,

@@ -103,9 +103,7 @@ impl PageStore {
             return Err(CreateError::NoServer { region });
         }
         let pool = if options.named {
-            Arc::new(Pool::new(
-                cluster.sessions().iter().cloned().enumerate().collect(),
-            ))
+            Arc::new(cluster.new_pool(0..cluster.sessions().len()))
         } else {
             cluster.shared_pool(page_bytes, options.codec, options.reserve)
         };

@@ -17,7 +17,12 @@ use std::{
 use farpage_wire::{Endpoint, ExtentId, Refusal, Request, Response, ServerStat, control::Lease};
 
 use self::remote::Remote;
-use crate::{Buf, Channel, Link, link::Shaped, sim::SimSession};
+use crate::{
+    Buf, Channel, Link,
+    link::Shaped,
+    regmem::{NullRegistrar, Registrar},
+    sim::SimSession,
+};
 
 /// A client's stay at one server: leases memory and opens channels to it. Shared by threads.
 ///
@@ -272,6 +277,13 @@ impl Session {
             Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),
             None => channel,
         })
+    }
+
+    /// Makes memory known to the adapter that this session's channels use; the null one where there is none.
+    pub fn registrar(&self) -> Arc<dyn Registrar> {
+        match &self.backend {
+            Backend::Remote(_) | Backend::Sim(_) => Arc::new(NullRegistrar),
+        }
     }
 
     /// The server's figures.

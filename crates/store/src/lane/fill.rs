@@ -9,7 +9,7 @@ use farpage_fabric::{ChannelError, Verb};
 use super::{
     Frame, Lane,
     run::{Run, Task, Transfer},
-    staging::IoBuf,
+    staging::{IoBuf, no_memory},
 };
 use crate::{Codec, PageStore, StoreError, codec, entry::Entry, remote::RemoteStore};
 
@@ -62,7 +62,13 @@ impl<F: Frame> Lane<F> {
             };
             let buf = match transfer.codec {
                 Codec::Raw => Some(IoBuf::Frame(run.take_frame(part))),
-                Codec::Lz4 => self.staging.take(run.store.page_bytes).map(IoBuf::Staging),
+                Codec::Lz4 => match self.staging.take(run.store.page_bytes) {
+                    Ok(block) => block.map(IoBuf::Staging),
+                    Err(error) => {
+                        run.fail(part, no_memory(run.store.region, error));
+                        continue;
+                    }
+                },
             };
             match buf {
                 Some(buf) => self.post(index, run, part, remote, transfer, buf),

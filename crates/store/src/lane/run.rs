@@ -5,7 +5,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use farpage_fabric::{ChannelError, MAX_OP_BYTES, Verb};
+use farpage_fabric::{ChannelError, MAX_OP_BYTES, Verb, regmem::RegBuf};
 
 use super::{Done, Frame, Outcome};
 use crate::{Codec, PageStore, StoreError, StoreStatsSnapshot, entry::Place, remote::RemoteStore};
@@ -51,7 +51,7 @@ pub(super) enum Task {
     /// Changed, one page: to be encoded, once there is a staging buffer.
     Encode,
     /// Changed, encoded, one page: needs a slot.
-    Encoded { block: Vec<u8>, bytes: u32 },
+    Encoded { block: RegBuf, bytes: u32 },
     /// Changed: to be written as they are, once there are slots.
     Raw,
     /// On its way.

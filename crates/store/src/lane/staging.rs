@@ -1,60 +1,107 @@
 //! [`Staging`]: buffers that encoded pages travel in, and [`IoBuf`], what travels.
 //!
-//! The rule it keeps: buffers that are out hold at most [`BYTES_MAX`] together, or one page: they are local memory beside
+//! The rule it keeps: the buffers are registered memory, made once and used again, so that an adapter moves them as they lie. Those that are out hold at most [`BYTES_MAX`] together, or one page: they are local memory beside
 //! the budget. Whoever takes one puts it back.
 
-use farpage_fabric::Buf;
+use std::{array, sync::Arc};
 
-use crate::{Frame, codec::Encoder};
+use farpage_fabric::{
+    Buf,
+    regmem::{RegBuf, RegError, RegPool},
+};
+
+use crate::{Frame, RegionId, StoreError, codec::Encoder};
 
 const BYTES_MAX: usize = 4 << 20;
 
 /// Buffers for encoded pages, by page size; made once and used again.
-#[derive(Default)]
 pub(super) struct Staging {
-    free: [Vec<Vec<u8>>; 32],
+    pool: RegPool,
+    /// Kept for this lane, as many as were [`prepare`](Self::prepare)d: taking one takes no lock and allocates nothing. All others go back to
+    /// the pool, so that lanes share the memory.
+    free: [Vec<RegBuf>; 32],
     /// Plain lengths of the pages whose buffers are out.
     bytes_out: usize,
 }
 
 impl Staging {
+    pub(super) fn new(pool: RegPool) -> Self {
+        Self {
+            pool,
+            free: array::from_fn(|_| Vec::new()),
+            bytes_out: 0,
+        }
+    }
+
+    /// From now on so many buffers are at hand, if they can be had; what cannot is asked for again by [`take`](Self::take).
+    pub(super) fn prepare(&mut self, page_bytes: usize, pages: usize) {
+        self.free[page_bytes.ilog2() as usize].reserve_exact(pages);
+        let taken: Vec<_> = (0..pages)
+            .map_while(|_| self.take(page_bytes).ok().flatten())
+            .collect();
+        for block in taken {
+            self.put(block, page_bytes);
+        }
+    }
+
     /// Whether a buffer for a page of so many bytes may be taken.
     pub(super) fn has(&self, page_bytes: usize) -> bool {
         self.bytes_out == 0 || self.bytes_out + page_bytes <= BYTES_MAX
     }
 
-    /// A buffer for an encoded page, as long as one can become.
-    pub(super) fn take(&mut self, page_bytes: usize) -> Option<Vec<u8>> {
+    /// A buffer for an encoded page, as long as one can become. `None`: too many are out.
+    pub(super) fn take(&mut self, page_bytes: usize) -> Result<Option<RegBuf>, RegError> {
         if !self.has(page_bytes) {
-            return None;
+            return Ok(None);
         }
+        let block = match self.free[page_bytes.ilog2() as usize].pop() {
+            Some(block) => block,
+            None => self.pool.acquire(Encoder::bound(page_bytes))?,
+        };
         self.bytes_out += page_bytes;
-        let free = &mut self.free[page_bytes.ilog2() as usize];
-        Some(
-            free.pop()
-                .unwrap_or_else(|| vec![0; Encoder::bound(page_bytes)]),
-        )
+        Ok(Some(block))
     }
 
-    pub(super) fn put(&mut self, buffer: Vec<u8>, page_bytes: usize) {
+    /// Takes a buffer back, or lets it go back to the pool.
+    pub(super) fn put(&mut self, buffer: RegBuf, page_bytes: usize) {
         self.bytes_out -= page_bytes;
-        self.free[page_bytes.ilog2() as usize].push(buffer);
+        let free = &mut self.free[page_bytes.ilog2() as usize];
+        if free.len() < free.capacity() {
+            free.push(buffer);
+        }
+    }
+}
+
+/// Why pages stay where they are.
+pub(super) fn no_memory(region: RegionId, error: RegError) -> impl Fn(u64) -> StoreError {
+    let source = Arc::new(error);
+    move |page| StoreError::Memory {
+        region,
+        page,
+        source: source.clone(),
     }
 }
 
 /// What travels: pages as they are, or an encoded page.
 pub(super) enum IoBuf<F> {
     Frame(F),
-    Staging(Vec<u8>),
+    Staging(RegBuf),
 }
 
-impl<F: Frame> Buf for IoBuf<F> {}
+impl<F: Frame> Buf for IoBuf<F> {
+    fn registered(&self) -> Option<&RegBuf> {
+        match self {
+            Self::Frame(_) => None,
+            Self::Staging(block) => Some(block),
+        }
+    }
+}
 
 impl<F: Frame> AsRef<[u8]> for IoBuf<F> {
     fn as_ref(&self) -> &[u8] {
         match self {
             Self::Frame(frame) => frame.as_ref(),
-            Self::Staging(bytes) => bytes,
+            Self::Staging(block) => block.as_ref(),
         }
     }
 }
@@ -63,7 +110,7 @@ impl<F: Frame> AsMut<[u8]> for IoBuf<F> {
     fn as_mut(&mut self) -> &mut [u8] {
         match self {
             Self::Frame(frame) => frame.as_mut(),
-            Self::Staging(bytes) => bytes,
+            Self::Staging(block) => block.as_mut(),
         }
     }
 }

@@ -5,12 +5,12 @@
 
 use std::{mem, sync::Arc, time::Instant};
 
-use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, Verb};
+use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, Verb, regmem::RegError};
 
 use super::{
     Frame, Lane, ROOM_PAUSE,
     run::{Part, Run, Task, Transfer},
-    staging::IoBuf,
+    staging::{IoBuf, no_memory},
 };
 use crate::{
     Codec, PageStore, RegionId, StoreError, codec,
@@ -52,7 +52,8 @@ impl<F: Frame> Lane<F> {
                 run.add(Task::Ended, 0);
                 continue;
             }
-            run.add(self.encode(remote, bytes), hash);
+            // What lacks memory asks again, and is told, in `write`.
+            run.add(self.encode(remote, bytes).unwrap_or(Task::Encode), hash);
         }
         // 2. Pages of one value are complete.
         if !self.entries.is_empty() {
@@ -65,20 +66,22 @@ impl<F: Frame> Lane<F> {
     }
 
     /// What to do with a changed page.
-    fn encode(&mut self, remote: &RemoteStore, bytes: &[u8]) -> Task {
+    fn encode(&mut self, remote: &RemoteStore, bytes: &[u8]) -> Result<Task, RegError> {
         if remote.codec == Codec::Raw {
-            return Task::Raw;
+            return Ok(Task::Raw);
         }
-        let Some(mut block) = self.staging.take(bytes.len()) else {
-            return Task::Encode;
+        let Some(mut block) = self.staging.take(bytes.len())? else {
+            return Ok(Task::Encode);
         };
-        let len = self.encoder.lz4(bytes, &mut block) as u32;
-        if slots::class_of(len) < slots::class_of(bytes.len() as u32) {
-            Task::Encoded { block, bytes: len }
-        } else {
-            self.staging.put(block, bytes.len());
-            Task::Raw
-        }
+        let len = self.encoder.lz4(bytes, block.as_mut()) as u32;
+        Ok(
+            if slots::class_of(len) < slots::class_of(bytes.len() as u32) {
+                Task::Encoded { block, bytes: len }
+            } else {
+                self.staging.put(block, bytes.len());
+                Task::Raw
+            },
+        )
     }
 
     /// Writes what can be written now; false if some of it has to wait.
@@ -86,7 +89,10 @@ impl<F: Frame> Lane<F> {
         // 1. Encode what waited for a staging buffer.
         for part in 0..run.parts.len() {
             if matches!(run.parts[part].task, Task::Encode) {
-                run.parts[part].task = self.encode(remote, run.bytes(part));
+                match self.encode(remote, run.bytes(part)) {
+                    Ok(task) => run.parts[part].task = task,
+                    Err(error) => run.fail(part, no_memory(run.store.region, error)),
+                }
             }
         }
         // 2. Slots, and off.

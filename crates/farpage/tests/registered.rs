@@ -1,0 +1,85 @@
+//! Registered memory, seen from a program: in the steady state nothing is registered any more.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::thread;
+
+use common::{FABRICS, KIB, MIB, Memory, builder, can_page};
+use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
+
+const PAGE_BYTES: usize = 4 * KIB;
+/// No more than 256 pages can travel at once: their buffers, of 5 KiB each, fit into one slab of 2 MiB however the workers race.
+const BUDGET_BYTES: usize = MIB;
+const ELEMENTS: usize = MIB / size_of::<f64>();
+const ITERATIONS: usize = 5;
+
+#[test]
+fn stream_registers_nothing_after_its_first_iteration() {
+    if !can_page("stream_registers_nothing_after_its_first_iteration") {
+        return;
+    }
+    for fabric in FABRICS {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let runtime = builder(BUDGET_BYTES, PAGE_BYTES)
+            .server(&memory.url)
+            .build()
+            .unwrap();
+        let [mut a, mut b, mut c] = [(); 3].map(|()| array(&runtime));
+        // Smooth, so that pages are stored compressed, and no two alike.
+        for (i, value) in b.iter_mut().enumerate() {
+            *value = i as f64;
+        }
+        let mut warm = None;
+        for iteration in 0..ITERATIONS {
+            let scalar = iteration as f64 + 0.5;
+            triad(&mut a, &b, &c, scalar);
+            triad(&mut c, &a, &b, scalar);
+            let stats = runtime.stats();
+            let now = (stats.registered.registrations, stats.registered.slabs);
+            let before = *warm.get_or_insert(now);
+            assert_eq!(now, before, "{fabric}: registered in iteration {iteration}");
+        }
+        let (mut expected_a, mut expected_c) = (0.0, 0.0);
+        for iteration in 0..ITERATIONS {
+            let scalar = iteration as f64 + 0.5;
+            expected_a = 1000.0 + scalar * expected_c;
+            expected_c = expected_a + scalar * 1000.0;
+        }
+        assert_eq!((a[1000], c[1000]), (expected_a, expected_c));
+
+        let stats = runtime.stats();
+        assert_eq!(stats.registered.registrations, 1, "{fabric}: {stats:?}");
+        let staged = stats.store.write_backs_lz4;
+        assert!(
+            staged > 2000 && stats.registered.acquisitions >= staged,
+            "{fabric}: the buffers were not used: {stats:?}"
+        );
+    }
+}
+
+fn array(runtime: &Runtime) -> RemoteArray<f64> {
+    let options = RegionOptions::new()
+        .codec(Codec::Lz4)
+        .page_size(ByteSize(PAGE_BYTES as u64));
+    runtime.array_with(ELEMENTS, options).unwrap()
+}
+
+/// `to = x + scalar * y`, by two threads.
+fn triad(to: &mut [f64], x: &[f64], y: &[f64], scalar: f64) {
+    let half = ELEMENTS / 2;
+    thread::scope(|scope| {
+        let parts = to.chunks_mut(half).zip(x.chunks(half).zip(y.chunks(half)));
+        for (to, (x, y)) in parts {
+            scope.spawn(move || {
+                for (to, (x, y)) in to.iter_mut().zip(x.iter().zip(y)) {
+                    *to = x + scalar * y;
+                }
+            });
+        }
+    });
+}
