@@ -4,6 +4,10 @@
 //! newest window is read like the others but held back unmapped. The fault on it costs one round trip without a READ, says that the
 //! program has come so far, and starts the next window, which then travels while the program works through this one.
 //! Windows double from [`FIRST_WINDOW`] up to the region's limit. This module decides; the filler acts.
+//!
+//! Two random faults lie next to each other by chance now and then, the more often the fewer pages there are, and a window for them is wasted.
+//! So guesses are judged: a stream whose program came along with its first window was a good one, a stream that is forgotten before was not. While most were
+//! not, a stream has to show itself by three faults in a row instead of two.
 
 use std::ops::Range;
 
@@ -11,12 +15,16 @@ use std::ops::Range;
 const FIRST_WINDOW: usize = 4;
 /// Streams that a filler follows at once: STREAM's triad has three per thread.
 pub(crate) const STREAMS: usize = 16;
+/// Guesses that are remembered: so many bad ones in a row end the trust, so many good ones restore all of it.
+const TRUST_MAX: i8 = 4;
 
 /// Sequential runs of faults that a filler follows.
 #[derive(Debug)]
 pub(crate) struct Streams {
     /// The least recently used first.
     streams: Vec<Stream>,
+    /// Good guesses less bad ones, of the last ones. Above 0, two faults in a row start a window.
+    trust: i8,
 }
 
 impl Default for Streams {
@@ -24,6 +32,7 @@ impl Default for Streams {
         // All of it at once: faults may be served in a signal handler.
         Streams {
             streams: Vec::with_capacity(STREAMS),
+            trust: TRUST_MAX,
         }
     }
 }
@@ -38,6 +47,18 @@ struct Stream {
     /// What was planned last. A fault in it, or on the page behind it, is the program coming along.
     ahead: Range<usize>,
     window: usize,
+    worth: Worth,
+}
+
+/// What is known of a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Worth {
+    /// So many faults in a row, and nothing read ahead yet.
+    Faults(u8),
+    /// A first window was read.
+    Guessed,
+    /// The program came along.
+    Proven,
 }
 
 /// What to do about a fault.
@@ -119,8 +140,8 @@ impl Streams {
                 ..self.streams.remove(at)
             },
             None => {
-                if self.streams.len() == STREAMS {
-                    self.streams.remove(0);
+                if self.streams.len() == STREAMS && self.streams.remove(0).worth == Worth::Guessed {
+                    self.judge(-1);
                 }
                 // Its neighbours are expected; a fault there makes it a stream.
                 Stream {
@@ -129,11 +150,28 @@ impl Streams {
                     down: false,
                     ahead: page + 1..page + 1,
                     window: 0,
+                    worth: Worth::Faults(0),
                 }
             }
         };
+        let needed = if self.trust > 0 { 2 } else { 3 };
+        stream.worth = match stream.worth {
+            Worth::Faults(seen) if eager || seen + 1 >= needed => Worth::Guessed,
+            Worth::Faults(seen) => Worth::Faults(seen + 1),
+            Worth::Guessed => {
+                self.judge(1);
+                Worth::Proven
+            }
+            Worth::Proven => Worth::Proven,
+        };
         let mut plan = Plan::NONE;
-        if known.is_some() || eager {
+        if let Worth::Faults(_) = stream.worth {
+            stream.ahead = if stream.down {
+                page..page
+            } else {
+                page + 1..page + 1
+            };
+        } else {
             stream.window = (stream.window * 2).clamp(FIRST_WINDOW.min(limit), limit);
             stream.ahead = if stream.down {
                 let end = if missed {
@@ -157,6 +195,10 @@ impl Streams {
         }
         self.streams.push(stream);
         plan
+    }
+
+    fn judge(&mut self, guess: i8) {
+        self.trust = (self.trust + guess).clamp(-TRUST_MAX, TRUST_MAX);
     }
 
     /// These planned pages are not read after all: their stream goes on there.
@@ -230,6 +272,45 @@ mod tests {
             let page = i * 7919 % 100_003;
             assert_eq!(streams.fault(1, page, 64, false, false), Plan::NONE);
         }
+    }
+
+    #[test]
+    fn chance_neighbours_lose_their_credit_and_true_streams_restore_it() {
+        let mut streams = Streams::default();
+        let mut page = 0;
+        let mut chance = |streams: &mut Streams| {
+            page += 1000;
+            streams.fault(1, page, 64, false, true);
+            streams.fault(1, page + 1, 64, false, true) != Plan::NONE
+        };
+        let wasted = (0..1000).filter(|_| chance(&mut streams)).count();
+        assert!(
+            (1..=STREAMS + TRUST_MAX as usize).contains(&wasted),
+            "{wasted} windows"
+        );
+        for at in 0..TRUST_MAX as usize + 1 {
+            let first = 10_000_000 * (at + 1);
+            for page in first..first + 2 {
+                assert_eq!(streams.fault(1, page, 64, false, true), Plan::NONE);
+            }
+            assert_eq!(
+                streams.fault(1, first + 2, 64, false, true),
+                up(first + 3..first + 7)
+            );
+            streams.fault(1, first + 3, 64, false, false);
+        }
+        assert!(chance(&mut streams), "two in a row are a stream again");
+    }
+
+    #[test]
+    fn downwards_needs_three_faults_too_where_guesses_were_bad() {
+        let mut streams = Streams {
+            trust: 0,
+            ..Streams::default()
+        };
+        assert_eq!(streams.fault(1, 50, 64, false, true), Plan::NONE);
+        assert_eq!(streams.fault(1, 49, 64, false, true), Plan::NONE);
+        assert_eq!(streams.fault(1, 48, 64, false, true), down(44..48));
     }
 
     #[test]

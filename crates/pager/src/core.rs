@@ -222,7 +222,7 @@ impl<A: AddressSpace> Core<A> {
     }
 
     fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {
-        region.count_in(pages.len());
+        region.count_in(&pages);
         self.publish(region, pages, heat);
     }
 

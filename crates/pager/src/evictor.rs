@@ -316,13 +316,13 @@ impl<A: AddressSpace> Evictor<A> {
         let (taken, begun) = match detached {
             Ok(frame) => {
                 let taken = pages_in(&frame, page_bytes);
-                region.count_out(taken);
+                region.count_out(&(first..first + taken));
                 self.took_out(region, first..first + taken, frame, job);
                 (taken, Begun::Yes)
             }
             Err(DetachError::Absent) => {
                 // The program gave the page back to the kernel; what was written back last is the page now.
-                region.count_out(1);
+                region.count_out(&(first..first + 1));
                 self.core.frames.forget(page_bytes);
                 if region
                     .words

@@ -310,11 +310,11 @@ impl<A: AddressSpace> Filler<A> {
                 // Only now that the page is ours does a look at it count: an evictor may just have put it back.
                 match self.core.space.detach(shard, address, page_bytes, 1) {
                     Ok(rest) => {
-                        region.count_out(1);
+                        region.count_out(&(page..page + 1));
                         return self.map(Flight::demand(region, page), rest);
                     }
                     Err(DetachError::Absent) => {
-                        region.count_out(1);
+                        region.count_out(&(page..page + 1));
                         self.core.frames.forget(page_bytes);
                         self.begin(region, page, Plan::NONE);
                         return;

@@ -694,7 +694,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
                 if region.words.try_apply(page, protocol::borrow).is_none() {
                     continue;
                 }
-                region.count_out(1);
+                region.count_out(&(page..page + 1));
                 let (shard, page_bytes) =
                     (region.shard_of(page, core.shards()), region.page_bytes());
                 match core

@@ -8,7 +8,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicI8, AtomicU8, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -33,6 +33,9 @@ pub(crate) struct Region {
     /// One bit per chunk: whether a page of it was ever filled. Sweeps over sparse regions stay cheap by it.
     touched: Vec<AtomicU64>,
     resident: AtomicUsize,
+    /// Of each chunk, how many pages are mapped, so that sweeps pass over those that have none: where few pages of a large region are used,
+    /// most chunks that were ever touched are empty. Pages that come and go may not be counted yet, so that 0 is no proof.
+    resident_in: Vec<AtomicI8>,
     /// Pages that have been on their way out for too long.
     overdue: AtomicUsize,
     /// Pages that the program has pinned.
@@ -63,6 +66,7 @@ impl Region {
             read_ahead,
             touched: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
             resident: AtomicUsize::new(0),
+            resident_in: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES)),
             overdue: AtomicUsize::new(0),
             pinned: AtomicUsize::new(0),
             advice: AtomicU8::new(Advice::Normal as u8),
@@ -128,8 +132,11 @@ impl Region {
         self.resident.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn count_in(&self, pages: usize) {
-        self.resident.fetch_add(pages, Ordering::Relaxed);
+    pub(crate) fn count_in(&self, pages: &Range<usize>) {
+        self.resident.fetch_add(pages.len(), Ordering::Relaxed);
+        for (chunk, count) in by_chunk(pages) {
+            self.resident_in[chunk].fetch_add(count, Ordering::Relaxed);
+        }
     }
 
     /// Before the pages are mapped: whoever goes through the region for pages that the program has changed must come by.
@@ -142,8 +149,27 @@ impl Region {
         }
     }
 
-    pub(crate) fn count_out(&self, pages: usize) {
-        self.resident.fetch_sub(pages, Ordering::Relaxed);
+    pub(crate) fn count_out(&self, pages: &Range<usize>) {
+        self.resident.fetch_sub(pages.len(), Ordering::Relaxed);
+        for (chunk, count) in by_chunk(pages) {
+            self.resident_in[chunk].fetch_sub(count, Ordering::Relaxed);
+        }
+    }
+
+    /// No page is counted as mapped.
+    #[cfg(test)]
+    pub(crate) fn counts_nothing(&self) -> bool {
+        let mut chunks = self.resident_in.iter();
+        self.resident() == 0 && chunks.all(|count| count.load(Ordering::Relaxed) == 0)
+    }
+
+    /// The first chunk at or behind `chunk` of which a page is mapped, as far as it is counted.
+    pub(crate) fn next_resident(&self, chunk: usize) -> Option<usize> {
+        let mut at = self.next_touched(chunk)?;
+        while self.resident_in[at].load(Ordering::Relaxed) <= 0 {
+            at = self.next_touched(at + 1)?;
+        }
+        Some(at)
     }
 
     /// Pages that the program has pinned.
@@ -248,11 +274,34 @@ impl Region {
     }
 }
 
+/// The chunks that a run of pages lies in, and how many of its pages lie in each.
+fn by_chunk(pages: &Range<usize>) -> impl Iterator<Item = (usize, i8)> {
+    let (start, end) = (pages.start, pages.end);
+    (start / CHUNK_PAGES..end.div_ceil(CHUNK_PAGES)).map(move |chunk| {
+        let first = start.max(chunk * CHUNK_PAGES);
+        let behind = end.min((chunk + 1) * CHUNK_PAGES);
+        (chunk, (behind - first) as i8)
+    })
+}
+
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Region")
             .field("id", &self.id)
             .field("layout", &self.layout)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_is_counted_in_each_chunk_that_it_lies_in() {
+        let counts: Vec<_> = by_chunk(&(60..200)).collect();
+        assert_eq!(counts, [(0, 4), (1, 64), (2, 64), (3, 8)]);
+        assert_eq!(by_chunk(&(64..128)).collect::<Vec<_>>(), [(1, 64)]);
+        assert_eq!(by_chunk(&(70..71)).collect::<Vec<_>>(), [(1, 1)]);
     }
 }

@@ -234,12 +234,17 @@ impl World {
             ..
         } = self;
         let core = mapped.pager().core().clone();
+        let region = mapped.region().clone();
         close(
             vec![ManuallyDrop::into_inner(mapped)],
             &mut fillers,
             &mut evictors,
         );
-        drop((fillers, evictors, core));
+        assert!(
+            region.counts_nothing(),
+            "a chunk counts pages that are not there"
+        );
+        drop((fillers, evictors, core, region));
         assert_eq!(
             space.frame_pages() + space.resident_pages(),
             0,

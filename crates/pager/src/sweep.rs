@@ -82,7 +82,7 @@ impl Sweep {
                 if region.resident() == 0 || region.is_closing() {
                     continue;
                 }
-                if let Some(chunk) = region.next_touched(from / CHUNK_PAGES) {
+                if let Some(chunk) = region.next_resident(from / CHUNK_PAGES) {
                     (hand.address, hand.page) = (address, (chunk + 1) * CHUNK_PAGES);
                     let pages = region.chunk(chunk);
                     return Some(Claim {
