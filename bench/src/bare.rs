@@ -1,6 +1,6 @@
 //! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one handler thread.
 //!
-//! The rule it keeps: all of this program's `unsafe` is here, and each measurement owns its mappings from beginning to
+//! The rule it keeps: all of this program's `unsafe` that concerns mappings is here, and each measurement owns its mappings from beginning to
 //! end. It knows nothing of farpage's pager; that is the point.
 
 use std::{

@@ -17,6 +17,7 @@ mod progress;
 mod random;
 mod raw;
 mod record;
+mod regmem;
 mod remote;
 mod report;
 mod server;
@@ -55,6 +56,14 @@ fn main() -> ExitCode {
         Command::Floor(options) => {
             floor::run(options).map(|report| (report, options.common.format))
         }
+        Command::Regmem(options) => {
+            let report = match regmem::run(options) {
+                Ok(report) => report,
+                Err(error) => return failure(&error),
+            };
+            report.print(options.format);
+            return verdict(report.verified);
+        }
         Command::Doctor => return doctor::run(),
         Command::Apps(options) => return done(apps::run(options)),
         Command::Targets(options) => return done(targets::run(options)),
@@ -66,17 +75,20 @@ fn main() -> ExitCode {
     match measured {
         Ok((report, format)) => {
             report.print(format);
-            if report.verified {
-                ExitCode::SUCCESS
-            } else {
-                eprintln!(
-                    "error: verification FAILED: the figures above are worthless, and this is a bug to report"
-                );
-                ExitCode::FAILURE
-            }
+            verdict(report.verified)
         }
         Err(error) => failure(&error),
     }
+}
+
+fn verdict(verified: bool) -> ExitCode {
+    if verified {
+        return ExitCode::SUCCESS;
+    }
+    eprintln!(
+        "error: verification FAILED: the figures above are worthless, and this is a bug to report"
+    );
+    ExitCode::FAILURE
 }
 
 fn done(result: anyhow::Result<()>) -> ExitCode {

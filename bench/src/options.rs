@@ -37,6 +37,11 @@ pub(crate) enum Command {
     Sparse(SparseOptions),
     /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw fabric
     Floor(FloorOptions),
+    /// What it costs to have registered memory for a transfer: from a pool, by registering each time, from a cache by address
+    ///
+    /// Registration is that of the fabric's adapter. Where there is none, memory is locked and unlocked, which is the pinning part of a
+    /// registration alone, and the report says so.
+    Regmem(RegmemOptions),
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///
@@ -283,6 +288,25 @@ pub(crate) struct VersusSwapOptions {
 pub(crate) struct FloorOptions {
     #[command(flatten)]
     pub(crate) common: Common,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct RegmemOptions {
+    /// Memory server to use, such as tcp://10.0.0.2:7400 [default: starts its own on this machine]
+    #[arg(long, value_name = "URL", conflicts_with = "fabric")]
+    pub(crate) server: Option<Endpoint>,
+    /// How its own memory server is reached
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    pub(crate) fabric: Fabric,
+    /// Acquisitions, and READs, per round [default: 2000, with --smoke 50]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) acquisitions: Option<u32>,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
+    #[arg(long)]
+    pub(crate) smoke: bool,
 }
 
 #[derive(Args, Debug)]

@@ -212,7 +212,7 @@ impl Worker {
 }
 
 /// Sleeps until a poll of the channel may have something to do.
-fn sleep_on(wait: &Wait<'_>) -> Result<()> {
+pub(crate) fn sleep_on(wait: &Wait<'_>) -> Result<()> {
     let mut events = PollFlags::empty();
     events.set(PollFlags::POLLIN, wait.readable);
     events.set(PollFlags::POLLOUT, wait.writable);

@@ -71,6 +71,29 @@ fn assert_paged(report: &Value) {
 const FABRICS: [&str; 2] = ["shm", "tcp"];
 
 #[test]
+fn regmem_reports_all_ways_and_registers_nothing_while_it_measures() {
+    for fabric in FABRICS {
+        let report = report("regmem", &["--fabric", fabric]);
+        for pattern in 0..3 {
+            let figures = ["pool_ns", "register_ns", "by_address_ns"];
+            let figures = figures.map(|figure| format!("/acquire_release/{pattern}/{figure}"));
+            assert_positive(&report, &figures.each_ref().map(String::as_str));
+        }
+        assert_positive(
+            &report,
+            &[
+                "/read/pool_us",
+                "/read/register_us",
+                "/warm_up_registrations",
+            ],
+        );
+        assert_eq!(report["steady_state_registrations"], 0);
+        let registrar = report["config"]["registrar"].as_str().expect("a text");
+        assert!(registrar.contains("no adapter"), "{registrar}");
+    }
+}
+
+#[test]
 fn stream_verifies_and_reports_four_kernels() {
     if !can_page("stream_verifies_and_reports_four_kernels") {
         return;

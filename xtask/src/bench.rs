@@ -14,7 +14,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose: a test suite does not change the
 /// swap of the machine that it runs on.
-const RUNS: [&str; 22] = [
+const RUNS: [&str; 24] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -33,6 +33,8 @@ const RUNS: [&str; 22] = [
     "latency --fabric tcp",
     "eviction --page-size 4KiB",
     "sparse",
+    "regmem --fabric shm",
+    "regmem --fabric tcp",
     "targets",
     "sweep",
     "apps --fabric shm",
