@@ -7,6 +7,19 @@ use std::process::ExitCode;
 pub(crate) fn run() -> ExitCode {
     let probe = farpage_vm::probe();
     print!("{probe}");
+    match farpage_fabric::rdma_devices() {
+        Ok(devices) => {
+            for device in devices {
+                let addresses: Vec<_> = device.addresses.iter().map(ToString::to_string).collect();
+                println!(
+                    "rdma: device {}, reached at {}",
+                    device.name,
+                    addresses.join(", ")
+                );
+            }
+        }
+        Err(reason) => println!("rdma: {reason}"),
+    }
     if probe.usable() {
         println!("farpage works here.");
         ExitCode::SUCCESS

@@ -417,6 +417,8 @@ pub(crate) enum Fabric {
     Shm,
     /// TCP over the loopback
     Tcp,
+    /// RDMA over this machine's first device (needs a build with `--features rdma`)
+    Rdma,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
@@ -442,6 +444,7 @@ impl fmt::Display for Fabric {
         f.write_str(match self {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
+            Self::Rdma => "rdma",
         })
     }
 }

@@ -7,6 +7,7 @@
 use std::{
     env,
     io::{self, BufRead, BufReader, Read, Write},
+    net::IpAddr,
     os::unix::process::CommandExt,
     process::{self, Child, Command, Stdio},
     time::Duration,
@@ -54,6 +55,10 @@ impl MemoryServer {
             }
             Fabric::Tcp => Endpoint::Tcp {
                 host: "127.0.0.1".into(),
+                port: 0,
+            },
+            Fabric::Rdma => Endpoint::Rdma {
+                host: own_rdma_address()?.to_string(),
                 port: 0,
             },
         };
@@ -106,6 +111,15 @@ impl Drop for MemoryServer {
             let _ = child.wait();
         }
     }
+}
+
+/// Where a server of our own can be reached over RDMA.
+fn own_rdma_address() -> Result<IpAddr> {
+    let devices = farpage_fabric::rdma_devices().map_err(anyhow::Error::msg)?;
+    let mut addresses = devices.iter().flat_map(|device| &device.addresses);
+    addresses.next().copied().context(
+        "no RDMA device of this machine has an IP address: give its network interface one, or name a server with --server rdma://host:port",
+    )
 }
 
 /// The server process: prints where it listens, serves until standard input ends.

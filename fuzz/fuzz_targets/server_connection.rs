@@ -81,7 +81,7 @@ impl Stream {
                 stream.set_read_timeout(patience)?;
                 Self::Tcp(stream)
             }
-            Endpoint::Sim(_) => unreachable!("the server listens on shm and tcp"),
+            other => unreachable!("the server listens on shm and tcp, not {other}"),
         })
     }
 

@@ -47,7 +47,7 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
 A second signal exits at once.
 
-Whoever can connect can borrow memory: a tcp endpoint has no access control of its own and belongs on a trusted network.";
+Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network.";
 
 /// The commands.
 #[derive(Debug, Subcommand)]
@@ -65,7 +65,7 @@ pub struct ServeArgs {
     /// TOML file with settings.
     #[arg(long, value_name = "FILE", env = "FARPAGE_MEMSERVER_CONFIG")]
     pub config: Option<PathBuf>,
-    /// Where clients may connect: shm:///path or tcp://host:port; repeat it for several [default: the socket
+    /// Where clients may connect: shm:///path, tcp://host:port or rdma://host:port; repeat it for several [default: the socket
     /// farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
     #[arg(
         long,
@@ -91,7 +91,7 @@ pub struct ServeArgs {
 /// Flags of `stat`.
 #[derive(Args, Clone, Debug)]
 pub struct StatArgs {
-    /// The server to ask: shm:///path or tcp://host:port.
+    /// The server to ask: shm:///path, tcp://host:port or rdma://host:port.
     #[arg(long, value_name = "URL", env = "FARPAGE_MEMSERVER_ENDPOINT")]
     pub endpoint: Endpoint,
     /// One JSON object instead of a table.

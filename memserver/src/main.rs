@@ -148,12 +148,15 @@ fn table(figures: &ServerStat) -> String {
         ("named regions", figures.named_regions.to_string()),
         (
             "read by clients",
-            format!("{} (shared memory not counted)", size(figures.bytes_read)),
+            format!(
+                "{} (shared memory and RDMA not counted)",
+                size(figures.bytes_read)
+            ),
         ),
         (
             "written by clients",
             format!(
-                "{} (shared memory not counted)",
+                "{} (shared memory and RDMA not counted)",
                 size(figures.bytes_written)
             ),
         ),

@@ -70,7 +70,7 @@ impl Server {
         }
     }
 
-    /// Adds a place to listen: `shm:///path` or `tcp://host:port`, where port 0 finds a free one.
+    /// Adds a place to listen: `shm:///path`, `tcp://host:port` or `rdma://host:port`, where port 0 finds a free one.
     pub fn listen(mut self, endpoint: Endpoint) -> Self {
         self.listen.push(endpoint);
         self

@@ -356,7 +356,7 @@ impl Host for State {
                 session,
                 "its connection closed without a goodbye",
             ),
-            Transport::Tcp => {
+            Transport::Tcp | Transport::Rdma => {
                 info!(session = %session, client = record.client, "connection lost: the client may return within its lease");
                 Freed::new()
             }

@@ -59,7 +59,7 @@ fn raw(endpoint: &Endpoint) -> Box<dyn Stream> {
             stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
             Box::new(stream)
         }
-        Endpoint::Sim(_) => unreachable!("no server listens there"),
+        other => unreachable!("no server listens on {other}"),
     }
 }
 

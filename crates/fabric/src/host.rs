@@ -28,6 +28,9 @@ pub enum Transport {
     Shm,
     /// A network: a closed connection may come back within the lease.
     Tcp,
+    /// A network adapter that reads and writes the memory itself. As above; and a lease's memory is known to the adapter from its grant to
+    /// [`ExtentMemory::revoke`], so it is physically backed all that time.
+    Rdma,
 }
 
 /// An opened named region.

@@ -1,4 +1,4 @@
-//! One-sided READ and WRITE on remote memory, over shared memory, TCP or a seeded simulation.
+//! One-sided READ and WRITE on remote memory, over shared memory, TCP, RDMA or a seeded simulation.
 //!
 //! The rule it keeps: a transport moves bytes and never learns what they mean. A client holds a [`Session`] per server
 //! and a [`Channel`] per worker thread; a daemon implements [`host::Host`] and runs [`server::serve`]. Pages, slots and
@@ -7,9 +7,12 @@
 pub mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
+mod devices;
 pub mod host;
 mod link;
 pub mod memory;
+#[cfg_attr(not(feature = "rdma"), path = "no_rdma.rs")]
+mod rdma;
 pub mod regmem;
 pub mod server;
 pub mod session;
@@ -19,6 +22,7 @@ mod stream;
 mod tcp;
 
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
+pub use devices::{RdmaDevice, rdma_devices};
 pub use farpage_wire::{
     Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, Secret, ServerStat, SessionId,
 };

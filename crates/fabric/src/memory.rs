@@ -9,12 +9,14 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
     os::unix::fs::MetadataExt,
+    ptr::NonNull,
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
 };
 
+use crate::rdma::Registration;
 use farpage_wire::ExtentId;
 use memmap2::{MmapOptions, MmapRaw};
 use nix::{
@@ -29,6 +31,8 @@ use nix::{
 /// shared memory may keep its own mapping after the lease: bytes that must be out of its reach need a new extent.
 #[derive(Debug)]
 pub struct ExtentMemory {
+    /// What makes the memory known to an adapter; ends with the lease. Dropped before the mapping.
+    registration: Mutex<Option<Registration>>,
     memory: Arc<Memory>,
     /// Set once, read before each access. Nothing is published through it, so relaxed is enough.
     revoked: AtomicBool,
@@ -89,10 +93,15 @@ impl ExtentMemory {
             file,
             map: OnceLock::new(),
         };
-        Ok(Arc::new(Self {
-            memory: Arc::new(memory),
+        Ok(Self::lease(Arc::new(memory)))
+    }
+
+    fn lease(memory: Arc<Memory>) -> Arc<Self> {
+        Arc::new(Self {
+            registration: Mutex::default(),
+            memory,
             revoked: AtomicBool::new(false),
-        }))
+        })
     }
 
     /// The extent's id.
@@ -114,17 +123,46 @@ impl ExtentMemory {
             .map_or(0, |metadata| metadata.blocks() * 512)
     }
 
-    /// Ends this lease: accesses through this handle fail from now on. One that has begun may still end.
+    /// Ends this lease: accesses through this handle fail from now on. One that has begun may still end. An adapter reaches the memory no more
+    /// when this returns.
     pub fn revoke(&self) {
         self.revoked.store(true, Ordering::Relaxed);
+        *self.registration() = None;
+    }
+
+    /// Makes the memory known to an adapter by `register`, which is given all of it, until the lease ends.
+    ///
+    /// # Errors
+    /// What `register` or the kernel says; `NotFound` when the lease has ended meanwhile.
+    #[cfg_attr(
+        not(feature = "rdma"),
+        expect(dead_code, reason = "without RDMA there is no adapter")
+    )]
+    pub(crate) fn register<T>(
+        &self,
+        register: impl FnOnce(NonNull<[u8]>) -> io::Result<(T, Registration)>,
+    ) -> io::Result<T> {
+        let map = self.memory.map()?;
+        let first = NonNull::new(map.as_mut_ptr()).expect("a mapping is not at address 0");
+        let (told, made) = register(NonNull::slice_from_raw_parts(first, map.len()))?;
+        // Under the lock that `revoke` takes after its flag: either it finds the registration, or we find the flag.
+        let mut registration = self.registration();
+        if self.is_revoked() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        *registration = Some(made);
+        Ok(told)
+    }
+
+    fn registration(&self) -> std::sync::MutexGuard<'_, Option<Registration>> {
+        self.registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A handle of its own on the same bytes, for the next lease.
     pub fn lease_anew(&self) -> Arc<Self> {
-        Arc::new(Self {
-            memory: Arc::clone(&self.memory),
-            revoked: AtomicBool::new(false),
-        })
+        Self::lease(Arc::clone(&self.memory))
     }
 
     /// Gives the physical memory back now, even while somebody still maps the extent. Its bytes become zero.

@@ -1,4 +1,4 @@
-//! [`Stream`]: a connected socket, Unix or TCP, whose every wait has an end.
+//! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has an end.
 //!
 //! The rule it keeps: sockets are non-blocking and each blocking-looking call takes the time at which it gives up. What
 //! the bytes mean is left to the callers, except for the hello and the control frames, which both sides share.
@@ -28,14 +28,17 @@ use nix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
+use crate::rdma::RdmaStream;
+
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
 
-/// A connected, non-blocking socket.
+/// A connected, non-blocking socket, or what stands for one.
 #[derive(Debug)]
 pub(crate) enum Stream {
     Unix(UnixStream),
     Tcp(TcpStream),
+    Rdma(Box<RdmaStream>),
 }
 
 /// Why a control message did not arrive.
@@ -61,7 +64,27 @@ impl Stream {
         match endpoint {
             Endpoint::Shm(path) => connect_unix(path, until).map(Self::Unix),
             Endpoint::Tcp { host, port } => connect_tcp(host, *port, until).map(Self::Tcp),
-            Endpoint::Sim(_) => unreachable!("a simulated server has no socket"),
+            Endpoint::Rdma { .. } | Endpoint::Auto { .. } | Endpoint::Sim(_) => {
+                unreachable!("{endpoint} has no socket")
+            }
+        }
+    }
+
+    /// A descriptor and what to wait for on it to hear of the connection's end, and of nothing that the peer says.
+    pub(crate) fn end(&self) -> (BorrowedFd<'_>, PollFlags) {
+        match self {
+            Self::Unix(_) | Self::Tcp(_) => {
+                (self.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP))
+            }
+            Self::Rdma(stream) => (stream.ended_fd(), PollFlags::POLLIN),
+        }
+    }
+
+    /// Whether the connection has ended, asked when [`end`](Self::end) woke.
+    pub(crate) fn has_ended(&self) -> bool {
+        match self {
+            Self::Unix(_) | Self::Tcp(_) => true,
+            Self::Rdma(stream) => stream.has_ended(),
         }
     }
 
@@ -71,6 +94,10 @@ impl Stream {
         let _ = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Both),
             Self::Tcp(socket) => socket.shutdown(Shutdown::Both),
+            Self::Rdma(stream) => {
+                stream.close();
+                Ok(())
+            }
         };
     }
 
@@ -79,6 +106,7 @@ impl Stream {
         let _ = match self {
             Self::Unix(socket) => socket.shutdown(Shutdown::Write),
             Self::Tcp(socket) => socket.shutdown(Shutdown::Write),
+            Self::Rdma(_) => Ok(()),
         };
     }
 
@@ -87,6 +115,7 @@ impl Stream {
         match self {
             Self::Unix(socket) => (&mut &*socket).read(buf),
             Self::Tcp(socket) => (&mut &*socket).read(buf),
+            Self::Rdma(stream) => stream.read(buf),
         }
     }
 
@@ -94,6 +123,7 @@ impl Stream {
         match self {
             Self::Unix(socket) => (&mut &*socket).read_vectored(bufs),
             Self::Tcp(socket) => (&mut &*socket).read_vectored(bufs),
+            Self::Rdma(_) => unreachable!("its data is moved by the adapter"),
         }
     }
 
@@ -102,6 +132,7 @@ impl Stream {
         match self {
             Self::Unix(socket) => (&mut &*socket).write(buf),
             Self::Tcp(socket) => (&mut &*socket).write(buf),
+            Self::Rdma(stream) => stream.write(buf),
         }
     }
 
@@ -260,6 +291,7 @@ impl AsFd for Stream {
         match self {
             Self::Unix(socket) => socket.as_fd(),
             Self::Tcp(socket) => socket.as_fd(),
+            Self::Rdma(stream) => stream.as_fd(),
         }
     }
 }

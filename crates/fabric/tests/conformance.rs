@@ -115,3 +115,21 @@ fn simulation_conforms() {
         ..SimConfig::new(7)
     });
 }
+
+/// Where this machine's RDMA device can be reached, if it has one.
+fn rdma_endpoint(test: &str) -> Option<Endpoint> {
+    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+        eprintln!(
+            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+        );
+        return None;
+    };
+    Some(format!("rdma://{host}:0").parse().expect("an endpoint"))
+}
+
+#[test]
+fn rdma_conforms() {
+    if let Some(endpoint) = rdma_endpoint("rdma_conforms") {
+        check(&endpoint, options());
+    }
+}

@@ -38,7 +38,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Adds a memory server, `shm:///run/farpage.sock` or `tcp://host:7400`. Pages are spread over all servers.
+    /// Adds a memory server, `shm:///run/farpage.sock`, `tcp://host:7400`, `rdma://host:7400` or `auto://host:7400`. Pages are spread over all servers.
     ///
     /// `FARPAGE_SERVER`, several separated by commas. Default: none, so that only regions with a [`Store`](crate::Store) of their own work.
     pub fn server(mut self, endpoint: impl Into<String>) -> Self {

@@ -18,7 +18,7 @@ use std::{
 };
 
 use common::{
-    FABRICS, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, get, mix, proc_bytes, seed,
+    KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix, proc_bytes, seed,
     set, shared,
 };
 use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
@@ -84,7 +84,7 @@ fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         println!("{fabric}:");
         let memory = Memory::start(fabric, 1 << 30);
         Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(60));

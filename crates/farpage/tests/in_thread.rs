@@ -29,7 +29,7 @@ use std::{
 };
 
 use common::{
-    FABRICS, Fabric, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, get, mix,
+    Fabric, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix,
     seed, set, shared, wait_until,
 };
 use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
@@ -142,7 +142,7 @@ fn threads_see_the_same_array_as_without_paging() {
     }
     let seed = seed(test);
     let (threads, len) = (4, 4 * MIB / 8);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         // As few pages as the workers need, and some more.
         for budget in [64 * KIB, 512 * KIB] {
@@ -201,9 +201,9 @@ fn handler_neither_allocates_nor_frees() {
         return;
     }
     let len = 8 * MIB / 8;
-    for (fabric, codec) in FABRICS
-        .iter()
-        .flat_map(|&fabric| [Codec::Raw, Codec::Lz4].map(|codec| (fabric, codec)))
+    for (fabric, codec) in fabrics()
+        .into_iter()
+        .flat_map(|fabric| [Codec::Raw, Codec::Lz4].map(|codec| (fabric, codec)))
     {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = runtime(MIB, Some(&memory.url));

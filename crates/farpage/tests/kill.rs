@@ -19,7 +19,7 @@ use std::{
 };
 
 use common::{
-    FABRICS, Fabric, HookedStore, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page,
+    Fabric, HookedStore, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page, fabrics,
     get, mix, seed, serve_if_asked, set, shared, wait_until,
 };
 use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
@@ -82,7 +82,7 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
     if !can_page(test) {
         return;
     }
-    for (fabric, changed) in FABRICS.into_iter().flat_map(|f| [(f, false), (f, true)]) {
+    for (fabric, changed) in fabrics().into_iter().flat_map(|f| [(f, false), (f, true)]) {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
         let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
@@ -122,7 +122,7 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
         let mut array = runtime.array::<u64>(MIB / 8).unwrap();
@@ -183,7 +183,7 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
         return;
     }
     let mut rng = Rng(seed(test));
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         for _ in 0..3 {
             let mut server = server(fabric);
             let mut victim = Kin::start(test, &[(VICTIM, &server.url)]);
@@ -237,7 +237,7 @@ fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let server = server(fabric);
         let runtime = builder(MIB, PAGE_BYTES)
             .server(&server.url)
@@ -285,7 +285,7 @@ fn another_server_serves_the_same_process_after_a_death() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let mut first = server(fabric);
         let before = runtime(&first.url, MIB);
         let mut lost = before.array::<u64>(4 * MIB / 8).unwrap();

@@ -23,7 +23,7 @@ use std::{
 };
 
 use common::{
-    Call, FABRICS, Fabric, HookedStore, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page,
+    Call, Fabric, HookedStore, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics,
     get, mix, proc_bytes, seed, set, shared, wait_until,
 };
 use farpage::{
@@ -89,7 +89,7 @@ fn ten_thousand_regions_are_unmapped_while_pages_are_evicted() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let since = Instant::now();
         let memory = Memory::start(fabric, 256 * MIB);
         let runtime = memory.runtime(32 * PAGE, PAGE);
@@ -156,7 +156,7 @@ fn flush_while_evicting_ends_and_loses_nothing() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
         let mut array: RemoteArray<u64> = runtime.array(8 * MIB / 8).unwrap();
@@ -239,7 +239,7 @@ fn one_page_per_filler_is_enough() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 256 * MIB);
         for (page_bytes, fillers, turns) in [(PAGE, 2, 1500), (PAGE, 4, 1500), (2 * MIB, 2, 30)] {
             let runtime = Runtime::builder()
@@ -304,7 +304,7 @@ fn ten_thousand_regions_at_once() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let since = Instant::now();
         let memory = Memory::start(fabric, 1 << 30);
         let runtime = memory.runtime(4 * MIB, PAGE);
@@ -335,7 +335,7 @@ fn many_threads_map_and_unmap_at_once() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 512 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
         thread::scope(|scope| {
@@ -369,7 +369,7 @@ fn mapping_and_unmapping_leaves_nothing_behind() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         println!("{fabric}:");
         let memory = Memory::start(fabric, 256 * MIB);
         Kin::start(test, &[(CHILD, &memory.url)]).must_pass(Duration::from_secs(60));
@@ -419,7 +419,7 @@ fn regions_of_any_size_keep_every_byte() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 256 * MIB);
         for page_bytes in [PAGE, 64 * KIB, 2 * MIB] {
             let runtime = memory.runtime(4 * MIB, page_bytes);
@@ -454,7 +454,7 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
     }
     let bytes = 3 * MIB + 77;
     let right: Vec<u8> = (0..bytes).map(|at| mix(at as u64) as u8).collect();
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         for page_bytes in [PAGE, 64 * KIB] {
             // One system call goes over many times what the budget holds. Only filler threads can serve its faults.
@@ -500,7 +500,7 @@ fn children_come_and_go_while_the_parent_pages() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
         let mut array: RemoteArray<u64> = runtime.array(8 * MIB / 8).unwrap();
@@ -552,7 +552,7 @@ fn regions_of_all_page_sizes_share_a_budget() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 512 * MIB);
         let runtime = memory.runtime(6 * MIB, PAGE);
         let mut arrays: Vec<RemoteArray<u64>> = common::page_sizes()
@@ -591,7 +591,7 @@ fn pages_never_written_cost_no_request() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
         let array = runtime.array::<u64>(8 * MIB / 8).unwrap();
@@ -618,7 +618,7 @@ fn advice_moves_pages_and_keeps_their_bytes() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(4 * MIB, PAGE);
         let region_pages = 64;
@@ -673,7 +673,7 @@ fn prefetch_now_leaves_nothing_to_fault_on() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(4 * MIB, PAGE);
         let mut array = runtime.array::<u64>(2 * MIB / 8).unwrap();
@@ -699,7 +699,7 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
         let faults = |ahead: usize| {
@@ -726,7 +726,7 @@ fn named_region_outlives_its_program_and_has_one_owner() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let len = 3 * MIB / 8 + 5;
         let runtime = || memory.runtime(MIB, PAGE);
@@ -782,7 +782,7 @@ fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 32 * MIB);
         let runtime = memory.runtime(MIB, PAGE);
         let mut array = runtime.array::<u64>(4 * MIB / 8).unwrap();

@@ -18,8 +18,8 @@ use std::{
 };
 
 use common::{
-    FABRICS, Fabric, HookedStore, KIB, MIB, Memory, Rng, ServerProcess, Watchdog, builder,
-    can_page, get, mix, seed, serve_if_asked, set, shared, wait_until,
+    Fabric, HookedStore, KIB, MIB, Memory, Rng, ServerProcess, Watchdog, builder, can_page,
+    fabrics, get, mix, seed, serve_if_asked, set, shared, wait_until,
 };
 use farpage::{
     Advice, ByteSize, CreateError, PageError, PinError, RegionOptions, RemoteArray, Runtime,
@@ -99,7 +99,7 @@ fn pinned_pages_stay_while_a_larger_array_is_swept() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
         let (mut array, mut large) = (
@@ -148,7 +148,7 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
         return;
     }
     let seed = seed(test);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = builder(512 * KIB, PAGE)
             .server(&memory.url)
@@ -210,7 +210,7 @@ fn flush_of_pinned_pages_that_are_being_written_loses_nothing() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = memory.runtime(2 * MIB, PAGE);
         let mut array = runtime.array::<u64>(MIB / 8).unwrap();
@@ -421,7 +421,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
         return;
     }
     let deadline = Duration::from_secs(1);
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let mut server = ServerProcess::start("serve_until_killed", fabric, 64 * MIB);
         let runtime: Runtime = builder(MIB, PAGE)
             .server(&server.url)

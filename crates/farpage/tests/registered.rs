@@ -9,7 +9,7 @@ mod common;
 
 use std::thread;
 
-use common::{FABRICS, KIB, MIB, Memory, builder, can_page};
+use common::{KIB, MIB, Memory, builder, can_page, fabrics};
 use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 
 const PAGE_BYTES: usize = 4 * KIB;
@@ -23,7 +23,7 @@ fn stream_registers_nothing_after_its_first_iteration() {
     if !can_page("stream_registers_nothing_after_its_first_iteration") {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         let runtime = builder(BUDGET_BYTES, PAGE_BYTES)
             .server(&memory.url)

@@ -21,7 +21,7 @@ use std::{
 };
 
 use common::{
-    Call, FABRICS, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, get, mix, seed,
+    Call, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix, seed,
     set, shared,
 };
 use farpage::{
@@ -345,7 +345,7 @@ fn stalling_store_does_not_slow_other_regions_down() {
     if !can_page(test) {
         return;
     }
-    for fabric in FABRICS {
+    for fabric in fabrics() {
         let memory = Memory::start(fabric, 128 * MIB);
         let runtime = memory.runtime(16 * MIB, 4 * KIB);
         let mut fast: RemoteArray<u64> = runtime.array(32 * MIB / 8).unwrap();

@@ -18,7 +18,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Fabric, KIB, MIB, Memory, Rng, Watchdog, can_page, get, mix, seed, set, shared};
+use common::{
+    Fabric, KIB, MIB, Memory, Rng, Watchdog, can_page, can_reach, get, mix, seed, set, shared,
+};
 use farpage::{Codec, RegionOptions, RemoteArray};
 
 const THREADS: usize = 8;
@@ -65,8 +67,26 @@ fn eight_threads_over_tcp_compressed_keep_every_word() {
     );
 }
 
+#[test]
+fn eight_threads_over_rdma_keep_every_word() {
+    torture(
+        "eight_threads_over_rdma_keep_every_word",
+        Fabric::Rdma,
+        Codec::Raw,
+    );
+}
+
+#[test]
+fn eight_threads_over_rdma_compressed_keep_every_word() {
+    torture(
+        "eight_threads_over_rdma_compressed_keep_every_word",
+        Fabric::Rdma,
+        Codec::Lz4,
+    );
+}
+
 fn torture(test: &'static str, fabric: Fabric, codec: Codec) {
-    if !can_page(test) {
+    if !can_page(test) || !can_reach(test, fabric) {
         return;
     }
     let ops = env::var("FARPAGE_TORTURE_OPS").map_or(OPS_DEFAULT, |ops| {

@@ -203,12 +203,12 @@ pub enum Response {
     },
     /// Done, with nothing to say.
     Done,
-    /// Memory was leased. Over shared memory its descriptor follows.
+    /// Memory was leased. Over shared memory its descriptor follows, over RDMA its [`RemoteKey`] (a vector of one, in a frame of its own).
     Granted {
         /// The new extent.
         extent: Lease,
     },
-    /// A region was opened. Over shared memory the descriptors of the extents follow.
+    /// A region was opened. Over shared memory the descriptors of the extents follow, over RDMA their [`RemoteKey`]s, if there are any.
     Opened {
         /// What the last publisher stored.
         manifest: Vec<u8>,
@@ -228,6 +228,15 @@ pub struct Lease {
     pub id: ExtentId,
     /// Its length.
     pub bytes: u64,
+}
+
+/// Where an adapter finds an extent and what opens it, in the meaning of the InfiniBand specification.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteKey {
+    /// Of the extent's first byte.
+    pub address: u64,
+    /// Opens it, for the session that it was told to, until the lease ends.
+    pub rkey: u32,
 }
 
 /// Why a server refuses a request.

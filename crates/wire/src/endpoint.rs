@@ -26,6 +26,20 @@ pub enum Endpoint {
         /// Port; 0 asks a listener for any free one.
         port: u16,
     },
+    /// `rdma://host:7400`: a network adapter that reads and writes the server's memory itself. The host is the address of an RDMA interface.
+    Rdma {
+        /// Name or address.
+        host: String,
+        /// Port; 0 asks a listener for any free one.
+        port: u16,
+    },
+    /// `auto://host:7400`: for clients, rdma where that works and tcp where it does not; which of them is said, and why.
+    Auto {
+        /// Name or address.
+        host: String,
+        /// Port, the same for both.
+        port: u16,
+    },
     /// `sim:seed`: a deterministic server inside this process, for tests.
     Sim(u64),
 }
@@ -33,7 +47,7 @@ pub enum Endpoint {
 /// Why a text is no endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{text}` is not an endpoint: {reason}; write shm:///run/farpage.sock, tcp://host:7400 or sim:seed"
+    "`{text}` is not an endpoint: {reason}; write shm:///run/farpage.sock, tcp://host:7400, rdma://host:7400, auto://host:7400 or sim:seed"
 )]
 pub struct EndpointError {
     text: String,
@@ -59,31 +73,11 @@ impl FromStr for Endpoint {
                 _ => Ok(Self::Shm(path.into())),
             };
         }
-        if let Some(address) = text.strip_prefix("tcp://") {
-            let (host, port) = address
-                .rsplit_once(':')
-                .ok_or_else(|| wrong("the port is missing"))?;
-            let port = port
-                .parse()
-                .map_err(|_| wrong("the port must be a number below 65536"))?;
-            let bare = host
-                .strip_prefix('[')
-                .and_then(|host| host.strip_suffix(']'));
-            return match bare.unwrap_or(host) {
-                "" => Err(wrong("the host is missing")),
-                host if host.contains(':') != bare.is_some() => Err(wrong(
-                    "an IPv6 address, and nothing else, stands in brackets",
-                )),
-                host if host.contains(['/', '[', ']', '\0', '@'])
-                    || host.contains(char::is_whitespace) =>
-                {
-                    Err(wrong("the host has a character that no host name has"))
-                }
-                host => Ok(Self::Tcp {
-                    host: host.to_owned(),
-                    port,
-                }),
-            };
+        for (scheme, endpoint) in NETWORKS {
+            if let Some(address) = text.strip_prefix(scheme) {
+                let (host, port) = host_and_port(address).map_err(wrong)?;
+                return Ok(endpoint(host, port));
+            }
         }
         if let Some(seed) = text.strip_prefix("sim:") {
             return seed
@@ -95,13 +89,48 @@ impl FromStr for Endpoint {
     }
 }
 
+/// Makes an endpoint of a host and a port.
+type OfNetwork = fn(String, u16) -> Endpoint;
+
+/// The schemes that name a host and a port.
+const NETWORKS: [(&str, OfNetwork); 3] = [
+    ("tcp://", |host, port| Endpoint::Tcp { host, port }),
+    ("rdma://", |host, port| Endpoint::Rdma { host, port }),
+    ("auto://", |host, port| Endpoint::Auto { host, port }),
+];
+
+fn host_and_port(address: &str) -> Result<(String, u16), &'static str> {
+    let (host, port) = address.rsplit_once(':').ok_or("the port is missing")?;
+    let port = port
+        .parse()
+        .map_err(|_| "the port must be a number below 65536")?;
+    let bare = host
+        .strip_prefix('[')
+        .and_then(|host| host.strip_suffix(']'));
+    match bare.unwrap_or(host) {
+        "" => Err("the host is missing"),
+        host if host.contains(':') != bare.is_some() => {
+            Err("an IPv6 address, and nothing else, stands in brackets")
+        }
+        host if host.contains(['/', '[', ']', '\0', '@']) || host.contains(char::is_whitespace) => {
+            Err("the host has a character that no host name has")
+        }
+        host => Ok((host.to_owned(), port)),
+    }
+}
+
 impl fmt::Display for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Shm(path) => write!(f, "shm://{}", path.display()),
-            Self::Tcp { host, port } if host.contains(':') => write!(f, "tcp://[{host}]:{port}"),
-            Self::Tcp { host, port } => write!(f, "tcp://{host}:{port}"),
-            Self::Sim(seed) => write!(f, "sim:{seed}"),
+        let (scheme, host, port) = match self {
+            Self::Shm(path) => return write!(f, "shm://{}", path.display()),
+            Self::Sim(seed) => return write!(f, "sim:{seed}"),
+            Self::Tcp { host, port } => ("tcp", host, port),
+            Self::Rdma { host, port } => ("rdma", host, port),
+            Self::Auto { host, port } => ("auto", host, port),
+        };
+        match host.contains(':') {
+            true => write!(f, "{scheme}://[{host}]:{port}"),
+            false => write!(f, "{scheme}://{host}:{port}"),
         }
     }
 }
@@ -133,6 +162,9 @@ mod tests {
             "tcp://host:7400",
             "tcp://10.0.0.2:0",
             "tcp://[::1]:7400",
+            "rdma://10.99.0.1:7400",
+            "rdma://[fe80::1]:0",
+            "auto://host:7400",
             "sim:42",
         ] {
             let endpoint: Endpoint = text.parse().expect(text);
@@ -152,6 +184,8 @@ mod tests {
             "tcp://::1:7400",
             "tcp://[h]:1",
             "tcp://a/b:1",
+            "rdma://host",
+            "auto://",
             "shm://relative",
             "shm:///",
             "sim:",
@@ -159,7 +193,13 @@ mod tests {
         ] {
             let error = text.parse::<Endpoint>().expect_err(text).to_string();
             assert!(error.starts_with(&format!("`{text}`")), "{error}");
-            for form in ["shm:///run/farpage.sock", "tcp://host:7400", "sim:seed"] {
+            for form in [
+                "shm:///run/farpage.sock",
+                "tcp://host:7400",
+                "rdma://host:7400",
+                "auto://host:7400",
+                "sim:seed",
+            ] {
                 assert!(error.contains(form), "{error}");
             }
         }
@@ -167,7 +207,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn whatever_parses_prints_as_something_that_parses_to_the_same(text in "(shm://|tcp://|sim:)?[ -~]{0,40}") {
+        fn whatever_parses_prints_as_something_that_parses_to_the_same(text in "(shm://|tcp://|rdma://|auto://|sim:)?[ -~]{0,40}") {
             if let Ok(endpoint) = text.parse::<Endpoint>() {
                 prop_assert_eq!(endpoint.to_string().parse::<Endpoint>(), Ok(endpoint));
             }

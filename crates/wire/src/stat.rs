@@ -23,8 +23,8 @@ pub struct ServerStat {
     pub extents: u64,
     /// Named regions kept.
     pub named_regions: u64,
-    /// Payload bytes of READs served through the server's CPU (none over shared memory).
+    /// Payload bytes of READs served through the server's CPU (none over shared memory and RDMA).
     pub bytes_read: u64,
-    /// Payload bytes of WRITEs served through the server's CPU (none over shared memory).
+    /// Payload bytes of WRITEs served through the server's CPU (none over shared memory and RDMA).
     pub bytes_written: u64,
 }

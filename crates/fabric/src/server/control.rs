@@ -8,14 +8,16 @@ use std::{
 
 use farpage_wire::{
     Refusal, Request, Response, Secret, SessionId,
-    control::{Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, MAX_NAME_BYTES},
+    control::{
+        Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, MAX_NAME_BYTES, RemoteKey,
+    },
 };
 
 use super::{Connection, Fault};
 use crate::{
     host::{Host, Transport},
     memory::ExtentMemory,
-    stream::ReceiveError,
+    stream::{ReceiveError, Stream},
 };
 
 /// How long a client may take to receive an answer.
@@ -72,8 +74,23 @@ impl Connection {
                 stat.bytes_read = self.traffic.bytes_read();
                 stat.bytes_written = self.traffic.bytes_written();
             }
+            let keys = match self.register(session, &memories) {
+                Ok(keys) => keys,
+                Err(reason) => {
+                    tracing::warn!(peer = self.peer, reason, "memory was not lent");
+                    for memory in &memories {
+                        // Refused only when the session has ended, and the lease with it.
+                        let _ = self.host.release(session, memory.id());
+                    }
+                    response = Response::Refused(Refusal::Invalid(reason));
+                    None
+                }
+            };
             let until = Instant::now() + ANSWER;
             self.stream.send(&response, until)?;
+            if let Some(keys) = keys {
+                self.stream.send(&keys, until)?;
+            }
             if self.transport == Transport::Shm && !memories.is_empty() {
                 // Each lease's memory to its owner alone.
                 let fds: Vec<_> = memories
@@ -88,6 +105,22 @@ impl Connection {
             if response == Response::Refused(Refusal::NoSession) {
                 return Err(Fault::Refused(Refusal::NoSession));
             }
+        }
+    }
+}
+
+impl Connection {
+    /// Makes memory that was just leased known to the adapter, where there is one.
+    fn register(
+        &self,
+        session: SessionId,
+        memories: &[Arc<ExtentMemory>],
+    ) -> Result<Option<Vec<RemoteKey>>, String> {
+        match &*self.stream {
+            Stream::Rdma(stream) if !memories.is_empty() => {
+                stream.register(session, memories).map(Some)
+            }
+            _ => Ok(None),
         }
     }
 }

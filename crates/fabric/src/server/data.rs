@@ -18,14 +18,11 @@ use farpage_wire::{
 use nix::{errno::Errno, poll::PollFlags};
 use std::sync::atomic::Ordering;
 
-use super::{Connection, Fault};
+use super::{Connection, Fault, LOOK};
 use crate::{
     memory::Span,
     stream::{Message, retry},
 };
-
-/// How often a waiting thread looks whether its session and its leases still live.
-const LOOK: Duration = Duration::from_secs(1);
 
 /// How long a refused client may take to read why. Its bytes that are under way are thrown away meanwhile, or the
 /// kernel would throw the answer away.

@@ -19,7 +19,11 @@ use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, getsockopt, listen, socket, sockopt,
 };
 
-use crate::{host::Transport, stream::Stream};
+use crate::{
+    host::{Host, Transport},
+    rdma,
+    stream::Stream,
+};
 
 /// A bound endpoint, ready for [`serve`](super::serve). Dropping it removes the file of its Unix socket.
 #[derive(Debug)]
@@ -33,6 +37,7 @@ enum Socket {
     /// With the inode of its file, so that only our own is removed.
     Unix(UnixListener, u64),
     Tcp(TcpListener),
+    Rdma(rdma::Listener),
 }
 
 /// Who may connect to a shared-memory socket.
@@ -70,6 +75,22 @@ pub enum BindError {
         endpoint: String,
         /// What the system said.
         source: io::Error,
+    },
+    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said no.
+    #[error("cannot listen on {endpoint}: {reason}")]
+    NoRdma {
+        /// The endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
+    },
+    /// Only clients choose.
+    #[error(
+        "cannot listen on {endpoint}: `auto` is a client's choice; listen on rdma:// and on tcp:// with the same port, so that clients can make it"
+    )]
+    Auto {
+        /// The endpoint.
+        endpoint: String,
     },
     /// Only clients know simulated servers.
     #[error("cannot listen on {endpoint}: a simulated server lives in its client's process")]
@@ -138,6 +159,18 @@ impl Listener {
                     socket: Socket::Tcp(listener),
                 })
             }
+            Endpoint::Rdma { host, .. } => {
+                let listener = rdma::Listener::bind(endpoint)?;
+                let endpoint = Endpoint::Rdma {
+                    host: host.clone(),
+                    port: listener.port(),
+                };
+                Ok(Self {
+                    endpoint,
+                    socket: Socket::Rdma(listener),
+                })
+            }
+            Endpoint::Auto { .. } => Err(BindError::Auto { endpoint: name }),
             Endpoint::Sim(_) => Err(BindError::Simulated { endpoint: name }),
         }
     }
@@ -151,12 +184,17 @@ impl Listener {
         match self.socket {
             Socket::Unix(..) => Transport::Shm,
             Socket::Tcp(_) => Transport::Tcp,
+            Socket::Rdma(_) => Transport::Rdma,
         }
     }
 
     /// The next connection and its peer's name, `None` when nobody waits.
-    pub(super) fn accept(&self) -> io::Result<Option<(Stream, String)>> {
+    pub(super) fn accept(&self, host: &dyn Host) -> io::Result<Option<(Stream, String)>> {
         let accepted = match &self.socket {
+            Socket::Rdma(listener) => {
+                let accepted = listener.accept(host)?;
+                return Ok(accepted.map(|(stream, peer)| (Stream::Rdma(Box::new(stream)), peer)));
+            }
             Socket::Unix(listener, _) => listener.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(true)?;
                 let pid =
@@ -186,6 +224,7 @@ impl AsFd for Listener {
         match &self.socket {
             Socket::Unix(listener, _) => listener.as_fd(),
             Socket::Tcp(listener) => listener.as_fd(),
+            Socket::Rdma(listener) => listener.as_fd(),
         }
     }
 }

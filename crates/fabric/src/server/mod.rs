@@ -20,7 +20,7 @@ use std::{
 };
 
 use farpage_wire::{
-    Refusal, Request, Response,
+    Refusal, Request, Response, Secret, SessionId,
     control::{HELLO_BYTES, Hello, MAX_FIRST_FRAME_BYTES, Purpose},
 };
 use nix::{
@@ -35,11 +35,14 @@ pub(crate) use self::control::answer;
 pub use self::listen::{BindError, Listener, SocketAccess};
 use crate::{
     host::{Host, Transport},
-    stream::{ReceiveError, Stream},
+    stream::{ReceiveError, Stream, timeout_until},
 };
 
 /// How long a stranger may take to say who it is. Generous for a slow network, short for one that only holds a thread.
 const HANDSHAKE: Duration = Duration::from_secs(2);
+
+/// How often a thread that waits for a client looks whether its session still lives.
+const LOOK: Duration = Duration::from_secs(1);
 
 /// How long the end of a server waits for the threads of its connections, whose sockets are closed by then.
 const JOIN: Duration = Duration::from_secs(5);
@@ -112,7 +115,7 @@ pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shu
         // An interrupted poll is as good as one that found nothing.
         let _ = poll(&mut fds, PollTimeout::NONE);
         connections.retain(|_, (_, thread)| !thread.is_finished());
-        let (stream, peer) = match listener.accept() {
+        let (stream, peer) = match listener.accept(&*host) {
             Ok(Some(accepted)) => accepted,
             Ok(None) => continue,
             Err(error) => {
@@ -217,6 +220,11 @@ impl Connection {
     }
 
     fn converse(&self) -> Result<(), Fault> {
+        if let Stream::Rdma(stream) = &*self.stream
+            && let Some((session, secret)) = stream.claim()
+        {
+            return self.attend(session, &secret);
+        }
         let until = Instant::now() + HANDSHAKE;
         let mut bytes = [0; HELLO_BYTES];
         match self.stream.read_exact(&mut bytes, until) {
@@ -252,6 +260,20 @@ impl Connection {
             _ => Err(Fault::Violation(
                 "the first request does not fit the hello".to_owned(),
             )),
+        }
+    }
+
+    /// Waits for the end of a connection whose data is moved by an adapter, or of its session.
+    fn attend(&self, session: SessionId, secret: &Secret) -> Result<(), Fault> {
+        let (end, flags) = self.stream.end();
+        loop {
+            let mut fds = [PollFd::new(end, flags)];
+            // An interrupted poll is as good as one that found nothing.
+            let _ = poll(&mut fds, timeout_until(Instant::now() + LOOK));
+            if self.stream.has_ended() {
+                return Ok(());
+            }
+            self.host.attach(session, secret).map_err(Fault::Refused)?;
         }
     }
 

@@ -11,7 +11,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use farpage_wire::{Endpoint, ExtentId, Refusal, Request, Response, ServerStat, control::Lease};
@@ -34,6 +34,8 @@ pub struct Session {
     /// As people read it.
     name: String,
     link: Option<Arc<Link>>,
+    /// Why `auto` did not take rdma.
+    fallback: Option<String>,
     backend: Backend,
 }
 
@@ -83,6 +85,14 @@ pub enum ConnectError {
         endpoint: String,
         /// What the system said.
         source: io::Error,
+    },
+    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said no.
+    #[error("cannot use {endpoint}: {reason}")]
+    NoRdma {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
     },
     /// Something answers that is no server of this version.
     #[error("{endpoint} answered, but {reason}")]
@@ -194,7 +204,8 @@ pub enum OpenError {
 }
 
 impl Session {
-    /// Begins a session at the server at `endpoint`. `sim:seed` makes a new simulated server of its own.
+    /// Begins a session at the server at `endpoint`. `sim:seed` makes a new simulated server of its own. `auto://host:port` takes rdma or, where
+    /// that cannot be had, tcp; which it was, [`endpoint`](Self::endpoint), [`fallback`](Self::fallback) and the log say.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadline of `options`.
@@ -204,11 +215,41 @@ impl Session {
     ) -> Result<Arc<Self>, ConnectError> {
         let backend = match endpoint {
             Endpoint::Sim(seed) => Backend::Sim(SimSession::alone(*seed, &options.client)),
-            Endpoint::Shm(_) | Endpoint::Tcp { .. } => {
-                Backend::Remote(Remote::connect(endpoint, options)?)
+            Endpoint::Auto { host, port } => return Self::choose(host, *port, options),
+            Endpoint::Shm(_) | Endpoint::Tcp { .. } | Endpoint::Rdma { .. } => {
+                let until = Instant::now() + options.deadline;
+                Backend::Remote(Remote::connect(endpoint, options, until)?)
             }
         };
         Ok(Arc::new(Self::new(endpoint.clone(), options, backend)))
+    }
+
+    /// Rdma, or tcp where that cannot be had. A server that answers over rdma and says no is not asked again.
+    fn choose(host: &str, port: u16, options: &SessionOptions) -> Result<Arc<Self>, ConnectError> {
+        let rdma = Endpoint::Rdma {
+            host: host.to_owned(),
+            port,
+        };
+        let tcp = Endpoint::Tcp {
+            host: host.to_owned(),
+            port,
+        };
+        let begun = Instant::now();
+        // Half of the time, so that some is left: an adapter on the other side that is not there is only noticed by its silence.
+        let reason = match Remote::connect(&rdma, options, begun + options.deadline / 2) {
+            Ok(remote) => {
+                tracing::info!(endpoint = %rdma, "auto: taking rdma");
+                return Ok(Arc::new(Self::new(rdma, options, Backend::Remote(remote))));
+            }
+            Err(ConnectError::NoRdma { reason, .. }) => reason,
+            Err(error @ ConnectError::Unreachable { .. }) => error.to_string(),
+            Err(error) => return Err(error),
+        };
+        tracing::warn!(endpoint = %tcp, reason, "auto: taking tcp");
+        let remote = Remote::connect(&tcp, options, begun + options.deadline)?;
+        let mut session = Self::new(tcp, options, Backend::Remote(remote));
+        session.fallback = Some(reason);
+        Ok(Arc::new(session))
     }
 
     pub(crate) fn simulated(seed: u64, session: SimSession, options: &SessionOptions) -> Arc<Self> {
@@ -224,13 +265,19 @@ impl Session {
             name: endpoint.to_string(),
             endpoint,
             link: options.link.clone(),
+            fallback: None,
             backend,
         }
     }
 
-    /// The server's endpoint.
+    /// The server's endpoint; of `auto://`, the one that was taken.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint
+    }
+
+    /// Why an `auto://` endpoint is served over tcp; `None` when it is not.
+    pub fn fallback(&self) -> Option<&str> {
+        self.fallback.as_deref()
     }
 
     /// Leases zeroed memory.

@@ -15,7 +15,7 @@ use std::{
 
 use farpage_wire::{
     Endpoint, ExtentId, Refusal, Request, Response, Secret, SessionId,
-    control::{ControlDecodeError, Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose},
+    control::{ControlDecodeError, Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose, RemoteKey},
 };
 use nix::{
     errno::Errno,
@@ -27,7 +27,7 @@ use std::os::fd::AsFd;
 
 use super::{CallError, ConnectError, Death, Session, SessionOptions};
 use crate::{
-    Buf, Channel,
+    Buf, Channel, rdma,
     shm::{Directory, ShmChannel},
     stream::{ReceiveError, Stream, timeout_until},
     tcp::TcpChannel,
@@ -52,7 +52,10 @@ struct Shared {
     deadline: Duration,
     client: String,
     line: Mutex<Line>,
+    /// The extents of a session over shared memory.
     directory: Arc<Directory>,
+    /// The extents of a session over RDMA.
+    rdma: Arc<rdma::Client>,
     closing: AtomicBool,
     /// Wakes the keeper: closing, or a new connection to watch.
     wake: EventFd,
@@ -74,10 +77,10 @@ impl Remote {
     pub(super) fn connect(
         endpoint: &Endpoint,
         options: &SessionOptions,
+        until: Instant,
     ) -> Result<Self, ConnectError> {
         let mut client = options.client.clone();
         client.truncate(client.floor_char_boundary(MAX_CLIENT_BYTES));
-        let until = Instant::now() + options.deadline;
         let line = begin(endpoint, &client, None, until)?;
         let no_resources = |source| ConnectError::Unreachable {
             endpoint: endpoint.to_string(),
@@ -91,6 +94,7 @@ impl Remote {
             client,
             line: Mutex::new(line),
             directory: Arc::default(),
+            rdma: Arc::default(),
             closing: AtomicBool::new(false),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
@@ -126,22 +130,25 @@ impl Remote {
         let until = Instant::now() + shared.deadline;
         let mut line = shared.line.lock();
         shared.mend(&mut line, until)?;
-        let (death, request) = (
-            Arc::clone(&line.death),
-            Request::Attach {
-                session: line.session,
-                secret: line.secret,
-            },
-        );
+        let death = Arc::clone(&line.death);
+        let (id, secret) = (line.session, line.secret);
         // The connection below takes its time, and calls need not wait for it.
         drop(line);
-        if matches!(shared.endpoint, Endpoint::Shm(_)) {
-            return Ok(Box::new(ShmChannel::new(
-                session,
-                Arc::clone(&shared.directory),
-                death,
-            )));
+        match shared.endpoint {
+            Endpoint::Shm(_) => {
+                let directory = Arc::clone(&shared.directory);
+                return Ok(Box::new(ShmChannel::new(session, directory, death)));
+            }
+            Endpoint::Rdma { .. } => {
+                let (claim, deadline) = ((id, secret), shared.deadline);
+                return shared.rdma.channel(session, claim, death, deadline, until);
+            }
+            _ => {}
         }
+        let request = Request::Attach {
+            session: id,
+            secret,
+        };
         let stream = open(&shared.endpoint, Purpose::Data, until)?;
         let asked = stream
             .send(&request, until)
@@ -157,9 +164,10 @@ impl Remote {
         }
     }
 
-    /// Unmaps an extent whose lease is about to be given back.
+    /// Forgets where an extent is whose lease is about to be given back.
     pub(super) fn forget(&self, id: ExtentId) {
         self.shared.directory.remove(id);
+        self.shared.rdma.remove(id);
     }
 }
 
@@ -212,9 +220,10 @@ impl Shared {
                 (false, false) => PollTimeout::NONE,
             };
             // 2. Sleep. Answers to calls are none of our business: only the end of the connection wakes us.
+            let (end, flags) = stream.end();
             let mut fds = [
                 PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
-                PollFd::new(stream.as_fd(), PollFlags::from_bits_retain(libc::POLLRDHUP)),
+                PollFd::new(end, flags),
             ];
             let woken = poll(&mut fds[..if alive { 2 } else { 1 }], timeout);
             // 3. What happened?
@@ -222,7 +231,7 @@ impl Shared {
                 return;
             }
             // `None` stands for a bit that nix has no name for, which is ours.
-            let ended = alive && fds[1].any() != Some(false);
+            let ended = alive && fds[1].any() != Some(false) && stream.has_ended();
             if fds[0].any() == Some(true) {
                 // Empty when somebody else's wake was counted into an earlier read.
                 let _ = self.wake.read();
@@ -325,15 +334,27 @@ impl Shared {
     ) -> Result<Response, ReceiveError> {
         stream.send(request, until)?;
         let answer = stream.receive(MAX_FRAME_BYTES, until)?;
-        if matches!(self.endpoint, Endpoint::Shm(_)) {
-            let leases: &[Lease] = match &answer {
-                Response::Granted { extent } => std::slice::from_ref(extent),
-                Response::Opened { extents, .. } => extents,
-                _ => &[],
-            };
-            for (lease, fd) in leases.iter().zip(stream.receive_fds(leases.len(), until)?) {
-                self.directory.insert(*lease, fd)?;
+        let leases: &[Lease] = match &answer {
+            Response::Granted { extent } => std::slice::from_ref(extent),
+            Response::Opened { extents, .. } => extents,
+            _ => &[],
+        };
+        match self.endpoint {
+            Endpoint::Shm(_) => {
+                for (lease, fd) in leases.iter().zip(stream.receive_fds(leases.len(), until)?) {
+                    self.directory.insert(*lease, fd)?;
+                }
             }
+            Endpoint::Rdma { .. } if !leases.is_empty() => {
+                let keys: Vec<RemoteKey> = stream.receive(MAX_FRAME_BYTES, until)?;
+                if keys.len() != leases.len() {
+                    return Err(ControlDecodeError::Frame.into());
+                }
+                for (lease, key) in leases.iter().zip(keys) {
+                    self.rdma.insert(*lease, key);
+                }
+            }
+            _ => {}
         }
         Ok(answer)
     }
@@ -354,10 +375,13 @@ impl Shared {
 /// Connects and says hello.
 fn open(endpoint: &Endpoint, purpose: Purpose, until: Instant) -> Result<Stream, ConnectError> {
     let name = endpoint.to_string();
-    let stream = Stream::connect(endpoint, until).map_err(|source| ConnectError::Unreachable {
-        endpoint: name.clone(),
-        source,
-    })?;
+    let stream = match endpoint {
+        Endpoint::Rdma { .. } => Stream::Rdma(Box::new(rdma::connect(endpoint, until)?)),
+        _ => Stream::connect(endpoint, until).map_err(|source| ConnectError::Unreachable {
+            endpoint: name.clone(),
+            source,
+        })?,
+    };
     stream
         .greet(purpose, until)
         .map_err(|error| not_connected(&name, error))?;

@@ -46,15 +46,38 @@ pub fn page_sizes() -> impl Iterator<Item = usize> {
 pub enum Fabric {
     Shm,
     Tcp,
+    Rdma,
 }
 
-pub const FABRICS: [Fabric; 2] = [Fabric::Shm, Fabric::Tcp];
+/// The address of an RDMA device of this machine.
+const RDMA_ADDRESS: &str = "FARPAGE_TEST_RDMA_ADDRESS";
+
+/// What a test runs over: shm and tcp, and in a build with RDMA, where a device is named, rdma alone.
+pub fn fabrics() -> Vec<Fabric> {
+    match cfg!(feature = "rdma") && env::var_os(RDMA_ADDRESS).is_some() {
+        true => vec![Fabric::Rdma],
+        false => vec![Fabric::Shm, Fabric::Tcp],
+    }
+}
+
+/// Whether this program can run servers on a fabric; if not, says that `test` is skipped, and why.
+pub fn can_reach(test: &str, fabric: Fabric) -> bool {
+    let can = fabric != Fabric::Rdma || fabrics().contains(&Fabric::Rdma);
+    if !can {
+        eprintln!(
+            "SKIPPED: {test}: it takes a build with `--features rdma` and an RDMA device, whose address {RDMA_ADDRESS} names; \
+             `cargo xtask vm` has one"
+        );
+    }
+    can
+}
 
 impl Fabric {
     fn listen(self, directory: &TempDir) -> String {
         match self {
             Fabric::Shm => format!("shm://{}", directory.path().join("s").display()),
             Fabric::Tcp => "tcp://127.0.0.1:0".to_owned(),
+            Fabric::Rdma => format!("rdma://{}:0", env::var(RDMA_ADDRESS).unwrap()),
         }
     }
 }
@@ -64,6 +87,7 @@ impl fmt::Display for Fabric {
         f.write_str(match self {
             Fabric::Shm => "shm",
             Fabric::Tcp => "tcp",
+            Fabric::Rdma => "rdma",
         })
     }
 }

@@ -1,0 +1,472 @@
+//! [`RdmaChannel`]: the client's end of a data connection.
+//!
+//! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done with the memory that stands for it, and the send
+//! queue cannot fill. Buffers are copied through registered memory of the channel's own, because a page that is pinned for the
+//! adapter could not be moved into the program's address space.
+//!
+//! Operations are gathered and handed over with one ring of the doorbell per [`POSTLIST`], or when the caller polls. A READ reports its end,
+//! since somebody waits for its bytes; of WRITEs the last of each list does, and work completes in the order of posting, so one report stands for
+//! all before it. READ and WRITE of the same bytes at the same time are in no order, as everywhere in this crate.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    ops::Range,
+    os::fd::AsFd,
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use farpage_wire::ExtentId;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+
+use super::{
+    client::{Client, Leased},
+    verbs::{self, COMPLETIONS, Depths, EventKind, POSTLIST, Pair, Work},
+};
+use crate::{
+    Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
+    channel::{check_len, refused},
+    session::Death,
+    stream::describe,
+};
+
+/// Operations in flight at most; at least twice [`POSTLIST`], so that one list can travel while the next is gathered.
+const DEPTH: usize = 64;
+
+/// Registered memory that operations pass through: eight of the longest runs that the pager asks for, twice the longest operation.
+const BOUNCE_BYTES: usize = 4 << 20;
+
+/// Operations start at cache lines, so that no two share one.
+const ALIGN: usize = 64;
+
+/// Extents that a channel remembers without allocating, as a signal handler must.
+const CACHED: usize = 1024;
+
+pub(super) const CHANNEL: Depths = Depths {
+    sends: DEPTH,
+    receives: 0,
+    slab_bytes: BOUNCE_BYTES,
+};
+
+/// What became readable, in the channel's own epoll.
+const COMPLETED: u64 = 0;
+const CONNECTION: u64 = 1;
+
+/// One queue pair.
+pub(crate) struct RdmaChannel<B> {
+    endpoint: String,
+    pair: Pair,
+    /// Readable when the armed queue has completions, or the connection manager has something to say.
+    ready: Epoll,
+    /// Whether the next completion will make `ready` readable, or has.
+    is_armed: bool,
+    deadline: Duration,
+    death: Arc<Death>,
+    /// Set once; from then on every operation ends with it.
+    dead: Option<ChannelError>,
+    /// Oldest first: the adapter has the first `handed` of them.
+    ops: VecDeque<Flying<B>>,
+    handed: usize,
+    /// Whether the others wait for memory, which comes with the next completion.
+    is_full: bool,
+    /// Of the next operation.
+    sequence: u64,
+    bounce: Bounce,
+    /// Refused without asking the server: not in any lease of this client.
+    refused: VecDeque<Completion<B>>,
+    client: Arc<Client>,
+    /// What [`Client`] held when it was last asked.
+    cache: HashMap<ExtentId, Arc<Leased>>,
+    /// The leases live as long as the session does.
+    _session: Arc<Session>,
+}
+
+struct Flying<B> {
+    op: Op<B>,
+    sequence: u64,
+    posted: Instant,
+    remote: verbs::Verb,
+    /// Once the adapter has it.
+    place: Option<Place>,
+}
+
+/// Bytes of the bounce memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Place {
+    bytes: Range<usize>,
+    /// What goes back with it: its own length and what was skipped to find it.
+    cost: usize,
+}
+
+/// The bounce memory as a ring: operations end in their order, so it is given back in the order that it was taken.
+#[derive(Debug, Default)]
+struct Bounce {
+    next: usize,
+    used: usize,
+}
+
+impl Bounce {
+    fn take(&mut self, len: usize) -> Option<Place> {
+        let rounded = len.next_multiple_of(ALIGN);
+        let skipped = match self.next + rounded > BOUNCE_BYTES {
+            true => BOUNCE_BYTES - self.next,
+            false => 0,
+        };
+        let cost = skipped + rounded;
+        if self.used + cost > BOUNCE_BYTES {
+            // With nothing in it, the place does not matter.
+            if self.used == 0 && self.next > 0 {
+                self.next = 0;
+                return self.take(len);
+            }
+            return None;
+        }
+        let start = (self.next + skipped) % BOUNCE_BYTES;
+        self.next = start + rounded;
+        self.used += cost;
+        Some(Place {
+            bytes: start..start + len,
+            cost,
+        })
+    }
+
+    fn give_back(&mut self, place: &Place) {
+        self.used -= place.cost;
+    }
+}
+
+impl<B: Buf> Channel<B> for RdmaChannel<B> {
+    fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        if self.in_flight() == DEPTH {
+            return Err(Busy(op));
+        }
+        check_len(&op);
+        let Some(remote) = self.remote(&op) else {
+            let error = refused(&self.endpoint, &op);
+            self.refused.push_back(complete(op, Err(error)));
+            return Ok(());
+        };
+        self.ops.push_back(Flying {
+            op,
+            sequence: self.sequence,
+            posted: Instant::now(),
+            remote,
+            place: None,
+        });
+        self.sequence += 1;
+        if self.ops.len() - self.handed >= POSTLIST {
+            self.ring();
+        }
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
+        let before = done.len();
+        done.extend(self.refused.drain(..));
+        if self.ops.is_empty() {
+            return done.len() - before;
+        }
+        self.ring();
+        if self.dead.is_none() {
+            let moved = self
+                .collect(done)
+                .and_then(|any| if any { Ok(()) } else { self.look(done) })
+                .and_then(|()| self.check());
+            self.ring();
+            self.dead = self.dead.take().or(moved.err());
+        }
+        if let Some(error) = &self.dead {
+            // From here on the adapter leaves the bounce memory alone.
+            self.pair.kill();
+            done.extend(
+                self.ops
+                    .drain(..)
+                    .map(|flying| complete(flying.op, Err(error.clone()))),
+            );
+            (self.handed, self.bounce) = (0, Bounce::default());
+        }
+        done.len() - before
+    }
+
+    fn in_flight(&self) -> usize {
+        self.ops.len() + self.refused.len()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        let at_once = Wait {
+            until: Some(Instant::now()),
+            ..Wait::default()
+        };
+        match self.ops.front() {
+            _ if !self.refused.is_empty() => at_once,
+            None => Wait::default(),
+            // A queue that is not armed wakes nobody: the next poll arms it, or finds something.
+            Some(_) if self.dead.is_some() || self.can_ring() || !self.is_armed => at_once,
+            Some(oldest) => Wait {
+                fd: Some(self.ready.0.as_fd()),
+                readable: true,
+                writable: false,
+                until: Some(oldest.posted + self.deadline),
+            },
+        }
+    }
+}
+
+impl<B: Buf> RdmaChannel<B> {
+    /// `pair` is connected.
+    pub(super) fn new(
+        session: &Arc<Session>,
+        client: Arc<Client>,
+        pair: Pair,
+        death: Arc<Death>,
+        deadline: Duration,
+    ) -> io::Result<Self> {
+        let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        let event = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
+        ready.add(pair.completions(), event(COMPLETED))?;
+        ready.add(pair.id(), event(CONNECTION))?;
+        tracing::debug!(
+            endpoint = %session.endpoint(),
+            reads_in_flight = pair.reads_in_flight()?,
+            inline_bytes = pair.inline_bytes(),
+            "data connection established"
+        );
+        Ok(Self {
+            endpoint: session.endpoint().to_string(),
+            pair,
+            ready,
+            is_armed: false,
+            deadline,
+            death,
+            dead: None,
+            ops: VecDeque::with_capacity(DEPTH),
+            handed: 0,
+            is_full: false,
+            sequence: 0,
+            bounce: Bounce::default(),
+            refused: VecDeque::with_capacity(DEPTH),
+            client,
+            cache: HashMap::with_capacity(CACHED),
+            _session: Arc::clone(session),
+        })
+    }
+
+    /// Where the operation's bytes are at the server, if they are leased to this client.
+    fn remote(&mut self, op: &Op<B>) -> Option<verbs::Verb> {
+        let leased = self.leased(op.extent)?;
+        let end = op.offset.checked_add(u64::from(op.len))?;
+        if end > leased.bytes {
+            return None;
+        }
+        let (address, rkey) = (leased.key.address.checked_add(op.offset)?, leased.key.rkey);
+        Some(match op.verb {
+            Verb::Read => verbs::Verb::Read { address, rkey },
+            Verb::Write => verbs::Verb::Write { address, rkey },
+        })
+    }
+
+    fn leased(&mut self, id: ExtentId) -> Option<&Leased> {
+        let cached = self
+            .cache
+            .get(&id)
+            .is_some_and(|leased| !leased.released.load(Ordering::Relaxed));
+        if !cached {
+            // Rare: the time to forget what was released.
+            self.cache
+                .retain(|_, leased| !leased.released.load(Ordering::Relaxed));
+            let leased = self.client.get(id)?;
+            self.cache.insert(leased.id, leased);
+        }
+        self.cache.get(&id).map(|leased| &**leased)
+    }
+
+    /// Whether there is something to hand over, and memory for it.
+    fn can_ring(&self) -> bool {
+        self.handed < self.ops.len() && !self.is_full
+    }
+
+    /// Hands over what was gathered, as far as there is memory for it.
+    fn ring(&mut self) {
+        while self.can_ring() && self.dead.is_none() {
+            let mut works = [const { Work::NONE }; POSTLIST];
+            let mut count = 0;
+            for (flying, work) in self.ops.range_mut(self.handed..).zip(&mut works) {
+                let op = &flying.op;
+                let Some(place) = self.bounce.take(op.len as usize) else {
+                    self.is_full = true;
+                    break;
+                };
+                if op.verb == Verb::Write {
+                    let bytes = &op.buf.as_ref()[..op.len as usize];
+                    self.pair.slab().copy_in(place.bytes.start, bytes);
+                }
+                *work = Work {
+                    tag: flying.sequence,
+                    verb: flying.remote,
+                    local: place.bytes.clone(),
+                    signalled: op.verb == Verb::Read,
+                };
+                flying.place = Some(place);
+                count += 1;
+            }
+            let works = &mut works[..count];
+            if let Some(last) = works.last_mut() {
+                last.signalled = true;
+            }
+            let posted = self.pair.post(works);
+            self.handed += count;
+            self.dead = posted.err().map(|error| self.lost(describe(&error)));
+        }
+    }
+
+    /// Hands back what has completed; whether there was anything.
+    fn collect(&mut self, done: &mut Vec<Completion<B>>) -> Result<bool, ChannelError> {
+        let mut any = false;
+        loop {
+            let mut reports = [None; COMPLETIONS];
+            let polled = self.pair.poll(&mut reports);
+            let count = polled.map_err(|error| self.lost(describe(&error)))?;
+            any |= count > 0;
+            for report in reports.into_iter().flatten() {
+                // All before it have succeeded, since a failure is always reported.
+                while self
+                    .ops
+                    .front()
+                    .is_some_and(|oldest| oldest.sequence < report.tag)
+                {
+                    self.succeed(done);
+                }
+                match report.result {
+                    Ok(()) => self.succeed(done),
+                    Err(failure) => return Err(self.lost(failure.describe())),
+                }
+            }
+            if count < COMPLETIONS {
+                return Ok(any);
+            }
+        }
+    }
+
+    /// The oldest operation has taken place.
+    fn succeed(&mut self, done: &mut Vec<Completion<B>>) {
+        let mut flying = self
+            .ops
+            .pop_front()
+            .expect("a report belongs to an operation");
+        let place = flying.place.expect("only what the adapter had can succeed");
+        if flying.op.verb == Verb::Read {
+            let bytes = &mut flying.op.buf.as_mut()[..flying.op.len as usize];
+            self.pair.slab().copy_out(place.bytes.start, bytes);
+        }
+        self.bounce.give_back(&place);
+        self.handed -= 1;
+        self.is_full = false;
+        done.push(complete(flying.op, Ok(())));
+    }
+
+    /// Nothing has completed: makes sure that the next completion wakes, and hears what became of the connection.
+    fn look(&mut self, done: &mut Vec<Completion<B>>) -> Result<(), ChannelError> {
+        let mut events = [EpollEvent::empty(); 2];
+        // An interrupted look is as good as one that saw nothing.
+        let count = self
+            .ready
+            .wait(&mut events, EpollTimeout::ZERO)
+            .unwrap_or(0);
+        for event in &events[..count] {
+            match event.data() {
+                COMPLETED => self.is_armed &= !self.pair.take_wakeups(),
+                _ => self.hear()?,
+            }
+        }
+        if !self.is_armed {
+            let armed = self.pair.arm();
+            armed.map_err(|error| self.lost(describe(&error)))?;
+            self.is_armed = true;
+            // What completed before the queue was armed does not wake.
+            self.collect(done)?;
+        }
+        Ok(())
+    }
+
+    fn hear(&self) -> Result<(), ChannelError> {
+        while let Ok(Some(event)) = self.pair.id().next_event() {
+            if event.kind != EventKind::Established {
+                return Err(self.lost(format!("the connection ended: {}", event.kind.describe())));
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks at the clock and at the session.
+    fn check(&self) -> Result<(), ChannelError> {
+        if let Some(reason) = self.death.reason() {
+            return Err(self.lost(reason));
+        }
+        match self.ops.front() {
+            Some(oldest) if oldest.posted.elapsed() >= self.deadline => {
+                Err(ChannelError::TimedOut {
+                    endpoint: self.endpoint.clone(),
+                    deadline: self.deadline,
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn lost(&self, reason: String) -> ChannelError {
+        ChannelError::Disconnected {
+            endpoint: self.endpoint.clone(),
+            reason,
+        }
+    }
+}
+
+fn complete<B>(op: Op<B>, result: Result<(), ChannelError>) -> Completion<B> {
+    Completion {
+        tag: op.tag,
+        verb: op.verb,
+        buf: op.buf,
+        result,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use farpage_wire::MAX_OP_BYTES;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn places_of_the_ring_never_overlap_and_an_empty_ring_has_room_for_any_operation(
+            lens in prop::collection::vec(1..=MAX_OP_BYTES as usize, 1..200), keep in 0..12usize,
+        ) {
+            let mut bounce = Bounce::default();
+            let mut out: VecDeque<Place> = VecDeque::new();
+            for len in lens {
+                let place = loop {
+                    if let Some(place) = bounce.take(len) {
+                        break place;
+                    }
+                    let oldest = out.pop_front().expect("an empty ring has room");
+                    bounce.give_back(&oldest);
+                };
+                prop_assert!(place.bytes.len() == len && place.bytes.end <= BOUNCE_BYTES);
+                for other in &out {
+                    prop_assert!(
+                        place.bytes.end <= other.bytes.start || other.bytes.end <= place.bytes.start,
+                        "{place:?} {other:?}"
+                    );
+                }
+                out.push_back(place);
+                while out.len() > keep {
+                    bounce.give_back(&out.pop_front().expect("not empty"));
+                }
+            }
+        }
+    }
+}

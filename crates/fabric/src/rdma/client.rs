@@ -1,0 +1,211 @@
+//! The client half: making connections, and what a session knows about its extents.
+
+use std::{
+    collections::HashMap,
+    io,
+    net::ToSocketAddrs,
+    sync::{
+        Arc, Mutex, RwLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    Endpoint, ExtentId, Secret, SessionId,
+    control::{ControlDecodeError, HELLO_BYTES, Hello, Lease, Purpose, RemoteKey},
+};
+
+use super::{
+    Greeting, address,
+    channel::{CHANNEL, RdmaChannel},
+    devices, explain_registration, explain_start,
+    stream::{CONTROL, RdmaStream, Side},
+    verbs::{Device, EventKind, Id, Pair, Pd},
+};
+use crate::{Buf, Channel, ConnectError, Session, session::Death, stream::describe};
+
+const NO_PANIC: &str = "nothing panics under this lock";
+
+/// An extent that is leased to this client.
+#[derive(Debug)]
+pub(super) struct Leased {
+    pub(super) id: ExtentId,
+    pub(super) bytes: u64,
+    pub(super) key: RemoteKey,
+    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards nothing else.
+    pub(super) released: AtomicBool,
+}
+
+/// What the channels of one session share.
+#[derive(Debug, Default)]
+pub(crate) struct Client {
+    /// The standard library's lock never allocates: a signal handler may look an extent up.
+    leases: RwLock<HashMap<ExtentId, Arc<Leased>>>,
+    /// Of the device that the session's connections go through.
+    pd: Mutex<Option<Arc<Pd>>>,
+}
+
+impl Client {
+    /// Remembers a lease and the key that came with it.
+    pub(crate) fn insert(&self, lease: Lease, key: RemoteKey) {
+        let leased = Leased {
+            id: lease.id,
+            bytes: lease.bytes,
+            key,
+            released: AtomicBool::new(false),
+        };
+        self.leases
+            .write()
+            .expect(NO_PANIC)
+            .insert(lease.id, Arc::new(leased));
+    }
+
+    /// Forgets a lease that is about to be given back.
+    pub(crate) fn remove(&self, id: ExtentId) {
+        if let Some(leased) = self.leases.write().expect(NO_PANIC).remove(&id) {
+            leased.released.store(true, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) fn get(&self, id: ExtentId) -> Option<Arc<Leased>> {
+        self.leases.read().expect(NO_PANIC).get(&id).map(Arc::clone)
+    }
+
+    /// Opens a data connection.
+    pub(crate) fn channel<B: Buf>(
+        self: &Arc<Self>,
+        session: &Arc<Session>,
+        claim: (SessionId, Secret),
+        death: Arc<Death>,
+        deadline: Duration,
+        until: Instant,
+    ) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        let endpoint = session.endpoint();
+        let id = resolve(endpoint, until)?;
+        let device = id.device().expect("a resolved id has a device");
+        let pair = self
+            .pd(device)
+            .and_then(|pd| Pair::new(id, pd, CHANNEL))
+            .map_err(|error| unusable(endpoint, explain_pair(CHANNEL.slab_bytes, &error)))?;
+        let greeting = Greeting {
+            hello: Hello::new(Purpose::Data),
+            claim: Some(claim),
+        };
+        establish(endpoint, &pair, &greeting, until)?;
+        let channel = RdmaChannel::new(session, Arc::clone(self), pair, death, deadline);
+        let channel = channel.map_err(|error| unusable(endpoint, explain_pair(0, &error)))?;
+        Ok(Box::new(channel))
+    }
+
+    /// One domain per session, so that what is registered once serves all its channels; another one when the way to the server changed.
+    fn pd(&self, device: Device) -> io::Result<Arc<Pd>> {
+        let mut known = self.pd.lock().expect(NO_PANIC);
+        if let Some(pd) = known.as_ref().filter(|pd| pd.device() == device) {
+            return Ok(Arc::clone(pd));
+        }
+        Ok(Arc::clone(known.insert(Pd::new(device)?)))
+    }
+}
+
+/// Opens a control connection, on which the hello has not been said.
+pub(crate) fn connect(endpoint: &Endpoint, until: Instant) -> Result<RdmaStream, ConnectError> {
+    let id = resolve(endpoint, until)?;
+    let device = id.device().expect("a resolved id has a device");
+    let stream = Pd::new(device)
+        .and_then(|pd| Pair::new(id, pd, CONTROL))
+        .and_then(|pair| RdmaStream::new(pair, Side::Client))
+        .map_err(|error| unusable(endpoint, explain_pair(CONTROL.slab_bytes, &error)))?;
+    let greeting = Greeting {
+        hello: Hello::new(Purpose::Control),
+        claim: None,
+    };
+    stream.with_pair(|pair| establish(endpoint, pair, &greeting, until))?;
+    Ok(stream)
+}
+
+/// Finds the device and the way to the server.
+fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
+    devices().map_err(|reason| unusable(endpoint, reason))?;
+    let unreachable = |source| ConnectError::Unreachable {
+        endpoint: endpoint.to_string(),
+        source,
+    };
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    for address in address(endpoint).to_socket_addrs().map_err(unreachable)? {
+        let id = Id::new().map_err(|error| unusable(endpoint, explain_start(&error)))?;
+        match id.resolve(address, until) {
+            Ok(()) => return Ok(id),
+            Err(error) => last = error,
+        }
+    }
+    match last.raw_os_error() {
+        Some(libc::ENODEV) => {
+            let names = devices().unwrap_or_default().join(", ");
+            let reason = format!(
+                "the way there does not lead through an RDMA device (this machine has {names}): name the server by the address of its \
+                 RDMA interface, or use tcp://"
+            );
+            Err(unusable(endpoint, reason))
+        }
+        _ => Err(unreachable(last)),
+    }
+}
+
+/// Asks the server for the connection and waits for its answer.
+fn establish(
+    endpoint: &Endpoint,
+    pair: &Pair,
+    greeting: &Greeting,
+    until: Instant,
+) -> Result<(), ConnectError> {
+    let name = endpoint.to_string();
+    let unreachable = |source| ConnectError::Unreachable {
+        endpoint: name.clone(),
+        source,
+    };
+    pair.connect(&greeting.encode()).map_err(unreachable)?;
+    let event = pair
+        .id()
+        .wait_event(until)
+        .map_err(|error| unreachable(io::Error::new(error.kind(), describe(&error))))?;
+    let failed = |error: ControlDecodeError| ConnectError::Protocol {
+        endpoint: name.clone(),
+        reason: error.to_string(),
+    };
+    let (hello, rest) = event.said.split_at(event.said.len().min(HELLO_BYTES));
+    let hello = <&[u8; HELLO_BYTES]>::try_from(hello)
+        .map_err(|_| ControlDecodeError::NotFarpage)
+        .and_then(Hello::decode);
+    match (event.kind, hello) {
+        (EventKind::Established, hello) => hello.map(|_| ()).map_err(failed),
+        // Nobody listens there: the connection manager says no for the absent.
+        (EventKind::Rejected, Err(ControlDecodeError::NotFarpage)) => {
+            Err(unreachable(io::ErrorKind::ConnectionRefused.into()))
+        }
+        (EventKind::Rejected, Err(error)) => Err(failed(error)),
+        (EventKind::Rejected, Ok(_)) => Err(ConnectError::Refused {
+            endpoint: name,
+            reason: String::from_utf8_lossy(rest)
+                .trim_end_matches('\0')
+                .to_owned(),
+        }),
+        (kind, _) if event.status < 0 => {
+            let error = io::Error::from_raw_os_error(-event.status);
+            let text = format!("{}: {error}", kind.describe());
+            Err(unreachable(io::Error::new(error.kind(), text)))
+        }
+        (kind, _) => Err(unreachable(io::Error::other(kind.describe()))),
+    }
+}
+
+fn unusable(endpoint: &Endpoint, reason: String) -> ConnectError {
+    ConnectError::NoRdma {
+        endpoint: endpoint.to_string(),
+        reason,
+    }
+}
+
+fn explain_pair(slab_bytes: usize, error: &io::Error) -> String {
+    explain_registration(slab_bytes as u64, error)
+}
