@@ -7,6 +7,7 @@ use std::{fmt, path::PathBuf, str::FromStr, thread};
 
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use farpage::Codec;
 use farpage_wire::Endpoint;
 use serde::Serialize;
 
@@ -118,8 +119,8 @@ pub(crate) struct Paging {
     /// Who serves page faults
     #[arg(long, value_enum, default_value_t = FaultMode::Filler)]
     pub(crate) fault_mode: FaultMode,
-    /// How pages are compressed on their way
-    #[arg(long, value_enum, default_value_t = Codec::Raw)]
+    /// How pages are compressed on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
+    #[arg(long, default_value_t = Codec::Raw)]
     pub(crate) codec: Codec,
     /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value cost no transfer here,
     /// so it says little about the network
@@ -270,8 +271,8 @@ pub(crate) struct VersusSwapOptions {
     /// Memory for them: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     pub(crate) budget: Budget,
-    /// How farpage compresses pages on their way; zram always does
-    #[arg(long, value_enum, default_value_t = Codec::Raw)]
+    /// How farpage compresses pages on their way (raw, lz4, shuffle, ...); zram always does
+    #[arg(long, default_value_t = Codec::Raw)]
     pub(crate) codec: Codec,
     /// What the arrays hold at first
     #[arg(long, value_enum, default_value_t = Contents::Random)]
@@ -423,15 +424,6 @@ pub(crate) enum Fabric {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Codec {
-    /// As it is
-    Raw,
-    /// LZ4, where it makes a page smaller
-    Lz4,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
-#[serde(rename_all = "kebab-case")]
 pub(crate) enum FaultMode {
     /// Threads of the runtime
     Filler,
@@ -445,15 +437,6 @@ impl fmt::Display for Fabric {
             Self::Shm => "shm",
             Self::Tcp => "tcp",
             Self::Rdma => "rdma",
-        })
-    }
-}
-
-impl fmt::Display for Codec {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Raw => "raw",
-            Self::Lz4 => "lz4",
         })
     }
 }

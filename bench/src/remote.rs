@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use farpage::{Advice, ByteSize, Link, Pod, RemoteArray, Runtime, Stats};
 
 use crate::{
-    options::{Codec, Common, FaultMode, Paging},
+    options::{Common, FaultMode, Paging},
     report::{Config, PagingFigures},
     server::MemoryServer,
 };
@@ -39,10 +39,7 @@ impl Remote {
                 FaultMode::Filler => farpage::FaultMode::Filler,
                 FaultMode::InThread => farpage::FaultMode::InThread,
             })
-            .codec(match paging.codec {
-                Codec::Raw => farpage::Codec::Raw,
-                Codec::Lz4 => farpage::Codec::Lz4,
-            });
+            .codec(paging.codec);
         if let Some(pages) = paging.read_ahead {
             builder = builder.read_ahead(pages as usize);
         }

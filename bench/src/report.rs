@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::{
     data::Contents,
-    options::{Codec, Common, FaultMode, Format, Paging},
+    options::{Common, FaultMode, Format, Paging},
 };
 
 /// One run.
@@ -59,7 +59,7 @@ pub(crate) struct PagingConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     read_ahead_pages: Option<u32>,
     fault_mode: FaultMode,
-    codec: Codec,
+    codec: String,
     data: Contents,
     seed: u64,
 }
@@ -79,7 +79,7 @@ impl Config {
                 evictors: paging.evictors(),
                 read_ahead_pages: paging.read_ahead,
                 fault_mode: paging.fault_mode,
-                codec: paging.codec,
+                codec: paging.codec.to_string(),
                 data: paging.data,
                 seed: paging.seed,
             }),

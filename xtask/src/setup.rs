@@ -1,5 +1,5 @@
 //! What a machine needs before farpage builds and runs: a C compiler and libclang (the bindings of the userfaultfd crate
-//! are generated from the kernel's headers), what the libraries for C++ are built and tested with, and the permission to handle page faults.
+//! and of ZFP are generated from C headers), CMake and make (ZFP is built with them), what the libraries for C++ are built and tested with, and the permission to handle page faults.
 //!
 //! The rule it keeps: what is there is found by looking for the thing itself, not for a package's name, so that other
 //! distributions and hand-made installations count; nothing is installed without root or a `sudo` that asks nothing.
@@ -32,7 +32,7 @@ pub(crate) struct Need {
     pub(crate) is_there: fn() -> bool,
 }
 
-const NEEDS: [Need; 6] = [
+const NEEDS: [Need; 7] = [
     Need {
         what: "a C compiler (`cc`)",
         apt_package: "gcc",
@@ -44,12 +44,17 @@ const NEEDS: [Need; 6] = [
         is_there: || in_path("c++"),
     },
     Need {
-        what: "CMake, for tests of the package",
+        what: "CMake, for ZFP and for tests of the package",
         apt_package: "cmake",
         is_there: || in_path("cmake"),
     },
     Need {
-        what: "pkg-config, for the same",
+        what: "make, for the same",
+        apt_package: "make",
+        is_there: || in_path("make"),
+    },
+    Need {
+        what: "pkg-config, for tests of the package",
         apt_package: "pkg-config",
         is_there: || in_path("pkg-config"),
     },

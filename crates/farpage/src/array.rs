@@ -44,6 +44,16 @@ impl<T: Pod> RemoteArray<T> {
         }
     }
 
+    /// Elements per dimension, the slowest first; they multiply to the array's length. One dimension unless the array was
+    /// created with [several](crate::RegionOptions::shape).
+    pub fn shape(&self) -> Vec<usize> {
+        let shape = self.region.layout().map_or(&[][..], |layout| &layout.shape);
+        match shape {
+            [] => vec![self.len],
+            shape => shape.iter().map(|&side| side as usize).collect(),
+        }
+    }
+
     /// The bytes under the array.
     pub fn region(&self) -> &Region {
         &self.region

@@ -90,7 +90,10 @@ impl Builder {
         self
     }
 
-    /// How the pages of remote regions are encoded. Regions may set their own. `FARPAGE_CODEC` (`raw` or `lz4`). Default: raw.
+    /// How the pages of remote regions are encoded. Regions may set their own, and must if the codec does not fit their elements: then
+    /// creating them is an error.
+    ///
+    /// `FARPAGE_CODEC` (`raw`, `lz4`, `shuffle`, `zfp:accuracy=1e-6`, ...: see [`Codec`]). Default: raw.
     pub fn codec(mut self, codec: Codec) -> Self {
         self.codec = Some(codec);
         self
@@ -184,11 +187,9 @@ impl Builder {
                 None if env::var_os("FARPAGE_READ_AHEAD").is_none() => None,
                 set => Some(option(set, "FARPAGE_READ_AHEAD", || 0)?),
             },
-            codec: match self.codec {
-                Some(codec) => codec,
-                None => codec_from(&option(None, "FARPAGE_CODEC", || "raw".to_owned())?)?,
-            },
+            codec: option(self.codec, "FARPAGE_CODEC", Codec::default)?,
         };
+        (defaults.codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
 
         let space = KernelSpace::new(KernelSpaceOptions {
             shards: fillers,
@@ -245,16 +246,6 @@ where
             .parse()
             .map_err(|e| BuildError::Option(format!("{variable}={text}: {e}"))),
         (None, Err(_)) => Ok(default()),
-    }
-}
-
-fn codec_from(name: &str) -> Result<Codec, BuildError> {
-    match name {
-        "raw" => Ok(Codec::Raw),
-        "lz4" => Ok(Codec::Lz4),
-        _ => Err(BuildError::Option(format!(
-            "FARPAGE_CODEC={name}: need raw or lz4"
-        ))),
     }
 }
 

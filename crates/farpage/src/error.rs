@@ -3,7 +3,8 @@
 pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
-    CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError, StoreError,
+    CodecError, CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError,
+    StoreError,
 };
 pub use farpage_vm::OpenError as UserfaultfdError;
 pub use farpage_wire::EndpointError;
@@ -46,6 +47,16 @@ pub enum CreateError {
         len: usize,
         /// Bytes of one.
         element_bytes: usize,
+    },
+    /// The shape is not that of an array of this length.
+    #[error(
+        "an array of {len} elements does not have the shape {shape:?}: its sides must multiply to its length"
+    )]
+    Shape {
+        /// Elements per dimension.
+        shape: Vec<usize>,
+        /// Elements asked for.
+        len: usize,
     },
 }
 

@@ -9,7 +9,7 @@ use std::{
 
 use bytesize::ByteSize;
 use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
-use farpage_store::{Codec, Reserve, Store};
+use farpage_store::{Codec, Layout, Reserve, Store, StoreStatsSnapshot};
 use farpage_vm::{KernelSpace, sigbus::Registration};
 
 use crate::{FlushError, fault};
@@ -20,6 +20,7 @@ pub struct RegionOptions {
     pub(crate) page_bytes: Option<usize>,
     pub(crate) read_ahead: Option<usize>,
     pub(crate) codec: Option<Codec>,
+    pub(crate) shape: Vec<usize>,
     pub(crate) reserve: Reserve,
     pub(crate) name: Option<String>,
     pub(crate) store: Option<Arc<dyn Store>>,
@@ -46,6 +47,13 @@ impl RegionOptions {
     /// How pages are encoded on the servers. Does nothing for a region with a store of its own.
     pub fn codec(mut self, codec: Codec) -> Self {
         self.codec = Some(codec);
+        self
+    }
+
+    /// Elements per dimension, the slowest first, as in C: `[planes, rows, columns]`. Codecs that look at neighbours ([`Codec::Zfp`]) do much better when
+    /// they know it; nothing else depends on it. Default: one dimension.
+    pub fn shape(mut self, shape: impl AsRef<[usize]>) -> Self {
+        self.shape = shape.as_ref().to_vec();
         self
     }
 
@@ -76,6 +84,7 @@ impl fmt::Debug for RegionOptions {
             .field("page_bytes", &self.page_bytes)
             .field("read_ahead", &self.read_ahead)
             .field("codec", &self.codec)
+            .field("shape", &self.shape)
             .field("reserve", &self.reserve)
             .field("name", &self.name)
             .field("store", &self.store.as_ref().map(|store| store.name()))
@@ -114,9 +123,23 @@ impl Region {
         })
     }
 
+    pub(crate) fn layout(&self) -> Option<&Layout> {
+        self.mapped.store().layout()
+    }
+
     /// The region's page size in bytes.
     pub fn page_bytes(&self) -> usize {
         self.mapped.page_bytes()
+    }
+
+    /// How its pages are encoded on the servers; `None` if it has a store of its own.
+    pub fn codec(&self) -> Option<Codec> {
+        self.mapped.store().codec()
+    }
+
+    /// What this region's pages have been through.
+    pub fn store_stats(&self) -> StoreStatsSnapshot {
+        self.mapped.store().stats()
     }
 
     /// Pages that are in local memory now. A page that is just being mapped may not be counted yet.

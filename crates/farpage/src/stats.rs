@@ -36,6 +36,12 @@ impl Stats {
         (self.store.bytes_stored > 0)
             .then(|| self.store.bytes_plain as f64 / self.store.bytes_stored as f64)
     }
+
+    /// The largest difference between a value that was written back and the same value as it comes back, over all arrays: 0 without
+    /// lossy codecs.
+    pub fn largest_error(&self) -> f64 {
+        self.store.largest_error()
+    }
 }
 
 /// One line for people.

@@ -4,7 +4,7 @@
 //! it, so that writing back a page of a fully reserved raw region never waits for a server's memory. For compressed
 //! pages this holds as long as slots of many sizes do not fragment the space; then the pool grows, and says so if it cannot.
 //!
-//! Regions of one page size and codec share a pool, so that small regions share extents and raw pages, all of one size,
+//! Regions of one page size share a pool, those with a codec and those without apart, so that small regions share extents and raw pages, all of one size,
 //! never fragment. Regions that reserve nothing have pools of their own: they must not use up what others were promised. A region that can be published has a pool of its own.
 
 use std::{
@@ -23,7 +23,7 @@ use farpage_fabric::{
 use parking_lot::Mutex;
 
 use crate::{
-    Codec, Reserve, StoreStats, StoreStatsSnapshot,
+    Reserve, StoreStats, StoreStatsSnapshot,
     entry::Place,
     slots::{Arena, BlockShape, GRANULE_BYTES, Slot},
 };
@@ -59,7 +59,7 @@ pub struct Cluster {
     pub(crate) deadline: Duration,
     /// Buffers that the adapters of all sessions know.
     pub(crate) registered: RegPool,
-    pools: Mutex<HashMap<(usize, Codec, Reserve), Arc<Pool>>>,
+    pools: Mutex<HashMap<(usize, bool, Reserve), Arc<Pool>>>,
     stats: Mutex<Ledger>,
 }
 
@@ -124,16 +124,11 @@ impl Cluster {
         Pool::new(servers, self.registered.clone())
     }
 
-    pub(crate) fn shared_pool(
-        &self,
-        page_bytes: usize,
-        codec: Codec,
-        reserve: Reserve,
-    ) -> Arc<Pool> {
+    pub(crate) fn shared_pool(&self, page_bytes: usize, raw: bool, reserve: Reserve) -> Arc<Pool> {
         let new = || self.new_pool(0..self.sessions.len());
         self.pools
             .lock()
-            .entry((page_bytes, codec, reserve))
+            .entry((page_bytes, raw, reserve))
             .or_insert_with(|| Arc::new(new()))
             .clone()
     }

@@ -10,16 +10,16 @@
 //! | | 32..56 | extent, as an index into the pool's table |
 //! | | 56..64 | server, as an index into the pool's table |
 //! | form | 0..32 | stored length in bytes |
-//! | | 32..40 | codec |
+//! | | 32..40 | form: raw, or the codec that the page was encoded by |
 //! | | 40..48 | kind; 0 is a page that was never written |
 //! | | 48 | the last published map refers to the slot |
 //! | | 49 | a write to the slot timed out and may still arrive: never use the slot again |
 //! | | 50 | a write to the user's store failed: its bytes there are unknown |
-//! | low, high | all | 128-bit hash of the page's plain bytes; of a repeated value: the value and zero |
+//! | low, high | all | 128-bit hash of the plain bytes that come back: see `codec`; of a repeated value: the value and zero |
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::Codec;
+use crate::codec::Form;
 
 /// Offsets are kept in this unit; slots are multiples of it.
 pub(crate) const PLACE_UNIT: u64 = 64;
@@ -71,7 +71,7 @@ pub(crate) enum Entry {
     Stored {
         place: Place,
         stored_bytes: u32,
-        codec: Codec,
+        form: Form,
         hash: u128,
         /// The last published map refers to the slot: it must not be reused before the next publication.
         published: bool,
@@ -107,14 +107,14 @@ impl Entry {
             Self::Stored {
                 place,
                 stored_bytes,
-                codec,
+                form,
                 hash,
                 published,
                 suspect,
             } => [
                 place.pack(),
                 u64::from(stored_bytes)
-                    | (u64::from(codec.id()) << 32)
+                    | (u64::from(form.id()) << 32)
                     | kind(KIND_STORED)
                     | flag(published, PUBLISHED)
                     | flag(suspect, SUSPECT),
@@ -135,27 +135,27 @@ impl Entry {
     }
 
     /// `None` for words that [`encode`](Self::encode) never makes: a damaged page map.
-    pub(crate) fn decode([place, form, low, high]: Words) -> Option<Self> {
+    pub(crate) fn decode([place, word, low, high]: Words) -> Option<Self> {
         let hash = u128::from(low) | (u128::from(high) << 64);
-        let entry = match (form >> 40) & 0xff {
+        let entry = match (word >> 40) & 0xff {
             KIND_NEVER => Self::Never,
             KIND_REPEATED => Self::Repeated { value: low },
             KIND_STORED => Self::Stored {
                 place: Place::unpack(place),
-                stored_bytes: form as u32,
-                codec: Codec::from_id((form >> 32) as u8)?,
+                stored_bytes: word as u32,
+                form: Form::from_id((word >> 32) as u8)?,
                 hash,
-                published: form & PUBLISHED != 0,
-                suspect: form & SUSPECT != 0,
+                published: word & PUBLISHED != 0,
+                suspect: word & SUSPECT != 0,
             },
             kind @ (KIND_READ | KIND_WRITTEN) => Self::Kept {
                 hash,
                 written: kind == KIND_WRITTEN,
-                unsure: form & UNSURE != 0,
+                unsure: word & UNSURE != 0,
             },
             _ => return None,
         };
-        (entry.encode() == [place, form, low, high]).then_some(entry)
+        (entry.encode() == [place, word, low, high]).then_some(entry)
     }
 }
 
@@ -237,7 +237,7 @@ mod tests {
                     for extent in [0, 1, Place::EXTENTS_MAX - 1] {
                         for offset in [0, 64, Place::OFFSET_MAX] {
                             for stored_bytes in [0, 1, 2 << 20, u32::MAX] {
-                                for codec in [Codec::Raw, Codec::Lz4] {
+                                for form in Form::ALL {
                                     entries.push(Entry::Stored {
                                         place: Place {
                                             server,
@@ -245,7 +245,7 @@ mod tests {
                                             offset,
                                         },
                                         stored_bytes,
-                                        codec,
+                                        form,
                                         hash,
                                         published: a,
                                         suspect: b,
@@ -315,7 +315,7 @@ mod tests {
         let entry = |published| Entry::Stored {
             place,
             stored_bytes: 100,
-            codec: Codec::Raw,
+            form: Form::Raw,
             hash: 5,
             published,
             suspect: false,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use farpage_fabric::{AllocError, ChannelError, ConnectError, regmem::RegError};
 use farpage_wire::ExtentId;
 
-use crate::RegionId;
+use crate::{CodecError, RegionId};
 
 /// Why a page could not be filled or written back. After a failed write-back the last good copy is still there.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -114,6 +114,14 @@ impl StoreError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
+    /// The codec makes no sense, or does not fit the array.
+    #[error("region {region}: {source}")]
+    Codec {
+        /// The region.
+        region: RegionId,
+        /// What does not fit, and what would.
+        source: CodecError,
+    },
     /// The runtime has no memory server.
     #[error(
         "region {region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own"

@@ -38,9 +38,9 @@ use self::{
     staging::{IoBuf, Staging},
 };
 use crate::{
-    Cluster, Codec, PageStore, StoreError,
+    Cluster, PageStore, StoreError,
     blocking::Bell,
-    codec::Encoder,
+    codec::Coder,
     entry::{Entry, Place},
     remote::{Backing, RemoteStore},
 };
@@ -113,7 +113,7 @@ pub struct Lane<F: Frame> {
     /// Requests that are posted or in a port's backlog.
     ops_in_flight: usize,
     staging: Staging,
-    encoder: Encoder,
+    coder: Coder,
     completions: Vec<Completion<IoBuf<F>>>,
     ended_calls: Receiver<Box<Call<F>>>,
     ended_calls_sender: Sender<Box<Call<F>>>,
@@ -151,7 +151,7 @@ impl<F: Frame> Lane<F> {
             ready: Vec::new(),
             ops_in_flight: 0,
             staging: Staging::new(cluster.registered.clone()),
-            encoder: Encoder::new(),
+            coder: Coder::new(),
             completions: Vec::new(),
             ended_calls,
             ended_calls_sender,
@@ -197,7 +197,10 @@ impl<F: Frame> Lane<F> {
         parts.reserve(pages);
         hashes.reserve(pages);
         self.spare.push((parts, hashes));
-        if store.codec() == Some(Codec::Lz4) {
+        if let Backing::Remote(remote) = &store.backing
+            && !remote.scheme.is_raw()
+        {
+            self.coder.prepare(&remote.scheme, store.page_bytes);
             self.staging.prepare(store.page_bytes, pages);
         }
     }
@@ -312,7 +315,7 @@ impl<F: Frame> Lane<F> {
     /// Whether one more run may start.
     fn has_room(&self, store: &PageStore, remote: &RemoteStore) -> bool {
         self.ops_in_flight < OPS_MAX
-            && (remote.codec == Codec::Raw || self.staging.has(store.page_bytes))
+            && (remote.scheme.is_raw() || self.staging.has(store.page_bytes))
     }
 
     fn spare(&mut self) -> Spare<F> {
@@ -497,8 +500,9 @@ impl<F: Frame> Lane<F> {
         };
         match run.verb {
             Verb::Read => {
+                let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
-                run.fetched(part, remote, transfer, block, result);
+                run.fetched(part, remote, transfer, coder, block, result)
             }
             Verb::Write => self.written(&mut run, part, remote, transfer, result),
         }

@@ -20,16 +20,16 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Cluster, Codec, OpenStoreError, PageStore, PublishStoreError, RegionId,
+    Cluster, Codec, Layout, OpenStoreError, PageStore, PublishStoreError, RegionId,
     cluster::Pool,
-    codec,
+    codec::{self, Form, Scheme},
     entry::{Entry, Place, Words, portable},
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
     slots::{BlockShape, Slot},
 };
 
 const PIECE_BYTES: usize = 1 << 20;
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// What a name is bound to, on each server of the region.
 #[derive(Serialize, Deserialize)]
@@ -45,7 +45,8 @@ struct RegionManifest {
     version: u32,
     bytes: u64,
     page_bytes: u64,
-    codec: u8,
+    codec: Codec,
+    layout: Layout,
     seed: u64,
     /// Whether its raw size is to be granted at once.
     reserved: bool,
@@ -212,8 +213,8 @@ impl PageStore {
         // 1. The servers and extents under the numbers that the map uses.
         let pool = Arc::new(opened.pool(cluster, name)?);
         let manifest = &opened.manifest;
-        let codec = Codec::from_id(manifest.codec)
-            .ok_or_else(|| damaged("its codec is unknown to this version"))?;
+        let scheme = Scheme::new(manifest.codec, manifest.layout.clone())
+            .map_err(|error| damaged(&error.to_string()))?;
         let page_bytes = usize::try_from(manifest.page_bytes).unwrap_or(usize::MAX);
         check_page_bytes(region, page_bytes).map_err(|_| damaged("its page size is impossible"))?;
         // 2. The map.
@@ -273,7 +274,7 @@ impl PageStore {
         };
         let remote = RemoteStore {
             pool: pool.clone(),
-            codec,
+            scheme: Box::new(scheme),
             reservation,
             publications: Some(publications),
         };
@@ -307,13 +308,14 @@ impl PageStore {
                 Entry::Stored {
                     place,
                     stored_bytes,
-                    codec,
+                    form,
                     ..
                 } => {
-                    let possible = match codec {
-                        Codec::Raw => stored_bytes as usize == page_bytes,
-                        Codec::Lz4 => (1..page_bytes).contains(&(stored_bytes as usize)),
+                    let Backing::Remote(remote) = &store.backing else {
+                        unreachable!("made so above")
                     };
+                    let possible =
+                        form.is_possible(&remote.scheme, stored_bytes as usize, page_bytes);
                     let claimed = possible
                         && pool.arena(place.server).is_some_and(|arena| {
                             arena.lock().claim_slot(slot_of(place), stored_bytes)
@@ -374,7 +376,7 @@ impl PageStore {
                 let entry = Entry::Stored {
                     place,
                     stored_bytes,
-                    codec: Codec::Raw,
+                    form: Form::Raw,
                     hash,
                     published: false,
                     suspect: false,
@@ -423,7 +425,8 @@ impl PageStore {
             version: VERSION,
             bytes: self.bytes,
             page_bytes: self.page_bytes as u64,
-            codec: remote.codec.id(),
+            codec: remote.scheme.codec,
+            layout: remote.scheme.layout.clone(),
             seed: self.seed,
             reserved: remote.reservation.is_some(),
             servers: pool

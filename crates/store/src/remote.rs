@@ -16,9 +16,10 @@ use std::{
 use farpage_fabric::{AllocError, MAX_OP_BYTES};
 
 use crate::{
-    BlockingOptions, Cluster, Codec, CreateError, Store, StoreStats, StoreStatsSnapshot,
+    BlockingOptions, Cluster, Codec, CreateError, Layout, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
     cluster::{Pool, Reservation},
+    codec::Scheme,
     entry::{Entry, PageTable, Place},
     named::Publications,
 };
@@ -52,6 +53,8 @@ pub enum Reserve {
 pub struct RemoteOptions {
     /// How pages are stored. Default: raw.
     pub codec: Codec,
+    /// What the bytes are. Default: bytes.
+    pub layout: Layout,
     /// What is granted at once. Default: the full size.
     pub reserve: Reserve,
     /// Whether the region can be published under a name; it then has extents of its own, and pages that change after a
@@ -80,7 +83,7 @@ pub(crate) enum Backing {
 /// What a region has on memory servers.
 pub(crate) struct RemoteStore {
     pub(crate) pool: Arc<Pool>,
-    pub(crate) codec: Codec,
+    pub(crate) scheme: Box<Scheme>,
     pub(crate) reservation: Option<Reservation>,
     /// For regions with a pool of their own.
     pub(crate) publications: Option<Publications>,
@@ -102,10 +105,12 @@ impl PageStore {
         if cluster.sessions().is_empty() {
             return Err(CreateError::NoServer { region });
         }
+        let scheme = Scheme::new(options.codec, options.layout.clone())
+            .map_err(|source| CreateError::Codec { region, source })?;
         let pool = if options.named {
             Arc::new(cluster.new_pool(0..cluster.sessions().len()))
         } else {
-            cluster.shared_pool(page_bytes, options.codec, options.reserve)
+            cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
         };
         let reservation = match options.reserve {
             Reserve::OnDemand => None,
@@ -122,7 +127,7 @@ impl PageStore {
         let publications = options.named.then(Publications::default);
         let remote = RemoteStore {
             pool,
-            codec: options.codec,
+            scheme: Box::new(scheme),
             reservation,
             publications,
         };
@@ -224,7 +229,15 @@ impl PageStore {
     /// How the region's pages are stored; `None` in a user's own store.
     pub fn codec(&self) -> Option<Codec> {
         match &self.backing {
-            Backing::Remote(remote) => Some(remote.codec),
+            Backing::Remote(remote) => Some(remote.scheme.codec),
+            Backing::Blocking(_) => None,
+        }
+    }
+
+    /// What the region's bytes are; `None` in a user's own store.
+    pub fn layout(&self) -> Option<&Layout> {
+        match &self.backing {
+            Backing::Remote(remote) => Some(&remote.scheme.layout),
             Backing::Blocking(_) => None,
         }
     }

@@ -8,29 +8,43 @@ macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         /// What a store has done so far. Shared by all lanes.
         #[derive(Debug, Default)]
-        pub struct StoreStats { $($(#[$doc])* pub(crate) $name: AtomicU64,)* }
+        pub struct StoreStats {
+            $($(#[$doc])* pub(crate) $name: AtomicU64,)*
+            error_bits: AtomicU64,
+        }
 
         /// The counters of [`StoreStats`] at one time.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
-        pub struct StoreStatsSnapshot { $($(#[$doc])* pub $name: u64,)* }
+        pub struct StoreStatsSnapshot {
+            $($(#[$doc])* pub $name: u64,)*
+            /// Of a float that is not negative, whose bits have its order.
+            error_bits: u64,
+        }
 
         impl StoreStats {
             /// Reads all counters.
             pub fn snapshot(&self) -> StoreStatsSnapshot {
-                StoreStatsSnapshot { $($name: self.$name.load(Relaxed),)* }
+                StoreStatsSnapshot {
+                    $($name: self.$name.load(Relaxed),)*
+                    error_bits: self.error_bits.load(Relaxed),
+                }
             }
 
             /// Adds what one run did.
             pub(crate) fn add(&self, run: &StoreStatsSnapshot) {
                 $(if run.$name != 0 { self.$name.fetch_add(run.$name, Relaxed); })*
+                self.error_bits.fetch_max(run.error_bits, Relaxed);
             }
         }
 
         impl std::ops::Add for StoreStatsSnapshot {
             type Output = Self;
             fn add(self, other: Self) -> Self {
-                Self { $($name: self.$name + other.$name,)* }
+                Self {
+                    $($name: self.$name + other.$name,)*
+                    error_bits: self.error_bits.max(other.error_bits),
+                }
             }
         }
     };
@@ -53,8 +67,19 @@ counters! {
     write_backs_repeated,
     /// Write-backs stored as they are.
     write_backs_raw,
-    /// Write-backs stored compressed.
+    /// Write-backs stored as LZ4 blocks.
     write_backs_lz4,
+    /// Write-backs stored as LZ4 blocks of shuffled bytes.
+    write_backs_shuffled,
+    /// Write-backs stored as ZFP blocks.
+    write_backs_zfp,
+    /// Write-backs that ZFP was asked for and could not serve, so that they were stored without loss (and are counted there): values that are not
+    /// finite, a bound that would not hold, or no gain.
+    zfp_declined,
+    /// Time that encoding took, all codecs and threads together, with what it takes to certify a loss.
+    encode_ns,
+    /// Time that decoding took.
+    decode_ns,
     /// Bytes of all changed pages before encoding: with `bytes_stored` the compression ratio.
     bytes_plain,
     /// Bytes of the same pages as stored; a repeated value counts nothing.
@@ -65,4 +90,15 @@ counters! {
     corrupt,
     /// Pages whose fill or write-back ended with an error.
     errors,
+}
+
+impl StoreStatsSnapshot {
+    /// The largest difference between a value that was written back and the same value as it comes back; 0 without lossy codecs.
+    pub fn largest_error(&self) -> f64 {
+        f64::from_bits(self.error_bits)
+    }
+
+    pub(crate) fn see_error(&mut self, error: f64) {
+        self.error_bits = self.error_bits.max(error.to_bits());
+    }
 }

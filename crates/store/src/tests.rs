@@ -20,9 +20,9 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, FileStore, FileStoreError,
-    Frame, Lane, OpenStoreError, Outcome, PageStore, PublishStoreError, RegionId, RemoteOptions,
-    Reserve, Store, StoreError,
+    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
+    FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageStore, PublishStoreError,
+    RegionId, RemoteOptions, Reserve, Store, StoreError, ZfpMode,
     cluster::Pool,
     entry::{Entry, Place},
     remote::Backing,
@@ -113,6 +113,19 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
         },
     )
 }
+
+/// Those that lose nothing: what comes back is compared with what was written.
+const CODECS: [Codec; 4] = [
+    Codec::Raw,
+    Codec::Lz4,
+    Codec::Shuffle {
+        element_bytes: Some(4),
+    },
+    Codec::Zfp {
+        mode: ZfpMode::Reversible,
+        element: Some(Element::F64),
+    },
+];
 
 fn cluster(seed: u64) -> Arc<Cluster> {
     cluster_of([SimConfig::new(seed), SimConfig::new(seed + 1000)])
@@ -395,7 +408,7 @@ impl Suite<'_> {
 #[test]
 fn remote_pages_come_back_as_written() {
     for (seed, page_bytes, pages) in [(1, 4096, 50), (2, 65536, 20), (3, 2 << 20, 3)] {
-        for codec in [Codec::Raw, Codec::Lz4] {
+        for codec in CODECS {
             let cluster = cluster(seed);
             let store = remote(&cluster, pages, page_bytes, codec);
             let mut model = vec![0; pages as usize * page_bytes];
@@ -419,11 +432,7 @@ fn lost_delayed_and_reordered_operations_neither_lose_nor_mix_pages() {
             ..SimConfig::new(seed)
         };
         let cluster = cluster_of([lossy(seed), lossy(seed + 500)]);
-        let codec = if seed % 2 == 0 {
-            Codec::Raw
-        } else {
-            Codec::Lz4
-        };
+        let codec = CODECS[seed as usize % CODECS.len()];
         let store = remote(&cluster, 40, 4096, codec);
         conform(&cluster, &store, &mut vec![0; 40 * 4096], seed, 2000);
         assert!(store.stats().retries > 0, "seed {seed} lost nothing");
@@ -526,7 +535,7 @@ fn a_run_moves_what_changed_and_makes_what_needs_no_request() {
 
 #[test]
 fn a_damaged_page_fails_alone() {
-    for codec in [Codec::Raw, Codec::Lz4] {
+    for codec in CODECS {
         let cluster = cluster(1);
         let store = remote(&cluster, 16, 4096, codec);
         let mut lane = Lane::new(&cluster).unwrap();
@@ -568,7 +577,7 @@ fn what_fails_of_a_run_leaves_the_last_good_copies() {
             deadline: Duration::ZERO,
         };
         let cluster = Cluster::new(vec![server(seed), server(seed + 500)], options);
-        let codec = [Codec::Raw, Codec::Lz4][seed as usize % 2];
+        let codec = CODECS[seed as usize % CODECS.len()];
         let store = remote(&cluster, 60, 4096, codec);
         failed += conform(&cluster, &store, &mut vec![0; 60 * 4096], seed, 600);
         assert!(!pool(&store).has_unsettled());
@@ -642,7 +651,7 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
             deadline: Duration::from_millis(4),
         };
         let cluster = Cluster::new(vec![session(&dying), session(&living)], options);
-        let codec = [Codec::Raw, Codec::Lz4][seed as usize % 2];
+        let codec = CODECS[seed as usize % CODECS.len()];
         let store = remote(&cluster, 64, 4096, codec);
         let mut lane = Lane::new(&cluster).unwrap();
         // What each page was last written as, and its entry then.
@@ -727,7 +736,7 @@ fn a_full_server_takes_what_fits_of_a_run() {
 
 #[test]
 fn runs_wait_for_each_others_slots_where_space_is_tight() {
-    for codec in [Codec::Raw, Codec::Lz4] {
+    for codec in CODECS {
         let cluster = cluster_of([SimConfig {
             capacity_bytes: 5 << 20,
             ..SimConfig::new(1)
@@ -740,7 +749,7 @@ fn runs_wait_for_each_others_slots_where_space_is_tight() {
         let mut model = vec![0; 40 * 65536];
         let failed = conform(&cluster, &store, &mut model, 3, 600);
         assert!(!pool(&store).has_unsettled());
-        if codec == Codec::Lz4 {
+        if codec != Codec::Raw {
             continue;
         }
         assert_eq!(failed, 0, "a reserved region has room");
@@ -758,6 +767,131 @@ fn runs_wait_for_each_others_slots_where_space_is_tight() {
             }
             assert!(read_run(&mut lanes[0], &store, 0, 40).frame.bytes == bytes);
         }
+    }
+}
+
+/// A plane wave with a little noise, 64 doubles to a row.
+fn field(first: usize, len: usize) -> Vec<u8> {
+    let value = |at: usize| {
+        let (x, y) = ((at % 64) as f64, (at / 64) as f64);
+        (x * 0.1).sin() + (y * 0.07).cos() + f64::from((at * 7919 % 101) as u32) * 1e-5
+    };
+    (first..first + len)
+        .flat_map(|at| value(at).to_ne_bytes())
+        .collect()
+}
+
+fn lossy(cluster: &Arc<Cluster>, mode: ZfpMode, named: bool) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec: Codec::zfp(mode),
+        layout: Layout::new(Element::F64, [64, 64]),
+        named,
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(cluster, REGION, 8 * 4096, 4096, &options).unwrap()
+}
+
+#[test]
+fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
+    let cluster = cluster(1);
+    for mode in [
+        ZfpMode::Accuracy(1e-3),
+        ZfpMode::Rate(10.0),
+        ZfpMode::Precision(16),
+    ] {
+        let store = lossy(&cluster, mode, false);
+        let mut lane = Lane::new(&cluster).unwrap();
+        let exact = field(0, 8 * 512);
+        write_run(&mut lane, &store, 0, &exact);
+        let rounded = read_run(&mut lane, &store, 0, 8).frame.bytes;
+        assert!(rounded != exact, "{mode:?} loses nothing");
+        let written = store.stats();
+        assert_eq!(written.write_backs_zfp, 8);
+        let worst = exact
+            .as_chunks::<8>()
+            .0
+            .iter()
+            .zip(rounded.as_chunks::<8>().0);
+        let worst = worst
+            .map(|(a, b)| (f64::from_ne_bytes(*a) - f64::from_ne_bytes(*b)).abs())
+            .fold(0.0, f64::max);
+        assert_eq!(written.largest_error(), worst, "{mode:?}");
+        assert!(mode != ZfpMode::Accuracy(1e-3) || worst <= 1e-3);
+        for _ in 0..1000 {
+            let again = read_run(&mut lane, &store, 0, 8).frame.bytes;
+            assert!(again == rounded, "{mode:?} drifts");
+            assert_eq!(write_run(&mut lane, &store, 0, &again).outcome.clean, 8);
+        }
+        assert_eq!(store.stats().bytes_stored, written.bytes_stored);
+        // Written as it was at first, it is the same again: what a flush of a page that stays in memory does.
+        write_run(&mut lane, &store, 0, &exact);
+        assert!(read_run(&mut lane, &store, 0, 8).frame.bytes == rounded);
+    }
+}
+
+#[test]
+fn a_page_that_cannot_meet_its_bound_is_stored_without_loss() {
+    let cluster = cluster(1);
+    let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), false);
+    let mut lane = Lane::new(&cluster).unwrap();
+    let mut pages = field(0, 8 * 512);
+    for (page, odd) in [(1, f64::NAN), (3, f64::INFINITY), (4, 1e300)] {
+        pages[page * 4096 + 800..][..8].copy_from_slice(&odd.to_ne_bytes());
+    }
+    write_run(&mut lane, &store, 0, &pages);
+    let back = read_run(&mut lane, &store, 0, 8).frame.bytes;
+    for page in 0..8 {
+        let range = page * 4096..(page + 1) * 4096;
+        let same = back[range.clone()] == pages[range];
+        assert_eq!(same, [1, 3, 4].contains(&page), "page {page}");
+    }
+    let stats = store.stats();
+    assert_eq!((stats.write_backs_zfp, stats.zfp_declined), (5, 3));
+    assert!(stats.largest_error() <= 1e-3);
+}
+
+#[test]
+fn a_lossy_region_is_opened_with_its_codec_and_shape() {
+    let servers = servers();
+    let rounded = {
+        let cluster = client(&servers);
+        let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), true);
+        let mut lane = Lane::new(&cluster).unwrap();
+        write_run(&mut lane, &store, 0, &field(0, 8 * 512));
+        store.publish("field").unwrap();
+        read_run(&mut lane, &store, 0, 8).frame.bytes
+    };
+    let cluster = client(&servers);
+    let store = PageStore::open(&cluster, REGION, "field").unwrap();
+    assert_eq!(store.codec(), Some(Codec::zfp(ZfpMode::Accuracy(1e-3))));
+    assert_eq!(store.layout(), Some(&Layout::new(Element::F64, [64, 64])));
+    let mut lane = Lane::new(&cluster).unwrap();
+    assert!(read_run(&mut lane, &store, 0, 8).frame.bytes == rounded);
+    assert_eq!(write_run(&mut lane, &store, 0, &rounded).outcome.clean, 8);
+}
+
+#[test]
+fn a_codec_that_does_not_fit_its_array_is_refused_with_what_does() {
+    let cluster = cluster(1);
+    for (codec, element, says) in [
+        ("shuffle", Element::of::<u8>(), "choose lz4"),
+        (
+            "zfp:accuracy=1e-3",
+            Element::of::<u32>(),
+            "choose lz4 or shuffle",
+        ),
+        ("zfp:accuracy=1e-3", Element::I32, "zfp:precision"),
+        ("zfp:rate=32", Element::F32, "choose a lower one"),
+    ] {
+        let options = RemoteOptions {
+            codec: codec.parse().unwrap(),
+            layout: Layout::new(element, []),
+            ..RemoteOptions::default()
+        };
+        let Err(error) = PageStore::remote(&cluster, REGION, 4096, 4096, &options) else {
+            panic!("{codec} on {element}");
+        };
+        assert!(error.to_string().contains(says), "{error}");
     }
 }
 
@@ -945,7 +1079,7 @@ fn tamper(cluster: &Cluster, store: &PageStore, page: u64, change: impl FnOnce(&
 
 #[test]
 fn damaged_remote_bytes_are_an_error_and_never_data() {
-    for codec in [Codec::Raw, Codec::Lz4] {
+    for codec in CODECS {
         let cluster = cluster(1);
         let store = remote(&cluster, 100, 4096, codec);
         let mut lane = Lane::new(&cluster).unwrap();
@@ -1330,7 +1464,7 @@ fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
 
 #[test]
 fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
-    for codec in [Codec::Raw, Codec::Lz4] {
+    for codec in CODECS {
         let mut servers = servers();
         let mut model = vec![0; 60 * 4096];
         let first = client(&servers);

@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: each page that is handed out as filled has the hash that its entry says.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use farpage_fabric::{ChannelError, Verb};
 
@@ -11,7 +11,12 @@ use super::{
     run::{Run, Task, Transfer},
     staging::{IoBuf, no_memory},
 };
-use crate::{Codec, PageStore, StoreError, codec, entry::Entry, remote::RemoteStore};
+use crate::{
+    PageStore, StoreError,
+    codec::{self, Coder, Form},
+    entry::Entry,
+    remote::RemoteStore,
+};
 
 impl<F: Frame> Lane<F> {
     pub(super) fn fill_remote(
@@ -41,10 +46,10 @@ impl<F: Frame> Lane<F> {
                 Entry::Stored {
                     place,
                     stored_bytes,
-                    codec,
+                    form,
                     hash,
                     ..
-                } => (Task::Fetch(Transfer::new(place, stored_bytes, codec)), hash),
+                } => (Task::Fetch(Transfer::new(place, stored_bytes, form)), hash),
             };
             run.add(task, hash);
         }
@@ -60,9 +65,9 @@ impl<F: Frame> Lane<F> {
             let Task::Fetch(transfer) = run.parts[part].task else {
                 continue;
             };
-            let buf = match transfer.codec {
-                Codec::Raw => Some(IoBuf::Frame(run.take_frame(part))),
-                Codec::Lz4 => match self.staging.take(run.store.page_bytes) {
+            let buf = match transfer.form {
+                Form::Raw => Some(IoBuf::Frame(run.take_frame(part))),
+                _ => match self.staging.take(run.store.page_bytes) {
                     Ok(block) => block.map(IoBuf::Staging),
                     Err(error) => {
                         run.fail(part, no_memory(run.store.region, error));
@@ -86,6 +91,7 @@ impl<F: Frame> Run<F> {
         part: usize,
         remote: &RemoteStore,
         transfer: Transfer,
+        coder: &mut Coder,
         block: Option<&[u8]>,
         result: Result<(), ChannelError>,
     ) {
@@ -97,18 +103,30 @@ impl<F: Frame> Run<F> {
         let mut frame = self.take_frame(part);
         let pages = frame.as_mut().chunks_exact_mut(store.page_bytes);
         for (number, bytes) in (first..).zip(pages) {
-            let whole = match (transfer.codec, block) {
-                (Codec::Lz4, Some(block)) => {
-                    codec::decode_lz4(&block[..transfer.bytes as usize], bytes)
+            let decoded = match block {
+                None => Ok(()),
+                Some(block) => {
+                    let began = Instant::now();
+                    let block = &block[..transfer.bytes as usize];
+                    let page = page + number as u64;
+                    let decoded = coder.decode(
+                        &remote.scheme,
+                        transfer.form,
+                        block,
+                        store.seed,
+                        page,
+                        bytes,
+                    );
+                    self.tally.decode_ns += began.elapsed().as_nanos() as u64;
+                    decoded
                 }
-                _ => true,
             };
-            let detail = match whole {
-                false => "it does not decode to a page",
-                true if codec::hash(bytes, store.seed) != self.hashes[number] => {
+            let detail = match decoded {
+                Err(detail) => detail,
+                Ok(()) if codec::hash(bytes, store.seed) != self.hashes[number] => {
                     "its hash does not match"
                 }
-                true => {
+                Ok(()) => {
                     self.tally.fills += 1;
                     continue;
                 }

@@ -8,7 +8,9 @@ use std::{sync::Arc, time::Instant};
 use farpage_fabric::{ChannelError, MAX_OP_BYTES, Verb, regmem::RegBuf};
 
 use super::{Done, Frame, Outcome};
-use crate::{Codec, PageStore, StoreError, StoreStatsSnapshot, entry::Place, remote::RemoteStore};
+use crate::{
+    PageStore, StoreError, StoreStatsSnapshot, codec::Form, entry::Place, remote::RemoteStore,
+};
 
 /// What one call of [`Lane::fill`](super::Lane::fill) or [`Lane::write_back`](super::Lane::write_back) began.
 pub(super) struct Run<F> {
@@ -51,7 +53,11 @@ pub(super) enum Task {
     /// Changed, one page: to be encoded, once there is a staging buffer.
     Encode,
     /// Changed, encoded, one page: needs a slot.
-    Encoded { block: RegBuf, bytes: u32 },
+    Encoded {
+        block: RegBuf,
+        form: Form,
+        bytes: u32,
+    },
     /// Changed: to be written as they are, once there are slots.
     Raw,
     /// On its way.
@@ -65,7 +71,7 @@ pub(super) enum Task {
 pub(super) struct Transfer {
     pub(super) place: Place,
     pub(super) bytes: u32,
-    pub(super) codec: Codec,
+    pub(super) form: Form,
     /// How often it was tried.
     pub(super) attempts: u32,
     /// A WRITE that seemed lost: it may still arrive.
@@ -73,11 +79,11 @@ pub(super) struct Transfer {
 }
 
 impl Transfer {
-    pub(super) fn new(place: Place, bytes: u32, codec: Codec) -> Self {
+    pub(super) fn new(place: Place, bytes: u32, form: Form) -> Self {
         Self {
             place,
             bytes,
-            codec,
+            form,
             attempts: 1,
             suspect: false,
         }
@@ -98,7 +104,7 @@ impl Transfer {
     /// Whether `next` may become the end of this one.
     fn is_followed_by(&self, next: &Self) -> bool {
         let end = self.place.offset + u64::from(self.bytes);
-        (self.codec, next.codec) == (Codec::Raw, Codec::Raw)
+        (self.form, next.form) == (Form::Raw, Form::Raw)
             && (self.place.server, self.place.extent, end)
                 == (next.place.server, next.place.extent, next.place.offset)
             && self.bytes + next.bytes <= MAX_OP_BYTES
@@ -263,7 +269,11 @@ impl<F: Frame> Run<F> {
         self.tally.errors = self.failed.len() as u64;
         self.store.stats.add(&self.tally);
         let tally = &self.tally;
-        let written = tally.write_backs_repeated + tally.write_backs_raw + tally.write_backs_lz4;
+        let written = tally.write_backs_repeated
+            + tally.write_backs_raw
+            + tally.write_backs_lz4
+            + tally.write_backs_shuffled
+            + tally.write_backs_zfp;
         let outcome = Outcome {
             clean: tally.write_backs_clean as u32,
             written: written as u32,

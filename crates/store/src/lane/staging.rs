@@ -10,7 +10,7 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use crate::{Frame, RegionId, StoreError, codec::Encoder};
+use crate::{Frame, RegionId, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;
 
@@ -56,7 +56,7 @@ impl Staging {
         }
         let block = match self.free[page_bytes.ilog2() as usize].pop() {
             Some(block) => block,
-            None => self.pool.acquire(Encoder::bound(page_bytes))?,
+            None => self.pool.acquire(Coder::bound(page_bytes))?,
         };
         self.bytes_out += page_bytes;
         Ok(Some(block))

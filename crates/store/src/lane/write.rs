@@ -13,7 +13,8 @@ use super::{
     staging::{IoBuf, no_memory},
 };
 use crate::{
-    Codec, PageStore, RegionId, StoreError, codec,
+    PageStore, RegionId, StoreError, StoreStatsSnapshot,
+    codec::{self, Form, Page},
     entry::{Entry, Place},
     remote::{NoRoom, RemoteStore},
     slots,
@@ -52,8 +53,16 @@ impl<F: Frame> Lane<F> {
                 run.add(Task::Ended, 0);
                 continue;
             }
+            let page = Page {
+                number: page,
+                bytes,
+                hash,
+                seed: store.seed,
+            };
             // What lacks memory asks again, and is told, in `write`.
-            run.add(self.encode(remote, bytes).unwrap_or(Task::Encode), hash);
+            let encoded = self.encode(remote, page, &mut run.tally);
+            let (task, hash) = encoded.unwrap_or((Task::Encode, hash));
+            run.add(task, hash);
         }
         // 2. Pages of one value are complete.
         if !self.entries.is_empty() {
@@ -65,23 +74,39 @@ impl<F: Frame> Lane<F> {
         Ok(())
     }
 
-    /// What to do with a changed page.
-    fn encode(&mut self, remote: &RemoteStore, bytes: &[u8]) -> Result<Task, RegError> {
-        if remote.codec == Codec::Raw {
-            return Ok(Task::Raw);
+    /// What to do with a changed page, and the hash that it will be known by.
+    fn encode(
+        &mut self,
+        remote: &RemoteStore,
+        page: Page<'_>,
+        tally: &mut StoreStatsSnapshot,
+    ) -> Result<(Task, u128), RegError> {
+        if remote.scheme.is_raw() {
+            return Ok((Task::Raw, page.hash));
         }
-        let Some(mut block) = self.staging.take(bytes.len())? else {
-            return Ok(Task::Encode);
+        let page_bytes = page.bytes.len();
+        let Some(mut block) = self.staging.take(page_bytes)? else {
+            return Ok((Task::Encode, page.hash));
         };
-        let len = self.encoder.lz4(bytes, block.as_mut()) as u32;
-        Ok(
-            if slots::class_of(len) < slots::class_of(bytes.len() as u32) {
-                Task::Encoded { block, bytes: len }
-            } else {
-                self.staging.put(block, bytes.len());
+        // What saves no size class saves nothing.
+        let limit = slots::class_bytes(slots::class_of(page_bytes as u32) - 1) as usize;
+        let began = Instant::now();
+        let encoded = (self.coder).encode(&remote.scheme, page, limit, block.as_mut());
+        tally.encode_ns += began.elapsed().as_nanos() as u64;
+        tally.zfp_declined += u64::from(encoded.declined);
+        tally.see_error(encoded.error);
+        let task = match encoded.form {
+            Form::Raw => {
+                self.staging.put(block, page_bytes);
                 Task::Raw
+            }
+            form => Task::Encoded {
+                block,
+                form,
+                bytes: encoded.bytes,
             },
-        )
+        };
+        Ok((task, encoded.hash))
     }
 
     /// Writes what can be written now; false if some of it has to wait.
@@ -89,8 +114,21 @@ impl<F: Frame> Lane<F> {
         // 1. Encode what waited for a staging buffer.
         for part in 0..run.parts.len() {
             if matches!(run.parts[part].task, Task::Encode) {
-                match self.encode(remote, run.bytes(part)) {
-                    Ok(task) => run.parts[part].task = task,
+                let number = run.parts[part].first;
+                let mut tally = mem::take(&mut run.tally);
+                let page = Page {
+                    number: run.page + number as u64,
+                    bytes: run.bytes(part),
+                    hash: run.hashes[number],
+                    seed: run.store.seed,
+                };
+                let encoded = self.encode(remote, page, &mut tally);
+                run.tally = tally;
+                match encoded {
+                    Ok((task, hash)) => {
+                        run.parts[part].task = task;
+                        run.hashes[number] = hash;
+                    }
                     Err(error) => run.fail(part, no_memory(run.store.region, error)),
                 }
             }
@@ -120,7 +158,7 @@ impl<F: Frame> Lane<F> {
             (mine, rest) = rest.split_at(rest.len().min(run.parts[part].pages));
             for row in rows(mine, page_bytes) {
                 let next = (row.len() < run.parts[part].pages).then(|| run.split(part, row.len()));
-                let transfer = Transfer::new(row[0], (row.len() * page_bytes) as u32, Codec::Raw);
+                let transfer = Transfer::new(row[0], (row.len() * page_bytes) as u32, Form::Raw);
                 let frame = run.take_frame(part);
                 self.post(index, run, part, remote, transfer, IoBuf::Frame(frame));
                 part = next.unwrap_or(part);
@@ -143,7 +181,7 @@ impl<F: Frame> Lane<F> {
     fn write_encoded(&mut self, index: usize, run: &mut Run<F>, remote: &RemoteStore) -> bool {
         let mut all = true;
         for part in 0..run.parts.len() {
-            let Task::Encoded { bytes, .. } = run.parts[part].task else {
+            let Task::Encoded { form, bytes, .. } = run.parts[part].task else {
                 continue;
             };
             let room = remote.alloc(bytes, run.page + run.parts[part].first as u64);
@@ -159,7 +197,7 @@ impl<F: Frame> Lane<F> {
             };
             match room {
                 Ok(place) => {
-                    let transfer = Transfer::new(place, bytes, Codec::Lz4);
+                    let transfer = Transfer::new(place, bytes, form);
                     self.post(index, run, part, remote, transfer, IoBuf::Staging(block));
                 }
                 Err(no_room) => {
@@ -202,7 +240,7 @@ impl<F: Frame> Lane<F> {
             let entry = Entry::Stored {
                 place,
                 stored_bytes,
-                codec: transfer.codec,
+                form: transfer.form,
                 hash: run.hashes[number],
                 published: false,
                 suspect: transfer.suspect,
@@ -211,9 +249,11 @@ impl<F: Frame> Lane<F> {
         });
         remote.commit(&run.store.table, entries, &mut self.places);
         remote.pool.settle(pages);
-        let kind = match transfer.codec {
-            Codec::Raw => &mut run.tally.write_backs_raw,
-            Codec::Lz4 => &mut run.tally.write_backs_lz4,
+        let kind = match transfer.form {
+            Form::Raw => &mut run.tally.write_backs_raw,
+            Form::Lz4 => &mut run.tally.write_backs_lz4,
+            Form::Shuffled(_) => &mut run.tally.write_backs_shuffled,
+            Form::Zfp => &mut run.tally.write_backs_zfp,
         };
         *kind += pages as u64;
         run.tally.bytes_written += u64::from(transfer.bytes);

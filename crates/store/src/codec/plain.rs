@@ -1,7 +1,6 @@
-//! One page to fewer bytes and back: [`Codec`], and the check for one repeated value that comes before any codec.
+//! What every page goes through: the check for one repeated value, which comes before any codec, and the hash.
 //!
-//! The rule it keeps: decoding is safe on any input. What comes out of a damaged block may still be wrong; the caller
-//! compares its hash. Choosing a codec by what it saves is left to the caller.
+//! The rule it keeps: all of it costs less than moving the page through memory.
 //!
 //! The hash is XXH3-128, by the library that computes it fastest and picks its instructions when the program runs. Measured on one core with
 //! AVX2 and AVX-512, in a build for any x86-64, GB/s:
@@ -17,68 +16,7 @@
 //!
 //! Looking for one repeated value costs 3 ns on a page that has other bytes at its beginning, and 0.8 us at most on 64 KiB.
 
-use lz4_flex::block::{
-    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
-};
 use twox_hash::XxHash3_128;
-
-/// How a region's pages are stored. Pages of one repeated 8-byte value need no codec and no slot; a page that does not
-/// shrink is stored raw.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Codec {
-    /// As they are.
-    #[default]
-    Raw,
-    /// LZ4 blocks.
-    Lz4,
-}
-
-impl Codec {
-    pub(crate) fn id(self) -> u8 {
-        match self {
-            Self::Raw => 0,
-            Self::Lz4 => 1,
-        }
-    }
-
-    pub(crate) fn from_id(id: u8) -> Option<Self> {
-        [Self::Raw, Self::Lz4]
-            .into_iter()
-            .find(|codec| codec.id() == id)
-    }
-}
-
-/// Encodes pages; keeps the match table, so that no page allocates.
-pub(crate) struct Encoder {
-    table: CompressTable,
-}
-
-impl Encoder {
-    pub(crate) fn new() -> Self {
-        Self {
-            table: CompressTable::small(),
-        }
-    }
-
-    /// How long an output buffer must be.
-    pub(crate) fn bound(page_bytes: usize) -> usize {
-        get_maximum_output_size(page_bytes)
-    }
-
-    /// The length of the block that `page` became, at the beginning of `out`.
-    pub(crate) fn lz4(&mut self, page: &[u8], out: &mut [u8]) -> usize {
-        // The small table serves pages below 64 KiB and is faster on them; the library replaces it by the large one
-        // when a longer page comes, and does not go back. Lanes mostly see one page size, so neither do we.
-        compress_into_with_table(page, out, &mut self.table)
-            .expect("the output has its greatest length")
-    }
-}
-
-/// Decodes a block into exactly `page.len()` bytes; false if it is none of that length.
-pub(crate) fn decode_lz4(block: &[u8], page: &mut [u8]) -> bool {
-    decompress_into(block, page).is_ok_and(|len| len == page.len())
-}
 
 /// The value that the page repeats, if it does. A page whose length is no multiple of eight repeats none.
 pub(crate) fn repeated(page: &[u8]) -> Option<u64> {
@@ -113,8 +51,6 @@ pub(crate) fn hash(page: &[u8], seed: u64) -> u128 {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     #[test]
@@ -151,35 +87,6 @@ mod tests {
                 expected,
                 "{len} bytes"
             );
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn pages_come_back_from_lz4(page in prop::collection::vec(0u8..4, 1..8192)) {
-            let mut out = vec![0; Encoder::bound(page.len())];
-            let len = Encoder::new().lz4(&page, &mut out);
-            let mut back = vec![0; page.len()];
-            prop_assert!(decode_lz4(&out[..len], &mut back));
-            prop_assert_eq!(back, page);
-        }
-
-        #[test]
-        fn damaged_blocks_decode_to_something_or_nothing_but_never_out_of_bounds(
-            page in prop::collection::vec(0u8..4, 64..4096), at: prop::sample::Index, bit in 0u8..8, cut: prop::sample::Index,
-        ) {
-            let mut out = vec![0; Encoder::bound(page.len())];
-            let len = Encoder::new().lz4(&page, &mut out);
-            out[at.index(len)] ^= 1 << bit;
-            let mut back = vec![0; page.len()];
-            let whole = decode_lz4(&out[..len], &mut back);
-            prop_assert!(!whole || back != page || at.index(len) < len);
-            decode_lz4(&out[..cut.index(len)], &mut back);
-        }
-
-        #[test]
-        fn arbitrary_bytes_are_safe_to_decode(block in prop::collection::vec(any::<u8>(), 0..4096)) {
-            decode_lz4(&block, &mut [0; 4096]);
         }
     }
 }

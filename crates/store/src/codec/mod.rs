@@ -1,0 +1,347 @@
+//! How pages become fewer bytes and come back: [`Codec`], what a user asks for, and the parts that do it.
+//!
+//! The rule it keeps: **a codec is an answer to a question about one page, and its entry remembers the answer.** The region's codec says what may be
+//! tried; each page is stored in the [`Form`] that was found for it, raw if nothing else is shorter. What the names mean and what they
+//! accept is here; `scheme` fits a codec to an array, `coder` decides and encodes, `shuffle` transposes bytes, `plain` is what every page goes through.
+
+mod coder;
+mod plain;
+mod scheme;
+mod shuffle;
+
+use std::{any::TypeId, fmt, mem, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+pub use self::scheme::Layout;
+pub(crate) use self::{
+    coder::{Coder, Form, Page},
+    plain::{fill_repeated, hash, repeated},
+    scheme::Scheme,
+};
+
+/// How a region's pages are stored on memory servers. Whatever is chosen, a page of one repeated 8-byte value needs no slot at all, and a page that
+/// does not shrink is stored raw.
+///
+/// As text, in `FARPAGE_CODEC` and on command lines: `raw`, `lz4`, `shuffle`, `shuffle4`, `zfp:accuracy=1e-6`, `zfp:precision=20`, `zfp:rate=8`,
+/// `zfp:reversible`, the latter four also with the element: `zfp:accuracy=1e-6,f32`.
+///
+/// ```
+/// use farpage_store::{Codec, Element, ZfpMode};
+///
+/// let codec: Codec = "zfp:accuracy=1e-6,f32".parse()?;
+/// assert_eq!(codec, Codec::Zfp { mode: ZfpMode::Accuracy(1e-6), element: Some(Element::F32) });
+/// assert_eq!(codec.to_string(), "zfp:accuracy=1e-6,f32");
+/// # Ok::<(), farpage_store::CodecError>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Codec {
+    /// As they are.
+    #[default]
+    Raw,
+    /// LZ4 blocks: no loss, for text, indices, sparse and repetitive data.
+    Lz4,
+    /// The first bytes of all elements, then the second, and so on, as an LZ4 block: no loss, for numbers whose high bytes are alike.
+    Shuffle {
+        /// Bytes of one element: 2, 4 or 8. `None`: those of the array's elements.
+        element_bytes: Option<u8>,
+    },
+    /// ZFP (Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays", 2014), for fields of numbers that are close to their neighbours. A page that
+    /// ZFP cannot serve (it holds NaN or an infinity, cannot meet the bound, or does not shrink) is stored without loss, by byte shuffle and LZ4.
+    ///
+    /// With the array's shape known, whole rows and planes of a page are compressed as 2-D and 3-D blocks, which is much better than 1-D.
+    ///
+    /// # What a program sees of a loss
+    ///
+    /// A page that has changed loses when it is written back: by an eviction, a flush, or `Advice::DontNeed`. It has the exact values for as long as it
+    /// stays in memory, also after a flush, and the rounded ones when it comes back. A page that comes back and leaves unchanged is not written again, so
+    /// that it never drifts. A page that is changed in part is rounded anew as a whole: each write-back of changed data may move each value by
+    /// up to the bound.
+    Zfp {
+        /// What is kept, of each value or of the room.
+        mode: ZfpMode,
+        /// What the pages hold. `None`: the array's elements.
+        element: Option<Element>,
+    },
+}
+
+/// What ZFP keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum ZfpMode {
+    /// So many bits per value. No bound on the error is promised.
+    Rate(f64),
+    /// So many bits of each value after its block's exponent is taken out, 1 to 64. No bound on the absolute error is promised.
+    Precision(u32),
+    /// Each value to within this absolute error, for `f32` and `f64`: every page is decoded and compared before it is accepted.
+    Accuracy(f64),
+    /// Every bit.
+    Reversible,
+}
+
+/// What an array is made of, as far as codecs care.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Element {
+    /// `f32`.
+    F32,
+    /// `f64`.
+    F64,
+    /// `i32`.
+    I32,
+    /// `i64`.
+    I64,
+    /// Anything else, of so many bytes.
+    Other {
+        /// Bytes of one.
+        bytes: usize,
+    },
+}
+
+impl Element {
+    /// What a type is to codecs.
+    pub fn of<T: 'static>() -> Self {
+        let numbers = [
+            (TypeId::of::<f32>(), Self::F32),
+            (TypeId::of::<f64>(), Self::F64),
+            (TypeId::of::<i32>(), Self::I32),
+            (TypeId::of::<i64>(), Self::I64),
+        ];
+        let known = numbers.iter().find(|(id, _)| *id == TypeId::of::<T>());
+        let bytes = mem::size_of::<T>();
+        known.map_or(Self::Other { bytes }, |(_, element)| *element)
+    }
+
+    /// Bytes of one.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 | Self::I32 => 4,
+            Self::F64 | Self::I64 => 8,
+            Self::Other { bytes } => bytes,
+        }
+    }
+
+    fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F64)
+    }
+}
+
+impl Codec {
+    /// Byte shuffle and LZ4 for the array's own elements.
+    pub const SHUFFLE: Self = Self::Shuffle {
+        element_bytes: None,
+    };
+
+    /// ZFP for the array's own elements.
+    pub const fn zfp(mode: ZfpMode) -> Self {
+        Self::Zfp {
+            mode,
+            element: None,
+        }
+    }
+
+    /// Whether the codec's figures make sense, as far as that can be told without an array.
+    ///
+    /// # Errors
+    /// [`CodecError`], saying what the codec accepts.
+    pub fn check(self) -> Result<(), CodecError> {
+        let wrong = |why: &str| CodecError(format!("codec {self}: {why}"));
+        match self {
+            Self::Raw | Self::Lz4 => Ok(()),
+            Self::Shuffle { element_bytes } => match element_bytes {
+                None | Some(2 | 4 | 8) => Ok(()),
+                Some(_) => Err(wrong("elements of 2, 4 or 8 bytes can be shuffled")),
+            },
+            Self::Zfp { mode, element } => {
+                match mode {
+                    ZfpMode::Rate(bits) if !(bits > 0.0 && bits < 64.0) => {
+                        return Err(wrong("the rate is in bits per value, above 0 and below 64"));
+                    }
+                    ZfpMode::Precision(bits) if !(1..=64).contains(&bits) => {
+                        return Err(wrong("the precision is in bits, 1 to 64"));
+                    }
+                    ZfpMode::Accuracy(bound) if !(bound > 0.0 && bound.is_finite()) => {
+                        return Err(wrong(
+                            "the accuracy is the largest error allowed, a number above 0; zfp:reversible loses nothing",
+                        ));
+                    }
+                    _ => {}
+                }
+                element.map_or(Ok(()), |element| self.check_zfp_element(element))
+            }
+        }
+    }
+
+    fn check_zfp_element(self, element: Element) -> Result<(), CodecError> {
+        let Self::Zfp { mode, .. } = self else {
+            return Ok(());
+        };
+        let wrong = |why: String| Err(CodecError(format!("codec {self}: {why}")));
+        let bits = 8 * element.bytes();
+        match (mode, element) {
+            (_, Element::Other { bytes }) => wrong(format!(
+                "the array's elements are none of f32, f64, i32 and i64 (they have {bytes} bytes): choose lz4 or shuffle for this array, \
+                 or say what its bytes are, as in zfp:reversible,f32"
+            )),
+            (ZfpMode::Accuracy(_), _) if !element.is_float() => wrong(format!(
+                "an accuracy is for f32 and f64, not for {element}: choose zfp:precision=BITS, zfp:rate=BITS or zfp:reversible for this array"
+            )),
+            (ZfpMode::Rate(rate), _) if rate >= bits as f64 => wrong(format!(
+                "{element} has {bits} bits, so that this rate saves nothing: choose a lower one"
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// A codec whose figures make no sense, that does not fit an array's elements, or whose name cannot be read. The text says what is accepted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct CodecError(pub(crate) String);
+
+const NAMES: &str = "raw, lz4, shuffle (or shuffle2, shuffle4, shuffle8), zfp:accuracy=ERROR, zfp:precision=BITS, zfp:rate=BITS or zfp:reversible, \
+                     the last four also with ,f32 ,f64 ,i32 or ,i64";
+
+impl FromStr for Codec {
+    type Err = CodecError;
+
+    fn from_str(text: &str) -> Result<Self, CodecError> {
+        let unknown = || CodecError(format!("`{text}` is no codec: need {NAMES}"));
+        let codec = match text {
+            "raw" => Self::Raw,
+            "lz4" => Self::Lz4,
+            _ => match (text.strip_prefix("shuffle"), text.strip_prefix("zfp:")) {
+                (Some(rest), _) => {
+                    let digits = rest.strip_suffix("+lz4").unwrap_or(rest);
+                    let element_bytes = match digits {
+                        "" => None,
+                        digits => Some(digits.parse().map_err(|_| unknown())?),
+                    };
+                    Self::Shuffle { element_bytes }
+                }
+                (_, Some(rest)) => {
+                    let (mode, element) = match rest.split_once(',') {
+                        None => (rest, None),
+                        Some((mode, name)) => (mode, Some(named(name).ok_or_else(unknown)?)),
+                    };
+                    let mode = match mode.split_once('=') {
+                        None if mode == "reversible" => ZfpMode::Reversible,
+                        Some(("accuracy", figure)) => {
+                            ZfpMode::Accuracy(figure.parse().map_err(|_| unknown())?)
+                        }
+                        Some(("precision", figure)) => {
+                            ZfpMode::Precision(figure.parse().map_err(|_| unknown())?)
+                        }
+                        Some(("rate", figure)) => {
+                            ZfpMode::Rate(figure.parse().map_err(|_| unknown())?)
+                        }
+                        _ => return Err(unknown()),
+                    };
+                    Self::Zfp { mode, element }
+                }
+                _ => return Err(unknown()),
+            },
+        };
+        codec.check()?;
+        Ok(codec)
+    }
+}
+
+fn named(name: &str) -> Option<Element> {
+    [Element::F32, Element::F64, Element::I32, Element::I64]
+        .into_iter()
+        .find(|element| element.to_string() == name)
+}
+
+impl fmt::Display for Codec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Raw => f.write_str("raw"),
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Shuffle {
+                element_bytes: None,
+            } => f.write_str("shuffle"),
+            Self::Shuffle {
+                element_bytes: Some(bytes),
+            } => write!(f, "shuffle{bytes}"),
+            Self::Zfp { mode, element } => {
+                match mode {
+                    ZfpMode::Rate(bits) => write!(f, "zfp:rate={bits}")?,
+                    ZfpMode::Precision(bits) => write!(f, "zfp:precision={bits}")?,
+                    ZfpMode::Accuracy(bound) => write!(f, "zfp:accuracy={bound:e}")?,
+                    ZfpMode::Reversible => f.write_str("zfp:reversible")?,
+                }
+                element.map_or(Ok(()), |element| write!(f, ",{element}"))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Element {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::F32 => f.write_str("f32"),
+            Self::F64 => f.write_str("f64"),
+            Self::I32 => f.write_str("i32"),
+            Self::I64 => f.write_str("i64"),
+            Self::Other { bytes } => write!(f, "elements of {bytes} bytes"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn codecs_come_back_from_their_names() {
+        for (text, canonical) in [
+            ("raw", "raw"),
+            ("lz4", "lz4"),
+            ("shuffle", "shuffle"),
+            ("shuffle4+lz4", "shuffle4"),
+            ("shuffle+lz4", "shuffle"),
+            ("shuffle8", "shuffle8"),
+            ("zfp:accuracy=0.001", "zfp:accuracy=1e-3"),
+            ("zfp:rate=8,f64", "zfp:rate=8,f64"),
+            ("zfp:precision=20,i32", "zfp:precision=20,i32"),
+            ("zfp:reversible", "zfp:reversible"),
+        ] {
+            let codec: Codec = text.parse().expect(text);
+            assert_eq!(codec.to_string(), canonical);
+            assert_eq!(canonical.parse(), Ok(codec));
+        }
+    }
+
+    #[test]
+    fn names_and_figures_that_make_no_sense_are_refused_with_what_does() {
+        for (text, says) in [
+            ("", "is no codec: need raw, lz4, shuffle"),
+            ("LZ4", "need raw, lz4"),
+            ("shuffle3", "2, 4 or 8"),
+            ("shuffle999", "is no codec"),
+            ("zfp", "is no codec"),
+            ("zfp:accuracy", "is no codec"),
+            ("zfp:accuracy=-1", "above 0"),
+            ("zfp:accuracy=inf", "above 0"),
+            ("zfp:accuracy=NaN", "above 0"),
+            ("zfp:rate=0", "above 0 and below 64"),
+            ("zfp:rate=32,f32", "f32 has 32 bits"),
+            ("zfp:precision=65", "1 to 64"),
+            ("zfp:accuracy=1e-3,i32", "for f32 and f64"),
+            ("zfp:accuracy=1e-3,u8", "is no codec"),
+        ] {
+            let error = text.parse::<Codec>().expect_err(text).to_string();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn elements_are_known_by_their_type() {
+        assert_eq!(Element::of::<f32>(), Element::F32);
+        assert_eq!(Element::of::<i64>(), Element::I64);
+        assert_eq!(Element::of::<u16>(), Element::Other { bytes: 2 });
+        assert_eq!(Element::of::<[f32; 3]>(), Element::Other { bytes: 12 });
+    }
+}
