@@ -45,8 +45,8 @@ pub use error::{BuildError, CreateError, FlushError, OpenError, PinError};
 pub use farpage_fabric::{Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{
-    Codec, Element, FileStore, FileStoreError, RegPoolStats, Reserve, Store, StoreStatsSnapshot,
-    ZfpMode,
+    Block, Codec, CodecError, Element, FileStore, FileStoreError, RegPoolStats, Reserve, Store,
+    StoreStatsSnapshot, Trial, ZfpMode,
 };
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;

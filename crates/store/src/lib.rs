@@ -25,7 +25,7 @@ mod tests;
 
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
-pub use codec::{Codec, CodecError, Element, Layout, ZfpMode};
+pub use codec::{Block, Codec, CodecError, Element, Layout, Trial, ZfpMode};
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};

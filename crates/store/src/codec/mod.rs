@@ -8,16 +8,20 @@ mod coder;
 mod plain;
 mod scheme;
 mod shuffle;
+mod trial;
 
 use std::{any::TypeId, fmt, mem, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-pub use self::scheme::Layout;
 pub(crate) use self::{
     coder::{Coder, Form, Page},
     plain::{fill_repeated, hash, repeated},
     scheme::Scheme,
+};
+pub use self::{
+    scheme::Layout,
+    trial::{Block, Trial},
 };
 
 /// How a region's pages are stored on memory servers. Whatever is chosen, a page of one repeated 8-byte value needs no slot at all, and a page that

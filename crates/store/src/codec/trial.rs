@@ -1,0 +1,132 @@
+//! [`Trial`]: what a codec makes of pages, without a region and a server.
+//!
+//! The rule it keeps: the pages go through the code that regions use, so that lengths and errors are what a region would have.
+
+use super::{
+    Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
+};
+use crate::slots;
+
+/// Tries a codec on pages of an array: how long they become, how long it takes, what is lost.
+///
+/// ```
+/// use farpage_store::{Codec, Element, Trial};
+///
+/// let values: Vec<f32> = (0..1024).map(|x| x as f32).collect();
+/// let page: &[u8] = bytemuck::cast_slice(&values);
+/// let mut trial = Trial::new(Codec::SHUFFLE, Element::F32, &[], page.len())?;
+/// let block = trial.encode(0, page);
+/// assert!(block.len() < page.len());
+/// let mut back = vec![0; page.len()];
+/// trial.decode(0, &block, &mut back)?;
+/// assert_eq!(back, page);
+/// # Ok::<(), farpage_store::CodecError>(())
+/// ```
+pub struct Trial {
+    scheme: Scheme,
+    coder: Coder,
+    /// Where blocks are made.
+    block: Vec<u8>,
+}
+
+/// A page as a server would hold it.
+#[derive(Clone, Debug)]
+pub struct Block(Kind);
+
+#[derive(Clone, Debug)]
+enum Kind {
+    /// It takes no room at all.
+    Repeated(u64),
+    Stored(Form, Vec<u8>),
+}
+
+/// A trial keeps nothing secret.
+const SEED: u64 = 0;
+
+impl Block {
+    /// Bytes that the page takes on a server; 0 if it is one repeated value, and never more than the page has.
+    #[expect(clippy::len_without_is_empty, reason = "a block is no collection")]
+    pub fn len(&self) -> usize {
+        match &self.0 {
+            Kind::Repeated(_) => 0,
+            Kind::Stored(_, bytes) => bytes.len(),
+        }
+    }
+}
+
+impl Trial {
+    /// A codec on an array of such elements and of this shape (the slowest dimension first; empty: one dimension), whose pages have `page_bytes`:
+    /// a power of two, 4 KiB to 2 MiB.
+    ///
+    /// # Errors
+    /// The codec does not fit the elements.
+    pub fn new(
+        codec: Codec,
+        element: Element,
+        shape: &[u64],
+        page_bytes: usize,
+    ) -> Result<Self, CodecError> {
+        let scheme = Scheme::new(codec, Layout::new(element, shape))?;
+        let mut coder = Coder::new();
+        coder.prepare(&scheme, page_bytes);
+        let block = vec![0; Coder::bound(page_bytes)];
+        Ok(Self {
+            scheme,
+            coder,
+            block,
+        })
+    }
+
+    /// Encodes page `number` of the array, as an eviction would.
+    pub fn encode(&mut self, number: u64, page: &[u8]) -> Block {
+        if let Some(value) = repeated(page) {
+            return Block(Kind::Repeated(value));
+        }
+        let bytes = page;
+        let page = Page {
+            number,
+            bytes,
+            hash: hash(bytes, SEED),
+            seed: SEED,
+        };
+        // As for a region: what saves no size class saves nothing.
+        let limit = slots::class_bytes(slots::class_of(bytes.len() as u32) - 1) as usize;
+        let encoded = self
+            .coder
+            .encode(&self.scheme, page, limit, &mut self.block);
+        let stored = match encoded.form {
+            Form::Raw => bytes,
+            _ => &self.block[..encoded.bytes as usize],
+        };
+        Block(Kind::Stored(encoded.form, stored.to_vec()))
+    }
+
+    /// Decodes page `number` of the array into `page`, as a fill would.
+    ///
+    /// # Errors
+    /// The block is of another codec, or of a page of another length.
+    pub fn decode(
+        &mut self,
+        number: u64,
+        block: &Block,
+        page: &mut [u8],
+    ) -> Result<(), CodecError> {
+        match &block.0 {
+            Kind::Repeated(value) => fill_repeated(page, *value),
+            Kind::Stored(Form::Raw, bytes) if bytes.len() == page.len() => {
+                page.copy_from_slice(bytes);
+            }
+            Kind::Stored(Form::Raw, bytes) => {
+                let (is, wanted) = (bytes.len(), page.len());
+                return Err(CodecError(format!(
+                    "a page of {is} bytes cannot be decoded into {wanted}"
+                )));
+            }
+            Kind::Stored(form, bytes) => self
+                .coder
+                .decode(&self.scheme, *form, bytes, SEED, number, page)
+                .map_err(|why| CodecError(format!("page {number} cannot be decoded: {why}")))?,
+        }
+        Ok(())
+    }
+}
