@@ -41,7 +41,7 @@ use self::{
     team::{Team, there_and_back},
 };
 use crate::{
-    data::Contents,
+    data::random_word,
     options::{self, Fabric, Format},
     progress::Progress,
     server::MemoryServer,
@@ -211,7 +211,7 @@ fn verify_bits(found: &[f64], local: &[f64]) -> Verdict {
 
 /// Number `index` of a sequence that looks random.
 fn random(sequence: u64, index: u64) -> u64 {
-    Contents::Random.word(sequence << 56, index)
+    random_word(sequence << 56, index)
 }
 
 /// What all applications of a run have in common.

@@ -1,258 +1,516 @@
-//! What the arrays hold at first, and choices that look random.
+//! What the arrays hold at first: fields that stand in for scientific data, or a file with the real thing.
 //!
-//! The rule it keeps: every value is a function of the seed and the element's index alone, so that verification
-//! computes it again instead of keeping a copy.
+//! The rule it keeps: every value is a function of the seed and the element's index alone, so that verification computes it again or looks
+//! it up. A field has about a million elements and goes on from its beginning where an array is longer, far beyond what any codec
+//! remembers. Nothing here is a copy of data: the generators imitate what a compressor sees (smoothness, spectra, magnitudes, order), after the
+//! public descriptions of the data sets of SDRBench, <https://sdrbench.github.io>.
 
-use clap::ValueEnum;
+mod file;
+mod formula;
+mod graph;
+mod noise;
+mod particles;
+mod smooth;
+mod sparse;
+mod text;
+mod turbulent;
+
+use std::{fmt, path::PathBuf};
+
+use anyhow::{Result, bail};
+use clap::{Args, ValueEnum};
+use farpage::Pod;
 use serde::Serialize;
 
-/// Initial contents of an array.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+use self::formula::Formula;
+
+/// What an array holds.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct DataOptions {
+    /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value cost no transfer here,
+    /// so it says little about the network
+    #[arg(long, value_enum, default_value_t = Contents::Random)]
+    pub(crate) data: Contents,
+    /// Holds the values of this file instead: numbers in the machine's byte order and nothing else, as in SDRBench. Needs --dtype and --shape
+    #[arg(long, value_name = "FILE", conflicts_with = "data", requires_all = ["dtype", "shape"])]
+    pub(crate) data_file: Option<PathBuf>,
+    /// What elements are [default: what --data has by nature]
+    #[arg(long, value_enum)]
+    pub(crate) dtype: Option<Dtype>,
+    /// Elements of the file in each dimension, the slowest first, such as 100x500x500
+    #[arg(long, value_name = "N[xN[xN]]", requires = "data_file", value_parser = Shape::parse)]
+    pub(crate) shape: Option<Shape>,
+}
+
+/// The fields. SDRBench's data set that each imitates is named, with the shape and type that it has there.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Contents {
     /// One value everywhere
     Constant,
-    /// Random mantissas: nothing to compress
+    /// Random mantissas, f64: nothing to compress
+    #[default]
     Random,
-    /// A slow sine: what simulations hold
+    /// A slow sine, 1-D f64
     Smooth,
+    /// A random walk, 1-D f64, as the Brown samples (33554433)
+    Brown,
+    /// Temperature of the atmosphere, 2-D f32, as CESM-ATM (1800x3600)
+    Climate,
+    /// Wind of a cyclone, 3-D f32, as Hurricane ISABEL (100x500x500)
+    Hurricane,
+    /// Cloud water, 3-D f32, mostly zero, as SCALE-LETKF (98x1200x1200)
+    Clouds,
+    /// A velocity of turbulent flow, 3-D f64, as Miranda (256x384x384)
+    Turbulence,
+    /// Temperature about a flame, 3-D f64, as S3D (500x500x500)
+    Combustion,
+    /// Density of gas between galaxies, 3-D f32, as NYX (512x512x512)
+    Density,
+    /// Orbitals of electrons, 3-D f32, as QMCPACK (288x115x69x69)
+    Orbitals,
+    /// Photons counted by a detector, 2-D f32, as EXAFEL (10x32x185x388)
+    Detector,
+    /// A coordinate of particles in halos, 1-D f32, as HACC (280953867)
+    Positions,
+    /// A velocity of particles in halos, 1-D f32, as HACC (280953867)
+    Velocities,
+    /// A coordinate of atoms about a lattice, 1-D f32, as EXAALT (2869440)
+    Atoms,
+    /// Integrals over pairs of electrons, 1-D f64, of all magnitudes, as NWChem (801098891)
+    Integrals,
+    /// Neighbours in a graph, i32 (not in SDRBench)
+    GraphColumns,
+    /// Where the neighbours of each vertex begin, i64 (not in SDRBench)
+    GraphOffsets,
+    /// Text, bytes (not in SDRBench)
+    Text,
+}
+
+/// What an element is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Dtype {
+    F32,
+    F64,
+    I32,
+    I64,
+    U8,
+}
+
+/// Elements in each dimension: z, y, x, of which those that are not there count as one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Shape(pub(crate) [usize; 3]);
+
+/// Makes a field of a shape from a seed. All types of elements fit into an f64.
+type Make = fn(u64, [usize; 3]) -> Vec<f64>;
+
+const LINE: Shape = Shape([1, 1, 1 << 20]);
+const SQUARE: Shape = Shape([1, 1024, 1024]);
+const CUBE: Shape = Shape([64, 128, 128]);
+
+/// What there is to know about a field.
+struct About {
+    dtype: Dtype,
+    shape: Shape,
+    how: How,
+}
+
+enum How {
+    Formula(Formula),
+    Make(Make),
 }
 
 impl Contents {
     /// As on the command line.
-    pub(crate) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> String {
+        self.to_possible_value()
+            .expect("no variant is skipped")
+            .get_name()
+            .to_owned()
+    }
+
+    /// Its elements by nature.
+    pub(crate) fn dtype(self) -> Dtype {
+        self.about().dtype
+    }
+
+    /// An error that hurts no use of the field: about a ten-thousandth of what its values range over, as evaluations of lossy compressors often choose.
+    /// Integrals of all magnitudes are usually bounded more tightly. Integers and text are not for loss.
+    pub(crate) fn error_bound(self) -> f64 {
         match self {
-            Self::Constant => "constant",
-            Self::Random => "random",
-            Self::Smooth => "smooth",
+            Self::Integrals => 1e-10,
+            Self::Clouds => 1e-7,
+            Self::Constant | Self::Random | Self::Smooth | Self::Brown | Self::Orbitals => 1e-4,
+            Self::Turbulence => 1e-3,
+            Self::Climate | Self::Hurricane | Self::Density | Self::Positions | Self::Atoms => 1e-2,
+            Self::Combustion | Self::Velocities | Self::Detector => 1e-1,
+            Self::GraphColumns | Self::GraphOffsets | Self::Text => 0.0,
         }
     }
 
-    /// The value of element `index`, between 1 and 2.
-    pub(crate) fn value(self, seed: u64, index: u64) -> f64 {
+    fn about(self) -> About {
+        use Dtype::{F32, F64, I32, I64, U8};
+        let made = |dtype, shape, make: Make| About {
+            dtype,
+            shape,
+            how: How::Make(make),
+        };
+        let computed = |formula| About {
+            dtype: F64,
+            shape: LINE,
+            how: How::Formula(formula),
+        };
         match self {
-            Self::Constant => 1.0,
-            Self::Random => {
-                f64::from_bits(1.0f64.to_bits() | mix(seed ^ index.wrapping_mul(ODD)) >> 12)
+            Self::Constant => computed(Formula::Constant),
+            Self::Random => computed(Formula::Random),
+            Self::Smooth => computed(Formula::Smooth),
+            Self::Brown => made(F64, LINE, smooth::brown),
+            Self::Climate => made(F32, SQUARE, smooth::climate),
+            Self::Hurricane => made(F32, CUBE, smooth::hurricane),
+            Self::Clouds => made(F32, CUBE, sparse::clouds),
+            Self::Turbulence => made(F64, CUBE, turbulent::turbulence),
+            Self::Combustion => made(F64, CUBE, smooth::combustion),
+            Self::Density => made(F32, CUBE, turbulent::density),
+            Self::Orbitals => made(F32, CUBE, smooth::orbitals),
+            Self::Detector => made(F32, SQUARE, sparse::detector),
+            Self::Positions => made(F32, LINE, particles::positions),
+            Self::Velocities => made(F32, LINE, particles::velocities),
+            Self::Atoms => made(F32, LINE, particles::atoms),
+            Self::Integrals => made(F64, LINE, sparse::integrals),
+            Self::GraphColumns => made(I32, LINE, graph::columns),
+            Self::GraphOffsets => made(I64, LINE, graph::offsets),
+            Self::Text => made(U8, LINE, text::text),
+        }
+    }
+}
+
+impl Dtype {
+    pub(crate) fn bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::F32 | Self::I32 => 4,
+            Self::F64 | Self::I64 => 8,
+        }
+    }
+
+    pub(crate) fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F64)
+    }
+
+    /// The bits of an element of this type.
+    fn bits(self, value: f64) -> u64 {
+        match self {
+            Self::F32 => (value as f32).to_bits().into(),
+            Self::F64 => value.to_bits(),
+            Self::I32 => (value as i32 as u32).into(),
+            Self::I64 => value as i64 as u64,
+            Self::U8 => (value as u8).into(),
+        }
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::F32 => "f32",
+            Self::F64 => "f64",
+            Self::I32 => "i32",
+            Self::I64 => "i64",
+            Self::U8 => "u8",
+        })
+    }
+}
+
+impl Shape {
+    /// From text such as 100x500x500.
+    fn parse(text: &str) -> Result<Self, String> {
+        let wrong = || "has to be one to three numbers above 0, such as 100x500x500".to_owned();
+        let numbers: Vec<usize> = text
+            .split('x')
+            .map(|n| n.trim().parse().ok().filter(|&n| n > 0).ok_or_else(wrong))
+            .collect::<Result<_, _>>()?;
+        let mut shape = [1; 3];
+        let missing = shape.len().checked_sub(numbers.len()).ok_or_else(wrong)?;
+        shape[missing..].copy_from_slice(&numbers);
+        let elements = shape.iter().try_fold(1usize, |all, &n| all.checked_mul(n));
+        elements.map(|_| Self(shape)).ok_or_else(wrong)
+    }
+
+    /// Without leading dimensions that are not there.
+    pub(crate) fn trimmed(self) -> Vec<usize> {
+        self.0[3 - self.dimensions()..].to_vec()
+    }
+
+    /// Of all dimensions together.
+    pub(crate) fn elements(self) -> usize {
+        self.0.iter().product()
+    }
+
+    /// How many are not trivial; one at least.
+    pub(crate) fn dimensions(self) -> usize {
+        3 - self.0[..2].iter().take_while(|&&n| n == 1).count()
+    }
+}
+
+/// An element of an array, as the benchmarks compute with it.
+pub(crate) trait Element: Pod + Default + PartialEq + Send + Sync {
+    /// The element that an f64 stands for.
+    fn of(value: f64) -> Self;
+    /// How far two are apart.
+    fn distance(self, other: Self) -> f64;
+}
+
+macro_rules! elements {
+    ($($type:ty),*) => {$(
+        impl Element for $type {
+            fn of(value: f64) -> Self {
+                value as $type
             }
-            Self::Smooth => 1.5 + 0.5 * (index as f64 * SMOOTH_STEP).sin(),
-        }
-    }
-
-    /// The same for arrays of integers.
-    pub(crate) fn word(self, seed: u64, index: u64) -> u64 {
-        match self {
-            Self::Random => mix(seed ^ index.wrapping_mul(ODD)),
-            Self::Constant | Self::Smooth => self.value(seed, index).to_bits(),
-        }
-    }
-}
-
-/// 2^64 divided by the golden ratio: spreads consecutive numbers.
-const ODD: u64 = 0x9e37_79b9_7f4a_7c15;
-/// About 63 000 elements per wave, 8 pages of 64 KiB.
-const SMOOTH_STEP: f64 = 1e-4;
-
-/// The finaliser of SplitMix64: a bijection whose output bits all depend on all input bits.
-pub(crate) fn mix(x: u64) -> u64 {
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
-}
-
-/// Visits each number below `count` once, in an order that looks random and needs no memory.
-pub(crate) struct Shuffle {
-    count: u64,
-    mask: u64,
-    offset: u64,
-    next: u64,
-}
-
-impl Shuffle {
-    pub(crate) fn new(count: u64, seed: u64) -> Self {
-        let mask = count.next_power_of_two() - 1;
-        Self {
-            count,
-            mask,
-            offset: mix(seed),
-            next: 0,
-        }
-    }
-
-    /// Bijections of the numbers up to `mask`: adding, multiplying with an odd number, folding high bits onto low ones.
-    fn place(&self, x: u64) -> u64 {
-        let half = self.mask.count_ones().div_ceil(2).max(1);
-        let mut x = x.wrapping_add(self.offset) & self.mask;
-        for odd in [ODD, 0xd6e8_feb8_6659_fd93] {
-            x = x.wrapping_mul(odd) & self.mask;
-            x ^= x >> half;
-        }
-        x
-    }
-}
-
-impl Iterator for Shuffle {
-    type Item = u64;
-
-    fn next(&mut self) -> Option<u64> {
-        while self.next <= self.mask {
-            let x = self.place(self.next);
-            self.next += 1;
-            if x < self.count {
-                return Some(x);
+            fn distance(self, other: Self) -> f64 {
+                (self as f64 - other as f64).abs()
             }
         }
-        None
-    }
+    )*};
 }
 
-/// Which element is accessed next.
-pub(crate) enum Picker {
-    Uniform { count: u64, state: u64 },
-    Zipf { zipf: Zipf, state: u64 },
+elements!(f32, f64, i32, i64, u8);
+
+/// Values for an array.
+pub(crate) struct Source {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Shape,
+    values: Values,
 }
 
-impl Picker {
-    /// Chooses among `count` elements; `zipf` is the exponent, none means uniformly.
-    pub(crate) fn new(count: u64, zipf: Option<f64>, seed: u64) -> Self {
-        let state = mix(seed);
-        match zipf {
-            None => Self::Uniform { count, state },
-            Some(theta) => Self::Zipf {
-                zipf: Zipf::new(count, theta),
-                state,
-            },
-        }
-    }
+enum Values {
+    Formula(Formula, u64),
+    Field(Vec<f64>),
+}
 
-    pub(crate) fn pick(&mut self) -> u64 {
-        let (Self::Uniform { state, .. } | Self::Zipf { state, .. }) = self;
-        *state = state.wrapping_add(ODD);
-        let random = mix(*state);
-        match self {
-            Self::Uniform { count, .. } => scale(random, *count),
-            // Ranks are scattered over the array, or all hot elements would share a few pages.
-            Self::Zipf { zipf, .. } => scale(mix(zipf.rank(random).wrapping_mul(ODD)), zipf.count),
+impl DataOptions {
+    /// For people and reports.
+    pub(crate) fn name(&self) -> String {
+        match &self.data_file {
+            Some(path) => path.display().to_string(),
+            None => self.data.name(),
         }
     }
 }
 
-/// A number below `count`, evenly.
-fn scale(random: u64, count: u64) -> u64 {
-    ((u128::from(random) * u128::from(count)) >> 64) as u64
-}
-
-/// Zipf's law with an exponent below 1, after Gray et al., "Quickly generating billion-record synthetic databases"
-/// (SIGMOD 1994), the generator of YCSB.
-pub(crate) struct Zipf {
-    count: u64,
-    theta: f64,
-    alpha: f64,
-    zeta: f64,
-    eta: f64,
-}
-
-impl Zipf {
-    fn new(count: u64, theta: f64) -> Self {
-        let zeta = zeta(count, theta);
-        let zeta_2 = 1.0 + 0.5f64.powf(theta);
-        let eta = (1.0 - (2.0 / count as f64).powf(1.0 - theta)) / (1.0 - zeta_2 / zeta);
-        Self {
-            count,
-            theta,
-            alpha: 1.0 / (1.0 - theta),
-            zeta,
-            eta,
+impl Source {
+    /// What the options ask for.
+    ///
+    /// # Errors
+    /// A file that cannot be read or is not of its shape, or a type that the field does not have.
+    pub(crate) fn new(options: &DataOptions, seed: u64) -> Result<Self> {
+        match (&options.data_file, options.dtype, options.shape) {
+            (Some(path), Some(dtype), Some(shape)) => Ok(Self {
+                dtype,
+                shape,
+                values: Values::Field(file::read(path, dtype, shape)?),
+            }),
+            _ => Self::generated(options.data, options.dtype, seed),
         }
     }
 
-    /// The rank, most frequent first, for 64 random bits.
-    fn rank(&self, random: u64) -> u64 {
-        let u = (random >> 11) as f64 / (1u64 << 53) as f64;
-        let uz = u * self.zeta;
-        if uz < 1.0 {
-            0
-        } else if uz < 1.0 + 0.5f64.powf(self.theta) {
-            1.min(self.count - 1)
-        } else {
-            let rank = self.count as f64 * (self.eta * u - self.eta + 1.0).powf(self.alpha);
-            (rank as u64).min(self.count - 1)
+    fn generated(data: Contents, dtype: Option<Dtype>, seed: u64) -> Result<Self> {
+        let about = data.about();
+        let dtype = dtype.unwrap_or(about.dtype);
+        if dtype != about.dtype && !(dtype.is_float() && about.dtype.is_float()) {
+            bail!(
+                "--data {} is of {} by nature and cannot be made of {dtype}: f32 and f64 stand for each other, other types for themselves only",
+                data.name(),
+                about.dtype,
+            );
         }
+        let values = match about.how {
+            How::Formula(formula) => Values::Formula(formula, seed),
+            How::Make(make) => Values::Field(make(seed, about.shape.0)),
+        };
+        Ok(Self {
+            dtype,
+            shape: about.shape,
+            values,
+        })
+    }
+
+    /// The value of element `index` of an array.
+    pub(crate) fn value(&self, index: u64) -> f64 {
+        match &self.values {
+            Values::Formula(formula, seed) => formula.value(*seed, index),
+            Values::Field(field) => field[(index % field.len() as u64) as usize],
+        }
+    }
+
+    /// Eight bytes of the array from byte `8 * index` on.
+    pub(crate) fn word(&self, index: u64) -> u64 {
+        if let Values::Formula(formula, seed) = &self.values {
+            return formula.word(*seed, index);
+        }
+        let elements = 8 / self.dtype.bytes() as u64;
+        (0..elements).rev().fold(0, |word, at| {
+            let bits = self.dtype.bits(self.value(index * elements + at));
+            // The one element of eight bytes leaves nothing to be shifted.
+            if elements == 1 {
+                bits
+            } else {
+                word << (64 / elements) | bits
+            }
+        })
+    }
+
+    /// The field itself, once.
+    pub(crate) fn field<T: Element>(&self) -> Vec<T> {
+        (0..self.shape.elements() as u64)
+            .map(|index| T::of(self.value(index)))
+            .collect()
     }
 }
 
-/// The sum of `1 / k^theta` for k from 1 to `count`: the head term by term, the tail by the Euler-Maclaurin formula.
-fn zeta(count: u64, theta: f64) -> f64 {
-    let term = |k: f64| k.powf(-theta);
-    let head = count.min(10_000);
-    let sum: f64 = (1..=head).map(|k| term(k as f64)).sum();
-    if head == count {
-        return sum;
-    }
-    let (from, to) = (head as f64, count as f64);
-    sum + (to.powf(1.0 - theta) - from.powf(1.0 - theta)) / (1.0 - theta)
-        + (term(to) - term(from)) / 2.0
+/// A word of eight bytes that looks random.
+pub(crate) fn random_word(seed: u64, index: u64) -> u64 {
+    Formula::Random.word(seed, index)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_shuffle_visits_everything_once() {
-        for count in [1, 2, 3, 7, 64, 1000, 4097] {
-            let mut seen: Vec<u64> = Shuffle::new(count, 5).collect();
-            assert_ne!(
-                (count > 10).then(|| seen.clone()),
-                Some((0..count).collect()),
-                "not shuffled"
-            );
-            seen.sort_unstable();
-            assert_eq!(seen, (0..count).collect::<Vec<_>>());
-        }
+    fn source(data: Contents) -> Source {
+        Source::generated(data, None, 7).unwrap()
     }
 
     #[test]
-    fn zeta_matches_the_plain_sum() {
-        let plain: f64 = (1..=200_000).map(|k| f64::from(k).powf(-0.99)).sum();
-        assert!((zeta(200_000, 0.99) - plain).abs() < 1e-6 * plain);
-    }
-
-    #[test]
-    fn zipf_gives_the_first_rank_its_share() {
-        let zipf = Zipf::new(100_000, 0.99);
-        let firsts = (0..100_000u64)
-            .filter(|&i| zipf.rank(mix(i.wrapping_mul(ODD))) == 0)
-            .count();
-        let expected = 100_000.0 / zeta(100_000, 0.99);
-        assert!(
-            (firsts as f64 - expected).abs() < 0.05 * expected,
-            "{firsts} of about {expected}"
-        );
-    }
-
-    #[test]
-    fn picks_stay_in_range_and_reach_all_of_it() {
-        for zipf in [None, Some(0.5)] {
-            let mut picker = Picker::new(16, zipf, 3);
-            let mut seen = [false; 16];
-            for _ in 0..10_000 {
-                seen[picker.pick() as usize] = true;
+    fn every_field_has_its_shape_and_finite_values_that_its_type_can_hold() {
+        for &data in Contents::value_variants() {
+            let source = source(data);
+            let values: Vec<f64> = source.field();
+            assert_eq!(values.len(), source.shape.elements(), "{data:?}");
+            for &value in &values {
+                assert!(value.is_finite(), "{data:?}");
+                let kept = match source.dtype {
+                    Dtype::I32 => f64::from(value as i32),
+                    Dtype::I64 => value as i64 as f64,
+                    Dtype::U8 => f64::from(value as u8),
+                    Dtype::F32 | Dtype::F64 => value,
+                };
+                assert_eq!(kept, value, "{data:?}");
             }
-            assert!(
-                seen.iter().filter(|seen| **seen).count() >= if zipf.is_some() { 8 } else { 16 }
-            );
         }
     }
 
     #[test]
-    fn contents_lie_between_one_and_two() {
-        for contents in [Contents::Constant, Contents::Random, Contents::Smooth] {
-            assert!(
-                (0..10_000)
-                    .map(|i| contents.value(1, i))
-                    .all(|x| (1.0..=2.0).contains(&x))
-            );
+    fn the_seed_decides_everything_and_changes_everything() {
+        for &data in Contents::value_variants() {
+            let first: Box<dyn Fn(u64) -> Vec<f64>> = match data.about().how {
+                How::Formula(Formula::Random) => {
+                    Box::new(|seed| (0..99).map(|at| Formula::Random.value(seed, at)).collect())
+                }
+                How::Formula(_) => continue,
+                How::Make(make) => Box::new(move |seed| make(seed, [2, 24, 24])),
+            };
+            assert_eq!(first(7), first(7), "{data:?}");
+            assert_ne!(first(7), first(8), "{data:?}");
+        }
+    }
+
+    #[test]
+    fn error_bounds_are_about_a_ten_thousandth_of_the_range() {
+        for &data in Contents::value_variants() {
+            if data.dtype().is_float() && !matches!(data, Contents::Constant | Contents::Integrals)
+            {
+                let field: Vec<f64> = source(data).field();
+                let most = field.iter().copied().fold(f64::MIN, f64::max);
+                let least = field.iter().copied().fold(f64::MAX, f64::min);
+                let share = data.error_bound() / (most - least);
+                assert!((1e-5..=1e-3).contains(&share), "{data:?}: {share:e}");
+            }
+        }
+    }
+
+    /// How far neighbours along x are apart, in standard deviations of the field.
+    fn roughness(data: Contents) -> f64 {
+        let field: Vec<f64> = source(data).field();
+        let mean = field.iter().sum::<f64>() / field.len() as f64;
+        let variance = field.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / field.len() as f64;
+        let steps = field
+            .windows(2)
+            .map(|two| (two[1] - two[0]).powi(2))
+            .sum::<f64>();
+        (steps / field.len() as f64 / variance).sqrt()
+    }
+
+    #[test]
+    fn fields_are_as_smooth_as_what_they_imitate() {
+        for (data, least, most) in [
+            (Contents::Smooth, 0.0, 0.001),
+            (Contents::Brown, 0.0, 0.01),
+            (Contents::Climate, 0.0, 0.05),
+            (Contents::Hurricane, 0.0, 0.2),
+            (Contents::Orbitals, 0.0, 0.3),
+            (Contents::Turbulence, 0.1, 1.0),
+            (Contents::Velocities, 0.3, 1.5),
+            (Contents::Random, 1.3, 1.5),
+        ] {
+            let rough = roughness(data);
+            assert!((least..=most).contains(&rough), "{data:?}: {rough}");
+        }
+    }
+
+    #[test]
+    fn clouds_and_photons_are_mostly_zero_and_offsets_ascend() {
+        for (data, least, most) in [
+            (Contents::Clouds, 0.7, 0.97),
+            (Contents::Detector, 0.5, 0.97),
+        ] {
+            let field: Vec<f64> = source(data).field();
+            let zeros = field.iter().filter(|x| **x == 0.0).count() as f64 / field.len() as f64;
+            assert!((least..=most).contains(&zeros), "{data:?}: {zeros}");
+        }
+        let offsets: Vec<i64> = source(Contents::GraphOffsets).field();
+        assert!(offsets.is_sorted());
+    }
+
+    #[test]
+    fn words_are_the_bytes_of_the_elements() {
+        let text = source(Contents::Text);
+        let bytes: Vec<u8> = text.field();
+        let clouds = source(Contents::Climate);
+        let floats: Vec<f32> = clouds.field();
+        for index in [0, 1, 77] {
+            let at = 8 * index as usize;
+            assert_eq!(text.word(index).to_le_bytes(), bytes[at..at + 8]);
+            let two = [floats[at / 4], floats[at / 4 + 1]].map(f32::to_le_bytes);
+            assert_eq!(clouds.word(index).to_le_bytes(), two.concat()[..]);
+        }
+    }
+
+    #[test]
+    fn a_field_of_integers_is_not_made_of_floats() {
+        let error = Source::generated(Contents::Text, Some(Dtype::F32), 1)
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("text"), "{error}");
+        assert!(Source::generated(Contents::Turbulence, Some(Dtype::F32), 1).is_ok());
+    }
+
+    #[test]
+    fn a_shape_is_one_to_three_numbers() {
+        assert_eq!(Shape::parse("100x500x500"), Ok(Shape([100, 500, 500])));
+        assert_eq!(Shape::parse("7"), Ok(Shape([1, 1, 7])));
+        assert_eq!(Shape::parse("2x3").map(Shape::dimensions), Ok(2));
+        for wrong in [
+            "",
+            "x",
+            "0",
+            "1x0",
+            "-1",
+            "1x2x3x4",
+            "4294967296x4294967296",
+            "9,9",
+        ] {
+            assert!(Shape::parse(wrong).is_err(), "{wrong:?}");
         }
     }
 }

@@ -23,20 +23,21 @@ const EVICTOR_NAME: &str = "evictor-";
 pub(crate) fn run(options: &EvictionOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
     let remote = Remote::start(common, paging)?;
+    let source = paging.source()?;
     let len = paging.size_bytes(common) / size_of::<u64>() as u64;
     let mut array = remote.array::<u64>(len, Advice::Sequential)?;
     let progress = Progress::new(2 + ROUNDS);
 
     progress.phase("filling");
     for (index, element) in (0..).zip(array.iter_mut()) {
-        *element = paging.data.word(paging.seed, index);
+        *element = source.word(index);
     }
     progress.step(1);
     // Each round reads all of it, and is the verification.
     let mut wrong = 0u64;
     let mut round = || {
         for (index, element) in (0..).zip(array.iter()) {
-            wrong += u64::from(*element != paging.data.word(paging.seed, index));
+            wrong += u64::from(*element != source.word(index));
         }
         progress.step(1);
     };

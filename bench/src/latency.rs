@@ -10,8 +10,9 @@ use farpage::{Advice, RemoteArray};
 use hdrhistogram::Histogram;
 
 use crate::{
-    data::{Contents, Shuffle, mix},
+    data::Source,
     options::LatencyOptions,
+    pick::{Shuffle, mix},
     progress::Progress,
     remote::Remote,
     report::{Figures, Percentiles, Report, new_histogram},
@@ -34,10 +35,11 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
         .samples
         .unwrap_or(if common.smoke { 200 } else { 20_000 });
     let mut array = remote.array::<u64>(pages * page_elements, Advice::Sequential)?;
+    let source = paging.source()?;
     let mut pages = Pages {
         array: &mut array,
         page_elements,
-        data: paging.data,
+        source: &source,
         seed: paging.seed,
         wrong: 0,
     };
@@ -91,7 +93,7 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
 struct Pages<'a> {
     array: &'a mut RemoteArray<u64>,
     page_elements: u64,
-    data: Contents,
+    source: &'a Source,
     seed: u64,
     wrong: u64,
 }
@@ -102,9 +104,8 @@ impl Pages<'_> {
     }
 
     fn fill(&mut self) {
-        let (data, seed) = (self.data, self.seed);
         for (index, element) in (0..).zip(self.array.iter_mut()) {
-            *element = data.word(seed, index);
+            *element = self.source.word(index);
         }
     }
 
@@ -115,12 +116,12 @@ impl Pages<'_> {
     fn touch(&mut self, count: u64, skip: u64, write: bool) -> Histogram<u64> {
         let mut histogram = new_histogram();
         let (pages, page_elements) = (self.count(), self.page_elements);
-        let (data, seed) = (self.data, self.seed);
+        let (source, seed) = (self.source, self.seed);
         let round = std::iter::repeat_with(|| Shuffle::new(pages, seed)).flatten();
         for page in round.skip(skip as usize).take(count as usize) {
             let index = page * page_elements + mix(page) % page_elements;
             let element = &mut self.array[index as usize];
-            let right = data.word(seed, index);
+            let right = source.word(index);
             let begin = Instant::now();
             let found = if write {
                 // A write fault; the same value again would leave the page unchanged.

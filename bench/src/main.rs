@@ -6,13 +6,19 @@
 mod apps;
 mod arena;
 mod bare;
+mod codecs;
 mod compare;
 mod data;
 mod doctor;
 mod eviction;
+mod figures;
 mod floor;
 mod latency;
 mod options;
+mod pages;
+mod pick;
+mod plot;
+mod points;
 mod progress;
 mod random;
 mod raw;
@@ -27,6 +33,7 @@ mod stream;
 mod swap;
 mod sweep;
 mod targets;
+mod traffic;
 mod versus_swap;
 
 use std::process::ExitCode;
@@ -43,6 +50,9 @@ fn main() -> ExitCode {
         }
         Command::Random(options) => {
             random::run(options).map(|report| (report, options.common.format))
+        }
+        Command::Traffic(options) => {
+            traffic::run(options).map(|report| (report, options.common.format))
         }
         Command::Latency(options) => {
             latency::run(options).map(|report| (report, options.common.format))
@@ -67,6 +77,9 @@ fn main() -> ExitCode {
         Command::Doctor => return doctor::run(),
         Command::Apps(options) => return done(apps::run(options)),
         Command::Targets(options) => return done(targets::run(options)),
+        Command::Pages(options) => return done(pages::run(options)),
+        Command::Codecs(options) => return done(codecs::run(options)),
+        Command::Figures(options) => return done(figures::run(options)),
         Command::Compare(options) => return done(compare::run(options)),
         Command::Sweep(options) => return done(sweep::run(options)),
         Command::VersusSwap(options) => return done(versus_swap::run(options)),

@@ -7,11 +7,15 @@ use std::{fmt, path::PathBuf, str::FromStr, thread};
 
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use farpage::Codec;
+use farpage::{Codec, ZfpMode};
 use farpage_wire::Endpoint;
 use serde::Serialize;
 
-use crate::{apps::AppsOptions, data::Contents};
+use crate::{
+    apps::AppsOptions,
+    data::{Contents, DataOptions, Source},
+    figures::plan::Extent,
+};
 
 /// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all of them.
 ///
@@ -30,6 +34,8 @@ pub(crate) enum Command {
     Stream(StreamOptions),
     /// Random 8-byte reads and updates, uniform or Zipf
     Random(RandomOptions),
+    /// Steps of a field that is written and read back whole: throughput and bytes on the network, by what the field holds and by codec
+    Traffic(TrafficOptions),
     /// One page fault at a time: with room in the budget, and while dirty pages have to leave
     Latency(LatencyOptions),
     /// CPU time of the evictors for a page that did not change
@@ -43,6 +49,17 @@ pub(crate) enum Command {
     /// Registration is that of the fabric's adapter. Where there is none, memory is locked and unlocked, which is the pinning part of a
     /// registration alone, and the report says so.
     Regmem(RegmemOptions),
+    /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and plain LZ4
+    Pages(PagesOptions),
+    /// Measures the figures of the poster that farpage realises: CSV, SVG and PNG
+    ///
+    /// Workers, LZ4 on and off over links of several rates, network traffic with and without loss, fields that grow under LZ4, and DEFLATE against
+    /// the other codecs. Ctrl-C keeps what has been measured; the same command goes on from there.
+    Figures(FiguresOptions),
+    /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and what compression is held to
+    ///
+    /// Exit status 1: a check is missed. Ctrl-C keeps what has been measured; the same command goes on from there.
+    Codecs(CodecsOptions),
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///
@@ -122,10 +139,8 @@ pub(crate) struct Paging {
     /// How pages are compressed on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
     #[arg(long, default_value_t = Codec::Raw)]
     pub(crate) codec: Codec,
-    /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value cost no transfer here,
-    /// so it says little about the network
-    #[arg(long, value_enum, default_value_t = Contents::Random)]
-    pub(crate) data: Contents,
+    #[command(flatten)]
+    pub(crate) data: DataOptions,
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
@@ -173,6 +188,20 @@ pub(crate) struct RandomOptions {
 }
 
 #[derive(Args, Debug)]
+pub(crate) struct TrafficOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Threads that compute [default: one per CPU, at most 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+    /// How often the field is written and read, after a first time that does not count
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
+    pub(crate) steps: u16,
+}
+
+#[derive(Args, Debug)]
 pub(crate) struct LatencyOptions {
     #[command(flatten)]
     pub(crate) common: Common,
@@ -200,6 +229,47 @@ pub(crate) struct SparseOptions {
     /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384, with --smoke 256]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) touches: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct PagesOptions {
+    #[command(flatten)]
+    pub(crate) data: DataOptions,
+    /// Codecs with plus signs between them: raw, lz4, shuffle, zfp:accuracy=1e-6, ..., and for comparison deflate1 to deflate9 and plain-lz4
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = '+',
+        default_value = "deflate1+deflate6+plain-lz4+lz4"
+    )]
+    pub(crate) codecs: Vec<String>,
+    /// Page size: a power of two, 4KiB to 2MiB
+    #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
+    pub(crate) page_size: ByteSize,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Four pages, once: checks that everything works; the times mean nothing
+    #[arg(long)]
+    pub(crate) smoke: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct FiguresOptions {
+    #[command(flatten)]
+    pub(crate) extent: Extent,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct CodecsOptions {
+    #[command(flatten)]
+    pub(crate) extent: Extent,
+    /// Human: tables; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
 }
 
 #[derive(Args, Debug)]
@@ -321,6 +391,11 @@ pub(crate) struct ServeOptions {
 }
 
 impl Paging {
+    /// What the arrays hold at first.
+    pub(crate) fn source(&self) -> anyhow::Result<Source> {
+        Source::new(&self.data, self.seed)
+    }
+
     /// Size of all arrays.
     pub(crate) fn size_bytes(&self, common: &Common) -> u64 {
         match (self.size, common.smoke) {
@@ -359,6 +434,22 @@ impl RandomOptions {
             false => (200_000 * (64 << 10) / self.common.page_size.as_u64()).min(200_000),
         };
         self.accesses.unwrap_or(default)
+    }
+}
+
+/// How far a value may be from what it was, with this codec.
+pub(crate) fn error_bound(codec: Codec) -> f64 {
+    match codec {
+        Codec::Zfp {
+            mode: ZfpMode::Accuracy(bound),
+            ..
+        } => bound,
+        // They promise none.
+        Codec::Zfp {
+            mode: ZfpMode::Rate(_) | ZfpMode::Precision(_),
+            ..
+        } => f64::INFINITY,
+        _ => 0.0,
     }
 }
 

@@ -14,8 +14,9 @@ use farpage::Advice;
 
 use crate::{
     arena::Arena,
-    data::{Contents, Picker, mix},
+    data::Source,
     options::{RandomOptions, threads},
+    pick::{Picker, mix},
     progress::Progress,
     report::{Figures, Report},
 };
@@ -25,8 +26,8 @@ const COUNT_BITS: u32 = 28;
 const COUNT_MASK: u64 = (1 << COUNT_BITS) - 1;
 
 /// Element `index` before any update.
-fn fresh(data: Contents, seed: u64, index: u64) -> u64 {
-    data.word(seed, index) & !COUNT_MASK
+fn fresh(source: &Source, index: u64) -> u64 {
+    source.word(index) & !COUNT_MASK
 }
 
 pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
@@ -39,14 +40,14 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     // A thread's share of the accesses, and of the array: updates of one element by two threads would be a race.
     let accesses_per_thread = accesses.div_ceil(threads as u64);
     let share = array.len().div_ceil(threads);
-    let (data, seed) = (paging.data, paging.seed);
+    let (source, seed) = (paging.source()?, paging.seed);
     let wrong = AtomicU64::new(0);
     let progress = Progress::new(4);
 
     progress.phase("filling");
     for_each_share(&mut array, share, |thread, part| {
         for (index, element) in ((thread * share) as u64..).zip(part) {
-            *element = fresh(data, seed, index);
+            *element = fresh(&source, index);
         }
     });
     array.advise(if options.no_advice {
@@ -69,7 +70,7 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
                 let at = picker.pick();
                 let element = &mut part[at as usize];
                 let index = (thread * share) as u64 + at;
-                bad += u64::from(*element & !COUNT_MASK != fresh(data, seed, index));
+                bad += u64::from(*element & !COUNT_MASK != fresh(&source, index));
                 if update {
                     *element += 1;
                 }
@@ -90,7 +91,7 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let shares = for_each_share(&mut array, share, |thread, part| {
         let (mut bad, mut count) = (0u64, 0);
         for (index, element) in ((thread * share) as u64..).zip(part) {
-            bad += u64::from(*element & !COUNT_MASK != fresh(data, seed, index));
+            bad += u64::from(*element & !COUNT_MASK != fresh(&source, index));
             count += *element & COUNT_MASK;
         }
         wrong.fetch_add(bad, Relaxed);
@@ -147,12 +148,14 @@ fn for_each_share(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::DataOptions;
 
     #[test]
     fn an_update_leaves_the_mark_of_its_element() {
-        let element = fresh(Contents::Random, 1, 77);
+        let random = Source::new(&DataOptions::default(), 1).unwrap();
+        let element = fresh(&random, 77);
         assert_eq!(element & COUNT_MASK, 0);
         assert_eq!((element + COUNT_MASK) & !COUNT_MASK, element);
-        assert_ne!(element, fresh(Contents::Random, 1, 78));
+        assert_ne!(element, fresh(&random, 78));
     }
 }

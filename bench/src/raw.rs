@@ -14,7 +14,7 @@ use farpage_fabric::{Busy, Channel, Completion, Extent, Op, Session, SessionOpti
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
-use crate::{data::mix, options::Common, remote, server::MemoryServer};
+use crate::{options::Common, pick::mix, remote, server::MemoryServer};
 
 /// Operations that each thread keeps in flight: enough to hide a network's latency, as many as the pager may have.
 const QUEUE_DEPTH: usize = 16;

@@ -6,19 +6,39 @@ use std::{fs, path::Path, process::Command, thread, time::SystemTime};
 
 use anyhow::{Context, Result};
 use comfy_table::{Table, presets::ASCII_MARKDOWN};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::targets::Finding;
+
+/// When and where something was measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Circumstances {
+    pub(crate) date: String,
+    pub(crate) machine: String,
+    pub(crate) kernel: String,
+    pub(crate) commit: String,
+}
+
+impl Circumstances {
+    /// Those of this moment.
+    pub(crate) fn now() -> Self {
+        Self {
+            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
+            machine: machine(),
+            kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
+                .map_or_else(|_| UNKNOWN.to_owned(), |text| text.trim().to_owned()),
+            commit: commit(),
+        }
+    }
+}
 
 /// The file; its field `reports` is what [`crate::compare`] reads.
 #[derive(Serialize)]
 pub(crate) struct Record {
     benchmark: &'static str,
-    date: String,
-    machine: String,
-    kernel: String,
-    commit: String,
+    #[serde(flatten)]
+    circumstances: Circumstances,
     config: Value,
     targets: Vec<Finding>,
     reports: Vec<Value>,
@@ -28,11 +48,7 @@ impl Record {
     pub(crate) fn new(config: Value, targets: Vec<Finding>, reports: Vec<Value>) -> Self {
         Self {
             benchmark: "targets",
-            date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
-            machine: machine(),
-            kernel: fs::read_to_string("/proc/sys/kernel/osrelease")
-                .map_or_else(|_| UNKNOWN.to_owned(), |text| text.trim().to_owned()),
-            commit: commit(),
+            circumstances: Circumstances::now(),
             config,
             targets,
             reports,
@@ -48,14 +64,20 @@ impl Record {
         fs::create_dir_all(directory)
             .with_context(|| format!("cannot make the directory {}", directory.display()))?;
         // Colons are awkward in file names.
-        let stem = format!("{}-targets", self.date.replace([':', 'Z'], ""));
+        let Circumstances {
+            date,
+            machine,
+            kernel,
+            commit,
+        } = &self.circumstances;
+        let stem = format!("{}-targets", date.replace([':', 'Z'], ""));
         let json = directory.join(&stem).with_extension("json");
         let markdown = directory.join(&stem).with_extension("md");
         let mut table = table.clone();
         table.load_style(ASCII_MARKDOWN);
         let text = format!(
-            "# {}\n\n{}, Linux {}, commit {}. Repetitions: {}; medians, lowest and highest in parentheses.\n\n{table}\n",
-            self.date, self.machine, self.kernel, self.commit, self.config["repeat"]
+            "# {date}\n\n{machine}, Linux {kernel}, commit {commit}. Repetitions: {}; medians, lowest and highest in parentheses.\n\n{table}\n",
+            self.config["repeat"]
         );
         for (path, text) in [(&json, self.json()), (&markdown, text)] {
             fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;

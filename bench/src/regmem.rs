@@ -20,8 +20,8 @@ use farpage_fabric::{
 use serde::Serialize;
 
 use crate::{
-    data::mix,
     options::{Format, RegmemOptions},
+    pick::mix,
     raw::sleep_on,
     report::{self, median, right, table},
     server::MemoryServer,

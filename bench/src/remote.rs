@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use anyhow::{Context, Result, ensure};
-use farpage::{Advice, ByteSize, Link, Pod, RemoteArray, Runtime, Stats};
+use farpage::{Advice, ByteSize, Link, Pod, RegionOptions, RemoteArray, Runtime, Stats};
 
 use crate::{
     options::{Common, FaultMode, Paging},
@@ -62,9 +62,19 @@ impl Remote {
             "--size is too small for this benchmark: there would be no elements"
         );
         let len = usize::try_from(len).context("the array is larger than the address space")?;
+        self.array_of_shape(&[len], advice)
+    }
+
+    /// The same with several dimensions, the slowest first.
+    pub(crate) fn array_of_shape<T: Pod>(
+        &self,
+        shape: &[usize],
+        advice: Advice,
+    ) -> Result<RemoteArray<T>> {
+        let options = RegionOptions::new().shape(shape);
         let array = self
             .runtime
-            .array(len)
+            .array_with(shape.iter().product(), options)
             .context("cannot create a remote array")?;
         array.advise(.., advice).context("cannot advise")?;
         Ok(array)

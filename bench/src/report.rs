@@ -8,7 +8,7 @@ use hdrhistogram::Histogram;
 use serde::Serialize;
 
 use crate::{
-    data::Contents,
+    data::Dtype,
     options::{Common, FaultMode, Format, Paging},
 };
 
@@ -60,7 +60,9 @@ pub(crate) struct PagingConfig {
     read_ahead_pages: Option<u32>,
     fault_mode: FaultMode,
     codec: String,
-    data: Contents,
+    data: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dtype: Option<Dtype>,
     seed: u64,
 }
 
@@ -80,7 +82,8 @@ impl Config {
                 read_ahead_pages: paging.read_ahead,
                 fault_mode: paging.fault_mode,
                 codec: paging.codec.to_string(),
-                data: paging.data,
+                data: paging.data.name(),
+                dtype: paging.data.dtype,
                 seed: paging.seed,
             }),
             threads: None,
@@ -133,6 +136,9 @@ pub(crate) struct Figures {
     /// Resolved by moving a page that is there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_move_round_trip_us: Option<Percentiles>,
+    /// The largest difference between an element written and the same element read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) error_max: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) memcpy_mb_per_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -144,15 +150,27 @@ pub(crate) struct Figures {
     pub(crate) raw_read_write_mb_per_s: Option<f64>,
 }
 
-/// A STREAM kernel.
+/// A loop over the arrays.
 #[derive(Debug, Serialize)]
 pub(crate) struct Kernel {
     pub(crate) name: &'static str,
-    /// Best of the iterations after the first.
+    /// In the best time.
     pub(crate) mb_per_s: f64,
     pub(crate) min_s: f64,
     pub(crate) avg_s: f64,
     pub(crate) max_s: f64,
+}
+
+/// Of a kernel that moved so many bytes each time, in these times.
+pub(crate) fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel {
+    let min_s = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    Kernel {
+        name,
+        mb_per_s: bytes as f64 / min_s / 1e6,
+        min_s,
+        avg_s: seconds.iter().sum::<f64>() / seconds.len() as f64,
+        max_s: seconds.iter().copied().fold(0.0, f64::max),
+    }
 }
 
 /// Microseconds.
@@ -188,6 +206,12 @@ pub(crate) fn median(values: &[f64]) -> f64 {
         1 => sorted[half],
         _ => (sorted[half - 1] + sorted[half]) / 2.0,
     }
+}
+
+/// The mean of ratios; 1 of none.
+pub(crate) fn geometric_mean(ratios: &[f64]) -> f64 {
+    let logs: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();
+    (logs / ratios.len().max(1) as f64).exp()
 }
 
 /// For nanoseconds up to a minute, to three digits.
@@ -348,7 +372,7 @@ impl Report {
         if let Some(paging) = &self.config.paging {
             rows.push((
                 "arrays",
-                format!("{}, {} data", mib(paging.size_bytes), paging.data.name()),
+                format!("{}, {} data", mib(paging.size_bytes), paging.data),
             ));
             let threads = self.config.threads.unwrap_or(1);
             rows.push((

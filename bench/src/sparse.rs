@@ -9,8 +9,8 @@ use anyhow::{Context, Result, ensure};
 use farpage::Advice;
 
 use crate::{
-    data::{Shuffle, mix},
     options::SparseOptions,
+    pick::{Shuffle, mix},
     progress::Progress,
     remote::Remote,
     report::{Figures, Report},

@@ -4,93 +4,118 @@
 //! after the first counts; and every element is compared bit by bit with what the kernels must have made of it.
 
 use std::{
+    fmt,
+    ops::{Add, Mul},
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     thread,
     time::Instant,
 };
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use bytemuck::bytes_of;
 use farpage::Advice;
 
 use crate::{
     arena::Arena,
+    data::{Dtype, Element, Source},
     options::{StreamOptions, threads},
     progress::Progress,
-    report::{Figures, Kernel, Report},
+    report::{Figures, Report, kernel_figures},
 };
 
-const SCALAR: f64 = 3.0;
+const SCALAR: f32 = 3.0;
+
+/// Numbers that STREAM computes with.
+trait Number: Element + fmt::Debug + Add<Output = Self> + Mul<Output = Self> + From<f32> {}
+
+impl Number for f32 {}
+impl Number for f64 {}
 
 /// A slice of each array, the same elements of each.
-struct Part<'a> {
-    a: &'a mut [f64],
-    b: &'a mut [f64],
-    c: &'a mut [f64],
+struct Part<'a, T> {
+    a: &'a mut [T],
+    b: &'a mut [T],
+    c: &'a mut [T],
 }
 
-/// Name, bytes per element, and the loop.
-type KernelLoop = (&'static str, u64, fn(Part<'_>));
+/// Name, arrays that it reads or writes, and the loop.
+type KernelLoop<T> = (&'static str, usize, fn(Part<'_, T>));
 
-const KERNELS: [KernelLoop; 4] = [
-    ("copy", 16, |part| {
-        part.c.copy_from_slice(part.a);
-    }),
-    ("scale", 16, |part| {
-        for (b, c) in part.b.iter_mut().zip(&*part.c) {
-            *b = SCALAR * c;
-        }
-    }),
-    ("add", 24, |part| {
-        for ((c, a), b) in part.c.iter_mut().zip(&*part.a).zip(&*part.b) {
-            *c = a + b;
-        }
-    }),
-    ("triad", 24, |part| {
-        for ((a, b), c) in part.a.iter_mut().zip(&*part.b).zip(&*part.c) {
-            *a = b + SCALAR * c;
-        }
-    }),
-];
+fn kernels<T: Number>() -> [KernelLoop<T>; 4] {
+    [
+        ("copy", 2, |part| {
+            part.c.copy_from_slice(part.a);
+        }),
+        ("scale", 2, |part| {
+            for (b, c) in part.b.iter_mut().zip(&*part.c) {
+                *b = T::from(SCALAR) * *c;
+            }
+        }),
+        ("add", 3, |part| {
+            for ((c, a), b) in part.c.iter_mut().zip(&*part.a).zip(&*part.b) {
+                *c = *a + *b;
+            }
+        }),
+        ("triad", 3, |part| {
+            for ((a, b), c) in part.a.iter_mut().zip(&*part.b).zip(&*part.c) {
+                *a = *b + T::from(SCALAR) * *c;
+            }
+        }),
+    ]
+}
 
 /// What the kernels make of an element of `a` in so many iterations: the elements of a, b and c.
-fn expected(mut a: f64, iterations: u16) -> [f64; 3] {
-    let (mut b, mut c) = (0.0, 0.0);
+fn expected<T: Number>(mut a: T, iterations: u16) -> [T; 3] {
+    let (mut b, mut c) = (T::default(), T::default());
     for _ in 0..iterations {
         c = a;
-        b = SCALAR * c;
+        b = T::from(SCALAR) * c;
         c = a + b;
-        a = b + SCALAR * c;
+        a = b + T::from(SCALAR) * c;
     }
     [a, b, c]
 }
 
 pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
+    let source = options.paging.source()?;
+    match source.dtype {
+        Dtype::F32 => measure::<f32>(options, &source),
+        Dtype::F64 => measure::<f64>(options, &source),
+        other => bail!(
+            "STREAM computes with f32 or f64, and --data {} is of {other}: `farpage-bench traffic` moves data of any type",
+            options.paging.data.name()
+        ),
+    }
+}
+
+fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
     let arena = Arena::start(options.plain, common, paging)?;
-    let len = paging.size_bytes(common) / 3 / size_of::<f64>() as u64;
-    let mut a = arena.array::<f64>(len, Advice::Sequential)?;
-    let mut b = arena.array::<f64>(len, Advice::Sequential)?;
-    let mut c = arena.array::<f64>(len, Advice::Sequential)?;
+    let len = paging.size_bytes(common) / 3 / size_of::<T>() as u64;
+    let mut a = arena.array::<T>(len, Advice::Sequential)?;
+    let mut b = arena.array::<T>(len, Advice::Sequential)?;
+    let mut c = arena.array::<T>(len, Advice::Sequential)?;
     let threads = threads(options.threads);
     let iterations = options.iterations;
-    let progress = Progress::new(2 + u64::from(iterations) * KERNELS.len() as u64);
+    let kernels = kernels::<T>();
+    let progress = Progress::new(2 + u64::from(iterations) * kernels.len() as u64);
 
     // 1. First touch, by the threads that compute later.
     progress.phase("filling");
     for_each_part([&mut a, &mut b, &mut c], threads, |first, part| {
         for (index, a) in (first..).zip(part.a) {
-            *a = paging.data.value(paging.seed, index);
+            *a = T::of(source.value(index));
         }
-        part.b.fill(2.0);
-        part.c.fill(0.0);
+        part.b.fill(T::from(2.0));
+        part.c.fill(T::default());
     });
     progress.step(1);
 
     // 2. The kernels, timed.
     let begin = arena.mark();
-    let mut seconds = [const { Vec::new() }; KERNELS.len()];
+    let mut seconds = kernels.map(|_| Vec::new());
     for _ in 0..iterations {
-        for ((name, _, kernel), seconds) in KERNELS.iter().zip(&mut seconds) {
+        for ((name, _, kernel), seconds) in kernels.iter().zip(&mut seconds) {
             progress.phase(*name);
             let start = Instant::now();
             for_each_part([&mut a, &mut b, &mut c], threads, |_, part| kernel(part));
@@ -111,10 +136,9 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
             .zip(&*part.c)
             .map(|((a, b), c)| [*a, *b, *c]);
         for (index, found) in (first..).zip(found) {
-            let right = expected(paging.data.value(paging.seed, index), iterations);
-            if found.map(f64::to_bits) != right.map(f64::to_bits)
-                && wrong.fetch_add(1, Relaxed) == 0
-            {
+            let right = expected(T::of(source.value(index)), iterations);
+            // What is no number equals nothing, so bytes are compared.
+            if bytes_of(&found) != bytes_of(&right) && wrong.fetch_add(1, Relaxed) == 0 {
                 eprintln!("element {index} of a, b, c is {found:?} and has to be {right:?}");
             }
         }
@@ -129,10 +153,11 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
     let mut config = arena.config(common, paging);
     config.threads = Some(threads);
     config.iterations = Some(iterations);
-    let kernels = KERNELS
+    let array_bytes = len * size_of::<T>() as u64;
+    let kernels = kernels
         .iter()
         .zip(seconds)
-        .map(|((name, bytes, _), s)| kernel_figures(name, bytes * len, &s[1..]));
+        .map(|((name, arrays, _), s)| kernel_figures(name, *arrays as u64 * array_bytes, &s[1..]));
     Ok(Report {
         benchmark: "stream",
         verified: wrong == 0,
@@ -145,19 +170,12 @@ pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
     })
 }
 
-fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel {
-    let min_s = seconds.iter().copied().fold(f64::INFINITY, f64::min);
-    Kernel {
-        name,
-        mb_per_s: bytes as f64 / min_s / 1e6,
-        min_s,
-        avg_s: seconds.iter().sum::<f64>() / seconds.len() as f64,
-        max_s: seconds.iter().copied().fold(0.0, f64::max),
-    }
-}
-
 /// Gives each thread its share of the arrays, always the same one, with the index of its first element.
-fn for_each_part(arrays: [&mut [f64]; 3], threads: usize, work: impl Fn(u64, Part<'_>) + Sync) {
+fn for_each_part<T: Number>(
+    arrays: [&mut [T]; 3],
+    threads: usize,
+    work: impl Fn(u64, Part<'_, T>) + Sync,
+) {
     let share = arrays[0].len().div_ceil(threads);
     let [a, b, c] = arrays.map(|array| array.chunks_mut(share));
     thread::scope(|scope| {
@@ -176,7 +194,7 @@ mod tests {
     fn expected_values_are_what_the_kernels_compute() {
         let (mut a, mut b, mut c) = ([1.1, 1.7, 2.0], [2.0; 3], [0.0; 3]);
         for _ in 0..5 {
-            for (_, _, kernel) in KERNELS {
+            for (_, _, kernel) in kernels::<f64>() {
                 for_each_part([&mut a, &mut b, &mut c], 2, |_, part| kernel(part));
             }
         }

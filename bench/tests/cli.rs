@@ -363,6 +363,9 @@ fn wrong_usage_exits_with_2() {
         &["compare", "one-file-only"],
         &["targets", "--quick", "--repeat", "2"],
         &["sweep", "--repeat", "0"],
+        &["figures"],
+        &["codecs", "--quick", "--smoke", "--out", "x"],
+        &["traffic", "--codec", "zip"],
         &["versus-swap", "--budget", "none"],
         &["floor", "--link-gbps", "0"],
     ] {

@@ -14,7 +14,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose: a test suite does not change the
 /// swap of the machine that it runs on.
-const RUNS: [&str; 24] = [
+const RUNS: [&str; 30] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -37,6 +37,12 @@ const RUNS: [&str; 24] = [
     "regmem --fabric tcp",
     "targets",
     "sweep",
+    "stream --data turbulence --dtype f32 --codec shuffle",
+    "traffic --data climate --codec zfp:accuracy=1e-2",
+    "traffic --data graph-columns --codec lz4 --fabric tcp",
+    "pages --data text",
+    "figures --out target/bench-smoke/figures",
+    "codecs --out target/bench-smoke/codecs",
     "apps --fabric shm",
     "apps --fabric tcp --apps pagerank,sort,stencil",
 ];

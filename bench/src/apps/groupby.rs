@@ -12,7 +12,7 @@ use anyhow::Result;
 use farpage::Advice;
 
 use super::{App, Place, Team, Verdict, ensure, random, there_and_back};
-use crate::data::mix;
+use crate::pick::mix;
 
 /// Groups of the small key columns; the large ones have rows / K.
 const K: u64 = 100;

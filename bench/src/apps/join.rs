@@ -9,7 +9,7 @@ use anyhow::Result;
 use farpage::Advice;
 
 use super::{App, Place, Team, Verdict, ensure, random};
-use crate::data::mix;
+use crate::pick::mix;
 
 /// As many pages are written to at the same time, by each thread: they must stay in local memory together.
 const PARTITIONS: usize = 64;

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use plotters::{
     coord::Shift,
     prelude::*,
@@ -12,22 +12,9 @@ use plotters::{
 };
 
 use super::report::{AppFigures, AppsReport};
+use crate::plot::{self, COLOURS, FONT};
 
 const SIZE: (u32, u32) = (960, 600);
-/// Told apart by most people, with colour-blind eyes too (Paul Tol's "muted" scheme), and by their markers.
-const COLOURS: [RGBColor; 10] = [
-    RGBColor(51, 34, 136),
-    RGBColor(136, 204, 238),
-    RGBColor(68, 170, 153),
-    RGBColor(17, 119, 51),
-    RGBColor(153, 153, 51),
-    RGBColor(221, 204, 119),
-    RGBColor(204, 102, 119),
-    RGBColor(136, 34, 85),
-    RGBColor(170, 68, 153),
-    RGBColor(120, 120, 120),
-];
-
 /// Its name, its look, and its points: share and performance in percent.
 type Line = (String, ShapeStyle, Vec<(f64, f64)>);
 
@@ -36,25 +23,18 @@ type Line = (String, ShapeStyle, Vec<(f64, f64)>);
 /// # Errors
 /// The file cannot be written.
 pub(crate) fn draw(report: &AppsReport, path: &Path) -> Result<()> {
-    let area = SVGBackend::new(path, SIZE).into_drawing_area();
-    draw_on(report, &area)
-        .and_then(|()| area.present().map_err(|e| e.to_string()))
-        .map_err(|error| anyhow!("cannot write the picture {}: {error}", path.display()))
+    plot::draw_svg(path, SIZE, |area| draw_on(report, area))
 }
 
 fn draw_on(report: &AppsReport, area: &DrawingArea<SVGBackend<'_>, Shift>) -> Result<(), String> {
     let text = |e: DrawingAreaErrorKind<_>| e.to_string();
-    area.fill(&WHITE).map_err(text)?;
     let figures = || report.apps.iter().flat_map(|app| &app.shares);
     let share_max = figures().map(|s| s.share_percent).fold(100.0, f64::max);
     let performance_max = figures()
         .map(|s| s.performance * 100.0)
         .fold(100.0, f64::max);
     let mut chart = ChartBuilder::on(area)
-        .caption(
-            "Performance with a part of the memory local",
-            ("sans-serif", 22),
-        )
+        .caption("Performance with a part of the memory local", (FONT, 22))
         .margin(14)
         .margin_right(190)
         .x_label_area_size(46)
@@ -70,7 +50,7 @@ fn draw_on(report: &AppsReport, area: &DrawingArea<SVGBackend<'_>, Shift>) -> Re
         .y_labels(11)
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y:.0}"))
-        .label_style(("sans-serif", 15))
+        .label_style((FONT, 15))
         .draw()
         .map_err(text)?;
 
@@ -97,7 +77,7 @@ fn draw_on(report: &AppsReport, area: &DrawingArea<SVGBackend<'_>, Shift>) -> Re
         lines.push(("geometric mean".into(), BLACK.stroke_width(4), mean));
     }
     let anchor = Pos::new(HPos::Left, VPos::Center);
-    let legend = ("sans-serif", 14).into_text_style(area).pos(anchor);
+    let legend = (FONT, 14).into_text_style(area).pos(anchor);
     for (at, (name, style, mut points)) in lines.into_iter().enumerate() {
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
         let markers = points

@@ -5,7 +5,10 @@
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
-use crate::{options::Format, report};
+use crate::{
+    options::Format,
+    report::{self, geometric_mean},
+};
 
 /// A run.
 #[derive(Debug, Serialize)]
@@ -99,14 +102,13 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
                 .map(move |app| (app, app.shares[at].performance))
         };
         let (worst, worst_performance) = figures().min_by(|a, b| a.1.total_cmp(&b.1))?;
-        let logs: Vec<f64> = figures()
+        let ratios: Vec<f64> = figures()
             .filter(|(app, _)| app.in_means)
-            .map(|(_, performance)| performance.ln())
+            .map(|(_, performance)| performance)
             .collect();
         Some(Summary {
             share_percent,
-            geometric_mean: (!logs.is_empty())
-                .then(|| (logs.iter().sum::<f64>() / logs.len() as f64).exp()),
+            geometric_mean: (!ratios.is_empty()).then(|| geometric_mean(&ratios)),
             worst: worst.name,
             worst_performance,
         })

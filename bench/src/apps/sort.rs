@@ -7,7 +7,7 @@ use anyhow::Result;
 use farpage::Advice;
 
 use super::{App, Place, Team, Verdict, ensure, random};
-use crate::data::mix;
+use crate::pick::mix;
 
 const SEED: u64 = 3;
 

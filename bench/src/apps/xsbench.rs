@@ -10,7 +10,7 @@ use anyhow::Result;
 use farpage::Advice;
 
 use super::{App, Place, Team, Verdict, ensure, random, there_and_back};
-use crate::data::mix;
+use crate::pick::mix;
 
 const NUCLIDES: usize = 68;
 /// Of the grids, per grid point of a nuclide: its energy and cross sections, its energy again and a row of indices in the unionised grid.

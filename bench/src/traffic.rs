@@ -1,0 +1,193 @@
+//! Fields that change step by step, as a simulation's do: each step writes the whole field to a remote array, then reads it back.
+//!
+//! The rule it keeps: the data stays of its kind. STREAM's arithmetic would turn integers and text into noise; here the next step is the same field,
+//! moved by a plane. What is read is compared with what was written while the clock runs, which costs a tenth of what paging does.
+
+use std::{
+    ops::AddAssign,
+    sync::Mutex,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use farpage::Advice;
+
+use crate::{
+    data::{Dtype, Element, Source},
+    options::{TrafficOptions, error_bound, threads},
+    progress::Progress,
+    remote::Remote,
+    report::{Figures, Report, kernel_figures},
+};
+
+/// By how many elements a line moves per step: about what a plane has, and no divisor of any page.
+const LINE_STEP: usize = 16_411;
+
+pub(crate) fn run(options: &TrafficOptions) -> Result<Report> {
+    let source = options.paging.source()?;
+    match source.dtype {
+        Dtype::F32 => measure::<f32>(options, &source),
+        Dtype::F64 => measure::<f64>(options, &source),
+        Dtype::I32 => measure::<i32>(options, &source),
+        Dtype::I64 => measure::<i64>(options, &source),
+        Dtype::U8 => measure::<u8>(options, &source),
+    }
+}
+
+/// What reading found.
+#[derive(Default)]
+struct Found {
+    wrong: u64,
+    error_max: f64,
+}
+
+impl AddAssign for Found {
+    fn add_assign(&mut self, other: Self) {
+        self.wrong += other.wrong;
+        self.error_max = self.error_max.max(other.error_max);
+    }
+}
+
+fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Report> {
+    let (common, paging) = (&options.common, &options.paging);
+    let remote = Remote::start(common, paging)?;
+    let field: Vec<T> = source.field();
+    // The field again and again, along its slowest dimension.
+    let shape = source.shape.trimmed();
+    let slice: usize = shape[1..].iter().product();
+    let slices = (paging.size_bytes(common) / (slice * size_of::<T>()) as u64).max(1);
+    let len = slices * slice as u64;
+    let shape: Vec<usize> = [slices as usize]
+        .into_iter()
+        .chain(shape[1..].iter().copied())
+        .collect();
+    let mut array = remote.array_of_shape::<T>(&shape, Advice::Sequential)?;
+    let threads = threads(options.threads);
+    let share = array.len().div_ceil(threads);
+    let step_elements = if slice == 1 { LINE_STEP } else { slice };
+    let steps = usize::from(options.steps);
+    let progress = Progress::new(1 + steps as u64);
+    let found = Mutex::new(Found::default());
+    let mut step = |step: usize| -> [Duration; 2] {
+        let (field, found) = (&field, &found);
+        let place = |thread: usize| (thread * share + step * step_elements) % field.len();
+        let start = Instant::now();
+        thread::scope(|scope| {
+            for (thread, part) in array.chunks_mut(share).enumerate() {
+                let at = place(thread);
+                scope.spawn(move || write(part, field, at));
+            }
+        });
+        let written = Instant::now();
+        thread::scope(|scope| {
+            for (thread, part) in array.chunks(share).enumerate() {
+                let at = place(thread);
+                scope.spawn(move || {
+                    let part = compare(part, field, at);
+                    *found.lock().expect("nothing panics under this lock") += part;
+                });
+            }
+        });
+        progress.step(1);
+        [written - start, written.elapsed()]
+    };
+
+    // 1. First touch, which brings nothing in.
+    progress.phase("filling");
+    step(0);
+
+    // 2. The steps that count.
+    progress.phase("stepping");
+    let begin = remote.mark();
+    let seconds: Vec<[f64; 2]> = (1..=steps)
+        .map(|at| step(at).map(|time| time.as_secs_f64()))
+        .collect();
+    let end = remote.mark();
+    drop(progress);
+
+    let found = found
+        .into_inner()
+        .context("nothing panics under this lock")?;
+    let bound = error_bound(paging.codec);
+    if found.error_max > bound {
+        eprintln!(
+            "{} elements were read other than they were written",
+            found.wrong
+        );
+    }
+    let bytes = len * size_of::<T>() as u64;
+    let times = |of: fn(&[f64; 2]) -> f64| seconds.iter().map(of).collect::<Vec<f64>>();
+    let mut config = remote.config(common, paging);
+    config.threads = Some(threads);
+    config.iterations = Some(options.steps);
+    Ok(Report {
+        benchmark: "traffic",
+        verified: found.error_max <= bound && (bound > 0.0 || found.wrong == 0),
+        config,
+        figures: Figures {
+            kernels: Some(vec![
+                kernel_figures("write", bytes, &times(|s| s[0])),
+                kernel_figures("read", bytes, &times(|s| s[1])),
+                kernel_figures("both", 2 * bytes, &times(|s| s[0] + s[1])),
+            ]),
+            error_max: Some(found.error_max),
+            ..Figures::default()
+        },
+        paging: Some(Remote::figures(&begin, &end)),
+    })
+}
+
+/// Stretches of `part` and the elements of the endless field, from `at` on, that belong there.
+fn stretches(len: usize, field: usize, at: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let from = (at + done) % field;
+        let count = (field - from).min(len - done);
+        let stretch = (done, from, count);
+        done += count;
+        (count > 0).then_some(stretch)
+    })
+}
+
+fn write<T: Element>(part: &mut [T], field: &[T], at: usize) {
+    for (to, from, count) in stretches(part.len(), field.len(), at) {
+        part[to..to + count].copy_from_slice(&field[from..from + count]);
+    }
+}
+
+fn compare<T: Element>(part: &[T], field: &[T], at: usize) -> Found {
+    let mut found = Found::default();
+    for (to, from, count) in stretches(part.len(), field.len(), at) {
+        let (part, field) = (&part[to..to + count], &field[from..from + count]);
+        // Slices of plain values are compared at memory speed.
+        if bytemuck::cast_slice::<T, u8>(part) == bytemuck::cast_slice::<T, u8>(field) {
+            continue;
+        }
+        for (&is, &was) in part.iter().zip(field) {
+            if bytemuck::bytes_of(&is) != bytemuck::bytes_of(&was) {
+                found.wrong += 1;
+                found.error_max = found.error_max.max(is.distance(was));
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_holds_the_endless_field_from_its_place_on() {
+        let field = [0u8, 1, 2, 3, 4];
+        let mut part = [9; 13];
+        write(&mut part, &field, 3);
+        assert_eq!(part, [3, 4, 0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0]);
+        assert_eq!(compare(&part, &field, 3).wrong, 0);
+        part[12] = 4;
+        let found = compare(&part, &field, 3);
+        assert_eq!((found.wrong, found.error_max), (1, 4.0));
+        assert_eq!(compare(&part[..12], &field, 4).wrong, 12);
+    }
+}
