@@ -139,6 +139,11 @@ pub trait Channel<B: Buf>: Send {
     /// Every posted operation ends exactly once, on a dead channel with an error.
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize;
 
+    /// Whether WRITEs are placed in the order in which they were posted, each with all bytes before the next. Default: no.
+    fn writes_in_order(&self) -> bool {
+        false
+    }
+
     /// How many operations are posted and not yet handed back by [`poll`](Self::poll).
     fn in_flight(&self) -> usize;
 

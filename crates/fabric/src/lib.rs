@@ -11,6 +11,7 @@ mod devices;
 pub mod host;
 mod link;
 pub mod memory;
+pub mod patterns;
 #[cfg_attr(not(feature = "rdma"), path = "no_rdma.rs")]
 mod rdma;
 pub mod regmem;

@@ -134,6 +134,10 @@ impl<B: Buf> Channel<B> for Shaped<B> {
         done.len() - before
     }
 
+    fn writes_in_order(&self) -> bool {
+        self.inner.writes_in_order()
+    }
+
     fn in_flight(&self) -> usize {
         self.slots.len() - self.free.len()
     }

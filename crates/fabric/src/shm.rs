@@ -10,7 +10,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc, RwLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, Ordering, fence},
     },
     time::Instant,
 };
@@ -138,9 +138,13 @@ impl<B: Buf> ShmChannel<B> {
                 //   of ours, so the two do not overlap;
                 // - a peer may change the source meanwhile, which only changes which bytes arrive.
                 unsafe { std::ptr::copy_nonoverlapping(shared, local.as_mut_ptr(), len) };
+                // Pairs with a release store by the memory's owner: what it did before is seen by what follows.
+                fence(Ordering::Acquire);
             }
             Verb::Write => {
                 let local = &op.buf.as_ref()[..len];
+                // Whoever sees these bytes sees those of the WRITEs before.
+                fence(Ordering::Release);
                 // SAFETY: as above with source and destination exchanged; the mapping is writable.
                 unsafe { std::ptr::copy_nonoverlapping(local.as_ptr(), shared, len) };
             }
@@ -184,6 +188,10 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
         let count = self.done.len();
         done.extend(self.done.drain(..));
         count
+    }
+
+    fn writes_in_order(&self) -> bool {
+        true
     }
 
     fn in_flight(&self) -> usize {

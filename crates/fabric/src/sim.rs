@@ -386,6 +386,12 @@ impl SimHost {
             state: Mutex::default(),
         }
     }
+
+    /// The memory of an extent, whoever it is leased to: what the server's own threads see.
+    pub fn memory(&self, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let state = self.state.lock();
+        Some(Arc::clone(&state.extents.get(&extent)?.memory))
+    }
 }
 
 impl SimState {

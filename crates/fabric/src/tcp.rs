@@ -107,6 +107,11 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
         done.len() - before
     }
 
+    /// The server receives them one after the other from one stream.
+    fn writes_in_order(&self) -> bool {
+        true
+    }
+
     fn in_flight(&self) -> usize {
         self.ops.len()
     }

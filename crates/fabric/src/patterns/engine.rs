@@ -1,0 +1,243 @@
+//! [`CompletionEngine`]: waits for the end of operations, and [`Waiter`], how one waits.
+//!
+//! The rule it keeps: nothing that ends is missed. Notification is one-shot, so before a sleep it is armed first and looked once more
+//! afterwards: what ended in between would wake nobody.
+//!
+//! An engine that holds many channels is a completion queue that they share, served by one thread; an engine per worker is one each.
+
+use std::{
+    hint, io, thread,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, ppoll},
+    sys::time::TimeSpec,
+};
+
+use crate::{Buf, Busy, Channel, Completion, Op};
+
+/// Nobody spins for longer: it is several times what waking a thread takes, and what ends later is not worth a core.
+const SPIN_MAX: Duration = Duration::from_micros(50);
+/// Polls between two looks at the clock, after which the core is offered to others: who is waited for may need it.
+const POLLS: u32 = 64;
+
+/// How a thread waits.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Waiting {
+    /// Looks again and again: least latency, one core.
+    Poll,
+    /// Sleeps until it is woken.
+    Event,
+    /// Looks for twice as long as it took lately, then sleeps; sleeps at once when it took longer than spinning is worth.
+    #[default]
+    Adaptive,
+}
+
+/// What can be waited for.
+pub trait Source {
+    /// What comes of it.
+    type Item;
+    /// What there is now.
+    fn poll(&mut self) -> Option<Self::Item>;
+    /// Sees to it that [`sleep`](Self::sleep) returns when something happens from now on.
+    fn arm(&mut self);
+    /// Sleeps until something may have happened since [`arm`](Self::arm), or until this time.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn sleep(&mut self, until: Option<Instant>) -> io::Result<()>;
+}
+
+/// A way of waiting, and what it has learnt.
+#[derive(Clone, Debug, Default)]
+pub struct Waiter {
+    waiting: Waiting,
+    /// How long waits took lately: each counts an eighth.
+    recent: Duration,
+}
+
+impl Waiter {
+    /// Has learnt nothing yet.
+    pub fn new(waiting: Waiting) -> Self {
+        Self {
+            waiting,
+            recent: Duration::ZERO,
+        }
+    }
+
+    /// Waits until the source has something. `None`: this time has come first.
+    ///
+    /// # Errors
+    /// What the source says when it is to sleep.
+    pub fn wait<S: Source>(
+        &mut self,
+        source: &mut S,
+        until: Option<Instant>,
+    ) -> io::Result<Option<S::Item>> {
+        if let Some(item) = source.poll() {
+            return Ok(Some(item));
+        }
+        let begin = Instant::now();
+        let item = self.wait_from(begin, source, until)?;
+        self.recent = (self.recent * 7 + begin.elapsed()) / 8;
+        Ok(item)
+    }
+
+    fn wait_from<S: Source>(
+        &self,
+        begin: Instant,
+        source: &mut S,
+        until: Option<Instant>,
+    ) -> io::Result<Option<S::Item>> {
+        // 1. Look.
+        let spin = match self.waiting {
+            Waiting::Poll => Some(Duration::MAX),
+            Waiting::Event => None,
+            Waiting::Adaptive => (self.recent * 2 <= SPIN_MAX).then_some(self.recent * 2),
+        };
+        let late = |now: Instant| until.is_some_and(|until| now >= until);
+        while let Some(spin) = spin {
+            for _ in 0..POLLS {
+                if let Some(item) = source.poll() {
+                    return Ok(Some(item));
+                }
+                hint::spin_loop();
+            }
+            let now = Instant::now();
+            if late(now) {
+                return Ok(None);
+            }
+            if now - begin >= spin {
+                break;
+            }
+            thread::yield_now();
+        }
+        // 2. Arm, look once more, sleep.
+        loop {
+            source.arm();
+            if let Some(item) = source.poll() {
+                return Ok(Some(item));
+            }
+            if late(Instant::now()) {
+                return Ok(None);
+            }
+            source.sleep(until)?;
+        }
+    }
+}
+
+/// Waits for the operations of its channels.
+pub struct CompletionEngine<B> {
+    queues: Queues<B>,
+    waiter: Waiter,
+}
+
+struct Queues<B> {
+    channels: Vec<Box<dyn Channel<B>>>,
+    scratch: Vec<Completion<B>>,
+}
+
+impl<B: Buf> CompletionEngine<B> {
+    /// An engine without channels.
+    pub fn new(waiting: Waiting) -> Self {
+        Self {
+            queues: Queues {
+                channels: Vec::new(),
+                scratch: Vec::new(),
+            },
+            waiter: Waiter::new(waiting),
+        }
+    }
+
+    /// Takes a channel in; returns its number, counted from 0.
+    pub fn add(&mut self, channel: Box<dyn Channel<B>>) -> usize {
+        self.queues.channels.push(channel);
+        self.queues.channels.len() - 1
+    }
+
+    /// Posts on the channel of this number.
+    ///
+    /// # Errors
+    /// [`Busy`] with the operation when its queue is full.
+    ///
+    /// # Panics
+    /// If there is no such channel, and as [`Channel::post`].
+    pub fn post(&mut self, channel: usize, op: Op<B>) -> Result<(), Busy<B>> {
+        self.queues.channels[channel].post(op)
+    }
+
+    /// Operations of all channels that have not ended.
+    pub fn in_flight(&self) -> usize {
+        self.queues.channels.iter().map(|c| c.in_flight()).sum()
+    }
+
+    /// Appends what has ended, with the number of its channel; waits until something has or this time has come. Returns at once when nothing is
+    /// in flight.
+    ///
+    /// # Errors
+    /// What the system says about sleeping.
+    pub fn wait(
+        &mut self,
+        done: &mut Vec<(usize, Completion<B>)>,
+        until: Option<Instant>,
+    ) -> io::Result<usize> {
+        if self.in_flight() == 0 {
+            return Ok(0);
+        }
+        let ended = self.waiter.wait(&mut self.queues, until)?;
+        let before = done.len();
+        done.extend(ended.into_iter().flatten());
+        Ok(done.len() - before)
+    }
+}
+
+impl<B: Buf> Source for Queues<B> {
+    type Item = Vec<(usize, Completion<B>)>;
+
+    fn poll(&mut self) -> Option<Self::Item> {
+        let mut ended = Vec::new();
+        for (number, channel) in self.channels.iter_mut().enumerate() {
+            if channel.in_flight() > 0 && channel.poll(&mut self.scratch) > 0 {
+                ended.extend(
+                    self.scratch
+                        .drain(..)
+                        .map(|completion| (number, completion)),
+                );
+            }
+        }
+        (!ended.is_empty()).then_some(ended)
+    }
+
+    /// A channel whose completions have to be armed does so when it is asked what to sleep on.
+    fn arm(&mut self) {
+        for channel in &self.channels {
+            channel.wait();
+        }
+    }
+
+    fn sleep(&mut self, mut until: Option<Instant>) -> io::Result<()> {
+        let mut fds = Vec::with_capacity(self.channels.len());
+        for wait in self.channels.iter().map(|channel| channel.wait()) {
+            until = until.into_iter().chain(wait.until).min();
+            if let Some(fd) = wait.fd {
+                let mut events = PollFlags::empty();
+                events.set(PollFlags::POLLIN, wait.readable);
+                events.set(PollFlags::POLLOUT, wait.writable);
+                fds.push(PollFd::new(fd, events));
+            }
+        }
+        sleep_on(&mut fds, until)
+    }
+}
+
+/// Sleeps until one of them is ready, or until this time. A signal ends the sleep too.
+pub(super) fn sleep_on(fds: &mut [PollFd<'_>], until: Option<Instant>) -> io::Result<()> {
+    let timeout =
+        until.map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
+    match ppoll(fds, timeout, None) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}

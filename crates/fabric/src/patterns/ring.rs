@@ -1,0 +1,219 @@
+//! Messages through rings of memory at the receiver: senders WRITE into it and do not wait for anybody.
+//!
+//! The rule it keeps: each sender has a ring of its own, so one that dies, or lies, harms nobody else. What the receiver reads was
+//! announced after it was placed: the bytes go first, and the position up to which they are valid follows in a WRITE of its own.
+//!
+//! A ring lies in memory that its sender can WRITE and READ and that its receiver owns, be it an extent or a registered buffer:
+//!
+//! ```text
+//!   0  tail: how many bytes were sent, ever       WRITten by the sender
+//!  64  consumed: how many of them are taken       READ by the sender when its credits are used up
+//! 128  `capacity` bytes: messages, each behind its length (8 bytes), padded to 8; position p lies at p modulo capacity
+//! ```
+//!
+//! Tail and consumed are followed by a check value each: a word that is placed byte by byte is not taken for a position.
+//! Arrival is noticed by looking at the tail. A receiver that sleeps instead is woken by a [`Bell`], which its senders ring when the tail has been
+//! placed; on a host of their own they cannot, and the receiver has to look.
+
+mod receiver;
+mod sender;
+
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use farpage_wire::ExtentId;
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+pub use self::{
+    receiver::{Inbox, RingReceiver},
+    sender::{RingSender, SendError},
+};
+use crate::{
+    memory::{ExtentMemory, OutOfLease},
+    regmem::RegBuf,
+};
+
+/// What lies before the messages: a cache line for each side.
+const HEADER_BYTES: usize = 128;
+const CONSUMED_AT: usize = 64;
+/// A position and its check.
+const WORD_BYTES: usize = 16;
+/// A message's length.
+const LENGTH_BYTES: usize = 8;
+
+/// Where a ring is, as its sender sees it; the receiver's side of it is the same offset in its own memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingPlace {
+    /// The extent that it lies in.
+    pub extent: ExtentId,
+    /// Where in the extent; a multiple of 64.
+    pub offset: u64,
+    /// Bytes for messages; a multiple of 64.
+    pub capacity: usize,
+}
+
+impl RingPlace {
+    /// Bytes that the ring takes from `offset` on.
+    pub fn bytes(&self) -> usize {
+        HEADER_BYTES + self.capacity
+    }
+
+    fn check(&self) {
+        assert!(
+            self.offset.is_multiple_of(64) && self.capacity.is_multiple_of(64) && self.capacity > 0,
+            "a ring of {} bytes at {}",
+            self.capacity,
+            self.offset
+        );
+    }
+}
+
+/// What a sender did that no sender of this version does. Its ring is not to be used any more.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the sender of a ring of {capacity} bytes broke its protocol: {detail}; drop the ring and its connection"
+)]
+pub struct RingError {
+    capacity: usize,
+    detail: String,
+}
+
+/// Memory that peers WRITE into, kept mapped as long as this or a clone lives. Its bytes change at any time, so that no reference to them is ever made: they
+/// are copied through bounds-checked raw pointers, and words through atomics.
+#[derive(Clone)]
+pub struct Landing {
+    start: *mut u8,
+    bytes: usize,
+    _keep: Arc<dyn Send + Sync>,
+}
+
+// SAFETY: an address range that `_keep` keeps mapped, touched only by atomics and raw copies.
+unsafe impl Send for Landing {}
+
+impl Landing {
+    /// A registered buffer, which peers may WRITE to if its pool has [`Access::Remote`](crate::regmem::Access::Remote).
+    pub fn registered(buf: RegBuf) -> Self {
+        Self {
+            start: buf.as_ptr(),
+            bytes: buf.as_ref().len(),
+            _keep: Arc::new(buf),
+        }
+    }
+
+    /// An extent at its server, whoever it is leased to.
+    ///
+    /// # Errors
+    /// Its lease has ended, or it cannot be mapped.
+    pub fn extent(memory: &Arc<ExtentMemory>) -> Result<Self, OutOfLease> {
+        let span = memory.span(0, memory.bytes())?;
+        Ok(Self {
+            start: span.as_ptr(),
+            bytes: span.len(),
+            _keep: Arc::clone(memory) as _,
+        })
+    }
+
+    /// The `len` bytes at `offset`.
+    fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(
+            offset.checked_add(len).is_some_and(|end| end <= self.bytes),
+            "{len} bytes at {offset} of a landing of {}",
+            self.bytes
+        );
+        // SAFETY: inside the range, as asserted.
+        unsafe { self.start.add(offset) }
+    }
+
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        let at = self.at(offset, 8).cast::<u64>();
+        assert!(at.is_aligned(), "rings lie at multiples of 64 bytes");
+        // SAFETY: in range, aligned, mapped as long as `self`, and accessed here through atomics only. A transport that places a word in another way
+        // may place it in pieces, which the check value reveals.
+        unsafe { AtomicU64::from_ptr(at) }
+    }
+
+    /// A position that the peer placed, or nothing if it is being placed right now. What was placed before it can be seen afterwards.
+    fn load(&self, offset: usize) -> Option<u64> {
+        let position = self.word(offset).load(Ordering::Acquire);
+        let check = self.word(offset + 8).load(Ordering::Acquire);
+        (check == check_of(position)).then_some(position)
+    }
+
+    /// Places a position for the peer. What was done before can be relied on by whoever sees it.
+    fn store(&self, offset: usize, position: u64) {
+        self.word(offset).store(position, Ordering::Release);
+        self.word(offset + 8)
+            .store(check_of(position), Ordering::Release);
+    }
+
+    fn copy_out(&self, offset: usize, to: &mut [u8]) {
+        let from = self.at(offset, to.len());
+        // SAFETY: in range; the destination is exclusive; a peer that changes the source meanwhile only changes which bytes arrive.
+        unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
+    }
+}
+
+/// Wakes a receiver that sleeps. Clones ring the same bell.
+#[derive(Clone, Debug)]
+pub struct Bell(Arc<EventFd>);
+
+impl Bell {
+    /// A bell that was not rung.
+    ///
+    /// # Errors
+    /// What the system says: no descriptors left.
+    pub fn new() -> io::Result<Self> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Self(Arc::new(EventFd::from_flags(flags)?)))
+    }
+
+    /// Wakes who sleeps on it, or who does so next.
+    pub fn ring(&self) {
+        // It can only fail when it was rung 2^64 times and nobody listened.
+        let _ = self.0.write(1);
+    }
+
+    /// Forgets that it was rung.
+    pub fn hush(&self) {
+        // It fails when it was not rung, which is what is wanted.
+        let _ = self.0.read();
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// What follows a position, so that one half of which is old is not taken for one. Zero for zero, so that zeroed memory is a ring.
+/// The finaliser of MurmurHash3: a bijection whose output bits all depend on all input bits.
+fn check_of(position: u64) -> u64 {
+    let x = (position ^ (position >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
+    let x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);
+    x ^ (x >> 33)
+}
+
+/// A position with its check, as it travels.
+fn sealed(position: u64) -> [u8; WORD_BYTES] {
+    let mut bytes = [0; WORD_BYTES];
+    bytes[..8].copy_from_slice(&position.to_ne_bytes());
+    bytes[8..].copy_from_slice(&check_of(position).to_ne_bytes());
+    bytes
+}
+
+fn unsealed(bytes: &[u8]) -> Option<u64> {
+    let word = |at: usize| u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
+    (word(8) == check_of(word(0))).then(|| word(0))
+}
+
+/// Bytes that a message takes in a ring.
+fn room_of(message_bytes: usize) -> usize {
+    LENGTH_BYTES + message_bytes.next_multiple_of(8)
+}

@@ -1,0 +1,168 @@
+//! [`RingReceiver`]: takes messages out of one sender's ring, and [`Inbox`], out of the rings of many.
+//!
+//! The rule it keeps: what a sender placed is believed only after it was copied and checked; a ring whose sender breaks the protocol ends
+//! and the others go on.
+
+use super::{
+    Bell, CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, RingError, RingPlace, room_of,
+};
+
+/// The receiver's end of one sender's ring.
+pub struct RingReceiver {
+    memory: Landing,
+    place: RingPlace,
+    /// Rung when the sender gets room.
+    bell: Option<Bell>,
+    /// As the sender announced it last.
+    tail: u64,
+    taken: u64,
+    /// How much of it the sender can know.
+    published: u64,
+}
+
+impl RingReceiver {
+    /// A receiver at the place that its sender has. Clears the ring: nobody may WRITE to it yet, and a sender that had it before is
+    /// disconnected by then.
+    ///
+    /// # Panics
+    /// If the place is not in the memory, or as [`RingSender::new`](super::RingSender::new).
+    pub fn new(memory: Landing, place: RingPlace) -> Self {
+        place.check();
+        memory.at(place.offset as usize, place.bytes());
+        let receiver = Self {
+            memory,
+            place,
+            bell: None,
+            tail: 0,
+            taken: 0,
+            published: 0,
+        };
+        receiver.memory.store(receiver.at(0), 0);
+        receiver.memory.store(receiver.at(CONSUMED_AT), 0);
+        receiver
+    }
+
+    /// Rings this bell whenever the sender gets room. Default: none, the sender asks.
+    pub fn with_bell(mut self, bell: Bell) -> Self {
+        self.bell = Some(bell);
+        self
+    }
+
+    /// Takes the next message, replacing what is in `message`; false if there is none. Never waits.
+    ///
+    /// # Errors
+    /// [`RingError`]: now and from now on.
+    pub fn receive(&mut self, message: &mut Vec<u8>) -> Result<bool, RingError> {
+        if self.tail == self.taken && !self.look()? {
+            return Ok(false);
+        }
+        let available = (self.tail - self.taken) as usize;
+        let mut length = [0; LENGTH_BYTES];
+        self.copy_out(self.taken, &mut length);
+        let length = u64::from_ne_bytes(length);
+        if length > (available - LENGTH_BYTES) as u64 {
+            return Err(self.broken(format!("a message of {length} bytes in {available}")));
+        }
+        message.resize(length as usize, 0);
+        self.copy_out(self.taken + LENGTH_BYTES as u64, message);
+        self.taken += room_of(length as usize) as u64;
+        // Often enough that a sender seldom runs dry, and seldom enough that the cache line stays here.
+        let worth_telling = self.place.capacity as u64 / 4;
+        if self.taken == self.tail || self.taken - self.published >= worth_telling {
+            self.publish();
+        }
+        Ok(true)
+    }
+
+    /// Whether the sender has announced more. What it announced can be read.
+    fn look(&mut self) -> Result<bool, RingError> {
+        let Some(tail) = self.memory.load(self.at(0)) else {
+            return Ok(false);
+        };
+        let sent = tail.wrapping_sub(self.taken);
+        if sent > self.place.capacity as u64 || !sent.is_multiple_of(8) {
+            return Err(self.broken(format!("a tail of {tail} where {} is taken", self.taken)));
+        }
+        self.tail = tail;
+        Ok(sent > 0)
+    }
+
+    fn publish(&mut self) {
+        self.memory.store(self.at(CONSUMED_AT), self.taken);
+        self.published = self.taken;
+        if let Some(bell) = &self.bell {
+            bell.ring();
+        }
+    }
+
+    /// Copies bytes from a position on, over the end of the ring if need be.
+    fn copy_out(&self, position: u64, to: &mut [u8]) {
+        let begin = (position % self.place.capacity as u64) as usize;
+        let (first, second) = to.split_at_mut(to.len().min(self.place.capacity - begin));
+        self.memory.copy_out(self.at(HEADER_BYTES + begin), first);
+        self.memory.copy_out(self.at(HEADER_BYTES), second);
+    }
+
+    fn at(&self, offset: usize) -> usize {
+        self.place.offset as usize + offset
+    }
+
+    fn broken(&self, detail: String) -> RingError {
+        RingError {
+            capacity: self.place.capacity,
+            detail,
+        }
+    }
+}
+
+/// The rings of many senders, each in its turn.
+#[derive(Default)]
+pub struct Inbox {
+    rings: Vec<(u64, RingReceiver)>,
+    /// Who is asked first next time.
+    next: usize,
+}
+
+impl Inbox {
+    /// Without senders.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes a sender's ring in, by a name of the caller's choice.
+    pub fn add(&mut self, sender: u64, ring: RingReceiver) {
+        self.rings.push((sender, ring));
+    }
+
+    /// Gives a sender's ring up, as when it has died. What it announced and nobody took is still in it.
+    pub fn remove(&mut self, sender: u64) -> Option<RingReceiver> {
+        let at = self.rings.iter().position(|(name, _)| *name == sender)?;
+        Some(self.rings.remove(at).1)
+    }
+
+    /// Takes the next message of any sender and says whose it is. Senders take turns, so that none keeps others waiting. Never waits.
+    ///
+    /// # Errors
+    /// A sender that broke the protocol; its ring has been removed, and the others go on.
+    pub fn receive(&mut self, message: &mut Vec<u8>) -> Result<Option<u64>, (u64, RingError)> {
+        let count = self.rings.len();
+        for turn in 0..count {
+            let at = (self.next + turn) % count;
+            let (sender, ring) = &mut self.rings[at];
+            let sender = *sender;
+            match ring.receive(message) {
+                Ok(false) => {}
+                Ok(true) => {
+                    self.next = at + 1;
+                    return Ok(Some(sender));
+                }
+                Err(error) => {
+                    self.rings.remove(at);
+                    self.next = at;
+                    return Err((sender, error));
+                }
+            }
+        }
+        Ok(None)
+    }
+}

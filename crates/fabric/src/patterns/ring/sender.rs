@@ -1,0 +1,306 @@
+//! [`RingSender`]: sends without waiting for the receiver.
+//!
+//! The rule it keeps: nothing is overwritten that was not taken, and nothing is announced that was not placed. A ring that is full is a
+//! value; when to try again is left to the caller.
+
+use std::collections::VecDeque;
+
+use super::{
+    Bell, CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, RingPlace, WORD_BYTES, room_of, sealed, unsealed,
+};
+use crate::{
+    Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    regmem::{RegBuf, RegError, RegPool},
+};
+
+/// Messages are gathered up to so many bytes for one WRITE: what a network moves in a few microseconds.
+const SEGMENT_BYTES: usize = 16 << 10;
+
+/// Why a message was not sent. Nothing of it was, unless the connection is lost.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum SendError {
+    /// The receiver has not taken enough yet: call [`RingSender::progress`] and try again.
+    #[error("the ring is full: the receiver has not taken what was sent")]
+    Full,
+    /// It never will fit.
+    #[error(
+        "a message of {bytes} bytes does not fit into a ring of {capacity}: make the ring larger or the message smaller"
+    )]
+    TooLong {
+        /// The message's length.
+        bytes: usize,
+        /// The ring's capacity, of which a message takes 8 to 15 bytes more than its length.
+        capacity: usize,
+    },
+    /// The connection is lost, and with it all that was not taken. A new channel needs a new ring.
+    #[error("the ring's connection is lost: {0}")]
+    Lost(#[from] ChannelError),
+    /// There is no memory to send from.
+    #[error(transparent)]
+    Memory(#[from] RegError),
+}
+
+/// One sender's end of a ring.
+pub struct RingSender {
+    channel: Box<dyn Channel<RegBuf>>,
+    pool: RegPool,
+    place: RingPlace,
+    /// Rung when messages have been placed.
+    bell: Option<Bell>,
+    /// Bytes of all messages, ever.
+    written: u64,
+    /// Of these, in WRITEs; the others are in `staged`.
+    posted: u64,
+    /// How far somebody asked for the tail to be, and how far it is or will be.
+    wanted: u64,
+    announced: u64,
+    /// What the receiver has taken, as far as we know.
+    consumed: u64,
+    /// The next WRITE, and how much of it there is.
+    staged: Option<(RegBuf, usize)>,
+    /// Buffers for those after it.
+    spare: Vec<RegBuf>,
+    /// Not taken by the channel yet, in order.
+    backlog: VecDeque<Op<RegBuf>>,
+    data_in_flight: usize,
+    tails_in_flight: usize,
+    asking: bool,
+    dead: Option<ChannelError>,
+    scratch: Vec<Completion<RegBuf>>,
+}
+
+/// What an operation of ours is, as its tag.
+const DATA: u64 = 0;
+const TAIL: u64 = 1;
+const CREDIT: u64 = 2;
+
+impl RingSender {
+    /// A sender into a ring that its receiver has made, over a channel that nobody else uses.
+    ///
+    /// # Panics
+    /// If offset or capacity are no multiples of 64, or the capacity is 0.
+    pub fn new(channel: Box<dyn Channel<RegBuf>>, pool: &RegPool, place: RingPlace) -> Self {
+        place.check();
+        Self {
+            channel,
+            pool: pool.clone(),
+            place,
+            bell: None,
+            written: 0,
+            posted: 0,
+            wanted: 0,
+            announced: 0,
+            consumed: 0,
+            staged: None,
+            spare: Vec::new(),
+            backlog: VecDeque::new(),
+            data_in_flight: 0,
+            tails_in_flight: 0,
+            asking: false,
+            dead: None,
+            scratch: Vec::new(),
+        }
+    }
+
+    /// Rings this bell whenever messages have been placed. Default: none.
+    pub fn with_bell(mut self, bell: Bell) -> Self {
+        self.bell = Some(bell);
+        self
+    }
+
+    /// Adds a message to those that travel with the next [`flush`](Self::flush). Waits for nobody; many small ones make one WRITE.
+    ///
+    /// # Errors
+    /// [`SendError`]. When the ring is [`Full`](SendError::Full), what was added before is on its way, and so is the question what the receiver
+    /// has taken.
+    pub fn send(&mut self, message: &[u8]) -> Result<(), SendError> {
+        let (room, capacity) = (room_of(message.len()), self.place.capacity);
+        if room > capacity {
+            return Err(SendError::TooLong {
+                bytes: message.len(),
+                capacity,
+            });
+        }
+        if self.free() < room {
+            self.flush()?;
+            self.ask()?;
+            self.progress()?;
+            if self.free() < room {
+                return Err(SendError::Full);
+            }
+        }
+        self.reserve(room)?;
+        self.append(&(message.len() as u64).to_ne_bytes());
+        self.append(message);
+        self.append(&[0; 8][..room - LENGTH_BYTES - message.len()]);
+        self.written += room as u64;
+        Ok(())
+    }
+
+    /// Sends what was added, and announces it.
+    ///
+    /// # Errors
+    /// [`SendError::Lost`], [`SendError::Memory`].
+    pub fn flush(&mut self) -> Result<(), SendError> {
+        self.post_staged();
+        self.wanted = self.written;
+        self.announce()?;
+        self.progress()
+    }
+
+    /// Lets operations make progress, without waiting.
+    ///
+    /// # Errors
+    /// [`SendError::Lost`], [`SendError::Memory`].
+    pub fn progress(&mut self) -> Result<(), SendError> {
+        let mut ended = std::mem::take(&mut self.scratch);
+        loop {
+            self.post_backlog();
+            if self.channel.poll(&mut ended) == 0 {
+                break;
+            }
+            for completion in ended.drain(..) {
+                self.complete(completion);
+            }
+        }
+        self.scratch = ended;
+        self.announce()
+    }
+
+    /// What to sleep on until [`progress`](Self::progress) may have something to do.
+    pub fn wait(&self) -> Wait<'_> {
+        self.channel.wait()
+    }
+
+    /// Whether all that was added has been placed and announced.
+    pub fn is_idle(&self) -> bool {
+        self.announced == self.written && self.data_in_flight + self.tails_in_flight == 0
+    }
+
+    /// Bytes for which there is room, as far as we know.
+    fn free(&self) -> usize {
+        self.place.capacity - (self.written - self.consumed) as usize
+    }
+
+    /// How long a WRITE that begins at this position can become: it does not reach over the end of the ring.
+    fn segment_bytes(&self, position: u64) -> usize {
+        let begin = (position % self.place.capacity as u64) as usize;
+        SEGMENT_BYTES.min(self.place.capacity - begin)
+    }
+
+    /// Buffers for so many bytes more, so that no message ends half way.
+    fn reserve(&mut self, bytes: usize) -> Result<(), RegError> {
+        let staged = self.staged.as_ref();
+        let mut room = staged.map_or(0, |(_, len)| self.segment_bytes(self.posted) - len);
+        let mut next = self.posted + staged.map_or(0, |(_, len)| (len + room) as u64);
+        let mut buffers = 0;
+        while room < bytes {
+            let segment = self.segment_bytes(next);
+            (room, next, buffers) = (room + segment, next + segment as u64, buffers + 1);
+        }
+        while self.spare.len() < buffers {
+            self.spare.push(self.pool.acquire(SEGMENT_BYTES)?);
+        }
+        Ok(())
+    }
+
+    fn append(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let (mut buf, len) = self.staged.take().unwrap_or_else(|| {
+                let buf = self.spare.pop().expect("`reserve` saw to it");
+                (buf, 0)
+            });
+            let room = self.segment_bytes(self.posted) - len;
+            let now;
+            (now, bytes) = bytes.split_at(bytes.len().min(room));
+            buf.as_mut()[len..][..now.len()].copy_from_slice(now);
+            self.staged = Some((buf, len + now.len()));
+            if now.len() == room {
+                self.post_staged();
+            }
+        }
+    }
+
+    fn post_staged(&mut self) {
+        if let Some((buf, len)) = self.staged.take() {
+            let begin = self.posted % self.place.capacity as u64;
+            self.posted += len as u64;
+            self.data_in_flight += 1;
+            self.post(DATA, Verb::Write, HEADER_BYTES as u64 + begin, len, buf);
+        }
+    }
+
+    /// Places the tail behind the bytes. Where WRITEs are placed in order it goes at once; elsewhere when the bytes have been placed, and one
+    /// tail after the other.
+    fn announce(&mut self) -> Result<(), SendError> {
+        if let Some(error) = &self.dead {
+            return Err(error.clone().into());
+        }
+        let may_go =
+            self.channel.writes_in_order() || self.data_in_flight + self.tails_in_flight == 0;
+        if may_go && self.announced < self.wanted {
+            let mut buf = self.pool.acquire(WORD_BYTES)?;
+            buf.as_mut().copy_from_slice(&sealed(self.wanted));
+            self.announced = self.wanted;
+            self.tails_in_flight += 1;
+            self.post(TAIL, Verb::Write, 0, WORD_BYTES, buf);
+        }
+        Ok(())
+    }
+
+    /// Asks what the receiver has taken, unless that is under way.
+    fn ask(&mut self) -> Result<(), SendError> {
+        if !self.asking {
+            let buf = self.pool.acquire(WORD_BYTES)?;
+            self.asking = true;
+            self.post(CREDIT, Verb::Read, CONSUMED_AT as u64, WORD_BYTES, buf);
+        }
+        Ok(())
+    }
+
+    fn post(&mut self, tag: u64, verb: Verb, at: u64, len: usize, buf: RegBuf) {
+        self.backlog.push_back(Op {
+            tag,
+            verb,
+            extent: self.place.extent,
+            offset: self.place.offset + at,
+            len: len as u32,
+            buf,
+        });
+        self.post_backlog();
+    }
+
+    fn post_backlog(&mut self) {
+        while let Some(op) = self.backlog.pop_front() {
+            if let Err(Busy(op)) = self.channel.post(op) {
+                self.backlog.push_front(op);
+                return;
+            }
+        }
+    }
+
+    fn complete(&mut self, completion: Completion<RegBuf>) {
+        match completion.tag {
+            DATA => self.data_in_flight -= 1,
+            TAIL => self.tails_in_flight -= 1,
+            _ => self.asking = false,
+        }
+        if let Err(error) = completion.result {
+            self.dead.get_or_insert(error);
+            return;
+        }
+        match (completion.tag, &self.bell) {
+            (TAIL, Some(bell)) => bell.ring(),
+            (CREDIT, _) => {
+                // A word that was being placed is asked for again when it is needed; what was not announced cannot have been taken.
+                if let Some(consumed) = unsealed(completion.buf.as_ref())
+                    && consumed <= self.announced
+                {
+                    self.consumed = self.consumed.max(consumed);
+                }
+            }
+            _ => {}
+        }
+    }
+}
