@@ -24,8 +24,8 @@ use parking_lot::Mutex;
 
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,
-    entry::Place,
-    slots::{Arena, BlockShape, GRANULE_BYTES, Slot},
+    entry::{Place, Span},
+    slots::{Arena, GRANULE_BYTES, Slot, slot_bytes},
 };
 
 /// The longest extent asked for: what a server may have to find in one piece.
@@ -383,24 +383,11 @@ impl Pool {
 
     /// A slot for `bytes`, on the server that `wish` (a page's number) falls on if it has room. [`settle`](Self::settle) it.
     pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<Place> {
-        self.alloc_by(wish, |arena| arena.alloc(bytes))
-    }
-
-    /// A block of its own for a piece of a page map. [`settle`](Self::settle) it.
-    pub(crate) fn alloc_block(&self, bytes: u32, wish: u64) -> Option<Place> {
-        self.alloc_by(wish, |arena| arena.alloc_block(bytes))
-    }
-
-    fn alloc_by(
-        &self,
-        wish: u64,
-        mut alloc: impl FnMut(&mut Arena) -> Option<Slot>,
-    ) -> Option<Place> {
         let servers = self.arenas.len();
         let place = (0..servers)
             .map(|other| (wish as usize + other) % servers)
             .find_map(|server| {
-                let Slot { extent, offset } = alloc(&mut self.arenas[server].lock())?;
+                let Slot { extent, offset } = self.arenas[server].lock().alloc(bytes)?;
                 Some(Place {
                     server: server as u8,
                     extent,
@@ -433,14 +420,29 @@ impl Pool {
             .fetch_add((places.len() - before) as u64, Ordering::Relaxed);
     }
 
-    /// Frees places of one server after the other, each server's arena locked once per row of them.
-    pub(crate) fn free(&self, places: &[Place]) {
-        for of_server in places.chunk_by(|a, b| a.server == b.server) {
-            let mut arena = self.arenas[of_server[0].server as usize].lock();
-            for &Place { extent, offset, .. } in of_server {
-                arena.free(Slot { extent, offset });
+    /// Frees slots of one server after the other, each server's arena locked once per row of them.
+    pub(crate) fn free(&self, slots: &[Span]) {
+        for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
+            let mut arena = self.arenas[of_server[0].place.server as usize].lock();
+            for row in of_server.chunk_by(|a, b| a.is_followed_by(b)) {
+                let bytes = row.iter().map(|slot| slot_bytes(slot.bytes)).sum();
+                arena.free(slot_of(row[0].place), bytes);
             }
         }
+    }
+
+    /// Bytes in slots, on all servers.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        self.arenas
+            .iter()
+            .map(|arena| arena.lock().used_bytes())
+            .sum()
+    }
+
+    /// Takes a slot that a published map refers to; false if it is nowhere, or any of it is taken.
+    pub(crate) fn claim(&self, slot: Span) -> bool {
+        let arena = self.arenas.get(slot.place.server as usize);
+        arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
     }
 
     /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits for its answer.
@@ -467,21 +469,8 @@ impl Pool {
         *refused = Some((Instant::now(), error.clone()));
         Err(error)
     }
+}
 
-    /// The blocks of all servers, with the server's number.
-    pub(crate) fn shapes(&self) -> Vec<(u8, BlockShape)> {
-        let of = |(server, arena): (usize, &Mutex<Arena>)| -> Vec<_> {
-            arena
-                .lock()
-                .shapes()
-                .map(|shape| (server as u8, shape))
-                .collect()
-        };
-        self.arenas.iter().enumerate().flat_map(of).collect()
-    }
-
-    /// The arena of a server, to rebuild it from a page map.
-    pub(crate) fn arena(&self, server: u8) -> Option<&Mutex<Arena>> {
-        self.arenas.get(server as usize)
-    }
+fn slot_of(Place { extent, offset, .. }: Place) -> Slot {
+    Slot { extent, offset }
 }

@@ -19,7 +19,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::codec::Form;
+use crate::{codec::Form, slots::slot_bytes};
 
 /// Offsets are kept in this unit; slots are multiples of it.
 pub(crate) const PLACE_UNIT: u64 = 64;
@@ -57,6 +57,22 @@ impl Place {
             extent: (word >> 32) as u32 & (Self::EXTENTS_MAX - 1),
             offset: (word & u64::from(u32::MAX)) * PLACE_UNIT,
         }
+    }
+}
+
+/// A whole slot: where it begins, and the bytes that it was made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) place: Place,
+    pub(crate) bytes: u32,
+}
+
+impl Span {
+    /// Whether `next` lies directly behind.
+    pub(crate) fn is_followed_by(&self, next: &Self) -> bool {
+        let (a, b) = (self.place, next.place);
+        let end = a.offset + slot_bytes(self.bytes);
+        (a.server, a.extent, end) == (b.server, b.extent, b.offset)
     }
 }
 

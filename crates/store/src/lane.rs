@@ -41,7 +41,7 @@ use crate::{
     Cluster, PageStore, StoreError,
     blocking::Bell,
     codec::Coder,
-    entry::{Entry, Place},
+    entry::{Entry, Place, Span},
     remote::{Backing, RemoteStore},
 };
 
@@ -126,6 +126,7 @@ pub struct Lane<F: Frame> {
     spare: Vec<Spare<F>>,
     /// Scratch, empty between calls.
     places: Vec<Place>,
+    freed: Vec<Span>,
     entries: Vec<(u64, Entry)>,
 }
 
@@ -161,6 +162,7 @@ impl<F: Frame> Lane<F> {
             look_again: None,
             spare: Vec::new(),
             places: Vec::new(),
+            freed: Vec::new(),
             entries: Vec::new(),
         })
     }

@@ -4,7 +4,7 @@
 //! own, slots that the published map refers to are not reused before the next publication has succeeded, and the name is
 //! bound last, on the region's first server. A process that dies on the way leaves what was published before.
 //!
-//! The map is the entries of all pages, four little-endian words each, followed by one word per block of slots; it is
+//! The map is the entries of all pages, four little-endian words each, and zeros up to a whole granule; it is
 //! cut into pieces of [`PIECE_BYTES`], each with an entry of its own in the manifest, so that the manifest stays small and
 //! stretches without entries cost nothing. Entries name servers and extents by their index in the manifest.
 
@@ -23,9 +23,9 @@ use crate::{
     Cluster, Codec, Layout, OpenStoreError, PageStore, PublishStoreError, RegionId,
     cluster::Pool,
     codec::{self, Form, Scheme},
-    entry::{Entry, Place, Words, portable},
+    entry::{Entry, Place, Span, Words, portable},
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
-    slots::{BlockShape, Slot},
+    slots::GRANULE_BYTES,
 };
 
 const PIECE_BYTES: usize = 1 << 20;
@@ -65,9 +65,9 @@ pub(crate) struct Publications {
     /// of map. Whether a publication runs.
     commits: RwLock<bool>,
     /// Slots that the last published map refers to and that are not used any more.
-    deferred: Mutex<Vec<Place>>,
+    deferred: Mutex<Vec<Span>>,
     /// Slots that went out of use while a publication runs, whose map may refer to them.
-    undecided: Mutex<Vec<Place>>,
+    undecided: Mutex<Vec<Span>>,
     /// Locked by the one publication that runs.
     last: Mutex<Last>,
 }
@@ -76,8 +76,8 @@ pub(crate) struct Publications {
 #[derive(Default)]
 struct Last {
     name: Option<String>,
-    /// The blocks of its map.
-    map: Vec<Place>,
+    /// The slots of its map.
+    map: Vec<Span>,
 }
 
 /// The right to replace entries while no map is being copied.
@@ -97,13 +97,13 @@ impl Publications {
 
 impl Commit<'_> {
     /// Whether a slot that goes out of use has to be kept; then it will be freed by a later publication.
-    pub(crate) fn keep(&self, place: Place, published: bool) -> bool {
+    pub(crate) fn keep(&self, slot: Span, published: bool) -> bool {
         let list = match (published, *self.publishing) {
             (true, _) => &self.publications.deferred,
             (false, true) => &self.publications.undecided,
             (false, false) => return false,
         };
-        list.lock().push(place);
+        list.lock().push(slot);
         true
     }
 }
@@ -150,15 +150,14 @@ impl PageStore {
             for page in 0..self.pages() {
                 map.extend(bytes_of(portable(self.table.load_words(page))));
             }
-            for (_, shape) in pool.shapes() {
-                map.extend(pack_shape(shape).to_le_bytes());
-            }
+            // Whole granules, so that its slots leave no odd holes between pages.
+            map.resize(map.len().next_multiple_of(GRANULE_BYTES as usize), 0);
             (map, std::mem::take(&mut *publications.deferred.lock()))
         };
         // 2. Write it, and bind the name to it.
         let (places, result) = match self.write_map(pool, name, &map) {
             Ok(entries) => {
-                let places = entries.iter().filter_map(place_of).collect::<Vec<_>>();
+                let places = entries.iter().filter_map(span_of).collect::<Vec<_>>();
                 (places, self.bind(remote, name, map.len() as u64, entries))
             }
             Err(error) => (Vec::new(), Err(error)),
@@ -176,7 +175,7 @@ impl PageStore {
             return result;
         }
         for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
-            if place_of(&words_of(words)).is_some()
+            if span_of(&words_of(words)).is_some()
                 && bytes_of(portable(self.table.load_words(page))) == *words
             {
                 self.table.mark_published(page);
@@ -223,44 +222,19 @@ impl PageStore {
         let entries_bytes = usize::try_from(pages)
             .ok()
             .and_then(|pages| pages.checked_mul(32));
-        let (entries, shapes) = entries_bytes
-            .and_then(|bytes| map.split_at_checked(bytes))
+        let entries = entries_bytes
+            .and_then(|bytes| map.get(..bytes))
             .ok_or_else(|| damaged("its page map is shorter than its pages"))?;
-        // 3. The blocks, the map's own first.
-        let map_places: Vec<_> = manifest.map.iter().filter_map(place_of).collect();
-        for words in &manifest.map {
-            if let Some(Entry::Stored {
-                place,
-                stored_bytes,
-                ..
-            }) = Entry::decode(*words)
-            {
-                let arena = pool
-                    .arena(place.server)
-                    .ok_or_else(|| damaged("its map is on an unknown server"))?;
-                if !arena.lock().claim_block(slot_of(place), stored_bytes) {
-                    return Err(damaged("pieces of its map overlap"));
-                }
-            }
-        }
-        for word in shapes.as_chunks::<8>().0 {
-            let shape = unpack_shape(u64::from_le_bytes(*word));
-            let server = manifest
-                .extents
-                .get(shape.extent as usize)
-                .copied()
-                .flatten();
-            let arena = server
-                .and_then(|(server, _)| pool.arena(server))
-                .ok_or_else(|| damaged("a block is nowhere"))?;
-            // The blocks of older maps are listed too, and may overlap newer ones: nothing refers to them.
-            arena.lock().claim_carved(shape);
+        // 3. The map's own slots.
+        let map_slots: Vec<_> = manifest.map.iter().filter_map(span_of).collect();
+        if !map_slots.iter().all(|slot| pool.claim(*slot)) {
+            return Err(damaged("pieces of its map overlap, or lie nowhere"));
         }
         // 4. The entries.
         let publications = Publications::default();
         *publications.last.lock() = Last {
             name: Some(name.to_owned()),
-            map: map_places,
+            map: map_slots,
         };
         let reservation = if manifest.reserved {
             let bytes = reserved_bytes(manifest.bytes, page_bytes);
@@ -316,11 +290,11 @@ impl PageStore {
                     };
                     let possible =
                         form.is_possible(&remote.scheme, stored_bytes as usize, page_bytes);
-                    let claimed = possible
-                        && pool.arena(place.server).is_some_and(|arena| {
-                            arena.lock().claim_slot(slot_of(place), stored_bytes)
-                        });
-                    if !claimed {
+                    let slot = Span {
+                        place,
+                        bytes: stored_bytes,
+                    };
+                    if !(possible && pool.claim(slot)) {
                         return Err(damaged(
                             "two entries of its page map overlap, or one lies outside its extents",
                         ));
@@ -331,12 +305,6 @@ impl PageStore {
             if matches!(entry, Entry::Stored { .. }) {
                 store.table.mark_published(page);
             }
-        }
-        for server in 0..pool.servers().len() {
-            pool.arena(server as u8)
-                .expect("the pool has this server")
-                .lock()
-                .dissolve_unused();
         }
         Ok(store)
     }
@@ -357,7 +325,7 @@ impl PageStore {
             }
             let stored_bytes = piece.len() as u32;
             let place = loop {
-                match pool.alloc_block(stored_bytes, i as u64) {
+                match pool.alloc(stored_bytes, i as u64) {
                     Some(place) => break Ok(place),
                     None => {
                         if let Err(source) = pool.grow(stored_bytes) {
@@ -381,7 +349,7 @@ impl PageStore {
                     published: false,
                     suspect: false,
                 };
-                // A block whose write failed is not freed: the write may arrive later.
+                // A slot whose write failed is not freed: the write may arrive later.
                 entries.push(entry.encode());
                 mover.write(place, piece).map_err(|error| {
                     entries.pop();
@@ -405,7 +373,7 @@ impl PageStore {
                 })
             });
             if let Err(error) = moved {
-                pool.free(&entries.iter().filter_map(place_of).collect::<Vec<_>>());
+                pool.free(&entries.iter().filter_map(span_of).collect::<Vec<_>>());
                 return Err(error);
             }
         }
@@ -724,17 +692,14 @@ fn may_have_happened(error: &PublishStoreError) -> bool {
     )
 }
 
-fn place_of(words: &Words) -> Option<Place> {
+fn span_of(words: &Words) -> Option<Span> {
     match Entry::decode(*words) {
-        Some(Entry::Stored { place, .. }) => Some(place),
+        Some(Entry::Stored {
+            place,
+            stored_bytes: bytes,
+            ..
+        }) => Some(Span { place, bytes }),
         _ => None,
-    }
-}
-
-fn slot_of(place: Place) -> Slot {
-    Slot {
-        extent: place.extent,
-        offset: place.offset,
     }
 }
 
@@ -754,32 +719,19 @@ fn bytes_of(words: Words) -> [u8; 32] {
     bytes
 }
 
-fn pack_shape(shape: BlockShape) -> u64 {
-    u64::from(shape.extent) << 40
-        | u64::from(shape.granule) << 16
-        | u64::from(shape.order) << 8
-        | u64::from(shape.class)
-}
-
-fn unpack_shape(word: u64) -> BlockShape {
-    BlockShape {
-        extent: (word >> 40) as u32,
-        granule: (word >> 16) as u32 & 0xff_ffff,
-        order: (word >> 8) as u8,
-        class: word as u8,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn a_slot_that_a_running_publication_may_refer_to_is_kept() {
-        let place = |offset| Place {
-            server: 0,
-            extent: 0,
-            offset,
+        let place = |offset| Span {
+            place: Place {
+                server: 0,
+                extent: 0,
+                offset,
+            },
+            bytes: 64,
         };
         let publications = Publications::default();
         assert!(!publications.commit().keep(place(0), false));

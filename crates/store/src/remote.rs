@@ -20,7 +20,7 @@ use crate::{
     blocking::BlockingStore,
     cluster::{Pool, Reservation},
     codec::Scheme,
-    entry::{Entry, PageTable, Place},
+    entry::{Entry, PageTable, Place, Span},
     named::Publications,
 };
 
@@ -276,11 +276,12 @@ impl PageStore {
             if self.table.is_stored(page)
                 && let Entry::Stored {
                     place,
+                    stored_bytes: bytes,
                     suspect: false,
                     ..
                 } = self.table.load(page)
             {
-                remote.pool.free(&[place]);
+                remote.pool.free(&[Span { place, bytes }]);
             }
         }
         match &remote.reservation {
@@ -347,7 +348,7 @@ impl RemoteStore {
         &self,
         table: &PageTable,
         entries: impl Iterator<Item = (u64, Entry)>,
-        freed: &mut Vec<Place>,
+        freed: &mut Vec<Span>,
     ) {
         // A map that is being published must see each entry whole and must keep the slots that it refers to.
         let commits = self
@@ -360,13 +361,16 @@ impl RemoteStore {
             // A suspect slot is given up: see `Entry`.
             if let Entry::Stored {
                 place,
+                stored_bytes: bytes,
                 published,
                 suspect: false,
                 ..
             } = old
-                && !(commits.as_ref()).is_some_and(|commits| commits.keep(place, published))
             {
-                freed.push(place);
+                let slot = Span { place, bytes };
+                if !(commits.as_ref()).is_some_and(|commits| commits.keep(slot, published)) {
+                    freed.push(slot);
+                }
             }
         }
         drop(commits);
@@ -378,12 +382,13 @@ impl RemoteStore {
     pub(crate) fn abandon(
         &self,
         places: impl ExactSizeIterator<Item = Place>,
+        bytes: u32,
         suspect: bool,
-        freed: &mut Vec<Place>,
+        freed: &mut Vec<Span>,
     ) {
         let slots = places.len();
         if !suspect {
-            freed.extend(places);
+            freed.extend(places.map(|place| Span { place, bytes }));
             self.pool.free(freed);
             freed.clear();
         }

@@ -17,7 +17,6 @@ use crate::{
     codec::{self, Form, Page},
     entry::{Entry, Place},
     remote::{NoRoom, RemoteStore},
-    slots,
 };
 
 impl<F: Frame> Lane<F> {
@@ -66,7 +65,7 @@ impl<F: Frame> Lane<F> {
         }
         // 2. Pages of one value are complete.
         if !self.entries.is_empty() {
-            remote.commit(&store.table, self.entries.drain(..), &mut self.places);
+            remote.commit(&store.table, self.entries.drain(..), &mut self.freed);
         }
         // 3. The others need slots.
         run.cut(frame);
@@ -88,8 +87,8 @@ impl<F: Frame> Lane<F> {
         let Some(mut block) = self.staging.take(page_bytes)? else {
             return Ok((Task::Encode, page.hash));
         };
-        // What saves no size class saves nothing.
-        let limit = slots::class_bytes(slots::class_of(page_bytes as u32) - 1) as usize;
+        // Raw pages move in rows, by one request for many: a little less room is not worth that.
+        let limit = page_bytes - page_bytes / 16;
         let began = Instant::now();
         let encoded = (self.coder).encode(&remote.scheme, page, limit, block.as_mut());
         tally.encode_ns += began.elapsed().as_nanos() as u64;
@@ -231,11 +230,11 @@ impl<F: Frame> Lane<F> {
         let page_bytes = run.store.page_bytes;
         let (first, pages) = (run.parts[part].first, run.parts[part].pages);
         let places = transfer.places(pages, page_bytes);
+        let stored_bytes = transfer.bytes / pages as u32;
         if let Err(source) = result {
-            remote.abandon(places, transfer.suspect, &mut self.places);
+            remote.abandon(places, stored_bytes, transfer.suspect, &mut self.freed);
             return run.fail(part, run.remote_error(remote, transfer, source));
         }
-        let stored_bytes = transfer.bytes / pages as u32;
         let entries = (first..).zip(places).map(|(number, place)| {
             let entry = Entry::Stored {
                 place,
@@ -247,7 +246,7 @@ impl<F: Frame> Lane<F> {
             };
             (run.page + number as u64, entry)
         });
-        remote.commit(&run.store.table, entries, &mut self.places);
+        remote.commit(&run.store.table, entries, &mut self.freed);
         remote.pool.settle(pages);
         let kind = match transfer.form {
             Form::Raw => &mut run.tally.write_backs_raw,
