@@ -432,6 +432,7 @@ impl Pool {
     }
 
     /// Bytes in slots, on all servers.
+    #[cfg(test)]
     pub(crate) fn used_bytes(&self) -> u64 {
         self.arenas
             .iter()

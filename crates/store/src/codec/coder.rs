@@ -126,6 +126,11 @@ impl Coder {
         get_maximum_output_size(page_bytes)
     }
 
+    /// How long a block may be. Raw pages move in rows, by one request for many: a little less room is not worth that.
+    pub(crate) fn limit(page_bytes: usize) -> usize {
+        page_bytes - page_bytes / 16
+    }
+
     /// From now on pages of this length and scheme are decoded without allocating.
     pub(crate) fn prepare(&mut self, scheme: &Scheme, page_bytes: usize) {
         if !scheme.is_raw() {

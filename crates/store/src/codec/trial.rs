@@ -5,7 +5,6 @@
 use super::{
     Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
 };
-use crate::slots;
 
 /// Tries a codec on pages of an array: how long they become, how long it takes, what is lost.
 ///
@@ -89,8 +88,7 @@ impl Trial {
             hash: hash(bytes, SEED),
             seed: SEED,
         };
-        // As for a region: what saves no size class saves nothing.
-        let limit = slots::class_bytes(slots::class_of(bytes.len() as u32) - 1) as usize;
+        let limit = Coder::limit(bytes.len());
         let encoded = self
             .coder
             .encode(&self.scheme, page, limit, &mut self.block);

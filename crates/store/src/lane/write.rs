@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     PageStore, RegionId, StoreError, StoreStatsSnapshot,
-    codec::{self, Form, Page},
+    codec::{self, Coder, Form, Page},
     entry::{Entry, Place},
     remote::{NoRoom, RemoteStore},
 };
@@ -87,8 +87,7 @@ impl<F: Frame> Lane<F> {
         let Some(mut block) = self.staging.take(page_bytes)? else {
             return Ok((Task::Encode, page.hash));
         };
-        // Raw pages move in rows, by one request for many: a little less room is not worth that.
-        let limit = page_bytes - page_bytes / 16;
+        let limit = Coder::limit(page_bytes);
         let began = Instant::now();
         let encoded = (self.coder).encode(&remote.scheme, page, limit, block.as_mut());
         tally.encode_ns += began.elapsed().as_nanos() as u64;
