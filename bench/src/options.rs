@@ -101,7 +101,7 @@ pub(crate) struct Common {
     /// Page size: a power of two, 4KiB to 2MiB
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
     pub(crate) page_size: ByteSize,
-    /// Threads that bring pages in [default: one per CPU, at most 4]
+    /// Threads that bring pages in [default: as many as the load asks for]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) fillers: Option<u16>,
     /// Makes the fabric behave like a link of so many gigabits per second in each direction
@@ -127,10 +127,13 @@ pub(crate) struct Paging {
     /// Local memory for their pages: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     pub(crate) budget: Budget,
-    /// Threads that send pages away [default: one per two CPUs, at most 2]
+    /// Threads that send pages away [default: as many as keep up]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) evictors: Option<u16>,
-    /// Pages to fetch ahead of a sequential reader; 0 turns it off
+    /// Neighbouring pages that move together at most, in bytes [default: what suits the link]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    pub(crate) run_length: Option<ByteSize>,
+    /// Pages to fetch ahead of a sequential reader; 0 turns it off [default: what suits the link]
     #[arg(long, value_name = "PAGES")]
     pub(crate) read_ahead: Option<u32>,
     /// Who serves page faults
@@ -409,19 +412,6 @@ impl Paging {
     /// Local memory for pages.
     pub(crate) fn budget_bytes(&self, common: &Common) -> u64 {
         self.budget.bytes(self.size_bytes(common))
-    }
-
-    /// Threads that send pages away.
-    pub(crate) fn evictors(&self) -> usize {
-        self.evictors
-            .map_or_else(|| cpus().div_ceil(2), usize::from)
-    }
-}
-
-impl Common {
-    /// Threads that bring pages in.
-    pub(crate) fn fillers(&self) -> usize {
-        self.fillers.map_or_else(cpus, usize::from)
     }
 }
 

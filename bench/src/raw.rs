@@ -14,7 +14,12 @@ use farpage_fabric::{Busy, Channel, Completion, Extent, Op, Session, SessionOpti
 use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
-use crate::{options::Common, pick::mix, remote, server::MemoryServer};
+use crate::{
+    options::{Common, threads},
+    pick::mix,
+    remote,
+    server::MemoryServer,
+};
 
 /// Operations that each thread keeps in flight: enough to hide a network's latency, as many as the pager may have.
 const QUEUE_DEPTH: usize = 16;
@@ -51,7 +56,8 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
     };
     let session = Session::connect(server.endpoint(), &options)?;
     let page_bytes = common.page_size.as_u64();
-    let threads = common.fillers();
+    // As many as a runtime has at most, unless it is told.
+    let threads = threads(common.fillers);
     let area = if common.smoke {
         SMOKE_AREA_BYTES
     } else {

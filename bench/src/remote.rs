@@ -33,13 +33,20 @@ impl Remote {
             .server(server.endpoint().to_string())
             .budget(ByteSize::b(paging.budget_bytes(common)))
             .page_size(common.page_size)
-            .fillers(common.fillers())
-            .evictors(paging.evictors())
             .fault_mode(match paging.fault_mode {
                 FaultMode::Filler => farpage::FaultMode::Filler,
                 FaultMode::InThread => farpage::FaultMode::InThread,
             })
             .codec(paging.codec);
+        if let Some(fillers) = common.fillers {
+            builder = builder.fillers(fillers.into());
+        }
+        if let Some(evictors) = paging.evictors {
+            builder = builder.evictors(evictors.into());
+        }
+        if let Some(run_length) = paging.run_length {
+            builder = builder.run_length(run_length);
+        }
         if let Some(pages) = paging.read_ahead {
             builder = builder.read_ahead(pages as usize);
         }

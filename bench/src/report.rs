@@ -30,7 +30,9 @@ pub(crate) struct Report {
 pub(crate) struct Config {
     pub(crate) server: String,
     pub(crate) page_size_bytes: u64,
-    pub(crate) fillers: usize,
+    /// None: as many as the load asks for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) fillers: Option<u16>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) link_gbps: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -50,12 +52,20 @@ pub(crate) struct Config {
     pub(crate) samples: Option<u64>,
 }
 
+/// A count, or who chose it.
+fn told(count: Option<u16>) -> String {
+    count.map_or_else(|| "auto".to_owned(), |count| count.to_string())
+}
+
 /// The part of [`Config`] that benchmarks with paging have.
 #[derive(Debug, Serialize)]
 pub(crate) struct PagingConfig {
     size_bytes: u64,
     budget: String,
-    evictors: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    evictors: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    run_length_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     read_ahead_pages: Option<u32>,
     fault_mode: FaultMode,
@@ -71,14 +81,15 @@ impl Config {
         Self {
             server: server.to_string(),
             page_size_bytes: common.page_size.as_u64(),
-            fillers: common.fillers(),
+            fillers: common.fillers,
             link_gbps: common.link_gbps,
             link_us: common.link_us,
             smoke: common.smoke,
             paging: paging.map(|paging| PagingConfig {
                 size_bytes: paging.size_bytes(common),
                 budget: paging.budget.to_string(),
-                evictors: paging.evictors(),
+                evictors: paging.evictors,
+                run_length_bytes: paging.run_length.map(|length| length.as_u64()),
                 read_ahead_pages: paging.read_ahead,
                 fault_mode: paging.fault_mode,
                 codec: paging.codec.to_string(),
@@ -379,7 +390,8 @@ impl Report {
                 "threads",
                 format!(
                     "{threads} + {} fillers + {} evictors",
-                    self.config.fillers, paging.evictors
+                    told(self.config.fillers),
+                    told(paging.evictors)
                 ),
             ));
         }

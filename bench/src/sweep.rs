@@ -1,11 +1,12 @@
-//! Every combination of worker counts and read-ahead lengths, and how close farpage comes without being told.
+//! Every combination of worker counts, run lengths and read-ahead lengths, and how close farpage comes without being told.
 //!
-//! The rule it keeps: the defaults are measured like any other point, in the same repetitions. The best of many noisy points looks
-//! better than it is, so that the defaults' share is rather too low than too high.
+//! The rule it keeps: the best of many noisy points looks better than it is, so the grid only says which points to look at: those, and
+//! farpage left to itself, are then measured afresh in turns, and only these figures are compared.
 
 use std::{fmt, thread};
 
 use anyhow::{Context, Result};
+use bytesize::ByteSize;
 use serde::Serialize;
 use serde_json::json;
 
@@ -16,17 +17,50 @@ use crate::{
     sitting::Sitting,
 };
 
-/// Pages to read ahead. 0: never; more than the last is more than fits into small budgets.
-const READ_AHEAD_PAGES: [u32; 4] = [0, 8, 32, 128];
-const TRIAD: &str = "/kernels/3/mb_per_s";
-const ACCESS: &str = "/us_per_access";
+/// Bytes that move together: a page of the usual size, what farpage chooses for fast links, and more than that.
+const RUN_LENGTHS: [u64; 3] = [64 << 10, 512 << 10, 2 << 20];
+/// Bytes to read ahead. 0: never; more than the last is more than fits into small budgets.
+const READ_AHEAD: [u64; 3] = [0, 1 << 20, 4 << 20];
+/// Of the best points and farpage's own choice, how often both are measured once more.
+const ROUNDS: u16 = 5;
+
+/// What is measured: its name, the command and where its figure stands.
+struct Workload {
+    name: &'static str,
+    unit: &'static str,
+    command: &'static str,
+    /// A grid has many points: seconds each. With --smoke the benchmarks choose for themselves.
+    size: &'static str,
+    figure: &'static str,
+    more_is_better: bool,
+}
+
+const WORKLOADS: [Workload; 2] = [
+    Workload {
+        name: "STREAM triad",
+        unit: "MB/s",
+        command: "stream --iterations 3",
+        size: "",
+        figure: "/kernels/3/mb_per_s",
+        more_is_better: true,
+    },
+    Workload {
+        name: "random access",
+        unit: "us",
+        command: "random --no-advice",
+        size: "--accesses 40000",
+        figure: "/us_per_access",
+        more_is_better: false,
+    },
+];
 
 /// What farpage is told.
-#[derive(Clone, Copy, Serialize)]
+#[derive(Clone, Copy, PartialEq, Serialize)]
 struct Setting {
     fillers: usize,
     evictors: usize,
-    read_ahead_pages: u32,
+    run_bytes: u64,
+    read_ahead_pages: u64,
 }
 
 #[derive(Serialize)]
@@ -37,43 +71,57 @@ struct Point {
     random_us_per_access: f64,
 }
 
+/// Farpage's own choice against the grid's best point.
+#[derive(Serialize)]
+struct Share {
+    workload: &'static str,
+    unit: &'static str,
+    best: Setting,
+    best_figure: f64,
+    auto_figure: f64,
+    /// Speed by speed.
+    auto_share_of_best: f64,
+}
+
 pub(crate) fn run(options: &SweepOptions) -> Result<()> {
-    let (settings, repeat) = match options.smoke {
-        true => (grid(&[1], &[0, 8]), 1),
+    let page_bytes = options.page_size.as_u64();
+    let (settings, repeat, rounds) = match options.smoke {
+        true => (grid(&[1], &[512 << 10], &[0, 1 << 20], page_bytes), 1, 1),
         false => {
             let cpus = thread::available_parallelism().context("cannot count the CPUs")?;
-            (grid(&counts(cpus.get()), &READ_AHEAD_PAGES), options.repeat)
+            let counts = counts(cpus.get().min(4));
+            let settings = grid(&counts, &RUN_LENGTHS, &READ_AHEAD, page_bytes);
+            (settings, options.repeat, ROUNDS)
         }
     };
     let settings: Vec<_> = [None]
         .into_iter()
         .chain(settings.into_iter().map(Some))
         .collect();
-    // A grid has many points: seconds each.
-    let accesses = if options.smoke {
-        ""
-    } else {
-        "--accesses 40000"
-    };
     let mut sitting = Sitting::new(options.smoke)?;
-    let progress = Progress::new(u64::from(repeat) * settings.len() as u64);
+    let steps = u64::from(repeat) * settings.len() as u64 + u64::from(rounds) * 2;
+    let progress = Progress::new(steps);
+    let mut measure = |workload: &Workload, setting: Option<Setting>| {
+        progress.phase(told(setting));
+        let size = if options.smoke { "" } else { workload.size };
+        let command = format!(
+            "{} {size} {}",
+            workload.command,
+            arguments(options, setting)
+        );
+        sitting.next_repetition();
+        sitting.figure(&command, workload.figure)
+    };
+    // 1. The grid.
     let mut figures = vec![[const { Vec::new() }; 2]; settings.len()];
     for _ in 0..repeat {
-        sitting.next_repetition();
-        for (setting, [triad, random]) in settings.iter().zip(&mut figures) {
-            let told = setting.map_or("the defaults".to_owned(), |setting| setting.to_string());
-            progress.phase(told);
-            let arguments = arguments(options, *setting);
-            triad.push(sitting.figure(&format!("stream --iterations 3 {arguments}"), TRIAD)?);
-            random.push(sitting.figure(
-                &format!("random --no-advice {accesses} {arguments}"),
-                ACCESS,
-            )?);
+        for (setting, figures) in settings.iter().zip(&mut figures) {
+            for (workload, figures) in WORKLOADS.iter().zip(figures) {
+                figures.push(measure(workload, *setting)?);
+            }
             progress.step(1);
         }
     }
-    drop(progress);
-
     let points: Vec<Point> = settings
         .into_iter()
         .zip(&figures)
@@ -83,34 +131,47 @@ pub(crate) fn run(options: &SweepOptions) -> Result<()> {
             random_us_per_access: median(random),
         })
         .collect();
-    // Both as speeds, so that more is better.
-    let (default, grid) = points
-        .split_first()
-        .context("the defaults are always measured")?;
-    let best = |speed: fn(&Point) -> f64| -> Result<&Point> {
-        grid.iter()
-            .max_by(|a, b| speed(a).total_cmp(&speed(b)))
-            .context("the grid is never empty")
-    };
-    let best_triad = best(|point| point.triad_mb_per_s)?;
-    let best_random = best(|point| 1.0 / point.random_us_per_access)?;
-    let triad_share = default.triad_mb_per_s / best_triad.triad_mb_per_s;
-    let random_share = best_random.random_us_per_access / default.random_us_per_access;
+    // 2. Its best points once more, in turns with farpage's own choice.
+    let mut shares = Vec::new();
+    for (number, workload) in WORKLOADS.iter().enumerate() {
+        let speed = |figure: f64| match workload.more_is_better {
+            true => figure,
+            false => 1.0 / figure,
+        };
+        let (best, _) = (points.iter().zip(&figures))
+            .filter_map(|(point, figures)| Some((point.setting?, speed(median(&figures[number])))))
+            .max_by(|(_, a), (_, b)| a.total_cmp(b))
+            .context("the grid is never empty")?;
+        let (mut of_best, mut of_auto) = (Vec::new(), Vec::new());
+        for _ in 0..rounds {
+            of_auto.push(measure(workload, None)?);
+            of_best.push(measure(workload, Some(best))?);
+            progress.step(1);
+        }
+        let (auto_figure, best_figure) = (median(&of_auto), median(&of_best));
+        shares.push(Share {
+            workload: workload.name,
+            unit: workload.unit,
+            best,
+            best_figure,
+            auto_figure,
+            auto_share_of_best: speed(auto_figure) / speed(best_figure),
+        });
+    }
+    drop(progress);
     match options.format {
         Format::Human => {
             println!("{}", table(&points));
-            println!("{}", summary("STREAM triad", best_triad, triad_share));
-            println!("{}", summary("random", best_random, random_share));
+            for share in &shares {
+                println!("{share}");
+            }
         }
         Format::Json => println!(
             "{}",
             json!({
                 "benchmark": "sweep",
                 "points": points,
-                "best_triad": best_triad,
-                "best_random": best_random,
-                "default_share_of_best_triad": triad_share,
-                "default_share_of_best_random": random_share,
+                "shares": shares,
                 "reports": sitting.into_reports(),
             })
         ),
@@ -128,15 +189,23 @@ fn counts(most: usize) -> Vec<usize> {
     counts
 }
 
-fn grid(counts: &[usize], read_ahead: &[u32]) -> Vec<Setting> {
+fn grid(
+    counts: &[usize],
+    run_lengths: &[u64],
+    read_ahead: &[u64],
+    page_bytes: u64,
+) -> Vec<Setting> {
     let mut grid = Vec::new();
     for &fillers in counts {
         for &evictors in counts {
-            grid.extend(read_ahead.iter().map(|&read_ahead_pages| Setting {
-                fillers,
-                evictors,
-                read_ahead_pages,
-            }));
+            for &run_bytes in run_lengths {
+                grid.extend(read_ahead.iter().map(|&read_ahead| Setting {
+                    fillers,
+                    evictors,
+                    run_bytes,
+                    read_ahead_pages: read_ahead.div_ceil(page_bytes),
+                }));
+            }
         }
     }
     grid
@@ -160,21 +229,48 @@ fn arguments(options: &SweepOptions, setting: Option<Setting>) -> String {
     if let Some(Setting {
         fillers,
         evictors,
+        run_bytes,
         read_ahead_pages,
     }) = setting
     {
-        arguments +=
-            &format!(" --fillers {fillers} --evictors {evictors} --read-ahead {read_ahead_pages}");
+        arguments += &format!(
+            " --fillers {fillers} --evictors {evictors} --run-length {run_bytes}B --read-ahead {read_ahead_pages}"
+        );
     }
     arguments
+}
+
+fn told(setting: Option<Setting>) -> String {
+    setting.map_or_else(|| "auto".to_owned(), |setting| setting.to_string())
 }
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} fillers, {} evictors, {} pages ahead",
-            self.fillers, self.evictors, self.read_ahead_pages
+            "{} fillers, {} evictors, runs of {}, {} pages ahead",
+            self.fillers,
+            self.evictors,
+            ByteSize::b(self.run_bytes),
+            self.read_ahead_pages
+        )
+    }
+}
+
+impl fmt::Display for Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Share {
+            workload,
+            unit,
+            best,
+            best_figure,
+            auto_figure,
+            auto_share_of_best,
+        } = self;
+        write!(
+            f,
+            "{workload}: best with {best}. Measured again in turns: {best_figure:.4} {unit}, left to itself {auto_figure:.4} {unit}, \
+             {auto_share_of_best:.3} of the best"
         )
     }
 }
@@ -183,6 +279,7 @@ fn table(points: &[Point]) -> comfy_table::Table {
     let mut table = report::table([
         "fillers",
         "evictors",
+        "runs",
         "pages ahead",
         "triad",
         "random access",
@@ -190,12 +287,12 @@ fn table(points: &[Point]) -> comfy_table::Table {
     for point in points {
         let told = match point.setting {
             Some(s) => [
-                s.fillers as u64,
-                s.evictors as u64,
-                s.read_ahead_pages.into(),
-            ]
-            .map(|n| n.to_string()),
-            None => ["default"; 3].map(str::to_owned),
+                s.fillers.to_string(),
+                s.evictors.to_string(),
+                ByteSize::b(s.run_bytes).to_string(),
+                s.read_ahead_pages.to_string(),
+            ],
+            None => ["auto"; 4].map(str::to_owned),
         };
         table.add_row(report::right(told.into_iter().chain([
             format!("{:.0} MB/s", point.triad_mb_per_s),
@@ -203,11 +300,6 @@ fn table(points: &[Point]) -> comfy_table::Table {
         ])));
     }
     table
-}
-
-fn summary(what: &str, best: &Point, share: f64) -> String {
-    let setting = best.setting.map_or_else(String::new, |s| s.to_string());
-    format!("{what}: best with {setting}; the defaults reach {share:.3} of it")
 }
 
 #[cfg(test)]
@@ -223,6 +315,11 @@ mod tests {
 
     #[test]
     fn the_grid_has_every_combination_once() {
-        assert_eq!(grid(&[1, 2, 4], &[0, 8]).len(), 18);
+        let grid = grid(&[1, 2, 4], &[64 << 10, 512 << 10], &[0, 1 << 20], 4096);
+        assert_eq!(grid.len(), 36);
+        assert_eq!(grid[1].read_ahead_pages, 256);
+        for (i, setting) in grid.iter().enumerate() {
+            assert!(!grid[..i].contains(setting));
+        }
     }
 }

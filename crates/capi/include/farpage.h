@@ -210,11 +210,11 @@ typedef struct farpage_runtime_options {
    */
   uint64_t page_bytes;
   /**
-   * Threads that bring pages in. FARPAGE_FILLERS. Default: one per core, 4 at most.
+   * Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at most.
    */
   uint32_t fillers;
   /**
-   * Threads that take pages out. FARPAGE_EVICTORS. Default: one per two cores, 4 at most.
+   * Threads that take pages out. FARPAGE_EVICTORS. Default: as many as keep up, 4 at most.
    */
   uint32_t evictors;
   /**
@@ -226,7 +226,7 @@ typedef struct farpage_runtime_options {
    */
   double low_water;
   /**
-   * Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, 64 pages at most.
+   * Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, or what the link needs.
    */
   uint32_t read_ahead;
   /**

@@ -26,15 +26,15 @@ pub struct farpage_runtime_options {
     pub budget_bytes: u64,
     /// Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536.
     pub page_bytes: u64,
-    /// Threads that bring pages in. FARPAGE_FILLERS. Default: one per core, 4 at most.
+    /// Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at most.
     pub fillers: u32,
-    /// Threads that take pages out. FARPAGE_EVICTORS. Default: one per two cores, 4 at most.
+    /// Threads that take pages out. FARPAGE_EVICTORS. Default: as many as keep up, 4 at most.
     pub evictors: u32,
     /// Evictors start above this fraction of the budget. FARPAGE_HIGH_WATER. Default: 0.95.
     pub high_water: f64,
     /// And go on down to this one; set both or none. FARPAGE_LOW_WATER. Default: 0.90.
     pub low_water: f64,
-    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, 64 pages at most.
+    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, or what the link needs.
     pub read_ahead: u32,
     /// How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. FARPAGE_CODEC. Default: raw.
     pub codec: u32,

@@ -26,6 +26,7 @@ pub struct Builder {
     page_size: Option<ByteSize>,
     fillers: Option<usize>,
     evictors: Option<usize>,
+    run_length: Option<ByteSize>,
     high_water: Option<f64>,
     low_water: Option<f64>,
     read_ahead: Option<usize>,
@@ -62,13 +63,13 @@ impl Builder {
         self
     }
 
-    /// Threads that bring pages in. `FARPAGE_FILLERS`. Default: one per core, 4 at most.
+    /// Threads that bring pages in. `FARPAGE_FILLERS` (a number or `auto`). Default: as many as the load asks for at the time, one per core and 4 at most.
     pub fn fillers(mut self, fillers: usize) -> Self {
         self.fillers = Some(fillers);
         self
     }
 
-    /// Threads that send pages out. `FARPAGE_EVICTORS`. Default: one per two cores, 4 at most.
+    /// Threads that send pages out. `FARPAGE_EVICTORS` (a number or `auto`). Default: as many as keep up with what comes in, one per core and 4 at most.
     pub fn evictors(mut self, evictors: usize) -> Self {
         self.evictors = Some(evictors);
         self
@@ -82,9 +83,17 @@ impl Builder {
         self
     }
 
+    /// Bytes of neighbouring pages that move together at most; a page always does.
+    ///
+    /// `FARPAGE_RUN_LENGTH`. Default: 512 KiB and 64 pages, and less over links that take more than 0.75 ms for that.
+    pub fn run_length(mut self, run_length: ByteSize) -> Self {
+        self.run_length = Some(run_length);
+        self
+    }
+
     /// Pages that are read ahead of a sequential run at most; 0 switches it off. Regions may set their own.
     ///
-    /// `FARPAGE_READ_AHEAD`. Default: a megabyte, and 64 pages at most.
+    /// `FARPAGE_READ_AHEAD`. Default: a megabyte and 256 pages, or what a link with a long delay needs, up to 8 MiB.
     pub fn read_ahead(mut self, pages: usize) -> Self {
         self.read_ahead = Some(pages);
         self
@@ -138,10 +147,8 @@ impl Builder {
     /// See [`BuildError`].
     pub fn build(self) -> Result<Runtime, BuildError> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let fillers = option(self.fillers, "FARPAGE_FILLERS", || cores.clamp(1, 4))?;
-        let evictors = option(self.evictors, "FARPAGE_EVICTORS", || {
-            (cores / 2).clamp(1, 4)
-        })?;
+        let (fillers, tune_fillers) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
+        let (evictors, tune_evictors) = workers(self.evictors, "FARPAGE_EVICTORS", cores)?;
         let budget = option(self.budget, "FARPAGE_BUDGET", || {
             ByteSize(available_bytes() / 4)
         })?
@@ -167,6 +174,14 @@ impl Builder {
         }
         let mut pager_options = PagerOptions::new(budget);
         pager_options.evictors = evictors;
+        (pager_options.tune_fillers, pager_options.tune_evictors) = (tune_fillers, tune_evictors);
+        pager_options.run_bytes = match self.run_length {
+            None if env::var_os("FARPAGE_RUN_LENGTH").is_none() => None,
+            set => {
+                let length = option(set, "FARPAGE_RUN_LENGTH", ByteSize::default)?;
+                Some(length.as_u64() as usize)
+            }
+        };
         pager_options.high_water = option(self.high_water, "FARPAGE_HIGH_WATER", || {
             pager_options.high_water
         })?;
@@ -247,6 +262,14 @@ where
             .map_err(|e| BuildError::Option(format!("{variable}={text}: {e}"))),
         (None, Err(_)) => Ok(default()),
     }
+}
+
+/// How many threads of a kind there are, and whether they come and go with the load.
+fn workers(set: Option<usize>, variable: &str, cores: usize) -> Result<(usize, bool), BuildError> {
+    if set.is_none() && env::var(variable).is_ok_and(|text| text != "auto") {
+        return option(None, variable, || 0).map(|workers| (workers, false));
+    }
+    Ok(set.map_or((cores.clamp(1, 4), true), |workers| (workers, false)))
 }
 
 /// Memory that the kernel says it could give, in bytes.

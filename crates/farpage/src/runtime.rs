@@ -152,9 +152,7 @@ impl Runtime {
             }
         };
         let keeps = options.name.is_some() || options.store.is_some();
-        let mapped = self
-            .pager
-            .map(pages, self.pager_options(&options, page_bytes))?;
+        let mapped = self.pager.map(pages, self.pager_options(&options))?;
         Ok(Region::new(mapped, options.name, keeps)?)
     }
 
@@ -168,23 +166,15 @@ impl Runtime {
             RegionId(self.pager.next_region()),
             name,
         )?;
-        let page_bytes = pages.page_bytes();
         let mapped = self
             .pager
-            .map(pages, self.pager_options(&RegionOptions::new(), page_bytes))?;
+            .map(pages, self.pager_options(&RegionOptions::new()))?;
         Ok(Region::new(mapped, Some(name.to_owned()), true)?)
     }
 
-    fn pager_options(
-        &self,
-        options: &RegionOptions,
-        page_bytes: usize,
-    ) -> farpage_pager::RegionOptions {
-        let mut pager = farpage_pager::RegionOptions::for_pages_of(page_bytes);
-        pager.read_ahead = options
-            .read_ahead
-            .or(self.defaults.read_ahead)
-            .unwrap_or(pager.read_ahead);
+    fn pager_options(&self, options: &RegionOptions) -> farpage_pager::RegionOptions {
+        let mut pager = farpage_pager::RegionOptions::default();
+        pager.read_ahead = options.read_ahead.or(self.defaults.read_ahead);
         pager
     }
 

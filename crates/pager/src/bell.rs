@@ -61,12 +61,21 @@ impl Bell {
 
     /// Sleeps until a ring, an event on one of `fds`, or `until`. May wake for no reason.
     pub(crate) fn sleep<'a>(&'a self, mut fds: Vec<PollFd<'a>>, until: Option<Instant>) {
-        fds.push(PollFd::new(self.event.as_fd(), PollFlags::POLLIN));
-        sleep_on(&mut fds, until);
-        self.asleep.store(false, Ordering::Relaxed);
-        if fds.last().and_then(PollFd::any) == Some(true) {
+        sleep_by(&[self], &mut fds, until);
+    }
+}
+
+/// Sleeps until a ring of one of several bells, all of them prepared, an event on one of `fds`, or `until`. May wake for no reason.
+/// What happened to the descriptors is found in `fds`, with some of the bells' own behind them.
+pub(crate) fn sleep_by<'a>(bells: &[&'a Bell], fds: &mut Vec<PollFd<'a>>, until: Option<Instant>) {
+    let others = fds.len();
+    fds.extend((bells.iter()).map(|bell| PollFd::new(bell.event.as_fd(), PollFlags::POLLIN)));
+    sleep_on(fds, until);
+    for (bell, fd) in bells.iter().zip(&fds[others..]) {
+        bell.asleep.store(false, Ordering::Relaxed);
+        if fd.any() == Some(true) {
             // Another ring that comes between only wakes us once more.
-            let _ = self.event.read();
+            let _ = bell.event.read();
         }
     }
 }

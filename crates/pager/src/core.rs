@@ -81,6 +81,8 @@ pub(crate) enum Ask {
 #[derive(Debug)]
 pub(crate) struct FillerDoor {
     pub(crate) bell: Bell,
+    /// Wakes the thread of this number when it is not needed and sleeps.
+    pub(crate) rest: Bell,
     pub(crate) mail: Sender<Command>,
     /// Bounded, so that a thread in a signal handler can send.
     pub(crate) asks: Sender<Ask>,
@@ -102,6 +104,7 @@ impl FillerDoor {
         let (asks_sender, asks) = crossbeam_channel::bounded(ASKS_MAX);
         let door = FillerDoor {
             bell: Bell::new()?,
+            rest: Bell::new()?,
             mail: sender,
             asks: asks_sender,
         };
@@ -125,6 +128,8 @@ pub(crate) struct Core<A: AddressSpace> {
     budget_ticks: u32,
     pub(crate) fillers: Vec<FillerDoor>,
     pub(crate) evictors: Vec<Bell>,
+    /// Whether evictors that are not needed stay asleep.
+    tuned_evictors: bool,
     pub(crate) jobs: Mutex<VecDeque<Arc<Job>>>,
     /// One set per worker: fillers, evictors, fillers that the program's threads run.
     pub(crate) counters: Vec<CachePadded<Counters>>,
@@ -139,6 +144,7 @@ impl<A: AddressSpace> Core<A> {
         frames: Frames<A>,
         fillers: Vec<FillerDoor>,
         evictors: Vec<Bell>,
+        tuned_evictors: bool,
         in_thread: usize,
     ) -> Core<A> {
         let budget_ticks = u32::try_from(frames.budget() >> 12).unwrap_or(u32::MAX / 4);
@@ -153,6 +159,7 @@ impl<A: AddressSpace> Core<A> {
             budget_ticks,
             fillers,
             evictors,
+            tuned_evictors,
             jobs: Mutex::default(),
             counters: (0..workers).map(|_| CachePadded::default()).collect(),
             stopping: AtomicBool::new(false),
@@ -294,8 +301,27 @@ impl<A: AddressSpace> Core<A> {
         self.fillers.iter().for_each(|filler| filler.bell.ring());
     }
 
+    /// For what the program waits for.
     pub(crate) fn ring_evictors(&self) {
         self.evictors.iter().for_each(Bell::ring);
+    }
+
+    /// Rings those evictors that are needed for the memory that is left.
+    pub(crate) fn call_evictors(&self) {
+        for (index, bell) in self.evictors.iter().enumerate() {
+            if !self.needs_evictor(index) {
+                break;
+            }
+            bell.ring();
+        }
+    }
+
+    /// Whether an evictor should start. The first one is needed above the high water mark, the last one when the budget is nearly used up, and all while a fill waits
+    /// for a frame. So their number follows what fillers take and what a link carries, whatever that is: as long as one keeps up, the level stays below the mark
+    /// of the next.
+    pub(crate) fn needs_evictor(&self, index: usize) -> bool {
+        let step = if self.tuned_evictors { index } else { 0 };
+        self.frames.is_above_mark(step, self.evictors.len())
     }
 
     /// Sends a command to every filler; each takes the pages of its own shard.

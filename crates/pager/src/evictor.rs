@@ -167,7 +167,7 @@ impl<A: AddressSpace> Evictor<A> {
         self.rest_until = None;
         self.write_off_overdue();
         self.draining =
-            self.core.frames.excess() > 0 && (self.draining || self.core.frames.above_high());
+            self.core.frames.excess() > 0 && (self.draining || self.core.needs_evictor(self.index));
         if !self.draining {
             return false;
         }
@@ -198,7 +198,7 @@ impl<A: AddressSpace> Evictor<A> {
                 self.core.sweep.stop_at(claim, page);
                 break;
             }
-            let most = region.run_pages().min(excess);
+            let most = region.run_pages.min(excess);
             let window = region.in_one_stripe(&(page..claim.pages.end.min(page + most)), false);
             let now = self.core.now();
             let spared = window
@@ -552,7 +552,7 @@ impl<A: AddressSpace> Evictor<A> {
             let region = &job.region;
             let mut page = pages.start;
             while page < pages.end {
-                let run = pages.end.min(page + region.run_pages());
+                let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(&(page..run), false);
                 let (dealt_with, begun) = self.begin(region, run, Some(&job));
                 if matches!(begun, Begun::NotNow(_)) {
@@ -594,8 +594,13 @@ impl<A: AddressSpace> Evictor<A> {
         any
     }
 
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.core.is_stopping()
+    /// Drives it until the runtime stops.
+    pub(crate) fn serve(mut self) {
+        while !self.core.is_stopping() {
+            if !self.turn() {
+                self.sleep();
+            }
+        }
     }
 
     /// Nothing is under way.
@@ -608,11 +613,11 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// Sleeps until there may be something to do.
-    pub(crate) fn sleep(&mut self) {
+    fn sleep(&mut self) {
         let bell = &self.core.evictors[self.index];
         bell.prepare();
         let pressure =
-            self.rest_until.is_none() && self.has_room() && self.core.frames.above_high();
+            self.rest_until.is_none() && self.has_room() && self.core.needs_evictor(self.index);
         if self.core.is_stopping() || !self.core.jobs.lock().is_empty() && self.has_room() {
             return bell.cancel();
         }

@@ -25,8 +25,9 @@ use smallvec::SmallVec;
 use crate::{
     Advice, PageError,
     ahead::{Plan, STREAMS, Streams},
-    bell::sleep_on,
+    bell::{Bell, sleep_on},
     core::{Ask, Command, Core, Heat, Inbox},
+    pace::{Pace, Posted},
     protocol::{self, OnFault, State},
     region::Region,
     run::{Local, cut, keep_first, pages_in},
@@ -40,7 +41,7 @@ const NAP: Duration = Duration::from_micros(50);
 /// Runs that one filler keeps in flight before it starts more that nobody waits for yet, and their bytes: more than a fast link carries in a
 /// round trip.
 const RUNS_AHEAD_MAX: usize = 32;
-const BYTES_AHEAD_MAX: usize = 8 << 20;
+pub(crate) const BYTES_AHEAD_MAX: usize = 8 << 20;
 
 pub(crate) struct Filler<A: AddressSpace> {
     core: Arc<Core<A>>,
@@ -53,6 +54,9 @@ pub(crate) struct Filler<A: AddressSpace> {
     /// Since when a thread of the program has been running it, in a signal handler.
     guest_since: Option<Instant>,
     streams: Streams,
+    pace: Pace,
+    /// Counts turns.
+    turns: u64,
     flights: Slab<Flight>,
     bytes_in_flight: usize,
     /// Owned pages that wait for a frame, in the order of their faults.
@@ -76,6 +80,8 @@ struct Flight {
     heat: Heat,
     /// The trigger of a stream: held back when complete.
     trigger: bool,
+    /// When its READ was posted, and the filler's turn.
+    posted: Option<(Posted, u64)>,
 }
 
 impl Flight {
@@ -86,6 +92,7 @@ impl Flight {
             pages: page..page + 1,
             heat: Heat::Refault,
             trigger: false,
+            posted: None,
         }
     }
 
@@ -130,6 +137,7 @@ impl<A: AddressSpace> Filler<A> {
         shard: usize,
         lane: Lane<Local<A::Frame>>,
         inbox: Inbox,
+        pace: Pace,
         deadline: Duration,
     ) -> Self {
         Filler {
@@ -141,6 +149,8 @@ impl<A: AddressSpace> Filler<A> {
             deadline,
             guest_since: None,
             streams: Streams::default(),
+            pace,
+            turns: 0,
             flights: Slab::default(),
             bytes_in_flight: 0,
             backlog: VecDeque::new(),
@@ -159,13 +169,18 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Does what can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
-        let mut busy = self.read_faults();
-        busy |= self.read_mail();
-        busy |= self.work();
-        busy
+        let faults = self.read_faults();
+        self.turn_without_faults() || faults
+    }
+
+    /// The same, for who knows that there are no new faults.
+    pub(crate) fn turn_without_faults(&mut self) -> bool {
+        let mail = self.read_mail();
+        self.work() || mail
     }
 
     fn work(&mut self) -> bool {
+        self.turns += 1;
         let mut busy = self.serve_backlog();
         busy |= self.lend_held();
         busy |= self.post_unposted();
@@ -263,7 +278,7 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Makes room for what serving a page of the region takes, so that nothing has to be allocated then.
     pub(crate) fn prepare(&mut self, region: &Region) {
-        self.lane.prepare(&region.store, region.run_pages());
+        self.lane.prepare(&region.store, region.run_pages);
         self.flights.reserve(1);
         self.backlog.reserve(1);
         self.unposted.reserve(1);
@@ -348,7 +363,7 @@ impl<A: AddressSpace> Filler<A> {
         }
         self.counters().starved.bump();
         self.backlog.push_back(waiting);
-        self.core.ring_evictors();
+        self.core.call_evictors();
         self.core.ring_fillers();
         page..page + 1
     }
@@ -366,14 +381,14 @@ impl<A: AddressSpace> Filler<A> {
         let more = if next_to_it {
             self.remote_run(region, with)
                 .len()
-                .min(region.run_pages() - 1)
+                .min(self.run_pages(region) - 1)
         } else {
             0
         };
         let Some(mut frame) = self.core.frames.for_demand(page_bytes, more) else {
             return Err(waiting);
         };
-        self.call_evictors();
+        self.core.call_evictors();
         let got = pages_in(&frame, page_bytes) - 1;
         let run = if with.down {
             self.own(region, page - got..page, true).start..page + 1
@@ -391,17 +406,24 @@ impl<A: AddressSpace> Filler<A> {
         Ok(run)
     }
 
-    fn call_evictors(&self) {
-        if self.core.frames.above_high() {
-            self.core.ring_evictors();
-        }
+    /// Pages of a region that move together at most.
+    fn run_pages(&self, region: &Region) -> usize {
+        let bytes = region.run_pages * region.page_bytes();
+        (self.pace.run_bytes(bytes) / region.page_bytes()).max(1)
+    }
+
+    /// Pages that a stream of the region reads ahead at most.
+    fn window_pages(&self, region: &Region) -> usize {
+        let run_bytes = self.run_pages(region) * region.page_bytes();
+        let pages = self.pace.window_bytes(run_bytes) / region.page_bytes();
+        pages.clamp(*region.read_ahead.start(), *region.read_ahead.end())
     }
 
     /// The pages of a plan from the nearest on, up to the first that is not remote or not in the same stripe, as many as may move together.
     fn remote_run(&self, region: &Region, plan: &Plan) -> Range<usize> {
         let pages = region.in_one_stripe(&plan.ahead, plan.down);
         let is_there = |page: &usize| region.words.load(*page).state() != State::Remote;
-        let most = region.run_pages();
+        let most = self.run_pages(region);
         if plan.down {
             let start = pages.start.max(pages.end.saturating_sub(most));
             let stop = (start..pages.end).rev().find(is_there);
@@ -442,7 +464,7 @@ impl<A: AddressSpace> Filler<A> {
                 }
                 Err(waiting) => {
                     self.backlog.push_front(waiting);
-                    self.core.ring_evictors();
+                    self.core.call_evictors();
                     return any;
                 }
             }
@@ -463,8 +485,9 @@ impl<A: AddressSpace> Filler<A> {
         waiting.region.exit();
     }
 
-    fn post(&mut self, flight: Flight, frame: A::Frame) {
+    fn post(&mut self, mut flight: Flight, frame: A::Frame) {
         let (store, page) = (flight.region.store.clone(), flight.pages.start as u64);
+        flight.posted = Some((Posted::now(self.flights.len() == 0), self.turns));
         self.bytes_in_flight += flight.bytes();
         let tag = self.flights.insert(flight);
         if let Err(Local(frame)) = self.lane.fill(&store, page, Local(frame), tag) {
@@ -490,6 +513,12 @@ impl<A: AddressSpace> Filler<A> {
     fn settle(&mut self, done: Done<Local<A::Frame>>) {
         let flight = self.flights.remove(done.tag);
         self.bytes_in_flight -= flight.bytes();
+        if let Some((posted, turn)) = flight.posted
+            && turn != self.turns
+            && done.outcome.wire_bytes > 0
+        {
+            (self.pace).arrived(done.outcome.wire_bytes as usize, posted, Instant::now());
+        }
         let frame = done.frame.0;
         if !done.failed.is_empty() {
             return self.settle_partly(flight, frame, &done.failed);
@@ -524,6 +553,7 @@ impl<A: AddressSpace> Filler<A> {
                         pages,
                         heat: flight.heat,
                         trigger: false,
+                        posted: None,
                     };
                     self.map(flight, frame);
                 }
@@ -608,9 +638,8 @@ impl<A: AddressSpace> Filler<A> {
             return Plan::NONE;
         }
         let eager = advice == Advice::Sequential;
-        let mut plan = self
-            .streams
-            .fault(region.id, page, region.read_ahead, eager, missed);
+        let limit = self.window_pages(region);
+        let mut plan = self.streams.fault(region.id, page, limit, eager, missed);
         plan.ahead.end = plan.ahead.end.min(region.pages());
         plan
     }
@@ -633,7 +662,7 @@ impl<A: AddressSpace> Filler<A> {
                 }
                 Err(NoRoom) => {
                     // No room for guesses. Those that come too late are worth nothing: forget them.
-                    self.core.ring_evictors();
+                    self.core.call_evictors();
                     self.wishes.push_front(wish);
                     for wish in self.wishes.drain(..) {
                         self.streams.gave_up(wish.region.id, &wish.plan.ahead);
@@ -669,6 +698,7 @@ impl<A: AddressSpace> Filler<A> {
             pages,
             heat: Heat::Cold,
             trigger,
+            posted: None,
         };
         self.post(flight, frame);
         Ok(true)
@@ -682,7 +712,7 @@ impl<A: AddressSpace> Filler<A> {
         }
         let frame = self.core.frames.for_prefetch(page_bytes, run.len());
         let mut frame = frame.ok_or(NoRoom)?;
-        self.call_evictors();
+        self.core.call_evictors();
         if !region.enter() {
             self.core.release(frame, page_bytes);
             return Ok(None);
@@ -818,10 +848,6 @@ impl<A: AddressSpace> Filler<A> {
         }
     }
 
-    pub(crate) fn is_stopping(&self) -> bool {
-        self.core.is_stopping()
-    }
-
     /// Nothing is under way, and nothing is kept.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
@@ -831,22 +857,36 @@ impl<A: AddressSpace> Filler<A> {
             && self.bytes_in_flight == 0
     }
 
-    /// Sleeps until there may be something to do.
-    pub(crate) fn sleep(&mut self) {
-        let bell = &self.core.fillers[self.shard].bell;
-        bell.prepare();
-        if !self.inbox.is_empty() || self.core.is_stopping() {
-            return bell.cancel();
-        }
-        let mut fds = Vec::with_capacity(4);
+    /// What others wake it with.
+    pub(crate) fn bell<'a>(&self, core: &'a Core<A>) -> &'a Bell {
+        &core.fillers[self.shard].bell
+    }
+
+    /// Something is under way, so that the next turn may find something to do.
+    pub(crate) fn has_work(&self) -> bool {
+        !self.is_idle() || !self.wishes.is_empty()
+    }
+
+    /// Somebody asked for something that it has not looked at, or for what it holds back.
+    pub(crate) fn is_called(&self) -> bool {
+        !self.inbox.is_empty() || !self.held.is_empty() && self.core.frames.is_starving()
+    }
+
+    /// Whether a descriptor tells when there are faults. It is the first one of [`wait`](Self::wait) then.
+    pub(crate) fn is_told_of_faults(&self) -> bool {
+        self.core.space.fault_fd(self.shard).is_some()
+    }
+
+    /// Appends the descriptors to sleep on; returns when to take a turn at the latest.
+    pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
         if let Some(fd) = self.core.space.fault_fd(self.shard) {
             fds.push(PollFd::new(fd, PollFlags::POLLIN));
         }
-        let mut until = self.lane.wait(&mut fds);
+        let mut until = self.lane.wait(fds);
         if !self.backlog.is_empty() {
             let retry = Instant::now() + crate::worker::RETRY;
             until = Some(until.map_or(retry, |at| at.min(retry)));
         }
-        bell.sleep(fds, until);
+        until
     }
 }

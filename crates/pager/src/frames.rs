@@ -96,7 +96,7 @@ impl<A: AddressSpace> Frames<A> {
     }
 
     /// A frame for a page that somebody waits for, and for up to `more` pages behind it as far as read-ahead may have them.
-    /// `None`: the budget is used up; evictors learn of it by [`above_high`](Self::above_high).
+    /// `None`: the budget is used up; evictors learn of it by [`is_above_mark`](Self::is_above_mark).
     pub(crate) fn for_demand(&self, page_bytes: usize, more: usize) -> Option<A::Frame> {
         let frame = self.take(page_bytes, 1 + self.room_for_prefetch(page_bytes).min(more));
         if frame.is_none() {
@@ -246,9 +246,11 @@ impl<A: AddressSpace> Frames<A> {
         self.leaving.load(Ordering::Relaxed)
     }
 
-    /// Whether evictors should start.
-    pub(crate) fn above_high(&self) -> bool {
-        self.used() > self.high.max(self.untouchable()) || self.is_starving()
+    /// Whether more is used than a mark allows: the first of `steps` is the high water mark, the others divide what lies between it and the
+    /// budget. While a fill waits for a frame it is above all of them.
+    pub(crate) fn is_above_mark(&self, step: usize, steps: usize) -> bool {
+        let mark = self.high + (self.budget - self.high) / steps as u64 * step as u64;
+        self.used() > mark.max(self.untouchable()) || self.is_starving()
     }
 
     /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that an instruction may need at once.

@@ -16,6 +16,7 @@ mod filler;
 mod frames;
 mod in_thread;
 mod job;
+mod pace;
 mod pager;
 pub mod protocol;
 mod region;
@@ -25,6 +26,7 @@ mod simulation;
 mod slab;
 mod stats;
 mod sweep;
+mod team;
 mod worker;
 
 pub use error::PageError;

@@ -19,12 +19,15 @@ use crate::{
     bell::Bell,
     core::{Command, Core, FillerDoor},
     evictor::Evictor,
-    filler::Filler,
+    filler::{BYTES_AHEAD_MAX, Filler},
     frames::Frames,
     in_thread::InThread,
     job::Job,
+    pace::Pace,
     protocol::{self, State, Word},
     region::{CHUNK_PAGES, Region},
+    run::RUN_BYTES_MAX,
+    team::Team,
     worker,
 };
 
@@ -32,6 +35,12 @@ use crate::{
 const STRIPE_BYTES_MIN: usize = 16 << 20;
 /// Stripes per shard of a large region: neighbouring parts of it are served by different fillers, for a handful of kernel mappings.
 const STRIPES_PER_SHARD: usize = 4;
+
+/// Read ahead at most over links that answer at once: several runs, which leaves time to map one while another travels.
+const READ_AHEAD_BYTES: usize = 1 << 20;
+const READ_AHEAD_PAGES_MAX: usize = 256;
+/// And over links that take their time: as much as a filler has in flight.
+const READ_AHEAD_BYTES_MAX: usize = BYTES_AHEAD_MAX;
 
 /// How a pager works. All of it is the application's choice.
 #[derive(Clone, Debug)]
@@ -41,6 +50,12 @@ pub struct PagerOptions {
     pub budget_bytes: u64,
     /// Evictor threads. Default: 2. (There is one filler per shard of the address space.)
     pub evictors: usize,
+    /// Filler threads that the load does not need sleep, and those that are awake share the shards. Otherwise each filler has its own. Default: true.
+    pub tune_fillers: bool,
+    /// Evictors that the load does not need sleep. Otherwise all of them start at the high mark. Default: true.
+    pub tune_evictors: bool,
+    /// Bytes of neighbouring pages that move together at most; at least a page does. Default: none, for 512 KiB, and less over slow links.
+    pub run_bytes: Option<usize>,
     /// Evictors start when more than this fraction of the budget is used. Default: 0.95.
     pub high_water: f64,
     /// And stop at this one. Default: 0.90.
@@ -58,6 +73,9 @@ impl PagerOptions {
         PagerOptions {
             budget_bytes,
             evictors: 2,
+            tune_fillers: true,
+            tune_evictors: true,
+            run_bytes: None,
             high_water: 0.95,
             low_water: 0.90,
             in_thread: 0,
@@ -151,20 +169,12 @@ impl Advice {
 }
 
 /// What a region is to be like.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct RegionOptions {
-    /// Pages to read ahead at most; 0 switches it off. A sixteenth of the budget is the limit.
-    pub read_ahead: usize,
-}
-
-impl RegionOptions {
-    /// A megabyte ahead, and 64 pages at most.
-    pub fn for_pages_of(page_bytes: usize) -> RegionOptions {
-        RegionOptions {
-            read_ahead: ((1 << 20) / page_bytes).clamp(1, 64),
-        }
-    }
+    /// Pages to read ahead at most; 0 switches it off. A sixteenth of the budget is the limit. Default: none, for a megabyte, and as much more as it takes to
+    /// cover the link's delay.
+    pub read_ahead: Option<usize>,
 }
 
 /// The workers of one runtime and the regions that they serve.
@@ -173,6 +183,7 @@ pub struct Pager<A: AddressSpace> {
     cluster: Arc<Cluster>,
     in_thread: Option<Arc<InThread<A>>>,
     next_id: AtomicU64,
+    run_bytes_max: usize,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -191,15 +202,10 @@ impl<A: AddressSpace> Pager<A> {
             fillers,
             evictors,
         } = Pager::assemble(space, cluster, options)?;
-        for (i, filler) in fillers.into_iter().enumerate() {
-            pager
-                .threads
-                .push(worker::spawn(format!("filler-{i}"), filler)?);
-        }
+        pager.threads = Team::new(&pager.core, fillers, options.tune_fillers).start()?;
         for (i, evictor) in evictors.into_iter().enumerate() {
-            pager
-                .threads
-                .push(worker::spawn(format!("evictor-{i}"), evictor)?);
+            let serve = move || evictor.serve();
+            (pager.threads).push(worker::spawn(format!("evictor-{i}"), serve)?);
         }
         Ok(Arc::new(pager))
     }
@@ -240,9 +246,25 @@ impl<A: AddressSpace> Pager<A> {
             options.low_water,
             options.high_water,
         );
-        let core = Arc::new(Core::new(space, frames, doors, bells, options.in_thread));
+        let core = Arc::new(Core::new(
+            space,
+            frames,
+            doors,
+            bells,
+            options.tune_evictors,
+            options.in_thread,
+        ));
         let filler = |worker, shard, inbox, lane| {
-            Filler::new(core.clone(), worker, shard, lane, inbox, options.deadline)
+            let pace = Pace::new(options.run_bytes.is_none());
+            Filler::new(
+                core.clone(),
+                worker,
+                shard,
+                lane,
+                inbox,
+                pace,
+                options.deadline,
+            )
         };
         let mut fillers = Vec::new();
         for (shard, inbox) in inboxes.into_iter().enumerate() {
@@ -270,6 +292,7 @@ impl<A: AddressSpace> Pager<A> {
             cluster,
             in_thread,
             next_id: AtomicU64::new(1),
+            run_bytes_max: options.run_bytes.unwrap_or(RUN_BYTES_MAX),
             threads: Vec::new(),
         };
         Ok(Parts {
@@ -329,10 +352,17 @@ impl<A: AddressSpace> Pager<A> {
             .map(layout)
             .map_err(|source| MapError::Os { bytes, source })?;
         // A window must not push out what was read ahead just before it.
-        let read_ahead = options
-            .read_ahead
-            .min((budget_bytes / 16) as usize / page_bytes);
-        let region = Arc::new(Region::new(id, address, layout, store, read_ahead));
+        let most = (budget_bytes / 16) as usize / page_bytes;
+        let read_ahead = match options.read_ahead {
+            Some(pages) => pages.min(most)..=pages.min(most),
+            None => {
+                let first = (READ_AHEAD_BYTES / page_bytes).clamp(1, READ_AHEAD_PAGES_MAX);
+                first.min(most)..=(READ_AHEAD_BYTES_MAX / page_bytes).min(most)
+            }
+        };
+        let run_pages = (self.run_bytes_max / page_bytes).clamp(1, CHUNK_PAGES);
+        let region = Region::new(id, address, layout, store, read_ahead, run_pages);
+        let region = Arc::new(region);
         if let Some(in_thread) = &self.in_thread {
             in_thread.prepare(&region);
         }
@@ -377,7 +407,10 @@ impl<A: AddressSpace> Pager<A> {
 impl<A: AddressSpace> Drop for Pager<A> {
     fn drop(&mut self) {
         self.core.stopping.store(true, Ordering::SeqCst);
-        self.core.fillers.iter().for_each(|door| door.bell.ring());
+        for door in &self.core.fillers {
+            door.bell.ring();
+            door.rest.ring();
+        }
         self.core.ring_evictors();
         for thread in self.threads.drain(..) {
             // A worker that panicked has ended the process already.

@@ -5,7 +5,7 @@
 
 use std::{
     fmt,
-    ops::Range,
+    ops::{Range, RangeInclusive},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicI8, AtomicU8, AtomicU64, AtomicUsize, Ordering},
@@ -16,7 +16,7 @@ use farpage_store::PageStore;
 use farpage_vm::Layout;
 use parking_lot::{Condvar, Mutex};
 
-use crate::{Advice, PageError, protocol::Words, run::RUN_BYTES_MAX};
+use crate::{Advice, PageError, protocol::Words};
 
 /// Pages per chunk: the unit in which sweeps pass over a region; eight cache lines of words.
 pub(crate) const CHUNK_PAGES: usize = 64;
@@ -28,8 +28,10 @@ pub(crate) struct Region {
     pub(crate) layout: Layout,
     pub(crate) words: Words,
     pub(crate) store: Arc<PageStore>,
-    /// Pages to read ahead at most; 0 switches it off.
-    pub(crate) read_ahead: usize,
+    /// Pages of a read-ahead window at most, over links that answer at once and over those that take their time; 0 and 0 switch it off.
+    pub(crate) read_ahead: RangeInclusive<usize>,
+    /// Pages that move together at most.
+    pub(crate) run_pages: usize,
     /// One bit per chunk: whether a page of it was ever filled. Sweeps over sparse regions stay cheap by it.
     touched: Vec<AtomicU64>,
     resident: AtomicUsize,
@@ -54,7 +56,8 @@ impl Region {
         address: usize,
         layout: Layout,
         store: Arc<PageStore>,
-        read_ahead: usize,
+        read_ahead: RangeInclusive<usize>,
+        run_pages: usize,
     ) -> Region {
         let pages = layout.bytes / layout.page_bytes;
         Region {
@@ -64,6 +67,7 @@ impl Region {
             words: Words::new(pages),
             store,
             read_ahead,
+            run_pages,
             touched: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES).div_ceil(64)),
             resident: AtomicUsize::new(0),
             resident_in: bytemuck::zeroed_vec(pages.div_ceil(CHUNK_PAGES)),
@@ -112,11 +116,6 @@ impl Region {
             let end = (pages.start / stripe_pages + 1) * stripe_pages;
             pages.start..pages.end.min(end)
         }
-    }
-
-    /// Pages that move together at most.
-    pub(crate) fn run_pages(&self) -> usize {
-        (RUN_BYTES_MAX / self.layout.page_bytes).clamp(1, CHUNK_PAGES)
     }
 
     pub(crate) fn advice(&self) -> Advice {

@@ -95,7 +95,7 @@ impl World {
             &RemoteOptions::default(),
         )
         .expect("the server has room");
-        let mapped = Arc::new(pager).map(store, RegionOptions::for_pages_of(page_bytes));
+        let mapped = Arc::new(pager).map(store, RegionOptions::default());
         let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
         World {
             random,
@@ -406,7 +406,7 @@ impl Tight {
                 let store = PageStore::remote(&cluster, RegionId(id), bytes, page_bytes, &options)
                     .expect("the server has room");
                 pager
-                    .map(store, RegionOptions::for_pages_of(page_bytes))
+                    .map(store, RegionOptions::default())
                     .expect("the budget holds two pages")
             })
             .collect();
@@ -620,7 +620,7 @@ impl Wide {
                 pager
                     .map(
                         store.expect("the server has room"),
-                        RegionOptions::for_pages_of(page_bytes),
+                        RegionOptions::default(),
                     )
                     .expect("the budget holds two pages")
             })
@@ -1039,10 +1039,7 @@ fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
         &BlockingOptions::default(),
     );
     let slow = pager
-        .map(
-            store.expect("pages of 4096"),
-            RegionOptions::for_pages_of(4096),
-        )
+        .map(store.expect("pages of 4096"), RegionOptions::default())
         .expect("the budget holds two pages");
     let base = slow.address();
     tight.regions.push(slow);
