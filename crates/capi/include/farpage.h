@@ -175,7 +175,7 @@ typedef struct farpage_region_options {
    */
   uint32_t on_demand;
   /**
-   * 1: changes are never written to the store or file. Not for servers.
+   * 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for servers.
    */
   uint32_t read_only;
   /**
@@ -186,6 +186,11 @@ typedef struct farpage_region_options {
    * Keeps the pages here instead of on the servers. Copied.
    */
   const struct farpage_store *store;
+  /**
+   * Maps the region here and nowhere else: a multiple of its page size. What is mapped there is replaced, all of it up to the end of the region's last page and nothing
+   * beside it; but not another region, that is FARPAGE_INVALID.
+   */
+  void *address;
 } farpage_region_options;
 
 /**

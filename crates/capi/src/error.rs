@@ -5,6 +5,7 @@ use std::{
     cell::RefCell,
     error::Error,
     ffi::{CString, c_char},
+    io::ErrorKind,
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
@@ -126,6 +127,7 @@ impl From<CreateError> for Failure {
             CreateError::Store(StoreCreateError::Alloc { .. }) | CreateError::TooLarge { .. } => {
                 FARPAGE_NO_MEMORY
             }
+            CreateError::Store(StoreCreateError::Size { bytes: 1.., .. }) => FARPAGE_NO_MEMORY,
             CreateError::Store(_) => FARPAGE_INVALID,
             CreateError::Map(error) => map_code(error),
             _ => FARPAGE_SYSTEM,
@@ -137,9 +139,11 @@ impl From<CreateError> for Failure {
 fn map_code(error: &MapError) -> farpage_code {
     match error {
         MapError::Budget { .. } => FARPAGE_INVALID,
-        MapError::Os { source, .. } if source.kind() == std::io::ErrorKind::OutOfMemory => {
-            FARPAGE_NO_MEMORY
-        }
+        MapError::Os { source, .. } => match source.kind() {
+            ErrorKind::OutOfMemory => FARPAGE_NO_MEMORY,
+            ErrorKind::InvalidInput | ErrorKind::AlreadyExists => FARPAGE_INVALID,
+            _ => FARPAGE_SYSTEM,
+        },
         _ => FARPAGE_SYSTEM,
     }
 }

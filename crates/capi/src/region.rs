@@ -9,13 +9,12 @@ use std::{
 use farpage::{Advice, ByteSize, Region, RegionOptions, Reserve, Store};
 
 use crate::{
-    FARPAGE_INVALID, FARPAGE_NO_MEMORY,
     error::{Failure, farpage_code, guard},
     file::FdStore,
     handle::Handle,
     options::{self, Growing},
     runtime::farpage_runtime,
-    store::{CStore, ReadOnly, farpage_store},
+    store::{CStore, farpage_store},
 };
 
 /// Memory whose pages come and go, from `farpage_region_address` on. Its functions may be called from any thread, except that nothing else may be
@@ -52,19 +51,19 @@ pub struct farpage_region_options {
     pub codec: u32,
     /// 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
     pub on_demand: u32,
-    /// 1: changes are never written to the store or file. Not for servers.
+    /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for servers.
     pub read_only: u32,
     /// Publishes the region on its servers under this name at each flush and when it is unmapped: it outlives the program. Not for stores and files.
     pub name: *const c_char,
     /// Keeps the pages here instead of on the servers. Copied.
     pub store: *const farpage_store,
+    /// Maps the region here and nowhere else: a multiple of its page size. What is mapped there is replaced, all of it up to the end of the region's last page and nothing
+    /// beside it; but not another region, that is FARPAGE_INVALID.
+    pub address: *mut c_void,
 }
 
 // SAFETY: integers and pointers, beginning with the length.
 unsafe impl Growing for farpage_region_options {}
-
-/// The addresses that a program has on x86-64 with four levels of page tables; for more, even the map of pages could not be had.
-const ADDRESSES_BYTES: u64 = 1 << 47;
 
 /// Nothing known: sequential runs are found from the faults. Holds for the whole region.
 pub const FARPAGE_ADVICE_NORMAL: u32 = 0;
@@ -181,9 +180,10 @@ unsafe fn with_store(
     store: impl Store,
     at_end: AtEnd,
 ) -> Result<Mapped, Failure> {
+    let options = RegionOptions::new().store(store);
     let (options, at_end) = match given.read_only {
-        0 => (RegionOptions::new().store(store), at_end),
-        _ => (RegionOptions::new().store(ReadOnly(store)), AtEnd::Drop),
+        0 => (options, at_end),
+        _ => (options.read_only(), AtEnd::Drop),
     };
     // SAFETY: the caller's promise.
     unsafe { create(runtime, bytes, given, Some(options), at_end) }
@@ -205,15 +205,6 @@ unsafe fn create(
             options::text(given.name, "`name`")?,
         )
     };
-    if bytes == 0 || bytes > ADDRESSES_BYTES {
-        let code = if bytes == 0 {
-            FARPAGE_INVALID
-        } else {
-            FARPAGE_NO_MEMORY
-        };
-        let text = format!("a region of {bytes} bytes: need 1 to {ADDRESSES_BYTES}");
-        return Err(Failure::new(code, text));
-    }
     let bytes = bytes as usize;
     let has_store = with_store.is_some();
     let mut options = with_store.unwrap_or_default();
@@ -228,6 +219,10 @@ unsafe fn create(
     }
     if given.on_demand != 0 {
         options = options.reserve(Reserve::OnDemand);
+    }
+    if !given.address.is_null() {
+        // SAFETY: the caller knows what is mapped there.
+        options = unsafe { options.address(given.address.addr()) };
     }
     if let Some(name) = name {
         if has_store {

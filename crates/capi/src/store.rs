@@ -144,24 +144,3 @@ fn errno(code: c_int) -> io::Result<()> {
         code => Err(io::Error::from_raw_os_error(code.abs())),
     }
 }
-
-/// A store whose region may be read only: what the program wrote all the same stays where it is until the region goes.
-pub(crate) struct ReadOnly<S>(pub(crate) S);
-
-impl<S: Store> Store for ReadOnly<S> {
-    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
-        self.0.read(offset, buf)
-    }
-
-    fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
-        Err(io::ErrorKind::ReadOnlyFilesystem.into())
-    }
-
-    fn may_block(&self) -> bool {
-        self.0.may_block()
-    }
-
-    fn name(&self) -> String {
-        self.0.name()
-    }
-}

@@ -102,29 +102,13 @@ cases![
     sparse_store_makes_files_on_demand_and_is_opened_again,
     sparse_store_from_several_threads,
     network_client_without_a_server_throws,
-];
-
-/// Cases that wait for something.
-macro_rules! waiting_cases {
-    ($($name:ident for $what:literal),+ $(,)?) => {
-        $(
-            #[test]
-            #[ignore = $what]
-            fn $name() {
-                if let Some(mut command) = case(stringify!($name)) {
-                    run(&mut command, PATIENCE);
-                }
-            }
-        )+
-        const WAITING: &[&str] = &[$(stringify!($name)),+];
-    };
-}
-
-waiting_cases![
-    fixed_region_keeps_its_neighbours for "regions cannot be mapped at a given address yet",
-    write_to_a_read_only_region_is_a_segmentation_fault for "regions cannot be protected against writes yet",
-    munmap_by_the_application for "the pager ends the process when it reads ahead into addresses that are gone",
-    what_the_application_maps_into_a_region_is_its_own for "unmapping a region takes all of its addresses",
+    fixed_region_keeps_its_neighbours,
+    write_to_a_read_only_region_is_a_segmentation_fault,
+    munmap_by_the_application,
+    munmap_of_parts_of_pages,
+    mremap_by_the_application,
+    what_the_application_maps_into_a_region_is_its_own,
+    application_maps_over_pages_that_are_being_evicted,
 ];
 
 /// Cases that a test of their own runs, below.
@@ -144,12 +128,7 @@ fn every_case_is_run() {
     }
     let listed = text(&run(Command::new(program()).arg("--list"), PATIENCE).stdout);
     let listed: BTreeSet<&str> = listed.lines().collect();
-    let run: BTreeSet<&str> = PLAIN
-        .iter()
-        .chain(WAITING)
-        .chain(WITH_MORE)
-        .copied()
-        .collect();
+    let run: BTreeSet<&str> = PLAIN.iter().chain(WITH_MORE).copied().collect();
     assert_eq!(listed, run);
 }
 

@@ -135,6 +135,8 @@ impl<T: Pod> Deref for RemoteArray<T> {
 }
 
 impl<T: Pod> DerefMut for RemoteArray<T> {
+    /// # Panics
+    /// If the array is [read-only](crate::RegionOptions::read_only).
     fn deref_mut(&mut self) -> &mut [T] {
         let bytes = self.len * mem::size_of::<T>();
         &mut bytemuck::cast_slice_mut(&mut self.region[..bytes])[..self.len]

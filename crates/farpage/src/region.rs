@@ -24,6 +24,8 @@ pub struct RegionOptions {
     pub(crate) reserve: Reserve,
     pub(crate) name: Option<String>,
     pub(crate) store: Option<Arc<dyn Store>>,
+    pub(crate) address: Option<usize>,
+    pub(crate) read_only: bool,
 }
 
 impl RegionOptions {
@@ -76,6 +78,23 @@ impl RegionOptions {
         self.store = Some(Arc::new(store));
         self
     }
+
+    /// Maps the region at this address, a multiple of its page size, and nowhere else, as `mmap` does with `MAP_FIXED`. What is mapped there is replaced, all of it up to
+    /// the end of the region's last page and nothing beside it; another region is not, that is an error. Default: wherever there is room.
+    ///
+    /// # Safety
+    /// Nothing relies on what is mapped there when the region is created.
+    pub unsafe fn address(mut self, address: usize) -> Self {
+        self.address = Some(address);
+        self
+    }
+
+    /// Protects the region: a write to its memory raises SIGSEGV, and taking a mutable slice of it panics. Its pages are copied when they come and go, which moving
+    /// them would not be: for data that is only read, what matters more may be that it is so. Default: off.
+    pub fn read_only(mut self) -> Self {
+        self.read_only = true;
+        self
+    }
 }
 
 impl fmt::Debug for RegionOptions {
@@ -88,6 +107,8 @@ impl fmt::Debug for RegionOptions {
             .field("reserve", &self.reserve)
             .field("name", &self.name)
             .field("store", &self.store.as_ref().map(|store| store.name()))
+            .field("address", &self.address)
+            .field("read_only", &self.read_only)
             .finish()
     }
 }
@@ -103,6 +124,7 @@ pub struct Region {
     name: Option<String>,
     /// Whether its contents outlive it.
     keeps: bool,
+    read_only: bool,
     closed: bool,
 }
 
@@ -111,6 +133,7 @@ impl Region {
         mapped: Mapped<KernelSpace>,
         name: Option<String>,
         keeps: bool,
+        read_only: bool,
     ) -> Result<Region, MapError> {
         let bytes = mapped.store().bytes();
         let faults = fault::register(&mapped).map_err(|source| MapError::Os { bytes, source })?;
@@ -119,6 +142,7 @@ impl Region {
             mapped,
             name,
             keeps,
+            read_only,
             closed: false,
         })
     }
@@ -287,7 +311,10 @@ impl Deref for Region {
 }
 
 impl DerefMut for Region {
+    /// # Panics
+    /// If the region is [read-only](RegionOptions::read_only).
     fn deref_mut(&mut self) -> &mut [u8] {
+        assert!(!self.read_only, "a read-only region has no mutable slice");
         // SAFETY: as in `deref`; the exclusive borrow makes this the only slice.
         unsafe {
             slice::from_raw_parts_mut(

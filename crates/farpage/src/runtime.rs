@@ -153,7 +153,7 @@ impl Runtime {
         };
         let keeps = options.name.is_some() || options.store.is_some();
         let mapped = self.pager.map(pages, self.pager_options(&options))?;
-        Ok(Region::new(mapped, options.name, keeps)?)
+        Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
     }
 
     /// Opens the region that was published under `name`. It is this program's alone until it is closed.
@@ -169,12 +169,14 @@ impl Runtime {
         let mapped = self
             .pager
             .map(pages, self.pager_options(&RegionOptions::new()))?;
-        Ok(Region::new(mapped, Some(name.to_owned()), true)?)
+        Ok(Region::new(mapped, Some(name.to_owned()), true, false)?)
     }
 
     fn pager_options(&self, options: &RegionOptions) -> farpage_pager::RegionOptions {
         let mut pager = farpage_pager::RegionOptions::default();
         pager.read_ahead = options.read_ahead.or(self.defaults.read_ahead);
+        pager.address = options.address;
+        pager.read_only = options.read_only;
         pager
     }
 

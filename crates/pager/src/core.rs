@@ -175,6 +175,16 @@ impl<A: AddressSpace> Core<A> {
         self.clock.load(Ordering::Relaxed)
     }
 
+    /// The regions that have some of these addresses.
+    pub(crate) fn regions_in(&self, addresses: &Range<usize>) -> Vec<Arc<Region>> {
+        let regions = self.regions.read();
+        let below = regions.range(..addresses.end).rev();
+        below
+            .take_while(|(_, region)| region.address + region.layout.bytes > addresses.start)
+            .map(|(_, region)| region.clone())
+            .collect()
+    }
+
     /// The region at an address, if one is mapped there.
     pub(crate) fn region_at(&self, address: usize) -> Option<Arc<Region>> {
         let regions = self.regions.read();
@@ -217,7 +227,9 @@ impl<A: AddressSpace> Core<A> {
                     continue;
                 }
                 InstallErrorKind::Gone => {
-                    io::Error::other("the program unmapped the region's addresses itself")
+                    self.release(frame, page_bytes);
+                    self.gone(region, first, heat != Heat::Cold);
+                    continue;
                 }
                 InstallErrorKind::Os(error) => error,
                 kind => io::Error::other(kind),
@@ -226,6 +238,19 @@ impl<A: AddressSpace> Core<A> {
             region.words.apply(first, protocol::fault);
             refused(first, frame, error);
         }
+    }
+
+    /// A page that the caller owns has no addresses any more: the program has unmapped them. Whoever still wants the page is told so, if `wanted`.
+    pub(crate) fn gone(&self, region: &Region, page: usize, wanted: bool) {
+        // Before the word says so: whoever sees the page poisoned looks for the reason.
+        if wanted {
+            region.record(PageError::Unmapped {
+                region: region.id,
+                page: page as u64,
+            });
+        }
+        region.words.apply(page, |w| (protocol::poisoned(w), ()));
+        self.wake(region, page..page + 1);
     }
 
     fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {

@@ -34,6 +34,14 @@ pub enum PageError {
         /// The page in the region.
         page: u64,
     },
+    /// The program has unmapped the page's addresses, or part of them, itself.
+    #[error("page {page} of region {region} is gone: the program has unmapped its addresses")]
+    Unmapped {
+        /// The region.
+        region: u64,
+        /// The page in the region.
+        page: u64,
+    },
     /// The operating system refused to map or take out a page.
     #[error("cannot {what} page {page} of region {region}: {message}")]
     Os {
@@ -54,7 +62,7 @@ impl PageError {
         match self {
             Self::Store(error) => error.may_retry(),
             Self::NoFrame { .. } | Self::Held { .. } => true,
-            Self::Os { .. } => false,
+            Self::Os { .. } | Self::Unmapped { .. } => false,
         }
     }
 }

@@ -29,11 +29,14 @@ use crate::{
     core::{Ask, Command, Core, Heat, Inbox},
     pace::{Pace, Posted},
     protocol::{self, OnFault, State},
-    region::Region,
+    region::{CHUNK_PAGES, Region},
     run::{Local, cut, keep_first, pages_in},
     slab::Slab,
     stats::Counters,
 };
+
+/// The smallest page that the kernel knows.
+const KERNEL_PAGE_BYTES: usize = 4096;
 
 /// After so long a thread that serves its own fault looks again for a frame.
 const NAP: Duration = Duration::from_micros(50);
@@ -69,6 +72,7 @@ pub(crate) struct Filler<A: AddressSpace> {
     held: Vec<(Flight, A::Frame)>,
     last_region: Option<Arc<Region>>,
     faults: Vec<Fault>,
+    unmapped: Vec<Range<usize>>,
     done: Vec<Done<Local<A::Frame>>>,
 }
 
@@ -159,6 +163,7 @@ impl<A: AddressSpace> Filler<A> {
             held: Vec::new(),
             last_region: None,
             faults: Vec::with_capacity(64),
+            unmapped: Vec::new(),
             done: Vec::with_capacity(64),
         }
     }
@@ -204,20 +209,69 @@ impl<A: AddressSpace> Filler<A> {
             self.on_fault(fault.address);
         }
         self.faults = faults;
+        any | self.read_unmapped()
+    }
+
+    fn read_unmapped(&mut self) -> bool {
+        self.core.space.unmapped(self.shard, &mut self.unmapped);
+        let any = !self.unmapped.is_empty();
+        for addresses in mem::take(&mut self.unmapped) {
+            for region in self.core.regions_in(&addresses) {
+                if region.enter() {
+                    self.unmap(&region, &addresses);
+                    region.exit();
+                }
+            }
+        }
         any
     }
 
+    /// The program has unmapped these addresses: the region's pages that had some of them are gone. Those that others own meet that when they are
+    /// mapped or taken out.
+    fn unmap(&self, region: &Region, addresses: &Range<usize>) {
+        let (core, page_bytes) = (&self.core, region.page_bytes());
+        let last = addresses.end.min(region.address + region.layout.bytes) - 1;
+        let first = region.page_at(addresses.start.max(region.address));
+        let pages = first..region.page_at(last) + 1;
+        let mut chunk = region.next_touched(pages.start / CHUNK_PAGES);
+        while let Some(at) = chunk.filter(|at| at * CHUNK_PAGES < pages.end) {
+            let touched = region.chunk(at);
+            for page in touched.start.max(pages.start)..touched.end.min(pages.end) {
+                if region.shard_of(page, core.shards()) != self.shard {
+                    continue;
+                }
+                if region.words.try_apply(page, protocol::borrow).is_some() {
+                    region.count_out(1);
+                    core.frames.forget(page_bytes);
+                } else if region.words.try_apply(page, protocol::prefetch).is_none() {
+                    continue;
+                }
+                region.store.forget(page as u64);
+                core.gone(region, page, false);
+            }
+            chunk = region.next_touched(at + 1);
+        }
+    }
+
     fn on_fault(&mut self, address: usize) {
-        // No region, or one that is closing: its addresses are being given up, and nobody may be using them.
         let Some(region) = self.region_at(address) else {
-            return;
+            return self.on_stray_fault(address);
         };
+        // A region that is closing gives its addresses up, and nobody may be using them.
         if !region.enter() {
             return;
         }
         let page = region.page_at(address);
         let plan = self.take_on(&region, page, address);
         self.wish(region, plan, true);
+    }
+
+    /// No region has this address: it has closed since, or the program has made its mapping longer by `mremap`. Nobody is to sleep there for ever.
+    fn on_stray_fault(&self, address: usize) {
+        let page = address - address % KERNEL_PAGE_BYTES;
+        if let Err(error) = self.core.space.poison(self.shard, page, KERNEL_PAGE_BYTES) {
+            tracing::error!(%error, address = format_args!("{address:#x}"), "a fault at an address that is no region's cannot be ended");
+        }
     }
 
     fn wish(&mut self, region: Arc<Region>, plan: Plan, trigger: bool) {

@@ -175,6 +175,10 @@ pub struct RegionOptions {
     /// Pages to read ahead at most; 0 switches it off. A sixteenth of the budget is the limit. Default: none, for a megabyte, and as much more as it takes to
     /// cover the link's delay.
     pub read_ahead: Option<usize>,
+    /// The region's first address, a multiple of its page size; whoever sets it vouches for what is mapped there, which is replaced. Default: `None`, anywhere.
+    pub address: Option<usize>,
+    /// The program may only read: a write raises SIGSEGV. Default: false.
+    pub read_only: bool,
 }
 
 /// The workers of one runtime and the regions that they serve.
@@ -345,7 +349,11 @@ impl<A: AddressSpace> Pager<A> {
         }
         self.core.frames.expect(page_bytes);
         let id = store.region().0;
-        let layout = self.layout(id, bytes, page_bytes);
+        let layout = Layout {
+            address: options.address,
+            read_only: options.read_only,
+            ..self.layout(id, bytes, page_bytes)
+        };
         let address = self
             .core
             .space
@@ -385,6 +393,8 @@ impl<A: AddressSpace> Pager<A> {
             page_bytes,
             stripe_bytes,
             first_shard: id as usize % shards,
+            address: None,
+            read_only: false,
         }
     }
 

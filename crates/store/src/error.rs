@@ -140,6 +140,16 @@ pub enum CreateError {
         /// The size asked for.
         page_bytes: usize,
     },
+    /// A process cannot have so many bytes, or there are none.
+    #[error("region {region} of {bytes} bytes: need 1 to {most}")]
+    Size {
+        /// The region.
+        region: RegionId,
+        /// The size asked for.
+        bytes: u64,
+        /// The largest size.
+        most: u64,
+    },
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the runtime goes on.
     #[error("no remote memory for region {region} of {bytes} bytes: {source}")]
     Alloc {

@@ -102,6 +102,7 @@ impl PageStore {
         options: &RemoteOptions,
     ) -> Result<Arc<Self>, CreateError> {
         check_page_bytes(region, page_bytes)?;
+        check_bytes(region, bytes)?;
         if cluster.sessions().is_empty() {
             return Err(CreateError::NoServer { region });
         }
@@ -144,7 +145,7 @@ impl PageStore {
     /// A region over a store of the user's own. What the store holds is the region's content.
     ///
     /// # Errors
-    /// [`CreateError::PageSize`].
+    /// [`CreateError::PageSize`] and [`CreateError::Size`].
     pub fn blocking(
         cluster: &Arc<Cluster>,
         region: RegionId,
@@ -154,6 +155,7 @@ impl PageStore {
         options: &BlockingOptions,
     ) -> Result<Arc<Self>, CreateError> {
         check_page_bytes(region, page_bytes)?;
+        check_bytes(region, bytes)?;
         let backing = Backing::Blocking(BlockingStore::new(store, options));
         Ok(Self::new(
             cluster,
@@ -256,6 +258,19 @@ impl PageStore {
     /// What the store has done so far.
     pub fn stats(&self) -> StoreStatsSnapshot {
         self.stats.snapshot()
+    }
+
+    /// Nobody will ask for the page's bytes any more: gives its remote memory back, except what was published under a name. For the page's owner.
+    pub fn forget(&self, page: u64) {
+        if let Backing::Remote(remote) = &self.backing
+            && self.table.is_stored(page)
+        {
+            remote.commit(
+                &self.table,
+                [(page, Entry::Never)].into_iter(),
+                &mut Vec::new(),
+            );
+        }
     }
 
     /// Gives the region's remote memory back, except what was published under a name, now and on this thread. Nobody uses the region's pages any
@@ -407,6 +422,21 @@ pub(crate) struct NoRoom {
 pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize) -> u64 {
     let whole = bytes.next_multiple_of(page_bytes as u64);
     whole + whole.min((16 * page_bytes as u64).max(1 << 20))
+}
+
+/// The addresses of a program with four levels of page tables, the fewest there are: a region of more could not be mapped, and even the tables of its pages
+/// could not be had.
+const REGION_BYTES_MAX: u64 = 1 << 47;
+
+fn check_bytes(region: RegionId, bytes: u64) -> Result<(), CreateError> {
+    match bytes {
+        1..=REGION_BYTES_MAX => Ok(()),
+        _ => Err(CreateError::Size {
+            region,
+            bytes,
+            most: REGION_BYTES_MAX,
+        }),
+    }
 }
 
 pub(crate) fn check_page_bytes(region: RegionId, page_bytes: usize) -> Result<(), CreateError> {

@@ -107,6 +107,8 @@ impl Pages {
             page_bytes,
             stripe_bytes: BYTES,
             first_shard: 0,
+            address: None,
+            read_only: false,
         };
         let away = (0..BYTES / page_bytes)
             .map(|_| Ok(Mutex::new(Some(space.new_frame(page_bytes, 1)?))))

@@ -118,6 +118,8 @@ fn space(
         page_bytes,
         stripe_bytes: BYTES,
         first_shard: 0,
+        address: None,
+        read_only: false,
     };
     Ok((KernelSpace::new(options)?, layout))
 }

@@ -14,22 +14,38 @@
 //! pages, and pages that a device is writing to (direct I/O) are taken all the same, so that what the device writes after that is lost.
 
 use std::{
+    cell::Cell,
     collections::BTreeSet,
     io,
     ops::Range,
     os::fd::{AsFd, BorrowedFd},
-    sync::{Arc, OnceLock},
+    ptr,
+    sync::{
+        Arc, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
 };
 
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use parking_lot::Mutex;
 
 use crate::{
     frame::{HUGE_PAGE_BYTES, KernelFrame, Pool},
     pagemap::Pagemap,
+    regions::{self, Ranges},
     space::{AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout},
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
-    uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd},
+    uffd::{FaultBuffer, Features, Message, OpenError, RegisterMode, Uffd},
 };
+
+/// How long to wait for a shard's messages to be read: its filler is dead, or starved beyond help.
+const CHANGE_PATIENCE: Duration = Duration::from_secs(10);
+/// A thread that waits for that yields its core at first, and then sleeps.
+const CHANGE_YIELDS: Duration = Duration::from_micros(200);
+const CHANGE_NAP: Duration = Duration::from_micros(50);
 
 /// Page sizes: 4 KiB to 2 MiB.
 const PAGE_SIZES: usize = 10;
@@ -79,6 +95,7 @@ impl Default for KernelSpaceOptions {
 /// The program's real memory.
 #[derive(Debug)]
 pub struct KernelSpace {
+    number: u64,
     shards: Vec<Shard>,
     pools: [OnceLock<Arc<Pool>>; PAGE_SIZES],
     /// Held while a pool is made, so that only one is.
@@ -93,8 +110,47 @@ pub struct KernelSpace {
 
 struct Shard {
     uffd: Uffd,
-    /// Never contended: one thread reads a shard's faults.
-    buffer: Mutex<FaultBuffer>,
+    /// Locked for writing while messages are read, for reading while pages change sides: the program's call that unmaps them returns when its message has
+    /// been read, and what it then has there must not be taken for the region's. Of the standard library: it never allocates, and is locked in a signal handler.
+    heard: RwLock<Heard>,
+    has_news: AtomicBool,
+    /// Which thread reads the messages.
+    reader: AtomicUsize,
+    /// Faults that it came across when it was after something else.
+    early: Mutex<Vec<Fault>>,
+}
+
+/// What a shard's messages have said.
+#[derive(Default)]
+struct Heard {
+    buffer: FaultBuffer,
+    /// What the program has unmapped of the space's regions; whole addresses, not the shard's alone.
+    gone: Ranges,
+    /// What of it has not been told yet.
+    news: Vec<Range<usize>>,
+}
+
+impl Shard {
+    fn heard(&self) -> RwLockReadGuard<'_, Heard> {
+        self.heard.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn hear(&self) -> RwLockWriteGuard<'_, Heard> {
+        self.heard.write().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn has_messages(&self) -> bool {
+        let mut fds = [PollFd::new(self.uffd.as_fd(), PollFlags::POLLIN)];
+        poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+    }
+}
+
+/// A number for this thread.
+fn this_thread() -> usize {
+    thread_local! {
+        static HERE: Cell<u8> = const { Cell::new(0) };
+    }
+    HERE.with(|here| ptr::from_ref(here).addr())
 }
 
 impl std::fmt::Debug for Shard {
@@ -131,8 +187,8 @@ impl KernelSpace {
             None => Transfer::Copy,
         };
         let mut features = match transfer {
-            Transfer::Move => Features::MOVE,
-            Transfer::Copy => Features::MISSING,
+            Transfer::Move => Features::MOVE | Features::EVENT_UNMAP,
+            Transfer::Copy => Features::EVENT_UNMAP,
         };
         if supported.contains(Features::POISON) {
             features = features | Features::POISON;
@@ -147,11 +203,15 @@ impl KernelSpace {
                 let uffd = Uffd::open(features | reported, options.user_mode_only)?;
                 Ok(Shard {
                     uffd,
-                    buffer: Mutex::default(),
+                    heard: RwLock::default(),
+                    has_news: AtomicBool::new(false),
+                    reader: AtomicUsize::new(0),
+                    early: Mutex::default(),
                 })
             })
             .collect::<Result<_, OpenError>>()?;
         Ok(Self {
+            number: regions::next_space(),
             shards,
             pools: Default::default(),
             pool_maker: Mutex::default(),
@@ -194,20 +254,196 @@ impl KernelSpace {
         &self.shards[shard].uffd
     }
 
+    /// The parts of a region that belong to one shard each.
+    fn stripes(
+        &self,
+        address: usize,
+        layout: Layout,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let shards = self.shards.len();
+        let step = if shards == 1 {
+            layout.bytes
+        } else {
+            layout.stripe_bytes
+        };
+        (0..layout.bytes).step_by(step).map(move |offset| {
+            let start = address + offset;
+            let end = start + step.min(layout.bytes - offset);
+            (layout.shard_of(offset, shards), start..end)
+        })
+    }
+
     fn register(&self, address: usize, layout: &Layout) -> io::Result<()> {
-        if self.shards.len() == 1 {
-            return self
-                .uffd(0)
-                .register(address, layout.bytes, RegisterMode::MISSING);
-        }
-        (0..layout.bytes)
-            .step_by(layout.stripe_bytes)
-            .try_for_each(|offset| {
-                let len = layout.stripe_bytes.min(layout.bytes - offset);
-                let shard = layout.shard_of(offset, self.shards.len());
+        self.stripes(address, *layout)
+            .try_for_each(|(shard, part)| {
                 self.uffd(shard)
-                    .register(address + offset, len, RegisterMode::MISSING)
+                    .register(part.start, part.len(), RegisterMode::MISSING)
             })
+    }
+
+    /// Reserves the addresses of a region and claims them.
+    fn reserve(&self, layout: &Layout) -> io::Result<usize> {
+        let huge = layout.page_bytes == HUGE_PAGE_BYTES;
+        let claim = |start| {
+            regions::claim(
+                &(start..start + layout.bytes),
+                self.number,
+                layout.read_only,
+            )
+        };
+        if let Some(start) = layout.address {
+            let end = start.checked_add(layout.bytes);
+            if start == 0 || !start.is_multiple_of(layout.page_bytes) || end.is_none() {
+                let text = format!(
+                    "no region of {} bytes can begin at {start:#x}: need a multiple of its page size, {}",
+                    layout.bytes, layout.page_bytes
+                );
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+            }
+            if !claim(start) {
+                let text = format!(
+                    "the {} bytes at {start:#x} belong to another region, at least in part: unmap that first",
+                    layout.bytes
+                );
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+            }
+            // SAFETY: whoever asks for an address vouches for it, and no region of ours is there.
+            unsafe { sys::reserve_at(start, layout.bytes, huge) }
+                .inspect_err(|_| regions::give_up(start))?;
+            return Ok(start);
+        }
+        // What the program has unmapped out of a region may be handed out again. It is kept until other addresses have been found.
+        let mut unfit = Vec::new();
+        let found = loop {
+            match sys::reserve(layout.bytes, layout.page_bytes, huge) {
+                Ok(start) if claim(start) => break Ok(start),
+                Ok(start) => unfit.push(start),
+                Err(errno) => break Err(errno.into()),
+            }
+        };
+        for start in unfit {
+            // SAFETY: reserved above, and nobody has learned of it.
+            unsafe { sys::release(start, layout.bytes) };
+        }
+        found
+    }
+
+    /// Waits until all that was unmapped before this call is known.
+    fn hear_all(&self) {
+        for (shard, it) in self.shards.iter().enumerate() {
+            let mut since = None;
+            while it.uffd.is_changing() && self.wait_for_change(shard, &mut since) {}
+            // Whoever has read the message has also noted it.
+            drop(it.heard());
+        }
+    }
+
+    /// A mapping is changing: lets its message be read. `false`: that takes too long.
+    fn wait_for_change(&self, shard: usize, since: &mut Option<Instant>) -> bool {
+        let waited = since.get_or_insert_with(Instant::now).elapsed();
+        let it = &self.shards[shard];
+        if it.reader.load(Ordering::Relaxed) == this_thread() {
+            let mut early = it.early.lock();
+            if self.read_messages(it, &mut it.hear(), &mut early).is_err() {
+                return false;
+            }
+        }
+        if waited < CHANGE_YIELDS {
+            thread::yield_now();
+        } else {
+            thread::sleep(CHANGE_NAP);
+        }
+        waited < CHANGE_PATIENCE
+    }
+
+    fn read_messages(
+        &self,
+        shard: &Shard,
+        heard: &mut Heard,
+        out: &mut Vec<Fault>,
+    ) -> io::Result<()> {
+        let Heard { buffer, gone, news } = heard;
+        shard.uffd.messages(buffer, |message| match message {
+            Message::Fault(fault) => out.push(fault),
+            Message::Unmapped(range) => {
+                for part in regions::of_space(self.number, &range) {
+                    gone.insert(part.clone());
+                    news.push(part);
+                }
+                shard.has_news.store(true, Ordering::Release);
+                // Who slept there meets what is there now.
+                let _ = shard.uffd.wake(range.start, range.len());
+            }
+        })
+    }
+
+    /// Goes on with a call that puts something into a region, as far as the program has not unmapped it, and while mappings change. `step` is told how
+    /// far it is and how far it may go.
+    fn into_region(
+        &self,
+        shard: usize,
+        address: usize,
+        len: usize,
+        step: impl Fn(&Uffd, usize, usize) -> Result<(), Stopped>,
+    ) -> Result<(), Stopped> {
+        let it = &self.shards[shard];
+        let (mut done, mut since) = (0, None);
+        loop {
+            let heard = it.heard();
+            let there = heard.gone.free_bytes(&(address + done..address + len));
+            let stopped = match there {
+                0 => Ok(()),
+                there => step(&it.uffd, done, there),
+            };
+            drop(heard);
+            let (done_bytes, why) = match stopped {
+                Ok(()) if done + there == len => return Ok(()),
+                Ok(()) => (there, Refusal::Missing),
+                Err(Stopped { done_bytes, why }) => (done_bytes, why),
+            };
+            done += done_bytes;
+            if why != Refusal::Contended || !self.wait_for_change(shard, &mut since) {
+                return Err(Stopped {
+                    done_bytes: done,
+                    why,
+                });
+            }
+        }
+    }
+
+    /// [`Self::move_pages`] into a region.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn move_in(
+        &self,
+        shard: usize,
+        dst: usize,
+        src: usize,
+        len: usize,
+        allow_holes: bool,
+    ) -> Result<(), Stopped> {
+        self.into_region(shard, dst, len, |uffd, done, len| {
+            // SAFETY: the caller's promise.
+            unsafe { self.move_pages(uffd, dst + done, src + done, len, allow_holes) }
+        })
+    }
+
+    /// [`Uffd::copy`] into a region.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn copy_in(
+        &self,
+        shard: usize,
+        dst: usize,
+        src: usize,
+        len: usize,
+    ) -> Result<(), Stopped> {
+        self.into_region(shard, dst, len, |uffd, done, len| {
+            // SAFETY: the caller's promise.
+            unsafe { uffd.copy(dst + done, src + done, len, false) }
+        })
     }
 
     /// [`Uffd::move_pages`] out of pages that are the caller's, such that what is refused has not moved.
@@ -255,44 +491,44 @@ impl KernelSpace {
 
     fn install_run(
         &self,
-        uffd: &Uffd,
+        shard: usize,
         address: usize,
         frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
         match self.transfer {
-            Transfer::Move => self.install_by_move(uffd, address, frame),
-            Transfer::Copy => self.install_by_copy(uffd, address, frame),
+            Transfer::Move => self.install_by_move(shard, address, frame),
+            Transfer::Copy => self.install_by_copy(shard, address, frame),
         }
     }
 
     fn install_page_by_page(
         &self,
-        uffd: &Uffd,
+        shard: usize,
         mut address: usize,
         mut frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
         let page_bytes = frame.pool().page_bytes();
         while frame.len() > page_bytes {
             let rest = frame.split_off(page_bytes);
-            if let Err(mut error) = self.install_run(uffd, address, frame) {
+            if let Err(mut error) = self.install_run(shard, address, frame) {
                 error.frame.join(rest).expect("they were one a moment ago");
                 return Err(error);
             }
             (address, frame) = (address + page_bytes, rest);
         }
-        self.install_run(uffd, address, frame)
+        self.install_run(shard, address, frame)
     }
 
     fn install_by_move(
         &self,
-        uffd: &Uffd,
+        shard: usize,
         address: usize,
         mut frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
         let (slot, len) = (frame.address(), frame.len());
         // SAFETY: the slots are the frame's, which is consumed; a region's absent pages are the pager's to fill.
         let Err(Stopped { done_bytes, why }) =
-            (unsafe { self.move_pages(uffd, address, slot, len, false) })
+            (unsafe { self.move_in(shard, address, slot, len, false) })
         else {
             frame.vacated();
             return Ok(());
@@ -307,22 +543,22 @@ impl KernelSpace {
             // Nothing of the page has moved: for a page that was poisoned, and for a mapping that `mlock` or `mprotect` made differ from the
             // pool's, where copying still works.
             Refusal::Exists | Refusal::Invalid if moved_bytes == 0 => {
-                self.install_by_copy(uffd, address, frame)
+                self.install_by_copy(shard, address, frame)
             }
-            why => self.take_back(address, moved_bytes, frame, why),
+            why => self.take_back(shard, address, moved_bytes, frame, why),
         }
     }
 
     /// Copying replaces poison markers, which moving takes for pages.
     fn install_by_copy(
         &self,
-        uffd: &Uffd,
+        shard: usize,
         address: usize,
         mut frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
         let (slot, len) = (frame.address(), frame.len());
         // SAFETY: the frame's pages are readable; a region's absent pages are the pager's to fill.
-        let Err(Stopped { done_bytes, why }) = (unsafe { uffd.copy(address, slot, len, false) })
+        let Err(Stopped { done_bytes, why }) = (unsafe { self.copy_in(shard, address, slot, len) })
         else {
             // Dropping the frame gives its pages back, so that there is one of each as before.
             return Ok(());
@@ -332,8 +568,10 @@ impl KernelSpace {
         drop(frame.split_front(whole_bytes));
         if copied_bytes > 0 {
             let address = address + whole_bytes;
-            // SAFETY: copies that this call made; the frame has the bytes. Who touches them faults again.
-            let _ = unsafe { sys::madvise(address, copied_bytes, libc::MADV_DONTNEED) };
+            let heard = self.shards[shard].heard();
+            let there = heard.gone.free_bytes(&(address..address + copied_bytes));
+            // SAFETY: copies that this call made, and that the program has not unmapped since; the frame has the bytes. Who touches them faults again.
+            let _ = unsafe { sys::madvise(address, there, libc::MADV_DONTNEED) };
         }
         Err(InstallError {
             frame,
@@ -344,6 +582,7 @@ impl KernelSpace {
     /// Undoes the part of a frame's first page that moved in before the rest was refused: part of the page was mapped already.
     fn take_back(
         &self,
+        shard: usize,
         address: usize,
         moved_bytes: usize,
         mut frame: KernelFrame,
@@ -351,12 +590,15 @@ impl KernelSpace {
     ) -> Result<(), InstallError<KernelFrame>> {
         if moved_bytes > 0 {
             let (slot, uffd) = (frame.address(), &frame.pool().uffd);
-            // SAFETY: what moved in a moment ago moves back. The program's writes to it since then come along; what it dropped is a hole.
-            let back = unsafe { self.move_pages(uffd, slot, address, moved_bytes, true) };
+            let heard = self.shards[shard].heard();
+            let there = heard.gone.free_bytes(&(address..address + moved_bytes));
+            // SAFETY: what moved in a moment ago moves back, except what the program has unmapped since. Its writes to it come along; what it dropped is
+            // a hole.
+            let back = unsafe { self.move_pages(uffd, slot, address, there, true) };
             if let Err(stopped) = back {
                 let done = stopped.done_bytes;
                 // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
-                let len = moved_bytes - done;
+                let len = there - done;
                 if let Err(CarryError::Staged(staged, _)) =
                     self.carry_out(address + done, len, slot + done, frame.pool())
                 {
@@ -382,6 +624,7 @@ impl KernelSpace {
         shard: usize,
         address: usize,
         mut frame: KernelFrame,
+        heard: RwLockReadGuard<'_, Heard>,
     ) -> Result<KernelFrame, DetachError> {
         let (slot, len, page_bytes) = (frame.address(), frame.len(), frame.pool().page_bytes());
         // 1. Move up to the first page that is absent or refused: all at once or, where the program has divided the mapping (by `mprotect`, say) and
@@ -400,6 +643,13 @@ impl KernelSpace {
                 self.move_pages(uffd, slot + done, address + done, end - done, false)
             } {
                 Ok(()) => done = end,
+                // The kernel moves between writable mappings only.
+                Err(Stopped {
+                    done_bytes: 0,
+                    why: Refusal::Invalid,
+                }) if done == 0 && regions::is_read_only(address) => {
+                    return self.detach_by_copy(shard, address, frame, heard);
+                }
                 Err(Stopped {
                     done_bytes: 0,
                     why: Refusal::Invalid,
@@ -434,6 +684,8 @@ impl KernelSpace {
                 }
             }
         }
+        // From here on it is about frames, and about putting back, which has to wait while mappings change.
+        drop(heard);
         // 2. Make the pages whole that are partly there.
         let mut whole = done - done % page_bytes;
         for hole in &holes {
@@ -479,20 +731,20 @@ impl KernelSpace {
         moved_bytes: usize,
         frame: KernelFrame,
     ) -> Result<(), DetachError> {
-        let (uffd, slot) = (self.uffd(shard), frame.address());
+        let slot = frame.address();
         let mut done = 0;
         let mut result = Ok(());
         while done < moved_bytes {
             // SAFETY: what moved out a moment ago moves back; the frame is consumed.
             let back = unsafe {
-                self.move_pages(uffd, address + done, slot + done, moved_bytes - done, true)
+                self.move_in(shard, address + done, slot + done, moved_bytes - done, true)
             };
             let Err(Stopped { done_bytes, why }) = back else {
                 break;
             };
             done += done_bytes;
             match why {
-                // The region was unmapped meanwhile, and the page with it.
+                // The program has unmapped it meanwhile.
                 Refusal::Missing | Refusal::Ended => return Err(DetachError::Absent),
                 // Nobody may fill a page that is being taken out. If somebody did, its bytes are the newer ones.
                 Refusal::Exists => {}
@@ -500,7 +752,7 @@ impl KernelSpace {
                 why => {
                     // SAFETY: as above; the slot is ours to read, and a hole in it is an error (EFAULT), since the pool is in SIGBUS mode.
                     match unsafe {
-                        uffd.copy(address + done, slot + done, KERNEL_PAGE_BYTES, false)
+                        self.copy_in(shard, address + done, slot + done, KERNEL_PAGE_BYTES)
                     } {
                         Ok(())
                         | Err(Stopped {
@@ -525,53 +777,50 @@ impl KernelSpace {
         shard: usize,
         address: usize,
         mut frame: KernelFrame,
+        heard: RwLockReadGuard<'_, Heard>,
     ) -> Result<KernelFrame, DetachError> {
         let (slot, len, page_bytes) = (frame.address(), frame.len(), frame.pool().page_bytes());
         // Dropping what was not copied gives back the part that was.
         frame.set_occupied();
+        let mut refused = None;
         for done in (0..len).step_by(page_bytes) {
-            let copied = self.copy_out(shard, address + done, slot + done, frame.pool());
-            if let Err(error) = copied {
-                return frame.split_front(done).ok_or(error);
+            if let Err(why) = self.copy_out(address + done, slot + done, frame.pool()) {
+                refused = Some((done, why));
+                break;
             }
         }
-        Ok(frame)
+        // Putting back has to wait while mappings change.
+        drop(heard);
+        let Some((done, why)) = refused else {
+            return Ok(frame);
+        };
+        let error = match why {
+            CarryError::Refused(error) => error,
+            CarryError::Staged(staged, why) => {
+                let address = address + done;
+                // SAFETY: `staged` is the mapping that the page was carried to, nobody else knows it.
+                let back = unsafe { self.copy_in(shard, address, staged, page_bytes) };
+                // SAFETY: as above, and it is not used after this.
+                unsafe { sys::release(staged, page_bytes) };
+                if let Err(Stopped { done_bytes, .. }) = back {
+                    // Never zeros, never a hang: what can not be put back is poisoned.
+                    let _ = self.poison(shard, address + done_bytes, page_bytes - done_bytes);
+                }
+                DetachError::Os(why.into())
+            }
+        };
+        frame.split_front(done).ok_or(error)
     }
 
     /// Takes one page out of a region and copies it to a slot of a pool.
-    fn copy_out(
-        &self,
-        shard: usize,
-        address: usize,
-        slot: usize,
-        pool: &Pool,
-    ) -> Result<(), DetachError> {
+    fn copy_out(&self, address: usize, slot: usize, pool: &Pool) -> Result<(), CarryError> {
         let len = pool.page_bytes();
         // The program may drop the page between this and the next step: then it is taken out as zeros, which it reads there, too.
-        if !self
-            .pagemap
-            .any_occupied(address, len)
-            .map_err(DetachError::Os)?
-        {
-            return Err(DetachError::Absent);
-        }
-        match self.carry_out(address, len, slot, pool) {
-            Ok(()) => Ok(()),
-            Err(CarryError::Refused(errno)) if errno.raw_os_error() == Some(libc::EFAULT) => {
-                Err(DetachError::Absent)
-            }
-            Err(CarryError::Refused(error)) => Err(DetachError::Os(error)),
-            Err(CarryError::Staged(staged, why)) => {
-                // SAFETY: `staged` is the mapping that the page was carried to, nobody else knows it.
-                let back = unsafe { self.uffd(shard).copy(address, staged, len, false) };
-                // SAFETY: as above, and it is not used after this.
-                unsafe { sys::release(staged, len) };
-                if let Err(Stopped { done_bytes, .. }) = back {
-                    // Never zeros, never a hang: what can not be put back is poisoned.
-                    let _ = self.poison(shard, address + done_bytes, len - done_bytes);
-                }
-                Err(DetachError::Os(why.into()))
-            }
+        let is_there = self.pagemap.any_occupied(address, len);
+        match is_there.map_err(DetachError::Os) {
+            Ok(true) => self.carry_out(address, len, slot, pool),
+            Ok(false) => Err(CarryError::Refused(DetachError::Absent)),
+            Err(error) => Err(CarryError::Refused(error)),
         }
     }
 
@@ -584,8 +833,12 @@ impl KernelSpace {
         pool: &Pool,
     ) -> Result<(), CarryError> {
         // SAFETY: lies in one stripe of a region, where absent pages are faults.
-        let staged = unsafe { sys::carry_away(address, len) }
-            .map_err(|errno| CarryError::Refused(errno.into()))?;
+        let staged = unsafe { sys::carry_away(address, len) }.map_err(|errno| {
+            CarryError::Refused(match errno {
+                Errno::EFAULT => DetachError::Absent,
+                errno => DetachError::Os(errno.into()),
+            })
+        })?;
         // SAFETY: `staged` is a mapping that nobody else knows; the slot is the caller's.
         unsafe { pool.uffd.copy(slot, staged, len, false) }
             .map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
@@ -601,9 +854,13 @@ impl KernelSpace {
         }
         for page in (address..address + len).step_by(page_bytes) {
             if self.fenced.lock().remove(&page) {
+                let write = if regions::is_read_only(page) {
+                    0
+                } else {
+                    libc::PROT_WRITE
+                };
                 // SAFETY: a page of a region, whose protection this restores.
-                let _ =
-                    unsafe { sys::protect(page, page_bytes, libc::PROT_READ | libc::PROT_WRITE) };
+                let _ = unsafe { sys::protect(page, page_bytes, libc::PROT_READ | write) };
             }
         }
     }
@@ -612,7 +869,7 @@ impl KernelSpace {
 /// A page that was not carried out by copying.
 enum CarryError {
     /// It is where it was.
-    Refused(io::Error),
+    Refused(DetachError),
     /// It lies at this temporary address.
     Staged(usize, Refusal),
 }
@@ -626,19 +883,31 @@ impl AddressSpace for KernelSpace {
 
     fn map(&self, layout: Layout) -> io::Result<usize> {
         check_layout(&layout)?;
-        let address = sys::reserve(layout.bytes, layout.page_bytes, layout.page_bytes == HUGE_PAGE_BYTES).map_err(|errno| {
-            io::Error::new(
-                io::Error::from(errno).kind(),
+        let address = self.reserve(&layout).map_err(|error| match error.raw_os_error() {
+            None => error,
+            Some(_) => io::Error::new(
+                error.kind(),
                 format!(
-                    "cannot reserve {} bytes of addresses: {errno} (see `ulimit -v`, `sysctl vm.overcommit_memory`, which 2 makes \
+                    "cannot reserve {} bytes of addresses: {error} (see `ulimit -v`, `sysctl vm.overcommit_memory`, which 2 makes \
                      count addresses as memory, and `sysctl vm.max_map_count`)",
                     layout.bytes
                 ),
-            )
+            ),
         })?;
-        if let Err(error) = self.register(address, &layout) {
+        // What was unmapped before is not about this region.
+        self.hear_all();
+        regions::begin(address);
+        let protect = || {
             // SAFETY: reserved above, and nobody has learned of it.
-            unsafe { sys::release(address, layout.bytes) };
+            unsafe { sys::protect(address, layout.bytes, libc::PROT_READ) }
+        };
+        let registered = self.register(address, &layout);
+        let ready = registered.and_then(|()| match layout.read_only {
+            true => Ok(protect()?),
+            false => Ok(()),
+        });
+        if let Err(error) = ready {
+            self.unmap(address, layout);
             let text = format!(
                 "cannot register {} bytes with userfaultfd: {error}; when out of memory, a mapping per stripe exceeds \
                  `sysctl vm.max_map_count`: raise it (`sudo sysctl -w vm.max_map_count=1000000`) or choose larger stripes",
@@ -650,23 +919,40 @@ impl AddressSpace for KernelSpace {
     }
 
     fn unmap(&self, address: usize, layout: Layout) {
+        let all = address..address + layout.bytes;
+        self.hear_all();
+        let mut gone = Ranges::default();
+        for shard in &self.shards {
+            let heard = shard.heard();
+            for part in heard.gone.inside(&all) {
+                gone.insert(part);
+            }
+        }
+        for part in gone.outside(all.clone()) {
+            // SAFETY: the caller gives the region up.
+            let _ = unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) };
+            // Unregistered first, or this thread would wait for its own message to be read; and inaccessible before that, so that threads which sleep on a fault
+            // there, and wake now, meet SIGSEGV and not a page of zeros.
+            for (shard, stripe) in self.stripes(address, layout) {
+                let (start, end) = (stripe.start.max(part.start), stripe.end.min(part.end));
+                if start < end {
+                    let _ = self.uffd(shard).unregister(start, end - start);
+                }
+            }
+            // SAFETY: as above.
+            unsafe { sys::release(part.start, part.len()) };
+        }
         if !self.features.contains(Features::POISON) {
             let mut fenced = self.fenced.lock();
-            let inside: Vec<_> = fenced
-                .range(address..address + layout.bytes)
-                .copied()
-                .collect();
+            let inside: Vec<_> = fenced.range(all.clone()).copied().collect();
             for page in inside {
                 fenced.remove(&page);
             }
         }
-        // SAFETY: the caller gives the region up.
-        unsafe { sys::release(address, layout.bytes) };
-        // Threads that slept on a fault there would sleep for ever. They are woken after the mapping is gone, so that they meet SIGSEGV and not a page of
-        // zeros, which unregistering first would give them.
         for shard in &self.shards {
-            let _ = shard.uffd.wake(address, layout.bytes);
+            shard.hear().gone.remove(&all);
         }
+        regions::give_up(address);
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<KernelFrame> {
@@ -679,15 +965,14 @@ impl AddressSpace for KernelSpace {
         address: usize,
         frame: KernelFrame,
     ) -> Result<(), InstallError<KernelFrame>> {
-        let uffd = self.uffd(shard);
         let (len, page_bytes) = (frame.len(), frame.pool().page_bytes());
-        let installed = match self.install_run(uffd, address, frame) {
+        let installed = match self.install_run(shard, address, frame) {
             // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses what spans two.
             Err(InstallError {
                 frame,
                 kind: InstallErrorKind::Gone,
             }) if frame.len() > page_bytes => {
-                self.install_page_by_page(uffd, address + len - frame.len(), frame)
+                self.install_page_by_page(shard, address + len - frame.len(), frame)
             }
             installed => installed,
         };
@@ -715,13 +1000,21 @@ impl AddressSpace for KernelSpace {
         page_bytes: usize,
         pages: usize,
     ) -> Result<KernelFrame, DetachError> {
-        let frame = self
+        let mut frame = self
             .pool(page_bytes)
             .and_then(|pool| pool.vacant(pages, 1))
             .map_err(DetachError::Os)?;
+        let heard = self.shards[shard].heard();
+        let there = heard.gone.free_bytes(&(address..address + frame.len()));
+        // A page that the program has unmapped in part is gone: what is left of it is not what the store shall have.
+        match there / page_bytes * page_bytes {
+            0 => return Err(DetachError::Absent),
+            there if there < frame.len() => drop(frame.split_off(there)),
+            _ => {}
+        }
         match self.transfer {
-            Transfer::Move => self.detach_by_move(shard, address, frame),
-            Transfer::Copy => self.detach_by_copy(shard, address, frame),
+            Transfer::Move => self.detach_by_move(shard, address, frame, heard),
+            Transfer::Copy => self.detach_by_copy(shard, address, frame, heard),
         }
     }
 
@@ -739,22 +1032,39 @@ impl AddressSpace for KernelSpace {
 
     fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
         if self.features.contains(Features::POISON) {
-            // SAFETY: an absent page of a region, whose fate is the pager's to decide.
-            let poisoned = unsafe { self.uffd(shard).poison(address, page_bytes) };
-            return poisoned.or_else(|stopped| {
-                self.wake(shard, address, page_bytes);
-                // Poisoned before: a fill that was tried again has failed again.
-                if stopped.why == Refusal::Exists {
-                    Ok(())
-                } else {
-                    Err(stopped.why.into())
+            let mut at = 0;
+            while at < page_bytes {
+                let poisoned =
+                    self.into_region(shard, address + at, page_bytes - at, |uffd, done, len| {
+                        // SAFETY: an absent page of a region, whose fate is the pager's to decide.
+                        unsafe { uffd.poison(address + at + done, len) }
+                    });
+                let Err(Stopped { done_bytes, why }) = poisoned else {
+                    break;
+                };
+                match why {
+                    // Poisoned before, by a fill that failed; or the program has unmapped this part of the page.
+                    Refusal::Exists | Refusal::Missing | Refusal::Ended => {
+                        at += done_bytes + KERNEL_PAGE_BYTES;
+                    }
+                    why => {
+                        self.wake(shard, address, page_bytes);
+                        return Err(why.into());
+                    }
                 }
-            });
+            }
+            self.wake(shard, address, page_bytes);
+            return Ok(());
         }
         // Before kernel 6.6: no access at all, which is SIGSEGV.
         self.fenced.lock().insert(address);
-        // SAFETY: an absent page of a region, whose fate is the pager's to decide.
-        let fenced = unsafe { sys::protect(address, page_bytes, libc::PROT_NONE) };
+        let heard = self.shards[shard].heard();
+        let parts = heard.gone.outside(address..address + page_bytes);
+        let fenced = parts.iter().try_for_each(|part| {
+            // SAFETY: an absent page of a region, whose fate is the pager's to decide.
+            unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) }
+        });
+        drop(heard);
         if fenced.is_err() {
             self.fenced.lock().remove(&address);
         }
@@ -763,8 +1073,23 @@ impl AddressSpace for KernelSpace {
     }
 
     fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
-        let shard = &self.shards[shard];
-        shard.uffd.faults(&mut shard.buffer.lock(), out)
+        let it = &self.shards[shard];
+        it.reader.store(this_thread(), Ordering::Relaxed);
+        out.append(&mut it.early.lock());
+        let mut heard = match it.heard.try_write() {
+            Ok(heard) => heard,
+            // Pages change sides at this moment. That is worth waiting for only if there is something to read.
+            Err(_) if !it.has_messages() => return Ok(()),
+            Err(_) => it.hear(),
+        };
+        self.read_messages(it, &mut heard, out)
+    }
+
+    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>) {
+        let it = &self.shards[shard];
+        if it.has_news.swap(false, Ordering::Acquire) {
+            out.append(&mut it.hear().news);
+        }
     }
 
     fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>> {
@@ -816,6 +1141,8 @@ mod tests {
         page_bytes: PAGE,
         stripe_bytes: PAGE,
         first_shard: 0,
+        address: None,
+        read_only: false,
     };
 
     #[test]

@@ -7,6 +7,7 @@ mod frame;
 mod kernel;
 mod pagemap;
 mod probe;
+mod regions;
 pub mod sigbus;
 mod sim;
 mod space;

@@ -6,12 +6,14 @@
 //! not reported; at most one page lies at an address; only a frame that was cut can be joined again.
 //!
 //! Faults that can be injected, and must be survived: a page that is held, at the start of a run or later
-//! ([`SimOptions::held_probability`]), a fault that is reported twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`]).
+//! ([`SimOptions::held_probability`]), a fault that is reported twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`])
+//! or unmaps ([`SimSpace::unmap_page`]).
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
 use std::{
     collections::{BTreeMap, VecDeque},
     io,
+    ops::Range,
     os::fd::BorrowedFd,
     sync::Arc,
     sync::atomic::{AtomicUsize, Ordering},
@@ -84,6 +86,8 @@ struct State {
     next_address: usize,
     regions: BTreeMap<usize, SimRegion>,
     queues: Vec<VecDeque<Message>>,
+    /// Per shard, what the program has unmapped, until it is told.
+    news: Vec<Vec<Range<usize>>>,
     /// Per thread, the page on whose fault it sleeps.
     asleep: BTreeMap<usize, usize>,
 }
@@ -96,6 +100,8 @@ struct SimRegion {
 enum Content {
     Bytes(Box<[u8]>),
     Poison,
+    /// The program has unmapped the page.
+    Gone,
 }
 
 #[derive(Clone, Copy)]
@@ -182,6 +188,7 @@ impl SimSpace {
             next_address: 1 << 40,
             regions: BTreeMap::new(),
             queues: vec![VecDeque::new(); shards],
+            news: vec![Vec::new(); shards],
             asleep: BTreeMap::new(),
             options,
         };
@@ -219,7 +226,28 @@ impl SimSpace {
         let Some((region, page)) = state.region(address) else {
             return false;
         };
-        region.pages.remove(&page).is_some()
+        let is_there = matches!(
+            region.pages.get(&page),
+            Some(Content::Bytes(_) | Content::Poison)
+        );
+        if is_there {
+            region.pages.remove(&page);
+        }
+        is_there
+    }
+
+    /// What the program does with `munmap`: the page's bytes are gone, and so are its addresses, until the region's end.
+    pub fn unmap_page(&self, address: usize) {
+        let mut state = self.state.lock();
+        let Some((region, page)) = state.region(address) else {
+            return;
+        };
+        let page_bytes = region.layout.page_bytes;
+        region.pages.insert(page, Content::Gone);
+        state.wake(page, page_bytes);
+        for news in &mut state.news {
+            news.push(page..page + page_bytes);
+        }
     }
 
     /// Pages mapped in all regions.
@@ -261,6 +289,7 @@ impl SimSpace {
                 Ok(with(word))
             }
             Some(Content::Poison) => Err(Faulted::Sigbus),
+            Some(Content::Gone) => Err(Faulted::Sigsegv),
             None => {
                 state.fault(thread, address, page, write);
                 Err(Faulted::Asleep)
@@ -434,12 +463,14 @@ impl AddressSpace for SimSpace {
         };
         let mut page = address;
         while frame.pages() > 0 {
-            if matches!(region.pages.get(&page), Some(Content::Bytes(_))) {
+            let refused = match region.pages.get(&page) {
+                Some(Content::Bytes(_)) => Some(InstallErrorKind::Exists),
+                Some(Content::Gone) => Some(InstallErrorKind::Gone),
+                Some(Content::Poison) | None => None,
+            };
+            if let Some(kind) = refused {
                 state.wake(address, page + page_bytes - address);
-                return Err(InstallError {
-                    frame,
-                    kind: InstallErrorKind::Exists,
-                });
+                return Err(InstallError { frame, kind });
             }
             let first: Vec<u8> = frame.bytes.drain(..page_bytes).collect();
             frame.place += 1;
@@ -469,7 +500,7 @@ impl AddressSpace for SimSpace {
                 .region_of_run(shard, address, page_bytes, pages)
                 .ok_or(DetachError::Absent)?;
             let refused = match region.pages.get(&page) {
-                None => DetachError::Absent,
+                None | Some(Content::Gone) => DetachError::Absent,
                 Some(_) if held => DetachError::Held,
                 Some(Content::Poison) => {
                     DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
@@ -490,9 +521,12 @@ impl AddressSpace for SimSpace {
 
     fn is_present(&self, address: usize) -> bool {
         let mut state = self.state.lock();
-        state
-            .region(address)
-            .is_some_and(|(region, page)| region.pages.contains_key(&page))
+        state.region(address).is_some_and(|(region, page)| {
+            matches!(
+                region.pages.get(&page),
+                Some(Content::Bytes(_) | Content::Poison)
+            )
+        })
     }
 
     fn wake(&self, _shard: usize, address: usize, bytes: usize) {
@@ -504,7 +538,8 @@ impl AddressSpace for SimSpace {
         let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
         // Poisoned before: a fill that was tried again has failed again.
         let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
-        if !exists {
+        let gone = matches!(region.pages.get(&page), Some(Content::Gone));
+        if !exists && !gone {
             region.pages.insert(page, Content::Poison);
         }
         state.wake(address, page_bytes);
@@ -524,6 +559,10 @@ impl AddressSpace for SimSpace {
         Ok(())
     }
 
+    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>) {
+        out.append(&mut self.state.lock().news[shard]);
+    }
+
     fn fault_fd(&self, _shard: usize) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -538,6 +577,8 @@ mod tests {
         page_bytes: 4096,
         stripe_bytes: 4096,
         first_shard: 0,
+        address: None,
+        read_only: false,
     };
 
     fn faults(space: &SimSpace, shard: usize) -> Vec<Fault> {

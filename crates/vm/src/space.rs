@@ -4,7 +4,7 @@
 //! and [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically, page by page of a run. It knows
 //! addresses and shards; which page is where, and why, is the pager's business.
 
-use std::{io, os::fd::BorrowedFd};
+use std::{io, ops::Range, os::fd::BorrowedFd};
 
 /// A page fault that the program raised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +66,8 @@ pub enum InstallErrorKind {
     /// A page is already mapped there; sleeping threads have been woken.
     #[error("a page is already mapped there")]
     Exists,
-    /// The region is no longer mapped.
-    #[error("the region is no longer mapped")]
+    /// The program has unmapped the page's addresses itself, or part of them.
+    #[error("the program has unmapped the addresses")]
     Gone,
     /// Anything else.
     #[error("cannot map a page")]
@@ -85,6 +85,10 @@ pub struct Layout {
     pub stripe_bytes: usize,
     /// The shard of the first stripe.
     pub first_shard: usize,
+    /// Its first address, a multiple of `page_bytes`: what is mapped there is replaced. `None`: anywhere.
+    pub address: Option<usize>,
+    /// The program may only read: a write raises SIGSEGV.
+    pub read_only: bool,
 }
 
 impl Layout {
@@ -107,10 +111,11 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// Reserves addresses for a region and starts to catch its faults. Returns its first address, aligned to its page size.
     ///
     /// # Errors
-    /// The operating system's, in words that say what to do.
+    /// The operating system's, in words that say what to do. What was mapped at a given address is gone then, too, unless the address is unaligned or
+    /// another region's.
     fn map(&self, layout: Layout) -> io::Result<usize>;
 
-    /// Gives the addresses back. All pages of the region must have been detached, or are lost with it.
+    /// Gives the addresses back, except those that the program has unmapped itself. All pages of the region must have been detached, or are lost with it.
     fn unmap(&self, address: usize, layout: Layout);
 
     /// A new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical memory, which dropping the frame gives back.
@@ -151,7 +156,7 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// Wakes the threads that sleep on the pages of a range without changing them; they try again.
     fn wake(&self, shard: usize, address: usize, bytes: usize);
 
-    /// Makes every access to the absent page at `address` raise SIGBUS, until a frame is installed there.
+    /// Makes every access to the absent page at `address` raise SIGBUS, until a frame is installed there. What the program has unmapped of it is left alone.
     ///
     /// # Errors
     /// The operating system's, where the kernel can not do this.
@@ -163,6 +168,11 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// The operating system's.
     fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()>;
 
-    /// Becomes readable when a fault waits in the shard's queue.
+    /// Appends what the program has unmapped of regions with pages of this shard (by `munmap`, `mremap`, or `mmap` over them), as far as
+    /// [`faults`](Self::faults) has come across it: whole addresses, also those of other shards. From then on nothing is installed there or detached
+    /// from there. The program's call returns only after `faults` has come across it.
+    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>);
+
+    /// Becomes readable when a fault waits in the shard's queue, or news for [`unmapped`](Self::unmapped).
     fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>>;
 }

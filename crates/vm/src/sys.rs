@@ -14,9 +14,9 @@ use nix::errno::Errno;
 /// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is opened.
 pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 
-/// Tries that make no progress before a transfer gives up. The kernel asks to try again while a page is locked, migrated or while another
-/// thread changes the mapping, which takes microseconds; after 10 000 yields (some milliseconds at least) something else is wrong.
-const FRUITLESS_TRIES_MAX: u32 = 10_000;
+/// Tries that make no progress before a transfer gives up. The kernel asks to try again while a page is locked or migrated, which takes microseconds, and
+/// while another thread changes the mapping, which can take as long as it likes: callers who can wait for that do so without what others wait for.
+const FRUITLESS_TRIES_MAX: u32 = 16;
 
 nix::ioctl_readwrite!(uffdio_api, raw::UFFDIO, raw::_UFFDIO_API, raw::uffdio_api);
 nix::ioctl_readwrite!(
@@ -188,6 +188,20 @@ pub(crate) unsafe fn copy(
     })
 }
 
+/// Whether `UFFDIO_COPY` would be told to try again, whatever it was asked for: the kernel looks at that first, and nothing is copied by a copy of no bytes.
+pub(crate) fn is_changing(fd: BorrowedFd<'_>) -> bool {
+    let mut arg = raw::uffdio_copy {
+        dst: 0,
+        src: 0,
+        len: 0,
+        mode: 0,
+        copy: 0,
+    };
+    // SAFETY: `arg` is valid for the call, which touches no memory: a length of 0 is refused.
+    let refused = unsafe { uffdio_copy(fd.as_raw_fd(), &mut arg) };
+    refused == Err(Errno::EAGAIN)
+}
+
 /// `UFFDIO_MOVE` (kernel 6.8): moves the pages at `src` to the absent pages at `dst`, which is registered with `fd`.
 ///
 /// # Safety
@@ -352,20 +366,7 @@ pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> n
 pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize> {
     let slack = align - KERNEL_PAGE_BYTES;
     // SAFETY: no address is asked for, so that no mapping is replaced.
-    let start = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            len + slack,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-            -1,
-            0,
-        )
-    };
-    if start == libc::MAP_FAILED {
-        return Err(Errno::last());
-    }
-    let start = start as usize;
+    let start = unsafe { map_anonymous(0, len + slack, 0) }?;
     let aligned = start.next_multiple_of(align);
     let end = start + len + slack;
     for (from, to) in [(start, aligned), (aligned + len, end)] {
@@ -374,6 +375,36 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
             unsafe { release(from, to - from) };
         }
     }
+    set_up(aligned, len, huge)?;
+    Ok(aligned)
+}
+
+/// As [`reserve`], at `start` and nowhere else: what is mapped there is replaced, and nothing beside it.
+///
+/// # Safety
+/// Nothing relies on what is mapped there.
+pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Result<()> {
+    // SAFETY: the caller's promise.
+    unsafe { map_anonymous(start, len, libc::MAP_FIXED) }?;
+    set_up(start, len, huge)
+}
+
+/// # Safety
+/// With `MAP_FIXED`, nothing relies on what is mapped there.
+unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Result<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: the caller's promise.
+    let mapped = unsafe { libc::mmap(start as *mut libc::c_void, len, protection, flags, -1, 0) };
+    if mapped == libc::MAP_FAILED {
+        Err(Errno::last())
+    } else {
+        Ok(mapped as usize)
+    }
+}
+
+/// The advice of a new mapping, which is given up if that fails.
+fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     let page_kind = if huge {
         libc::MADV_HUGEPAGE
     } else {
@@ -381,18 +412,18 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
     };
     for advice in [libc::MADV_DONTFORK, page_kind] {
         // SAFETY: the mapping made above; neither advice drops pages.
-        match unsafe { madvise(aligned, len, advice) } {
+        match unsafe { madvise(start, len, advice) } {
             Ok(()) => {}
             // A kernel built without transparent huge pages: there is nothing to ask for or to refuse.
             Err(Errno::EINVAL) if advice == page_kind => {}
             Err(errno) => {
                 // SAFETY: the mapping made above, which nobody else knows.
-                unsafe { release(aligned, len) };
+                unsafe { release(start, len) };
                 return Err(errno);
             }
         }
     }
-    Ok(aligned)
+    Ok(())
 }
 
 /// `munmap`.

@@ -5,7 +5,7 @@
 
 use std::{
     fmt, io,
-    ops::{BitAnd, BitOr},
+    ops::{BitAnd, BitOr, Range},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd},
 };
 
@@ -183,13 +183,31 @@ impl Uffd {
             .map_err(os_error)
     }
 
+    /// Whether a mapping is being taken away at this moment ([`Features::EVENT_UNMAP`]): until its message has been read, nothing can be put anywhere.
+    pub(crate) fn is_changing(&self) -> bool {
+        sys::is_changing(self.inner.as_fd())
+    }
+
     /// Appends the faults that wait, without blocking.
     ///
     /// # Errors
     /// The operating system's.
     pub fn faults(&self, buffer: &mut FaultBuffer, out: &mut Vec<Fault>) -> io::Result<()> {
+        self.messages(buffer, |message| {
+            if let Message::Fault(fault) = message {
+                out.push(fault);
+            }
+        })
+    }
+
+    /// Hands on the messages that wait, without blocking.
+    pub(crate) fn messages(
+        &self,
+        buffer: &mut FaultBuffer,
+        mut each: impl FnMut(Message),
+    ) -> io::Result<()> {
         loop {
-            let before = out.len();
+            let mut count = 0;
             let events = match self.inner.read_events(&mut buffer.0) {
                 Ok(events) => events,
                 Err(userfaultfd::Error::SystemError(errno)) if errno as i32 == libc::EAGAIN => {
@@ -198,16 +216,21 @@ impl Uffd {
                 Err(error) => return Err(os_error(error)),
             };
             for event in events {
-                // The other events have not been agreed upon.
-                if let Event::Pagefault { rw, addr, .. } = event.map_err(os_error)? {
-                    out.push(Fault {
+                count += 1;
+                match event.map_err(os_error)? {
+                    Event::Pagefault { rw, addr, .. } => each(Message::Fault(Fault {
                         address: addr as usize,
                         write: rw == ReadWrite::Write,
-                    });
+                    })),
+                    Event::Unmap { start, end } => {
+                        each(Message::Unmapped(start as usize..end as usize));
+                    }
+                    // The other events have not been agreed upon.
+                    _ => {}
                 }
             }
             // A read takes all there is, up to its buffer.
-            if out.len() - before < FAULTS_PER_READ {
+            if count < FAULTS_PER_READ {
                 return Ok(());
             }
         }
@@ -224,6 +247,13 @@ impl fmt::Debug for Uffd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Uffd({})", self.inner.as_raw_fd())
     }
+}
+
+/// What a `read` may say.
+pub(crate) enum Message {
+    Fault(Fault),
+    /// The program has unmapped these addresses, some of which were registered with this descriptor.
+    Unmapped(Range<usize>),
 }
 
 /// Room for the messages of one `read`, kept between calls.
@@ -244,6 +274,8 @@ impl Features {
     pub const MISSING: Self = Self(0);
     /// A fault raises SIGBUS in the thread that faults instead of a message (kernel 4.14).
     pub const SIGBUS: Self = Self(raw::UFFD_FEATURE_SIGBUS as u64);
+    /// A message when the program unmaps what is registered, and its thread sleeps until that is read (kernel 4.11).
+    pub const EVENT_UNMAP: Self = Self(raw::UFFD_FEATURE_EVENT_UNMAP as u64);
     /// Write protection of anonymous memory (kernel 5.7).
     pub const WP: Self = Self(raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64);
     /// Faults on pages that a shared memory object holds but that are not mapped (kernel 5.14).

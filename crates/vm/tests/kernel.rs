@@ -51,6 +51,8 @@ fn layout(bytes: usize, page_bytes: usize) -> Layout {
         page_bytes,
         stripe_bytes: page_bytes,
         first_shard: 0,
+        address: None,
+        read_only: false,
     }
 }
 
@@ -674,6 +676,8 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
             page_bytes: 4096,
             stripe_bytes: 32768,
             first_shard: 0,
+            address: None,
+            read_only: false,
         };
         let mut before = None;
         for cycle in 0..11_000 {
@@ -1164,8 +1168,7 @@ fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() 
         // Part of the region goes. It is mapped again, without faults, so that no other test's mapping comes to lie there.
         // SAFETY: a page of the region, replaced.
         unsafe {
-            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-            libc::mmap(page(4) as *mut _, 65536, libc::PROT_NONE, flags, -1, 0);
+            as_the_program(&space, || map_over(page(4), 65536, libc::PROT_NONE));
             libc::mprotect(page(1) as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE);
             libc::madvise(base as *mut _, 4 * 65536, libc::MADV_DONTNEED);
         }
@@ -1180,6 +1183,290 @@ fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() 
         let error = space.install(0, base, frame).unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Gone));
         assert_eq!(numbers(error.frame.as_ref(), 65536), all[..4]);
+    }
+}
+
+/// Runs what the program does to its mappings, while the space's messages are read: the kernel lets it go on only then.
+fn as_the_program<T: Send>(space: &KernelSpace, act: impl FnOnce() -> T + Send) -> T {
+    thread::scope(|scope| {
+        let acting = scope.spawn(act);
+        while !acting.is_finished() {
+            for shard in 0..space.shards() {
+                space.faults(shard, &mut Vec::new()).unwrap();
+            }
+            thread::yield_now();
+        }
+        acting.join().unwrap()
+    })
+}
+
+/// Maps anonymous memory of the program's own over what is there.
+fn map_over(address: usize, len: usize, protection: libc::c_int) {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: the tests map over their own regions, whose pages they do not use any more.
+    let mapped = unsafe { libc::mmap(address as *mut _, len, protection, flags, -1, 0) };
+    assert_eq!(mapped as usize, address);
+}
+
+fn unmap_by_the_program(address: usize, len: usize) {
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::munmap(address as *mut _, len) }, 0);
+}
+
+/// What `/proc/self/maps` says of the mapping that holds `address`.
+fn protection(address: usize) -> Option<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().find_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (start, end) = range.split_once('-')?;
+        let at = |text| usize::from_str_radix(text, 16).unwrap();
+        (at(start)..at(end))
+            .contains(&address)
+            .then(|| rest[..4].to_owned())
+    })
+}
+
+#[test]
+fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
+    for transfer in BOTH {
+        let space = space(transfer, 2);
+        let layout = Layout {
+            stripe_bytes: 65536,
+            ..run_layout(32, 4096)
+        };
+        let base = space.map(layout).unwrap();
+        let page = |number: usize| base + number * 4096;
+        for half in 0..2 {
+            let frame = numbered(&space, 4096, 16, 1);
+            space.install(half, page(16 * half), frame).unwrap();
+        }
+        // Across the two shards' stripes.
+        let rw = libc::PROT_READ | libc::PROT_WRITE;
+        as_the_program(&space, || map_over(page(12), 8 * 4096, rw));
+        for number in 12..20 {
+            set(page(number), 99);
+        }
+        for (shard, told) in [(0, 12..20), (1, 12..20)] {
+            let mut news = Vec::new();
+            space.unmapped(shard, &mut news);
+            assert_eq!(news, [page(told.start)..page(told.end)]);
+            space.unmapped(shard, &mut news);
+            assert_eq!(news.len(), 1, "told once");
+        }
+        let frame = space.detach(0, page(8), 4096, 8).unwrap();
+        assert_eq!(numbers(frame.as_ref(), 4096), [9, 10, 11, 12]);
+        for (shard, number) in [(0, 12), (0, 15), (1, 16), (1, 19)] {
+            let error = space.detach(shard, page(number), 4096, 1).unwrap_err();
+            assert!(matches!(error, DetachError::Absent), "{error:?}");
+            space.poison(shard, page(number), 4096).unwrap();
+            let frame = numbered(&space, 4096, 1, 7);
+            let error = space.install(shard, page(number), frame).unwrap_err();
+            assert!(matches!(error.kind, InstallErrorKind::Gone));
+        }
+        // A run goes in as far as it can.
+        drop(frame);
+        let error = space
+            .install(0, page(8), numbered(&space, 4096, 8, 1))
+            .unwrap_err();
+        assert!(matches!(error.kind, InstallErrorKind::Gone));
+        assert_eq!(numbers(error.frame.as_ref(), 4096), [5, 6, 7, 8]);
+        let frame = space.detach(1, page(20), 4096, 12).unwrap();
+        assert_eq!(
+            numbers(frame.as_ref(), 4096),
+            [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+        );
+        space.unmap(base, layout);
+        for number in 12..20 {
+            assert_eq!(byte(page(number)), 99);
+        }
+        assert_eq!(protection(page(11)), None);
+        unmap_by_the_program(page(12), 8 * 4096);
+        // The addresses are as good as others from here on.
+        let again = Layout {
+            address: Some(base),
+            ..layout
+        };
+        assert_eq!(space.map(again).unwrap(), base);
+        space
+            .install(0, page(12), numbered(&space, 4096, 1, 3))
+            .unwrap();
+        assert_eq!(byte(page(12)), 3);
+        space.unmap(base, again);
+    }
+}
+
+#[test]
+fn page_that_the_program_unmaps_in_part_is_gone_and_what_is_left_of_it_raises_sigbus() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = run_layout(3, 65536);
+        let base = space.map(layout).unwrap();
+        as_the_program(&space, || unmap_by_the_program(base + 65536 + 8192, 4096));
+        let error = space
+            .install(0, base, numbered(&space, 65536, 3, 1))
+            .unwrap_err();
+        assert!(matches!(error.kind, InstallErrorKind::Gone));
+        assert_eq!(numbers(error.frame.as_ref(), 65536), [2, 3]);
+        space.poison(0, base + 65536, 65536).unwrap();
+        assert!(!system_call_can_read(base + 65536));
+        assert!(!system_call_can_read(base + 2 * 65536 - 1));
+        assert_eq!(numbers(mapped(base, 65536), 65536), [1]);
+        space.unmap(base, layout);
+        assert_eq!(protection(base + 65536), None);
+    }
+}
+
+#[test]
+fn pages_come_and_go_while_the_program_maps_over_others() {
+    const PAGES: usize = 64;
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = run_layout(PAGES, 4096);
+        let base = space.map(layout).unwrap();
+        let stop = AtomicBool::new(false);
+        let taken = thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    space.faults(0, &mut Vec::new()).unwrap();
+                    thread::yield_now();
+                }
+            });
+            // Takes out all that there is, and puts it back, all the time.
+            let mover = scope.spawn(|| {
+                let mut taken = 0;
+                for number in (0..PAGES).cycle() {
+                    if stop.load(Ordering::Relaxed) {
+                        return taken;
+                    }
+                    let address = base + number * 4096;
+                    let frame = match space.detach(0, address, 4096, 1) {
+                        Ok(frame) => frame,
+                        Err(DetachError::Absent) => space.new_frame(4096, 1).unwrap(),
+                        Err(error) => panic!("{error:?}"),
+                    };
+                    assert_ne!(frame.as_ref()[0], 99, "a page of the program's was taken");
+                    taken += 1;
+                    match space.install(0, address, frame).map_err(|error| error.kind) {
+                        Ok(()) | Err(InstallErrorKind::Gone) => {}
+                        Err(error) => panic!("{error:?}"),
+                    }
+                }
+                unreachable!("the range is endless");
+            });
+            for number in 0..PAGES {
+                let address = base + number * 4096;
+                map_over(address, 4096, libc::PROT_READ | libc::PROT_WRITE);
+                set(address, 99);
+                thread::yield_now();
+                for number in 0..=number {
+                    assert_eq!(byte(base + number * 4096), 99, "page {number} was touched");
+                }
+            }
+            stop.store(true, Ordering::Relaxed);
+            reader.join().unwrap();
+            mover.join().unwrap()
+        });
+        assert!(taken > 0);
+        space.unmap(base, layout);
+        unmap_by_the_program(base, PAGES * 4096);
+    }
+}
+
+#[test]
+fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
+    let space = space(Transfer::Move, 2);
+    for page_bytes in [4096, 65536] {
+        let around = run_layout(4, page_bytes);
+        // A region finds aligned addresses; the program has them afterwards.
+        let start = space.map(around).unwrap();
+        space.unmap(start, around);
+        map_over(start, 4 * page_bytes, libc::PROT_READ | libc::PROT_WRITE);
+        for number in 0..4 {
+            set(start + number * page_bytes, 50);
+        }
+        let layout = Layout {
+            address: Some(start + page_bytes),
+            ..run_layout(2, page_bytes)
+        };
+        assert_eq!(space.map(layout).unwrap(), start + page_bytes);
+        assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
+        let shard = layout.shard_of(0, 2);
+        space
+            .install(
+                shard,
+                start + page_bytes,
+                numbered(&space, page_bytes, 2, 1),
+            )
+            .unwrap();
+        assert_eq!(byte(start + page_bytes), 1);
+        // Not over another region, and not at just any address.
+        let refused = |address| {
+            let layout = Layout {
+                address: Some(address),
+                ..layout
+            };
+            space.map(layout).unwrap_err().kind()
+        };
+        use std::io::ErrorKind::{AlreadyExists, InvalidInput};
+        assert_eq!(refused(start), AlreadyExists);
+        assert_eq!(refused(start + 2 * page_bytes), AlreadyExists);
+        assert_eq!(refused(start + 2048), InvalidInput);
+        assert_eq!(refused(0), InvalidInput);
+        assert_eq!(refused(usize::MAX - page_bytes + 1), InvalidInput);
+        assert_eq!(byte(start + page_bytes), 1);
+        space.unmap(start + page_bytes, layout);
+        assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
+        assert_eq!(protection(start + page_bytes), None);
+        unmap_by_the_program(start, page_bytes);
+        unmap_by_the_program(start + 3 * page_bytes, page_bytes);
+    }
+}
+
+#[test]
+fn new_region_keeps_out_of_what_the_program_has_unmapped_of_another() {
+    let space = space(Transfer::Move, 1);
+    let layout = run_layout(64, 65536);
+    let base = space.map(layout).unwrap();
+    as_the_program(&space, || unmap_by_the_program(base + 65536, 62 * 65536));
+    let small: Vec<usize> = (0..32)
+        .map(|_| space.map(run_layout(2, 4096)).unwrap())
+        .collect();
+    for &address in &small {
+        assert!(address + 8192 <= base || base + layout.bytes <= address);
+        space.unmap(address, run_layout(2, 4096));
+    }
+    space.unmap(base, layout);
+}
+
+#[test]
+fn read_only_region_is_paged_and_cannot_be_written() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let layout = Layout {
+                read_only: true,
+                ..run_layout(4, page_bytes)
+            };
+            let base = space.map(layout).unwrap();
+            for round in 0..3 {
+                space
+                    .install(0, base, numbered(&space, page_bytes, 4, round))
+                    .unwrap();
+                let there = numbers(mapped(base, 4 * page_bytes), page_bytes);
+                assert_eq!(there, [round, round + 1, round + 2, round + 3]);
+                assert_eq!(protection(base + page_bytes).as_deref(), Some("r--p"));
+                let frame = space.detach(0, base, page_bytes, 4).unwrap();
+                assert_eq!(numbers(frame.as_ref(), page_bytes), there);
+                assert!(!space.is_present(base));
+            }
+            space.poison(0, base, page_bytes).unwrap();
+            space
+                .install(0, base, numbered(&space, page_bytes, 1, 9))
+                .unwrap();
+            assert_eq!(numbers(mapped(base, page_bytes), page_bytes), [9]);
+            assert_eq!(protection(base).as_deref(), Some("r--p"));
+            space.unmap(base, layout);
+        }
     }
 }
 

@@ -93,6 +93,8 @@ impl Toy {
             page_bytes: PAGE,
             stripe_bytes: PAGE,
             first_shard: 0,
+            address: None,
+            read_only: false,
         };
         let base = space.map(layout).unwrap();
         let away = (0..pages)

@@ -182,6 +182,106 @@ CASE(munmap_by_the_application) {
   for (std::size_t page = 0; page < PAGES; ++page) CHECK(word_in_file(fd, page * WORDS) == (page >= FROM && page < TO ? 1 : 5));
 }
 
+/* A page that loses a part is gone: its file keeps what was written back last, and what is left of it raises a signal where it was not in memory. */
+CASE(munmap_of_parts_of_pages) {
+  constexpr std::size_t BIG = 65536, PAGES = 64;
+  CountingStore store(PAGES * BIG);
+  store.page_size_hint = BIG;
+  auto *bytes = map_store<char>(&store, PAGES * BIG);
+  for (std::size_t at = 0; at < PAGES * BIG; at += PAGE) bytes[at] = 1;
+  CHECK(umap_flush() == 0);
+  // The end of page 10 and the beginning of page 12.
+  CHECK(munmap(bytes + 10 * BIG + 8 * PAGE, BIG + 16 * PAGE) == 0);
+  CHECK(raises(SIGSEGV, [&] { bytes[11 * BIG] = 2; }));
+  for (int round = 0; round < 3; ++round) {
+    for (std::size_t page = 0; page < PAGES; ++page) {
+      if (page < 10 || page > 12) CHECK(bytes[page * BIG + PAGE] == 1 + round);
+      if (page < 10 || page > 12) bytes[page * BIG + PAGE] = static_cast<char>(2 + round);
+    }
+  }
+  CHECK(umap_flush() == 0);
+  CHECK(uunmap(bytes, PAGES * BIG) == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) {
+    for (std::size_t at = 0; at < BIG; at += PAGE) {
+      bool changed = (page < 10 || page > 12) && at == PAGE;
+      CHECK((store.word((page * BIG + at) / 8) & 255) == (changed ? 4 : 1));
+    }
+  }
+}
+
+/* What moves away is the program's own from then on: what was in memory moves along, pinned pages for certain, and the region has lost it. */
+CASE(mremap_by_the_application) {
+  constexpr std::size_t PAGES = 512, FROM = 100, MOVED = 16, WORDS = PAGE / 8;
+  int fd = new_file("pages", PAGES * PAGE);
+  auto *words = map_file<std::uint64_t>(fd, PAGES * PAGE);
+  for (std::size_t page = 0; page < PAGES; ++page) words[page * WORDS] = page + 1;
+  CHECK(umap_flush() == 0);
+  umap_fetch_and_pin(reinterpret_cast<char *>(words + FROM * WORDS), MOVED * PAGE);
+  CHECK(errno == 0);
+  void *there = mmap(nullptr, MOVED * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(there != MAP_FAILED);
+  CHECK(mremap(words + FROM * WORDS, MOVED * PAGE, MOVED * PAGE, MREMAP_MAYMOVE | MREMAP_FIXED, there) == there);
+  auto *moved = static_cast<std::uint64_t *>(there);
+  for (std::size_t page = 0; page < MOVED; ++page) {
+    CHECK(moved[page * WORDS] == FROM + page + 1);
+    moved[page * WORDS] = 77;
+  }
+  CHECK(raises(SIGSEGV, [&] { words[FROM * WORDS] = 2; }));
+  for (int round = 0; round < 3; ++round) {
+    for (std::size_t page = 0; page < PAGES; ++page) {
+      if (page < FROM || page >= FROM + MOVED) CHECK(words[page * WORDS] == page + 1);
+    }
+  }
+  CHECK(uunmap(words, PAGES * PAGE) == 0);
+  for (std::size_t page = 0; page < MOVED; ++page) CHECK(moved[page * WORDS] == 77);
+  for (std::size_t page = 0; page < PAGES; ++page) CHECK(word_in_file(fd, page * WORDS) == page + 1);
+}
+
+/* Which thread is faster is chance, each time. */
+CASE(application_maps_over_pages_that_are_being_evicted) {
+  constexpr std::size_t PAGES = 256, WORDS = PAGE / 8, PART = 16;
+  std::atomic<bool> stop{false};
+  int busy_fd = new_file("busy", 4 * PAGES * PAGE);
+  auto *busy = map_file<std::uint64_t>(busy_fd, 4 * PAGES * PAGE);
+  std::thread writer([&] {
+    for (std::uint64_t round = 1; !stop; ++round) {
+      for (std::size_t page = 0; page < 4 * PAGES; ++page) busy[page * WORDS] = mix(round + page);
+    }
+  });
+  for (int cycle = 0; cycle < 6; ++cycle) {
+    int fd = new_file("pages" + std::to_string(cycle), PAGES * PAGE);
+    auto *words = map_file<std::uint64_t>(fd, PAGES * PAGE);
+    for (std::size_t at = 0; at + PART <= PAGES; at += PART) {
+      // On their way out or about to be.
+      for (std::size_t page = at; page < PAGES; ++page) words[page * WORDS] = page + 1;
+      void *part = words + at * WORDS;
+      if (at / PART % 2 == 0) {
+        CHECK(mmap(part, PART * PAGE, PROT_READ | PROT_WRITE, MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == part);
+        for (std::size_t page = at; page < at + PART; ++page) {
+          CHECK(words[page * WORDS] == 0);
+          words[page * WORDS] = ~page;
+        }
+      } else {
+        CHECK(munmap(part, PART * PAGE) == 0);
+      }
+      for (std::size_t page = 0; page < at + PART; ++page) {
+        if (page / PART % 2 == 0) CHECK(words[page * WORDS] == ~page);
+      }
+    }
+    CHECK(umap_flush() == 0);
+    CHECK(uunmap(words, PAGES * PAGE) == 0);
+    for (std::size_t page = 0; page < PAGES; ++page) {
+      if (page / PART % 2 == 0) CHECK(words[page * WORDS] == ~page);
+      std::uint64_t stored = word_in_file(fd, page * WORDS);
+      CHECK(stored == 0 || stored == page + 1);
+    }
+    for (std::size_t at = 0; at < PAGES; at += PART * 2) CHECK(munmap(words + at * WORDS, PART * PAGE) == 0);
+  }
+  stop = true;
+  writer.join();
+  CHECK(uunmap(busy, 4 * PAGES * PAGE) == 0);
+}
+
 CASE(what_the_application_maps_into_a_region_is_its_own) {
   constexpr std::size_t PAGES = 512, FROM = 100, TO = 200;
   int fd = new_file("pages", PAGES * PAGE);

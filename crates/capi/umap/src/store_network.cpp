@@ -58,12 +58,13 @@ class StoreNetwork::Array {
   }
 
   /* Null with an errno if it cannot be made. */
-  farpage_region *region(std::size_t page_bytes, int *number) {
+  farpage_region *region(std::size_t page_bytes, void *address, int *number) {
     std::lock_guard<std::mutex> guard(lock);
     if (it == nullptr) {
       farpage_region_options options{};
       options.struct_bytes = sizeof options;
       options.page_bytes = page_bytes;
+      options.address = address;
       options.codec = mode == COMPRESS_LZ4 ? FARPAGE_CODEC_LZ4 : FARPAGE_CODEC_RAW;
       farpage_code code = farpage_region_map(connection->runtime, length, &options, &it);
       if (code != FARPAGE_OK) {
@@ -137,7 +138,7 @@ ssize_t transfer(StoreNetwork::Array &array, std::size_t page_bytes, std::size_t
   }
   std::size_t inside = std::min(nb, array.length - static_cast<std::size_t>(off));
   int number = 0;
-  farpage_region *region = array.region(page_bytes, &number);
+  farpage_region *region = array.region(page_bytes, nullptr, &number);
   // Brought in first: a dead server is an error here and not SIGBUS.
   if (region != nullptr && farpage_region_prefetch(region, static_cast<std::uint64_t>(off), inside) != FARPAGE_OK) {
     shim::log_failure("network store " + array.name);
@@ -180,15 +181,20 @@ ssize_t StoreNetwork::write_to_store(char *buf, std::size_t nb, off_t off) {
 
 bool shim::is_network_store(const Store *store) { return array_of(store) != nullptr; }
 
-std::unique_ptr<shim::Backing> shim::open_array(Store *store, std::size_t length, int *number) {
+std::unique_ptr<shim::Backing> shim::open_array(Store *store, std::size_t length, void *address, int *number) {
   auto array = array_of(store);
   if (length > array->length) {
     log(FARPAGE_LOG_ERROR, "network store " + array->name + " has " + std::to_string(array->length) + " bytes, not " + std::to_string(length));
     *number = EINVAL;
     return nullptr;
   }
-  farpage_region *region = array->region(page_bytes_of(store), number);
+  farpage_region *region = array->region(page_bytes_of(store), address, number);
   if (region == nullptr) return nullptr;
+  if (address != nullptr && farpage_region_address(region) != address) {
+    log(FARPAGE_LOG_ERROR, "network store " + array->name + " has its contents at another address: map it there with UMAP_FIXED the first time");
+    *number = EINVAL;
+    return nullptr;
+  }
   std::lock_guard<std::mutex> guard(array->lock);
   if (array->is_mapped) {
     log(FARPAGE_LOG_ERROR, "network store " + array->name + " is mapped already");

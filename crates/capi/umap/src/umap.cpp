@@ -125,17 +125,16 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
   }
   std::size_t page_bytes = store != nullptr && store->page_size_hint != 0 ? store->page_size_hint : config().page_bytes;
   bool fixed = (flags & UMAP_FIXED) != 0;
-  if (fixed && reinterpret_cast<std::uintptr_t>(addr) % page_bytes != 0) {
+  if (fixed && (addr == nullptr || reinterpret_cast<std::uintptr_t>(addr) % page_bytes != 0)) {
     return refuse(EINVAL, "UMAP_FIXED at an address that is no multiple of the page size, " + std::to_string(page_bytes));
   }
-  if (fixed) return refuse(ENOTSUP, "UMAP_FIXED: regions cannot be mapped at a given address yet");
 
   // 2. A server's array is mapped already, or will be by its client's runtime.
   bool read_only = (prot & PROT_WRITE) == 0;
   std::unique_ptr<Backing> backing;
   if (store != nullptr && is_network_store(store)) {
     int number = 0;
-    backing = open_array(store, length, &number);
+    backing = open_array(store, length, fixed ? addr : nullptr, &number);
     if (backing == nullptr) return refuse(number, "the network store cannot be mapped");
   } else {
     // 3. A file, or a program's store.
@@ -146,6 +145,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     options.struct_bytes = sizeof options;
     options.page_bytes = page_bytes;
     options.read_only = read_only;
+    options.address = fixed ? addr : nullptr;
     farpage_region *region = nullptr;
     if (store != nullptr) {
       farpage_store table = StoreCalls::table(store, page_bytes);

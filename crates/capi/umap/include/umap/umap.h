@@ -33,7 +33,8 @@
 
 /* Must be among the flags. Changes go to the store all the same: it is the page buffer that is private. */
 #define UMAP_PRIVATE MAP_PRIVATE
-/* Map at `addr` and nowhere else. Not there yet: ENOTSUP. */
+/* Map at `addr`, a multiple of the page size, and nowhere else: what is mapped there is replaced, up to the end of the region's last page, and nothing beside it. EINVAL if that is
+ * another region. */
 #define UMAP_FIXED MAP_FIXED
 /* What umap says when it fails. */
 #define UMAP_FAILED ((void *)-1)
