@@ -91,7 +91,8 @@
 #define FARPAGE_FAULTS_IN_THREAD 2
 
 /**
- * Memory whose pages come and go, from `farpage_region_address` on. Its functions may be called from any thread, except that nothing else may be
+ * Memory whose pages come and go, from `farpage_region_address` on. A program may unmap parts of it, or map over them: the pages that have addresses there are gone then, and the store
+ * keeps what was written back last; but `mremap` leaves zeros for what is not in memory. Its functions may be called from any thread, except that nothing else may be
  * called, and its memory not be touched, during and after `farpage_region_unmap`.
  */
 typedef struct farpage_region farpage_region;

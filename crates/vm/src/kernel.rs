@@ -379,7 +379,7 @@ impl KernelSpace {
 
     /// Goes on with a call that puts something into a region, as far as the program has not unmapped it, and while mappings change. `step` is told how
     /// far it is and how far it may go.
-    fn into_region(
+    fn fill_region(
         &self,
         shard: usize,
         address: usize,
@@ -423,7 +423,7 @@ impl KernelSpace {
         len: usize,
         allow_holes: bool,
     ) -> Result<(), Stopped> {
-        self.into_region(shard, dst, len, |uffd, done, len| {
+        self.fill_region(shard, dst, len, |uffd, done, len| {
             // SAFETY: the caller's promise.
             unsafe { self.move_pages(uffd, dst + done, src + done, len, allow_holes) }
         })
@@ -440,7 +440,7 @@ impl KernelSpace {
         src: usize,
         len: usize,
     ) -> Result<(), Stopped> {
-        self.into_region(shard, dst, len, |uffd, done, len| {
+        self.fill_region(shard, dst, len, |uffd, done, len| {
             // SAFETY: the caller's promise.
             unsafe { uffd.copy(dst + done, src + done, len, false) }
         })
@@ -1035,7 +1035,7 @@ impl AddressSpace for KernelSpace {
             let mut at = 0;
             while at < page_bytes {
                 let poisoned =
-                    self.into_region(shard, address + at, page_bytes - at, |uffd, done, len| {
+                    self.fill_region(shard, address + at, page_bytes - at, |uffd, done, len| {
                         // SAFETY: an absent page of a region, whose fate is the pager's to decide.
                         unsafe { uffd.poison(address + at + done, len) }
                     });

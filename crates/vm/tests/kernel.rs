@@ -1246,10 +1246,10 @@ fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
         for number in 12..20 {
             set(page(number), 99);
         }
-        for (shard, told) in [(0, 12..20), (1, 12..20)] {
+        for shard in 0..2 {
             let mut news = Vec::new();
             space.unmapped(shard, &mut news);
-            assert_eq!(news, [page(told.start)..page(told.end)]);
+            assert_eq!(news[0], page(12)..page(20));
             space.unmapped(shard, &mut news);
             assert_eq!(news.len(), 1, "told once");
         }
@@ -1333,8 +1333,7 @@ fn pages_come_and_go_while_the_program_maps_over_others() {
             });
             // Takes out all that there is, and puts it back, all the time.
             let mover = scope.spawn(|| {
-                let mut taken = 0;
-                for number in (0..PAGES).cycle() {
+                for (taken, number) in (0..PAGES).cycle().enumerate() {
                     if stop.load(Ordering::Relaxed) {
                         return taken;
                     }
@@ -1345,7 +1344,6 @@ fn pages_come_and_go_while_the_program_maps_over_others() {
                         Err(error) => panic!("{error:?}"),
                     };
                     assert_ne!(frame.as_ref()[0], 99, "a page of the program's was taken");
-                    taken += 1;
                     match space.install(0, address, frame).map_err(|error| error.kind) {
                         Ok(()) | Err(InstallErrorKind::Gone) => {}
                         Err(error) => panic!("{error:?}"),

@@ -41,7 +41,8 @@ class NetworkClient {
 };
 
 /* `length` zeroed bytes on the servers. They live as long as this object, or the region that is mapped with it if that lives longer; several clients may use the same
- * name, which is for messages. The region can be unmapped and mapped again. */
+ * name, which is for messages. The region can be unmapped and mapped again, at the
+ * address that it had. It can be written whatever its protection says. */
 class StoreNetwork : public Store {
  public:
   /* Throws std::invalid_argument. */

@@ -57,6 +57,10 @@ extern "C" {
  * errno: EINVAL arguments, EACCES the file is not open for this, EPERM no permission to handle page faults, ENOMEM, EIO. */
 void *umap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
 
+/* What a program does to a region itself: madvise(MADV_DONTNEED) gives up what changed since the last write-back. munmap of a part, or mmap over it, takes the pages away that have
+ * addresses there; the rest goes on, their store keeps what was written back last, and uunmap leaves alone what is not the region's any more. mremap does the same; what moves away is
+ * the program's own memory, with the bytes of the pages that were in the buffer (umap_fetch_and_pin first, to be sure) and zeros for all others. */
+
 /* Writes a region's changes to its store and unmaps it: all of it, so `length` is 0 or reaches into its last page. When the store fails, -1 and EIO: the region stays mapped with
  * its changes, and this may be called again. */
 int uunmap(void *addr, size_t length);
