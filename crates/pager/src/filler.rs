@@ -241,7 +241,7 @@ impl<A: AddressSpace> Filler<A> {
                     continue;
                 }
                 if region.words.try_apply(page, protocol::borrow).is_some() {
-                    region.count_out(1);
+                    region.count_out(&(page..page + 1));
                     core.frames.forget(page_bytes);
                 } else if region.words.try_apply(page, protocol::prefetch).is_none() {
                     continue;
