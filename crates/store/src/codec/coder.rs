@@ -12,10 +12,11 @@
 use std::mem;
 
 use bytemuck::Pod;
-use farpage_zfp::{Mode, Zfp};
-use lz4_flex::block::{
-    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
+use farpage_codec::{
+    unlz4,
+    zfp::{self, Mode, Zfp},
 };
+use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 
 use super::{
     ZfpMode, plain,
@@ -379,10 +380,6 @@ impl Coder {
     }
 }
 
-fn unlz4(block: &[u8], plain: &mut [u8]) -> bool {
-    decompress_into(block, plain).is_ok_and(|len| len == plain.len())
-}
-
 fn zfp_header(block: &[u8], seed: u64) -> [u8; ZFP_HEADER_BYTES] {
     (plain::hash(block, seed) as u64).to_le_bytes()
 }
@@ -405,7 +402,7 @@ impl<'a> Pieces<'a> {
         }
     }
 
-    fn each(self) -> impl Iterator<Item = farpage_zfp::Lengths> + Clone {
+    fn each(self) -> impl Iterator<Item = zfp::Lengths> + Clone {
         pieces(self.shape, self.first, self.len)
     }
 }
@@ -422,7 +419,7 @@ impl From<ZfpMode> for Mode {
 }
 
 /// A number that ZFP compresses.
-trait Value: farpage_zfp::Number + Pod {
+trait Value: zfp::Number + Pod {
     /// Whether the library's lossy modes can be trusted with such values: a value that is not finite spoils its whole block, and integers need
     /// two bits of headroom.
     fn are_tame(values: &[Self]) -> bool;

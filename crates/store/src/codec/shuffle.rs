@@ -1,11 +1,13 @@
 //! Byte shuffle: the first bytes of all elements, then the second, and so on.
 //!
-//! The rule it keeps: plain code that compilers turn into vector instructions everywhere; shuffling and unshuffling undo each other.
+//! The rule it keeps: shuffling and unshuffling undo each other.
 //!
 //! Sixteen elements of W bytes are W vectors of 16 bytes. Interleaving the bytes of the first half of all vectors with those of the second half moves the
 //! topmost bit of every byte's position to the bottom. Of a position in the array of elements the topmost four bits are the element's number, so
 //! four rounds bring the byte's number to the top: shuffled. log2(W) rounds more come full circle: unshuffled. One round is W interleavings,
-//! one instruction each, with which `SSE2`, `AVX2` and `NEON` alike are born.
+//! one instruction each on every x86-64.
+
+use farpage_codec::interleave;
 
 use super::scheme::Width;
 
@@ -66,13 +68,8 @@ fn unshuffle_by<const W: usize>(shuffled: &[u8], out: &mut [u8]) {
 fn round<const W: usize>(vectors: [Vector; W]) -> [Vector; W] {
     let mut next = [[0; 16]; W];
     for i in 0..W / 2 {
-        let (low, high) = (&vectors[i], &vectors[i + W / 2]);
-        for lane in 0..8 {
-            next[2 * i][2 * lane] = low[lane];
-            next[2 * i][2 * lane + 1] = high[lane];
-            next[2 * i + 1][2 * lane] = low[lane + 8];
-            next[2 * i + 1][2 * lane + 1] = high[lane + 8];
-        }
+        let [first, last] = interleave(vectors[i], vectors[i + W / 2]);
+        (next[2 * i], next[2 * i + 1]) = (first, last);
     }
     next
 }
