@@ -21,7 +21,8 @@ use farpage_fabric::{
     sim::{SimConfig, SimServer},
 };
 use farpage_store::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, PageStore, RegionId, RemoteOptions, Store,
+    BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageStore, RegionId, RemoteOptions,
+    Store, ZfpMode,
 };
 use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
@@ -610,7 +611,18 @@ impl Wide {
                     let options = BlockingOptions::default();
                     PageStore::blocking(&cluster, RegionId(id), bytes, page_bytes, store, &options)
                 } else {
-                    let codec = [Codec::Raw, Codec::Lz4][(next(&mut random) % 2) as usize];
+                    let codecs = [
+                        Codec::Raw,
+                        Codec::Lz4,
+                        Codec::Shuffle {
+                            element_bytes: Some(8),
+                        },
+                        Codec::Zfp {
+                            mode: ZfpMode::Reversible,
+                            element: Some(Element::I64),
+                        },
+                    ];
+                    let codec = codecs[(next(&mut random) % 4) as usize];
                     let options = RemoteOptions {
                         codec,
                         ..RemoteOptions::default()

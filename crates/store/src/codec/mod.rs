@@ -3,6 +3,29 @@
 //! The rule it keeps: **a codec is an answer to a question about one page, and its entry remembers the answer.** The region's codec says what may be
 //! tried; each page is stored in the [`Form`] that was found for it, raw if nothing else is shorter. What the names mean and what they
 //! accept is here; `scheme` fits a codec to an array, `coder` decides and encodes, `shuffle` transposes bytes, `plain` is what every page goes through.
+//!
+//! # Which implementation
+//!
+//! Measured on pages of 64 KiB, one core, GB/s of plain bytes encoded / decoded:
+//!
+//! | LZ4 | random | text, 2.5 : 1 | sparse, 12 : 1 | shuffled CSR, 2.4 : 1 | shuffled small integers, 4.8 : 1 |
+//! |---|---|---|---|---|---|
+//! | `lz4_flex` 0.14, its safe features | 12.3 / raw | 0.96 / 2.7 | 5.2 / 2.2 | 2.8 / 3.1 | 4.4 / 1.4 |
+//! | `lz4_flex` 0.14, without them | 15.7 / raw | 1.0 / 3.0 | 6.0 / 2.2 | | |
+//! | LZ4 1.10 in C (`lz4-sys`) | 13.2 / raw | 0.95 / 2.7 | 5.9 / 14 | 2.6 / 7.6 | 3.9 / 7.6 |
+//! | the same, acceleration 4 | 14.4 / raw | 0.95 / 2.7 | 6.6 / 12 | | |
+//!
+//! So `lz4_flex` encodes (it is as fast, and gives up sooner on floats that do not shrink), and the C library decodes. Byte shuffle runs at 15 to 23 GB/s in either
+//! direction, 2.4 without the instruction that interleaves bytes. ZFP 1.0.1 (`zfp-sys`) takes, on smooth fields, per page of 64 KiB in microseconds:
+//!
+//! | | 1-D | 2-D | 3-D |
+//! |---|---|---|---|
+//! | `f64`, accuracy 1e-6: encode / decode | 200 / 400 | 150 / 160 | 180 / 140 |
+//! | `f64`, 16 bits per value | 170 / 190 | 130 / 100 | 140 / 90 |
+//! | `f64`, reversible | 340 / 680 | 230 / 350 | 270 / 290 |
+//! | `f32`, accuracy 1e-4 | 270 / 150 | 180 / 65 | 210 / 26 |
+//!
+//! and a page that may lose is decoded once more when it is written, so that its error is known.
 
 mod coder;
 mod plain;
