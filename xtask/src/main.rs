@@ -6,6 +6,7 @@
 mod bench;
 mod children;
 mod install;
+mod rdma;
 mod setup;
 mod tests;
 mod vm;
@@ -21,7 +22,8 @@ Commands:
   demo                            set up this machine, build, and run STREAM on remote arrays four times the local budget
   test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
                                   `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs;
-                                  without any, every benchmark runs once, too
+                                  without any, every benchmark runs once, too, and the tests of RDMA run in a virtual machine
+  test --rdma [FILTER...]         only the tests of RDMA, in a virtual machine
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
   install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
@@ -55,7 +57,10 @@ fn run() -> Result<ExitCode> {
         "test" => {
             children::end_with_us()?;
             setup::prepare()?;
-            tests::run(rest)
+            match rest.split_first() {
+                Some((option, filters)) if option == "--rdma" => tests::run_rdma(filters),
+                _ => tests::run(rest),
+            }
         }
         "bench" if rest == ["--smoke"] => {
             children::end_with_us()?;

@@ -154,11 +154,13 @@ pub(crate) fn in_path(program: &str) -> bool {
 }
 
 fn has_libc_headers() -> bool {
-    let is_there = |header: &str| {
-        let direct = Path::new("/usr/include").join(header);
-        direct.is_file() || matches_of("/usr/include", &["*-linux-gnu", header]) > 0
-    };
-    is_there("stdio.h") && is_there("linux/userfaultfd.h") && is_there("asm/types.h")
+    has_header("stdio.h") && has_header("linux/userfaultfd.h") && has_header("asm/types.h")
+}
+
+/// Whether a header is where compilers look for it.
+pub(crate) fn has_header(header: &str) -> bool {
+    let direct = Path::new("/usr/include").join(header);
+    direct.is_file() || matches_of("/usr/include", &["*-linux-gnu", header]) > 0
 }
 
 /// Whether a shared library is where the distribution keeps them; the last component of the path may have a `*`.

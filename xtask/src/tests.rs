@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{bench, children};
+use crate::{bench, children, rdma};
 
 /// Builds and runs the tests; `args` are for `cargo test`, and after a `--` for the test programs.
 ///
@@ -58,11 +58,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         .expect("the standard output was set to a pipe above");
     let mut tally = Tally::default();
     for line in BufReader::new(output).split(b'\n') {
-        let line = line.context("cannot read what the tests print")?;
-        let line = String::from_utf8_lossy(&line);
-        if tally.take(&line) {
-            println!("{line}");
-        }
+        tally.show(&line.context("cannot read what the tests print")?);
     }
     let status = children::wait(child)?;
     // A program that crashes takes its tests' results with it and reports none.
@@ -76,32 +72,28 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         tally.passed += benchmarks.passed;
         tally.failed += benchmarks.failed;
         tally.skips.extend(benchmarks.skips);
+        rdma::run(&[], &mut tally)?;
     }
+    Ok(tally.close())
+}
 
-    println!();
-    for skip in &tally.skips {
-        println!("SKIPPED: {skip}");
-    }
-    println!(
-        "{} passed, {} failed, {} skipped",
-        tally.passed,
-        tally.failed,
-        tally.skips.len()
-    );
-    Ok(if status.success() && tally.failed == 0 {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+/// The tests that need RDMA alone, in the virtual machine; with `filters` those whose name contains one of them.
+///
+/// # Errors
+/// As [`rdma::run`].
+pub(crate) fn run_rdma(filters: &[String]) -> Result<ExitCode> {
+    let mut tally = Tally::default();
+    rdma::run(filters, &mut tally)?;
+    Ok(tally.close())
 }
 
 /// What the test programs have reported so far.
 #[derive(Default)]
-struct Tally {
+pub(crate) struct Tally {
     passed: usize,
-    failed: usize,
+    pub(crate) failed: usize,
     /// `<test>: <why>`
-    skips: Vec<String>,
+    pub(crate) skips: Vec<String>,
     /// Skips of the program that runs now that it will report as passed.
     skips_passed: usize,
     /// Inside the part where libtest repeats what passing tests printed.
@@ -109,6 +101,32 @@ struct Tally {
 }
 
 impl Tally {
+    /// Counts what a line of a test program says and prints it, unless it is for us alone.
+    pub(crate) fn show(&mut self, line: &[u8]) {
+        let line = String::from_utf8_lossy(line);
+        if self.take(&line) {
+            println!("{line}");
+        }
+    }
+
+    /// Prints the closing lines.
+    fn close(self) -> ExitCode {
+        println!();
+        for skip in &self.skips {
+            println!("SKIPPED: {skip}");
+        }
+        println!(
+            "{} passed, {} failed, {} skipped",
+            self.passed,
+            self.failed,
+            self.skips.len()
+        );
+        match self.failed {
+            0 => ExitCode::SUCCESS,
+            _ => ExitCode::FAILURE,
+        }
+    }
+
     /// Counts what the line says; returns whether a person wants to see it.
     fn take(&mut self, line: &str) -> bool {
         if let Some(skip) = line.trim_start().strip_prefix("SKIPPED: ") {

@@ -10,6 +10,7 @@ mod machine;
 
 use std::{
     env,
+    ffi::OsStr,
     io::{self, Write},
     os::unix::ffi::OsStrExt,
     path::Path,
@@ -21,7 +22,10 @@ use anyhow::{Context, Result, bail};
 
 use self::kernel::Kernel;
 pub(crate) use self::machine::{End, Sink};
-use crate::setup::{self, Need, in_path};
+use crate::{
+    rdma::TESTS_FAILED,
+    setup::{self, Need, in_path},
+};
 
 pub(crate) const USAGE: &str = "\
 Usage: cargo xtask vm [OPTIONS] [--] COMMAND [ARG...]
@@ -32,7 +36,7 @@ same paths; what it writes is gone afterwards. It has your folder and environmen
     cargo test --no-run -p farpage-fabric --features rdma      # prints the path of the test program
     cargo xtask vm target/debug/deps/farpage_fabric-... --test-threads 1
 
-and build nothing while it runs.
+and build nothing while it runs. `cargo xtask test --rdma [FILTER...]` builds and runs all tests of RDMA.
 
 In the guest: the device rxe0 at 10.99.0.1, also in FARPAGE_TEST_RDMA_ADDRESS; --hosts (FARPAGE_TEST_HOSTS) network namespaces host1, host2, ...
 with a device each (rxe1, rxe2, ...) at 10.97.0.1, 10.97.0.2, ..., joined by a bridge. `ip netns exec host1 COMMAND` runs something on one;
@@ -183,7 +187,7 @@ impl Machine {
         machine::run(
             &self.options,
             &self.kernel,
-            &script.text,
+            &script.finish(),
             self.end,
             out,
             err,
@@ -191,7 +195,7 @@ impl Machine {
     }
 }
 
-/// Lines for the guest's shell, which begin with this process's environment. The first that fails ends it.
+/// Lines for the guest's shell, which begin with this process's environment. The first that fails ends it, but for [`attempt`](Self::attempt)s.
 pub(crate) struct Script {
     text: Vec<u8>,
 }
@@ -199,16 +203,15 @@ pub(crate) struct Script {
 impl Script {
     pub(crate) fn new() -> Script {
         let mut script = Script {
-            text: b"set -e\n".to_vec(),
+            text: b"set -e\nstatus=\n".to_vec(),
         };
         for (name, value) in env::vars_os() {
-            let name_of_shell = |c: &u8| c.is_ascii_alphanumeric() || *c == b'_';
+            let name = name.as_bytes();
+            let of_shell = |c: &u8| c.is_ascii_alphanumeric() || *c == b'_';
             // What describes the guest comes from the guest.
-            if name.as_bytes().iter().all(name_of_shell)
-                && !name.as_bytes().starts_with(b"FARPAGE_TEST_")
-            {
+            if name.iter().all(of_shell) && !name.starts_with(b"FARPAGE_TEST_") {
                 script.text.extend(b"export ");
-                script.text.extend(name.as_bytes());
+                script.text.extend(name);
                 script.text.push(b'=');
                 script.quote(value.as_bytes());
                 script.text.push(b'\n');
@@ -219,12 +222,30 @@ impl Script {
     }
 
     /// Adds a command.
-    pub(crate) fn line<'a>(&mut self, words: impl IntoIterator<Item = &'a std::ffi::OsStr>) {
+    pub(crate) fn line<'a>(&mut self, words: impl IntoIterator<Item = &'a OsStr>) {
+        self.words(words);
+        self.text.push(b'\n');
+    }
+
+    /// Adds a test program. If it fails, the script goes on, and fails at its end with that status; with [`TESTS_FAILED`] only if no other failed worse.
+    pub(crate) fn attempt<'a>(&mut self, words: impl IntoIterator<Item = &'a OsStr>) {
+        self.words(words);
+        let keep = format!(
+            "|| {{ now=$?; [ $now -eq {TESTS_FAILED} ] && [ -n \"$status\" ] || status=$now; }}\n"
+        );
+        self.text.extend(keep.bytes());
+    }
+
+    /// The text of the script.
+    fn finish(&self) -> Vec<u8> {
+        [&self.text[..], b"exit ${status:-0}\n"].concat()
+    }
+
+    fn words<'a>(&mut self, words: impl IntoIterator<Item = &'a OsStr>) {
         for word in words {
             self.quote(word.as_bytes());
             self.text.push(b' ');
         }
-        self.text.push(b'\n');
     }
 
     fn quote(&mut self, word: &[u8]) {
@@ -282,3 +303,67 @@ const NEEDS: [Need; 8] = [
         is_there: || setup::has_library("librdmacm.so.1"),
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// What the shell of this machine makes of a script.
+    fn status_of(script: &Script) -> (Option<i32>, String) {
+        let mut shell = Command::new("sh");
+        let output = shell.arg("-c").arg(OsStr::from_bytes(&script.finish()));
+        let output = output.output().expect("there is a shell");
+        let text = String::from_utf8(output.stdout).expect("it prints text");
+        (output.status.code(), text)
+    }
+
+    fn words<'a>(words: &'a [&'a str]) -> impl Iterator<Item = &'a OsStr> {
+        words.iter().map(OsStr::new)
+    }
+
+    #[test]
+    fn words_reach_the_command_as_they_are() {
+        let mut script = Script::new();
+        let odd = ["printf", "%s|", "it's", "$HOME", "a b", "*", "", "\\\n\""];
+        script.line(words(&odd));
+        let (status, text) = status_of(&script);
+        assert_eq!(status, Some(0));
+        assert_eq!(text, "it's|$HOME|a b|*||\\\n\"|");
+    }
+
+    #[test]
+    fn a_failed_command_ends_the_script_and_a_failed_test_program_does_not() {
+        let mut script = Script::new();
+        script.attempt(words(&["sh", "-c", "exit 139"]));
+        script.attempt(words(&["sh", "-c", "exit 101"]));
+        script.line(words(&["echo", "on"]));
+        assert_eq!(status_of(&script), (Some(139), "on\n".to_owned()));
+        script.line(words(&["sh", "-c", "exit 7"]));
+        script.line(words(&["echo", "not"]));
+        assert_eq!(status_of(&script), (Some(7), "on\n".to_owned()));
+    }
+
+    #[test]
+    fn options_end_where_the_command_begins() {
+        let read = |line: &str| {
+            let args: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            Options::read(&args).map(|(options, command)| (options, command.to_vec()))
+        };
+        let (options, command) = read("--hosts 3 ls --cpus 4").expect("it is a command");
+        assert_eq!((options.hosts, options.cpus), (3, 2));
+        assert_eq!(command, ["ls", "--cpus", "4"]);
+        let (_, command) = read("-- --odd").expect("it is a command");
+        assert_eq!(command, ["--odd"]);
+        for wrong in [
+            "--hosts 3",
+            "--hosts",
+            "--hosts ten ls",
+            "--what 3 ls",
+            "--hosts 10 ls",
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+    }
+}

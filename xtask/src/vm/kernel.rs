@@ -35,6 +35,9 @@ const MODULES: [&str; 10] = [
     "bridge",
 ];
 
+/// What `rdma_rxe` asks for by name in older kernels, and newer ones do not have as a module.
+const OLD_MODULES: [&str; 1] = ["crc32_generic"];
+
 /// Where Debian's packages are when apt's sources name no mirror of Debian, as on Ubuntu.
 const MIRROR: &str = "http://deb.debian.org/debian";
 pub(crate) const KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
@@ -54,7 +57,7 @@ pub(crate) fn prepare(suite: &str, end: Instant) -> Result<Kernel> {
     let cache = cache()?;
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
     let mut recipe = DefaultHasher::new();
-    MODULES.hash(&mut recipe);
+    (MODULES, OLD_MODULES).hash(&mut recipe);
     let dir = cache.join(format!("{suite}-{:08x}", recipe.finish() as u32));
     let kernel = Kernel {
         image: dir.join("vmlinuz"),
@@ -150,7 +153,7 @@ impl Making<'_> {
         let mut packages = BTreeSet::new();
         let mut unseen = vec!["linux-image-amd64".to_owned()];
         while let Some(package) = unseen.pop() {
-            let depends = self.output(self.apt("apt-cache").args(["depends", &package]))?;
+            let depends = output(self.apt("apt-cache").args(["depends", &package]))?;
             for package in parts_of_kernel(&depends) {
                 if packages.insert(package.to_owned()) {
                     unseen.push(package.to_owned());
@@ -211,10 +214,14 @@ impl Making<'_> {
         let mut archive = Archive::default();
         let mut order = String::new();
         archive.directory("modules");
-        for module in MODULES {
+        for module in OLD_MODULES.into_iter().chain(MODULES) {
             let mut query = system_command("modprobe");
             query.arg("-d").arg(root).args(["-S", release]);
-            let answer = self.output(query.args(["--show-depends", module]))?;
+            let answer = match output(query.args(["--show-depends", module])) {
+                Ok(answer) => answer,
+                Err(_) if OLD_MODULES.contains(&module) => continue,
+                Err(error) => return Err(error),
+            };
             for path in answer
                 .lines()
                 .filter_map(|line| line.strip_prefix("insmod "))
@@ -244,21 +251,21 @@ impl Making<'_> {
             None => bail!("{name} was not done when the time limit ended"),
         }
     }
+}
 
-    /// What a command that takes no time prints.
-    fn output(&self, command: &mut Command) -> Result<String> {
-        let name = command.get_program().to_string_lossy().into_owned();
-        let output = command
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .output()
-            .with_context(|| format!("cannot start `{name}`"))?;
-        if !output.status.success() {
-            let why = String::from_utf8_lossy(&output.stderr);
-            bail!("{name} failed ({}): {}", output.status, why.trim());
-        }
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+/// What a command that takes no time prints.
+fn output(command: &mut Command) -> Result<String> {
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .output()
+        .with_context(|| format!("cannot start `{name}`"))?;
+    if !output.status.success() {
+        let why = String::from_utf8_lossy(&output.stderr);
+        bail!("{name} failed ({}): {}", output.status, why.trim());
     }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// The packages with a number in the name that a kernel consists of, from what `apt-cache depends` prints.

@@ -11,7 +11,7 @@ use std::{
         unix::process::CommandExt,
     },
     process::{Command, Stdio},
-    sync::mpsc::{self, RecvTimeoutError, Sender},
+    sync::mpsc::{self, Sender},
     thread,
     time::{Duration, Instant},
 };
@@ -155,28 +155,30 @@ fn boot(
         };
         let mut ready = false;
         let mut until = end.min(Instant::now() + boot_max);
-        let ran = loop {
+        let last = loop {
             let left = until.saturating_duration_since(Instant::now());
             match reported.recv_timeout(left) {
                 Ok(Report::Ready) => (ready, until) = (true, end),
-                Ok(Report::Exit(status)) => break Some(End::Exited(status)),
-                Ok(Report::SetupFailed) => break None,
-                Err(RecvTimeoutError::Timeout) if Instant::now() >= end => {
-                    break Some(End::TimedOut);
-                }
-                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break None,
+                Ok(report) => break Some(report),
+                Err(_) => break None,
             }
         };
-        let grace = match ran {
-            Some(End::Exited(_)) | None => SHUTDOWN_MAX,
-            Some(End::TimedOut) => Duration::ZERO,
-        };
-        children::wait_within(grace, child)?;
+        let timed_out = last.is_none() && Instant::now() >= end;
+        children::wait_within(
+            if timed_out {
+                Duration::ZERO
+            } else {
+                SHUTDOWN_MAX
+            },
+            child,
+        )?;
         let console = console.join().expect("collecting lines does not panic");
-        match ran {
-            Some(end) => Ok(Boot::Ran(end)),
+        match last {
+            Some(Report::Exit(status)) => Ok(Boot::Ran(End::Exited(status))),
+            None if timed_out => Ok(Boot::Ran(End::TimedOut)),
             None if ready => bail!("the machine died while the command ran:\n{console}"),
             None => Ok(Boot::Failed(console)),
+            Some(_) => bail!("the machine could not make its RDMA devices, as said above"),
         }
     })
 }
