@@ -1,7 +1,7 @@
 //! The tests of RDMA: built here with the feature `rdma`, run in the virtual machine, one boot for all.
 //!
-//! The rule it keeps: such a test has `rdma` in its name, and it is run, or counted as skipped with the reason. With
-//! `FARPAGE_REQUIRE_VM=1` a skip is a failure. Nothing but this needs the libraries of RDMA, so nothing else installs them.
+//! The rule it keeps: such a test has `rdma` in its name, or stands in a program of [`WHOLE`]; it is run, or counted as skipped with the
+//! reason. With `FARPAGE_REQUIRE_VM=1` a skip is a failure. Nothing but this needs the libraries of RDMA, so nothing else installs them.
 
 use std::{
     env,
@@ -23,7 +23,15 @@ use crate::{
 };
 
 /// Whose tests may need RDMA.
-const PACKAGES: [&str; 1] = ["farpage-fabric"];
+const PACKAGES: [&str; 4] = [
+    "farpage-fabric",
+    "farpage-memserver",
+    "farpage",
+    "farpage-bench",
+];
+
+/// Test programs that run over RDMA as a whole where there is a device.
+const WHOLE: [&str; 1] = ["kill"];
 
 /// For the boot and all tests together, in an emulated machine on two busy cores.
 const TIME_MAX: Duration = Duration::from_secs(480);
@@ -52,16 +60,17 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
     if let Err(why) = setup::install(&NEEDS, "RDMA") {
         return Ok(Err(why));
     }
-    let filters: Vec<&OsStr> = match filters {
-        [] => vec!["rdma".as_ref()],
-        filters => filters.iter().map(OsStr::new).collect(),
-    };
     let mut script = Script::new();
     for program in build()? {
+        let filters: Vec<&OsStr> = match filters {
+            [] if WHOLE.contains(&&*program.name) => Vec::new(),
+            [] => vec!["rdma".as_ref()],
+            filters => filters.iter().map(OsStr::new).collect(),
+        };
         if program.has_tests(&filters)? {
             script.line(["cd".as_ref(), program.package.as_os_str()]);
             let words = [program.executable.as_os_str(), "--show-output".as_ref()];
-            script.attempt(words.into_iter().chain(filters.iter().copied()));
+            script.attempt(words.into_iter().chain(filters));
         }
     }
 
@@ -104,6 +113,7 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
 pub(crate) const TESTS_FAILED: u8 = 101;
 
 struct Program {
+    name: String,
     executable: PathBuf,
     /// The folder in which cargo would run it.
     package: PathBuf,
@@ -156,6 +166,7 @@ fn program(message: &str) -> Option<Result<Program>> {
     let executable = message["executable"].as_str()?;
     let manifest = PathBuf::from(message["manifest_path"].as_str()?);
     Some(Ok(Program {
+        name: message["target"]["name"].as_str()?.to_owned(),
         executable: executable.into(),
         package: manifest.parent()?.to_owned(),
     }))
@@ -181,7 +192,7 @@ mod tests {
 
     #[test]
     fn only_test_programs_are_run() {
-        let artifact = r#"{"reason":"compiler-artifact","manifest_path":"/a/Cargo.toml","profile":{"test":true},"executable":"/t/deps/a-1"}"#;
+        let artifact = r#"{"reason":"compiler-artifact","manifest_path":"/a/Cargo.toml","target":{"name":"kill"},"profile":{"test":true},"executable":"/t/deps/a-1"}"#;
         let program_of = |message: &str| program(message).map(|it| it.expect("it is JSON"));
         let found = program_of(artifact).expect("it is a test program");
         assert_eq!(found.executable, PathBuf::from("/t/deps/a-1"));

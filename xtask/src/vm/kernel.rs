@@ -147,6 +147,7 @@ impl Making<'_> {
             self.suite
         );
         fs::write(apt.join("sources"), source).context("cannot write apt's sources")?;
+        fs::write(apt.join("config"), self.apt_config()).context("cannot write apt's settings")?;
         self.step(self.apt("apt-get").arg("update"))?;
 
         // The meta package names the newest kernel, which from 7.x on is several packages of one version.
@@ -181,30 +182,33 @@ impl Making<'_> {
 
     /// apt with sources, lists and downloads of its own, so that it neither needs root nor changes anything of the machine's.
     fn apt(&self, program: &str) -> Command {
-        let apt = self.dir.join("apt");
         let mut command = Command::new(program);
-        for (option, path) in [
-            ("Dir::Etc::sourcelist", apt.join("sources")),
-            ("Dir::Etc::sourceparts", "/dev/null".into()),
-            ("Dir::State::lists", apt.join("lists")),
-            ("Dir::Cache", apt.clone()),
-        ] {
-            command
-                .arg("-o")
-                .arg(format!("{option}={}", path.display()));
-        }
-        for option in [
-            // As the user that we are: the user that apt would become cannot write into the cache.
-            "APT::Sandbox::User=root",
-            "APT::Architecture=amd64",
-            "Acquire::Retries=3",
-            "Acquire::http::Timeout=30",
-            "Acquire::Languages=none",
-        ] {
-            command.arg("-o").arg(option);
-        }
-        command.arg("-qq").stdout(io::stderr());
         command
+            .arg("-qq")
+            .arg("-c")
+            .arg(self.dir.join("apt/config"));
+        command
+    }
+
+    fn apt_config(&self) -> String {
+        let apt = self.dir.join("apt");
+        let apt = apt.display();
+        format!(
+            "\
+Dir::Etc::sourcelist \"{apt}/sources\";
+Dir::Etc::sourceparts \"/dev/null\";
+Dir::State::lists \"{apt}/lists\";
+Dir::Cache \"{apt}\";
+// As the user that we are: the user that apt would become cannot write into the cache.
+APT::Sandbox::User \"root\";
+APT::Architecture \"amd64\";
+// The machine's own would tidy up the machine's own caches.
+#clear APT::Update::Post-Invoke;
+Acquire::Retries \"3\";
+Acquire::http::Timeout \"30\";
+Acquire::Languages \"none\";
+"
+        )
     }
 
     /// [`MODULES`] with what they need, in an order in which they can be loaded.

@@ -64,7 +64,9 @@ pub(crate) fn run(
         match boot(options, kernel, &files, Accelerator::None, end, out, err)? {
             Boot::Ran(end) => return Ok(end),
             Boot::Failed(why) if last => bail!("the machine did not come up, twice:\n{why}"),
-            Boot::Failed(_) => eprintln!("vm: the machine did not come up; once more ..."),
+            Boot::Failed(why) => {
+                eprintln!("{why}\nvm: the machine did not come up, as said above; once more ...");
+            }
         }
     }
     unreachable!("the second round returns")
