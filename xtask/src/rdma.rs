@@ -31,7 +31,7 @@ const PACKAGES: [&str; 4] = [
 ];
 
 /// Test programs that run over RDMA as a whole where there is a device.
-const WHOLE: [&str; 1] = ["kill"];
+const WHOLE: [&str; 2] = ["kill", "registered"];
 
 /// For the boot and all tests together, in an emulated machine on two busy cores.
 const TIME_MAX: Duration = Duration::from_secs(480);

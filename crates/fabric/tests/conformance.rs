@@ -117,6 +117,7 @@ fn simulation_conforms() {
 }
 
 /// Where this machine's RDMA device can be reached, if it has one.
+#[cfg(feature = "rdma")]
 fn rdma_endpoint(test: &str) -> Option<Endpoint> {
     let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
         eprintln!(
@@ -127,6 +128,7 @@ fn rdma_endpoint(test: &str) -> Option<Endpoint> {
     Some(format!("rdma://{host}:0").parse().expect("an endpoint"))
 }
 
+#[cfg(feature = "rdma")]
 #[test]
 fn rdma_conforms() {
     if let Some(endpoint) = rdma_endpoint("rdma_conforms") {

@@ -67,6 +67,7 @@ fn eight_threads_over_tcp_compressed_keep_every_word() {
     );
 }
 
+#[cfg(feature = "rdma")]
 #[test]
 fn eight_threads_over_rdma_keep_every_word() {
     torture(
@@ -76,6 +77,7 @@ fn eight_threads_over_rdma_keep_every_word() {
     );
 }
 
+#[cfg(feature = "rdma")]
 #[test]
 fn eight_threads_over_rdma_compressed_keep_every_word() {
     torture(

@@ -1,0 +1,226 @@
+//! STREAM over RDMA, as a program against a memory server of its own: on one machine, and from one host to another whose link is cut.
+//!
+//! The rule it keeps: nothing is said about speed in figures of time; what is emulated is compared with what is emulated beside it.
+//! `cargo xtask test --rdma` runs these tests where there is a device.
+#![cfg(feature = "rdma")]
+
+use std::{
+    env, fs,
+    io::{BufRead, BufReader},
+    path::Path,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde_json::Value;
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_farpage-bench");
+/// Far beyond what anything here takes.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How a program is started on a host: the words before its name.
+type Host = &'static [&'static str];
+const HERE: Host = &[];
+const HOST_1: Host = &["ip", "netns", "exec", "host1"];
+const HOST_2: Host = &["ip", "netns", "exec", "host2"];
+
+/// The program on a host, ended after [`PATIENCE`].
+fn bench(host: Host, args: &[&str]) -> Command {
+    let mut command = Command::new("timeout");
+    command.arg(PATIENCE.as_secs().to_string());
+    command.args(host).arg(PROGRAM).args(args);
+    command.stdin(Stdio::null()).stdout(Stdio::piped());
+    command
+}
+
+/// Starts STREAM with arrays four times its budget.
+fn stream(host: Host, server: &Serving, args: &[&str]) -> Child {
+    let fixed = ["stream", "--server", &server.url, "--format", "json"];
+    let sizes = ["--size", "12MiB", "--budget", "25%"];
+    let mut command = bench(host, &[&fixed[..], &sizes, args].concat());
+    command.spawn().expect("`timeout` can be started")
+}
+
+/// What it reports, which says that it has verified every element.
+fn report(stream: Child) -> Value {
+    let output = stream.wait_with_output().expect("it was started");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}: {text}", output.status);
+    let report: Value = serde_json::from_str(&text).expect("one JSON object");
+    assert_eq!(report["verified"], true, "{report}");
+    assert!(report["evictions"].as_u64() > Some(0), "{report}");
+    report
+}
+
+fn moved_bytes(report: &Value) -> f64 {
+    let bytes = |name: &str| report[name].as_f64().expect("a number of bytes");
+    bytes("bytes_read") + bytes("bytes_written")
+}
+
+/// A memory server on a host; killed when dropped.
+struct Serving {
+    child: Child,
+    url: String,
+}
+
+impl Serving {
+    fn start(host: Host, listen: &str) -> Serving {
+        let words = [host, &[PROGRAM, "serve", "--listen", listen]].concat();
+        let mut child = Command::new(words[0])
+            .args(&words[1..])
+            .args(["--capacity-bytes", "67108864"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program was built for this test");
+        let mut url = String::new();
+        BufReader::new(child.stdout.take().expect("it was set to a pipe"))
+            .read_line(&mut url)
+            .expect("the server says where it listens, or ends");
+        assert!(url.contains("://"), "the server did not start");
+        Serving {
+            child,
+            url: url.trim().to_owned(),
+        }
+    }
+
+    /// Processor time that it has used, in the program and in the kernel.
+    fn cpu(&self) -> Duration {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.id()));
+        let stat = stat.expect("the server runs");
+        let after_name = stat.rsplit(')').next().expect("a line of words");
+        let fields: Vec<&str> = after_name.split_whitespace().collect();
+        let ticks = |at: usize| fields[at].parse::<u64>().expect("a number of ticks");
+        Duration::from_millis(10 * (ticks(11) + ticks(12)))
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The address of this machine's device, if it has one; if not, says that `test` is skipped.
+fn address(test: &str) -> Option<String> {
+    let address = env::var("FARPAGE_TEST_RDMA_ADDRESS").ok();
+    if address.is_none() {
+        eprintln!(
+            "SKIPPED: {test}: no FARPAGE_TEST_RDMA_ADDRESS; `cargo xtask test --rdma` has one"
+        );
+    }
+    address
+}
+
+#[test]
+fn stream_over_rdma_verifies_raw_and_compressed() {
+    let Some(address) = address("stream_over_rdma_verifies_raw_and_compressed") else {
+        return;
+    };
+    let server = Serving::start(HERE, &format!("rdma://{address}:0"));
+    for args in [
+        &["--codec", "raw"][..],
+        &["--codec", "lz4", "--data", "smooth"],
+    ] {
+        let args = [args, &["--iterations", "2"]].concat();
+        let report = report(stream(HERE, &server, &args));
+        println!("{args:?}: {} bytes moved", moved_bytes(&report));
+    }
+}
+
+/// What a server pays for the bytes of a run: between a short run and a long one, so that connecting and leasing do not count.
+fn server_ms_per_mb(listen: &str) -> f64 {
+    let server = Serving::start(HERE, listen);
+    let [short, long] = ["2", "8"].map(|iterations| {
+        let before = server.cpu();
+        let report = report(stream(HERE, &server, &["--iterations", iterations]));
+        let spent = server.cpu() - before;
+        println!(
+            "{listen}, {iterations} iterations: {spent:?} of the server's processor for {:.0} MB",
+            moved_bytes(&report) / 1e6
+        );
+        (spent.as_secs_f64() * 1e3, moved_bytes(&report) / 1e6)
+    });
+    (long.0 - short.0) / (long.1 - short.1)
+}
+
+#[test]
+fn rdma_leaves_the_servers_processor_alone() {
+    let Some(address) = address("rdma_leaves_the_servers_processor_alone") else {
+        return;
+    };
+    let tcp = server_ms_per_mb("tcp://127.0.0.1:0");
+    let rdma = server_ms_per_mb(&format!("rdma://{address}:0"));
+    println!("ms of the server's processor per MB moved: tcp {tcp:.3}, rdma {rdma:.3}");
+    // Nothing but keeping sessions alive is left, and a tick of the clock by which processor time is counted.
+    assert!(rdma < tcp / 10.0, "rdma {rdma}, tcp {tcp}");
+}
+
+/// What has gone over a host's cable, in both directions.
+fn cable_bytes(host: u32) -> u64 {
+    let count = |name: &str| {
+        let path = format!("/sys/class/net/to-host{host}/statistics/{name}");
+        let text = fs::read_to_string(Path::new(&path)).expect("the cable is there");
+        text.trim().parse::<u64>().expect("a number of bytes")
+    };
+    count("rx_bytes") + count("tx_bytes")
+}
+
+fn set_cable(host: u32, state: &str) {
+    let cable = format!("to-host{host}");
+    let status = Command::new("ip")
+        .args(["link", "set", &cable, state])
+        .status();
+    assert!(status.expect("there is `ip`").success());
+}
+
+/// Looks until `holds`, while the program runs.
+fn wait_until(what: &str, stream: &mut Child, mut holds: impl FnMut() -> bool) {
+    let until = Instant::now() + PATIENCE;
+    while !holds() {
+        let ended = stream.try_wait().expect("it was started");
+        assert!(ended.is_none(), "it ended ({ended:?}) before {what}");
+        assert!(Instant::now() < until, "waited in vain until {what}");
+        thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back() {
+    let test = "rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back";
+    let hosts = env::var("FARPAGE_TEST_HOSTS").map_or(0, |hosts| hosts.parse().unwrap_or(0));
+    if hosts < 2 {
+        eprintln!("SKIPPED: {test}: it takes two hosts, which `cargo xtask test --rdma` has");
+        return;
+    }
+    const MIB: u64 = 1 << 20;
+    let server = Serving::start(HOST_1, "rdma://10.97.0.1:0");
+    let before = cable_bytes(2);
+    let mut stream = stream(HOST_2, &server, &["--iterations", "6"]);
+    wait_until("the run is under way", &mut stream, || {
+        cable_bytes(2) > before + 24 * MIB
+    });
+
+    set_cable(1, "down");
+    let cut = Instant::now();
+    let mut at_cut = cable_bytes(2);
+    let mut quiet_since = cut;
+    wait_until("nothing has moved for two seconds", &mut stream, || {
+        let now = cable_bytes(2);
+        // What still arrives are attempts that nobody answers.
+        if now > at_cut + MIB {
+            (at_cut, quiet_since) = (now, Instant::now());
+        }
+        quiet_since.elapsed() > Duration::from_secs(2)
+    });
+    set_cable(1, "up");
+    println!("the link was cut for {:?}", cut.elapsed());
+    let at_return = cable_bytes(2);
+    wait_until("pages move again", &mut stream, || {
+        cable_bytes(2) > at_return + 4 * MIB
+    });
+    let report = report(stream);
+    println!("{} bytes moved in all", moved_bytes(&report));
+}
