@@ -34,6 +34,7 @@ mod swap;
 mod sweep;
 mod targets;
 mod traffic;
+mod verbs;
 mod versus_swap;
 
 use std::process::ExitCode;
@@ -68,6 +69,14 @@ fn main() -> ExitCode {
         }
         Command::Regmem(options) => {
             let report = match regmem::run(options) {
+                Ok(report) => report,
+                Err(error) => return failure(&error),
+            };
+            report.print(options.format);
+            return verdict(report.verified);
+        }
+        Command::Verbs(options) => {
+            let report = match verbs::run(options) {
                 Ok(report) => report,
                 Err(error) => return failure(&error),
             };

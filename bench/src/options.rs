@@ -60,6 +60,8 @@ pub(crate) enum Command {
     ///
     /// Exit status 1: a check is missed. Ctrl-C keeps what has been measured; the same command goes on from there.
     Codecs(CodecsOptions),
+    /// What an RDMA adapter gains by several READs in flight, and by one doorbell for several operations
+    Verbs(VerbsOptions),
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///
@@ -232,6 +234,19 @@ pub(crate) struct SparseOptions {
     /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384, with --smoke 256]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) touches: Option<u64>,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct VerbsOptions {
+    /// Memory server to use, rdma://host:port [default: starts its own on this machine]
+    #[arg(long, value_name = "URL")]
+    pub(crate) server: Option<Endpoint>,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
+    #[arg(long)]
+    pub(crate) smoke: bool,
 }
 
 #[derive(Args, Debug)]

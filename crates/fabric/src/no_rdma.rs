@@ -13,8 +13,8 @@ use farpage_wire::{
 };
 
 use crate::{
-    Buf, Channel, ConnectError, Session, host::Host, memory::ExtentMemory, server::BindError,
-    session::Death,
+    Buf, Channel, ConnectError, RdmaOptions, Session, host::Host, memory::ExtentMemory,
+    server::BindError, session::Death,
 };
 
 const REASON: &str = "this program was built without RDMA: build it with `--features rdma` (which needs libibverbs-dev, librdmacm-dev and \
@@ -29,7 +29,7 @@ pub(crate) enum Listener {}
 #[derive(Debug)]
 pub(crate) enum Registration {}
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Client;
 
 pub(crate) fn devices() -> Result<Vec<String>, String> {
@@ -44,6 +44,10 @@ pub(crate) fn connect(endpoint: &Endpoint, _until: Instant) -> Result<RdmaStream
 }
 
 impl Client {
+    pub(crate) fn new(_options: RdmaOptions) -> Self {
+        Self
+    }
+
     pub(crate) fn insert(&self, _lease: Lease, _key: RemoteKey) {}
 
     pub(crate) fn remove(&self, _id: ExtentId) {}

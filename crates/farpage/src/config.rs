@@ -217,6 +217,7 @@ impl Builder {
             deadline,
             link: self.link,
             client: client_name(),
+            ..SessionOptions::default()
         };
         let mut sessions = Vec::new();
         for server in servers(self.servers) {

@@ -73,6 +73,7 @@ impl World {
             deadline: Duration::from_secs(5),
             link: None,
             client: "simulation".into(),
+            ..SessionOptions::default()
         };
         let session = SimServer::new(config)
             .session(&options)
@@ -386,6 +387,7 @@ impl Tight {
                 deadline: Duration::from_secs(5),
                 link: None,
                 client: "simulation".into(),
+                ..SessionOptions::default()
             })
             .expect("the simulated server takes sessions");
         let cluster = Cluster::new(vec![session], ClusterOptions::default());
@@ -569,6 +571,7 @@ impl Wide {
                 deadline: Duration::from_secs(5),
                 link: None,
                 client: "simulation".into(),
+                ..SessionOptions::default()
             })
             .expect("the simulated server takes sessions");
         let cluster = Cluster::new(vec![session], ClusterOptions::default());

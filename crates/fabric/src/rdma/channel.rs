@@ -4,7 +4,7 @@
 //! queue cannot fill. Buffers are copied through registered memory of the channel's own, because a page that is pinned for the
 //! adapter could not be moved into the program's address space.
 //!
-//! Operations are gathered and handed over with one ring of the doorbell per [`POSTLIST`], or when the caller polls. A READ reports its end,
+//! Operations are gathered and handed over with one ring of the doorbell per list of up to [`POSTLIST`], or when the caller polls. A READ reports its end,
 //! since somebody waits for its bytes; of WRITEs the last of each list does, and work completes in the order of posting, so one report stands for
 //! all before it. READ and WRITE of the same bytes at the same time are in no order, as everywhere in this crate.
 
@@ -22,7 +22,7 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::{
     client::{Client, Leased},
-    verbs::{self, COMPLETIONS, Depths, EventKind, POSTLIST, Pair, Work},
+    verbs::{self, COMPLETIONS, Depths, EventKind, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
 };
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
@@ -47,6 +47,7 @@ pub(super) const CHANNEL: Depths = Depths {
     sends: DEPTH,
     receives: 0,
     slab_bytes: BOUNCE_BYTES,
+    reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
 /// What became readable, in the channel's own epoll.
@@ -68,6 +69,8 @@ pub(crate) struct RdmaChannel<B> {
     /// Oldest first: the adapter has the first `handed` of them.
     ops: VecDeque<Flying<B>>,
     handed: usize,
+    /// Operations per ring, at most [`POSTLIST`].
+    doorbell: usize,
     /// Whether the others wait for memory, which comes with the next completion.
     is_full: bool,
     /// Of the next operation.
@@ -155,7 +158,7 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
             place: None,
         });
         self.sequence += 1;
-        if self.ops.len() - self.handed >= POSTLIST {
+        if self.ops.len() - self.handed >= self.doorbell {
             self.ring();
         }
         Ok(())
@@ -219,6 +222,7 @@ impl<B: Buf> RdmaChannel<B> {
         session: &Arc<Session>,
         client: Arc<Client>,
         pair: Pair,
+        doorbell: usize,
         death: Arc<Death>,
         deadline: Duration,
     ) -> io::Result<Self> {
@@ -242,6 +246,7 @@ impl<B: Buf> RdmaChannel<B> {
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
             handed: 0,
+            doorbell: doorbell.clamp(1, POSTLIST),
             is_full: false,
             sequence: 0,
             bounce: Bounce::default(),
@@ -291,7 +296,8 @@ impl<B: Buf> RdmaChannel<B> {
         while self.can_ring() && self.dead.is_none() {
             let mut works = [const { Work::NONE }; POSTLIST];
             let mut count = 0;
-            for (flying, work) in self.ops.range_mut(self.handed..).zip(&mut works) {
+            let list = &mut works[..self.doorbell];
+            for (flying, work) in self.ops.range_mut(self.handed..).zip(list) {
                 let op = &flying.op;
                 let Some(place) = self.bounce.take(op.len as usize) else {
                     self.is_full = true;

@@ -21,9 +21,9 @@ use super::{
     channel::{CHANNEL, RdmaChannel},
     devices, explain_registration, explain_start,
     stream::{CONTROL, RdmaStream, Side},
-    verbs::{Device, EventKind, Id, Pair, Pd},
+    verbs::{Depths, Device, EventKind, Id, Pair, Pd},
 };
-use crate::{Buf, Channel, ConnectError, Session, session::Death, stream::describe};
+use crate::{Buf, Channel, ConnectError, RdmaOptions, Session, session::Death, stream::describe};
 
 const NO_PANIC: &str = "nothing panics under this lock";
 
@@ -38,8 +38,9 @@ pub(super) struct Leased {
 }
 
 /// What the channels of one session share.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Client {
+    options: RdmaOptions,
     /// The standard library's lock never allocates: a signal handler may look an extent up.
     leases: RwLock<HashMap<ExtentId, Arc<Leased>>>,
     /// Of the device that the session's connections go through.
@@ -47,6 +48,14 @@ pub(crate) struct Client {
 }
 
 impl Client {
+    pub(crate) fn new(options: RdmaOptions) -> Self {
+        Self {
+            options,
+            leases: RwLock::default(),
+            pd: Mutex::default(),
+        }
+    }
+
     /// Remembers a lease and the key that came with it.
     pub(crate) fn insert(&self, lease: Lease, key: RemoteKey) {
         let leased = Leased {
@@ -84,16 +93,21 @@ impl Client {
         let endpoint = session.endpoint();
         let id = resolve(endpoint, until)?;
         let device = id.device().expect("a resolved id has a device");
+        let depths = Depths {
+            reads_in_flight: self.options.reads_in_flight,
+            ..CHANNEL
+        };
         let pair = self
             .pd(device)
-            .and_then(|pd| Pair::new(id, pd, CHANNEL))
+            .and_then(|pd| Pair::new(id, pd, depths))
             .map_err(|error| unusable(endpoint, explain_pair(CHANNEL.slab_bytes, &error)))?;
         let greeting = Greeting {
             hello: Hello::new(Purpose::Data),
             claim: Some(claim),
         };
         establish(endpoint, &pair, &greeting, until)?;
-        let channel = RdmaChannel::new(session, Arc::clone(self), pair, death, deadline);
+        let doorbell = self.options.doorbell;
+        let channel = RdmaChannel::new(session, Arc::clone(self), pair, doorbell, death, deadline);
         let channel = channel.map_err(|error| unusable(endpoint, explain_pair(0, &error)))?;
         Ok(Box::new(channel))
     }

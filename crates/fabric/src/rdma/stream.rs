@@ -25,7 +25,7 @@ use parking_lot::Mutex;
 
 use super::{
     server::Domains,
-    verbs::{COMPLETIONS, Depths, Done, EventKind, Failure, Pair, Verb, Work},
+    verbs::{COMPLETIONS, Depths, Done, EventKind, Failure, Pair, READS_IN_FLIGHT_MAX, Verb, Work},
 };
 
 /// Buffers that each side offers, and as many to send from.
@@ -51,6 +51,7 @@ pub(super) const CONTROL: Depths = Depths {
     sends: SLOTS,
     receives: SLOTS,
     slab_bytes: 2 * SLOTS * SLOT_BYTES,
+    reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
 /// What the server's end of a data connection needs: it posts nothing.
@@ -58,6 +59,7 @@ pub(super) const PASSIVE: Depths = Depths {
     sends: 1,
     receives: 1,
     slab_bytes: 0,
+    reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
 /// A connection with an adapter on each side.

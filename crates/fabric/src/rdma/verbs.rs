@@ -44,7 +44,7 @@ const RNR_RETRIES: u8 = 6;
 const INLINE_BYTES: u32 = 220;
 
 /// Asks for what the device offers, and what of it the peer's device can meet.
-const READS_IN_FLIGHT_MAX: u8 = 0xff;
+pub(super) const READS_IN_FLIGHT_MAX: u8 = 0xff;
 
 fn check(result: c_int) -> io::Result<()> {
     match result {
@@ -651,6 +651,8 @@ pub(super) struct Depths {
     pub(super) receives: usize,
     /// Of the [`Slab`].
     pub(super) slab_bytes: usize,
+    /// READs of ours, and of the peer, on their way at a time, as far as both devices can.
+    pub(super) reads_in_flight: u8,
 }
 
 /// A reliable-connected queue pair with its completion queue, its memory and its connection. When it is dropped, the peer hears of it.
@@ -662,6 +664,8 @@ pub(super) struct Pair {
     slab: Option<Slab>,
     pd: Arc<Pd>,
     inline_bytes: usize,
+    /// Asked for.
+    reads_in_flight_max: u8,
     alive: bool,
 }
 
@@ -771,20 +775,21 @@ impl Pair {
             slab,
             pd,
             inline_bytes: inline_bytes as usize,
+            reads_in_flight_max: depths.reads_in_flight,
             alive: true,
         })
     }
 
     /// Asks the peer for the connection; what comes of it is an event.
     pub(super) fn connect(&self, words: &[u8]) -> io::Result<()> {
-        let mut parameters = parameters(words);
+        let mut parameters = parameters(words, self.reads_in_flight_max);
         // SAFETY: the id is ours and resolved; the parameters and the bytes that they point to are only read during the call.
         check(unsafe { sys::rdma_connect(self.id.raw.as_ptr(), &raw mut parameters) })
     }
 
     /// Grants a peer the connection that it asked for.
     pub(super) fn accept(&self, words: &[u8]) -> io::Result<()> {
-        let mut parameters = parameters(words);
+        let mut parameters = parameters(words, self.reads_in_flight_max);
         // SAFETY: as above; the id was asked for by a peer.
         check(unsafe { sys::rdma_accept(self.id.raw.as_ptr(), &raw mut parameters) })
     }
@@ -992,12 +997,12 @@ impl Pair {
     }
 }
 
-fn parameters(words: &[u8]) -> sys::rdma_conn_param {
+fn parameters(words: &[u8], reads_in_flight: u8) -> sys::rdma_conn_param {
     sys::rdma_conn_param {
         private_data: words.as_ptr().cast(),
         private_data_len: words.len() as u8,
-        responder_resources: READS_IN_FLIGHT_MAX,
-        initiator_depth: READS_IN_FLIGHT_MAX,
+        responder_resources: reads_in_flight,
+        initiator_depth: reads_in_flight,
         flow_control: 1,
         retry_count: RETRIES,
         rnr_retry_count: RNR_RETRIES,

@@ -54,6 +54,28 @@ pub struct SessionOptions {
     pub link: Option<Arc<Link>>,
     /// Who we are, for the server's log.
     pub client: String,
+    /// For channels over RDMA.
+    pub rdma: RdmaOptions,
+}
+
+/// How a channel uses an RDMA adapter. The defaults are right for all that we know of: this is here to measure what they bring, and for
+/// adapters that would rather have less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RdmaOptions {
+    /// READs of one channel that may be on their way at a time, as far as both devices can; at 1 each waits for the one before. (`initiator_depth` of
+    /// the connection manager, `max_rd_atomic` of the queue pair.) Default: 255, which is what the devices can.
+    pub reads_in_flight: u8,
+    /// Operations that are handed to the adapter with one ring of its doorbell; what is beyond 1 to 16 counts as these. Default: 16.
+    pub doorbell: usize,
+}
+
+impl Default for RdmaOptions {
+    fn default() -> Self {
+        Self {
+            reads_in_flight: u8::MAX,
+            doorbell: 16,
+        }
+    }
 }
 
 /// Memory leased by a server.
@@ -485,6 +507,7 @@ impl Default for SessionOptions {
             deadline: Duration::from_secs(10),
             link: None,
             client: format!("pid {}", std::process::id()),
+            rdma: RdmaOptions::default(),
         }
     }
 }

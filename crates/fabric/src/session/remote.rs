@@ -94,7 +94,7 @@ impl Remote {
             client,
             line: Mutex::new(line),
             directory: Arc::default(),
-            rdma: Arc::default(),
+            rdma: Arc::new(rdma::Client::new(options.rdma)),
             closing: AtomicBool::new(false),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
