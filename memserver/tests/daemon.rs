@@ -84,6 +84,17 @@ fn a_draining_server_waits_for_its_clients_and_refuses_new_ones() {
     );
 }
 
+#[cfg(not(feature = "rdma"))]
+#[test]
+fn without_the_feature_no_library_of_rdma_is_needed() {
+    let daemon = Daemon::start(&[]);
+    let maps = fs::read_to_string(format!("/proc/{}/maps", daemon.child.id())).unwrap();
+    assert!(maps.contains("libc.so"), "the daemon's libraries: {maps}");
+    for library in ["libibverbs", "librdmacm"] {
+        assert!(!maps.contains(library), "{library} is loaded");
+    }
+}
+
 #[test]
 fn a_second_signal_exits_at_once() {
     let mut daemon = Daemon::start(&["--grace", "1h"]);

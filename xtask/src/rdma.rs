@@ -69,7 +69,12 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
         };
         if program.has_tests(&filters)? {
             script.line(["cd".as_ref(), program.package.as_os_str()]);
-            let words = [program.executable.as_os_str(), "--show-output".as_ref()];
+            let words = [
+                program.executable.as_os_str(),
+                "--show-output".as_ref(),
+                // A test has a client and a server, and the machine two processors.
+                "--test-threads=1".as_ref(),
+            ];
             script.attempt(words.into_iter().chain(filters));
         }
     }

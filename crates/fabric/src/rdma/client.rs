@@ -138,6 +138,10 @@ pub(crate) fn connect(endpoint: &Endpoint, until: Instant) -> Result<RdmaStream,
     Ok(stream)
 }
 
+/// How long one question for the way to a server may take before it is asked anew. Kernels (7.2, adapters in network namespaces) have been seen to
+/// miss the neighbour's answer to the first question, and then to know it at once.
+const RESOLVE_AGAIN: Duration = Duration::from_secs(1);
+
 /// Finds the device and the way to the server.
 fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
     devices().map_err(|reason| unusable(endpoint, reason))?;
@@ -147,10 +151,15 @@ fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
     };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in address(endpoint).to_socket_addrs().map_err(unreachable)? {
-        let id = Id::new().map_err(|error| unusable(endpoint, explain_start(&error)))?;
-        match id.resolve(address, until) {
-            Ok(()) => return Ok(id),
-            Err(error) => last = error,
+        loop {
+            let id = Id::new().map_err(|error| unusable(endpoint, explain_start(&error)))?;
+            match id.resolve(address, until.min(Instant::now() + RESOLVE_AGAIN)) {
+                Ok(()) => return Ok(id),
+                Err(error) => last = error,
+            }
+            if last.kind() != io::ErrorKind::TimedOut || Instant::now() >= until {
+                break;
+            }
         }
     }
     match last.raw_os_error() {
