@@ -74,6 +74,8 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
             memcpy_mb_per_s: Some(memcpy),
             raw_read_mb_per_s: Some(rates.read),
             raw_write_mb_per_s: Some(rates.write),
+            raw_cold_read_mb_per_s: Some(rates.cold_read),
+            raw_cold_write_mb_per_s: Some(rates.cold_write),
             raw_read_write_mb_per_s: Some(rates.read_write),
             ..Figures::default()
         },

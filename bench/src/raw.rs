@@ -2,8 +2,13 @@
 //!
 //! The rule it keeps: as many threads and as large operations as the pager uses, each thread with a channel and memory
 //! of its own on the server, and every READ is checked against what was written there.
+//!
+//! Each direction is measured twice. *Hot*: few buffers, used again at once, which stay in the caches: as fast as the fabric
+//! gets. *Cold*: buffers take turns, [`LOCAL_BYTES`] of them, as frames do: paging exists to fill local memory, which is as
+//! large as its budget, and no transfer to or from so much memory can be faster. Paging is compared with the cold ones.
 
 use std::{
+    collections::VecDeque,
     sync::{Arc, Barrier},
     thread,
     time::{Duration, Instant},
@@ -27,11 +32,17 @@ const QUEUE_DEPTH: usize = 16;
 const AREA_BYTES: u64 = 256 << 20;
 const SMOKE_AREA_BYTES: u64 = 8 << 20;
 
+/// Local memory that all threads together go over when buffers are cold: the budget of the STREAM that is compared with it.
+const LOCAL_BYTES: u64 = 96 << 20;
+const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
+
 /// MB/s.
 pub(crate) struct Rates {
     pub(crate) read: f64,
     pub(crate) write: f64,
-    /// Both at once, bytes of both directions added up.
+    pub(crate) cold_read: f64,
+    pub(crate) cold_write: f64,
+    /// Both at once with hot buffers, bytes of both directions added up.
     pub(crate) read_write: f64,
     /// Pages that came back other than they were written.
     pub(crate) wrong: u64,
@@ -48,6 +59,15 @@ enum Mix {
     Both,
 }
 
+/// Which buffer is used next.
+#[derive(Clone, Copy)]
+enum Buffers {
+    /// The one that came back last.
+    Hot,
+    /// The one that came back longest ago.
+    Cold,
+}
+
 /// Measures each mix for `time`.
 pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
     let options = SessionOptions {
@@ -58,11 +78,12 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
     let page_bytes = common.page_size.as_u64();
     // As many as a runtime has at most, unless it is told.
     let threads = threads(common.fillers);
-    let area = if common.smoke {
-        SMOKE_AREA_BYTES
+    let (area, local) = if common.smoke {
+        (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES)
     } else {
-        AREA_BYTES
+        (AREA_BYTES, LOCAL_BYTES)
     };
+    let buffers = (local / page_bytes) as usize / threads;
     let area_per_thread = (area / threads as u64)
         .next_multiple_of(page_bytes)
         .max(QUEUE_DEPTH as u64 * page_bytes);
@@ -72,7 +93,7 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
         let extent = session.grant(area_per_thread)?;
         let channel = session.channel::<Vec<u8>>()?;
         // Written once, so that the measurement meets no fresh local memory.
-        let idle = vec![vec![1u8; page_bytes as usize]; QUEUE_DEPTH];
+        let idle = vec![vec![1u8; page_bytes as usize]; buffers.max(QUEUE_DEPTH)].into();
         let (done, pages) = (Vec::new(), area_per_thread / page_bytes);
         workers.push(Worker {
             channel,
@@ -87,7 +108,7 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
         });
     }
 
-    let mut phase = |mix| -> Result<f64> {
+    let mut phase = |mix, buffers| -> Result<f64> {
         let barrier = Arc::new(Barrier::new(threads + 1));
         thread::scope(|scope| {
             let running: Vec<_> = workers
@@ -96,7 +117,7 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
                     let barrier = barrier.clone();
                     scope.spawn(move || {
                         barrier.wait();
-                        worker.run(mix, time)
+                        worker.run(mix, buffers, time)
                     })
                 })
                 .collect();
@@ -111,12 +132,13 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
             Ok(bytes as f64 / begin.elapsed().as_secs_f64() / 1e6)
         })
     };
-    phase(Mix::Prepare)?;
-    let (read, write, read_write) = (phase(Mix::Read)?, phase(Mix::Write)?, phase(Mix::Both)?);
+    phase(Mix::Prepare, Buffers::Cold)?;
     Ok(Rates {
-        read,
-        write,
-        read_write,
+        read: phase(Mix::Read, Buffers::Hot)?,
+        write: phase(Mix::Write, Buffers::Hot)?,
+        cold_read: phase(Mix::Read, Buffers::Cold)?,
+        cold_write: phase(Mix::Write, Buffers::Cold)?,
+        read_write: phase(Mix::Both, Buffers::Hot)?,
         wrong: workers.iter().map(|worker| worker.wrong).sum(),
     })
 }
@@ -126,8 +148,8 @@ struct Worker {
     extent: Extent,
     page_bytes: u64,
     pages: u64,
-    /// Buffers that are in no operation.
-    idle: Vec<Vec<u8>>,
+    /// Buffers that are in no operation, in the order in which they came back.
+    idle: VecDeque<Vec<u8>>,
     done: Vec<Completion<Vec<u8>>>,
     /// Operations posted in this phase so far.
     next: u64,
@@ -137,7 +159,7 @@ struct Worker {
 
 impl Worker {
     /// Keeps the queue full until time is up, then waits for what is in flight; returns the bytes moved.
-    fn run(&mut self, mix: Mix, time: Duration) -> Result<u64> {
+    fn run(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<u64> {
         (self.next, self.bytes) = (0, 0);
         let end = Instant::now() + time;
         loop {
@@ -145,10 +167,15 @@ impl Worker {
                 Mix::Prepare => self.next < self.pages,
                 _ => Instant::now() < end,
             };
-            while more && let Some(buf) = self.idle.pop() {
+            while more && self.channel.in_flight() < QUEUE_DEPTH {
+                let buf = match buffers {
+                    Buffers::Hot => self.idle.pop_back(),
+                    Buffers::Cold => self.idle.pop_front(),
+                };
+                let buf = buf.expect("no more are in flight than there are buffers");
                 let op = self.op(mix, buf);
                 if let Err(Busy(op)) = self.channel.post(op) {
-                    self.idle.push(op.buf);
+                    self.idle.push_back(op.buf);
                     break;
                 }
                 self.next += 1;
@@ -206,7 +233,7 @@ impl Worker {
                 let right = completion.buf.starts_with(&stamp) && completion.buf.ends_with(&stamp);
                 self.wrong += u64::from(!right);
             }
-            self.idle.push(completion.buf);
+            self.idle.push_back(completion.buf);
         }
         Ok(())
     }

@@ -156,6 +156,11 @@ pub(crate) struct Figures {
     pub(crate) raw_read_mb_per_s: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) raw_write_mb_per_s: Option<f64>,
+    /// With buffers that are in no cache, as frames are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) raw_cold_read_mb_per_s: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) raw_cold_write_mb_per_s: Option<f64>,
     /// READ and WRITE of the same bytes by the same threads, bytes of both directions added up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) raw_read_write_mb_per_s: Option<f64>,
@@ -350,9 +355,23 @@ impl Report {
                 "KiB",
             ),
             ("memcpy", f.memcpy_mb_per_s, "MB/s"),
-            ("fabric READ", f.raw_read_mb_per_s, "MB/s"),
-            ("fabric WRITE", f.raw_write_mb_per_s, "MB/s"),
-            ("fabric READ + WRITE", f.raw_read_write_mb_per_s, "MB/s"),
+            ("fabric READ, hot buffers", f.raw_read_mb_per_s, "MB/s"),
+            ("fabric WRITE, hot buffers", f.raw_write_mb_per_s, "MB/s"),
+            (
+                "fabric READ, cold buffers",
+                f.raw_cold_read_mb_per_s,
+                "MB/s",
+            ),
+            (
+                "fabric WRITE, cold buffers",
+                f.raw_cold_write_mb_per_s,
+                "MB/s",
+            ),
+            (
+                "fabric READ + WRITE, hot buffers",
+                f.raw_read_write_mb_per_s,
+                "MB/s",
+            ),
         ] {
             if let Some(value) = value {
                 let digits = if unit == "us" { 2 } else { 0 };

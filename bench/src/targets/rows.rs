@@ -162,13 +162,13 @@ fn link(sizes: Sizes) -> Vec<Row> {
         .collect()
 }
 
-/// STREAM triad against the fabric alone, with the same threads and pages.
+/// STREAM triad against the fabric alone, with the same threads and pages, and as much local memory.
 fn triad(sizes: Sizes, fabric: &'static str, best: f64, at_64_kib: f64, at_4_kib: f64) -> Vec<Row> {
     let against_raw = move |sitting: &mut Sitting, page_size: &str| -> Result<[f64; 2]> {
         let triad = sitting.figure(&sizes.stream(fabric, page_size), TRIAD)?;
         let floor = format!("floor --fabric {fabric} --page-size {page_size}");
-        let read = sitting.figure(&floor, "/raw_read_mb_per_s")?;
-        let write = sitting.figure(&floor, "/raw_write_mb_per_s")?;
+        let read = sitting.figure(&floor, "/raw_cold_read_mb_per_s")?;
+        let write = sitting.figure(&floor, "/raw_cold_write_mb_per_s")?;
         Ok([triad, raw_triad(read, write)])
     };
     vec![
