@@ -109,7 +109,7 @@ impl<B: Buf> Channel<B> for Shaped<B> {
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
         let before = done.len();
-        self.inner.poll(&mut self.scratch);
+        while self.inner.poll(&mut self.scratch) > 0 {}
         for completion in self.scratch.drain(..) {
             let slot = completion.tag as usize;
             let (tag, due) = self.slots[slot].expect("a completion belongs to a posted operation");

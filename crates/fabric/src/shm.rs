@@ -1,4 +1,5 @@
-//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's mapping.
+//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's mapping, one in each poll, so that
+//! the caller can use what was copied while it is in the caches.
 //!
 //! The law of this file: a mapping holds bytes that others may change, so no reference to them is made; they are copied
 //! through bounds-checked raw pointers. The server takes no part: its death is a flag that the session sets.
@@ -25,7 +26,7 @@ use crate::{
     session::Death,
 };
 
-/// How many operations may wait to be handed back: enough for any caller's batch.
+/// How many operations may wait: enough for any caller's batch.
 const DEPTH: usize = 64;
 
 /// Extents that a channel remembers without allocating, as a signal handler must: 16 GiB to 1 TiB, as a region asks for them.
@@ -89,7 +90,7 @@ pub(crate) struct ShmChannel<B> {
     death: Arc<Death>,
     /// What [`Directory`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Mapped>>,
-    done: VecDeque<Completion<B>>,
+    ops: VecDeque<Op<B>>,
     /// The leases live as long as the session does.
     _session: Arc<Session>,
 }
@@ -105,7 +106,7 @@ impl<B: Buf> ShmChannel<B> {
             directory,
             death,
             cache: HashMap::with_capacity(CACHED),
-            done: VecDeque::with_capacity(DEPTH),
+            ops: VecDeque::with_capacity(DEPTH),
             _session: Arc::clone(session),
         }
     }
@@ -169,25 +170,27 @@ impl<B: Buf> ShmChannel<B> {
 }
 
 impl<B: Buf> Channel<B> for ShmChannel<B> {
-    fn post(&mut self, mut op: Op<B>) -> Result<(), Busy<B>> {
-        if self.done.len() == DEPTH {
+    fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        if self.ops.len() == DEPTH {
             return Err(Busy(op));
         }
         check_len(&op);
+        self.ops.push_back(op);
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
+        let Some(mut op) = self.ops.pop_front() else {
+            return 0;
+        };
         let result = self.copy(&mut op);
-        self.done.push_back(Completion {
+        done.push(Completion {
             tag: op.tag,
             verb: op.verb,
             buf: op.buf,
             result,
         });
-        Ok(())
-    }
-
-    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
-        let count = self.done.len();
-        done.extend(self.done.drain(..));
-        count
+        1
     }
 
     fn writes_in_order(&self) -> bool {
@@ -195,12 +198,12 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
     }
 
     fn in_flight(&self) -> usize {
-        self.done.len()
+        self.ops.len()
     }
 
     fn wait(&self) -> Wait<'_> {
         Wait {
-            until: (!self.done.is_empty()).then(Instant::now),
+            until: (!self.ops.is_empty()).then(Instant::now),
             ..Wait::default()
         }
     }

@@ -192,6 +192,46 @@ fn until(story: &str, condition: impl Fn() -> bool) {
 }
 
 #[test]
+fn shared_memory_copies_one_operation_in_each_poll() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(&Endpoint::Shm(folder.path().join("socket")));
+    let session = server.session();
+    let extent = session.grant(1 << 20).expect("room").id;
+    let op = |verb, value| Op {
+        tag: u64::from(value),
+        verb,
+        extent,
+        offset: 0,
+        len: 4096,
+        buf: vec![value; 4096],
+    };
+    let [mut writer, mut reader] = [(); 2].map(|()| session.channel::<Vec<u8>>().expect("alive"));
+    let mut remote_value = || {
+        reader.post(op(Verb::Read, 0xee)).expect("room");
+        let mut done = Vec::new();
+        assert_eq!(reader.poll(&mut done), 1);
+        done[0].buf[4095]
+    };
+    for value in [7, 9] {
+        writer.post(op(Verb::Write, value)).expect("room");
+    }
+    assert_eq!(remote_value(), 0, "posted, not polled");
+    let mut done = Vec::new();
+    for value in [7, 9] {
+        assert!(
+            writer
+                .wait()
+                .until
+                .is_some_and(|until| until <= Instant::now())
+        );
+        assert_eq!(writer.poll(&mut done), 1);
+        assert_eq!(done.pop().expect("ended").tag, u64::from(value));
+        assert_eq!(remote_value(), value);
+    }
+    assert_eq!((writer.in_flight(), writer.wait().until), (0, None));
+}
+
+#[test]
 fn strangers_that_speak_something_else_are_closed_and_others_go_on() {
     let server = Server::tcp();
     let session = server.session();

@@ -409,15 +409,9 @@ impl<F: Frame> Lane<F> {
 
     /// Lets one port make progress.
     fn drive(&mut self, at: usize) {
-        // 1. What has ended. Failed requests go to the backlog or end.
-        if let PortState::Open { channel, .. } = &mut self.ports[at].state {
-            let mut completions = std::mem::take(&mut self.completions);
-            channel.poll(&mut completions);
-            for completion in completions.drain(..) {
-                self.complete(at, completion);
-            }
-            self.completions = completions;
-        }
+        // 1. What has ended. Failed requests go to the backlog or end. A run that is complete is handed out first: what it brought is in the
+        //    caches now.
+        while self.poll_channel(at) && self.ready.is_empty() {}
         // 2. From a broken channel to a new one.
         let now = Instant::now();
         let port = &mut self.ports[at];
@@ -439,6 +433,21 @@ impl<F: Frame> Lane<F> {
                 self.finish(op.tag, op.buf, Err(error));
             }
         }
+    }
+
+    /// Returns whether more can end without waiting.
+    fn poll_channel(&mut self, at: usize) -> bool {
+        let PortState::Open { channel, .. } = &mut self.ports[at].state else {
+            return false;
+        };
+        let mut completions = std::mem::take(&mut self.completions);
+        channel.poll(&mut completions);
+        let until = channel.wait().until;
+        for completion in completions.drain(..) {
+            self.complete(at, completion);
+        }
+        self.completions = completions;
+        until.is_some_and(|until| until <= Instant::now())
     }
 
     fn complete(&mut self, at: usize, completion: Completion<IoBuf<F>>) {

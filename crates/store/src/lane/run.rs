@@ -5,12 +5,17 @@
 
 use std::{sync::Arc, time::Instant};
 
-use farpage_fabric::{ChannelError, MAX_OP_BYTES, Verb, regmem::RegBuf};
+use farpage_fabric::{ChannelError, Verb, regmem::RegBuf};
 
 use super::{Done, Frame, Outcome};
 use crate::{
     PageStore, StoreError, StoreStatsSnapshot, codec::Form, entry::Place, remote::RemoteStore,
 };
+
+/// Neighbouring pages are read in operations of so many bytes at most, so that what arrives is hashed while it is in the second-level
+/// cache. Larger pages are one operation each. Measured over shm: READ and hash of 512 KiB take a quarter less time in pieces of 64 to
+/// 128 KiB than as a whole; over tcp the pieces travel as one batch, and it makes no difference.
+const READ_BYTES_MAX: u32 = 128 << 10;
 
 /// What one call of [`Lane::fill`](super::Lane::fill) or [`Lane::write_back`](super::Lane::write_back) began.
 pub(super) struct Run<F> {
@@ -107,7 +112,7 @@ impl Transfer {
         (self.form, next.form) == (Form::Raw, Form::Raw)
             && (self.place.server, self.place.extent, end)
                 == (next.place.server, next.place.extent, next.place.offset)
-            && self.bytes + next.bytes <= MAX_OP_BYTES
+            && self.bytes + next.bytes <= READ_BYTES_MAX
     }
 }
 
