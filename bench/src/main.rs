@@ -26,6 +26,7 @@ mod record;
 mod regmem;
 mod remote;
 mod report;
+mod ring;
 mod server;
 mod sitting;
 mod sparse;
@@ -77,6 +78,14 @@ fn main() -> ExitCode {
         }
         Command::Verbs(options) => {
             let report = match verbs::run(options) {
+                Ok(report) => report,
+                Err(error) => return failure(&error),
+            };
+            report.print(options.format);
+            return verdict(report.verified);
+        }
+        Command::Ring(options) => {
+            let report = match ring::run(options) {
                 Ok(report) => report,
                 Err(error) => return failure(&error),
             };

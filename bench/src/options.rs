@@ -49,6 +49,10 @@ pub(crate) enum Command {
     /// Registration is that of the fabric's adapter. Where there is none, memory is locked and unlocked, which is the pinning part of a
     /// registration alone, and the report says so.
     Regmem(RegmemOptions),
+    /// Messages through a ring in the receiver's memory: against a buffer for one message, woken by events or looking for them
+    ///
+    /// Sender and receiver are threads of this program, and the fabric between them is the real one.
+    Ring(RingOptions),
     /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and plain LZ4
     Pages(PagesOptions),
     /// Measures the figures of the poster that farpage realises: CSV, SVG and PNG
@@ -390,6 +394,22 @@ pub(crate) struct RegmemOptions {
     /// Acquisitions, and READs, per round [default: 2000, with --smoke 50]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) acquisitions: Option<u32>,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
+    #[arg(long)]
+    pub(crate) smoke: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct RingOptions {
+    /// What lies between the two
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    pub(crate) fabric: Fabric,
+    /// Messages per round and direction [default: 2000, with --smoke 40]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub(crate) messages: Option<u32>,
     /// Human: a table; json: one object on standard output
     #[arg(long, value_enum, default_value_t = Format::Human)]
     pub(crate) format: Format,

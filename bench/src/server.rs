@@ -49,19 +49,7 @@ impl MemoryServer {
                 own: None,
             });
         }
-        let listen = match fabric {
-            Fabric::Shm => {
-                Endpoint::Shm(env::temp_dir().join(format!("farpage-bench-{}.sock", process::id())))
-            }
-            Fabric::Tcp => Endpoint::Tcp {
-                host: "127.0.0.1".into(),
-                port: 0,
-            },
-            Fabric::Rdma => Endpoint::Rdma {
-                host: own_rdma_address()?.to_string(),
-                port: 0,
-            },
-        };
+        let listen = own_endpoint(fabric, "server")?;
         let this_program = env::current_exe().context("cannot find this program's own file")?;
         let mut child = Command::new(this_program)
             .args([
@@ -120,6 +108,27 @@ fn own_rdma_address() -> Result<IpAddr> {
     addresses.next().copied().context(
         "no RDMA device of this machine has an IP address: give its network interface one, or name a server with --server rdma://host:port",
     )
+}
+
+/// Where a server of our own listens; `name` keeps several apart.
+///
+/// # Errors
+/// There is no adapter for RDMA.
+pub(crate) fn own_endpoint(fabric: Fabric, name: &str) -> Result<Endpoint> {
+    Ok(match fabric {
+        Fabric::Shm => {
+            let file = format!("farpage-bench-{}-{name}.sock", process::id());
+            Endpoint::Shm(env::temp_dir().join(file))
+        }
+        Fabric::Tcp => Endpoint::Tcp {
+            host: "127.0.0.1".into(),
+            port: 0,
+        },
+        Fabric::Rdma => Endpoint::Rdma {
+            host: own_rdma_address()?.to_string(),
+            port: 0,
+        },
+    })
 }
 
 /// The server process: prints where it listens, serves until standard input ends.

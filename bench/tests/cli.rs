@@ -94,6 +94,25 @@ fn regmem_reports_all_ways_and_registers_nothing_while_it_measures() {
 }
 
 #[test]
+fn ring_reports_every_step_and_their_ratios() {
+    for fabric in FABRICS {
+        let report = report("ring", &["--fabric", fabric]);
+        for step in 0..4 {
+            let figures = ["messages_per_s", "round_trip_us"];
+            let figures = figures.map(|figure| format!("/sizes/1/steps/{step}/{figure}"));
+            assert_positive(&report, &figures.each_ref().map(String::as_str));
+        }
+        let ratios = [
+            "ring_over_no_ring",
+            "polling_over_event",
+            "batch_over_single",
+        ];
+        let ratios = ratios.map(|ratio| format!("/sizes/0/{ratio}"));
+        assert_positive(&report, &ratios.each_ref().map(String::as_str));
+    }
+}
+
+#[test]
 fn stream_verifies_and_reports_four_kernels() {
     if !can_page("stream_verifies_and_reports_four_kernels") {
         return;

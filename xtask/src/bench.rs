@@ -14,7 +14,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose: a test suite does not change the
 /// swap of the machine that it runs on.
-const RUNS: [&str; 30] = [
+const RUNS: [&str; 32] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -35,6 +35,8 @@ const RUNS: [&str; 30] = [
     "sparse",
     "regmem --fabric shm",
     "regmem --fabric tcp",
+    "ring --fabric shm",
+    "ring --fabric tcp",
     "targets",
     "sweep",
     "stream --data turbulence --dtype f32 --codec shuffle",

@@ -192,6 +192,11 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
         done.len() - before
     }
 
+    /// A reliable connection executes requests in their order.
+    fn writes_in_order(&self) -> bool {
+        true
+    }
+
     fn in_flight(&self) -> usize {
         self.ops.len() + self.refused.len()
     }

@@ -178,8 +178,18 @@ impl RingSender {
         self.announced == self.written && self.data_in_flight + self.tails_in_flight == 0
     }
 
-    /// Bytes for which there is room, as far as we know.
-    fn free(&self) -> usize {
+    /// Operations that have not ended.
+    pub fn in_flight(&self) -> usize {
+        self.channel.in_flight() + self.backlog.len()
+    }
+
+    /// Whether the receiver has taken all that was sent, as far as is known: [`ask`](Self::ask) finds out.
+    pub fn is_taken(&self) -> bool {
+        self.consumed == self.written
+    }
+
+    /// Bytes for which there is room, as far as is known. A message takes 8 to 15 bytes more than its length.
+    pub fn free(&self) -> usize {
         self.place.capacity - (self.written - self.consumed) as usize
     }
 
@@ -249,8 +259,11 @@ impl RingSender {
         Ok(())
     }
 
-    /// Asks what the receiver has taken, unless that is under way.
-    fn ask(&mut self) -> Result<(), SendError> {
+    /// Begins to ask what the receiver has taken, unless that is under way.
+    ///
+    /// # Errors
+    /// [`SendError::Memory`]. A lost connection is noticed by [`progress`](Self::progress).
+    pub fn ask(&mut self) -> Result<(), SendError> {
         if !self.asking {
             let buf = self.pool.acquire(WORD_BYTES)?;
             self.asking = true;
