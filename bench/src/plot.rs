@@ -383,10 +383,10 @@ fn nice_step(most: f64) -> f64 {
     digit.unwrap_or(10.0) * power
 }
 
-/// Three digits, without noise.
+/// Three digits, or four that begin with a one; without noise.
 fn figure(value: f64) -> String {
     let digits = match value.abs() {
-        x if x >= 99.95 || x == 0.0 => 0,
+        x if x >= 199.95 || x == 0.0 => 0,
         x if x >= 9.995 => 1,
         x if x >= 0.1 => 2,
         _ => 4,

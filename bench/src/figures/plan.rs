@@ -90,7 +90,7 @@ impl Plan {
                 rates,
                 fields: all,
                 workers: workers(cpus.max(2)),
-                stream: " --size 24MiB --iterations 2",
+                stream: " --size 48MiB --iterations 3",
                 field: " --size 12MiB --steps 1",
             },
             false => Self {
