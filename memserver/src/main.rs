@@ -143,6 +143,14 @@ fn table(figures: &ServerStat) -> String {
         ("capacity", size(figures.capacity_bytes)),
         ("granted", size(figures.granted_bytes)),
         ("resident", size(figures.resident_bytes)),
+        (
+            "pages of clients",
+            format!(
+                "{} stored in {}",
+                size(figures.logical_bytes),
+                size(figures.stored_bytes)
+            ),
+        ),
         ("sessions", figures.sessions.to_string()),
         ("extents", figures.extents.to_string()),
         ("named regions", figures.named_regions.to_string()),

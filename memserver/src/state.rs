@@ -80,6 +80,8 @@ struct SessionRecord {
     renewed: Instant,
     extents: HashSet<ExtentId>,
     names: HashSet<String>,
+    /// Bytes of the pages that it keeps, and bytes that they take, as it says.
+    held: [u64; 2],
 }
 
 struct ExtentRecord {
@@ -322,6 +324,7 @@ impl Host for State {
             renewed: Instant::now(),
             extents: HashSet::new(),
             names: HashSet::new(),
+            held: [0; 2],
         };
         ledger.sessions.insert(id, record);
         info!(session = %id, client, ?transport, "session begun");
@@ -585,8 +588,18 @@ impl Host for State {
         Ok(())
     }
 
+    fn hold(&self, session: SessionId, plain_bytes: u64, stored_bytes: u64) -> Result<(), Refusal> {
+        Self::known(&mut self.ledger.lock(), session)?.held = [plain_bytes, stored_bytes];
+        Ok(())
+    }
+
     fn stat(&self) -> ServerStat {
         let ledger = self.ledger.lock();
+        // Clients say what they like: no sum of it may overflow.
+        let held = |i: usize| {
+            (ledger.sessions.values()).fold(0u64, |sum, record| sum.saturating_add(record.held[i]))
+        };
+        let (logical_bytes, stored_bytes) = (held(0), held(1));
         let resident_bytes = ledger
             .extents
             .values()
@@ -602,6 +615,8 @@ impl Host for State {
             sessions: ledger.sessions.len() as u64,
             extents: ledger.extents.len() as u64,
             named_regions: ledger.names.len() as u64,
+            logical_bytes,
+            stored_bytes,
             ..ServerStat::default()
         }
     }
@@ -873,6 +888,24 @@ mod tests {
         assert_eq!(back.session, tcp.session);
         assert!(state.extent(tcp.session, tcp_extent.id()).is_some());
         state.check();
+    }
+
+    #[test]
+    fn figures_are_of_what_connected_clients_say_that_they_keep() {
+        let state = state(1 << 30);
+        let (one, other) = (
+            client(&state, Transport::Shm),
+            client(&state, Transport::Tcp),
+        );
+        state.hold(one, 1000, 400).unwrap();
+        state.hold(one, 3000, 500).unwrap();
+        state.hold(other, u64::MAX, 7).unwrap();
+        let stat = state.stat();
+        assert_eq!((stat.logical_bytes, stat.stored_bytes), (u64::MAX, 507));
+        state.close(other);
+        let stat = state.stat();
+        assert_eq!((stat.logical_bytes, stat.stored_bytes), (3000, 500));
+        assert_eq!(state.hold(other, 1, 1), Err(Refusal::NoSession));
     }
 
     #[test]

@@ -79,6 +79,15 @@ pub trait Host: Send + Sync + 'static {
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal>;
     /// Forgets a name and frees its memory.
     fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
+    /// What the client says that its pages are and take, for the figures.
+    fn hold(
+        &self,
+        _session: SessionId,
+        _plain_bytes: u64,
+        _stored_bytes: u64,
+    ) -> Result<(), Refusal> {
+        Ok(())
+    }
     /// Figures for people and monitors.
     fn stat(&self) -> ServerStat;
 }

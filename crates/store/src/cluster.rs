@@ -440,6 +440,15 @@ impl Pool {
             .sum()
     }
 
+    /// Tells a server that a page is kept there from now on (`1`), or no more (`-1`).
+    pub(crate) fn hold(&self, slot: Span, page_bytes: usize, pages: i64) {
+        let session = &self.servers[slot.place.server as usize].1;
+        session.hold(
+            pages * page_bytes as i64,
+            pages * slot_bytes(slot.bytes) as i64,
+        );
+    }
+
     /// Takes a slot that a published map refers to; false if it is nowhere, or any of it is taken.
     pub(crate) fn claim(&self, slot: Span) -> bool {
         let arena = self.arenas.get(slot.place.server as usize);

@@ -104,6 +104,20 @@ pub(crate) enum Entry {
     },
 }
 
+impl Entry {
+    /// The slot that the page is in.
+    pub(crate) fn slot(self) -> Option<Span> {
+        match self {
+            Self::Stored {
+                place,
+                stored_bytes: bytes,
+                ..
+            } => Some(Span { place, bytes }),
+            _ => None,
+        }
+    }
+}
+
 const KIND_NEVER: u64 = 0;
 const KIND_REPEATED: u64 = 1;
 const KIND_STORED: u64 = 2;

@@ -249,6 +249,7 @@ impl PageStore {
         let remote = RemoteStore {
             pool: pool.clone(),
             scheme: Box::new(scheme),
+            page_bytes,
             reservation,
             publications: Some(publications),
         };
@@ -302,6 +303,9 @@ impl PageStore {
                 }
             }
             store.table.store(page, entry);
+            if let Some(slot) = entry.slot() {
+                pool.hold(slot, page_bytes, 1);
+            }
             if matches!(entry, Entry::Stored { .. }) {
                 store.table.mark_published(page);
             }
@@ -693,14 +697,7 @@ fn may_have_happened(error: &PublishStoreError) -> bool {
 }
 
 fn span_of(words: &Words) -> Option<Span> {
-    match Entry::decode(*words) {
-        Some(Entry::Stored {
-            place,
-            stored_bytes: bytes,
-            ..
-        }) => Some(Span { place, bytes }),
-        _ => None,
-    }
+    Entry::decode(*words)?.slot()
 }
 
 fn words_of(bytes: &[u8; 32]) -> Words {

@@ -84,6 +84,7 @@ pub(crate) enum Backing {
 pub(crate) struct RemoteStore {
     pub(crate) pool: Arc<Pool>,
     pub(crate) scheme: Box<Scheme>,
+    pub(crate) page_bytes: usize,
     pub(crate) reservation: Option<Reservation>,
     /// For regions with a pool of their own.
     pub(crate) publications: Option<Publications>,
@@ -129,6 +130,7 @@ impl PageStore {
         let remote = RemoteStore {
             pool,
             scheme: Box::new(scheme),
+            page_bytes,
             reservation,
             publications,
         };
@@ -283,6 +285,11 @@ impl PageStore {
         let Backing::Remote(remote) = &self.backing else {
             return;
         };
+        for page in (0..self.pages()).filter(|&page| self.table.is_stored(page)) {
+            if let Some(slot) = self.table.load(page).slot() {
+                remote.pool.hold(slot, self.page_bytes, -1);
+            }
+        }
         if remote.publications.is_some() {
             remote.pool.release_all();
             return;
@@ -373,6 +380,11 @@ impl RemoteStore {
         for (page, entry) in entries {
             let old = table.load(page);
             table.store(page, entry);
+            for (slot, pages) in [(old.slot(), -1), (entry.slot(), 1)] {
+                if let Some(slot) = slot {
+                    self.pool.hold(slot, self.page_bytes, pages);
+                }
+            }
             // A suspect slot is given up: see `Entry`.
             if let Entry::Stored {
                 place,

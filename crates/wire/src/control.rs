@@ -187,6 +187,13 @@ pub enum Request {
     },
     /// Asks for figures.
     Stat,
+    /// What the client keeps in its extents now, for the figures.
+    Hold {
+        /// Bytes of its pages.
+        plain_bytes: u64,
+        /// Bytes that they take.
+        stored_bytes: u64,
+    },
 }
 
 /// What the server answers, one per request and in their order.
@@ -389,6 +396,10 @@ mod tests {
                 secret
             }),
             Just(Request::Renew),
+            (any::<u64>(), any::<u64>()).prop_map(|(plain_bytes, stored_bytes)| Request::Hold {
+                plain_bytes,
+                stored_bytes
+            }),
             Just(Request::Goodbye),
             any::<u64>().prop_map(|bytes| Request::Grant { bytes }),
             any::<u64>().prop_map(|id| Request::Release {

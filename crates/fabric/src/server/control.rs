@@ -137,6 +137,10 @@ pub(crate) fn answer(
             return Err("a session was begun within a session".to_owned());
         }
         Request::Renew => host.renew(session).map(done),
+        Request::Hold {
+            plain_bytes,
+            stored_bytes,
+        } => host.hold(session, plain_bytes, stored_bytes).map(done),
         Request::Goodbye => {
             host.close(session);
             Ok(done(()))

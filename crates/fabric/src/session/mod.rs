@@ -355,6 +355,14 @@ impl Session {
         }
     }
 
+    /// Counts pages that are kept on the server from now on, or (by negative figures) no more, for its figures: it is told with every renewal of the lease.
+    pub fn hold(&self, plain_bytes: i64, stored_bytes: i64) {
+        match &self.backend {
+            Backend::Remote(remote) => remote.hold(plain_bytes, stored_bytes),
+            Backend::Sim(_) => {}
+        }
+    }
+
     /// The server's figures.
     ///
     /// # Errors

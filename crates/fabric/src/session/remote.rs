@@ -7,7 +7,7 @@
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -57,6 +57,8 @@ struct Shared {
     /// The extents of a session over RDMA.
     rdma: Arc<rdma::Client>,
     closing: AtomicBool,
+    /// Bytes of the pages that are kept there, and bytes that they take.
+    held: [AtomicU64; 2],
     /// Wakes the keeper: closing, or a new connection to watch.
     wake: EventFd,
 }
@@ -96,6 +98,7 @@ impl Remote {
             directory: Arc::default(),
             rdma: Arc::new(rdma::Client::new(options.rdma)),
             closing: AtomicBool::new(false),
+            held: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
         let keeper = {
@@ -109,6 +112,13 @@ impl Remote {
             shared,
             keeper: Some(keeper),
         })
+    }
+
+    /// Counts pages that are kept there from now on, or (by negative figures) no more.
+    pub(super) fn hold(&self, plain_bytes: i64, stored_bytes: i64) {
+        for (held, bytes) in self.shared.held.iter().zip([plain_bytes, stored_bytes]) {
+            held.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
     }
 
     /// Asks the server; resumes the session first if its connection broke.
@@ -200,6 +210,7 @@ impl Shared {
     /// The keeper thread: renews the lease, notices the end of the connection, resumes it where that is possible.
     fn keep(&self) {
         let mut renewed = Instant::now();
+        let mut told = [0; 2];
         loop {
             // 1. What to watch.
             let (stream, death, lease, over) = {
@@ -250,6 +261,19 @@ impl Shared {
                     let _ = self.mend(&mut line, until);
                 } else if line.death.reason().is_none() {
                     let _ = self.exchange(&mut line, &Request::Renew, until);
+                    let held = self
+                        .held
+                        .each_ref()
+                        .map(|bytes| bytes.load(Ordering::Relaxed));
+                    if held != told {
+                        told = held;
+                        let [plain_bytes, stored_bytes] = held;
+                        let hold = Request::Hold {
+                            plain_bytes,
+                            stored_bytes,
+                        };
+                        let _ = self.exchange(&mut line, &hold, until);
+                    }
                 }
                 renewed = Instant::now();
             } else if let Err(errno) = woken
