@@ -13,8 +13,12 @@ use farpage_wire::{
 };
 
 use crate::{
-    Buf, Channel, ConnectError, RdmaOptions, Session, host::Host, memory::ExtentMemory,
-    server::BindError, session::Death,
+    Buf, Channel, ConnectError, RdmaOptions, Session,
+    host::Host,
+    memory::ExtentMemory,
+    regmem::{NullRegistrar, Registrar},
+    server::BindError,
+    session::Death,
 };
 
 const REASON: &str = "this program was built without RDMA: build it with `--features rdma` (which needs libibverbs-dev, librdmacm-dev and \
@@ -36,16 +40,24 @@ pub(crate) fn devices() -> Result<Vec<String>, String> {
     Err(REASON.to_owned())
 }
 
-pub(crate) fn connect(endpoint: &Endpoint, _until: Instant) -> Result<RdmaStream, ConnectError> {
-    Err(ConnectError::NoRdma {
-        endpoint: endpoint.to_string(),
-        reason: REASON.to_owned(),
-    })
-}
-
 impl Client {
     pub(crate) fn new(_options: RdmaOptions) -> Self {
         Self
+    }
+
+    pub(crate) fn connect(
+        &self,
+        endpoint: &Endpoint,
+        _until: Instant,
+    ) -> Result<RdmaStream, ConnectError> {
+        Err(ConnectError::NoRdma {
+            endpoint: endpoint.to_string(),
+            reason: REASON.to_owned(),
+        })
+    }
+
+    pub(crate) fn registrar(&self) -> Arc<dyn Registrar> {
+        Arc::new(NullRegistrar)
     }
 
     pub(crate) fn insert(&self, _lease: Lease, _key: RemoteKey) {}
@@ -60,7 +72,8 @@ impl Client {
         _deadline: Duration,
         until: Instant,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
-        connect(session.endpoint(), until).map(|none| match none {})
+        self.connect(session.endpoint(), until)
+            .map(|none| match none {})
     }
 }
 

@@ -1,8 +1,8 @@
 //! [`RdmaChannel`]: the client's end of a data connection.
 //!
 //! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done with the memory that stands for it, and the send
-//! queue cannot fill. Buffers are copied through registered memory of the channel's own, because a page that is pinned for the
-//! adapter could not be moved into the program's address space.
+//! queue cannot fill. Buffers that are registered move as they lie; others are copied through registered memory of the channel's own,
+//! because a page that is pinned for the adapter could not be moved into the program's address space.
 //!
 //! Operations are gathered and handed over with one ring of the doorbell per list of up to [`POSTLIST`], or when the caller polls. A READ reports its end,
 //! since somebody waits for its bytes; of WRITEs the last of each list does, and work completes in the order of posting, so one report stands for
@@ -22,11 +22,14 @@ use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTime
 
 use super::{
     client::{Client, Leased},
-    verbs::{self, COMPLETIONS, Depths, EventKind, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
+    verbs::{
+        self, COMPLETIONS, Depths, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work,
+    },
 };
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
     channel::{check_len, refused},
+    regmem::DomainId,
     session::Death,
     stream::describe,
 };
@@ -35,7 +38,7 @@ use crate::{
 const DEPTH: usize = 64;
 
 /// Registered memory that operations pass through: eight of the longest runs that the pager asks for, twice the longest operation.
-const BOUNCE_BYTES: usize = 4 << 20;
+pub(super) const BOUNCE_BYTES: usize = 4 << 20;
 
 /// Operations start at cache lines, so that no two share one.
 const ALIGN: usize = 64;
@@ -46,7 +49,6 @@ const CACHED: usize = 1024;
 pub(super) const CHANNEL: Depths = Depths {
     sends: DEPTH,
     receives: 0,
-    slab_bytes: BOUNCE_BYTES,
     reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
@@ -90,8 +92,19 @@ struct Flying<B> {
     sequence: u64,
     posted: Instant,
     remote: verbs::Verb,
-    /// Once the adapter has it.
-    place: Option<Place>,
+    /// What stands for the buffer, once the adapter has the operation.
+    passage: Passage,
+}
+
+/// How an operation's bytes get to the adapter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Passage {
+    /// It has not been handed over.
+    None,
+    /// The buffer is registered memory itself.
+    Direct,
+    /// Through the bounce memory.
+    Bounce(Place),
 }
 
 /// Bytes of the bounce memory.
@@ -155,7 +168,7 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
             sequence: self.sequence,
             posted: Instant::now(),
             remote,
-            place: None,
+            passage: Passage::None,
         });
         self.sequence += 1;
         if self.ops.len() - self.handed >= self.doorbell {
@@ -304,28 +317,34 @@ impl<B: Buf> RdmaChannel<B> {
             let list = &mut works[..self.doorbell];
             for (flying, work) in self.ops.range_mut(self.handed..).zip(list) {
                 let op = &flying.op;
-                let Some(place) = self.bounce.take(op.len as usize) else {
+                let (local, passage) = if let Some(local) = direct(op, self.pair.pd().domain()) {
+                    (local, Passage::Direct)
+                } else if let Some(place) = self.bounce.take(op.len as usize) {
+                    let slab = self.pair.slab();
+                    if op.verb == Verb::Write {
+                        slab.copy_in(place.bytes.start, &op.buf.as_ref()[..op.len as usize]);
+                    }
+                    (slab.local(&place.bytes), Passage::Bounce(place))
+                } else {
                     self.is_full = true;
                     break;
                 };
-                if op.verb == Verb::Write {
-                    let bytes = &op.buf.as_ref()[..op.len as usize];
-                    self.pair.slab().copy_in(place.bytes.start, bytes);
-                }
                 *work = Work {
                     tag: flying.sequence,
                     verb: flying.remote,
-                    local: place.bytes.clone(),
+                    local,
                     signalled: op.verb == Verb::Read,
                 };
-                flying.place = Some(place);
+                flying.passage = passage;
                 count += 1;
             }
             let works = &mut works[..count];
             if let Some(last) = works.last_mut() {
                 last.signalled = true;
             }
-            let posted = self.pair.post(works);
+            // SAFETY: what is not in the pair's slab is a registered buffer, which stays in `ops` until its operation has completed or the
+            // pair was killed; the pair is dropped before `ops`.
+            let posted = unsafe { self.pair.post(works) };
             self.handed += count;
             self.dead = posted.err().map(|error| self.lost(describe(&error)));
         }
@@ -365,12 +384,13 @@ impl<B: Buf> RdmaChannel<B> {
             .ops
             .pop_front()
             .expect("a report belongs to an operation");
-        let place = flying.place.expect("only what the adapter had can succeed");
-        if flying.op.verb == Verb::Read {
-            let bytes = &mut flying.op.buf.as_mut()[..flying.op.len as usize];
-            self.pair.slab().copy_out(place.bytes.start, bytes);
+        if let Passage::Bounce(place) = &flying.passage {
+            if flying.op.verb == Verb::Read {
+                let bytes = &mut flying.op.buf.as_mut()[..flying.op.len as usize];
+                self.pair.slab().copy_out(place.bytes.start, bytes);
+            }
+            self.bounce.give_back(place);
         }
-        self.bounce.give_back(&place);
         self.handed -= 1;
         self.is_full = false;
         done.push(complete(flying.op, Ok(())));
@@ -431,6 +451,18 @@ impl<B: Buf> RdmaChannel<B> {
             reason,
         }
     }
+}
+
+/// The operation's own buffer, if the adapter knows it.
+fn direct<B: Buf>(op: &Op<B>, domain: DomainId) -> Option<Local> {
+    let buf = op.buf.registered()?;
+    // A lazy pool that cannot register now is no reason to fail: the bounce memory is there.
+    let keys = buf.keys(domain).ok()??;
+    Some(Local {
+        address: buf.as_ptr() as u64,
+        bytes: op.len,
+        lkey: keys.lkey,
+    })
 }
 
 fn complete<B>(op: Op<B>, result: Result<(), ChannelError>) -> Completion<B> {

@@ -18,12 +18,17 @@ use farpage_wire::{
 
 use super::{
     Greeting, address,
-    channel::{CHANNEL, RdmaChannel},
-    devices, explain_registration, explain_start,
-    stream::{CONTROL, RdmaStream, Side},
-    verbs::{Depths, Device, EventKind, Id, Pair, Pd},
+    channel::{BOUNCE_BYTES, CHANNEL, RdmaChannel},
+    devices, explain_start,
+    stream::{CONTROL, CONTROL_BYTES, RdmaStream, Side},
+    verbs::{Depths, Device, Domain, EventKind, Id, Pair, Pd, Slab},
 };
-use crate::{Buf, Channel, ConnectError, RdmaOptions, Session, session::Death, stream::describe};
+use crate::{
+    Buf, Channel, ConnectError, RdmaOptions, Session,
+    regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
+    session::Death,
+    stream::describe,
+};
 
 const NO_PANIC: &str = "nothing panics under this lock";
 
@@ -44,7 +49,14 @@ pub(crate) struct Client {
     /// The standard library's lock never allocates: a signal handler may look an extent up.
     leases: RwLock<HashMap<ExtentId, Arc<Leased>>>,
     /// Of the device that the session's connections go through.
-    pd: Mutex<Option<Arc<Pd>>>,
+    home: Mutex<Option<Home>>,
+}
+
+/// The protection domain of a session's channels, and registered memory in it: what one channel leaves, the next one takes.
+#[derive(Clone, Debug)]
+struct Home {
+    domain: Domain,
+    pool: RegPool,
 }
 
 impl Client {
@@ -52,7 +64,7 @@ impl Client {
         Self {
             options,
             leases: RwLock::default(),
-            pd: Mutex::default(),
+            home: Mutex::default(),
         }
     }
 
@@ -93,14 +105,15 @@ impl Client {
         let endpoint = session.endpoint();
         let id = resolve(endpoint, until)?;
         let device = id.device().expect("a resolved id has a device");
+        let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
+        let Home { domain, pool } = self.home(device).map_err(no_pair)?;
+        let slab = Slab::new(&pool, &domain.0, BOUNCE_BYTES)
+            .map_err(|error| unusable(endpoint, error.to_string()))?;
         let depths = Depths {
             reads_in_flight: self.options.reads_in_flight,
             ..CHANNEL
         };
-        let pair = self
-            .pd(device)
-            .and_then(|pd| Pair::new(id, pd, depths))
-            .map_err(|error| unusable(endpoint, explain_pair(CHANNEL.slab_bytes, &error)))?;
+        let pair = Pair::new(id, domain.0, depths, Some(slab)).map_err(no_pair)?;
         let greeting = Greeting {
             hello: Hello::new(Purpose::Data),
             claim: Some(claim),
@@ -108,34 +121,54 @@ impl Client {
         establish(endpoint, &pair, &greeting, until)?;
         let doorbell = self.options.doorbell;
         let channel = RdmaChannel::new(session, Arc::clone(self), pair, doorbell, death, deadline);
-        let channel = channel.map_err(|error| unusable(endpoint, explain_pair(0, &error)))?;
-        Ok(Box::new(channel))
+        Ok(Box::new(channel.map_err(no_pair)?))
+    }
+
+    /// Makes memory known to the adapter that the session's channels go through.
+    pub(crate) fn registrar(&self) -> Arc<dyn Registrar> {
+        match &*self.home.lock().expect(NO_PANIC) {
+            Some(home) => Arc::new(home.domain.clone()),
+            None => Arc::new(NullRegistrar),
+        }
     }
 
     /// One domain per session, so that what is registered once serves all its channels; another one when the way to the server changed.
-    fn pd(&self, device: Device) -> io::Result<Arc<Pd>> {
-        let mut known = self.pd.lock().expect(NO_PANIC);
-        if let Some(pd) = known.as_ref().filter(|pd| pd.device() == device) {
-            return Ok(Arc::clone(pd));
+    fn home(&self, device: Device) -> io::Result<Home> {
+        let mut known = self.home.lock().expect(NO_PANIC);
+        if let Some(home) = known
+            .as_ref()
+            .filter(|home| home.domain.0.device() == device)
+        {
+            return Ok(home.clone());
         }
-        Ok(Arc::clone(known.insert(Pd::new(device)?)))
+        let domain = Domain(Pd::new(device)?);
+        let registrar: Arc<dyn Registrar> = Arc::new(domain.clone());
+        let pool = RegPool::new([registrar], RegPoolOptions::default());
+        Ok(known.insert(Home { domain, pool }).clone())
     }
-}
 
-/// Opens a control connection, on which the hello has not been said.
-pub(crate) fn connect(endpoint: &Endpoint, until: Instant) -> Result<RdmaStream, ConnectError> {
-    let id = resolve(endpoint, until)?;
-    let device = id.device().expect("a resolved id has a device");
-    let stream = Pd::new(device)
-        .and_then(|pd| Pair::new(id, pd, CONTROL))
-        .and_then(|pair| RdmaStream::new(pair, Side::Client))
-        .map_err(|error| unusable(endpoint, explain_pair(CONTROL.slab_bytes, &error)))?;
-    let greeting = Greeting {
-        hello: Hello::new(Purpose::Control),
-        claim: None,
-    };
-    stream.with_pair(|pair| establish(endpoint, pair, &greeting, until))?;
-    Ok(stream)
+    /// Opens a control connection, on which the hello has not been said.
+    pub(crate) fn connect(
+        &self,
+        endpoint: &Endpoint,
+        until: Instant,
+    ) -> Result<RdmaStream, ConnectError> {
+        let id = resolve(endpoint, until)?;
+        let device = id.device().expect("a resolved id has a device");
+        let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
+        let Home { domain, pool } = self.home(device).map_err(no_pair)?;
+        let slab = Slab::new(&pool, &domain.0, CONTROL_BYTES)
+            .map_err(|error| unusable(endpoint, error.to_string()))?;
+        let stream = Pair::new(id, domain.0, CONTROL, Some(slab))
+            .and_then(|pair| RdmaStream::new(pair, Side::Client))
+            .map_err(no_pair)?;
+        let greeting = Greeting {
+            hello: Hello::new(Purpose::Control),
+            claim: None,
+        };
+        stream.with_pair(|pair| establish(endpoint, pair, &greeting, until))?;
+        Ok(stream)
+    }
 }
 
 /// How long one question for the way to a server may take before it is asked anew. Kernels (7.2, adapters in network namespaces) have been seen to
@@ -229,6 +262,6 @@ fn unusable(endpoint: &Endpoint, reason: String) -> ConnectError {
     }
 }
 
-fn explain_pair(slab_bytes: usize, error: &io::Error) -> String {
-    explain_registration(slab_bytes as u64, error)
+fn explain_pair(error: &io::Error) -> String {
+    format!("the RDMA device has no queue pair for us: {error}")
 }

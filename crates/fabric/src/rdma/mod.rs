@@ -12,6 +12,8 @@ mod channel;
 mod client;
 mod server;
 mod stream;
+#[cfg(test)]
+mod tests;
 mod verbs;
 
 use std::io;
@@ -22,7 +24,7 @@ use farpage_wire::{
 };
 
 pub(crate) use self::{
-    client::{Client, connect},
+    client::Client,
     server::{Listener, Registration},
     stream::RdmaStream,
 };
@@ -120,7 +122,7 @@ fn address(endpoint: &Endpoint) -> (&str, u16) {
 }
 
 #[cfg(test)]
-mod tests {
+mod greeting_tests {
     use super::*;
 
     #[test]

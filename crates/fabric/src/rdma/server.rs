@@ -20,10 +20,15 @@ use parking_lot::Mutex;
 
 use super::{
     Greeting, REJECT_BYTES, address, devices, explain_registration, explain_start,
-    stream::{CONTROL, PASSIVE, RdmaStream, Side},
-    verbs::{Access, Device, Event, EventKind, Id, Mr, Pair, Pd, Request},
+    stream::{CONTROL, CONTROL_BYTES, PASSIVE, RdmaStream, Side},
+    verbs::{Depths, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, Request, Slab},
 };
-use crate::{host::Host, memory::ExtentMemory, server::BindError};
+use crate::{
+    host::Host,
+    memory::ExtentMemory,
+    regmem::{Access, RegPool, RegPoolOptions, Registrar},
+    server::BindError,
+};
 
 /// The domains of the sessions of one listener. Registrations and connections hold them.
 #[derive(Debug, Default)]
@@ -105,6 +110,8 @@ pub(crate) struct Listener {
     id: Id,
     port: u16,
     domains: Arc<Domains>,
+    /// Domains and memory of control connections, one per device.
+    controls: Mutex<Vec<(Domain, RegPool)>>,
 }
 
 impl Listener {
@@ -133,8 +140,12 @@ impl Listener {
             let id = Id::new().map_err(|error| unusable(explain_start(&error)))?;
             match id.listen(address) {
                 Ok(port) => {
-                    let domains = Arc::default();
-                    return Ok(Self { id, port, domains });
+                    return Ok(Self {
+                        id,
+                        port,
+                        domains: Arc::default(),
+                        controls: Mutex::default(),
+                    });
                 }
                 Err(error) => last = error,
             }
@@ -195,19 +206,16 @@ impl Listener {
         let Some(device) = request.device() else {
             return refuse(request, "no device".to_owned());
         };
-        let no_domain = |error: io::Error| format!("no protection domain left: {error}");
-        let (pd, depths) = match greeting.claim {
-            None => (Pd::new(device).map_err(no_domain), CONTROL),
-            Some((session, secret)) => {
-                let proved = host.attach(session, &secret);
-                let pd = proved
-                    .map_err(|refusal| refusal.to_string())
-                    .and_then(|()| self.domains.of(session, device));
-                (pd, PASSIVE)
-            }
+        let equipped = match greeting.claim {
+            None => self.equip_control(device),
+            Some((session, secret)) => host
+                .attach(session, &secret)
+                .map_err(|refusal| refusal.to_string())
+                .and_then(|()| self.domains.of(session, device))
+                .map(|pd| (pd, PASSIVE, None)),
         };
-        let pd = match pd {
-            Ok(pd) => pd,
+        let (pd, depths, slab) = match equipped {
+            Ok(equipped) => equipped,
             Err(reason) => return refuse(request, reason),
         };
         let peer = request
@@ -219,9 +227,9 @@ impl Listener {
         };
         let stream = request
             .into_id()
-            .and_then(|id| Pair::new(id, pd, depths))
+            .and_then(|id| Pair::new(id, pd, depths, slab))
             .and_then(|pair| RdmaStream::new(pair, side))
-            .map_err(|error| explain_registration(depths.slab_bytes as u64, &error))?;
+            .map_err(|error| format!("the RDMA device has no queue pair for {peer}: {error}"))?;
         let purpose = match greeting.claim {
             None => Purpose::Control,
             Some(_) => Purpose::Data,
@@ -232,6 +240,32 @@ impl Listener {
         Ok((stream, peer))
     }
 }
+
+impl Listener {
+    /// What a control connection needs. All of them share a domain, in which nothing is registered for peers.
+    fn equip_control(&self, device: Device) -> Result<Equipment, String> {
+        let mut homes = self.controls.lock();
+        let home = match homes.iter().find(|home| home.0.0.device() == device) {
+            Some(home) => home.clone(),
+            None => {
+                let domain = Domain(
+                    Pd::new(device)
+                        .map_err(|error| format!("no protection domain left: {error}"))?,
+                );
+                let registrar: Arc<dyn Registrar> = Arc::new(domain.clone());
+                let pool = RegPool::new([registrar], RegPoolOptions::default());
+                homes.push((domain.clone(), pool.clone()));
+                (domain, pool)
+            }
+        };
+        let (Domain(pd), pool) = home;
+        let slab = Slab::new(&pool, &pd, CONTROL_BYTES).map_err(|error| error.to_string())?;
+        Ok((pd, CONTROL, Some(slab)))
+    }
+}
+
+/// What a queue pair is made of.
+type Equipment = (Arc<Pd>, Depths, Option<Slab>);
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {

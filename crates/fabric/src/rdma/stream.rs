@@ -50,15 +50,16 @@ const LINGER: Duration = Duration::from_millis(500);
 pub(super) const CONTROL: Depths = Depths {
     sends: SLOTS,
     receives: SLOTS,
-    slab_bytes: 2 * SLOTS * SLOT_BYTES,
     reads_in_flight: READS_IN_FLIGHT_MAX,
 };
+
+/// Its registered memory.
+pub(super) const CONTROL_BYTES: usize = 2 * SLOTS * SLOT_BYTES;
 
 /// What the server's end of a data connection needs: it posts nothing.
 pub(super) const PASSIVE: Depths = Depths {
     sends: 1,
     receives: 1,
-    slab_bytes: 0,
     reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
@@ -329,12 +330,15 @@ impl Inner {
         let owed = std::mem::take(&mut self.owed) as u32;
         self.pair.slab().copy_in(start, &owed.to_le_bytes());
         self.pair.slab().copy_in(start + HEADER_BYTES, bytes);
-        self.pair.post(&[Work {
+        let place = start..start + HEADER_BYTES + bytes.len();
+        let work = Work {
             tag: slot as u64,
             verb: Verb::Send,
-            local: start..start + HEADER_BYTES + bytes.len(),
+            local: self.pair.slab().local(&place),
             signalled: true,
-        }])
+        };
+        // SAFETY: the place lies in the pair's slab.
+        unsafe { self.pair.post(&[work]) }
     }
 }
 

@@ -1,11 +1,11 @@
 //! The verbs and connection-manager libraries, made safe: one owner per object, in an order of dropping that the adapter allows.
 //!
-//! The law of this file: memory that an adapter may touch outlives the queue pair that may tell it to. A [`Pair`] owns its
-//! [`Slab`], takes only places inside it, and destroys the queue pair first. All calls into C are here.
+//! The law of this file: memory that an adapter may touch outlives the queue pair that may tell it to. A [`Pair`] owns its [`Slab`] and
+//! destroys the queue pair first; for memory of others their owner promises it. All calls into C are here.
 
 use std::{
     ffi::{CStr, c_int, c_void},
-    io,
+    fmt, io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
     ops::Range,
     os::fd::{AsFd, BorrowedFd},
@@ -21,7 +21,10 @@ use nix::{
 };
 use rdma_sys as sys;
 
-use crate::stream::timeout_until;
+use crate::{
+    regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration},
+    stream::timeout_until,
+};
 
 /// Work requests that are handed to the adapter with one ring of its doorbell, at most.
 pub(super) const POSTLIST: usize = 16;
@@ -434,11 +437,20 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
+impl Device {
+    fn name(self) -> String {
+        // SAFETY: the context is open, and its device's name is a C string that lives as long.
+        let name = unsafe { CStr::from_ptr(sys::ibv_get_device_name(self.0.as_ref().device)) };
+        name.to_string_lossy().into_owned()
+    }
+}
+
 /// A protection domain: keys of one open nothing through queue pairs of another.
 #[derive(Debug)]
 pub(super) struct Pd {
     raw: NonNull<sys::ibv_pd>,
     device: Device,
+    domain: DomainId,
 }
 
 // SAFETY: protection domains may be used by any thread.
@@ -450,11 +462,21 @@ impl Pd {
     pub(super) fn new(device: Device) -> io::Result<Arc<Self>> {
         // SAFETY: the context is open.
         let raw = not_null(unsafe { sys::ibv_alloc_pd(device.0.as_ptr()) })?;
-        Ok(Arc::new(Self { raw, device }))
+        let domain = DomainId::unique();
+        Ok(Arc::new(Self {
+            raw,
+            device,
+            domain,
+        }))
     }
 
     pub(super) fn device(&self) -> Device {
         self.device
+    }
+
+    /// Where keys of this domain are valid.
+    pub(super) fn domain(&self) -> DomainId {
+        self.domain
     }
 }
 
@@ -466,15 +488,6 @@ impl Drop for Pd {
             tracing::error!(errno = left, "a protection domain could not be given back");
         }
     }
-}
-
-/// What peers may do with registered memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
-    /// Nothing.
-    Local,
-    /// READ, WRITE and atomics.
-    Remote,
 }
 
 /// Registered memory: pinned, and known to the adapter until this is dropped.
@@ -536,25 +549,51 @@ impl Drop for Mr {
     }
 }
 
-/// Zeroed memory of our own that an adapter may touch. Reached by bounds-checked copies only: the adapter changes it when it likes.
+/// A protection domain as the pools of registered memory know it.
+#[derive(Clone)]
+pub(super) struct Domain(pub(super) Arc<Pd>);
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the RDMA device {}", self.0.device.name())
+    }
+}
+
+impl Registrar for Domain {
+    fn domain(&self) -> DomainId {
+        self.0.domain
+    }
+
+    unsafe fn register(&self, memory: NonNull<[u8]>, access: Access) -> io::Result<Registration> {
+        // SAFETY: promised by the caller.
+        let mr = unsafe { Mr::register(&self.0, memory, access) }?;
+        let keys = Keys {
+            lkey: mr.lkey(),
+            rkey: mr.rkey(),
+        };
+        Ok(Registration::new(keys, mr))
+    }
+}
+
+/// A pair's own registered memory. Reached by bounds-checked copies only: the adapter changes it when it likes.
 #[derive(Debug)]
 pub(super) struct Slab {
-    mr: Mr,
-    memory: memmap2::MmapRaw,
+    memory: RegBuf,
+    bytes: usize,
+    lkey: u32,
 }
 
 impl Slab {
-    pub(super) fn new(pd: &Arc<Pd>, bytes: usize) -> io::Result<Self> {
-        let memory = memmap2::MmapRaw::from(memmap2::MmapMut::map_anon(bytes)?);
-        // A child that wrote to it first would take the pages away from under the adapter.
-        memory.advise(memmap2::Advice::DontFork)?;
-        let slice = NonNull::slice_from_raw_parts(
-            NonNull::new(memory.as_mut_ptr()).expect("a mapping is not at address 0"),
+    /// Memory of a pool that serves the domain.
+    pub(super) fn new(pool: &RegPool, pd: &Pd, bytes: usize) -> Result<Self, RegError> {
+        let memory = pool.acquire(bytes)?;
+        let keys = memory.keys(pd.domain)?;
+        let lkey = keys.expect("the pool serves the domain").lkey;
+        Ok(Self {
+            memory,
             bytes,
-        );
-        // SAFETY: the mapping is ours, nobody changes it, and it is dropped after the registration.
-        let mr = unsafe { Mr::register(pd, slice, Access::Local) }?;
-        Ok(Self { mr, memory })
+            lkey,
+        })
     }
 
     /// Copies bytes out; panics outside of the slab.
@@ -572,22 +611,41 @@ impl Slab {
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
     }
 
+    /// What the adapter is told of a part of it; panics outside of the slab.
+    pub(super) fn local(&self, place: &Range<usize>) -> Local {
+        Local {
+            address: self.place(place.start, place.len()) as u64,
+            bytes: place.len() as u32,
+            lkey: self.lkey,
+        }
+    }
+
     fn place(&self, offset: usize, len: usize) -> *mut u8 {
         let end = offset.checked_add(len);
         assert!(
-            end.is_some_and(|end| end <= self.memory.len()),
+            end.is_some_and(|end| end <= self.bytes),
             "{len} bytes at {offset} of a slab of {}",
-            self.memory.len()
+            self.bytes
         );
-        // SAFETY: inside the mapping, or at its end.
-        unsafe { self.memory.as_mut_ptr().add(offset) }
+        // SAFETY: inside the buffer, or at its end.
+        unsafe { self.memory.as_ptr().add(offset) }
     }
+}
 
-    fn sge(&self, place: &Range<usize>) -> sys::ibv_sge {
+/// Registered memory of this process, as the adapter is told of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Local {
+    pub(super) address: u64,
+    pub(super) bytes: u32,
+    pub(super) lkey: u32,
+}
+
+impl Local {
+    fn sge(self) -> sys::ibv_sge {
         sys::ibv_sge {
-            addr: self.place(place.start, place.len()) as u64,
-            length: place.len() as u32,
-            lkey: self.mr.lkey(),
+            addr: self.address,
+            length: self.bytes,
+            lkey: self.lkey,
         }
     }
 }
@@ -649,8 +707,6 @@ impl Drop for Cq {
 pub(super) struct Depths {
     pub(super) sends: usize,
     pub(super) receives: usize,
-    /// Of the [`Slab`].
-    pub(super) slab_bytes: usize,
     /// READs of ours, and of the peer, on their way at a time, as far as both devices can.
     pub(super) reads_in_flight: u8,
 }
@@ -683,8 +739,7 @@ pub(super) struct Work {
     /// Comes back with the completion.
     pub(super) tag: u64,
     pub(super) verb: Verb,
-    /// Where in the pair's slab.
-    pub(super) local: Range<usize>,
+    pub(super) local: Local,
     /// Whether its completion is reported when it succeeds. A failure always is.
     pub(super) signalled: bool,
 }
@@ -694,7 +749,11 @@ impl Work {
     pub(super) const NONE: Self = Self {
         tag: 0,
         verb: Verb::Send,
-        local: 0..0,
+        local: Local {
+            address: 0,
+            bytes: 0,
+            lkey: 0,
+        },
         signalled: false,
     };
 }
@@ -738,12 +797,8 @@ impl Failure {
 
 impl Pair {
     /// Makes a queue pair for a connection that is resolved or asked for.
-    pub(super) fn new(id: Id, pd: Arc<Pd>, depths: Depths) -> io::Result<Self> {
+    pub(super) fn new(id: Id, pd: Arc<Pd>, depths: Depths, slab: Option<Slab>) -> io::Result<Self> {
         let queue = Cq::new(pd.device, (depths.sends + depths.receives).max(1))?;
-        let slab = match depths.slab_bytes {
-            0 => None,
-            bytes => Some(Slab::new(&pd, bytes)?),
-        };
         // Inline is a favour: a device that has less, or none, says no to the whole queue pair.
         let mut inline_bytes = INLINE_BYTES;
         loop {
@@ -833,17 +888,21 @@ impl Pair {
     /// Whether a WRITE of so many bytes can travel inside its work request.
     fn is_inline(&self, work: &Work) -> bool {
         matches!(work.verb, Verb::Write { .. } | Verb::Send)
-            && work.local.len() <= self.inline_bytes
+            && work.local.bytes as usize <= self.inline_bytes
     }
 
     /// Hands work to the adapter, all with one ring of its doorbell.
+    ///
+    /// # Safety
+    /// Local memory outside of the pair's slab stays registered and nobody else's until the work has completed or [`kill`](Self::kill) has
+    /// returned.
     ///
     /// # Errors
     /// What the library says; the connection is then of no use.
     ///
     /// # Panics
-    /// With more than [`POSTLIST`] requests, or places outside of the slab.
-    pub(super) fn post(&mut self, works: &[Work]) -> io::Result<()> {
+    /// With more than [`POSTLIST`] requests.
+    pub(super) unsafe fn post(&mut self, works: &[Work]) -> io::Result<()> {
         assert!(works.len() <= POSTLIST, "{} work requests", works.len());
         if works.is_empty() {
             return Ok(());
@@ -855,7 +914,7 @@ impl Pair {
         let mut requests: [sys::ibv_send_wr; POSTLIST] = unsafe { std::mem::zeroed() };
         let first = requests.as_mut_ptr();
         for (i, work) in works.iter().enumerate() {
-            sges[i] = self.slab().sge(&work.local);
+            sges[i] = work.local.sge();
             // SAFETY: below POSTLIST, as asserted.
             let request = unsafe { &mut *first.add(i) };
             request.wr_id = work.tag;
@@ -892,14 +951,14 @@ impl Pair {
         let mut refused = ptr::null_mut();
         // SAFETY:
         // - the queue pair is alive, and the list is ours for the call, which copies what it keeps;
-        // - the places lie in the slab, which outlives the queue pair.
+        // - the memory lies in the slab, which outlives the queue pair, or the caller promises for it.
         check(unsafe { sys::ibv_post_send(qp, first, &raw mut refused) })
     }
 
     /// Offers a place of the slab to the peer's next message.
     pub(super) fn post_receive(&mut self, tag: u64, place: Range<usize>) -> io::Result<()> {
         let qp = self.qp()?;
-        let mut sge = self.slab().sge(&place);
+        let mut sge = self.slab().local(&place).sge();
         let mut request = sys::ibv_recv_wr {
             wr_id: tag,
             next: ptr::null_mut(),
@@ -907,7 +966,7 @@ impl Pair {
             num_sge: 1,
         };
         let mut refused = ptr::null_mut();
-        // SAFETY: as in `post`.
+        // SAFETY: as in `post`; the place lies in the slab.
         check(unsafe { sys::ibv_post_recv(qp, &raw mut request, &raw mut refused) })
     }
 

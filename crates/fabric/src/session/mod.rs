@@ -351,7 +351,17 @@ impl Session {
     /// Makes memory known to the adapter that this session's channels use; the null one where there is none.
     pub fn registrar(&self) -> Arc<dyn Registrar> {
         match &self.backend {
-            Backend::Remote(_) | Backend::Sim(_) => Arc::new(NullRegistrar),
+            Backend::Remote(remote) => remote.registrar(),
+            Backend::Sim(_) => Arc::new(NullRegistrar),
+        }
+    }
+
+    /// What the channels of a session over RDMA share, for tests that cheat.
+    #[cfg(all(test, feature = "rdma"))]
+    pub(crate) fn rdma(&self) -> &crate::rdma::Client {
+        match &self.backend {
+            Backend::Remote(remote) => remote.rdma(),
+            Backend::Sim(_) => unreachable!("asked of a session over RDMA only"),
         }
     }
 

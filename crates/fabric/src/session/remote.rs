@@ -28,6 +28,7 @@ use std::os::fd::AsFd;
 use super::{CallError, ConnectError, Death, Session, SessionOptions};
 use crate::{
     Buf, Channel, rdma,
+    regmem::{NullRegistrar, Registrar},
     shm::{Directory, ShmChannel},
     stream::{ReceiveError, Stream, timeout_until},
     tcp::TcpChannel,
@@ -83,7 +84,8 @@ impl Remote {
     ) -> Result<Self, ConnectError> {
         let mut client = options.client.clone();
         client.truncate(client.floor_char_boundary(MAX_CLIENT_BYTES));
-        let line = begin(endpoint, &client, None, until)?;
+        let rdma = Arc::new(rdma::Client::new(options.rdma));
+        let line = begin(endpoint, &rdma, &client, None, until)?;
         let no_resources = |source| ConnectError::Unreachable {
             endpoint: endpoint.to_string(),
             source,
@@ -96,7 +98,7 @@ impl Remote {
             client,
             line: Mutex::new(line),
             directory: Arc::default(),
-            rdma: Arc::new(rdma::Client::new(options.rdma)),
+            rdma,
             closing: AtomicBool::new(false),
             held: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
@@ -159,7 +161,7 @@ impl Remote {
             session: id,
             secret,
         };
-        let stream = open(&shared.endpoint, Purpose::Data, until)?;
+        let stream = open(&shared.endpoint, &shared.rdma, Purpose::Data, until)?;
         let asked = stream
             .send(&request, until)
             .and_then(|()| stream.receive(MAX_FRAME_BYTES, until));
@@ -172,6 +174,19 @@ impl Remote {
             ))),
             answer => Err(turned_away(&shared.name, answer)),
         }
+    }
+
+    /// Makes memory known to the adapter of this session, if it has one.
+    pub(super) fn registrar(&self) -> Arc<dyn Registrar> {
+        match self.shared.endpoint {
+            Endpoint::Rdma { .. } => self.shared.rdma.registrar(),
+            _ => Arc::new(NullRegistrar),
+        }
+    }
+
+    #[cfg(all(test, feature = "rdma"))]
+    pub(super) fn rdma(&self) -> &rdma::Client {
+        &self.shared.rdma
     }
 
     /// Forgets where an extent is whose lease is about to be given back.
@@ -301,6 +316,7 @@ impl Shared {
         }
         match begin(
             &self.endpoint,
+            &self.rdma,
             &self.client,
             Some((line.session, line.secret)),
             until,
@@ -397,10 +413,15 @@ impl Shared {
 }
 
 /// Connects and says hello.
-fn open(endpoint: &Endpoint, purpose: Purpose, until: Instant) -> Result<Stream, ConnectError> {
+fn open(
+    endpoint: &Endpoint,
+    rdma: &rdma::Client,
+    purpose: Purpose,
+    until: Instant,
+) -> Result<Stream, ConnectError> {
     let name = endpoint.to_string();
     let stream = match endpoint {
-        Endpoint::Rdma { .. } => Stream::Rdma(Box::new(rdma::connect(endpoint, until)?)),
+        Endpoint::Rdma { .. } => Stream::Rdma(Box::new(rdma.connect(endpoint, until)?)),
         _ => Stream::connect(endpoint, until).map_err(|source| ConnectError::Unreachable {
             endpoint: name.clone(),
             source,
@@ -415,12 +436,13 @@ fn open(endpoint: &Endpoint, purpose: Purpose, until: Instant) -> Result<Stream,
 /// Begins a session or resumes one.
 fn begin(
     endpoint: &Endpoint,
+    rdma: &rdma::Client,
     client: &str,
     resume: Option<(SessionId, Secret)>,
     until: Instant,
 ) -> Result<Line, ConnectError> {
     let name = endpoint.to_string();
-    let stream = open(endpoint, Purpose::Control, until)?;
+    let stream = open(endpoint, rdma, Purpose::Control, until)?;
     let request = Request::Begin {
         client: client.to_owned(),
         resume,

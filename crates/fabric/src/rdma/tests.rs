@@ -1,0 +1,144 @@
+//! What only a client that cheats, or looks inside, can find out. Needs a device: `FARPAGE_TEST_RDMA_ADDRESS` names its address.
+
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    Channel, ChannelError, Completion, Extent, Op, Session, SessionOptions, Verb,
+    regmem::{RegBuf, RegPool, RegPoolOptions},
+    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    sim::SimHost,
+};
+
+const MIB: usize = 1 << 20;
+
+/// Runs `test` with a server, if there is a device.
+fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session>)) {
+    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+        eprintln!(
+            "SKIPPED: {name}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+        );
+        return;
+    };
+    let endpoint = format!("rdma://{host}:0").parse().expect("an endpoint");
+    let listener = Listener::bind(&endpoint, SocketAccess::Owner).expect("a free port");
+    let endpoint = listener.endpoint().clone();
+    let shutdown = Shutdown::new().expect("descriptors");
+    let (host, switch) = (Arc::new(SimHost::new(256 << 20)), shutdown.clone());
+    let server = thread::spawn(move || serve(listener, host, Arc::<Traffic>::default(), switch));
+    let options = SessionOptions {
+        deadline: Duration::from_secs(5),
+        ..SessionOptions::default()
+    };
+    test(&|| Session::connect(&endpoint, &options).expect("a live server"));
+    shutdown.begin();
+    server.join().expect("the server ends");
+}
+
+fn drain<B: crate::Buf>(channel: &mut dyn Channel<B>) -> Vec<Completion<B>> {
+    let mut done = Vec::new();
+    let until = Instant::now() + Duration::from_secs(20);
+    while channel.in_flight() > 0 {
+        assert!(Instant::now() < until, "operations did not end");
+        channel.poll(&mut done);
+    }
+    done
+}
+
+fn read(session: &Arc<Session>, extent: Extent) -> Result<Vec<u8>, ChannelError> {
+    let mut channel = session.channel::<Vec<u8>>().expect("a live server");
+    let op = Op {
+        tag: 0,
+        verb: Verb::Read,
+        extent: extent.id,
+        offset: 0,
+        len: 4096,
+        buf: vec![0xee; 4096],
+    };
+    assert!(channel.post(op).is_ok());
+    let done = drain(&mut *channel).remove(0);
+    done.result.map(|()| done.buf)
+}
+
+#[test]
+fn a_key_opens_nothing_for_another_client_and_nothing_after_its_lease() {
+    with_server(
+        "a_key_opens_nothing_for_another_client_and_nothing_after_its_lease",
+        |connect| {
+            let (owner, thief) = (connect(), connect());
+            let extent = owner.grant(MIB as u64).expect("room");
+            assert_eq!(read(&owner, extent), Ok(vec![0; 4096]));
+            let leased = owner.rdma().get(extent.id).expect("leased");
+            let lease = farpage_wire::control::Lease {
+                id: extent.id,
+                bytes: extent.bytes,
+            };
+            // The thief knows all that the owner knows.
+            thief.rdma().insert(lease, leased.key);
+            let error = read(&thief, extent).expect_err("another domain's key");
+            assert!(error.to_string().contains("out of reach"), "{error}");
+            assert_eq!(read(&owner, extent), Ok(vec![0; 4096]));
+            // The owner goes on with what it has given back.
+            owner.release(extent.id).expect("leased");
+            owner.rdma().insert(lease, leased.key);
+            let error = read(&owner, extent).expect_err("the lease is over");
+            assert!(error.to_string().contains("out of reach"), "{error}");
+        },
+    );
+}
+
+#[test]
+fn registered_buffers_travel_as_they_lie_and_nothing_is_registered_on_the_way() {
+    with_server(
+        "registered_buffers_travel_as_they_lie_and_nothing_is_registered_on_the_way",
+        |connect| {
+            const COUNT: usize = 24;
+            let session = connect();
+            let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+            let extent = session.grant((COUNT * MIB) as u64).expect("room");
+            let mut channel = session.channel::<RegBuf>().expect("a live server");
+            // Many times what the channel's own memory holds.
+            let mut bufs: Vec<RegBuf> = (0..COUNT)
+                .map(|i| {
+                    let mut buf = pool.acquire(MIB).expect("memory");
+                    buf.as_mut().fill(i as u8 + 1);
+                    buf
+                })
+                .collect();
+            let registrations = pool.stats().registrations;
+            for verb in [Verb::Write, Verb::Read] {
+                for (i, mut buf) in bufs.drain(..).enumerate() {
+                    if verb == Verb::Read {
+                        buf.as_mut().fill(0);
+                    }
+                    let op = Op {
+                        tag: i as u64,
+                        verb,
+                        extent: extent.id,
+                        offset: (i * MIB) as u64,
+                        len: MIB as u32,
+                        buf,
+                    };
+                    assert!(channel.post(op).is_ok(), "the queue has room");
+                }
+                bufs = drain(&mut *channel)
+                    .into_iter()
+                    .map(|done| {
+                        done.result.expect("leased memory");
+                        let byte = done.tag as u8 + 1;
+                        assert!(
+                            done.buf.as_ref().iter().all(|is| *is == byte),
+                            "{verb:?} {byte}"
+                        );
+                        done.buf
+                    })
+                    .collect();
+                assert_eq!(bufs.len(), COUNT);
+            }
+            assert_eq!(pool.stats().registrations, registrations);
+        },
+    );
+}
