@@ -100,6 +100,7 @@ cases![
     madvise_dontneed_by_the_application,
     file_store_made_by_hand,
     sparse_store_makes_files_on_demand_and_is_opened_again,
+    sparse_store_of_an_absurd_size_is_an_error,
     sparse_store_from_several_threads,
     network_client_without_a_server_throws,
     fixed_region_keeps_its_neighbours,
@@ -116,8 +117,10 @@ const WITH_MORE: &[&str] = &[
     "tiny_buffer",
     "regions_share_the_buffer",
     "environment_is_told_back",
+    "messages_up_to_the_level_asked_for",
     "network_arrays_as_on_the_poster",
     "page_that_cannot_be_written_is_reported_and_kept",
+    "posters_call_needs_three_lines_before_it",
     "unprivileged_use",
 ];
 
@@ -166,7 +169,17 @@ fn page_that_cannot_be_written_is_reported_and_kept() {
 
 #[test]
 fn network_arrays_as_on_the_poster() {
-    let Some(mut command) = case("network_arrays_as_on_the_poster") else {
+    with_servers("network_arrays_as_on_the_poster");
+}
+
+#[test]
+fn posters_call_needs_three_lines_before_it() {
+    with_servers("posters_call_needs_three_lines_before_it");
+}
+
+/// Runs a case with a server of each kind.
+fn with_servers(name: &str) {
+    let Some(mut command) = case(name) else {
         return;
     };
     let folder = tempfile::tempdir().expect("a folder for the socket");
@@ -265,5 +278,37 @@ fn environment_is_told_back() {
         let said = text(&run(&mut command, PATIENCE).stderr);
         assert!(said.contains(complaint), "{said}");
         assert_eq!(said.is_empty(), complaint.is_empty(), "{said}");
+    }
+}
+
+#[test]
+fn messages_up_to_the_level_asked_for() {
+    let names = ["ERROR", "WARNING", "INFO"];
+    // How many of the names are said.
+    let table = [
+        (Some("ERROR"), 1),
+        (None, 2),
+        (Some("warning"), 2),
+        (Some("INFO"), 3),
+        (Some("DEBUG"), 3),
+        // The default, and a word about it.
+        (Some("LOUD"), 2),
+    ];
+    for (level, said) in table {
+        let Some(mut command) = case("messages_up_to_the_level_asked_for") else {
+            return;
+        };
+        match level {
+            Some(level) => command.env("UMAP_LOG_LEVEL", level),
+            None => command.env_remove("UMAP_LOG_LEVEL"),
+        };
+        command.env("UMAP_PAGESIZE", "5000");
+        let lines = text(&run(&mut command, PATIENCE).stderr);
+        for (number, name) in names.iter().enumerate() {
+            let has = lines.contains(&format!("umap {name}: "));
+            assert_eq!(has, number < said, "{level:?}, {name}: {lines}");
+        }
+        let complains = lines.contains("UMAP_LOG_LEVEL=LOUD: need ");
+        assert_eq!(complains, level == Some("LOUD"), "{lines}");
     }
 }

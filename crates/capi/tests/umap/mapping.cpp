@@ -258,3 +258,11 @@ CASE(environment_is_told_back) {
   CHECK(bytes[12345] == 0);
   CHECK(uunmap(bytes, 1 << 22) == 0);
 }
+
+/* One message of each level; the caller looks for them. */
+CASE(messages_up_to_the_level_asked_for) {
+  int fd = new_file("pages", 4 * PAGE);
+  auto *bytes = map_file<char>(fd, 4 * PAGE);
+  CHECK(uunmap(bytes + PAGE, PAGE) == -1 && errno == EINVAL);
+  CHECK(uunmap(bytes, 4 * PAGE) == 0);
+}

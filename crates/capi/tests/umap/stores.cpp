@@ -1,9 +1,10 @@
 /* The stores that come with the library. */
 #include <dirent.h>
 
+#include <fstream>
 #include <memory>
-#include <tuple>
 #include <system_error>
+#include <tuple>
 
 #include "case.hpp"
 #include "umap/StoreNetwork.h"
@@ -80,6 +81,32 @@ CASE(sparse_store_makes_files_on_demand_and_is_opened_again) {
   CHECK(fails([&] { Umap::SparseStore(0, PAGE, path("empty"), FILE_BYTES); }));
 }
 
+CASE(sparse_store_of_an_absurd_size_is_an_error) {
+  auto refused = [](const std::function<void()> &make) {
+    try {
+      make();
+    } catch (const std::system_error &error) {
+      return error.code().value() == EINVAL;
+    }
+    return false;
+  };
+  auto create = [](std::size_t bytes, std::size_t aligned, std::size_t file_bytes) {
+    return [=] { Umap::SparseStore(bytes, aligned, path("new"), file_bytes); };
+  };
+  CHECK(refused(create(SIZE_MAX, PAGE, PAGE)));
+  CHECK(refused(create(PAGE, PAGE, SIZE_MAX)));
+  CHECK(refused(create(PAGE, SIZE_MAX, PAGE)));
+  CHECK(refused(create(std::size_t{1} << 60, 1, 1)));
+  // What was refused has left nothing behind.
+  CHECK(access(path("new").c_str(), F_OK) != 0 && errno == ENOENT);
+  create(2 * PAGE, PAGE, PAGE)();
+  for (const char *sizes : {"2 18446744073709551615", "-1 -1", "0 4096", "4096 0", "1 1000000000000000", "99999999999999999999999 1", "pages", ""}) {
+    std::ofstream(path("new/_metadata")) << sizes;
+    CHECK(refused([] { Umap::SparseStore(path("new"), false); }));
+    CHECK(refused([] { Umap::SparseStore::get_capacity(path("new")); }));
+  }
+}
+
 CASE(sparse_store_from_several_threads) {
   constexpr std::size_t FILE_BYTES = 4 * PAGE, BYTES = 256 * FILE_BYTES;
   Umap::SparseStore store(BYTES, PAGE, path("sparse"), FILE_BYTES);
@@ -132,6 +159,26 @@ CASE(network_arrays_as_on_the_poster) {
   delete client;
   CHECK(again[COUNT - 1] == 1 + 3 * static_cast<double>(COUNT - 1));
   CHECK(uunmap(again, LENGTH) == 0);
+}
+
+/* The poster's call with the poster's names. What makes them is three lines. */
+CASE(posters_call_needs_three_lines_before_it) {
+  const char *name = "array";
+  std::size_t length = 512 * PAGE;
+  for (Umap::CompressionMode compression_mode : {Umap::COMPRESS_NONE, Umap::COMPRESS_LZ4}) {
+    Umap::NetworkClient *client = new Umap::NetworkClient(std::getenv("SERVER"));
+
+    Umap::Store *store = new Umap::StoreNetwork(name, length, client, compression_mode);
+    void *region = umap_ex(NULL, length, PROT_READ | PROT_WRITE, UMAP_PRIVATE, -1, 0, store);
+    CHECK(region != UMAP_FAILED);
+
+    auto *words = static_cast<std::uint64_t *>(region);
+    for (std::size_t at = 0; at < length / 8; ++at) words[at] = mix(at) & 0xffff;
+    for (std::size_t at = 0; at < length / 8; ++at) CHECK(words[at] == (mix(at) & 0xffff));
+    CHECK(uunmap(region, length) == 0);
+    delete store;
+    delete client;
+  }
 }
 
 CASE(network_client_without_a_server_throws) {

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <mutex>
 #include <shared_mutex>
 #include <system_error>
@@ -20,8 +21,21 @@ namespace {
 
 [[noreturn]] void fail(int number, const std::string &what) { throw std::system_error(number, std::generic_category(), what); }
 
+/* Each takes four bytes of memory while the store is open. */
+constexpr std::size_t FILES_MAX = std::size_t{1} << 24;
+
 struct Layout {
   std::size_t file_bytes, capacity;
+
+  std::size_t files() const { return (capacity - 1) / file_bytes + 1; }
+
+  /* Throws if no file, no offset or no memory can be that large. */
+  void check(const std::string &root) const {
+    constexpr std::size_t MAX = std::numeric_limits<off_t>::max();
+    if (file_bytes != 0 && file_bytes <= MAX && capacity != 0 && capacity <= MAX && files() <= FILES_MAX) return;
+    fail(EINVAL, "a SparseStore of " + std::to_string(capacity) + " bytes in files of " + std::to_string(file_bytes) + " in " + root +
+                     ": need sizes from 1 to " + std::to_string(MAX) + ", and " + std::to_string(FILES_MAX) + " files at most");
+  }
 };
 
 std::string metadata_path(const std::string &root) { return root + "/_metadata"; }
@@ -30,7 +44,8 @@ Layout read_layout(const std::string &root) {
   std::ifstream file(metadata_path(root));
   if (!file.is_open()) fail(errno, "cannot open " + metadata_path(root));
   Layout layout{};
-  if (!(file >> layout.file_bytes >> layout.capacity) || layout.file_bytes == 0) fail(EINVAL, metadata_path(root) + " does not hold two sizes");
+  if (!(file >> layout.file_bytes >> layout.capacity)) fail(EINVAL, metadata_path(root) + " does not hold two sizes");
+  layout.check(root);
   return layout;
 }
 
@@ -39,7 +54,7 @@ Layout read_layout(const std::string &root) {
 class SparseStore::Files {
  public:
   Files(std::string root, Layout layout, bool read_only)
-      : layout(layout), root(std::move(root)), read_only(read_only), fds((layout.capacity + layout.file_bytes - 1) / layout.file_bytes) {
+      : layout(layout), root(std::move(root)), read_only(read_only), fds(layout.files()) {
     for (auto &fd : fds) fd = NOT_OPEN;
   }
 
@@ -116,9 +131,11 @@ class SparseStore::Files {
 };
 
 SparseStore::SparseStore(std::size_t rsize, std::size_t aligned_size, std::string root_path, std::size_t file_size) {
-  if (rsize == 0 || aligned_size == 0 || file_size == 0) fail(EINVAL, "a SparseStore of " + std::to_string(rsize) + " bytes in files of " + std::to_string(file_size));
-  std::size_t file_bytes = (file_size + aligned_size - 1) / aligned_size * aligned_size;
-  Layout layout{file_bytes, std::max(file_bytes, rsize)};
+  // What no size can say is refused as the largest, and 0 as 0.
+  std::size_t file_bytes = 0;
+  if (file_size != 0 && aligned_size != 0 && __builtin_mul_overflow((file_size - 1) / aligned_size + 1, aligned_size, &file_bytes)) file_bytes = SIZE_MAX;
+  Layout layout{file_bytes, rsize == 0 ? 0 : std::max(file_bytes, rsize)};
+  layout.check(root_path);
   if (mkdir(root_path.c_str(), S_IRWXU | S_IRWXG | S_IROTH | S_IXOTH) != 0) fail(errno, "cannot make " + root_path);
   std::ofstream metadata(metadata_path(root_path));
   metadata << layout.file_bytes << '\n' << layout.capacity << '\n';
