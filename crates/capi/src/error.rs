@@ -124,9 +124,8 @@ impl From<BuildError> for Failure {
 impl From<CreateError> for Failure {
     fn from(error: CreateError) -> Failure {
         let code = match &error {
-            CreateError::Store(StoreCreateError::Alloc { .. }) | CreateError::TooLarge { .. } => {
-                FARPAGE_NO_MEMORY
-            }
+            CreateError::Store(StoreCreateError::Alloc { .. } | StoreCreateError::Table(_))
+            | CreateError::TooLarge { .. } => FARPAGE_NO_MEMORY,
             CreateError::Store(StoreCreateError::Size { bytes: 1.., .. }) => FARPAGE_NO_MEMORY,
             CreateError::Store(_) => FARPAGE_INVALID,
             CreateError::Map(error) => map_code(error),
@@ -152,7 +151,9 @@ impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         let code = match &error {
             OpenError::Store(OpenStoreError::NotFound { .. }) => FARPAGE_NOT_FOUND,
-            OpenError::Store(OpenStoreError::Alloc { .. }) => FARPAGE_NO_MEMORY,
+            OpenError::Store(OpenStoreError::Alloc { .. } | OpenStoreError::Table(_)) => {
+                FARPAGE_NO_MEMORY
+            }
             OpenError::Store(OpenStoreError::Connect { .. }) => FARPAGE_UNREACHABLE,
             OpenError::Map(error) => map_code(error),
             _ => FARPAGE_INVALID,

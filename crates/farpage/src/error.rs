@@ -4,7 +4,7 @@ pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
     CodecError, CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError,
-    StoreError,
+    StoreError, TableError,
 };
 pub use farpage_vm::OpenError as UserfaultfdError;
 pub use farpage_wire::EndpointError;

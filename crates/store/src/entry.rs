@@ -19,7 +19,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{codec::Form, slots::slot_bytes};
+use crate::{codec::Form, error::TableError, slots::slot_bytes};
 
 /// Offsets are kept in this unit; slots are multiples of it.
 pub(crate) const PLACE_UNIT: u64 = 64;
@@ -195,11 +195,18 @@ pub(crate) struct PageTable {
 }
 
 impl PageTable {
-    pub(crate) fn new(pages: u64) -> Self {
-        let words =
-            usize::try_from(pages * 4).expect("a region fits the address space, so do its entries");
-        Self {
-            words: bytemuck::zeroed_vec(words),
+    /// The entries of a region's pages. They are memory only once they are written, but the system may refuse to promise it.
+    pub(crate) fn new(bytes: u64, page_bytes: usize) -> Result<Self, TableError> {
+        let words = bytes.div_ceil(page_bytes as u64) * 4;
+        let words_here =
+            usize::try_from(words).expect("a region fits the address space, so do its entries");
+        match bytemuck::try_zeroed_vec(words_here) {
+            Ok(words) => Ok(Self { words }),
+            Err(()) => Err(TableError {
+                bytes,
+                page_bytes,
+                table_bytes: words * 8,
+            }),
         }
     }
 
@@ -292,7 +299,7 @@ mod tests {
 
     #[test]
     fn entries_come_back_as_stored_at_every_edge() {
-        let table = PageTable::new(3);
+        let table = PageTable::new(3 * 4096, 4096).unwrap();
         for entry in edges() {
             assert_eq!(Entry::decode(entry.encode()), Some(entry));
             table.store(1, entry);
@@ -336,7 +343,7 @@ mod tests {
 
     #[test]
     fn marking_and_stripping_change_flags_only() {
-        let table = PageTable::new(1);
+        let table = PageTable::new(1, 4096).unwrap();
         let place = Place {
             server: 3,
             extent: 4,

@@ -110,6 +110,22 @@ impl StoreError {
     }
 }
 
+/// The system would not give this process the addresses for what it keeps of each page of a region.
+#[derive(Clone, Copy, Debug, thiserror::Error)]
+#[error(
+    "a region of {bytes} bytes in pages of {page_bytes} needs a table of {table_bytes} bytes here, which the system refuses: choose larger pages or a \
+     smaller region, or allow more by `ulimit -v` and `sysctl vm.overcommit_memory`"
+)]
+#[non_exhaustive]
+pub struct TableError {
+    /// The size of the region.
+    pub bytes: u64,
+    /// The size of its pages.
+    pub page_bytes: usize,
+    /// The size of the table.
+    pub table_bytes: u64,
+}
+
 /// Why a region's store could not be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -150,6 +166,9 @@ pub enum CreateError {
         /// The largest size.
         most: u64,
     },
+    /// This process has no room for it.
+    #[error(transparent)]
+    Table(#[from] TableError),
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the runtime goes on.
     #[error("no remote memory for region {region} of {bytes} bytes: {source}")]
     Alloc {
@@ -275,6 +294,9 @@ pub enum OpenStoreError {
         /// What the server said.
         source: AllocError,
     },
+    /// This process has no room for it.
+    #[error(transparent)]
+    Table(#[from] TableError),
     /// The manifest or the page map is not what was published.
     #[error("region {name} is damaged: {detail}")]
     Damaged {

@@ -26,7 +26,7 @@ mod tests;
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
 pub use codec::{Block, Codec, CodecError, Element, Layout, Trial, ZfpMode};
-pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError};
+pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
 pub use lane::{Done, Frame, Lane, Outcome};

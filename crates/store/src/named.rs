@@ -260,7 +260,7 @@ impl PageStore {
             page_bytes,
             manifest.seed,
             Backing::Remote(remote),
-        );
+        )?;
         // From here on the store gives the extents back. What a publication that did not come to its end had added goes now.
         let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
         for (session, extents) in &mut opened.hold.0 {

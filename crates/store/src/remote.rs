@@ -17,6 +17,7 @@ use farpage_fabric::{AllocError, MAX_OP_BYTES};
 
 use crate::{
     BlockingOptions, Cluster, Codec, CreateError, Layout, Store, StoreStats, StoreStatsSnapshot,
+    TableError,
     blocking::BlockingStore,
     cluster::{Pool, Reservation},
     codec::Scheme,
@@ -141,13 +142,13 @@ impl PageStore {
             page_bytes,
             RandomState::new().hash_one(region),
             Backing::Remote(remote),
-        ))
+        )?)
     }
 
     /// A region over a store of the user's own. What the store holds is the region's content.
     ///
     /// # Errors
-    /// [`CreateError::PageSize`] and [`CreateError::Size`].
+    /// [`CreateError::PageSize`], [`CreateError::Size`] and [`CreateError::Table`].
     pub fn blocking(
         cluster: &Arc<Cluster>,
         region: RegionId,
@@ -166,7 +167,7 @@ impl PageStore {
             page_bytes,
             RandomState::new().hash_one(region),
             backing,
-        ))
+        )?)
     }
 
     pub(crate) fn new(
@@ -176,20 +177,21 @@ impl PageStore {
         page_bytes: usize,
         seed: u64,
         backing: Backing,
-    ) -> Arc<Self> {
+    ) -> Result<Arc<Self>, TableError> {
+        let table = PageTable::new(bytes, page_bytes)?;
         let stats = Arc::<StoreStats>::default();
         cluster.opened(&stats);
-        Arc::new(Self {
+        Ok(Arc::new(Self {
             region,
             bytes,
             page_bytes,
-            table: PageTable::new(bytes.div_ceil(page_bytes as u64)),
+            table,
             seed,
             stats,
             backing,
             cluster: cluster.clone(),
             retired: AtomicBool::new(false),
-        })
+        }))
     }
 
     /// Makes what has been written back durable in a user's own store. Remote memory has nothing to do here.
