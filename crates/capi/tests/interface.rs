@@ -4,7 +4,9 @@
 
 use std::{
     ffi::{CStr, CString, c_int, c_void},
-    mem, ptr,
+    fs::File,
+    io::Read,
+    mem, ptr, slice,
     sync::atomic::{AtomicBool, AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant},
@@ -112,13 +114,10 @@ impl Pages {
 
 unsafe extern "C" fn read(_: *mut c_void, offset: u64, buffer: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the buffer is ours for the call.
-    unsafe {
-        ptr::write_bytes(
-            buffer.cast::<u8>(),
-            1 + (offset as usize / PAGE) as u8,
-            bytes,
-        )
-    };
+    let buffer = unsafe { slice::from_raw_parts_mut(buffer.cast::<u8>(), bytes) };
+    for (page, bytes) in buffer.chunks_mut(PAGE).enumerate() {
+        bytes.fill(1 + (offset as usize / PAGE + page) as u8);
+    }
     0
 }
 
@@ -275,23 +274,174 @@ fn store_of_a_region_that_cannot_be_mapped_is_released() {
 }
 
 #[test]
-fn read_only_region_writes_nothing_and_goes_without_a_word() {
+fn read_only_region_cannot_be_written_and_goes_without_a_word() {
     let runtime = Runtime::new(None).expect("a runtime without servers");
     let pages = Pages::default();
     let mut store = pages.store();
     store.write = None;
     let mut options: farpage_region_options = blank();
-    options.store = &store;
     options.read_only = 1;
+    assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
+    assert_eq!(message(), "a read-only region needs a store");
+    options.store = &store;
     let region = runtime.map(PAGE, &options).expect("a region");
     // SAFETY: mapped until it is unmapped.
     unsafe {
         let bytes = farpage_region_address(region).cast::<u8>();
         assert_eq!(bytes.read_volatile(), 1);
+        assert!(!can_write(bytes));
+        assert_eq!(bytes.read_volatile(), 1);
+        assert_eq!(farpage_region_flush(region), FARPAGE_OK);
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK);
     }
     assert_eq!(pages.writes.load(Ordering::SeqCst), 0);
     pages.wait_for_release();
+}
+
+/// Whether a byte, which becomes zero then, can be written: a system call says so without a signal.
+fn can_write(byte: *mut u8) -> bool {
+    let mut zeros = File::open("/dev/zero").expect("every system has it");
+    // SAFETY: the kernel writes where it may, and looks first whether it may.
+    match zeros.read(unsafe { slice::from_raw_parts_mut(byte, 1) }) {
+        Ok(1) => true,
+        Err(error) if error.raw_os_error() == Some(libc::EFAULT) => false,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Memory of the program's own, `pages` long, all bytes `b'x'`.
+fn own_memory(pages: usize) -> *mut u8 {
+    let (rw, flags) = (
+        libc::PROT_READ | libc::PROT_WRITE,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+    );
+    // SAFETY: a new mapping, which nothing else knows.
+    unsafe {
+        let start = libc::mmap(ptr::null_mut(), pages * PAGE, rw, flags, -1, 0);
+        assert_ne!(start, libc::MAP_FAILED);
+        ptr::write_bytes(start.cast::<u8>(), b'x', pages * PAGE);
+        start.cast()
+    }
+}
+
+#[test]
+fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let store = pages.store();
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+    // More than the budget, so that pages come and go; and the last one is not whole.
+    let (count, bytes) = (100, 99 * PAGE + 1);
+    let before = own_memory(count + 2);
+    let (inside, after) = (
+        before.wrapping_add(PAGE),
+        before.wrapping_add((count + 1) * PAGE),
+    );
+    let neighbours_are_intact = || {
+        [before, after].into_iter().all(|start| {
+            // SAFETY: mapped above, and never unmapped.
+            let page = unsafe { slice::from_raw_parts(start, PAGE) };
+            page.iter().all(|&byte| byte == b'x')
+        })
+    };
+
+    options.address = inside.wrapping_add(8).cast();
+    assert_eq!(runtime.map(bytes, &options), Err(FARPAGE_INVALID));
+    assert!(
+        message().contains("need a multiple of its page size, 4096"),
+        "{}",
+        message()
+    );
+    options.address = usize::MAX.wrapping_sub(PAGE - 1) as *mut c_void;
+    assert_eq!(runtime.map(bytes, &options), Err(FARPAGE_INVALID));
+
+    options.address = inside.cast();
+    let region = runtime.map(bytes, &options).expect("a region");
+    assert!(neighbours_are_intact());
+    // Another region there is refused, wherever they have an address in common; this one goes on.
+    for taken in [before, inside, inside.wrapping_add((count - 1) * PAGE)] {
+        options.address = taken.cast();
+        assert_eq!(runtime.map(2 * PAGE, &options), Err(FARPAGE_INVALID));
+        assert!(
+            message().contains("belong to another region"),
+            "{}",
+            message()
+        );
+    }
+    // SAFETY: mapped until it is unmapped.
+    unsafe {
+        assert_eq!(farpage_region_address(region), inside.cast());
+        for _ in 0..2 {
+            for page in 0..count {
+                let byte = inside.add(page * PAGE);
+                assert_eq!(byte.read_volatile(), 1 + page as u8);
+                byte.write_volatile(1 + page as u8);
+            }
+        }
+        assert!(can_write(inside));
+        assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
+    }
+    assert!(neighbours_are_intact());
+    assert!(!can_write(inside), "the region's addresses are given up");
+
+    // And are free for the next one.
+    options.address = inside.cast();
+    let region = runtime.map(PAGE, &options).expect("a region");
+    // SAFETY: as above.
+    assert_eq!(unsafe { farpage_region_unmap(region) }, FARPAGE_OK);
+    assert!(neighbours_are_intact());
+}
+
+#[test]
+fn absurd_sizes_are_refused_with_what_is_possible() {
+    let runtime = Runtime::new(None).expect("a runtime without servers");
+    let pages = Pages::default();
+    let mut store = pages.store();
+    store.release = None;
+    let mut options: farpage_region_options = blank();
+    options.store = &store;
+    for (bytes, code) in [
+        (0, FARPAGE_INVALID),
+        (1 << 47, FARPAGE_NO_MEMORY),
+        (1 << 60, FARPAGE_NO_MEMORY),
+        (usize::MAX, FARPAGE_NO_MEMORY),
+    ] {
+        assert_eq!(runtime.map(bytes, &options), Err(code), "{bytes}");
+        let said = message();
+        assert!(said.contains(&format!("{bytes} bytes")), "{said}");
+    }
+    for struct_bytes in [0, 7, 4097, usize::MAX] {
+        store.struct_bytes = struct_bytes;
+        options.store = &store;
+        assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_INVALID));
+        let said = message();
+        assert!(
+            said.contains(&format!("options of {struct_bytes} bytes")),
+            "{said}"
+        );
+        assert!(said.contains("`struct_bytes`"), "{said}");
+    }
+    // A range of a file that no file can have.
+    let mut region = ptr::null_mut();
+    // SAFETY: all pointers are good.
+    let code = unsafe {
+        farpage_region_map_fd(
+            runtime.0,
+            0,
+            u64::MAX - 4095,
+            1 << 20,
+            ptr::null(),
+            &mut region,
+        )
+    };
+    assert_eq!(code, FARPAGE_INVALID);
+    assert!(
+        message().contains("beyond what a file can hold"),
+        "{}",
+        message()
+    );
+    assert!(region.is_null());
 }
 
 #[test]
