@@ -19,7 +19,7 @@ use std::{
     mem,
     net::{Shutdown, TcpListener, TcpStream},
     os::fd::IntoRawFd,
-    ptr,
+    ptr, slice,
     sync::{
         Arc, Mutex, Once,
         atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering},
@@ -32,7 +32,7 @@ use common::{
     Fabric, HookedStore, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix,
     seed, set, shared, wait_until,
 };
-use farpage::{Advice, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
+use farpage::{Advice, ByteSize, Codec, FaultMode, RegionOptions, RemoteArray, Runtime};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -337,6 +337,103 @@ fn another_sigbus_goes_to_the_programs_handler() {
         0,
         "the handler was not called"
     );
+}
+
+#[test]
+fn pages_that_the_program_unmaps_are_gone_and_no_others() {
+    let test = "pages_that_the_program_unmaps_are_gone_and_no_others";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let (pages, hole) = (MIB / PAGE, 100..180);
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 16 * MIB);
+        let runtime = runtime(256 * KIB, Some(&memory.url));
+        let mut array: RemoteArray<u64> = runtime.array(MIB / 8).unwrap();
+        for page in 0..pages {
+            array[page * PAGE_WORDS] = mix(page as u64);
+        }
+        let (array, words) = shared(&mut array);
+        let start = ptr::from_ref(&words[hole.start * PAGE_WORDS]) as usize;
+        let others_are_intact = || {
+            for page in (0..pages).filter(|page| !hole.contains(page)) {
+                assert_eq!(get(words, page * PAGE_WORDS), mix(page as u64), "{fabric}");
+            }
+        };
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        others_are_intact();
+                    }
+                });
+            }
+            for page in 0..hole.len() {
+                // SAFETY: nobody uses these pages any more.
+                let unmapped = unsafe { libc::munmap((start + page * PAGE) as *mut _, PAGE) };
+                assert_eq!(unmapped, 0);
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        let lost = hole.start * PAGE_WORDS;
+        let error = array.prefetch_now(lost..lost + 1).unwrap_err().to_string();
+        assert!(error.contains("the program has unmapped"), "{error}");
+
+        // What comes there is the program's own, whatever becomes of the region.
+        map_over(start, hole.len() * PAGE);
+        // SAFETY: mapped just now.
+        let own = unsafe { slice::from_raw_parts_mut(start as *mut u8, hole.len() * PAGE) };
+        own.fill(7);
+        others_are_intact();
+        array.advise(.., Advice::DontNeed).unwrap();
+        others_are_intact();
+        assert!(own.iter().all(|&byte| byte == 7), "{fabric}");
+        assert_eq!(runtime.stats().pager.poisoned, 0);
+    }
+}
+
+#[test]
+fn what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus() {
+    let test = "what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let page_words = 16 * PAGE_WORDS;
+    let memory = Memory::start(Fabric::Shm, 16 * MIB);
+    let runtime = runtime(MIB, Some(&memory.url));
+    let options = RegionOptions::new().page_size(ByteSize::kib(64));
+    let mut array: RemoteArray<u64> = runtime.array_with(2 * MIB / 8, options).unwrap();
+    array.fill(5);
+    array.advise(.., Advice::DontNeed).unwrap();
+    let (_, words) = shared(&mut array);
+    let address = ptr::from_ref(&words[9 * page_words]) as usize;
+    // SAFETY: nobody uses the page any more.
+    let unmapped = unsafe { libc::munmap((address + 32 * KIB) as *mut _, 32 * KIB) };
+    assert_eq!(unmapped, 0);
+    thread::scope(|scope| {
+        let reader = scope.spawn(move || get(words, 9 * page_words));
+        wait_until("the program learns of the lost page", || {
+            LOST.load(Ordering::SeqCst) == address
+        });
+        // The access succeeds once there is something else.
+        map_over(address, 64 * KIB);
+        assert_eq!(reader.join().unwrap(), 0);
+    });
+    for page in [8, 10] {
+        assert_eq!(get(words, page * page_words), 5);
+    }
+}
+
+/// What a program does that uses addresses of a region for something else.
+fn map_over(address: usize, bytes: usize) {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    let (at, rw) = (address as *mut _, libc::PROT_READ | libc::PROT_WRITE);
+    // SAFETY: addresses of the calling test's own region.
+    let mapped = unsafe { libc::mmap(at, bytes, rw, flags, -1, 0) };
+    assert_eq!(mapped, at);
 }
 
 #[test]
