@@ -252,6 +252,18 @@ unsafe fn put(
     Ok(())
 }
 
+/// Runs the body of a function of a region.
+///
+/// # Safety
+/// As `farpage_region::get`.
+unsafe fn with(
+    region: *const farpage_region,
+    body: impl FnOnce(&Region) -> Result<(), Failure>,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    guard(|| body(&unsafe { farpage_region::get(region) }?.region))
+}
+
 /// The first byte of the region, aligned to its page size; null for null.
 ///
 /// # Safety
@@ -302,11 +314,8 @@ pub unsafe extern "C" fn farpage_region_resident_pages(region: *const farpage_re
 /// As `farpage_region_address`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_flush(region: *const farpage_region) -> farpage_code {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let region = unsafe { farpage_region::get(region) }?;
-        Ok(region.region.flush()?)
-    })
+    // SAFETY: the caller's promise.
+    unsafe { with(region, |it| Ok(it.flush()?)) }
 }
 
 /// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written
@@ -321,9 +330,7 @@ pub unsafe extern "C" fn farpage_region_advise(
     bytes: u64,
     advice: u32,
 ) -> farpage_code {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let region = &unsafe { farpage_region::get(region) }?.region;
+    let advise = |it: &Region| {
         let advice = match advice {
             FARPAGE_ADVICE_NORMAL => Advice::Normal,
             FARPAGE_ADVICE_SEQUENTIAL => Advice::Sequential,
@@ -336,8 +343,10 @@ pub unsafe extern "C" fn farpage_region_advise(
                 )));
             }
         };
-        Ok(region.advise(range(region, offset, bytes)?, advice)?)
-    })
+        Ok(it.advise(range(it, offset, bytes)?, advice)?)
+    };
+    // SAFETY: the caller's promise.
+    unsafe { with(region, advise) }
 }
 
 /// Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So a program learns of a dead server by a code
@@ -351,11 +360,8 @@ pub unsafe extern "C" fn farpage_region_prefetch(
     offset: u64,
     bytes: u64,
 ) -> farpage_code {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let region = &unsafe { farpage_region::get(region) }?.region;
-        Ok(region.prefetch_now(range(region, offset, bytes)?)?)
-    })
+    // SAFETY: the caller's promise.
+    unsafe { with(region, |it| Ok(it.prefetch_now(range(it, offset, bytes)?)?)) }
 }
 
 /// Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or until the region is unmapped. All pages that the range touches are pinned; pins are
@@ -369,11 +375,8 @@ pub unsafe extern "C" fn farpage_region_pin(
     offset: u64,
     bytes: u64,
 ) -> farpage_code {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let region = &unsafe { farpage_region::get(region) }?.region;
-        Ok(region.pin(range(region, offset, bytes)?)?)
-    })
+    // SAFETY: the caller's promise.
+    unsafe { with(region, |it| Ok(it.pin(range(it, offset, bytes)?)?)) }
 }
 
 /// Takes one pin of each page back that the range touches; a page without one is left alone.
@@ -386,12 +389,13 @@ pub unsafe extern "C" fn farpage_region_unpin(
     offset: u64,
     bytes: u64,
 ) -> farpage_code {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let region = &unsafe { farpage_region::get(region) }?.region;
-        region.unpin(range(region, offset, bytes)?);
-        Ok(())
-    })
+    // SAFETY: the caller's promise.
+    unsafe {
+        with(region, |it| {
+            it.unpin(range(it, offset, bytes)?);
+            Ok(())
+        })
+    }
 }
 
 fn range(region: &Region, offset: u64, bytes: u64) -> Result<Range<usize>, Failure> {
@@ -411,14 +415,9 @@ fn range(region: &Region, offset: u64, bytes: u64) -> Result<Range<usize>, Failu
 /// As `farpage_region_address`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_error(region: *const farpage_region) -> farpage_code {
-    guard(|| {
-        // SAFETY: the caller's promise.
-        let region = unsafe { farpage_region::get(region) }?;
-        region
-            .region
-            .take_error()
-            .map_or(Ok(()), |error| Err(error.into()))
-    })
+    let take = |it: &Region| it.take_error().map_or(Ok(()), |error| Err(error.into()));
+    // SAFETY: the caller's promise.
+    unsafe { with(region, take) }
 }
 
 /// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
