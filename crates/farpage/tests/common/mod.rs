@@ -135,6 +135,9 @@ pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
 
 /// Whether this process may page its own memory; if not, says that `test` is skipped, and why.
 pub fn can_page(test: &str) -> bool {
+    // A lost page ends the whole program by SIGBUS: why it was lost is in the log alone. An error means that another test has done it.
+    let log = tracing_subscriber::fmt().with_max_level(tracing::Level::ERROR);
+    let _ = log.with_ansi(false).with_writer(io::stderr).try_init();
     match builder(MIB, 4 * KIB).build() {
         Ok(_) => true,
         Err(BuildError::Userfaultfd(why)) => {

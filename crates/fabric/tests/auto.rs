@@ -1,0 +1,151 @@
+//! What a machine or a server without RDMA says, and what `auto://` takes then.
+//!
+//! The rule it keeps: each test runs with the feature `rdma` and without it; those that need a device, or that there is none, say when they skip.
+
+use std::{
+    env,
+    io::{self, Write},
+    sync::{Arc, Mutex},
+    thread,
+    time::Duration,
+};
+
+use farpage_fabric::{
+    ConnectError, Endpoint, Session, SessionOptions, rdma_devices,
+    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    sim::SimHost,
+};
+
+/// What a build without the feature, or a machine without a device, has to say: the state of things and the way out of it.
+const REASON: [&str; 2] = if cfg!(feature = "rdma") {
+    ["no RDMA device found", "modprobe rdma_rxe"]
+} else {
+    ["built without RDMA", "--features rdma"]
+};
+
+fn has_no_device(test: &str) -> bool {
+    let devices = rdma_devices();
+    if let Ok(devices) = &devices {
+        eprintln!("SKIPPED: {test}: this machine has RDMA: {devices:?}");
+    }
+    devices.is_err()
+}
+
+fn device_address(test: &str) -> Option<String> {
+    let address = env::var("FARPAGE_TEST_RDMA_ADDRESS").ok();
+    if address.is_none() {
+        eprintln!(
+            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+        );
+    }
+    address
+}
+
+fn endpoint(url: &str) -> Endpoint {
+    url.parse().expect("an endpoint")
+}
+
+fn assert_says(text: &str) {
+    for part in REASON {
+        assert!(text.contains(part), "`{text}` does not say `{part}`");
+    }
+    assert!(
+        text.contains("tcp://"),
+        "`{text}` does not name what is left"
+    );
+}
+
+/// What is logged by this thread, with warnings and what is less.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().expect("nobody panics").write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The session that `auto://` makes with a server at `at`, what was logged, and the server's endpoint.
+fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
+    let listener = Listener::bind(at, SocketAccess::Owner).expect("a free port");
+    let served = listener.endpoint().clone();
+    let (Endpoint::Tcp { host, port } | Endpoint::Rdma { host, port }) = served.clone() else {
+        panic!("{served} has no port");
+    };
+    let shutdown = Shutdown::new().expect("descriptors");
+    let (memory, switch) = (Arc::new(SimHost::new(1 << 20)), shutdown.clone());
+    let server = thread::spawn(move || serve(listener, memory, Arc::<Traffic>::default(), switch));
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .finish();
+    let session = tracing::subscriber::with_default(subscriber, || {
+        let options = SessionOptions {
+            deadline: Duration::from_secs(5),
+            ..SessionOptions::default()
+        };
+        Session::connect(&Endpoint::Auto { host, port }, &options).expect("a live server")
+    });
+    let extent = session.grant(4096).expect("room");
+    session.release(extent.id).expect("leased");
+    shutdown.begin();
+    server.join().expect("the server ends");
+    let log = String::from_utf8(log.0.lock().expect("nobody panics").clone()).expect("text");
+    (session, log, served)
+}
+
+#[test]
+fn rdma_that_cannot_be_had_is_refused_with_the_reason_and_the_remedy() {
+    if !has_no_device("rdma_that_cannot_be_had_is_refused_with_the_reason_and_the_remedy") {
+        return;
+    }
+    let endpoint = endpoint("rdma://127.0.0.1:7471");
+    assert_says(&rdma_devices().expect_err("there is none"));
+    let error = Session::connect(&endpoint, &SessionOptions::default()).expect_err("no RDMA");
+    assert!(matches!(error, ConnectError::NoRdma { .. }), "{error:?}");
+    assert_says(&error.to_string());
+    let error = Listener::bind(&endpoint, SocketAccess::Owner).expect_err("no RDMA");
+    assert_says(&error.to_string());
+}
+
+#[test]
+fn auto_takes_tcp_where_rdma_cannot_be_had_and_says_why() {
+    if !has_no_device("auto_takes_tcp_where_rdma_cannot_be_had_and_says_why") {
+        return;
+    }
+    let (session, log, served) = auto(&endpoint("tcp://127.0.0.1:0"));
+    assert_eq!(session.endpoint(), &served);
+    assert_says(session.fallback().expect("it is not rdma"));
+    assert!(log.contains("WARN") && log.contains("taking tcp"), "{log}");
+    assert_says(&log);
+}
+
+#[test]
+fn auto_takes_tcp_where_only_the_server_has_no_rdma_and_says_why() {
+    let test = "auto_takes_tcp_where_only_the_server_has_no_rdma_and_says_why";
+    let Some(host) = device_address(test) else {
+        return;
+    };
+    let (session, log, served) = auto(&endpoint(&format!("tcp://{host}:0")));
+    assert_eq!(session.endpoint(), &served);
+    let reason = session.fallback().expect("it is not rdma");
+    assert!(reason.contains("rdma://"), "{reason}");
+    assert!(log.contains("WARN") && log.contains(reason), "{log}");
+}
+
+#[test]
+fn auto_takes_rdma_where_both_have_it_and_says_so() {
+    let Some(host) = device_address("auto_takes_rdma_where_both_have_it_and_says_so") else {
+        return;
+    };
+    let (session, log, served) = auto(&endpoint(&format!("rdma://{host}:0")));
+    assert_eq!(session.endpoint(), &served);
+    assert_eq!(session.fallback(), None);
+    assert!(log.contains("taking rdma"), "{log}");
+}
