@@ -468,6 +468,10 @@ pub(crate) fn error_bound(codec: Codec) -> f64 {
         Codec::Zfp {
             mode: ZfpMode::Accuracy(bound),
             ..
+        }
+        | Codec::Adaptive {
+            accuracy: Some(bound),
+            ..
         } => bound,
         // They promise none.
         Codec::Zfp {

@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 
 use crate::{
     Reserve, StoreStats, StoreStatsSnapshot,
+    codec::Traffic,
     entry::{Place, Span},
     slots::{Arena, GRANULE_BYTES, Slot, slot_bytes},
 };
@@ -59,6 +60,7 @@ pub struct Cluster {
     pub(crate) deadline: Duration,
     /// Buffers that the adapters of all sessions know.
     pub(crate) registered: RegPool,
+    pub(crate) traffic: Arc<Traffic>,
     pools: Mutex<HashMap<(usize, bool, Reserve), Arc<Pool>>>,
     stats: Mutex<Ledger>,
 }
@@ -85,6 +87,7 @@ impl Cluster {
             registered: RegPool::new(registrars, RegPoolOptions::default()),
             sessions,
             deadline: options.deadline,
+            traffic: Arc::default(),
             pools: Mutex::default(),
             stats: Mutex::default(),
         })

@@ -23,6 +23,7 @@ mod write;
 
 use std::{
     collections::VecDeque,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -40,7 +41,7 @@ use self::{
 use crate::{
     Cluster, PageStore, StoreError,
     blocking::Bell,
-    codec::Coder,
+    codec::{Coder, READ, Traffic, WRITE},
     entry::{Entry, Place, Span},
     remote::{Backing, RemoteStore},
 };
@@ -124,6 +125,9 @@ pub struct Lane<F: Frame> {
     /// Something was put off that the end of another lane's operation allows.
     look_again: Option<Instant>,
     spare: Vec<Spare<F>>,
+    traffic: Arc<Traffic>,
+    /// Whether this lane has decoded and encoded pages of adaptive regions, and so is counted as a worker that does.
+    works: [bool; 2],
     /// Scratch, empty between calls.
     places: Vec<Place>,
     freed: Vec<Span>,
@@ -161,6 +165,8 @@ impl<F: Frame> Lane<F> {
             passive: false,
             look_again: None,
             spare: Vec::new(),
+            traffic: cluster.traffic.clone(),
+            works: [false; 2],
             places: Vec::new(),
             freed: Vec::new(),
             entries: Vec::new(),
@@ -385,6 +391,9 @@ impl<F: Frame> Lane<F> {
     ) {
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
+        if let Some(chooser) = &remote.chooser {
+            chooser.posted(way(run.verb));
+        }
         self.repost(tag_of(index, part), run.verb, remote, transfer, buf);
     }
 
@@ -502,6 +511,14 @@ impl<F: Frame> Lane<F> {
         let Task::Moving(transfer) = run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
+        if let Some(chooser) = &remote.chooser {
+            let (way, number) = (way(run.verb), run.parts[part].first as u64);
+            let pages = run.parts[part].pages;
+            chooser.ended(way, run.page + number, pages, u64::from(transfer.bytes));
+            if !mem::replace(&mut self.works[way], true) {
+                self.traffic.count_worker(way, 1);
+            }
+        }
         let block = match buf {
             IoBuf::Frame(frame) => {
                 run.parts[part].frame = Some(frame);
@@ -528,13 +545,33 @@ impl<F: Frame> Drop for Lane<F> {
     /// What is still in flight is given up: its frames go with it, and slots that were being written are not used again.
     fn drop(&mut self) {
         for run in self.runs.iter().flatten() {
-            let (Backing::Remote(remote), Verb::Write) = (&run.store.backing, run.verb) else {
+            let Backing::Remote(remote) = &run.store.backing else {
                 continue;
             };
             let moving = |part: &&Part<F>| matches!(part.task, Task::Moving(_));
             let slots = run.parts.iter().filter(moving).map(|part| part.pages).sum();
-            remote.pool.settle(slots);
+            if run.verb == Verb::Write {
+                remote.pool.settle(slots);
+            }
+            if let Some(chooser) = &remote.chooser {
+                for part in run.parts.iter().filter(moving) {
+                    let page = run.page + part.first as u64;
+                    chooser.ended(way(run.verb), page, 0, 0);
+                }
+            }
         }
+        for way in [READ, WRITE] {
+            if self.works[way] {
+                self.traffic.count_worker(way, -1);
+            }
+        }
+    }
+}
+
+fn way(verb: Verb) -> usize {
+    match verb {
+        Verb::Read => READ,
+        Verb::Write => WRITE,
     }
 }
 

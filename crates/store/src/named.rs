@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     Cluster, Codec, Layout, OpenStoreError, PageStore, PublishStoreError, RegionId,
     cluster::Pool,
-    codec::{self, Form, Scheme},
+    codec::{self, Chooser, Form, Scheme},
     entry::{Entry, Place, Span, Words, portable},
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
     slots::GRANULE_BYTES,
@@ -246,8 +246,10 @@ impl PageStore {
         } else {
             None
         };
+        let chooser = Chooser::new(&cluster.traffic, &scheme, pages);
         let remote = RemoteStore {
             pool: pool.clone(),
+            chooser: chooser.map(Box::new),
             scheme: Box::new(scheme),
             page_bytes,
             reservation,

@@ -20,7 +20,7 @@ use crate::{
     TableError,
     blocking::BlockingStore,
     cluster::{Pool, Reservation},
-    codec::Scheme,
+    codec::{Chooser, Scheme},
     entry::{Entry, PageTable, Place, Span},
     named::Publications,
 };
@@ -86,6 +86,8 @@ pub(crate) struct RemoteStore {
     pub(crate) pool: Arc<Pool>,
     pub(crate) scheme: Box<Scheme>,
     pub(crate) page_bytes: usize,
+    /// Where the codec is an adaptive one.
+    pub(crate) chooser: Option<Box<Chooser>>,
     pub(crate) reservation: Option<Reservation>,
     /// For regions with a pool of their own.
     pub(crate) publications: Option<Publications>,
@@ -128,10 +130,12 @@ impl PageStore {
             }
         };
         let publications = options.named.then(Publications::default);
+        let chooser = Chooser::new(&cluster.traffic, &scheme, bytes.div_ceil(page_bytes as u64));
         let remote = RemoteStore {
             pool,
             scheme: Box::new(scheme),
             page_bytes,
+            chooser: chooser.map(Box::new),
             reservation,
             publications,
         };

@@ -19,7 +19,9 @@ use farpage_codec::{
 use lz4_flex::block::{CompressTable, compress_into_with_table, get_maximum_output_size};
 
 use super::{
-    ZfpMode, plain,
+    ZfpMode,
+    adaptive::Chooser,
+    plain,
     scheme::{Number, Plan, Scheme, Width, pieces},
     shuffle::{shuffle, unshuffle},
 };
@@ -80,8 +82,7 @@ impl Form {
             Self::Raw => stored_bytes == page_bytes,
             Self::Lz4 | Self::Shuffled(_) => (1..page_bytes).contains(&stored_bytes),
             Self::Zfp => {
-                matches!(scheme.plan, Plan::Zfp(..))
-                    && (ZFP_HEADER_BYTES..page_bytes).contains(&stored_bytes)
+                scheme.zfp().is_some() && (ZFP_HEADER_BYTES..page_bytes).contains(&stored_bytes)
             }
         }
     }
@@ -147,7 +148,7 @@ impl Coder {
         if !scheme.is_raw() {
             self.scratch(page_bytes);
         }
-        if matches!(scheme.plan, Plan::Zfp(..)) {
+        if scheme.zfp().is_some() {
             self.zfp(page_bytes);
         }
     }
@@ -156,21 +157,28 @@ impl Coder {
     pub(crate) fn encode(
         &mut self,
         scheme: &Scheme,
+        chooser: Option<&Chooser>,
         page: Page<'_>,
         limit: usize,
         block: &mut [u8],
     ) -> Encoded {
+        let chosen = chooser.map_or(Form::Raw, |chooser| {
+            chooser.decide(self, scheme, page, limit, block)
+        });
         let found = match scheme.plan {
             Plan::Raw => None,
             Plan::Lz4 => self.encode_lossless(scheme, Form::Lz4, page, limit, block),
             Plan::Shuffle(width) => {
                 self.encode_lossless(scheme, Form::Shuffled(width), page, limit, block)
             }
-            Plan::Zfp(_, number) => {
-                let shuffled = Form::Shuffled(number.width());
-                self.encode_as(scheme, Form::Zfp, page, limit, block)
-                    .or_else(|| self.encode_lossless(scheme, shuffled, page, limit, block))
-            }
+            Plan::Zfp(_, number) => self.encode_zfp(scheme, number, page, limit, block),
+            Plan::Adaptive(_, zfp) => match (chosen, zfp) {
+                (Form::Raw, _) => None,
+                (Form::Zfp, Some((_, number))) => {
+                    self.encode_zfp(scheme, number, page, limit, block)
+                }
+                (form, _) => self.encode_lossless(scheme, form, page, limit, block),
+            },
         };
         let mut encoded = found.unwrap_or(Encoded {
             form: Form::Raw,
@@ -181,6 +189,20 @@ impl Coder {
         });
         encoded.declined = matches!(scheme.plan, Plan::Zfp(..)) && encoded.form != Form::Zfp;
         encoded
+    }
+
+    /// By ZFP, or what it cannot serve without loss.
+    fn encode_zfp(
+        &mut self,
+        scheme: &Scheme,
+        number: Number,
+        page: Page<'_>,
+        limit: usize,
+        block: &mut [u8],
+    ) -> Option<Encoded> {
+        let shuffled = Form::Shuffled(number.width());
+        self.encode_as(scheme, Form::Zfp, page, limit, block)
+            .or_else(|| self.encode_lossless(scheme, shuffled, page, limit, block))
     }
 
     /// By LZ4 in one form or the other, unless pages before and a sample of this one say that it is no use.
@@ -245,9 +267,7 @@ impl Coder {
                 lossless(bytes)
             }
             Form::Zfp => {
-                let Plan::Zfp(mode, number) = scheme.plan else {
-                    return None;
-                };
+                let (mode, number) = scheme.zfp()?;
                 let pieces = Pieces::of(scheme, number, page.number, page.bytes.len());
                 match number {
                     Number::F32 => self.zfp_encode::<f32>(mode, pieces, page, limit, block),
@@ -285,7 +305,7 @@ impl Coder {
                 whole
             }
             Form::Zfp => {
-                let Plan::Zfp(mode, kind) = scheme.plan else {
+                let Some((mode, kind)) = scheme.zfp() else {
                     return Err("its region has no such codec");
                 };
                 let Some((header, block)) = block.split_first_chunk() else {
@@ -555,7 +575,7 @@ mod tests {
             hash: plain::hash(bytes, SEED),
             seed: SEED,
         };
-        let encoded = coder.encode(scheme, page, bytes.len() - 64, &mut block);
+        let encoded = coder.encode(scheme, None, page, bytes.len() - 64, &mut block);
         let mut back = vec![0x55; bytes.len()];
         match encoded.form {
             Form::Raw => back.copy_from_slice(bytes),
@@ -868,7 +888,7 @@ mod tests {
             let bytes = &page[skew..];
             let mut coder = Coder::new();
             let mut block = vec![0; Coder::bound(bytes.len())];
-            let encoded = coder.encode(&scheme, Page { number: 3, bytes, hash: plain::hash(bytes, SEED), seed: SEED }, bytes.len() - 64, &mut block);
+            let encoded = coder.encode(&scheme, None, Page { number: 3, bytes, hash: plain::hash(bytes, SEED), seed: SEED }, bytes.len() - 64, &mut block);
             prop_assume!(encoded.form != Form::Raw);
             block.truncate(encoded.bytes as usize);
             let mut back = vec![0; bytes.len()];

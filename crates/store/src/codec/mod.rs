@@ -27,6 +27,7 @@
 //!
 //! and a page that may lose is decoded once more when it is written, so that its error is known.
 
+mod adaptive;
 mod coder;
 mod plain;
 mod scheme;
@@ -38,6 +39,7 @@ use std::{any::TypeId, fmt, mem, str::FromStr};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::{
+    adaptive::{Chooser, READ, Traffic, WRITE},
     coder::{Coder, Form, Page},
     plain::{fill_repeated, hash, repeated},
     scheme::Scheme,
@@ -51,7 +53,7 @@ pub use self::{
 /// does not shrink is stored raw.
 ///
 /// As text, in `FARPAGE_CODEC` and on command lines: `raw`, `lz4`, `shuffle`, `shuffle4`, `zfp:accuracy=1e-6`, `zfp:precision=20`, `zfp:rate=8`,
-/// `zfp:reversible`, the latter four also with the element: `zfp:accuracy=1e-6,f32`.
+/// `zfp:reversible`, `adaptive`, `adaptive:accuracy=1e-6`, the latter six also with the element: `zfp:accuracy=1e-6,f32`.
 ///
 /// ```
 /// use farpage_store::{Codec, Element, ZfpMode};
@@ -88,6 +90,14 @@ pub enum Codec {
     Zfp {
         /// What is kept, of each value or of the room.
         mode: ZfpMode,
+        /// What the pages hold. `None`: the array's elements.
+        element: Option<Element>,
+    },
+    /// Whatever makes the program fastest, page by page, found while it runs: raw, LZ4, byte shuffle and LZ4, or ZFP (reversible, or within the
+    /// bound if there is one). It follows the data and the link, and where compression does not pay it does (nearly) nothing.
+    Adaptive {
+        /// The largest absolute error of a value, for `f32` and `f64`; see [`Zfp`](Self::Zfp) for what a program sees of it. `None`: nothing is lost.
+        accuracy: Option<f64>,
         /// What the pages hold. `None`: the array's elements.
         element: Option<Element>,
     },
@@ -160,6 +170,12 @@ impl Codec {
         element_bytes: None,
     };
 
+    /// Whatever is fastest for the array's own elements, without loss.
+    pub const ADAPTIVE: Self = Self::Adaptive {
+        accuracy: None,
+        element: None,
+    };
+
     /// ZFP for the array's own elements.
     pub const fn zfp(mode: ZfpMode) -> Self {
         Self::Zfp {
@@ -195,15 +211,22 @@ impl Codec {
                     }
                     _ => {}
                 }
-                element.map_or(Ok(()), |element| self.check_zfp_element(element))
+                element.map_or(Ok(()), |element| self.check_zfp_element(mode, element))
             }
+            Self::Adaptive { accuracy, element } => match accuracy {
+                None => Ok(()),
+                Some(bound) if bound > 0.0 && bound.is_finite() => element
+                    .map_or(Ok(()), |element| {
+                        self.check_zfp_element(ZfpMode::Accuracy(bound), element)
+                    }),
+                Some(_) => Err(wrong(
+                    "the accuracy is the largest error allowed, a number above 0; without one nothing is lost",
+                )),
+            },
         }
     }
 
-    fn check_zfp_element(self, element: Element) -> Result<(), CodecError> {
-        let Self::Zfp { mode, .. } = self else {
-            return Ok(());
-        };
+    fn check_zfp_element(self, mode: ZfpMode, element: Element) -> Result<(), CodecError> {
         let wrong = |why: String| Err(CodecError(format!("codec {self}: {why}")));
         let bits = 8 * element.bytes();
         match (mode, element) {
@@ -227,17 +250,30 @@ impl Codec {
 #[error("{0}")]
 pub struct CodecError(pub(crate) String);
 
-const NAMES: &str = "raw, lz4, shuffle (or shuffle2, shuffle4, shuffle8), zfp:accuracy=ERROR, zfp:precision=BITS, zfp:rate=BITS or zfp:reversible, \
-                     the last four also with ,f32 ,f64 ,i32 or ,i64";
+const NAMES: &str = "raw, lz4, shuffle (or shuffle2, shuffle4, shuffle8), zfp:accuracy=ERROR, zfp:precision=BITS, zfp:rate=BITS, zfp:reversible, \
+                     adaptive or adaptive:accuracy=ERROR, the last six also with ,f32 ,f64 ,i32 or ,i64";
 
 impl FromStr for Codec {
     type Err = CodecError;
 
     fn from_str(text: &str) -> Result<Self, CodecError> {
         let unknown = || CodecError(format!("`{text}` is no codec: need {NAMES}"));
+        let with_element = |text: &'_ str| match text.split_once(',') {
+            None => Ok((text.to_owned(), None)),
+            Some((text, name)) => Ok((text.to_owned(), Some(named(name).ok_or_else(unknown)?))),
+        };
         let codec = match text {
             "raw" => Self::Raw,
             "lz4" => Self::Lz4,
+            _ if text.starts_with("adaptive") => {
+                let (text, element) = with_element(text)?;
+                let accuracy = match text.strip_prefix("adaptive:accuracy=") {
+                    None if text == "adaptive" => None,
+                    None => return Err(unknown()),
+                    Some(figure) => Some(figure.parse().map_err(|_| unknown())?),
+                };
+                Self::Adaptive { accuracy, element }
+            }
             _ => match (text.strip_prefix("shuffle"), text.strip_prefix("zfp:")) {
                 (Some(rest), _) => {
                     let digits = rest.strip_suffix("+lz4").unwrap_or(rest);
@@ -248,10 +284,7 @@ impl FromStr for Codec {
                     Self::Shuffle { element_bytes }
                 }
                 (_, Some(rest)) => {
-                    let (mode, element) = match rest.split_once(',') {
-                        None => (rest, None),
-                        Some((mode, name)) => (mode, Some(named(name).ok_or_else(unknown)?)),
-                    };
+                    let (mode, element) = with_element(rest)?;
                     let mode = match mode.split_once('=') {
                         None if mode == "reversible" => ZfpMode::Reversible,
                         Some(("accuracy", figure)) => {
@@ -301,6 +334,13 @@ impl fmt::Display for Codec {
                 }
                 element.map_or(Ok(()), |element| write!(f, ",{element}"))
             }
+            Self::Adaptive { accuracy, element } => {
+                f.write_str("adaptive")?;
+                if let Some(bound) = accuracy {
+                    write!(f, ":accuracy={bound:e}")?;
+                }
+                element.map_or(Ok(()), |element| write!(f, ",{element}"))
+            }
         }
     }
 }
@@ -334,6 +374,9 @@ mod tests {
             ("zfp:rate=8,f64", "zfp:rate=8,f64"),
             ("zfp:precision=20,i32", "zfp:precision=20,i32"),
             ("zfp:reversible", "zfp:reversible"),
+            ("adaptive", "adaptive"),
+            ("adaptive,f32", "adaptive,f32"),
+            ("adaptive:accuracy=0.5,f64", "adaptive:accuracy=5e-1,f64"),
         ] {
             let codec: Codec = text.parse().expect(text);
             assert_eq!(codec.to_string(), canonical);
@@ -358,6 +401,10 @@ mod tests {
             ("zfp:precision=65", "1 to 64"),
             ("zfp:accuracy=1e-3,i32", "for f32 and f64"),
             ("zfp:accuracy=1e-3,u8", "is no codec"),
+            ("adaptive:accuracy", "is no codec"),
+            ("adaptively", "is no codec"),
+            ("adaptive:accuracy=0", "above 0"),
+            ("adaptive:accuracy=1,i32", "for f32 and f64"),
         ] {
             let error = text.parse::<Codec>().expect_err(text).to_string();
             assert!(error.contains(says), "{text}: {error}");

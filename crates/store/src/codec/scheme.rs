@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Codec, CodecError, Element, ZfpMode};
+use super::{Codec, CodecError, Element, ZfpMode, coder::Form};
 
 /// What the bytes of a region are.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,6 +52,7 @@ pub(super) enum Plan {
     Lz4,
     Shuffle(Width),
     Zfp(ZfpMode, Number),
+    Adaptive(Option<Width>, Option<(ZfpMode, Number)>),
 }
 
 /// Bytes of an element that is shuffled.
@@ -63,6 +64,12 @@ pub(crate) enum Width {
 }
 
 impl Width {
+    fn of(bytes: usize) -> Option<Self> {
+        [Self::Two, Self::Four, Self::Eight]
+            .into_iter()
+            .find(|width| width.bytes() == bytes)
+    }
+
     pub(crate) fn bytes(self) -> usize {
         match self {
             Self::Two => 2,
@@ -82,6 +89,16 @@ pub(super) enum Number {
 }
 
 impl Number {
+    fn of(element: Element) -> Option<Self> {
+        match element {
+            Element::F32 => Some(Self::F32),
+            Element::F64 => Some(Self::F64),
+            Element::I32 => Some(Self::I32),
+            Element::I64 => Some(Self::I64),
+            Element::Other { .. } => None,
+        }
+    }
+
     pub(super) fn width(self) -> Width {
         match self {
             Self::F32 | Self::I32 => Width::Four,
@@ -102,10 +119,7 @@ impl Scheme {
             Codec::Lz4 => Plan::Lz4,
             Codec::Shuffle { element_bytes } => {
                 let bytes = element_bytes.map_or(layout.element.bytes(), usize::from);
-                let width = [Width::Two, Width::Four, Width::Eight]
-                    .into_iter()
-                    .find(|width| width.bytes() == bytes);
-                Plan::Shuffle(width.ok_or_else(|| {
+                Plan::Shuffle(Width::of(bytes).ok_or_else(|| {
                     CodecError(format!(
                         "codec {codec}: elements of 2, 4 or 8 bytes can be shuffled, and this array's have {bytes}: choose lz4 for it, \
                          or say what its bytes are, as in shuffle4"
@@ -114,15 +128,17 @@ impl Scheme {
             }
             Codec::Zfp { mode, element } => {
                 let element = element.unwrap_or(layout.element);
-                codec.check_zfp_element(element)?;
-                let number = match element {
-                    Element::F32 => Number::F32,
-                    Element::F64 => Number::F64,
-                    Element::I32 => Number::I32,
-                    Element::I64 => Number::I64,
-                    Element::Other { .. } => unreachable!("checked above"),
-                };
-                Plan::Zfp(mode, number)
+                codec.check_zfp_element(mode, element)?;
+                Plan::Zfp(mode, Number::of(element).expect("checked above"))
+            }
+            Codec::Adaptive { accuracy, element } => {
+                let element = element.unwrap_or(layout.element);
+                let mode = accuracy.map_or(ZfpMode::Reversible, ZfpMode::Accuracy);
+                if accuracy.is_some() {
+                    codec.check_zfp_element(mode, element)?;
+                }
+                let zfp = Number::of(element).map(|number| (mode, number));
+                Plan::Adaptive(Width::of(element.bytes()), zfp)
             }
         };
         Ok(Self {
@@ -135,6 +151,29 @@ impl Scheme {
     /// Whether all pages are stored as they are.
     pub(crate) fn is_raw(&self) -> bool {
         self.plan == Plan::Raw
+    }
+
+    /// Among what an adaptive codec chooses, raw first. `None`: the codec is no adaptive one.
+    pub(super) fn candidates(&self) -> Option<Vec<Form>> {
+        let Plan::Adaptive(width, zfp) = self.plan else {
+            return None;
+        };
+        let all = [Some(Form::Raw), Some(Form::Lz4), width.map(Form::Shuffled)];
+        Some(
+            all.into_iter()
+                .chain([zfp.map(|_| Form::Zfp)])
+                .flatten()
+                .collect(),
+        )
+    }
+
+    /// How pages that are ZFP blocks are made, if there can be any.
+    pub(super) fn zfp(&self) -> Option<(ZfpMode, Number)> {
+        match self.plan {
+            Plan::Zfp(mode, number) => Some((mode, number)),
+            Plan::Adaptive(_, zfp) => zfp,
+            Plan::Raw | Plan::Lz4 | Plan::Shuffle(_) => None,
+        }
     }
 }
 

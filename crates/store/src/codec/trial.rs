@@ -91,7 +91,7 @@ impl Trial {
         let limit = Coder::limit(bytes.len());
         let encoded = self
             .coder
-            .encode(&self.scheme, page, limit, &mut self.block);
+            .encode(&self.scheme, None, page, limit, &mut self.block);
         let stored = match encoded.form {
             Form::Raw => bytes,
             _ => &self.block[..encoded.bytes as usize],

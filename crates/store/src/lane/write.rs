@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     PageStore, RegionId, StoreError, StoreStatsSnapshot,
-    codec::{self, Coder, Form, Page},
+    codec::{self, Chooser, Coder, Form, Page},
     entry::{Entry, Place},
     remote::{NoRoom, RemoteStore},
 };
@@ -80,7 +80,9 @@ impl<F: Frame> Lane<F> {
         page: Page<'_>,
         tally: &mut StoreStatsSnapshot,
     ) -> Result<(Task, u128), RegError> {
-        if remote.scheme.is_raw() {
+        let chooser = remote.chooser.as_deref();
+        let passes = |chooser: &Chooser| chooser.form(page.number) == Some(Form::Raw);
+        if remote.scheme.is_raw() || chooser.is_some_and(passes) {
             return Ok((Task::Raw, page.hash));
         }
         let page_bytes = page.bytes.len();
@@ -89,7 +91,7 @@ impl<F: Frame> Lane<F> {
         };
         let limit = Coder::limit(page_bytes);
         let began = Instant::now();
-        let encoded = (self.coder).encode(&remote.scheme, page, limit, block.as_mut());
+        let encoded = (self.coder).encode(&remote.scheme, chooser, page, limit, block.as_mut());
         tally.encode_ns += began.elapsed().as_nanos() as u64;
         tally.zfp_declined += u64::from(encoded.declined);
         tally.see_error(encoded.error);
