@@ -58,7 +58,7 @@ impl Trial {
     /// a power of two, 4 KiB to 2 MiB.
     ///
     /// # Errors
-    /// The codec does not fit the elements.
+    /// The codec does not fit the elements, or is one that chooses by how a program runs.
     pub fn new(
         codec: Codec,
         element: Element,
@@ -66,6 +66,11 @@ impl Trial {
         page_bytes: usize,
     ) -> Result<Self, CodecError> {
         let scheme = Scheme::new(codec, Layout::new(element, shape))?;
+        if scheme.candidates().is_some() {
+            return Err(CodecError(format!(
+                "codec {codec} chooses by how a program runs, and here none does: try those that it chooses from"
+            )));
+        }
         let mut coder = Coder::new();
         coder.prepare(&scheme, page_bytes);
         let block = vec![0; Coder::bound(page_bytes)];
