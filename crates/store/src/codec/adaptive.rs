@@ -24,7 +24,8 @@
 //!   often follows from what it costs: one part in [`SAMPLE_SHARE`] of the time. So data that changes is found out about, and where compression
 //!   does not pay it is switched off but for that part.
 //! - Rates: bytes of all adaptive regions over the time in which at least one request of that direction was under way. Waiting for a processor makes a link
-//!   look slow and never fast, so that the best of the recent epochs counts.
+//!   look slow and never fast, so that the best of the recent epochs counts; and an epoch in which processors or workers had more to do than half of
+//!   the time says nothing against the link. (Otherwise a slow codec makes the link look slow, which calls for a slow codec.)
 //! - Processor time: the process's own clock.
 //!
 //! Pages are alike if they are near each other: a region is cut into [`CLASSES`] stretches that are judged apart.
@@ -58,6 +59,8 @@ const SAMPLE_WEIGHT: f64 = 0.25;
 const RATE_BYTES: u64 = 64 << 10;
 /// How fast an epoch that was slower than the best one counts.
 const RATE_DRIFT: f64 = 0.02;
+/// Processors or workers that had more to do than this part of an epoch make a link look slow.
+const BUSY: f64 = 0.5;
 /// Another form has to be better by this factor, lest the choice follows noise.
 const MARGIN: f64 = 0.98;
 
@@ -136,6 +139,8 @@ pub(crate) struct Chooser {
     forms: Vec<Form>,
     pages: u64,
     classes: [Class; CLASSES],
+    /// When the epoch is over at the earliest.
+    turn_ns: AtomicU64,
     learnt: Mutex<Learnt>,
 }
 
@@ -213,6 +218,7 @@ impl Chooser {
         };
         Some(Self {
             classes: std::array::from_fn(|_| class()),
+            turn_ns: AtomicU64::new(0),
             learnt: Mutex::new(Learnt {
                 samples: std::array::from_fn(|_| samples()),
                 epoch: Epoch::default(),
@@ -234,8 +240,16 @@ impl Chooser {
     /// The form for a page. `None`: it is a sample.
     pub(crate) fn form(&self, page: u64) -> Option<Form> {
         let class = &self.classes[self.class_of(page)];
-        let is_due = self.traffic.now_ns() >= class.due_ns.load(Relaxed);
-        (!is_due).then(|| self.chosen(class))
+        let now_ns = self.traffic.now_ns();
+        if now_ns >= class.due_ns.load(Relaxed) {
+            return None;
+        }
+        if now_ns >= self.turn_ns.load(Relaxed)
+            && let Some(mut learnt) = self.learnt.try_lock()
+        {
+            self.turn(&mut learnt);
+        }
+        Some(self.chosen(class))
     }
 
     /// A request of this region goes out.
@@ -308,6 +322,8 @@ impl Chooser {
 
     /// Ends the epoch if it is over, and chooses anew.
     fn turn(&self, learnt: &mut Learnt) {
+        let next_ns = self.traffic.now_ns() + EPOCH.as_nanos() as u64;
+        self.turn_ns.store(next_ns, Relaxed);
         let choice = |class: &Class| {
             let form = self.chosen(class);
             (self.forms.iter().position(|other| *other == form)).expect("chosen from these")
@@ -400,6 +416,7 @@ impl Learnt {
         if wall_ns < EPOCH.as_nanos() as u64 || all_pages < EPOCH_PAGES {
             return;
         }
+        let mut rates = [None; 2];
         for way in [READ, WRITE] {
             let counters = &traffic.ways[way];
             let mark = (counters.busy_ns.load(Relaxed), counters.bytes.load(Relaxed));
@@ -407,12 +424,7 @@ impl Learnt {
             marks.ways[way] = mark;
             let (busy_ns, bytes) = (mark.0 - old.0, mark.1 - old.1);
             epoch.other_bytes[way] = bytes.saturating_sub(own_bytes[way]) as f64;
-            if bytes >= RATE_BYTES {
-                let new = busy_ns as f64 / bytes as f64;
-                let old = self.ns_per_byte[way].unwrap_or(new);
-                let drift = if new < old { 1.0 } else { RATE_DRIFT };
-                self.ns_per_byte[way] = Some(old + (new - old) * drift);
-            }
+            rates[way] = (bytes >= RATE_BYTES).then(|| busy_ns as f64 / bytes as f64);
         }
         let codecs_ns: f64 = (epoch.pages.iter().zip(choices).zip(&self.samples))
             .map(|((pages, choice), samples)| {
@@ -426,6 +438,18 @@ impl Learnt {
         epoch.processors = std::thread::available_parallelism().map_or(1, usize::from) as f64;
         self.marks = marks;
         self.epoch = epoch;
+        let is_busy = self.work_ns(choices) > BUSY * self.epoch.wall_ns;
+        for (known, new) in self.ns_per_byte.iter_mut().zip(rates) {
+            if let Some(new) = new {
+                let old = known.unwrap_or(new);
+                let weight = match new < old {
+                    true => 1.0,
+                    false if is_busy => 0.0,
+                    false => RATE_DRIFT,
+                };
+                *known = Some(old + (new - old) * weight);
+            }
+        }
         // The overlap that explains how long it took.
         let (longest, sum) = self.times(choices);
         if sum > longest {
@@ -434,18 +458,21 @@ impl Learnt {
         }
     }
 
-    /// Improves one stretch after the other. Before the first epoch has ended, what is shortest is best.
+    /// Improves one stretch after the other. Before the first epoch has ended all stays as it is: raw, which shows best what the link can do.
     fn choose(&self, forms: usize, choices: &mut [usize; CLASSES]) {
+        if self.epoch.wall_ns == 0.0 {
+            return;
+        }
         for class in 0..CLASSES {
             let samples = &self.samples[class];
             if !samples[0].is_known() {
                 continue;
             }
-            let mut best = (self.cost(choices, class), choices[class]);
+            let mut best = (self.cost(choices), choices[class]);
             for form in 0..forms {
                 let mut other = *choices;
                 other[class] = form;
-                let cost = self.cost(&other, class);
+                let cost = self.cost(&other);
                 if cost < best.0 * MARGIN {
                     best = (cost, form);
                 }
@@ -454,45 +481,59 @@ impl Learnt {
         }
     }
 
-    fn cost(&self, choices: &[usize; CLASSES], class: usize) -> f64 {
-        if self.epoch.wall_ns == 0.0 {
-            return self.samples[class][choices[class]].bytes;
-        }
+    fn cost(&self, choices: &[usize; CLASSES]) -> f64 {
         let (longest, sum) = self.times(choices);
         longest + self.overlap * (sum - longest).max(0.0)
     }
 
-    /// What the last epoch would have taken: the longest of all, and one after the other. A stretch that nothing moved in counts as one page.
+    /// What the last epoch would have taken: the longest of all, and one after the other.
     fn times(&self, choices: &[usize; CLASSES]) -> (f64, f64) {
-        let Epoch {
-            other_cpu_ns,
-            other_bytes,
-            pages,
-            workers,
-            processors,
-            ..
-        } = &self.epoch;
-        let mut bytes = *other_bytes;
-        let (mut encode, mut decode) = (0.0, 0.0);
-        for ((pages, choice), samples) in pages.iter().zip(choices).zip(&self.samples) {
-            let sample = samples[*choice];
-            let written = pages[WRITE].max(if sample.is_known() { 1.0 } else { 0.0 });
-            let read = pages[READ].max(written);
-            encode += written * sample.encode_ns;
-            decode += read * sample.decode_ns;
-            bytes[READ] += read * sample.bytes;
-            bytes[WRITE] += written * sample.bytes;
-        }
-        let cpu = (other_cpu_ns + encode + decode) / processors;
+        let (load, work) = (self.load(choices), self.work_ns(choices));
         let [read_rate, write_rate] = self.ns_per_byte;
         let write_rate = write_rate.or(read_rate).unwrap_or(0.0);
         let read_rate = read_rate.unwrap_or(write_rate);
-        let link = (bytes[READ] * read_rate).max(bytes[WRITE] * write_rate);
-        let longest = [link, encode / workers[WRITE], decode / workers[READ]]
-            .into_iter()
-            .fold(cpu, f64::max);
-        (longest, (cpu + link).max(longest))
+        let link = (load.bytes[READ] * read_rate).max(load.bytes[WRITE] * write_rate);
+        let longest = work.max(link);
+        (longest, (self.cpu_ns(&load) + link).max(longest))
     }
+
+    /// What processors, or the workers that encode or decode, would have had to do.
+    fn work_ns(&self, choices: &[usize; CLASSES]) -> f64 {
+        let load = self.load(choices);
+        let workers = load.codec_ns.iter().zip(self.epoch.workers);
+        workers.fold(self.cpu_ns(&load), |longest, (ns, workers)| {
+            longest.max(ns / workers)
+        })
+    }
+
+    fn cpu_ns(&self, load: &Load) -> f64 {
+        (self.epoch.other_cpu_ns + load.codec_ns[READ] + load.codec_ns[WRITE])
+            / self.epoch.processors
+    }
+
+    /// A stretch that nothing moved in counts as one page.
+    fn load(&self, choices: &[usize; CLASSES]) -> Load {
+        let mut load = Load {
+            bytes: self.epoch.other_bytes,
+            codec_ns: [0.0; 2],
+        };
+        for ((pages, choice), samples) in self.epoch.pages.iter().zip(choices).zip(&self.samples) {
+            let sample = samples[*choice];
+            let written = pages[WRITE].max(if sample.is_known() { 1.0 } else { 0.0 });
+            let read = pages[READ].max(written);
+            load.codec_ns[WRITE] += written * sample.encode_ns;
+            load.codec_ns[READ] += read * sample.decode_ns;
+            load.bytes[READ] += read * sample.bytes;
+            load.bytes[WRITE] += written * sample.bytes;
+        }
+        load
+    }
+}
+
+/// What an epoch would have had to do: bytes on the link, and encoding and decoding.
+struct Load {
+    bytes: [f64; 2],
+    codec_ns: [f64; 2],
 }
 
 fn cpu_ns(clock: ClockId) -> u64 {
@@ -598,10 +639,10 @@ mod tests {
     }
 
     #[test]
-    fn before_anything_is_known_of_the_link_the_shortest_is_taken() {
-        let mut learnt = learnt(1.0, 1.0);
+    fn before_anything_is_known_of_the_link_pages_stay_raw() {
+        let mut learnt = learnt(1e3, 1.0);
         learnt.epoch = Epoch::default();
-        assert_eq!(choice(&learnt), ZFP);
+        assert_eq!(choice(&learnt), RAW);
     }
 
     #[test]
@@ -630,7 +671,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_come_at_once_and_then_seldom_and_forms_that_cannot_be_are_not_chosen() {
+    fn samples_come_at_once_and_then_seldom() {
         let traffic = Arc::new(Traffic::default());
         let scheme = Scheme::new(Codec::ADAPTIVE, Layout::new(Element::F64, [])).expect("fits");
         let chooser = Chooser::new(&traffic, &scheme, 1000).expect("adaptive");
@@ -644,23 +685,16 @@ mod tests {
             hash: plain::hash(bytes, 1),
             seed: 1,
         };
+        let limit = Coder::limit(bytes.len());
         assert_eq!(chooser.form(3), None, "never seen");
-        let form = chooser.decide(&mut coder, &scheme, page, bytes.len() - 64, &mut block);
-        assert_ne!(
-            form,
-            Form::Raw,
-            "nothing is known of the link yet, and it shrinks"
-        );
+        let form = chooser.decide(&mut coder, &scheme, page, limit, &mut block);
+        assert_eq!(form, Form::Raw, "nothing is known of the link yet");
         assert_eq!(chooser.form(3), Some(form));
         assert_eq!(chooser.form(999), None, "another stretch");
-        // Nothing is short enough.
-        let page = Page {
-            number: 999,
-            ..page
-        };
-        assert_eq!(
-            chooser.decide(&mut coder, &scheme, page, 16, &mut block),
-            Form::Raw
-        );
+        let learnt = chooser.learnt.lock();
+        let samples = &learnt.samples[0];
+        assert_eq!(samples[RAW].bytes, bytes.len() as f64);
+        let shrunk = |sample: &Sample| sample.bytes < PAGE / 2.0 && sample.encode_ns > 0.0;
+        assert!(samples[1..].iter().all(shrunk), "{samples:?}");
     }
 }
