@@ -62,11 +62,11 @@ fn eight_threads_over_tcp_keep_every_word() {
 }
 
 #[test]
-fn eight_threads_over_tcp_compressed_keep_every_word() {
+fn eight_threads_over_tcp_with_changing_codecs_keep_every_word() {
     torture(
-        "eight_threads_over_tcp_compressed_keep_every_word",
+        "eight_threads_over_tcp_with_changing_codecs_keep_every_word",
         Fabric::Tcp,
-        Codec::Lz4,
+        Codec::ADAPTIVE,
     );
 }
 

@@ -116,8 +116,12 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
 }
 
 /// Those that lose nothing: what comes back is compared with what was written.
-const CODECS: [Codec; 4] = [
+const CODECS: [Codec; 5] = [
     Codec::Raw,
+    Codec::Adaptive {
+        accuracy: None,
+        element: Some(Element::I32),
+    },
     Codec::Lz4,
     Codec::Shuffle {
         element_bytes: Some(4),
