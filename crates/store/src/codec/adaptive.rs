@@ -31,6 +31,7 @@
 //! Pages are alike if they are near each other: a region is cut into [`CLASSES`] stretches that are judged apart.
 
 use std::{
+    collections::VecDeque,
     sync::{
         Arc,
         atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed},
@@ -57,8 +58,8 @@ const SAMPLE_SHARE: u64 = 100;
 const SAMPLE_WEIGHT: f64 = 0.25;
 /// A rate is believed from so many bytes on.
 const RATE_BYTES: u64 = 64 << 10;
-/// By how much an epoch that was slower than the best one changes that at most: requests that nobody looked after in time make any link look slow.
-const RATE_DRIFT: f64 = 0.02;
+/// The best of so many epochs counts: requests that nobody looked after in time make any link look slow.
+const RATE_EPOCHS: usize = 128;
 /// Processors or workers that had more to do than this part of an epoch make a link look slow.
 const BUSY: f64 = 0.5;
 /// Another form has to be better by this factor, lest the choice follows noise.
@@ -169,7 +170,8 @@ struct Learnt {
     /// As they were when the epoch began.
     marks: Marks,
     overlap: f64,
-    ns_per_byte: [Option<f64>; 2],
+    /// Of the last epochs that say something, the oldest first.
+    ns_per_byte: [VecDeque<f64>; 2],
     /// For a page that is decoded to see what that takes.
     page: Vec<u8>,
 }
@@ -228,7 +230,7 @@ impl Chooser {
                     ..Marks::default()
                 },
                 overlap: 1.0,
-                ns_per_byte: [None; 2],
+                ns_per_byte: Default::default(),
                 page: Vec::new(),
             }),
             traffic: traffic.clone(),
@@ -440,10 +442,13 @@ impl Learnt {
         self.epoch = epoch;
         let is_busy = self.work_ns(choices) > BUSY * self.epoch.wall_ns;
         for (known, new) in self.ns_per_byte.iter_mut().zip(rates) {
-            if let Some(new) = new {
-                let old = known.unwrap_or(new);
-                let drift = if is_busy { 0.0 } else { RATE_DRIFT };
-                *known = Some(new.min(old * (1.0 + drift)));
+            if let Some(new) = new
+                && (!is_busy || known.iter().all(|old| new < *old))
+            {
+                if known.len() == RATE_EPOCHS {
+                    known.pop_front();
+                }
+                known.push_back(new);
             }
         }
         // The overlap that explains how long it took.
@@ -485,12 +490,16 @@ impl Learnt {
     /// What the last epoch would have taken: the longest of all, and one after the other.
     fn times(&self, choices: &[usize; CLASSES]) -> (f64, f64) {
         let (load, work) = (self.load(choices), self.work_ns(choices));
-        let [read_rate, write_rate] = self.ns_per_byte;
+        let [read_rate, write_rate] = [READ, WRITE].map(|way| self.ns_per_byte(way));
         let write_rate = write_rate.or(read_rate).unwrap_or(0.0);
         let read_rate = read_rate.unwrap_or(write_rate);
         let link = (load.bytes[READ] * read_rate).max(load.bytes[WRITE] * write_rate);
         let longest = work.max(link);
         (longest, (self.cpu_ns(&load) + link).max(longest))
+    }
+
+    fn ns_per_byte(&self, way: usize) -> Option<f64> {
+        self.ns_per_byte[way].iter().copied().reduce(f64::min)
     }
 
     /// What processors, or the workers that encode or decode, would have had to do.
@@ -575,7 +584,7 @@ mod tests {
             },
             marks: Marks::default(),
             overlap,
-            ns_per_byte: [Some(ns_per_byte); 2],
+            ns_per_byte: [VecDeque::from([ns_per_byte]), VecDeque::from([ns_per_byte])],
             page: Vec::new(),
         }
     }
@@ -643,7 +652,10 @@ mod tests {
 
     #[test]
     fn a_link_is_as_fast_as_its_best_recent_epoch() {
-        let traffic = Arc::new(Traffic::default());
+        let traffic = Arc::new(Traffic {
+            began: Instant::now() - EPOCH,
+            ..Traffic::default()
+        });
         let scheme = Scheme::new(Codec::ADAPTIVE, Layout::new(Element::F64, [])).expect("fits");
         let chooser = Chooser::new(&traffic, &scheme, 1000).expect("adaptive");
         let mut learnt = chooser.learnt.lock();
@@ -653,16 +665,17 @@ mod tests {
             chooser.classes[3].moved[READ]
                 .pages
                 .fetch_add(EPOCH_PAGES, Relaxed);
+            // Long ago.
             learnt.marks.at_ns = 0;
-            std::thread::sleep(EPOCH);
             learnt.end_epoch(&traffic, &chooser.classes, &[RAW; CLASSES]);
-            learnt.ns_per_byte[READ].expect("a mebibyte was read")
+            learnt.ns_per_byte(READ).expect("a mebibyte was read")
         };
         assert_eq!(epoch(2 << 20), 2.0);
         assert_eq!(epoch(1 << 20), 1.0);
-        let slower = epoch(2 << 20);
-        assert_eq!(slower, 1.0 + RATE_DRIFT);
-        assert_eq!(epoch(1 << 20), 1.0);
+        for _ in 1..RATE_EPOCHS {
+            assert_eq!(epoch(2 << 20), 1.0);
+        }
+        assert_eq!(epoch(2 << 20), 2.0, "it has become slower");
         assert_eq!(learnt.epoch.pages[3], [EPOCH_PAGES as f64, 0.0]);
     }
 
