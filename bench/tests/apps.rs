@@ -204,7 +204,7 @@ fn ctrl_c_ends_it_in_good_order() {
     .stderr(Stdio::piped())
     .spawn()
     .unwrap();
-    let socket = std::env::temp_dir().join(format!("farpage-bench-{}.sock", child.id()));
+    let socket = std::env::temp_dir().join(format!("farpage-bench-{}-server.sock", child.id()));
     wait_until("the server listens", || socket.exists());
     kill(Pid::from_raw(child.id() as i32), Signal::SIGINT).unwrap();
     let output = child.wait_with_output().unwrap();

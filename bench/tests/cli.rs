@@ -437,7 +437,7 @@ fn the_own_server_ends_with_a_benchmark_that_is_killed() {
     .stderr(Stdio::null())
     .spawn()
     .unwrap();
-    let socket = std::env::temp_dir().join(format!("farpage-bench-{}.sock", child.id()));
+    let socket = std::env::temp_dir().join(format!("farpage-bench-{}-server.sock", child.id()));
     wait_until("the server listens", || socket.exists());
     child.kill().unwrap();
     child.wait().unwrap();
