@@ -475,7 +475,18 @@ fn foreign_sigbus_reaches_the_handler_that_was_there_before() {
             // Ours is served as before, and what is refused goes the same way.
             counter(toy.address(0)).store(7, Ordering::Relaxed);
             assert_eq!(TOUCHED.load(Ordering::Relaxed), foreign);
-            counter(toy.address(1)).store(7, Ordering::Relaxed);
+            let touched = AtomicBool::new(false);
+            thread::scope(|scope| {
+                // The handler maps over a page of the region: the kernel lets it go on when that is read.
+                scope.spawn(|| {
+                    while !touched.load(Ordering::Acquire) {
+                        toy.space.faults(0, &mut Vec::new()).unwrap();
+                        thread::yield_now();
+                    }
+                });
+                counter(toy.address(1)).store(7, Ordering::Relaxed);
+                touched.store(true, Ordering::Release);
+            });
             assert_eq!(TOUCHED.load(Ordering::Relaxed), toy.address(1));
         },
     );
