@@ -101,8 +101,8 @@ fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
 }
 
 #[test]
-fn rdma_that_cannot_be_had_is_refused_with_the_reason_and_the_remedy() {
-    if !has_no_device("rdma_that_cannot_be_had_is_refused_with_the_reason_and_the_remedy") {
+fn what_cannot_be_had_is_refused_with_the_reason_and_the_remedy() {
+    if !has_no_device("what_cannot_be_had_is_refused_with_the_reason_and_the_remedy") {
         return;
     }
     let endpoint = endpoint("rdma://127.0.0.1:7471");
@@ -115,8 +115,8 @@ fn rdma_that_cannot_be_had_is_refused_with_the_reason_and_the_remedy() {
 }
 
 #[test]
-fn auto_takes_tcp_where_rdma_cannot_be_had_and_says_why() {
-    if !has_no_device("auto_takes_tcp_where_rdma_cannot_be_had_and_says_why") {
+fn auto_takes_tcp_where_there_is_no_device_and_says_why() {
+    if !has_no_device("auto_takes_tcp_where_there_is_no_device_and_says_why") {
         return;
     }
     let (session, log, served) = auto(&endpoint("tcp://127.0.0.1:0"));
