@@ -1,0 +1,236 @@
+//! What an adapter knows of this process: [`Device`], protection domains ([`Pd`]), registrations ([`Mr`]), and memory cut from them.
+
+use std::{
+    ffi::{CStr, c_int, c_void},
+    fmt, io,
+    ops::Range,
+    ptr::{self, NonNull},
+    sync::Arc,
+};
+
+use rdma_sys as sys;
+
+use super::not_null;
+use crate::regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration};
+
+/// An opened device. The connection manager keeps it open for the life of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::rdma) struct Device(pub(super) NonNull<sys::ibv_context>);
+
+// SAFETY: contexts may be used by any thread; the pointer stays valid as said above.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+impl Device {
+    fn name(self) -> String {
+        // SAFETY: the context is open, and its device's name is a C string that lives as long.
+        let name = unsafe { CStr::from_ptr(sys::ibv_get_device_name(self.0.as_ref().device)) };
+        name.to_string_lossy().into_owned()
+    }
+}
+
+/// A protection domain: keys of one open nothing through queue pairs of another.
+#[derive(Debug)]
+pub(in crate::rdma) struct Pd {
+    pub(super) raw: NonNull<sys::ibv_pd>,
+    pub(super) device: Device,
+    domain: DomainId,
+}
+
+// SAFETY: protection domains may be used by any thread.
+unsafe impl Send for Pd {}
+// SAFETY: as above.
+unsafe impl Sync for Pd {}
+
+impl Pd {
+    pub(in crate::rdma) fn new(device: Device) -> io::Result<Arc<Self>> {
+        // SAFETY: the context is open.
+        let raw = not_null(unsafe { sys::ibv_alloc_pd(device.0.as_ptr()) })?;
+        let domain = DomainId::unique();
+        Ok(Arc::new(Self {
+            raw,
+            device,
+            domain,
+        }))
+    }
+
+    pub(in crate::rdma) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Where keys of this domain are valid.
+    pub(in crate::rdma) fn domain(&self) -> DomainId {
+        self.domain
+    }
+}
+
+impl Drop for Pd {
+    fn drop(&mut self) {
+        // SAFETY: registrations and queue pairs of the domain hold it, so they are gone.
+        let left = unsafe { sys::ibv_dealloc_pd(self.raw.as_ptr()) };
+        if left != 0 {
+            tracing::error!(errno = left, "a protection domain could not be given back");
+        }
+    }
+}
+
+/// Registered memory: pinned, and known to the adapter until this is dropped.
+#[derive(Debug)]
+pub(in crate::rdma) struct Mr {
+    raw: NonNull<sys::ibv_mr>,
+    pd: Arc<Pd>,
+}
+
+// SAFETY: registrations may be used by any thread.
+unsafe impl Send for Mr {}
+// SAFETY: as above.
+unsafe impl Sync for Mr {}
+
+impl Mr {
+    /// Registers memory.
+    ///
+    /// # Safety
+    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is dropped.
+    pub(in crate::rdma) unsafe fn register(
+        pd: &Arc<Pd>,
+        memory: NonNull<[u8]>,
+        access: Access,
+    ) -> io::Result<Self> {
+        let mut flags = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
+        if access == Access::Remote {
+            flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
+                | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
+                | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
+        }
+        let address = memory.as_ptr().cast::<c_void>();
+        // SAFETY: the domain lives in `pd`; the caller promises for the memory.
+        let raw =
+            unsafe { sys::ibv_reg_mr(pd.raw.as_ptr(), address, memory.len(), flags as c_int) };
+        Ok(Self {
+            raw: not_null(raw)?,
+            pd: Arc::clone(pd),
+        })
+    }
+
+    pub(in crate::rdma) fn lkey(&self) -> u32 {
+        // SAFETY: valid until `self` is dropped.
+        unsafe { self.raw.as_ref().lkey }
+    }
+
+    pub(in crate::rdma) fn rkey(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { self.raw.as_ref().rkey }
+    }
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        // SAFETY: made by `register` and dropped once. When it returns, the keys open nothing any more.
+        let left = unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) };
+        if left != 0 {
+            tracing::error!(errno = left, device = ?self.pd.device, "memory could not be deregistered");
+        }
+    }
+}
+
+/// A protection domain as the pools of registered memory know it.
+#[derive(Clone)]
+pub(in crate::rdma) struct Domain(pub(in crate::rdma) Arc<Pd>);
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the RDMA device {}", self.0.device.name())
+    }
+}
+
+impl Registrar for Domain {
+    fn domain(&self) -> DomainId {
+        self.0.domain
+    }
+
+    unsafe fn register(&self, memory: NonNull<[u8]>, access: Access) -> io::Result<Registration> {
+        // SAFETY: promised by the caller.
+        let mr = unsafe { Mr::register(&self.0, memory, access) }?;
+        let keys = Keys {
+            lkey: mr.lkey(),
+            rkey: mr.rkey(),
+        };
+        Ok(Registration::new(keys, mr))
+    }
+}
+
+/// A pair's own registered memory. Reached by bounds-checked copies only: the adapter changes it when it likes.
+#[derive(Debug)]
+pub(in crate::rdma) struct Slab {
+    memory: RegBuf,
+    bytes: usize,
+    lkey: u32,
+}
+
+impl Slab {
+    /// Memory of a pool that serves the domain.
+    pub(in crate::rdma) fn new(pool: &RegPool, pd: &Pd, bytes: usize) -> Result<Self, RegError> {
+        let memory = pool.acquire(bytes)?;
+        let keys = memory.keys(pd.domain)?;
+        let lkey = keys.expect("the pool serves the domain").lkey;
+        Ok(Self {
+            memory,
+            bytes,
+            lkey,
+        })
+    }
+
+    /// Copies bytes out; panics outside of the slab.
+    pub(in crate::rdma) fn copy_out(&self, offset: usize, to: &mut [u8]) {
+        let from = self.place(offset, to.len());
+        // SAFETY: `place` checked the source; the destination is an exclusive slice elsewhere. If the adapter writes meanwhile, some mix
+        // of old and new bytes is copied, and no reference to them exists.
+        unsafe { ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
+    }
+
+    /// Copies bytes in; panics outside of the slab.
+    pub(in crate::rdma) fn copy_in(&self, offset: usize, from: &[u8]) {
+        let to = self.place(offset, from.len());
+        // SAFETY: as above with source and destination exchanged.
+        unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+    }
+
+    /// What the adapter is told of a part of it; panics outside of the slab.
+    pub(in crate::rdma) fn local(&self, place: &Range<usize>) -> Local {
+        Local {
+            address: self.place(place.start, place.len()) as u64,
+            bytes: place.len() as u32,
+            lkey: self.lkey,
+        }
+    }
+
+    fn place(&self, offset: usize, len: usize) -> *mut u8 {
+        let end = offset.checked_add(len);
+        assert!(
+            end.is_some_and(|end| end <= self.bytes),
+            "{len} bytes at {offset} of a slab of {}",
+            self.bytes
+        );
+        // SAFETY: inside the buffer, or at its end.
+        unsafe { self.memory.as_ptr().add(offset) }
+    }
+}
+
+/// Registered memory of this process, as the adapter is told of it.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::rdma) struct Local {
+    pub(in crate::rdma) address: u64,
+    pub(in crate::rdma) bytes: u32,
+    pub(in crate::rdma) lkey: u32,
+}
+
+impl Local {
+    pub(super) fn sge(self) -> sys::ibv_sge {
+        sys::ibv_sge {
+            addr: self.address,
+            length: self.bytes,
+            lkey: self.lkey,
+        }
+    }
+}

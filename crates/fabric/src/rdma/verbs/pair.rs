@@ -1,0 +1,332 @@
+//! [`Pair`], a queue pair with all that belongs to it, and the work that it is given.
+
+use std::{
+    ffi::c_int,
+    io,
+    ops::Range,
+    os::fd::{AsFd, BorrowedFd},
+    ptr,
+    sync::Arc,
+};
+
+use rdma_sys as sys;
+
+use super::{COMPLETIONS, Cq, Done, Id, Local, Pd, Slab, check};
+
+/// Work requests that are handed to the adapter with one ring of its doorbell, at most.
+pub(in crate::rdma) const POSTLIST: usize = 16;
+
+/// Times that the adapter sends again: with the timeout above, a dead peer is an error within four seconds. 7 would mean for ever with
+/// some adapters.
+const RETRIES: u8 = 6;
+
+/// For receivers that have no buffer ready, which the credits of our streams exclude. Here, too, 7 means for ever.
+const RNR_RETRIES: u8 = 6;
+
+/// What is asked for: WRITEs that fit cost no read of local memory by the adapter.
+const INLINE_BYTES: u32 = 220;
+
+/// Asks for what the device offers, and what of it the peer's device can meet.
+pub(in crate::rdma) const READS_IN_FLIGHT_MAX: u8 = 0xff;
+
+/// How large a [`Pair`] is to be.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::rdma) struct Depths {
+    pub(in crate::rdma) sends: usize,
+    pub(in crate::rdma) receives: usize,
+    /// READs of ours, and of the peer, on their way at a time, as far as both devices can.
+    pub(in crate::rdma) reads_in_flight: u8,
+}
+
+/// A reliable-connected queue pair with its completion queue, its memory and its connection. When it is dropped, the peer hears of it.
+#[derive(Debug)]
+pub(in crate::rdma) struct Pair {
+    /// Destroys the queue pair, so that what follows is out of the adapter's reach when it goes.
+    id: Id,
+    queue: Cq,
+    slab: Option<Slab>,
+    pd: Arc<Pd>,
+    inline_bytes: usize,
+    /// Asked for.
+    reads_in_flight_max: u8,
+    alive: bool,
+}
+
+/// What the adapter is to do.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::rdma) enum Verb {
+    Send,
+    Read { address: u64, rkey: u32 },
+    Write { address: u64, rkey: u32 },
+}
+
+/// One work request.
+#[derive(Clone, Debug)]
+pub(in crate::rdma) struct Work {
+    /// Comes back with the completion.
+    pub(in crate::rdma) tag: u64,
+    pub(in crate::rdma) verb: Verb,
+    pub(in crate::rdma) local: Local,
+    /// Whether its completion is reported when it succeeds. A failure always is.
+    pub(in crate::rdma) signalled: bool,
+}
+
+impl Work {
+    /// Fills lists.
+    pub(in crate::rdma) const NONE: Self = Self {
+        tag: 0,
+        verb: Verb::Send,
+        local: Local {
+            address: 0,
+            bytes: 0,
+            lkey: 0,
+        },
+        signalled: false,
+    };
+}
+
+impl Pair {
+    /// Makes a queue pair for a connection that is resolved or asked for.
+    pub(in crate::rdma) fn new(
+        id: Id,
+        pd: Arc<Pd>,
+        depths: Depths,
+        slab: Option<Slab>,
+    ) -> io::Result<Self> {
+        let queue = Cq::new(pd.device, (depths.sends + depths.receives).max(1))?;
+        // Inline is a favour: a device that has less, or none, says no to the whole queue pair.
+        let mut inline_bytes = INLINE_BYTES;
+        loop {
+            // SAFETY: plain data, and zeros mean "none" in every field.
+            let mut attributes: sys::ibv_qp_init_attr = unsafe { std::mem::zeroed() };
+            attributes.send_cq = queue.raw.as_ptr();
+            attributes.recv_cq = queue.raw.as_ptr();
+            attributes.qp_type = sys::ibv_qp_type::IBV_QPT_RC;
+            attributes.cap = sys::ibv_qp_cap {
+                max_send_wr: depths.sends.max(1) as u32,
+                max_recv_wr: depths.receives.max(1) as u32,
+                max_send_sge: 1,
+                max_recv_sge: 1,
+                max_inline_data: inline_bytes,
+            };
+            // SAFETY: id, domain and queue are alive and of one device; the queue pair is destroyed with the id, before them.
+            let made = check(unsafe {
+                sys::rdma_create_qp(id.raw.as_ptr(), pd.raw.as_ptr(), &raw mut attributes)
+            });
+            match made {
+                Ok(()) => break inline_bytes = attributes.cap.max_inline_data.min(inline_bytes),
+                Err(_) if inline_bytes > 0 => inline_bytes = 0,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Self {
+            id,
+            queue,
+            slab,
+            pd,
+            inline_bytes: inline_bytes as usize,
+            reads_in_flight_max: depths.reads_in_flight,
+            alive: true,
+        })
+    }
+
+    /// Asks the peer for the connection; what comes of it is an event.
+    pub(in crate::rdma) fn connect(&self, words: &[u8]) -> io::Result<()> {
+        let mut parameters = parameters(words, self.reads_in_flight_max);
+        // SAFETY: the id is ours and resolved; the parameters and the bytes that they point to are only read during the call.
+        check(unsafe { sys::rdma_connect(self.id.raw.as_ptr(), &raw mut parameters) })
+    }
+
+    /// Grants a peer the connection that it asked for.
+    pub(in crate::rdma) fn accept(&self, words: &[u8]) -> io::Result<()> {
+        let mut parameters = parameters(words, self.reads_in_flight_max);
+        // SAFETY: as above; the id was asked for by a peer.
+        check(unsafe { sys::rdma_accept(self.id.raw.as_ptr(), &raw mut parameters) })
+    }
+
+    pub(in crate::rdma) fn id(&self) -> &Id {
+        &self.id
+    }
+
+    pub(in crate::rdma) fn pd(&self) -> &Arc<Pd> {
+        &self.pd
+    }
+
+    /// The memory that work requests refer to.
+    pub(in crate::rdma) fn slab(&self) -> &Slab {
+        self.slab
+            .as_ref()
+            .expect("a pair that moves bytes was made with memory")
+    }
+
+    /// How many READs and atomics the two devices agreed to have in flight.
+    pub(in crate::rdma) fn reads_in_flight(&self) -> io::Result<u8> {
+        let qp = self.qp()?;
+        // SAFETY: plain data.
+        let (mut attributes, mut initial) = unsafe {
+            (
+                std::mem::zeroed::<sys::ibv_qp_attr>(),
+                std::mem::zeroed::<sys::ibv_qp_init_attr>(),
+            )
+        };
+        let mask = sys::ibv_qp_attr_mask::IBV_QP_MAX_QP_RD_ATOMIC.0 as c_int;
+        // SAFETY: the queue pair is alive, and both structures are ours to be written.
+        check(unsafe { sys::ibv_query_qp(qp, &raw mut attributes, mask, &raw mut initial) })?;
+        Ok(attributes.max_rd_atomic)
+    }
+
+    /// What the device lets a work request carry in itself.
+    pub(in crate::rdma) fn inline_bytes(&self) -> usize {
+        self.inline_bytes
+    }
+
+    /// Whether a WRITE of so many bytes can travel inside its work request.
+    fn is_inline(&self, work: &Work) -> bool {
+        matches!(work.verb, Verb::Write { .. } | Verb::Send)
+            && work.local.bytes as usize <= self.inline_bytes
+    }
+
+    /// Hands work to the adapter, all with one ring of its doorbell.
+    ///
+    /// # Safety
+    /// Local memory outside of the pair's slab stays registered and nobody else's until the work has completed or [`kill`](Self::kill) has
+    /// returned.
+    ///
+    /// # Errors
+    /// What the library says; the connection is then of no use.
+    ///
+    /// # Panics
+    /// With more than [`POSTLIST`] requests.
+    pub(in crate::rdma) unsafe fn post(&mut self, works: &[Work]) -> io::Result<()> {
+        assert!(works.len() <= POSTLIST, "{} work requests", works.len());
+        if works.is_empty() {
+            return Ok(());
+        }
+        let qp = self.qp()?;
+        // SAFETY: plain data, and zeros are valid in every field.
+        let mut sges: [sys::ibv_sge; POSTLIST] = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        let mut requests: [sys::ibv_send_wr; POSTLIST] = unsafe { std::mem::zeroed() };
+        let first = requests.as_mut_ptr();
+        for (i, work) in works.iter().enumerate() {
+            sges[i] = work.local.sge();
+            // SAFETY: below POSTLIST, as asserted.
+            let request = unsafe { &mut *first.add(i) };
+            request.wr_id = work.tag;
+            request.sg_list = &raw mut sges[i];
+            request.num_sge = 1;
+            let remote = |address, rkey| sys::wr_t {
+                rdma: sys::rdma_t {
+                    remote_addr: address,
+                    rkey,
+                },
+            };
+            match work.verb {
+                Verb::Send => request.opcode = sys::ibv_wr_opcode::IBV_WR_SEND,
+                Verb::Read { address, rkey } => {
+                    request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
+                    request.wr = remote(address, rkey);
+                }
+                Verb::Write { address, rkey } => {
+                    request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
+                    request.wr = remote(address, rkey);
+                }
+            }
+            if work.signalled {
+                request.send_flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
+            }
+            if self.is_inline(work) {
+                request.send_flags |= sys::ibv_send_flags::IBV_SEND_INLINE.0;
+            }
+            if i + 1 < works.len() {
+                // SAFETY: below POSTLIST, as asserted.
+                request.next = unsafe { first.add(i + 1) };
+            }
+        }
+        let mut refused = ptr::null_mut();
+        // SAFETY:
+        // - the queue pair is alive, and the list is ours for the call, which copies what it keeps;
+        // - the memory lies in the slab, which outlives the queue pair, or the caller promises for it.
+        check(unsafe { sys::ibv_post_send(qp, first, &raw mut refused) })
+    }
+
+    /// Offers a place of the slab to the peer's next message.
+    pub(in crate::rdma) fn post_receive(
+        &mut self,
+        tag: u64,
+        place: Range<usize>,
+    ) -> io::Result<()> {
+        let qp = self.qp()?;
+        let mut sge = self.slab().local(&place).sge();
+        let mut request = sys::ibv_recv_wr {
+            wr_id: tag,
+            next: ptr::null_mut(),
+            sg_list: &raw mut sge,
+            num_sge: 1,
+        };
+        let mut refused = ptr::null_mut();
+        // SAFETY: as in `post`; the place lies in the slab.
+        check(unsafe { sys::ibv_post_recv(qp, &raw mut request, &raw mut refused) })
+    }
+
+    /// Takes what has completed; returns how many of `done` were filled.
+    pub(in crate::rdma) fn poll(
+        &mut self,
+        done: &mut [Option<Done>; COMPLETIONS],
+    ) -> io::Result<usize> {
+        self.queue.poll(done)
+    }
+
+    /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed before does not wake.
+    pub(in crate::rdma) fn arm(&mut self) -> io::Result<()> {
+        self.queue.arm()
+    }
+
+    /// Takes wake-ups out of [`completions`](Self::completions); whether there was one, so that the queue has to be armed anew.
+    pub(in crate::rdma) fn take_wakeups(&mut self) -> bool {
+        self.queue.take_wakeups()
+    }
+
+    /// Readable when an armed queue has completions.
+    pub(in crate::rdma) fn completions(&self) -> BorrowedFd<'_> {
+        self.queue.as_fd()
+    }
+
+    /// Ends the connection in an orderly way; what is posted comes back flushed.
+    pub(in crate::rdma) fn disconnect(&self) {
+        if self.alive {
+            self.id.disconnect();
+        }
+    }
+
+    /// Destroys the queue pair: when this returns, the adapter touches none of our memory any more, and nothing completes.
+    pub(in crate::rdma) fn kill(&mut self) {
+        if std::mem::take(&mut self.alive) {
+            self.id.disconnect();
+            // SAFETY: `alive` says that it has not been destroyed before.
+            unsafe { sys::rdma_destroy_qp(self.id.raw.as_ptr()) };
+        }
+    }
+
+    fn qp(&self) -> io::Result<*mut sys::ibv_qp> {
+        if !self.alive {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        // SAFETY: the id is ours.
+        Ok(unsafe { self.id.raw.as_ref().qp })
+    }
+}
+
+fn parameters(words: &[u8], reads_in_flight: u8) -> sys::rdma_conn_param {
+    sys::rdma_conn_param {
+        private_data: words.as_ptr().cast(),
+        private_data_len: words.len() as u8,
+        responder_resources: reads_in_flight,
+        initiator_depth: reads_in_flight,
+        flow_control: 1,
+        retry_count: RETRIES,
+        rnr_retry_count: RNR_RETRIES,
+        srq: 0,
+        qp_num: 0,
+    }
+}

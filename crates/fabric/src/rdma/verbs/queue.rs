@@ -1,0 +1,160 @@
+//! [`Cq`], the completion queue, and what it says: [`Done`] and [`Failure`].
+
+use std::{
+    ffi::{CStr, c_int},
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    ptr::{self, NonNull},
+};
+
+use rdma_sys as sys;
+
+use super::{Device, check, not_null, set_nonblocking};
+
+/// Completions that one look at a completion queue may bring.
+pub(in crate::rdma) const COMPLETIONS: usize = 32;
+
+/// A completion queue that can be slept on.
+#[derive(Debug)]
+pub(super) struct Cq {
+    pub(super) raw: NonNull<sys::ibv_cq>,
+    events: NonNull<sys::ibv_comp_channel>,
+}
+
+// SAFETY: completion queues may be used by any thread.
+unsafe impl Send for Cq {}
+// SAFETY: as above.
+unsafe impl Sync for Cq {}
+
+impl Cq {
+    pub(super) fn new(device: Device, depth: usize) -> io::Result<Self> {
+        let context = device.0.as_ptr();
+        // SAFETY: the context is open.
+        let events = not_null(unsafe { sys::ibv_create_comp_channel(context) })?;
+        // SAFETY: the channel was just made and is destroyed after the queue.
+        let raw = not_null(unsafe {
+            sys::ibv_create_cq(context, depth as c_int, ptr::null_mut(), events.as_ptr(), 0)
+        });
+        let raw = match raw {
+            Ok(raw) => raw,
+            Err(error) => {
+                // SAFETY: made above and used by nobody.
+                unsafe { sys::ibv_destroy_comp_channel(events.as_ptr()) };
+                return Err(error);
+            }
+        };
+        let queue = Self { raw, events };
+        set_nonblocking(queue.as_fd())?;
+        Ok(queue)
+    }
+
+    /// Takes what has completed; returns how many of `done` were filled.
+    pub(super) fn poll(&mut self, done: &mut [Option<Done>; COMPLETIONS]) -> io::Result<usize> {
+        // SAFETY: plain data.
+        let mut completions: [sys::ibv_wc; COMPLETIONS] = unsafe { std::mem::zeroed() };
+        // SAFETY: the queue is ours, and there is room for so many.
+        let count = unsafe {
+            sys::ibv_poll_cq(
+                self.raw.as_ptr(),
+                COMPLETIONS as i32,
+                completions.as_mut_ptr(),
+            )
+        };
+        let count = usize::try_from(count)
+            .map_err(|_| io::Error::other("the completion queue cannot be read"))?;
+        for (completion, done) in completions[..count].iter().zip(done) {
+            let ok = completion.status == sys::ibv_wc_status::IBV_WC_SUCCESS;
+            *done = Some(Done {
+                tag: completion.wr_id,
+                bytes: completion.byte_len as usize,
+                result: if ok {
+                    Ok(())
+                } else {
+                    Err(Failure(completion.status))
+                },
+            });
+        }
+        Ok(count)
+    }
+
+    /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed before does not wake.
+    pub(super) fn arm(&mut self) -> io::Result<()> {
+        // SAFETY: the queue is ours.
+        check(unsafe { sys::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
+    }
+
+    /// Takes wake-ups out of the descriptor; whether there was one, so that the queue has to be armed anew.
+    pub(super) fn take_wakeups(&mut self) -> bool {
+        let mut count = 0;
+        loop {
+            let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
+            // SAFETY: the channel is ours, non-blocking, and both pointers are written only on success.
+            let taken = unsafe {
+                sys::ibv_get_cq_event(self.events.as_ptr(), &raw mut queue, &raw mut context)
+            };
+            if taken != 0 {
+                break;
+            }
+            count += 1;
+        }
+        if count > 0 {
+            // SAFETY: so many were taken, all of this queue, the only one of its channel.
+            unsafe { sys::ibv_ack_cq_events(self.raw.as_ptr(), count) };
+        }
+        count > 0
+    }
+}
+
+impl AsFd for Cq {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open for as long as the channel lives.
+        unsafe { BorrowedFd::borrow_raw(self.events.as_ref().fd) }
+    }
+}
+
+impl Drop for Cq {
+    fn drop(&mut self) {
+        // SAFETY: its queue pair is gone (fields of `Pair` are dropped in that order) and every event was acknowledged where it was taken.
+        unsafe {
+            sys::ibv_destroy_cq(self.raw.as_ptr());
+            sys::ibv_destroy_comp_channel(self.events.as_ptr());
+        }
+    }
+}
+
+/// The end of a work request.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::rdma) struct Done {
+    pub(in crate::rdma) tag: u64,
+    /// Received bytes. Means nothing for other work, nor after a failure.
+    pub(in crate::rdma) bytes: usize,
+    pub(in crate::rdma) result: Result<(), Failure>,
+}
+
+/// Why a work request failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::rdma) struct Failure(sys::ibv_wc_status::Type);
+
+impl Failure {
+    /// Whether the connection was ended, by whichever side, before the work was done.
+    pub(in crate::rdma) fn is_flush(self) -> bool {
+        self.0 == sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR
+    }
+
+    /// What it means to somebody who waits for a peer.
+    pub(in crate::rdma) fn describe(self) -> String {
+        use sys::ibv_wc_status::*;
+        // SAFETY: the library returns a static string for any status.
+        let text = unsafe { CStr::from_ptr(sys::ibv_wc_status_str(self.0)) }.to_string_lossy();
+        let meaning = match self.0 {
+            IBV_WC_RETRY_EXC_ERR => "the peer does not answer",
+            IBV_WC_REM_ACCESS_ERR => {
+                "the peer's memory is out of reach: it died, or the lease has ended"
+            }
+            IBV_WC_WR_FLUSH_ERR => "the connection is down",
+            IBV_WC_RNR_RETRY_EXC_ERR => "the peer does not receive",
+            _ => return format!("the adapter reports: {text}"),
+        };
+        format!("{meaning} ({text})")
+    }
+}
