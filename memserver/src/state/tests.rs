@@ -1,0 +1,468 @@
+//! Tests of the books: what clients ask for, in order and out of it, and that nothing is left at the end.
+
+use proptest::{collection::vec, prelude::*};
+
+use super::*;
+
+const LEASE: Duration = Duration::from_secs(8);
+
+fn state(capacity_bytes: u64) -> State {
+    State::new(Limits {
+        capacity_bytes,
+        lease: LEASE,
+        extents_per_session: 6,
+        extents: 16,
+        sessions: 5,
+    })
+}
+
+fn client(state: &State, transport: Transport) -> SessionId {
+    state.admit("test", transport, None).unwrap().session
+}
+
+impl State {
+    fn held(&self, session: SessionId) -> Vec<ExtentId> {
+        let ledger = self.ledger.lock();
+        let mut held: Vec<_> = ledger
+            .sessions
+            .get(&session)
+            .map_or_else(Vec::new, |record| record.extents.iter().copied().collect());
+        held.sort();
+        held
+    }
+
+    /// The two structures agree, and the sums are what they are sums of.
+    fn check(&self) {
+        let ledger = self.ledger.lock();
+        let extents: u64 = ledger
+            .extents
+            .values()
+            .map(|extent| charge_of(extent.memory.bytes()))
+            .sum();
+        let manifests: u64 = ledger
+            .names
+            .values()
+            .map(|name| name.manifest.len() as u64)
+            .sum();
+        assert_eq!(ledger.granted_bytes, extents + manifests);
+        assert!(ledger.granted_bytes <= self.limits.capacity_bytes);
+        let leased: usize = self
+            .leases
+            .shards
+            .iter()
+            .map(|shard| shard.read().len())
+            .sum();
+        assert_eq!(
+            leased,
+            ledger
+                .extents
+                .values()
+                .filter(|extent| extent.lessee.is_some())
+                .count()
+        );
+        assert_eq!(
+            leased,
+            ledger
+                .sessions
+                .values()
+                .map(|session| session.extents.len())
+                .sum::<usize>()
+        );
+        for (id, extent) in &ledger.extents {
+            assert!(
+                extent.lessee.is_some() || extent.name.is_some(),
+                "extent {id} belongs to nobody"
+            );
+            if let Some(name) = &extent.name {
+                assert!(ledger.names[name].extents.contains(id));
+            }
+            if let Some(lessee) = extent.lessee {
+                assert!(ledger.sessions[&lessee].extents.contains(id));
+                let memory = self.extent(lessee, *id).expect("leased");
+                memory.copy_out(0, &mut [0]).expect("not revoked");
+            }
+        }
+        for (name, record) in &ledger.names {
+            for id in &record.extents {
+                let extent = &ledger.extents[id];
+                assert_eq!(extent.name.as_ref(), Some(name));
+                assert!(
+                    extent.lessee.is_none() || extent.lessee == record.holder,
+                    "extent {id} leased to a stranger"
+                );
+            }
+            if let Some(holder) = record.holder {
+                assert!(ledger.sessions[&holder].names.contains(name));
+            }
+        }
+    }
+}
+
+#[test]
+fn beyond_the_capacity_a_client_is_told_what_is_left_and_goes_on() {
+    let state = state(3 << 20);
+    let session = client(&state, Transport::Shm);
+    let first = state.grant(session, 2 << 20).unwrap();
+    assert_eq!(
+        state.grant(session, 2 << 20).unwrap_err(),
+        Refusal::Full {
+            asked: 2 << 20,
+            available: 1 << 20
+        }
+    );
+    assert!(matches!(
+        state.grant(session, u64::MAX).unwrap_err(),
+        Refusal::Full {
+            available: 0x10_0000,
+            ..
+        }
+    ));
+    assert!(matches!(state.grant(session, 0), Err(Refusal::Invalid(_))));
+    state.grant(session, 1 << 20).unwrap();
+    state.release(session, first.id()).unwrap();
+    assert_eq!(state.stat().granted_bytes, 1 << 20);
+    state.check();
+}
+
+#[test]
+fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
+    let state = state(1 << 30);
+    let (owner, stranger) = (
+        client(&state, Transport::Tcp),
+        client(&state, Transport::Tcp),
+    );
+    let memory = state.grant(owner, 5000).unwrap();
+    assert_eq!((memory.bytes(), state.stat().granted_bytes), (5000, 8192));
+    assert!(state.extent(owner, memory.id()).is_some());
+    assert!(state.extent(stranger, memory.id()).is_none());
+    assert_eq!(
+        state.release(stranger, memory.id()),
+        Err(Refusal::NotLeased(memory.id()))
+    );
+    assert_eq!(
+        state.publish(stranger, "x", vec![], &[memory.id()]),
+        Err(Refusal::NotLeased(memory.id()))
+    );
+    state.release(owner, memory.id()).unwrap();
+    assert!(state.extent(owner, memory.id()).is_none());
+    assert!(
+        memory.copy_in(0, &[1]).is_err(),
+        "an operation that was under way goes on after the release"
+    );
+    state.check();
+}
+
+#[test]
+fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease() {
+    let state = state(1 << 30);
+    let shm = client(&state, Transport::Shm);
+    let tcp = state.admit("test", Transport::Tcp, None).unwrap();
+    let (shm_extent, tcp_extent) = (
+        state.grant(shm, 4096).unwrap(),
+        state.grant(tcp.session, 4096).unwrap(),
+    );
+    state.lost(shm);
+    state.lost(tcp.session);
+    assert!(state.extent(shm, shm_extent.id()).is_none());
+    assert_eq!(state.stat().granted_bytes, 4096);
+    let wrong = Secret([0; 16]);
+    assert_eq!(
+        state
+            .admit("thief", Transport::Tcp, Some((tcp.session, wrong)))
+            .unwrap_err(),
+        Refusal::NoSession
+    );
+    assert_eq!(state.attach(tcp.session, &wrong), Err(Refusal::NoSession));
+    let back = state
+        .admit("test", Transport::Tcp, Some((tcp.session, tcp.secret)))
+        .unwrap();
+    assert_eq!(back.session, tcp.session);
+    assert!(state.extent(tcp.session, tcp_extent.id()).is_some());
+    state.check();
+}
+
+#[test]
+fn figures_are_of_what_connected_clients_say_that_they_keep() {
+    let state = state(1 << 30);
+    let (one, other) = (
+        client(&state, Transport::Shm),
+        client(&state, Transport::Tcp),
+    );
+    state.hold(one, 1000, 400).unwrap();
+    state.hold(one, 3000, 500).unwrap();
+    state.hold(other, u64::MAX, 7).unwrap();
+    let stat = state.stat();
+    assert_eq!((stat.logical_bytes, stat.stored_bytes), (u64::MAX, 507));
+    state.close(other);
+    let stat = state.stat();
+    assert_eq!((stat.logical_bytes, stat.stored_bytes), (3000, 500));
+    assert_eq!(state.hold(other, 1, 1), Err(Refusal::NoSession));
+}
+
+#[test]
+fn a_silent_client_loses_its_memory_and_one_that_renews_does_not() {
+    let state = state(1 << 30);
+    let (silent, alive) = (
+        client(&state, Transport::Tcp),
+        client(&state, Transport::Shm),
+    );
+    state.grant(silent, 4096).unwrap();
+    let start = Instant::now();
+    let looks = |from: u32, to: u32| {
+        (from..=to)
+            .map(|eighth| state.reap(start + LEASE / 8 * eighth))
+            .sum::<usize>()
+    };
+    assert_eq!(looks(0, 7), 0);
+    // What `renew` does, at a time of the test's choosing.
+    state
+        .ledger
+        .lock()
+        .sessions
+        .get_mut(&alive)
+        .unwrap()
+        .renewed = start + LEASE / 8 * 7;
+    assert_eq!(looks(8, 10), 1);
+    assert_eq!(state.renew(silent), Err(Refusal::NoSession));
+    assert_eq!(state.renew(alive), Ok(()));
+    assert_eq!(state.stat().granted_bytes, 0);
+    state.check();
+}
+
+#[test]
+fn a_server_that_was_stopped_does_not_punish_its_clients() {
+    let state = state(1 << 30);
+    let session = client(&state, Transport::Tcp);
+    let start = Instant::now();
+    assert_eq!(state.reap(start), 0);
+    assert_eq!(state.reap(start + LEASE * 100), 0);
+    assert_eq!(state.reap(start + LEASE * 100 + LEASE / 4), 0);
+    assert_eq!(state.renew(session), Ok(()));
+}
+
+#[test]
+fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended() {
+    let state = state(1 << 20);
+    let (first, second) = (
+        client(&state, Transport::Tcp),
+        client(&state, Transport::Tcp),
+    );
+    let id = state.grant(first, 4096).unwrap().id();
+    state.publish(first, "x", Vec::new(), &[id]).unwrap();
+    // What a connection keeps while bytes move.
+    let operation = state.extent(first, id).unwrap();
+    state.close(first);
+    assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
+    thread::scope(|scope| {
+        let opened = scope.spawn(|| state.open(second, "x").unwrap());
+        drop(operation);
+        assert_eq!(opened.join().unwrap().extents[0].id(), id);
+    });
+    state.check();
+}
+
+#[test]
+fn a_named_region_outlives_its_publisher_and_is_open_once() {
+    let state = state(1 << 30);
+    let publisher = client(&state, Transport::Shm);
+    let memory = state.grant(publisher, 4096).unwrap();
+    memory.copy_in(7, b"kept").unwrap();
+    state
+        .publish(publisher, "x", b"map".to_vec(), &[memory.id()])
+        .unwrap();
+    let (second, third) = (
+        client(&state, Transport::Tcp),
+        client(&state, Transport::Tcp),
+    );
+    assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
+    state.lost(publisher);
+    assert_eq!(
+        (state.stat().granted_bytes, state.stat().named_regions),
+        (4096 + 3, 1)
+    );
+    assert!(memory.copy_in(7, b"late").is_err());
+    let id = memory.id();
+    drop(memory);
+    let opened = state.open(second, "x").unwrap();
+    assert_eq!(
+        (opened.manifest.as_slice(), opened.extents.len()),
+        (b"map".as_slice(), 1)
+    );
+    let mut bytes = [0; 4];
+    opened.extents[0].copy_out(7, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"kept");
+    assert_eq!(state.open(third, "x").unwrap_err(), Refusal::InUse);
+    assert_eq!(state.remove(third, "x"), Err(Refusal::InUse));
+    assert_eq!(state.publish(third, "x", vec![], &[]), Err(Refusal::InUse));
+    drop(opened);
+    state.release(second, id).unwrap();
+    state.open(third, "x").unwrap();
+    state.remove(third, "x").unwrap();
+    assert_eq!(state.open(second, "x").unwrap_err(), Refusal::NotFound);
+    state.close(third);
+    assert_eq!(state.stat().granted_bytes, 0);
+    state.check();
+}
+
+#[test]
+fn publishing_again_frees_what_only_the_old_binding_kept() {
+    let state = state(1 << 30);
+    let session = client(&state, Transport::Shm);
+    let (old, new) = (
+        state.grant(session, 4096).unwrap(),
+        state.grant(session, 8192).unwrap(),
+    );
+    state
+        .publish(session, "x", vec![0; 10], &[old.id(), old.id()])
+        .unwrap();
+    state.release(session, old.id()).unwrap();
+    state
+        .publish(session, "x", vec![0; 20], &[new.id()])
+        .unwrap();
+    assert_eq!(state.stat().granted_bytes, 8192 + 20);
+    assert!(matches!(
+        state.publish(session, "y", vec![], &[new.id()]),
+        Err(Refusal::Invalid(_))
+    ));
+    state.check();
+}
+
+#[test]
+fn a_manifest_that_does_not_fit_leaves_the_old_binding_whole() {
+    let state = state(8192);
+    let session = client(&state, Transport::Shm);
+    let extent = state.grant(session, 4096).unwrap();
+    state
+        .publish(session, "x", vec![1; 4000], &[extent.id()])
+        .unwrap();
+    assert_eq!(
+        state.publish(session, "x", vec![2; 5000], &[]).unwrap_err(),
+        Refusal::Full {
+            asked: 5000,
+            available: 4096
+        }
+    );
+    state.close(session);
+    drop(extent);
+    let opened = state.open(client(&state, Transport::Shm), "x").unwrap();
+    assert_eq!((opened.manifest[0], opened.extents.len()), (1, 1));
+    state.check();
+}
+
+#[test]
+fn one_client_cannot_use_up_the_servers_descriptors() {
+    let state = state(1 << 30);
+    let (greedy, modest) = (
+        client(&state, Transport::Shm),
+        client(&state, Transport::Shm),
+    );
+    for _ in 0..6 {
+        state.grant(greedy, 4096).unwrap();
+    }
+    assert!(matches!(
+        state.grant(greedy, 4096),
+        Err(Refusal::Invalid(_))
+    ));
+    state.grant(modest, 4096).unwrap();
+    for _ in 0..3 {
+        client(&state, Transport::Shm);
+    }
+    assert!(matches!(
+        state.admit("sixth", Transport::Shm, None),
+        Err(Refusal::Invalid(_))
+    ));
+    state.check();
+}
+
+#[test]
+fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
+    let state = state(1 << 30);
+    let held = state.admit("held", Transport::Tcp, None).unwrap();
+    state.drain();
+    assert_eq!(
+        state.admit("new", Transport::Tcp, None).unwrap_err(),
+        Refusal::Draining
+    );
+    assert!(
+        state
+            .admit("held", Transport::Tcp, Some((held.session, held.secret)))
+            .is_ok()
+    );
+    assert!(
+        state.grant(held.session, 4096).is_ok(),
+        "out-of-place writes of a flush need memory"
+    );
+    assert!(state.stat().draining);
+    assert_eq!(state.wait_until_empty(Instant::now()), 1);
+    state.close(held.session);
+    assert_eq!(state.wait_until_empty(Instant::now() + LEASE), 0);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Admit(bool),
+    Grant(usize, u64),
+    Release(usize, u64),
+    Publish(usize, usize, usize, Vec<u64>),
+    Open(usize, usize),
+    Remove(usize, usize),
+    Lost(usize),
+    Close(usize),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (who, name, extent) = (0..4usize, 0..3usize, 0..20u64);
+    prop_oneof![
+        any::<bool>().prop_map(Step::Admit),
+        (who.clone(), 0..6000u64).prop_map(|(who, bytes)| Step::Grant(who, bytes)),
+        (who.clone(), extent.clone()).prop_map(|(who, extent)| Step::Release(who, extent)),
+        (who.clone(), name.clone(), 0..100usize, vec(extent, 0..4))
+            .prop_map(|(a, b, c, d)| Step::Publish(a, b, c, d)),
+        (who.clone(), name.clone()).prop_map(|(who, name)| Step::Open(who, name)),
+        (who.clone(), name).prop_map(|(who, name)| Step::Remove(who, name)),
+        who.clone().prop_map(Step::Lost),
+        who.prop_map(Step::Close),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn whatever_clients_ask_for_the_books_balance_and_nothing_is_left_at_the_end(steps in vec(step(), 1..80)) {
+        let state = state(40_000);
+        let names = ["a", "b", "c"];
+        let mut sessions = [SessionId(0); 4];
+        let mut next = 0;
+        for step in steps {
+            // Mostly what the client holds, so that requests succeed; now and then what it does not.
+            let pick = |who: usize, number: u64| match state.held(sessions[who]) {
+                held if !held.is_empty() && number < 16 => held[number as usize % held.len()],
+                _ => ExtentId(number),
+            };
+            // Refusals are as good an answer as any: what is checked is the state that they leave.
+            match step {
+                Step::Admit(shm) => {
+                    let transport = if shm { Transport::Shm } else { Transport::Tcp };
+                    state.close(sessions[next]);
+                    sessions[next] = client(&state, transport);
+                    next = (next + 1) % sessions.len();
+                }
+                Step::Grant(who, bytes) => drop(state.grant(sessions[who], bytes)),
+                Step::Release(who, extent) => drop(state.release(sessions[who], pick(who, extent))),
+                Step::Publish(who, name, bytes, extents) => {
+                    drop(state.publish(sessions[who], names[name], vec![0; bytes], &extents.iter().map(|number| pick(who, *number)).collect::<Vec<_>>()));
+                }
+                Step::Open(who, name) => drop(state.open(sessions[who], names[name])),
+                Step::Remove(who, name) => drop(state.remove(sessions[who], names[name])),
+                Step::Lost(who) => state.lost(sessions[who]),
+                Step::Close(who) => state.close(sessions[who]),
+            }
+            state.check();
+        }
+        sessions.iter().for_each(|session| state.close(*session));
+        let last = client(&state, Transport::Shm);
+        names.iter().for_each(|name| drop(state.remove(last, name)));
+        state.check();
+        prop_assert_eq!(state.stat().granted_bytes, 0);
+        prop_assert_eq!(state.stat().extents, 0);
+    }
+}
