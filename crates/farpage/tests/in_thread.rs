@@ -431,6 +431,29 @@ fn what_is_left_of_a_page_that_the_program_unmaps_in_part_raises_sigbus() {
     }
 }
 
+#[test]
+fn pages_that_the_program_unmaps_leave_the_budget_at_once() {
+    let test = "pages_that_the_program_unmaps_leave_the_budget_at_once";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 16 * MIB);
+    let runtime = runtime(MIB, Some(&memory.url));
+    let mut array: RemoteArray<u64> = runtime.array(128 * KIB / 8).unwrap();
+    array.fill(5);
+    let resident_bytes = || runtime.stats().pager.resident_bytes;
+    assert_eq!(resident_bytes(), 128 * KIB as u64);
+    let address = array.as_ptr() as usize;
+    // SAFETY: nobody uses these pages any more.
+    let unmapped = unsafe { libc::munmap((address + 32 * KIB) as *mut _, 64 * KIB) };
+    assert_eq!(unmapped, 0);
+    // No eviction has met them: there is room.
+    wait_until("they are counted out", || {
+        resident_bytes() == 64 * KIB as u64
+    });
+}
+
 /// What a program does that uses addresses of a region for something else; returns what is there then.
 fn map_over(address: usize, bytes: usize) -> &'static mut [u8] {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
