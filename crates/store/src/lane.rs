@@ -35,7 +35,7 @@ use nix::poll::{PollFd, PollFlags};
 use self::{
     call::Call,
     port::{Port, PortState},
-    run::{Part, Run, Spare, Task, Transfer},
+    run::{Part, Run, Spare, Task, Transfer, Way},
     staging::{IoBuf, Staging},
 };
 use crate::{
@@ -225,7 +225,7 @@ impl<F: Frame> Lane<F> {
         check_run(store, page, &frame);
         match &store.backing {
             Backing::Remote(remote) => self.fill_remote(store, remote, page, frame, tag),
-            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Verb::Read),
+            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Way::Fill),
         }
     }
 
@@ -247,7 +247,7 @@ impl<F: Frame> Lane<F> {
         check_run(store, page, &frame);
         match &store.backing {
             Backing::Remote(remote) => self.write_remote(store, remote, page, frame, tag),
-            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Verb::Write),
+            Backing::Blocking(_) => self.call_user(store, page, frame, tag, Way::WriteBack),
         }
     }
 
@@ -342,9 +342,9 @@ impl<F: Frame> Lane<F> {
     /// Sends on its way what can go.
     fn advance(&mut self, index: usize, mut run: Run<F>) {
         let store = run.store.clone();
-        let all = match (&store.backing, run.verb) {
-            (Backing::Remote(remote), Verb::Read) => self.fetch(index, &mut run, remote),
-            (Backing::Remote(remote), Verb::Write) => self.write(index, &mut run, remote),
+        let all = match (&store.backing, run.way) {
+            (Backing::Remote(remote), Way::Fill) => self.fetch(index, &mut run, remote),
+            (Backing::Remote(remote), Way::WriteBack) => self.write(index, &mut run, remote),
             (Backing::Blocking(blocking), _) => {
                 self.call(index, &mut run, blocking);
                 true
@@ -392,9 +392,9 @@ impl<F: Frame> Lane<F> {
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
         if let Some(chooser) = &remote.chooser {
-            chooser.posted(way(run.verb));
+            chooser.posted(run.way.index());
         }
-        self.repost(tag_of(index, part), run.verb, remote, transfer, buf);
+        self.repost(tag_of(index, part), run.way.verb(), remote, transfer, buf);
     }
 
     fn repost(
@@ -486,13 +486,13 @@ impl<F: Frame> Lane<F> {
         let Task::Moving(transfer) = &mut run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
-        transfer.suspect = run.verb == Verb::Write;
+        transfer.suspect = run.way == Way::WriteBack;
         if run.started.elapsed() >= self.deadline {
             return self.finish(tag, buf, Err(error));
         }
         transfer.attempts += 1;
         run.tally.retries += 1;
-        let (store, verb, transfer) = (run.store.clone(), run.verb, *transfer);
+        let (store, verb, transfer) = (run.store.clone(), run.way.verb(), *transfer);
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("user stores have no channel")
         };
@@ -512,7 +512,7 @@ impl<F: Frame> Lane<F> {
             unreachable!("a request belongs to a part that moves")
         };
         if let Some(chooser) = &remote.chooser {
-            let (way, number) = (way(run.verb), run.parts[part].first as u64);
+            let (way, number) = (run.way.index(), run.parts[part].first as u64);
             let pages = run.parts[part].pages;
             chooser.ended(way, run.page + number, pages, u64::from(transfer.bytes));
             if !mem::replace(&mut self.works[way], true) {
@@ -526,13 +526,13 @@ impl<F: Frame> Lane<F> {
             }
             IoBuf::Staging(block) => Some(block),
         };
-        match run.verb {
-            Verb::Read => {
+        match run.way {
+            Way::Fill => {
                 let coder = &mut self.coder;
                 let block = block.as_ref().map(|block| block.as_ref());
                 run.fetched(part, remote, transfer, coder, block, result)
             }
-            Verb::Write => self.written(&mut run, part, remote, transfer, result),
+            Way::WriteBack => self.written(&mut run, part, remote, transfer, result),
         }
         if let Some(block) = block {
             self.staging.put(block, store.page_bytes);
@@ -550,13 +550,13 @@ impl<F: Frame> Drop for Lane<F> {
             };
             let moving = |part: &&Part<F>| matches!(part.task, Task::Moving(_));
             let slots = run.parts.iter().filter(moving).map(|part| part.pages).sum();
-            if run.verb == Verb::Write {
+            if run.way == Way::WriteBack {
                 remote.pool.settle(slots);
             }
             if let Some(chooser) = &remote.chooser {
                 for part in run.parts.iter().filter(moving) {
                     let page = run.page + part.first as u64;
-                    chooser.ended(way(run.verb), page, 0, 0);
+                    chooser.ended(run.way.index(), page, 0, 0);
                 }
             }
         }
@@ -565,13 +565,6 @@ impl<F: Frame> Drop for Lane<F> {
                 self.traffic.count_worker(way, -1);
             }
         }
-    }
-}
-
-fn way(verb: Verb) -> usize {
-    match verb {
-        Verb::Read => READ,
-        Verb::Write => WRITE,
     }
 }
 

@@ -6,11 +6,10 @@
 use std::sync::Arc;
 
 use crossbeam_channel::Sender;
-use farpage_fabric::Verb;
 
 use super::{
     Frame, Lane, OPS_MAX,
-    run::{Run, Task, operation},
+    run::{Run, Task, Way},
 };
 use crate::{
     PageStore, Store, StoreError,
@@ -24,7 +23,7 @@ pub(super) struct Call<F> {
     index: usize,
     part: usize,
     store: Arc<dyn Store>,
-    verb: Verb,
+    way: Way,
     offset: u64,
     /// May be less than the frame holds: the region's last page.
     len: usize,
@@ -43,9 +42,9 @@ impl<F: Frame> Call<F> {
             frame,
             ..
         } = self;
-        self.result = match self.verb {
-            Verb::Read => call(|| store.read(*offset, &mut frame.as_mut()[..*len])),
-            Verb::Write => call(|| store.write(*offset, &frame.as_ref()[..*len])),
+        self.result = match self.way {
+            Way::Fill => call(|| store.read(*offset, &mut frame.as_mut()[..*len])),
+            Way::WriteBack => call(|| store.write(*offset, &frame.as_ref()[..*len])),
         };
     }
 }
@@ -68,18 +67,18 @@ impl<F: Frame> Lane<F> {
         page: u64,
         frame: F,
         tag: u64,
-        verb: Verb,
+        way: Way,
     ) -> Result<(), F> {
         if self.calls_in_flight >= OPS_MAX {
             return Err(frame);
         }
-        let mut run = Run::new((tag, store, page), verb, self.spare());
+        let mut run = Run::new((tag, store, page), way, self.spare());
         for (page, bytes) in (page..).zip(frame.as_ref().chunks_exact(store.page_bytes)) {
-            let hash = match verb {
-                Verb::Read => 0,
-                Verb::Write => codec::hash(&bytes[..store.page_len(page)], store.seed),
+            let hash = match way {
+                Way::Fill => 0,
+                Way::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
             };
-            let clean = verb == Verb::Write
+            let clean = way == Way::WriteBack
                 && matches!(store.table.load(page), Entry::Kept { hash: old, unsure: false, .. } if old == hash);
             run.tally.write_backs_clean += u64::from(clean);
             run.add(if clean { Task::Ended } else { Task::Call }, hash);
@@ -102,7 +101,7 @@ impl<F: Frame> Lane<F> {
                 index,
                 part,
                 store: blocking.store.clone(),
-                verb: run.verb,
+                way: run.way,
                 offset,
                 len: len.min(run.store.bytes - offset) as usize,
                 frame: run.take_frame(part),
@@ -135,7 +134,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
     let Call {
         part,
         store: user,
-        verb,
+        way,
         len,
         mut frame,
         result,
@@ -144,8 +143,8 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
     let store = run.store.clone();
     let (page, first) = (run.page, run.parts[part].first);
     let pages = (first..first + run.parts[part].pages).map(|number| (number, page + number as u64));
-    match (verb, result) {
-        (Verb::Read, Ok(())) => {
+    match (way, result) {
+        (Way::Fill, Ok(())) => {
             frame.as_mut()[len..].fill(0);
             for ((number, page), bytes) in pages.zip(frame.as_ref().chunks(store.page_bytes)) {
                 let hash = codec::hash(&bytes[..store.page_len(page)], store.seed);
@@ -180,7 +179,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
             }
             run.tally.bytes_read += len as u64;
         }
-        (Verb::Write, Ok(())) => {
+        (Way::WriteBack, Ok(())) => {
             for (number, page) in pages {
                 let entry = Entry::Kept {
                     hash: run.hashes[number],
@@ -196,7 +195,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
         }
         (_, Err(error)) => {
             for (_, page) in pages {
-                if verb == Verb::Write
+                if way == Way::WriteBack
                     && let Entry::Kept { hash, written, .. } = store.table.load(page)
                 {
                     let unsure = true;
@@ -209,7 +208,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
                 }
             }
             run.parts[part].frame = Some(frame);
-            return run.fail(part, failure(&store, &*user, verb, error));
+            return run.fail(part, failure(&store, &*user, way, error));
         }
     }
     run.parts[part].frame = Some(frame);
@@ -219,10 +218,10 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
 fn failure(
     store: &PageStore,
     user: &dyn Store,
-    verb: Verb,
+    way: Way,
     error: CallError,
 ) -> impl Fn(u64) -> StoreError + use<> {
-    let (region, store, operation) = (store.region, user.name(), operation(verb));
+    let (region, store, operation) = (store.region, user.name(), way.operation());
     move |page| match &error {
         CallError::Io(error) => StoreError::User {
             region,

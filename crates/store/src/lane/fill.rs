@@ -4,11 +4,11 @@
 
 use std::{sync::Arc, time::Instant};
 
-use farpage_fabric::{ChannelError, Verb};
+use farpage_fabric::ChannelError;
 
 use super::{
     Frame, Lane,
-    run::{Run, Task, Transfer},
+    run::{Run, Task, Transfer, Way},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -30,7 +30,7 @@ impl<F: Frame> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = Run::new((tag, store, page), Verb::Read, self.spare());
+        let mut run = Run::new((tag, store, page), Way::Fill, self.spare());
         for (page, bytes) in (page..).zip(frame.as_mut().chunks_exact_mut(store.page_bytes)) {
             let (task, hash) = match store.table.load(page) {
                 Entry::Never | Entry::Kept { .. } => {

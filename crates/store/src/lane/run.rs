@@ -9,7 +9,10 @@ use farpage_fabric::{ChannelError, Verb, regmem::RegBuf};
 
 use super::{Done, Frame, Outcome};
 use crate::{
-    PageStore, StoreError, StoreStatsSnapshot, codec::Form, entry::Place, remote::RemoteStore,
+    PageStore, StoreError, StoreStatsSnapshot,
+    codec::{Form, READ, WRITE},
+    entry::Place,
+    remote::RemoteStore,
 };
 
 /// Neighbouring pages are read in operations of so many bytes at most, so that what arrives is hashed while it is in the second-level
@@ -17,11 +20,44 @@ use crate::{
 /// 128 KiB than as a whole; over tcp the pieces travel as one batch, and it makes no difference.
 const READ_BYTES_MAX: u32 = 128 << 10;
 
+/// Which way the pages of a run move.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    Fill,
+    WriteBack,
+}
+
+impl Way {
+    /// What it is on the fabric.
+    pub(super) fn verb(self) -> Verb {
+        match self {
+            Self::Fill => Verb::Read,
+            Self::WriteBack => Verb::Write,
+        }
+    }
+
+    /// What it is to those who count by direction.
+    pub(super) fn index(self) -> usize {
+        match self {
+            Self::Fill => READ,
+            Self::WriteBack => WRITE,
+        }
+    }
+
+    /// How errors call it.
+    pub(super) fn operation(self) -> &'static str {
+        match self {
+            Self::Fill => "fill",
+            Self::WriteBack => "write-back",
+        }
+    }
+}
+
 /// What one call of [`Lane::fill`](super::Lane::fill) or [`Lane::write_back`](super::Lane::write_back) began.
 pub(super) struct Run<F> {
     pub(super) tag: u64,
     pub(super) store: Arc<PageStore>,
-    pub(super) verb: Verb,
+    pub(super) way: Way,
     /// The first page.
     pub(super) page: u64,
     pub(super) started: Instant,
@@ -134,13 +170,13 @@ impl<F: Frame> Run<F> {
     /// A run without pages.
     pub(super) fn new(
         (tag, store, page): (u64, &Arc<PageStore>, u64),
-        verb: Verb,
+        way: Way,
         (parts, hashes): Spare<F>,
     ) -> Self {
         Self {
             tag,
             store: store.clone(),
-            verb,
+            way,
             page,
             started: Instant::now(),
             parts,
@@ -242,7 +278,7 @@ impl<F: Frame> Run<F> {
     ) -> impl Fn(u64) -> StoreError + use<F> {
         let region = self.store.region;
         let server = remote.pool.endpoint(transfer.place.server);
-        let operation = operation(self.verb);
+        let operation = self.way.operation();
         move |page| StoreError::Remote {
             region,
             page,
@@ -292,13 +328,5 @@ impl<F: Frame> Run<F> {
             failed: self.failed,
         };
         (done, (self.parts, self.hashes))
-    }
-}
-
-/// How errors call it.
-pub(super) fn operation(verb: Verb) -> &'static str {
-    match verb {
-        Verb::Read => "fill",
-        Verb::Write => "write-back",
     }
 }

@@ -5,11 +5,11 @@
 
 use std::{mem, sync::Arc, time::Instant};
 
-use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, Verb, regmem::RegError};
+use farpage_fabric::{AllocError, ChannelError, MAX_OP_BYTES, regmem::RegError};
 
 use super::{
     Frame, Lane, ROOM_PAUSE,
-    run::{Part, Run, Task, Transfer},
+    run::{Part, Run, Task, Transfer, Way},
     staging::{IoBuf, no_memory},
 };
 use crate::{
@@ -31,7 +31,7 @@ impl<F: Frame> Lane<F> {
         if !self.has_room(store, remote) {
             return Err(frame);
         }
-        let mut run = Run::new((tag, store, page), Verb::Write, self.spare());
+        let mut run = Run::new((tag, store, page), Way::WriteBack, self.spare());
         // 1. Which pages are as the store has them? A page of one value needs no hash, and no slot.
         for (page, bytes) in (page..).zip(frame.as_ref().chunks_exact(store.page_bytes)) {
             let old = store.table.load(page);
