@@ -1,13 +1,15 @@
-//! What an RDMA adapter gains by what farpage lets it do: several READs in flight on one connection, and one ring of its doorbell for several
+//! What an RDMA adapter gains by what farpage lets it do: several READs (and atomics) in flight on one connection, and one ring of its doorbell for several
 //! operations.
 //!
 //! The rule it keeps: both ways take turns over connections of the same kind, and the median of the rounds counts, so that their ratio holds on a
-//! machine that does other things too. Every READ is checked.
+//! machine that does other things too. Every READ and every old value is checked.
 
 use std::{sync::Arc, time::Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use farpage_fabric::{Channel, Endpoint, ExtentId, Op, RdmaOptions, Session, SessionOptions, Verb};
+use farpage_fabric::{
+    Atomic, Channel, Endpoint, ExtentId, Op, RdmaOptions, Session, SessionOptions, Verb,
+};
 use serde::Serialize;
 
 use crate::{
@@ -81,6 +83,7 @@ pub(crate) fn run(options: &VerbsOptions) -> Result<Report> {
         (READS, Verb::Read, 256),
         (READS, Verb::Read, 4096),
         (READS, Verb::Read, 16 << 10),
+        (READS, Verb::Atomic(Atomic::FetchAdd(0)), 8),
         (DOORBELL, Verb::Read, 256),
         (DOORBELL, Verb::Write, 64),
         (DOORBELL, Verb::Write, 4096),
@@ -100,6 +103,7 @@ pub(crate) fn run(options: &VerbsOptions) -> Result<Report> {
             operation: match verb {
                 Verb::Read => "READ",
                 Verb::Write => "WRITE",
+                Verb::Atomic(_) => "fetch-and-add",
             },
             bytes,
             one_us,
@@ -160,14 +164,15 @@ impl Line {
 
     /// Posts as many operations as a list holds and waits for all of them.
     fn batch(&mut self, verb: Verb, bytes: usize, number: usize) -> Result<()> {
-        let slots = AREA_BYTES / bytes;
+        let stride = bytes.max(STAMPED);
+        let slots = AREA_BYTES / stride;
         for at in 0..BATCH {
             let slot = (number * BATCH + at) % slots;
-            let offset = (slot * bytes) as u64;
+            let offset = (slot * stride) as u64;
             let mut buf = self.idle.pop().context("a buffer did not come back")?;
             match verb {
                 Verb::Write => stamp(&mut buf[..bytes], offset),
-                Verb::Read => buf[..bytes].fill(0),
+                Verb::Read | Verb::Atomic(_) => buf[..bytes].fill(0),
             }
             let op = Op {
                 tag: offset,
@@ -188,7 +193,7 @@ impl Line {
         }
         for completion in done {
             completion.result.context("an operation failed")?;
-            if verb == Verb::Read {
+            if verb != Verb::Write {
                 self.wrong += u64::from(!is_stamped(&completion.buf[..bytes], completion.tag));
             }
             self.idle.push(completion.buf);
@@ -197,15 +202,17 @@ impl Line {
     }
 }
 
-/// Every 64 bytes begin with their place, whatever the size of the operation that wrote them.
+/// So many bytes begin with their place, whatever the size of the operation that wrote them.
+const STAMPED: usize = 64;
+
 fn stamp(buf: &mut [u8], offset: u64) {
-    for (piece, at) in buf.chunks_mut(64).zip((offset..).step_by(64)) {
+    for (piece, at) in buf.chunks_mut(STAMPED).zip((offset..).step_by(STAMPED)) {
         piece[..8].copy_from_slice(&at.to_le_bytes());
     }
 }
 
 fn is_stamped(buf: &[u8], offset: u64) -> bool {
-    let mut pieces = buf.chunks(64).zip((offset..).step_by(64));
+    let mut pieces = buf.chunks(STAMPED).zip((offset..).step_by(STAMPED));
     pieces.all(|(piece, at)| piece[..8] == at.to_le_bytes())
 }
 

@@ -20,7 +20,10 @@ use farpage_fabric::Session;
 use farpage_wire::{
     Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
     control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
-    data::{ANSWER_HEADER_BYTES, AnswerHeader, OP_HEADER_BYTES, OpHeader, OpKind, Status},
+    data::{
+        ANSWER_HEADER_BYTES, AnswerHeader, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader, OpKind,
+        Status, WORD_BYTES,
+    },
 };
 use proptest::{
     collection::vec,
@@ -255,20 +258,29 @@ fn operations_outside_the_own_leases_are_refused_and_end_the_connection() {
             offset: u64::MAX - 5000,
             ..op
         },
+        // Too far for 4096 bytes, and no multiple of 8 for an atomic.
+        |op: OpHeader, _other| OpHeader {
+            offset: MIB - 12,
+            ..op
+        },
     ] {
-        for kind in [OpKind::Read, OpKind::Write] {
+        for (kind, len, payload_bytes) in [
+            (OpKind::Read, 4096, 0),
+            (OpKind::Write, 4096, 4096),
+            (OpKind::FetchAdd, WORD_BYTES, OPERAND_BYTES),
+            (OpKind::CompareSwap, WORD_BYTES, OPERAND_BYTES),
+        ] {
             let (_control, mut data, extent) = attach(endpoint);
             let op = change(
                 OpHeader {
                     kind,
+                    len,
                     ..write_header(extent)
                 },
                 other,
             );
             data.write_all(&op.encode()).unwrap();
-            if kind == OpKind::Write {
-                let _ = data.write_all(&[1; 4096]);
-            }
+            let _ = data.write_all(&vec![1; payload_bytes]);
             let mut answer = [0; ANSWER_HEADER_BYTES];
             data.read_exact(&mut answer).unwrap();
             assert_eq!(
@@ -319,12 +331,22 @@ fn data_headers_that_no_client_sends_close_only_their_own_connection() {
         .encode()
         .to_vec()
     };
+    let wide = |extent| {
+        OpHeader {
+            kind: OpKind::FetchAdd,
+            len: 2 * WORD_BYTES,
+            ..write_header(extent)
+        }
+        .encode()
+        .to_vec()
+    };
     let garbage = |_| vec![0xff; OP_HEADER_BYTES];
     for bytes in [
         &oversized as &dyn Fn(_) -> _,
         &empty,
         &wraps,
         &endless,
+        &wide,
         &garbage,
     ] {
         let (_control, mut data, extent) = attach(endpoint);

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::ExtentId;
+use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 
 use crate::regmem::RegBuf;
 
@@ -30,6 +30,25 @@ pub enum Verb {
     Read,
     /// The buffer to remote memory.
     Write,
+    /// A step on the 8 bytes of remote memory at a multiple of 8. The word's old value comes back in the buffer: 8 bytes, little-endian as on the processors
+    /// that farpage runs on.
+    ///
+    /// It is atomic with all other atomics that go through the same server's adapter, or else through processors: with those of all channels of the session in
+    /// any case. Over shared memory, TCP and the simulation a processor does it, so that threads of the server may use the word too
+    /// (`lock` instructions); an adapter promises nothing to processors (`IBV_ATOMIC_HCA`), nor do WRITEs of the same word on any fabric. A READ of the word
+    /// alone may be torn by contract, and is not on any machine that we know.
+    ///
+    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after those that were posted before it. An atomic that ends in
+    /// [`Disconnected`](ChannelError::Disconnected) or [`TimedOut`](ChannelError::TimedOut) may have taken place, or still take place at a server
+    /// that was only slow, once: nothing repeats it by itself, and who does has to know which.
+    Atomic(Atomic),
+}
+
+impl Verb {
+    /// Whether remote bytes come back into the buffer.
+    pub(crate) fn fetches(self) -> bool {
+        !matches!(self, Self::Write)
+    }
 }
 
 /// One operation on remote memory: the first `len` bytes of `buf` against `extent` at `offset`.
@@ -37,13 +56,13 @@ pub enum Verb {
 pub struct Op<B> {
     /// Handed back in the completion; means nothing to the channel.
     pub tag: u64,
-    /// Direction.
+    /// What is done.
     pub verb: Verb,
-    /// The extent that is read or written.
+    /// The extent on which it is done.
     pub extent: ExtentId,
     /// Where in the extent, in bytes.
     pub offset: u64,
-    /// How many bytes; at most the buffer's length and [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES).
+    /// How many bytes; at most the buffer's length and [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), and 8 of an atomic.
     pub len: u32,
     /// Moves in here and comes back in the [`Completion`].
     pub buf: B,
@@ -58,11 +77,11 @@ pub struct Busy<B>(pub Op<B>);
 pub struct Completion<B> {
     /// The operation's tag.
     pub tag: u64,
-    /// The operation's direction.
+    /// The operation's verb.
     pub verb: Verb,
-    /// The operation's buffer. After a failed READ its bytes are unspecified.
+    /// The operation's buffer. After a failed READ or atomic its bytes are unspecified.
     pub buf: B,
-    /// Whether the bytes moved.
+    /// Whether it took place.
     pub result: Result<(), ChannelError>,
 }
 
@@ -87,9 +106,9 @@ pub enum ChannelError {
         /// The deadline that passed.
         deadline: Duration,
     },
-    /// The address is not in a lease of this client; repeating the operation does not help.
+    /// The address is not in a lease of this client, or an atomic's is no multiple of 8; repeating the operation does not help.
     #[error(
-        "{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, or out of its range"
+        "{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, out of its range, or for an atomic no multiple of 8"
     )]
     Refused {
         /// The server's endpoint.
@@ -101,12 +120,20 @@ pub enum ChannelError {
         /// The length asked for.
         len: u32,
     },
+    /// The adapter cannot do this operation. The channel goes on.
+    #[error("the way to {endpoint} has no atomics: {reason}")]
+    NoAtomics {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Whose adapter it is.
+        reason: String,
+    },
 }
 
 impl ChannelError {
-    /// Whether the same operation may succeed on a new channel.
+    /// Whether the same operation may succeed on a new channel. READs and WRITEs may be repeated then; an atomic may have taken place already.
     pub fn is_transient(&self) -> bool {
-        !matches!(self, Self::Refused { .. })
+        !matches!(self, Self::Refused { .. } | Self::NoAtomics { .. })
     }
 }
 
@@ -131,7 +158,7 @@ pub trait Channel<B: Buf>: Send {
     /// [`Busy`] with the operation when the queue is full. On a dead channel the operation is accepted and completes with an error.
     ///
     /// # Panics
-    /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES) holds.
+    /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES) holds, or an atomic's is not 8.
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
 
     /// Moves bytes as far as possible without blocking, appends what has ended to `done` and returns how many that were.
@@ -163,6 +190,16 @@ pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
         "operation of {} bytes with room for {most}",
         op.len
     );
+    assert!(
+        !matches!(op.verb, Verb::Atomic(_)) || op.len == WORD_BYTES,
+        "an atomic of {} bytes",
+        op.len
+    );
+}
+
+/// Whether an operation may begin there.
+pub(crate) fn is_aligned<B>(op: &Op<B>) -> bool {
+    !matches!(op.verb, Verb::Atomic(_)) || op.offset.is_multiple_of(u64::from(WORD_BYTES))
 }
 
 pub(crate) fn refused<B>(endpoint: &str, op: &Op<B>) -> ChannelError {
@@ -171,5 +208,23 @@ pub(crate) fn refused<B>(endpoint: &str, op: &Op<B>) -> ChannelError {
         extent: op.extent,
         offset: op.offset,
         len: op.len,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "an atomic of 4 bytes")]
+    fn an_atomic_has_eight_bytes() {
+        check_len(&Op {
+            tag: 0,
+            verb: Verb::Atomic(Atomic::FetchAdd(1)),
+            extent: ExtentId(1),
+            offset: 0,
+            len: 4,
+            buf: vec![0; 8],
+        });
     }
 }

@@ -1,4 +1,4 @@
-//! One-sided READ and WRITE on remote memory, over shared memory, TCP, RDMA or a seeded simulation.
+//! One-sided READ, WRITE and atomics on remote memory, over shared memory, TCP, RDMA or a seeded simulation.
 //!
 //! The rule it keeps: a transport moves bytes and never learns what they mean. A client holds a [`Session`] per server
 //! and a [`Channel`] per worker thread; a daemon implements [`host::Host`] and runs [`server::serve`]. Pages, slots and
@@ -25,7 +25,7 @@ mod tcp;
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
 pub use devices::{RdmaDevice, rdma_devices};
 pub use farpage_wire::{
-    Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, Secret, ServerStat, SessionId,
+    Atomic, Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, Secret, ServerStat, SessionId,
 };
 pub use link::Link;
 pub use session::{

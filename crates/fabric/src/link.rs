@@ -15,7 +15,7 @@ use crate::{Buf, Busy, Channel, Completion, Op, Verb, Wait};
 /// Operations in flight at most, held back ones included: without a bound a fast fabric would pile them up.
 const DEPTH: usize = 64;
 
-/// A full-duplex link that the channels of a runtime share: READs fill one direction, WRITEs the other.
+/// A full-duplex link that the channels of a runtime share: READs and atomics fill one direction, WRITEs the other.
 #[derive(Debug)]
 pub struct Link {
     bytes_per_s: f64,
@@ -46,7 +46,7 @@ impl Link {
     /// Takes the time that `bytes` need in the direction of `verb`; returns when they are through.
     fn reserve(&self, verb: Verb, bytes: u32, now: Instant) -> Instant {
         let moving = Duration::from_secs_f64(f64::from(bytes) / self.bytes_per_s);
-        let mut free_at = self.free_at[(verb == Verb::Write) as usize]
+        let mut free_at = self.free_at[!verb.fetches() as usize]
             .lock()
             .expect("nothing panics under this lock");
         *free_at = (*free_at).max(now) + moving;

@@ -12,12 +12,12 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
 use crate::rdma::Registration;
-use farpage_wire::ExtentId;
+use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::{
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
@@ -46,10 +46,10 @@ struct Memory {
     map: OnceLock<MmapRaw>,
 }
 
-/// An address that is not in the extent, or a lease that has ended.
+/// An address that is not in the extent, or a lease that has ended, or a word that is not at a multiple of 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended"
+    "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended, or an atomic is not at a multiple of 8"
 )]
 pub struct OutOfLease {
     extent: ExtentId,
@@ -205,6 +205,20 @@ impl ExtentMemory {
         Ok(())
     }
 
+    /// Changes the word at `offset` in one step, and returns what it was.
+    ///
+    /// # Errors
+    /// [`OutOfLease`]; nothing is changed.
+    pub fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, OutOfLease> {
+        let len = u64::from(WORD_BYTES);
+        let word = self.address(offset, len)?.cast::<u64>();
+        if !word.is_aligned() {
+            return Err(self.outside(offset, len));
+        }
+        // SAFETY: eight bytes of the mapping, aligned as looked at above, and mapped as long as `self`.
+        Ok(unsafe { apply(word, atomic) })
+    }
+
     /// Bytes of the extent, checked, for a system call.
     pub(crate) fn span(self: &Arc<Self>, offset: u64, len: u64) -> Result<Span, OutOfLease> {
         let address = self.address(offset, len)?;
@@ -218,12 +232,7 @@ impl ExtentMemory {
     /// Where the bytes are mapped: valid for `len` bytes and as long as `self`.
     fn address(&self, offset: u64, len: u64) -> Result<*mut u8, OutOfLease> {
         let memory = &self.memory;
-        let outside = OutOfLease {
-            extent: memory.id,
-            bytes: memory.bytes,
-            offset,
-            len,
-        };
+        let outside = self.outside(offset, len);
         let end = offset.checked_add(len).ok_or(outside)?;
         if end > memory.bytes || self.is_revoked() {
             return Err(outside);
@@ -236,8 +245,37 @@ impl ExtentMemory {
         Ok(unsafe { map.as_mut_ptr().add(offset as usize) })
     }
 
+    fn outside(&self, offset: u64, len: u64) -> OutOfLease {
+        OutOfLease {
+            extent: self.memory.id,
+            bytes: self.memory.bytes,
+            offset,
+            len,
+        }
+    }
+
     fn is_revoked(&self) -> bool {
         self.revoked.load(Ordering::Relaxed)
+    }
+}
+
+/// Changes a word that other processes may change too, and returns what it was.
+///
+/// # Safety
+/// `word` is aligned, and 8 bytes from there on are mapped and writable during the call.
+pub(crate) unsafe fn apply(word: *mut u64, atomic: Atomic) -> u64 {
+    // SAFETY:
+    // - aligned and mapped, as the caller promises;
+    // - shared memory has no other references than such; whoever WRITEs the word meanwhile, as nobody should, changes only which number is found.
+    let word = unsafe { AtomicU64::from_ptr(word) };
+    // Memory holds little-endian numbers, as this processor does. Ordered as operations over a network are: after what was done before, and before
+    // what is done once the old value is known.
+    match atomic {
+        Atomic::FetchAdd(summand) => word.fetch_add(summand, Ordering::AcqRel),
+        Atomic::CompareSwap { expected, new } => {
+            let swapped = word.compare_exchange(expected, new, Ordering::AcqRel, Ordering::Acquire);
+            swapped.unwrap_or_else(|found| found)
+        }
     }
 }
 
@@ -271,6 +309,11 @@ impl Span {
     /// Length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
+    }
+
+    /// Whose bytes these are.
+    pub(crate) fn lease(&self) -> &ExtentMemory {
+        &self.lease
     }
 
     /// Whether the lease has ended since.
@@ -328,6 +371,31 @@ mod tests {
                 "{offset} {len}"
             );
         }
+    }
+
+    #[test]
+    fn atomics_change_words_of_the_extent_and_nothing_else() {
+        let memory = extent(20);
+        memory.copy_in(0, &[0xff; 20]).expect("in range");
+        let add = |offset, summand| memory.atomic(offset, Atomic::FetchAdd(summand)).ok();
+        assert_eq!(add(8, 2), Some(u64::MAX));
+        let swap = |expected, new| {
+            let swap = Atomic::CompareSwap { expected, new };
+            memory.atomic(8, swap).ok()
+        };
+        assert_eq!(swap(7, 9), Some(1), "another value stays");
+        assert_eq!(swap(1, 0x0908_0706_0504_0302), Some(1));
+        let mut bytes = [0; 20];
+        memory.copy_out(0, &mut bytes).expect("in range");
+        assert_eq!(&bytes[7..17], &[0xff, 2, 3, 4, 5, 6, 7, 8, 9, 0xff]);
+        for offset in [1, 4, 7, 9, 12, 16, 24, u64::MAX - 7] {
+            assert_eq!(add(offset, 1), None, "{offset}");
+        }
+        let mut after = [0; 20];
+        memory.copy_out(0, &mut after).expect("in range");
+        assert_eq!(after, bytes);
+        memory.revoke();
+        assert_eq!(add(8, 1), None);
     }
 
     #[test]

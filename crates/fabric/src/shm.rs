@@ -1,5 +1,5 @@
-//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's mapping, one in each poll, so that
-//! the caller can use what was copied while it is in the caches.
+//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's mapping, and atomics the processor's own, one
+//! in each poll, so that the caller can use what was copied while it is in the caches.
 //!
 //! The law of this file: a mapping holds bytes that others may change, so no reference to them is made; they are copied
 //! through bounds-checked raw pointers. The server takes no part: its death is a flag that the session sets.
@@ -22,7 +22,8 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
-    channel::{check_len, refused},
+    channel::{check_len, is_aligned, refused},
+    memory,
     session::Death,
 };
 
@@ -120,10 +121,12 @@ impl<B: Buf> ShmChannel<B> {
         }
         let len = op.len as usize;
         let (offset, extent) = (op.offset, op.extent);
+        let aligned = is_aligned(op);
         let mapped = self.mapped(extent).filter(|mapped| {
-            offset
-                .checked_add(len as u64)
-                .is_some_and(|end| end <= mapped.map.len() as u64)
+            aligned
+                && offset
+                    .checked_add(len as u64)
+                    .is_some_and(|end| end <= mapped.map.len() as u64)
         });
         let Some(mapped) = mapped else {
             return Err(refused(&self.endpoint, op));
@@ -148,6 +151,11 @@ impl<B: Buf> ShmChannel<B> {
                 fence(Ordering::Release);
                 // SAFETY: as above with source and destination exchanged; the mapping is writable.
                 unsafe { std::ptr::copy_nonoverlapping(local.as_ptr(), shared, len) };
+            }
+            Verb::Atomic(atomic) => {
+                // SAFETY: 8 bytes of the mapping, as above, and aligned, since its first byte and the offset are.
+                let old = unsafe { memory::apply(shared.cast(), atomic) };
+                op.buf.as_mut()[..len].copy_from_slice(&old.to_le_bytes());
             }
         }
         Ok(())

@@ -317,6 +317,9 @@ impl<B: Buf> SimChannel<B> {
         let moved = lease.map(|lease| match op.verb {
             Verb::Read => lease.copy_out(op.offset, &mut op.buf.as_mut()[..bytes]),
             Verb::Write => lease.copy_in(op.offset, &op.buf.as_ref()[..bytes]),
+            Verb::Atomic(atomic) => lease.atomic(op.offset, atomic).map(|old| {
+                op.buf.as_mut()[..bytes].copy_from_slice(&old.to_le_bytes());
+            }),
         });
         match moved {
             Some(Ok(())) => Ok(()),

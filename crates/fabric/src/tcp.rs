@@ -16,7 +16,8 @@ use std::{
 };
 
 use farpage_wire::data::{
-    ANSWER_HEADER_BYTES, AnswerHeader, MAX_BATCH, OP_HEADER_BYTES, OpHeader, OpKind, Status,
+    ANSWER_HEADER_BYTES, AnswerHeader, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader, OpKind,
+    Status,
 };
 
 use crate::{
@@ -62,6 +63,8 @@ struct Flying<B> {
     op: Op<B>,
     sequence: u32,
     posted: Instant,
+    /// Of an atomic.
+    operands: [u8; OPERAND_BYTES],
     answer: [u8; ANSWER_HEADER_BYTES],
 }
 
@@ -71,8 +74,13 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
             return Err(Busy(op));
         }
         check_len(&op);
+        let operands = match op.verb {
+            Verb::Atomic(atomic) => atomic.encode(),
+            Verb::Read | Verb::Write => [0; OPERAND_BYTES],
+        };
         let flying = Flying {
             op,
+            operands,
             sequence: self.sequence,
             posted: Instant::now(),
             answer: [0; ANSWER_HEADER_BYTES],
@@ -167,11 +175,8 @@ impl<B: Buf> TcpChannel<B> {
             let mut slices = [IoSlice::new(&[]); 1 + MAX_BATCH];
             let mut total_bytes = 0;
             let mut count = 0;
-            let writes = self
-                .ops
-                .range(self.sent..self.sent + self.batch)
-                .filter(|flying| flying.op.verb == Verb::Write);
-            let payloads = writes.map(|flying| &flying.op.buf.as_ref()[..flying.op.len as usize]);
+            let batch = self.ops.range(self.sent..self.sent + self.batch);
+            let payloads = batch.map(Flying::payload);
             for bytes in std::iter::once(&self.headers[..]).chain(payloads) {
                 let skip = self
                     .batch_sent_bytes
@@ -203,11 +208,7 @@ impl<B: Buf> TcpChannel<B> {
         let mut payload_bytes = 0;
         let fits = |flying: &&Flying<B>| {
             let fits = payload_bytes < BATCH_BYTES;
-            payload_bytes += if flying.op.verb == Verb::Write {
-                flying.op.len as usize
-            } else {
-                0
-            };
+            payload_bytes += flying.payload().len();
             fits
         };
         self.batch = waiting.take(MAX_BATCH).take_while(fits).count();
@@ -221,6 +222,7 @@ impl<B: Buf> TcpChannel<B> {
                 kind: match flying.op.verb {
                     Verb::Read => OpKind::Read,
                     Verb::Write => OpKind::Write,
+                    Verb::Atomic(atomic) => atomic.kind(),
                 },
                 following: (self.batch - 1 - i) as u16,
                 sequence: flying.sequence,
@@ -241,9 +243,9 @@ impl<B: Buf> TcpChannel<B> {
             let mut skip = self.received_bytes;
             let mut count = 0;
             for flying in self.ops.range_mut(..self.sent) {
-                let payload: &mut [u8] = match flying.op.verb {
-                    Verb::Read => &mut flying.op.buf.as_mut()[..flying.op.len as usize],
-                    Verb::Write => &mut [],
+                let payload: &mut [u8] = match flying.op.verb.fetches() {
+                    true => &mut flying.op.buf.as_mut()[..flying.op.len as usize],
+                    false => &mut [],
                 };
                 for bytes in [&mut flying.answer[..], payload] {
                     let skipped = skip.min(bytes.len());
@@ -275,10 +277,9 @@ impl<B: Buf> TcpChannel<B> {
     fn complete_received(&mut self, done: &mut Vec<Completion<B>>) -> Result<(), ChannelError> {
         while self.sent > 0 && self.received_bytes >= ANSWER_HEADER_BYTES {
             let oldest = &self.ops[0];
-            let payload_bytes = if oldest.op.verb == Verb::Read {
-                oldest.op.len
-            } else {
-                0
+            let payload_bytes = match oldest.op.verb.fetches() {
+                true => oldest.op.len,
+                false => 0,
             };
             let wrong = match AnswerHeader::decode(&oldest.answer) {
                 Err(error) => Some(error.to_string()),
@@ -341,7 +342,16 @@ impl<B: Buf> TcpChannel<B> {
     }
 }
 
-impl<B> Flying<B> {
+impl<B: Buf> Flying<B> {
+    /// What travels behind the headers.
+    fn payload(&self) -> &[u8] {
+        match self.op.verb {
+            Verb::Read => &[],
+            Verb::Write => &self.op.buf.as_ref()[..self.op.len as usize],
+            Verb::Atomic(_) => &self.operands,
+        }
+    }
+
     fn complete(self, result: Result<(), ChannelError>) -> Completion<B> {
         Completion {
             tag: self.op.tag,

@@ -86,6 +86,7 @@ impl Channel<RegBuf> for Scrambled {
             Verb::Read => self
                 .memory
                 .copy_out(offset, &mut op.buf.as_mut()[begin..end]),
+            Verb::Atomic(_) => unreachable!("rings have no atomics"),
         }
         .unwrap();
         *moved = end;

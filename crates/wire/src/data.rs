@@ -1,9 +1,10 @@
-//! The data connection: fixed little-endian headers of READs and WRITEs and of their answers.
+//! The data connection: fixed little-endian headers of READs, WRITEs and atomics and of their answers.
 //!
 //! The rule it keeps: one side always knows where the other's next bytes go, so that payloads are received straight
 //! into memory. A client sends **batches**: the headers of up to [`MAX_BATCH`] operations, each saying how many follow it,
-//! then the payloads of the WRITEs among them. The server answers in the order of the operations: a header each, a READ's
-//! followed by its payload. After an answer other than [`Status::Ok`] the server closes the connection.
+//! then, in their order, the payloads of the WRITEs and the operands of the atomics among them. The server answers in the
+//! order of the operations: a header each, a READ's followed by its payload, an atomic's by the old value. After an answer
+//! other than [`Status::Ok`] the server closes the connection.
 
 use crate::ExtentId;
 
@@ -20,24 +21,86 @@ pub const OP_HEADER_BYTES: usize = 32;
 /// Length of an encoded [`AnswerHeader`].
 pub const ANSWER_HEADER_BYTES: usize = 16;
 
+/// Length of the word that an [`Atomic`] changes, and of the old value that comes back.
+pub const WORD_BYTES: u32 = 8;
+
+/// Length of an encoded [`Atomic`].
+pub const OPERAND_BYTES: usize = 16;
+
 const OP_MAGIC: u32 = u32::from_le_bytes(*b"fpOp");
 const ANSWER_MAGIC: u32 = u32::from_le_bytes(*b"fpAn");
 
-/// Direction of an operation, seen from the client.
+/// What an operation does, seen from the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpKind {
     /// Remote memory to the client: the payload follows the answer.
     Read,
     /// The client to remote memory: the payload follows the headers of its batch.
     Write,
+    /// [`Atomic::FetchAdd`]: the operands follow the headers of the batch, the old value follows the answer.
+    FetchAdd,
+    /// [`Atomic::CompareSwap`], likewise.
+    CompareSwap,
+}
+
+/// What happens to a word of remote memory in one step, which nobody sees half done. The word's bytes are a little-endian number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Atomic {
+    /// Adds this, wrapping.
+    FetchAdd(u64),
+    /// Becomes `new` where it was `expected`, and stays as it is otherwise.
+    CompareSwap {
+        /// What the word has to be.
+        expected: u64,
+        /// What it becomes.
+        new: u64,
+    },
+}
+
+impl Atomic {
+    /// Its kind on the wire.
+    pub fn kind(&self) -> OpKind {
+        match self {
+            Self::FetchAdd(_) => OpKind::FetchAdd,
+            Self::CompareSwap { .. } => OpKind::CompareSwap,
+        }
+    }
+
+    /// The operands on the wire: two u64, of [`Atomic::FetchAdd`] the summand and 0, of [`Atomic::CompareSwap`] what is expected and what is new.
+    pub fn encode(&self) -> [u8; OPERAND_BYTES] {
+        let (first, second) = match *self {
+            Self::FetchAdd(summand) => (summand, 0),
+            Self::CompareSwap { expected, new } => (expected, new),
+        };
+        let mut bytes = [0; OPERAND_BYTES];
+        bytes[..8].copy_from_slice(&first.to_le_bytes());
+        bytes[8..].copy_from_slice(&second.to_le_bytes());
+        bytes
+    }
+}
+
+impl OpKind {
+    /// The atomic that an operation of this kind with these operands is; `None` of READ and WRITE, which have none.
+    pub fn atomic(self, operands: &[u8; OPERAND_BYTES]) -> Option<Atomic> {
+        let (first, second) = (u64_at(operands, 0), u64_at(operands, 8));
+        match self {
+            Self::Read | Self::Write => None,
+            Self::FetchAdd => Some(Atomic::FetchAdd(first)),
+            Self::CompareSwap => Some(Atomic::CompareSwap {
+                expected: first,
+                new: second,
+            }),
+        }
+    }
 }
 
 /// Asks for one operation.
 ///
-/// Layout: magic u32, kind u8 (1 READ, 2 WRITE), zero u8, following u16, sequence u32, length u32, extent u64, offset u64.
+/// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap), zero u8, following u16, sequence u32, length u32
+/// (of an atomic 8), extent u64, offset u64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpHeader {
-    /// Direction.
+    /// What is to be done.
     pub kind: OpKind,
     /// How many headers of the same batch come after this one.
     pub following: u16,
@@ -56,7 +119,7 @@ pub struct OpHeader {
 pub enum Status {
     /// The bytes moved.
     Ok,
-    /// The address is not in a lease of this client.
+    /// The address is not in a lease of this client, or an atomic's no multiple of 8.
     Refused,
 }
 
@@ -69,7 +132,7 @@ pub struct AnswerHeader {
     pub status: Status,
     /// The operation's.
     pub sequence: u32,
-    /// How many payload bytes follow: a READ's length, otherwise 0.
+    /// How many payload bytes follow: of a READ and of an atomic its length, otherwise 0.
     pub len: u32,
 }
 
@@ -86,8 +149,10 @@ pub enum DataDecodeError {
     /// Bytes that must be zero are not.
     #[error("reserved bytes of a data header are set")]
     Reserved,
-    /// No bytes, or more than [`MAX_OP_BYTES`].
-    #[error("operation of {0} bytes; from 1 to {MAX_OP_BYTES} are allowed")]
+    /// No bytes, or more than [`MAX_OP_BYTES`], or an atomic of other than [`WORD_BYTES`].
+    #[error(
+        "operation of {0} bytes; from 1 to {MAX_OP_BYTES} are allowed, and {WORD_BYTES} of atomics"
+    )]
     Length(u32),
     /// More headers announced than a batch holds.
     #[error("batch of more than {MAX_BATCH} operations")]
@@ -105,6 +170,8 @@ impl OpHeader {
         bytes[4] = match self.kind {
             OpKind::Read => 1,
             OpKind::Write => 2,
+            OpKind::FetchAdd => 3,
+            OpKind::CompareSwap => 4,
         };
         bytes[6..8].copy_from_slice(&self.following.to_le_bytes());
         bytes[8..12].copy_from_slice(&self.sequence.to_le_bytes());
@@ -114,10 +181,20 @@ impl OpHeader {
         bytes
     }
 
+    /// Whether it may begin where it does: atomics at multiples of [`WORD_BYTES`], others anywhere.
+    pub fn is_aligned(&self) -> bool {
+        match self.kind {
+            OpKind::Read | OpKind::Write => true,
+            OpKind::FetchAdd | OpKind::CompareSwap => {
+                self.offset.is_multiple_of(u64::from(WORD_BYTES))
+            }
+        }
+    }
+
     /// Reads a header.
     ///
     /// # Errors
-    /// Anything that no client of this version sends. Whether the range is leased is for the server to find out.
+    /// Anything that no client of this version sends. Whether the range is leased and aligned is for the server to find out.
     pub fn decode(bytes: &[u8; OP_HEADER_BYTES]) -> Result<Self, DataDecodeError> {
         if u32_at(bytes, 0) != OP_MAGIC {
             return Err(DataDecodeError::Magic);
@@ -125,6 +202,8 @@ impl OpHeader {
         let kind = match bytes[4] {
             1 => OpKind::Read,
             2 => OpKind::Write,
+            3 => OpKind::FetchAdd,
+            4 => OpKind::CompareSwap,
             kind => return Err(DataDecodeError::Kind(kind)),
         };
         if bytes[5] != 0 {
@@ -135,7 +214,11 @@ impl OpHeader {
             return Err(DataDecodeError::Batch);
         }
         let len = u32_at(bytes, 12);
-        if len == 0 || len > MAX_OP_BYTES {
+        let allowed = match kind {
+            OpKind::Read | OpKind::Write => 1..=MAX_OP_BYTES,
+            OpKind::FetchAdd | OpKind::CompareSwap => WORD_BYTES..=WORD_BYTES,
+        };
+        if !allowed.contains(&len) {
             return Err(DataDecodeError::Length(len));
         }
         let offset = u64_at(bytes, 24);
@@ -210,17 +293,25 @@ mod tests {
     use super::*;
 
     fn header() -> impl Strategy<Value = OpHeader> {
-        let kind = prop_oneof![Just(OpKind::Read), Just(OpKind::Write)];
+        let kind_and_len = prop_oneof![
+            (
+                prop_oneof![Just(OpKind::Read), Just(OpKind::Write)],
+                1..=MAX_OP_BYTES
+            ),
+            (
+                prop_oneof![Just(OpKind::FetchAdd), Just(OpKind::CompareSwap)],
+                Just(WORD_BYTES)
+            ),
+        ];
         (
-            kind,
+            kind_and_len,
             0..MAX_BATCH as u16,
             any::<u32>(),
-            1..=MAX_OP_BYTES,
             any::<u64>(),
             0..u64::MAX - u64::from(MAX_OP_BYTES),
         )
             .prop_map(
-                |(kind, following, sequence, len, extent, offset)| OpHeader {
+                |((kind, len), following, sequence, extent, offset)| OpHeader {
                     kind,
                     following,
                     sequence,
@@ -244,8 +335,32 @@ mod tests {
         let mut expected =
             *b"fpOp\x02\0\x03\0\x07\0\0\0\0\x10\0\0\x05\0\0\0\0\0\0\0\x04\x03\x02\x01\0\0\0\0";
         assert_eq!(op.encode(), expected);
-        expected[4] = 3;
-        assert_eq!(OpHeader::decode(&expected), Err(DataDecodeError::Kind(3)));
+        expected[4] = 5;
+        assert_eq!(OpHeader::decode(&expected), Err(DataDecodeError::Kind(5)));
+        let add = Atomic::FetchAdd(0x0102);
+        let swap = Atomic::CompareSwap {
+            expected: 3,
+            new: u64::MAX,
+        };
+        for (atomic, kind, operands) in [
+            (add, 3, b"\x02\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0"),
+            (
+                swap,
+                4,
+                b"\x03\0\0\0\0\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff",
+            ),
+        ] {
+            let (kind_of, len) = (atomic.kind(), WORD_BYTES);
+            let header = OpHeader {
+                kind: kind_of,
+                len,
+                ..op
+            };
+            assert_eq!(header.encode()[4], kind);
+            assert_eq!(&atomic.encode(), operands);
+            assert_eq!(kind_of.atomic(operands), Some(atomic));
+            assert_eq!(OpKind::Write.atomic(operands), None);
+        }
         let answer = AnswerHeader {
             status: Status::Refused,
             sequence: 9,
@@ -277,6 +392,14 @@ mod tests {
             }),
             Err(DataDecodeError::Length(MAX_OP_BYTES + 1))
         );
+        for kind in [OpKind::FetchAdd, OpKind::CompareSwap] {
+            for len in [4, 7, 9, 16] {
+                assert_eq!(
+                    decode(OpHeader { kind, len, ..op }),
+                    Err(DataDecodeError::Length(len))
+                );
+            }
+        }
         assert_eq!(
             decode(OpHeader {
                 following: MAX_BATCH as u16,

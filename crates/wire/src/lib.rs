@@ -11,7 +11,7 @@ mod id;
 mod stat;
 
 pub use control::{Refusal, Request, Response};
-pub use data::MAX_OP_BYTES;
+pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};
 pub use stat::ServerStat;

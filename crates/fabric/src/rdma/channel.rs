@@ -5,7 +5,7 @@
 //! because a page that is pinned for the adapter could not be moved into the program's address space.
 //!
 //! Operations are gathered and handed over with one ring of the doorbell per list of up to [`POSTLIST`], or when the caller polls. A READ reports its end,
-//! since somebody waits for its bytes; of WRITEs the last of each list does, and work completes in the order of posting, so one report stands for
+//! since somebody waits for its bytes, and so does an atomic; of WRITEs the last of each list does, and work completes in the order of posting, so one report stands for
 //! all before it. READ and WRITE of the same bytes at the same time are in no order, as everywhere in this crate.
 
 use std::{
@@ -28,7 +28,7 @@ use super::{
 };
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
-    channel::{check_len, refused},
+    channel::{check_len, is_aligned, refused},
     regmem::DomainId,
     session::Death,
     stream::describe,
@@ -78,7 +78,7 @@ pub(crate) struct RdmaChannel<B> {
     /// Of the next operation.
     sequence: u64,
     bounce: Bounce,
-    /// Refused without asking the server: not in any lease of this client.
+    /// Refused without asking the server: not in any lease of this client, or nothing that the adapter can do.
     refused: VecDeque<Completion<B>>,
     client: Arc<Client>,
     /// What [`Client`] held when it was last asked.
@@ -158,10 +158,12 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
             return Err(Busy(op));
         }
         check_len(&op);
-        let Some(remote) = self.remote(&op) else {
-            let error = refused(&self.endpoint, &op);
-            self.refused.push_back(complete(op, Err(error)));
-            return Ok(());
+        let remote = match self.remote(&op) {
+            Ok(remote) => remote,
+            Err(error) => {
+                self.refused.push_back(complete(op, Err(error)));
+                return Ok(());
+            }
         };
         self.ops.push_back(Flying {
             op,
@@ -275,18 +277,37 @@ impl<B: Buf> RdmaChannel<B> {
         })
     }
 
-    /// Where the operation's bytes are at the server, if they are leased to this client.
-    fn remote(&mut self, op: &Op<B>) -> Option<verbs::Verb> {
+    /// What the adapter is to do, if the bytes are leased to this client.
+    fn remote(&mut self, op: &Op<B>) -> Result<verbs::Verb, ChannelError> {
+        let (address, rkey) = self
+            .address(op)
+            .ok_or_else(|| refused(&self.endpoint, op))?;
+        match op.verb {
+            Verb::Read => Ok(verbs::Verb::Read { address, rkey }),
+            Verb::Write => Ok(verbs::Verb::Write { address, rkey }),
+            Verb::Atomic(_) if !self.pair.pd().has_atomics() => Err(ChannelError::NoAtomics {
+                endpoint: self.endpoint.clone(),
+                reason: format!(
+                    "the RDMA device {} has none",
+                    self.pair.pd().device().name()
+                ),
+            }),
+            Verb::Atomic(atomic) => Ok(verbs::Verb::Atomic {
+                address,
+                rkey,
+                atomic,
+            }),
+        }
+    }
+
+    /// Where the operation's bytes are at the server, and what opens them.
+    fn address(&mut self, op: &Op<B>) -> Option<(u64, u32)> {
         let leased = self.leased(op.extent)?;
         let end = op.offset.checked_add(u64::from(op.len))?;
-        if end > leased.bytes {
+        if end > leased.bytes || !is_aligned(op) {
             return None;
         }
-        let (address, rkey) = (leased.key.address.checked_add(op.offset)?, leased.key.rkey);
-        Some(match op.verb {
-            Verb::Read => verbs::Verb::Read { address, rkey },
-            Verb::Write => verbs::Verb::Write { address, rkey },
-        })
+        Some((leased.key.address.checked_add(op.offset)?, leased.key.rkey))
     }
 
     fn leased(&mut self, id: ExtentId) -> Option<&Leased> {
@@ -333,7 +354,7 @@ impl<B: Buf> RdmaChannel<B> {
                     tag: flying.sequence,
                     verb: flying.remote,
                     local,
-                    signalled: op.verb == Verb::Read,
+                    signalled: op.verb.fetches(),
                 };
                 flying.passage = passage;
                 count += 1;
@@ -385,7 +406,7 @@ impl<B: Buf> RdmaChannel<B> {
             .pop_front()
             .expect("a report belongs to an operation");
         if let Passage::Bounce(place) = &flying.passage {
-            if flying.op.verb == Verb::Read {
+            if flying.op.verb.fetches() {
                 let bytes = &mut flying.op.buf.as_mut()[..flying.op.len as usize];
                 self.pair.slab().copy_out(place.bytes.start, bytes);
             }

@@ -1,6 +1,6 @@
-//! The fabric for which the others stand in: one-sided READ and WRITE by a network adapter (InfiniBand, RoCE, iWARP).
+//! The fabric for which the others stand in: one-sided READ, WRITE and atomics by a network adapter (InfiniBand, RoCE, iWARP).
 //!
-//! The rule it keeps: the server's processor takes no part in READ and WRITE, and a key opens only what is leased to the client that was given
+//! The rule it keeps: the server's processor takes no part in them, and a key opens only what is leased to the client that was given
 //! it. Connections are made by the connection manager, so that addresses, path and MTU are found and never assumed. Each session has a
 //! protection domain at the server, in which its extents are registered for as long as they are leased; data connections belong to
 //! the domain of their session. The control connection is a byte stream over SEND and RECEIVE ([`stream`]), on which control messages travel

@@ -7,7 +7,7 @@ use std::{
 };
 
 use crate::{
-    Channel, ChannelError, Completion, Extent, Op, Session, SessionOptions, Verb,
+    Atomic, Channel, ChannelError, Completion, Extent, Op, Session, SessionOptions, Verb,
     regmem::{RegBuf, RegPool, RegPoolOptions},
     server::{Listener, Shutdown, SocketAccess, Traffic, serve},
     sim::SimHost,
@@ -141,6 +141,38 @@ fn registered_buffers_travel_as_they_lie_and_nothing_is_registered_on_the_way() 
                 assert_eq!(bufs.len(), COUNT);
             }
             assert_eq!(pool.stats().registrations, registrations);
+        },
+    );
+}
+
+#[test]
+fn old_values_come_into_registered_buffers_whether_the_adapter_reaches_them_or_not() {
+    with_server(
+        "old_values_come_into_registered_buffers_whether_the_adapter_reaches_them_or_not",
+        |connect| {
+            let session = connect();
+            let extent = session.grant(4096).expect("room");
+            let mut channel = session.channel::<RegBuf>().expect("a live server");
+            let known = RegPool::new([session.registrar()], RegPoolOptions::default());
+            let unknown = RegPool::new([], RegPoolOptions::default());
+            for (turn, pool) in (0..6).zip([&known, &unknown].into_iter().cycle()) {
+                let mut buf = pool.acquire(64).expect("memory");
+                buf.as_mut().fill(0xee);
+                let op = Op {
+                    tag: 0,
+                    verb: Verb::Atomic(Atomic::FetchAdd(3)),
+                    extent: extent.id,
+                    offset: 4088,
+                    len: 8,
+                    buf,
+                };
+                assert!(channel.post(op).is_ok());
+                let done = drain(&mut *channel).remove(0);
+                done.result.expect("leased memory");
+                let (old, rest) = done.buf.as_ref().split_at(8);
+                assert_eq!(old, u64::to_le_bytes(turn * 3));
+                assert!(rest.iter().all(|byte| *byte == 0xee));
+            }
         },
     );
 }

@@ -1,4 +1,4 @@
-//! The data connection, server side: a software NIC that serves READs and WRITEs straight from and into extents.
+//! The data connection, server side: a software NIC that serves READs and WRITEs straight from and into extents, and does atomics on them.
 //!
 //! The rule it keeps: every operation is checked against the leases of its session before a byte of it moves, and no
 //! byte is copied in user space: payloads go between the socket and the mapping by vectored system calls.
@@ -12,7 +12,8 @@ use std::{
 use farpage_wire::{
     Secret, SessionId,
     data::{
-        ANSWER_HEADER_BYTES, AnswerHeader, MAX_BATCH, OP_HEADER_BYTES, OpHeader, OpKind, Status,
+        ANSWER_HEADER_BYTES, AnswerHeader, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader,
+        OpKind, Status, WORD_BYTES,
     },
 };
 use nix::{errno::Errno, poll::PollFlags};
@@ -39,7 +40,9 @@ impl Connection {
     pub(super) fn data(&self, session: SessionId, secret: &Secret) -> Result<(), Fault> {
         let mut headers = [0; MAX_BATCH * OP_HEADER_BYTES];
         let mut checked = Vec::with_capacity(MAX_BATCH);
+        let mut operands = [[0; OPERAND_BYTES]; MAX_BATCH];
         let mut answers = [[0; ANSWER_HEADER_BYTES]; MAX_BATCH];
+        let mut words = [[0; WORD_BYTES as usize]; MAX_BATCH];
         let mut vectors: Vec<libc::iovec> = Vec::with_capacity(2 * MAX_BATCH);
         let alive = || self.host.attach(session, secret).map_err(Fault::Refused);
         let mut sequence = 0;
@@ -61,8 +64,9 @@ impl Connection {
                 }
                 sequence = sequence.wrapping_add(1);
                 let lease = self.host.extent(session, header.extent);
-                match lease.and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok())
-                {
+                let span =
+                    lease.and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
+                match span.filter(|_| header.is_aligned()) {
                     Some(span) => checked.push(Checked { header, span }),
                     None => {
                         refused = Some(header);
@@ -70,38 +74,58 @@ impl Connection {
                     }
                 }
             }
-            // 3. The payloads of the WRITEs, into place.
+            // 3. The payloads of the WRITEs, into place, and the operands of the atomics.
             vectors.clear();
-            let writes = checked.iter().filter(|op| op.header.kind == OpKind::Write);
-            vectors.extend(writes.map(|op| vector(op.span.as_ptr(), op.span.len())));
-            let written_bytes = self.receive(&mut vectors, &checked, &alive)?;
-            // 4. The answers, those of READs with the payload behind them.
+            vectors.extend(
+                checked
+                    .iter()
+                    .zip(&mut operands)
+                    .filter_map(|(op, operands)| match op.header.kind {
+                        OpKind::Read => None,
+                        OpKind::Write => Some(vector(op.span.as_ptr(), op.span.len())),
+                        OpKind::FetchAdd | OpKind::CompareSwap => {
+                            Some(vector(operands.as_mut_ptr(), operands.len()))
+                        }
+                    }),
+            );
+            self.receive(&mut vectors, &checked, &alive)?;
+            // 4. The atomics: after the WRITEs before them.
+            for ((op, operands), word) in checked.iter().zip(&operands).zip(&mut words) {
+                if let Some(atomic) = op.header.kind.atomic(operands) {
+                    let old = op.span.lease().atomic(op.header.offset, atomic);
+                    *word = old.map_err(|_| lease_ended(op))?.to_le_bytes();
+                }
+            }
+            // 5. The answers, those of READs with the payload behind them and those of atomics with the old value.
             vectors.clear();
-            for (op, bytes) in checked.iter().zip(&mut answers) {
-                let read_bytes = if op.header.kind == OpKind::Read {
-                    op.header.len
-                } else {
-                    0
+            for ((op, bytes), word) in checked.iter().zip(&mut answers).zip(&mut words) {
+                let fetched = match op.header.kind {
+                    OpKind::Read => Some(vector(op.span.as_ptr(), op.span.len())),
+                    OpKind::Write => None,
+                    OpKind::FetchAdd | OpKind::CompareSwap => {
+                        Some(vector(word.as_mut_ptr(), word.len()))
+                    }
                 };
                 *bytes = AnswerHeader {
                     status: Status::Ok,
                     sequence: op.header.sequence,
-                    len: read_bytes,
+                    len: fetched.map_or(0, |_| op.header.len),
                 }
                 .encode();
                 vectors.push(vector(bytes.as_mut_ptr(), bytes.len()));
-                if read_bytes > 0 {
-                    vectors.push(vector(op.span.as_ptr(), op.span.len()));
-                }
+                vectors.extend(fetched);
             }
-            let sent_bytes = self.transmit(&mut vectors, &checked, &alive)?;
-            let read_bytes = sent_bytes - (checked.len() * ANSWER_HEADER_BYTES) as u64;
+            self.transmit(&mut vectors, &checked, &alive)?;
+            let moved_bytes = |kind| {
+                let moved = checked.iter().filter(|op| op.header.kind == kind);
+                moved.map(|op| u64::from(op.header.len)).sum()
+            };
             self.traffic
                 .read_bytes
-                .fetch_add(read_bytes, Ordering::Relaxed);
+                .fetch_add(moved_bytes(OpKind::Read), Ordering::Relaxed);
             self.traffic
                 .written_bytes
-                .fetch_add(written_bytes, Ordering::Relaxed);
+                .fetch_add(moved_bytes(OpKind::Write), Ordering::Relaxed);
             // The spans keep leases that may end before the next batch comes.
             checked.clear();
             if let Some(header) = refused {
@@ -138,7 +162,7 @@ impl Connection {
             ..
         } = header;
         let reason = format!(
-            "{kind:?} of {len} bytes at {offset} of extent {extent}: not leased, or out of its range"
+            "{kind:?} of {len} bytes at {offset} of extent {extent}: not leased, out of its range, or for an atomic no multiple of 8"
         );
         Err(Fault::Violation(reason))
     }
@@ -166,19 +190,19 @@ impl Connection {
         Ok(true)
     }
 
-    /// Fills `vectors`, which point into the spans of `checked`; returns their length.
+    /// Fills `vectors`, which point to operands and into the spans of `checked`.
     fn receive(
         &self,
         vectors: &mut [libc::iovec],
         checked: &[Checked],
         alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<u64, Fault> {
+    ) -> Result<(), Fault> {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             still_leased(checked)?;
             // SAFETY:
-            // - every vector lies in a span of `checked`: bytes of a mapping that live as long as the span, writable;
-            // - no reference to those bytes exists anywhere, so the kernel may change them.
+            // - every vector lies in a span of `checked`: bytes of a mapping that live as long as the span, writable, to which no reference exists
+            //   anywhere; or is the place of an operand, kept by the caller, which does not look at it meanwhile.
             let received =
                 unsafe { libc::recvmsg(self.stream.as_raw_fd(), rest.message().get(), 0) };
             match Errno::result(received) {
@@ -189,21 +213,21 @@ impl Connection {
                 Err(errno) => return Err(io::Error::from(errno).into()),
             }
         }
-        Ok(rest.total_bytes)
+        Ok(())
     }
 
-    /// Sends `vectors`, which point to answer headers and into the spans of `checked`; returns their length.
+    /// Sends `vectors`, which point to answer headers, old values and into the spans of `checked`.
     fn transmit(
         &self,
         vectors: &mut [libc::iovec],
         checked: &[Checked],
         alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<u64, Fault> {
+    ) -> Result<(), Fault> {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             // A client that is slow to read must not be sent what the next holder of the extent writes.
             still_leased(checked)?;
-            // SAFETY: every vector is an answer header or lies in a span, both kept by the caller; they are only read.
+            // SAFETY: every vector is an answer header, an old value or lies in a span, all kept by the caller; they are only read.
             let sent = unsafe {
                 libc::sendmsg(
                     self.stream.as_raw_fd(),
@@ -218,7 +242,7 @@ impl Connection {
                 Err(errno) => return Err(io::Error::from(errno).into()),
             }
         }
-        Ok(rest.total_bytes)
+        Ok(())
     }
 
     /// Waits for the socket, and no longer than until it is time to look whether the session and its leases still live.
@@ -233,11 +257,15 @@ impl Connection {
 fn still_leased(checked: &[Checked]) -> Result<(), Fault> {
     match checked.iter().find(|op| op.span.is_revoked()) {
         None => Ok(()),
-        Some(op) => Err(Fault::Violation(format!(
-            "the lease of extent {} ended during a {:?}",
-            op.header.extent, op.header.kind
-        ))),
+        Some(op) => Err(lease_ended(op)),
     }
+}
+
+fn lease_ended(op: &Checked) -> Fault {
+    Fault::Violation(format!(
+        "the lease of extent {} ended during a {:?}",
+        op.header.extent, op.header.kind
+    ))
 }
 
 /// What is left of a vectored transfer.
@@ -246,7 +274,6 @@ struct Rest<'a> {
     /// The first that is not complete.
     next: usize,
     bytes: u64,
-    total_bytes: u64,
 }
 
 impl<'a> Rest<'a> {
@@ -256,7 +283,6 @@ impl<'a> Rest<'a> {
             vectors,
             next: 0,
             bytes,
-            total_bytes: bytes,
         }
     }
 

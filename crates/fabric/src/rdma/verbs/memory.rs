@@ -10,7 +10,7 @@ use std::{
 
 use rdma_sys as sys;
 
-use super::not_null;
+use super::{check, not_null};
 use crate::regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration};
 
 /// An opened device. The connection manager keeps it open for the life of the process.
@@ -23,7 +23,16 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    fn name(self) -> String {
+    /// Whether the adapter does atomics. That they are atomic for processors too, as with few adapters, is not asked for.
+    fn has_atomics(self) -> io::Result<bool> {
+        // SAFETY: plain data.
+        let mut attributes: sys::ibv_device_attr = unsafe { std::mem::zeroed() };
+        // SAFETY: the context is open, and the structure is ours to be written.
+        check(unsafe { sys::ibv_query_device(self.0.as_ptr(), &raw mut attributes) })?;
+        Ok(attributes.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE)
+    }
+
+    pub(in crate::rdma) fn name(self) -> String {
         // SAFETY: the context is open, and its device's name is a C string that lives as long.
         let name = unsafe { CStr::from_ptr(sys::ibv_get_device_name(self.0.as_ref().device)) };
         name.to_string_lossy().into_owned()
@@ -36,6 +45,7 @@ pub(in crate::rdma) struct Pd {
     pub(super) raw: NonNull<sys::ibv_pd>,
     pub(super) device: Device,
     domain: DomainId,
+    has_atomics: bool,
 }
 
 // SAFETY: protection domains may be used by any thread.
@@ -45,6 +55,7 @@ unsafe impl Sync for Pd {}
 
 impl Pd {
     pub(in crate::rdma) fn new(device: Device) -> io::Result<Arc<Self>> {
+        let has_atomics = device.has_atomics()?;
         // SAFETY: the context is open.
         let raw = not_null(unsafe { sys::ibv_alloc_pd(device.0.as_ptr()) })?;
         let domain = DomainId::unique();
@@ -52,7 +63,13 @@ impl Pd {
             raw,
             device,
             domain,
+            has_atomics,
         }))
+    }
+
+    /// Whether its device does atomics.
+    pub(in crate::rdma) fn has_atomics(&self) -> bool {
+        self.has_atomics
     }
 
     pub(in crate::rdma) fn device(&self) -> Device {
@@ -100,8 +117,11 @@ impl Mr {
         let mut flags = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
         if access == Access::Remote {
             flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
-                | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-                | sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
+                | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
+            // Devices that have none may refuse the whole registration.
+            if pd.has_atomics {
+                flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
+            }
         }
         let address = memory.as_ptr().cast::<c_void>();
         // SAFETY: the domain lives in `pd`; the caller promises for the memory.

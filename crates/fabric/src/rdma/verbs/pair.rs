@@ -9,6 +9,7 @@ use std::{
     sync::Arc,
 };
 
+use farpage_wire::Atomic;
 use rdma_sys as sys;
 
 use super::{COMPLETIONS, Cq, Done, Id, Local, Pd, Slab, check};
@@ -56,8 +57,20 @@ pub(in crate::rdma) struct Pair {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::rdma) enum Verb {
     Send,
-    Read { address: u64, rkey: u32 },
-    Write { address: u64, rkey: u32 },
+    Read {
+        address: u64,
+        rkey: u32,
+    },
+    Write {
+        address: u64,
+        rkey: u32,
+    },
+    /// The old value comes into the local memory, which is 8 bytes long.
+    Atomic {
+        address: u64,
+        rkey: u32,
+        atomic: Atomic,
+    },
 }
 
 /// One work request.
@@ -230,6 +243,27 @@ impl Pair {
                 Verb::Write { address, rkey } => {
                     request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
                     request.wr = remote(address, rkey);
+                }
+                Verb::Atomic {
+                    address,
+                    rkey,
+                    atomic,
+                } => {
+                    let (opcode, compare_add, swap) = match atomic {
+                        Atomic::FetchAdd(summand) => {
+                            (sys::ibv_wr_opcode::IBV_WR_ATOMIC_FETCH_AND_ADD, summand, 0)
+                        }
+                        Atomic::CompareSwap { expected, new } => {
+                            (sys::ibv_wr_opcode::IBV_WR_ATOMIC_CMP_AND_SWP, expected, new)
+                        }
+                    };
+                    request.opcode = opcode;
+                    request.wr.atomic = sys::atomic_t {
+                        remote_addr: address,
+                        compare_add,
+                        swap,
+                        rkey,
+                    };
                 }
             }
             if work.signalled {

@@ -153,6 +153,9 @@ impl Failure {
             }
             IBV_WC_WR_FLUSH_ERR => "the connection is down",
             IBV_WC_RNR_RETRY_EXC_ERR => "the peer does not receive",
+            IBV_WC_REM_INV_REQ_ERR => {
+                "the peer's adapter does not do this: an atomic, and it has none?"
+            }
             _ => return format!("the adapter reports: {text}"),
         };
         format!("{meaning} ({text})")
