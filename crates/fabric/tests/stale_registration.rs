@@ -1,7 +1,8 @@
 //! Why registrations are not cached by address: memory that is freed and mapped again has the old address and other pages.
 //!
 //! The rule: the adapter here is a model that does what real ones do. When memory is registered it looks up which physical pages lie
-//! there, once, and from then on it moves bytes to and from these. Physical memory is a memfd that the adapter maps for itself.
+//! there, once, and from then on it moves bytes to and from these. Physical memory is a memfd that the adapter maps for itself. Where there is an RDMA
+//! device, the same is shown with it.
 
 #![expect(
     clippy::unwrap_used,
@@ -229,4 +230,180 @@ fn a_buffer_is_registered_as_long_as_it_is_mapped_and_no_longer() {
         [1; PAGE_BYTES],
         "nobody else's page is touched"
     );
+}
+
+/// The same over a connection between two real queue pairs.
+#[cfg(feature = "rdma")]
+mod rdma {
+    use std::{
+        collections::hash_map::Entry,
+        thread,
+        time::{Duration, Instant},
+    };
+
+    use farpage_fabric::{
+        Channel, ExtentId, Op, Session, SessionOptions, Verb,
+        server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+        sim::SimHost,
+    };
+
+    use super::*;
+
+    /// A page of the kernel's at an address of our choice.
+    struct Mapping(usize);
+
+    impl Mapping {
+        /// Nobody else gets the address meanwhile: [`reserve`] holds it.
+        fn new(at: usize) -> Self {
+            let length = NonZeroUsize::new(PAGE_BYTES).unwrap();
+            let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED;
+            // SAFETY: it replaces a page that was reserved and that nobody uses.
+            unsafe { mmap_anonymous(NonZeroUsize::new(at), length, protection, flags).unwrap() };
+            Self(at)
+        }
+    }
+
+    impl AsMut<[u8]> for Mapping {
+        fn as_mut(&mut self) -> &mut [u8] {
+            // SAFETY: mapped until `self` is dropped, and nobody else's.
+            unsafe { slice::from_raw_parts_mut(self.0 as *mut u8, PAGE_BYTES) }
+        }
+    }
+
+    impl Drop for Mapping {
+        /// Frees the page, and keeps its address for the next.
+        fn drop(&mut self) {
+            reserve(Some(self.0), 1);
+        }
+    }
+
+    /// What farpage does not have, before an adapter that is real.
+    #[derive(Debug)]
+    struct ByAddress {
+        adapter: Arc<dyn Registrar>,
+        known: Mutex<HashMap<usize, Registration>>,
+    }
+
+    impl Registrar for ByAddress {
+        fn domain(&self) -> DomainId {
+            self.adapter.domain()
+        }
+
+        unsafe fn register(
+            &self,
+            memory: NonNull<[u8]>,
+            access: Access,
+        ) -> io::Result<Registration> {
+            let mut known = self.known.lock().unwrap();
+            let registration = match known.entry(memory.as_ptr().cast::<u8>() as usize) {
+                Entry::Occupied(known) => known.into_mut(),
+                // SAFETY: not kept, which is the mistake. The kernel keeps pages that an adapter knows, so that nothing else is harmed.
+                Entry::Vacant(new) => new.insert(unsafe { self.adapter.register(memory, access) }?),
+            };
+            Ok(Registration::new(registration.keys(), ()))
+        }
+    }
+
+    fn one(channel: &mut dyn Channel<RegBuf>, verb: Verb, extent: ExtentId, buf: RegBuf) -> RegBuf {
+        let (tag, offset, len) = (0, 0, PAGE_BYTES as u32);
+        let op = Op {
+            tag,
+            verb,
+            extent,
+            offset,
+            len,
+            buf,
+        };
+        assert!(channel.post(op).is_ok());
+        let mut done = Vec::new();
+        let until = Instant::now() + Duration::from_secs(20);
+        while channel.poll(&mut done) == 0 {
+            assert!(Instant::now() < until, "the operation does not end");
+            thread::yield_now();
+        }
+        let done = done.remove(0);
+        done.result.unwrap();
+        done.buf
+    }
+
+    /// READs 1 into a page, frees it, maps its address again and READs 2 into that, then WRITEs 3 from it: what is in the buffer after each READ,
+    /// and what is at the server at last. Everything goes through buffers of a pool before which `registrar` stands.
+    fn received_and_sent(
+        test: &str,
+        registrar: impl FnOnce(Arc<dyn Registrar>) -> Arc<dyn Registrar>,
+    ) -> Option<[u8; 3]> {
+        let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+            eprintln!(
+                "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+            );
+            return None;
+        };
+        let endpoint = format!("rdma://{host}:0").parse().unwrap();
+        let listener = Listener::bind(&endpoint, SocketAccess::Owner).unwrap();
+        let endpoint = listener.endpoint().clone();
+        let shutdown = Shutdown::new().unwrap();
+        let (host, switch) = (Arc::new(SimHost::new(1 << 20)), shutdown.clone());
+        let served = Arc::clone(&host);
+        let server =
+            thread::spawn(move || serve(listener, served, Arc::<Traffic>::default(), switch));
+        let options = SessionOptions {
+            deadline: Duration::from_secs(5),
+            ..SessionOptions::default()
+        };
+        let session = Session::connect(&endpoint, &options).unwrap();
+        let extent = session.grant(PAGE_BYTES as u64).unwrap().id;
+        let memory = host.memory(extent).unwrap();
+        let mut channel = session.channel::<RegBuf>().unwrap();
+        let pool = RegPool::new([registrar(session.registrar())], RegPoolOptions::default());
+
+        let at = reserve(None, 1);
+        let mut fetch = |byte: u8| {
+            memory.copy_in(0, &[byte; PAGE_BYTES]).unwrap();
+            let mut buf = pool.import(Mapping::new(at)).unwrap();
+            assert_eq!(buf.as_ptr() as usize, at);
+            buf.as_mut().fill(9);
+            one(&mut *channel, Verb::Read, extent, buf)
+        };
+        let first = all(fetch(1).as_ref());
+        let mut buf = fetch(2);
+        let second = all(buf.as_ref());
+        buf.as_mut().fill(3);
+        one(&mut *channel, Verb::Write, extent, buf);
+        let mut sent = [0; PAGE_BYTES];
+        memory.copy_out(0, &mut sent).unwrap();
+
+        drop((channel, session));
+        shutdown.begin();
+        server.join().unwrap();
+        Some([first, second, all(&sent)])
+    }
+
+    fn all(bytes: &[u8]) -> u8 {
+        assert!(bytes.iter().all(|byte| *byte == bytes[0]), "mixed bytes");
+        bytes[0]
+    }
+
+    #[test]
+    fn a_cache_by_address_moves_bytes_of_freed_memory() {
+        let found = received_and_sent(
+            "a_cache_by_address_moves_bytes_of_freed_memory",
+            |adapter| {
+                let known = Mutex::default();
+                Arc::new(ByAddress { adapter, known })
+            },
+        );
+        if let Some(found) = found {
+            // The second READ has gone to the freed page, nothing has come into the buffer, and that freed page is what was sent.
+            assert_eq!(found, [1, 9, 2]);
+        }
+    }
+
+    #[test]
+    fn a_buffer_moves_its_own_bytes() {
+        let found = received_and_sent("a_buffer_moves_its_own_bytes", |adapter| adapter);
+        if let Some(found) = found {
+            assert_eq!(found, [1, 2, 3]);
+        }
+    }
 }
