@@ -1,4 +1,4 @@
-//! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one handler thread.
+//! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one handler thread, or with none.
 //!
 //! The rule it keeps: all of this program's `unsafe` that concerns mappings is here, and each measurement owns its mappings from beginning to
 //! end. It knows nothing of farpage's pager; that is the point.
@@ -7,16 +7,20 @@ use std::{
     io,
     os::fd::AsFd,
     ptr::{self, NonNull},
+    sync::{Arc, mpsc},
     thread,
     time::Instant,
 };
 
 use anyhow::{Context, Result};
-use farpage_vm::{Fault, FaultBuffer, Features, RegisterMode, Uffd};
+use farpage_vm::{
+    Fault, FaultBuffer, Features, RegisterMode, Stopped, Uffd,
+    sigbus::{FaultHandler, Registration, Served},
+};
 use hdrhistogram::Histogram;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
-    sched::{CpuSet, sched_setaffinity},
+    sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity},
     unistd::Pid,
 };
 
@@ -55,96 +59,187 @@ pub(crate) fn round_trips(
     page_bytes: usize,
     count: usize,
 ) -> Result<Option<Histogram<u64>>> {
-    let features = match how {
-        How::Copy => Features::MISSING,
-        How::Move => Features::MOVE,
-    };
-    if !Uffd::supported(false)
-        .context("cannot measure bare userfaultfd")?
-        .contains(features)
-    {
-        return Ok(None);
-    }
-    let uffd = Uffd::open(features, false).context("cannot measure bare userfaultfd")?;
-    // One system call per fault instead of two: the handler sleeps in `read` itself.
-    fcntl(uffd.as_fd(), FcntlArg::F_SETFL(OFlag::empty()))
-        .context("cannot make a userfaultfd blocking")?;
-
-    let region = Mapping::new(count * page_bytes, page_bytes)?;
-    let pool = Mapping::new(count * page_bytes, page_bytes)?;
-    for page in 0..count {
-        for offset in (0..page_bytes).step_by(KERNEL_PAGE_BYTES) {
-            pool.write(page * page_bytes + offset, stamp(page));
-        }
-    }
-    uffd.register(region.address(), region.bytes, RegisterMode::MISSING)
-        .context("cannot register memory")?;
-
-    let mut histogram = new_histogram();
-    thread::scope(|scope| {
-        let handler = scope.spawn(|| serve(&uffd, how, &region, &pool, page_bytes, count));
-        for page in 0..count {
-            let begin = Instant::now();
-            let byte = region.read(page * page_bytes);
-            histogram.saturating_record(begin.elapsed().as_nanos() as u64);
-            assert_eq!(byte, stamp(page), "a page came back with other bytes");
-        }
-        handler.join().expect("the handler does not panic")
-    })
-    .context("cannot resolve a fault")?;
-    Ok(Some(histogram))
+    served_by(how, page_bytes, count, None)
 }
 
-/// The same with both threads on one CPU: no other core has to be woken, which on virtual machines can cost more than all else.
-pub(crate) fn round_trips_on_one_cpu(
+/// On which CPUs the thread that faults and the handler are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cpus {
+    /// Both on one: no other CPU has to be woken.
+    One,
+    /// Each on one of its own, which goes idle while the other works. To wake it can cost more than all else on virtual machines.
+    Two,
+}
+
+/// The same with the threads kept in their places, where otherwise the kernel chooses and may change its mind. `None` also when there is only one CPU
+/// for two.
+pub(crate) fn round_trips_on(
+    cpus: Cpus,
     how: How,
     page_bytes: usize,
     count: usize,
 ) -> Result<Option<Histogram<u64>>> {
-    // In a thread of its own, since the restriction passes on to the threads that it starts and is never lifted.
-    let pinned = thread::spawn(move || {
-        let mut cpus = CpuSet::new();
-        cpus.set(nix::sched::sched_getcpu()?)?;
-        sched_setaffinity(Pid::from_raw(0), &cpus)?;
-        round_trips(how, page_bytes, count)
+    // In a thread of its own, since the restriction is never lifted.
+    let kept = thread::spawn(move || {
+        let (here, allowed) = (sched_getcpu()?, sched_getaffinity(THIS_THREAD)?);
+        let handler = (0..CpuSet::count())
+            .filter(|&cpu| allowed.is_set(cpu) == Ok(true))
+            .find(|&cpu| (cpu == here) == (cpus == Cpus::One));
+        let Some(handler) = handler else {
+            return Ok(None);
+        };
+        stay_on(here)?;
+        served_by(how, page_bytes, count, Some(handler))
     });
-    pinned
-        .join()
+    kept.join()
         .expect("the measurement does not panic")
-        .context("cannot measure on one CPU")
+        .with_context(|| format!("cannot measure with threads kept to CPUs ({cpus:?})"))
 }
 
-/// Resolves `count` faults.
-fn serve(
-    uffd: &Uffd,
+const THIS_THREAD: Pid = Pid::from_raw(0);
+
+fn stay_on(cpu: usize) -> io::Result<()> {
+    let mut cpus = CpuSet::new();
+    cpus.set(cpu)?;
+    Ok(sched_setaffinity(THIS_THREAD, &cpus)?)
+}
+
+fn served_by(
     how: How,
-    region: &Mapping,
-    pool: &Mapping,
     page_bytes: usize,
     count: usize,
-) -> io::Result<()> {
-    let mut buffer = FaultBuffer::default();
-    let mut faults: Vec<Fault> = Vec::with_capacity(64);
-    let mut served = 0;
-    while served < count {
-        uffd.faults(&mut buffer, &mut faults)?;
-        for fault in faults.drain(..) {
-            let offset = (fault.address - region.address()) & !(page_bytes - 1);
-            let (to, from) = (region.address() + offset, pool.address() + offset);
-            // SAFETY:
-            // - both ranges are whole pages of mappings that outlive this call
-            // - nobody reads the pool again, and the region's owner waits for exactly these bytes
-            let resolved = unsafe {
-                match how {
-                    How::Copy => uffd.copy(to, from, page_bytes, false),
-                    How::Move => uffd.move_pages(to, from, page_bytes, false),
-                }
+    cpu: Option<usize>,
+) -> Result<Option<Histogram<u64>>> {
+    let Some(bare) = Bare::new(how, Features::MISSING, page_bytes, count)? else {
+        return Ok(None);
+    };
+    // One system call per fault instead of two: the handler sleeps in `read` itself.
+    fcntl(bare.uffd.as_fd(), FcntlArg::F_SETFL(OFlag::empty()))
+        .context("cannot make a userfaultfd blocking")?;
+    let bare = &bare;
+    thread::scope(|scope| {
+        let (ready, is_ready) = mpsc::channel();
+        let handler = scope.spawn(move || -> Result<()> {
+            cpu.map_or(Ok(()), stay_on)?;
+            ready.send(()).expect("the thread below waits");
+            bare.serve()
+        });
+        // Without a handler nobody would end the first fault.
+        let histogram = is_ready.recv().map(|()| bare.touch());
+        handler.join().expect("the handler does not panic")?;
+        Ok(Some(histogram.expect("a handler that failed has said so")))
+    })
+}
+
+/// Nanoseconds of `count` faults, one at a time, each of which raises SIGBUS in the thread itself, whose handler resolves it: no hand-over at all. `None`
+/// when the kernel cannot do it that way.
+pub(crate) fn in_thread_round_trips(
+    how: How,
+    page_bytes: usize,
+    count: usize,
+) -> Result<Option<Histogram<u64>>> {
+    let Some(bare) = Bare::new(how, Features::SIGBUS, page_bytes, count)? else {
+        return Ok(None);
+    };
+    let bare = Arc::new(bare);
+    let addresses = bare.region.address()..bare.region.address() + bare.region.bytes;
+    let _registered = Registration::new(addresses, bare.clone()).context("cannot handle SIGBUS")?;
+    Ok(Some(bare.touch()))
+}
+
+/// Pages that are absent, and others to resolve their faults with.
+struct Bare {
+    uffd: Uffd,
+    how: How,
+    region: Mapping,
+    pool: Mapping,
+    page_bytes: usize,
+    count: usize,
+}
+
+impl Bare {
+    fn new(how: How, reported: Features, page_bytes: usize, count: usize) -> Result<Option<Self>> {
+        let features = reported
+            | match how {
+                How::Copy => Features::MISSING,
+                How::Move => Features::MOVE,
             };
-            resolved.map_err(io::Error::other)?;
-            served += 1;
+        if !Uffd::supported(false)
+            .context("cannot measure bare userfaultfd")?
+            .contains(features)
+        {
+            return Ok(None);
+        }
+        let uffd = Uffd::open(features, false).context("cannot measure bare userfaultfd")?;
+        let region = Mapping::new(count * page_bytes, page_bytes)?;
+        let pool = Mapping::new(count * page_bytes, page_bytes)?;
+        for page in 0..count {
+            for offset in (0..page_bytes).step_by(KERNEL_PAGE_BYTES) {
+                pool.write(page * page_bytes + offset, stamp(page));
+            }
+        }
+        uffd.register(region.address(), region.bytes, RegisterMode::MISSING)
+            .context("cannot register memory")?;
+        Ok(Some(Self {
+            uffd,
+            how,
+            region,
+            pool,
+            page_bytes,
+            count,
+        }))
+    }
+
+    /// Touches one page after the other.
+    fn touch(&self) -> Histogram<u64> {
+        let mut histogram = new_histogram();
+        for page in 0..self.count {
+            let begin = Instant::now();
+            let byte = self.region.read(page * self.page_bytes);
+            histogram.saturating_record(begin.elapsed().as_nanos() as u64);
+            assert_eq!(byte, stamp(page), "a page came back with other bytes");
+        }
+        histogram
+    }
+
+    /// Resolves the faults of all pages.
+    fn serve(&self) -> Result<()> {
+        let mut buffer = FaultBuffer::default();
+        let mut faults: Vec<Fault> = Vec::with_capacity(64);
+        let mut served = 0;
+        while served < self.count {
+            self.uffd.faults(&mut buffer, &mut faults)?;
+            for fault in faults.drain(..) {
+                self.resolve(fault).context("cannot resolve a fault")?;
+                served += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn resolve(&self, fault: Fault) -> Result<(), Stopped> {
+        let offset = (fault.address - self.region.address()) & !(self.page_bytes - 1);
+        let (to, from) = (self.region.address() + offset, self.pool.address() + offset);
+        // SAFETY:
+        // - both ranges are whole pages of mappings that outlive this call
+        // - nobody reads the pool again, and the region's owner waits for exactly these bytes
+        unsafe {
+            match self.how {
+                How::Copy => self.uffd.copy(to, from, self.page_bytes, false),
+                How::Move => self.uffd.move_pages(to, from, self.page_bytes, false),
+            }
         }
     }
-    Ok(())
+}
+
+// SAFETY: one system call, which touches the pool alone: it allocates nothing and takes no lock.
+unsafe impl FaultHandler for Bare {
+    fn fault(&self, fault: Fault) -> Served {
+        match self.resolve(fault) {
+            Ok(()) => Served::Retry,
+            Err(_) => Served::NotMine,
+        }
+    }
 }
 
 fn stamp(page: usize) -> u8 {
@@ -162,6 +257,8 @@ struct Mapping {
 
 // SAFETY: plain memory that is accessed by volatile reads and writes of single bytes; the threads above take turns.
 unsafe impl Sync for Mapping {}
+// SAFETY: nothing about it belongs to a thread.
+unsafe impl Send for Mapping {}
 
 impl Mapping {
     fn new(bytes: usize, align: usize) -> Result<Self> {

@@ -10,7 +10,7 @@ use std::{
 use anyhow::Result;
 
 use crate::{
-    bare::{self, How},
+    bare::{self, Cpus, How},
     options::FloorOptions,
     progress::Progress,
     raw,
@@ -27,17 +27,22 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let page_bytes = common.page_size.as_u64() as usize;
     let samples_max = if common.smoke { 200 } else { 4096 };
     let samples = samples_max.min(FAULT_BYTES / page_bytes);
-    let progress = Progress::new(5);
+    let progress = Progress::new(6);
 
     progress.phase("the kernel's own fault");
     let kernel_fault = bare::kernel_faults(samples_max)?;
     progress.step(1);
     progress.phase("bare userfaultfd, COPY");
     let copy = bare::round_trips(How::Copy, page_bytes, samples)?;
-    let one_cpu = bare::round_trips_on_one_cpu(How::Copy, page_bytes, samples)?;
+    let on = |cpus| bare::round_trips_on(cpus, How::Copy, page_bytes, samples);
+    let (one_cpu, two_cpus) = (on(Cpus::One)?, on(Cpus::Two)?);
     progress.step(1);
     progress.phase("bare userfaultfd, MOVE");
     let moved = bare::round_trips(How::Move, page_bytes, samples)?;
+    progress.step(1);
+    progress.phase("bare userfaultfd, in the thread itself");
+    let in_thread = |how| bare::in_thread_round_trips(how, page_bytes, samples);
+    let (in_thread_copy, in_thread_move) = (in_thread(How::Copy)?, in_thread(How::Move)?);
     progress.step(1);
     progress.phase("memcpy");
     let memcpy = memcpy_mb_per_s(if common.smoke {
@@ -70,6 +75,9 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
             kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
             uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
             uffd_one_cpu_round_trip_us: one_cpu.as_ref().map(Percentiles::of),
+            uffd_two_cpu_round_trip_us: two_cpus.as_ref().map(Percentiles::of),
+            uffd_in_thread_round_trip_us: in_thread_copy.as_ref().map(Percentiles::of),
+            uffd_in_thread_move_round_trip_us: in_thread_move.as_ref().map(Percentiles::of),
             uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
             memcpy_mb_per_s: Some(memcpy),
             raw_read_mb_per_s: Some(rates.read),

@@ -144,6 +144,15 @@ pub(crate) struct Figures {
     /// The same with both threads on one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_one_cpu_round_trip_us: Option<Percentiles>,
+    /// The same with each thread on a CPU of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_two_cpu_round_trip_us: Option<Percentiles>,
+    /// The same in a signal handler of the thread that faults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_in_thread_round_trip_us: Option<Percentiles>,
+    /// In a signal handler, too, by moving.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_in_thread_move_round_trip_us: Option<Percentiles>,
     /// Resolved by moving a page that is there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_move_round_trip_us: Option<Percentiles>,
@@ -308,7 +317,19 @@ impl Report {
                 "bare userfaultfd, COPY, one CPU",
                 figures.uffd_one_cpu_round_trip_us,
             ),
+            (
+                "bare userfaultfd, COPY, two CPUs",
+                figures.uffd_two_cpu_round_trip_us,
+            ),
             ("bare userfaultfd, MOVE", figures.uffd_move_round_trip_us),
+            (
+                "in the thread itself, COPY",
+                figures.uffd_in_thread_round_trip_us,
+            ),
+            (
+                "in the thread itself, MOVE",
+                figures.uffd_in_thread_move_round_trip_us,
+            ),
             ("read, room in the budget", figures.fault_us),
             ("write, changed pages leave", figures.evicting_fault_us),
         ]

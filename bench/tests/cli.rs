@@ -203,6 +203,7 @@ fn floor_measures_this_machine_and_the_raw_fabric() {
                 "/uffd_round_trip_us/p50",
                 "/uffd_round_trip_us/p99",
                 "/uffd_one_cpu_round_trip_us/p50",
+                "/uffd_in_thread_round_trip_us/p50",
                 "/memcpy_mb_per_s",
                 "/raw_read_mb_per_s",
                 "/raw_write_mb_per_s",
