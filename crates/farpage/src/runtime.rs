@@ -187,6 +187,10 @@ impl Runtime {
             self.pager.stats(),
             cluster.stats(),
             cluster.registered_memory(),
+            self.sessions()
+                .iter()
+                .filter(|session| session.fallback().is_some())
+                .count(),
         )
     }
 

@@ -16,6 +16,9 @@ pub struct Stats {
     pub store: StoreStatsSnapshot,
     /// What was registered with network adapters, or would have been if there were any.
     pub registered: RegPoolStats,
+    /// Servers of `auto://` endpoints that are reached over tcp because rdma could not be had. [`Runtime::sessions`](crate::Runtime::sessions) say which
+    /// and why: [`Session::fallback`](crate::Session::fallback).
+    pub fallbacks: usize,
 }
 
 impl Stats {
@@ -23,11 +26,13 @@ impl Stats {
         pager: PagerStats,
         store: StoreStatsSnapshot,
         registered: RegPoolStats,
+        fallbacks: usize,
     ) -> Stats {
         Stats {
             pager,
             store,
             registered,
+            fallbacks,
         }
     }
 
@@ -47,7 +52,12 @@ impl Stats {
 /// One line for people.
 impl fmt::Display for Stats {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Stats { pager, store, .. } = self;
+        let Stats {
+            pager,
+            store,
+            fallbacks,
+            ..
+        } = self;
         write!(
             f,
             "{} faults, {} fills ({} ahead), {} evictions ({} unchanged, {} taken back); {} read, {} written; at most {} of {} in memory",
@@ -61,6 +71,10 @@ impl fmt::Display for Stats {
             ByteSize(store.bytes_written),
             ByteSize(pager.peak_resident_bytes),
             ByteSize(pager.budget_bytes),
-        )
+        )?;
+        match fallbacks {
+            0 => Ok(()),
+            servers => write!(f, "; {servers} of the servers over tcp for want of rdma"),
+        }
     }
 }

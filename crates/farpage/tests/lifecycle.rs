@@ -855,3 +855,19 @@ fn region_without_a_server_is_an_error() {
         "{error:?}"
     );
 }
+
+#[test]
+fn a_server_taken_over_tcp_for_want_of_rdma_is_counted_and_says_why() {
+    if !can_page("a_server_taken_over_tcp_for_want_of_rdma_is_counted_and_says_why") {
+        return;
+    }
+    let memory = Memory::start(Fabric::Tcp, 16 * MIB);
+    // Nothing speaks RDMA on the loopback interface, on no machine.
+    let auto = memory.url.replace("tcp://", "auto://");
+    let runtimes = [&memory.url, &auto].map(|url| builder(MIB, PAGE).server(url).build().unwrap());
+    assert_eq!(runtimes.each_ref().map(|r| r.stats().fallbacks), [0, 1]);
+    assert!(runtimes[1].sessions()[0].fallback().is_some());
+    let said = runtimes.each_ref().map(|r| r.stats().to_string());
+    assert!(!said[0].contains("rdma"), "{}", said[0]);
+    assert!(said[1].contains("want of rdma"), "{}", said[1]);
+}
