@@ -161,6 +161,18 @@ pub trait Channel<B: Buf>: Send {
     /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES) holds, or an atomic's is not 8.
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
 
+    /// As [`post`](Self::post); and the peer is woken when a WRITE has been placed, where the fabric can do that and the peer is made for it (immediate data).
+    /// Default: nobody is woken.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post).
+    ///
+    /// # Panics
+    /// As [`post`](Self::post).
+    fn post_notifying(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        self.post(op)
+    }
+
     /// Moves bytes as far as possible without blocking, appends what has ended to `done` and returns how many that were.
     ///
     /// Every posted operation ends exactly once, on a dead channel with an error.

@@ -24,6 +24,9 @@ use crate::{
 const REASON: &str = "this program was built without RDMA: build it with `--features rdma` (which needs libibverbs-dev, librdmacm-dev and \
                       libclang-dev), or use tcp://";
 
+/// Nobody is asked.
+pub(crate) const ASK_AGAIN: Duration = Duration::ZERO;
+
 #[derive(Debug)]
 pub(crate) enum RdmaStream {}
 

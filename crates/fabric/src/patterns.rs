@@ -9,6 +9,10 @@
 mod engine;
 mod ring;
 
+#[cfg(feature = "rdma")]
+pub(crate) use self::ring::HEADER_BYTES;
+#[cfg(all(test, feature = "rdma"))]
+pub(crate) use self::ring::sealed;
 pub use self::{
     engine::{CompletionEngine, Source, Waiter, Waiting},
     ring::{Bell, Inbox, Landing, RingError, RingPlace, RingReceiver, RingSender, SendError},

@@ -28,7 +28,7 @@ use nix::{
 };
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::rdma::RdmaStream;
+use crate::rdma::{ASK_AGAIN, RdmaStream};
 
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
@@ -172,10 +172,22 @@ impl Stream {
 
     /// Waits for the socket; `TimedOut` at `until`.
     pub(crate) fn wait(&self, events: PollFlags, until: Instant) -> io::Result<()> {
+        let (events, again) = match self {
+            Self::Unix(_) | Self::Tcp(_) => (events, None),
+            // What it wakes for is readable whatever it is. A peer does not say when it has room again: it is asked.
+            Self::Rdma(_) => {
+                let asks = events.contains(PollFlags::POLLOUT);
+                (PollFlags::POLLIN, asks.then(|| Instant::now() + ASK_AGAIN))
+            }
+        };
         let mut fds = [PollFd::new(self.as_fd(), events)];
         loop {
-            match poll(&mut fds, timeout_until(until)) {
+            match poll(
+                &mut fds,
+                timeout_until(again.map_or(until, |again| again.min(until))),
+            ) {
                 Ok(0) if Instant::now() >= until => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(0) if again.is_some() => return Ok(()),
                 Ok(0) | Err(Errno::EINTR) => {}
                 Ok(_) => return Ok(()),
                 Err(errno) => return Err(errno.into()),

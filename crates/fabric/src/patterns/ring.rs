@@ -13,7 +13,8 @@
 //!
 //! Tail and consumed are followed by a check value each: a word that is placed byte by byte is not taken for a position.
 //! Arrival is noticed by looking at the tail. A receiver that sleeps instead is woken by a [`Bell`], which its senders ring when the tail has been
-//! placed; on a host of their own they cannot, and the receiver has to look.
+//! placed, or, from another host, by the WRITE of the tail itself where that can carry immediate data
+//! ([`Channel::post_notifying`](crate::Channel::post_notifying)), as between the ends of a control connection over RDMA.
 
 mod receiver;
 mod sender;
@@ -40,7 +41,7 @@ use crate::{
 };
 
 /// What lies before the messages: a cache line for each side.
-const HEADER_BYTES: usize = 128;
+pub(crate) const HEADER_BYTES: usize = 128;
 const CONSUMED_AT: usize = 64;
 /// A position and its check.
 const WORD_BYTES: usize = 16;
@@ -201,7 +202,7 @@ fn check_of(position: u64) -> u64 {
 }
 
 /// A position with its check, as it travels.
-fn sealed(position: u64) -> [u8; WORD_BYTES] {
+pub(crate) fn sealed(position: u64) -> [u8; WORD_BYTES] {
     let mut bytes = [0; WORD_BYTES];
     bytes[..8].copy_from_slice(&position.to_ne_bytes());
     bytes[8..].copy_from_slice(&check_of(position).to_ne_bytes());

@@ -11,7 +11,6 @@
 use std::{
     collections::{HashMap, VecDeque},
     io,
-    ops::Range,
     os::fd::AsFd,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
@@ -21,6 +20,7 @@ use farpage_wire::ExtentId;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
 use super::{
+    bounce::{Bounce, Place},
     client::{Client, Leased},
     verbs::{
         self, COMPLETIONS, Depths, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work,
@@ -39,9 +39,6 @@ const DEPTH: usize = 64;
 
 /// Registered memory that operations pass through: eight of the longest runs that the pager asks for, twice the longest operation.
 pub(super) const BOUNCE_BYTES: usize = 4 << 20;
-
-/// Operations start at cache lines, so that no two share one.
-const ALIGN: usize = 64;
 
 /// Extents that a channel remembers without allocating, as a signal handler must.
 const CACHED: usize = 1024;
@@ -107,51 +104,6 @@ enum Passage {
     Bounce(Place),
 }
 
-/// Bytes of the bounce memory.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Place {
-    bytes: Range<usize>,
-    /// What goes back with it: its own length and what was skipped to find it.
-    cost: usize,
-}
-
-/// The bounce memory as a ring: operations end in their order, so it is given back in the order that it was taken.
-#[derive(Debug, Default)]
-struct Bounce {
-    next: usize,
-    used: usize,
-}
-
-impl Bounce {
-    fn take(&mut self, len: usize) -> Option<Place> {
-        let rounded = len.next_multiple_of(ALIGN);
-        let skipped = match self.next + rounded > BOUNCE_BYTES {
-            true => BOUNCE_BYTES - self.next,
-            false => 0,
-        };
-        let cost = skipped + rounded;
-        if self.used + cost > BOUNCE_BYTES {
-            // With nothing in it, the place does not matter.
-            if self.used == 0 && self.next > 0 {
-                self.next = 0;
-                return self.take(len);
-            }
-            return None;
-        }
-        let start = (self.next + skipped) % BOUNCE_BYTES;
-        self.next = start + rounded;
-        self.used += cost;
-        Some(Place {
-            bytes: start..start + len,
-            cost,
-        })
-    }
-
-    fn give_back(&mut self, place: &Place) {
-        self.used -= place.cost;
-    }
-}
-
 impl<B: Buf> Channel<B> for RdmaChannel<B> {
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
         if self.in_flight() == DEPTH {
@@ -202,7 +154,7 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
                     .drain(..)
                     .map(|flying| complete(flying.op, Err(error.clone()))),
             );
-            (self.handed, self.bounce) = (0, Bounce::default());
+            (self.handed, self.bounce) = (0, Bounce::new(BOUNCE_BYTES));
         }
         done.len() - before
     }
@@ -269,7 +221,7 @@ impl<B: Buf> RdmaChannel<B> {
             doorbell: doorbell.clamp(1, POSTLIST),
             is_full: false,
             sequence: 0,
-            bounce: Bounce::default(),
+            bounce: Bounce::new(BOUNCE_BYTES),
             refused: VecDeque::with_capacity(DEPTH),
             client,
             cache: HashMap::with_capacity(CACHED),
@@ -492,45 +444,5 @@ fn complete<B>(op: Op<B>, result: Result<(), ChannelError>) -> Completion<B> {
         verb: op.verb,
         buf: op.buf,
         result,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::collections::VecDeque;
-
-    use farpage_wire::MAX_OP_BYTES;
-    use proptest::prelude::*;
-
-    use super::*;
-
-    proptest! {
-        #[test]
-        fn places_of_the_ring_never_overlap_and_an_empty_ring_has_room_for_any_operation(
-            lens in prop::collection::vec(1..=MAX_OP_BYTES as usize, 1..200), keep in 0..12usize,
-        ) {
-            let mut bounce = Bounce::default();
-            let mut out: VecDeque<Place> = VecDeque::new();
-            for len in lens {
-                let place = loop {
-                    if let Some(place) = bounce.take(len) {
-                        break place;
-                    }
-                    let oldest = out.pop_front().expect("an empty ring has room");
-                    bounce.give_back(&oldest);
-                };
-                prop_assert!(place.bytes.len() == len && place.bytes.end <= BOUNCE_BYTES);
-                for other in &out {
-                    prop_assert!(
-                        place.bytes.end <= other.bytes.start || other.bytes.end <= place.bytes.start,
-                        "{place:?} {other:?}"
-                    );
-                }
-                out.push_back(place);
-                while out.len() > keep {
-                    bounce.give_back(&out.pop_front().expect("not empty"));
-                }
-            }
-        }
     }
 }

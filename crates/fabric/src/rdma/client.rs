@@ -13,14 +13,15 @@ use std::{
 
 use farpage_wire::{
     Endpoint, ExtentId, Secret, SessionId,
-    control::{ControlDecodeError, HELLO_BYTES, Hello, Lease, Purpose, RemoteKey},
+    control::{ControlDecodeError, HELLO_BYTES, Hello, Lease, RemoteKey},
 };
 
 use super::{
     Greeting, address,
     channel::{BOUNCE_BYTES, CHANNEL, RdmaChannel},
-    devices, explain_start,
-    stream::{CONTROL, CONTROL_BYTES, RdmaStream, Side},
+    control::Control,
+    decode_key, devices, explain_pair, explain_start,
+    stream::{Line, RdmaStream, Side},
     verbs::{Depths, Device, Domain, EventKind, Id, Pair, Pd, Slab},
 };
 use crate::{
@@ -50,6 +51,8 @@ pub(crate) struct Client {
     leases: RwLock<HashMap<ExtentId, Arc<Leased>>>,
     /// Of the device that the session's connections go through.
     home: Mutex<Option<Home>>,
+    /// Where control messages are gathered.
+    plain: RegPool,
 }
 
 /// The protection domain of a session's channels, and registered memory in it: what one channel leaves, the next one takes.
@@ -65,6 +68,7 @@ impl Client {
             options,
             leases: RwLock::default(),
             home: Mutex::default(),
+            plain: RegPool::new([], RegPoolOptions::default()),
         }
     }
 
@@ -114,10 +118,7 @@ impl Client {
             ..CHANNEL
         };
         let pair = Pair::new(id, domain.0, depths, Some(slab)).map_err(no_pair)?;
-        let greeting = Greeting {
-            hello: Hello::new(Purpose::Data),
-            claim: Some(claim),
-        };
+        let greeting = Greeting::Data(claim.0, claim.1);
         establish(endpoint, &pair, &greeting, until)?;
         let doorbell = self.options.doorbell;
         let channel = RdmaChannel::new(session, Arc::clone(self), pair, doorbell, death, deadline);
@@ -153,22 +154,29 @@ impl Client {
         endpoint: &Endpoint,
         until: Instant,
     ) -> Result<RdmaStream, ConnectError> {
-        let id = resolve(endpoint, until)?;
-        let device = id.device().expect("a resolved id has a device");
-        let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
-        let Home { domain, pool } = self.home(device).map_err(no_pair)?;
-        let slab = Slab::new(&pool, &domain.0, CONTROL_BYTES)
-            .map_err(|error| unusable(endpoint, error.to_string()))?;
-        let stream = Pair::new(id, domain.0, CONTROL, Some(slab))
-            .and_then(|pair| RdmaStream::new(pair, Side::Client))
-            .map_err(no_pair)?;
-        let greeting = Greeting {
-            hello: Hello::new(Purpose::Control),
-            claim: None,
-        };
-        stream.with_pair(|pair| establish(endpoint, pair, &greeting, until))?;
-        Ok(stream)
+        let control = control(endpoint, &self.plain, |key| key, until)?;
+        RdmaStream::new(Line::Control(Box::new(control)), Side::Client)
+            .map_err(|error| unusable(endpoint, explain_pair(&error)))
     }
+}
+
+/// A control connection on which nothing was said; `tell` is what the server is told of our ring, which tests lie about.
+pub(super) fn control(
+    endpoint: &Endpoint,
+    plain: &RegPool,
+    tell: impl FnOnce(RemoteKey) -> RemoteKey,
+    until: Instant,
+) -> Result<Control, ConnectError> {
+    let id = resolve(endpoint, until)?;
+    let mut control = Control::new(id, plain).map_err(|reason| unusable(endpoint, reason))?;
+    let greeting = Greeting::Control(tell(control.key()));
+    let said = establish(endpoint, control.pair(), &greeting, until)?;
+    let ring = decode_key(&said).map_err(|error| ConnectError::Protocol {
+        endpoint: endpoint.to_string(),
+        reason: error.to_string(),
+    })?;
+    control.meet(ring);
+    Ok(control)
 }
 
 /// How long one question for the way to a server may take before it is asked anew. Kernels (7.2, adapters in network namespaces) have been seen to
@@ -208,13 +216,13 @@ fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
     }
 }
 
-/// Asks the server for the connection and waits for its answer.
+/// Asks the server for the connection and waits for its answer; what it says behind its hello.
 fn establish(
     endpoint: &Endpoint,
     pair: &Pair,
     greeting: &Greeting,
     until: Instant,
-) -> Result<(), ConnectError> {
+) -> Result<Vec<u8>, ConnectError> {
     let name = endpoint.to_string();
     let unreachable = |source| ConnectError::Unreachable {
         endpoint: name.clone(),
@@ -234,7 +242,7 @@ fn establish(
         .map_err(|_| ControlDecodeError::NotFarpage)
         .and_then(Hello::decode);
     match (event.kind, hello) {
-        (EventKind::Established, hello) => hello.map(|_| ()).map_err(failed),
+        (EventKind::Established, hello) => hello.map(|_| rest.to_vec()).map_err(failed),
         // Nobody listens there: the connection manager says no for the absent.
         (EventKind::Rejected, Err(ControlDecodeError::NotFarpage)) => {
             Err(unreachable(io::ErrorKind::ConnectionRefused.into()))
@@ -260,8 +268,4 @@ fn unusable(endpoint: &Endpoint, reason: String) -> ConnectError {
         endpoint: endpoint.to_string(),
         reason,
     }
-}
-
-fn explain_pair(error: &io::Error) -> String {
-    format!("the RDMA device has no queue pair for us: {error}")
 }

@@ -3,13 +3,15 @@
 //! The rule it keeps: the server's processor takes no part in them, and a key opens only what is leased to the client that was given
 //! it. Connections are made by the connection manager, so that addresses, path and MTU are found and never assumed. Each session has a
 //! protection domain at the server, in which its extents are registered for as long as they are leased; data connections belong to
-//! the domain of their session. The control connection is a byte stream over SEND and RECEIVE ([`stream`]), on which control messages travel
+//! the domain of their session. The control connection is a byte stream through two rings ([`control`]), on which control messages travel
 //! as on any other; behind an answer that leases memory come its [`RemoteKey`]s.
 //!
 //! All calls into C are in [`verbs`], which hands safe types to the rest.
 
+mod bounce;
 mod channel;
 mod client;
+mod control;
 mod server;
 mod stream;
 #[cfg(test)]
@@ -20,11 +22,12 @@ use std::io;
 
 use farpage_wire::{
     Endpoint, Secret, SessionId,
-    control::{HELLO_BYTES, Hello, Purpose},
+    control::{ControlDecodeError, HELLO_BYTES, Hello, Purpose, RemoteKey},
 };
 
 pub(crate) use self::{
     client::Client,
+    control::ASK_AGAIN,
     server::{Listener, Registration},
     stream::RdmaStream,
 };
@@ -32,43 +35,76 @@ pub(crate) use self::{
 /// The most bytes that a rejection can carry: what is left of a management datagram of InfiniBand, the least of the networks.
 const REJECT_BYTES: usize = 148;
 
-/// What a client says with its request for a connection: the hello, and for data connections the session that they belong to.
-/// 56 bytes is what the connection manager leaves us.
+/// What a client says with its request for a connection, behind the hello. 56 bytes is what the connection manager leaves us.
 #[derive(Debug, PartialEq, Eq)]
-struct Greeting {
-    hello: Hello,
-    claim: Option<(SessionId, Secret)>,
+enum Greeting {
+    /// A control connection, and where the server finds the client's ring. The acceptance says where the server's is.
+    Control(RemoteKey),
+    /// A data connection, and the session that it belongs to.
+    Data(SessionId, Secret),
 }
 
 impl Greeting {
     const BYTES: usize = HELLO_BYTES + 8 + 16;
 
+    fn hello(&self) -> Hello {
+        Hello::new(match self {
+            Self::Control(_) => Purpose::Control,
+            Self::Data(..) => Purpose::Data,
+        })
+    }
+
     fn encode(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        bytes[..HELLO_BYTES].copy_from_slice(&self.hello.encode());
-        if let Some((session, secret)) = &self.claim {
-            bytes[HELLO_BYTES..HELLO_BYTES + 8].copy_from_slice(&session.0.to_le_bytes());
-            bytes[HELLO_BYTES + 8..].copy_from_slice(&secret.0);
+        let (hello, rest) = bytes.split_at_mut(HELLO_BYTES);
+        hello.copy_from_slice(&self.hello().encode());
+        match self {
+            Self::Control(ring) => rest[..KEY_BYTES].copy_from_slice(&encode_key(*ring)),
+            Self::Data(session, secret) => {
+                rest[..8].copy_from_slice(&session.0.to_le_bytes());
+                rest[8..].copy_from_slice(&secret.0);
+            }
         }
         bytes
     }
 
     /// Reads a peer's greeting; the connection manager may have padded it with zeros.
-    fn decode(bytes: &[u8]) -> Result<Self, farpage_wire::control::ControlDecodeError> {
+    fn decode(bytes: &[u8]) -> Result<Self, ControlDecodeError> {
         let mut exact = [0; Self::BYTES];
         let given = bytes.len().min(Self::BYTES);
         exact[..given].copy_from_slice(&bytes[..given]);
-        let (hello, claim) = exact.split_at(HELLO_BYTES);
+        let (hello, rest) = exact.split_at(HELLO_BYTES);
         let hello = Hello::decode(hello.try_into().expect("split there"))?;
-        let (session, secret) = claim.split_at(8);
-        let claim = (hello.purpose == Purpose::Data).then(|| {
-            (
-                SessionId(u64::from_le_bytes(session.try_into().expect("8 bytes"))),
-                Secret(secret.try_into().expect("16 bytes")),
-            )
-        });
-        Ok(Self { hello, claim })
+        Ok(match hello.purpose {
+            Purpose::Control => Self::Control(decode_key(rest)?),
+            Purpose::Data => {
+                let (session, secret) = rest.split_at(8);
+                Self::Data(
+                    SessionId(u64::from_le_bytes(session.try_into().expect("8 bytes"))),
+                    Secret(secret.try_into().expect("16 bytes")),
+                )
+            }
+        })
     }
+}
+
+/// Where a ring is and what opens it, as the connection manager carries it.
+const KEY_BYTES: usize = 12;
+
+fn encode_key(key: RemoteKey) -> [u8; KEY_BYTES] {
+    let mut bytes = [0; KEY_BYTES];
+    bytes[..8].copy_from_slice(&key.address.to_le_bytes());
+    bytes[8..].copy_from_slice(&key.rkey.to_le_bytes());
+    bytes
+}
+
+fn decode_key(bytes: &[u8]) -> Result<RemoteKey, ControlDecodeError> {
+    let bytes = bytes.get(..KEY_BYTES).ok_or(ControlDecodeError::Hello)?;
+    let (address, rkey) = bytes.split_at(8);
+    Ok(RemoteKey {
+        address: u64::from_le_bytes(address.try_into().expect("8 bytes")),
+        rkey: u32::from_le_bytes(rkey.try_into().expect("4 bytes")),
+    })
 }
 
 /// Why RDMA is of no use on this machine, with what to do; `Ok` with the names of its devices otherwise.
@@ -93,6 +129,11 @@ fn explain_start(error: &io::Error) -> String {
             names.join(", ")
         ),
     }
+}
+
+/// What a failure to make a queue pair means.
+fn explain_pair(error: &io::Error) -> String {
+    format!("the RDMA device has no queue pair for us: {error}")
 }
 
 /// What a failure to register memory means.
@@ -127,14 +168,11 @@ mod greeting_tests {
 
     #[test]
     fn greetings_survive_padding_and_fit_the_connection_manager() {
-        let control = Greeting {
-            hello: Hello::new(Purpose::Control),
-            claim: None,
-        };
-        let data = Greeting {
-            hello: Hello::new(Purpose::Data),
-            claim: Some((SessionId(7), Secret([9; 16]))),
-        };
+        let control = Greeting::Control(RemoteKey {
+            address: u64::MAX - 1,
+            rkey: 0x0102_0304,
+        });
+        let data = Greeting::Data(SessionId(7), Secret([9; 16]));
         for greeting in [control, data] {
             let mut bytes = greeting.encode().to_vec();
             assert!(bytes.len() <= 56);

@@ -19,14 +19,16 @@ use farpage_wire::{
 use parking_lot::Mutex;
 
 use super::{
-    Greeting, REJECT_BYTES, address, devices, explain_registration, explain_start,
-    stream::{CONTROL, CONTROL_BYTES, PASSIVE, RdmaStream, Side},
-    verbs::{Depths, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, Request, Slab},
+    Greeting, REJECT_BYTES, address,
+    control::Control,
+    devices, encode_key, explain_pair, explain_registration, explain_start,
+    stream::{Line, PASSIVE, RdmaStream, Side},
+    verbs::{Device, Event, EventKind, Id, Mr, Pair, Pd, Request},
 };
 use crate::{
     host::Host,
     memory::ExtentMemory,
-    regmem::{Access, RegPool, RegPoolOptions, Registrar},
+    regmem::{Access, RegPool, RegPoolOptions},
     server::BindError,
 };
 
@@ -110,8 +112,8 @@ pub(crate) struct Listener {
     id: Id,
     port: u16,
     domains: Arc<Domains>,
-    /// Domains and memory of control connections, one per device.
-    controls: Mutex<Vec<(Domain, RegPool)>>,
+    /// Where control messages are gathered.
+    plain: RegPool,
 }
 
 impl Listener {
@@ -144,7 +146,7 @@ impl Listener {
                         id,
                         port,
                         domains: Arc::default(),
-                        controls: Mutex::default(),
+                        plain: RegPool::new([], RegPoolOptions::default()),
                     });
                 }
                 Err(error) => last = error,
@@ -206,66 +208,55 @@ impl Listener {
         let Some(device) = request.device() else {
             return refuse(request, "no device".to_owned());
         };
-        let equipped = match greeting.claim {
-            None => self.equip_control(device),
-            Some((session, secret)) => host
-                .attach(session, &secret)
-                .map_err(|refusal| refusal.to_string())
-                .and_then(|()| self.domains.of(session, device))
-                .map(|pd| (pd, PASSIVE, None)),
-        };
-        let (pd, depths, slab) = match equipped {
-            Ok(equipped) => equipped,
-            Err(reason) => return refuse(request, reason),
-        };
         let peer = request
             .peer()
             .map_or_else(|| "an unknown address".to_owned(), |peer| peer.to_string());
+        // 1. Whose it is.
+        let claim = match greeting {
+            Greeting::Control(_) => None,
+            Greeting::Data(session, secret) => Some((*session, *secret)),
+        };
+        let domain = claim.map(|(session, secret)| {
+            host.attach(session, &secret)
+                .map_err(|refusal| refusal.to_string())
+                .and_then(|()| self.domains.of(session, device))
+        });
+        let domain = match domain.transpose() {
+            Ok(domain) => domain,
+            Err(reason) => return refuse(request, reason),
+        };
+        // 2. Its queue pair, and where its ring is.
+        let id = request.into_id().map_err(|error| explain_pair(&error))?;
+        let mut words = greeting.hello().encode().to_vec();
+        let line = match (greeting, domain) {
+            (Greeting::Control(ring), _) => {
+                let mut control = Control::new(id, &self.plain)
+                    .map_err(|reason| format!("{peer} cannot be served: {reason}"))?;
+                control.meet(*ring);
+                words.extend(encode_key(control.key()));
+                Line::Control(Box::new(control))
+            }
+            (Greeting::Data(..), domain) => {
+                let pd = domain.expect("a data connection has its session's");
+                let pair = Pair::new(id, pd, PASSIVE, None).map_err(|error| {
+                    format!("{peer} cannot be served: {}", explain_pair(&error))
+                })?;
+                Line::Data(pair)
+            }
+        };
+        // 3. From here on the client may WRITE.
         let side = Side::Server {
             domains: Arc::clone(&self.domains),
-            claim: greeting.claim,
+            claim,
         };
-        let stream = request
-            .into_id()
-            .and_then(|id| Pair::new(id, pd, depths, slab))
-            .and_then(|pair| RdmaStream::new(pair, side))
-            .map_err(|error| format!("the RDMA device has no queue pair for {peer}: {error}"))?;
-        let purpose = match greeting.claim {
-            None => Purpose::Control,
-            Some(_) => Purpose::Data,
-        };
+        let stream = RdmaStream::new(line, side)
+            .map_err(|error| format!("{peer} cannot be served: {error}"))?;
         stream
-            .with_pair(|pair| pair.accept(&Hello::new(purpose).encode()))
+            .with_pair(|pair| pair.accept(&words))
             .map_err(|error| format!("{peer} could not be accepted: {error}"))?;
         Ok((stream, peer))
     }
 }
-
-impl Listener {
-    /// What a control connection needs. All of them share a domain, in which nothing is registered for peers.
-    fn equip_control(&self, device: Device) -> Result<Equipment, String> {
-        let mut homes = self.controls.lock();
-        let home = match homes.iter().find(|home| home.0.0.device() == device) {
-            Some(home) => home.clone(),
-            None => {
-                let domain = Domain(
-                    Pd::new(device)
-                        .map_err(|error| format!("no protection domain left: {error}"))?,
-                );
-                let registrar: Arc<dyn Registrar> = Arc::new(domain.clone());
-                let pool = RegPool::new([registrar], RegPoolOptions::default());
-                homes.push((domain.clone(), pool.clone()));
-                (domain, pool)
-            }
-        };
-        let (Domain(pd), pool) = home;
-        let slab = Slab::new(&pool, &pd, CONTROL_BYTES).map_err(|error| error.to_string())?;
-        Ok((pd, CONTROL, Some(slab)))
-    }
-}
-
-/// What a queue pair is made of.
-type Equipment = (Arc<Pd>, Depths, Option<Slab>);
 
 impl AsFd for Listener {
     fn as_fd(&self) -> BorrowedFd<'_> {

@@ -13,10 +13,10 @@ use crate::{
     sim::SimHost,
 };
 
-const MIB: usize = 1 << 20;
+pub(super) const MIB: usize = 1 << 20;
 
 /// Runs `test` with a server, if there is a device.
-fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session>)) {
+pub(super) fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session>)) {
     let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
         eprintln!(
             "SKIPPED: {name}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
@@ -48,7 +48,7 @@ fn drain<B: crate::Buf>(channel: &mut dyn Channel<B>) -> Vec<Completion<B>> {
     done
 }
 
-fn read(session: &Arc<Session>, extent: Extent) -> Result<Vec<u8>, ChannelError> {
+pub(super) fn read(session: &Arc<Session>, extent: Extent) -> Result<Vec<u8>, ChannelError> {
     let mut channel = session.channel::<Vec<u8>>().expect("a live server");
     let op = Op {
         tag: 0,

@@ -19,7 +19,7 @@ use std::{
 use super::{
     Access, RegBuf, RegError, Registrar, Registrars,
     registrar::Registered,
-    slab::{HUGE_PAGE_BYTES, Slab},
+    slab::{HUGE_PAGE_BYTES, PAGE_BYTES, Slab},
 };
 
 /// The longest buffer.
@@ -36,7 +36,8 @@ const CACHES: usize = 16;
 /// How a pool behaves.
 #[derive(Clone, Debug)]
 pub struct RegPoolOptions {
-    /// Memory is mapped and registered in pieces of so many bytes, rounded up to 2 MiB; larger ones for larger buffers. Default: 2 MiB.
+    /// Memory is mapped and registered in pieces of so many bytes, rounded up to 2 MiB, or to 4 KiB if they are smaller than that; larger ones for larger
+    /// buffers. Default: 2 MiB.
     pub slab_bytes: usize,
     /// The most memory that the pool takes. Default: no cap.
     pub bytes_max: usize,
@@ -250,8 +251,13 @@ impl Inner {
     }
 
     fn new_slab(&self, piece_bytes: usize, used_bytes: usize) -> Result<Slab, RegError> {
-        let least = piece_bytes.next_multiple_of(HUGE_PAGE_BYTES);
-        let wanted = (self.options.slab_bytes.max(1)).next_multiple_of(HUGE_PAGE_BYTES);
+        let wanted = self.options.slab_bytes.max(1);
+        let unit = match wanted.max(piece_bytes) {
+            HUGE_PAGE_BYTES.. => HUGE_PAGE_BYTES,
+            _ => PAGE_BYTES,
+        };
+        let least = piece_bytes.next_multiple_of(unit);
+        let wanted = wanted.next_multiple_of(unit);
         let left = self.options.bytes_max.saturating_sub(used_bytes);
         let bytes = if wanted.max(least) <= left {
             wanted.max(least)

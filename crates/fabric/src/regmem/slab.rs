@@ -8,7 +8,10 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, m
 
 use super::{Access, Registrars, registrar::Registered};
 
-/// The size of a huge page, and what slabs are multiples of and aligned to.
+/// What slabs are multiples of.
+pub(super) const PAGE_BYTES: usize = 4096;
+
+/// The size of a huge page, and what slabs are aligned to.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory of a pool.
@@ -19,7 +22,7 @@ pub(super) struct Slab {
 }
 
 impl Slab {
-    /// New zeroed memory that no adapter knows yet. `bytes` is a multiple of [`HUGE_PAGE_BYTES`].
+    /// New zeroed memory that no adapter knows yet. `bytes` is a multiple of [`PAGE_BYTES`].
     pub(super) fn new(bytes: usize, access: Access, registrars: &Registrars) -> io::Result<Self> {
         let mapping = Mapping::new(bytes)?;
         let memory = NonNull::slice_from_raw_parts(mapping.start, bytes);

@@ -42,8 +42,8 @@ pub enum SendError {
 }
 
 /// One sender's end of a ring.
-pub struct RingSender {
-    channel: Box<dyn Channel<RegBuf>>,
+pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
+    channel: Box<C>,
     pool: RegPool,
     place: RingPlace,
     /// Rung when messages have been placed.
@@ -75,12 +75,12 @@ const DATA: u64 = 0;
 const TAIL: u64 = 1;
 const CREDIT: u64 = 2;
 
-impl RingSender {
+impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     /// A sender into a ring that its receiver has made, over a channel that nobody else uses.
     ///
     /// # Panics
     /// If offset or capacity are no multiples of 64, or the capacity is 0.
-    pub fn new(channel: Box<dyn Channel<RegBuf>>, pool: &RegPool, place: RingPlace) -> Self {
+    pub fn new(channel: Box<C>, pool: &RegPool, place: RingPlace) -> Self {
         place.check();
         Self {
             channel,
@@ -166,6 +166,23 @@ impl RingSender {
         }
         self.scratch = ended;
         self.announce()
+    }
+
+    /// What it posts on.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn channel(&self) -> &C {
+        &self.channel
+    }
+
+    /// Bytes that the receiver has taken, ever, as far as is known.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn consumed(&self) -> u64 {
+        self.consumed
+    }
+
+    #[cfg(feature = "rdma")]
+    pub(crate) fn channel_mut(&mut self) -> &mut C {
+        &mut self.channel
     }
 
     /// What to sleep on until [`progress`](Self::progress) may have something to do.
@@ -286,7 +303,12 @@ impl RingSender {
 
     fn post_backlog(&mut self) {
         while let Some(op) = self.backlog.pop_front() {
-            if let Err(Busy(op)) = self.channel.post(op) {
+            // A receiver that sleeps has to hear of the tail only.
+            let posted = match op.tag {
+                TAIL => self.channel.post_notifying(op),
+                _ => self.channel.post(op),
+            };
+            if let Err(Busy(op)) = posted {
                 self.backlog.push_front(op);
                 return;
             }

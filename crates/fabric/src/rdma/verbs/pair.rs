@@ -3,7 +3,6 @@
 use std::{
     ffi::c_int,
     io,
-    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     ptr,
     sync::Arc,
@@ -21,7 +20,7 @@ pub(in crate::rdma) const POSTLIST: usize = 16;
 /// some adapters.
 const RETRIES: u8 = 6;
 
-/// For receivers that have no buffer ready, which the credits of our streams exclude. Here, too, 7 means for ever.
+/// For peers that have no receive ready, which a peer that keeps the protocol of control connections always has. Here, too, 7 means for ever.
 const RNR_RETRIES: u8 = 6;
 
 /// What is asked for: WRITEs that fit cost no read of local memory by the adapter.
@@ -56,7 +55,6 @@ pub(in crate::rdma) struct Pair {
 /// What the adapter is to do.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::rdma) enum Verb {
-    Send,
     Read {
         address: u64,
         rkey: u32,
@@ -70,6 +68,11 @@ pub(in crate::rdma) enum Verb {
         address: u64,
         rkey: u32,
         atomic: Atomic,
+    },
+    /// A WRITE with immediate data: it takes a receive of the peer's, whose completion says that the bytes are placed.
+    WriteNotify {
+        address: u64,
+        rkey: u32,
     },
 }
 
@@ -88,7 +91,10 @@ impl Work {
     /// Fills lists.
     pub(in crate::rdma) const NONE: Self = Self {
         tag: 0,
-        verb: Verb::Send,
+        verb: Verb::Read {
+            address: 0,
+            rkey: 0,
+        },
         local: Local {
             address: 0,
             bytes: 0,
@@ -195,7 +201,7 @@ impl Pair {
 
     /// Whether a WRITE of so many bytes can travel inside its work request.
     fn is_inline(&self, work: &Work) -> bool {
-        matches!(work.verb, Verb::Write { .. } | Verb::Send)
+        matches!(work.verb, Verb::Write { .. } | Verb::WriteNotify { .. })
             && work.local.bytes as usize <= self.inline_bytes
     }
 
@@ -235,7 +241,6 @@ impl Pair {
                 },
             };
             match work.verb {
-                Verb::Send => request.opcode = sys::ibv_wr_opcode::IBV_WR_SEND,
                 Verb::Read { address, rkey } => {
                     request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
                     request.wr = remote(address, rkey);
@@ -265,6 +270,10 @@ impl Pair {
                         rkey,
                     };
                 }
+                Verb::WriteNotify { address, rkey } => {
+                    request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
+                    request.wr = remote(address, rkey);
+                }
             }
             if work.signalled {
                 request.send_flags |= sys::ibv_send_flags::IBV_SEND_SIGNALED.0;
@@ -284,22 +293,17 @@ impl Pair {
         check(unsafe { sys::ibv_post_send(qp, first, &raw mut refused) })
     }
 
-    /// Offers a place of the slab to the peer's next message.
-    pub(in crate::rdma) fn post_receive(
-        &mut self,
-        tag: u64,
-        place: Range<usize>,
-    ) -> io::Result<()> {
+    /// Makes ready for one WRITE of the peer's that notifies. It has no buffer: a message that brings bytes of its own ends the connection.
+    pub(in crate::rdma) fn post_receive(&mut self, tag: u64) -> io::Result<()> {
         let qp = self.qp()?;
-        let mut sge = self.slab().local(&place).sge();
         let mut request = sys::ibv_recv_wr {
             wr_id: tag,
             next: ptr::null_mut(),
-            sg_list: &raw mut sge,
-            num_sge: 1,
+            sg_list: ptr::null_mut(),
+            num_sge: 0,
         };
         let mut refused = ptr::null_mut();
-        // SAFETY: as in `post`; the place lies in the slab.
+        // SAFETY: the queue pair is alive, and the request is ours for the call, which copies it.
         check(unsafe { sys::ibv_post_recv(qp, &raw mut request, &raw mut refused) })
     }
 

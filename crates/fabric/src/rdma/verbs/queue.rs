@@ -66,7 +66,6 @@ impl Cq {
             let ok = completion.status == sys::ibv_wc_status::IBV_WC_SUCCESS;
             *done = Some(Done {
                 tag: completion.wr_id,
-                bytes: completion.byte_len as usize,
                 result: if ok {
                     Ok(())
                 } else {
@@ -126,8 +125,6 @@ impl Drop for Cq {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::rdma) struct Done {
     pub(in crate::rdma) tag: u64,
-    /// Received bytes. Means nothing for other work, nor after a failure.
-    pub(in crate::rdma) bytes: usize,
     pub(in crate::rdma) result: Result<(), Failure>,
 }
 
@@ -136,9 +133,12 @@ pub(in crate::rdma) struct Done {
 pub(in crate::rdma) struct Failure(sys::ibv_wc_status::Type);
 
 impl Failure {
+    /// The connection was ended before the work was done.
+    pub(in crate::rdma) const FLUSH: Self = Self(sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
+
     /// Whether the connection was ended, by whichever side, before the work was done.
     pub(in crate::rdma) fn is_flush(self) -> bool {
-        self.0 == sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR
+        self == Self::FLUSH
     }
 
     /// What it means to somebody who waits for a peer.

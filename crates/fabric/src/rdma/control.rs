@@ -1,0 +1,397 @@
+//! [`Control`]: what is said on a control connection, in both directions through a ring at the receiver.
+//!
+//! The rule it keeps: nothing is sent that the peer has no room for, and nothing that the peer places harms anybody but itself. A connection has a
+//! protection domain of its own on either side, so that its key opens its ring and nothing else. Where the rings are and what opens them is said with
+//! the request for the connection and with its acceptance: when it is there, both can WRITE at once.
+//!
+//! A receiver sleeps until a completion wakes it, since the WRITE of a tail carries immediate data. That takes a receive request at the
+//! receiver, of which there are [`ANNOUNCEMENTS`]: a sender makes no more announcements until it knows that all before were taken, and the receiver
+//! takes a message only after it has replaced the receive that its announcement took.
+
+use std::{
+    collections::VecDeque,
+    fmt, io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{ExtentId, control::RemoteKey};
+
+use super::{
+    bounce::{Bounce, Place},
+    explain_pair,
+    verbs::{
+        self, COMPLETIONS, Depths, Domain, Failure, Id, Pair, Pd, READS_IN_FLIGHT_MAX, Slab, Work,
+    },
+};
+use crate::{
+    Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    patterns::{HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, SendError},
+    regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
+};
+
+/// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth of it; a manifest goes through many times.
+const RING_BYTES: usize = 64 << 10;
+
+/// Both rings of a connection look like this; where they are, the peers tell each other.
+const PLACE: RingPlace = RingPlace {
+    extent: ExtentId(0),
+    offset: 0,
+    capacity: RING_BYTES - HEADER_BYTES,
+};
+
+/// One message at most: several fit into a ring, so that one can be taken while the next is placed.
+const MESSAGE_BYTES: usize = 15 << 10;
+
+/// Memory that what is sent passes through.
+const BOUNCE_BYTES: usize = 32 << 10;
+
+/// Announcements that the peer may not have heard yet.
+const ANNOUNCEMENTS: usize = 32;
+
+/// A message takes two WRITEs, or three around the end of the ring; a full queue is taken up again when something has ended.
+const SENDS: usize = 16;
+
+/// How long a peer that has taken too little is left alone before it is asked again.
+pub(crate) const ASK_AGAIN: Duration = Duration::from_millis(1);
+
+/// Marks the receives that announcements take.
+const ANNOUNCED: u64 = u64::MAX;
+
+/// One end of a control connection.
+pub(super) struct Control {
+    // Dropped first: the queue pair goes before the memory that the peer reaches through it.
+    sender: RingSender<Carrier>,
+    receiver: RingReceiver,
+    key: RemoteKey,
+    /// The message that is being read, and how much of it was.
+    message: Vec<u8>,
+    read: usize,
+    /// Announcements that may be made before the peer is known to have taken all.
+    announcements: usize,
+    /// When the peer was asked last, and what it was known to have taken then.
+    asked: Option<(Instant, u64)>,
+}
+
+impl Control {
+    /// An end for a connection that is resolved or asked for; `plain` is memory of this process to gather messages in.
+    ///
+    /// # Errors
+    /// In words for whoever wants the connection.
+    pub(super) fn new(id: Id, plain: &RegPool) -> Result<Self, String> {
+        let device = id.device().expect("a resolved id has a device");
+        let pd = Pd::new(device).map_err(|error| explain_pair(&error))?;
+        let registrar: Arc<dyn Registrar> = Arc::new(Domain(Arc::clone(&pd)));
+        let options = RegPoolOptions {
+            slab_bytes: RING_BYTES + BOUNCE_BYTES,
+            access: Access::Remote,
+            ..RegPoolOptions::default()
+        };
+        let pool = RegPool::new([registrar], options);
+        let ring = pool
+            .acquire(RING_BYTES)
+            .map_err(|error| error.to_string())?;
+        let keys = ring.keys(pd.domain()).map_err(|error| error.to_string())?;
+        let key = RemoteKey {
+            address: ring.as_ptr() as u64,
+            rkey: keys.expect("the pool serves the domain").rkey,
+        };
+        let slab = Slab::new(&pool, &pd, BOUNCE_BYTES).map_err(|error| error.to_string())?;
+        let carrier = Carrier::new(id, pd, slab).map_err(|error| explain_pair(&error))?;
+        Ok(Self {
+            sender: RingSender::new(Box::new(carrier), plain, PLACE),
+            receiver: RingReceiver::new(Landing::registered(ring), PLACE),
+            key,
+            message: Vec::new(),
+            read: 0,
+            announcements: ANNOUNCEMENTS,
+            asked: None,
+        })
+    }
+
+    /// Where the peer finds this end's ring.
+    pub(super) fn key(&self) -> RemoteKey {
+        self.key
+    }
+
+    /// Where this end finds the peer's ring. A peer that lies gets its own connection closed, by the adapter.
+    pub(super) fn meet(&mut self, peer: RemoteKey) {
+        self.sender.channel_mut().peer = peer;
+    }
+
+    pub(super) fn pair(&self) -> &Pair {
+        &self.sender.channel().pair
+    }
+
+    pub(super) fn failure(&self) -> Option<Failure> {
+        self.sender.channel().failed
+    }
+
+    /// Whether all that was said has arrived.
+    pub(super) fn is_sent(&self) -> bool {
+        self.sender.is_idle()
+    }
+
+    /// Reads what is there of what the peer has said; `None` when nothing is, and then a completion wakes.
+    ///
+    /// # Errors
+    /// The peer broke the protocol.
+    pub(super) fn read(&mut self, buf: &mut [u8]) -> io::Result<Option<usize>> {
+        if self.read == self.message.len() {
+            self.advance_or_arm(|control| control.sender.channel().arrivals > 0)?;
+            let arrivals = &mut self.sender.channel_mut().arrivals;
+            if *arrivals == 0 {
+                return Ok(None);
+            }
+            *arrivals -= 1;
+            self.read = 0;
+            let broken = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
+            match self.receiver.receive(&mut self.message) {
+                Ok(true) if !self.message.is_empty() => {}
+                Ok(_) => {
+                    self.message.clear();
+                    return Err(broken("the peer announced nothing".to_owned()));
+                }
+                Err(error) => {
+                    self.message.clear();
+                    return Err(broken(error.to_string()));
+                }
+            }
+        }
+        let bytes = buf.len().min(self.message.len() - self.read);
+        buf[..bytes].copy_from_slice(&self.message[self.read..][..bytes]);
+        self.read += bytes;
+        Ok(Some(bytes))
+    }
+
+    /// Sends what fits into one message; `None` while the peer has no room, which is asked for again after [`ASK_AGAIN`].
+    ///
+    /// # Errors
+    /// No memory. A connection that is lost is a [`failure`](Self::failure).
+    pub(super) fn write(&mut self, buf: &[u8]) -> io::Result<Option<usize>> {
+        self.advance_or_arm(Self::has_room)?;
+        if !self.has_room() {
+            // At once if it has taken something since it was asked; a peer that takes nothing costs little.
+            let consumed = self.sender.consumed();
+            let is_time = |(at, then): (Instant, u64)| consumed > then || at.elapsed() >= ASK_AGAIN;
+            if self.asked.is_none_or(is_time) {
+                self.sender.ask().map_err(io::Error::other)?;
+                self.asked = Some((Instant::now(), consumed));
+            }
+            return Ok(None);
+        }
+        let bytes = &buf[..buf.len().min(MESSAGE_BYTES)];
+        let sent = self.sender.send(bytes).and_then(|()| self.sender.flush());
+        match sent {
+            // Lost on the way: whoever waits for an answer hears of the failure.
+            Ok(()) | Err(SendError::Lost(_)) => {
+                self.announcements -= 1;
+                Ok(Some(bytes.len()))
+            }
+            Err(error) => Err(io::Error::other(error)),
+        }
+    }
+
+    /// Takes what has completed.
+    pub(super) fn advance(&mut self) -> io::Result<()> {
+        match self.sender.progress() {
+            Ok(()) | Err(SendError::Lost(_)) => {}
+            Err(error) => return Err(io::Error::other(error)),
+        }
+        if self.sender.is_taken() {
+            self.announcements = ANNOUNCEMENTS;
+        }
+        Ok(())
+    }
+
+    fn has_room(&self) -> bool {
+        self.announcements > 0 && self.sender.free() >= MESSAGE_BYTES + 16
+    }
+
+    /// Moves on; where that does not bring what is waited for, arms the queue and looks once more.
+    fn advance_or_arm(&mut self, what: impl Fn(&Self) -> bool) -> io::Result<()> {
+        self.advance()?;
+        if !what(self) {
+            let pair = &mut self.sender.channel_mut().pair;
+            pair.take_wakeups();
+            pair.arm()?;
+            self.advance()?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Control {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Control")
+            .field("carrier", self.sender.channel())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a ring's sender needs of a queue pair: WRITEs and READs of the peer's ring, in their order. All of them report their end.
+struct Carrier {
+    pair: Pair,
+    peer: RemoteKey,
+    bounce: Bounce,
+    /// With what stands for the buffer.
+    ops: VecDeque<(Op<RegBuf>, Place)>,
+    /// Announcements of the peer that were heard and whose messages were not taken.
+    arrivals: usize,
+    failed: Option<Failure>,
+}
+
+impl Carrier {
+    fn new(id: Id, pd: Arc<Pd>, slab: Slab) -> io::Result<Self> {
+        let depths = Depths {
+            sends: SENDS,
+            receives: ANNOUNCEMENTS,
+            reads_in_flight: READS_IN_FLIGHT_MAX,
+        };
+        let mut pair = Pair::new(id, pd, depths, Some(slab))?;
+        for _ in 0..ANNOUNCEMENTS {
+            pair.post_receive(ANNOUNCED)?;
+        }
+        Ok(Self {
+            pair,
+            peer: RemoteKey {
+                address: 0,
+                rkey: 0,
+            },
+            bounce: Bounce::new(BOUNCE_BYTES),
+            ops: VecDeque::with_capacity(SENDS),
+            arrivals: 0,
+            failed: None,
+        })
+    }
+
+    fn hand_over(&mut self, op: Op<RegBuf>, notify: bool) -> Result<(), Busy<RegBuf>> {
+        if self.ops.len() == SENDS {
+            return Err(Busy(op));
+        }
+        let Some(place) = self.bounce.take(op.len as usize) else {
+            return Err(Busy(op));
+        };
+        let (address, rkey) = (self.peer.address.wrapping_add(op.offset), self.peer.rkey);
+        let slab = self.pair.slab();
+        let verb = if op.verb == Verb::Write {
+            slab.copy_in(place.bytes.start, &op.buf.as_ref()[..op.len as usize]);
+            match notify {
+                true => verbs::Verb::WriteNotify { address, rkey },
+                false => verbs::Verb::Write { address, rkey },
+            }
+        } else {
+            verbs::Verb::Read { address, rkey }
+        };
+        let work = Work {
+            tag: 0,
+            verb,
+            local: slab.local(&place.bytes),
+            signalled: true,
+        };
+        // SAFETY: the place lies in the pair's slab.
+        if unsafe { self.pair.post(&[work]) }.is_err() {
+            // The queue pair was refused work: there is no connection.
+            self.failed.get_or_insert(Failure::FLUSH);
+        }
+        self.ops.push_back((op, place));
+        Ok(())
+    }
+
+    /// The oldest operation has ended.
+    fn end(&mut self, done: &mut Vec<Completion<RegBuf>>, result: Result<(), ChannelError>) {
+        let (mut op, place) = self
+            .ops
+            .pop_front()
+            .expect("a report belongs to an operation");
+        if op.verb != Verb::Write && result.is_ok() {
+            let bytes = &mut op.buf.as_mut()[..op.len as usize];
+            self.pair.slab().copy_out(place.bytes.start, bytes);
+        }
+        self.bounce.give_back(&place);
+        done.push(Completion {
+            tag: op.tag,
+            verb: op.verb,
+            buf: op.buf,
+            result,
+        });
+    }
+}
+
+impl Channel<RegBuf> for Carrier {
+    fn post(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
+        self.hand_over(op, false)
+    }
+
+    fn post_notifying(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
+        self.hand_over(op, true)
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<RegBuf>>) -> usize {
+        let before = done.len();
+        loop {
+            let mut reports = [None; COMPLETIONS];
+            let Ok(count) = self.pair.poll(&mut reports) else {
+                self.failed.get_or_insert(Failure::FLUSH);
+                break;
+            };
+            for report in reports.into_iter().flatten() {
+                match report.result {
+                    Err(failure) => {
+                        self.failed.get_or_insert(failure);
+                    }
+                    Ok(()) if report.tag == ANNOUNCED => {
+                        self.arrivals += 1;
+                        if self.pair.post_receive(ANNOUNCED).is_err() {
+                            self.failed.get_or_insert(Failure::FLUSH);
+                        }
+                    }
+                    Ok(()) => self.end(done, Ok(())),
+                }
+            }
+            if count < COMPLETIONS {
+                break;
+            }
+        }
+        if let Some(failure) = self.failed {
+            while !self.ops.is_empty() {
+                let error = ChannelError::Disconnected {
+                    endpoint: "the peer".to_owned(),
+                    reason: failure.describe(),
+                };
+                self.end(done, Err(error));
+            }
+        }
+        done.len() - before
+    }
+
+    fn writes_in_order(&self) -> bool {
+        true
+    }
+
+    fn in_flight(&self) -> usize {
+        self.ops.len()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        Wait {
+            fd: Some(self.pair.completions()),
+            readable: true,
+            ..Wait::default()
+        }
+    }
+}
+
+impl fmt::Debug for Carrier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Carrier")
+            .field("pair", &self.pair)
+            .field("in_flight", &self.ops.len())
+            .field("arrivals", &self.arrivals)
+            .field("failed", &self.failed)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;
