@@ -7,6 +7,7 @@ use std::{
     io,
     os::fd::AsFd,
     ptr::{self, NonNull},
+    slice,
     sync::{Arc, mpsc},
     thread,
     time::Instant,
@@ -240,6 +241,16 @@ unsafe impl FaultHandler for Bare {
             Err(_) => Served::NotMine,
         }
     }
+}
+
+/// The elements of a run of pages that a space has installed at `address`.
+///
+/// # Safety
+/// All of it is mapped, whole and aligned, and nobody else touches it as long as the slice is in use.
+pub(crate) unsafe fn installed<'a>(address: usize, bytes: usize) -> &'a mut [f64] {
+    let elements = bytes / size_of::<f64>();
+    // SAFETY: the caller promises all of it; any bytes are numbers.
+    unsafe { slice::from_raw_parts_mut(address as *mut f64, elements) }
 }
 
 fn stamp(page: usize) -> u8 {

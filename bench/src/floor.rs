@@ -16,6 +16,7 @@ use crate::{
     raw,
     report::{Config, Figures, Percentiles, Report},
     server::MemoryServer,
+    work,
 };
 
 /// Bytes that a measurement of faults goes over at most, in memory that exists twice.
@@ -59,17 +60,24 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
         Duration::from_millis(if common.smoke { 50 } else { 1000 }),
     )?;
     progress.step(1);
+    progress.phase("triad's work without a pager");
+    let work = work::rates(
+        common,
+        &server,
+        Duration::from_millis(if common.smoke { 50 } else { 1000 }),
+    )?;
+    progress.step(1);
     drop(progress);
 
-    if rates.wrong > 0 {
+    if rates.wrong + work.wrong > 0 {
         eprintln!(
             "{} pages came back from the fabric other than they were written",
-            rates.wrong
+            rates.wrong + work.wrong
         );
     }
     Ok(Report {
         benchmark: "floor",
-        verified: rates.wrong == 0,
+        verified: rates.wrong + work.wrong == 0,
         config: Config::new(common, None, server.endpoint()),
         figures: Figures {
             kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
@@ -85,6 +93,8 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
             raw_cold_read_mb_per_s: Some(rates.cold_read),
             raw_cold_write_mb_per_s: Some(rates.cold_write),
             raw_read_write_mb_per_s: Some(rates.read_write),
+            work_mb_per_s: Some(work.work),
+            moved_work_mb_per_s: Some(work.moving),
             ..Figures::default()
         },
         paging: None,

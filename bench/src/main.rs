@@ -37,6 +37,7 @@ mod targets;
 mod traffic;
 mod verbs;
 mod versus_swap;
+mod work;
 
 use std::process::ExitCode;
 

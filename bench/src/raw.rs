@@ -33,8 +33,8 @@ const AREA_BYTES: u64 = 256 << 20;
 const SMOKE_AREA_BYTES: u64 = 8 << 20;
 
 /// Local memory that all threads together go over when buffers are cold: the budget of the STREAM that is compared with it.
-const LOCAL_BYTES: u64 = 96 << 20;
-const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
+pub(crate) const LOCAL_BYTES: u64 = 96 << 20;
+pub(crate) const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
 
 /// MB/s.
 pub(crate) struct Rates {

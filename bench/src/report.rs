@@ -173,6 +173,12 @@ pub(crate) struct Figures {
     /// READ and WRITE of the same bytes by the same threads, bytes of both directions added up.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) raw_read_write_mb_per_s: Option<f64>,
+    /// STREAM's triad with all its transfers and hashes, but without a pager.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) work_mb_per_s: Option<f64>,
+    /// The same with every run moved into a region and out of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) moved_work_mb_per_s: Option<f64>,
 }
 
 /// A loop over the arrays.
@@ -393,6 +399,8 @@ impl Report {
                 f.raw_read_write_mb_per_s,
                 "MB/s",
             ),
+            ("triad's work without a pager", f.work_mb_per_s, "MB/s"),
+            ("the same, moved in and out", f.moved_work_mb_per_s, "MB/s"),
         ] {
             if let Some(value) = value {
                 let digits = if unit == "us" { 2 } else { 0 };

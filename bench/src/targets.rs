@@ -24,8 +24,25 @@ pub(crate) struct Row {
     measure: Measure,
 }
 
-/// The figure and what it is divided by.
-type Measure = Box<dyn Fn(&mut Sitting) -> Result<[f64; 2]>>;
+type Measure = Box<dyn Fn(&mut Sitting) -> Result<Measured>>;
+
+/// The figure, what it is divided by, and, where it is known, what the figure would be without a pager.
+#[derive(Clone, Copy)]
+struct Measured {
+    figure: f64,
+    against: f64,
+    floor: Option<f64>,
+}
+
+impl From<[f64; 2]> for Measured {
+    fn from([figure, against]: [f64; 2]) -> Self {
+        Self {
+            figure,
+            against,
+            floor: None,
+        }
+    }
+}
 
 #[derive(Clone, Copy)]
 enum Target {
@@ -58,6 +75,9 @@ pub(crate) struct Finding {
     measured: f64,
     against: f64,
     ratio: f64,
+    /// The ratio of the same work without a pager: who is beyond it would have to do less work.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    floor: Option<f64>,
     /// Of each repetition.
     ratios: Vec<f64>,
     met: bool,
@@ -112,26 +132,32 @@ pub(crate) fn run(options: &TargetsOptions) -> Result<()> {
 }
 
 impl Finding {
-    fn new(row: &Row, values: &[[f64; 2]]) -> Self {
-        let of = |pick: fn(&[f64; 2]) -> f64| -> Vec<f64> { values.iter().map(pick).collect() };
-        let ratios = of(|[figure, against]| figure / against);
+    fn new(row: &Row, values: &[Measured]) -> Self {
+        let of = |pick: fn(&Measured) -> f64| -> Vec<f64> { values.iter().map(pick).collect() };
+        let ratios = of(|value| value.figure / value.against);
         let ratio = median(&ratios);
+        let floors: Option<Vec<_>> = (values.iter())
+            .map(|value| Some(value.floor? / value.against))
+            .collect();
         Self {
             what: row.what.clone(),
             target: row.target.text(),
             unit: row.unit,
-            measured: median(&of(|x| x[0])),
-            against: median(&of(|x| x[1])),
+            measured: median(&of(|value| value.figure)),
+            against: median(&of(|value| value.against)),
             ratio,
+            floor: floors.map(|floors| median(&floors)),
             ratios,
             met: row.target.is_met(ratio),
         }
     }
 }
 
-/// What | target | measured | against | ratio | met.
+/// What | target | measured | against | ratio | floor | met.
 fn table(findings: &[Finding]) -> comfy_table::Table {
-    let mut table = report::table(["what", "target", "measured", "against", "ratio", "met"]);
+    let mut table = report::table([
+        "what", "target", "measured", "against", "ratio", "floor", "met",
+    ]);
     for finding in findings {
         let figure = |x: f64| match x {
             x if x < 100.0 => format!("{x:.2} {}", finding.unit),
@@ -150,6 +176,7 @@ fn table(findings: &[Finding]) -> comfy_table::Table {
             figure(finding.measured),
             figure(finding.against),
             ratio,
+            (finding.floor).map_or_else(String::new, |floor| format!("{floor:.3}")),
             if finding.met { "yes" } else { "NO" }.to_owned(),
         ]));
     }
@@ -168,9 +195,17 @@ mod tests {
             unit: "us",
             measure: Box::new(|_| unreachable!("the figures are given below")),
         };
-        let finding = Finding::new(&row, &[[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]]);
-        assert_eq!(finding.ratio, 1.4);
+        let finding = Finding::new(
+            &row,
+            &[[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]].map(Measured::from),
+        );
+        assert_eq!((finding.ratio, finding.floor), (1.4, None));
         assert!(finding.met);
-        assert!(!Finding::new(&row, &[[16.0, 10.0]]).met);
+        assert!(!Finding::new(&row, &[[16.0, 10.0].into()]).met);
+        let floors = [20.0, 40.0, 30.0].map(|floor| Measured {
+            floor: Some(floor),
+            ..Measured::from([1.0, 10.0])
+        });
+        assert_eq!(Finding::new(&row, &floors).floor, Some(3.0));
     }
 }

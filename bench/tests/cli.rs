@@ -210,6 +210,8 @@ fn floor_measures_this_machine_and_the_raw_fabric() {
                 "/raw_cold_read_mb_per_s",
                 "/raw_cold_write_mb_per_s",
                 "/raw_read_write_mb_per_s",
+                "/work_mb_per_s",
+                "/moved_work_mb_per_s",
             ],
         );
     }
