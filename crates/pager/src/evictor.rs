@@ -40,8 +40,8 @@ const RUNS_OUT_MAX: usize = 64;
 /// A page that has been on its way out for so long while a fill waits for a frame is overdue: its store is slow, stalled or dead, and waiting
 /// for it would make its region the whole runtime's pace. A write-back that goes well takes a tenth of it.
 const OVERDUE: Duration = Duration::from_millis(3);
-/// A region with so many overdue pages is passed over by the sweep until some of them are gone.
-const OVERDUE_PER_REGION: usize = 64;
+/// A region with the pages of so many runs overdue is passed over by the sweep until some of them are gone.
+const OVERDUE_RUNS_PER_REGION: usize = 8;
 /// Chunks that one turn looks at when it finds no victim, before it lets other work go on.
 const CHUNKS_PER_TURN: usize = 256;
 /// After a failed write-back no victim is tried for so long: the store needs time, not more load.
@@ -179,7 +179,7 @@ impl<A: AddressSpace> Evictor<A> {
             let Some(claim) = self.core.sweep.claim(&self.core.regions) else {
                 break;
             };
-            if claim.region.overdue() >= OVERDUE_PER_REGION {
+            if claim.region.overdue() >= OVERDUE_RUNS_PER_REGION * claim.region.run_pages {
                 continue;
             }
             begun |= self.take_victims(&claim);

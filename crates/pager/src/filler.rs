@@ -45,6 +45,8 @@ const NAP: Duration = Duration::from_micros(50);
 /// round trip.
 const RUNS_AHEAD_MAX: usize = 32;
 pub(crate) const BYTES_AHEAD_MAX: usize = 8 << 20;
+/// Pages that one turn passes over because they are here already, or another filler's, before it looks after faults again.
+const PASSED_OVER_PER_TURN: usize = 4096;
 
 pub(crate) struct Filler<A: AddressSpace> {
     core: Arc<Core<A>>,
@@ -700,7 +702,7 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Posts READs for pages that nobody waits for yet, as far as frames and the lane allow.
     fn serve_wishes(&mut self) -> bool {
-        let mut any = false;
+        let (mut any, mut passed_over) = (false, 0);
         while self.backlog.is_empty()
             && self.unposted.is_empty()
             && self.flights.len() < RUNS_AHEAD_MAX
@@ -712,7 +714,11 @@ impl<A: AddressSpace> Filler<A> {
             match self.serve_wish(&mut wish) {
                 Ok(begun) => {
                     any |= begun;
+                    passed_over += usize::from(!begun);
                     self.wish_on(wish);
+                    if passed_over == PASSED_OVER_PER_TURN {
+                        return true;
+                    }
                 }
                 Err(NoRoom) => {
                     // No room for guesses. Those that come too late are worth nothing: forget them.

@@ -154,7 +154,7 @@ impl<A: AddressSpace> Frames<A> {
         true
     }
 
-    /// Makes a frame of as many pages as the budget allows, `pages` at most.
+    /// Makes a frame of as many pages as the budget and the address space allow, `pages` at most.
     fn make(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
         let page = page_bytes as u64;
         let affordable = |made: u64| (pages as u64).min((self.budget - made) / page) * page;
@@ -164,17 +164,24 @@ impl<A: AddressSpace> Frames<A> {
                 let more = affordable(made);
                 (more > 0).then_some(made + more)
             });
-        let bytes = affordable(made.ok()?);
+        let mut pages = affordable(made.ok()?) / page;
         self.peak
             .fetch_max(self.made.load(Ordering::Relaxed), Ordering::Relaxed);
-        match self.space.new_frame(page_bytes, (bytes / page) as usize) {
-            Ok(frame) => Some(frame),
-            Err(error) => {
-                self.made.fetch_sub(bytes, Ordering::Relaxed);
+        loop {
+            let error = match self.space.new_frame(page_bytes, pages as usize) {
+                Ok(frame) => return Some(frame),
+                Err(error) => error,
+            };
+            // So many may find no room next to each other where fewer do.
+            let fewer = pages / 2;
+            self.made
+                .fetch_sub((pages - fewer) * page, Ordering::Relaxed);
+            pages = fewer;
+            if pages == 0 {
                 if !self.failed_before.swap(true, Ordering::Relaxed) {
                     tracing::error!(%error, page_bytes, "no memory for a frame although the budget allows it; lower the budget");
                 }
-                None
+                return None;
             }
         }
     }
@@ -323,5 +330,36 @@ impl<F: Frame> Free<F> {
 
     fn put(&mut self, frame: F, page_bytes: usize) {
         self.0[pages_in(&frame, page_bytes).ilog2() as usize].push(frame);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farpage_vm::{SimOptions, SimSpace};
+
+    use super::*;
+
+    #[test]
+    fn where_no_room_is_left_for_a_run_shorter_ones_use_the_whole_budget() {
+        const PAGE_BYTES: usize = 4096;
+        for frame_pages_max in [1, 3] {
+            let space = Arc::new(SimSpace::new(SimOptions {
+                frame_pages_max,
+                ..SimOptions::default()
+            }));
+            let frames = Frames::new(space, 64 * PAGE_BYTES as u64, 0.9, 0.95);
+            frames.expect(PAGE_BYTES);
+            let mut taken = Vec::new();
+            while let Some(frame) = frames.for_demand(PAGE_BYTES, 15) {
+                assert!(pages_in(&frame, PAGE_BYTES) <= frame_pages_max);
+                taken.push(frame);
+            }
+            let bytes: usize = taken.iter().map(|frame| frame.as_ref().len()).sum();
+            assert_eq!(bytes, 64 * PAGE_BYTES);
+            assert_eq!(
+                (frames.used(), frames.peak()),
+                (frames.budget(), frames.budget())
+            );
+        }
     }
 }

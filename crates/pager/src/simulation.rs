@@ -4,6 +4,8 @@
 //! turn. Pages are reported held, faults twice; operations are delayed, reordered and lost. What a load returns is compared with
 //! a plain array at once, and the budget is checked after each step.
 
+mod room;
+
 use std::{
     collections::HashMap,
     io,
@@ -64,6 +66,7 @@ impl World {
             seed,
             held_probability: 0.02,
             duplicate_probability: 0.1,
+            ..SimOptions::default()
         }));
         let mut config = SimConfig::new(seed);
         config.delay_steps = 1 + next(&mut random) % 20;
@@ -562,6 +565,7 @@ impl Wide {
             seed,
             held_probability: [0.0, 0.02][(next(&mut random) % 2) as usize],
             duplicate_probability: 0.1,
+            ..SimOptions::default()
         }));
         let mut config = SimConfig::new(seed);
         config.delay_steps = 1 + next(&mut random) % 40;

@@ -302,6 +302,7 @@ mod tests {
             seed: 1,
             held_probability: 0.0,
             duplicate_probability: 0.0,
+            ..SimOptions::default()
         }));
         let session = SimServer::new(SimConfig::new(1))
             .session(&SessionOptions::default())

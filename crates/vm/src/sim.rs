@@ -36,6 +36,8 @@ pub struct SimOptions {
     pub held_probability: f64,
     /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
+    /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any number finds room.
+    pub frame_pages_max: usize,
 }
 
 impl Default for SimOptions {
@@ -45,6 +47,7 @@ impl Default for SimOptions {
             seed: 0,
             held_probability: 0.0,
             duplicate_probability: 0.0,
+            frame_pages_max: usize::MAX,
         }
     }
 }
@@ -444,6 +447,9 @@ impl AddressSpace for SimSpace {
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {
+        if pages > self.state.lock().options.frame_pages_max {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
         Ok(self.frame(vec![0; page_bytes * pages], page_bytes))
     }
 
