@@ -28,7 +28,7 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let page_bytes = common.page_size.as_u64() as usize;
     let samples_max = if common.smoke { 200 } else { 4096 };
     let samples = samples_max.min(FAULT_BYTES / page_bytes);
-    let progress = Progress::new(6);
+    let progress = Progress::new(7);
 
     progress.phase("the kernel's own fault");
     let kernel_fault = bare::kernel_faults(samples_max)?;

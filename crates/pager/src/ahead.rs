@@ -46,6 +46,8 @@ struct Stream {
     down: bool,
     /// What was planned last. A fault in it, or on the page behind it, is the program coming along.
     ahead: Range<usize>,
+    /// Where the program was when the last window was planned.
+    came_from: usize,
     window: usize,
     worth: Worth,
 }
@@ -117,7 +119,7 @@ impl Stream {
 impl Streams {
     /// A fault on `page`. `limit`: the region's largest window in pages, 0 for none; `eager`: the program says that it goes
     /// through the region in order, so that the first fault starts a stream; `missed`: the page was not on its way, so that what
-    /// was planned behind it is not either.
+    /// was planned behind it is not either. Returns what to read ahead, and the pages that the program has gone through since the stream's last plan.
     pub(crate) fn fault(
         &mut self,
         region: u64,
@@ -125,9 +127,9 @@ impl Streams {
         limit: usize,
         eager: bool,
         missed: bool,
-    ) -> Plan {
+    ) -> (Plan, Range<usize>) {
         if limit == 0 {
-            return Plan::NONE;
+            return (Plan::NONE, 0..0);
         }
         let known = self.streams.iter().enumerate().find_map(|(at, stream)| {
             let down = (stream.region == region).then(|| stream.direction(page))??;
@@ -149,6 +151,7 @@ impl Streams {
                     first: Some(page),
                     down: false,
                     ahead: page + 1..page + 1,
+                    came_from: page,
                     window: 0,
                     worth: Worth::Faults(0),
                 }
@@ -164,7 +167,7 @@ impl Streams {
             }
             Worth::Proven => Worth::Proven,
         };
-        let mut plan = Plan::NONE;
+        let (mut plan, mut passed) = (Plan::NONE, 0..0);
         if let Worth::Faults(_) = stream.worth {
             stream.ahead = if stream.down {
                 page..page
@@ -188,13 +191,19 @@ impl Streams {
                 };
                 start..start + stream.window
             };
+            let from = std::mem::replace(&mut stream.came_from, page);
+            passed = if stream.down {
+                page + 1..from + 1
+            } else {
+                from..page
+            };
             plan = Plan {
                 ahead: stream.ahead.clone(),
                 down: stream.down,
             };
         }
         self.streams.push(stream);
-        plan
+        (plan, passed)
     }
 
     fn judge(&mut self, guess: i8) {
@@ -225,44 +234,76 @@ mod tests {
         Plan { ahead, down: true }
     }
 
+    fn fault(
+        streams: &mut Streams,
+        region: u64,
+        page: usize,
+        limit: usize,
+        eager: bool,
+        missed: bool,
+    ) -> Plan {
+        streams.fault(region, page, limit, eager, missed).0
+    }
+
+    #[test]
+    fn what_the_program_has_gone_through_is_told_once() {
+        for down in [false, true] {
+            let at = |page: usize| if down { 1000 - page } else { page };
+            let mut streams = Streams::default();
+            let mut told = [0; 1000];
+            let mut page = 10;
+            for _ in 0..6 {
+                let (plan, passed) = streams.fault(1, at(page), 64, false, false);
+                passed.for_each(|page| told[page] += 1);
+                page = match plan {
+                    Plan::NONE => page + 1,
+                    plan => at(plan.nearest()),
+                };
+            }
+            let last = (10..).find(|&page| told[at(page)] == 0).expect("it ends");
+            assert!(last > 30, "only up to {last}");
+            assert_eq!(told.iter().sum::<i32>() as usize, last - 10, "each once");
+        }
+    }
+
     #[test]
     fn second_fault_in_a_row_starts_a_window_and_its_trigger_the_next() {
         let mut streams = Streams::default();
-        assert_eq!(streams.fault(1, 10, 64, false, true), Plan::NONE);
-        assert_eq!(streams.fault(1, 11, 64, false, true), up(12..16));
-        assert_eq!(streams.fault(1, 12, 64, false, false), up(16..24));
-        assert_eq!(streams.fault(1, 16, 64, false, false), up(24..40));
-        let limited = streams.fault(1, 24, 16, false, false);
+        assert_eq!(fault(&mut streams, 1, 10, 64, false, true), Plan::NONE);
+        assert_eq!(fault(&mut streams, 1, 11, 64, false, true), up(12..16));
+        assert_eq!(fault(&mut streams, 1, 12, 64, false, false), up(16..24));
+        assert_eq!(fault(&mut streams, 1, 16, 64, false, false), up(24..40));
+        let limited = fault(&mut streams, 1, 24, 16, false, false);
         assert_eq!(limited, up(40..56), "the limit holds");
     }
 
     #[test]
     fn window_that_was_given_up_is_planned_again() {
         let mut streams = Streams::default();
-        streams.fault(1, 10, 64, false, true);
-        streams.fault(1, 11, 64, false, true);
-        assert_eq!(streams.fault(1, 13, 64, false, true), up(14..22));
+        fault(&mut streams, 1, 10, 64, false, true);
+        fault(&mut streams, 1, 11, 64, false, true);
+        assert_eq!(fault(&mut streams, 1, 13, 64, false, true), up(14..22));
         streams.gave_up(1, &(17..22));
-        assert_eq!(streams.fault(1, 14, 64, false, false), up(17..33));
+        assert_eq!(fault(&mut streams, 1, 14, 64, false, false), up(17..33));
     }
 
     #[test]
     fn program_that_goes_downwards_is_followed() {
         for eager in [false, true] {
             let mut streams = Streams::default();
-            streams.fault(1, 50, 64, eager, true);
+            fault(&mut streams, 1, 50, 64, eager, true);
             let window = if eager { 8 } else { 4 };
-            let first = streams.fault(1, 49, 64, eager, true);
+            let first = fault(&mut streams, 1, 49, 64, eager, true);
             assert_eq!(first, down(49 - window..49));
-            let second = streams.fault(1, 48, 64, eager, false);
+            let second = fault(&mut streams, 1, 48, 64, eager, false);
             assert_eq!(second, down(49 - 3 * window..49 - window));
             streams.gave_up(1, &(49 - 3 * window..30));
-            let third = streams.fault(1, 48 - window, 64, eager, false);
+            let third = fault(&mut streams, 1, 48 - window, 64, eager, false);
             assert_eq!(third.ahead.end, 30, "goes on where it was given up");
         }
         let mut streams = Streams::default();
-        streams.fault(1, 1, 64, false, true);
-        assert_eq!(streams.fault(1, 0, 64, false, true), down(0..0));
+        fault(&mut streams, 1, 1, 64, false, true);
+        assert_eq!(fault(&mut streams, 1, 0, 64, false, true), down(0..0));
     }
 
     #[test]
@@ -270,7 +311,7 @@ mod tests {
         let mut streams = Streams::default();
         for i in 0..1000 {
             let page = i * 7919 % 100_003;
-            assert_eq!(streams.fault(1, page, 64, false, false), Plan::NONE);
+            assert_eq!(fault(&mut streams, 1, page, 64, false, false), Plan::NONE);
         }
     }
 
@@ -280,8 +321,8 @@ mod tests {
         let mut page = 0;
         let mut chance = |streams: &mut Streams| {
             page += 1000;
-            streams.fault(1, page, 64, false, true);
-            streams.fault(1, page + 1, 64, false, true) != Plan::NONE
+            fault(streams, 1, page, 64, false, true);
+            fault(streams, 1, page + 1, 64, false, true) != Plan::NONE
         };
         let wasted = (0..1000).filter(|_| chance(&mut streams)).count();
         assert!(
@@ -291,13 +332,13 @@ mod tests {
         for at in 0..TRUST_MAX as usize + 1 {
             let first = 10_000_000 * (at + 1);
             for page in first..first + 2 {
-                assert_eq!(streams.fault(1, page, 64, false, true), Plan::NONE);
+                assert_eq!(fault(&mut streams, 1, page, 64, false, true), Plan::NONE);
             }
             assert_eq!(
-                streams.fault(1, first + 2, 64, false, true),
+                fault(&mut streams, 1, first + 2, 64, false, true),
                 up(first + 3..first + 7)
             );
-            streams.fault(1, first + 3, 64, false, false);
+            fault(&mut streams, 1, first + 3, 64, false, false);
         }
         assert!(chance(&mut streams), "two in a row are a stream again");
     }
@@ -308,9 +349,9 @@ mod tests {
             trust: 0,
             ..Streams::default()
         };
-        assert_eq!(streams.fault(1, 50, 64, false, true), Plan::NONE);
-        assert_eq!(streams.fault(1, 49, 64, false, true), Plan::NONE);
-        assert_eq!(streams.fault(1, 48, 64, false, true), down(44..48));
+        assert_eq!(fault(&mut streams, 1, 50, 64, false, true), Plan::NONE);
+        assert_eq!(fault(&mut streams, 1, 49, 64, false, true), Plan::NONE);
+        assert_eq!(fault(&mut streams, 1, 48, 64, false, true), down(44..48));
     }
 
     #[test]
@@ -318,7 +359,7 @@ mod tests {
         let mut streams = Streams::default();
         for page in 0..2 {
             for region in 0..6 {
-                let plan = streams.fault(region, page, 8, false, false);
+                let plan = fault(&mut streams, region, page, 8, false, false);
                 assert_eq!(plan != Plan::NONE, page == 1);
             }
         }
@@ -326,7 +367,7 @@ mod tests {
 
     #[test]
     fn advice_starts_at_the_first_fault() {
-        let plan = Streams::default().fault(1, 0, 8, true, false);
+        let plan = fault(&mut Streams::default(), 1, 0, 8, true, false);
         assert_eq!(plan, up(1..5));
     }
 }

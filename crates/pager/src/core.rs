@@ -23,11 +23,12 @@ use parking_lot::Mutex;
 use crate::{
     PageError,
     ahead::Plan,
+    behind::{Back, Behind},
     bell::Bell,
     frames::Frames,
     in_thread::InThread,
     job::Job,
-    protocol::{self, HEAT_MAX, OnFailed},
+    protocol::{self, HEAT_MAX, OnFailed, State},
     region::Region,
     run::{keep_first, pages_in},
     stats::Counters,
@@ -123,6 +124,7 @@ pub(crate) struct Core<A: AddressSpace> {
     pub(crate) frames: Frames<A>,
     pub(crate) regions: RegionTable,
     pub(crate) sweep: Sweep,
+    pub(crate) behind: Behind,
     /// Ticks once per 4 KiB that were filled; wraps.
     clock: CachePadded<AtomicU32>,
     budget_ticks: u32,
@@ -154,6 +156,7 @@ impl<A: AddressSpace> Core<A> {
             frames,
             regions: RegionTable::default(),
             sweep: Sweep::new(budget_ticks),
+            behind: Behind::new(budget_ticks),
             // Far from 0, the stamp of pages that never left: those must not look as if they had just left.
             clock: CachePadded::new(AtomicU32::new(u32::MAX / 2)),
             budget_ticks,
@@ -263,20 +266,25 @@ impl<A: AddressSpace> Core<A> {
         let ticks = (region.page_bytes() >> 12) * pages.len();
         let now = self.clock.fetch_add(ticks as u32, Ordering::Relaxed);
         let mut noted: Option<Range<usize>> = None;
+        let mut back = Back::default();
         for page in pages {
-            let wanted = region.words.apply(page, |w| {
+            let before = region.words.apply(page, |w| {
                 let heat = match heat {
                     Heat::Hot => HEAT_MAX,
                     // It came back before the budget turned over once more: with a little more memory it would not have left.
                     Heat::Refault => u8::from(now.wrapping_sub(w.stamp()) < self.budget_ticks / 2),
                     Heat::Cold => 0,
                 };
-                (protocol::installed(w, heat, now), w.wanted())
+                (protocol::installed(w, heat, now), w)
             });
-            if wanted {
+            if before.state() == State::Filling {
+                back.count(before.stamp(), now, region.page_bytes());
+            }
+            if before.wanted() {
                 noted = Some(noted.map_or(page, |noted| noted.start)..page + 1);
             }
         }
+        self.behind.came_back(&back);
         if let Some(noted) = noted {
             self.wake(region, noted);
         }

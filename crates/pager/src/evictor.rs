@@ -2,7 +2,7 @@
 //!
 //! An eviction, in order:
 //!
-//! 1. the sweep names victims; neighbours among them are a run: own its pages (`Resident` to `Leaving`);
+//! 1. streams, or the sweep, name victims; neighbours among them are a run: own its pages (`Resident` to `Leaving`);
 //! 2. detach it: atomic, from here on its bytes are ours alone, and a touch of it faults;
 //! 3. map those of its pages again that are wanted by now;
 //! 4. hash each page: an unchanged one is done, changed ones are encoded and their WRITE posted;
@@ -24,6 +24,7 @@ use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
     PageError,
+    behind::{Behind, Way},
     core::{Core, Heat},
     job::Job,
     protocol::{self, OnLeft, State},
@@ -74,6 +75,7 @@ struct Leaving {
     region: Arc<Region>,
     pages: Range<usize>,
     job: Option<Arc<Job>>,
+    way: Way,
     since: Instant,
     overdue: bool,
 }
@@ -176,7 +178,9 @@ impl<A: AddressSpace> Evictor<A> {
             if self.core.frames.excess() == 0 || !self.has_room() {
                 break;
             }
-            let Some(claim) = self.core.sweep.claim(&self.core.regions) else {
+            let (behind, regions) = (&self.core.behind, &self.core.regions);
+            let claim = behind.claim(regions);
+            let Some(claim) = claim.or_else(|| self.core.sweep.claim(regions)) else {
                 break;
             };
             if claim.region.overdue() >= OVERDUE_RUNS_PER_REGION * claim.region.run_pages {
@@ -195,7 +199,10 @@ impl<A: AddressSpace> Evictor<A> {
         while page < claim.pages.end {
             let excess = self.core.frames.excess().div_ceil(page_bytes as u64) as usize;
             if excess == 0 || !self.has_room() {
-                self.core.sweep.stop_at(claim, page);
+                match claim.way {
+                    Way::Behind => self.core.behind.stop_at(claim, page),
+                    Way::Swept => self.core.sweep.stop_at(claim, page),
+                }
                 break;
             }
             let most = region.run_pages.min(excess);
@@ -206,7 +213,7 @@ impl<A: AddressSpace> Evictor<A> {
                 .find(|&page| !self.is_victim(claim, page, now, &mut seen));
             let run = page..spared.unwrap_or(window.end);
             while page < run.end {
-                let (pages, begun) = self.begin(region, page..run.end, None);
+                let (pages, begun) = self.begin(region, page..run.end, None, claim.way);
                 if matches!(begun, Begun::Yes) {
                     taken += pages;
                 }
@@ -214,11 +221,14 @@ impl<A: AddressSpace> Evictor<A> {
             }
             page += usize::from(spared.is_some());
         }
-        self.core.sweep.report(
-            seen * page_bytes,
-            taken * page_bytes,
-            self.core.frames.used() as usize,
-        );
+        self.core.behind.leave(claim.way, taken * page_bytes);
+        if claim.way == Way::Swept {
+            self.core.sweep.report(
+                seen * page_bytes,
+                taken * page_bytes,
+                self.core.frames.used() as usize,
+            );
+        }
         taken > 0
     }
 
@@ -277,6 +287,7 @@ impl<A: AddressSpace> Evictor<A> {
         region: &Arc<Region>,
         pages: Range<usize>,
         job: Option<&Arc<Job>>,
+        way: Way,
     ) -> (usize, Begun) {
         if !region.enter() {
             return (1, Begun::NotHere);
@@ -317,7 +328,7 @@ impl<A: AddressSpace> Evictor<A> {
             Ok(frame) => {
                 let taken = pages_in(&frame, page_bytes);
                 region.count_out(&(first..first + taken));
-                self.took_out(region, first..first + taken, frame, job);
+                self.took_out(region, first..first + taken, frame, job, way);
                 (taken, Begun::Yes)
             }
             Err(DetachError::Absent) => {
@@ -376,11 +387,13 @@ impl<A: AddressSpace> Evictor<A> {
         pages: Range<usize>,
         frame: A::Frame,
         job: Option<&Arc<Job>>,
+        way: Way,
     ) {
         let leaving = |pages: Range<usize>| Leaving {
             region: region.clone(),
             pages,
             job: job.cloned(),
+            way,
             since: Instant::now(),
             overdue: false,
         };
@@ -458,10 +471,8 @@ impl<A: AddressSpace> Evictor<A> {
                 if keep || failure(page).is_some() {
                     return Fate::Stays;
                 }
-                match region
-                    .words
-                    .apply(page, |w| protocol::left(w, self.core.now()))
-                {
+                let stamp = Behind::stamp(leaving.way, self.core.now());
+                match region.words.apply(page, |w| protocol::left(w, stamp)) {
                     OnLeft::Gone => Fate::Gone,
                     OnLeft::TakeBack => Fate::Stolen,
                 }
@@ -554,7 +565,7 @@ impl<A: AddressSpace> Evictor<A> {
             while page < pages.end {
                 let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(&(page..run), false);
-                let (dealt_with, begun) = self.begin(region, run, Some(&job));
+                let (dealt_with, begun) = self.begin(region, run, Some(&job), Way::Swept);
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
                     self.later.push(Later {
@@ -575,7 +586,7 @@ impl<A: AddressSpace> Evictor<A> {
         for later in std::mem::take(&mut self.later) {
             let region = later.job.region.clone();
             let page = later.page..later.page + 1;
-            match self.begin(&region, page, Some(&later.job)).1 {
+            match self.begin(&region, page, Some(&later.job), Way::Swept).1 {
                 Begun::Yes | Begun::NotHere => {
                     later.job.close_one(None);
                     any = true;

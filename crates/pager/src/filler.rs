@@ -695,8 +695,12 @@ impl<A: AddressSpace> Filler<A> {
         }
         let eager = advice == Advice::Sequential;
         let limit = self.window_pages(region);
-        let mut plan = self.streams.fault(region.id, page, limit, eager, missed);
+        let (mut plan, passed) = self.streams.fault(region.id, page, limit, eager, missed);
         plan.ahead.end = plan.ahead.end.min(region.pages());
+        if !passed.is_empty() {
+            let addresses = region.address_of(passed.start)..region.address_of(passed.end);
+            self.core.behind.passed(addresses);
+        }
         plan
     }
 
@@ -747,11 +751,12 @@ impl<A: AddressSpace> Filler<A> {
         } else {
             None
         };
-        let trigger = mem::take(&mut wish.trigger);
         let Some((pages, frame)) = flight else {
             wish.plan.take_off(1);
             return Ok(false);
         };
+        // The first run that comes in, since a page that is here already tells nothing.
+        let trigger = mem::take(&mut wish.trigger);
         wish.plan.take_off(pages.len());
         let flight = Flight {
             region: wish.region.clone(),

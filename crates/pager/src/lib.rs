@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod ahead;
+mod behind;
 mod bell;
 mod core;
 mod error;

@@ -17,6 +17,7 @@ use std::{
 use parking_lot::Mutex;
 
 use crate::{
+    behind::Way,
     core::RegionTable,
     region::{CHUNK_PAGES, Region},
 };
@@ -47,6 +48,7 @@ pub(crate) struct Claim {
     pub(crate) pages: Range<usize>,
     /// Pages younger than this stay.
     pub(crate) age_floor: u32,
+    pub(crate) way: Way,
 }
 
 impl Sweep {
@@ -89,6 +91,7 @@ impl Sweep {
                         region: region.clone(),
                         pages: pages.start.max(from)..pages.end,
                         age_floor: hand.age_floor,
+                        way: Way::Swept,
                     });
                 }
             }

@@ -1,4 +1,4 @@
-//! Who makes room, and what a store or a wish that takes long holds up.
+//! Who makes room: what leaves when a program goes round in a loop, and what a store or a wish that takes long holds up.
 
 use super::*;
 
@@ -11,18 +11,41 @@ impl Tight {
         Tight::new(1, &vec![PAGE_BYTES; regions], budget_bytes, pages)
     }
 
-    /// Touches the first pages of a region in order.
-    fn walk(&mut self, region: usize, pages: usize) {
-        let base = self.regions[region].address();
+    /// Touches the first pages of a region in order; returns how many had to come in.
+    fn walk(&mut self, region: usize, pages: usize) -> usize {
+        let fills = |tight: &Tight| tight.regions[region].pager().stats().fills as usize;
+        let (before, base) = (fills(self), self.regions[region].address());
         for page in 0..pages {
             self.touch(base + page * PAGE_BYTES, true);
         }
+        fills(self) - before
     }
 
     fn close(&mut self) {
         let regions = std::mem::take(&mut *self.regions);
         close(regions, &mut self.fillers, &mut self.evictors);
     }
+}
+
+#[test]
+fn loop_over_more_than_fits_finds_a_part_in_memory() {
+    let pages = 4 * BUDGET_PAGES;
+    let mut tight = Tight::with_budget(pages, 1);
+    let fills: Vec<_> = (0..8).map(|_| tight.walk(0, pages)).collect();
+    assert!(fills[0] >= pages, "{fills:?}");
+    let later = fills[1..].iter().max().expect("there are more");
+    assert!(*later < pages * 9 / 10, "{fills:?} of {pages}");
+    tight.close();
+}
+
+#[test]
+fn what_is_never_used_again_makes_room_for_a_loop() {
+    let mut tight = Tight::with_budget(BUDGET_PAGES, 2);
+    tight.walk(0, BUDGET_PAGES);
+    let pages = BUDGET_PAGES / 2;
+    let fills: Vec<_> = (0..5).map(|_| tight.walk(1, pages)).collect();
+    assert!(fills[4] < pages / 10, "{fills:?} of {pages}");
+    tight.close();
 }
 
 #[test]
