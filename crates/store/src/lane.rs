@@ -41,7 +41,7 @@ use self::{
 use crate::{
     Cluster, PageStore, StoreError,
     blocking::Bell,
-    codec::{Coder, READ, Traffic, WRITE},
+    codec::{Coder, Watch},
     entry::{Entry, Place, Span},
     remote::{Backing, RemoteStore},
 };
@@ -125,9 +125,7 @@ pub struct Lane<F: Frame> {
     /// Something was put off that the end of another lane's operation allows.
     look_again: Option<Instant>,
     spare: Vec<Spare<F>>,
-    traffic: Arc<Traffic>,
-    /// Whether this lane has decoded and encoded pages of adaptive regions, and so is counted as a worker that does.
-    works: [bool; 2],
+    watch: Watch,
     /// Scratch, empty between calls.
     places: Vec<Place>,
     freed: Vec<Span>,
@@ -165,8 +163,7 @@ impl<F: Frame> Lane<F> {
             passive: false,
             look_again: None,
             spare: Vec::new(),
-            traffic: cluster.traffic.clone(),
-            works: [false; 2],
+            watch: Watch::new(cluster.traffic.clone()),
             places: Vec::new(),
             freed: Vec::new(),
             entries: Vec::new(),
@@ -270,6 +267,7 @@ impl<F: Frame> Lane<F> {
             let run = self.take(index);
             self.advance(index, run);
         }
+        self.watch.looked();
         done.append(&mut self.ready);
     }
 
@@ -317,6 +315,7 @@ impl<F: Frame> Lane<F> {
         if bell {
             fds.extend([PollFd::new(self.bell.fd(), PollFlags::POLLIN)]);
         }
+        self.watch.sleeps(until);
         until
     }
 
@@ -391,9 +390,7 @@ impl<F: Frame> Lane<F> {
     ) {
         run.parts[part].task = Task::Moving(transfer);
         self.ops_in_flight += 1;
-        if let Some(chooser) = &remote.chooser {
-            chooser.posted(run.way.index());
-        }
+        self.watch.posted(run.way.index());
         self.repost(tag_of(index, part), run.way.verb(), remote, transfer, buf);
     }
 
@@ -449,7 +446,7 @@ impl<F: Frame> Lane<F> {
         let PortState::Open { channel, .. } = &mut self.ports[at].state else {
             return false;
         };
-        let mut completions = std::mem::take(&mut self.completions);
+        let mut completions = mem::take(&mut self.completions);
         channel.poll(&mut completions);
         let until = channel.wait().until;
         for completion in completions.drain(..) {
@@ -511,13 +508,14 @@ impl<F: Frame> Lane<F> {
         let Task::Moving(transfer) = run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
+        let bytes = u64::from(transfer.bytes);
+        self.watch.ended(run.way.index(), bytes);
         if let Some(chooser) = &remote.chooser {
-            let (way, number) = (run.way.index(), run.parts[part].first as u64);
-            let pages = run.parts[part].pages;
-            chooser.ended(way, run.page + number, pages, u64::from(transfer.bytes));
-            if !mem::replace(&mut self.works[way], true) {
-                self.traffic.count_worker(way, 1);
-            }
+            let (page, pages) = (
+                run.page + run.parts[part].first as u64,
+                run.parts[part].pages,
+            );
+            chooser.moved(run.way.index(), transfer.form, page, pages, bytes);
         }
         let block = match buf {
             IoBuf::Frame(frame) => {
@@ -552,17 +550,6 @@ impl<F: Frame> Drop for Lane<F> {
             let slots = run.parts.iter().filter(moving).map(|part| part.pages).sum();
             if run.way == Way::WriteBack {
                 remote.pool.settle(slots);
-            }
-            if let Some(chooser) = &remote.chooser {
-                for part in run.parts.iter().filter(moving) {
-                    let page = run.page + part.first as u64;
-                    chooser.ended(run.way.index(), page, 0, 0);
-                }
-            }
-        }
-        for way in [READ, WRITE] {
-            if self.works[way] {
-                self.traffic.count_worker(way, -1);
             }
         }
     }

@@ -39,7 +39,7 @@ use std::{any::TypeId, fmt, mem, str::FromStr};
 use serde::{Deserialize, Serialize};
 
 pub(crate) use self::{
-    adaptive::{Chooser, READ, Traffic, WRITE},
+    adaptive::{Chooser, READ, Traffic, WRITE, Watch},
     coder::{Coder, Form, Page},
     plain::{fill_repeated, hash, repeated},
     scheme::Scheme,

@@ -1,0 +1,274 @@
+//! What the link to the servers can do, as far as anybody had to wait for it: [`Traffic`], shared by all lanes, and [`Watch`], one lane's eye on it.
+//!
+//! The rule it keeps: **a link is only called slow for time that a lane spent asleep with requests under way before and after.** Then something was under way all the
+//! time and nobody came late to look, so that what all lanes received meanwhile is what the link carries. All other time says nothing: requests that have ended but
+//! were not looked after yet, and pauses in which nothing was asked for, make any link look slow. What was never waited for needs no compression.
+
+use std::{
+    cell::Cell,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    time::{Duration, Instant},
+};
+
+/// What is waited for counts from so many bytes on.
+const RATE_BYTES: f64 = (256 << 10) as f64;
+/// And half after so much waiting.
+const RATE_NS: f64 = 50e6;
+/// The link is thought twice as fast whenever so much time has passed without anybody waiting for it, so that a link that has become faster is found out
+/// about: what then turns out too optimistic is corrected within an epoch or two.
+const DOUBT: Duration = Duration::from_secs(5);
+
+/// A direction: what the fields of pairs stand for.
+pub(crate) const READ: usize = 0;
+pub(crate) const WRITE: usize = 1;
+
+/// What all lanes of a cluster have moved and waited for. Counters only: signal handlers report here, too.
+#[derive(Debug)]
+pub(crate) struct Traffic {
+    began: Instant,
+    /// Reads and writes.
+    ways: [Way; 2],
+}
+
+#[derive(Debug, Default)]
+struct Way {
+    delivered: AtomicU64,
+    waited_ns: AtomicU64,
+    waited_bytes: AtomicU64,
+}
+
+/// How much of it there was.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Counts {
+    pub(super) delivered: u64,
+    pub(super) waited_ns: u64,
+    pub(super) waited_bytes: u64,
+}
+
+impl Default for Traffic {
+    fn default() -> Self {
+        Self {
+            began: Instant::now(),
+            ways: Default::default(),
+        }
+    }
+}
+
+impl Traffic {
+    pub(super) fn now_ns(&self) -> u64 {
+        self.began.elapsed().as_nanos() as u64
+    }
+
+    /// So much arrived while somebody waited.
+    pub(super) fn waited(&self, way: usize, bytes: u64, ns: u64) {
+        self.ways[way].waited_bytes.fetch_add(bytes, Relaxed);
+        self.ways[way].waited_ns.fetch_add(ns, Relaxed);
+    }
+
+    pub(super) fn counts(&self) -> [Counts; 2] {
+        [READ, WRITE].map(|way| {
+            let way = &self.ways[way];
+            Counts {
+                delivered: way.delivered.load(Relaxed),
+                waited_ns: way.waited_ns.load(Relaxed),
+                waited_bytes: way.waited_bytes.load(Relaxed),
+            }
+        })
+    }
+}
+
+/// What one lane has under way.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    traffic: Arc<Traffic>,
+    ways: [Watched; 2],
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    under_way: u32,
+    /// From here on something was under way, and so much had been delivered then.
+    since_ns: u64,
+    delivered: u64,
+    /// Since then the lane had nothing to do but wait.
+    slept: Cell<bool>,
+    /// And there was a moment with nothing under way.
+    drained: bool,
+}
+
+impl Watch {
+    pub(crate) fn new(traffic: Arc<Traffic>) -> Self {
+        Self {
+            traffic,
+            ways: Default::default(),
+        }
+    }
+
+    /// A request goes out.
+    pub(crate) fn posted(&mut self, way: usize) {
+        if self.ways[way].under_way == 0 {
+            self.restart(way, self.traffic.now_ns());
+        }
+        self.ways[way].under_way += 1;
+    }
+
+    /// It has ended.
+    pub(crate) fn ended(&mut self, way: usize, bytes: u64) {
+        let watched = &mut self.ways[way];
+        watched.under_way -= 1;
+        watched.drained |= watched.under_way == 0;
+        let way = &self.traffic.ways[way];
+        way.delivered.fetch_add(bytes, Relaxed);
+    }
+
+    /// The lane may sleep until then.
+    pub(crate) fn sleeps(&self, until: Option<Instant>) {
+        if until.is_none_or(|until| until > Instant::now()) {
+            self.ways.iter().for_each(|way| way.slept.set(true));
+        }
+    }
+
+    /// The lane has looked after all its requests.
+    pub(crate) fn looked(&mut self) {
+        if self.ways.iter().all(|way| way.under_way == 0) {
+            return;
+        }
+        let now_ns = self.traffic.now_ns();
+        for way in [READ, WRITE] {
+            let watched = &self.ways[way];
+            if watched.under_way > 0 && watched.slept.get() && !watched.drained {
+                let delivered = self.traffic.ways[way].delivered.load(Relaxed);
+                let bytes = delivered - watched.delivered;
+                self.traffic.waited(way, bytes, now_ns - watched.since_ns);
+            }
+            self.restart(way, now_ns);
+        }
+    }
+
+    fn restart(&mut self, way: usize, now_ns: u64) {
+        let watched = &mut self.ways[way];
+        watched.since_ns = now_ns;
+        watched.delivered = self.traffic.ways[way].delivered.load(Relaxed);
+        watched.slept.set(false);
+        watched.drained = false;
+    }
+}
+
+/// How fast one direction is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Rate {
+    bytes: f64,
+    ns: f64,
+}
+
+impl Rate {
+    /// So many bytes came while somebody waited for so long, in an epoch of `wall_ns`.
+    pub(super) fn see(&mut self, bytes: f64, ns: f64, wall_ns: f64) {
+        let unknown_ns = (wall_ns - ns).max(0.0);
+        self.ns *= 0.5f64.powf(unknown_ns / DOUBT.as_nanos() as f64);
+        self.bytes += bytes;
+        self.ns += ns;
+        if self.ns > RATE_NS {
+            (self.bytes, self.ns) = (self.bytes / 2.0, self.ns / 2.0);
+        }
+    }
+
+    /// `None`: nobody had to wait.
+    pub(super) fn ns_per_byte(&self) -> Option<f64> {
+        (self.bytes >= RATE_BYTES).then(|| self.ns / self.bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A lane with two READs under way, which has just looked.
+    fn watch(traffic: &Arc<Traffic>) -> Watch {
+        let mut watch = Watch::new(traffic.clone());
+        watch.posted(READ);
+        watch.posted(READ);
+        watch.looked();
+        watch
+    }
+
+    /// The clock goes on.
+    fn pass(traffic: &Traffic) {
+        let now_ns = traffic.now_ns();
+        while traffic.now_ns() < now_ns + 1000 {}
+    }
+
+    fn waited(traffic: &Traffic) -> (bool, u64) {
+        let [read, write] = traffic.counts();
+        assert_eq!((write.waited_ns, write.waited_bytes), (0, 0));
+        (read.waited_ns > 0, read.waited_bytes)
+    }
+
+    #[test]
+    fn time_asleep_counts_with_all_that_arrived_meanwhile() {
+        let traffic = Arc::default();
+        let (mut watch, mut other) = (watch(&traffic), watch(&traffic));
+        watch.sleeps(None);
+        pass(&traffic);
+        other.ended(READ, 70);
+        watch.ended(READ, 100);
+        watch.looked();
+        assert_eq!(waited(&traffic), (true, 170));
+        assert_eq!(traffic.counts()[READ].delivered, 170);
+    }
+
+    #[test]
+    fn time_in_which_nobody_looked_or_nothing_was_under_way_says_nothing() {
+        // It had something else to do, or did not have to wait.
+        for until in [None, Some(Instant::now())] {
+            let traffic = Arc::default();
+            let mut watch = watch(&traffic);
+            if until.is_some() {
+                watch.sleeps(until);
+            }
+            pass(&traffic);
+            watch.ended(READ, 100);
+            watch.looked();
+            assert_eq!(waited(&traffic), (false, 0));
+        }
+        // All had arrived when it looked: nobody knows since when.
+        let traffic = Arc::default();
+        let mut drained = watch(&traffic);
+        drained.sleeps(None);
+        pass(&traffic);
+        drained.ended(READ, 100);
+        drained.ended(READ, 100);
+        drained.looked();
+        assert_eq!(waited(&traffic), (false, 0));
+        // It slept before there was anything to wait for.
+        let mut idle = Watch::new(traffic.clone());
+        idle.sleeps(None);
+        idle.posted(READ);
+        idle.posted(READ);
+        pass(&traffic);
+        idle.ended(READ, 100);
+        idle.looked();
+        assert_eq!(waited(&traffic), (false, 0));
+    }
+
+    #[test]
+    fn a_rate_follows_what_is_seen_and_grows_where_nobody_waits() {
+        let mut rate = Rate::default();
+        assert_eq!(rate.ns_per_byte(), None);
+        let second = 1e9;
+        // A gigabit per second, and then a tenth of it.
+        rate.see(2.5e6, 20e6, 20e6);
+        assert_eq!(rate.ns_per_byte(), Some(8.0));
+        for _ in 0..5 {
+            rate.see(2.5e6, 200e6, 200e6);
+        }
+        assert!((rate.ns_per_byte().expect("seen") - 80.0).abs() < 4.0);
+        for _ in 0..5 {
+            rate.see(0.0, 0.0, second);
+        }
+        assert!((rate.ns_per_byte().expect("seen") - 40.0).abs() < 2.0);
+    }
+}
