@@ -137,31 +137,34 @@ impl Control {
     /// # Errors
     /// The peer broke the protocol.
     pub(super) fn read(&mut self, buf: &mut [u8]) -> io::Result<Option<usize>> {
-        if self.read == self.message.len() {
-            self.advance_or_arm(|control| control.sender.channel().arrivals > 0)?;
-            let arrivals = &mut self.sender.channel_mut().arrivals;
-            if *arrivals == 0 {
+        if self.read == self.message.len() && !self.take()? {
+            self.arm()?;
+            if !self.take()? {
                 return Ok(None);
-            }
-            *arrivals -= 1;
-            self.read = 0;
-            let broken = |detail: String| io::Error::new(io::ErrorKind::InvalidData, detail);
-            match self.receiver.receive(&mut self.message) {
-                Ok(true) if !self.message.is_empty() => {}
-                Ok(_) => {
-                    self.message.clear();
-                    return Err(broken("the peer announced nothing".to_owned()));
-                }
-                Err(error) => {
-                    self.message.clear();
-                    return Err(broken(error.to_string()));
-                }
             }
         }
         let bytes = buf.len().min(self.message.len() - self.read);
         buf[..bytes].copy_from_slice(&self.message[self.read..][..bytes]);
         self.read += bytes;
         Ok(Some(bytes))
+    }
+
+    /// Takes the next message that was announced, if there is one. An announcement without one is not the peer's fault: the tail of the next may be
+    /// in the middle of being placed, and its own announcement, which is still to come, wakes.
+    fn take(&mut self) -> io::Result<bool> {
+        self.advance()?;
+        if self.sender.channel().arrivals == 0 {
+            return Ok(false);
+        }
+        (self.read, self.message) = (0, Vec::new());
+        let is_there = self
+            .receiver
+            .receive(&mut self.message)
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+        if is_there {
+            self.sender.channel_mut().arrivals -= 1;
+        }
+        Ok(is_there)
     }
 
     /// Sends what fits into one message; `None` while the peer has no room, which is asked for again after [`ASK_AGAIN`].
@@ -212,12 +215,17 @@ impl Control {
     fn advance_or_arm(&mut self, what: impl Fn(&Self) -> bool) -> io::Result<()> {
         self.advance()?;
         if !what(self) {
-            let pair = &mut self.sender.channel_mut().pair;
-            pair.take_wakeups();
-            pair.arm()?;
+            self.arm()?;
             self.advance()?;
         }
         Ok(())
+    }
+
+    /// Sees to it that the next completion wakes.
+    fn arm(&mut self) -> io::Result<()> {
+        let pair = &mut self.sender.channel_mut().pair;
+        pair.take_wakeups();
+        pair.arm()
     }
 }
 
