@@ -30,21 +30,6 @@
 #define FARPAGE_LOG_DEBUG 4
 
 /**
- * The default of whatever is asked.
- */
-#define FARPAGE_CODEC_DEFAULT 0
-
-/**
- * Pages are kept as they are.
- */
-#define FARPAGE_CODEC_RAW 1
-
-/**
- * Pages are kept compressed, without loss, where that makes them smaller.
- */
-#define FARPAGE_CODEC_LZ4 2
-
-/**
  * For `read_ahead`: read nothing ahead.
  */
 #define FARPAGE_READ_AHEAD_OFF UINT32_MAX
@@ -168,9 +153,9 @@ typedef struct farpage_region_options {
    */
   uint32_t read_ahead;
   /**
-   * How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. Not for stores and files.
+   * How pages are encoded on servers: as of the runtime. Not for stores and files.
    */
-  uint32_t codec;
+  const char *codec;
   /**
    * 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
    */
@@ -236,9 +221,12 @@ typedef struct farpage_runtime_options {
    */
   uint32_t read_ahead;
   /**
-   * How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. FARPAGE_CODEC. Default: raw.
+   * How pages are encoded on servers, by name: "raw", "lz4", "shuffle4" (bytes of elements of 2, 4 or 8 bytes are sorted before LZ4), "zfp:accuracy=1e-6,f64"
+   * (numbers of f32 or f64, each within this error or stored without loss), "zfp:precision=20,f32" (bits), "zfp:rate=8,f32" (bits per value),
+   * "zfp:reversible,f32" (nothing is lost; the last three also with i32 and i64), "adaptive,f32" (whatever makes the program fastest of all that loses
+   * nothing; without the element, of raw and LZ4), or "adaptive:accuracy=1e-6,f64" (the same, and ZFP within this error). FARPAGE_CODEC. Default: "raw".
    */
-  uint32_t codec;
+  const char *codec;
   /**
    * How long a page is tried for before it is given up. FARPAGE_DEADLINE. Default: 10.
    */

@@ -9,25 +9,18 @@ use farpage::Codec;
 
 use crate::error::Failure;
 
-/// The default of whatever is asked.
-pub const FARPAGE_CODEC_DEFAULT: u32 = 0;
-/// Pages are kept as they are.
-pub const FARPAGE_CODEC_RAW: u32 = 1;
-/// Pages are kept compressed, without loss, where that makes them smaller.
-pub const FARPAGE_CODEC_LZ4: u32 = 2;
-
 /// For `read_ahead`: read nothing ahead.
 pub const FARPAGE_READ_AHEAD_OFF: u32 = u32::MAX;
 
-pub(crate) fn codec(code: u32) -> Result<Option<Codec>, Failure> {
-    match code {
-        FARPAGE_CODEC_DEFAULT => Ok(None),
-        FARPAGE_CODEC_RAW => Ok(Some(Codec::Raw)),
-        FARPAGE_CODEC_LZ4 => Ok(Some(Codec::Lz4)),
-        _ => Err(Failure::invalid(format!(
-            "a codec of {code}: need one of the FARPAGE_CODEC_ constants"
-        ))),
-    }
+/// A codec by its name.
+///
+/// # Safety
+/// As [`text`].
+pub(crate) unsafe fn codec(name: *const c_char) -> Result<Option<Codec>, Failure> {
+    // SAFETY: the caller's promise.
+    let name = unsafe { text(name, "`codec`") }?;
+    let codec = name.map(str::parse::<Codec>).transpose();
+    codec.map_err(|error| Failure::invalid(error.to_string()))
 }
 
 pub(crate) fn read_ahead(pages: u32) -> Option<usize> {

@@ -48,8 +48,8 @@ pub struct farpage_region_options {
     pub page_bytes: u64,
     /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
     pub read_ahead: u32,
-    /// How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. Not for stores and files.
-    pub codec: u32,
+    /// How pages are encoded on servers: as of the runtime. Not for stores and files.
+    pub codec: *const c_char,
     /// 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
     pub on_demand: u32,
     /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for servers.
@@ -200,10 +200,11 @@ unsafe fn create(
     at_end: AtEnd,
 ) -> Result<Mapped, Failure> {
     // SAFETY: the caller's promise.
-    let (runtime, name) = unsafe {
+    let (runtime, name, codec) = unsafe {
         (
             farpage_runtime::get(runtime)?,
             options::text(given.name, "`name`")?,
+            options::codec(given.codec)?,
         )
     };
     let bytes = bytes as usize;
@@ -215,7 +216,7 @@ unsafe fn create(
     if let Some(pages) = options::read_ahead(given.read_ahead) {
         options = options.read_ahead(pages);
     }
-    if let Some(codec) = options::codec(given.codec)? {
+    if let Some(codec) = codec {
         options = options.codec(codec);
     }
     if given.on_demand != 0 {

@@ -36,8 +36,11 @@ pub struct farpage_runtime_options {
     pub low_water: f64,
     /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, or what the link needs.
     pub read_ahead: u32,
-    /// How pages are encoded on servers: one of the FARPAGE_CODEC_ constants. FARPAGE_CODEC. Default: raw.
-    pub codec: u32,
+    /// How pages are encoded on servers, by name: "raw", "lz4", "shuffle4" (bytes of elements of 2, 4 or 8 bytes are sorted before LZ4), "zfp:accuracy=1e-6,f64"
+    /// (numbers of f32 or f64, each within this error or stored without loss), "zfp:precision=20,f32" (bits), "zfp:rate=8,f32" (bits per value),
+    /// "zfp:reversible,f32" (nothing is lost; the last three also with i32 and i64), "adaptive,f32" (whatever makes the program fastest of all that loses
+    /// nothing; without the element, of raw and LZ4), or "adaptive:accuracy=1e-6,f64" (the same, and ZFP within this error). FARPAGE_CODEC. Default: "raw".
+    pub codec: *const c_char,
     /// How long a page is tried for before it is given up. FARPAGE_DEADLINE. Default: 10.
     pub deadline_seconds: f64,
     /// 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
@@ -116,7 +119,8 @@ pub unsafe extern "C" fn farpage_runtime_new(
         if let Some(pages) = options::read_ahead(options.read_ahead) {
             builder = builder.read_ahead(pages);
         }
-        if let Some(codec) = options::codec(options.codec)? {
+        // SAFETY: the caller's promise.
+        if let Some(codec) = unsafe { options::codec(options.codec) }? {
             builder = builder.codec(codec);
         }
         match options.fault_mode {

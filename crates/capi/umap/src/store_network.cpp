@@ -65,7 +65,7 @@ class StoreNetwork::Array {
       options.struct_bytes = sizeof options;
       options.page_bytes = page_bytes;
       options.address = address;
-      options.codec = mode == COMPRESS_LZ4 ? FARPAGE_CODEC_LZ4 : FARPAGE_CODEC_RAW;
+      options.codec = mode == COMPRESS_LZ4 ? "lz4" : "raw";
       farpage_code code = farpage_region_map(connection->runtime, length, &options, &it);
       if (code != FARPAGE_OK) {
         shim::log_failure("network store " + name);
