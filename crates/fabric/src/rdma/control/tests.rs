@@ -194,7 +194,7 @@ fn a_manifest_many_times_as_long_as_a_ring_over_rdma_arrives_whole() {
     with_server(
         "a_manifest_many_times_as_long_as_a_ring_over_rdma_arrives_whole",
         |connect| {
-            let manifest: Vec<u8> = (0..4 * MIB as u32)
+            let manifest: Vec<u8> = (0..MIB as u32)
                 .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
                 .collect();
             let session = connect();
