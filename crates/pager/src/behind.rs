@@ -23,8 +23,10 @@ use std::{
 use crate::core::RegionTable;
 use crate::sweep::Claim;
 
-/// What is gone through stays for so much of the budget before it may leave, and counts as staying after so much more that was not needed.
+/// What is gone through stays for so much of the budget before it may leave, at least for so many bytes (several windows, since programs go through
+/// several arrays at once and come back to rows) or half the budget, and counts as staying after so much more that was not needed.
 const GRACE_SHARE: usize = 16;
+const GRACE_BYTES_MIN: usize = 8 << 20;
 const SLACK_SHARE: usize = 8;
 /// Stretches in the queue at most; most are of megabytes.
 const STRETCHES_MAX: usize = 1024;
@@ -71,7 +73,7 @@ impl Behind {
     /// `budget_ticks`: how many ticks of the fill clock fill the budget once; a tick is 4 KiB.
     pub(crate) fn new(budget_ticks: u32) -> Behind {
         let budget_bytes = (budget_ticks as usize) << 12;
-        let grace_bytes = budget_bytes / GRACE_SHARE;
+        let grace_bytes = (budget_bytes / GRACE_SHARE).max(GRACE_BYTES_MIN.min(budget_bytes / 2));
         let stretches = VecDeque::with_capacity(STRETCHES_MAX);
         Behind {
             queue: Mutex::new(Queue {

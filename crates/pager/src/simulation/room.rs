@@ -29,9 +29,11 @@ impl Tight {
 
 #[test]
 fn loop_over_more_than_fits_finds_a_part_in_memory() {
-    let pages = 4 * BUDGET_PAGES;
-    let mut tight = Tight::with_budget(pages, 1);
-    let fills: Vec<_> = (0..8).map(|_| tight.walk(0, pages)).collect();
+    // Many windows, so that what stays for a while is little beside it.
+    let budget_pages = 8 * BUDGET_PAGES;
+    let pages = 2 * budget_pages;
+    let mut tight = Tight::new(1, &[PAGE_BYTES], budget_pages * PAGE_BYTES, pages);
+    let fills: Vec<_> = (0..5).map(|_| tight.walk(0, pages)).collect();
     assert!(fills[0] >= pages, "{fills:?}");
     let later = fills[1..].iter().max().expect("there are more");
     assert!(*later < pages * 9 / 10, "{fills:?} of {pages}");
