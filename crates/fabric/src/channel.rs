@@ -38,7 +38,8 @@ pub enum Verb {
     /// (`lock` instructions); an adapter promises nothing to processors (`IBV_ATOMIC_HCA`), nor do WRITEs of the same word on any fabric. A READ of the word
     /// alone may be torn by contract, and is not on any machine that we know.
     ///
-    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after those that were posted before it. An atomic that ends in
+    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after those that were posted before it; operations that are posted after it may
+    /// take place before it, unless they wait for its end. An atomic that ends in
     /// [`Disconnected`](ChannelError::Disconnected) or [`TimedOut`](ChannelError::TimedOut) may have taken place, or still take place at a server
     /// that was only slow, once: nothing repeats it by itself, and who does has to know which.
     Atomic(Atomic),

@@ -180,6 +180,10 @@ impl Stream {
                 (PollFlags::POLLIN, asks.then(|| Instant::now() + ASK_AGAIN))
             }
         };
+        // Also for a peer that wakes us all the time and never says what we wait for.
+        if Instant::now() >= until {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
         let mut fds = [PollFd::new(self.as_fd(), events)];
         loop {
             match poll(

@@ -330,7 +330,7 @@ mod tests {
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x02\0\x02\0\0\0\0\0"
+            b"farpage\0\x03\0\x02\0\0\0\0\0"
         );
     }
 

@@ -1,7 +1,7 @@
 //! [`Control`]: what is said on a control connection, in both directions through a ring at the receiver.
 //!
 //! The rule it keeps: nothing is sent that the peer has no room for, and nothing that the peer places harms anybody but itself. A connection has a
-//! protection domain of its own on either side, so that its key opens its ring and nothing else. Where the rings are and what opens them is said with
+//! protection domain of its own on either side, so that its key opens its ring and nothing else; what is sent passes through memory without a key. Where the rings are and what opens them is said with
 //! the request for the connection and with its acceptance: when it is there, both can WRITE at once.
 //!
 //! A receiver sleeps until a completion wakes it, since the WRITE of a tail carries immediate data. That takes a receive request at the
@@ -81,14 +81,16 @@ impl Control {
     pub(super) fn new(id: Id, plain: &RegPool) -> Result<Self, String> {
         let device = id.device().expect("a resolved id has a device");
         let pd = Pd::new(device).map_err(|error| explain_pair(&error))?;
-        let registrar: Arc<dyn Registrar> = Arc::new(Domain(Arc::clone(&pd)));
-        let options = RegPoolOptions {
-            slab_bytes: RING_BYTES + BOUNCE_BYTES,
-            access: Access::Remote,
-            ..RegPoolOptions::default()
+        let pool = |slab_bytes, access| {
+            let registrar: Arc<dyn Registrar> = Arc::new(Domain(Arc::clone(&pd)));
+            let options = RegPoolOptions {
+                slab_bytes,
+                access,
+                ..RegPoolOptions::default()
+            };
+            RegPool::new([registrar], options)
         };
-        let pool = RegPool::new([registrar], options);
-        let ring = pool
+        let ring = pool(RING_BYTES, Access::Remote)
             .acquire(RING_BYTES)
             .map_err(|error| error.to_string())?;
         let keys = ring.keys(pd.domain()).map_err(|error| error.to_string())?;
@@ -96,8 +98,9 @@ impl Control {
             address: ring.as_ptr() as u64,
             rkey: keys.expect("the pool serves the domain").rkey,
         };
-        let slab = Slab::new(&pool, &pd, BOUNCE_BYTES).map_err(|error| error.to_string())?;
-        let carrier = Carrier::new(id, pd, slab).map_err(|error| explain_pair(&error))?;
+        let bounce = pool(BOUNCE_BYTES, Access::Local);
+        let slab = Slab::new(&bounce, &pd, BOUNCE_BYTES).map_err(|error| error.to_string())?;
+        let carrier = Carrier::new(id, pd, slab)?;
         Ok(Self {
             sender: RingSender::new(Box::new(carrier), plain, PLACE),
             receiver: RingReceiver::new(Landing::registered(ring), PLACE),
@@ -150,11 +153,18 @@ impl Control {
     }
 
     /// Takes the next message that was announced, if there is one. An announcement without one is not the peer's fault: the tail of the next may be
-    /// in the middle of being placed, and its own announcement, which is still to come, wakes.
+    /// in the middle of being placed, and its own announcement, which is still to come, wakes. More of them than a peer may make before all were taken are.
     fn take(&mut self) -> io::Result<bool> {
         self.advance()?;
-        if self.sender.channel().arrivals == 0 {
-            return Ok(false);
+        match self.sender.channel().arrivals {
+            0 => return Ok(false),
+            1..=ANNOUNCEMENTS => {}
+            _ => {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "the peer announces messages that it does not send",
+                ));
+            }
         }
         (self.read, self.message) = (0, Vec::new());
         let is_there = self
@@ -250,15 +260,18 @@ struct Carrier {
 }
 
 impl Carrier {
-    fn new(id: Id, pd: Arc<Pd>, slab: Slab) -> io::Result<Self> {
+    fn new(id: Id, pd: Arc<Pd>, slab: Slab) -> Result<Self, String> {
         let depths = Depths {
             sends: SENDS,
             receives: ANNOUNCEMENTS,
             reads_in_flight: READS_IN_FLIGHT_MAX,
         };
-        let mut pair = Pair::new(id, pd, depths, Some(slab))?;
+        let mut pair =
+            Pair::new(id, pd, depths, Some(slab)).map_err(|error| explain_pair(&error))?;
         for _ in 0..ANNOUNCEMENTS {
-            pair.post_receive(ANNOUNCED)?;
+            pair.post_receive(ANNOUNCED).map_err(|error| {
+                format!("the RDMA device takes no receives without a buffer, which WRITE with immediate data needs: {error}")
+            })?;
         }
         Ok(Self {
             pair,
@@ -280,6 +293,11 @@ impl Carrier {
         let Some(place) = self.bounce.take(op.len as usize) else {
             return Err(Busy(op));
         };
+        if self.failed.is_some() {
+            // It ends with the next poll. Nothing behind what was not sent may arrive.
+            self.ops.push_back((op, place));
+            return Ok(());
+        }
         let (address, rkey) = (self.peer.address.wrapping_add(op.offset), self.peer.rkey);
         let slab = self.pair.slab();
         let verb = if op.verb == Verb::Write {
@@ -299,8 +317,7 @@ impl Carrier {
         };
         // SAFETY: the place lies in the pair's slab.
         if unsafe { self.pair.post(&[work]) }.is_err() {
-            // The queue pair was refused work: there is no connection.
-            self.failed.get_or_insert(Failure::FLUSH);
+            self.failed = Some(Failure::REFUSED);
         }
         self.ops.push_back((op, place));
         Ok(())
@@ -337,6 +354,8 @@ impl Channel<RegBuf> for Carrier {
 
     fn poll(&mut self, done: &mut Vec<Completion<RegBuf>>) -> usize {
         let before = done.len();
+        // Operations end here when it does; what the adapter reports of them later counts no more.
+        let is_over = self.failed.is_some();
         loop {
             let mut reports = [None; COMPLETIONS];
             let Ok(count) = self.pair.poll(&mut reports) else {
@@ -351,9 +370,10 @@ impl Channel<RegBuf> for Carrier {
                     Ok(()) if report.tag == ANNOUNCED => {
                         self.arrivals += 1;
                         if self.pair.post_receive(ANNOUNCED).is_err() {
-                            self.failed.get_or_insert(Failure::FLUSH);
+                            self.failed.get_or_insert(Failure::REFUSED);
                         }
                     }
+                    Ok(()) if is_over => {}
                     Ok(()) => self.end(done, Ok(())),
                 }
             }

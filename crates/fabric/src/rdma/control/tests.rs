@@ -105,13 +105,36 @@ fn cheat(name: &str, cheat: impl FnOnce(&Endpoint) -> Control) {
 }
 
 #[test]
-fn an_announcement_of_nothing_over_rdma_ends_its_own_connection_only() {
+fn announcements_of_nothing_over_rdma_end_their_own_connection_only() {
     cheat(
-        "an_announcement_of_nothing_over_rdma_ends_its_own_connection_only",
+        "announcements_of_nothing_over_rdma_end_their_own_connection_only",
         |endpoint| {
             let mut control = open(endpoint, |key| key);
             greet(&mut control);
-            place(&mut control, HEADER_BYTES as u64, &[1; 64], true);
+            let begin = Request::Begin {
+                client: "cheat".to_owned(),
+                resume: None,
+            };
+            write_all(&mut control, &encode(&begin).expect("short"));
+            // What is placed from now on lies where nobody looks any more.
+            until("the server answers", || {
+                let heard = control.read(&mut [0; 256]).expect("an honest server");
+                heard.is_some_and(|bytes| bytes > 0)
+            });
+            for _ in 0..=ANNOUNCEMENTS {
+                place(&mut control, HEADER_BYTES as u64, &[1; 64], true);
+                until("it is placed", || {
+                    control.sender.channel_mut().poll(&mut Vec::new());
+                    control.sender.channel().in_flight() == 0
+                });
+            }
+            // Whoever renews its lease is not silent.
+            let renew = encode(&Request::Renew).expect("short");
+            until("the server has closed the connection", || {
+                let _ = control.write(&renew);
+                let _ = control.read(&mut [0; 256]);
+                is_closed(&mut control)
+            });
             control
         },
     );

@@ -20,7 +20,8 @@ pub(in crate::rdma) const POSTLIST: usize = 16;
 /// some adapters.
 const RETRIES: u8 = 6;
 
-/// For peers that have no receive ready, which a peer that keeps the protocol of control connections always has. Here, too, 7 means for ever.
+/// For peers that have no receive ready, which a peer that keeps the protocol of control connections always has. Here, too, 7 means for ever. The
+/// accepting side's own queue pair gets the connecting side's number, which may be a lie: nothing there waits for an adapter without a deadline.
 const RNR_RETRIES: u8 = 6;
 
 /// What is asked for: WRITEs that fit cost no read of local memory by the adapter.

@@ -136,6 +136,9 @@ impl Failure {
     /// The connection was ended before the work was done.
     pub(in crate::rdma) const FLUSH: Self = Self(sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR);
 
+    /// The adapter did not take the work at all.
+    pub(in crate::rdma) const REFUSED: Self = Self(sys::ibv_wc_status::IBV_WC_LOC_QP_OP_ERR);
+
     /// Whether the connection was ended, by whichever side, before the work was done.
     pub(in crate::rdma) fn is_flush(self) -> bool {
         self == Self::FLUSH
@@ -155,6 +158,9 @@ impl Failure {
             IBV_WC_RNR_RETRY_EXC_ERR => "the peer does not receive",
             IBV_WC_REM_INV_REQ_ERR => {
                 "the peer's adapter does not do this: an atomic, and it has none?"
+            }
+            IBV_WC_LOC_QP_OP_ERR => {
+                "the adapter does not take this work: WRITE with immediate data, and it has none?"
             }
             _ => return format!("the adapter reports: {text}"),
         };
