@@ -64,7 +64,7 @@ pub(crate) enum Command {
     ///
     /// Exit status 1: a check is missed. Ctrl-C keeps what has been measured; the same command goes on from there.
     Codecs(CodecsOptions),
-    /// What an RDMA adapter gains by several READs in flight, and by one doorbell for several operations
+    /// What an RDMA adapter gains by several READs in flight, by one doorbell for several operations, and by one completion queue for several connections
     Verbs(VerbsOptions),
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met

@@ -1,5 +1,5 @@
 //! What an RDMA adapter gains by what farpage lets it do: several READs (and atomics) in flight on one connection, and one ring of its doorbell for several
-//! operations.
+//! operations; and what a thread gains that serves several connections from one completion queue.
 //!
 //! The rule it keeps: both ways take turns over connections of the same kind, and the median of the rounds counts, so that their ratio holds on a
 //! machine that does other things too. Every READ and every old value is checked.
@@ -9,6 +9,7 @@ use std::{sync::Arc, time::Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 use farpage_fabric::{
     Atomic, Channel, Endpoint, ExtentId, Op, RdmaOptions, Session, SessionOptions, Verb,
+    patterns::{CompletionEngine, Waiting},
 };
 use serde::Serialize;
 
@@ -23,6 +24,10 @@ const ROUNDS: usize = 9;
 /// Operations that are posted in one go and waited for: as many as one list holds.
 const BATCH: usize = 16;
 const AREA_BYTES: usize = 1 << 20;
+/// Connections of one thread, with one completion queue or with so many.
+const CONNECTIONS: usize = 8;
+/// Bytes of their READs.
+const SHORT: usize = 256;
 
 /// What was found.
 #[derive(Debug, Serialize)]
@@ -53,9 +58,10 @@ struct Comparison {
     one_over_many: f64,
 }
 
-/// READs in flight, or operations per doorbell.
 const READS: &str = "READs in flight";
 const DOORBELL: &str = "operations per doorbell";
+const QUEUES_POLLED: &str = "completion queues of 8 connections, polled";
+const QUEUES_SLEPT_ON: &str = "completion queues of 8 connections, slept on";
 
 pub(crate) fn run(options: &VerbsOptions) -> Result<Report> {
     let server = MemoryServer::connect_or_start(options.server.as_ref(), Fabric::Rdma, 64 << 20)?;
@@ -111,11 +117,32 @@ pub(crate) fn run(options: &VerbsOptions) -> Result<Report> {
             one_over_many: one_us / many_us,
         });
     }
+    let mut wrong = best.wrong + one_read.wrong + one_per_doorbell.wrong;
+    for (of, waiting) in [
+        (QUEUES_POLLED, Waiting::Poll),
+        (QUEUES_SLEPT_ON, Waiting::Event),
+    ] {
+        let mut shared = Lines::open(&best, true, waiting)?;
+        let mut separate = Lines::open(&best, false, waiting)?;
+        let mut us = [Vec::new(), Vec::new()];
+        for _ in 0..ROUNDS {
+            us[0].push(shared.us_per_read(batches * BATCH)?);
+            us[1].push(separate.us_per_read(batches * BATCH)?);
+        }
+        let [one_us, many_us] = us.map(|us| median(&us));
+        comparisons.push(Comparison {
+            of,
+            operation: "READ",
+            bytes: SHORT,
+            one_us,
+            many_us,
+            one_over_many: one_us / many_us,
+        });
+        wrong += shared.wrong + separate.wrong;
+    }
     Ok(Report {
         benchmark: "verbs",
-        verified: [best, one_read, one_per_doorbell]
-            .iter()
-            .all(|line| line.wrong == 0),
+        verified: wrong == 0,
         config: Config {
             smoke: options.smoke,
             server: server.endpoint().to_string(),
@@ -129,6 +156,7 @@ pub(crate) fn run(options: &VerbsOptions) -> Result<Report> {
 
 /// One connection, and memory at the server whose bytes are known.
 struct Line {
+    session: Arc<Session>,
     channel: Box<dyn Channel<Vec<u8>>>,
     extent: ExtentId,
     idle: Vec<Vec<u8>>,
@@ -145,6 +173,7 @@ impl Line {
         let mut line = Self {
             extent: session.grant(AREA_BYTES as u64)?.id,
             channel: session.channel()?,
+            session,
             idle: Vec::new(),
             wrong: 0,
         };
@@ -199,6 +228,66 @@ impl Line {
             self.idle.push(completion.buf);
         }
         Ok(())
+    }
+}
+
+/// Several connections that one thread serves, to the memory of a line.
+struct Lines {
+    engine: CompletionEngine<Vec<u8>>,
+    extent: ExtentId,
+    wrong: u64,
+}
+
+impl Lines {
+    fn open(line: &Line, share_a_queue: bool, waiting: Waiting) -> Result<Self> {
+        let mut engine = CompletionEngine::new(waiting);
+        if share_a_queue {
+            engine.open(&vec![Arc::clone(&line.session); CONNECTIONS])?;
+        } else {
+            for _ in 0..CONNECTIONS {
+                engine.add(line.session.channel()?);
+            }
+        }
+        Ok(Self {
+            engine,
+            extent: line.extent,
+            wrong: 0,
+        })
+    }
+
+    /// Each connection has one READ in flight.
+    fn us_per_read(&mut self, count: usize) -> Result<f64> {
+        let mut idle: Vec<_> = (0..CONNECTIONS).map(|at| (at, vec![0; SHORT])).collect();
+        let (mut posted, mut done) = (0, Vec::new());
+        let begin = Instant::now();
+        loop {
+            while posted < count
+                && let Some((connection, mut buf)) = idle.pop()
+            {
+                buf.fill(0);
+                let offset = (posted % (AREA_BYTES / SHORT) * SHORT) as u64;
+                let op = Op {
+                    tag: offset,
+                    verb: Verb::Read,
+                    extent: self.extent,
+                    offset,
+                    len: SHORT as u32,
+                    buf,
+                };
+                let posted_now = self.engine.post(connection, op);
+                posted_now.map_err(|_| anyhow!("an idle channel takes an operation"))?;
+                posted += 1;
+            }
+            if self.engine.in_flight() == 0 {
+                return Ok(begin.elapsed().as_secs_f64() * 1e6 / count as f64);
+            }
+            self.engine.wait(&mut done, None)?;
+            for (connection, completion) in done.drain(..) {
+                completion.result.context("a READ failed")?;
+                self.wrong += u64::from(!is_stamped(&completion.buf, completion.tag));
+                idle.push((connection, completion.buf));
+            }
+        }
     }
 }
 

@@ -191,6 +191,64 @@ pub trait Channel<B: Buf>: Send {
     fn wait(&self) -> Wait<'_>;
 }
 
+/// Several channels with what they share: posted to one by one, polled and waited for together, by one thread at a time.
+pub(crate) trait Channels<B: Buf>: Send {
+    /// As [`Channel::post`], on the channel of this number.
+    fn post(&mut self, number: usize, op: Op<B>) -> Result<(), Busy<B>>;
+
+    /// As [`Channel::poll`]: what has ended, with the number of its channel.
+    fn poll(&mut self, ended: &mut dyn FnMut(usize, Completion<B>));
+
+    /// Operations of all channels that have not been handed back.
+    fn in_flight(&self) -> usize;
+
+    /// As [`Channel::wait`].
+    fn wait(&self) -> Wait<'_>;
+}
+
+/// [`Channels`] among others.
+pub(crate) struct Group<B> {
+    pub(crate) channels: Box<dyn Channels<B>>,
+    /// Of each channel, its number among all.
+    pub(crate) numbers: Vec<usize>,
+}
+
+/// A channel that shares nothing.
+pub(crate) struct Alone<B> {
+    channel: Box<dyn Channel<B>>,
+    scratch: Vec<Completion<B>>,
+}
+
+impl<B: Buf> Alone<B> {
+    pub(crate) fn new(channel: Box<dyn Channel<B>>) -> Self {
+        Self {
+            channel,
+            scratch: Vec::new(),
+        }
+    }
+}
+
+impl<B: Buf> Channels<B> for Alone<B> {
+    fn post(&mut self, _number: usize, op: Op<B>) -> Result<(), Busy<B>> {
+        self.channel.post(op)
+    }
+
+    fn poll(&mut self, ended: &mut dyn FnMut(usize, Completion<B>)) {
+        self.channel.poll(&mut self.scratch);
+        self.scratch
+            .drain(..)
+            .for_each(|completion| ended(0, completion));
+    }
+
+    fn in_flight(&self) -> usize {
+        self.channel.in_flight()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        self.channel.wait()
+    }
+}
+
 /// Asserts what every caller of [`Channel::post`] promises; a longer operation would read beyond its buffer.
 pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
     let most = op

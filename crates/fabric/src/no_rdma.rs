@@ -14,6 +14,7 @@ use farpage_wire::{
 
 use crate::{
     Buf, Channel, ConnectError, RdmaOptions, Session,
+    channel::Group,
     host::Host,
     memory::ExtentMemory,
     regmem::{NullRegistrar, Registrar},
@@ -35,6 +36,9 @@ pub(crate) enum Listener {}
 
 #[derive(Debug)]
 pub(crate) enum Registration {}
+
+#[derive(Debug)]
+pub(crate) enum Route {}
 
 #[derive(Debug)]
 pub(crate) struct Client;
@@ -67,16 +71,27 @@ impl Client {
 
     pub(crate) fn remove(&self, _id: ExtentId) {}
 
-    pub(crate) fn channel<B: Buf>(
+    pub(crate) fn route(
         self: &Arc<Self>,
         session: &Arc<Session>,
         _claim: (SessionId, Secret),
         _death: Arc<Death>,
         _deadline: Duration,
         until: Instant,
-    ) -> Result<Box<dyn Channel<B>>, ConnectError> {
+    ) -> Result<Route, ConnectError> {
         self.connect(session.endpoint(), until)
             .map(|none| match none {})
+    }
+}
+
+pub(crate) fn channel<B: Buf>(route: Route) -> Result<Box<dyn Channel<B>>, ConnectError> {
+    match route {}
+}
+
+pub(crate) fn channels<B: Buf>(routes: Vec<(usize, Route)>) -> Result<Vec<Group<B>>, ConnectError> {
+    match routes.into_iter().next() {
+        None => Ok(Vec::new()),
+        Some((_, route)) => match route {},
     }
 }
 

@@ -578,6 +578,115 @@ fn an_engine_hands_back_what_its_channels_finish_however_it_waits() {
     check(&sim.session(&SessionOptions::default()).unwrap());
 }
 
+/// READs what they have written over three channels to each of two servers, of which one dies half way.
+fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
+    const PAGES: usize = 16;
+    const OPS: usize = 1000;
+    const WINDOW: usize = 12;
+    const BYTES: usize = 1024;
+    for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
+        let (staying, mut leaving) = (start("staying"), start("leaving"));
+        let connect = |server: &Server| {
+            Session::connect(&server.endpoint, &SessionOptions::default()).unwrap()
+        };
+        let (a, b) = (connect(&staying), connect(&leaving));
+        let sessions = [&a, &b, &a, &b, &b, &a].map(Arc::clone);
+        let dies = [false, true, false, true, true, false];
+
+        let mut engine = CompletionEngine::new(waiting);
+        // Beside others that are there already.
+        assert_eq!(engine.add(a.channel().unwrap()), 0);
+        assert_eq!(engine.open(&[]).unwrap(), 1..1);
+        assert_eq!(engine.open(&sessions).unwrap(), 1..7);
+        let extents = sessions
+            .each_ref()
+            .map(|session| session.grant((PAGES * BYTES) as u64).unwrap().id);
+        let byte = |channel: usize, page: usize| (channel * PAGES + page + 1) as u8;
+
+        let (mut ended, mut failed) = ([const { [false; OPS] }; 6], [0; 6]);
+        let (mut done, until) = (Vec::new(), Instant::now() + PATIENCE);
+        for (verb, range) in [(Verb::Write, 0..PAGES), (Verb::Read, PAGES..OPS)] {
+            let (mut next, mut in_flight) = ([range.start; 6], [0; 6]);
+            loop {
+                for channel in 0..6 {
+                    while next[channel] < range.end && in_flight[channel] < WINDOW {
+                        let page = next[channel] % PAGES;
+                        let filled = if verb == Verb::Write {
+                            byte(channel, page)
+                        } else {
+                            0
+                        };
+                        let op = Op {
+                            tag: (channel * OPS + next[channel]) as u64,
+                            verb,
+                            extent: extents[channel],
+                            offset: (page * BYTES) as u64,
+                            len: BYTES as u32,
+                            buf: vec![filled; BYTES],
+                        };
+                        engine.post(1 + channel, op).unwrap();
+                        next[channel] += 1;
+                        in_flight[channel] += 1;
+                    }
+                }
+                if engine.in_flight() == 0 {
+                    break;
+                }
+                engine.wait(&mut done, Some(until)).unwrap();
+                assert!(Instant::now() < until, "{waiting:?}: {in_flight:?}");
+                for (number, completion) in done.drain(..) {
+                    let (channel, op) = (number - 1, completion.tag as usize % OPS);
+                    assert_eq!(completion.tag as usize / OPS, channel, "{waiting:?}");
+                    assert!(
+                        !ended[channel][op],
+                        "{waiting:?}: {channel}, {op} ended twice"
+                    );
+                    ended[channel][op] = true;
+                    in_flight[channel] -= 1;
+                    match completion.result {
+                        Ok(()) => assert_eq!(
+                            completion.buf,
+                            [byte(channel, op % PAGES); BYTES],
+                            "{waiting:?}: {channel}, {op}"
+                        ),
+                        Err(error) => {
+                            assert!(dies[channel] && error.is_transient(), "{error}");
+                            failed[channel] += 1;
+                        }
+                    }
+                }
+                if leaving.thread.is_some() && next[0] > OPS / 2 {
+                    leaving.stop();
+                }
+            }
+            assert_eq!(in_flight, [0; 6], "{waiting:?}");
+        }
+        assert!(ended.iter().flatten().all(|ended| *ended), "{waiting:?}");
+        assert_eq!(failed.map(|failed| failed > 0), dies, "{waiting:?}");
+        assert_eq!(engine.wait(&mut done, Some(until)).unwrap(), 0);
+    }
+}
+
+#[test]
+fn channels_of_one_engine_outlive_each_other() {
+    let folder = tempfile::tempdir().unwrap();
+    one_of_two_servers_dies(|name| Server::start(&Endpoint::Shm(folder.path().join(name))));
+    one_of_two_servers_dies(|_| Server::start(&"tcp://127.0.0.1:0".parse().unwrap()));
+}
+
+#[cfg(feature = "rdma")]
+#[test]
+fn rdma_channels_that_share_a_completion_queue_outlive_each_other() {
+    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+        eprintln!(
+            "SKIPPED: rdma_channels_that_share_a_completion_queue_outlive_each_other: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's \
+             address; `cargo xtask vm` runs a test with one"
+        );
+        return;
+    };
+    one_of_two_servers_dies(|_| Server::start(&format!("rdma://{host}:0").parse().unwrap()));
+}
+
 /// Something that happens after so many looks, or while it is being armed.
 #[derive(Default)]
 struct Script {

@@ -3,10 +3,15 @@
 //! The rule it keeps: nothing that ends is missed. Notification is one-shot, so before a sleep it is armed first and looked once more
 //! afterwards: what ended in between would wake nobody.
 //!
-//! An engine that holds many channels is a completion queue that they share, served by one thread; an engine per worker is one each.
+//! One thread that serves many connections opens them with [`CompletionEngine::open`], which lets them share a completion queue: one look finds
+//! what has ended on any of them, and there is one descriptor to sleep on. Workers that each serve their own have an engine each. What shares a queue
+//! belongs to one engine and cannot be taken apart: two threads at one queue would take each other's wake-ups.
 
 use std::{
-    hint, io, thread,
+    hint, io,
+    ops::Range,
+    sync::Arc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -16,7 +21,10 @@ use nix::{
     sys::time::TimeSpec,
 };
 
-use crate::{Buf, Busy, Channel, Completion, Op};
+use crate::{
+    Buf, Busy, Channel, Completion, ConnectError, Op, Session,
+    channel::{Alone, Group},
+};
 
 /// Nobody spins for longer: it is several times what waking a thread takes, and what ends later is not worth a core.
 const SPIN_MAX: Duration = Duration::from_micros(50);
@@ -135,8 +143,9 @@ pub struct CompletionEngine<B> {
 }
 
 struct Queues<B> {
-    channels: Vec<Box<dyn Channel<B>>>,
-    scratch: Vec<Completion<B>>,
+    groups: Vec<Group<B>>,
+    /// Of each channel: its group, and its place there.
+    places: Vec<(usize, usize)>,
 }
 
 impl<B: Buf> CompletionEngine<B> {
@@ -144,17 +153,45 @@ impl<B: Buf> CompletionEngine<B> {
     pub fn new(waiting: Waiting) -> Self {
         Self {
             queues: Queues {
-                channels: Vec::new(),
-                scratch: Vec::new(),
+                groups: Vec::new(),
+                places: Vec::new(),
             },
             waiter: Waiter::new(waiting),
         }
     }
 
-    /// Takes a channel in; returns its number, counted from 0.
+    /// Takes a channel in, with the queue that it has; returns its number, counted from 0.
     pub fn add(&mut self, channel: Box<dyn Channel<B>>) -> usize {
-        self.queues.channels.push(channel);
-        self.queues.channels.len() - 1
+        let number = self.queues.places.len();
+        self.queues.places.push((self.queues.groups.len(), 0));
+        self.queues.groups.push(Group {
+            channels: Box::new(Alone::new(channel)),
+            numbers: vec![number],
+        });
+        number
+    }
+
+    /// Opens a channel of each of these sessions, among which one may stand several times, and takes them in; returns their numbers, in the same order.
+    ///
+    /// Over RDMA, channels through one adapter share a completion queue, which has room for all that they may have in flight. A channel that dies ends its own
+    /// operations alone. Where there is no adapter there is nothing to share, nor behind a [`Link`](crate::Link): each has its own queue then, and all else
+    /// is the same.
+    ///
+    /// # Errors
+    /// [`ConnectError`], within the deadlines of the sessions' options: also when the adapter's queues are too small for so many. The engine is as it was then.
+    pub fn open(&mut self, sessions: &[Arc<Session>]) -> Result<Range<usize>, ConnectError> {
+        let groups = Session::channels(sessions)?;
+        let first = self.queues.places.len();
+        let numbers = first..first + sessions.len();
+        self.queues.places.resize(numbers.end, (0, 0));
+        for mut group in groups {
+            for (place, number) in group.numbers.iter_mut().enumerate() {
+                *number += first;
+                self.queues.places[*number] = (self.queues.groups.len(), place);
+            }
+            self.queues.groups.push(group);
+        }
+        Ok(numbers)
     }
 
     /// Posts on the channel of this number.
@@ -165,12 +202,14 @@ impl<B: Buf> CompletionEngine<B> {
     /// # Panics
     /// If there is no such channel, and as [`Channel::post`].
     pub fn post(&mut self, channel: usize, op: Op<B>) -> Result<(), Busy<B>> {
-        self.queues.channels[channel].post(op)
+        let (group, place) = self.queues.places[channel];
+        self.queues.groups[group].channels.post(place, op)
     }
 
     /// Operations of all channels that have not ended.
     pub fn in_flight(&self) -> usize {
-        self.queues.channels.iter().map(|c| c.in_flight()).sum()
+        let groups = self.queues.groups.iter();
+        groups.map(|group| group.channels.in_flight()).sum()
     }
 
     /// Appends what has ended, with the number of its channel; waits until something has or this time has come. Returns at once when nothing is
@@ -198,13 +237,9 @@ impl<B: Buf> Source for Queues<B> {
 
     fn poll(&mut self) -> Option<Self::Item> {
         let mut ended = Vec::new();
-        for (number, channel) in self.channels.iter_mut().enumerate() {
-            if channel.in_flight() > 0 && channel.poll(&mut self.scratch) > 0 {
-                ended.extend(
-                    self.scratch
-                        .drain(..)
-                        .map(|completion| (number, completion)),
-                );
+        for Group { channels, numbers } in &mut self.groups {
+            if channels.in_flight() > 0 {
+                channels.poll(&mut |place, completion| ended.push((numbers[place], completion)));
             }
         }
         (!ended.is_empty()).then_some(ended)
@@ -212,14 +247,14 @@ impl<B: Buf> Source for Queues<B> {
 
     /// A channel whose completions have to be armed does so when it is asked what to sleep on.
     fn arm(&mut self) {
-        for channel in &self.channels {
-            channel.wait();
+        for group in &self.groups {
+            group.channels.wait();
         }
     }
 
     fn sleep(&mut self, mut until: Option<Instant>) -> io::Result<()> {
-        let mut fds = Vec::with_capacity(self.channels.len());
-        for wait in self.channels.iter().map(|channel| channel.wait()) {
+        let mut fds = Vec::with_capacity(self.groups.len());
+        for wait in self.groups.iter().map(|group| group.channels.wait()) {
             until = until.into_iter().chain(wait.until).min();
             if let Some(fd) = wait.fd {
                 let mut events = PollFlags::empty();

@@ -1,4 +1,4 @@
-//! [`RdmaChannel`]: the client's end of a data connection.
+//! [`Lane`]: the client's end of a data connection, without the completion queue, of which a [`Bundle`](super::bundle::Bundle) has one for all its lanes.
 //!
 //! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done with the memory that stands for it, and the send
 //! queue cannot fill. Buffers that are registered move as they lie; others are copied through registered memory of the channel's own,
@@ -10,24 +10,19 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    io,
-    os::fd::AsFd,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
 use farpage_wire::ExtentId;
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
 use super::{
     bounce::{Bounce, Place},
     client::{Client, Leased},
-    verbs::{
-        self, COMPLETIONS, Depths, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work,
-    },
+    verbs::{self, Depths, Done, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
 };
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
+    Buf, Busy, ChannelError, Completion, Op, Session, Verb,
     channel::{check_len, is_aligned, refused},
     regmem::DomainId,
     session::Death,
@@ -49,18 +44,22 @@ pub(super) const CHANNEL: Depths = Depths {
     reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
-/// What became readable, in the channel's own epoll.
-const COMPLETED: u64 = 0;
-const CONNECTION: u64 = 1;
+/// The lane's number stands in the upper bits of what marks its operations, so that completions find the way back; there are enough lower ones for
+/// any life of a process.
+const NUMBER_SHIFT: u32 = 52;
 
-/// One queue pair.
-pub(crate) struct RdmaChannel<B> {
+/// Lanes that can be told apart.
+pub(super) const LANES_MAX: usize = 1 << (u64::BITS - NUMBER_SHIFT);
+
+/// Whose operation it was.
+pub(super) fn lane_of(done: &Done) -> usize {
+    (done.tag >> NUMBER_SHIFT) as usize
+}
+
+/// One queue pair, and its operations.
+pub(super) struct Lane<B> {
     endpoint: String,
     pair: Pair,
-    /// Readable when the armed queue has completions, or the connection manager has something to say.
-    ready: Epoll,
-    /// Whether the next completion will make `ready` readable, or has.
-    is_armed: bool,
     deadline: Duration,
     death: Arc<Death>,
     /// Set once; from then on every operation ends with it.
@@ -104,8 +103,40 @@ enum Passage {
     Bounce(Place),
 }
 
-impl<B: Buf> Channel<B> for RdmaChannel<B> {
-    fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+impl<B: Buf> Lane<B> {
+    /// The lane of this number, below [`LANES_MAX`]; `pair` is connected.
+    pub(super) fn new(
+        number: usize,
+        session: Arc<Session>,
+        client: Arc<Client>,
+        pair: Pair,
+        death: Arc<Death>,
+        deadline: Duration,
+    ) -> Self {
+        Self {
+            endpoint: session.endpoint().to_string(),
+            pair,
+            deadline,
+            death,
+            dead: None,
+            ops: VecDeque::with_capacity(DEPTH),
+            handed: 0,
+            doorbell: client.doorbell().clamp(1, POSTLIST),
+            is_full: false,
+            sequence: (number as u64) << NUMBER_SHIFT,
+            bounce: Bounce::new(BOUNCE_BYTES),
+            refused: VecDeque::with_capacity(DEPTH),
+            client,
+            cache: HashMap::with_capacity(CACHED),
+            _session: session,
+        }
+    }
+
+    pub(super) fn pair(&self) -> &Pair {
+        &self.pair
+    }
+
+    pub(super) fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
         if self.in_flight() == DEPTH {
             return Err(Busy(op));
         }
@@ -131,102 +162,56 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
         Ok(())
     }
 
-    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
-        let before = done.len();
-        done.extend(self.refused.drain(..));
-        if self.ops.is_empty() {
-            return done.len() - before;
-        }
-        self.ring();
-        if self.dead.is_none() {
-            let moved = self
-                .collect(done)
-                .and_then(|any| if any { Ok(()) } else { self.look(done) })
-                .and_then(|()| self.check());
-            self.ring();
-            self.dead = self.dead.take().or(moved.err());
-        }
-        if let Some(error) = &self.dead {
-            // From here on the adapter leaves the bounce memory alone.
-            self.pair.kill();
-            done.extend(
-                self.ops
-                    .drain(..)
-                    .map(|flying| complete(flying.op, Err(error.clone()))),
-            );
-            (self.handed, self.bounce) = (0, Bounce::new(BOUNCE_BYTES));
-        }
-        done.len() - before
-    }
-
-    /// A reliable connection executes requests in their order.
-    fn writes_in_order(&self) -> bool {
-        true
-    }
-
-    fn in_flight(&self) -> usize {
+    pub(super) fn in_flight(&self) -> usize {
         self.ops.len() + self.refused.len()
     }
 
-    fn wait(&self) -> Wait<'_> {
-        let at_once = Wait {
-            until: Some(Instant::now()),
-            ..Wait::default()
-        };
-        match self.ops.front() {
-            _ if !self.refused.is_empty() => at_once,
-            None => Wait::default(),
-            // A queue that is not armed wakes nobody: the next poll arms it, or finds something.
-            Some(_) if self.dead.is_some() || self.can_ring() || !self.is_armed => at_once,
-            Some(oldest) => Wait {
-                fd: Some(self.ready.0.as_fd()),
-                readable: true,
-                writable: false,
-                until: Some(oldest.posted + self.deadline),
-            },
+    /// Whether there is something that the queue may tell of.
+    pub(super) fn is_busy(&self) -> bool {
+        !self.ops.is_empty()
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        self.dead.is_some()
+    }
+
+    /// Whether the next turn moves something whatever the queue says.
+    pub(super) fn is_ready(&self) -> bool {
+        !self.refused.is_empty() || self.is_busy() && (self.is_dead() || self.can_ring())
+    }
+
+    /// When the oldest operation has taken too long.
+    pub(super) fn until(&self) -> Option<Instant> {
+        (self.ops.front()).map(|oldest| oldest.posted + self.deadline)
+    }
+
+    /// The first half of a turn, before the queue is looked at: what needs no adapter.
+    pub(super) fn begin_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
+        self.refused.drain(..).for_each(ended);
+        self.ring();
+    }
+
+    /// The second half, after it: looks at the clock and at the session. A lane that is dead hands everything back.
+    pub(super) fn end_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
+        if let Err(error) = self.check() {
+            self.dead.get_or_insert(error);
+        }
+        self.ring();
+        if let Some(error) = &self.dead {
+            // From here on the adapter leaves the bounce memory alone.
+            self.pair.kill();
+            for flying in self.ops.drain(..) {
+                ended(complete(flying.op, Err(error.clone())));
+            }
+            (self.handed, self.bounce) = (0, Bounce::new(BOUNCE_BYTES));
         }
     }
-}
 
-impl<B: Buf> RdmaChannel<B> {
-    /// `pair` is connected.
-    pub(super) fn new(
-        session: &Arc<Session>,
-        client: Arc<Client>,
-        pair: Pair,
-        doorbell: usize,
-        death: Arc<Death>,
-        deadline: Duration,
-    ) -> io::Result<Self> {
-        let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
-        let event = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
-        ready.add(pair.completions(), event(COMPLETED))?;
-        ready.add(pair.id(), event(CONNECTION))?;
-        tracing::debug!(
-            endpoint = %session.endpoint(),
-            reads_in_flight = pair.reads_in_flight()?,
-            inline_bytes = pair.inline_bytes(),
-            "data connection established"
-        );
-        Ok(Self {
-            endpoint: session.endpoint().to_string(),
-            pair,
-            ready,
-            is_armed: false,
-            deadline,
-            death,
-            dead: None,
-            ops: VecDeque::with_capacity(DEPTH),
-            handed: 0,
-            doorbell: doorbell.clamp(1, POSTLIST),
-            is_full: false,
-            sequence: 0,
-            bounce: Bounce::new(BOUNCE_BYTES),
-            refused: VecDeque::with_capacity(DEPTH),
-            client,
-            cache: HashMap::with_capacity(CACHED),
-            _session: Arc::clone(session),
-        })
+    /// Nothing can be heard of the queue any more.
+    pub(super) fn fail(&mut self, reason: &str) {
+        if self.dead.is_none() {
+            self.dead = Some(self.lost(reason.to_owned()));
+        }
     }
 
     /// What the adapter is to do, if the bytes are leased to this client.
@@ -323,36 +308,23 @@ impl<B: Buf> RdmaChannel<B> {
         }
     }
 
-    /// Hands back what has completed; whether there was anything.
-    fn collect(&mut self, done: &mut Vec<Completion<B>>) -> Result<bool, ChannelError> {
-        let mut any = false;
-        loop {
-            let mut reports = [None; COMPLETIONS];
-            let polled = self.pair.poll(&mut reports);
-            let count = polled.map_err(|error| self.lost(describe(&error)))?;
-            any |= count > 0;
-            for report in reports.into_iter().flatten() {
-                // All before it have succeeded, since a failure is always reported.
-                while self
-                    .ops
-                    .front()
-                    .is_some_and(|oldest| oldest.sequence < report.tag)
-                {
-                    self.succeed(done);
-                }
-                match report.result {
-                    Ok(()) => self.succeed(done),
-                    Err(failure) => return Err(self.lost(failure.describe())),
-                }
-            }
-            if count < COMPLETIONS {
-                return Ok(any);
-            }
+    /// One of its operations has completed. What a queue pair that was destroyed has left in the queue stands for nothing any more.
+    pub(super) fn complete(&mut self, done: Done, ended: &mut impl FnMut(Completion<B>)) {
+        if self.is_dead() {
+            return;
+        }
+        // All before it have succeeded, since a failure is always reported.
+        while (self.ops.front()).is_some_and(|oldest| oldest.sequence < done.tag) {
+            self.succeed(ended);
+        }
+        match done.result {
+            Ok(()) => self.succeed(ended),
+            Err(failure) => self.fail(&failure.describe()),
         }
     }
 
     /// The oldest operation has taken place.
-    fn succeed(&mut self, done: &mut Vec<Completion<B>>) {
+    fn succeed(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         let mut flying = self
             .ops
             .pop_front()
@@ -366,40 +338,16 @@ impl<B: Buf> RdmaChannel<B> {
         }
         self.handed -= 1;
         self.is_full = false;
-        done.push(complete(flying.op, Ok(())));
+        ended(complete(flying.op, Ok(())));
     }
 
-    /// Nothing has completed: makes sure that the next completion wakes, and hears what became of the connection.
-    fn look(&mut self, done: &mut Vec<Completion<B>>) -> Result<(), ChannelError> {
-        let mut events = [EpollEvent::empty(); 2];
-        // An interrupted look is as good as one that saw nothing.
-        let count = self
-            .ready
-            .wait(&mut events, EpollTimeout::ZERO)
-            .unwrap_or(0);
-        for event in &events[..count] {
-            match event.data() {
-                COMPLETED => self.is_armed &= !self.pair.take_wakeups(),
-                _ => self.hear()?,
-            }
-        }
-        if !self.is_armed {
-            let armed = self.pair.arm();
-            armed.map_err(|error| self.lost(describe(&error)))?;
-            self.is_armed = true;
-            // What completed before the queue was armed does not wake.
-            self.collect(done)?;
-        }
-        Ok(())
-    }
-
-    fn hear(&self) -> Result<(), ChannelError> {
+    /// The connection manager has something to say.
+    pub(super) fn hear(&mut self) {
         while let Ok(Some(event)) = self.pair.id().next_event() {
             if event.kind != EventKind::Established {
-                return Err(self.lost(format!("the connection ended: {}", event.kind.describe())));
+                self.fail(&format!("the connection ended: {}", event.kind.describe()));
             }
         }
-        Ok(())
     }
 
     /// Looks at the clock and at the session.

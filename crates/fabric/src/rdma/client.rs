@@ -18,14 +18,16 @@ use farpage_wire::{
 
 use super::{
     Greeting, address,
-    channel::{BOUNCE_BYTES, CHANNEL, RdmaChannel},
+    bundle::{Bundle, RdmaChannel},
+    channel::{BOUNCE_BYTES, CHANNEL, LANES_MAX, Lane},
     control::Control,
     decode_key, devices, explain_pair, explain_start,
     stream::{Line, RdmaStream, Side},
-    verbs::{Depths, Device, Domain, EventKind, Id, Pair, Pd, Slab},
+    verbs::{Cq, Depths, Device, Domain, EventKind, Id, Pair, Pd, Slab},
 };
 use crate::{
     Buf, Channel, ConnectError, RdmaOptions, Session,
+    channel::Group,
     regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
     session::Death,
     stream::describe,
@@ -97,32 +99,30 @@ impl Client {
         self.leases.read().expect(NO_PANIC).get(&id).map(Arc::clone)
     }
 
-    /// Opens a data connection.
-    pub(crate) fn channel<B: Buf>(
+    /// Finds the way for a data connection.
+    pub(crate) fn route(
         self: &Arc<Self>,
         session: &Arc<Session>,
         claim: (SessionId, Secret),
         death: Arc<Death>,
         deadline: Duration,
         until: Instant,
-    ) -> Result<Box<dyn Channel<B>>, ConnectError> {
-        let endpoint = session.endpoint();
-        let id = resolve(endpoint, until)?;
-        let device = id.device().expect("a resolved id has a device");
-        let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
-        let Home { domain, pool } = self.home(device).map_err(no_pair)?;
-        let slab = Slab::new(&pool, &domain.0, BOUNCE_BYTES)
-            .map_err(|error| unusable(endpoint, error.to_string()))?;
-        let depths = Depths {
-            reads_in_flight: self.options.reads_in_flight,
-            ..CHANNEL
-        };
-        let pair = Pair::new(id, domain.0, depths, Some(slab)).map_err(no_pair)?;
-        let greeting = Greeting::Data(claim.0, claim.1);
-        establish(endpoint, &pair, &greeting, until)?;
-        let doorbell = self.options.doorbell;
-        let channel = RdmaChannel::new(session, Arc::clone(self), pair, doorbell, death, deadline);
-        Ok(Box::new(channel.map_err(no_pair)?))
+    ) -> Result<Route, ConnectError> {
+        let id = resolve(session.endpoint(), until)?;
+        Ok(Route {
+            device: id.device().expect("a resolved id has a device"),
+            id,
+            session: Arc::clone(session),
+            client: Arc::clone(self),
+            claim,
+            death,
+            deadline,
+            until,
+        })
+    }
+
+    pub(super) fn doorbell(&self) -> usize {
+        self.options.doorbell
     }
 
     /// Makes memory known to the adapter that the session's channels go through.
@@ -158,6 +158,104 @@ impl Client {
         RdmaStream::new(Line::Control(Box::new(control)), Side::Client)
             .map_err(|error| unusable(endpoint, explain_pair(&error)))
     }
+}
+
+/// The way to a server for a data connection that is to be made.
+pub(crate) struct Route {
+    id: Id,
+    device: Device,
+    session: Arc<Session>,
+    client: Arc<Client>,
+    claim: (SessionId, Secret),
+    death: Arc<Death>,
+    deadline: Duration,
+    until: Instant,
+}
+
+impl Route {
+    /// Opens the connection; what is done there is reported to the queue, as the work of the lane of this number.
+    fn open<B: Buf>(self, queue: &Arc<Cq>, number: usize) -> Result<Lane<B>, ConnectError> {
+        let endpoint = self.session.endpoint();
+        let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
+        let Home { domain, pool } = self.client.home(self.device).map_err(no_pair)?;
+        let slab = Slab::new(&pool, &domain.0, BOUNCE_BYTES)
+            .map_err(|error| unusable(endpoint, error.to_string()))?;
+        let depths = Depths {
+            reads_in_flight: self.client.options.reads_in_flight,
+            ..CHANNEL
+        };
+        let pair = Pair::new(self.id, domain.0, Arc::clone(queue), depths, Some(slab));
+        let pair = pair.map_err(no_pair)?;
+        let greeting = Greeting::Data(self.claim.0, self.claim.1);
+        establish(endpoint, &pair, &greeting, self.until)?;
+        tracing::debug!(
+            %endpoint,
+            reads_in_flight = pair.reads_in_flight().map_err(no_pair)?,
+            inline_bytes = pair.inline_bytes(),
+            "data connection established"
+        );
+        let (client, death) = (self.client, self.death);
+        Ok(Lane::new(
+            number,
+            self.session,
+            client,
+            pair,
+            death,
+            self.deadline,
+        ))
+    }
+}
+
+/// Opens a data connection with a completion queue of its own.
+pub(crate) fn channel<B: Buf>(route: Route) -> Result<Box<dyn Channel<B>>, ConnectError> {
+    Ok(Box::new(RdmaChannel(bundle(vec![route])?)))
+}
+
+/// Opens data connections with one completion queue per adapter. Each route has the number that its channel gets.
+pub(crate) fn channels<B: Buf>(routes: Vec<(usize, Route)>) -> Result<Vec<Group<B>>, ConnectError> {
+    let mut by_device: Vec<(Device, Vec<usize>, Vec<Route>)> = Vec::new();
+    for (number, route) in routes {
+        let device = route.device;
+        match by_device.iter_mut().find(|known| known.0 == device) {
+            Some((_, numbers, routes)) => {
+                numbers.push(number);
+                routes.push(route);
+            }
+            None => by_device.push((device, vec![number], vec![route])),
+        }
+    }
+    let bundles = by_device.into_iter().map(|(_, numbers, routes)| {
+        Ok(Group {
+            channels: Box::new(bundle(routes)?),
+            numbers,
+        })
+    });
+    bundles.collect()
+}
+
+/// `routes` are at least one, of one device.
+fn bundle<B: Buf>(routes: Vec<Route>) -> Result<Bundle<B>, ConnectError> {
+    let (device, count) = (routes[0].device, routes.len());
+    let endpoint = routes[0].session.endpoint().clone();
+    let no_pair = |error: io::Error| unusable(&endpoint, explain_pair(&error));
+    let completions = device.completions_max().map_err(no_pair)?;
+    let depth = queue_depth(count, completions)
+        .map_err(|reason| unusable(&endpoint, format!("{}: {reason}", device.name())))?;
+    let queue = Cq::new(device, depth).map_err(no_pair)?;
+    let lanes = routes.into_iter().enumerate();
+    let lanes = lanes.map(|(number, route)| route.open(&queue, number));
+    Bundle::new(Arc::clone(&queue), lanes.collect::<Result<_, _>>()?).map_err(no_pair)
+}
+
+/// Completions that so many channels may leave in their queue, if a device whose queues hold `most` can have that.
+fn queue_depth(channels: usize, most: usize) -> Result<usize, String> {
+    let fit = (most / CHANNEL.completions()).min(LANES_MAX);
+    if channels > fit {
+        return Err(format!(
+            "{channels} channels cannot share one of its completion queues, which hold {most} completions: at most {fit} can"
+        ));
+    }
+    Ok(channels * CHANNEL.completions())
 }
 
 /// A control connection on which nothing was said; `tell` is what the server is told of our ring, which tests lie about.
@@ -267,5 +365,20 @@ fn unusable(endpoint: &Endpoint, reason: String) -> ConnectError {
     ConnectError::NoRdma {
         endpoint: endpoint.to_string(),
         reason,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_shared_queue_has_room_for_all_that_its_channels_post_or_is_refused() {
+        assert_eq!(queue_depth(1, 64), Ok(64));
+        assert_eq!(queue_depth(511, 32_767), Ok(32_704));
+        let refusal = queue_depth(512, 32_767).expect_err("one too many");
+        assert!(refusal.contains("at most 511"), "{refusal}");
+        assert!(queue_depth(LANES_MAX, usize::MAX).is_ok());
+        assert!(queue_depth(LANES_MAX + 1, usize::MAX).is_err());
     }
 }

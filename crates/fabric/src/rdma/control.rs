@@ -11,6 +11,7 @@
 use std::{
     collections::VecDeque,
     fmt, io,
+    os::fd::AsFd,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -21,7 +22,8 @@ use super::{
     bounce::{Bounce, Place},
     explain_pair,
     verbs::{
-        self, COMPLETIONS, Depths, Domain, Failure, Id, Pair, Pd, READS_IN_FLIGHT_MAX, Slab, Work,
+        self, COMPLETIONS, Cq, Depths, Domain, Failure, Id, Pair, Pd, READS_IN_FLIGHT_MAX, Slab,
+        Work,
     },
 };
 use crate::{
@@ -233,9 +235,9 @@ impl Control {
 
     /// Sees to it that the next completion wakes.
     fn arm(&mut self) -> io::Result<()> {
-        let pair = &mut self.sender.channel_mut().pair;
-        pair.take_wakeups();
-        pair.arm()
+        let queue = self.pair().queue();
+        queue.take_wakeups();
+        queue.arm()
     }
 }
 
@@ -266,8 +268,9 @@ impl Carrier {
             receives: ANNOUNCEMENTS,
             reads_in_flight: READS_IN_FLIGHT_MAX,
         };
-        let mut pair =
-            Pair::new(id, pd, depths, Some(slab)).map_err(|error| explain_pair(&error))?;
+        let mut pair = Cq::new(pd.device(), depths.completions())
+            .and_then(|queue| Pair::new(id, pd, queue, depths, Some(slab)))
+            .map_err(|error| explain_pair(&error))?;
         for _ in 0..ANNOUNCEMENTS {
             pair.post_receive(ANNOUNCED).map_err(|error| {
                 format!("the RDMA device takes no receives without a buffer, which WRITE with immediate data needs: {error}")
@@ -358,7 +361,7 @@ impl Channel<RegBuf> for Carrier {
         let is_over = self.failed.is_some();
         loop {
             let mut reports = [None; COMPLETIONS];
-            let Ok(count) = self.pair.poll(&mut reports) else {
+            let Ok(count) = self.pair.queue().poll(&mut reports) else {
                 self.failed.get_or_insert(Failure::FLUSH);
                 break;
             };
@@ -403,7 +406,7 @@ impl Channel<RegBuf> for Carrier {
 
     fn wait(&self) -> Wait<'_> {
         Wait {
-            fd: Some(self.pair.completions()),
+            fd: Some(self.pair.queue().as_fd()),
             readable: true,
             ..Wait::default()
         }

@@ -9,6 +9,7 @@
 //! All calls into C are in [`verbs`], which hands safe types to the rest.
 
 mod bounce;
+mod bundle;
 mod channel;
 mod client;
 mod control;
@@ -26,7 +27,7 @@ use farpage_wire::{
 };
 
 pub(crate) use self::{
-    client::Client,
+    client::{Client, Route, channel, channels},
     control::ASK_AGAIN,
     server::{Listener, Registration},
     stream::RdmaStream,

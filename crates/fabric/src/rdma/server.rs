@@ -23,7 +23,7 @@ use super::{
     control::Control,
     devices, encode_key, explain_pair, explain_registration, explain_start,
     stream::{Line, PASSIVE, RdmaStream, Side},
-    verbs::{Device, Event, EventKind, Id, Mr, Pair, Pd, Request},
+    verbs::{Cq, Device, Event, EventKind, Id, Mr, Pair, Pd, Request},
 };
 use crate::{
     host::Host,
@@ -238,10 +238,11 @@ impl Listener {
             }
             (Greeting::Data(..), domain) => {
                 let pd = domain.expect("a data connection has its session's");
-                let pair = Pair::new(id, pd, PASSIVE, None).map_err(|error| {
+                let pair = Cq::new(pd.device(), PASSIVE.completions())
+                    .and_then(|queue| Pair::new(id, pd, queue, PASSIVE, None));
+                Line::Data(pair.map_err(|error| {
                     format!("{peer} cannot be served: {}", explain_pair(&error))
-                })?;
-                Line::Data(pair)
+                })?)
             }
         };
         // 3. From here on the client may WRITE.

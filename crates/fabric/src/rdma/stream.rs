@@ -94,7 +94,7 @@ impl RdmaStream {
         watch(&ended, line.pair().id())?;
         watch(&ended, &bell)?;
         watch(&ready, &ended.0)?;
-        watch(&ready, line.pair().completions())?;
+        watch(&ready, line.pair().queue().as_fd())?;
         Ok(Self {
             line: Mutex::new(line),
             over: AtomicBool::new(false),

@@ -176,3 +176,14 @@ fn old_values_come_into_registered_buffers_whether_the_adapter_reaches_them_or_n
         },
     );
 }
+
+#[test]
+fn sessions_at_one_adapter_share_a_queue() {
+    with_server("sessions_at_one_adapter_share_a_queue", |connect| {
+        let (one, other) = (connect(), connect());
+        let sessions = [Arc::clone(&one), other, one];
+        let groups = Session::channels::<Vec<u8>>(&sessions).expect("a live server");
+        let numbers: Vec<_> = groups.iter().map(|group| &group.numbers[..]).collect();
+        assert_eq!(numbers, [[0, 1, 2]]);
+    });
+}

@@ -18,12 +18,11 @@ use std::{
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use rdma_sys as sys;
 
-use self::queue::Cq;
 pub(super) use self::{
     connection::{Event, EventKind, Id, Request},
     memory::{Device, Domain, Local, Mr, Pd, Slab},
     pair::{Depths, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Verb, Work},
-    queue::{COMPLETIONS, Done, Failure},
+    queue::{COMPLETIONS, Cq, Done, Failure},
 };
 
 /// The names of the devices that this machine has, in the system's order.

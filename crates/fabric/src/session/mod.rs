@@ -19,7 +19,9 @@ use farpage_wire::{Endpoint, ExtentId, Refusal, Request, Response, ServerStat, c
 use self::remote::Remote;
 use crate::{
     Buf, Channel, Link,
+    channel::{Alone, Group},
     link::Shaped,
+    rdma,
     regmem::{NullRegistrar, Registrar},
     sim::SimSession,
 };
@@ -346,6 +348,26 @@ impl Session {
             Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),
             None => channel,
         })
+    }
+
+    /// Opens a channel of each of these sessions, numbered in their order; those that go through one adapter report to one completion queue.
+    pub(crate) fn channels<B: Buf>(sessions: &[Arc<Self>]) -> Result<Vec<Group<B>>, ConnectError> {
+        let (mut groups, mut routes) = (Vec::new(), Vec::new());
+        for (number, session) in sessions.iter().enumerate() {
+            let route = match (&session.backend, &session.link) {
+                (Backend::Remote(remote), None) => remote.route(session)?,
+                _ => None,
+            };
+            match route {
+                Some(route) => routes.push((number, route)),
+                None => groups.push(Group {
+                    channels: Box::new(Alone::new(session.channel()?)),
+                    numbers: vec![number],
+                }),
+            }
+        }
+        groups.extend(rdma::channels(routes)?);
+        Ok(groups)
     }
 
     /// Makes memory known to the adapter that this session's channels use; the null one where there is none.

@@ -138,24 +138,15 @@ impl Remote {
         &self,
         session: &Arc<Session>,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        if let Some(route) = self.route(session)? {
+            return rdma::channel(route);
+        }
         let shared = &self.shared;
         let until = Instant::now() + shared.deadline;
-        let mut line = shared.line.lock();
-        shared.mend(&mut line, until)?;
-        let death = Arc::clone(&line.death);
-        let (id, secret) = (line.session, line.secret);
-        // The connection below takes its time, and calls need not wait for it.
-        drop(line);
-        match shared.endpoint {
-            Endpoint::Shm(_) => {
-                let directory = Arc::clone(&shared.directory);
-                return Ok(Box::new(ShmChannel::new(session, directory, death)));
-            }
-            Endpoint::Rdma { .. } => {
-                let (claim, deadline) = ((id, secret), shared.deadline);
-                return shared.rdma.channel(session, claim, death, deadline, until);
-            }
-            _ => {}
+        let (id, secret, death) = shared.claim(until)?;
+        if let Endpoint::Shm(_) = shared.endpoint {
+            let directory = Arc::clone(&shared.directory);
+            return Ok(Box::new(ShmChannel::new(session, directory, death)));
         }
         let request = Request::Attach {
             session: id,
@@ -174,6 +165,22 @@ impl Remote {
             ))),
             answer => Err(turned_away(&shared.name, answer)),
         }
+    }
+
+    /// The way for a channel over RDMA, if the session is over RDMA.
+    pub(super) fn route(
+        &self,
+        session: &Arc<Session>,
+    ) -> Result<Option<rdma::Route>, ConnectError> {
+        let shared = &self.shared;
+        if !matches!(shared.endpoint, Endpoint::Rdma { .. }) {
+            return Ok(None);
+        }
+        let until = Instant::now() + shared.deadline;
+        let (id, secret, death) = shared.claim(until)?;
+        let (claim, deadline) = ((id, secret), shared.deadline);
+        let route = shared.rdma.route(session, claim, death, deadline, until)?;
+        Ok(Some(route))
     }
 
     /// Makes memory known to the adapter of this session, if it has one.
@@ -297,6 +304,14 @@ impl Shared {
                 death.declare(&format!("cannot wait for the server: {errno}"));
             }
         }
+    }
+
+    /// What a data connection says of whom it belongs to, and where it hears of the server's death. Resumes the session first when its connection broke.
+    fn claim(&self, until: Instant) -> Result<(SessionId, Secret, Arc<Death>), ConnectError> {
+        // Connecting takes its time, and calls need not wait for it: the lock ends here.
+        let mut line = self.line.lock();
+        self.mend(&mut line, until)?;
+        Ok((line.session, line.secret, Arc::clone(&line.death)))
     }
 
     /// Brings a broken connection back, if there is a way.

@@ -25,11 +25,20 @@ unsafe impl Sync for Device {}
 impl Device {
     /// Whether the adapter does atomics. That they are atomic for processors too, as with few adapters, is not asked for.
     fn has_atomics(self) -> io::Result<bool> {
+        Ok(self.attributes()?.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE)
+    }
+
+    /// How many completions a queue of this device can hold.
+    pub(in crate::rdma) fn completions_max(self) -> io::Result<usize> {
+        Ok(self.attributes()?.max_cqe.max(0) as usize)
+    }
+
+    fn attributes(self) -> io::Result<sys::ibv_device_attr> {
         // SAFETY: plain data.
         let mut attributes: sys::ibv_device_attr = unsafe { std::mem::zeroed() };
         // SAFETY: the context is open, and the structure is ours to be written.
         check(unsafe { sys::ibv_query_device(self.0.as_ptr(), &raw mut attributes) })?;
-        Ok(attributes.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE)
+        Ok(attributes)
     }
 
     pub(in crate::rdma) fn name(self) -> String {

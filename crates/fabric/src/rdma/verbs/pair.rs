@@ -1,17 +1,11 @@
 //! [`Pair`], a queue pair with all that belongs to it, and the work that it is given.
 
-use std::{
-    ffi::c_int,
-    io,
-    os::fd::{AsFd, BorrowedFd},
-    ptr,
-    sync::Arc,
-};
+use std::{ffi::c_int, io, ptr, sync::Arc};
 
 use farpage_wire::Atomic;
 use rdma_sys as sys;
 
-use super::{COMPLETIONS, Cq, Done, Id, Local, Pd, Slab, check};
+use super::{Cq, Id, Local, Pd, Slab, check};
 
 /// Work requests that are handed to the adapter with one ring of its doorbell, at most.
 pub(in crate::rdma) const POSTLIST: usize = 16;
@@ -39,12 +33,19 @@ pub(in crate::rdma) struct Depths {
     pub(in crate::rdma) reads_in_flight: u8,
 }
 
-/// A reliable-connected queue pair with its completion queue, its memory and its connection. When it is dropped, the peer hears of it.
+impl Depths {
+    /// Work requests of both kinds, each of which may leave a completion.
+    pub(in crate::rdma) const fn completions(self) -> usize {
+        self.sends + self.receives
+    }
+}
+
+/// A reliable-connected queue pair with its memory and its connection, and the completion queue that it may share. When it is dropped, the peer hears of it.
 #[derive(Debug)]
 pub(in crate::rdma) struct Pair {
     /// Destroys the queue pair, so that what follows is out of the adapter's reach when it goes.
     id: Id,
-    queue: Cq,
+    queue: Arc<Cq>,
     slab: Option<Slab>,
     pd: Arc<Pd>,
     inline_bytes: usize,
@@ -106,14 +107,14 @@ impl Work {
 }
 
 impl Pair {
-    /// Makes a queue pair for a connection that is resolved or asked for.
+    /// Makes a queue pair for a connection that is resolved or asked for. The queue is of the same device, and has room for so much work.
     pub(in crate::rdma) fn new(
         id: Id,
         pd: Arc<Pd>,
+        queue: Arc<Cq>,
         depths: Depths,
         slab: Option<Slab>,
     ) -> io::Result<Self> {
-        let queue = Cq::new(pd.device, (depths.sends + depths.receives).max(1))?;
         // Inline is a favour: a device that has less, or none, says no to the whole queue pair.
         let mut inline_bytes = INLINE_BYTES;
         loop {
@@ -308,27 +309,9 @@ impl Pair {
         check(unsafe { sys::ibv_post_recv(qp, &raw mut request, &raw mut refused) })
     }
 
-    /// Takes what has completed; returns how many of `done` were filled.
-    pub(in crate::rdma) fn poll(
-        &mut self,
-        done: &mut [Option<Done>; COMPLETIONS],
-    ) -> io::Result<usize> {
-        self.queue.poll(done)
-    }
-
-    /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed before does not wake.
-    pub(in crate::rdma) fn arm(&mut self) -> io::Result<()> {
-        self.queue.arm()
-    }
-
-    /// Takes wake-ups out of [`completions`](Self::completions); whether there was one, so that the queue has to be armed anew.
-    pub(in crate::rdma) fn take_wakeups(&mut self) -> bool {
-        self.queue.take_wakeups()
-    }
-
-    /// Readable when an armed queue has completions.
-    pub(in crate::rdma) fn completions(&self) -> BorrowedFd<'_> {
-        self.queue.as_fd()
+    /// Where its work reports its end.
+    pub(in crate::rdma) fn queue(&self) -> &Cq {
+        &self.queue
     }
 
     /// Ends the connection in an orderly way; what is posted comes back flushed.

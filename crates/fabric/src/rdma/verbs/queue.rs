@@ -5,6 +5,7 @@ use std::{
     io,
     os::fd::{AsFd, BorrowedFd},
     ptr::{self, NonNull},
+    sync::Arc,
 };
 
 use rdma_sys as sys;
@@ -14,9 +15,9 @@ use super::{Device, check, not_null, set_nonblocking};
 /// Completions that one look at a completion queue may bring.
 pub(in crate::rdma) const COMPLETIONS: usize = 32;
 
-/// A completion queue that can be slept on.
+/// A completion queue that can be slept on. Whoever makes it polls it, for all queue pairs that report to it.
 #[derive(Debug)]
-pub(super) struct Cq {
+pub(in crate::rdma) struct Cq {
     pub(super) raw: NonNull<sys::ibv_cq>,
     events: NonNull<sys::ibv_comp_channel>,
 }
@@ -27,7 +28,8 @@ unsafe impl Send for Cq {}
 unsafe impl Sync for Cq {}
 
 impl Cq {
-    pub(super) fn new(device: Device, depth: usize) -> io::Result<Self> {
+    /// A queue for so many completions that were not taken, which is as many as all work requests of its queue pairs: it must never overflow.
+    pub(in crate::rdma) fn new(device: Device, depth: usize) -> io::Result<Arc<Self>> {
         let context = device.0.as_ptr();
         // SAFETY: the context is open.
         let events = not_null(unsafe { sys::ibv_create_comp_channel(context) })?;
@@ -45,11 +47,14 @@ impl Cq {
         };
         let queue = Self { raw, events };
         set_nonblocking(queue.as_fd())?;
-        Ok(queue)
+        Ok(Arc::new(queue))
     }
 
     /// Takes what has completed; returns how many of `done` were filled.
-    pub(super) fn poll(&mut self, done: &mut [Option<Done>; COMPLETIONS]) -> io::Result<usize> {
+    pub(in crate::rdma) fn poll(
+        &self,
+        done: &mut [Option<Done>; COMPLETIONS],
+    ) -> io::Result<usize> {
         // SAFETY: plain data.
         let mut completions: [sys::ibv_wc; COMPLETIONS] = unsafe { std::mem::zeroed() };
         // SAFETY: the queue is ours, and there is room for so many.
@@ -77,13 +82,13 @@ impl Cq {
     }
 
     /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed before does not wake.
-    pub(super) fn arm(&mut self) -> io::Result<()> {
+    pub(in crate::rdma) fn arm(&self) -> io::Result<()> {
         // SAFETY: the queue is ours.
         check(unsafe { sys::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
     }
 
     /// Takes wake-ups out of the descriptor; whether there was one, so that the queue has to be armed anew.
-    pub(super) fn take_wakeups(&mut self) -> bool {
+    pub(in crate::rdma) fn take_wakeups(&self) -> bool {
         let mut count = 0;
         loop {
             let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
@@ -104,6 +109,7 @@ impl Cq {
     }
 }
 
+/// Readable when an armed queue has completions.
 impl AsFd for Cq {
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open for as long as the channel lives.
@@ -113,7 +119,7 @@ impl AsFd for Cq {
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        // SAFETY: its queue pair is gone (fields of `Pair` are dropped in that order) and every event was acknowledged where it was taken.
+        // SAFETY: its queue pairs are gone (each [`Pair`](super::Pair) holds the queue until after its own) and every event was acknowledged where it was taken.
         unsafe {
             sys::ibv_destroy_cq(self.raw.as_ptr());
             sys::ibv_destroy_comp_channel(self.events.as_ptr());
