@@ -1,4 +1,4 @@
-//! The fabric for which the others stand in: one-sided READ, WRITE and atomics by a network adapter (InfiniBand, RoCE, iWARP).
+//! The fabric for which the others stand in: one-sided READ, WRITE and atomics by a network adapter (InfiniBand, RoCE, and iWARP with immediate data).
 //!
 //! The rule it keeps: the server's processor takes no part in them, and a key opens only what is leased to the client that was given
 //! it. Connections are made by the connection manager, so that addresses, path and MTU are found and never assumed. Each session has a
