@@ -54,18 +54,11 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     progress.step(1);
     progress.phase("the raw fabric");
     let server = MemoryServer::start(common, 2 << 30)?;
-    let rates = raw::rates(
-        common,
-        &server,
-        Duration::from_millis(if common.smoke { 50 } else { 1000 }),
-    )?;
+    let time = Duration::from_millis(if common.smoke { 50 } else { 1000 });
+    let rates = raw::rates(common, &server, time)?;
     progress.step(1);
     progress.phase("triad's work without a pager");
-    let work = work::rates(
-        common,
-        &server,
-        Duration::from_millis(if common.smoke { 50 } else { 1000 }),
-    )?;
+    let work = work::rates(common, &server, time)?;
     progress.step(1);
     drop(progress);
 

@@ -9,8 +9,8 @@ use std::{
     time::Duration,
 };
 
-use common::{compile, have, pkg_config, prefix, run, scratch, text};
-use farpage_memserver::{RunningServer, Server};
+use common::{compile, have, pkg_config, prefix, run, scratch, serve, text};
+use farpage_memserver::RunningServer;
 use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,12 +24,7 @@ fn example(name: &str) -> PathBuf {
 fn server() -> (RunningServer, TempDir) {
     let folder = tempfile::tempdir().expect("a folder for the socket");
     let endpoint = format!("shm://{}/s", folder.path().display());
-    let server = Server::builder()
-        .listen(endpoint.parse().expect("an endpoint"))
-        .capacity(256 << 20)
-        .start()
-        .expect("a server");
-    (server, folder)
+    (serve(&endpoint), folder)
 }
 
 /// Compiled as C and as C++: the programs.

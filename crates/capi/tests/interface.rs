@@ -2,6 +2,8 @@
 //!
 //! The rule it keeps: whatever is passed, short of a wild pointer, the answer is a code and a message.
 
+mod common;
+
 use std::{
     ffi::{CStr, CString, c_int, c_void},
     fs::File,
@@ -12,8 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use common::serve;
 use farpage_capi::*;
-use farpage_memserver::Server;
 use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::{ForkResult, fork},
@@ -454,11 +456,7 @@ fn named_region_outlives_its_runtime() {
     );
     assert!(message().contains(&endpoint), "{}", message());
     assert_eq!(Runtime::new(Some("ftp://x")).err(), Some(FARPAGE_INVALID));
-    let server = Server::builder()
-        .listen(endpoint.parse().expect("an endpoint"))
-        .capacity(256 << 20)
-        .start()
-        .expect("a server");
+    let server = serve(&endpoint);
     let mut options: farpage_region_options = blank();
     options.name = c"it".as_ptr();
     options.codec = c"lz4".as_ptr();
@@ -500,11 +498,7 @@ fn named_region_outlives_its_runtime() {
 fn every_codec_has_a_name_and_keeps_its_bound() {
     let folder = tempfile::tempdir().expect("a folder for the socket");
     let endpoint = format!("shm://{}/s", folder.path().display());
-    let server = Server::builder()
-        .listen(endpoint.parse().expect("an endpoint"))
-        .capacity(256 << 20)
-        .start()
-        .expect("a server");
+    let server = serve(&endpoint);
     let field: Vec<f64> = (0..128 * PAGE / 8)
         .map(|at| (at as f64 * 1e-3).sin())
         .collect();

@@ -17,8 +17,7 @@ use std::{
     time::Duration,
 };
 
-use common::{compile, have, run, scratch, sources, text};
-use farpage_memserver::Server;
+use common::{compile, have, run, scratch, serve, sources, text};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Small, so that everything is evicted all the time.
@@ -185,11 +184,7 @@ fn with_servers(name: &str) {
     let folder = tempfile::tempdir().expect("a folder for the socket");
     let shm = format!("shm://{}/s", folder.path().display());
     for endpoint in [shm.as_str(), "tcp://127.0.0.1:0"] {
-        let server = Server::builder()
-            .listen(endpoint.parse().expect("an endpoint"))
-            .capacity(256 << 20)
-            .start()
-            .expect("a server");
+        let server = serve(endpoint);
         let endpoint = server.endpoints()[0].to_string();
         // A host and a port alone are enough.
         run(

@@ -14,6 +14,8 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_memserver::{RunningServer, Server};
+
 /// Warnings are errors everywhere.
 const STRICT: [&str; 5] = ["-Wall", "-Wextra", "-Werror", "-pedantic", "-g"];
 
@@ -48,6 +50,15 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder).expect("the target directory can be written");
     folder
+}
+
+/// A memory server of this process.
+pub(crate) fn serve(endpoint: &str) -> RunningServer {
+    Server::builder()
+        .listen(endpoint.parse().expect("an endpoint"))
+        .capacity(256 << 20)
+        .start()
+        .expect("a server")
 }
 
 /// Whether all programs can be found; if not, says that `test` is skipped.

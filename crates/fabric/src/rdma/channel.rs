@@ -207,7 +207,7 @@ impl<B: Buf> Lane<B> {
         }
     }
 
-    /// Nothing can be heard of the queue any more.
+    /// It is dead for this reason, unless it was before.
     pub(super) fn fail(&mut self, reason: &str) {
         if self.dead.is_none() {
             self.dead = Some(self.lost(reason.to_owned()));
