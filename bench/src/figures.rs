@@ -39,7 +39,7 @@ pub(crate) fn run(options: &FiguresOptions) -> Result<()> {
 ///
 /// # Errors
 /// A benchmark fails, or Ctrl-C: what has ended is kept.
-pub(crate) fn measure(
+fn measure(
     sitting: &Sitting,
     points: &mut Points,
     commands: Vec<&String>,
@@ -49,14 +49,7 @@ pub(crate) fn measure(
     for repetition in 0..repeat {
         for command in &commands {
             progress.phase((*command).clone());
-            points
-                .measure(sitting, command, repetition)
-                .with_context(|| {
-                    format!(
-                        "{} results are kept; the same command goes on from there",
-                        points.len()
-                    )
-                })?;
+            points.measure(sitting, command, repetition)?;
             progress.step(1);
         }
     }

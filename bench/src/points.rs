@@ -96,7 +96,7 @@ impl Points {
     }
 
     /// How many results there are.
-    pub(crate) fn len(&self) -> usize {
+    fn len(&self) -> usize {
         self.reports.len()
     }
 
@@ -114,7 +114,10 @@ impl Points {
         if self.reports.contains_key(&key) {
             return Ok(());
         }
-        let report = sitting.run(command)?;
+        let report = sitting.run(command).with_context(|| {
+            let kept = self.len();
+            format!("{kept} results are kept; the same command goes on from there")
+        })?;
         let line = Line {
             command: key.0.clone(),
             repetition,

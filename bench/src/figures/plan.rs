@@ -14,7 +14,7 @@ pub(crate) struct Extent {
     /// Directory for the results; what an earlier run measured there is not measured again
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
-    /// Smaller arrays, fewer data sets, each once: two minutes on two cores
+    /// Smaller arrays, fewer repetitions: some minutes on two cores
     #[arg(long)]
     pub(crate) quick: bool,
     /// Tiny sizes, few points, afresh: checks that everything works; the figures mean nothing
@@ -48,6 +48,8 @@ impl fmt::Display for Rate {
 pub(crate) struct Plan {
     pub(crate) smoke: bool,
     pub(crate) repeat: u16,
+    /// Of what is compared until it is decided: at least, and at most.
+    pub(crate) repetitions: [u16; 2],
     pub(crate) rates: Vec<Rate>,
     pub(crate) fields: Vec<Contents>,
     pub(crate) workers: Vec<usize>,
@@ -76,6 +78,7 @@ impl Plan {
             return Self {
                 smoke: true,
                 repeat: 1,
+                repetitions: [1, 1],
                 rates: vec![Rate(Some(10)), Rate(None)],
                 fields: vec![COMPRESSIBLE, Contents::Turbulence, Contents::Text],
                 workers: vec![1],
@@ -87,15 +90,17 @@ impl Plan {
             true => Self {
                 smoke: false,
                 repeat: 1,
+                repetitions: [3, 3],
                 rates,
                 fields: all,
                 workers: workers(cpus.max(2)),
                 stream: " --size 48MiB --iterations 3",
-                field: " --size 12MiB --steps 1",
+                field: " --size 12MiB",
             },
             false => Self {
                 smoke: false,
                 repeat: 3,
+                repetitions: [3, 7],
                 rates,
                 fields: all,
                 workers: workers((2 * cpus).clamp(4, 16)),
@@ -121,6 +126,14 @@ impl Plan {
     pub(crate) fn traffic(&self, data: Contents, codec: &str, rate: Rate) -> String {
         let (data, link) = (data.name(), rate.argument());
         format!("traffic --data {data} --codec {codec}{link}{}", self.field)
+    }
+
+    /// The same with as many steps as take half a second, so that a step that the machine disturbs counts little: it takes a few milliseconds over a fast link, but ZFP
+    /// takes ten times as long as the others, and a gigabit is as slow.
+    pub(crate) fn steps(&self, data: Contents, codec: &str, rate: Rate) -> String {
+        let is_slow = rate == Rate(Some(1)) || codec.starts_with("zfp");
+        let steps = if is_slow || self.smoke { 1 } else { 4 };
+        format!("{} --steps {steps}", self.traffic(data, codec, rate))
     }
 
     /// A field's pages with these codecs.
