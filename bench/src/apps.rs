@@ -22,7 +22,7 @@ mod xsbench;
 use std::{
     path::PathBuf,
     sync::{Arc, atomic::AtomicBool},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
@@ -30,6 +30,7 @@ use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 use farpage::{Runtime, Stats};
 use farpage_wire::Endpoint;
+use nix::time::{ClockId, clock_gettime};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -45,6 +46,7 @@ use crate::{
     options::{self, Fabric, Format},
     progress::Progress,
     server::MemoryServer,
+    work::{self, PageRates},
 };
 
 /// Whole applications with 100 to 12.5 % of their memory local, against the same code all local.
@@ -53,6 +55,9 @@ use crate::{
 /// keeps local by design and that grows with its data, over all of its data. 100 % means that everything fits. Performance is the time of the same
 /// code on ordinary vectors (in huge pages, if the kernel has them), run right before, over the time with paging: the median of --repeat such pairs.
 /// Making, loading and verifying the data is not timed. Every result is verified, each time.
+///
+/// Floor: the performance that the same bytes would leave without a pager, if the local run's CPU time and the work on the pages that moved (READ, hash,
+/// moving in and out, WRITE, measured right before) were spread perfectly over the threads. Only moving fewer bytes leads beyond it.
 #[derive(Args, Debug)]
 pub(crate) struct AppsOptions {
     /// Applications to run, separated by commas [default: all]
@@ -265,11 +270,12 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     let run = Run {
         options,
         team: Team::new(options::threads(options.threads), stop)?,
-        // Pages are written out of place, a graph may be larger than asked for, and nothing is taken before it is written to.
+        // Pages are written out of place, a graph may be larger than asked for, pages that only come and leave take half a gigabyte, and nothing is
+        // taken before it is written to.
         server: MemoryServer::connect_or_start(
             options.server.as_ref(),
             options.fabric,
-            size_bytes * 4 + (256 << 20),
+            size_bytes * 4 + (1 << 30),
         )?,
         progress: Progress::new(pairs as u64),
         size_bytes,
@@ -324,6 +330,14 @@ impl Run<'_> {
             local_bytes,
             shares: Vec::new(),
         };
+        let pages = self.page_rates(figures.page_size_bytes)?;
+        if pages.wrong > 0 {
+            eprintln!(
+                "{} pages came back other than they were written",
+                pages.wrong
+            );
+            figures.verified = false;
+        }
         let mut verify = |run: String, verdict: Verdict| {
             if let Err(wrong) = verdict {
                 eprintln!("{}, {run}: {wrong}", name.name());
@@ -332,7 +346,7 @@ impl Run<'_> {
         };
 
         // Also warms up what local runs are to find warm.
-        let (answer, _) = self.time(&app, &mut data)?;
+        let (answer, ..) = self.time(&app, &mut data)?;
         verify("local".into(), app.verify::<Local>(&data, &answer, &answer));
 
         for &share in self.shares {
@@ -347,8 +361,10 @@ impl Run<'_> {
                 .context("cannot start farpage")?);
             let mut far_data = app.load(&far)?;
             let (mut pairs, mut paging) = (Vec::new(), Paging::default());
+            let mut local_cpu = Duration::ZERO;
             for _ in 0..self.repeat {
-                let (local_answer, local_s) = self.time(&app, &mut data)?;
+                let (local_answer, local_s, cpu) = self.time(&app, &mut data)?;
+                local_cpu += cpu;
                 verify(
                     "local".into(),
                     app.verify::<Local>(&data, &local_answer, &answer),
@@ -366,24 +382,39 @@ impl Run<'_> {
                 pairs.push((local_s, far_s));
                 self.progress.step(1);
             }
-            figures.shares.push(share_figures(
-                share,
-                budget_bytes,
-                &pairs,
-                paging.divided_by(u64::from(self.repeat)),
-            ));
+            let paging = paging.divided_by(u64::from(self.repeat));
+            let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
+            let work_s = cpu_s / self.team.threads() as f64 + moving_s(&paging, &pages);
+            figures
+                .shares
+                .push(share_figures(share, budget_bytes, &pairs, paging, work_s));
         }
         Ok(figures)
     }
 
-    /// A local run, and its seconds.
-    fn time<A: App>(&self, app: &A, data: &mut A::On<Local>) -> Result<(A::Answer, f64)> {
+    /// A local run, its seconds, and the CPU time of all its threads.
+    fn time<A: App>(&self, app: &A, data: &mut A::On<Local>) -> Result<(A::Answer, f64, Duration)> {
         app.reset::<Local>(data, &self.team);
+        let cpu = cpu_time();
         let start = Instant::now();
         let answer = app.work::<Local>(data, &self.team);
         let seconds = start.elapsed().as_secs_f64();
+        let cpu = cpu_time() - cpu;
         self.team.check()?;
-        Ok((answer, seconds))
+        Ok((answer, seconds, cpu))
+    }
+
+    /// What it costs this machine now that pages come and leave.
+    fn page_rates(&self, page_bytes: u64) -> Result<PageRates> {
+        let smoke = self.options.smoke;
+        let setting = work::Setting {
+            link: None,
+            threads: self.team.threads(),
+            page_bytes: page_bytes as usize,
+            smoke,
+            time: Duration::from_millis(if smoke { 20 } else { 500 }),
+        };
+        work::page_rates(&setting, &self.server)
     }
 
     fn page_bytes(&self, name: AppName, remote_bytes: u64) -> u64 {
@@ -422,11 +453,27 @@ fn budget_bytes(share: f64, remote_bytes: u64, local_bytes: u64, page_bytes: u64
     Ok(budget)
 }
 
+/// Of this process so far.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
+        .expect("every Linux has this clock")
+        .into()
+}
+
+/// Of all threads together, for the pages that came and left.
+fn moving_s(paging: &Paging, pages: &PageRates) -> f64 {
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    let writing_s_per_mb = (1.0 / pages.changed - 1.0 / pages.unchanged).max(0.0);
+    mb(paging.bytes_read) / pages.unchanged + mb(paging.bytes_written) * writing_s_per_mb
+}
+
+/// `work_s` is what all work takes if it is spread perfectly.
 fn share_figures(
     share_percent: f64,
     budget_bytes: u64,
     pairs: &[(f64, f64)],
     paging: Paging,
+    work_s: f64,
 ) -> ShareFigures {
     let sorted = |figure: fn(&(f64, f64)) -> f64| {
         let mut figures: Vec<f64> = pairs.iter().map(figure).collect();
@@ -435,14 +482,17 @@ fn share_figures(
     };
     let median = |sorted: &[f64]| (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0;
     let performances = sorted(|(local_s, far_s)| local_s / far_s);
+    let local_seconds = median(&sorted(|pair| pair.0));
     ShareFigures {
         share_percent,
         budget_bytes,
         seconds: median(&sorted(|pair| pair.1)),
-        local_seconds: median(&sorted(|pair| pair.0)),
+        local_seconds,
         performance: median(&performances),
         performance_min: performances[0],
         performance_max: performances[performances.len() - 1],
+        // Parts of a local run that one thread does alone have no floor below themselves.
+        floor: local_seconds / work_s.max(local_seconds),
         paging,
     }
 }
@@ -519,13 +569,32 @@ mod tests {
     #[test]
     fn performance_is_the_median_of_pairs() {
         let pairs = [(1.0, 2.0), (3.0, 3.0), (1.0, 4.0)];
-        let figures = share_figures(50.0, 1, &pairs, Paging::default());
+        let figures = share_figures(50.0, 1, &pairs, Paging::default(), 4.0);
         assert_eq!(figures.performance, 0.5);
         assert_eq!(
             (figures.performance_min, figures.performance_max),
             (0.25, 1.0)
         );
         assert_eq!((figures.local_seconds, figures.seconds), (1.0, 3.0));
+        assert_eq!(figures.floor, 0.25);
+        let idle = share_figures(50.0, 1, &pairs, Paging::default(), 0.5);
+        assert_eq!(idle.floor, 1.0);
+    }
+
+    #[test]
+    fn pages_that_changed_cost_more_to_move() {
+        let pages = PageRates {
+            unchanged: 1000.0,
+            changed: 500.0,
+            wrong: 0,
+        };
+        let paging = |bytes_read, bytes_written| Paging {
+            bytes_read,
+            bytes_written,
+            ..Paging::default()
+        };
+        assert_eq!(moving_s(&paging(2_000_000_000, 0), &pages), 2.0);
+        assert_eq!(moving_s(&paging(2_000_000_000, 1_000_000_000), &pages), 3.0);
     }
 
     #[test]

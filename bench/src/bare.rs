@@ -19,13 +19,9 @@ use farpage_vm::{
     sigbus::{FaultHandler, Registration, Served},
 };
 use hdrhistogram::Histogram;
-use nix::{
-    fcntl::{FcntlArg, OFlag, fcntl},
-    sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity},
-    unistd::Pid,
-};
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 
-use crate::report::new_histogram;
+use crate::{cpus, report::new_histogram};
 
 /// The kernel's own page; farpage requires this size.
 const KERNEL_PAGE_BYTES: usize = 4096;
@@ -82,27 +78,20 @@ pub(crate) fn round_trips_on(
 ) -> Result<Option<Histogram<u64>>> {
     // In a thread of its own, since the restriction is never lifted.
     let kept = thread::spawn(move || {
-        let (here, allowed) = (sched_getcpu()?, sched_getaffinity(THIS_THREAD)?);
-        let handler = (0..CpuSet::count())
-            .filter(|&cpu| allowed.is_set(cpu) == Ok(true))
-            .find(|&cpu| (cpu == here) == (cpus == Cpus::One));
-        let Some(handler) = handler else {
-            return Ok(None);
+        let (here, another) = cpus::two()?;
+        let handler = match cpus {
+            Cpus::One => Some(here),
+            Cpus::Two => another,
         };
-        stay_on(here)?;
-        served_by(how, page_bytes, count, Some(handler))
+        if handler.is_none() {
+            return Ok(None);
+        }
+        cpus::stay_on(here)?;
+        served_by(how, page_bytes, count, handler)
     });
     kept.join()
         .expect("the measurement does not panic")
         .with_context(|| format!("cannot measure with threads kept to CPUs ({cpus:?})"))
-}
-
-const THIS_THREAD: Pid = Pid::from_raw(0);
-
-fn stay_on(cpu: usize) -> io::Result<()> {
-    let mut cpus = CpuSet::new();
-    cpus.set(cpu)?;
-    Ok(sched_setaffinity(THIS_THREAD, &cpus)?)
 }
 
 fn served_by(
@@ -121,7 +110,7 @@ fn served_by(
     thread::scope(|scope| {
         let (ready, is_ready) = mpsc::channel();
         let handler = scope.spawn(move || -> Result<()> {
-            cpu.map_or(Ok(()), stay_on)?;
+            cpu.map_or(Ok(()), cpus::stay_on)?;
             ready.send(()).expect("the thread below waits");
             bare.serve()
         });

@@ -11,7 +11,7 @@ use anyhow::Result;
 
 use crate::{
     bare::{self, Cpus, How},
-    options::FloorOptions,
+    options::{Common, FloorOptions},
     progress::Progress,
     raw,
     report::{Config, Figures, Percentiles, Report},
@@ -25,10 +25,31 @@ const MEMCPY_BYTES: usize = 64 << 20;
 
 pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let common = &options.common;
+    let progress = Progress::new(if options.faults { 4 } else { 7 });
+    let mut figures = faults(common, &progress)?;
+    let (mut wrong, mut server) = (0, "none".to_owned());
+    if !options.faults {
+        (wrong, server) = bytes(common, &progress, &mut figures)?;
+    }
+    drop(progress);
+
+    if wrong > 0 {
+        eprintln!("{wrong} pages came back from the fabric other than they were written");
+    }
+    Ok(Report {
+        benchmark: "floor",
+        verified: wrong == 0,
+        config: Config::new(common, None, server),
+        figures,
+        paging: None,
+    })
+}
+
+/// One page fault at a time.
+fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
     let page_bytes = common.page_size.as_u64() as usize;
     let samples_max = if common.smoke { 200 } else { 4096 };
     let samples = samples_max.min(FAULT_BYTES / page_bytes);
-    let progress = Progress::new(7);
 
     progress.phase("the kernel's own fault");
     let kernel_fault = bare::kernel_faults(samples_max)?;
@@ -45,53 +66,43 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let in_thread = |how| bare::in_thread_round_trips(how, page_bytes, samples);
     let (in_thread_copy, in_thread_move) = (in_thread(How::Copy)?, in_thread(How::Move)?);
     progress.step(1);
+    Ok(Figures {
+        kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
+        uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
+        uffd_one_cpu_round_trip_us: one_cpu.as_ref().map(Percentiles::of),
+        uffd_two_cpu_round_trip_us: two_cpus.as_ref().map(Percentiles::of),
+        uffd_in_thread_round_trip_us: in_thread_copy.as_ref().map(Percentiles::of),
+        uffd_in_thread_move_round_trip_us: in_thread_move.as_ref().map(Percentiles::of),
+        uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
+        ..Figures::default()
+    })
+}
+
+/// Memory, the fabric, and both together. Returns how many pages were wrong, and the server.
+fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<(u64, String)> {
     progress.phase("memcpy");
-    let memcpy = memcpy_mb_per_s(if common.smoke {
+    figures.memcpy_mb_per_s = Some(memcpy_mb_per_s(if common.smoke {
         MEMCPY_BYTES / 16
     } else {
         MEMCPY_BYTES
-    });
+    }));
     progress.step(1);
     progress.phase("the raw fabric");
     let server = MemoryServer::start(common, 2 << 30)?;
     let time = Duration::from_millis(if common.smoke { 50 } else { 1000 });
     let rates = raw::rates(common, &server, time)?;
+    figures.raw_read_mb_per_s = Some(rates.read);
+    figures.raw_write_mb_per_s = Some(rates.write);
+    figures.raw_cold_read_mb_per_s = Some(rates.cold_read);
+    figures.raw_cold_write_mb_per_s = Some(rates.cold_write);
+    figures.raw_read_write_mb_per_s = Some(rates.read_write);
     progress.step(1);
     progress.phase("triad's work without a pager");
-    let work = work::rates(common, &server, time)?;
+    let work = work::rates(&work::Setting::of(common, time), &server)?;
+    figures.work_mb_per_s = Some(work.work);
+    figures.moved_work_mb_per_s = Some(work.moving);
     progress.step(1);
-    drop(progress);
-
-    if rates.wrong + work.wrong > 0 {
-        eprintln!(
-            "{} pages came back from the fabric other than they were written",
-            rates.wrong + work.wrong
-        );
-    }
-    Ok(Report {
-        benchmark: "floor",
-        verified: rates.wrong + work.wrong == 0,
-        config: Config::new(common, None, server.endpoint()),
-        figures: Figures {
-            kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
-            uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
-            uffd_one_cpu_round_trip_us: one_cpu.as_ref().map(Percentiles::of),
-            uffd_two_cpu_round_trip_us: two_cpus.as_ref().map(Percentiles::of),
-            uffd_in_thread_round_trip_us: in_thread_copy.as_ref().map(Percentiles::of),
-            uffd_in_thread_move_round_trip_us: in_thread_move.as_ref().map(Percentiles::of),
-            uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
-            memcpy_mb_per_s: Some(memcpy),
-            raw_read_mb_per_s: Some(rates.read),
-            raw_write_mb_per_s: Some(rates.write),
-            raw_cold_read_mb_per_s: Some(rates.cold_read),
-            raw_cold_write_mb_per_s: Some(rates.cold_write),
-            raw_read_write_mb_per_s: Some(rates.read_write),
-            work_mb_per_s: Some(work.work),
-            moved_work_mb_per_s: Some(work.moving),
-            ..Figures::default()
-        },
-        paging: None,
-    })
+    Ok((rates.wrong + work.wrong, server.endpoint().to_string()))
 }
 
 /// Best of several copies by one thread; bytes copied, not bytes read and written.

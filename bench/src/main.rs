@@ -8,6 +8,7 @@ mod arena;
 mod bare;
 mod codecs;
 mod compare;
+mod cpus;
 mod data;
 mod doctor;
 mod eviction;
@@ -47,6 +48,11 @@ use crate::options::{Cli, Command};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
+    if cli.command.common().is_some_and(|common| common.one_cpu)
+        && let Err(error) = cpus::stay_here()
+    {
+        return failure(&anyhow::Error::new(error).context("cannot stay on one CPU"));
+    }
     let measured = match &cli.command {
         Command::Stream(options) => {
             stream::run(options).map(|report| (report, options.common.format))

@@ -96,6 +96,22 @@ pub(crate) enum Command {
     Serve(ServeOptions),
 }
 
+impl Command {
+    /// Of a benchmark that has them.
+    pub(crate) fn common(&self) -> Option<&Common> {
+        match self {
+            Self::Stream(options) => Some(&options.common),
+            Self::Random(options) => Some(&options.common),
+            Self::Traffic(options) => Some(&options.common),
+            Self::Latency(options) => Some(&options.common),
+            Self::Eviction(options) => Some(&options.common),
+            Self::Sparse(options) => Some(&options.common),
+            Self::Floor(options) => Some(&options.common),
+            _ => None,
+        }
+    }
+}
+
 /// What all benchmarks understand.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Common {
@@ -117,6 +133,10 @@ pub(crate) struct Common {
     /// Adds so many microseconds to every operation on the fabric
     #[arg(long, value_name = "US", value_parser = not_negative)]
     pub(crate) link_us: Option<f64>,
+    /// Keeps all threads and its own memory server to one CPU. Otherwise the kernel puts threads that wait for each other on one CPU at times and on two
+    /// at others, which can change the time of a fault several times over
+    #[arg(long)]
+    pub(crate) one_cpu: bool,
     /// Human: a table; json: one object on standard output
     #[arg(long, value_enum, default_value_t = Format::Human)]
     pub(crate) format: Format,
@@ -382,6 +402,9 @@ pub(crate) struct VersusSwapOptions {
 pub(crate) struct FloorOptions {
     #[command(flatten)]
     pub(crate) common: Common,
+    /// Only the faults: neither memory nor the fabric, and no memory server
+    #[arg(long, conflicts_with = "server")]
+    pub(crate) faults: bool,
 }
 
 #[derive(Args, Debug)]

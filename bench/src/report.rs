@@ -37,6 +37,8 @@ pub(crate) struct Config {
     pub(crate) link_gbps: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) link_us: Option<f64>,
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) one_cpu: bool,
     pub(crate) smoke: bool,
     #[serde(flatten)]
     pub(crate) paging: Option<PagingConfig>,
@@ -84,6 +86,7 @@ impl Config {
             fillers: common.fillers,
             link_gbps: common.link_gbps,
             link_us: common.link_us,
+            one_cpu: common.one_cpu,
             smoke: common.smoke,
             paging: paging.map(|paging| PagingConfig {
                 size_bytes: paging.size_bytes(common),

@@ -56,6 +56,11 @@ impl Sitting {
         self.results.clear();
     }
 
+    /// Measures this command afresh from now on.
+    pub(crate) fn forget(&mut self, command: &str) {
+        self.results.remove(command);
+    }
+
     /// A figure of a command: a path such as `/fault_us/p50` in its result. A command runs once in a repetition.
     pub(crate) fn figure(&mut self, command: &str, path: &str) -> Result<f64> {
         if !self.results.contains_key(command) {

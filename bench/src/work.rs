@@ -1,4 +1,4 @@
-//! STREAM's triad without a pager: what the work itself costs on this machine's cores.
+//! STREAM's triad without a pager: what the work itself costs on this machine's cores. And pages that only come and leave.
 //!
 //! Per page that comes in: READ, verification of its hash, arithmetic, its hash again, which is how changes are found, and a WRITE of the third of
 //! them that changed. The same layers do it, in runs of the same length, with as much local memory and one thread per core, but no page ever faults: there is no
@@ -16,7 +16,7 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, ensure};
 use bytemuck::cast_slice_mut;
-use farpage_fabric::{Session, SessionOptions};
+use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageStore, RegionId, RemoteOptions};
 use farpage_vm::{AddressSpace, Frame, KernelFrame, KernelSpace, KernelSpaceOptions, Layout};
 use nix::poll::{PollFd, ppoll};
@@ -40,6 +40,44 @@ const RUN_PAGES_MAX: usize = 64;
 /// Steps that are read ahead: about what a thread of STREAM has in its windows.
 const STEPS_AHEAD: usize = 3;
 
+/// How it is done.
+pub(crate) struct Setting {
+    pub(crate) link: Option<Arc<Link>>,
+    pub(crate) threads: usize,
+    pub(crate) page_bytes: usize,
+    pub(crate) smoke: bool,
+    /// Each rate is measured for so long.
+    pub(crate) time: Duration,
+}
+
+impl Setting {
+    /// As a benchmark's options say.
+    pub(crate) fn of(common: &Common, time: Duration) -> Self {
+        Self {
+            link: remote::link(common),
+            threads: threads(common.fillers),
+            page_bytes: common.page_size.as_u64() as usize,
+            smoke: common.smoke,
+            time,
+        }
+    }
+}
+
+/// What becomes of pages that have come in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Job {
+    /// STREAM's triad, which changes a third of them. With runs that move into a region and out of it, or in local memory that stays where it is.
+    Triad { moving: bool },
+    /// They move in and out as they are, or with one element of each changed.
+    Pass { changed: bool },
+}
+
+impl Job {
+    fn moving(self) -> bool {
+        !matches!(self, Self::Triad { moving: false })
+    }
+}
+
 /// STREAM's MB/s.
 pub(crate) struct Rates {
     /// In local memory that stays where it is.
@@ -50,10 +88,10 @@ pub(crate) struct Rates {
     pub(crate) wrong: u64,
 }
 
-/// Measures both for `time`.
-pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
-    let (work, wrong) = rate(common, server, time, false)?;
-    let (moving, wrong_moving) = rate(common, server, time, true)?;
+/// Of the triad.
+pub(crate) fn rates(setting: &Setting, server: &MemoryServer) -> Result<Rates> {
+    let (work, wrong) = rate(setting, server, Job::Triad { moving: false })?;
+    let (moving, wrong_moving) = rate(setting, server, Job::Triad { moving: true })?;
     Ok(Rates {
         work,
         moving,
@@ -61,21 +99,39 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
     })
 }
 
-fn rate(
-    common: &Common,
-    server: &MemoryServer,
-    time: Duration,
-    moving: bool,
-) -> Result<(f64, u64)> {
+/// MB/s of pages that come in, move into a region and out of it, and leave.
+pub(crate) struct PageRates {
+    pub(crate) unchanged: f64,
+    pub(crate) changed: f64,
+    /// Elements that came back other than they were written.
+    pub(crate) wrong: u64,
+}
+
+/// Of pages, whatever a program does with them.
+pub(crate) fn page_rates(setting: &Setting, server: &MemoryServer) -> Result<PageRates> {
+    let (unchanged, wrong) = rate(setting, server, Job::Pass { changed: false })?;
+    let (changed, wrong_changed) = rate(setting, server, Job::Pass { changed: true })?;
+    Ok(PageRates {
+        unchanged,
+        changed,
+        wrong: wrong + wrong_changed,
+    })
+}
+
+fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)> {
+    let &Setting {
+        threads,
+        page_bytes,
+        time,
+        ..
+    } = setting;
     let options = SessionOptions {
-        link: remote::link(common),
+        link: setting.link.clone(),
         ..SessionOptions::default()
     };
     let session = Session::connect(server.endpoint(), &options)?;
     let cluster = Cluster::new(vec![session], ClusterOptions::default());
-    let threads = threads(common.fillers);
-    let page_bytes = common.page_size.as_u64() as usize;
-    let (array, local) = match common.smoke {
+    let (array, local) = match setting.smoke {
         true => (SMOKE_ARRAY_BYTES, SMOKE_LOCAL_BYTES as usize),
         false => (ARRAY_BYTES, LOCAL_BYTES as usize),
     };
@@ -90,7 +146,7 @@ fn rate(
     let mut workers = (0..threads)
         .map(|thread| {
             let sizes = [array / threads, local / threads];
-            Worker::new(&space, &cluster, thread, page_bytes, sizes, moving)
+            Worker::new(&space, &cluster, thread, page_bytes, sizes, job)
         })
         .collect::<Result<Vec<_>>>()?;
 
@@ -174,7 +230,7 @@ struct Worker<'a> {
     /// Where the arrays are mapped, one behind the other.
     region: usize,
     layout: Layout,
-    moving: bool,
+    job: Job,
     wrong: u64,
 }
 
@@ -185,7 +241,7 @@ impl<'a> Worker<'a> {
         thread: usize,
         page_bytes: usize,
         [array, local]: [usize; 2],
-        moving: bool,
+        job: Job,
     ) -> Result<Self> {
         let run_bytes = run_bytes(page_bytes);
         // Steps that are on their way somewhere must not be wanted again.
@@ -218,7 +274,7 @@ impl<'a> Worker<'a> {
             steps: (local / (3 * run_bytes)).clamp(1, runs - 2 * STEPS_AHEAD),
             region: space.map(layout).context("cannot map memory")?,
             layout,
-            moving,
+            job,
             wrong: 0,
         })
     }
@@ -245,7 +301,7 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// Triad, again and again from the beginning, with another scalar each time, so that it changes all of a. Returns bytes per second, after the first time.
+    /// The job, again and again from the beginning, each time with other values, so that what is to change does. Returns bytes per second, after the first time.
     fn run(&mut self, time: Duration) -> Result<f64> {
         let mut resident: VecDeque<Step> = VecDeque::new();
         let mut coming: VecDeque<Step> = VecDeque::new();
@@ -344,7 +400,7 @@ impl<'a> Worker<'a> {
     fn write(&mut self, mut step: Step) -> Result<Step> {
         for array in 0..3 {
             let run = self.run_of(step.number, array);
-            let frame = match self.moving {
+            let frame = match self.job.moving() {
                 true => {
                     let pages = self.run_bytes / self.page_bytes;
                     let (address, page_bytes) = (self.address_of(run), self.page_bytes);
@@ -377,8 +433,7 @@ impl<'a> Worker<'a> {
             .frames
             .each_mut()
             .map(|frame| frame.take().expect("it has arrived"));
-        let round = step.number / self.runs;
-        if self.moving {
+        if self.job.moving() {
             for (array, frame) in frames.into_iter().enumerate() {
                 let address = self.address_of(self.run_of(step.number, array));
                 self.space
@@ -387,19 +442,27 @@ impl<'a> Worker<'a> {
             }
             let addresses = [0, 1, 2].map(|array| self.address_of(self.run_of(step.number, array)));
             // SAFETY: three runs of this worker's region that were installed above; nobody else touches them before `write` takes them out.
-            let [a, b, c] =
+            let arrays =
                 addresses.map(|address| unsafe { bare::installed(address, self.run_bytes) });
-            self.wrong += triad(a, b, c, round, |array, at| {
-                self.original(step.number, array, at)
-            });
+            self.wrong += self.work(step.number, arrays);
         } else {
-            let [a, b, c] = frames.each_mut().map(elements);
-            self.wrong += triad(a, b, c, round, |array, at| {
-                self.original(step.number, array, at)
-            });
+            self.wrong += self.work(step.number, frames.each_mut().map(elements));
             step.frames = frames.map(Some);
         }
         Ok(())
+    }
+
+    /// Returns how many of the elements that it looks at are wrong.
+    fn work(&self, number: u64, arrays: [&mut [f64]; 3]) -> u64 {
+        let round = number / self.runs;
+        let original = |array, at| self.original(number, array, at);
+        match self.job {
+            Job::Triad { .. } => triad(arrays, round, original),
+            Job::Pass { changed } => {
+                let step = changed.then_some(self.page_bytes / size_of::<f64>());
+                pass(arrays, round, step, original)
+            }
+        }
     }
 
     fn original(&self, number: u64, array: usize, at: usize) -> f64 {
@@ -438,14 +501,30 @@ fn original(thread: usize, run: u64, at: usize) -> f64 {
     (mix(run << 32 | (thread << 24) as u64 ^ at as u64) >> 24) as f64
 }
 
-/// `a = b + (round + 1) * c`. Looks at the first and the last elements that came in, and returns how many are wrong.
-fn triad(
-    a: &mut [f64],
-    b: &[f64],
-    c: &[f64],
+/// Changes the first of every `step` elements, if any. Looks at the first and the last elements that came in, and returns how many are wrong.
+fn pass(
+    arrays: [&mut [f64]; 3],
     round: u64,
+    step: Option<usize>,
     original: impl Fn(usize, usize) -> f64,
 ) -> u64 {
+    let mut wrong = 0;
+    for (array, elements) in arrays.into_iter().enumerate() {
+        let last = elements.len() - 1;
+        let first = original(array, 0) + step.map_or(0.0, |_| round as f64);
+        wrong += u64::from(elements[0] != first);
+        wrong += u64::from(elements[last] != original(array, last));
+        if let Some(step) = step {
+            for element in elements.iter_mut().step_by(step) {
+                *element += 1.0;
+            }
+        }
+    }
+    wrong
+}
+
+/// `a = b + (round + 1) * c`. Looks at the first and the last elements that came in, and returns how many are wrong.
+fn triad([a, b, c]: [&mut [f64]; 3], round: u64, original: impl Fn(usize, usize) -> f64) -> u64 {
     let last = a.len() - 1;
     let mut wrong = 0;
     for at in [0, last] {
@@ -460,7 +539,7 @@ fn triad(
             .count() as u64;
     }
     let scalar = (round + 1) as f64;
-    for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+    for ((a, b), c) in a.iter_mut().zip(&*b).zip(&*c) {
         *a = b + scalar * c;
     }
     wrong

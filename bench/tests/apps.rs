@@ -78,9 +78,11 @@ fn all_apps_verify_and_report_every_share() {
                 "performance",
                 "performance_min",
                 "performance_max",
+                "floor",
             ] {
                 assert!(positive(&figures[name]), "{name} in {app}");
             }
+            assert!(figures["floor"].as_f64().unwrap() <= 1.0, "{app}");
             let share = share.as_f64().unwrap();
             if share < 100.0 {
                 let local = figures["budget_bytes"].as_u64().unwrap()

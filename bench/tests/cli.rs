@@ -218,6 +218,20 @@ fn floor_measures_this_machine_and_the_raw_fabric() {
 }
 
 #[test]
+fn on_one_cpu_there_is_no_second_one_and_faults_alone_need_no_server() {
+    if !can_page("on_one_cpu_there_is_no_second_one_and_faults_alone_need_no_server") {
+        return;
+    }
+    let report = report("floor", &["--faults", "--one-cpu"]);
+    assert_positive(&report, &["/uffd_round_trip_us/p50"]);
+    assert_eq!(report["config"]["one_cpu"], true);
+    assert_eq!(report["config"]["server"], "none");
+    for absent in ["uffd_two_cpu_round_trip_us", "memcpy_mb_per_s"] {
+        assert!(report[absent].is_null(), "{report}");
+    }
+}
+
+#[test]
 fn eviction_counts_the_evictors_time_by_clean_pages() {
     if !can_page("eviction_counts_the_evictors_time_by_clean_pages") {
         return;
@@ -265,18 +279,21 @@ fn targets_keeps_every_figure_behind_a_ratio() {
     assert!(output.status.success(), "{output:?}");
     let record: Value = serde_json::from_slice(&output.stdout).unwrap();
     let targets = record["targets"].as_array().unwrap();
-    assert_eq!(targets.len(), 2, "{record}");
+    assert_eq!(targets.len(), 3, "{record}");
     for target in targets {
         assert_positive(target, &["/measured", "/against", "/ratio"]);
     }
-    // A command that two targets need ran once.
+    // A command that two targets need ran once, and what drifts before and after.
     let names: Vec<_> = record["reports"]
         .as_array()
         .unwrap()
         .iter()
         .map(|report| report["benchmark"].as_str().unwrap())
         .collect();
-    assert_eq!(names, ["latency", "floor"]);
+    assert_eq!(
+        names,
+        ["floor", "latency", "floor", "floor", "latency", "floor"]
+    );
 }
 
 /// A file of results that is removed at the end.

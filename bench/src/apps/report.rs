@@ -62,6 +62,8 @@ pub(crate) struct ShareFigures {
     pub(crate) performance: f64,
     pub(crate) performance_min: f64,
     pub(crate) performance_max: f64,
+    /// The highest performance with the bytes that moved, if nothing but computing and the work on these pages took time.
+    pub(crate) floor: f64,
     #[serde(flatten)]
     pub(crate) paging: Paging,
 }
@@ -90,6 +92,9 @@ pub(crate) struct Summary {
     /// Absent where no application that counts was run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) geometric_mean: Option<f64>,
+    /// Of the same applications' floors.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) geometric_mean_floor: Option<f64>,
     pub(crate) worst: &'static str,
     pub(crate) worst_performance: f64,
 }
@@ -102,13 +107,15 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
                 .map(move |app| (app, app.shares[at].performance))
         };
         let (worst, worst_performance) = figures().min_by(|a, b| a.1.total_cmp(&b.1))?;
-        let ratios: Vec<f64> = figures()
-            .filter(|(app, _)| app.in_means)
-            .map(|(_, performance)| performance)
-            .collect();
+        let mean = |figure: fn(&ShareFigures) -> f64| {
+            let counted = apps.iter().filter(|app| app.in_means);
+            let ratios: Vec<f64> = counted.map(|app| figure(&app.shares[at])).collect();
+            (!ratios.is_empty()).then(|| geometric_mean(&ratios))
+        };
         Some(Summary {
             share_percent,
-            geometric_mean: (!ratios.is_empty()).then(|| geometric_mean(&ratios)),
+            geometric_mean: mean(|share| share.performance),
+            geometric_mean_floor: mean(|share| share.floor),
             worst: worst.name,
             worst_performance,
         })
@@ -124,7 +131,9 @@ impl AppsReport {
 
     fn human(&self) -> String {
         let share = |share: f64| format!("{share} %");
-        let percent = |performance: f64| format!("{:.1} %", performance * 100.0);
+        let percent = |performance: f64, floor: f64| {
+            format!("{:.1} of {:.0} %", performance * 100.0, floor * 100.0)
+        };
         let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
         let named = |name: &str| vec![name.to_owned()];
 
@@ -151,7 +160,8 @@ impl AppsReport {
                     .first()
                     .map_or(String::new(), |s| format!("{:.3}", s.local_seconds)),
             );
-            row.extend(app.shares.iter().map(|s| percent(s.performance)));
+            let cells = app.shares.iter().map(|s| percent(s.performance, s.floor));
+            row.extend(cells);
             performance.add_row(aligned(row));
         }
         let across = |name: &str, figure: &dyn Fn(&Summary) -> String| {
@@ -161,7 +171,8 @@ impl AppsReport {
             aligned(row)
         };
         performance.add_row(across("geometric mean", &|s| {
-            s.geometric_mean.map_or(String::new(), percent)
+            (s.geometric_mean.zip(s.geometric_mean_floor))
+                .map_or(String::new(), |(mean, floor)| percent(mean, floor))
         }));
         performance.add_row(across("worst", &|s| s.worst.to_owned()));
 
@@ -205,7 +216,8 @@ impl AppsReport {
 
         let config = &self.config;
         format!(
-            "{performance}\n{paging}\nverified: {}; server {}; {} threads; median of {}",
+            "{performance}\nof: the floor, the highest performance with the bytes that moved, if nothing but computing and the work on these pages took \
+             time\n{paging}\nverified: {}; server {}; {} threads; median of {}",
             if self.verified {
                 "yes, every result"
             } else {
@@ -250,6 +262,7 @@ pub(crate) mod tests {
             performance,
             performance_min: performance,
             performance_max: performance,
+            floor: 1.0,
             paging: Paging::default(),
         };
         AppFigures {

@@ -14,7 +14,8 @@ const LINK_MB_PER_S: f64 = 10_000.0 / 8.0;
 const LARGE_PAGES: [&str; 3] = ["64KiB", "1MiB", "2MiB"];
 /// Of `stream`'s kernels, the place of triad.
 const TRIAD: &str = "/kernels/3/mb_per_s";
-const BARE_ROUND_TRIP: &str = "/uffd_round_trip_us/p50";
+/// The kernel's part of a fault, with both threads on one CPU as the fault's are.
+const BARE: &str = "floor --faults --one-cpu --page-size 4KiB";
 
 /// All targets, in the order in which they are measured: what shares a command stands together.
 pub(super) fn all(smoke: bool) -> Vec<Row> {
@@ -95,39 +96,29 @@ fn row_with_floor(
     }
 }
 
-/// A page fault against what the kernel needs for the same hand-over without a pager.
+/// A page fault against what the kernel needs for the same hand-over without a pager. All of it on one CPU: on two, both sides are mostly the time that
+/// it takes to wake an idle one.
 fn faults(sizes: Sizes) -> Vec<Row> {
-    let floor = "floor --fabric shm --page-size 4KiB";
     let size = sizes.size("256MiB");
-    let latency = format!("latency --fabric shm --page-size 4KiB {size}");
-    let reads = sizes.small_reads();
+    let latency = format!("latency --fabric shm --page-size 4KiB --one-cpu {size}");
     let with_eviction = latency.clone();
     let in_thread = format!("{latency} --fault-mode in-thread");
+    let reads = format!("{} --one-cpu", sizes.small_reads());
+    let against_bare = |what, most, command: String, path, floor| {
+        row_with_floor(what, Target::AtMost(most), "us", move |sitting| {
+            against_bare(sitting, &command, path, floor)
+        })
+    };
     vec![
-        row(
-            "fault, 4 KiB, shm, p50 / bare userfaultfd",
-            Target::AtMost(1.4),
-            "us",
-            move |sitting| {
-                Ok([
-                    sitting.figure(&latency, "/fault_us/p50")?,
-                    sitting.figure(floor, BARE_ROUND_TRIP)?,
-                ])
-            },
+        against_bare(
+            "fault, 4 KiB, shm, one CPU, p50 / bare userfaultfd",
+            1.4,
+            latency,
+            "/fault_us/p50",
+            Some("/uffd_move_round_trip_us/p50"),
         ),
         row(
-            "the same with in-thread faults / bare userfaultfd",
-            Target::AtMost(0.7),
-            "us",
-            move |sitting| {
-                Ok([
-                    sitting.figure(&in_thread, "/fault_us/p50")?,
-                    sitting.figure(floor, BARE_ROUND_TRIP)?,
-                ])
-            },
-        ),
-        row(
-            "fault, p99 while changed pages leave / p99 with room",
+            "fault, one CPU, p99 while changed pages leave / p99 with room",
             Target::AtMost(1.5),
             "us",
             move |sitting| {
@@ -137,18 +128,45 @@ fn faults(sizes: Sizes) -> Vec<Row> {
                 ])
             },
         ),
-        row(
-            "random 4 KiB read that misses, shm / bare userfaultfd",
-            Target::AtMost(1.6),
-            "us",
-            move |sitting| {
-                Ok([
-                    sitting.figure(&reads, "/us_per_read_miss")?,
-                    sitting.figure(floor, BARE_ROUND_TRIP)?,
-                ])
-            },
+        against_bare(
+            "in-thread fault, one CPU, p50 / bare userfaultfd",
+            0.7,
+            in_thread,
+            "/fault_us/p50",
+            Some("/uffd_in_thread_move_round_trip_us/p50"),
+        ),
+        against_bare(
+            "random 4 KiB read that misses, shm, one CPU / bare userfaultfd",
+            1.6,
+            reads,
+            "/us_per_read_miss",
+            None,
         ),
     ]
+}
+
+/// A figure against the bare round trip right before and right after it, which is not the same a minute later. `floor` is what it would be without a pager.
+fn against_bare(
+    sitting: &mut Sitting,
+    command: &str,
+    path: &str,
+    floor: Option<&str>,
+) -> Result<Measured> {
+    let bare = |sitting: &mut Sitting| -> Result<_> {
+        sitting.forget(BARE);
+        let against = sitting.figure(BARE, "/uffd_round_trip_us/p50")?;
+        // Older kernels cannot move.
+        let floor = floor.and_then(|path| sitting.figure(BARE, path).ok());
+        Ok((against, floor))
+    };
+    let before = bare(sitting)?;
+    let figure = sitting.figure(command, path)?;
+    let after = bare(sitting)?;
+    Ok(Measured {
+        figure,
+        against: (before.0 + after.0) / 2.0,
+        floor: before.1.zip(after.1).map(|(a, b)| (a + b) / 2.0),
+    })
 }
 
 /// STREAM triad on a shaped link. Each of its three pages has to come in over the same direction, so that STREAM's bytes per
