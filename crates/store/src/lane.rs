@@ -251,6 +251,7 @@ impl<F: Frame> Lane<F> {
     /// Appends what has ended. Drives channels, repeats and deadlines; never waits.
     pub fn poll(&mut self, done: &mut Vec<Done<F>>) {
         self.look_again = None;
+        self.watch.looks();
         let is_opening = |port: &Port<_>| matches!(port.state, PortState::Opening(_));
         if self.calls_in_flight > 0 || self.ports.iter().any(is_opening) {
             self.bell.hush();

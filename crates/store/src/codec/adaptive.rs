@@ -26,7 +26,7 @@
 //! - `e`, `d` and `b`: every now and then one page is encoded and decoded in all forms, on the thread's own clock, so that being preempted counts nothing. How
 //!   often follows from what it costs: one part in [`SAMPLE_SHARE`] of the time. So data that changes is found out about, and where compression
 //!   does not pay it is switched off but for that part.
-//! - Rates: what arrived while a lane slept with requests under way all the time (`adaptive/link.rs`). As long as nobody waits for the link nothing is known of it,
+//! - Rates: what arrived while a lane slept that had requests under way all the time (`adaptive/link.rs`). As long as nobody waits for the link nothing is known of it,
 //!   it is called infinitely fast, and pages stay raw.
 //! - Processor time: the process's own clock.
 
@@ -366,6 +366,8 @@ mod tests {
         assert_eq!(chooser.form(3), Some(form));
         assert_eq!(chooser.form(999), None, "another stretch");
         let learnt = chooser.learnt.lock();
+        let due_ns = chooser.classes[0].due_ns.load(Relaxed);
+        assert!(learnt.samples_ns > 0 && due_ns >= learnt.samples_ns * SAMPLE_SHARE);
         let samples = &learnt.model.samples[0];
         assert_eq!(samples[0].bytes, PAGE as f64);
         let shrunk = |sample: &Sample| sample.bytes < PAGE as f64 / 2.0 && sample.encode_ns > 0.0;

@@ -1,8 +1,9 @@
 //! What the link to the servers can do, as far as anybody had to wait for it: [`Traffic`], shared by all lanes, and [`Watch`], one lane's eye on it.
 //!
-//! The rule it keeps: **a link is only called slow for time that a lane spent asleep with requests under way before and after.** Then something was under way all the
-//! time and nobody came late to look, so that what all lanes received meanwhile is what the link carries. All other time says nothing: requests that have ended but
-//! were not looked after yet, and pauses in which nothing was asked for, make any link look slow. What was never waited for needs no compression.
+//! The rule it keeps: **a link is only called slow for time that a lane slept through, if of what was under way when it fell asleep something still is when it looks.**
+//! Then the link had something to do all the time, so that what all lanes received meanwhile is what it carries. All other time says nothing: requests that have ended
+//! but were not looked after yet, what is asked for between waking and looking, the work that looking finds, and pauses in which nothing was asked for make any link
+//! look slow. What was never waited for needs no compression.
 
 use std::{
     cell::Cell,
@@ -85,6 +86,8 @@ impl Traffic {
 pub(crate) struct Watch {
     traffic: Arc<Traffic>,
     ways: [Watched; 2],
+    /// When it last began to look.
+    looks_ns: u64,
 }
 
 #[derive(Debug, Default)]
@@ -93,10 +96,8 @@ struct Watched {
     /// From here on something was under way, and so much had been delivered then.
     since_ns: u64,
     delivered: u64,
-    /// Since then the lane had nothing to do but wait.
-    slept: Cell<bool>,
-    /// And there was a moment with nothing under way.
-    drained: bool,
+    /// Since then the lane had nothing to do but wait, and of what was under way when it began to so many requests have not ended.
+    slept_on: Cell<Option<u32>>,
 }
 
 impl Watch {
@@ -104,6 +105,7 @@ impl Watch {
         Self {
             traffic,
             ways: Default::default(),
+            looks_ns: 0,
         }
     }
 
@@ -119,7 +121,10 @@ impl Watch {
     pub(crate) fn ended(&mut self, way: usize, bytes: u64) {
         let watched = &mut self.ways[way];
         watched.under_way -= 1;
-        watched.drained |= watched.under_way == 0;
+        // They end in the order in which they were asked for, or nearly so.
+        let left = watched.slept_on.get();
+        let left = left.map(|left| left.saturating_sub(1));
+        watched.slept_on.set(left);
         let way = &self.traffic.ways[way];
         way.delivered.fetch_add(bytes, Relaxed);
     }
@@ -127,24 +132,35 @@ impl Watch {
     /// The lane may sleep until then.
     pub(crate) fn sleeps(&self, until: Option<Instant>) {
         if until.is_none_or(|until| until > Instant::now()) {
-            self.ways.iter().for_each(|way| way.slept.set(true));
+            for way in &self.ways {
+                let left = way.slept_on.get().unwrap_or(way.under_way);
+                way.slept_on.set(Some(left));
+            }
         }
     }
 
-    /// The lane has looked after all its requests.
-    pub(crate) fn looked(&mut self) {
-        if self.ways.iter().all(|way| way.under_way == 0) {
-            return;
+    /// The lane begins to look after its requests: what has ended by now it will find.
+    pub(crate) fn looks(&mut self) {
+        if self.ways.iter().any(|way| way.under_way > 0) {
+            self.looks_ns = self.traffic.now_ns();
         }
-        let now_ns = self.traffic.now_ns();
+    }
+
+    /// It has looked after all of them.
+    pub(crate) fn looked(&mut self) {
         for way in [READ, WRITE] {
             let watched = &self.ways[way];
-            if watched.under_way > 0 && watched.slept.get() && !watched.drained {
+            // Nothing is under way, or nothing was before it began to look.
+            if watched.under_way == 0 || watched.since_ns >= self.looks_ns {
+                continue;
+            }
+            if watched.slept_on.get().is_some_and(|left| left > 0) {
                 let delivered = self.traffic.ways[way].delivered.load(Relaxed);
                 let bytes = delivered - watched.delivered;
-                self.traffic.waited(way, bytes, now_ns - watched.since_ns);
+                self.traffic
+                    .waited(way, bytes, self.looks_ns - watched.since_ns);
             }
-            self.restart(way, now_ns);
+            self.restart(way, self.looks_ns);
         }
     }
 
@@ -152,8 +168,7 @@ impl Watch {
         let watched = &mut self.ways[way];
         watched.since_ns = now_ns;
         watched.delivered = self.traffic.ways[way].delivered.load(Relaxed);
-        watched.slept.set(false);
-        watched.drained = false;
+        watched.slept_on.set(None);
     }
 }
 
@@ -191,6 +206,8 @@ mod tests {
         let mut watch = Watch::new(traffic.clone());
         watch.posted(READ);
         watch.posted(READ);
+        pass(traffic);
+        watch.looks();
         watch.looked();
         watch
     }
@@ -214,6 +231,7 @@ mod tests {
         watch.sleeps(None);
         pass(&traffic);
         other.ended(READ, 70);
+        watch.looks();
         watch.ended(READ, 100);
         watch.looked();
         assert_eq!(waited(&traffic), (true, 170));
@@ -230,6 +248,7 @@ mod tests {
                 watch.sleeps(until);
             }
             pass(&traffic);
+            watch.looks();
             watch.ended(READ, 100);
             watch.looked();
             assert_eq!(waited(&traffic), (false, 0));
@@ -239,6 +258,7 @@ mod tests {
         let mut drained = watch(&traffic);
         drained.sleeps(None);
         pass(&traffic);
+        drained.looks();
         drained.ended(READ, 100);
         drained.ended(READ, 100);
         drained.looked();
@@ -249,9 +269,41 @@ mod tests {
         idle.posted(READ);
         idle.posted(READ);
         pass(&traffic);
+        idle.looks();
         idle.ended(READ, 100);
         idle.looked();
         assert_eq!(waited(&traffic), (false, 0));
+    }
+
+    #[test]
+    fn what_is_asked_for_after_waking_is_no_proof_that_the_link_was_busy() {
+        let traffic = Arc::default();
+        let mut watch = watch(&traffic);
+        watch.sleeps(None);
+        pass(&traffic);
+        watch.posted(READ);
+        watch.looks();
+        watch.ended(READ, 100);
+        watch.ended(READ, 100);
+        watch.looked();
+        assert_eq!(waited(&traffic), (false, 0));
+    }
+
+    #[test]
+    fn what_looking_finds_to_do_is_not_waiting() {
+        let traffic: Arc<Traffic> = Arc::default();
+        let began_ns = traffic.now_ns();
+        let mut watch = watch(&traffic);
+        watch.sleeps(None);
+        pass(&traffic);
+        watch.looks();
+        let woke_ns = traffic.now_ns();
+        watch.ended(READ, 100);
+        // Verified, decoded and mapped.
+        while traffic.now_ns() < woke_ns + 2 * (woke_ns - began_ns) {}
+        watch.looked();
+        let waited_ns = traffic.counts()[READ].waited_ns;
+        assert!((1..=woke_ns - began_ns).contains(&waited_ns), "{waited_ns}");
     }
 
     #[test]
