@@ -241,6 +241,33 @@ fn handler_neither_allocates_nor_frees() {
 }
 
 #[test]
+fn pages_that_threads_have_taken_out_come_back_when_they_are_wanted() {
+    let test = "pages_that_threads_have_taken_out_come_back_when_they_are_wanted";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let runtime = runtime(MIB, Some(&memory.url));
+        let mut array: RemoteArray<u64> = runtime.array(2 * MIB / 8).unwrap();
+        array.advise(.., Advice::Random).unwrap();
+        let (_, words) = shared(&mut array);
+        // Up to between the marks: threads take pages out, all of them changed, and no evictor has been called for.
+        for pages in 230..=242 {
+            for page in 0..pages {
+                set(words, page * PAGE_WORDS, pages as u64);
+            }
+            for page in 0..pages {
+                assert_eq!(get(words, page * PAGE_WORDS), pages as u64);
+            }
+        }
+        let stats = runtime.stats().pager;
+        assert!(stats.steals + stats.evictions > 0, "{stats:?}");
+    }
+}
+
+#[test]
 fn lost_page_raises_sigbus_and_heals() {
     let test = "lost_page_raises_sigbus_and_heals";
     let _watchdog = Watchdog::new(test, Duration::from_secs(60));

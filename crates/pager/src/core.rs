@@ -26,6 +26,7 @@ use crate::{
     behind::{Back, Behind},
     bell::Bell,
     frames::Frames,
+    handover::HandOver,
     in_thread::InThread,
     job::Job,
     protocol::{self, HEAT_MAX, OnFailed, State},
@@ -133,6 +134,8 @@ pub(crate) struct Core<A: AddressSpace> {
     /// Whether evictors that are not needed stay asleep.
     tuned_evictors: bool,
     pub(crate) jobs: Mutex<VecDeque<Arc<Job>>>,
+    /// What threads of the program took out and evictors write back.
+    pub(crate) handed_over: HandOver<A::Frame>,
     /// One set per worker: fillers, evictors, fillers that the program's threads run.
     pub(crate) counters: Vec<CachePadded<Counters>>,
     pub(crate) stopping: AtomicBool,
@@ -164,6 +167,7 @@ impl<A: AddressSpace> Core<A> {
             evictors,
             tuned_evictors,
             jobs: Mutex::default(),
+            handed_over: HandOver::new(in_thread),
             counters: (0..workers).map(|_| CachePadded::default()).collect(),
             stopping: AtomicBool::new(false),
             in_thread: OnceLock::new(),

@@ -9,7 +9,7 @@
 //! 5. when the bytes are safe, publish (`Leaving` to `Remote`) and give the frame back; pages that were wanted meanwhile are mapped again
 //!    from the frame, without the network.
 //!
-//! Many runs are in steps 4 and 5 at once. Evictors start above the high water mark and stop at the low one; in between they do
+//! Runs that threads of the program have taken out come in at step 4 (`handover.rs`). Many runs are in steps 4 and 5 at once. Evictors start above the high water mark and stop at the low one; in between they do
 //! what the program asks for ([`Job`]). The rule: a page whose write-back failed is mapped again, never dropped.
 
 use std::{
@@ -27,12 +27,13 @@ use crate::{
     behind::{Behind, Way},
     core::{Core, Heat},
     job::Job,
-    protocol::{self, OnLeft, State},
+    protocol::{self, OnLeft},
     region::Region,
-    run::{Local, cut, pages_in},
+    run::{Local, cut},
     slab::Slab,
     stats::Counters,
     sweep::Claim,
+    victims::{Out, Walk},
 };
 
 /// Bytes that one evictor has on their way out at once, not counting overdue ones, and runs: enough to keep a fast link busy for a round trip.
@@ -69,9 +70,9 @@ pub(crate) struct Evictor<A: AddressSpace> {
     done: Vec<Done<Local<A::Frame>>>,
 }
 
-/// A run of pages that this evictor owns as `Leaving`. Its region has been entered.
+/// A run of pages that are owned as `Leaving`, by this evictor or whoever hands them over to one. Its region has been entered.
 #[derive(Debug)]
-struct Leaving {
+pub(crate) struct Leaving {
     region: Arc<Region>,
     pages: Range<usize>,
     job: Option<Arc<Job>>,
@@ -81,7 +82,23 @@ struct Leaving {
 }
 
 impl Leaving {
-    fn bytes(&self) -> usize {
+    pub(crate) fn new(
+        region: Arc<Region>,
+        pages: Range<usize>,
+        job: Option<Arc<Job>>,
+        way: Way,
+    ) -> Leaving {
+        Leaving {
+            region,
+            pages,
+            job,
+            way,
+            since: Instant::now(),
+            overdue: false,
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
         self.pages.len() * self.region.page_bytes()
     }
 }
@@ -144,6 +161,7 @@ impl<A: AddressSpace> Evictor<A> {
     /// Does what can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
         let mut busy = self.post_unposted();
+        busy |= self.take_over();
         busy |= self.make_room();
         busy |= self.work_on_jobs();
         self.lane.poll(&mut self.done);
@@ -159,6 +177,20 @@ impl<A: AddressSpace> Evictor<A> {
         self.unposted.iter().all(|(leaving, _)| leaving.overdue)
             && self.out < BYTES_OUT_MAX
             && self.runs_out < RUNS_OUT_MAX
+    }
+
+    /// Goes on with what threads of the program have taken out.
+    fn take_over(&mut self) -> bool {
+        let mut any = false;
+        while self.has_room()
+            && let Some((leaving, frame)) = self.core.handed_over.take()
+        {
+            self.out += leaving.bytes();
+            self.runs_out += 1;
+            self.post(leaving, frame);
+            any = true;
+        }
+        any
     }
 
     /// Takes out victims of the sweep while there is pressure.
@@ -178,9 +210,7 @@ impl<A: AddressSpace> Evictor<A> {
             if self.core.frames.excess() == 0 || !self.has_room() {
                 break;
             }
-            let (behind, regions) = (&self.core.behind, &self.core.regions);
-            let claim = behind.claim(regions);
-            let Some(claim) = claim.or_else(|| self.core.sweep.claim(regions)) else {
+            let Some(claim) = self.core.claim() else {
                 break;
             };
             if claim.region.overdue() >= OVERDUE_RUNS_PER_REGION * claim.region.run_pages {
@@ -193,63 +223,26 @@ impl<A: AddressSpace> Evictor<A> {
 
     /// Takes the claim's victims out, neighbours together. Returns whether there were any.
     fn take_victims(&mut self, claim: &Claim) -> bool {
-        let (region, page_bytes) = (&claim.region, claim.region.page_bytes());
-        let (mut seen, mut taken) = (0, 0);
-        let mut page = claim.pages.start;
-        while page < claim.pages.end {
-            let excess = self.core.frames.excess().div_ceil(page_bytes as u64) as usize;
+        let (core, page_bytes) = (self.core.clone(), claim.region.page_bytes());
+        let mut walk = Walk::new(&core, claim);
+        loop {
+            let excess = core.frames.excess().div_ceil(page_bytes as u64) as usize;
             if excess == 0 || !self.has_room() {
-                match claim.way {
-                    Way::Behind => self.core.behind.stop_at(claim, page),
-                    Way::Swept => self.core.sweep.stop_at(claim, page),
-                }
                 break;
             }
-            let most = region.run_pages.min(excess);
-            let window = region.in_one_stripe(&(page..claim.pages.end.min(page + most)), false);
-            let now = self.core.now();
-            let spared = window
-                .clone()
-                .find(|&page| !self.is_victim(claim, page, now, &mut seen));
-            let run = page..spared.unwrap_or(window.end);
+            let Some(run) = walk.next(excess) else {
+                break;
+            };
+            let mut page = run.start;
             while page < run.end {
-                let (pages, begun) = self.begin(region, page..run.end, None, claim.way);
+                let (pages, begun) = self.begin(&claim.region, page..run.end, None, claim.way);
                 if matches!(begun, Begun::Yes) {
-                    taken += pages;
+                    walk.took(pages);
                 }
                 page += pages;
             }
-            page += usize::from(spared.is_some());
         }
-        self.core.behind.leave(claim.way, taken * page_bytes);
-        if claim.way == Way::Swept {
-            self.core.sweep.report(
-                seen * page_bytes,
-                taken * page_bytes,
-                self.core.frames.used() as usize,
-            );
-        }
-        taken > 0
-    }
-
-    /// Whether a page shall leave; one that is warm cools.
-    fn is_victim(&self, claim: &Claim, page: usize, now: u32, seen: &mut usize) -> bool {
-        let word = claim.region.words.load(page);
-        if word.state() != State::Resident || word.pinned() {
-            return false;
-        }
-        *seen += 1;
-        if now.wrapping_sub(word.stamp()) < claim.age_floor {
-            return false;
-        }
-        if word.heat() > 0 {
-            claim
-                .region
-                .words
-                .try_apply(page, |w| (w == word).then(|| protocol::cooled(w, now)));
-            return false;
-        }
-        true
+        walk.end()
     }
 
     /// A fill waits for a frame: pages that are on their way out for too long count as staying from now on, so that others leave.
@@ -280,7 +273,7 @@ impl<A: AddressSpace> Evictor<A> {
         }
     }
 
-    /// Steps 1 and 2 of the module's story for the leading ones of these pages, which lie in one stripe. Returns how many of them are dealt with, at
+    /// Steps 1 to 4 of the module's story for the leading ones of these pages, which lie in one stripe. Returns how many of them are dealt with, at
     /// least one, and how.
     fn begin(
         &mut self,
@@ -289,93 +282,24 @@ impl<A: AddressSpace> Evictor<A> {
         job: Option<&Arc<Job>>,
         way: Way,
     ) -> (usize, Begun) {
-        if !region.enter() {
-            return (1, Begun::NotHere);
-        }
-        let first = pages.start;
         // A pinned page is no victim, but can be written back.
         let own = if job.is_some() {
             protocol::borrow
         } else {
             protocol::leave
         };
-        let owned = pages
-            .clone()
-            .find(|&page| region.words.try_apply(page, own).is_none())
-            .unwrap_or(pages.end);
-        if owned == first {
-            let word = region.words.load(first);
-            region.exit();
-            // A page being filled has nothing that is not in the store, until it is mapped; one that leaves may.
-            let not_now =
-                word.installing() || matches!(word.state(), State::Leaving | State::Resident);
-            return (
-                1,
-                if not_now {
-                    Begun::NotNow(None)
-                } else {
-                    Begun::NotHere
-                },
-            );
-        }
-        let page_bytes = region.page_bytes();
-        let shard = region.shard_of(first, self.core.shards());
-        let detached =
-            self.core
-                .space
-                .detach(shard, region.address_of(first), page_bytes, owned - first);
-        let (taken, begun) = match detached {
-            Ok(frame) => {
-                let taken = pages_in(&frame, page_bytes);
-                region.count_out(&(first..first + taken));
-                self.took_out(region, first..first + taken, frame, job, way);
-                (taken, Begun::Yes)
+        let first = pages.start;
+        match self.core.take_out(region, pages, own) {
+            Out::Taken(pages, frame) => {
+                self.took_out(region, pages.clone(), frame, job, way);
+                region.exit();
+                (pages.len(), Begun::Yes)
             }
-            Err(DetachError::Absent) => {
-                // The program gave the page back to the kernel; what was written back last is the page now.
-                region.count_out(&(first..first + 1));
-                self.core.frames.forget(page_bytes);
-                if region
-                    .words
-                    .apply(first, |w| protocol::removed(w, self.core.now()))
-                {
-                    self.core.wake(region, first..first + 1);
-                }
-                (1, Begun::NotHere)
-            }
-            Err(error) => {
-                self.stay(region, first..first + 1);
-                let (id, page) = (region.id, first as u64);
-                let error = match error {
-                    DetachError::Held => PageError::Held { region: id, page },
-                    other => PageError::Os {
-                        what: "take out",
-                        region: id,
-                        page,
-                        message: match other {
-                            DetachError::Os(error) => error.to_string(),
-                            other => other.to_string(),
-                        },
-                    },
-                };
+            Out::NotHere => (1, Begun::NotHere),
+            Out::NotNow => (1, Begun::NotNow(None)),
+            Out::Refused(error) => {
                 self.counters().failed_evictions.bump();
-                (1, Begun::NotNow(Some(error)))
-            }
-        };
-        // What the kernel did not give with the rest gets its own answer next time.
-        self.stay(region, first + taken..owned);
-        region.exit();
-        (taken, begun)
-    }
-
-    /// Owned pages that were not taken out are mapped as before.
-    fn stay(&self, region: &Arc<Region>, pages: Range<usize>) {
-        for page in pages {
-            if region
-                .words
-                .apply(page, |w| (protocol::stayed(w), w.wanted()))
-            {
-                self.core.wake(region, page..page + 1);
+                (1, Begun::NotNow(Some(refused(region, first, error))))
             }
         }
     }
@@ -389,14 +313,7 @@ impl<A: AddressSpace> Evictor<A> {
         job: Option<&Arc<Job>>,
         way: Way,
     ) {
-        let leaving = |pages: Range<usize>| Leaving {
-            region: region.clone(),
-            pages,
-            job: job.cloned(),
-            way,
-            since: Instant::now(),
-            overdue: false,
-        };
+        let leaving = |pages| Leaving::new(region.clone(), pages, job.cloned(), way);
         let wanted = |page| job.is_none() && region.words.load(page).wanted();
         cut(
             pages,
@@ -619,6 +536,7 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn is_at_rest(&self) -> bool {
         self.flights.len() == 0
             && self.unposted.is_empty()
+            && self.core.handed_over.is_empty()
             && self.later.is_empty()
             && (self.out, self.runs_out) == (0, 0)
     }
@@ -629,7 +547,8 @@ impl<A: AddressSpace> Evictor<A> {
         bell.prepare();
         let pressure =
             self.rest_until.is_none() && self.has_room() && self.core.needs_evictor(self.index);
-        if self.core.is_stopping() || !self.core.jobs.lock().is_empty() && self.has_room() {
+        let called = !self.core.jobs.lock().is_empty() || !self.core.handed_over.is_empty();
+        if self.core.is_stopping() || called && self.has_room() {
             return bell.cancel();
         }
         let mut fds = Vec::with_capacity(4);
@@ -641,5 +560,22 @@ impl<A: AddressSpace> Evictor<A> {
             until = Some(until.map_or(at, |until| until.min(at)));
         }
         bell.sleep(fds, until);
+    }
+}
+
+/// Why a page could not be taken out, as the program is told.
+fn refused(region: &Region, page: usize, error: DetachError) -> PageError {
+    let (region, page) = (region.id, page as u64);
+    match error {
+        DetachError::Held => PageError::Held { region, page },
+        other => PageError::Os {
+            what: "take out",
+            region,
+            page,
+            message: match other {
+                DetachError::Os(error) => error.to_string(),
+                other => other.to_string(),
+            },
+        },
     }
 }

@@ -303,6 +303,7 @@ impl<A: AddressSpace> Filler<A> {
             }
             OnFault::Noted => {
                 self.map_held(region, page);
+                self.core.noted();
                 region.exit();
             }
             OnFault::Stale => self.stale(region.clone(), page, address),
@@ -313,23 +314,52 @@ impl<A: AddressSpace> Filler<A> {
     /// Serves a fault in the thread that raised it. When this returns, all that it started has ended; what is to be read ahead beyond that is the
     /// business of the page's own filler.
     pub(crate) fn serve(&mut self, region: &Arc<Region>, page: usize, address: usize) {
-        if !region.enter() {
+        let Some(plan) = self.begin_serving(region, page, address) else {
             return;
+        };
+        while !self.is_idle() {
+            if !self.work() && !self.make_room() {
+                self.nap();
+            }
+        }
+        self.end_serving(region, page, plan);
+    }
+
+    /// The fault is taken on, and pages leave while its READ is under way. `None`: nothing was started.
+    pub(crate) fn begin_serving(
+        &mut self,
+        region: &Arc<Region>,
+        page: usize,
+        address: usize,
+    ) -> Option<Plan> {
+        if !region.enter() {
+            return None;
         }
         self.counters().faults.bump();
         self.guest_since = Some(Instant::now());
         let plan = self.take_on(region, page, address);
-        while !self.is_idle() {
-            if !self.work() {
-                self.nap();
-            }
-        }
+        self.make_room();
+        Some(plan)
+    }
+
+    fn make_room(&self) -> bool {
+        self.core.make_room(self.counters())
+    }
+
+    pub(crate) fn end_serving(&mut self, region: &Arc<Region>, page: usize, plan: Plan) {
         self.guest_since = None;
         if !plan.ahead.is_empty() {
             let shard = region.shard_of(page, self.core.shards());
             self.core
                 .ask_filler(shard, Ask::Ahead(region.clone(), plan));
         }
+    }
+
+    /// A step between the two, for who does nothing else. Returns whether it is done.
+    #[cfg(test)]
+    pub(crate) fn serve_a_step(&mut self) -> bool {
+        let _ = self.work() || self.make_room();
+        self.is_idle()
     }
 
     /// Makes room for what serving a page of the region takes, so that nothing has to be allocated then.
@@ -883,6 +913,7 @@ impl<A: AddressSpace> Filler<A> {
                 }
                 OnFault::Noted => {
                     self.map_held(region, at);
+                    self.core.noted();
                     region.exit();
                 }
                 // The program may have given the page back to the kernel, and wants it now.

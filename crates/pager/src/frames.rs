@@ -260,6 +260,14 @@ impl<A: AddressSpace> Frames<A> {
         self.used() > mark.max(self.untouchable()) || self.is_starving()
     }
 
+    /// Whether threads that serve their own faults take pages out: at half way between the marks, so that evictors are called only where these
+    /// threads do not keep up.
+    pub(crate) fn is_tight(&self) -> bool {
+        let leaving = self.leaving.load(Ordering::Relaxed);
+        let mark = self.low + (self.high - self.low) / 2;
+        self.used().saturating_sub(leaving) > mark.max(self.untouchable()) || self.is_starving()
+    }
+
     /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that an instruction may need at once.
     fn untouchable(&self) -> u64 {
         self.pinned() + self.held.load(Ordering::Relaxed) + self.floor.load(Ordering::Relaxed)

@@ -6,7 +6,7 @@
 //! The rule is that of a signal handler: no lock is waited for that the interrupted code can hold, and nothing is allocated unless something fails. The interrupted
 //! code touched a page, and no code of ours touches pages, so that none of our own locks is held by it, nor is the allocator's.
 //!
-//! What only a thread of its own can do is left to the filler threads: to call a user's store, to open a lost channel, to log why a page is
+//! Where memory is tight, such a thread also takes out a few pages (`handover.rs`). What only a thread of its own can do is left to the filler threads, and to evictors: to write back what changed, to call a user's store, to open a lost channel, to log why a page is
 //! lost (a page that fails here is handed over to its filler, still owned), and to read ahead beyond the run that the fault brings in. Pages in other hands
 //! are waited for by yielding the core.
 
@@ -67,13 +67,19 @@ impl<A: AddressSpace> InThread<A> {
         }
     }
 
+    /// The filler of a thread, for who takes its steps one by one.
+    #[cfg(test)]
+    pub(crate) fn filler(&self, thread: usize) -> parking_lot::MutexGuard<'_, Filler<A>> {
+        self.fillers[thread].lock()
+    }
+
     /// Serves a fault at `address` in the thread that raised it; to be called from a signal handler. `false`: there is no page to be had.
     pub fn serve(&self, address: usize) -> bool {
         let Some(region) = self.core.region_at(address) else {
             return false;
         };
         let page = region.page_at(address);
-        let (since, mut looks) = (Instant::now(), 0);
+        let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
                 State::Poisoned => return false,
@@ -87,6 +93,7 @@ impl<A: AddressSpace> InThread<A> {
                 // Who owns a page that leaves gives it back for this note; one that is filled is coming anyway.
                 State::Filling | State::Leaving => {
                     region.words.try_apply(page, protocol::note);
+                    self.core.noted();
                 }
             }
             if region.is_closing() {
@@ -96,6 +103,7 @@ impl<A: AddressSpace> InThread<A> {
             if looks < YIELDS {
                 let _ = sched_yield();
             } else {
+                let since: &mut Instant = since.get_or_insert_with(Instant::now);
                 thread::sleep((since.elapsed() / 8).clamp(NAP_MIN, NAP_MAX));
             }
         }

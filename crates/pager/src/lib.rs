@@ -15,6 +15,7 @@ mod error;
 mod evictor;
 mod filler;
 mod frames;
+mod handover;
 mod in_thread;
 mod job;
 mod pace;
@@ -28,6 +29,7 @@ mod slab;
 mod stats;
 mod sweep;
 mod team;
+mod victims;
 mod worker;
 
 pub use error::PageError;

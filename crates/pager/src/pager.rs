@@ -729,6 +729,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         core.regions.remove(region.address);
         region.close();
         core.tell_fillers(|| Command::Settle(region.clone()));
+        core.ring_evictors();
         region.wait_until_quiet();
         // Nobody but us owns a page of it from here on. Its frames go on to other regions.
         let mut chunk = region.next_touched(0);

@@ -1,7 +1,7 @@
 //! Seeded simulations: the real workers over simulated memory and a simulated server, against a plain array.
 //!
 //! One thread plays everybody. A seed decides who takes the next step: a program thread that loads or stores a word, a filler or an evictor that takes a
-//! turn. Pages are reported held, faults twice; operations are delayed, reordered and lost. What a load returns is compared with
+//! turn. Half of the programs' threads mostly serve their faults themselves, step by step. Pages are reported held, faults twice; operations are delayed, reordered and lost. What a load returns is compared with
 //! a plain array at once, and the budget is checked after each step.
 
 mod room;
@@ -30,22 +30,71 @@ use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
-    Advice, PageError, Pager, PagerOptions, RegionOptions,
+    Advice, InThread, PageError, Pager, PagerOptions, RegionOptions,
+    ahead::Plan,
     core::Command,
     evictor::Evictor,
     filler::Filler,
     job::Job,
     pager::{Mapped, Parts},
+    region::Region,
 };
 
 const THREADS: usize = 4;
+/// Of these, how many can serve their own faults, the first ones.
+const GUESTS: usize = 2;
 const PAGES: usize = 96;
+
+/// Threads of the program that serve their own faults.
+struct Guests {
+    in_thread: Arc<InThread<SimSpace>>,
+    /// What each of them is at.
+    serving: [Option<(Arc<Region>, usize, Plan)>; GUESTS],
+}
+
+impl Guests {
+    fn new(pager: &Pager<SimSpace>) -> Guests {
+        Guests {
+            in_thread: pager.in_thread().expect("there are some").clone(),
+            serving: Default::default(),
+        }
+    }
+
+    /// A thread begins to serve a fault, if it can.
+    fn begin(&mut self, thread: usize, region: &Arc<Region>, address: usize) {
+        if thread < GUESTS && !region.store.is_users_own() {
+            let page = region.page_at(address);
+            let mut filler = self.in_thread.filler(thread);
+            let plan = filler.begin_serving(region, page, address);
+            self.serving[thread] = plan.map(|plan| (region.clone(), page, plan));
+        }
+    }
+
+    fn is_serving(&self, thread: usize) -> bool {
+        thread < GUESTS && self.serving[thread].is_some()
+    }
+
+    /// Goes on with that. Returns whether nothing is left to do.
+    fn step(&mut self, thread: usize) -> bool {
+        let mut filler = self.in_thread.filler(thread);
+        let done = filler.serve_a_step();
+        if done && let Some((region, page, plan)) = self.serving[thread].take() {
+            filler.end_serving(&region, page, plan);
+        }
+        done
+    }
+
+    fn turn(&mut self) {
+        (0..GUESTS).for_each(|thread| _ = self.is_serving(thread) && self.step(thread));
+    }
+}
 
 struct World {
     random: u64,
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
+    guests: Guests,
     /// Dropped by [`World::end`] alone: while a failed simulation unwinds nobody drives the workers that a drop waits for.
     mapped: ManuallyDrop<Mapped<SimSpace>>,
     /// What the region holds.
@@ -85,6 +134,7 @@ impl World {
 
         let mut options = PagerOptions::new((budget_pages * page_bytes) as u64);
         options.evictors = 2;
+        options.in_thread = GUESTS;
         let Parts {
             pager,
             fillers,
@@ -100,6 +150,7 @@ impl World {
             &RemoteOptions::default(),
         )
         .expect("the server has room");
+        let guests = Guests::new(&pager);
         let mapped = Arc::new(pager).map(store, RegionOptions::default());
         let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
         World {
@@ -107,6 +158,7 @@ impl World {
             space,
             fillers,
             evictors,
+            guests,
             shadow: vec![0; PAGES * page_bytes / 8],
             mapped,
             intents: [None; THREADS],
@@ -169,6 +221,16 @@ impl World {
             }
         };
         let address = self.mapped.address() + word * 8;
+        if self.guests.is_serving(thread) {
+            self.guests.step(thread);
+            return;
+        }
+        if !self.space.is_present(address) && self.chance(2) {
+            let region = self.mapped.region().clone();
+            self.guests.begin(thread, &region, address);
+            self.intents[thread] = Some((word, value));
+            return;
+        }
         let outcome = match value {
             Some(value) => self
                 .space
@@ -192,6 +254,7 @@ impl World {
             if done(self) {
                 return;
             }
+            self.guests.turn();
             self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
             self.evictors
                 .iter_mut()
@@ -235,6 +298,7 @@ impl World {
             mapped,
             mut fillers,
             mut evictors,
+            guests,
             space,
             ..
         } = self;
@@ -249,7 +313,7 @@ impl World {
             region.counts_nothing(),
             "a chunk counts pages that are not there"
         );
-        drop((fillers, evictors, core, region));
+        drop((fillers, evictors, guests, core, region));
         assert_eq!(
             space.frame_pages() + space.resident_pages(),
             0,
@@ -547,6 +611,7 @@ struct Wide {
     space: Arc<SimSpace>,
     fillers: Vec<Filler<SimSpace>>,
     evictors: Vec<Evictor<SimSpace>>,
+    guests: Guests,
     /// Not dropped by a simulation that fails: see [`World::mapped`].
     regions: ManuallyDrop<Vec<Mapped<SimSpace>>>,
     flaky: Option<Arc<Flaky>>,
@@ -593,6 +658,7 @@ impl Wide {
             _ => 4 << 20,
         };
         let mut options = PagerOptions::new(budget_bytes);
+        options.in_thread = GUESTS;
         // Where a budget of few pages leaves none for read-ahead, there is one with room.
         if next(&mut random).is_multiple_of(2) {
             (options.low_water, options.high_water) = (0.5, 0.75);
@@ -603,6 +669,7 @@ impl Wide {
             evictors,
         } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
+        let guests = Guests::new(&pager);
         let pager = Arc::new(pager);
         let mut flaky = None;
         let regions: Vec<_> = (sizes.into_iter().zip(1..))
@@ -649,6 +716,7 @@ impl Wide {
             space,
             fillers,
             evictors,
+            guests,
             flaky,
             shadows: regions.iter().map(|_| HashMap::new()).collect(),
             regions: ManuallyDrop::new(regions),
@@ -755,6 +823,16 @@ impl Wide {
         };
         let region = self.regions[walk.region].region().clone();
         let address = region.address + word * 8;
+        if self.guests.is_serving(thread) {
+            self.guests.step(thread);
+            return false;
+        }
+        if !self.space.is_present(address) && self.chance(2) {
+            self.guests.begin(thread, &region, address);
+            walk.next = Some((word, value));
+            self.walks[thread] = walk;
+            return false;
+        }
         let shadow = &mut self.shadows[walk.region];
         let outcome = match value {
             Some(value) => (self.space.try_store(thread, address, value))
@@ -806,6 +884,7 @@ impl Wide {
     }
 
     fn turn(&mut self) {
+        self.guests.turn();
         self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
         self.evictors
             .iter_mut()
@@ -877,10 +956,12 @@ impl Wide {
         pages.end = pages.end.min(pages.start + 1 + self.below(12));
         let page_bytes = self.regions[region].page_bytes();
         let (regions, fillers, evictors) = (&self.regions, &mut self.fillers, &mut self.evictors);
+        let guests = &mut self.guests;
         let pinned = std::thread::scope(|scope| {
             let bytes = pages.start * page_bytes..pages.end * page_bytes;
             let pinner = scope.spawn(move || regions[region].pin(bytes).is_ok());
             while !pinner.is_finished() {
+                guests.turn();
                 fillers.iter_mut().for_each(|filler| _ = filler.turn());
                 evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
             }
@@ -981,10 +1062,11 @@ impl Wide {
         let Wide {
             fillers,
             evictors,
+            guests,
             space,
             ..
         } = self;
-        drop((fillers, evictors, core));
+        drop((fillers, evictors, guests, core));
         assert_eq!(space.frame_pages() + space.resident_pages(), 0);
     }
 }

@@ -11,10 +11,8 @@
 
 use std::{
     ops::{Bound, Range},
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard},
 };
-
-use parking_lot::Mutex;
 
 use crate::{
     behind::Way,
@@ -25,6 +23,7 @@ use crate::{
 /// A hand over all pages of a runtime.
 #[derive(Debug)]
 pub(crate) struct Sweep {
+    /// Of the standard library, since threads look for victims in a signal handler, too: it never allocates.
     hand: Mutex<Hand>,
     /// The highest age floor, in units of the fill clock: a part of what the budget holds, since nothing is older for long.
     age_cap: u32,
@@ -67,9 +66,13 @@ impl Sweep {
         }
     }
 
+    fn hand(&self) -> MutexGuard<'_, Hand> {
+        self.hand.lock().expect("nothing panics under this lock")
+    }
+
     /// Moves the hand behind the next chunk, or what is left of one, that may hold resident pages. `None`: no region has any.
     pub(crate) fn claim(&self, regions: &RegionTable) -> Option<Claim> {
-        let mut hand = self.hand.lock();
+        let mut hand = self.hand();
         let regions = regions.read();
         // Twice around at most: the first time from where the hand stands, the second from the start.
         for _ in 0..2 {
@@ -103,7 +106,7 @@ impl Sweep {
     /// Enough pages leave: the hand goes back to `page`, the first of the claim that was not looked at. Were the rest of each chunk passed over, a
     /// small budget would see the same few pages leave again and again.
     pub(crate) fn stop_at(&self, claim: &Claim, page: usize) {
-        let mut hand = self.hand.lock();
+        let mut hand = self.hand();
         let behind = claim.pages.end.next_multiple_of(CHUNK_PAGES);
         if (hand.address, hand.page) == (claim.region.address, behind) {
             hand.page = page;
@@ -112,7 +115,7 @@ impl Sweep {
 
     /// Tells how many resident pages of a claim were looked at and how many of them leave.
     pub(crate) fn report(&self, seen: usize, taken: usize, resident_in_all: usize) {
-        let mut hand = self.hand.lock();
+        let mut hand = self.hand();
         hand.seen += seen;
         hand.taken += taken;
         // A quarter of all pages looked at is evidence enough.

@@ -105,6 +105,11 @@ pub(crate) enum Entry {
 }
 
 impl Entry {
+    /// Whether it says that this value is all over the page, which is what a page in remote memory has that was never written, too.
+    pub(crate) fn repeats(self, value: u64) -> bool {
+        self == Self::Repeated { value } || (self == Self::Never && value == 0)
+    }
+
     /// The slot that the page is in.
     pub(crate) fn slot(self) -> Option<Span> {
         match self {

@@ -20,7 +20,7 @@ use crate::{
     TableError,
     blocking::BlockingStore,
     cluster::{Pool, Reservation},
-    codec::{Chooser, Scheme},
+    codec::{self, Chooser, Scheme},
     entry::{Entry, PageTable, Place, Span},
     named::Publications,
 };
@@ -261,6 +261,20 @@ impl PageStore {
     /// page may be written back meanwhile.
     pub fn is_immediate(&self, page: u64) -> bool {
         matches!(self.backing, Backing::Remote(_)) && !self.table.is_stored(page)
+    }
+
+    /// Whether remote memory has the page with these bytes, as far as a hash of 128 bits tells; then there is nothing to write back. For the page's owner, and
+    /// for signal handlers too: it allocates nothing. Of a page in a user's own store it says no.
+    pub fn is_unchanged(&self, page: u64, bytes: &[u8]) -> bool {
+        let unchanged = match (&self.backing, self.table.load(page)) {
+            (Backing::Blocking(_), _) => false,
+            (_, Entry::Stored { hash, .. }) => hash == codec::hash(bytes, self.seed),
+            (_, entry) => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
+        };
+        if unchanged {
+            self.stats.write_backs_clean.fetch_add(1, Ordering::Relaxed);
+        }
+        unchanged
     }
 
     /// What the store has done so far.

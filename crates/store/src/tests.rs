@@ -411,6 +411,26 @@ impl Suite<'_> {
 }
 
 #[test]
+fn page_is_unchanged_as_long_as_it_has_the_bytes_that_come_back() {
+    for codec in CODECS {
+        let cluster = cluster(1);
+        let store = remote(&cluster, 2, 4096, codec);
+        let mut lane = Lane::new(&cluster).expect("the simulated server lives");
+        let (zeros, ones) = (vec![0; 4096], vec![1; 4096]);
+        let mut bytes: Vec<u8> = (0..4096).map(|i| (i / 7) as u8).collect();
+        assert!(store.is_unchanged(0, &zeros) && !store.is_unchanged(0, &ones));
+        write(&mut lane, &store, 0, &ones).expect("a page of one value");
+        assert!(store.is_unchanged(0, &ones) && !store.is_unchanged(0, &zeros));
+        write(&mut lane, &store, 0, &bytes).expect("the server has room");
+        assert!(store.is_unchanged(0, &bytes) && !store.is_unchanged(0, &ones));
+        assert!(store.is_unchanged(1, &zeros));
+        assert_eq!(store.stats().write_backs_clean, 4);
+        bytes[4095] ^= 1;
+        assert!(!store.is_unchanged(0, &bytes));
+    }
+}
+
+#[test]
 fn remote_pages_come_back_as_written() {
     for (seed, page_bytes, pages) in [(1, 4096, 50), (2, 65536, 20), (3, 2 << 20, 3)] {
         for codec in CODECS {

@@ -36,7 +36,7 @@ impl<F: Frame> Lane<F> {
         for (page, bytes) in (page..).zip(frame.as_ref().chunks_exact(store.page_bytes)) {
             let old = store.table.load(page);
             if let Some(value) = codec::repeated(bytes) {
-                if old == (Entry::Repeated { value }) || (old == Entry::Never && value == 0) {
+                if old.repeats(value) {
                     run.tally.write_backs_clean += 1;
                 } else {
                     self.entries.push((page, Entry::Repeated { value }));
