@@ -71,7 +71,7 @@ pub(crate) struct AppsOptions {
     #[arg(long, value_name = "SIZE", value_parser = options::some_bytes)]
     size: Option<ByteSize>,
     /// Page size of all applications: a power of two, 4KiB to 2MiB [default: what suits each, as in the list above; smaller
-    /// where there would be fewer than 1024 pages, 4KiB with --smoke]
+    /// where there would be fewer than 160 pages, 4KiB with --smoke]
     #[arg(long, value_name = "SIZE", value_parser = options::page_size)]
     page_size: Option<ByteSize>,
     /// Memory server to use, such as tcp://10.0.0.2:7400 [default: starts its own on this machine]
@@ -102,17 +102,17 @@ pub(crate) struct AppsOptions {
 enum AppName {
     /// GAP's PageRank on a Kronecker graph: rows read in order, ranks local. Pages of 1MiB
     Pagerank,
-    /// GAP's direction-optimising breadth-first search on the same graph: rows in order with gaps. Pages of 256KiB
+    /// GAP's direction-optimising breadth-first search on the same graph: rows in order with gaps. Pages of 1MiB
     Bfs,
-    /// Parallel quicksort of 64-bit keys, in place. Pages of 1MiB
+    /// Parallel quicksort of 64-bit keys, in place. Pages of 2MiB
     Sort,
     /// Lloyd's k-means, 16 clusters of points with 16 coordinates: points read in order. Pages of 1MiB
     Kmeans,
-    /// h2o.ai's db-benchmark, group-by questions 1 to 5, 7 and 9: columns read in order. Pages of 1MiB
+    /// h2o.ai's db-benchmark, group-by questions 1 to 5, 7 and 9: columns read in order. Pages of 2MiB
     Groupby,
     /// Two tables of the same size joined: scattered into 64 partitions, then joined one by one. Pages of 64KiB
     Join,
-    /// Sparse matrix times vector, 32 entries per row at random columns: the matrix read in order, vectors local. Pages of 1MiB
+    /// Sparse matrix times vector, 32 entries per row at random columns: the matrix read in order, vectors local. Pages of 2MiB
     Spmv,
     /// XSBench's lookups in batches sorted by energy: 70 sequences at a time. Pages of 64KiB
     Xsbench,
@@ -146,14 +146,10 @@ impl AppName {
     /// What suits its accesses.
     fn page_size(self) -> ByteSize {
         match self {
-            // A few sequences.
-            Self::Pagerank | Self::Kmeans | Self::Groupby | Self::Spmv | Self::Stencil => {
-                ByteSize::mib(1)
-            }
-            // From both ends at once.
-            Self::Sort => ByteSize::mib(1),
-            // Gaps between the rows that are looked at.
-            Self::Bfs => ByteSize::kib(256),
+            // A few sequences, in a sort from both ends at once: what costs most is moving small page-table entries, of which pages of 2 MiB have none.
+            Self::Sort | Self::Groupby | Self::Spmv => ByteSize::mib(2),
+            // The same, or gaps between the rows that are looked at; here the larger ones gained nothing.
+            Self::Pagerank | Self::Kmeans | Self::Stencil | Self::Bfs => ByteSize::mib(1),
             // Dozens of places at once, whose pages have to be local together.
             Self::Join | Self::Xsbench => ByteSize::kib(64),
             Self::XsbenchRandom => ByteSize::kib(4),
@@ -418,8 +414,9 @@ impl Run<'_> {
     }
 
     fn page_bytes(&self, name: AppName, remote_bytes: u64) -> u64 {
-        /// With fewer, the smallest share would not have enough of them for read-ahead and for all threads.
-        const PAGES_MIN: u64 = 1024;
+        /// With fewer, the smallest share, an eighth, would not have enough of them for read-ahead and for all threads. With many more, pages are small, and what
+        /// small ones cost is larger than what a few more of them save.
+        const PAGES_MIN: u64 = 160;
         let limit = (remote_bytes / PAGES_MIN + 1)
             .next_power_of_two()
             .max(8 << 10)
