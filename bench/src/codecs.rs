@@ -129,7 +129,8 @@ struct Point {
 }
 
 pub(crate) fn run(options: &CodecsOptions) -> Result<()> {
-    let plan = Plan::new(&options.extent);
+    let mut plan = Plan::new(&options.extent);
+    plan.repetitions[1] = options.repetitions.unwrap_or(plan.repetitions[1]);
     let mut codecs = STATIC_CODECS.to_vec();
     // A codec that this build does not have cannot be held to anything.
     let adaptive = ADAPTIVE.parse::<farpage::Codec>().is_ok();

@@ -14,7 +14,7 @@ pub(crate) struct Extent {
     /// Directory for the results; what an earlier run measured there is not measured again
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
-    /// Smaller arrays, fewer repetitions: some minutes on two cores
+    /// Smaller arrays, fewer repetitions: `figures` takes two minutes on two cores, `codecs` several
     #[arg(long)]
     pub(crate) quick: bool,
     /// Tiny sizes, few points, afresh: checks that everything works; the figures mean nothing
@@ -53,9 +53,10 @@ pub(crate) struct Plan {
     pub(crate) rates: Vec<Rate>,
     pub(crate) fields: Vec<Contents>,
     pub(crate) workers: Vec<usize>,
-    /// Of the arrays of STREAM, and of a field whose traffic is measured.
+    /// Of the arrays of STREAM, and of a field whose traffic is measured; how often a figure's goes over it.
     stream: &'static str,
     field: &'static str,
+    steps: u16,
 }
 
 /// What STREAM computes with where compression is of use: f32 of which most are small whole numbers.
@@ -84,6 +85,7 @@ impl Plan {
                 workers: vec![1],
                 stream: "",
                 field: "",
+                steps: 1,
             };
         }
         match extent.quick {
@@ -96,6 +98,7 @@ impl Plan {
                 workers: workers(cpus.max(2)),
                 stream: " --size 48MiB --iterations 3",
                 field: " --size 12MiB",
+                steps: 1,
             },
             false => Self {
                 smoke: false,
@@ -106,6 +109,7 @@ impl Plan {
                 workers: workers((2 * cpus).clamp(4, 16)),
                 stream: " --size 192MiB",
                 field: " --size 64MiB",
+                steps: 3,
             },
         }
     }
@@ -124,8 +128,7 @@ impl Plan {
     }
 
     pub(crate) fn traffic(&self, data: Contents, codec: &str, rate: Rate) -> String {
-        let (data, link) = (data.name(), rate.argument());
-        format!("traffic --data {data} --codec {codec}{link}{}", self.field)
+        self.traffic_of(data, codec, rate, self.steps)
     }
 
     /// The same with as many steps as take half a second, so that a step that the machine disturbs counts little: it takes a few milliseconds over a fast link, but ZFP
@@ -133,7 +136,12 @@ impl Plan {
     pub(crate) fn steps(&self, data: Contents, codec: &str, rate: Rate) -> String {
         let is_slow = rate == Rate(Some(1)) || codec.starts_with("zfp");
         let steps = if is_slow || self.smoke { 1 } else { 4 };
-        format!("{} --steps {steps}", self.traffic(data, codec, rate))
+        self.traffic_of(data, codec, rate, steps)
+    }
+
+    fn traffic_of(&self, data: Contents, codec: &str, rate: Rate, steps: u16) -> String {
+        let (data, link, size) = (data.name(), rate.argument(), self.field);
+        format!("traffic --data {data} --codec {codec}{link}{size} --steps {steps}")
     }
 
     /// A field's pages with these codecs.
