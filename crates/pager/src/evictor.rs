@@ -42,8 +42,6 @@ const RUNS_OUT_MAX: usize = 64;
 /// A page that has been on its way out for so long while a fill waits for a frame is overdue: its store is slow, stalled or dead, and waiting
 /// for it would make its region the whole runtime's pace. A write-back that goes well takes a tenth of it.
 const OVERDUE: Duration = Duration::from_millis(3);
-/// A region with the pages of so many runs overdue is passed over by the sweep until some of them are gone.
-const OVERDUE_RUNS_PER_REGION: usize = 8;
 /// Chunks that one turn looks at when it finds no victim, before it lets other work go on.
 const CHUNKS_PER_TURN: usize = 256;
 /// After a failed write-back no victim is tried for so long: the store needs time, not more load.
@@ -98,8 +96,20 @@ impl Leaving {
         }
     }
 
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    pub(crate) fn pages(&self) -> Range<usize> {
+        self.pages.clone()
+    }
+
     pub(crate) fn bytes(&self) -> usize {
         self.pages.len() * self.region.page_bytes()
+    }
+
+    fn is_wanted(&self) -> bool {
+        (self.pages.clone()).any(|page| self.region.words.load(page).wanted())
     }
 }
 
@@ -179,16 +189,39 @@ impl<A: AddressSpace> Evictor<A> {
             && self.runs_out < RUNS_OUT_MAX
     }
 
-    /// Goes on with what threads of the program have taken out.
+    /// Goes on with what threads of the program have taken out: maps again what is wanted by now, and writes the rest back as far as there is room. Closing regions wait for theirs.
     fn take_over(&mut self) -> bool {
-        let mut any = false;
-        while self.has_room()
-            && let Some((leaving, frame)) = self.core.handed_over.take()
-        {
-            self.out += leaving.bytes();
-            self.runs_out += 1;
-            self.post(leaving, frame);
-            any = true;
+        let (core, mut any) = (self.core.clone(), false);
+        let waiting = core.handed_over.len();
+        if waiting == 0 {
+            return false;
+        }
+        // A flush has its share, however fast pages are handed over.
+        let share = if core.jobs.lock().is_empty() { 1 } else { 2 };
+        let called = core.handed_over.answer();
+        for _ in 0..waiting {
+            let has_room = self.has_room()
+                && self.out < BYTES_OUT_MAX / share
+                && self.runs_out < RUNS_OUT_MAX / share;
+            if !has_room && !called {
+                break;
+            }
+            let Some((leaving, frame)) = core.handed_over.take() else {
+                break;
+            };
+            let is_urgent = leaving.is_wanted() || leaving.region.is_closing();
+            let mine = if has_room || is_urgent {
+                Some((leaving, frame))
+            } else {
+                core.offer(leaving, frame).err()
+            };
+            if let Some((leaving, frame)) = mine {
+                core.frames.end_leaving(leaving.bytes());
+                let (region, pages) = (&leaving.region, leaving.pages.clone());
+                self.took_out(region, pages, frame, None, leaving.way);
+                region.exit();
+                any = true;
+            }
         }
         any
     }
@@ -213,7 +246,7 @@ impl<A: AddressSpace> Evictor<A> {
             let Some(claim) = self.core.claim() else {
                 break;
             };
-            if claim.region.overdue() >= OVERDUE_RUNS_PER_REGION * claim.region.run_pages {
+            if claim.region.is_stalled() {
                 continue;
             }
             begun |= self.take_victims(&claim);
@@ -370,6 +403,7 @@ impl<A: AddressSpace> Evictor<A> {
         if !done.failed.is_empty() {
             self.counters().failed_evictions.add(done.failed.len());
             self.rest_until = Some(Instant::now() + BACKOFF);
+            self.core.handed_over.rest(BACKOFF);
         }
         let region = leaving.region.clone();
         let failure = |page: usize| {
@@ -536,7 +570,7 @@ impl<A: AddressSpace> Evictor<A> {
     pub(crate) fn is_at_rest(&self) -> bool {
         self.flights.len() == 0
             && self.unposted.is_empty()
-            && self.core.handed_over.is_empty()
+            && self.core.handed_over.len() == 0
             && self.later.is_empty()
             && (self.out, self.runs_out) == (0, 0)
     }
@@ -547,8 +581,9 @@ impl<A: AddressSpace> Evictor<A> {
         bell.prepare();
         let pressure =
             self.rest_until.is_none() && self.has_room() && self.core.needs_evictor(self.index);
-        let called = !self.core.jobs.lock().is_empty() || !self.core.handed_over.is_empty();
-        if self.core.is_stopping() || called && self.has_room() {
+        let handed_over = &self.core.handed_over;
+        let asked = !self.core.jobs.lock().is_empty() || handed_over.len() > 0;
+        if self.core.is_stopping() || asked && self.has_room() || handed_over.is_called() {
             return bell.cancel();
         }
         let mut fds = Vec::with_capacity(4);

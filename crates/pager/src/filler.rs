@@ -303,7 +303,7 @@ impl<A: AddressSpace> Filler<A> {
             }
             OnFault::Noted => {
                 self.map_held(region, page);
-                self.core.noted();
+                self.core.noted(region, page);
                 region.exit();
             }
             OnFault::Stale => self.stale(region.clone(), page, address),
@@ -913,7 +913,7 @@ impl<A: AddressSpace> Filler<A> {
                 }
                 OnFault::Noted => {
                     self.map_held(region, at);
-                    self.core.noted();
+                    self.core.noted(region, at);
                     region.exit();
                 }
                 // The program may have given the page back to the kernel, and wants it now.

@@ -265,7 +265,8 @@ impl<A: AddressSpace> Frames<A> {
     pub(crate) fn is_tight(&self) -> bool {
         let leaving = self.leaving.load(Ordering::Relaxed);
         let mark = self.low + (self.high - self.low) / 2;
-        self.used().saturating_sub(leaving) > mark.max(self.untouchable()) || self.is_starving()
+        let is_above = self.used().saturating_sub(leaving) > mark.max(self.untouchable());
+        is_above || self.is_starving() && self.excess() > 0
     }
 
     /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that an instruction may need at once.

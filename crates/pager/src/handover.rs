@@ -11,54 +11,91 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{Ordering, fence},
+        atomic::{AtomicBool, AtomicU64, Ordering, fence},
     },
+    time::{Duration, Instant},
 };
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::{Receiver, Sender, TrySendError};
 use farpage_vm::AddressSpace;
 
 use crate::{
     behind::{Behind, Way},
     core::Core,
     evictor::Leaving,
-    protocol::{self, OnLeft},
+    protocol::{self, OnLeft, State},
     region::Region,
     run::cut,
     stats::Counters,
     victims::{Out, Walk},
 };
 
-/// A thread takes out so many pages for each fault: more than it brings in, and little beside what the fault itself takes.
-const PAGES_PER_FAULT: usize = 2;
+/// A thread takes out so many pages at once, for most faults once: more than it brings in, and little beside what the fault itself takes.
+const PAGES_PER_CALL: usize = 2;
 /// And looks at the victims of so many chunks, of which some have none.
-const CHUNKS_PER_FAULT: usize = 4;
+const CHUNKS_PER_CALL: usize = 4;
 /// With so many runs waiting an evictor is woken: waking costs as much as writing several pages back. Above the high mark it is woken anyway.
 const RUNS_PER_CALL: usize = 64;
 /// With so many, evictors do not keep up, and nobody takes out any more for them.
 const RUNS_MAX: usize = 4 * RUNS_PER_CALL;
 
+/// A run that waits, and its frame.
+type Run<F> = (Leaving, F);
+
 /// Runs that evictors shall write back.
 #[derive(Debug)]
 pub(crate) struct HandOver<F> {
-    sender: Sender<(Leaving, F)>,
-    receiver: Receiver<(Leaving, F)>,
+    sender: Sender<Run<F>>,
+    receiver: Receiver<Run<F>>,
+    /// Some of them may be wanted since.
+    is_wanted: AtomicBool,
+    began: Instant,
+    /// Microseconds since then.
+    rests_until_us: AtomicU64,
 }
 
 impl<F> HandOver<F> {
-    /// For so many threads at once.
-    pub(crate) fn new(threads: usize) -> Self {
-        let (sender, receiver) = crossbeam_channel::bounded(RUNS_MAX + threads * PAGES_PER_FAULT);
-        HandOver { sender, receiver }
+    /// For so many threads at once, and evictors that each may put a run back.
+    pub(crate) fn new(threads: usize, evictors: usize) -> Self {
+        let runs = RUNS_MAX + threads * PAGES_PER_CALL + evictors;
+        let (sender, receiver) = crossbeam_channel::bounded(runs);
+        HandOver {
+            sender,
+            receiver,
+            is_wanted: AtomicBool::new(false),
+            began: Instant::now(),
+            rests_until_us: AtomicU64::new(0),
+        }
     }
 
     /// The next run that waits.
-    pub(crate) fn take(&self) -> Option<(Leaving, F)> {
+    pub(crate) fn take(&self) -> Option<Run<F>> {
         self.receiver.try_recv().ok()
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.receiver.is_empty()
+    pub(crate) fn len(&self) -> usize {
+        self.receiver.len()
+    }
+
+    /// Whether somebody waits for what may be one of these runs. For an evictor before it sleeps.
+    pub(crate) fn is_called(&self) -> bool {
+        self.is_wanted.load(Ordering::SeqCst) && self.len() > 0
+    }
+
+    /// The same for who looks through all of them now.
+    pub(crate) fn answer(&self) -> bool {
+        self.is_wanted.swap(false, Ordering::SeqCst)
+    }
+
+    /// A write-back failed: threads take nothing out for so long.
+    pub(crate) fn rest(&self, time: Duration) {
+        let until = (self.began.elapsed() + time).as_micros() as u64;
+        self.rests_until_us.store(until, Ordering::Relaxed);
+    }
+
+    fn rests(&self) -> bool {
+        let until = self.rests_until_us.load(Ordering::Relaxed);
+        until > 0 && (self.began.elapsed().as_micros() as u64) < until
     }
 
     fn has_room(&self) -> bool {
@@ -67,20 +104,33 @@ impl<F> HandOver<F> {
 }
 
 impl<A: AddressSpace> Core<A> {
-    /// Takes a few pages out if there is need. Returns whether it did. Allocates nothing.
+    /// Takes a few pages out if there is need. Returns whether it did. Allocates nothing, unless the program itself has given a part of such a page back to the kernel.
     pub(crate) fn make_room(&self, counters: &Counters) -> bool {
-        let (mut left, mut any) = (PAGES_PER_FAULT, false);
-        for _ in 0..CHUNKS_PER_FAULT {
+        let (mut left, mut any) = (PAGES_PER_CALL, false);
+        if self.frames.is_tight() && self.handed_over.rests() {
+            return false;
+        }
+        for _ in 0..CHUNKS_PER_CALL {
             if left == 0 || !self.frames.is_tight() || !self.handed_over.has_room() {
                 break;
             }
             let Some(claim) = self.claim() else {
                 break;
             };
+            if claim.region.is_stalled() {
+                continue;
+            }
+            let page_bytes = claim.region.page_bytes() as u64;
             let mut walk = Walk::new(self, &claim);
-            while left > 0
-                && let Some(run) = walk.next(left)
-            {
+            loop {
+                let excess = self.frames.excess().div_ceil(page_bytes) as usize;
+                let most = left.min(excess);
+                if most == 0 {
+                    break;
+                }
+                let Some(run) = walk.next(most) else {
+                    break;
+                };
                 left -= run.len();
                 match self.take_out(&claim.region, run, protocol::leave) {
                     Out::Taken(pages, frame) => {
@@ -107,7 +157,7 @@ impl<A: AddressSpace> Core<A> {
     ) {
         let (first, page_bytes) = (pages.start, region.page_bytes());
         let stamp = Behind::stamp(way, self.now());
-        let mut gone = [false; PAGES_PER_FAULT];
+        let mut gone = [false; PAGES_PER_CALL];
         for (page, bytes) in pages.clone().zip(frame.as_ref().chunks_exact(page_bytes)) {
             gone[page - first] = region.store.is_unchanged(page as u64, bytes)
                 && region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
@@ -115,6 +165,7 @@ impl<A: AddressSpace> Core<A> {
         let left = gone.iter().filter(|&&gone| gone).count();
         counters.evictions.add(left);
         counters.clean_evictions.add(left);
+        region.store.count_clean(left);
         let gone = |page: usize| gone[page - first];
         cut(pages, page_bytes, frame, gone, |pages, frame, gone| {
             if gone {
@@ -129,26 +180,43 @@ impl<A: AddressSpace> Core<A> {
 
     /// An evictor goes on with these pages: writes them back, or maps them again if they are wanted.
     fn hand_over(&self, region: &Arc<Region>, pages: Range<usize>, frame: A::Frame, way: Way) {
-        let leaving = Leaving::new(region.clone(), pages.clone(), None, way);
+        let leaving = Leaving::new(region.clone(), pages, None, way);
         self.frames.begin_leaving(leaving.bytes());
-        let sent = self.handed_over.sender.try_send((leaving, frame));
+        let sent = self.offer(leaving, frame);
         assert!(sent.is_ok(), "there is room for all threads at once");
-        // Pairs with the fence in `noted`, and with the ring of who closes a region: either we see that somebody waits, or they see what waits here.
-        fence(Ordering::SeqCst);
-        let wanted = |page| region.words.load(page).wanted();
-        if self.handed_over.sender.len() >= RUNS_PER_CALL
-            || region.is_closing()
-            || pages.clone().any(wanted)
-        {
+        if self.handed_over.len() >= RUNS_PER_CALL {
             self.evictors[0].ring();
         }
     }
 
-    /// Somebody has left a note on a page in other hands: it may be one that was handed over and that no evictor has been called for.
-    pub(crate) fn noted(&self) {
+    /// Puts a run where evictors find it. The error gives it back: there is no room.
+    pub(crate) fn offer(&self, leaving: Leaving, frame: A::Frame) -> Result<(), Run<A::Frame>> {
+        let (region, pages) = (leaving.region().clone(), leaving.pages());
+        let sent = self.handed_over.sender.try_send((leaving, frame));
+        sent.map_err(TrySendError::into_inner)?;
+        // Pairs with the fence in `noted`: either we see the note, or who left it sees what waits here.
         fence(Ordering::SeqCst);
-        if !self.handed_over.is_empty() {
-            self.evictors[0].ring();
+        if region.is_closing()
+            || pages
+                .into_iter()
+                .any(|page| region.words.load(page).wanted())
+        {
+            self.call_for_handed_over();
         }
+        Ok(())
+    }
+
+    /// Somebody has left a note on a page in other hands: it may be one that was handed over and that no evictor has been called for.
+    pub(crate) fn noted(&self, region: &Region, page: usize) {
+        fence(Ordering::SeqCst);
+        if region.words.load(page).state() == State::Leaving && self.handed_over.len() > 0 {
+            self.call_for_handed_over();
+        }
+    }
+
+    /// All of them, since some may be busy with a store that stalls.
+    fn call_for_handed_over(&self) {
+        self.handed_over.is_wanted.store(true, Ordering::SeqCst);
+        self.ring_evictors();
     }
 }

@@ -93,7 +93,7 @@ impl<A: AddressSpace> InThread<A> {
                 // Who owns a page that leaves gives it back for this note; one that is filled is coming anyway.
                 State::Filling | State::Leaving => {
                     region.words.try_apply(page, protocol::note);
-                    self.core.noted();
+                    self.core.noted(&region, page);
                 }
             }
             if region.is_closing() {

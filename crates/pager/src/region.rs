@@ -20,6 +20,8 @@ use crate::{Advice, PageError, protocol::Words};
 
 /// Pages per chunk: the unit in which sweeps pass over a region; eight cache lines of words.
 pub(crate) const CHUNK_PAGES: usize = 64;
+/// With the pages of so many runs on their way out for too long, no more are taken out until some of them are gone.
+const OVERDUE_RUNS_MAX: usize = 8;
 
 /// A mapped region, shared by the program and the workers.
 pub(crate) struct Region {
@@ -185,6 +187,12 @@ impl Region {
     }
 
     /// Pages that have been on their way out for too long: the region's store does not keep up.
+    /// Whether its store is so slow that no more of it shall be taken out.
+    pub(crate) fn is_stalled(&self) -> bool {
+        self.overdue.load(Ordering::Relaxed) >= OVERDUE_RUNS_MAX * self.run_pages
+    }
+
+    #[cfg(test)]
     pub(crate) fn overdue(&self) -> usize {
         self.overdue.load(Ordering::Relaxed)
     }

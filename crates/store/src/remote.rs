@@ -266,15 +266,17 @@ impl PageStore {
     /// Whether remote memory has the page with these bytes, as far as a hash of 128 bits tells; then there is nothing to write back. For the page's owner, and
     /// for signal handlers too: it allocates nothing. Of a page in a user's own store it says no.
     pub fn is_unchanged(&self, page: u64, bytes: &[u8]) -> bool {
-        let unchanged = match (&self.backing, self.table.load(page)) {
+        match (&self.backing, self.table.load(page)) {
             (Backing::Blocking(_), _) => false,
             (_, Entry::Stored { hash, .. }) => hash == codec::hash(bytes, self.seed),
             (_, entry) => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
-        };
-        if unchanged {
-            self.stats.write_backs_clean.fetch_add(1, Ordering::Relaxed);
         }
-        unchanged
+    }
+
+    /// So many pages have left that had nothing to write back.
+    pub fn count_clean(&self, pages: usize) {
+        let clean = &self.stats.write_backs_clean;
+        clean.fetch_add(pages as u64, Ordering::Relaxed);
     }
 
     /// What the store has done so far.

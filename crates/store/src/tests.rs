@@ -424,7 +424,6 @@ fn page_is_unchanged_as_long_as_it_has_the_bytes_that_come_back() {
         write(&mut lane, &store, 0, &bytes).expect("the server has room");
         assert!(store.is_unchanged(0, &bytes) && !store.is_unchanged(0, &ones));
         assert!(store.is_unchanged(1, &zeros));
-        assert_eq!(store.stats().write_backs_clean, 4);
         bytes[4095] ^= 1;
         assert!(!store.is_unchanged(0, &bytes));
     }
