@@ -290,7 +290,7 @@ impl<'a> Worker<'a> {
             for (at, element) in elements(&mut frame).iter_mut().enumerate() {
                 *element = original(self.thread, run, at);
             }
-            self.write_back(run, frame, 0)?;
+            self.write_back(run, frame, 0, &mut done)?;
             while self.lane.in_flight() > 0 {
                 self.poll(&mut done)?;
                 for done in done.drain(..) {
@@ -333,7 +333,7 @@ impl<'a> Worker<'a> {
             // 3. What was used longest ago leaves.
             if resident.len() > self.steps || ends && !resident.is_empty() {
                 let step = resident.pop_front().expect("there is one");
-                leaving.push(self.write(step)?);
+                leaving.push(self.write(step, &mut done)?);
             }
             if ends && coming.is_empty() && leaving.is_empty() && resident.is_empty() {
                 break;
@@ -396,8 +396,8 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Takes a step out, hashes it, and writes what has changed.
-    fn write(&mut self, mut step: Step) -> Result<Step> {
+    /// Takes a step out, hashes it, and writes what has changed. What ends meanwhile is `done`.
+    fn write(&mut self, mut step: Step, done: &mut Vec<Done<Local>>) -> Result<Step> {
         for array in 0..3 {
             let run = self.run_of(step.number, array);
             let frame = match self.job.moving() {
@@ -415,16 +415,25 @@ impl<'a> Worker<'a> {
                     .take()
                     .expect("a resident step has its frames"),
             };
-            self.write_back(run, frame, step.number * 3 + array as u64)?;
+            self.write_back(run, frame, step.number * 3 + array as u64, done)?;
         }
         step.open = 3;
         Ok(step)
     }
 
-    fn write_back(&mut self, run: u64, frame: Local, tag: u64) -> Result<()> {
+    fn write_back(
+        &mut self,
+        run: u64,
+        mut frame: Local,
+        tag: u64,
+        done: &mut Vec<Done<Local>>,
+    ) -> Result<()> {
         let first = run * (self.run_bytes / self.page_bytes) as u64;
-        let taken = self.lane.write_back(&self.store, first, frame, tag);
-        ensure!(taken.is_ok(), "a lane does not take three runs");
+        // Changed pages whose slots do not lie in a row are a WRITE each, for which a lane may have no room yet.
+        while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {
+            frame = refused;
+            self.poll(done)?;
+        }
         Ok(())
     }
 
