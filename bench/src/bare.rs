@@ -8,7 +8,11 @@ use std::{
     os::fd::AsFd,
     ptr::{self, NonNull},
     slice,
-    sync::{Arc, mpsc},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+        mpsc,
+    },
     thread,
     time::Instant,
 };
@@ -20,13 +24,23 @@ use farpage_vm::{
 };
 use hdrhistogram::Histogram;
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use twox_hash::XxHash3_128;
 
-use crate::{cpus, report::new_histogram};
+use crate::{
+    cpus,
+    pick::{Shuffle, mix},
+    report::new_histogram,
+};
 
 /// The kernel's own page; farpage requires this size.
 const KERNEL_PAGE_BYTES: usize = 4096;
 /// Where larger pages begin to be possible.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Bytes that faults are spread over when they are read from memory that no cache has, for each fault that is measured, and at most: as many as `targets` has.
+const COLD_BYTES_MAX: usize = 256 << 20;
+const COLD_PAGES_PER_FAULT: usize = 16;
+/// A part of them is there at first when pages leave, too: those that leave have been in no cache for a while.
+const RESIDENT_SHARE: usize = 4;
 
 /// How a handler resolves a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +49,17 @@ pub(crate) enum How {
     Copy,
     /// `UFFDIO_MOVE` from a pool of pages that are there.
     Move,
+    /// The same when the page's bytes have been copied out of memory that no cache has, and their hash has been verified: what nobody can leave out who pages over
+    /// shared memory.
+    Read,
+    /// The same, and a page that came in long before is moved out; its hash says that it did not change.
+    Replace,
+}
+
+impl How {
+    fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::Replace)
+    }
 }
 
 /// Nanoseconds of first touches of fresh anonymous memory, one 4 KiB page each.
@@ -143,8 +168,18 @@ struct Bare {
     how: How,
     region: Mapping,
     pool: Mapping,
+    /// Of the pool's addresses, where pages move out to.
+    pool_uffd: Uffd,
     page_bytes: usize,
+    /// Pages of the region in the order in which they come in. Those before `first` are there already.
+    order: Vec<usize>,
+    first: usize,
+    /// Faults that have been resolved.
+    served: AtomicUsize,
     count: usize,
+    /// What the pages of the region shall have, and its hashes. Empty where the pool has it.
+    remote: Mapping,
+    hashes: Vec<u128>,
 }
 
 impl Bare {
@@ -152,7 +187,7 @@ impl Bare {
         let features = reported
             | match how {
                 How::Copy => Features::MISSING,
-                How::Move => Features::MOVE,
+                How::Move | How::Read | How::Replace => Features::MOVE,
             };
         if !Uffd::supported(false)
             .context("cannot measure bare userfaultfd")?
@@ -160,30 +195,72 @@ impl Bare {
         {
             return Ok(None);
         }
-        let uffd = Uffd::open(features, false).context("cannot measure bare userfaultfd")?;
-        let region = Mapping::new(count * page_bytes, page_bytes)?;
-        let pool = Mapping::new(count * page_bytes, page_bytes)?;
+        let open =
+            |features| Uffd::open(features, false).context("cannot measure bare userfaultfd");
+        let uffd = open(features)?;
+        let pool_uffd = open(features | Features::SIGBUS)?;
+        let (order, first) = match how.reads() {
+            false => ((0..count).collect(), 0),
+            true => {
+                let pages = (count * COLD_PAGES_PER_FAULT).min(COLD_BYTES_MAX / page_bytes);
+                let order = Shuffle::new(pages as u64, 1).map(|page| page as usize);
+                (order.collect::<Vec<_>>(), pages / RESIDENT_SHARE)
+            }
+        };
+        let region = Mapping::new(order.len() * page_bytes, page_bytes)?;
+        let pool = Mapping::new(count.max(1) * page_bytes, page_bytes)?;
         for page in 0..count {
             for offset in (0..page_bytes).step_by(KERNEL_PAGE_BYTES) {
                 pool.write(page * page_bytes + offset, stamp(page));
             }
         }
-        uffd.register(region.address(), region.bytes, RegisterMode::MISSING)
-            .context("cannot register memory")?;
+        let remote_pages = if how.reads() { order.len() } else { 0 };
+        let remote = Mapping::new(remote_pages * page_bytes, page_bytes)?;
+        let hashes = (0..remote_pages).map(|page| {
+            // SAFETY: nobody else knows the mapping yet.
+            let bytes = unsafe { remote.bytes_mut(page * page_bytes, page_bytes) };
+            for (number, word) in (0..).zip(bytes.as_chunks_mut().0) {
+                *word = mix(page as u64 ^ number << 32).to_le_bytes();
+            }
+            bytes[0] = stamp(page);
+            hash(bytes)
+        });
+        let hashes = hashes.collect();
+        let register = |uffd: &Uffd, memory: &Mapping| {
+            uffd.register(memory.address(), memory.bytes, RegisterMode::MISSING)
+                .context("cannot register memory")
+        };
+        if how == How::Replace {
+            // What shall leave comes in by the kernel's own faults.
+            for &page in &order[..first] {
+                // SAFETY: nobody else knows the mappings yet, and the pages do not overlap.
+                let [to, from] = [&region, &remote]
+                    .map(|memory| unsafe { memory.bytes_mut(page * page_bytes, page_bytes) });
+                to.copy_from_slice(from);
+            }
+            register(&pool_uffd, &pool)?;
+        }
+        register(&uffd, &region)?;
         Ok(Some(Self {
             uffd,
             how,
             region,
             pool,
+            pool_uffd,
             page_bytes,
+            order,
+            first,
+            served: AtomicUsize::new(0),
             count,
+            remote,
+            hashes,
         }))
     }
 
     /// Touches one page after the other.
     fn touch(&self) -> Histogram<u64> {
         let mut histogram = new_histogram();
-        for page in 0..self.count {
+        for &page in &self.order[self.first..][..self.count] {
             let begin = Instant::now();
             let byte = self.region.read(page * self.page_bytes);
             histogram.saturating_record(begin.elapsed().as_nanos() as u64);
@@ -208,21 +285,53 @@ impl Bare {
     }
 
     fn resolve(&self, fault: Fault) -> Result<(), Stopped> {
-        let offset = (fault.address - self.region.address()) & !(self.page_bytes - 1);
-        let (to, from) = (self.region.address() + offset, self.pool.address() + offset);
+        let len = self.page_bytes;
+        let page = (fault.address - self.region.address()) / len;
+        let served = self.served.fetch_add(1, Relaxed);
+        let slot = match self.how {
+            How::Copy | How::Move => page,
+            How::Read => served,
+            // The page that left last has left its memory there.
+            How::Replace => 0,
+        };
+        let (to, from) = (
+            self.region.address() + page * len,
+            self.pool.address() + slot * len,
+        );
+        if self.how.reads() {
+            // SAFETY: faults are resolved one at a time, and nobody else touches the slot, or writes to remote memory; they do not overlap.
+            let (there, here) = unsafe {
+                (
+                    self.remote.bytes_mut(page * len, len),
+                    self.pool.bytes_mut(slot * len, len),
+                )
+            };
+            here.copy_from_slice(there);
+            assert_eq!(hash(here), self.hashes[page], "a page was read wrongly");
+        }
         // SAFETY:
         // - both ranges are whole pages of mappings that outlive this call
         // - nobody reads the pool again, and the region's owner waits for exactly these bytes
         unsafe {
             match self.how {
-                How::Copy => self.uffd.copy(to, from, self.page_bytes, false),
-                How::Move => self.uffd.move_pages(to, from, self.page_bytes, false),
+                How::Copy => self.uffd.copy(to, from, len, false),
+                _ => self.uffd.move_pages(to, from, len, false),
             }
+        }?;
+        if self.how == How::Replace {
+            let leaving = self.order[served];
+            let address = self.region.address() + leaving * len;
+            // SAFETY: the slot is vacant since the call above, and nobody touches the page again: it came before those that are touched.
+            unsafe { self.pool_uffd.move_pages(from, address, len, false) }?;
+            // SAFETY: as above.
+            let bytes = unsafe { self.pool.bytes_mut(slot * len, len) };
+            assert_eq!(hash(bytes), self.hashes[leaving], "a page has changed");
         }
+        Ok(())
     }
 }
 
-// SAFETY: one system call, which touches the pool alone: it allocates nothing and takes no lock.
+// SAFETY: system calls, which touch the pool and the region alone, copies and hashes: it allocates nothing and takes no lock.
 unsafe impl FaultHandler for Bare {
     fn fault(&self, fault: Fault) -> Served {
         match self.resolve(fault) {
@@ -240,6 +349,11 @@ pub(crate) unsafe fn installed<'a>(address: usize, bytes: usize) -> &'a mut [f64
     let elements = bytes / size_of::<f64>();
     // SAFETY: the caller promises all of it; any bytes are numbers.
     unsafe { slice::from_raw_parts_mut(address as *mut f64, elements) }
+}
+
+/// What farpage verifies.
+fn hash(page: &[u8]) -> u128 {
+    XxHash3_128::oneshot(page)
 }
 
 fn stamp(page: usize) -> u8 {
@@ -300,6 +414,21 @@ impl Mapping {
 
     fn address(&self) -> usize {
         self.start.as_ptr() as usize
+    }
+
+    /// # Safety
+    /// The pages are there, nobody else writes to them as long as the slice is in use, and nobody reads them while they are written to by it.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the mapping is shared by those who take turns"
+    )]
+    unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
+        assert!(
+            len <= self.bytes - offset,
+            "{len} bytes at {offset} lie outside of the mapping"
+        );
+        // SAFETY: inside the mapping; the rest is the caller's promise.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
     }
 
     fn at(&self, offset: usize) -> *mut u8 {

@@ -25,7 +25,7 @@ const MEMCPY_BYTES: usize = 64 << 20;
 
 pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let common = &options.common;
-    let progress = Progress::new(if options.faults { 4 } else { 7 });
+    let progress = Progress::new(if options.faults { 5 } else { 8 });
     let mut figures = faults(common, &progress)?;
     let (mut wrong, mut server) = (0, "none".to_owned());
     if !options.faults {
@@ -66,6 +66,11 @@ fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
     let in_thread = |how| bare::in_thread_round_trips(how, page_bytes, samples);
     let (in_thread_copy, in_thread_move) = (in_thread(How::Copy)?, in_thread(How::Move)?);
     progress.step(1);
+    progress.phase("bare userfaultfd, with all that a page needs");
+    let read = bare::round_trips(How::Read, page_bytes, samples)?;
+    let in_thread_read = in_thread(How::Read)?;
+    let replaced = bare::round_trips(How::Replace, page_bytes, samples)?;
+    progress.step(1);
     Ok(Figures {
         kernel_fault_us: Some(Percentiles::of(&kernel_fault)),
         uffd_round_trip_us: copy.as_ref().map(Percentiles::of),
@@ -74,6 +79,9 @@ fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
         uffd_in_thread_round_trip_us: in_thread_copy.as_ref().map(Percentiles::of),
         uffd_in_thread_move_round_trip_us: in_thread_move.as_ref().map(Percentiles::of),
         uffd_move_round_trip_us: moved.as_ref().map(Percentiles::of),
+        uffd_read_round_trip_us: read.as_ref().map(Percentiles::of),
+        uffd_in_thread_read_round_trip_us: in_thread_read.as_ref().map(Percentiles::of),
+        uffd_replace_us: replaced.map(|times| times.mean() / 1000.0),
         ..Figures::default()
     })
 }

@@ -159,6 +159,15 @@ pub(crate) struct Figures {
     /// Resolved by moving a page that is there.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_move_round_trip_us: Option<Percentiles>,
+    /// The same with a READ of the page over shared memory, and its hash.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_read_round_trip_us: Option<Percentiles>,
+    /// The same in a signal handler.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_in_thread_read_round_trip_us: Option<Percentiles>,
+    /// A handler thread resolves the fault in the same way and takes an unchanged page out: time by faults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) uffd_replace_us: Option<f64>,
     /// The largest difference between an element written and the same element read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) error_max: Option<f64>,
@@ -339,6 +348,11 @@ impl Report {
                 "in the thread itself, MOVE",
                 figures.uffd_in_thread_move_round_trip_us,
             ),
+            ("READ, hash, MOVE", figures.uffd_read_round_trip_us),
+            (
+                "in the thread itself, READ, hash, MOVE",
+                figures.uffd_in_thread_read_round_trip_us,
+            ),
             ("read, room in the budget", figures.fault_us),
             ("write, changed pages leave", figures.evicting_fault_us),
         ]
@@ -376,6 +390,11 @@ impl Report {
             (
                 "evictors' CPU time, a clean page",
                 f.evictor_cpu_us_per_page,
+                "us",
+            ),
+            (
+                "READ, hash, MOVE; another MOVE and hash out",
+                f.uffd_replace_us,
                 "us",
             ),
             ("a page of a sparse region", f.us_per_sparse_page, "us"),

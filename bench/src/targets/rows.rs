@@ -115,7 +115,7 @@ fn faults(sizes: Sizes) -> Vec<Row> {
             1.4,
             latency,
             "/fault_us/p50",
-            Some("/uffd_move_round_trip_us/p50"),
+            "/uffd_read_round_trip_us/p50",
         ),
         row(
             "fault, one CPU, p99 while changed pages leave / p99 with room",
@@ -133,30 +133,26 @@ fn faults(sizes: Sizes) -> Vec<Row> {
             0.7,
             in_thread,
             "/fault_us/p50",
-            Some("/uffd_in_thread_move_round_trip_us/p50"),
+            "/uffd_in_thread_read_round_trip_us/p50",
         ),
         against_bare(
             "random 4 KiB read that misses, shm, one CPU / bare userfaultfd",
             1.6,
             reads,
             "/us_per_read_miss",
-            None,
+            "/uffd_replace_us",
         ),
     ]
 }
 
-/// A figure against the bare round trip right before and right after it, which is not the same a minute later. `floor` is what it would be without a pager.
-fn against_bare(
-    sitting: &mut Sitting,
-    command: &str,
-    path: &str,
-    floor: Option<&str>,
-) -> Result<Measured> {
+/// A figure against the bare round trip right before and right after it, which is not the same a minute later. `floor` is what it would be if
+/// only what nobody can leave out took time.
+fn against_bare(sitting: &mut Sitting, command: &str, path: &str, floor: &str) -> Result<Measured> {
     let bare = |sitting: &mut Sitting| -> Result<_> {
         sitting.forget(BARE);
         let against = sitting.figure(BARE, "/uffd_round_trip_us/p50")?;
         // Older kernels cannot move.
-        let floor = floor.and_then(|path| sitting.figure(BARE, path).ok());
+        let floor = sitting.figure(BARE, floor).ok();
         Ok((against, floor))
     };
     let before = bare(sitting)?;
