@@ -61,6 +61,8 @@ struct Trial {
     judged: String,
     rivals: Vec<String>,
     bound: Bound,
+    /// The check of the geometric mean that it is part of.
+    mean: Option<String>,
 }
 
 impl Trial {
@@ -113,8 +115,8 @@ impl Check {
         Self {
             what,
             target: bound.text(),
-            ratio: ratio.median,
-            off: ratio.off,
+            ratio: ratio.mean,
+            off: ratio.off(),
             verdict: ratio.verdict(bound),
         }
     }
@@ -166,6 +168,7 @@ pub(crate) fn run(options: &CodecsOptions) -> Result<()> {
                 .collect(),
         })
         .collect();
+    checks.extend(means(&trials, &points));
     if adaptive {
         checks.extend(over_all(&points, &plan, &cells));
     }
@@ -211,12 +214,15 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
         // A gigabit is slower than any LZ4; how fast a link LZ4 still gains on depends on the machine.
         let gains = (rate == Rate(Some(1)) || plan.smoke).then_some((COMPRESSIBLE, 1.5));
         for (data, least) in gains.into_iter().chain([(Contents::Random, 0.97)]) {
+            let what = |links: String| format!("STREAM triad, {}, {links}: LZ4 / raw", data.name());
+            let mean = (data == Contents::Random).then(|| what("all links".to_owned()));
             trials.push(Trial {
-                what: format!("STREAM triad, {}, {rate}: LZ4 / raw", data.name()),
+                what: what(rate.to_string()),
                 figure: Figure::Triad,
                 judged: plan.stream(data, "lz4", rate),
                 rivals: vec![plan.stream(data, "raw", rate)],
                 bound: Bound::AtLeast(least),
+                mean,
             });
         }
     }
@@ -231,6 +237,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
             judged: plan.steps(data, ADAPTIVE, rate),
             rivals,
             bound: Bound::AtLeast(0.97),
+            mean: Some(format!("all fields, {rate}: adaptive / best static")),
         });
     }
     let smooth = SMOOTH.into_iter().filter(|data| plan.fields.contains(data));
@@ -242,6 +249,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
             judged: plan.traffic(data, &zfp, Rate(None)),
             rivals: vec![plan.traffic(data, "lz4", Rate(None))],
             bound: Bound::Below(1.0),
+            mean: None,
         })
     }));
     trials
@@ -272,6 +280,24 @@ fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan
         }
     }
     Ok(())
+}
+
+/// What noise leaves undecided point by point: the geometric mean of the points that belong together, held to the same bound.
+fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
+    let mut names: Vec<&String> = trials.iter().filter_map(|t| t.mean.as_ref()).collect();
+    names.sort();
+    names.dedup();
+    let check = |name: &String| {
+        let parts = trials.iter().filter(|t| t.mean.as_ref() == Some(name));
+        let ratios: Vec<Ratio> = parts.clone().map(|trial| trial.ratio(points)).collect();
+        let bound = parts.map(|trial| trial.bound).next()?;
+        Some(Check::new(
+            format!("{name}, geometric mean"),
+            bound,
+            Ratio::mean(&ratios),
+        ))
+    };
+    names.into_iter().filter_map(check).collect()
 }
 
 /// The codec that chooses for itself against each other one: the mean over all fields and links, in each of which neighbouring runs are compared. What a codec cannot serve it

@@ -103,7 +103,7 @@ impl Plan {
             false => Self {
                 smoke: false,
                 repeat: 3,
-                repetitions: [3, 7],
+                repetitions: [5, 7],
                 rates,
                 fields: all,
                 workers: workers((2 * cpus).clamp(4, 16)),
@@ -131,11 +131,14 @@ impl Plan {
         self.traffic_of(data, codec, rate, self.steps)
     }
 
-    /// The same with as many steps as take half a second, so that a step that the machine disturbs counts little: it takes a few milliseconds over a fast link, but ZFP
-    /// takes ten times as long as the others, and a gigabit is as slow.
+    /// The same with so many steps that a step that the machine disturbs counts little, and that a codec that learns has learnt: a step takes a tenth of a second over a
+    /// fast link, up to a second over a gigabit. ZFP takes ten times as long.
     pub(crate) fn steps(&self, data: Contents, codec: &str, rate: Rate) -> String {
-        let is_slow = rate == Rate(Some(1)) || codec.starts_with("zfp");
-        let steps = if is_slow || self.smoke { 1 } else { 4 };
+        let steps = match rate {
+            _ if self.smoke || codec.starts_with("zfp") => 1,
+            Rate(Some(1)) => 3,
+            _ => 8,
+        };
         self.traffic_of(data, codec, rate, steps)
     }
 

@@ -19,13 +19,14 @@
 //! gone through again, since programs do the same over and over, and the sum of their T counts (`adaptive/model.rs`).
 //!
 //! Stretches of a region may differ, and are judged apart, but by one measure: the **price** of a byte in processor time. At each price every stretch has a form that is cheapest; the
-//! price whose forms give the least T is the right one; of those within two in a hundred, the lowest. So what is alike is stored alike, and no stretch has to be decided on by the little that it changes in T.
+//! price whose forms give the least T is the right one; of those within one in a hundred, the lowest. So what is alike is stored alike, and no stretch has to be decided on by the little that it changes in T.
 //!
 //! # Where the figures come from
 //!
-//! - `e`, `d` and `b`: every now and then one page is encoded and decoded in all forms, on the thread's own clock, so that being preempted counts nothing. How
-//!   often follows from what it costs: one part in [`SAMPLE_SHARE`] of the time. So data that changes is found out about, and where compression
-//!   does not pay it is switched off but for that part.
+//! - `e`, `d` and `b`: one page of each [part](PARTS) at once, and then every now and then one, is encoded and decoded in all forms that are near to being chosen
+//!   (`Model::is_near`), and seldom in the others, such as ZFP, whose trial takes ten times as long as the rest. That is twice, on the thread's own clock, so that being preempted
+//!   counts nothing and a disturbance little. How often follows from what it costs: one part in [`SAMPLE_SHARE`] of the time. So data that changes is found out about, and where
+//!   compression does not pay it is switched off but for that part.
 //! - Rates: what arrived while a lane slept that had requests under way all the time (`adaptive/link.rs`). As long as nobody waits for the link nothing is known of it,
 //!   it is called infinitely fast, and pages stay raw.
 //! - Processor time: the process's own clock.
@@ -56,11 +57,15 @@ use super::{
 
 /// Stretches of a region that are judged apart.
 const CLASSES: usize = 16;
+/// Parts of a region of which a page is tried at once, so that a stretch is not judged by a single page: as many as a word has bits.
+const PARTS: u64 = 64;
+/// One sample of a stretch in so many is tried in forms, too, that would have to become much better to be chosen.
+const ALL_FORMS: u32 = 16;
 /// An epoch has at least this time and so many pages.
 const EPOCH: Duration = Duration::from_millis(10);
 const EPOCH_PAGES: u64 = 32;
 /// One part in so many of a worker's time goes into samples.
-const SAMPLE_SHARE: u64 = 100;
+const SAMPLE_SHARE: u64 = 200;
 
 /// Which form suits the pages of one region best. See the module.
 #[derive(Debug)]
@@ -69,6 +74,8 @@ pub(crate) struct Chooser {
     forms: Vec<Form>,
     pages: u64,
     classes: [Class; CLASSES],
+    /// A bit for each part of which a page has been tried.
+    seen: AtomicU64,
     /// When the epoch is over at the earliest.
     turn_ns: AtomicU64,
     learnt: Mutex<Learnt>,
@@ -98,6 +105,8 @@ struct Learnt {
     marks: Marks,
     /// What samples took in this epoch.
     samples_ns: u64,
+    /// By stretch: how many pages were tried.
+    samples: [u32; CLASSES],
     /// For a page that is decoded to see what that takes.
     page: Vec<u8>,
 }
@@ -123,6 +132,7 @@ impl Chooser {
         };
         Some(Self {
             classes: std::array::from_fn(|_| class()),
+            seen: AtomicU64::new(0),
             turn_ns: AtomicU64::new(0),
             learnt: Mutex::new(Learnt {
                 model: Model::new(forms.len(), processors),
@@ -133,6 +143,7 @@ impl Chooser {
                     ..Marks::default()
                 },
                 samples_ns: 0,
+                samples: [0; CLASSES],
                 page: Vec::new(),
             }),
             traffic: traffic.clone(),
@@ -145,7 +156,8 @@ impl Chooser {
     pub(crate) fn form(&self, page: u64) -> Option<Form> {
         let class = &self.classes[self.class_of(page)];
         let now_ns = self.traffic.now_ns();
-        if now_ns >= class.due_ns.load(Relaxed) {
+        if self.seen.load(Relaxed) & self.part_of(page) == 0 || now_ns >= class.due_ns.load(Relaxed)
+        {
             return None;
         }
         if now_ns >= self.turn_ns.load(Relaxed)
@@ -184,18 +196,22 @@ impl Chooser {
         let learnt = &mut *learnt;
         let began_ns = cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID);
         let mut back = std::mem::take(&mut learnt.page);
-        // The first time also touches code and tables for the first time.
-        let times = if back.is_empty() { 2 } else { 1 };
         back.resize(page.bytes.len(), 0);
+        let tries_all = learnt.samples[class].is_multiple_of(ALL_FORMS);
+        learnt.samples[class] += 1;
+        self.seen.fetch_or(self.part_of(page.number), Relaxed);
         for (at, form) in self.forms.iter().enumerate() {
+            if !tries_all && !learnt.model.is_near(class, at) {
+                continue;
+            }
             let mut sample = Sample {
                 bytes: page.bytes.len() as f64,
                 ..Sample::default()
             };
             if *form != Form::Raw {
-                for _ in 0..times {
-                    sample = time(*form, coder, scheme, page, limit, block, &mut back);
-                }
+                // Of what a neighbour on the host takes the shorter of two has less, and none of what touching tables for the first time takes.
+                let mut again = || time(*form, coder, scheme, page, limit, block, &mut back);
+                sample = again().shorter(again());
             }
             learnt.model.samples[class][at].see(sample);
         }
@@ -203,11 +219,12 @@ impl Chooser {
         let spent_ns = cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID) - began_ns;
         learnt.samples_ns += spent_ns;
         self.turn(learnt);
-        let next_ns = self.traffic.now_ns() + spent_ns * SAMPLE_SHARE;
+        let pause_ns = (spent_ns * SAMPLE_SHARE).max(EPOCH.as_nanos() as u64);
+        let next_ns = self.traffic.now_ns() + pause_ns;
         // Stretches take turns, so that the share is that of all of them together.
         self.classes[class]
             .due_ns
-            .store(next_ns + spent_ns * (CLASSES as u64 - 1), Relaxed);
+            .fetch_max(next_ns + spent_ns * (CLASSES as u64 - 1), Relaxed);
         for other in &self.classes {
             if other.due_ns.load(Relaxed) != 0 {
                 other.due_ns.fetch_max(next_ns, Relaxed);
@@ -222,6 +239,11 @@ impl Chooser {
 
     fn class_of(&self, page: u64) -> usize {
         (page as u128 * CLASSES as u128 / u128::from(self.pages.max(1))) as usize
+    }
+
+    /// The bit of the part that the page belongs to.
+    fn part_of(&self, page: u64) -> u64 {
+        1 << (u128::from(page) * u128::from(PARTS) / u128::from(self.pages.max(1)))
     }
 
     /// Ends the epoch if it is over, and chooses anew.
@@ -311,7 +333,7 @@ fn time(
         return Sample {
             bytes: page.bytes.len() as f64,
             encode_ns: (between - began) as f64,
-            decode_ns: 0.0,
+            ..Sample::default()
         };
     };
     let block = &block[..encoded.bytes as usize];
@@ -321,6 +343,7 @@ fn time(
         bytes: f64::from(encoded.bytes),
         encode_ns: (between - began) as f64,
         decode_ns: (clock() - between) as f64,
+        ..Sample::default()
     }
 }
 
@@ -365,6 +388,9 @@ mod tests {
         assert_eq!(form, Form::Raw, "nothing is known of the link yet");
         assert_eq!(chooser.form(3), Some(form));
         assert_eq!(chooser.form(999), None, "another stretch");
+        assert_eq!(chooser.form(20), None, "another part of the stretch");
+        decide(&chooser, &scheme, 20);
+        assert_eq!(chooser.form(20), Some(form));
         let learnt = chooser.learnt.lock();
         let due_ns = chooser.classes[0].due_ns.load(Relaxed);
         assert!(learnt.samples_ns > 0 && due_ns >= learnt.samples_ns * SAMPLE_SHARE);
@@ -372,6 +398,12 @@ mod tests {
         assert_eq!(samples[0].bytes, PAGE as f64);
         let shrunk = |sample: &Sample| sample.bytes < PAGE as f64 / 2.0 && sample.encode_ns > 0.0;
         assert!(samples[1..].iter().all(shrunk), "{samples:?}");
+        assert_eq!(samples[0].pages, 2.0);
+        let zfp = samples.last().expect("some");
+        assert_eq!(
+            zfp.pages, 1.0,
+            "nothing speaks for it: tried in the first alone"
+        );
     }
 
     /// 32 pages are written in each epoch, at 0.1 Gb/s.
