@@ -64,8 +64,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     turns: u64,
     flights: Slab<Flight>,
     bytes_in_flight: usize,
-    /// Owned pages that wait for a frame, in the order of their faults.
-    backlog: VecDeque<Waiting>,
+    /// Owned pages that wait for a frame, in the order of their faults, and since when.
+    backlog: VecDeque<(Waiting, Instant)>,
     /// Owned runs with a frame that the lane was too busy to take.
     unposted: VecDeque<(Flight, A::Frame)>,
     /// Pages to bring in when there is room; not owned yet.
@@ -119,7 +119,6 @@ struct Waiting {
     page: usize,
     /// These, next to it, are expected to be wanted soon.
     with: Plan,
-    since: Instant,
 }
 
 /// Pages in a row and the frame for them.
@@ -259,11 +258,12 @@ impl<A: AddressSpace> Filler<A> {
         let Some(region) = self.region_at(address) else {
             return self.on_stray_fault(address);
         };
+        let page = region.page_at(address);
+        region.store.expect(page as u64);
         // A region that is closing gives its addresses up, and nobody may be using them.
         if !region.enter() {
             return;
         }
-        let page = region.page_at(address);
         let plan = self.take_on(&region, page, address);
         self.wish(region, plan, true);
     }
@@ -434,12 +434,7 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Starts to fill an owned page that somebody waits for, together with what is remote of `with` next to it. Returns what that is.
     fn begin(&mut self, region: Arc<Region>, page: usize, with: Plan) -> Range<usize> {
-        let mut waiting = Waiting {
-            region,
-            page,
-            with,
-            since: Instant::now(),
-        };
+        let mut waiting = Waiting { region, page, with };
         // Who came before goes before.
         if self.backlog.is_empty() {
             match self.try_begin(waiting) {
@@ -448,7 +443,7 @@ impl<A: AddressSpace> Filler<A> {
             }
         }
         self.counters().starved.bump();
-        self.backlog.push_back(waiting);
+        self.backlog.push_back((waiting, Instant::now()));
         self.core.call_evictors();
         self.core.ring_fillers();
         page..page + 1
@@ -541,15 +536,15 @@ impl<A: AddressSpace> Filler<A> {
             return false;
         }
         let mut any = false;
-        while let Some(waiting) = self.backlog.pop_front() {
+        while let Some((waiting, since)) = self.backlog.pop_front() {
             match self.try_begin(waiting) {
                 Ok(_) => any = true,
-                Err(waiting) if waiting.since.elapsed() > self.deadline => {
-                    self.starve(waiting);
+                Err(waiting) if since.elapsed() > self.deadline => {
+                    self.starve(waiting, since);
                     any = true;
                 }
                 Err(waiting) => {
-                    self.backlog.push_front(waiting);
+                    self.backlog.push_front((waiting, since));
                     self.core.call_evictors();
                     return any;
                 }
@@ -561,11 +556,11 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// A fill found no frame for too long.
-    fn starve(&mut self, waiting: Waiting) {
+    fn starve(&mut self, waiting: Waiting, since: Instant) {
         let error = PageError::NoFrame {
             region: waiting.region.id,
             page: waiting.page as u64,
-            waited: waiting.since.elapsed(),
+            waited: since.elapsed(),
         };
         self.fail(&waiting.region, waiting.page, error);
         waiting.region.exit();
@@ -927,9 +922,11 @@ impl<A: AddressSpace> Filler<A> {
         self.wishes.retain(|wish| wish.region.id != region.id);
         let (waiting, backlog): (VecDeque<_>, VecDeque<_>) = mem::take(&mut self.backlog)
             .into_iter()
-            .partition(|waiting| waiting.region.id == region.id);
+            .partition(|(waiting, _)| waiting.region.id == region.id);
         self.backlog = backlog;
-        waiting.into_iter().for_each(|waiting| self.starve(waiting));
+        for (waiting, since) in waiting {
+            self.starve(waiting, since);
+        }
         for at in (0..self.held.len()).rev() {
             if self.held[at].0.region.id == region.id {
                 self.let_go(at);

@@ -18,7 +18,7 @@ use std::{
 
 use crossbeam_utils::CachePadded;
 use farpage_vm::AddressSpace;
-use nix::{sched::sched_yield, unistd::gettid};
+use nix::{sched::sched_yield, sys::pthread::pthread_self};
 use parking_lot::Mutex;
 
 use crate::{
@@ -79,6 +79,7 @@ impl<A: AddressSpace> InThread<A> {
             return false;
         };
         let page = region.page_at(address);
+        region.store.expect(page as u64);
         let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
@@ -120,11 +121,39 @@ impl<A: AddressSpace> InThread<A> {
             return false;
         }
         // A thread comes back to the filler that knows its streams.
-        let first = gettid().as_raw() as usize % self.fillers.len();
+        let first = place_of(pthread_self() as u64, self.fillers.len());
         let (before, from) = self.fillers.split_at(first);
         let mut free = from.iter().chain(before);
         let free = free.find_map(|filler| filler.try_lock());
         free.map(|mut filler| filler.serve(region, page, address))
             .is_some()
+    }
+}
+
+/// Spreads threads over so many places. What tells a thread is an address, which a signal handler may ask for and which is at hand; to ask for its number is a system
+/// call.
+fn place_of(thread: u64, places: usize) -> usize {
+    // 2^64 divided by the golden ratio: addresses that differ by the size of a stack, whatever that is, end up far from each other.
+    let spread = thread.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    ((u128::from(spread) * places as u128) >> 64) as usize
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_are_spread_over_all_places_however_large_their_stacks_are() {
+        const BASE: u64 = 0x7f12_3456_76c0;
+        for stack_bytes in [64 << 10, (2 << 20) + 4096, 8 << 20, 64 << 20] {
+            for places in [1, 2, 3, 4, 16] {
+                let mut threads = vec![0; places];
+                for thread in 0..4 * places as u64 {
+                    threads[place_of(BASE - thread * stack_bytes, places)] += 1;
+                }
+                let few = threads.iter().all(|count| (1..=8).contains(count));
+                assert!(few, "stacks of {stack_bytes} bytes: {threads:?}");
+            }
+        }
     }
 }

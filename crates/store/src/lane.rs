@@ -420,8 +420,11 @@ impl<F: Frame> Lane<F> {
         //    caches now.
         while self.poll_channel(at) && self.ready.is_empty() {}
         // 2. From a broken channel to a new one.
-        let now = Instant::now();
         let port = &mut self.ports[at];
+        if port.is_open() && port.backlog.is_empty() {
+            return;
+        }
+        let now = Instant::now();
         port.recover(now, (!self.passive).then_some(&self.bell));
         // 3. What has waited: on its way, or too late.
         if port.backlog.is_empty() {

@@ -6,6 +6,7 @@
 use std::{
     fmt,
     hash::{BuildHasher, RandomState},
+    hint::black_box,
     io,
     sync::{
         Arc,
@@ -271,6 +272,13 @@ impl PageStore {
             (_, Entry::Stored { hash, .. }) => hash == codec::hash(bytes, self.seed),
             (_, entry) => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
         }
+    }
+
+    /// The page will be filled at once: its entry, which is rarely in a cache, begins to come out of memory, while the caller looks at other things that are not there
+    /// either. For anyone, since it is looked at by its owner only later.
+    pub fn expect(&self, page: u64) {
+        // The processor waits for a value only where it is used.
+        black_box(self.table.is_stored(page));
     }
 
     /// So many pages have left that had nothing to write back.
