@@ -17,22 +17,78 @@ use crate::{
 /// For the program itself, its stacks and tables, beside the arrays; given to the swapping program only, farpage's budget is for pages alone.
 const PROGRAM_BYTES: u64 = 16 << 20;
 
-/// What is compared: name, the figure's place in a report, whether more is better, and how many times as fast farpage is to be.
-const FIGURES: [(&str, &str, bool, f64); 3] = [
-    ("STREAM triad, MB/s", "/kernels/3/mb_per_s", true, 6.0),
-    (
-        "random read, in-thread faults, us",
+/// A figure of both sides.
+struct Figure {
+    what: &'static str,
+    /// Its place in a report.
+    path: &'static str,
+    more_is_better: bool,
+    /// How many times as fast farpage is to be.
+    target: f64,
+    /// Of which commands.
+    from: Commands,
+}
+
+/// What runs on both sides.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Commands {
+    Stream,
+    /// Random accesses by one thread, and by one per CPU.
+    RandomAlone,
+    RandomByAll,
+}
+
+impl Commands {
+    const ALL: [Self; 3] = [Self::Stream, Self::RandomAlone, Self::RandomByAll];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Stream => "stream",
+            Self::RandomAlone => "random, one thread",
+            Self::RandomByAll => "random, all threads",
+        }
+    }
+}
+
+const FIGURES: [Figure; 5] = [
+    Figure {
+        what: "STREAM triad, MB/s",
+        path: "/kernels/3/mb_per_s",
+        more_is_better: true,
+        target: 6.0,
+        from: Commands::Stream,
+    },
+    random(
+        "random read, one thread, us",
         "/us_per_read",
-        false,
-        1.3,
+        Commands::RandomAlone,
     ),
-    (
-        "random update, in-thread faults, us",
+    random(
+        "random update, one thread, us",
         "/us_per_update",
-        false,
-        1.3,
+        Commands::RandomAlone,
+    ),
+    random(
+        "random read, a thread per CPU, us",
+        "/us_per_read",
+        Commands::RandomByAll,
+    ),
+    random(
+        "random update, a thread per CPU, us",
+        "/us_per_update",
+        Commands::RandomByAll,
     ),
 ];
+
+const fn random(what: &'static str, path: &'static str, from: Commands) -> Figure {
+    Figure {
+        what,
+        path,
+        more_is_better: false,
+        target: 1.3,
+        from,
+    }
+}
 
 pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
     let size_bytes = options.size.as_u64();
@@ -48,7 +104,7 @@ pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
     // Signals end a benchmark and not this process from here on, so that `swap` is always dropped.
     let mut sitting = Sitting::new(false)?;
     let swap = Swap::set_up(budget_bytes + PROGRAM_BYTES, 2 * size_bytes)?;
-    let progress = Progress::new(4 * u64::from(options.repeat));
+    let progress = Progress::new(2 * Commands::ALL.len() as u64 * u64::from(options.repeat));
     let mut reports = Vec::new();
     let mut ratios = [const { Vec::new() }; FIGURES.len()];
     let mut values = [const { (Vec::new(), Vec::new()) }; FIGURES.len()];
@@ -68,24 +124,30 @@ pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
             let paged = format!("{command} {paged} {page_size}");
             Ok((swapped, take(name, sitting.run(&paged))?))
         };
-        let streams = both("stream", &stream, &page_size)?;
         // As who touches small pages here and there would have it: swap serves faults in the thread that raises them, too.
-        let randoms = both("random", &random, "--page-size 4KiB --fault-mode in-thread")?;
-        for (at, (name, path, more_is_better, _)) in FIGURES.iter().enumerate() {
-            let (swapped, paged) = if at == 0 { &streams } else { &randoms };
-            let figure = |report: &Value| {
-                report
-                    .pointer(path)
-                    .and_then(Value::as_f64)
-                    .with_context(|| format!("a report has no figure for {name}"))
-            };
-            let (swapped, paged) = (figure(swapped)?, figure(paged)?);
-            values[at].0.push(swapped);
-            values[at].1.push(paged);
-            ratios[at].push(match more_is_better {
-                true => paged / swapped,
-                false => swapped / paged,
-            });
+        let in_thread = "--page-size 4KiB --fault-mode in-thread";
+        for commands in Commands::ALL {
+            let (swapped, paged) = match commands {
+                Commands::Stream => both(commands.name(), &stream, &page_size),
+                Commands::RandomAlone => {
+                    both(commands.name(), &format!("{random} --threads 1"), in_thread)
+                }
+                Commands::RandomByAll => both(commands.name(), &random, in_thread),
+            }?;
+            let figures = FIGURES.iter().enumerate();
+            for (at, figure) in figures.filter(|(_, figure)| figure.from == commands) {
+                let value = |report: &Value| {
+                    let value = report.pointer(figure.path).and_then(Value::as_f64);
+                    value.with_context(|| format!("a report has no figure for {}", figure.what))
+                };
+                let (swapped, paged) = (value(&swapped)?, value(&paged)?);
+                values[at].0.push(swapped);
+                values[at].1.push(paged);
+                ratios[at].push(match figure.more_is_better {
+                    true => paged / swapped,
+                    false => swapped / paged,
+                });
+            }
         }
     }
     drop(progress);
@@ -93,20 +155,19 @@ pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
 
     let mut table = report::table(["what", "swap", "farpage", "times as fast", "target", "met"]);
     let mut findings = Vec::new();
-    for (((name, _, _, target), ratios), (swapped, paged)) in
-        FIGURES.iter().zip(&ratios).zip(&values)
-    {
+    for ((figure, ratios), (swapped, paged)) in FIGURES.iter().zip(&ratios).zip(&values) {
+        let Figure { what, target, .. } = figure;
         let (ratio, swapped, paged) = (median(ratios), median(swapped), median(paged));
         let met = ratio >= *target;
         table.add_row(report::right([
-            (*name).to_owned(),
+            (*what).to_owned(),
             format!("{swapped:.1}"),
             format!("{paged:.1}"),
             format!("{ratio:.2}"),
             format!("{target}"),
             if met { "yes" } else { "NO" }.to_owned(),
         ]));
-        findings.push(json!({ "what": name, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
+        findings.push(json!({ "what": what, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
     }
     match options.format {
         Format::Human => println!(
