@@ -17,7 +17,7 @@ use std::{
     time::Instant,
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, anyhow, ensure};
 use farpage_vm::{
     Fault, FaultBuffer, Features, RegisterMode, Stopped, Uffd,
     sigbus::{FaultHandler, Registration, Served},
@@ -36,8 +36,9 @@ use crate::{
 const KERNEL_PAGE_BYTES: usize = 4096;
 /// Where larger pages begin to be possible.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Bytes that faults are spread over when they are read from memory that no cache has, for each fault that is measured, and at most: as many as `targets` has.
+/// Faults on pages that are read from memory that no cache has are spread over so many bytes at most, as many as `targets` has,
 const COLD_BYTES_MAX: usize = 256 << 20;
+/// and over so many pages for each fault that is measured.
 const COLD_PAGES_PER_FAULT: usize = 16;
 /// A part of them is there at first when pages leave, too: those that leave have been in no cache for a while.
 const RESIDENT_SHARE: usize = 4;
@@ -137,12 +138,14 @@ fn served_by(
         let handler = scope.spawn(move || -> Result<()> {
             cpu.map_or(Ok(()), cpus::stay_on)?;
             ready.send(()).expect("the thread below waits");
+            let _given_up = GivenUp(bare);
             bare.serve()
         });
         // Without a handler nobody would end the first fault.
         let histogram = is_ready.recv().map(|()| bare.touch());
-        handler.join().expect("the handler does not panic")?;
-        Ok(Some(histogram.expect("a handler that failed has said so")))
+        let served = handler.join();
+        served.map_err(|_| anyhow!("the handler has panicked"))??;
+        Ok(Some(histogram.expect("a handler that failed has said so")?))
     })
 }
 
@@ -159,7 +162,20 @@ pub(crate) fn in_thread_round_trips(
     let bare = Arc::new(bare);
     let addresses = bare.region.address()..bare.region.address() + bare.region.bytes;
     let _registered = Registration::new(addresses, bare.clone()).context("cannot handle SIGBUS")?;
-    Ok(Some(bare.touch()))
+    bare.touch().map(Some)
+}
+
+/// When its handler ends, however it does, nobody waits for it any more: pages that are still absent are zeros then.
+struct GivenUp<'a>(&'a Bare);
+
+impl Drop for GivenUp<'_> {
+    fn drop(&mut self) {
+        let region = &self.0.region;
+        self.0
+            .uffd
+            .unregister(region.address(), region.bytes)
+            .expect("it is registered");
+    }
 }
 
 /// Pages that are absent, and others to resolve their faults with.
@@ -258,15 +274,18 @@ impl Bare {
     }
 
     /// Touches one page after the other.
-    fn touch(&self) -> Histogram<u64> {
+    ///
+    /// # Errors
+    /// A page has other bytes than it shall: a handler resolved it wrongly, or gave up.
+    fn touch(&self) -> Result<Histogram<u64>> {
         let mut histogram = new_histogram();
         for &page in &self.order[self.first..][..self.count] {
             let begin = Instant::now();
             let byte = self.region.read(page * self.page_bytes);
             histogram.saturating_record(begin.elapsed().as_nanos() as u64);
-            assert_eq!(byte, stamp(page), "a page came back with other bytes");
+            ensure!(byte == stamp(page), "a page came with other bytes");
         }
-        histogram
+        Ok(histogram)
     }
 
     /// Resolves the faults of all pages.
@@ -331,7 +350,7 @@ impl Bare {
     }
 }
 
-// SAFETY: system calls, which touch the pool and the region alone, copies and hashes: it allocates nothing and takes no lock.
+// SAFETY: system calls, which touch the pool and the region alone, copies and hashes: unless it fails it allocates nothing and takes no lock.
 unsafe impl FaultHandler for Bare {
     fn fault(&self, fault: Fault) -> Served {
         match self.resolve(fault) {

@@ -261,6 +261,7 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
 /// A benchmark fails, or Ctrl-C: what has ended is kept.
 fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan) -> Result<()> {
     let [least, most] = plan.repetitions.map(usize::from);
+    let least = least.min(most);
     for repetition in 0..most {
         let trials = trials
             .iter()

@@ -62,7 +62,7 @@ pub(crate) enum Command {
     Figures(FiguresOptions),
     /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and what compression is held to
     ///
-    /// Each check is measured three times, or more until noise no longer decides it: half an hour or more on two cores. Exit status 1: a check is missed; what is
+    /// Each check is measured five times, or more until noise no longer decides it: an hour or more on two cores. Exit status 1: a check is missed; what is
     /// not decided is named in the last line. Ctrl-C keeps what has been measured; the same command goes on from there.
     Codecs(CodecsOptions),
     /// What an RDMA adapter gains by several READs in flight, by one doorbell for several operations, and by one completion queue for several connections

@@ -33,7 +33,7 @@ struct Figure {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Commands {
     Stream,
-    /// Random accesses by one thread, and by one per CPU.
+    /// Random accesses by one thread, and by as many as compute by default.
     RandomAlone,
     RandomByAll,
 }
@@ -69,12 +69,12 @@ const FIGURES: [Figure; 5] = [
         Commands::RandomAlone,
     ),
     random(
-        "random read, a thread per CPU, us",
+        "random read, all threads, us",
         "/us_per_read",
         Commands::RandomByAll,
     ),
     random(
-        "random update, a thread per CPU, us",
+        "random update, all threads, us",
         "/us_per_update",
         Commands::RandomByAll,
     ),

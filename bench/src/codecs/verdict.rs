@@ -6,8 +6,8 @@
 //!   for a while cancels out. Their geometric mean counts.
 //! - The best of several rivals is chosen by the *other* repetitions. The largest of several noisy figures is too large by about the noise, and the more so the more
 //!   there are; what the others chose is as noisy in this repetition as anything else.
-//! - How far a mean may be off follows from how the repetitions differ, by Student's t: of a hundred checks noise decides one wrongly. An outlier makes it larger. What is
-//!   further than that from the bound is decided.
+//! - How far a mean may be off follows from how the repetitions differ, by Student's t: each time that a hundred checks are looked at, noise decides one wrongly. An outlier
+//!   makes it larger. What is further than that from the bound is decided.
 //!
 //! What noise leaves undecided point by point may be decided for the mean of many.
 
@@ -57,15 +57,15 @@ pub(super) struct Ratio {
     pub(super) mean: f64,
     /// The standard error of its logarithm. Nothing is known of a single repetition.
     error: Option<f64>,
-    /// So many standard errors it may be off by.
-    errors: f64,
+    /// Degrees of freedom that the error was estimated with.
+    freedom: usize,
 }
 
-/// Student's t, 98 % of both sides, for 2 repetitions and more; and for as many as one likes.
-const STUDENT: [f64; 9] = [
-    31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821,
+/// Student's t, 98 % of both sides, for 1 to 16 degrees of freedom; for more the last is too careful by a tenth.
+const STUDENT: [f64; 16] = [
+    31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.72, 2.681, 2.650,
+    2.624, 2.602, 2.583,
 ];
-const NORMAL: f64 = 2.326;
 
 impl Ratio {
     pub(super) fn of(ratios: &[f64]) -> Self {
@@ -76,36 +76,46 @@ impl Ratio {
             let squares: f64 = logs().map(|log| (log - mean).powi(2)).sum();
             (squares / (count - 1.0) / count).sqrt()
         };
-        let most = *STUDENT.last().expect("it has some");
-        let student = STUDENT.get(ratios.len().saturating_sub(2));
         Self {
             mean: mean.exp(),
             error: (ratios.len() > 1).then(error),
-            errors: *student.unwrap_or(&most),
+            freedom: ratios.len().saturating_sub(1),
         }
     }
 
-    /// The geometric mean of ratios that were measured apart: what they are off by adds up as independent errors do.
+    /// The geometric mean of ratios that were measured apart: what they are off by adds up as independent errors do. One that was measured once is taken to be off by as much
+    /// as the worst of the others.
     pub(super) fn mean(ratios: &[Self]) -> Self {
         let count = ratios.len().max(1) as f64;
         let logs: f64 = ratios.iter().map(|ratio| ratio.mean.ln()).sum();
-        let squares: Option<f64> = ratios.iter().map(|ratio| Some(ratio.error?.powi(2))).sum();
+        let worst = ratios
+            .iter()
+            .filter_map(|ratio| ratio.error)
+            .reduce(f64::max);
+        let error = worst.map(|worst| {
+            let errors = ratios.iter().map(|ratio| ratio.error.unwrap_or(worst));
+            errors.map(|error| error.powi(2)).sum::<f64>().sqrt() / count
+        });
         Self {
             mean: (logs / count).exp(),
-            error: squares.map(|sum| sum.sqrt() / count),
-            errors: NORMAL,
+            error,
+            freedom: ratios.iter().map(|ratio| ratio.freedom).sum(),
         }
     }
 
     /// How far the mean may be off.
     pub(super) fn off(self) -> Option<f64> {
-        Some(self.mean * (self.error? * self.errors).exp_m1())
+        let student = STUDENT[self.freedom.clamp(1, STUDENT.len()) - 1];
+        Some(self.mean * (self.error? * student).exp_m1())
     }
 
     pub(super) fn verdict(self, bound: Bound) -> Verdict {
         let Some(off) = self.off() else {
             return Verdict::Undecided;
         };
+        if !off.is_finite() {
+            return Verdict::Undecided;
+        }
         let [low, high] = [self.mean - off, self.mean + off].map(|ratio| bound.is_met(ratio));
         match (low, high) {
             (true, true) => Verdict::Met,
@@ -148,7 +158,8 @@ pub(super) fn against_best(judged: &[f64], rivals: &[Vec<f64>]) -> Vec<f64> {
         .collect()
 }
 
-/// Which rivals are worth another repetition: whoever was more than a fifth behind the best of them in two repetitions is not, or a half in one.
+/// Which rivals are worth another repetition: whoever was more than a fifth behind the best of them in two repetitions is not, nor who had less than a fifth of its speed in
+/// one.
 pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
     let repetitions = rivals.iter().map(Vec::len).max().unwrap_or(0);
     // How often it had less than this part of the best.
@@ -162,7 +173,7 @@ pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
     };
     rivals
         .iter()
-        .map(|rival| behind(rival, 0.8) < 2 && behind(rival, 0.5) < 1)
+        .map(|rival| behind(rival, 0.8) < 2 && behind(rival, 0.2) < 1)
         .collect()
 }
 
@@ -260,7 +271,17 @@ mod tests {
         let mean = Ratio::mean(&[high, low]);
         assert!((mean.mean - 1.0).abs() < 1e-9);
         let error = 0.1 / 3f64.sqrt() / 2f64.sqrt();
-        assert!((mean.off().unwrap() - (2.326 * error).exp_m1()).abs() < 1e-9);
+        assert!((mean.off().unwrap() - (3.747 * error).exp_m1()).abs() < 1e-9);
+        let once = Ratio::of(&[1.0]);
+        let with_one = Ratio::mean(&[high, once]).off().unwrap();
+        assert!(
+            (with_one / Ratio::mean(&[high, once]).mean - (6.965 * error).exp_m1()).abs() < 1e-9
+        );
+        assert_eq!(Ratio::mean(&[once, once]).off(), None);
+        assert_eq!(
+            Ratio::of(&[0.0, 0.0]).verdict(Bound::Below(1.0)),
+            Verdict::Undecided
+        );
     }
 
     #[test]
@@ -270,7 +291,7 @@ mod tests {
         assert_eq!(rivals(0.9), [true, false, true]);
         assert_eq!(rivals(0.7), [true, false, false]);
         assert_eq!(
-            contenders(&[vec![1.0], vec![0.6], vec![0.4]]),
+            contenders(&[vec![1.0], vec![0.4], vec![0.1]]),
             [true, true, false]
         );
         // Only those count that were measured every time.

@@ -131,8 +131,8 @@ impl Plan {
         self.traffic_of(data, codec, rate, self.steps)
     }
 
-    /// The same with so many steps that a step that the machine disturbs counts little, and that a codec that learns has learnt: a step takes a tenth of a second over a
-    /// fast link, up to a second over a gigabit. ZFP takes ten times as long.
+    /// The same with so many steps that a step that the machine disturbs counts little, and that a codec that learns has learnt: a step of 64 MiB takes a tenth of a
+    /// second over a fast link, up to a second over a gigabit. ZFP takes ten times as long.
     pub(crate) fn steps(&self, data: Contents, codec: &str, rate: Rate) -> String {
         let steps = match rate {
             _ if self.smoke || codec.starts_with("zfp") => 1,

@@ -14,11 +14,14 @@ use crate::codec::Form;
 const EPOCHS: usize = 32;
 /// What a new sample counts against all before it, when there are some.
 const SAMPLE_WEIGHT: f64 = 0.125;
-/// A form is near if it costs no more than this by the cheapest, at a price that is no further than so many prices above the present one.
-const NEAR: f64 = 1.25;
-const NEAR_PRICES: usize = 6;
 /// And what an epoch counts in the overlap.
 const OVERLAP_WEIGHT: f64 = 0.25;
+/// A form is near if it costs at most so many times as much as the cheapest one,
+const NEAR: f64 = 1.25;
+/// at the present price, or one that is at most so many prices above it.
+const NEAR_PRICES: usize = 6;
+/// A form is cheap to try if that takes at most so many times as long as the cheapest to try takes.
+const CHEAP: f64 = 8.0;
 /// A higher price has to be better by this factor, lest the choice follows noise.
 const MARGIN: f64 = 0.99;
 /// The pager has so many threads of a kind at most.
@@ -106,8 +109,8 @@ pub(super) struct Model {
     epochs: VecDeque<Epoch>,
     overlap: f64,
     processors: f64,
-    /// The number of what was chosen last among the candidates.
-    chosen: usize,
+    /// The number of the price that suited best when forms were chosen last.
+    price: usize,
 }
 
 impl Model {
@@ -118,7 +121,7 @@ impl Model {
             epochs: VecDeque::new(),
             overlap: 1.0,
             processors: processors as f64,
-            chosen: 0,
+            price: 0,
         }
     }
 
@@ -156,17 +159,25 @@ impl Model {
             };
             last = Some((forms, *time));
         }
-        let least = times.iter().copied().fold(f64::INFINITY, f64::min);
-        let first = times.iter().position(|time| *time * MARGIN <= least);
-        self.chosen = first.expect("the least is among them");
-        self.candidate(self.chosen)
+        let best = |times: &[f64]| {
+            let least = times.iter().copied().fold(f64::INFINITY, f64::min);
+            let first = times.iter().position(|time| *time * MARGIN <= least);
+            first.expect("the least is among them")
+        };
+        self.price = best(&times[..PRICES]);
+        self.candidate(best(&times))
     }
 
-    /// Whether it takes little for a form to be chosen for a stretch.
-    pub(super) fn is_near(&self, class: usize, form: usize) -> bool {
-        let reads = self.reads_per_write();
+    /// Whether a form is worth a trial in each sample of a stretch: it takes little for it to be chosen, or to try it.
+    pub(super) fn is_worth_a_trial(&self, class: usize, form: usize) -> bool {
         let samples = &self.samples[class];
-        (0..PRICES.min(self.chosen + NEAR_PRICES + 1)).any(|number| {
+        let trial = |sample: &Sample| sample.encode_ns + sample.decode_ns;
+        let cheapest = samples.iter().map(trial).filter(|ns| *ns > 0.0);
+        if trial(&samples[form]) <= CHEAP * cheapest.fold(f64::INFINITY, f64::min) {
+            return true;
+        }
+        let reads = self.reads_per_write();
+        (0..PRICES.min(self.price + NEAR_PRICES + 1)).any(|number| {
             let costs = samples.iter().map(|sample| sample.cost(number, reads));
             let least = costs.fold(f64::INFINITY, f64::min);
             samples[form].cost(number, reads) <= least * NEAR
@@ -428,19 +439,53 @@ mod tests {
     }
 
     #[test]
-    fn what_a_slightly_slower_link_would_choose_is_near() {
+    fn what_is_cheap_to_try_or_soon_to_be_chosen_is_worth_a_trial() {
         let mut model = world(2.0).model();
         world(2.0).follow(&mut model, 40);
         assert_eq!(model.choose(), [LZ4; CLASSES]);
-        assert!(model.is_near(0, LZ4) && model.is_near(0, ZFP));
+        let worth = |model: &Model| [RAW, LZ4, ZFP].map(|form| model.is_worth_a_trial(0, form));
+        assert_eq!(
+            worth(&model),
+            [true; 3],
+            "ZFP for a link that is a little slower"
+        );
         // As long as LZ4's blocks and slower: at no price.
         model.samples[0][ZFP] = sample(PAGE / 2.0, 400.0, 300.0);
-        assert!(model.is_near(0, LZ4) && !model.is_near(0, ZFP));
+        assert_eq!(worth(&model), [true, true, false]);
         // Nobody waits for the link.
         let mut fast = world(40.0).model();
         world(40.0).follow(&mut fast, 40);
         assert_eq!(fast.choose(), [RAW; CLASSES]);
-        assert!(!fast.is_near(0, ZFP));
+        assert_eq!(worth(&fast), [true, true, false]);
+        // One form for all says nothing about the price.
+        for samples in &mut model.samples {
+            samples[LZ4] = sample(PAGE / 2.0, 50.0, 20.0);
+            samples[ZFP] = sample(PAGE * 0.49, 2000.0, 2000.0);
+        }
+        assert_eq!(model.choose(), [LZ4; CLASSES]);
+        assert_eq!(worth(&model), [true, true, false]);
+    }
+
+    #[test]
+    fn data_that_becomes_compressible_is_compressed_within_some_samples() {
+        let plain = [
+            sample(PAGE, 0.0, 0.0),
+            sample(PAGE, 7.0, 0.0),
+            sample(PAGE, 400.0, 0.0),
+        ];
+        let mut world = world(1.0);
+        world.samples = [plain; 2];
+        let mut model = world.model();
+        world.follow(&mut model, 40);
+        for samples in &mut model.samples {
+            samples.iter_mut().for_each(|sample| sample.pages = 1000.0);
+        }
+        assert_eq!(model.choose(), [RAW; CLASSES]);
+        assert!(model.is_worth_a_trial(0, LZ4));
+        for samples in &mut model.samples {
+            (0..3).for_each(|_| samples[LZ4].see(sample(PAGE / 4.0, 30.0, 15.0)));
+        }
+        assert_eq!(model.choose(), [LZ4; CLASSES]);
     }
 
     #[test]
