@@ -457,13 +457,6 @@ mod tests {
         world(40.0).follow(&mut fast, 40);
         assert_eq!(fast.choose(), [RAW; CLASSES]);
         assert_eq!(worth(&fast), [true, true, false]);
-        // One form for all says nothing about the price.
-        for samples in &mut model.samples {
-            samples[LZ4] = sample(PAGE / 2.0, 50.0, 20.0);
-            samples[ZFP] = sample(PAGE * 0.49, 2000.0, 2000.0);
-        }
-        assert_eq!(model.choose(), [LZ4; CLASSES]);
-        assert_eq!(worth(&model), [true, true, false]);
     }
 
     #[test]
