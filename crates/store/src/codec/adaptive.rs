@@ -19,7 +19,7 @@
 //! gone through again, since programs do the same over and over, and the sum of their T counts (`adaptive/model.rs`).
 //!
 //! Stretches of a region may differ, and are judged apart, but by one measure: the **price** of a byte in processor time. At each price every stretch has a form that is cheapest; the
-//! price whose forms give the least T is the right one; of those within one in a hundred, the lowest. So what is alike is stored alike, and no stretch has to be decided on by the little that it changes in T.
+//! price whose forms give the least T is the right one; of those within two in a hundred, the lowest. So what is alike is stored alike, and no stretch has to be decided on by the little that it changes in T.
 //!
 //! # Where the figures come from
 //!

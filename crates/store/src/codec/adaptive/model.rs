@@ -23,7 +23,7 @@ const NEAR_PRICES: usize = 6;
 /// A form is cheap to try if that takes at most so many times as long as the cheapest to try takes.
 const CHEAP: f64 = 8.0;
 /// A higher price has to be better by this factor, lest the choice follows noise.
-const MARGIN: f64 = 0.99;
+const MARGIN: f64 = 0.98;
 /// The pager has so many threads of a kind at most.
 const WORKERS: f64 = 4.0;
 /// Prices of a byte, in nanoseconds of processor time: nothing; then from a thousand gigabits per second and core downwards, each half as much again;
