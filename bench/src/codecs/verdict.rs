@@ -110,12 +110,9 @@ impl Ratio {
     }
 
     pub(super) fn verdict(self, bound: Bound) -> Verdict {
-        let Some(off) = self.off() else {
+        let Some(off) = self.off().filter(|off| off.is_finite()) else {
             return Verdict::Undecided;
         };
-        if !off.is_finite() {
-            return Verdict::Undecided;
-        }
         let [low, high] = [self.mean - off, self.mean + off].map(|ratio| bound.is_met(ratio));
         match (low, high) {
             (true, true) => Verdict::Met,

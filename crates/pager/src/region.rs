@@ -186,12 +186,12 @@ impl Region {
         self.pinned.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Pages that have been on their way out for too long: the region's store does not keep up.
     /// Whether its store is so slow that no more of it shall be taken out.
     pub(crate) fn is_stalled(&self) -> bool {
         self.overdue.load(Ordering::Relaxed) >= OVERDUE_RUNS_MAX * self.run_pages
     }
 
+    /// Pages that have been on their way out for too long: the region's store does not keep up.
     #[cfg(test)]
     pub(crate) fn overdue(&self) -> usize {
         self.overdue.load(Ordering::Relaxed)

@@ -105,8 +105,6 @@ struct Learnt {
     marks: Marks,
     /// What samples took in this epoch.
     samples_ns: u64,
-    /// By stretch: how many pages were tried.
-    samples: [u32; CLASSES],
     /// For a page that is decoded to see what that takes.
     page: Vec<u8>,
 }
@@ -143,7 +141,6 @@ impl Chooser {
                     ..Marks::default()
                 },
                 samples_ns: 0,
-                samples: [0; CLASSES],
                 page: Vec::new(),
             }),
             traffic: traffic.clone(),
@@ -197,8 +194,7 @@ impl Chooser {
         let began_ns = cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID);
         let mut back = std::mem::take(&mut learnt.page);
         back.resize(page.bytes.len(), 0);
-        let tries_all = learnt.samples[class].is_multiple_of(ALL_FORMS);
-        learnt.samples[class] += 1;
+        let tries_all = learnt.model.pages_tried(class).is_multiple_of(ALL_FORMS);
         self.seen.fetch_or(self.part_of(page.number), Relaxed);
         for (at, form) in self.forms.iter().enumerate() {
             if !tries_all && !learnt.model.is_worth_a_trial(class, at) {
@@ -403,7 +399,7 @@ mod tests {
         assert_eq!(chooser.form(20), Some(form));
         let samples = &chooser.learnt.lock().model.samples[0];
         let tried = samples.iter().map(|sample| sample.pages);
-        assert_eq!(tried.collect::<Vec<_>>(), [2.0, 2.0, 2.0, 1.0]);
+        assert_eq!(tried.collect::<Vec<_>>(), [2, 2, 2, 1]);
     }
 
     /// 32 pages are written in each epoch, at 0.1 Gb/s.

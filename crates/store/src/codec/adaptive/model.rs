@@ -48,13 +48,13 @@ pub(super) struct Sample {
     pub(super) encode_ns: f64,
     pub(super) decode_ns: f64,
     /// Of so many pages.
-    pub(super) pages: f64,
+    pub(super) pages: u32,
 }
 
 impl Sample {
     pub(super) fn see(&mut self, new: Self) {
-        self.pages += 1.0;
-        let weight = SAMPLE_WEIGHT.max(1.0 / self.pages);
+        self.pages = self.pages.saturating_add(1);
+        let weight = SAMPLE_WEIGHT.max(1.0 / f64::from(self.pages));
         let blend = |old: &mut f64, new: f64| *old += (new - *old) * weight;
         blend(&mut self.bytes, new.bytes);
         blend(&mut self.encode_ns, new.encode_ns);
@@ -168,6 +168,11 @@ impl Model {
         self.candidate(best(&times))
     }
 
+    /// How many pages of a stretch were samples: raw, the first form, is in all of them.
+    pub(super) fn pages_tried(&self, class: usize) -> u32 {
+        self.samples[class][0].pages
+    }
+
     /// Whether a form is worth a trial in each sample of a stretch: it takes little for it to be chosen, or to try it.
     pub(super) fn is_worth_a_trial(&self, class: usize, form: usize) -> bool {
         let samples = &self.samples[class];
@@ -266,7 +271,7 @@ mod tests {
             bytes,
             encode_ns: encode_us * 1e3,
             decode_ns: decode_us * 1e3,
-            pages: 1.0,
+            pages: 1,
         }
     }
 
@@ -471,7 +476,7 @@ mod tests {
         let mut model = world.model();
         world.follow(&mut model, 40);
         for samples in &mut model.samples {
-            samples.iter_mut().for_each(|sample| sample.pages = 1000.0);
+            samples.iter_mut().for_each(|sample| sample.pages = 1000);
         }
         assert_eq!(model.choose(), [RAW; CLASSES]);
         assert!(model.is_worth_a_trial(0, LZ4));
