@@ -71,7 +71,8 @@
 
 /**
  * The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is given absent memory fails with EFAULT, a thread that blocks SIGBUS is
- * killed by its first fault, and a handler that the program installs afterwards has to pass on what is not its own.
+ * killed by its first fault, and a handler that the program installs afterwards has to pass on what is not its own. What a device writes into memory that is not
+ * pinned may be lost.
  */
 #define FARPAGE_FAULTS_IN_THREAD 2
 

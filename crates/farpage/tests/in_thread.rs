@@ -331,6 +331,53 @@ fn system_calls_fail_on_absent_memory_and_find_pinned_memory() {
 }
 
 #[test]
+fn system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it() {
+    let test = "system_calls_find_pinned_memory_while_threads_take_out_what_lies_around_it";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_run(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = runtime(4 * MIB, Some(&memory.url));
+    let mut array: RemoteArray<u64> = runtime.array(8 * MIB / 8).unwrap();
+    array.advise(.., Advice::Random).unwrap();
+    let len = array.len();
+    let (array, words) = shared(&mut array);
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for thread in 0..2 {
+            let stop = &stop;
+            scope.spawn(move || {
+                // Words of its own in all pages. The last of each page are the kernel's.
+                let (mut rng, mut sums) = (Rng(thread), vec![0; len / PAGE_WORDS]);
+                while !stop.load(Ordering::Relaxed) {
+                    let page = rng.below(sums.len());
+                    let word = page * PAGE_WORDS + thread as usize;
+                    assert_eq!(get(words, word), sums[page]);
+                    sums[page] += 1;
+                    set(words, word, sums[page]);
+                }
+            });
+        }
+        let mut zeros = File::open("/dev/zero").unwrap();
+        let mut rng = Rng(7);
+        for _ in 0..20_000 {
+            let page = rng.below(len / PAGE_WORDS);
+            let first = page * PAGE_WORDS + PAGE_WORDS / 2;
+            array.pin(first..first + 1).unwrap();
+            for _ in 0..3 {
+                // SAFETY: words that no other thread uses.
+                let bytes =
+                    unsafe { slice::from_raw_parts_mut(words[first].as_ptr().cast::<u8>(), 8) };
+                zeros.read_exact(bytes).unwrap();
+            }
+            array.unpin(first..first + 1);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
 fn another_sigbus_goes_to_the_programs_handler() {
     let test = "another_sigbus_goes_to_the_programs_handler";
     if !can_run(test) {

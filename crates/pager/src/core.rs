@@ -32,6 +32,7 @@ use crate::{
     protocol::{self, HEAT_MAX, OnFailed, State},
     region::Region,
     run::{keep_first, pages_in},
+    scatter::Scatter,
     stats::Counters,
     sweep::Sweep,
 };
@@ -136,6 +137,7 @@ pub(crate) struct Core<A: AddressSpace> {
     pub(crate) jobs: Mutex<VecDeque<Arc<Job>>>,
     /// What threads of the program took out and evictors write back.
     pub(crate) handed_over: HandOver<A::Frame>,
+    pub(crate) scatter: Scatter,
     /// One set per worker: fillers, evictors, fillers that the program's threads run.
     pub(crate) counters: Vec<CachePadded<Counters>>,
     pub(crate) stopping: AtomicBool,
@@ -165,6 +167,7 @@ impl<A: AddressSpace> Core<A> {
             budget_ticks,
             fillers,
             handed_over: HandOver::new(in_thread, evictors.len()),
+            scatter: Scatter::default(),
             evictors,
             tuned_evictors,
             jobs: Mutex::default(),
@@ -260,7 +263,7 @@ impl<A: AddressSpace> Core<A> {
         self.wake(region, page..page + 1);
     }
 
-    fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {
+    pub(crate) fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {
         region.count_in(&pages);
         self.publish(region, pages, heat);
     }

@@ -249,7 +249,15 @@ impl<A: AddressSpace> Evictor<A> {
             if claim.region.is_stalled() {
                 continue;
             }
-            begun |= self.take_victims(&claim);
+            // What streams have gone through lies in rows, which move at once.
+            if claim.way == Way::Swept && self.core.scatters(&claim.region) {
+                match self.take_scattered(claim) {
+                    Some(any) => begun |= any,
+                    None => break,
+                }
+            } else {
+                begun |= self.take_victims(&claim);
+            }
         }
         begun
     }
@@ -276,6 +284,21 @@ impl<A: AddressSpace> Evictor<A> {
             }
         }
         walk.end()
+    }
+
+    /// The same where pages leave by copying. `None`: somebody else makes room.
+    fn take_scattered(&mut self, claim: Claim) -> Option<bool> {
+        let (core, region, way) = (self.core.clone(), claim.region.clone(), claim.way);
+        let scattered = core.take_out_scattered(claim, |pages, frame| {
+            self.took_out(&region, pages, frame, None, way);
+            region.exit();
+        })?;
+        let mut any = scattered.any;
+        for page in scattered.refused {
+            let (_, begun) = self.begin(&region, page..page + 1, None, way);
+            any |= matches!(begun, Begun::Yes);
+        }
+        Some(any)
     }
 
     /// A fill waits for a frame: pages that are on their way out for too long count as staying from now on, so that others leave.

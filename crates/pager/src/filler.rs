@@ -11,7 +11,7 @@
 
 use std::{
     collections::VecDeque,
-    mem,
+    io, mem,
     ops::Range,
     sync::{Arc, Weak, atomic::Ordering},
     time::{Duration, Instant},
@@ -62,6 +62,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     pace: Pace,
     /// Counts turns.
     turns: u64,
+    /// Counts pages that were mapped by themselves for threads that serve their own faults.
+    alone: u32,
     flights: Slab<Flight>,
     bytes_in_flight: usize,
     /// Owned pages that wait for a frame, in the order of their faults, and since when.
@@ -156,6 +158,7 @@ impl<A: AddressSpace> Filler<A> {
             streams: Streams::default(),
             pace,
             turns: 0,
+            alone: 0,
             flights: Slab::default(),
             bytes_in_flight: 0,
             backlog: VecDeque::new(),
@@ -679,8 +682,11 @@ impl<A: AddressSpace> Filler<A> {
             ..
         } = flight;
         let (mut filled, demanded) = (pages.len(), usize::from(heat == Heat::Refault));
+        let is_alone = filled == 1 && self.guest_since.is_some();
+        self.alone = self.alone.wrapping_add(is_alone.into());
+        let count = self.alone;
         let core = self.core.clone();
-        core.install(&region, pages, frame, heat, |page, frame, error| {
+        let refused = |page, frame, error: io::Error| {
             filled -= 1;
             core.release(frame, region.page_bytes());
             let error = PageError::Os {
@@ -690,7 +696,12 @@ impl<A: AddressSpace> Filler<A> {
                 message: error.to_string(),
             };
             self.fail(&region, page, error);
-        });
+        };
+        if is_alone {
+            core.install_alone(&region, pages.start, frame, heat, count, refused);
+        } else {
+            core.install(&region, pages, frame, heat, refused);
+        }
         self.counters().fills.add(filled);
         self.counters()
             .prefetches

@@ -1,8 +1,8 @@
 //! The residency budget and the frames that circulate under it: [`Frames`].
 //!
 //! The rule: the bytes of all frames in existence, free, in flight or mapped in a region, never exceed the budget. A frame is
-//! made once and then circulates: a fill takes a free one and maps it, an eviction brings it back. Which page deserves a frame
-//! is left to fillers and evictors.
+//! made once and then circulates: a fill takes a free one and maps it, an eviction brings it back. (Where pages are copied instead of moved, see
+//! `scatter.rs`, the mapped copy counts as a frame does.) Which page deserves a frame is left to fillers and evictors.
 
 use std::sync::{
     Arc, Mutex, MutexGuard,
@@ -113,10 +113,9 @@ impl<A: AddressSpace> Frames<A> {
 
     /// How many pages may be brought in that nobody waits for.
     fn room_for_prefetch(&self, page_bytes: usize) -> usize {
-        let room = self.budget.saturating_sub(self.used());
         // A part of what the evictors keep free belongs to demand, or prefetching would starve it.
         let reserve = ((self.budget - self.low) / 2).min(DEMAND_RESERVE_PAGES * page_bytes as u64);
-        (room.saturating_sub(reserve) / page_bytes as u64) as usize
+        (self.room().saturating_sub(reserve) / page_bytes as u64) as usize
     }
 
     /// A frame of at least one page and at most `pages`.
@@ -141,10 +140,15 @@ impl<A: AddressSpace> Frames<A> {
 
     /// Gives up a free page of another size. Returns whether there was one.
     fn give_up_other(&self, page_bytes: usize) -> bool {
-        let victim = (0..SIZES)
-            .map(|i| (i, 1 << (i as u32 + SMALLEST_SHIFT)))
-            .filter(|&(_, size)| size != page_bytes)
-            .find_map(|(i, size)| locked(&self.free[i]).take(size, 1, true));
+        let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
+        let mut others = sizes.filter(|&size| size != page_bytes);
+        others.any(|size| self.give_up(size))
+    }
+
+    /// Gives up a free page. Returns whether there was one.
+    fn give_up(&self, page_bytes: usize) -> bool {
+        // A statement of its own, so that the lock is given up.
+        let victim = self.pool(page_bytes).take(page_bytes, 1, true);
         let Some(victim) = victim else {
             return false;
         };
@@ -194,10 +198,48 @@ impl<A: AddressSpace> Frames<A> {
         self.starving.load(Ordering::SeqCst) != 0
     }
 
-    /// A frame's memory is gone: the program gave the page back to the kernel itself.
-    pub(crate) fn forget(&self, page_bytes: usize) {
+    /// So many bytes of mapped pages are memory no more: they were given back to the kernel, by the program itself or after they had been copied.
+    pub(crate) fn forget(&self, bytes: usize) {
+        self.made.fetch_sub(bytes as u64, Ordering::Relaxed);
+        self.used.fetch_sub(bytes as u64, Ordering::SeqCst);
+    }
+
+    /// A frame of one page to work with. `None`: there is none to spare, unless one of another size is given up.
+    pub(crate) fn spare(&self, page_bytes: usize) -> Option<A::Frame> {
+        // A statement of its own, so that the lock is given up.
+        let free = self.pool(page_bytes).take(page_bytes, 1, false);
+        let frame = free.or_else(|| self.make(page_bytes, 1))?;
+        self.used.fetch_add(page_bytes as u64, Ordering::Relaxed);
+        Some(frame)
+    }
+
+    /// Bytes that more frames may have.
+    pub(crate) fn room(&self) -> u64 {
+        self.budget.saturating_sub(self.used())
+    }
+
+    /// A page of memory is about to be made that is no frame; if need be and `in_place_of_a_frame`, a free frame is given up for it. `false`: the budget has no room.
+    pub(crate) fn make_elsewhere(&self, page_bytes: usize, in_place_of_a_frame: bool) -> bool {
+        let page = page_bytes as u64;
+        let make = || {
+            let more = |made| (made + page <= self.budget).then_some(made + page);
+            self.made
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
+                .inspect(|made| _ = self.peak.fetch_max(made + page, Ordering::Relaxed))
+                .is_ok()
+        };
+        make() || in_place_of_a_frame && self.give_up(page_bytes) && make()
+    }
+
+    /// It was not made after all.
+    pub(crate) fn unmake(&self, page_bytes: usize) {
         self.made.fetch_sub(page_bytes as u64, Ordering::Relaxed);
-        self.used.fetch_sub(page_bytes as u64, Ordering::SeqCst);
+    }
+
+    /// A page that was made elsewhere is mapped in the place of this frame, which comes back free. Returns whether a demand fill waits for one.
+    pub(crate) fn replaced(&self, frame: A::Frame, page_bytes: usize) -> bool {
+        self.pool(page_bytes).put(frame, page_bytes);
+        self.starving.load(Ordering::SeqCst) != 0
     }
 
     /// The fills that found no frame have one now. Others that starve say so again when they try again.

@@ -1,7 +1,7 @@
 //! Room made by the threads that serve their own faults, and changed pages on their way from them to an evictor: [`HandOver`].
 //!
 //! A thread that faults takes a few victims out itself: no evictor has to be woken for it, and no other processor has to forget the addresses while the program
-//! runs there. What is as the store has it has left then. What changed is detached and owned, and an evictor goes on with it, since
+//! runs there. (Where others of its threads do run there, it takes more of them out for fewer faults: `scatter.rs`.) What is as the store has it has left then. What changed is detached and owned, and an evictor goes on with it, since
 //! to write a page back allocates, and may take as long as a server likes.
 //!
 //! The rule it keeps: whoever found room can hand over what it takes out for one fault, so that a signal handler never holds a page that nobody
@@ -17,7 +17,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, TrySendError};
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 
 use crate::{
     behind::{Behind, Way},
@@ -26,6 +26,7 @@ use crate::{
     protocol::{self, OnLeft, State},
     region::Region,
     run::cut,
+    scatter::Scattered,
     stats::Counters,
     victims::{Out, Walk},
 };
@@ -57,7 +58,7 @@ pub(crate) struct HandOver<F> {
 impl<F> HandOver<F> {
     /// For so many threads at once, and evictors that each may put a run back.
     pub(crate) fn new(threads: usize, evictors: usize) -> Self {
-        let runs = RUNS_MAX + threads * PAGES_PER_CALL + evictors;
+        let runs = RUNS_MAX + threads * PAGES_PER_CALL.max(SCATTERED_PAGES_MAX) + evictors;
         let (sender, receiver) = crossbeam_channel::bounded(runs);
         HandOver {
             sender,
@@ -120,6 +121,19 @@ impl<A: AddressSpace> Core<A> {
             if claim.region.is_stalled() {
                 continue;
             }
+            // What streams have gone through lies in rows, which move at once.
+            if claim.way == Way::Swept && self.scatters(&claim.region) {
+                let (region, way) = (claim.region.clone(), claim.way);
+                let scattered = self.take_out_scattered(claim, |pages, frame| {
+                    self.let_go(&region, pages, frame, way, counters);
+                });
+                let Scattered { any: some, refused } = scattered.unwrap_or_default();
+                any |= some;
+                for page in refused {
+                    any |= self.take_out_by_moving(&region, page..page + 1, way, counters) > 0;
+                }
+                return any;
+            }
             let page_bytes = claim.region.page_bytes() as u64;
             let mut walk = Walk::new(self, &claim);
             loop {
@@ -132,22 +146,35 @@ impl<A: AddressSpace> Core<A> {
                     break;
                 };
                 left -= run.len();
-                match self.take_out(&claim.region, run, protocol::leave) {
-                    Out::Taken(pages, frame) => {
-                        walk.took(pages.len());
-                        self.let_go(&claim.region, pages, frame, claim.way, counters);
-                    }
-                    Out::Refused(_) => counters.failed_evictions.bump(),
-                    Out::NotNow | Out::NotHere => {}
-                }
+                walk.took(self.take_out_by_moving(&claim.region, run, claim.way, counters));
             }
             any |= walk.end();
         }
         any
     }
 
+    /// Takes as many of the leading ones of these pages out as go together. Returns how many.
+    pub(crate) fn take_out_by_moving(
+        &self,
+        region: &Arc<Region>,
+        pages: Range<usize>,
+        way: Way,
+        counters: &Counters,
+    ) -> usize {
+        match self.take_out(region, pages, protocol::leave) {
+            Out::Taken(pages, frame) => {
+                let taken = pages.len();
+                self.let_go(region, pages, frame, way, counters);
+                return taken;
+            }
+            Out::Refused(_) => counters.failed_evictions.bump(),
+            Out::NotNow | Out::NotHere => {}
+        }
+        0
+    }
+
     /// Pages that were taken out: what is unchanged has left, the rest is handed over.
-    fn let_go(
+    pub(crate) fn let_go(
         &self,
         region: &Arc<Region>,
         pages: Range<usize>,

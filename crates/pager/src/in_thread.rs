@@ -73,8 +73,8 @@ impl<A: AddressSpace> InThread<A> {
         self.fillers[thread].lock()
     }
 
-    /// Serves a fault at `address` in the thread that raised it; to be called from a signal handler. `false`: there is no page to be had.
-    pub fn serve(&self, address: usize) -> bool {
+    /// Serves a fault at `address`, of a `write` or not, in the thread that raised it; to be called from a signal handler. `false`: there is no page to be had.
+    pub fn serve(&self, address: usize, write: bool) -> bool {
         let Some(region) = self.core.region_at(address) else {
             return false;
         };
@@ -84,7 +84,18 @@ impl<A: AddressSpace> InThread<A> {
         loop {
             match region.words.load(page).state() {
                 State::Poisoned => return false,
-                State::Resident if self.core.space.is_present(address) => return true,
+                State::Resident if self.core.space.is_present(address) => {
+                    if !write || !self.core.may_scatter(&region) {
+                        return true;
+                    }
+                    // It came, or is protected while others leave, and is looked at again when they have left.
+                    if let Some(_turn) = self.core.scatter.try_turn() {
+                        let shard = region.shard_of(page, self.core.shards());
+                        let address = region.address_of(page);
+                        (self.core.space).unprotect(shard, address, region.page_bytes());
+                        return true;
+                    }
+                }
                 // Remote, or called resident although the program gave it back to the kernel itself. If it could not be brought in, the access
                 // fails once more and finds its filler at work on it.
                 State::Remote | State::Resident if self.fill(&region, page, address, looks) => {

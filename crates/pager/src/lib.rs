@@ -23,6 +23,7 @@ mod pager;
 pub mod protocol;
 mod region;
 mod run;
+mod scatter;
 #[cfg(test)]
 mod simulation;
 mod slab;

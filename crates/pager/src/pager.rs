@@ -620,6 +620,8 @@ impl<A: AddressSpace> Mapped<A> {
                 return Err(error);
             }
         }
+        // Pages may just be taken out between which these lie, so that system calls could not write to them.
+        self.core().scatter.wait();
         self.prefetch_now(range).map_err(|error| {
             self.unpin_pages(pages);
             PinError::Page(error)

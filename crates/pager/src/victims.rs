@@ -175,7 +175,7 @@ impl<A: AddressSpace> Core<A> {
     }
 
     /// Owned pages that were not taken out are mapped as before.
-    fn stay(&self, region: &Region, pages: Range<usize>) {
+    pub(crate) fn stay(&self, region: &Region, pages: Range<usize>) {
         for page in pages {
             if region
                 .words

@@ -12,6 +12,8 @@
 //! Out, a run is copied page by page, so that memory which runs out puts one page at stake and not a run.
 //! The price: one page out, or one run in, more per transfer in progress than the frames account for, the mmap lock held for writing, no huge
 //! pages, and pages that a device is writing to (direct I/O) are taken all the same, so that what the device writes after that is lost.
+//!
+//! Where faults are served in-thread, single pages may also be copied where they lie (`scatter.rs`): no such fault waits for anybody there.
 
 use std::{
     cell::Cell,
@@ -103,6 +105,8 @@ pub struct KernelSpace {
     options: KernelSpaceOptions,
     transfer: Transfer,
     features: Features,
+    /// Whether single pages are copied in and out (`scatter.rs`).
+    scatters: bool,
     pagemap: Pagemap,
     /// Pages made inaccessible because the kernel has no `UFFDIO_POISON`; always empty where it has.
     fenced: Mutex<BTreeSet<usize>>,
@@ -122,10 +126,10 @@ struct Shard {
 
 /// What a shard's messages have said.
 #[derive(Default)]
-struct Heard {
+pub(crate) struct Heard {
     buffer: FaultBuffer,
     /// What the program has unmapped of the space's regions; whole addresses, not the shard's alone.
-    gone: Ranges,
+    pub(crate) gone: Ranges,
     /// What of it has not been told yet.
     news: Vec<Range<usize>>,
 }
@@ -193,6 +197,13 @@ impl KernelSpace {
         if supported.contains(Features::POISON) {
             features = features | Features::POISON;
         }
+        let scatters = options.in_thread
+            && transfer == Transfer::Move
+            && supported.contains(Features::WP)
+            && sys::can_copy_and_drop_each();
+        if scatters {
+            features = features | Features::WP;
+        }
         let reported = if options.in_thread {
             Features::SIGBUS
         } else {
@@ -218,6 +229,7 @@ impl KernelSpace {
             options,
             transfer,
             features,
+            scatters,
             pagemap: Pagemap::open().map_err(OpenError::Pagemap)?,
             fenced: Mutex::default(),
         })
@@ -250,8 +262,13 @@ impl KernelSpace {
         Ok(cell.get_or_init(|| pool))
     }
 
-    fn uffd(&self, shard: usize) -> &Uffd {
+    pub(crate) fn uffd(&self, shard: usize) -> &Uffd {
         &self.shards[shard].uffd
+    }
+
+    /// Locked while pages change sides, so that no message of the shard is read meanwhile.
+    pub(crate) fn heard(&self, shard: usize) -> RwLockReadGuard<'_, Heard> {
+        self.shards[shard].heard()
     }
 
     /// The parts of a region that belong to one shard each.
@@ -274,11 +291,13 @@ impl KernelSpace {
     }
 
     fn register(&self, address: usize, layout: &Layout) -> io::Result<()> {
+        let mode = if self.can_scatter(layout.page_bytes) && !layout.read_only {
+            RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
+        } else {
+            RegisterMode::MISSING
+        };
         self.stripes(address, *layout)
-            .try_for_each(|(shard, part)| {
-                self.uffd(shard)
-                    .register(part.start, part.len(), RegisterMode::MISSING)
-            })
+            .try_for_each(|(shard, part)| self.uffd(shard).register(part.start, part.len(), mode))
     }
 
     /// Reserves the addresses of a region and claims them.
@@ -339,7 +358,7 @@ impl KernelSpace {
     }
 
     /// A mapping is changing: lets its message be read. `false`: that takes too long.
-    fn wait_for_change(&self, shard: usize, since: &mut Option<Instant>) -> bool {
+    pub(crate) fn wait_for_change(&self, shard: usize, since: &mut Option<Instant>) -> bool {
         let waited = since.get_or_insert_with(Instant::now).elapsed();
         let it = &self.shards[shard];
         if it.reader.load(Ordering::Relaxed) == this_thread() {
@@ -433,7 +452,7 @@ impl KernelSpace {
     ///
     /// # Safety
     /// As there.
-    unsafe fn copy_in(
+    pub(crate) unsafe fn copy_in(
         &self,
         shard: usize,
         dst: usize,
@@ -1016,6 +1035,27 @@ impl AddressSpace for KernelSpace {
             Transfer::Move => self.detach_by_move(shard, address, frame, heard),
             Transfer::Copy => self.detach_by_copy(shard, address, frame, heard),
         }
+    }
+
+    fn can_scatter(&self, page_bytes: usize) -> bool {
+        self.scatters && page_bytes == KERNEL_PAGE_BYTES
+    }
+
+    fn install_copy(&self, shard: usize, address: usize, frame: &KernelFrame) -> bool {
+        self.copy_one_in(shard, address, frame)
+    }
+
+    fn detach_scattered(
+        &self,
+        shard: usize,
+        addresses: &[usize],
+        frames: &mut [KernelFrame],
+    ) -> usize {
+        self.copy_out_scattered(shard, addresses, frames)
+    }
+
+    fn unprotect(&self, shard: usize, address: usize, page_bytes: usize) {
+        self.lift(shard, address..address + page_bytes);
     }
 
     fn is_present(&self, address: usize) -> bool {

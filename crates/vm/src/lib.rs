@@ -8,6 +8,7 @@ mod kernel;
 mod pagemap;
 mod probe;
 mod regions;
+mod scatter;
 pub mod sigbus;
 mod sim;
 mod space;
@@ -22,6 +23,7 @@ pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{
     AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout, RUN_PAGES_MAX,
+    SCATTERED_PAGES_MAX,
 };
 pub use sys::{Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

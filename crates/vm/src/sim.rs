@@ -72,6 +72,7 @@ pub struct SimSpace {
     state: Mutex<State>,
     shards: usize,
     frames: Arc<Frames>,
+    scattered: AtomicUsize,
 }
 
 /// What is known of all frames together.
@@ -199,6 +200,7 @@ impl SimSpace {
             state: Mutex::new(state),
             shards,
             frames: Arc::default(),
+            scattered: AtomicUsize::new(0),
         }
     }
 
@@ -268,6 +270,11 @@ impl SimSpace {
     /// Pages held in frames: those in existence that are not mapped.
     pub fn frame_pages(&self) -> usize {
         self.frames.pages.load(Ordering::Relaxed)
+    }
+
+    /// Pages that went out by [`detach_scattered`](AddressSpace::detach_scattered) so far.
+    pub fn scattered_pages(&self) -> usize {
+        self.scattered.load(Ordering::Relaxed)
     }
 
     fn access<T>(
@@ -524,6 +531,54 @@ impl AddressSpace for SimSpace {
         }
         Ok(self.frame(out, page_bytes))
     }
+
+    fn can_scatter(&self, _page_bytes: usize) -> bool {
+        true
+    }
+
+    fn install_copy(&self, shard: usize, address: usize, frame: &SimFrame) -> bool {
+        let mut state = self.state.lock();
+        let page_bytes = frame.page_bytes;
+        let Some(region) = state.region_of_run(shard, address, page_bytes, frame.pages()) else {
+            return false;
+        };
+        let is_absent = matches!(region.pages.get(&address), Some(Content::Poison) | None);
+        if is_absent {
+            let bytes = Content::Bytes(frame.bytes.clone().into_boxed_slice());
+            region.pages.insert(address, bytes);
+            state.wake(address, page_bytes);
+        }
+        is_absent
+    }
+
+    fn detach_scattered(
+        &self,
+        shard: usize,
+        addresses: &[usize],
+        frames: &mut [SimFrame],
+    ) -> usize {
+        let mut state = self.state.lock();
+        let held_probability = state.options.held_probability;
+        let mut taken = 0;
+        for (&page, frame) in addresses.iter().zip(frames) {
+            if state.chance(held_probability) {
+                break;
+            }
+            let Some(region) = state.region_of_run(shard, page, frame.page_bytes, 1) else {
+                break;
+            };
+            let Some(Content::Bytes(bytes)) = region.pages.get(&page) else {
+                break;
+            };
+            frame.bytes.copy_from_slice(bytes);
+            region.pages.remove(&page);
+            taken += 1;
+        }
+        self.scattered.fetch_add(taken, Ordering::Relaxed);
+        taken
+    }
+
+    fn unprotect(&self, _shard: usize, _address: usize, _page_bytes: usize) {}
 
     fn is_present(&self, address: usize) -> bool {
         let mut state = self.state.lock();

@@ -19,6 +19,9 @@ pub struct Fault {
 /// waiting: the fixed costs of a transfer are a small part of it by then.
 pub const RUN_PAGES_MAX: usize = 64;
 
+/// Pages that [`AddressSpace::detach_scattered`] takes at most.
+pub const SCATTERED_PAGES_MAX: usize = crate::sys::RANGES_MAX;
+
 /// A local buffer that holds the bytes of a run of pages (one or more, all of one size) while they are not mapped: owned, present, never faulting.
 pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
     /// Keeps the first `bytes` and returns the rest. Cheap: nothing is copied or allocated.
@@ -149,6 +152,36 @@ pub trait AddressSpace: Send + Sync + 'static {
         page_bytes: usize,
         pages: usize,
     ) -> Result<Self::Frame, DetachError>;
+
+    /// Whether pages of this size can be copied in and out where other threads of the program run: see [`detach_scattered`](Self::detach_scattered).
+    fn can_scatter(&self, page_bytes: usize) -> bool;
+
+    /// Maps a copy of the frame, which is of one page, at `address`. Where moving a page makes every processor that runs the program forget its old address, a copy
+    /// interrupts nobody. `false`: the page cannot be mapped so, and nothing has changed; [`install`](Self::install) says why.
+    ///
+    /// Only where [`can_scatter`](Self::can_scatter) says so.
+    fn install_copy(&self, shard: usize, address: usize, frame: &Self::Frame) -> bool;
+
+    /// Takes pages out that lie at these addresses, ascending, at most [`SCATTERED_PAGES_MAX`], all inside one stripe: copies each to its frame, of one page, and gives its memory
+    /// back. Processors are interrupted a few times for all of them together. Each goes atomically, as in [`detach`](Self::detach). Returns how many of the leading ones
+    /// were taken; the others are as they were.
+    ///
+    /// Meanwhile writes to what lies between the first and the last page are faults, which have to be tried again, and system calls that write there fail. What a device writes into one of
+    /// the pages is lost. So that writes to other pages are not, calls must not overlap.
+    ///
+    /// Only where [`can_scatter`](Self::can_scatter) says so.
+    fn detach_scattered(
+        &self,
+        shard: usize,
+        addresses: &[usize],
+        frames: &mut [Self::Frame],
+    ) -> usize;
+
+    /// Has writes to a page succeed again that another call of [`detach_scattered`](Self::detach_scattered) may have left protected: the kernel may forget to lift that of a page that it has
+    /// swapped out, for one. Must not overlap with such a call.
+    ///
+    /// Only where [`can_scatter`](Self::can_scatter) says so.
+    fn unprotect(&self, shard: usize, address: usize, page_bytes: usize);
 
     /// Whether a page is mapped at `address`. Slow; for rare cases.
     fn is_present(&self, address: usize) -> bool;

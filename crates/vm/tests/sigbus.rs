@@ -21,7 +21,7 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Fault, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    AddressSpace, Fault, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, SCATTERED_PAGES_MAX,
     sigbus::{FaultHandler, Registration, STACK_BYTES, Served},
 };
 use nix::errno::Errno;
@@ -79,6 +79,8 @@ struct Toy {
     away: Vec<Mutex<Option<KernelFrame>>>,
     /// A page that can not be had.
     refused: Option<usize>,
+    /// Whether pages are copied in.
+    copies: bool,
     faults: AtomicUsize,
     writes: AtomicUsize,
     /// What the handler allocated.
@@ -97,6 +99,7 @@ impl Toy {
             read_only: false,
         };
         let base = space.map(layout).unwrap();
+        let copies = space.can_scatter(PAGE);
         let away = (0..pages)
             .map(|_| Mutex::new(Some(space.new_frame(PAGE, 1).unwrap())))
             .collect();
@@ -106,6 +109,7 @@ impl Toy {
             layout,
             away,
             refused,
+            copies,
             faults: AtomicUsize::new(0),
             writes: AtomicUsize::new(0),
             allocations: AtomicUsize::new(0),
@@ -119,6 +123,22 @@ impl Toy {
 
     fn address(&self, page: usize) -> usize {
         self.base + page * PAGE
+    }
+
+    /// Takes pages out by copying. Returns how many.
+    fn evict_scattered(&self, pages: impl Iterator<Item = usize>) -> usize {
+        let mut away: Vec<_> = pages
+            .map(|page| (page, self.away[page].lock().unwrap()))
+            .filter(|(_, away)| away.is_none())
+            .collect();
+        let addresses: Vec<_> = away.iter().map(|(page, _)| self.address(*page)).collect();
+        let frame = |_: &usize| self.space.new_frame(PAGE, 1).unwrap();
+        let mut frames: Vec<_> = addresses.iter().map(frame).collect();
+        let taken = self.space.detach_scattered(0, &addresses, &mut frames);
+        for ((_, away), frame) in away.iter_mut().zip(frames).take(taken) {
+            **away = Some(frame);
+        }
+        taken
     }
 
     fn evict(&self, page: usize) {
@@ -143,7 +163,11 @@ unsafe impl FaultHandler for Toy {
         } else {
             let mut away = self.away[page].lock().unwrap();
             if let Some(frame) = away.take() {
-                self.space.install(0, self.address(page), frame).unwrap();
+                let address = self.address(page);
+                let copied = self.copies && self.space.install_copy(0, address, &frame);
+                if !copied {
+                    self.space.install(0, address, frame).unwrap();
+                }
             }
             Served::Retry
         };
@@ -224,6 +248,131 @@ fn threads_serve_their_own_faults_and_lose_no_write() {
     let mut reported = Vec::new();
     toy.space.faults(0, &mut reported).unwrap();
     assert_eq!(reported, []);
+}
+
+#[test]
+fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
+    const THREADS: usize = 3;
+    const PAGES: usize = 64;
+    const ROUNDS: usize = 4000;
+    let toy = Toy::new(PAGES, None);
+    if !toy.copies {
+        println!(
+            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
+        );
+        return;
+    }
+    let _registration = toy.register();
+    let stop = AtomicBool::new(false);
+    let taken = thread::scope(|scope| {
+        let evictor = scope.spawn(|| {
+            let (mut taken, mut round) = (0, 0);
+            while !stop.load(Ordering::Relaxed) {
+                // Every second one, or every third, from somewhere on: the others stay.
+                let pages = (round % 7..PAGES)
+                    .step_by(2 + round % 2)
+                    .take(SCATTERED_PAGES_MAX);
+                taken += toy.evict_scattered(pages);
+                round += 1;
+            }
+            taken
+        });
+        let writers: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                let toy = &toy;
+                scope.spawn(move || {
+                    for step in 0..ROUNDS * PAGES {
+                        let page = if thread % 2 == 0 {
+                            step % PAGES
+                        } else {
+                            PAGES - 1 - step % PAGES
+                        };
+                        counter(toy.address(page)).fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+        for writer in writers {
+            writer.join().unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+        evictor.join().unwrap()
+    });
+    for page in 0..PAGES {
+        let count = counter(toy.address(page)).load(Ordering::Relaxed);
+        assert_eq!(count, (THREADS * ROUNDS) as u64, "page {page}");
+    }
+    assert!(taken >= PAGES, "{taken} pages went out");
+    assert_eq!(toy.allocations.load(Ordering::Relaxed), 0);
+}
+
+#[test]
+fn pages_are_copied_out_up_to_the_first_that_is_not_there() {
+    const PAGES: usize = 8;
+    let toy = Toy::new(PAGES, None);
+    if !toy.copies {
+        println!(
+            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
+        );
+        return;
+    }
+    let _registration = toy.register();
+    for page in 0..PAGES {
+        counter(toy.address(page)).store(page as u64 + 1, Ordering::Relaxed);
+    }
+    // SAFETY: a page of the test's region.
+    let dropped = unsafe { libc::madvise(toy.address(4) as *mut _, PAGE, libc::MADV_DONTNEED) };
+    assert_eq!(dropped, 0);
+    assert_eq!(toy.evict_scattered([1, 3, 4, 6].into_iter()), 2);
+    let is_there = |page: usize| toy.space.is_present(toy.address(page));
+    let there: Vec<_> = (0..PAGES).filter(|&page| is_there(page)).collect();
+    assert_eq!(there, [0, 2, 5, 6, 7]);
+    // What was protected meanwhile can be written without a fault, and what left comes back.
+    let before = toy.faults.load(Ordering::Relaxed);
+    for page in [0, 1, 2, 3, 5, 6, 7] {
+        let value = counter(toy.address(page)).fetch_add(10, Ordering::Relaxed);
+        assert_eq!(value, page as u64 + 1);
+    }
+    assert_eq!(toy.faults.load(Ordering::Relaxed) - before, 2);
+}
+
+#[test]
+fn pages_are_copied_out_up_to_what_the_program_maps_among_them() {
+    const PAGES: usize = 8;
+    let toy = Toy::new(PAGES, None);
+    if !toy.copies {
+        println!(
+            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
+        );
+        return;
+    }
+    let _registration = toy.register();
+    for page in 0..PAGES {
+        counter(toy.address(page)).store(page as u64 + 1, Ordering::Relaxed);
+    }
+    // In place of the fourth page the program has memory of its own.
+    thread::scope(|scope| {
+        let address = toy.address(3);
+        let mapping = scope.spawn(move || {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+            // SAFETY: a page of the test's region, which nobody uses any more.
+            unsafe { libc::mmap(address as *mut _, PAGE, libc::PROT_READ, flags, -1, 0) as usize }
+        });
+        while !mapping.is_finished() {
+            toy.space.faults(0, &mut Vec::new()).unwrap();
+        }
+        assert_eq!(mapping.join().unwrap(), address);
+    });
+    assert_eq!(toy.evict_scattered([0, 2, 5].into_iter()), 2);
+    assert_eq!(toy.evict_scattered([3, 5].into_iter()), 0);
+    assert_eq!(toy.evict_scattered([5, 7].into_iter()), 2);
+    let is_there = |page: usize| toy.space.is_present(toy.address(page));
+    let there: Vec<_> = (0..PAGES).filter(|&page| is_there(page)).collect();
+    assert_eq!(there, [1, 4, 6]);
+    for page in [0, 1, 2, 4, 5, 6, 7] {
+        let value = counter(toy.address(page)).fetch_add(10, Ordering::Relaxed);
+        assert_eq!(value, page as u64 + 1);
+    }
 }
 
 #[test]
