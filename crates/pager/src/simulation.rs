@@ -136,7 +136,7 @@ impl World {
         options.evictors = 2;
         options.in_thread = GUESTS;
         // Only where the marks are far apart are there enough victims at once for copying them to be worth it.
-        let is_cheaper = next(&mut random) % 2 == 0;
+        let is_cheaper = next(&mut random).is_multiple_of(2);
         if is_cheaper {
             (options.low_water, options.high_water) = (0.5, 0.75);
         }
@@ -680,7 +680,10 @@ impl Wide {
         } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
         let guests = Guests::new(&pager);
-        pager.core().scatter.pretend(next(&mut random) % 2 == 0);
+        pager
+            .core()
+            .scatter
+            .pretend(next(&mut random).is_multiple_of(2));
         let pager = Arc::new(pager);
         let mut flaky = None;
         let regions: Vec<_> = (sizes.into_iter().zip(1..))
