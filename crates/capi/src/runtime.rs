@@ -55,7 +55,7 @@ pub const FARPAGE_FAULTS_DEFAULT: u32 = 0;
 pub const FARPAGE_FAULTS_FILLER: u32 = 1;
 /// The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is given absent memory fails with EFAULT, a thread that blocks SIGBUS is
 /// killed by its first fault, and a handler that the program installs afterwards has to pass on what is not its own. What a device writes into memory that is not
-/// pinned may be lost.
+/// pinned may be lost, and what other threads write to addresses that one is about to unmap from a region and that they have been given for something else.
 pub const FARPAGE_FAULTS_IN_THREAD: u32 = 2;
 
 // SAFETY: integers, floats and a pointer, beginning with the length.

@@ -16,11 +16,13 @@ pub enum FaultMode {
     #[default]
     Filler,
     /// The thread that touches an absent page, in a handler of SIGBUS: it fetches the page itself, so that no other thread has to be woken, which is most of what a
-    /// fault on a small page costs. Three things differ:
+    /// fault on a small page costs. Four things differ:
     ///
     /// - a system call that is given absent memory (`read` into an array, `write` from it) fails with `EFAULT`. Bring the memory in before, and keep
     ///   it there during the call: [`Region::pin`](crate::Region::pin) does both, [`Region::prefetch_now`](crate::Region::prefetch_now) the first.
     /// - what a device writes into memory that is not pinned (direct I/O) may be lost, with pages of 4 KiB: pin it until the device is done.
+    /// - a program that unmaps a part of a region has to keep its other threads from mapping memory until `munmap` has returned: they may get the same addresses, and what they
+    ///   write there at once may be lost, with pages of 4 KiB.
     /// - a thread that blocks SIGBUS is killed by its first fault. A handler of SIGBUS that the program installs after the runtime was built has to pass on
     ///   what is not its own.
     InThread,

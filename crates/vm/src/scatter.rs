@@ -10,7 +10,7 @@
 //! 4. lift the protection.
 //!
 //! The rule it keeps: from the first step on no write reaches these pages, so that what is given back is what was copied. It holds as long as nobody else lifts the protection: calls do not
-//! overlap. A write to a protected page raises SIGBUS, and the thread tries until it is through, or the page is gone.
+//! overlap. A write to a protected page raises SIGBUS, and the thread waits until the protection is lifted, or the page is gone.
 //!
 //! The downsides: a page that a device is writing to goes along unseen, which `UFFDIO_MOVE` refuses, so this is for in-thread faults alone, where the program has to pin what
 //! it hands to the kernel. And if the program unmaps a part of the region at this moment, and another thread maps something there before that call has returned, within the instant between
