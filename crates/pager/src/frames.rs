@@ -158,8 +158,8 @@ impl<A: AddressSpace> Frames<A> {
         true
     }
 
-    /// Makes a frame of as many pages as the budget and the address space allow, `pages` at most.
-    fn make(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
+    /// Counts as many pages as made as the budget allows, `pages` at most. `None`: it allows none.
+    fn reserve(&self, page_bytes: usize, pages: usize) -> Option<u64> {
         let page = page_bytes as u64;
         let affordable = |made: u64| (pages as u64).min((self.budget - made) / page) * page;
         let made = self
@@ -168,9 +168,16 @@ impl<A: AddressSpace> Frames<A> {
                 let more = affordable(made);
                 (more > 0).then_some(made + more)
             });
-        let mut pages = affordable(made.ok()?) / page;
+        let pages = affordable(made.ok()?) / page;
         self.peak
             .fetch_max(self.made.load(Ordering::Relaxed), Ordering::Relaxed);
+        Some(pages)
+    }
+
+    /// Makes a frame of as many pages as the budget and the address space allow, `pages` at most.
+    fn make(&self, page_bytes: usize, pages: usize) -> Option<A::Frame> {
+        let page = page_bytes as u64;
+        let mut pages = self.reserve(page_bytes, pages)?;
         loop {
             let error = match self.space.new_frame(page_bytes, pages as usize) {
                 Ok(frame) => return Some(frame),
@@ -220,14 +227,7 @@ impl<A: AddressSpace> Frames<A> {
 
     /// A page of memory is about to be made that is no frame; if need be and `in_place_of_a_frame`, a free frame is given up for it. `false`: the budget has no room.
     pub(crate) fn make_elsewhere(&self, page_bytes: usize, in_place_of_a_frame: bool) -> bool {
-        let page = page_bytes as u64;
-        let make = || {
-            let more = |made| (made + page <= self.budget).then_some(made + page);
-            self.made
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, more)
-                .inspect(|made| _ = self.peak.fetch_max(made + page, Ordering::Relaxed))
-                .is_ok()
-        };
+        let make = || self.reserve(page_bytes, 1).is_some();
         make() || in_place_of_a_frame && self.give_up(page_bytes) && make()
     }
 

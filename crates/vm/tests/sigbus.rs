@@ -250,18 +250,26 @@ fn threads_serve_their_own_faults_and_lose_no_write() {
     assert_eq!(reported, []);
 }
 
+/// Pages that are copied in and out. `None`, and says so: this kernel cannot.
+fn copying(pages: usize) -> Option<Arc<Toy>> {
+    let toy = Toy::new(pages, None);
+    if !toy.copies {
+        println!(
+            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
+        );
+        return None;
+    }
+    Some(toy)
+}
+
 #[test]
 fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
     const THREADS: usize = 3;
     const PAGES: usize = 64;
     const ROUNDS: usize = 4000;
-    let toy = Toy::new(PAGES, None);
-    if !toy.copies {
-        println!(
-            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
-        );
+    let Some(toy) = copying(PAGES) else {
         return;
-    }
+    };
     let _registration = toy.register();
     let stop = AtomicBool::new(false);
     let taken = thread::scope(|scope| {
@@ -309,13 +317,9 @@ fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
 #[test]
 fn pages_are_copied_out_up_to_the_first_that_is_not_there() {
     const PAGES: usize = 8;
-    let toy = Toy::new(PAGES, None);
-    if !toy.copies {
-        println!(
-            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
-        );
+    let Some(toy) = copying(PAGES) else {
         return;
-    }
+    };
     let _registration = toy.register();
     for page in 0..PAGES {
         counter(toy.address(page)).store(page as u64 + 1, Ordering::Relaxed);
@@ -339,13 +343,9 @@ fn pages_are_copied_out_up_to_the_first_that_is_not_there() {
 #[test]
 fn pages_are_copied_out_up_to_what_the_program_maps_among_them() {
     const PAGES: usize = 8;
-    let toy = Toy::new(PAGES, None);
-    if !toy.copies {
-        println!(
-            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
-        );
+    let Some(toy) = copying(PAGES) else {
         return;
-    }
+    };
     let _registration = toy.register();
     for page in 0..PAGES {
         counter(toy.address(page)).store(page as u64 + 1, Ordering::Relaxed);
