@@ -199,34 +199,28 @@ fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, Registration) {
     (base, registration)
 }
 
-#[test]
-fn threads_serve_their_own_faults_and_lose_no_write() {
-    const THREADS: usize = 4;
-    const PAGES: usize = 32;
-    const ROUNDS: usize = 400;
-    let toy = Toy::new(PAGES, None);
-    let _registration = toy.register();
-    let stop = AtomicBool::new(false);
+/// Threads count up in all pages, half of them walking the pages together and half against them, while `evict`, told which time it is, takes some out again and again. No count is lost.
+fn count_up(toy: &Toy, threads: usize, rounds: usize, mut evict: impl FnMut(usize) + Send) {
+    let (pages, stop) = (toy.away.len(), AtomicBool::new(false));
     thread::scope(|scope| {
-        let evictor = scope.spawn(|| {
-            for page in (0..PAGES).cycle() {
+        let stop = &stop;
+        let evictor = scope.spawn(move || {
+            for time in 0.. {
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
-                toy.evict(page);
+                evict(time);
             }
         });
-        let writers: Vec<_> = (0..THREADS)
+        let writers: Vec<_> = (0..threads)
             .map(|thread| {
-                let toy = &toy;
                 scope.spawn(move || {
-                    for step in 0..ROUNDS * PAGES {
-                        // Half of the threads walk the pages together, half against them.
-                        let page = step % PAGES;
+                    for step in 0..rounds * pages {
+                        let page = step % pages;
                         let page = if thread % 2 == 0 {
                             page
                         } else {
-                            PAGES - 1 - page
+                            pages - 1 - page
                         };
                         counter(toy.address(page)).fetch_add(1, Ordering::Relaxed);
                     }
@@ -239,10 +233,20 @@ fn threads_serve_their_own_faults_and_lose_no_write() {
         stop.store(true, Ordering::Relaxed);
         evictor.join().unwrap();
     });
-    for page in 0..PAGES {
+    for page in 0..pages {
         let count = counter(toy.address(page)).load(Ordering::Relaxed);
-        assert_eq!(count, (THREADS * ROUNDS) as u64, "page {page}");
+        assert_eq!(count, (threads * rounds) as u64, "page {page}");
     }
+}
+
+#[test]
+fn threads_serve_their_own_faults_and_lose_no_write() {
+    const THREADS: usize = 4;
+    const PAGES: usize = 32;
+    const ROUNDS: usize = 400;
+    let toy = Toy::new(PAGES, None);
+    let _registration = toy.register();
+    count_up(&toy, THREADS, ROUNDS, |time| toy.evict(time % PAGES));
     assert!(toy.faults.load(Ordering::Relaxed) >= PAGES);
     assert_eq!(toy.allocations.load(Ordering::Relaxed), 0);
     let mut reported = Vec::new();
@@ -271,45 +275,12 @@ fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
         return;
     };
     let _registration = toy.register();
-    let stop = AtomicBool::new(false);
-    let taken = thread::scope(|scope| {
-        let evictor = scope.spawn(|| {
-            let (mut taken, mut round) = (0, 0);
-            while !stop.load(Ordering::Relaxed) {
-                // Every second one, or every third, from somewhere on: the others stay.
-                let pages = (round % 7..PAGES)
-                    .step_by(2 + round % 2)
-                    .take(SCATTERED_PAGES_MAX);
-                taken += toy.evict_scattered(pages);
-                round += 1;
-            }
-            taken
-        });
-        let writers: Vec<_> = (0..THREADS)
-            .map(|thread| {
-                let toy = &toy;
-                scope.spawn(move || {
-                    for step in 0..ROUNDS * PAGES {
-                        let page = if thread % 2 == 0 {
-                            step % PAGES
-                        } else {
-                            PAGES - 1 - step % PAGES
-                        };
-                        counter(toy.address(page)).fetch_add(1, Ordering::Relaxed);
-                    }
-                })
-            })
-            .collect();
-        for writer in writers {
-            writer.join().unwrap();
-        }
-        stop.store(true, Ordering::Relaxed);
-        evictor.join().unwrap()
+    let mut taken = 0;
+    count_up(&toy, THREADS, ROUNDS, |time| {
+        // Every second one, or every third, from somewhere on: the others stay.
+        let pages = (time % 7..PAGES).step_by(2 + time % 2);
+        taken += toy.evict_scattered(pages.take(SCATTERED_PAGES_MAX));
     });
-    for page in 0..PAGES {
-        let count = counter(toy.address(page)).load(Ordering::Relaxed);
-        assert_eq!(count, (THREADS * ROUNDS) as u64, "page {page}");
-    }
     assert!(taken >= PAGES, "{taken} pages went out");
     assert_eq!(toy.allocations.load(Ordering::Relaxed), 0);
 }
