@@ -10,7 +10,7 @@ use std::{
 
 use bytemuck::Pod;
 
-use crate::{Advice, FlushError, PageError, PinError, Region, region::byte_range};
+use crate::{Advice, CloseError, FlushError, PageError, PinError, Region, region::byte_range};
 
 /// A fixed-size array of plain values whose pages live on memory servers or in a [`Store`](crate::Store).
 ///
@@ -120,9 +120,18 @@ impl<T: Pod> RemoteArray<T> {
     /// Closes the array: see [`Region::close`].
     ///
     /// # Errors
-    /// As [`Region::close`].
-    pub fn close(self) -> Result<(), FlushError> {
-        self.region.close()
+    /// As [`Region::close`]; the error holds the array.
+    pub fn close(mut self) -> Result<(), CloseError<RemoteArray<T>>> {
+        (self.region.end()).map_err(|source| CloseError::new(self, source))
+    }
+}
+
+impl<T> CloseError<RemoteArray<T>> {
+    /// The array, open and as it was.
+    pub fn into_inner(self) -> RemoteArray<T> {
+        let mut array = self.into_closed();
+        array.region.reopen();
+        array
     }
 }
 

@@ -1,5 +1,7 @@
 //! What can go wrong, per operation, and the errors of the layers below that say why.
 
+use std::{error::Error, fmt};
+
 pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
@@ -94,4 +96,51 @@ pub enum FlushError {
     /// Pages were written back, but not published under the region's name; what was published before is still there.
     #[error(transparent)]
     Publish(#[from] PublishStoreError),
+}
+
+/// A [`Region`](crate::Region) or [`RemoteArray`](crate::RemoteArray) could not be closed. Nothing is
+/// lost: `into_inner` gives it back. Dropping the error gives it up, with the changes since its last
+/// flush.
+pub struct CloseError<C>(Box<Unclosed<C>>);
+
+/// Behind a pointer, since every `close` returns as much.
+struct Unclosed<C> {
+    closed: C,
+    why: FlushError,
+}
+
+impl<C> CloseError<C> {
+    pub(crate) fn new(closed: C, why: FlushError) -> CloseError<C> {
+        CloseError(Box::new(Unclosed { closed, why }))
+    }
+
+    pub(crate) fn into_closed(self) -> C {
+        self.0.closed
+    }
+
+    /// Why it could not be closed.
+    pub fn error(&self) -> &FlushError {
+        &self.0.why
+    }
+}
+
+impl<C> fmt::Debug for CloseError<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CloseError")
+            .field("why", &self.0.why)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<C> fmt::Display for CloseError<C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0.why, f)
+    }
+}
+
+/// Transparent: its text and its source are those of the reason.
+impl<C> Error for CloseError<C> {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.why.source()
+    }
 }

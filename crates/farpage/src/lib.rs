@@ -41,7 +41,7 @@ pub use array::RemoteArray;
 pub use bytemuck::Pod;
 pub use bytesize::ByteSize;
 pub use config::Builder;
-pub use error::{BuildError, CreateError, FlushError, OpenError, PinError};
+pub use error::{BuildError, CloseError, CreateError, FlushError, OpenError, PinError};
 pub use farpage_fabric::{Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{

@@ -5,6 +5,7 @@ use std::{
     ops::{Bound, Deref, DerefMut, Range, RangeBounds},
     slice,
     sync::Arc,
+    thread,
 };
 
 use bytesize::ByteSize;
@@ -12,7 +13,7 @@ use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
 use farpage_store::{Codec, Layout, Reserve, Store, StoreStatsSnapshot};
 use farpage_vm::{KernelSpace, sigbus::Registration};
 
-use crate::{FlushError, fault};
+use crate::{CloseError, FlushError, fault};
 
 /// What a region or an array is to be like. Each option that is not set is the runtime's.
 #[derive(Clone, Default)]
@@ -115,8 +116,15 @@ impl fmt::Debug for RegionOptions {
 
 /// Bytes under paging: a slice whose pages come and go.
 ///
-/// Dropping a region gives its addresses up. What a named region or one with a store of its own holds is written back before; an error of that is
-/// logged, so call [`close`](Region::close) to see it. Other regions are gone with their contents.
+/// Dropping a region gives its addresses up. What a named region or one with a store of its own
+/// holds is written back before; an error of that is logged, so call [`close`](Region::close) to see
+/// it. Other regions are gone with their contents.
+///
+/// A named region that is dropped while its thread panics is not published: the panic may have left
+/// it half updated, and what was published before stays what others open.
+/// [`flush`](Region::flush) and `close` publish at any time. A store of the region's own is written
+/// back all the same, as a file mapping is: evictions have written parts of it already, so that
+/// there is no older state to keep.
 pub struct Region {
     /// Ends before the mapping does.
     _faults: Option<Registration>,
@@ -250,13 +258,26 @@ impl Region {
         }
     }
 
-    /// Closes the region. Contents that outlive it are flushed before; those of other regions are gone.
+    /// Closes the region. Contents that outlive it are flushed before; those of other regions are
+    /// gone.
     ///
     /// # Errors
-    /// Why contents could not be flushed; they are lost with the region, so call [`flush`](Self::flush) before if that matters.
-    pub fn close(mut self) -> Result<(), FlushError> {
+    /// Why contents could not be flushed. The error holds the region:
+    /// [`into_inner`](CloseError::into_inner) gives it back with everything that is in it.
+    pub fn close(mut self) -> Result<(), CloseError<Region>> {
+        self.end().map_err(|source| CloseError::new(self, source))
+    }
+
+    /// Flushes what outlives the region. From here on dropping it writes nothing back, whatever came
+    /// of it: the program knows.
+    pub(crate) fn end(&mut self) -> Result<(), FlushError> {
         self.closed = true;
         if self.keeps { self.flush() } else { Ok(()) }
+    }
+
+    /// Dropping the region writes back again what outlives it.
+    pub(crate) fn reopen(&mut self) {
+        self.closed = false;
     }
 
     /// Closes the region without writing back: what changed since the last flush is lost.
@@ -293,6 +314,15 @@ pub(crate) fn byte_range(range: impl RangeBounds<usize>, len: usize, size: usize
     start * size..end * size
 }
 
+impl CloseError<Region> {
+    /// The region, open and as it was.
+    pub fn into_inner(self) -> Region {
+        let mut region = self.into_closed();
+        region.reopen();
+        region
+    }
+}
+
 impl Deref for Region {
     type Target = [u8];
 
@@ -327,10 +357,20 @@ impl DerefMut for Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        if self.keeps
-            && !self.closed
-            && let Err(error) = self.flush()
-        {
+        if !self.keeps || self.closed {
+            return;
+        }
+        // Whether a region was made before the panic or while it unwinds makes no difference: a
+        // destructor that makes one may have been cut short by a panic of its own, which nobody
+        // here can see. So who makes one there has to close it.
+        if self.name.is_some() && thread::panicking() {
+            tracing::error!(
+                name = self.name,
+                "a region was dropped by a panic: its changes since the last flush are not published"
+            );
+            return;
+        }
+        if let Err(error) = self.flush() {
             tracing::error!(%error, name = self.name, "a region that was dropped could not be flushed; its last changes are lost");
         }
     }

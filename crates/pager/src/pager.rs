@@ -134,7 +134,7 @@ pub enum MapError {
 #[non_exhaustive]
 pub enum FlushError {
     /// A page could not be written back.
-    #[error("a page could not be written back")]
+    #[error(transparent)]
     Page(#[from] PageError),
     /// All pages were written, but the store could not make them durable.
     #[error("the region's store could not make its pages durable: {0}")]

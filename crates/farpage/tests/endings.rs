@@ -1,0 +1,120 @@
+//! How arrays end when things go wrong: a panic, a close that fails, a fork, a server that is killed.
+//!
+//! The rule it keeps: what was published last stays whole, what was not made safe stays with the program, and the program is told.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use common::{Call, Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page};
+use farpage::{RegionOptions, RemoteArray};
+
+const PAGE: usize = 4 * KIB;
+const PAGE_WORDS: usize = PAGE / 8;
+
+fn named(name: &str) -> RegionOptions {
+    RegionOptions::new().name(name)
+}
+
+#[test]
+fn a_panic_publishes_nothing() {
+    let test = "a_panic_publishes_nothing";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(64 * PAGE_WORDS, named("ledger"))
+        .unwrap();
+    array.fill(1);
+    array.flush().unwrap();
+    let outcome = catch_unwind(AssertUnwindSafe(move || {
+        let half = array.len() / 2;
+        array[..half].fill(2);
+        panic!("a bug of the program's");
+    }));
+    assert!(outcome.is_err());
+    let array = runtime.open_array::<u64>("ledger").unwrap();
+    assert!(
+        array.iter().all(|&word| word == 1),
+        "half of the array was updated, and it was published"
+    );
+}
+
+/// Makes an array while a panic unwinds, and closes it or not.
+struct Cleaner<'a>(&'a farpage::Runtime, &'static str, bool);
+
+impl Drop for Cleaner<'_> {
+    fn drop(&mut self) {
+        let mut array: RemoteArray<u64> = self.0.array_with(PAGE_WORDS, named(self.1)).unwrap();
+        array.fill(3);
+        if self.2 {
+            array.close().unwrap();
+        }
+    }
+}
+
+#[test]
+fn while_a_panic_unwinds_only_close_publishes() {
+    let test = "while_a_panic_unwinds_only_close_publishes";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let _dropped = Cleaner(&runtime, "dropped", false);
+        let _closed = Cleaner(&runtime, "closed", true);
+        panic!("a bug of the program's");
+    }));
+    assert!(outcome.is_err());
+    assert!(runtime.open_array::<u64>("dropped").is_err());
+    assert_eq!(runtime.open_array::<u64>("closed").unwrap()[0], 3);
+}
+
+#[test]
+fn a_close_that_fails_gives_the_array_back() {
+    let test = "a_close_that_fails_gives_the_array_back";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let full = Arc::new(AtomicBool::new(true));
+    let (is_full, disk) = (full.clone(), Arc::new(AtomicBool::new(false)));
+    let written = disk.clone();
+    let store = HookedStore::new(8 * PAGE, move |call, _| {
+        if call != Call::Read && is_full.load(Ordering::Relaxed) {
+            return Err(io::Error::other("the disk is full"));
+        }
+        written.fetch_or(call == Call::Write, Ordering::Relaxed);
+        Ok(())
+    });
+    let runtime = builder(MIB, PAGE).build().unwrap();
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(8 * PAGE_WORDS, RegionOptions::new().store(store))
+        .unwrap();
+    array.fill(7);
+    let error = array.close().unwrap_err();
+    assert!(error.to_string().contains("the disk is full"), "{error}");
+    let array = error.into_inner();
+    assert!(array.iter().all(|&word| word == 7), "it is what it was");
+    full.store(false, Ordering::Relaxed);
+    array.close().unwrap();
+    assert!(disk.load(Ordering::Relaxed));
+}
