@@ -45,6 +45,7 @@ use crate::{
     data::random_word,
     options::{self, Fabric, Format},
     progress::Progress,
+    report::ensure_verified,
     server::MemoryServer,
     work::{self, PageRates},
 };
@@ -231,12 +232,8 @@ pub(crate) fn run(options: &AppsOptions) -> Result<()> {
     if let Some(path) = &options.svg {
         picture::draw(&report, path)?;
     }
-    report.print(options.format);
-    ensure!(
-        report.verified,
-        "verification FAILED: the figures above are worthless, and this is a bug to report"
-    );
-    Ok(())
+    report.print(options.format)?;
+    ensure_verified(report.verified)
 }
 
 fn measure(options: &AppsOptions) -> Result<AppsReport> {

@@ -14,6 +14,7 @@ use crate::{
     data::Contents,
     figures::plan::{COMPRESSIBLE, Plan, Rate, STATIC_CODECS, fits, lossy},
     options::{CodecsOptions, Format},
+    out::say,
     points::Points,
     progress::Progress,
     report::{self, median},
@@ -181,21 +182,26 @@ pub(crate) fn run(options: &CodecsOptions) -> Result<()> {
     let (missed, undecided) = (names(Verdict::Missed), names(Verdict::Undecided));
     match options.format {
         Format::Human => {
-            println!("{}\n{}", sweep_table(&codecs, &table), check_table(&checks));
+            say(sweep_table(&codecs, &table))?;
+            say(check_table(&checks))?;
             if !adaptive {
-                println!("This build has no codec `{ADAPTIVE}`: nothing is said about it.");
+                say(format_args!(
+                    "This build has no codec `{ADAPTIVE}`: nothing is said about it."
+                ))?;
             }
             let list = |names: &[&str]| match names {
                 [] => "none".to_owned(),
                 names => names.join("; "),
             };
-            println!("Missed: {}.", list(&missed));
-            println!("Not decided within noise: {}.", list(&undecided));
+            say(format_args!("Missed: {}.", list(&missed)))?;
+            say(format_args!(
+                "Not decided within noise: {}.",
+                list(&undecided)
+            ))?;
         }
-        Format::Json => println!(
-            "{}",
-            json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks })
-        ),
+        Format::Json => say(
+            json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks }),
+        )?,
     }
     ensure!(
         missed.is_empty() || plan.smoke,

@@ -15,6 +15,7 @@ use serde_json::{Deserializer, Map, Value};
 
 use crate::{
     options::CompareOptions,
+    out::say,
     report::{self, median},
 };
 
@@ -44,14 +45,13 @@ pub(crate) fn run(options: &CompareOptions) -> Result<()> {
     }
     for (key, a) in &a {
         if let Some(b) = b.get(key) {
-            println!("{key}\n{}\n", table(a, b));
+            say(format_args!("{key}\n{}\n", table(a, b)))?;
         }
     }
-    println!(
+    say(format_args!(
         "Changed: with {REPETITIONS_MIN} repetitions or more on both sides, their ranges do not overlap; with fewer, more than {:.0} %.",
         100.0 * NOISE_SHARE
-    );
-    Ok(())
+    ))
 }
 
 /// A figure's values in all repetitions, by its name.

@@ -1,30 +1,78 @@
 //! `doctor`: what this machine lacks for farpage, with the command that mends each.
 //!
-//! The rule it keeps: it changes nothing, and exits with 1 only if farpage cannot work here at all.
+//! The rule it keeps: it changes nothing, and its verdict is what a program meets that leaves everything to the environment: it builds such a
+//! runtime and brings a page in.
 
-use std::process::ExitCode;
+use std::io;
 
-pub(crate) fn run() -> ExitCode {
-    let probe = farpage_vm::probe();
-    print!("{probe}");
+use anyhow::{Context, Result, bail, ensure};
+use farpage::{BuildError, RegionOptions, Runtime, Store};
+
+use crate::out::say;
+
+pub(crate) fn run() -> Result<()> {
+    let tried = one_page();
+    let refused = tried.as_ref().is_err_and(|error| {
+        matches!(
+            error.downcast_ref(),
+            Some(BuildError::Userfaultfd(
+                farpage::error::UserfaultfdError::NotPermitted { .. }
+            ))
+        )
+    });
+    // What was not refused is enough for this program, whatever it asked for.
+    let probe = farpage_vm::probe(!refused);
+    say(probe.to_string().trim_end())?;
     match farpage_fabric::rdma_devices() {
         Ok(devices) => {
             for device in devices {
                 let addresses: Vec<_> = device.addresses.iter().map(ToString::to_string).collect();
-                println!(
+                say(format_args!(
                     "rdma: device {}, reached at {}",
                     device.name,
                     addresses.join(", ")
-                );
+                ))?;
             }
         }
-        Err(reason) => println!("rdma: {reason}"),
+        Err(reason) => say(format_args!("rdma: {reason}"))?,
     }
-    if probe.usable() {
-        println!("farpage works here.");
-        ExitCode::SUCCESS
-    } else {
-        println!("farpage does not work here until what is MISSING above is mended.");
-        ExitCode::FAILURE
+    if refused || !probe.usable() {
+        bail!("farpage does not work here until what is MISSING above is mended");
+    }
+    tried.context("farpage does not work here with the settings of this environment")?;
+    say(
+        "farpage works here: a runtime with the settings of this environment has brought a page in.",
+    )
+}
+
+/// What a program does first: a runtime, and a page.
+fn one_page() -> Result<()> {
+    let runtime = Runtime::builder().build()?;
+    let region = runtime.region_with(1, RegionOptions::new().store(OneByte))?;
+    region.prefetch_now(..)?;
+    ensure!(
+        region[0] == BYTE,
+        "a page came with bytes that are not its own"
+    );
+    Ok(())
+}
+
+const BYTE: u8 = 0x5a;
+
+/// The page's bytes, all alike.
+struct OneByte;
+
+impl Store for OneByte {
+    fn read(&self, _offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        buf.fill(BYTE);
+        Ok(())
+    }
+
+    fn write(&self, _offset: u64, _buf: &[u8]) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn may_block(&self) -> bool {
+        false
     }
 }

@@ -10,7 +10,9 @@ pub(crate) mod plan;
 use anyhow::{Context, Result};
 
 use self::plan::Plan;
-use crate::{options::FiguresOptions, points::Points, progress::Progress, sitting::Sitting};
+use crate::{
+    options::FiguresOptions, out::say, points::Points, progress::Progress, sitting::Sitting,
+};
 
 pub(crate) fn run(options: &FiguresOptions) -> Result<()> {
     let plan = Plan::new(&options.extent);
@@ -30,7 +32,7 @@ pub(crate) fn run(options: &FiguresOptions) -> Result<()> {
             .with_context(|| format!("cannot draw the figure {}", figure.name))?;
         let stem = options.extent.out.join(figure.name);
         bars.write(&stem)?;
-        println!("{}.png", stem.display());
+        say(format_args!("{}.png", stem.display()))?;
     }
     Ok(())
 }

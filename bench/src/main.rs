@@ -3,6 +3,9 @@
 //! The rule it keeps: a figure counts only if the data behind it was verified in the same run. Exit status 0: done and
 //! verified; 1: a verification or something in the world failed; 2: wrong usage.
 
+// `println!` panics when nobody reads any more: what is found goes through `out::say`.
+#![deny(clippy::print_stdout)]
+
 mod apps;
 mod arena;
 mod bare;
@@ -16,6 +19,7 @@ mod figures;
 mod floor;
 mod latency;
 mod options;
+mod out;
 mod pages;
 mod pick;
 mod plot;
@@ -44,7 +48,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use crate::options::{Cli, Command};
+use crate::{
+    options::{Cli, Command},
+    report::ensure_verified,
+};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -76,30 +83,24 @@ fn main() -> ExitCode {
             floor::run(options).map(|report| (report, options.common.format))
         }
         Command::Regmem(options) => {
-            let report = match regmem::run(options) {
-                Ok(report) => report,
-                Err(error) => return failure(&error),
-            };
-            report.print(options.format);
-            return verdict(report.verified);
+            return done(regmem::run(options).and_then(|report| {
+                report.print(options.format)?;
+                ensure_verified(report.verified)
+            }));
         }
         Command::Verbs(options) => {
-            let report = match verbs::run(options) {
-                Ok(report) => report,
-                Err(error) => return failure(&error),
-            };
-            report.print(options.format);
-            return verdict(report.verified);
+            return done(verbs::run(options).and_then(|report| {
+                report.print(options.format)?;
+                ensure_verified(report.verified)
+            }));
         }
         Command::Ring(options) => {
-            let report = match ring::run(options) {
-                Ok(report) => report,
-                Err(error) => return failure(&error),
-            };
-            report.print(options.format);
-            return verdict(report.verified);
+            return done(ring::run(options).and_then(|report| {
+                report.print(options.format)?;
+                ensure_verified(report.verified)
+            }));
         }
-        Command::Doctor => return doctor::run(),
+        Command::Doctor => return done(doctor::run()),
         Command::Apps(options) => return done(apps::run(options)),
         Command::Targets(options) => return done(targets::run(options)),
         Command::Pages(options) => return done(pages::run(options)),
@@ -110,23 +111,10 @@ fn main() -> ExitCode {
         Command::VersusSwap(options) => return done(versus_swap::run(options)),
         Command::Serve(options) => return done(server::serve(options)),
     };
-    match measured {
-        Ok((report, format)) => {
-            report.print(format);
-            verdict(report.verified)
-        }
-        Err(error) => failure(&error),
-    }
-}
-
-fn verdict(verified: bool) -> ExitCode {
-    if verified {
-        return ExitCode::SUCCESS;
-    }
-    eprintln!(
-        "error: verification FAILED: the figures above are worthless, and this is a bug to report"
-    );
-    ExitCode::FAILURE
+    done(measured.and_then(|(report, format)| {
+        report.print(format)?;
+        ensure_verified(report.verified)
+    }))
 }
 
 fn done(result: anyhow::Result<()>) -> ExitCode {

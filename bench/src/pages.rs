@@ -17,7 +17,7 @@ use serde::Serialize;
 use crate::{
     data::{Dtype, Element, Source},
     options::{PagesOptions, error_bound},
-    report,
+    report::{self, ensure_verified},
 };
 
 /// What is timed goes on for so long at least: clocks and caches settle.
@@ -85,12 +85,8 @@ pub(crate) fn run(options: &PagesOptions) -> Result<()> {
             report.page_size_bytes >> 10,
             report.data
         )
-    });
-    ensure!(
-        report.verified,
-        "verification FAILED: the figures above are worthless, and this is a bug to report"
-    );
-    Ok(())
+    })?;
+    ensure_verified(report.verified)
 }
 
 fn measure<T: Element>(options: &PagesOptions, source: &Source) -> Result<PagesReport> {

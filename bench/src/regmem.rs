@@ -319,8 +319,8 @@ fn stamp(offset: usize) -> u8 {
 
 impl Report {
     /// Prints the report to standard output.
-    pub(crate) fn print(&self, format: Format) {
-        report::print(self, format, Self::human);
+    pub(crate) fn print(&self, format: Format) -> Result<()> {
+        report::print(self, format, Self::human)
     }
 
     fn human(&self) -> String {

@@ -3,6 +3,7 @@
 //! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are 10^6 bytes, as STREAM
 //! counts them.
 
+use anyhow::{Result, ensure};
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use hdrhistogram::Histogram;
 use serde::Serialize;
@@ -10,6 +11,7 @@ use serde::Serialize;
 use crate::{
     data::Dtype,
     options::{Common, FaultMode, Format, Paging},
+    out::say,
 };
 
 /// One run.
@@ -286,20 +288,38 @@ pub(crate) struct PagingFigures {
 }
 
 /// Prints a report to standard output: one JSON object, or what it looks like for `human` readers.
-pub(crate) fn print<R: Serialize>(report: &R, format: Format, human: impl Fn(&R) -> String) {
-    match format {
-        Format::Json => println!(
-            "{}",
+///
+/// # Errors
+/// As [`say`].
+pub(crate) fn print<R: Serialize>(
+    report: &R,
+    format: Format,
+    human: impl Fn(&R) -> String,
+) -> Result<()> {
+    say(match format {
+        Format::Json => {
             serde_json::to_string(report).expect("a report has string keys and finite figures")
-        ),
-        Format::Human => println!("{}", human(report)),
-    }
+        }
+        Format::Human => human(report),
+    })
+}
+
+/// Whether the figures that were printed mean anything.
+///
+/// # Errors
+/// They do not.
+pub(crate) fn ensure_verified(verified: bool) -> Result<()> {
+    ensure!(
+        verified,
+        "verification FAILED: the figures above are worthless, and this is a bug to report"
+    );
+    Ok(())
 }
 
 impl Report {
     /// Prints the report to standard output.
-    pub(crate) fn print(&self, format: Format) {
-        print(self, format, Self::human);
+    pub(crate) fn print(&self, format: Format) -> Result<()> {
+        print(self, format, Self::human)
     }
 
     fn human(&self) -> String {

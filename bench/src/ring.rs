@@ -473,8 +473,8 @@ fn sleep(bell: &Bell, until: Instant) -> io::Result<()> {
 
 impl Report {
     /// Prints the report to standard output.
-    pub(crate) fn print(&self, format: Format) {
-        report::print(self, format, Self::human);
+    pub(crate) fn print(&self, format: Format) -> Result<()> {
+        report::print(self, format, Self::human)
     }
 
     fn human(&self) -> String {

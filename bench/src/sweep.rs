@@ -12,6 +12,7 @@ use serde_json::json;
 
 use crate::{
     options::{Format, SweepOptions},
+    out::say,
     progress::Progress,
     report::{self, median},
     sitting::Sitting,
@@ -161,20 +162,17 @@ pub(crate) fn run(options: &SweepOptions) -> Result<()> {
     drop(progress);
     match options.format {
         Format::Human => {
-            println!("{}", table(&points));
+            say(table(&points))?;
             for share in &shares {
-                println!("{share}");
+                say(share)?;
             }
         }
-        Format::Json => println!(
-            "{}",
-            json!({
-                "benchmark": "sweep",
-                "points": points,
-                "shares": shares,
-                "reports": sitting.into_reports(),
-            })
-        ),
+        Format::Json => say(json!({
+            "benchmark": "sweep",
+            "points": points,
+            "shares": shares,
+            "reports": sitting.into_reports(),
+        }))?,
     }
     Ok(())
 }

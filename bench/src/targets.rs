@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use crate::{
     options::{Format, TargetsOptions},
+    out::say,
     progress::Progress,
     record,
     report::{self, median},
@@ -125,10 +126,9 @@ pub(crate) fn run(options: &TargetsOptions) -> Result<()> {
         record.write(directory, &table)?;
     }
     match options.format {
-        Format::Human => println!("{table}"),
-        Format::Json => println!("{}", record.json()),
+        Format::Human => say(table),
+        Format::Json => say(record.json()),
     }
-    Ok(())
 }
 
 impl Finding {

@@ -307,8 +307,8 @@ fn is_stamped(buf: &[u8], offset: u64) -> bool {
 
 impl Report {
     /// Prints the report to standard output.
-    pub(crate) fn print(&self, format: Format) {
-        report::print(self, format, Self::human);
+    pub(crate) fn print(&self, format: Format) -> Result<()> {
+        report::print(self, format, Self::human)
     }
 
     fn human(&self) -> String {

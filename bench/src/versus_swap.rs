@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::{
     options::{Format, VersusSwapOptions},
+    out::say,
     progress::Progress,
     report::{self, median},
     sitting::Sitting,
@@ -170,16 +171,14 @@ pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
         findings.push(json!({ "what": what, "swap": swapped, "farpage": paged, "ratio": ratio, "ratios": ratios, "target": target, "met": met }));
     }
     match options.format {
-        Format::Human => println!(
+        Format::Human => say(format_args!(
             "{table}\n{} MiB of {data} data, {} MiB of local memory; medians of {} repetitions.",
             size_bytes >> 20,
             budget_bytes >> 20,
             options.repeat
-        ),
-        Format::Json => println!(
-            "{}",
-            json!({ "benchmark": "versus-swap", "findings": findings, "reports": reports })
-        ),
+        )),
+        Format::Json => {
+            say(json!({ "benchmark": "versus-swap", "findings": findings, "reports": reports }))
+        }
     }
-    Ok(())
 }

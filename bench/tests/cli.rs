@@ -4,8 +4,10 @@
 mod common;
 
 use std::{
+    fs::Permissions,
+    os::unix::{fs::PermissionsExt, process::CommandExt},
     path::{Path, PathBuf},
-    process::Stdio,
+    process::{Command, Stdio},
     time::{Duration, Instant},
 };
 
@@ -383,6 +385,85 @@ fn the_human_form_is_a_table() {
             "{expected} is missing in\n{stdout}"
         );
     }
+}
+
+/// A line per benchmark that prints in its own way.
+#[test]
+fn output_that_nobody_reads_is_no_failure_and_a_full_disk_is_one() {
+    let results = Results::new("nobody-reads.json", &triads(4096, &[100]));
+    for args in [
+        &["doctor"][..],
+        &["stream", "--smoke", "--plain"],
+        &["stream", "--smoke", "--plain", "--format", "json"],
+        &["regmem", "--smoke"],
+        &["ring", "--smoke"],
+        &["pages", "--smoke"],
+        &["compare", results.path(), results.path()],
+    ] {
+        if args == ["doctor"] && !can_page("output_that_nobody_reads_is_no_failure") {
+            continue;
+        }
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = bench(args).stdout(writer).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "{args:?}: {stderr}");
+        assert!(!stderr.contains("panicked"), "{args:?}: {stderr}");
+        let full = std::fs::File::options().write(true).open("/dev/full");
+        let output = bench(args).stdout(full.unwrap()).output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {stderr}");
+        assert!(
+            stderr.contains("cannot write to standard output") && !stderr.contains("panicked"),
+            "{args:?}: {stderr}"
+        );
+    }
+}
+
+/// A user who may not catch the faults of system calls.
+#[test]
+fn doctor_says_what_the_programs_of_this_user_meet() {
+    let test = "doctor_says_what_the_programs_of_this_user_meet";
+    let permitted = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
+    if !nix::unistd::geteuid().is_root() || permitted.is_ok_and(|value| value.trim() == "1") {
+        eprintln!(
+            "SKIPPED: {test}: needs root, to become a user without permission, and `sysctl vm.unprivileged_userfaultfd=0`"
+        );
+        return;
+    }
+    // Where the other user can run it: the checkout may be root's alone.
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).unwrap();
+    let program = folder.path().join("farpage-bench");
+    std::fs::copy(env!("CARGO_BIN_EXE_farpage-bench"), &program).unwrap();
+    let run_as_nobody = |args: &[&str], user_mode_only: Option<&str>| {
+        let mut command = Command::new(&program);
+        command
+            .args(args)
+            .stdin(Stdio::null())
+            .uid(65534)
+            .gid(65534);
+        command.env_remove("FARPAGE_USER_MODE_ONLY");
+        command.envs(user_mode_only.map(|value| ("FARPAGE_USER_MODE_ONLY", value)));
+        let output = command.output().unwrap();
+        let text = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+        (output.status.code(), text)
+    };
+    for (user_mode_only, fine) in [(None, false), (Some("0"), false), (Some("1"), true)] {
+        let (code, text) = run_as_nobody(&["doctor"], user_mode_only);
+        assert_eq!(code, Some(if fine { 0 } else { 1 }), "{text}");
+        assert_eq!(text.contains("farpage works here"), fine, "{text}");
+        assert!(text.contains("FARPAGE_USER_MODE_ONLY=1"), "{text}");
+        // The program that the verdict is about.
+        let (code, text) = run_as_nobody(&["stream", "--smoke"], user_mode_only);
+        assert_eq!(code, Some(if fine { 0 } else { 1 }), "{text}");
+    }
+    let (code, text) = run_as_nobody(&["doctor"], Some("perhaps"));
+    assert_eq!(code, Some(1), "{text}");
+    assert!(
+        text.contains("FARPAGE_USER_MODE_ONLY=perhaps: need 1 or 0"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -3,7 +3,11 @@
 //! The rule it keeps: exit 0 for success and for a drain on request, 1 for what the world refused, 2 for wrong usage.
 //! Everything else is left to the library.
 
+// `println!` panics when nobody reads any more.
+#![deny(clippy::print_stdout)]
+
 use std::{
+    io::{self, Write},
     process::ExitCode,
     sync::{Arc, atomic::AtomicBool},
     time::Duration,
@@ -113,11 +117,22 @@ fn stat(flags: &StatArgs, log: &LogArgs) -> anyhow::Result<()> {
     };
     let session = Session::connect(&flags.endpoint, &options)?;
     let figures = session.stat()?;
-    match flags.json {
-        true => println!("{}", serde_json::to_string(&figures)?),
-        false => print!("{}", table(&figures)),
+    say(&match flags.json {
+        true => serde_json::to_string(&figures)? + "\n",
+        false => table(&figures),
+    })
+}
+
+/// Writes to standard output. A reader that has seen enough (`| head`) is no failure.
+fn say(text: &str) -> anyhow::Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+    {
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        written => written.context("cannot write to standard output"),
     }
-    Ok(())
 }
 
 /// A person or a monitor waits for the answer: a server that needs longer is not healthy.

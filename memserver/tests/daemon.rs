@@ -224,6 +224,27 @@ fn a_flag_beats_the_environment_which_beats_the_file() {
 }
 
 #[test]
+fn figures_that_nobody_reads_are_no_failure_and_a_full_disk_is_one() {
+    let daemon = Daemon::start(&["--capacity", "64MiB"]);
+    for form in [&[][..], &["--json"]] {
+        let stat = |stdout: Stdio| {
+            let mut stat = command();
+            stat.args(["stat", "--endpoint", &daemon.shm.to_string()]);
+            stat.args(form).stdout(stdout).output().unwrap()
+        };
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let output = stat(writer.into());
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_eq!(stderr(&output), "");
+        let full = std::fs::File::options().write(true).open("/dev/full");
+        let output = stat(full.unwrap().into());
+        assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
+        assert!(stderr(&output).contains("cannot write to standard output"));
+    }
+}
+
+#[test]
 fn stat_prints_json_for_machines_and_a_table_for_people() {
     let daemon = Daemon::start(&["--capacity", "64MiB"]);
     let client = connect(&daemon.shm);

@@ -2,6 +2,7 @@
 //!
 //! The rule it keeps: performance is the local run's time over the run's, so that 1 is as fast as local memory, whatever was measured.
 
+use anyhow::Result;
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use serde::Serialize;
 
@@ -125,8 +126,8 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
 
 impl AppsReport {
     /// Prints the report to standard output.
-    pub(crate) fn print(&self, format: Format) {
-        report::print(self, format, Self::human);
+    pub(crate) fn print(&self, format: Format) -> Result<()> {
+        report::print(self, format, Self::human)
     }
 
     fn human(&self) -> String {

@@ -234,6 +234,7 @@ typedef struct farpage_runtime_options {
   double deadline_seconds;
   /**
    * 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
+   * FARPAGE_USER_MODE_ONLY. Default: 0.
    */
   uint32_t user_mode_only;
   /**

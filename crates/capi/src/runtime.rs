@@ -44,6 +44,7 @@ pub struct farpage_runtime_options {
     /// How long a page is tried for before it is given up. FARPAGE_DEADLINE. Default: 10.
     pub deadline_seconds: f64,
     /// 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
+    /// FARPAGE_USER_MODE_ONLY. Default: 0.
     pub user_mode_only: u32,
     /// Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default: threads of the runtime.
     pub fault_mode: u32,
@@ -97,10 +98,13 @@ pub unsafe extern "C" fn farpage_runtime_new(
         // SAFETY: the caller's promise.
         let servers = unsafe { options::text(options.servers, "`servers`") }?.unwrap_or_default();
 
-        let mut builder = Runtime::builder().user_mode_only(options.user_mode_only != 0);
+        let mut builder = Runtime::builder();
         let named = servers.split(',').map(str::trim).filter(|s| !s.is_empty());
         for server in named {
             builder = builder.server(server);
+        }
+        if options.user_mode_only != 0 {
+            builder = builder.user_mode_only(true);
         }
         if options.budget_bytes > 0 {
             builder = builder.budget(ByteSize(options.budget_bytes));

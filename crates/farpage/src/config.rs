@@ -35,7 +35,7 @@ pub struct Builder {
     link: Option<Arc<Link>>,
     transfer: Option<Transfer>,
     fault_mode: Option<FaultMode>,
-    user_mode_only: bool,
+    user_mode_only: Option<bool>,
 }
 
 impl Builder {
@@ -135,9 +135,9 @@ impl Builder {
     }
 
     /// Catches only faults of the program's own instructions: needs no privilege, but a system call that is given absent memory
-    /// fails with EFAULT. Default: false.
+    /// fails with EFAULT. `FARPAGE_USER_MODE_ONLY` (`1` or `0`). Default: false.
     pub fn user_mode_only(mut self, user_mode_only: bool) -> Self {
-        self.user_mode_only = user_mode_only;
+        self.user_mode_only = Some(user_mode_only);
         self
     }
 
@@ -210,7 +210,12 @@ impl Builder {
             shards: fillers,
             frame_bytes_max: budget as usize,
             transfer: self.transfer,
-            user_mode_only: self.user_mode_only,
+            user_mode_only: option(
+                self.user_mode_only.map(Switch),
+                "FARPAGE_USER_MODE_ONLY",
+                Switch::default,
+            )?
+            .0,
             in_thread,
         })?;
         let session = SessionOptions {
@@ -228,6 +233,22 @@ impl Builder {
             Pager::start(Arc::new(space), cluster, &pager_options)?,
             defaults,
         ))
+    }
+}
+
+/// A choice of two, as variables say it.
+#[derive(Default)]
+struct Switch(bool);
+
+impl FromStr for Switch {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "1" | "true" => Ok(Self(true)),
+            "0" | "false" => Ok(Self(false)),
+            _ => Err("need 1 or 0"),
+        }
     }
 }
 

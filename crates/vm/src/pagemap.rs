@@ -19,6 +19,17 @@ const OCCUPIED: u64 = 0b11 << 62;
 /// Kernel pages looked at with one `read`.
 const ENTRIES_PER_READ: usize = 64;
 
+/// What to do about a page map that cannot be opened.
+pub(crate) fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "the kernel hides this process from itself, because it changed its user after its start or may not read its own \
+             program file: start it as the user that it runs as, or call prctl(PR_SET_DUMPABLE, 1) after the change"
+        }
+        _ => "mount /proc (`sudo mount -t proc proc /proc`)",
+    }
+}
+
 /// The page map of this process.
 #[derive(Debug)]
 pub struct Pagemap(File);
@@ -27,7 +38,7 @@ impl Pagemap {
     /// Opens it.
     ///
     /// # Errors
-    /// The operating system's, when `/proc` is not mounted.
+    /// The operating system's, when `/proc` is not mounted, or hidden from a process that changed its user.
     pub fn open() -> io::Result<Self> {
         File::open("/proc/self/pagemap").map(Self)
     }

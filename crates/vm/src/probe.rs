@@ -7,7 +7,7 @@ use std::{fmt, fs, io};
 use nix::errno::Errno;
 
 use crate::{
-    pagemap::Pagemap,
+    pagemap::{self, Pagemap},
     sys,
     uffd::{Features, OpenError, Uffd},
 };
@@ -78,7 +78,7 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// Whether regions can be mapped at all.
+    /// Whether a program that asks for no more than the probe did can map regions.
     pub fn usable(&self) -> bool {
         self.checks.iter().all(|check| check.verdict != Verdict::No)
     }
@@ -107,9 +107,12 @@ const NEWER_KERNEL: &str = "boot a newer kernel (Debian: `sudo apt install linux
                             `sudo apt install linux-generic-hwe-24.04`)";
 const PERMIT_SYSCALL: &str = "sudo sysctl -w vm.unprivileged_userfaultfd=1";
 const PERMIT_DEVICE: &str = "sudo setfacl -m u:$USER:rw /dev/userfaultfd";
+const PERMIT_OR_DO_WITHOUT: &str = "sudo sysctl -w vm.unprivileged_userfaultfd=1; or do without, for one program: \
+                                    FARPAGE_USER_MODE_ONLY=1 in its environment";
 
-/// Looks at this machine.
-pub fn probe() -> Probe {
+/// Looks at this machine, for a program that is content with its own instructions' faults (`user_mode_only`), or wants those of
+/// system calls, too, as programs do by default.
+pub fn probe(user_mode_only: bool) -> Probe {
     let mut checks = Vec::new();
     let by_syscall = sys::open_by_syscall(false).map(drop);
     let by_device = sys::open_by_device(false).map(drop);
@@ -145,13 +148,17 @@ pub fn probe() -> Probe {
     checks.push(Check::new(
         "faults in system calls",
         full,
-        Verdict::Limited,
+        if user_mode_only {
+            Verdict::Limited
+        } else {
+            Verdict::No
+        },
         if full {
             "caught"
         } else {
             "not caught: system calls on absent pages fail with EFAULT"
         },
-        PERMIT_SYSCALL,
+        PERMIT_OR_DO_WITHOUT,
     ));
     let unprivileged = read_trimmed("/proc/sys/vm/unprivileged_userfaultfd");
     checks.push(Check::new(
@@ -243,7 +250,7 @@ fn pagemap_scan() -> Check {
             false,
             Verdict::No,
             format!("/proc/self/pagemap: {error}"),
-            "sudo mount -t proc proc /proc",
+            pagemap::remedy(&error),
         ),
     }
 }

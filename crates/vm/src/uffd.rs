@@ -16,6 +16,7 @@ use userfaultfd::{Event, EventBuffer, ReadWrite};
 pub use userfaultfd::RegisterMode;
 
 use crate::{
+    pagemap,
     space::Fault,
     sys::{self, Stopped},
 };
@@ -338,7 +339,7 @@ pub enum OpenError {
         "userfaultfd is not permitted (system call: {syscall}; /dev/userfaultfd: {device}). Any of these mends it: \
          `sudo sysctl -w vm.unprivileged_userfaultfd=1`; `sudo setfacl -m u:$USER:rw /dev/userfaultfd` (kernel 6.1 and later); \
          run as root or with CAP_SYS_PTRACE; in a container, also a seccomp profile that allows the system call. \
-         Or catch faults in user mode only: then region memory can not be passed to system calls while absent"
+         Or catch faults in user mode only (FARPAGE_USER_MODE_ONLY=1): then region memory can not be passed to system calls while absent"
     )]
     NotPermitted {
         /// What the system call said.
@@ -360,7 +361,7 @@ pub enum OpenError {
         since: &'static str,
     },
     /// `/proc/self/pagemap` can not be read.
-    #[error("cannot open /proc/self/pagemap: mount /proc (`sudo mount -t proc proc /proc`)")]
+    #[error("cannot open /proc/self/pagemap: {}", pagemap::remedy(.0))]
     Pagemap(#[source] io::Error),
     /// The kernel's page is not 4 KiB.
     #[error(

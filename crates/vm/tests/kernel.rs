@@ -783,7 +783,7 @@ fn user_mode_only_makes_system_calls_fail_and_still_serves_the_program() {
 
 #[test]
 fn probe_prints_every_feature_and_a_remedy_for_what_is_missing() {
-    let probe = farpage_vm::probe();
+    let probe = farpage_vm::probe(false);
     let table = probe.to_string();
     println!("{table}");
     for name in [
@@ -816,7 +816,10 @@ fn without_permission_the_error_says_what_to_do_and_user_mode_still_opens() {
             .trim()
             == "1"
     {
-        println!("skipped: needs root, to become somebody who is not, where that matters");
+        eprintln!(
+            "SKIPPED: without_permission_the_error_says_what_to_do_and_user_mode_still_opens: \
+             needs root, to become somebody who is not, where that matters"
+        );
         return;
     }
     // SAFETY: the child changes its user and ends; it allocates, which glibc supports after fork.
@@ -830,13 +833,39 @@ fn without_permission_the_error_says_what_to_do_and_user_mode_still_opens() {
             let told = matches!(refused, Err(OpenError::NotPermitted { .. }))
                 && text.contains("sysctl -w vm.unprivileged_userfaultfd=1");
             let opened = Uffd::open(Features::MISSING, true).is_ok();
+            let verdicts = (
+                farpage_vm::probe(false).usable(),
+                farpage_vm::probe(true).usable(),
+            );
+            // The kernel hides a process that changed its user from itself, until it says otherwise.
+            let hidden = verdicts == (false, false) && hidden_page_map_is_told();
+            // SAFETY: changes one flag of this process.
+            let shown = unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1) } == 0;
+            let mended = shown && farpage_vm::probe(true).usable();
+            let default_is_refused = !farpage_vm::probe(false).usable();
+            let status = [told, opened, hidden, mended, default_is_refused]
+                .iter()
+                .position(|&fine| !fine);
             // SAFETY: ends the child without running the parent's destructors.
-            unsafe { libc::_exit(if told && opened { 0 } else { 1 }) }
+            unsafe { libc::_exit(status.map_or(0, |which| 1 + which as i32)) }
         }
         ForkResult::Parent { child } => {
             assert_eq!(waitpid(child, None).unwrap(), WaitStatus::Exited(child, 0))
         }
     }
+}
+
+/// Whether a process that changed its user is told so, instead of to mount what is mounted.
+fn hidden_page_map_is_told() -> bool {
+    let error = KernelSpace::new(KernelSpaceOptions {
+        user_mode_only: true,
+        ..KernelSpaceOptions::default()
+    })
+    .err();
+    let text = error.as_ref().map(ToString::to_string).unwrap_or_default();
+    matches!(error, Some(OpenError::Pagemap(_)))
+        && text.contains("PR_SET_DUMPABLE")
+        && !text.contains("mount")
 }
 
 #[test]
