@@ -43,12 +43,14 @@ with a device each (rxe1, rxe2, ...) at 10.97.0.1, 10.97.0.2, ..., joined by a b
 `ip link set to-host1 down` cuts it off.
 
 Exit status: that of COMMAND; 124 if the time was up; 125 if there is no machine or it died. The first run installs what is missing with apt
-and downloads a kernel (170 MB; 30 MB of it are kept in ~/.cache/farpage/vm).
+and downloads a kernel (170 MB; 30 MB of it are kept in ~/.cache/farpage/vm). On Debian it comes from the mirror in apt's own sources.
+Other systems with apt, such as Ubuntu, need --mirror, and are untried.
 
 Options:
   --timeout SECONDS  for everything, downloads included [600]
   --hosts N          network namespaces, 0 to 9 [2; more than 0 needs Linux 7]
   --suite SUITE      whose kernel: trixie-backports (Linux 7) or trixie (6.12) [trixie-backports]
+  --mirror URL       a mirror of Debian to get the kernel from, such as http://HOST/debian [FARPAGE_VM_MIRROR, else apt's own]
   --cpus N           [2]
   --memory MIB       half of it for what the guest writes to disk [4096]";
 
@@ -62,6 +64,8 @@ pub(crate) struct Options {
     pub(crate) time_max: Duration,
     pub(crate) hosts: u32,
     pub(crate) suite: String,
+    /// Where the kernel comes from; `None`: from where apt gets Debian's packages.
+    pub(crate) mirror: Option<String>,
     pub(crate) cpus: u32,
     pub(crate) memory_mib: u32,
 }
@@ -73,6 +77,9 @@ impl Default for Options {
             time_max: Duration::from_secs(600),
             hosts: 2,
             suite: "trixie-backports".to_owned(),
+            mirror: env::var("FARPAGE_VM_MIRROR")
+                .ok()
+                .filter(|mirror| !mirror.is_empty()),
             cpus: 2,
             memory_mib: 4096,
         }
@@ -103,6 +110,7 @@ impl Options {
                 "--timeout" => options.time_max = Duration::from_secs(number(86_400)?.into()),
                 "--hosts" => options.hosts = number(9)?,
                 "--suite" => options.suite = value.clone(),
+                "--mirror" => options.mirror = Some(value.clone()),
                 "--cpus" => options.cpus = number(255)?.max(1),
                 "--memory" => options.memory_mib = number(1 << 20)?,
                 _ => bail!("no such option: `{option}`"),
@@ -171,7 +179,7 @@ impl Machine {
         }
         let end = Instant::now() + options.time_max;
         setup::install(&NEEDS, "the virtual machine")?;
-        let kernel = kernel::prepare(&options.suite, end)?;
+        let kernel = kernel::prepare(&options.suite, options.mirror.as_deref(), end)?;
         Ok(Machine {
             options,
             kernel,

@@ -38,8 +38,6 @@ const MODULES: [&str; 10] = [
 /// What `rdma_rxe` asks for by name in older kernels, and newer ones do not have as a module.
 const OLD_MODULES: [&str; 1] = ["crc32_generic"];
 
-/// Where Debian's packages are when apt's sources name no mirror of Debian, as on Ubuntu.
-const MIRROR: &str = "http://deb.debian.org/debian";
 pub(crate) const KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// A kernel that is ready to boot.
@@ -49,11 +47,11 @@ pub(crate) struct Kernel {
     pub(crate) modules: PathBuf,
 }
 
-/// Finds the kernel of a suite in the cache, or downloads it.
+/// Finds the kernel of a suite in the cache, or downloads it from `mirror`; without one, from where apt gets Debian's packages.
 ///
 /// # Errors
 /// Why there is none.
-pub(crate) fn prepare(suite: &str, end: Instant) -> Result<Kernel> {
+pub(crate) fn prepare(suite: &str, mirror: Option<&str>, end: Instant) -> Result<Kernel> {
     let cache = cache()?;
     fs::create_dir_all(&cache).with_context(|| format!("cannot create {}", cache.display()))?;
     let mut recipe = DefaultHasher::new();
@@ -77,6 +75,10 @@ pub(crate) fn prepare(suite: &str, end: Instant) -> Result<Kernel> {
         let making = Making {
             dir: cache.join(format!("{suite}.new")),
             suite,
+            mirror: match mirror {
+                Some(mirror) => mirror.to_owned(),
+                None => mirror_of_apt()?,
+            },
             end,
         };
         making
@@ -104,6 +106,7 @@ fn cache() -> Result<PathBuf> {
 struct Making<'a> {
     dir: PathBuf,
     suite: &'a str,
+    mirror: String,
     end: Instant,
 }
 
@@ -143,8 +146,7 @@ impl Making<'_> {
         let apt = self.dir.join("apt");
         let source = format!(
             "deb [arch=amd64 signed-by={KEYS}] {} {} main\n",
-            mirror(),
-            self.suite
+            self.mirror, self.suite
         );
         fs::write(apt.join("sources"), source).context("cannot write apt's sources")?;
         fs::write(apt.join("config"), self.apt_config()).context("cannot write apt's settings")?;
@@ -286,18 +288,27 @@ fn parts_of_kernel(depends: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The first mirror of Debian in apt's own sources: it may be nearer, or the only one that can be reached.
-fn mirror() -> String {
-    let known = Command::new("apt-get")
-        .args(["indextargets", "--format"])
-        .arg("$(CREATED_BY) $(LABEL) $(REPO_URI)")
-        .output();
-    let known = known.map(|output| output.stdout).unwrap_or_default();
-    let known = String::from_utf8_lossy(&known);
-    let mirror = known
+/// The first mirror of Debian in apt's own sources.
+///
+/// # Errors
+/// There is none: on Ubuntu, or before the first `apt-get update`.
+fn mirror_of_apt() -> Result<String> {
+    let mut targets = Command::new("apt-get");
+    targets.args(["indextargets", "--format"]);
+    targets.arg("$(CREATED_BY) $(LABEL) $(REPO_URI)");
+    let targets = output(&mut targets)?;
+    let mirror = mirror_in(&targets).context(
+        "apt's sources name no mirror of Debian. On Debian, run `apt-get update` first. Elsewhere, name one that this \
+         machine can reach, with `--mirror URL` or FARPAGE_VM_MIRROR=URL",
+    )?;
+    Ok(mirror.to_owned())
+}
+
+/// The first mirror of Debian's own packages in lines of creator, label and URI. Debian's security updates have another label.
+fn mirror_in(targets: &str) -> Option<&str> {
+    targets
         .lines()
-        .find_map(|line| line.strip_prefix("Packages Debian "));
-    mirror.unwrap_or(MIRROR).to_owned()
+        .find_map(|line| line.strip_prefix("Packages Debian "))
 }
 
 /// A program that a user's PATH may not have.
@@ -333,6 +344,21 @@ fn only_entry(dir: &Path) -> Result<std::ffi::OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_mirror_is_one_of_debian_in_the_sources_of_apt() {
+        let debian = "\
+DEP-11 Debian http://icons.example/debian/
+Packages Debian-Security http://mirror.example/debian-security/
+Packages Debian http://mirror.example/debian/
+Packages Debian http://second.example/debian/";
+        assert_eq!(mirror_in(debian), Some("http://mirror.example/debian/"));
+        assert_eq!(
+            mirror_in("Packages Ubuntu http://mirror.example/ubuntu/"),
+            None
+        );
+        assert_eq!(mirror_in(""), None);
+    }
 
     #[test]
     fn the_packages_of_a_kernel_are_those_with_its_version() {
