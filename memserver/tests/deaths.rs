@@ -1,6 +1,6 @@
 //! 200 clients that die holding memory: real processes, really killed. Nothing of theirs may stay.
 //!
-//! This test binary runs itself as the client: with [`ENDPOINT`] set, `a_client_that_waits_to_be_killed` becomes one.
+//! This test program runs itself as the client: with [`ENDPOINT`] set, the test named [`HOLDING_TEST`] becomes one.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -23,11 +23,11 @@ const DEATHS: usize = 200;
 /// Descriptors are counted for the whole process: one test at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-#[test]
-fn a_client_that_waits_to_be_killed() {
-    let Ok(endpoint) = std::env::var(ENDPOINT) else {
-        return;
-    };
+/// The test that a client process runs.
+const HOLDING_TEST: &str = "two_hundred_dead_shm_clients_leave_nothing_at_once";
+
+/// Holds memory until it is killed.
+fn be_a_client(endpoint: &str) {
     let session = connect(&endpoint.parse().unwrap());
     for byte in 0..2 {
         let extent = session.grant(EXTENT_BYTES).unwrap();
@@ -40,12 +40,7 @@ fn a_client_that_waits_to_be_killed() {
 
 fn client(endpoint: &Endpoint) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            "a_client_that_waits_to_be_killed",
-            "--nocapture",
-            "--test-threads=1",
-        ])
+        .args(["--exact", HOLDING_TEST, "--nocapture", "--test-threads=1"])
         .env(ENDPOINT, endpoint.to_string())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -101,6 +96,9 @@ fn wait_until_descriptors_are_back(before: usize) {
 
 #[test]
 fn two_hundred_dead_shm_clients_leave_nothing_at_once() {
+    if let Ok(endpoint) = std::env::var(ENDPOINT) {
+        return be_a_client(&endpoint);
+    }
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     // A lease that cannot run out here: what comes back does so because the connection closed.
     let both = Both::start(1 << 30, Duration::from_secs(600));

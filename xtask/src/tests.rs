@@ -129,7 +129,7 @@ impl Tally {
 
     /// Counts what the line says; returns whether a person wants to see it.
     fn take(&mut self, line: &str) -> bool {
-        if let Some(skip) = line.trim_start().strip_prefix("SKIPPED: ") {
+        if let Some(skip) = skipped(line) {
             self.skips.push(skip.to_owned());
             self.skips_passed += 1;
             return false;
@@ -150,6 +150,13 @@ impl Tally {
         }
         !self.in_successes
     }
+}
+
+/// What is skipped and why, of a line that says so. `skipped: why` counts, too, since a test that
+/// words it so must not look passed.
+fn skipped(line: &str) -> Option<&str> {
+    let (word, skip) = line.trim_start().split_once(": ")?;
+    word.eq_ignore_ascii_case("skipped").then_some(skip)
 }
 
 /// `test name ... ignored, reason`
@@ -184,9 +191,10 @@ mod unit {
     use super::*;
 
     const OUTPUT: &str = "\
-running 4 tests
+running 5 tests
 test a ... ok
 test b ... ok
+test e ... ok
 test c ... ignored, needs a NIC
 test d ... FAILED
 
@@ -195,9 +203,13 @@ successes:
 ---- b stdout ----
 SKIPPED: b: no permission
 
+---- e stdout ----
+skipped: no such file system
+
 successes:
     a
     b
+    e
 
 failures:
 
@@ -207,14 +219,17 @@ it broke
 failures:
     d
 
-test result: FAILED. 2 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+test result: FAILED. 3 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s";
 
     #[test]
     fn every_test_is_counted_once() {
         let mut tally = Tally::default();
         let shown: Vec<&str> = OUTPUT.lines().filter(|line| tally.take(line)).collect();
         assert_eq!((tally.passed, tally.failed), (1, 1));
-        assert_eq!(tally.skips, ["c: needs a NIC", "b: no permission"]);
+        assert_eq!(
+            tally.skips,
+            ["c: needs a NIC", "b: no permission", "no such file system"]
+        );
         assert!(shown.contains(&"it broke"));
         assert!(!shown.contains(&"---- b stdout ----"));
     }

@@ -30,12 +30,6 @@ use farpage_store::StoreError;
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 
-/// Not a test of its own: the server process of another.
-#[test]
-fn serve_until_killed() {
-    serve_if_asked();
-}
-
 /// How many of these bytes' kernel pages are absent: an access would fault.
 fn absent_pages<T>(slice: *const [T]) -> usize {
     let (start, bytes) = (slice.cast::<u8>() as usize, slice.len() * size_of::<T>());
@@ -416,13 +410,16 @@ fn region_that_is_closed_with_pins_gives_their_room_back() {
 #[test]
 fn pin_of_what_a_dead_server_holds_names_it() {
     let test = "pin_of_what_a_dead_server_holds_names_it";
+    if serve_if_asked() {
+        return;
+    }
     let _watchdog = Watchdog::new(test, Duration::from_secs(60));
     if !can_page(test) {
         return;
     }
     let deadline = Duration::from_secs(1);
     for fabric in fabrics() {
-        let mut server = ServerProcess::start("serve_until_killed", fabric, 64 * MIB);
+        let mut server = ServerProcess::start(test, fabric, 64 * MIB);
         let runtime: Runtime = builder(MIB, PAGE)
             .server(&server.url)
             .deadline(deadline)

@@ -982,7 +982,7 @@ fn file_pages_come_back_as_written_and_the_file_keeps_its_length() {
 #[test]
 fn a_file_on_tmpfs_is_served_inline() {
     let Ok(dir) = tempfile::tempdir_in("/dev/shm") else {
-        println!("skipped: no /dev/shm");
+        eprintln!("SKIPPED: a_file_on_tmpfs_is_served_inline: there is no /dev/shm");
         return;
     };
     let file = FileStore::create(dir.path().join("pages"), 10000).unwrap();

@@ -377,13 +377,14 @@ struct Pinned {
 }
 
 impl Pinned {
-    fn new(address: usize, len: usize) -> Option<Self> {
+    /// `None` where there is no io_uring; says then that `test` is skipped.
+    fn new(test: &str, address: usize, len: usize) -> Option<Self> {
         let mut params = [0u32; 30];
         // SAFETY: `params` is an io_uring_params (120 bytes) of zeros.
         let ring =
             unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, params.as_mut_ptr()) } as i32;
         if ring < 0 {
-            println!("skipped: io_uring is not available here");
+            eprintln!("SKIPPED: {test}: io_uring is not available here");
             return None;
         }
         let iovec = libc::iovec {
@@ -419,7 +420,8 @@ fn pinned_page_stays_whole() {
         }
         space.install(0, base, frame).unwrap();
         // The last kernel page is pinned, so that the others have moved when the kernel refuses.
-        let Some(pinned) = Pinned::new(base + page_bytes - 4096, 4096) else {
+        let Some(pinned) = Pinned::new("pinned_page_stays_whole", base + page_bytes - 4096, 4096)
+        else {
             return;
         };
         assert!(matches!(
@@ -449,7 +451,11 @@ fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
     let layout = layout(65536, 65536);
     let (filler, threads) = Filler::start(&space, layout);
     set(filler.base, 0);
-    let Some(pinned) = Pinned::new(filler.base + 61440, 4096) else {
+    let Some(pinned) = Pinned::new(
+        "writers_on_a_page_whose_detach_is_undone_lose_nothing",
+        filler.base + 61440,
+        4096,
+    ) else {
         return;
     };
     let running = Arc::new(AtomicBool::new(true));
@@ -1061,7 +1067,11 @@ fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
         if page_bytes > 4096 {
             drop_range(page(2), 4096);
         }
-        let Some(pinned) = Pinned::new(page(3) - 4096, 4096) else {
+        let Some(pinned) = Pinned::new(
+            "detached_run_ends_before_a_pinned_page_which_stays_whole",
+            page(3) - 4096,
+            4096,
+        ) else {
             return;
         };
         let frame = space.detach(0, base, page_bytes, 5).unwrap();

@@ -255,11 +255,11 @@ fn threads_serve_their_own_faults_and_lose_no_write() {
 }
 
 /// Pages that are copied in and out. `None`, and says so: this kernel cannot.
-fn copying(pages: usize) -> Option<Arc<Toy>> {
+fn copying(test: &str, pages: usize) -> Option<Arc<Toy>> {
     let toy = Toy::new(pages, None);
     if !toy.copies {
-        println!(
-            "skipped: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
+        eprintln!(
+            "SKIPPED: {test}: this kernel cannot drop scattered pages of a process by itself (kernel 6.14)"
         );
         return None;
     }
@@ -271,7 +271,10 @@ fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
     const THREADS: usize = 3;
     const PAGES: usize = 64;
     const ROUNDS: usize = 4000;
-    let Some(toy) = copying(PAGES) else {
+    let Some(toy) = copying(
+        "pages_that_are_copied_out_while_threads_write_lose_no_write",
+        PAGES,
+    ) else {
         return;
     };
     let _registration = toy.register();
@@ -288,7 +291,10 @@ fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
 #[test]
 fn pages_are_copied_out_up_to_the_first_that_is_not_there() {
     const PAGES: usize = 8;
-    let Some(toy) = copying(PAGES) else {
+    let Some(toy) = copying(
+        "pages_are_copied_out_up_to_the_first_that_is_not_there",
+        PAGES,
+    ) else {
         return;
     };
     let _registration = toy.register();
@@ -314,7 +320,10 @@ fn pages_are_copied_out_up_to_the_first_that_is_not_there() {
 #[test]
 fn pages_are_copied_out_up_to_what_the_program_maps_among_them() {
     const PAGES: usize = 8;
-    let Some(toy) = copying(PAGES) else {
+    let Some(toy) = copying(
+        "pages_are_copied_out_up_to_what_the_program_maps_among_them",
+        PAGES,
+    ) else {
         return;
     };
     let _registration = toy.register();
@@ -431,6 +440,10 @@ fn more_threads_than_stacks_in_stock_are_served_at_once() {
             scope.spawn(|| counter(*address).store(1, Ordering::Relaxed));
         }
     });
+    assert_eq!(SERVING.load(Ordering::Relaxed), THREADS, "each served once");
+    for (address, _) in &regions {
+        assert_eq!(counter(*address).load(Ordering::Relaxed), 1);
+    }
 }
 
 #[test]
@@ -497,26 +510,30 @@ fn registrations_come_and_go_while_others_are_served() {
     let toy = Toy::new(8, None);
     let registration = toy.register();
     let stop = AtomicBool::new(false);
-    thread::scope(|scope| {
-        for thread in 0..2 {
+    let steps: u64 = thread::scope(|scope| {
+        let counting = [0, 1].map(|thread| {
             let (toy, stop) = (&toy, &stop);
             scope.spawn(move || {
-                for step in 0.. {
-                    if stop.load(Ordering::Relaxed) {
-                        break;
-                    }
-                    toy.evict((step + thread) % 8);
-                    counter(toy.address(step % 8)).fetch_add(1, Ordering::Relaxed);
+                let mut steps = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    toy.evict((steps + thread) % 8);
+                    counter(toy.address(steps % 8)).fetch_add(1, Ordering::Relaxed);
+                    steps += 1;
                 }
-            });
-        }
+                steps as u64
+            })
+        });
         for _ in 0..2000 {
             let (address, other) = calling(|| {});
             counter(address).store(1, Ordering::Relaxed);
+            assert_eq!(counter(address).load(Ordering::Relaxed), 1);
             drop(other);
         }
         stop.store(true, Ordering::Relaxed);
+        counting.map(|thread| thread.join().unwrap()).iter().sum()
     });
+    let counted = (0..8).map(|page| counter(toy.address(page)).load(Ordering::Relaxed));
+    assert_eq!(counted.sum::<u64>(), steps);
     drop(registration);
 }
 

@@ -47,7 +47,8 @@ pub(crate) struct Kernel {
     pub(crate) modules: PathBuf,
 }
 
-/// Finds the kernel of a suite in the cache, or downloads it from `mirror`; without one, from where apt gets Debian's packages.
+/// Finds the kernel of a suite in the cache, or downloads it from `mirror`. Without a mirror, from
+/// where apt gets Debian's packages.
 ///
 /// # Errors
 /// Why there is none.
@@ -304,7 +305,8 @@ fn mirror_of_apt() -> Result<String> {
     Ok(mirror.to_owned())
 }
 
-/// The first mirror of Debian's own packages in lines of creator, label and URI. Debian's security updates have another label.
+/// The first mirror of Debian's own packages in lines of creator, label and URI. Debian's security
+/// updates have another label.
 fn mirror_in(targets: &str) -> Option<&str> {
     targets
         .lines()

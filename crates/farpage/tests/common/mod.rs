@@ -158,7 +158,8 @@ pub struct ServerProcess {
 const SERVE: &str = "FARPAGE_TEST_SERVE";
 
 impl ServerProcess {
-    /// `test` is the test of this program that calls [`serve_if_asked`].
+    /// `test` is a test of this program that calls [`serve_if_asked`] first. It tests something
+    /// itself, so that no server is counted as a test.
     pub fn start(test: &str, fabric: Fabric, capacity_bytes: usize) -> ServerProcess {
         let directory = tempfile::tempdir().unwrap();
         let listen = fabric.listen(&directory);
