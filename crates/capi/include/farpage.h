@@ -328,7 +328,8 @@ typedef struct farpage_stats {
 #define FARPAGE_NOT_FOUND 5
 
 /**
- * Pages could not be brought in or written back. Nothing was dropped: what had changed is still in memory.
+ * Pages could not be brought in or written back. What had changed is still in memory, unless the message says that a page's newest bytes are lost: then
+ * `farpage_region_overwrite` brings the page back.
  */
 #define FARPAGE_PAGES 6
 
@@ -432,6 +433,17 @@ uint64_t farpage_region_resident_pages(const struct farpage_region *region);
  * As `farpage_region_address`.
  */
 farpage_code farpage_region_flush(const struct farpage_region *region);
+
+/**
+ * Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were lost (the store failed, and the kernel refused the page) and that they cover
+ * wholly. Until then touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if such a page is covered in part only: nothing was copied.
+ *
+ * As `farpage_region_address`; `data` points to `bytes` readable bytes outside the region; nobody else uses the region's bytes meanwhile.
+ */
+farpage_code farpage_region_overwrite(struct farpage_region *region,
+                                      uint64_t offset,
+                                      uint64_t bytes,
+                                      const void *data);
 
 /**
  * Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written

@@ -29,7 +29,8 @@ pub const FARPAGE_UNREACHABLE: farpage_code = 3;
 pub const FARPAGE_NO_MEMORY: farpage_code = 4;
 /// No server has a region of that name.
 pub const FARPAGE_NOT_FOUND: farpage_code = 5;
-/// Pages could not be brought in or written back. Nothing was dropped: what had changed is still in memory.
+/// Pages could not be brought in or written back. What had changed is still in memory, unless the message says that a page's newest bytes are lost: then
+/// `farpage_region_overwrite` brings the page back.
 pub const FARPAGE_PAGES: farpage_code = 6;
 /// This process is a child of the one that made the runtime: it does not have the regions.
 pub const FARPAGE_FORKED: farpage_code = 7;

@@ -31,6 +31,11 @@ impl<T> Handle<T> {
         ))
     }
 
+    pub(crate) fn check_mut(&mut self) -> Result<&mut T, Failure> {
+        self.check()?;
+        Ok(&mut self.value)
+    }
+
     /// The value, unless this is a child: there it stays where it is, for good.
     pub(crate) fn into_value(self: Box<Self>) -> Result<T, Failure> {
         match self.check() {

@@ -3,7 +3,7 @@
 use std::{
     ffi::{c_char, c_int, c_void},
     ops::Range,
-    ptr,
+    ptr, slice,
 };
 
 use farpage::{Advice, ByteSize, Region, RegionOptions, Reserve, Store};
@@ -24,6 +24,7 @@ pub struct farpage_region(Box<Handle<Mapped>>);
 
 struct Mapped {
     region: Region,
+    read_only: bool,
     at_end: AtEnd,
 }
 
@@ -84,6 +85,16 @@ impl farpage_region {
         // SAFETY: the caller's promise.
         match unsafe { region.as_ref() } {
             Some(region) => region.0.check(),
+            None => Err(Failure::invalid("no region: it is null")),
+        }
+    }
+
+    /// # Safety
+    /// As [`get`](Self::get), and nobody else uses it meanwhile.
+    unsafe fn get_mut<'a>(region: *mut farpage_region) -> Result<&'a mut Mapped, Failure> {
+        // SAFETY: the caller's promise.
+        match unsafe { region.as_mut() } {
+            Some(region) => region.0.check_mut(),
             None => Err(Failure::invalid("no region: it is null")),
         }
     }
@@ -165,6 +176,7 @@ pub unsafe extern "C" fn farpage_region_open(
         let name = name.ok_or_else(|| Failure::invalid("no name: it is null"))?;
         Ok(Mapped {
             region: farpage_runtime::get(runtime)?.open_region(name)?,
+            read_only: false,
             at_end: AtEnd::Flush,
         })
     };
@@ -236,6 +248,7 @@ unsafe fn create(
     }
     Ok(Mapped {
         region: runtime.region_with(bytes, options)?,
+        read_only: given.read_only != 0,
         at_end: if name.is_some() { AtEnd::Flush } else { at_end },
     })
 }
@@ -317,6 +330,37 @@ pub unsafe extern "C" fn farpage_region_resident_pages(region: *const farpage_re
 pub unsafe extern "C" fn farpage_region_flush(region: *const farpage_region) -> farpage_code {
     // SAFETY: the caller's promise.
     unsafe { with(region, |it| Ok(it.flush()?)) }
+}
+
+/// Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were lost (the store failed, and the kernel refused the page) and that they cover
+/// wholly. Until then touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if such a page is covered in part only: nothing was copied.
+///
+/// # Safety
+/// As `farpage_region_address`; `data` points to `bytes` readable bytes outside the region; nobody else uses the region's bytes meanwhile.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_overwrite(
+    region: *mut farpage_region,
+    offset: u64,
+    bytes: u64,
+    data: *const c_void,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let it = unsafe { farpage_region::get_mut(region) }?;
+        let range = range(&it.region, offset, bytes)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        if it.read_only {
+            return Err(Failure::invalid("a read-only region cannot be overwritten"));
+        }
+        if data.is_null() {
+            return Err(Failure::invalid("no data: it is null"));
+        }
+        // SAFETY: the caller's promise.
+        let data = unsafe { slice::from_raw_parts(data.cast::<u8>(), range.len()) };
+        Ok(it.region.overwrite(range.start, data)?)
+    })
 }
 
 /// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written

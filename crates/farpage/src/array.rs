@@ -104,6 +104,18 @@ impl<T: Pod> RemoteArray<T> {
             .unpin(byte_range(range, self.len, mem::size_of::<T>()));
     }
 
+    /// Copies `elements` to the index `start` on, and so brings lost pages back that they cover wholly: see [`Region::overwrite`].
+    ///
+    /// # Errors
+    /// As [`Region::overwrite`].
+    ///
+    /// # Panics
+    /// As [`Region::overwrite`].
+    pub fn overwrite(&mut self, start: usize, elements: &[T]) -> Result<(), PageError> {
+        let at = byte_range(start..start + elements.len(), self.len, mem::size_of::<T>());
+        (self.region).overwrite(at.start, bytemuck::cast_slice(elements))
+    }
+
     /// Writes all changes back and keeps the pages: see [`Region::flush`].
     ///
     /// # Errors

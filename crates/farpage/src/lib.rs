@@ -20,6 +20,9 @@
 //! touched; [`Region::prefetch_now`] brings pages in and returns an error instead, and tries lost pages again. A page that cannot be
 //! written back stays in memory, and [`Region::flush`] says why.
 //!
+//! Where the kernel, too, refuses to take such a page back, its newest bytes are lost ([`PageError::Lost`]). The servers have older ones, which are
+//! never put in their place: touching the page raises SIGBUS, and `flush` and `close` fail, until [`Region::overwrite`] is given the whole page.
+//!
 //! # System calls
 //!
 //! A region can be given to system calls like any memory. In a runtime of [`Builder::user_mode_only`] or [`FaultMode::InThread`] only where its pages are:

@@ -245,6 +245,21 @@ impl Region {
         self.mapped.unpin(byte_range(range, self.len(), 1));
     }
 
+    /// Copies `bytes` to `offset`, and so brings [lost](PageError::Lost) pages back that they cover wholly. (The region's last page ends with the
+    /// region.) Where no page is lost it does what copying into the slice does, which raises SIGBUS where one is.
+    ///
+    /// # Errors
+    /// A lost page is covered in part only: nothing was copied. Or a lost page could not be mapped, and is still lost.
+    ///
+    /// # Panics
+    /// If the bytes do not fit the region behind `offset`, or the region is [read-only](RegionOptions::read_only).
+    pub fn overwrite(&mut self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
+        let range = byte_range(offset..offset + bytes.len(), self.len(), 1);
+        self.mapped.put_lost(offset, bytes)?;
+        self[range].copy_from_slice(bytes);
+        Ok(())
+    }
+
     /// Writes all changes back and keeps the pages. A region with a store of its own is durable after this as far as the store can make it; a named one is
     /// published, atomically: whoever opens it sees all of this state or all of the one before.
     ///

@@ -118,3 +118,17 @@ fn a_close_that_fails_gives_the_array_back() {
     array.close().unwrap();
     assert!(disk.load(Ordering::Relaxed));
 }
+
+#[test]
+fn overwriting_is_copying_where_nothing_is_lost() {
+    let test = "overwriting_is_copying_where_nothing_is_lost";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let mut array: RemoteArray<u64> = runtime.array(4 * PAGE_WORDS).unwrap();
+    array.overwrite(PAGE_WORDS - 1, &[1, 2, 3]).unwrap();
+    assert_eq!(array[PAGE_WORDS - 2..PAGE_WORDS + 3], [0, 1, 2, 3, 0]);
+}

@@ -29,7 +29,7 @@ use crate::{
     handover::HandOver,
     in_thread::InThread,
     job::Job,
-    protocol::{self, HEAT_MAX, OnFailed, State},
+    protocol::{self, HEAT_MAX, OnFailed, State, Word},
     region::Region,
     run::{keep_first, pages_in},
     scatter::Scatter,
@@ -67,6 +67,9 @@ pub(crate) enum Command {
     Demand(Arc<Region>, Range<usize>, Arc<AtomicUsize>),
     /// A thread that serves its own faults, since that time, could not bring this page in. The page is the filler's from here on; the region has been entered.
     TakeOver(Arc<Region>, usize, PageError, Instant),
+    /// A thread that serves its own faults owns this page, and the page's newest bytes are gone. It is the filler's from here on; the region has
+    /// been entered.
+    Lose(Arc<Region>, usize, PageError),
     /// The region is closing: give up whatever is kept for it.
     Settle(Arc<Region>),
 }
@@ -314,20 +317,43 @@ impl<A: AddressSpace> Core<A> {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
                 tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
-                let (shard, address) = (
-                    region.shard_of(page, self.shards()),
-                    region.address_of(page),
-                );
-                if let Err(error) = self.space.poison(shard, address, region.page_bytes()) {
-                    // Nothing else can stop the waiting thread from sleeping for ever.
-                    tracing::error!(%error, "cannot poison a lost page");
-                    std::process::abort();
-                }
-                region.words.apply(page, |w| (protocol::poisoned(w), ()));
-                self.space.wake(shard, address, region.page_bytes());
+                self.poison(region, page, protocol::poisoned);
                 true
             }
         }
+    }
+
+    /// The bytes of a page that the caller owns are gone, and the store has others: touching the page raises SIGBUS until the program
+    /// overwrites it. Returns what the program is told.
+    pub(crate) fn lose(&self, region: &Region, page: usize, why: &PageError) -> PageError {
+        let error = match why {
+            PageError::Lost { .. } => why.clone(),
+            why => PageError::Lost {
+                region: region.id,
+                page: page as u64,
+                why: why.to_string(),
+            },
+        };
+        tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost; touching it raises SIGBUS");
+        region.record(error.clone());
+        region.lose(page, error.clone());
+        self.poison(region, page, protocol::lost);
+        error
+    }
+
+    /// Makes every access to a page that the caller owns raise SIGBUS, and publishes that.
+    fn poison(&self, region: &Region, page: usize, published: impl Fn(Word) -> Word) {
+        let (shard, address) = (
+            region.shard_of(page, self.shards()),
+            region.address_of(page),
+        );
+        if let Err(error) = self.space.poison(shard, address, region.page_bytes()) {
+            // Nothing else can stop a thread that waits for it from sleeping for ever.
+            tracing::error!(%error, "cannot poison a lost page");
+            std::process::abort();
+        }
+        region.words.apply(page, |w| (published(w), ()));
+        self.space.wake(shard, address, region.page_bytes());
     }
 
     /// Gives a frame back whose pages are free, and wakes fillers if one waits for it.

@@ -42,6 +42,20 @@ pub enum PageError {
         /// The page in the region.
         page: u64,
     },
+    /// The page could neither be written back nor be mapped again: the store has an older copy of it, which is never taken for
+    /// the page. Touching the page raises SIGBUS, and flushing the region fails, until the program overwrites the whole page.
+    #[error(
+        "the newest bytes of page {page} of region {region} are lost, and the older ones are not put in their place: {why}; overwrite the whole page \
+         (`overwrite`), or discard the region"
+    )]
+    Lost {
+        /// The region.
+        region: u64,
+        /// The page in the region.
+        page: u64,
+        /// Why it could not stay.
+        why: String,
+    },
     /// The operating system refused to map or take out a page.
     #[error("cannot {what} page {page} of region {region}: {message}")]
     Os {
@@ -62,7 +76,7 @@ impl PageError {
         match self {
             Self::Store(error) => error.may_retry(),
             Self::NoFrame { .. } | Self::Held { .. } => true,
-            Self::Os { .. } | Self::Unmapped { .. } => false,
+            Self::Os { .. } | Self::Unmapped { .. } | Self::Lost { .. } => false,
         }
     }
 }

@@ -384,7 +384,7 @@ impl<A: AddressSpace> Evictor<A> {
                 let leaving = leaving(pages.clone());
                 if wanted {
                     self.counters().steals.add(pages.len());
-                    let error = self.map_again(&leaving, pages, frame, |_| None);
+                    let error = self.map_again(&leaving, pages, frame, false, |_| None);
                     self.close(leaving, error);
                 } else {
                     self.out += leaving.bytes();
@@ -469,7 +469,7 @@ impl<A: AddressSpace> Evictor<A> {
                     if fate == Fate::Stolen {
                         self.counters().steals.add(pages.len());
                     }
-                    let why = self.map_again(&leaving, pages, frame, failure);
+                    let why = self.map_again(&leaving, pages, frame, true, failure);
                     error = error.take().or(why);
                 }
             },
@@ -477,12 +477,14 @@ impl<A: AddressSpace> Evictor<A> {
         self.close(leaving, error);
     }
 
-    /// These pages of the run stay after all: maps their frame again. Returns the first error: why they had to stay, or could not.
+    /// These pages of the run stay after all: maps their frame again. `written`: their bytes are in the store, except where `failure` says why
+    /// they are not. Returns the first error: why they had to stay, or could not.
     fn map_again(
         &self,
         leaving: &Leaving,
         pages: Range<usize>,
         frame: A::Frame,
+        written: bool,
         failure: impl Fn(usize) -> Option<PageError>,
     ) -> Option<PageError> {
         let region = &leaving.region;
@@ -494,7 +496,10 @@ impl<A: AddressSpace> Evictor<A> {
         let mut error = pages.clone().find_map(&failure);
         self.core
             .install(region, pages, frame, heat, |page, frame, os| {
-                // The bytes are in the store, or the write-back has failed too and its error goes first.
+                let failed = failure(page);
+                // Bytes that were not written may be those that the store has.
+                let is_stored = written && failed.is_none()
+                    || region.store.is_unchanged(page as u64, frame.as_ref());
                 self.core.release(frame, region.page_bytes());
                 let os = PageError::Os {
                     what: "map",
@@ -502,9 +507,15 @@ impl<A: AddressSpace> Evictor<A> {
                     page: page as u64,
                     message: os.to_string(),
                 };
-                let why = failure(page).unwrap_or(os);
-                self.core.fail_fill(region, page, why.clone());
-                error.get_or_insert(why);
+                // Where the write-back has failed too, its error goes first.
+                let why = failed.unwrap_or(os);
+                if is_stored {
+                    self.core.fail_fill(region, page, why.clone());
+                    error.get_or_insert(why);
+                } else {
+                    // Worse than any error before it.
+                    error = Some(self.core.lose(region, page, &why));
+                }
             });
         error
     }

@@ -88,6 +88,8 @@ struct Flight {
     heat: Heat,
     /// The trigger of a stream: held back when complete.
     trigger: bool,
+    /// The store does not have its bytes.
+    unsaved: bool,
     /// When its READ was posted, and the filler's turn.
     posted: Option<(Posted, u64)>,
 }
@@ -100,6 +102,7 @@ impl Flight {
             pages: page..page + 1,
             heat: Heat::Refault,
             trigger: false,
+            unsaved: false,
             posted: None,
         }
     }
@@ -415,7 +418,9 @@ impl<A: AddressSpace> Filler<A> {
                 match self.core.space.detach(shard, address, page_bytes, 1) {
                     Ok(rest) => {
                         region.count_out(&(page..page + 1));
-                        return self.map(Flight::demand(region, page), rest);
+                        let mut flight = Flight::demand(region, page);
+                        flight.unsaved = true;
+                        return self.map(flight, rest);
                     }
                     Err(DetachError::Absent) => {
                         region.count_out(&(page..page + 1));
@@ -427,6 +432,13 @@ impl<A: AddressSpace> Filler<A> {
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
                 self.begin(region, page, Plan::NONE);
+                return;
+            } else if region.words.try_apply(page, protocol::taken_up).is_some() {
+                // The program has dropped the poison. What the page was is as lost as before.
+                let lost = region.lost(&(page..page + 1)).pop();
+                let (_, error) = lost.expect("a lost page has its reason");
+                self.lose(&region, page, error);
+                region.exit();
                 return;
             }
         }
@@ -637,6 +649,7 @@ impl<A: AddressSpace> Filler<A> {
                         pages,
                         heat: flight.heat,
                         trigger: false,
+                        unsaved: false,
                         posted: None,
                     };
                     self.map(flight, frame);
@@ -679,6 +692,7 @@ impl<A: AddressSpace> Filler<A> {
             region,
             pages,
             heat,
+            unsaved,
             ..
         } = flight;
         let (mut filled, demanded) = (pages.len(), usize::from(heat == Heat::Refault));
@@ -695,7 +709,11 @@ impl<A: AddressSpace> Filler<A> {
                 page: page as u64,
                 message: error.to_string(),
             };
-            self.fail(&region, page, error);
+            if unsaved {
+                self.lose(&region, page, error);
+            } else {
+                self.fail(&region, page, error);
+            }
         };
         if is_alone {
             core.install_alone(&region, pages.start, frame, heat, count, refused);
@@ -721,6 +739,19 @@ impl<A: AddressSpace> Filler<A> {
         if self.core.fail_fill(region, page, error) {
             self.counters().poisoned.bump();
         }
+    }
+
+    /// The bytes of an owned page, which the store does not have, could not be mapped.
+    fn lose(&self, region: &Arc<Region>, page: usize, error: PageError) {
+        if self.guest_since.is_some() {
+            // As in `fail`.
+            region.enter_again();
+            let shard = region.shard_of(page, self.core.shards());
+            let command = Command::Lose(region.clone(), page, error);
+            return self.core.tell_filler(shard, command);
+        }
+        self.core.lose(region, page, &error);
+        self.counters().poisoned.bump();
     }
 
     /// What to read ahead after a fault. `missed`: the page was not on its way.
@@ -799,6 +830,7 @@ impl<A: AddressSpace> Filler<A> {
             pages,
             heat: Heat::Cold,
             trigger,
+            unsaved: false,
             posted: None,
         };
         self.post(flight, frame);
@@ -876,6 +908,10 @@ impl<A: AddressSpace> Filler<A> {
                 }
                 Command::TakeOver(region, page, error, since) => {
                     self.take_over(region, page, error, since);
+                }
+                Command::Lose(region, page, error) => {
+                    self.lose(&region, page, error);
+                    region.exit();
                 }
                 Command::Settle(region) => self.give_up(&region),
             }

@@ -83,7 +83,7 @@ impl<A: AddressSpace> InThread<A> {
         let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
-                State::Poisoned => return false,
+                State::Poisoned | State::Lost => return false,
                 State::Resident if self.core.space.is_present(address) => {
                     if !write || !self.core.may_scatter(&region) {
                         return true;

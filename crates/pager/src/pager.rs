@@ -17,7 +17,7 @@ use farpage_vm::{AddressSpace, Layout};
 use crate::{
     PageError, PagerStats,
     bell::Bell,
-    core::{Command, Core, FillerDoor},
+    core::{Command, Core, FillerDoor, Heat},
     evictor::Evictor,
     filler::{BYTES_AHEAD_MAX, Filler},
     frames::Frames,
@@ -129,7 +129,7 @@ pub enum MapError {
     },
 }
 
-/// Changed pages could not all be made safe. They are still in memory; nothing is lost.
+/// Changed pages could not all be made safe. They are still in memory, except those that a [`PageError::Lost`] names.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FlushError {
@@ -188,6 +188,7 @@ pub struct Pager<A: AddressSpace> {
     in_thread: Option<Arc<InThread<A>>>,
     next_id: AtomicU64,
     run_bytes_max: usize,
+    deadline: Duration,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -297,6 +298,7 @@ impl<A: AddressSpace> Pager<A> {
             in_thread,
             next_id: AtomicU64::new(1),
             run_bytes_max: options.run_bytes.unwrap_or(RUN_BYTES_MAX),
+            deadline: options.deadline,
             threads: Vec::new(),
         };
         Ok(Parts {
@@ -530,6 +532,80 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(())
     }
 
+    /// Puts `bytes` in the place of the pages that lie in `offset..offset + bytes.len()` and are [lost](PageError::Lost). Pages that are
+    /// not lost are left alone, whatever they hold.
+    ///
+    /// # Errors
+    /// A lost page lies in the range in part only, or cannot be mapped: it is lost as before. The others may have been put back.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn put_lost(&self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
+        let (region, page_bytes) = (&self.region, self.page_bytes());
+        let range = offset..offset + bytes.len();
+        let lost = region.lost(&self.pages(range.clone()));
+        let within = |page: usize| {
+            let end = ((page + 1) * page_bytes).min(region.store.bytes() as usize);
+            page * page_bytes..end
+        };
+        if let Some((_, error)) = lost.iter().find(|(page, _)| {
+            let page = within(*page);
+            page.start < range.start || range.end < page.end
+        }) {
+            return Err(error.clone());
+        }
+        for (page, error) in lost {
+            let at = within(page);
+            self.put(page, &bytes[at.start - offset..at.end - offset], &error)?;
+        }
+        Ok(())
+    }
+
+    /// Maps a lost page with these bytes. `lost`: why it is.
+    fn put(&self, page: usize, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
+        let (core, region, since) = (self.core(), &self.region, Instant::now());
+        let page_bytes = region.page_bytes();
+        let mut frame = loop {
+            if let Some(frame) = core.frames.for_demand(page_bytes, 0) {
+                break frame;
+            }
+            let waited = since.elapsed();
+            if waited > self.pager.deadline {
+                core.frames.end_starving();
+                return Err(PageError::NoFrame {
+                    region: region.id,
+                    page: page as u64,
+                    waited,
+                });
+            }
+            core.call_evictors();
+            core.ring_fillers();
+            thread::sleep(Duration::from_micros(100));
+        };
+        let (ours, rest) = frame.as_mut().split_at_mut(bytes.len());
+        ours.copy_from_slice(bytes);
+        rest.fill(0);
+        if region.words.try_apply(page, protocol::taken_up).is_none() {
+            // Another call has put it back.
+            core.release(frame, page_bytes);
+            return Ok(());
+        }
+        // While it is ours: from the moment that it is mapped it may be lost again.
+        region.found(page);
+        let mut outcome = Ok(());
+        core.install(
+            region,
+            page..page + 1,
+            frame,
+            Heat::Hot,
+            |page, frame, _| {
+                core.release(frame, page_bytes);
+                outcome = Err(core.lose(region, page, lost));
+            },
+        );
+        outcome
+    }
+
     /// Brings the bytes in `range` in and waits for them; lost pages are tried again. This is how to learn of a dead server by an error
     /// instead of SIGBUS. With a budget smaller than the range its first pages may have left again when this returns.
     ///
@@ -583,6 +659,13 @@ impl<A: AddressSpace> Mapped<A> {
                 State::Resident if is_new => return Ok(()),
                 // A pinned one comes back, and only then is its pin worth something.
                 State::Leaving if !word.pinned() => return Ok(()),
+                State::Lost => {
+                    let lost = self.region.lost(&(page..page + 1)).pop();
+                    // It may have been overwritten just now.
+                    if let Some((_, error)) = lost {
+                        return Err(error);
+                    }
+                }
                 State::Poisoned if is_new => {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
@@ -686,6 +769,15 @@ impl<A: AddressSpace> Mapped<A> {
     /// See [`FlushError`].
     pub fn flush(&self) -> Result<(), FlushError> {
         self.run(0..self.region.pages(), true)?;
+        // What would be published or made durable holds an older state of these.
+        if let Some((_, error)) = self
+            .region
+            .lost(&(0..self.region.pages()))
+            .into_iter()
+            .next()
+        {
+            return Err(error.into());
+        }
         self.region.store.flush().map_err(FlushError::Durable)
     }
 

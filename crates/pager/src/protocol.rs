@@ -19,7 +19,15 @@
 //! its write-back failed) is `Leaving` all the while. So `Filling` always means that the page's bytes are in the store, and a flush that meets
 //! `Leaving` knows that it has to wait.
 //!
-//! Stable states are `Remote`, `Resident` and `Poisoned`; owned states are `Filling` and `Leaving`. A page that was never
+//! A page that left with bytes that the store does not have, and that could not be mapped again, is `Lost`: nothing fills it from the
+//! store, whose copy is an older one. It comes back by `taken_up` alone, by somebody who has bytes for it: the program, which
+//! overwrites it.
+//!
+//! ```text
+//!   Leaving, or Filling of bytes that were never stored ── lost ──▶ Lost ── taken_up ──▶ Leaving
+//! ```
+//!
+//! Stable states are `Remote`, `Resident`, `Poisoned` and `Lost`; owned states are `Filling` and `Leaving`. A page that was never
 //! written is `Remote` too: its page entry says that it holds zeros, and filling it costs no request.
 //!
 //! The word, from bit 0:
@@ -52,6 +60,8 @@ pub enum State {
     Leaving = 3,
     /// Lost for now: touching it raises SIGBUS.
     Poisoned = 4,
+    /// Its newest bytes are nowhere: touching it raises SIGBUS until the program overwrites it.
+    Lost = 5,
 }
 
 const STATE: u64 = 0b111;
@@ -108,7 +118,8 @@ impl Word {
             2 => State::Resident,
             3 => State::Leaving,
             4 => State::Poisoned,
-            _ => unreachable!("only these five states are ever written"),
+            5 => State::Lost,
+            _ => unreachable!("only these six states are ever written"),
         }
     }
 
@@ -159,7 +170,7 @@ pub fn fault(w: Word) -> (Word, OnFault) {
     match w.state() {
         State::Remote => (w.with_state(State::Filling).with_note(), OnFault::Fill),
         State::Filling | State::Leaving => (w.with_note(), OnFault::Noted),
-        State::Resident | State::Poisoned => (w, OnFault::Stale),
+        State::Resident | State::Poisoned | State::Lost => (w, OnFault::Stale),
     }
 }
 
@@ -193,7 +204,7 @@ pub fn installed(w: Word, heat: u8, now: u32) -> Word {
         .with_stamp(now)
 }
 
-/// The owner could not fill the page, or could not install it again.
+/// The owner could not fill the page, or could not install it again although its bytes are in the store.
 pub fn fill_failed(w: Word) -> (Word, OnFailed) {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     if w.wanted() {
@@ -207,6 +218,18 @@ pub fn fill_failed(w: Word) -> (Word, OnFailed) {
 pub fn poisoned(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Poisoned).without_note()
+}
+
+/// The owner's bytes of the page, which the store does not have, are gone, and the owner has poisoned the page. The caller wakes its threads
+/// afterwards: one may have faulted since.
+pub fn lost(w: Word) -> Word {
+    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+    w.with_state(State::Lost).without_note()
+}
+
+/// Somebody has new bytes for a lost page, or poisons it once more. `None`: it is not lost.
+pub fn taken_up(w: Word) -> Option<Word> {
+    (w.state() == State::Lost).then(|| w.with_state(State::Leaving))
 }
 
 /// Somebody tries to bring a poisoned page in again. `None`: it is not poisoned.
@@ -394,6 +417,19 @@ mod tests {
         let borrowed = borrow(w).unwrap();
         assert_eq!(left(borrowed, 7), (borrowed, OnLeft::TakeBack));
         assert_eq!(left(unpin(borrowed).unwrap(), 7).1, OnLeft::Gone);
+    }
+
+    #[test]
+    fn lost_page_comes_back_by_being_taken_up_alone() {
+        let leaving = leave(Word::default().with_state(State::Resident)).unwrap();
+        let w = lost(fault(leaving).0);
+        assert_eq!((w.state(), w.wanted()), (State::Lost, false));
+        assert_eq!(fault(w), (w, OnFault::Stale));
+        let refusals = [heal, prefetch, borrow, leave, note, vanished];
+        assert!(refusals.iter().all(|refused| refused(w).is_none()));
+        let taken_up = taken_up(w).unwrap();
+        assert_eq!(taken_up.state(), State::Leaving);
+        assert_eq!(installed(taken_up, 0, 7).state(), State::Resident);
     }
 
     #[test]

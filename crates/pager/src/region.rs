@@ -4,6 +4,7 @@
 //! nobody enters, and it is given up when the last has left.
 
 use std::{
+    collections::BTreeMap,
     fmt,
     ops::{Range, RangeInclusive},
     sync::{
@@ -50,6 +51,8 @@ pub(crate) struct Region {
     quiet: (Mutex<()>, Condvar),
     /// The first error of work in the background since it was last taken.
     error: Mutex<Option<PageError>>,
+    /// Of each lost page, why.
+    lost: Mutex<BTreeMap<usize, PageError>>,
 }
 
 impl Region {
@@ -80,6 +83,7 @@ impl Region {
             active: AtomicUsize::new(0),
             quiet: Default::default(),
             error: Mutex::new(None),
+            lost: Mutex::default(),
         }
     }
 
@@ -278,6 +282,23 @@ impl Region {
 
     pub(crate) fn take_error(&self) -> Option<PageError> {
         self.error.lock().take()
+    }
+
+    /// A page's newest bytes are gone. Before its word says so: whoever sees it lost looks for the reason.
+    pub(crate) fn lose(&self, page: usize, error: PageError) {
+        self.lost.lock().insert(page, error);
+    }
+
+    /// Lost pages among these, and why.
+    pub(crate) fn lost(&self, pages: &Range<usize>) -> Vec<(usize, PageError)> {
+        let lost = self.lost.lock();
+        let among = lost.range(pages.clone());
+        among.map(|(&page, error)| (page, error.clone())).collect()
+    }
+
+    /// The program has overwritten a lost page.
+    pub(crate) fn found(&self, page: usize) {
+        self.lost.lock().remove(&page);
     }
 }
 

@@ -4,6 +4,7 @@
 //! turn. Half of the programs' threads mostly serve their faults themselves, step by step. Pages are reported held, faults twice; operations are delayed, reordered and lost. What a load returns is compared with
 //! a plain array at once, and the budget is checked after each step.
 
+mod lost;
 mod room;
 
 use std::{

@@ -27,6 +27,7 @@ const PLAIN: Paging = Paging {
     holds: false,
     fills_fail: false,
     writes_fail: false,
+    remaps_fail: false,
     twin: Twin::Good,
 };
 
@@ -149,6 +150,54 @@ fn writes_to_the_store_that_fail() {
         ..PLAIN
     };
     assert!(assert_harmless("failing writes", paging).always_comes_to_rest);
+}
+
+/// What can neither be written nor mapped again is lost, and stays so until the program overwrites it.
+const LOSES: Paging = Paging {
+    prefetches: true,
+    writes_fail: true,
+    remaps_fail: true,
+    ..PLAIN
+};
+
+#[test]
+fn pages_that_are_lost_are_never_read_as_something_older() {
+    assert!(assert_harmless("lost", LOSES).always_comes_to_rest);
+    let paging = Paging {
+        flushes: true,
+        fills_fail: true,
+        ..LOSES
+    };
+    assert!(assert_harmless("lost, flush", paging).always_comes_to_rest);
+    let paging = Paging {
+        madvises: true,
+        fills_fail: true,
+        ..LOSES
+    };
+    assert!(assert_harmless("lost, madvise", paging).always_comes_to_rest);
+    let paging = Paging {
+        writes_fail: true,
+        remaps_fail: true,
+        ..PINNED
+    };
+    assert!(assert_harmless("lost, pinned", paging).always_comes_to_rest);
+    let paging = Paging {
+        frames: Some(1),
+        ..LOSES
+    };
+    assert!(assert_harmless("lost, one frame", paging).always_comes_to_rest);
+}
+
+#[test]
+fn twin_that_calls_a_lost_page_poisoned() {
+    let twin = Twin::CallsLostPoisoned;
+    assert_caught(Paging { twin, ..LOSES }, Harm::LostWrite);
+}
+
+#[test]
+fn twin_that_calls_a_lost_page_remote() {
+    let twin = Twin::CallsLostRemote;
+    assert_caught(Paging { twin, ..LOSES }, Harm::LostWrite);
 }
 
 #[test]

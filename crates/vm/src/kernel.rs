@@ -614,18 +614,25 @@ impl KernelSpace {
             // SAFETY: what moved in a moment ago moves back, except what the program has unmapped since. Its writes to it come along; what it dropped is
             // a hole.
             let back = unsafe { self.move_pages(uffd, slot, address, there, true) };
+            let mut short = None;
             if let Err(stopped) = back {
                 let done = stopped.done_bytes;
                 // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
                 let len = there - done;
-                if let Err(CarryError::Staged(staged, _)) =
-                    self.carry_out(address + done, len, slot + done, frame.pool())
-                {
-                    // SAFETY: the mapping that the bytes were carried to, which nobody else knows.
-                    unsafe { sys::release(staged, len) };
+                match self.carry_out(address + done, len, slot + done, frame.pool()) {
+                    // The program has dropped them.
+                    Ok(()) | Err(CarryError::Refused(DetachError::Absent)) => {}
+                    Err(CarryError::Refused(why)) => short = Some(io::Error::other(why)),
+                    Err(CarryError::Staged(staged, why)) => {
+                        // SAFETY: the mapping that the bytes were carried to, which nobody else knows.
+                        unsafe { sys::release(staged, len) };
+                        short = Some(why.into());
+                    }
                 }
             }
-            if let Err(error) = frame.fill_holes_with_zeros(0..moved_bytes) {
+            // Not called a page of the program's (`Exists`, `Gone`): the frame has zeros where bytes are missing, so the page's owner must not take it for whole.
+            let filled = frame.fill_holes_with_zeros(0..moved_bytes);
+            if let Some(error) = short.or(filled.err()) {
                 return Err(InstallError {
                     frame,
                     kind: InstallErrorKind::Os(error),

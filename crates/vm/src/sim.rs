@@ -7,7 +7,7 @@
 //!
 //! Faults that can be injected, and must be survived: a page that is held, at the start of a run or later
 //! ([`SimOptions::held_probability`]), a fault that is reported twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`])
-//! or unmaps ([`SimSpace::unmap_page`]).
+//! or unmaps ([`SimSpace::unmap_page`]), and a page that cannot be mapped ([`SimSpace::refuse_installs`]).
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
 use std::{
@@ -94,6 +94,8 @@ struct State {
     news: Vec<Vec<Range<usize>>>,
     /// Per thread, the page on whose fault it sleeps.
     asleep: BTreeMap<usize, usize>,
+    /// Addresses at which no page can be mapped.
+    refused: Option<Range<usize>>,
 }
 
 struct SimRegion {
@@ -194,6 +196,7 @@ impl SimSpace {
             queues: vec![VecDeque::new(); shards],
             news: vec![Vec::new(); shards],
             asleep: BTreeMap::new(),
+            refused: None,
             options,
         };
         Self {
@@ -253,6 +256,11 @@ impl SimSpace {
         for news in &mut state.news {
             news.push(page..page + page_bytes);
         }
+    }
+
+    /// From now on mapping a page at one of these addresses fails, as for lack of the kernel's memory; `None`: no more.
+    pub fn refuse_installs(&self, addresses: Option<Range<usize>>) {
+        self.state.lock().refused = addresses;
     }
 
     /// Pages mapped in all regions.
@@ -468,6 +476,7 @@ impl AddressSpace for SimSpace {
     ) -> Result<(), InstallError<SimFrame>> {
         let mut state = self.state.lock();
         let page_bytes = frame.page_bytes;
+        let refusal = state.refused.clone();
         let Some(region) = state.region_of_run(shard, address, page_bytes, frame.pages()) else {
             return Err(InstallError {
                 frame,
@@ -479,7 +488,11 @@ impl AddressSpace for SimSpace {
             let refused = match region.pages.get(&page) {
                 Some(Content::Bytes(_)) => Some(InstallErrorKind::Exists),
                 Some(Content::Gone) => Some(InstallErrorKind::Gone),
-                Some(Content::Poison) | None => None,
+                Some(Content::Poison) | None => {
+                    let is_refused = refusal.as_ref().is_some_and(|at| at.contains(&page));
+                    is_refused
+                        .then(|| InstallErrorKind::Os(io::Error::from_raw_os_error(libc::ENOMEM)))
+                }
             };
             if let Some(kind) = refused {
                 state.wake(address, page + page_bytes - address);
@@ -539,10 +552,12 @@ impl AddressSpace for SimSpace {
     fn install_copy(&self, shard: usize, address: usize, frame: &SimFrame) -> bool {
         let mut state = self.state.lock();
         let page_bytes = frame.page_bytes;
+        let refusal = state.refused.clone();
         let Some(region) = state.region_of_run(shard, address, page_bytes, frame.pages()) else {
             return false;
         };
-        let is_absent = matches!(region.pages.get(&address), Some(Content::Poison) | None);
+        let is_absent = matches!(region.pages.get(&address), Some(Content::Poison) | None)
+            && !refusal.is_some_and(|at| at.contains(&address));
         if is_absent {
             let bytes = Content::Bytes(frame.bytes.clone().into_boxed_slice());
             region.pages.insert(address, bytes);

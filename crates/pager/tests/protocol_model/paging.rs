@@ -53,6 +53,10 @@ pub(crate) enum Twin {
     PinsWhatLeaves,
     /// Takes back all pins of a page at once.
     UnpinsForAll,
+    /// Calls a page poisoned whose newest bytes are lost.
+    CallsLostPoisoned,
+    /// Calls a page remote whose newest bytes are lost, unless somebody waits for it.
+    CallsLostRemote,
 }
 
 /// What an access does.
@@ -87,6 +91,8 @@ pub(crate) struct Paging {
     pub(crate) holds: bool,
     pub(crate) fills_fail: bool,
     pub(crate) writes_fail: bool,
+    /// A page that was taken out may not be mapped again; the program may overwrite it.
+    pub(crate) remaps_fail: bool,
     pub(crate) twin: Twin,
 }
 
@@ -167,9 +173,9 @@ enum Next {
     Install(Version),
     AlreadyMapped,
     PublishFailed,
-    Poison,
-    WakePoisoned,
-    PublishPoisoned,
+    Poison(Bytes),
+    WakePoisoned(Bytes),
+    PublishPoisoned(Bytes),
     // Either, owning the page that it has just mapped.
     WakeInstalled,
     PublishInstalled,
@@ -187,6 +193,16 @@ enum Next {
     LateInstall(Version),
     LateWrite(Version),
 }
+
+/// What is left of a page that is poisoned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Bytes {
+    Stored,
+    Lost,
+}
+
+/// What the program writes when it overwrites a lost page.
+const OVERWRITTEN: Version = 99;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct Worker {
@@ -407,7 +423,9 @@ impl Model for Paging {
                     p.stored
                 }
             };
-            if pages.iter().any(|p| there(p) != p.last) {
+            // What is lost is told by SIGBUS: nobody reads anything else in its place.
+            let is_lost = |p: &Page| p.word.state() == State::Lost && !p.is_mapped();
+            if pages.iter().any(|p| there(p) != p.last && !is_lost(p)) {
                 return Err(Harm::LostWrite);
             }
         }
@@ -428,10 +446,22 @@ impl Model for Paging {
         for (number, page) in pages.iter().enumerate() {
             let is_here = |w: &Worker| usize::from(w.page) == number;
             let owns = |w: &Worker| is_here(w) && w.next.owns_the_page();
+            let loses = |w: &Worker| {
+                use Next::*;
+                let bytes = match w.next {
+                    Poison(bytes) | WakePoisoned(bytes) | PublishPoisoned(bytes) => bytes,
+                    _ => return false,
+                };
+                bytes == Bytes::Lost
+            };
 
             let state = page.word.state();
-            let fillers = world.workers[..EVICTOR].iter().filter(|w| owns(w)).count();
+            let fillers = world.workers[..EVICTOR].iter();
+            let (losing, fillers) = fillers
+                .filter(|w| owns(w))
+                .partition::<Vec<&Worker>, _>(|w| loses(w));
             let evictors = world.workers[EVICTOR..].iter().filter(|w| owns(w)).count();
+            let (fillers, evictors) = (fillers.len(), evictors + losing.len());
             let expected = (
                 usize::from(state == State::Filling),
                 usize::from(state == State::Leaving),
@@ -455,7 +485,10 @@ impl Model for Paging {
                 (State::Resident | State::Poisoned, Mapping::Absent) => {
                     self.madvises && page.stored == page.last
                 }
-                (State::Resident, Mapping::Poison) | (State::Poisoned, Mapping::Mapped(_)) => false,
+                (State::Lost, Mapping::Poison) => true,
+                (State::Lost, Mapping::Absent) => self.madvises,
+                (State::Resident, Mapping::Poison)
+                | (State::Poisoned | State::Lost, Mapping::Mapped(_)) => false,
                 (State::Filling | State::Leaving, _) => true,
             };
             if !agrees {
@@ -562,7 +595,7 @@ impl Moves<'_> {
                 },
                 |w| {
                     w.threads[thread].done += 1;
-                    if paging.fills_fail {
+                    if paging.fills_fail || paging.remaps_fail {
                         Ok(())
                     } else {
                         Err(Harm::NeedlessSigbus)
@@ -641,13 +674,15 @@ impl Moves<'_> {
                 self.pinned(thread, label("sees it leaving"));
             }
             (State::Remote, Asked::TakenOn) => self.add(true, label("asks once more"), ask),
-            (State::Poisoned, Asked::TakenOn) => self.add(true, label("gives the pin up"), |w| {
-                let word = &mut w.pages[page].word;
-                *word = protocol::unpin(*word).ok_or(Harm::Ownership)?;
-                w.threads[thread].done = paging.program[thread].len() as u8;
-                w.threads[thread].asked = Asked::NotYet;
-                Ok(())
-            }),
+            (State::Poisoned, Asked::TakenOn) | (State::Lost, _) => {
+                self.add(true, label("gives the pin up"), |w| {
+                    let word = &mut w.pages[page].word;
+                    *word = protocol::unpin(*word).ok_or(Harm::Ownership)?;
+                    w.threads[thread].done = paging.program[thread].len() as u8;
+                    w.threads[thread].asked = Asked::NotYet;
+                    Ok(())
+                })
+            }
             _ => {}
         }
     }
@@ -672,8 +707,11 @@ impl Moves<'_> {
                     },
                     |w| {
                         let page = &mut w.pages[page];
+                        // With poison go no bytes: a page that is lost stays lost.
+                        if page.is_mapped() {
+                            page.last = page.stored;
+                        }
                         page.mapping = Mapping::Absent;
-                        page.last = page.stored;
                         Ok(())
                     },
                 );
@@ -717,6 +755,8 @@ impl Moves<'_> {
                     protocol::heal(word).filter(|_| !paging.is(Twin::OnlyWakesPoisoned))
                 {
                     w.own(me, page, mine, Next::TakeFrame);
+                } else if let Some(mine) = protocol::taken_up(word) {
+                    w.own(me, page, mine, Next::Poison(Bytes::Lost));
                 } else {
                     // Somebody was faster. The sleeper may have been served, or not: let it fault again.
                     w.go(me, Next::Wake);
@@ -805,7 +845,7 @@ impl Moves<'_> {
                     Ok(())
                 });
             }
-            if paging.fills_fail
+            if (paging.fills_fail || paging.remaps_fail)
                 && let Some(mine) = protocol::heal(word)
             {
                 self.may(me, "begins to heal", page, |w| {
@@ -956,6 +996,21 @@ impl Moves<'_> {
                 page,
             };
             let Page { word, mapping, .. } = self.world.pages[page];
+            // The program does this; the evictor lends it its place.
+            if paging.remaps_fail
+                && me == EVICTOR
+                && (paging.frames.is_none() || self.world.frames > 0)
+                && let Some(mine) = protocol::taken_up(word)
+            {
+                self.may(me, "overwrites the lost page", page, |w| {
+                    if paging.frames.is_some() {
+                        w.frames -= 1;
+                    }
+                    w.pages[page].last = OVERWRITTEN;
+                    w.own(me, page, mine, Next::Reinstall(OVERWRITTEN));
+                    Ok(())
+                });
+            }
             let leaving = if me == FLUSHER || paging.is(Twin::EvictsPinned) {
                 protocol::borrow(word)
             } else {
@@ -1036,6 +1091,30 @@ impl Moves<'_> {
                 Err(Harm::MappedTwice)
             }),
             Next::Install(version) | Next::Reinstall(version) | Next::LateInstall(version) => {
+                if paging.remaps_fail && matches!(worker.next, Next::Reinstall(_)) {
+                    self.must(me, "cannot map the page again", |w| {
+                        // A page that was lost before stays so, whatever it should have become.
+                        let was_lost = w.pages[page].mapping == Mapping::Poison;
+                        if version == stored && !was_lost {
+                            w.go(me, Next::PublishFailed);
+                        } else {
+                            w.add_frames(paging, 1);
+                            let forgets = paging.is(Twin::CallsLostRemote) && !word.wanted();
+                            if forgets {
+                                w.pages[page].word = protocol::removed(word, 0).0;
+                            }
+                            w.go(
+                                me,
+                                if forgets {
+                                    Next::Idle
+                                } else {
+                                    Next::Poison(Bytes::Lost)
+                                },
+                            );
+                        }
+                        Ok(())
+                    });
+                }
                 self.must(me, "maps the page", |w| {
                     w.pages[page].mapping = Mapping::Mapped(version);
                     w.go(me, Next::WakeInstalled);
@@ -1063,13 +1142,9 @@ impl Moves<'_> {
                 Ok(())
             }),
             Next::PublishInstalled => self.must(me, "publishes installed", |w| {
-                let owned = if me < EVICTOR {
-                    State::Filling
-                } else {
-                    State::Leaving
-                };
-                let noted =
-                    paging.publish(w, page, owned, |word| protocol::installed(word, 0, 0))?;
+                let noted = paging.publish(w, page, owned_by(me), |word| {
+                    protocol::installed(word, 0, 0)
+                })?;
                 w.go(
                     me,
                     if noted && !paging.is(Twin::NoWakeForLateNote) {
@@ -1082,7 +1157,7 @@ impl Moves<'_> {
             }),
             Next::PublishFailed => self.must(me, "publishes the failure", |w| {
                 w.add_frames(paging, 1);
-                if word.state() != State::Filling {
+                if word.state() != owned_by(me) {
                     return Err(Harm::Ownership);
                 }
                 let (next, outcome) = match protocol::fill_failed(word) {
@@ -1097,27 +1172,37 @@ impl Moves<'_> {
                     if outcome == OnFailed::Dropped {
                         Next::Idle
                     } else {
-                        Next::Poison
+                        Next::Poison(Bytes::Stored)
                     },
                 );
                 Ok(())
             }),
-            Next::Poison if mapped => self.must(me, "cannot poison a mapped page", |w| {
+            Next::Poison(_) if mapped => self.must(me, "cannot poison a mapped page", |w| {
                 w.go(me, Next::AlreadyMapped);
                 Ok(())
             }),
-            Next::Poison => self.must(me, "poisons", |w| {
+            Next::Poison(bytes) => self.must(me, "poisons", |w| {
                 w.pages[page].mapping = Mapping::Poison;
-                w.go(me, Next::WakePoisoned);
+                w.go(me, Next::WakePoisoned(bytes));
                 Ok(())
             }),
-            Next::WakePoisoned => self.must(me, "wakes", |w| {
+            Next::WakePoisoned(bytes) => self.must(me, "wakes", |w| {
                 w.wake(paging, page);
-                w.go(me, Next::PublishPoisoned);
+                w.go(me, Next::PublishPoisoned(bytes));
                 Ok(())
             }),
-            Next::PublishPoisoned => self.must(me, "publishes poisoned", |w| {
-                let noted = paging.publish(w, page, State::Filling, protocol::poisoned)?;
+            Next::PublishPoisoned(bytes) => self.must(me, "publishes poisoned or lost", |w| {
+                let is_lost = bytes == Bytes::Lost && !paging.is(Twin::CallsLostPoisoned);
+                let transition = if is_lost {
+                    protocol::lost
+                } else {
+                    protocol::poisoned
+                };
+                let owned = match bytes {
+                    Bytes::Lost => State::Leaving,
+                    Bytes::Stored => owned_by(me),
+                };
+                let noted = paging.publish(w, page, owned, transition)?;
                 w.go(
                     me,
                     if noted && !paging.is(Twin::NoWakeForLateNote) {
@@ -1135,6 +1220,15 @@ impl Moves<'_> {
             }),
             other => unreachable!("{} does not take the step {other:?}", WORKER_NAMES[me]),
         }
+    }
+}
+
+/// The state of the pages that a worker owns. (A filler that poisons a lost page once more owns it as `Leaving`.)
+fn owned_by(worker: usize) -> State {
+    if worker < EVICTOR {
+        State::Filling
+    } else {
+        State::Leaving
     }
 }
 
