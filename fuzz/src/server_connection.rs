@@ -207,6 +207,10 @@ fn attach(endpoint: &Endpoint) -> std::io::Result<Stream> {
         return Ok(control);
     }
     let mut data = greet(endpoint, Purpose::Data)?;
-    data.say(&Request::Attach { session, secret })?;
+    data.say(&Request::Attach {
+        session,
+        secret,
+        line: 0,
+    })?;
     Ok(data)
 }

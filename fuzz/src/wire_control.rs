@@ -41,6 +41,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Request::Attach {
             session: SessionId(7),
             secret: Secret([0x5a; 16]),
+            line: 300,
         },
         Request::Renew,
         Request::Grant { bytes: 1 << 20 },

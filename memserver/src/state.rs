@@ -23,6 +23,7 @@ use std::{
 use farpage_fabric::{
     host::{Admission, Host, Opened, Refusal, Transport},
     memory::ExtentMemory,
+    server::Lines,
 };
 use farpage_wire::{ExtentId, Secret, ServerStat, SessionId, control::MAX_NAME_BYTES};
 use parking_lot::{Condvar, Mutex, RwLock};
@@ -55,6 +56,7 @@ pub struct State {
     limits: Limits,
     started: Instant,
     leases: Leases,
+    lines: Lines,
     ledger: Mutex<Ledger>,
     /// Signalled when a session ends, for those who wait for the last one.
     ended: Condvar,
@@ -116,6 +118,7 @@ impl State {
             limits,
             started: Instant::now(),
             leases: Leases::default(),
+            lines: Lines::default(),
             ledger: Mutex::default(),
             ended: Condvar::new(),
         }
@@ -341,6 +344,10 @@ impl Host for State {
             true => Ok(()),
             false => Err(Refusal::NoSession),
         }
+    }
+
+    fn lines(&self) -> &Lines {
+        &self.lines
     }
 
     fn renew(&self, session: SessionId) -> Result<(), Refusal> {

@@ -133,7 +133,14 @@ fn attach(endpoint: &Endpoint) -> (Box<dyn Stream>, Box<dyn Stream>, ExtentId) {
         panic!("no memory")
     };
     let mut data = greet(endpoint, Purpose::Data);
-    say(&mut *data, &Request::Attach { session, secret });
+    say(
+        &mut *data,
+        &Request::Attach {
+            session,
+            secret,
+            line: 0,
+        },
+    );
     assert_eq!(hear(&mut *data), Response::Done);
     (control, data, extent.id)
 }
@@ -356,7 +363,14 @@ fn data_headers_that_no_client_sends_close_only_their_own_connection() {
     let (_control, session, secret) = begin(endpoint);
     for (session, secret) in [(session, Secret([0; 16])), (SessionId(u64::MAX), secret)] {
         let mut data = greet(endpoint, Purpose::Data);
-        say(&mut *data, &Request::Attach { session, secret });
+        say(
+            &mut *data,
+            &Request::Attach {
+                session,
+                secret,
+                line: 0,
+            },
+        );
         assert!(matches!(hear(&mut *data), Response::Refused(_)));
         is_closed_on(&mut *data, &[]);
     }

@@ -8,7 +8,7 @@ use std::{sync::Arc, time::Duration};
 pub use farpage_wire::Refusal;
 use farpage_wire::{ExtentId, Secret, ServerStat, SessionId};
 
-use crate::memory::ExtentMemory;
+use crate::{memory::ExtentMemory, server::Lines};
 
 /// What a client is told when its session begins or is resumed.
 #[derive(Clone, Debug)]
@@ -53,6 +53,8 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<Admission, Refusal>;
     /// A data connection claims to belong to a session.
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal>;
+    /// Which data connections there are, over all listeners.
+    fn lines(&self) -> &Lines;
     /// The client lives.
     fn renew(&self, session: SessionId) -> Result<(), Refusal>;
     /// The control connection broke without a goodbye.

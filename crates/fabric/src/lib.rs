@@ -29,6 +29,6 @@ pub use farpage_wire::{
 };
 pub use link::Link;
 pub use session::{
-    AllocError, ConnectError, ControlError, Extent, Named, OpenError, PublishError, RdmaOptions,
-    Session, SessionOptions,
+    AllocError, ConnectError, ControlError, Extent, Line, Named, OpenError, PublishError,
+    RdmaOptions, Session, SessionOptions,
 };

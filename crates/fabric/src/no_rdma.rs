@@ -74,7 +74,7 @@ impl Client {
     pub(crate) fn route(
         self: &Arc<Self>,
         session: &Arc<Session>,
-        _claim: (SessionId, Secret),
+        _claim: (SessionId, Secret, u64),
         _death: Arc<Death>,
         _deadline: Duration,
         until: Instant,
@@ -116,7 +116,11 @@ impl RdmaStream {
         match *self {}
     }
 
-    pub(crate) fn claim(&self) -> Option<(SessionId, Secret)> {
+    pub(crate) fn claim(&self) -> Option<(SessionId, Secret, u64)> {
+        match *self {}
+    }
+
+    pub(crate) fn accept(&self) -> io::Result<()> {
         match *self {}
     }
 

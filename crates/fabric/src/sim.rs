@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: what happens depends on the seed and on the order of calls alone. A step is one
 //! [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost operations (which may have taken
-//! place or not), the server's death. Not injected: corrupted bytes.
+//! place or not, and WRITEs among them may yet, until their line has a new channel), the server's death. Not injected: corrupted bytes.
 
 use std::{
     collections::HashMap,
@@ -22,7 +22,7 @@ use crate::{
     channel::{check_len, refused},
     host::{Admission, Host, Opened, Transport},
     memory::ExtentMemory,
-    server::answer,
+    server::{Lines, answer},
     session::{CallError, Death},
 };
 
@@ -75,6 +75,18 @@ pub struct SimServer {
     ops: AtomicU64,
     channels: AtomicU64,
     lose_answer: AtomicBool,
+    /// WRITEs that seemed lost and may still land.
+    late: Mutex<Vec<Late>>,
+}
+
+/// A WRITE of a channel that is dead, on its way to the server.
+#[derive(Debug)]
+struct Late {
+    session: SessionId,
+    line: u64,
+    extent: ExtentId,
+    offset: u64,
+    bytes: Vec<u8>,
 }
 
 impl SimServer {
@@ -87,6 +99,7 @@ impl SimServer {
             ops: AtomicU64::new(0),
             channels: AtomicU64::new(0),
             lose_answer: AtomicBool::new(false),
+            late: Mutex::default(),
         })
     }
 
@@ -116,6 +129,14 @@ impl SimServer {
     /// How many operations were posted so far, over all channels.
     pub fn operations(&self) -> u64 {
         self.ops.load(Ordering::Relaxed)
+    }
+
+    /// A WRITE that seemed lost lands after all.
+    fn land(&self, late: &Late) {
+        if let Some(lease) = self.host.extent(late.session, late.extent) {
+            // Out of the lease it is refused, which nobody hears.
+            let _ = lease.copy_in(late.offset, &late.bytes);
+        }
     }
 
     fn endpoint(&self) -> String {
@@ -177,13 +198,25 @@ impl SimSession {
     pub(crate) fn channel<B: Buf>(
         &self,
         session: &Arc<Session>,
+        line: u64,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
         self.server.alive()?;
         let number = self.server.channels.fetch_add(1, Ordering::Relaxed);
+        let mut random =
+            Random(self.server.config.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        // What the line's earlier channels had under way lands now or never.
+        self.server.late.lock().retain(|late| {
+            let mine = (late.session, late.line) == (self.id, line);
+            if mine && random.below(2) == 0 {
+                self.server.land(late);
+            }
+            !mine
+        });
         Ok(Box::new(SimChannel {
             server: Arc::clone(&self.server),
             session: self.id,
-            random: Random(self.server.config.seed ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            line,
+            random,
             step: 0,
             link_free_at: 0,
             flying: Vec::new(),
@@ -202,6 +235,7 @@ impl Drop for SimSession {
 struct SimChannel<B> {
     server: Arc<SimServer>,
     session: SessionId,
+    line: u64,
     random: Random,
     step: u64,
     link_free_at: u64,
@@ -256,6 +290,13 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
             self.dead
                 .get_or_insert(ChannelError::Disconnected { endpoint, reason });
         }
+        // 0. What other channels gave up lands when it likes.
+        let mut late = self.server.late.lock();
+        if !late.is_empty() && self.random.below(4) == 0 {
+            let landed = self.random.below(late.len() as u64) as usize;
+            self.server.land(&late.remove(landed));
+        }
+        drop(late);
         // 1. What is due, in the order in which it is due.
         while self.dead.is_none() {
             let due =
@@ -269,10 +310,7 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
             let Some((_, i)) = next else { break };
             let mut flying = self.flying.remove(i);
             let result = if flying.lost {
-                if self.random.below(2) == 0 {
-                    // Only the answer was lost. What it would have said matters to nobody.
-                    let _ = self.carry_out(&mut flying.op);
-                }
+                self.lose(&mut flying.op);
                 let deadline = Duration::from_millis(self.server.config.timeout_steps);
                 let error = ChannelError::TimedOut {
                     endpoint: self.server.endpoint(),
@@ -288,9 +326,7 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
         // 2. The rest of a dead channel. Some of it had reached the server.
         if let Some(error) = self.dead.clone() {
             for mut flying in std::mem::take(&mut self.flying) {
-                if self.random.below(2) == 0 {
-                    let _ = self.carry_out(&mut flying.op);
-                }
+                self.lose(&mut flying.op);
                 done.push(flying.complete(Err(error.clone())));
             }
         }
@@ -311,6 +347,23 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
 }
 
 impl<B: Buf> SimChannel<B> {
+    /// The channel is dead: the operation has taken place, and what it would have said matters to nobody; or it has not; or it may yet.
+    fn lose(&mut self, op: &mut Op<B>) {
+        match (self.random.below(3), op.verb) {
+            (0, _) => {
+                let _ = self.carry_out(op);
+            }
+            (1, Verb::Write) => self.server.late.lock().push(Late {
+                session: self.session,
+                line: self.line,
+                extent: op.extent,
+                offset: op.offset,
+                bytes: op.buf.as_ref()[..op.len as usize].to_vec(),
+            }),
+            _ => {}
+        }
+    }
+
     fn carry_out(&self, op: &mut Op<B>) -> Result<(), ChannelError> {
         let lease = self.server.host.extent(self.session, op.extent);
         let bytes = op.len as usize;
@@ -358,6 +411,7 @@ impl Random {
 pub struct SimHost {
     capacity_bytes: u64,
     state: Mutex<SimState>,
+    lines: Lines,
 }
 
 #[derive(Debug, Default)]
@@ -387,6 +441,7 @@ impl SimHost {
         Self {
             capacity_bytes,
             state: Mutex::default(),
+            lines: Lines::default(),
         }
     }
 
@@ -488,6 +543,10 @@ impl Host for SimHost {
         (*secret == secret_of(session))
             .then_some(())
             .ok_or(Refusal::NoSession)
+    }
+
+    fn lines(&self) -> &Lines {
+        &self.lines
     }
 
     fn renew(&self, session: SessionId) -> Result<(), Refusal> {

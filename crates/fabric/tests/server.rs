@@ -8,7 +8,10 @@ use std::{
         fs::PermissionsExt,
         net::{UnixListener, UnixStream},
     },
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
@@ -95,11 +98,21 @@ impl Server {
         }
     }
 
-    /// A data connection spoken by hand.
+    /// A data connection spoken by hand, on a line of its own.
     fn attach(&self, session: SessionId, secret: Secret) -> TcpStream {
+        static LINES: AtomicU64 = AtomicU64::new(0);
+        self.attach_to(session, secret, LINES.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn attach_to(&self, session: SessionId, secret: Secret, line: u64) -> TcpStream {
         let mut stream = self.stranger();
         greet(&mut stream, Purpose::Data);
-        say(&mut stream, &Request::Attach { session, secret });
+        let attach = Request::Attach {
+            session,
+            secret,
+            line,
+        };
+        say(&mut stream, &attach);
         assert_eq!(hear(&mut stream), Response::Done);
         stream
     }
@@ -243,6 +256,7 @@ fn strangers_that_speak_something_else_are_closed_and_others_go_on() {
     let attach = frame(&Request::Attach {
         session: SessionId(1),
         secret: Secret([0; 16]),
+        line: 0,
     });
     let stories: [(&str, Vec<u8>); 7] = [
         (
@@ -560,6 +574,53 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
     assert_eq!(hear(&mut control), Response::Done);
     closed(data, "a WRITE whose lease has ended");
     assert_eq!(Arc::strong_count(&memory), 1, "nobody keeps the memory");
+}
+
+#[test]
+fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(&mut control, &Request::Grant { bytes: 4096 });
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let memory = server.host.extent(session, extent.id).expect("leased");
+    for round in 1..=20 {
+        // A network that lets half of a WRITE through, and the rest whenever it likes.
+        let mut old = server.attach_to(session, secret, 7);
+        let other = server.attach_to(session, secret, 8);
+        let header = OpHeader {
+            kind: OpKind::Write,
+            following: 0,
+            sequence: 0,
+            len: 4096,
+            extent: extent.id,
+            offset: 0,
+        };
+        old.write_all(&header.encode()).expect("a header fits");
+        old.write_all(&[round; 100]).expect("a part fits");
+        let byte_at = |offset| {
+            let mut byte = [0];
+            memory.copy_out(offset, &mut byte).expect("leased");
+            byte[0]
+        };
+        until("the WRITE has begun", || byte_at(99) == round);
+        let mut new = server.attach_to(session, secret, 7);
+        // The client has been answered: the place may be used for something else.
+        memory.copy_in(0, &[0xee; 4096]).expect("leased");
+        // Nobody may read it any more, so that writing it may fail.
+        let _ = old.write_all(&[round; 3996]);
+        closed(old, "a connection whose line has a newer one");
+        new.write_all(&header.encode()).expect("a header fits");
+        assert!(
+            (0..4096).all(|offset| byte_at(offset) == 0xee),
+            "round {round}: a WRITE landed late"
+        );
+        new.write_all(&[0; 4096]).expect("it fits");
+        let mut answer = [0; ANSWER_HEADER_BYTES];
+        new.read_exact(&mut answer).expect("the new one is served");
+        drop((new, other));
+    }
 }
 
 #[test]

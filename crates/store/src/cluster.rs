@@ -224,9 +224,15 @@ impl Pool {
     }
 
     /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for so many slots: they are now in pages'
-    /// entries, were freed, or are given up.
+    /// entries, were freed, or are given up with their lane.
     pub(crate) fn settle(&self, slots: usize) {
         self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
+    }
+
+    /// Ends a write that did not take place and never will: nothing arrives in these slots any more.
+    pub(crate) fn abandon(&self, slots: &[Span]) {
+        self.free(slots);
+        self.settle(slots.len());
     }
 
     /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing was taken.

@@ -10,7 +10,7 @@
 //!
 //! A transient failure (connection lost, no answer) opens a new channel, on a thread of its own since that may take
 //! time, and repeats the request there: a READ changes nothing, and a WRITE goes to slots that nothing refers to yet.
-//! A WRITE that seemed lost may still arrive later, so its slots are never used for other pages.
+//! A WRITE that seemed lost may still arrive until the new channel is open, so its slots are used for nothing else before (`lane/port.rs`).
 //!
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
@@ -301,7 +301,7 @@ impl<F: Frame> Lane<F> {
                     }
                 }
                 PortState::Opening(_) => bell = true,
-                PortState::Closed(at) if !port.backlog.is_empty() => sooner(Some(*at)),
+                PortState::Closed(at) if port.wants_channel() => sooner(Some(*at)),
                 PortState::Closed(_) => {}
             }
             if !matches!(port.state, PortState::Open { .. }) {
@@ -487,7 +487,7 @@ impl<F: Frame> Lane<F> {
         let Task::Moving(transfer) = &mut run.parts[part].task else {
             unreachable!("a request belongs to a part that moves")
         };
-        transfer.suspect = run.way == Way::WriteBack;
+        transfer.in_doubt = run.way == Way::WriteBack;
         if run.started.elapsed() >= self.deadline {
             return self.finish(tag, buf, Err(error));
         }
@@ -544,7 +544,7 @@ impl<F: Frame> Lane<F> {
 }
 
 impl<F: Frame> Drop for Lane<F> {
-    /// What is still in flight is given up: its frames go with it, and slots that were being written are not used again.
+    /// What is still in flight is given up: its frames go with it, and slots that were being written, or that a lost WRITE may still reach, are not used again.
     fn drop(&mut self) {
         for run in self.runs.iter().flatten() {
             let Backing::Remote(remote) = &run.store.backing else {
@@ -556,6 +556,7 @@ impl<F: Frame> Drop for Lane<F> {
                 remote.pool.settle(slots);
             }
         }
+        self.ports.iter_mut().for_each(Port::give_up);
     }
 }
 

@@ -353,7 +353,6 @@ impl PageStore {
                     form: Form::Raw,
                     hash,
                     published: false,
-                    suspect: false,
                 };
                 // A slot whose write failed is not freed: the write may arrive later.
                 entries.push(entry.encode());

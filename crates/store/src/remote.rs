@@ -42,7 +42,7 @@ impl fmt::Display for RegionId {
 pub enum Reserve {
     /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. More is asked for,
     /// and may not be had, only where compressed pages of many sizes fragment the space, where a named region also keeps
-    /// what its last publication refers to, and where slots had to be given up because writes to them seemed lost.
+    /// what its last publication refers to.
     #[default]
     Full,
     /// What its pages turn out to need: compressed regions take less, and when all servers are full a write-back fails
@@ -329,7 +329,6 @@ impl PageStore {
                 && let Entry::Stored {
                     place,
                     stored_bytes: bytes,
-                    suspect: false,
                     ..
                 } = self.table.load(page)
             {
@@ -415,12 +414,10 @@ impl RemoteStore {
                     self.pool.hold(slot, self.page_bytes, pages);
                 }
             }
-            // A suspect slot is given up: see `Entry`.
             if let Entry::Stored {
                 place,
                 stored_bytes: bytes,
                 published,
-                suspect: false,
                 ..
             } = old
             {
@@ -433,23 +430,6 @@ impl RemoteStore {
         drop(commits);
         self.pool.free(freed);
         freed.clear();
-    }
-
-    /// Ends a write of pages in a row that did not take place. `freed` is scratch.
-    pub(crate) fn abandon(
-        &self,
-        places: impl ExactSizeIterator<Item = Place>,
-        bytes: u32,
-        suspect: bool,
-        freed: &mut Vec<Span>,
-    ) {
-        let slots = places.len();
-        if !suspect {
-            freed.extend(places.map(|place| Span { place, bytes }));
-            self.pool.free(freed);
-            freed.clear();
-        }
-        self.pool.settle(slots);
     }
 }
 

@@ -653,8 +653,9 @@ fn pool(store: &PageStore) -> &Pool {
     }
 }
 
+/// Whether a WRITE that was given up lands is not known until there is a new channel: until then its slot is nobody's.
 #[test]
-fn slots_of_a_run_that_seemed_lost_are_given_up_for_good() {
+fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     let server = SimServer::new(SimConfig {
         lose_one_in: Some(1),
         capacity_bytes: 1 << 20,
@@ -669,13 +670,24 @@ fn slots_of_a_run_that_seemed_lost_are_given_up_for_good() {
     };
     let store = PageStore::remote(&cluster, REGION, 2 << 20, 4096, &options).unwrap();
     let mut lane = Lane::new(&cluster).unwrap();
-    let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..256));
-    assert_eq!(done.failed.len(), 256);
-    assert!(!pool(&store).has_unsettled());
-    assert!(matches!(
-        write(&mut lane, &store, 0, &odd_page(4096, 1)),
-        Err(StoreError::Full { .. })
-    ));
+    for round in 0..5 {
+        let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..256));
+        let full = |(_, error): &(u64, StoreError)| matches!(error, StoreError::Full { .. });
+        assert!(done.failed.len() == 256 && !done.failed.iter().any(full));
+        assert_eq!(pool(&store).used_bytes(), 1 << 20, "all of it is in doubt");
+        assert!(matches!(
+            write(&mut lane, &store, 0, &odd_page(4096, 1)),
+            Err(StoreError::Full { .. })
+        ));
+        // The lane opens a channel for this alone.
+        let until = Instant::now() + Duration::from_secs(20);
+        while pool(&store).used_bytes() > 0 {
+            assert!(Instant::now() < until, "round {round}: slots stay in doubt");
+            lane.poll(&mut Vec::new());
+            std::thread::yield_now();
+        }
+        assert!(!pool(&store).has_unsettled());
+    }
 }
 
 #[test]
@@ -686,7 +698,7 @@ fn slots_of_a_run_that_was_never_sent_are_free_again() {
     let store = remote(&cluster, 64, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
     server.kill();
-    // Sent, so given up for good; from then on there is no channel.
+    // Sent, so in doubt; from then on there is no channel.
     assert!(write(&mut lane, &store, 0, &odd_page(4096, 0)).is_err());
     let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..64));
     assert_eq!(done.failed.len(), 64);
@@ -1769,28 +1781,30 @@ fn pages_may_move_while_a_region_is_being_published() {
     }
 }
 
+/// Room for one page more than the region has, twice, and one WRITE in four seems lost: of those some land late.
 #[test]
-fn a_slot_whose_write_seemed_lost_is_never_used_again() {
-    let cluster = cluster_of([SimConfig {
-        lose_one_in: Some(4),
-        timeout_steps: 10,
-        ..SimConfig::new(3)
-    }]);
-    let store = remote(&cluster, 4, 4096, Codec::Raw);
-    let mut lane = Lane::new(&cluster).unwrap();
-    let mut given_up = Vec::new();
-    for i in 0..100u64 {
-        let page: Vec<u8> = (0..4096u64).map(|j| (j / 5) as u8 ^ i as u8).collect();
-        write(&mut lane, &store, i % 4, &page).unwrap();
-        let Entry::Stored { place, suspect, .. } = store.table.load(i % 4) else {
-            panic!("stored")
-        };
-        assert!(!given_up.contains(&place), "{place:?} is used again");
-        if suspect {
-            given_up.push(place);
+fn slots_of_writes_that_seemed_lost_are_used_again_and_nothing_lands_there() {
+    for seed in 0..20 {
+        let cluster = cluster_of([SimConfig {
+            lose_one_in: Some(4),
+            timeout_steps: 10,
+            ..SimConfig::new(seed)
+        }]);
+        let store = remote(&cluster, 64, 4096, Codec::Raw);
+        let mut lane = Lane::new(&cluster).unwrap();
+        let page = |i: u64| -> Vec<u8> { (0..4096).map(|j| (j / 5) as u8 ^ i as u8).collect() };
+        for i in 0..2000u64 {
+            write(&mut lane, &store, i % 64, &page(i)).unwrap();
+            let used = pool(&store).used_bytes();
+            assert!(used <= 64 * 4096, "seed {seed}: {used} bytes after {i}");
+        }
+        for i in 2000 - 64..2000 {
+            assert!(
+                read(&mut lane, &store, i % 64).unwrap() == page(i),
+                "seed {seed}: page {i}"
+            );
         }
     }
-    assert!(given_up.len() > 5);
 }
 
 /// All bytes of a region.

@@ -9,7 +9,7 @@ use crate::{ExtentId, Secret, ServerStat, SessionId};
 
 /// The protocol spoken by this build. A peer with another number is turned away. Raised with every change of what either
 /// side says; the tests of this module and of [`data`](crate::data) pin the bytes of all of it.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -146,12 +146,15 @@ pub enum Request {
         /// The session to go on with.
         resume: Option<(SessionId, Secret)>,
     },
-    /// Claims a data connection for a session. First on a data connection.
+    /// Claims a data connection for a session. First on a data connection. The answer comes when the work of every earlier
+    /// connection of the same line has ended: what was under way there has taken place, or never will.
     Attach {
         /// The session.
         session: SessionId,
         /// Its proof.
         secret: Secret,
+        /// Which of the session's connections this one takes the place of. The client numbers them.
+        line: u64,
     },
     /// The client lives.
     Renew,
@@ -330,7 +333,7 @@ mod tests {
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x03\0\x02\0\0\0\0\0"
+            b"farpage\0\x04\0\x02\0\0\0\0\0"
         );
     }
 
@@ -356,7 +359,7 @@ mod tests {
     /// Whoever finds this failing has changed the protocol: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 3);
+        assert_eq!(VERSION, 4);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -370,8 +373,12 @@ mod tests {
                 [&[0, 1, b'c', 1, 0xac, 2][..], &sevens].concat(),
             ),
             (
-                Request::Attach { session, secret },
-                [&[1, 0xac, 2][..], &sevens].concat(),
+                Request::Attach {
+                    session,
+                    secret,
+                    line: 300,
+                },
+                [&[1, 0xac, 2][..], &sevens, &[0xac, 2]].concat(),
             ),
             (Request::Renew, vec![2]),
             (Request::Goodbye, vec![3]),
@@ -497,9 +504,10 @@ mod tests {
         prop_oneof![
             (any::<String>(), resume)
                 .prop_map(|(client, resume)| Request::Begin { client, resume }),
-            (any::<u64>(), secret).prop_map(|(id, secret)| Request::Attach {
+            (any::<u64>(), secret, any::<u64>()).prop_map(|(id, secret, line)| Request::Attach {
                 session: SessionId(id),
-                secret
+                secret,
+                line
             }),
             Just(Request::Renew),
             (any::<u64>(), any::<u64>()).prop_map(|(plain_bytes, stored_bytes)| Request::Hold {

@@ -103,7 +103,7 @@ impl Client {
     pub(crate) fn route(
         self: &Arc<Self>,
         session: &Arc<Session>,
-        claim: (SessionId, Secret),
+        claim: (SessionId, Secret, u64),
         death: Arc<Death>,
         deadline: Duration,
         until: Instant,
@@ -166,7 +166,7 @@ pub(crate) struct Route {
     device: Device,
     session: Arc<Session>,
     client: Arc<Client>,
-    claim: (SessionId, Secret),
+    claim: (SessionId, Secret, u64),
     death: Arc<Death>,
     deadline: Duration,
     until: Instant,
@@ -186,7 +186,7 @@ impl Route {
         };
         let pair = Pair::new(self.id, domain.0, Arc::clone(queue), depths, Some(slab));
         let pair = pair.map_err(no_pair)?;
-        let greeting = Greeting::Data(self.claim.0, self.claim.1);
+        let greeting = Greeting::Data(self.claim.0, self.claim.1, self.claim.2);
         establish(endpoint, &pair, &greeting, self.until)?;
         tracing::debug!(
             %endpoint,

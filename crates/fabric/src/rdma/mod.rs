@@ -41,12 +41,12 @@ const REJECT_BYTES: usize = 148;
 enum Greeting {
     /// A control connection, and where the server finds the client's ring. The acceptance says where the server's is.
     Control(RemoteKey),
-    /// A data connection, and the session that it belongs to.
-    Data(SessionId, Secret),
+    /// A data connection, the session that it belongs to, and its line.
+    Data(SessionId, Secret, u64),
 }
 
 impl Greeting {
-    const BYTES: usize = HELLO_BYTES + 8 + 16;
+    const BYTES: usize = HELLO_BYTES + 8 + 16 + 8;
 
     fn hello(&self) -> Hello {
         Hello::new(match self {
@@ -61,9 +61,10 @@ impl Greeting {
         hello.copy_from_slice(&self.hello().encode());
         match self {
             Self::Control(ring) => rest[..KEY_BYTES].copy_from_slice(&encode_key(*ring)),
-            Self::Data(session, secret) => {
+            Self::Data(session, secret, line) => {
                 rest[..8].copy_from_slice(&session.0.to_le_bytes());
-                rest[8..].copy_from_slice(&secret.0);
+                rest[8..24].copy_from_slice(&secret.0);
+                rest[24..].copy_from_slice(&line.to_le_bytes());
             }
         }
         bytes
@@ -79,10 +80,12 @@ impl Greeting {
         Ok(match hello.purpose {
             Purpose::Control => Self::Control(decode_key(rest)?),
             Purpose::Data => {
-                let (session, secret) = rest.split_at(8);
+                let (session, rest) = rest.split_at(8);
+                let (secret, line) = rest.split_at(16);
                 Self::Data(
                     SessionId(u64::from_le_bytes(session.try_into().expect("8 bytes"))),
                     Secret(secret.try_into().expect("16 bytes")),
+                    u64::from_le_bytes(line.try_into().expect("8 bytes")),
                 )
             }
         })
@@ -173,7 +176,7 @@ mod greeting_tests {
             address: u64::MAX - 1,
             rkey: 0x0102_0304,
         });
-        let data = Greeting::Data(SessionId(7), Secret([9; 16]));
+        let data = Greeting::Data(SessionId(7), Secret([9; 16]), u64::MAX - 2);
         for greeting in [control, data] {
             let mut bytes = greeting.encode().to_vec();
             assert!(bytes.len() <= 56);

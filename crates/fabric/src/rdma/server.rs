@@ -214,9 +214,9 @@ impl Listener {
         // 1. Whose it is.
         let claim = match greeting {
             Greeting::Control(_) => None,
-            Greeting::Data(session, secret) => Some((*session, *secret)),
+            Greeting::Data(session, secret, line) => Some((*session, *secret, *line)),
         };
-        let domain = claim.map(|(session, secret)| {
+        let domain = claim.map(|(session, secret, _)| {
             host.attach(session, &secret)
                 .map_err(|refusal| refusal.to_string())
                 .and_then(|()| self.domains.of(session, device))
@@ -245,16 +245,18 @@ impl Listener {
                 })?)
             }
         };
-        // 3. From here on the client may WRITE.
+        // 3. The client of a data connection is answered, and may WRITE, when its line is free: `RdmaStream::accept`.
         let side = Side::Server {
             domains: Arc::clone(&self.domains),
             claim,
         };
         let stream = RdmaStream::new(line, side)
             .map_err(|error| format!("{peer} cannot be served: {error}"))?;
-        stream
-            .with_pair(|pair| pair.accept(&words))
-            .map_err(|error| format!("{peer} could not be accepted: {error}"))?;
+        if claim.is_none() {
+            stream
+                .with_pair(|pair| pair.accept(&words))
+                .map_err(|error| format!("{peer} could not be accepted: {error}"))?;
+        }
         Ok((stream, peer))
     }
 }

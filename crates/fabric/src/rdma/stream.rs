@@ -13,7 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{Secret, SessionId};
+use farpage_wire::{
+    Secret, SessionId,
+    control::{Hello, Purpose},
+};
 use nix::sys::{
     epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags},
     eventfd::{EfdFlags, EventFd},
@@ -58,7 +61,7 @@ pub(super) enum Side {
     Server {
         domains: Arc<Domains>,
         /// Of a data connection.
-        claim: Option<(SessionId, Secret)>,
+        claim: Option<(SessionId, Secret, u64)>,
     },
 }
 
@@ -110,8 +113,14 @@ impl RdmaStream {
         act(self.line.lock().pair())
     }
 
-    /// The session that the client of a data connection claimed and proved; on the server only.
-    pub(crate) fn claim(&self) -> Option<(SessionId, Secret)> {
+    /// Accepts a data connection: from here on the client may WRITE.
+    pub(crate) fn accept(&self) -> io::Result<()> {
+        let hello = Hello::new(Purpose::Data).encode();
+        self.with_pair(|pair| pair.accept(&hello))
+    }
+
+    /// The session that the client of a data connection claimed and proved, and the line; on the server only.
+    pub(crate) fn claim(&self) -> Option<(SessionId, Secret, u64)> {
         match &self.side {
             Side::Server { claim, .. } => *claim,
             Side::Client => None,
@@ -186,7 +195,11 @@ impl RdmaStream {
                 Line::Control(control) => {
                     control.advance().is_err() || control.failure().is_some() || control.is_sent()
                 }
-                Line::Data(_) => true,
+                // The adapter touches our memory no more.
+                Line::Data(pair) => {
+                    pair.kill();
+                    true
+                }
             };
             if is_sent || self.over.load(Ordering::Acquire) || Instant::now() >= until {
                 line.pair().disconnect();

@@ -19,7 +19,7 @@ use farpage_wire::{
 use nix::{errno::Errno, poll::PollFlags};
 use std::sync::atomic::Ordering;
 
-use super::{Connection, Fault, LOOK};
+use super::{Connection, Fault, Held, LOOK};
 use crate::{
     memory::Span,
     stream::{Message, retry},
@@ -37,7 +37,12 @@ struct Checked {
 
 impl Connection {
     /// Serves batches until the client closes the connection.
-    pub(super) fn data(&self, session: SessionId, secret: &Secret) -> Result<(), Fault> {
+    pub(super) fn data(
+        &self,
+        session: SessionId,
+        secret: &Secret,
+        held: &Held<'_>,
+    ) -> Result<(), Fault> {
         let mut headers = [0; MAX_BATCH * OP_HEADER_BYTES];
         let mut checked = Vec::with_capacity(MAX_BATCH);
         let mut operands = [[0; OPERAND_BYTES]; MAX_BATCH];
@@ -88,7 +93,7 @@ impl Connection {
                         }
                     }),
             );
-            self.receive(&mut vectors, &checked, &alive)?;
+            self.receive(&mut vectors, &checked, held, &alive)?;
             // 4. The atomics: after the WRITEs before them.
             for ((op, operands), word) in checked.iter().zip(&operands).zip(&mut words) {
                 if let Some(atomic) = op.header.kind.atomic(operands) {
@@ -195,11 +200,18 @@ impl Connection {
         &self,
         vectors: &mut [libc::iovec],
         checked: &[Checked],
+        held: &Held<'_>,
         alive: &dyn Fn() -> Result<(), Fault>,
     ) -> Result<(), Fault> {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             still_leased(checked)?;
+            // What has arrived could still be read from a socket that was closed: the newer connection waits for this one.
+            if held.is_replaced() {
+                return Err(Fault::Violation(
+                    "its client has opened another in its place".to_owned(),
+                ));
+            }
             // SAFETY:
             // - every vector lies in a span of `checked`: bytes of a mapping that live as long as the span, writable, to which no reference exists
             //   anywhere; or is the place of an operand, kept by the caller, which does not look at it meanwhile.

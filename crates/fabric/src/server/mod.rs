@@ -5,6 +5,7 @@
 
 mod control;
 mod data;
+mod lines;
 mod listen;
 
 use std::{
@@ -32,7 +33,11 @@ use nix::{
 };
 
 pub(crate) use self::control::answer;
-pub use self::listen::{BindError, Listener, SocketAccess};
+use self::lines::Held;
+pub use self::{
+    lines::Lines,
+    listen::{BindError, Listener, SocketAccess},
+};
 use crate::{
     host::{Host, Transport},
     stream::{ReceiveError, Stream, timeout_until},
@@ -221,9 +226,16 @@ impl Connection {
 
     fn converse(&self) -> Result<(), Fault> {
         if let Stream::Rdma(stream) = &*self.stream
-            && let Some((session, secret)) = stream.claim()
+            && let Some((session, secret, line)) = stream.claim()
         {
-            return self.attend(session, &secret);
+            let until = Instant::now() + HANDSHAKE;
+            let held = self.take((session, line), until)?;
+            stream.accept()?;
+            let ended = self.attend(session, &secret);
+            // Destroys the queue pair: only then is the line free.
+            self.stream.close();
+            drop(held);
+            return ended;
         }
         let until = Instant::now() + HANDSHAKE;
         let mut bytes = [0; HELLO_BYTES];
@@ -250,17 +262,38 @@ impl Connection {
             (Purpose::Control, Request::Begin { client, resume }, _) => {
                 self.control(&client, resume, until)
             }
-            (Purpose::Data, Request::Attach { session, secret }, Transport::Tcp) => {
-                match self.host.attach(session, &secret) {
-                    Ok(()) => self.stream.send(&Response::Done, until)?,
-                    Err(refusal) => return self.turn_away(refusal, until),
+            (
+                Purpose::Data,
+                Request::Attach {
+                    session,
+                    secret,
+                    line,
+                },
+                Transport::Tcp,
+            ) => {
+                if let Err(refusal) = self.host.attach(session, &secret) {
+                    return self.turn_away(refusal, until);
                 }
-                self.data(session, &secret)
+                let held = self.take((session, line), until)?;
+                self.stream.send(&Response::Done, until)?;
+                self.data(session, &secret, &held)
             }
             _ => Err(Fault::Violation(
                 "the first request does not fit the hello".to_owned(),
             )),
         }
+    }
+
+    /// Takes a line over for this connection. The client is not answered before its older ones have ended.
+    fn take(&self, line: (SessionId, u64), until: Instant) -> Result<Held<'_>, Fault> {
+        self.host
+            .lines()
+            .take(line, &self.stream, until)
+            .ok_or_else(|| {
+                Fault::Violation(
+                    "its line has an older connection that does not end, or a newer one".to_owned(),
+                )
+            })
     }
 
     /// Waits for the end of a connection whose data is moved by an adapter, or of its session.

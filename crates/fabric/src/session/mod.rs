@@ -9,7 +9,7 @@ use std::{
     io,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -39,6 +39,15 @@ pub struct Session {
     /// Why `auto` did not take rdma.
     fallback: Option<String>,
     backend: Backend,
+    /// How many lines have been given out.
+    lines: AtomicU64,
+}
+
+/// A place for one channel after another of a session, such as what a worker thread moves bytes through.
+#[derive(Clone, Debug)]
+pub struct Line {
+    session: Arc<Session>,
+    number: u64,
 }
 
 #[derive(Debug)]
@@ -291,6 +300,7 @@ impl Session {
             link: options.link.clone(),
             fallback: None,
             backend,
+            lines: AtomicU64::new(0),
         }
     }
 
@@ -340,14 +350,16 @@ impl Session {
     /// # Errors
     /// [`ConnectError`], within the deadline of the session's options.
     pub fn channel<B: Buf>(self: &Arc<Self>) -> Result<Box<dyn Channel<B>>, ConnectError> {
-        let channel = match &self.backend {
-            Backend::Remote(remote) => remote.channel(self)?,
-            Backend::Sim(sim) => sim.channel(self)?,
-        };
-        Ok(match &self.link {
-            Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),
-            None => channel,
-        })
+        self.line().channel()
+    }
+
+    /// A line that no other channel is on.
+    pub fn line(self: &Arc<Self>) -> Line {
+        Line {
+            session: Arc::clone(self),
+            // Numbers differ, which is all that matters of them.
+            number: self.lines.fetch_add(1, Ordering::Relaxed),
+        }
     }
 
     /// Opens a channel of each of these sessions, numbered in their order; those that go through one adapter report to one completion queue.
@@ -355,7 +367,7 @@ impl Session {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
             let route = match (&session.backend, &session.link) {
-                (Backend::Remote(remote), None) => remote.route(session)?,
+                (Backend::Remote(remote), None) => remote.route(session, session.line().number)?,
                 _ => None,
             };
             match route {
@@ -498,6 +510,30 @@ impl Session {
                 reason,
             },
         }
+    }
+}
+
+impl Line {
+    /// Opens a channel in the place of the line's earlier ones, which end. Once it is open, each operation of theirs has taken place or
+    /// never will: a WRITE that seemed lost lands no more. Resumes the session first when its control connection broke.
+    ///
+    /// # Errors
+    /// [`ConnectError`], within the deadline of the session's options.
+    pub fn channel<B: Buf>(&self) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        let session = &self.session;
+        let channel = match &session.backend {
+            Backend::Remote(remote) => remote.channel(session, self.number)?,
+            Backend::Sim(sim) => sim.channel(session, self.number)?,
+        };
+        Ok(match &session.link {
+            Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),
+            None => channel,
+        })
+    }
+
+    /// Whose line it is.
+    pub fn session(&self) -> &Arc<Session> {
+        &self.session
     }
 }
 

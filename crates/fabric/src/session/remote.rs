@@ -137,8 +137,9 @@ impl Remote {
     pub(super) fn channel<B: Buf>(
         &self,
         session: &Arc<Session>,
+        line: u64,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
-        if let Some(route) = self.route(session)? {
+        if let Some(route) = self.route(session, line)? {
             return rdma::channel(route);
         }
         let shared = &self.shared;
@@ -151,6 +152,7 @@ impl Remote {
         let request = Request::Attach {
             session: id,
             secret,
+            line,
         };
         let stream = open(&shared.endpoint, &shared.rdma, Purpose::Data, until)?;
         let asked = stream
@@ -171,6 +173,7 @@ impl Remote {
     pub(super) fn route(
         &self,
         session: &Arc<Session>,
+        line: u64,
     ) -> Result<Option<rdma::Route>, ConnectError> {
         let shared = &self.shared;
         if !matches!(shared.endpoint, Endpoint::Rdma { .. }) {
@@ -178,7 +181,7 @@ impl Remote {
         }
         let until = Instant::now() + shared.deadline;
         let (id, secret, death) = shared.claim(until)?;
-        let (claim, deadline) = ((id, secret), shared.deadline);
+        let (claim, deadline) = ((id, secret, line), shared.deadline);
         let route = shared.rdma.route(session, claim, death, deadline, until)?;
         Ok(Some(route))
     }

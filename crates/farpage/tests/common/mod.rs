@@ -12,6 +12,8 @@
     reason = "helpers of tests, which fail by panicking"
 )]
 
+pub mod relay;
+
 use std::{
     env, fmt, fs,
     io::{self, BufRead, BufReader, Read, Write},

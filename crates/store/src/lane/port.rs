@@ -2,6 +2,9 @@
 //!
 //! The rule it keeps: no operation is lost on the way. What is not posted yet waits here, in order; what was posted comes
 //! back from the channel. Whether an operation is repeated or given up is left to the lane.
+//!
+//! All channels of a port are on one [`Line`], so that an open one says that nothing of the earlier ones is under way any more. Until
+//! then WRITEs that were given up may still land: their slots wait here, and are freed by the next channel, which is opened for that.
 
 use std::{
     collections::VecDeque,
@@ -11,9 +14,9 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, TryRecvError};
-use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Op, Session};
+use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
 
-use crate::blocking::Bell;
+use crate::{blocking::Bell, cluster::Pool, entry::Span};
 
 /// Between two attempts to open a channel: doubled from the first to the last.
 const BACKOFF_MIN: Duration = Duration::from_millis(1);
@@ -21,12 +24,14 @@ const BACKOFF_MAX: Duration = Duration::from_millis(200);
 
 /// The way to one server.
 pub(super) struct Port<B> {
-    session: Arc<Session>,
+    line: Line,
     pub(super) state: PortState<B>,
     /// Not posted yet: the queue is full or there is no channel.
     pub(super) backlog: VecDeque<Op<B>>,
     backoff: Duration,
     failure: Option<ChannelError>,
+    /// Slots of WRITEs that were given up and may still land.
+    in_doubt: Vec<(Arc<Pool>, Vec<Span>)>,
 }
 
 type ChannelResult<B> = Result<Box<dyn Channel<B>>, ConnectError>;
@@ -46,15 +51,17 @@ pub(super) enum PortState<B> {
 impl<B: Buf> Port<B> {
     /// A port with an open channel.
     pub(super) fn new(session: &Arc<Session>) -> Result<Self, ConnectError> {
+        let line = session.line();
         Ok(Self {
-            session: session.clone(),
             state: PortState::Open {
-                channel: session.channel()?,
+                channel: line.channel()?,
                 broken: false,
             },
+            line,
             backlog: VecDeque::new(),
             backoff: Duration::ZERO,
             failure: None,
+            in_doubt: Vec::new(),
         })
     }
 
@@ -88,6 +95,7 @@ impl<B: Buf> Port<B> {
 
     /// From a broken channel to a new one, a step at a time. Without a bell none is opened.
     pub(super) fn recover(&mut self, now: Instant, bell: Option<&Arc<Bell>>) {
+        let wants_channel = self.wants_channel();
         match &mut self.state {
             PortState::Open {
                 channel,
@@ -101,6 +109,9 @@ impl<B: Buf> Port<B> {
                     self.state = PortState::Open {
                         channel,
                         broken: false,
+                    };
+                    for (pool, slots) in self.in_doubt.drain(..) {
+                        pool.abandon(&slots);
                     }
                 }
                 Ok(Err(error)) => self.not_opened(now, error.to_string()),
@@ -109,13 +120,23 @@ impl<B: Buf> Port<B> {
                 }
                 Err(TryRecvError::Empty) => {}
             },
-            PortState::Closed(at) if *at <= now && !self.backlog.is_empty() => {
+            PortState::Closed(at) if *at <= now && wants_channel => {
                 if let Some(bell) = bell {
                     self.open(bell);
                 }
             }
             PortState::Closed(_) => {}
         }
+    }
+
+    /// Whether there is something that a channel is to be opened for.
+    pub(super) fn wants_channel(&self) -> bool {
+        !self.backlog.is_empty() || !self.in_doubt.is_empty()
+    }
+
+    /// A WRITE to these slots was given up; it may still land.
+    pub(super) fn doubt(&mut self, pool: &Arc<Pool>, slots: Vec<Span>) {
+        self.in_doubt.push((pool.clone(), slots));
     }
 
     /// Begins to open a channel if there is none.
@@ -141,22 +162,29 @@ impl<B: Buf> Port<B> {
         }
     }
 
+    /// The port goes. The slots in doubt are given up: nobody will know what lands there.
+    pub(super) fn give_up(&mut self) {
+        for (pool, slots) in self.in_doubt.drain(..) {
+            pool.settle(slots.len());
+        }
+    }
+
     /// Why what waits here is too late.
     pub(super) fn why_late(&self, deadline: Duration) -> ChannelError {
         self.failure
             .clone()
             .unwrap_or_else(|| ChannelError::TimedOut {
-                endpoint: self.session.endpoint().to_string(),
+                endpoint: self.line.session().endpoint().to_string(),
                 deadline,
             })
     }
 
     fn open(&mut self, bell: &Arc<Bell>) {
         let (sender, receiver) = crossbeam_channel::bounded(1);
-        let (session, bell) = (self.session.clone(), bell.clone());
+        let (line, bell) = (self.line.clone(), bell.clone());
         let open = move || {
             // The lane may be gone by now; then so is the channel.
-            let _ = sender.send(session.channel());
+            let _ = sender.send(line.channel());
             bell.ring();
         };
         match thread::Builder::new()
@@ -172,7 +200,7 @@ impl<B: Buf> Port<B> {
         self.back_off();
         self.state = PortState::Closed(now + self.backoff);
         self.failure = Some(ChannelError::Disconnected {
-            endpoint: self.session.endpoint().to_string(),
+            endpoint: self.line.session().endpoint().to_string(),
             reason,
         });
     }

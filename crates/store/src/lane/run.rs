@@ -115,8 +115,8 @@ pub(super) struct Transfer {
     pub(super) form: Form,
     /// How often it was tried.
     pub(super) attempts: u32,
-    /// A WRITE that seemed lost: it may still arrive.
-    pub(super) suspect: bool,
+    /// A WRITE that seemed lost: unless it succeeds on a new channel, it may still arrive.
+    pub(super) in_doubt: bool,
 }
 
 impl Transfer {
@@ -126,7 +126,7 @@ impl Transfer {
             bytes,
             form,
             attempts: 1,
-            suspect: false,
+            in_doubt: false,
         }
     }
 

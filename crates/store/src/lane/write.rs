@@ -15,7 +15,7 @@ use super::{
 use crate::{
     PageStore, RegionId, StoreError, StoreStatsSnapshot,
     codec::{self, Chooser, Coder, Form, Page},
-    entry::{Entry, Place},
+    entry::{Entry, Place, Span},
     remote::{NoRoom, RemoteStore},
 };
 
@@ -233,7 +233,18 @@ impl<F: Frame> Lane<F> {
         let places = transfer.places(pages, page_bytes);
         let stored_bytes = transfer.bytes / pages as u32;
         if let Err(source) = result {
-            remote.abandon(places, stored_bytes, transfer.suspect, &mut self.freed);
+            let slots = places.map(|place| Span {
+                place,
+                bytes: stored_bytes,
+            });
+            if transfer.in_doubt {
+                let port = remote.pool.port(transfer.place.server);
+                self.ports[port].doubt(&remote.pool, slots.collect());
+            } else {
+                self.freed.extend(slots);
+                remote.pool.abandon(&self.freed);
+                self.freed.clear();
+            }
             return run.fail(part, run.remote_error(remote, transfer, source));
         }
         let entries = (first..).zip(places).map(|(number, place)| {
@@ -243,7 +254,6 @@ impl<F: Frame> Lane<F> {
                 form: transfer.form,
                 hash: run.hashes[number],
                 published: false,
-                suspect: transfer.suspect,
             };
             (run.page + number as u64, entry)
         });

@@ -1,0 +1,113 @@
+//! [`Lines`]: which data connections of a daemon are which lines of which sessions.
+//!
+//! The rule it keeps: of each line at most one connection serves operations. A newer one closes the older ones and waits until
+//! they have left their last operation, so that a client that is answered knows: what was under way before has taken place, or
+//! never will. Without that, a WRITE that seemed lost could land among bytes that were written to the same place later.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use farpage_wire::SessionId;
+use parking_lot::{Condvar, Mutex};
+
+use crate::stream::Stream;
+
+/// A line: its session, and the number that the client gave it.
+type Name = (SessionId, u64);
+
+/// The data connections of a daemon, over all its listeners. A line is known for as long as it has connections.
+#[derive(Debug, Default)]
+pub struct Lines {
+    /// Of each line, oldest first. The first one serves; those behind it wait until they are first.
+    table: Mutex<HashMap<Name, Vec<Arc<Place>>>>,
+    /// Signalled when a connection has left.
+    left: Condvar,
+}
+
+/// A connection's place in its line.
+#[derive(Debug)]
+struct Place {
+    stream: Weak<Stream>,
+    /// A newer connection has come. Looked at between system calls; what it orders is ordered by the lock.
+    replaced: AtomicBool,
+}
+
+/// The right to serve a line. Dropped when the last operation has been left.
+#[derive(Debug)]
+pub(super) struct Held<'a> {
+    lines: &'a Lines,
+    name: Name,
+    place: Arc<Place>,
+}
+
+impl Lines {
+    /// Takes a line over for `stream`: closes its older connections and waits until they have left. `None` when they have not at
+    /// `until`, or when a newer one has come meanwhile.
+    pub(super) fn take(
+        &self,
+        name: Name,
+        stream: &Arc<Stream>,
+        until: Instant,
+    ) -> Option<Held<'_>> {
+        let place = Arc::new(Place {
+            stream: Arc::downgrade(stream),
+            replaced: AtomicBool::new(false),
+        });
+        let older = {
+            let mut table = self.table.lock();
+            let places = table.entry(name).or_default();
+            let older = places.clone();
+            places.push(Arc::clone(&place));
+            older
+        };
+        // From here on dropping it gives the place back.
+        let held = Held {
+            lines: self,
+            name,
+            place,
+        };
+        // Not under the lock: closing may wait for an adapter.
+        for place in older {
+            place.replaced.store(true, Ordering::Relaxed);
+            if let Some(stream) = place.stream.upgrade() {
+                stream.close();
+            }
+        }
+        let mut table = self.table.lock();
+        while !Arc::ptr_eq(&table[&name][0], &held.place) {
+            if held.is_replaced() || self.left.wait_until(&mut table, until).timed_out() {
+                drop(table);
+                return None;
+            }
+        }
+        drop(table);
+        Some(held)
+    }
+}
+
+impl Held<'_> {
+    /// Whether a newer connection waits for this one to leave.
+    pub(super) fn is_replaced(&self) -> bool {
+        self.place.replaced.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let mut table = self.lines.table.lock();
+        let places = table
+            .get_mut(&self.name)
+            .expect("a line with a connection is known");
+        places.retain(|place| !Arc::ptr_eq(place, &self.place));
+        if places.is_empty() {
+            table.remove(&self.name);
+        }
+        self.lines.left.notify_all();
+    }
+}
