@@ -46,7 +46,7 @@ use crate::{
     options::{self, Fabric, Format},
     progress::Progress,
     report::ensure_verified,
-    server::MemoryServer,
+    server::{self, MemoryServer},
     work::{self, PageRates},
 };
 
@@ -96,6 +96,9 @@ pub(crate) struct AppsOptions {
     /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
     #[arg(long)]
     smoke: bool,
+    /// Starts even if the data and its own memory server do not fit into memory: the kernel may then end programs to make room
+    #[arg(long)]
+    force: bool,
 }
 
 /// An application, as on the command line.
@@ -259,6 +262,9 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
         ([], false) => &[100.0, 75.0, 50.0, 25.0, 12.5][..],
         (some, _) => some,
     };
+    // All of an application may be local and, if the server is on this machine, there too.
+    let copies = if options.server.is_none() { 2 } else { 1 };
+    server::ensure_room(size_bytes.saturating_mul(copies), options.force)?;
     let pairs = names.len() * shares.len() * usize::from(repeat);
     let run = Run {
         options,
@@ -268,7 +274,7 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
         server: MemoryServer::connect_or_start(
             options.server.as_ref(),
             options.fabric,
-            size_bytes * 4 + (1 << 30),
+            size_bytes.saturating_mul(4).saturating_add(1 << 30),
         )?,
         progress: Progress::new(pairs as u64),
         size_bytes,

@@ -11,6 +11,7 @@ use crate::{
     options::{Common, Paging},
     remote::{Mark, Remote},
     report::{Config, PagingFigures},
+    server,
 };
 
 pub(crate) enum Arena {
@@ -28,6 +29,7 @@ impl Arena {
     /// Starts what remote arrays need, unless they are to be plain.
     pub(crate) fn start(plain: bool, common: &Common, paging: &Paging) -> Result<Self> {
         if plain {
+            server::ensure_room(paging.size_bytes(common), common.force)?;
             return Ok(Self::Plain);
         }
         Remote::start(common, paging).map(Self::Remote)

@@ -143,6 +143,9 @@ pub(crate) struct Common {
     /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
     #[arg(long)]
     pub(crate) smoke: bool,
+    /// Starts even if the arrays and its own memory server do not fit into memory: the kernel may then end programs to make room
+    #[arg(long)]
+    pub(crate) force: bool,
 }
 
 /// What the benchmarks understand that page.

@@ -10,7 +10,7 @@ use farpage::{Advice, ByteSize, Link, Pod, RegionOptions, RemoteArray, Runtime, 
 use crate::{
     options::{Common, FaultMode, Paging},
     report::{Config, PagingFigures},
-    server::MemoryServer,
+    server::{self, MemoryServer},
 };
 
 /// Fields are dropped in this order.
@@ -23,12 +23,22 @@ pub(crate) struct Remote {
 pub(crate) struct Mark(Stats);
 
 impl Remote {
-    /// Starts the server, if it is to be our own, and the runtime.
+    /// Starts the server, if it is to be our own, and the runtime, for arrays that are used in full.
     pub(crate) fn start(common: &Common, paging: &Paging) -> Result<Self> {
+        Self::for_pages(common, paging, paging.size_bytes(common))
+    }
+
+    /// The same, of whose pages so many bytes are used.
+    pub(crate) fn for_pages(common: &Common, paging: &Paging, used_bytes: u64) -> Result<Self> {
         let size_bytes = paging.size_bytes(common);
+        if common.server.is_none() {
+            let budget_bytes = paging.budget_bytes(common);
+            server::ensure_room(used_bytes.saturating_add(budget_bytes), common.force)?;
+        }
         // Pages are written out of place, so a server holds more than the arrays for a while; it takes no memory
         // before it is written to.
-        let server = MemoryServer::start(common, size_bytes * 2 + (256 << 20))?;
+        let capacity_bytes = size_bytes.saturating_mul(2).saturating_add(256 << 20);
+        let server = MemoryServer::start(common, capacity_bytes)?;
         let mut builder = Runtime::builder()
             .server(server.endpoint().to_string())
             .budget(ByteSize::b(paging.budget_bytes(common)))

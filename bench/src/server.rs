@@ -13,11 +13,28 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use farpage::{Allowance, ByteSize};
 use farpage_memserver::Server;
 use farpage_wire::Endpoint;
 
 use crate::options::{Common, Fabric, ServeOptions};
+
+/// Whether a benchmark that takes so many bytes on this machine, in its own process and its server's, may start.
+///
+/// # Errors
+/// They are not there, and nobody forces it.
+pub(crate) fn ensure_room(bytes: u64, force: bool) -> Result<()> {
+    let available_bytes = Allowance::of_this_process().available_bytes;
+    ensure!(
+        force || bytes <= available_bytes,
+        "this takes {} of this machine's memory, and {} are available: choose a smaller --size or --budget, use a memory server \
+         elsewhere with --server, or start it all the same with --force",
+        ByteSize(bytes),
+        ByteSize(available_bytes),
+    );
+    Ok(())
+}
 
 /// The server that a benchmark talks to.
 pub(crate) struct MemoryServer {

@@ -21,7 +21,6 @@ const WARM_UP_BUDGETS: u64 = 3;
 
 pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
-    let remote = Remote::start(common, paging)?;
     let page_bytes = common.page_size.as_u64();
     let page_elements = page_bytes / size_of::<u64>() as u64;
     let pages = paging.size_bytes(common) / page_bytes;
@@ -34,6 +33,8 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
         touches > budget_pages,
         "{touches} pages are used and {budget_pages} fit into the budget: all of them have to leave, so --budget has to be smaller"
     );
+    let used_bytes = touches * page_bytes + WARM_UP_BUDGETS * paging.budget_bytes(common);
+    let remote = Remote::for_pages(common, paging, used_bytes)?;
     let progress = Progress::new(3);
 
     progress.phase("making frames");

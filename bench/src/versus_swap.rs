@@ -119,7 +119,8 @@ pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
         };
         let mut both = |name: &'static str, command: &str, page_size: &str| -> Result<_> {
             progress.phase(format!("{name}, swap"));
-            let swapped = format!("{command} --plain");
+            // More than fits is the point here: the rest is swapped.
+            let swapped = format!("{command} --plain --force");
             let swapped = take(name, sitting.run_as(swap.command()?, &swapped))?;
             progress.phase(format!("{name}, farpage"));
             let paged = format!("{command} {paged} {page_size}");

@@ -466,6 +466,37 @@ fn doctor_says_what_the_programs_of_this_user_meet() {
     );
 }
 
+/// More than this machine has, so that nothing may be started: it would fill memory until the kernel kills somebody.
+#[test]
+fn what_does_not_fit_into_memory_is_refused_before_anything_starts() {
+    if !can_page("what_does_not_fit_into_memory_is_refused_before_anything_starts") {
+        return;
+    }
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap();
+    let total_kib: u64 = meminfo.split_whitespace().nth(1).unwrap().parse().unwrap();
+    let twice = format!("{}KiB", 2 * total_kib);
+    for (args, expected) in [
+        (&["stream", "--size", &twice][..], "--force"),
+        (&["stream", "--size", &twice, "--fabric", "tcp"], "--force"),
+        (&["stream", "--size", &twice, "--plain"], "--force"),
+        (&["random", "--size", &twice], "--force"),
+        (&["latency", "--size", &twice], "--force"),
+        (&["traffic", "--size", &twice], "--force"),
+        (&["apps", "--size", &twice], "--force"),
+        (&["stream", "--smoke", "--budget", &twice], "--force"),
+        // Forced or elsewhere, what farpage itself cannot do is still refused.
+        (
+            &["stream", "--smoke", "--budget", &twice, "--force"],
+            "does not fit",
+        ),
+    ] {
+        let output = run(args);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {stderr}");
+        assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    }
+}
+
 #[test]
 fn wrong_usage_exits_with_2() {
     for args in [

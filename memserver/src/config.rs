@@ -11,7 +11,7 @@ use std::{
 
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use farpage_fabric::server::SocketAccess;
+use farpage_fabric::{Allowance, server::SocketAccess};
 use farpage_wire::Endpoint;
 use serde::Deserialize;
 
@@ -312,30 +312,9 @@ pub fn default_endpoint() -> Option<Endpoint> {
         .ok()
 }
 
-/// Memory that could be lent now without swapping: what the kernel calls available, within this control group's limit.
+/// Memory that could be lent now without swapping: what the kernel calls available, within the limits of this process's control groups.
 pub fn available_bytes() -> u64 {
-    let machine = fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo_bytes(&text, "MemAvailable"));
-    let group = |file: &str| {
-        fs::read_to_string(format!("/sys/fs/cgroup/{file}"))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
-    };
-    let group = group("memory.max")
-        .zip(group("memory.current"))
-        .map(|(max, current)| max.saturating_sub(current));
-    [machine, group].into_iter().flatten().min().unwrap_or(0)
-}
-
-fn meminfo_bytes(text: &str, field: &str) -> Option<u64> {
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
-    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
-    Some(kib << 10)
+    Allowance::of_this_process().available_bytes
 }
 
 #[cfg(test)]

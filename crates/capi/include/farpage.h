@@ -194,7 +194,8 @@ typedef struct farpage_runtime_options {
    */
   const char *servers;
   /**
-   * Bytes of pages that may be in local memory at once, over all regions; never exceeded. FARPAGE_BUDGET. Default: a quarter of what is available.
+   * Bytes of pages that may be in local memory at once, over all regions; never exceeded, and at most what `farpage_memory` says. FARPAGE_BUDGET.
+   * Default: a quarter of what is available.
    */
   uint64_t budget_bytes;
   /**
@@ -512,6 +513,14 @@ farpage_code farpage_region_discard(struct farpage_region *region);
  * The version of this library, for example "0.1.0".
  */
 const char *farpage_version(void);
+
+/**
+ * The memory that this process may have, as the machine and its control groups (v1 or v2) allow: all in all, and now without swapping. Either pointer may be null.
+ *
+ * Each pointer is null or may be written.
+ */
+void farpage_memory(uint64_t *bytes,
+                    uint64_t *available_bytes);
 
 /**
  * Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the caller's until `farpage_runtime_free`. On failure `*runtime` is null.

@@ -2,7 +2,7 @@
 
 use std::{ffi::c_char, ptr, time::Duration};
 
-use farpage::{ByteSize, FaultMode, Runtime};
+use farpage::{Allowance, ByteSize, FaultMode, Runtime};
 
 use crate::{
     error::{Failure, farpage_code, guard},
@@ -22,7 +22,8 @@ pub struct farpage_runtime_options {
     /// Memory servers, separated by commas: `shm:///run/farpage.sock` or `tcp://host:7400`. FARPAGE_SERVER. Default: none, so that only regions with a
     /// store or a file work.
     pub servers: *const c_char,
-    /// Bytes of pages that may be in local memory at once, over all regions; never exceeded. FARPAGE_BUDGET. Default: a quarter of what is available.
+    /// Bytes of pages that may be in local memory at once, over all regions; never exceeded, and at most what `farpage_memory` says. FARPAGE_BUDGET.
+    /// Default: a quarter of what is available.
     pub budget_bytes: u64,
     /// Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536.
     pub page_bytes: u64,
@@ -78,6 +79,24 @@ impl farpage_runtime {
 #[unsafe(no_mangle)]
 pub extern "C" fn farpage_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
+}
+
+/// The memory that this process may have, as the machine and its control groups (v1 or v2) allow: all in all, and now without swapping. Either pointer may be null.
+///
+/// # Safety
+/// Each pointer is null or may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_memory(bytes: *mut u64, available_bytes: *mut u64) {
+    let allowance = Allowance::of_this_process();
+    for (place, value) in [
+        (bytes, allowance.bytes),
+        (available_bytes, allowance.available_bytes),
+    ] {
+        // SAFETY: the caller's promise.
+        if let Some(place) = unsafe { place.as_mut() } {
+            *place = value;
+        }
+    }
 }
 
 /// Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the caller's until `farpage_runtime_free`. On failure `*runtime` is null.

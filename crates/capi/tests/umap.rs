@@ -242,7 +242,14 @@ fn environment_is_told_back() {
     let told = [
         "PAGESIZE", "BUFSIZE", "FILLERS", "EVICTORS", "EVENTS", "AHEAD", "HIGH", "LOW",
     ];
+    let pages = farpage::Allowance::of_this_process().bytes / 65_536;
+    let all_pages = pages.to_string();
     let table = [
+        (
+            ["65536", "99999999999999", "3", "2", "64", "7", "80", "60"],
+            ["65536", &all_pages, "3", "2", "64", "7", "80", "60"],
+            "UMAP_BUFSIZE=99999999999999 is not in 2 to",
+        ),
         (
             ["65536", "100", "3", "2", "64", "7", "80", "60"],
             ["65536", "100", "3", "2", "64", "7", "80", "60"],

@@ -4,6 +4,7 @@
 //! and a [`Channel`] per worker thread; a daemon implements [`host::Host`] and runs [`server::serve`]. Pages, slots and
 //! retries are left to the callers above.
 
+mod allowance;
 pub mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
@@ -22,6 +23,7 @@ pub mod sim;
 mod stream;
 mod tcp;
 
+pub use allowance::Allowance;
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
 pub use devices::{RdmaDevice, rdma_devices};
 pub use farpage_wire::{

@@ -3,7 +3,7 @@
 use std::{env, fmt::Display, path::Path, str::FromStr, sync::Arc, time::Duration};
 
 use bytesize::ByteSize;
-use farpage_fabric::{Link, Session, SessionOptions};
+use farpage_fabric::{Allowance, Link, Session, SessionOptions};
 use farpage_pager::{Pager, PagerOptions};
 use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
@@ -47,9 +47,10 @@ impl Builder {
         self
     }
 
-    /// Bytes of pages that may be in local memory at once, over all regions of the runtime; never exceeded.
+    /// Bytes of pages that may be in local memory at once, over all regions of the runtime; never exceeded. At most the machine's memory, or what the control
+    /// groups (v1 or v2) of this process allow it.
     ///
-    /// `FARPAGE_BUDGET`. Default: a quarter of the memory that is available when the runtime is built.
+    /// `FARPAGE_BUDGET`. Default: a quarter of the memory that is available when the runtime is built, within the groups' limits.
     pub fn budget(mut self, budget: ByteSize) -> Self {
         self.budget = Some(budget);
         self
@@ -149,10 +150,16 @@ impl Builder {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let (fillers, tune_fillers) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
         let (evictors, tune_evictors) = workers(self.evictors, "FARPAGE_EVICTORS", cores)?;
+        let allowance = Allowance::of_this_process();
         let budget = option(self.budget, "FARPAGE_BUDGET", || {
-            ByteSize(available_bytes() / 4)
-        })?
-        .as_u64();
+            ByteSize(allowance.available_bytes / 4)
+        })?;
+        if budget.as_u64() > allowance.bytes {
+            return Err(BuildError::Option(format!(
+                "a budget of {budget} does not fit: {allowance}. Pages beyond the budget are on the servers, so that it may be much smaller than the arrays"
+            )));
+        }
+        let budget = budget.as_u64();
         let deadline = match self.deadline {
             Some(deadline) => deadline,
             None => option(None, "FARPAGE_DEADLINE", || 10.0).and_then(|seconds: f64| {
@@ -292,22 +299,6 @@ fn workers(set: Option<usize>, variable: &str, cores: usize) -> Result<(usize, b
         return option(None, variable, || 0).map(|workers| (workers, false));
     }
     Ok(set.map_or((cores.clamp(1, 4), true), |workers| (workers, false)))
-}
-
-/// Memory that the kernel says it could give, in bytes.
-fn available_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|rest| {
-        rest.trim()
-            .trim_end_matches("kB")
-            .trim()
-            .parse::<u64>()
-            .ok()
-    });
-    kib.map_or(1 << 30, |kib| kib << 10)
 }
 
 /// How the servers' logs call this program.

@@ -45,7 +45,7 @@ pub use bytemuck::Pod;
 pub use bytesize::ByteSize;
 pub use config::Builder;
 pub use error::{BuildError, CloseError, CreateError, FlushError, OpenError, PinError};
-pub use farpage_fabric::{Link, Session};
+pub use farpage_fabric::{Allowance, Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{
     Block, Codec, CodecError, Element, FileStore, FileStoreError, RegPoolStats, Reserve, Store,

@@ -21,7 +21,7 @@ use common::{
     KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, get, mix, proc_bytes, seed,
     set, shared,
 };
-use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
+use farpage::{Allowance, ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 
 const THREADS: usize = 4;
 const ROUNDS: usize = 10;
@@ -45,6 +45,20 @@ fn anonymous_memory_stays_within_the_budget() {
         ];
         pressure(&runtime, &regions, budget_bytes, SLACK_BYTES, 300, seed);
     });
+}
+
+#[test]
+fn budget_beyond_memory_is_an_error_that_says_so() {
+    let most = Allowance::of_this_process().bytes;
+    let error = Runtime::builder().budget(ByteSize(most + 1)).build();
+    let text = error.unwrap_err().to_string();
+    assert!(
+        text.contains("a budget of") && text.contains("does not fit"),
+        "{text}"
+    );
+    if can_page("budget_beyond_memory_is_an_error_that_says_so") {
+        Runtime::builder().budget(ByteSize(most)).build().unwrap();
+    }
 }
 
 #[test]

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <mutex>
 #include <thread>
 
@@ -66,16 +65,6 @@ class Environment {
   std::uint32_t log_level;
 };
 
-std::uint64_t available_bytes() {
-  std::ifstream file("/proc/meminfo");
-  std::string word;
-  std::uint64_t kib = 0;
-  while (file >> word) {
-    if (word == "MemAvailable:" && file >> kib) return kib * 1024;
-  }
-  return std::uint64_t{1} << 30;
-}
-
 Config read_config() {
   Config c{};
   c.log_level = read_log_level();
@@ -88,8 +77,10 @@ Config read_config() {
     env.warn("UMAP_PAGESIZE=" + std::to_string(asked) + " is no power of two; " + std::to_string(c.page_bytes) + " is used");
   }
 
-  std::uint64_t pages_max = UINT64_MAX / 2 / c.page_bytes;
-  std::uint64_t most = std::max(available_bytes() / 10 * 9 / c.page_bytes, BUFFER_PAGES_MIN);
+  std::uint64_t bytes_max = 0, available_bytes = 0;
+  farpage_memory(&bytes_max, &available_bytes);
+  std::uint64_t pages_max = std::max(bytes_max / c.page_bytes, BUFFER_PAGES_MIN);
+  std::uint64_t most = std::clamp(available_bytes / 10 * 9 / c.page_bytes, BUFFER_PAGES_MIN, pages_max);
   c.buffer_pages = env.number("UMAP_BUFSIZE", most, BUFFER_PAGES_MIN, pages_max);
 
   std::uint64_t cores = std::clamp<std::uint64_t>(std::thread::hardware_concurrency(), 1, WORKERS_MAX);

@@ -4,7 +4,7 @@
  *
  * What the environment says counts from the first call on:
  *   UMAP_PAGESIZE                     bytes of a page, a power of two from 4096 to 2097152; default 4096
- *   UMAP_BUFSIZE                      pages that may be in memory at once, over all regions; default 90 % of available memory
+ *   UMAP_BUFSIZE                      pages that may be in memory at once, over all regions, as many as the process may have; default 90 % of available memory
  *   UMAP_PAGE_FILLERS                 threads that bring pages in, 1 to 64; default one per core
  *   UMAP_PAGE_EVICTORS                threads that take pages out, 1 to 64; default one per core
  *   UMAP_EVICT_HIGH_WATER_THRESHOLD   percent of the buffer at which evictors start; default 90
