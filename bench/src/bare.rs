@@ -333,7 +333,7 @@ impl Bare {
         // - nobody reads the pool again, and the region's owner waits for exactly these bytes
         unsafe {
             match self.how {
-                How::Copy => self.uffd.copy(to, from, len, false),
+                How::Copy => self.uffd.copy(to, from, len),
                 _ => self.uffd.move_pages(to, from, len, false),
             }
         }?;

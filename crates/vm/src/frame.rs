@@ -13,7 +13,7 @@
 use std::{
     fmt, io,
     ops::Range,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use nix::errno::Errno;
@@ -35,6 +35,64 @@ const _: () = assert!(RUN_PAGES_MAX == WORD_SLOTS as usize);
 
 /// Slots per frame that may be held: with half of them vacant, runs are found.
 const SLOTS_PER_FRAME: u32 = 2;
+
+/// Page sizes: 4 KiB to 2 MiB.
+const PAGE_SIZES: usize = 10;
+
+/// A pool for each page size, made when it is first asked for.
+#[derive(Debug)]
+pub(crate) struct Pools {
+    pools: [OnceLock<Arc<Pool>>; PAGE_SIZES],
+    /// Held while a pool is made, so that only one is.
+    making: parking_lot::Mutex<()>,
+    frame_bytes_max: usize,
+    user_mode_only: bool,
+    features: Features,
+}
+
+impl Pools {
+    /// For frames of `frame_bytes_max` in each page size, whose userfaultfds agree on `features`.
+    pub(crate) fn new(frame_bytes_max: usize, user_mode_only: bool, features: Features) -> Self {
+        Self {
+            pools: Default::default(),
+            making: parking_lot::Mutex::default(),
+            frame_bytes_max,
+            user_mode_only,
+            features,
+        }
+    }
+
+    /// The pool for pages of `page_bytes`.
+    pub(crate) fn of(&self, page_bytes: usize) -> io::Result<&Arc<Pool>> {
+        check_page_bytes(page_bytes)?;
+        let cell = &self.pools[(page_bytes / KERNEL_PAGE_BYTES).ilog2() as usize];
+        if let Some(pool) = cell.get() {
+            return Ok(pool);
+        }
+        let _making = self.making.lock();
+        if let Some(pool) = cell.get() {
+            return Ok(pool);
+        }
+        let pages_max =
+            u32::try_from(self.frame_bytes_max.div_ceil(page_bytes).max(1)).map_err(|_| {
+                io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    "frames of 2^32 pages or more: lower `frame_bytes_max`",
+                )
+            })?;
+        let pool = Pool::new(page_bytes, pages_max, self.user_mode_only, self.features)?;
+        Ok(cell.get_or_init(|| pool))
+    }
+}
+
+/// Refuses what is no page size: [`PAGE_SIZES`] powers of two.
+pub(crate) fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
+    if page_bytes.is_power_of_two() && (KERNEL_PAGE_BYTES..=HUGE_PAGE_BYTES).contains(&page_bytes) {
+        return Ok(());
+    }
+    let text = format!("a page of {page_bytes} bytes: must be a power of two from 4096 to 2097152");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+}
 
 /// The frames of one page size.
 pub(crate) struct Pool {
@@ -204,7 +262,7 @@ impl KernelFrame {
         while at < end {
             let len = ZEROS.len().min(end - at);
             // SAFETY: slots that this frame owns; ZEROS is readable.
-            match unsafe { self.pool.uffd.copy(at, ZEROS.as_ptr() as usize, len, false) } {
+            match unsafe { self.pool.uffd.copy(at, ZEROS.as_ptr() as usize, len) } {
                 Ok(()) => at += len,
                 Err(Stopped {
                     done_bytes,

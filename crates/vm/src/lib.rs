@@ -6,9 +6,8 @@
 mod frame;
 mod kernel;
 mod pagemap;
+mod pages;
 mod probe;
-mod regions;
-mod scatter;
 pub mod sigbus;
 mod sim;
 mod space;
@@ -19,6 +18,7 @@ mod vacancies;
 pub use frame::KernelFrame;
 pub use kernel::{KernelSpace, KernelSpaceOptions, Transfer};
 pub use pagemap::Pagemap;
+pub use pages::{Pages, Shard};
 pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{

@@ -1,15 +1,12 @@
-//! `/proc/self/pagemap`: which pages are mapped, and which were written.
+//! `/proc/self/pagemap`: which pages are mapped.
 //!
-//! The rule it keeps: it only looks (the one exception, re-protecting what was found written, is in the name of its caller's wish).
+//! The rule it keeps: it only looks.
 
 use std::{
     fs::File,
     io,
-    ops::Range,
     os::{fd::AsFd, unix::fs::FileExt},
 };
-
-use linux_raw_sys::general::page_region;
 
 use crate::sys::{self, KERNEL_PAGE_BYTES};
 
@@ -67,68 +64,39 @@ impl Pagemap {
         Ok(false)
     }
 
-    /// Appends the ranges of a mapping that were written since they were protected, and protects them again, atomically (`PAGEMAP_SCAN`,
-    /// kernel 6.7). The mapping is registered for write protection with a [`Uffd`](crate::Uffd) that agreed on
-    /// [`WP_ASYNC`](crate::Features::WP_ASYNC).
-    ///
-    /// # Errors
-    /// `EPERM` when the mapping is not so registered, `ENOTTY` before kernel 6.7.
-    pub fn written(&self, range: Range<usize>, out: &mut Vec<Range<usize>>) -> io::Result<()> {
-        let mut found = [page_region {
-            start: 0,
-            end: 0,
-            categories: 0,
-        }; 64];
-        let mut start = range.start;
-        while start < range.end {
-            let (count, end) = sys::scan_written(self.0.as_fd(), start, range.end, &mut found)?;
-            out.extend(
-                found[..count]
-                    .iter()
-                    .map(|region| region.start as usize..region.end as usize),
-            );
-            start = end;
-        }
-        Ok(())
-    }
-
     /// Whether this kernel knows `PAGEMAP_SCAN`.
     pub(crate) fn can_scan(&self) -> io::Result<()> {
-        sys::scan_written(self.0.as_fd(), 0, 0, &mut []).map(drop)
+        sys::can_scan(self.0.as_fd())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Features, RegisterMode, Uffd};
+    use crate::uffd::{Features, Uffd};
 
     #[test]
-    fn writes_are_found_once_with_asynchronous_protection() {
-        let features = Features::WP | Features::WP_UNPOPULATED | Features::WP_ASYNC;
-        let uffd = Uffd::open(features, false).unwrap();
-        let start = sys::reserve(16 * KERNEL_PAGE_BYTES, KERNEL_PAGE_BYTES, false).unwrap();
-        uffd.register(start, 16 * KERNEL_PAGE_BYTES, RegisterMode::WRITE_PROTECT)
-            .unwrap();
-        uffd.write_protect(start, 16 * KERNEL_PAGE_BYTES).unwrap();
-        let third = start + 3 * KERNEL_PAGE_BYTES;
-        // SAFETY: the mapping made above.
-        unsafe { (third as *mut u8).write_volatile(1) };
+    fn one_page_that_is_mapped_is_found_among_many_that_are_not() {
+        const PAGES: usize = 3 * ENTRIES_PER_READ;
+        let bytes = PAGES * KERNEL_PAGE_BYTES;
+        let start = sys::reserve(bytes, KERNEL_PAGE_BYTES, false).unwrap();
         let pagemap = Pagemap::open().unwrap();
-        pagemap.can_scan().unwrap();
-        let mut written = Vec::new();
-        pagemap
-            .written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written)
-            .unwrap();
-        assert_eq!(written.len(), 1);
-        assert_eq!(written[0], third..third + KERNEL_PAGE_BYTES);
-        written.clear();
-        pagemap
-            .written(start..start + 16 * KERNEL_PAGE_BYTES, &mut written)
-            .unwrap();
-        assert_eq!(written, []);
-        uffd.write_unprotect(start, 16 * KERNEL_PAGE_BYTES).unwrap();
+        assert!(!pagemap.any_occupied(start, bytes).unwrap());
+        let page = start + (PAGES - 1) * KERNEL_PAGE_BYTES;
+        // SAFETY: the mapping made above.
+        unsafe { (page as *mut u8).write_volatile(1) };
+        assert!(pagemap.any_occupied(start, bytes).unwrap());
+        assert!(!pagemap.any_occupied(start, page - start).unwrap());
+        assert!(pagemap.any_occupied(page, 1).unwrap());
         // SAFETY: the mapping made above, unused from here on.
-        unsafe { sys::release(start, 16 * KERNEL_PAGE_BYTES) };
+        unsafe { sys::release(start, bytes) };
+    }
+
+    #[test]
+    fn whether_this_kernel_can_scan_follows_from_its_features() {
+        // Both came with kernel 6.7.
+        let features = Uffd::supported(true).unwrap();
+        let can_scan = Pagemap::open().unwrap().can_scan().is_ok();
+        assert_eq!(can_scan, features.contains(Features::WP_ASYNC));
     }
 }

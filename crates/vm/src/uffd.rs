@@ -102,32 +102,30 @@ impl Uffd {
         self.inner.wake(start as *mut _, len).map_err(os_error)
     }
 
-    /// Maps copies of the bytes at `src` to the absent (or poisoned) pages at `dst` and wakes who sleeps there; with `protect`, write-protected.
+    /// Maps copies of the bytes at `src` to the absent (or poisoned) pages at `dst`, and wakes the
+    /// threads that sleep there.
     ///
     /// # Errors
     /// [`Stopped`]: what lies before `done_bytes` is mapped.
     ///
     /// # Safety
-    /// `src..src + len` is readable, and the owner of the mapping at `dst` agrees to what appears there.
-    pub unsafe fn copy(
-        &self,
-        dst: usize,
-        src: usize,
-        len: usize,
-        protect: bool,
-    ) -> Result<(), Stopped> {
-        // SAFETY: the caller's promise.
-        unsafe { sys::copy(self.inner.as_fd(), dst, src, len, true, protect) }
+    /// - `src..src + len` is readable.
+    /// - The owner of the mapping at `dst` agrees to what appears in its absent pages.
+    pub unsafe fn copy(&self, dst: usize, src: usize, len: usize) -> Result<(), Stopped> {
+        // SAFETY: this method's contract is that of `sys::copy`.
+        unsafe { sys::copy(self.inner.as_fd(), dst, src, len) }
     }
 
-    /// Moves the pages at `src` to the absent pages at `dst`, which is registered with this descriptor (`src` need not be),
-    /// and wakes who sleeps there. With `allow_holes`, absent source pages are skipped.
+    /// Moves the pages at `src` to the absent pages at `dst`, and wakes the threads that sleep
+    /// there. `dst` is registered with this descriptor; `src` need not be. With `allow_holes`,
+    /// absent source pages are skipped.
     ///
     /// # Errors
     /// [`Stopped`]: what lies before `done_bytes` is moved.
     ///
     /// # Safety
-    /// Nothing relies on the bytes at `src`, which vanish, and the owner of the mapping at `dst` agrees to what appears there.
+    /// - Nothing relies on the bytes at `src`, which vanish from there.
+    /// - The owner of the mapping at `dst` agrees to what appears in its absent pages.
     pub unsafe fn move_pages(
         &self,
         dst: usize,
@@ -135,36 +133,24 @@ impl Uffd {
         len: usize,
         allow_holes: bool,
     ) -> Result<(), Stopped> {
-        // SAFETY: the caller's promise.
-        unsafe { sys::move_pages(self.inner.as_fd(), dst, src, len, true, allow_holes) }
+        // SAFETY: this method's contract is that of `sys::move_pages`.
+        unsafe { sys::move_pages(self.inner.as_fd(), dst, src, len, allow_holes) }
     }
 
-    /// Maps the pages that a shared memory object already holds, and wakes who sleeps there ([`Features::MINOR_SHMEM`]).
-    ///
-    /// # Errors
-    /// [`Stopped`]: what lies before `done_bytes` is mapped.
-    ///
-    /// # Safety
-    /// The owner of the mapping agrees to what appears there.
-    pub unsafe fn map_existing(&self, start: usize, len: usize) -> Result<(), Stopped> {
-        // SAFETY: the caller's promise.
-        unsafe { sys::map_existing(self.inner.as_fd(), start, len, true) }
-    }
-
-    /// Makes accesses to absent pages raise SIGBUS, and wakes who sleeps there ([`Features::POISON`]).
+    /// Makes accesses to absent pages raise SIGBUS, and wakes the threads that sleep there
+    /// ([`Features::POISON`]).
     ///
     /// # Errors
     /// [`Stopped`]: what lies before `done_bytes` is poisoned.
     ///
     /// # Safety
-    /// The owner of the mapping agrees.
+    /// The owner of the mapping agrees to the end of its absent pages.
     pub unsafe fn poison(&self, start: usize, len: usize) -> Result<(), Stopped> {
-        // SAFETY: the caller's promise.
+        // SAFETY: this method's contract is that of `sys::poison`.
         unsafe { sys::poison(self.inner.as_fd(), start, len) }
     }
 
-    /// Write-protects a range that is registered for it. A write then is a fault or, with [`Features::WP_ASYNC`], merely noted
-    /// (see [`Pagemap::written`](crate::Pagemap::written)).
+    /// Write-protects a range that is registered for it. A write is a fault from then on.
     ///
     /// # Errors
     /// `ENOENT` when the range is not registered for it, `EAGAIN` while the mapping changes.

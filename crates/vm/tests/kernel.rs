@@ -10,7 +10,7 @@ use std::{
     fs,
     io::{Read, Seek, Write},
     ops::Range,
-    os::fd::{AsFd, AsRawFd},
+    os::fd::AsRawFd,
     process::Command,
     sync::{
         Arc, Mutex,
@@ -21,8 +21,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, DetachError, Fault, FaultBuffer, Features, Frame, InstallErrorKind, KernelFrame,
-    KernelSpace, KernelSpaceOptions, Layout, OpenError, RegisterMode, Transfer, Uffd,
+    AddressSpace, DetachError, Fault, Features, Frame, InstallErrorKind, KernelFrame, KernelSpace,
+    KernelSpaceOptions, Layout, OpenError, Transfer, Uffd,
 };
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -872,49 +872,6 @@ fn hidden_page_map_is_told() -> bool {
     matches!(error, Some(OpenError::Pagemap(_)))
         && text.contains("PR_SET_DUMPABLE")
         && !text.contains("mount")
-}
-
-#[test]
-fn shared_memory_that_is_not_mapped_yet_is_mapped_by_a_minor_fault() {
-    let uffd = Uffd::open(Features::MINOR_SHMEM, false).unwrap();
-    let file =
-        nix::sys::memfd::memfd_create("minor", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
-    nix::unistd::write(&file, &[7; 4096]).unwrap();
-    // SAFETY: a new mapping of a file of one page.
-    let start = unsafe {
-        libc::mmap(
-            std::ptr::null_mut(),
-            4096,
-            3,
-            libc::MAP_SHARED,
-            file.as_raw_fd(),
-            0,
-        )
-    } as usize;
-    // The bit of UFFDIO_REGISTER_MODE_MINOR, which the bindings know for hugetlbfs only.
-    uffd.register(start, 4096, RegisterMode::from_bits_retain(4))
-        .unwrap();
-    let reader = thread::spawn(move || byte(start));
-    poll(
-        &mut [PollFd::new(uffd.as_fd(), PollFlags::POLLIN)],
-        PollTimeout::NONE,
-    )
-    .unwrap();
-    let mut faults = Vec::new();
-    uffd.faults(&mut FaultBuffer::default(), &mut faults)
-        .unwrap();
-    assert_eq!(
-        faults,
-        [Fault {
-            address: start,
-            write: false
-        }]
-    );
-    // SAFETY: the mapping made above.
-    unsafe { uffd.map_existing(start, 4096) }.unwrap();
-    assert_eq!(reader.join().unwrap(), 7);
-    // SAFETY: the mapping made above, unused from here on.
-    unsafe { libc::munmap(start as *mut _, 4096) };
 }
 
 #[test]

@@ -1,0 +1,179 @@
+//! Addresses of regions: reserved, registered stripe by stripe, and given back.
+//!
+//! The rule it keeps: no page of zeros ever appears in a region, not even while it ends. What the
+//! program has unmapped of a region is not touched again.
+
+use std::{io, ops::Range};
+
+use super::{claims, ranges::Ranges, shard::KernelShard};
+use crate::{
+    frame::{HUGE_PAGE_BYTES, check_page_bytes},
+    space::Layout,
+    sys,
+    uffd::RegisterMode,
+};
+
+/// Reserves addresses for a region of the space with number `space`, and registers them with its
+/// `shards`. Returns the first.
+pub(super) fn map(
+    shards: &[KernelShard],
+    space: u64,
+    layout: &Layout,
+    mode: RegisterMode,
+) -> io::Result<usize> {
+    check_layout(layout)?;
+    let address = reserve(space, layout).map_err(|error| match error.raw_os_error() {
+        None => error,
+        Some(_) => io::Error::new(
+            error.kind(),
+            format!(
+                "cannot reserve {} bytes of addresses: {error} (see `ulimit -v`, \
+                 `sysctl vm.overcommit_memory`, which 2 makes count addresses as memory, and \
+                 `sysctl vm.max_map_count`)",
+                layout.bytes
+            ),
+        ),
+    })?;
+    // What was unmapped before is not about this region.
+    catch_up(shards);
+    claims::begin(address);
+    if let Err(error) = set_up(shards, address, layout, mode) {
+        unmap(shards, address, layout);
+        let text = format!(
+            "cannot register {} bytes with userfaultfd: {error}; when out of memory, a mapping per \
+             stripe exceeds `sysctl vm.max_map_count`: raise it \
+             (`sudo sysctl -w vm.max_map_count=1000000`) or choose larger stripes",
+            layout.bytes
+        );
+        return Err(io::Error::new(error.kind(), text));
+    }
+    Ok(address)
+}
+
+/// Gives the addresses of a region back, except those that the program has unmapped itself.
+pub(super) fn unmap(shards: &[KernelShard], address: usize, layout: &Layout) {
+    let all = address..address + layout.bytes;
+    catch_up(shards);
+    let mut gone = Ranges::default();
+    for shard in shards {
+        let fenced = shard.fence.hold();
+        for part in fenced.gone.inside(&all) {
+            gone.insert(part);
+        }
+    }
+    for part in gone.outside(all.clone()) {
+        // 1. No access: threads that sleep on a fault there, and wake now, meet SIGSEGV and not a
+        //    page of zeros.
+        // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
+        let _ = unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) };
+        // 2. No faults: otherwise this thread would wait for its own message to be read.
+        for (shard, stripe) in stripes(shards.len(), address, layout) {
+            let (start, end) = (stripe.start.max(part.start), stripe.end.min(part.end));
+            if start < end {
+                let _ = shards[shard].fence.uffd().unregister(start, end - start);
+            }
+        }
+        // 3. No mapping.
+        // SAFETY: as above.
+        unsafe { sys::release(part.start, part.len()) };
+    }
+    for shard in shards {
+        shard.poison.forget(&all);
+        shard.fence.forget(&all);
+    }
+    claims::give_up(address);
+}
+
+/// Waits until all that was unmapped before this call is known to all shards.
+fn catch_up(shards: &[KernelShard]) {
+    shards.iter().for_each(|shard| shard.fence.catch_up());
+}
+
+fn set_up(
+    shards: &[KernelShard],
+    address: usize,
+    layout: &Layout,
+    mode: RegisterMode,
+) -> io::Result<()> {
+    for (shard, stripe) in stripes(shards.len(), address, layout) {
+        let uffd = shards[shard].fence.uffd();
+        uffd.register(stripe.start, stripe.len(), mode)?;
+    }
+    if layout.read_only {
+        // SAFETY: reserved by the caller, and nobody else has learned of it.
+        unsafe { sys::protect(address, layout.bytes, libc::PROT_READ) }?;
+    }
+    Ok(())
+}
+
+/// The parts of a region that belong to one shard each, with its number.
+fn stripes(
+    shards: usize,
+    address: usize,
+    layout: &Layout,
+) -> impl Iterator<Item = (usize, Range<usize>)> {
+    let step = if shards == 1 {
+        layout.bytes
+    } else {
+        layout.stripe_bytes
+    };
+    (0..layout.bytes).step_by(step).map(move |offset| {
+        let start = address + offset;
+        let end = start + step.min(layout.bytes - offset);
+        (layout.shard_of(offset, shards), start..end)
+    })
+}
+
+/// Reserves the addresses of a region and claims them.
+fn reserve(space: u64, layout: &Layout) -> io::Result<usize> {
+    let huge = layout.page_bytes == HUGE_PAGE_BYTES;
+    let claim = |start| claims::claim(&(start..start + layout.bytes), space, layout.read_only);
+    if let Some(start) = layout.address {
+        let end = start.checked_add(layout.bytes);
+        if start == 0 || !start.is_multiple_of(layout.page_bytes) || end.is_none() {
+            let text = format!(
+                "no region of {} bytes can begin at {start:#x}: need a multiple of its page size, {}",
+                layout.bytes, layout.page_bytes
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        if !claim(start) {
+            let text = format!(
+                "the {} bytes at {start:#x} belong to another region, at least in part: \
+                 unmap that first",
+                layout.bytes
+            );
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
+        }
+        // SAFETY: whoever asks for an address gives up what is mapped there (`Layout::address`), and
+        // no other region is there: claimed above.
+        unsafe { sys::reserve_at(start, layout.bytes, huge) }
+            .inspect_err(|_| claims::give_up(start))?;
+        return Ok(start);
+    }
+    // The kernel may hand out again what the program has unmapped out of a region. Such addresses
+    // are kept until others have been found.
+    let mut unfit = Vec::new();
+    let found = loop {
+        match sys::reserve(layout.bytes, layout.page_bytes, huge) {
+            Ok(start) if claim(start) => break Ok(start),
+            Ok(start) => unfit.push(start),
+            Err(errno) => break Err(errno.into()),
+        }
+    };
+    for start in unfit {
+        // SAFETY: reserved above, and nobody else has learned of it.
+        unsafe { sys::release(start, layout.bytes) };
+    }
+    found
+}
+
+fn check_layout(layout: &Layout) -> io::Result<()> {
+    check_page_bytes(layout.page_bytes)?;
+    let is_whole = |bytes: usize| bytes > 0 && bytes.is_multiple_of(layout.page_bytes);
+    if is_whole(layout.bytes) && is_whole(layout.stripe_bytes) {
+        return Ok(());
+    }
+    let text = format!("{layout:?}: region and stripe must be a positive multiple of the page");
+    Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+}

@@ -1,0 +1,186 @@
+//! Copying (kernel 5.7): for kernels that cannot move, and for pages that refuse to.
+//!
+//! In by `UFFDIO_COPY`. Out by `mremap` with `MREMAP_DONTUNMAP` to a temporary address, which is
+//! atomic as a move is, then by `UFFDIO_COPY` into the slot. Write-protecting the page and copying
+//! it where it lies would deadlock when the program drops the page in between: the copy would fault
+//! on the region, in the thread whose turn it is to end that fault.
+//!
+//! The rule it keeps: as for moving, every page ends up whole on one side. Out, a run is copied page
+//! by page, so that memory which runs out puts one page at stake and not a run.
+//!
+//! The price: each transfer in progress takes more memory than the frames account for (out one page,
+//! in one run), holds the mmap lock for writing, and makes no huge pages. Pages that a device is
+//! writing to (direct I/O) are taken all the same, so that what the device writes later is lost.
+
+use std::{io, ops::Range};
+
+use nix::errno::Errno;
+
+use super::{fence::Fenced, shard::KernelShard};
+use crate::{
+    frame::{KernelFrame, Pool},
+    pages::Pages,
+    space::{DetachError, InstallError},
+    sys::{self, Refusal, Stopped},
+};
+
+/// Maps copies of the frame's pages at `pages`. This replaces poison markers, which moving takes for
+/// pages.
+pub(super) fn install(
+    shard: &KernelShard,
+    pages: Pages,
+    mut frame: KernelFrame,
+) -> Result<(), InstallError<KernelFrame>> {
+    // SAFETY:
+    // - The frame's pages are present, hence readable.
+    // - What a region's absent pages are filled with is the pager's decision.
+    let copied = unsafe { copy_in(shard, pages.range(), frame.address()) };
+    let Err(Stopped { done_bytes, why }) = copied else {
+        // Dropping the frame gives its pages back, so that there is one of each as before.
+        return Ok(());
+    };
+    let copied_bytes = done_bytes % pages.page_bytes();
+    let whole_bytes = done_bytes - copied_bytes;
+    drop(frame.split_front(whole_bytes));
+    if copied_bytes > 0 {
+        let start = pages.address() + whole_bytes;
+        let fenced = shard.fence.hold();
+        let there = fenced.gone.free_bytes(&(start..start + copied_bytes));
+        // SAFETY:
+        // - These copies were made by this call, and the frame has their bytes.
+        // - The program has not unmapped them: the fence is held.
+        let _ = unsafe { sys::madvise(start, there, libc::MADV_DONTNEED) };
+    }
+    Err(InstallError {
+        frame,
+        kind: why.into(),
+    })
+}
+
+/// Takes the leading ones of `pages` out, to the slots of `frame`. `fenced` is the shard's fence.
+pub(super) fn detach(
+    shard: &KernelShard,
+    pages: Pages,
+    mut frame: KernelFrame,
+    fenced: Fenced<'_>,
+) -> Result<KernelFrame, DetachError> {
+    let slot = frame.address();
+    // From here on, dropping what was not copied gives back the part that was.
+    frame.set_occupied();
+    let mut refused = None;
+    for (address, to) in pages.addresses().zip((slot..).step_by(pages.page_bytes())) {
+        let page = address..address + pages.page_bytes();
+        if let Err(why) = copy_out(shard, page.clone(), to, frame.pool()) {
+            refused = Some((page, why));
+            break;
+        }
+    }
+    // Putting back waits while mappings change.
+    drop(fenced);
+    let Some((page, why)) = refused else {
+        return Ok(frame);
+    };
+    let taken_bytes = page.start - pages.address();
+    let error = match why {
+        CarryError::Refused(error) => error,
+        CarryError::Staged(staged, why) => {
+            put_back(shard, page, staged);
+            DetachError::Os(why.into())
+        }
+    };
+    frame.split_front(taken_bytes).ok_or(error)
+}
+
+/// Copies the page that was carried to `staged` back to where it was.
+fn put_back(shard: &KernelShard, page: Range<usize>, staged: usize) {
+    // SAFETY:
+    // - `staged` is a readable mapping as long as the page.
+    // - The page is being taken out: nobody else may fill it.
+    let back = unsafe { copy_in(shard, page.clone(), staged) };
+    // SAFETY: the mapping that the page was carried to. Nobody else knows it, and it is not used
+    // after this.
+    unsafe { sys::release(staged, page.len()) };
+    if let Err(Stopped { done_bytes, .. }) = back {
+        // Never zeros, never a hang: what cannot be put back is poisoned.
+        shard.give_up(page.start + done_bytes..page.end);
+    }
+}
+
+/// [`Uffd::copy`](crate::Uffd::copy) to absent pages of a region, as far as the program has not
+/// unmapped them.
+///
+/// # Safety
+/// As [`Uffd::copy`](crate::Uffd::copy).
+pub(super) unsafe fn copy_in(
+    shard: &KernelShard,
+    to: Range<usize>,
+    from: usize,
+) -> Result<(), Stopped> {
+    let start = to.start;
+    shard.fence.fill(to, |uffd, done, len| {
+        // SAFETY: this function's contract is that of `Uffd::copy`.
+        unsafe { uffd.copy(start + done, from + done, len) }
+    })
+}
+
+/// A page that was not carried out.
+enum CarryError {
+    /// It is where it was.
+    Refused(DetachError),
+    /// It lies at this temporary address.
+    Staged(usize, Refusal),
+}
+
+/// Takes one page out of a region and copies it to a slot of `pool`, which is the caller's.
+fn copy_out(
+    shard: &KernelShard,
+    page: Range<usize>,
+    slot: usize,
+    pool: &Pool,
+) -> Result<(), CarryError> {
+    // The program may drop the page between this and the next step: then it is taken out as zeros,
+    // which the program reads there, too.
+    match shard.pagemap.any_occupied(page.start, page.len()) {
+        Ok(true) => carry_out(page, slot, pool),
+        Ok(false) => Err(CarryError::Refused(DetachError::Absent)),
+        Err(error) => Err(CarryError::Refused(DetachError::Os(error))),
+    }
+}
+
+/// Takes bytes out of a region by `mremap`, and copies them to a slot of `pool`, which is the
+/// caller's. Holes become zeros.
+fn carry_out(range: Range<usize>, slot: usize, pool: &Pool) -> Result<(), CarryError> {
+    // SAFETY: the range lies in one stripe of a region, which is a private anonymous mapping in
+    // which absent pages are faults.
+    let staged = unsafe { sys::carry_away(range.start, range.len()) }.map_err(|errno| {
+        CarryError::Refused(match errno {
+            Errno::EFAULT => DetachError::Absent,
+            errno => DetachError::Os(errno.into()),
+        })
+    })?;
+    // SAFETY:
+    // - `staged` is a readable mapping that nobody else knows.
+    // - The slot is the caller's.
+    unsafe { pool.uffd.copy(slot, staged, range.len()) }
+        .map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
+    // SAFETY: as above, and `staged` is not used after this.
+    unsafe { sys::release(staged, range.len()) };
+    Ok(())
+}
+
+/// Takes `len` bytes that were mapped at `address` a moment ago back to a slot of `pool`, which is
+/// the caller's. What the program has dropped meanwhile stays a hole.
+///
+/// # Errors
+/// Bytes are lost, for lack of memory.
+pub(super) fn carry_back(address: usize, len: usize, slot: usize, pool: &Pool) -> io::Result<()> {
+    match carry_out(address..address + len, slot, pool) {
+        Ok(()) | Err(CarryError::Refused(DetachError::Absent)) => Ok(()),
+        Err(CarryError::Refused(why)) => Err(io::Error::other(why)),
+        Err(CarryError::Staged(staged, why)) => {
+            // SAFETY: the mapping that the bytes were carried to, which nobody else knows.
+            unsafe { sys::release(staged, len) };
+            Err(why.into())
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! The arithmetic of moving a run out: how far it has come, and what is missing in it
+//! ([`Progress`]).
+//!
+//! The rule it keeps: it only counts. All offsets are bytes from the start of the run. A *hole* is
+//! a kernel page that the program has dropped out of a larger page.
+
+use std::ops::Range;
+
+use crate::sys::KERNEL_PAGE_BYTES;
+
+/// How far a run has been moved.
+#[derive(Debug)]
+pub(super) struct Progress {
+    len: usize,
+    page_bytes: usize,
+    /// All before this has moved, or is a hole.
+    done: usize,
+    /// Where the move that comes next ends.
+    end: usize,
+    first_hole: Option<usize>,
+    last_hole: Range<usize>,
+}
+
+impl Progress {
+    /// Of a run of `len` bytes in pages of `page_bytes`.
+    pub(super) fn new(len: usize, page_bytes: usize) -> Self {
+        Self {
+            len,
+            page_bytes,
+            done: 0,
+            end: len,
+            first_hole: None,
+            last_hole: 0..0,
+        }
+    }
+
+    /// What to move next. `None`: the run has ended.
+    pub(super) fn next(&mut self) -> Option<Range<usize>> {
+        if self.done == self.len {
+            return None;
+        }
+        if self.done == self.end {
+            self.end += self.page_bytes;
+        }
+        Some(self.done..self.end)
+    }
+
+    /// All of it moved.
+    pub(super) fn moved(&mut self) {
+        self.done = self.end;
+    }
+
+    /// It was refused before any of it moved, because it spans two mappings: what comes next is its
+    /// first page alone. `false`: it was no more than that.
+    pub(super) fn narrow(&mut self) -> bool {
+        let page_end = self.done - self.done % self.page_bytes + self.page_bytes;
+        let is_narrower = page_end < self.end;
+        if is_narrower {
+            self.end = page_end;
+        }
+        is_narrower
+    }
+
+    /// `done_bytes` of it moved, and nothing more does.
+    pub(super) fn stopped(&mut self, done_bytes: usize) {
+        self.done += done_bytes;
+    }
+
+    /// `done_bytes` of it moved, and the kernel page behind them is a hole. `false`: with that, all
+    /// of a page is missing, and the run ends before it.
+    pub(super) fn pass_hole(&mut self, done_bytes: usize) -> bool {
+        self.done += done_bytes;
+        let start = if self.last_hole.end == self.done {
+            self.last_hole.start
+        } else {
+            self.done
+        };
+        self.first_hole.get_or_insert(start);
+        self.done += KERNEL_PAGE_BYTES;
+        self.last_hole = start..self.done;
+        let page_is_missing =
+            self.done.is_multiple_of(self.page_bytes) && start + self.page_bytes <= self.done;
+        if page_is_missing {
+            self.done -= self.page_bytes;
+        }
+        !page_is_missing
+    }
+
+    /// Bytes of the pages that are complete but for holes.
+    pub(super) fn whole_bytes(&self) -> usize {
+        self.done - self.done % self.page_bytes
+    }
+
+    /// Where in those pages holes lie: from the first of them on, and no further than this.
+    pub(super) fn holes(&self) -> Option<Range<usize>> {
+        let start = self.first_hole.filter(|&hole| hole < self.whole_bytes())?;
+        Some(start..self.last_hole.end.min(self.whole_bytes()))
+    }
+
+    /// What has moved behind the first `whole_bytes`, if it is more than a hole.
+    pub(super) fn moved_behind(&self, whole_bytes: usize) -> Option<Range<usize>> {
+        let is_hole = self.last_hole.start <= whole_bytes && self.last_hole.end >= self.done;
+        (self.done > whole_bytes && !is_hole).then_some(whole_bytes..self.done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Copy, PartialEq, Debug)]
+    enum KernelPage {
+        There,
+        Dropped,
+        Held,
+    }
+    use KernelPage::{Dropped, Held, There};
+
+    #[derive(Debug, PartialEq)]
+    enum Answer {
+        Moved,
+        SpansTwo,
+        Missing(usize),
+        Held(usize),
+    }
+
+    /// The kernel: moves up to the first page that is dropped or held, and nothing of what spans
+    /// two mappings.
+    fn kernel(pages: &[KernelPage], divided_at: usize, what: Range<usize>) -> Answer {
+        if what.start < divided_at && divided_at < what.end {
+            return Answer::SpansTwo;
+        }
+        let kernel_pages = what.start / KERNEL_PAGE_BYTES..what.end / KERNEL_PAGE_BYTES;
+        for at in kernel_pages {
+            let done_bytes = at * KERNEL_PAGE_BYTES - what.start;
+            match pages[at] {
+                There => {}
+                Dropped => return Answer::Missing(done_bytes),
+                Held => return Answer::Held(done_bytes),
+            }
+        }
+        Answer::Moved
+    }
+
+    /// As moving does it.
+    fn run(pages: &[KernelPage], page_bytes: usize, divided_at: usize) -> Progress {
+        let mut progress = Progress::new(pages.len() * KERNEL_PAGE_BYTES, page_bytes);
+        while let Some(next) = progress.next() {
+            match kernel(pages, divided_at, next) {
+                Answer::Moved => progress.moved(),
+                Answer::SpansTwo => assert!(progress.narrow(), "a page lies in one mapping"),
+                Answer::Missing(done_bytes) => {
+                    if !progress.pass_hole(done_bytes) {
+                        break;
+                    }
+                }
+                Answer::Held(done_bytes) => {
+                    progress.stopped(done_bytes);
+                    break;
+                }
+            }
+        }
+        progress
+    }
+
+    #[test]
+    fn runs_end_where_a_naive_look_at_every_page_ends_them() {
+        let mut random = 1u64;
+        let mut below = |limit: u64| {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            (random % limit) as usize
+        };
+        for round in 0..20_000 {
+            let per_page = 1 << below(4);
+            let count = 1 + below(5);
+            // Half of the runs have long stretches that are dropped, so that whole pages are.
+            let mut kind = There;
+            let pages: Vec<_> = (0..per_page * count)
+                .map(|_| {
+                    if round % 2 == 0 || below(4) == 0 {
+                        kind = [There, There, There, Dropped, Dropped, Held][below(6)];
+                    }
+                    kind
+                })
+                .collect();
+            let page_bytes = per_page * KERNEL_PAGE_BYTES;
+            let divided_at = below(count as u64 + 1) * page_bytes;
+            let progress = run(&pages, page_bytes, divided_at);
+
+            let whole = pages
+                .chunks(per_page)
+                .take_while(|page| !page.contains(&Held) && page.contains(&There))
+                .count();
+            let end = whole * per_page;
+            assert_eq!(progress.whole_bytes(), whole * page_bytes, "{pages:?}");
+            let dropped = |&at: &usize| pages[at] == Dropped;
+            match progress.holes() {
+                None => assert_eq!((0..end).find(dropped), None, "{pages:?}"),
+                Some(holes) => {
+                    let first = holes.start / KERNEL_PAGE_BYTES;
+                    assert_eq!((0..end).find(dropped), Some(first), "{pages:?}");
+                    let behind = holes.end / KERNEL_PAGE_BYTES;
+                    assert!(first < behind && behind <= end, "{pages:?}");
+                    assert_eq!((behind..end).find(dropped), None, "{pages:?}");
+                }
+            }
+            // Behind them all has moved up to the page that is held, unless a page is missing.
+            let next = pages.get(end..(end + per_page).min(pages.len())).unwrap();
+            let moved = next.iter().take_while(|&&page| page != Held);
+            let is_any_there = moved.clone().any(|&page| page == There);
+            let until = (end + moved.count()) * KERNEL_PAGE_BYTES;
+            let expected = is_any_there.then_some(whole * page_bytes..until);
+            assert_eq!(
+                progress.moved_behind(whole * page_bytes),
+                expected,
+                "{pages:?}"
+            );
+        }
+    }
+}

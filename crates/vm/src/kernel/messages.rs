@@ -1,0 +1,56 @@
+//! What a shard's userfaultfd says: faults, and addresses that the program has unmapped.
+//!
+//! The rule it keeps: an address that the program has unmapped of a region counts as gone from the
+//! moment its message is read until the region ends. Who may read, and when, is up to
+//! [`Fence`](super::fence::Fence).
+
+use std::{io, ops::Range};
+
+use super::{claims, ranges::Ranges};
+use crate::{
+    space::Fault,
+    uffd::{FaultBuffer, Message, Uffd},
+};
+
+/// What the messages of one shard have said.
+#[derive(Default)]
+pub(super) struct Messages {
+    buffer: FaultBuffer,
+    /// What the program has unmapped of the space's regions. Whole addresses, not the shard's alone.
+    pub(super) gone: Ranges,
+    /// The part of it that has not been handed on yet.
+    news: Vec<Range<usize>>,
+}
+
+impl Messages {
+    /// Reads the messages that wait in `uffd`, which belongs to space number `space`, and appends
+    /// the faults among them. Returns whether the program has unmapped anything.
+    pub(super) fn read(
+        &mut self,
+        uffd: &Uffd,
+        space: u64,
+        faults: &mut Vec<Fault>,
+    ) -> io::Result<bool> {
+        let Self { buffer, gone, news } = self;
+        let mut unmapped = false;
+        uffd.messages(buffer, |message| match message {
+            Message::Fault(fault) => faults.push(fault),
+            Message::Unmapped(range) => {
+                for part in claims::of_space(space, &range) {
+                    gone.insert(part.clone());
+                    news.push(part);
+                }
+                unmapped = true;
+                // Threads that sleep there meet what is there now. Waking fails for unaligned
+                // addresses only, and the kernel's are aligned.
+                let _ = uffd.wake(range.start, range.len());
+            }
+        })?;
+        Ok(unmapped)
+    }
+
+    /// Appends what was unmapped since the last call.
+    pub(super) fn take_news(&mut self, out: &mut Vec<Range<usize>>) {
+        out.append(&mut self.news);
+    }
+}

@@ -1,0 +1,433 @@
+//! The program's real memory: regions, their userfaultfds, and the ways in which pages change sides.
+//!
+//! The rule it keeps: one caller at a time acts on a page (the pager's protocol), program threads do
+//! as they please, and every page is whole on one side whatever the kernel refuses.
+//!
+//! | module | what it does |
+//! |---|---|
+//! | `addresses`, `claims`, `ranges` | reserve, register and give back a region's addresses |
+//! | `messages`, `fence` | read faults and unmaps; keep unmaps and transfers apart |
+//! | `moving`, `holes` | move pages in and out (kernel 6.8); its arithmetic |
+//! | `copying` | copy them instead (kernel 5.7) |
+//! | `scattered` | copy single pages beside running threads (in-thread faults) |
+//! | `poison` | make absent pages raise a signal |
+
+mod addresses;
+mod claims;
+mod copying;
+mod fence;
+mod holes;
+mod messages;
+mod moving;
+mod poison;
+mod ranges;
+mod scattered;
+mod shard;
+
+use std::{
+    io,
+    ops::Range,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+};
+
+use self::{fence::Fence, poison::Poison, shard::KernelShard};
+use crate::{
+    frame::{KernelFrame, Pools},
+    pagemap::Pagemap,
+    pages::{Pages, Shard},
+    space::{AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout},
+    sys::{self, KERNEL_PAGE_BYTES},
+    uffd::{Features, OpenError, RegisterMode, Uffd},
+};
+
+/// How pages change sides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transfer {
+    /// By `UFFDIO_MOVE` (kernel 6.8): the physical page changes its address, nothing is copied.
+    Move,
+    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then, each transfer in progress takes one page more (in: one run more), and what
+    /// a device writes into a page while it is taken out is lost.
+    Copy,
+}
+
+/// How a [`KernelSpace`] is made.
+#[derive(Clone, Debug)]
+pub struct KernelSpaceOptions {
+    /// Number of shards, each with a userfaultfd of its own. Default: 1.
+    pub shards: usize,
+    /// Bytes of frames that may be held at once, per page size: frames that are not installed, not pages in regions. This is addresses, not memory
+    /// (twice as many, so that pages of a run find room next to each other). Default: 1 GiB.
+    pub frame_bytes_max: usize,
+    /// How pages change sides. Default: `None`, the best that the kernel offers.
+    pub transfer: Option<Transfer>,
+    /// Catch only faults of the program's own instructions; a system call that touches an absent page fails with `EFAULT`. Needs no permission.
+    /// Default: false.
+    pub user_mode_only: bool,
+    /// A fault is not reported to its shard but raises SIGBUS in the thread that faults, which serves it itself (see [`sigbus`](crate::sigbus)).
+    /// No other thread is woken for it, which is most of a fault's cost. The price: a system call that touches an absent page fails with `EFAULT`,
+    /// and a thread that blocks SIGBUS is killed by its first fault. Default: false.
+    pub in_thread: bool,
+}
+
+impl Default for KernelSpaceOptions {
+    fn default() -> Self {
+        Self {
+            shards: 1,
+            frame_bytes_max: 1 << 30,
+            transfer: None,
+            user_mode_only: false,
+            in_thread: false,
+        }
+    }
+}
+
+/// The program's real memory.
+#[derive(Debug)]
+pub struct KernelSpace {
+    /// By which its regions are told from those of other spaces.
+    number: u64,
+    shards: Vec<KernelShard>,
+    pools: Pools,
+    pagemap: Arc<Pagemap>,
+    transfer: Transfer,
+    /// Whether single pages are copied in and out (`scattered`).
+    scatters: bool,
+}
+
+impl KernelSpace {
+    /// Opens the userfaultfds. Takes no memory yet.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    ///
+    /// # Panics
+    /// If `options.shards` is 0.
+    pub fn new(options: KernelSpaceOptions) -> Result<Self, OpenError> {
+        let supported = Uffd::supported(options.user_mode_only)?;
+        Self::with_features(&options, supported)
+    }
+
+    /// As on a kernel that has these features.
+    fn with_features(options: &KernelSpaceOptions, supported: Features) -> Result<Self, OpenError> {
+        assert!(options.shards > 0, "a space has at least one shard");
+        let kernel_page_bytes = page_size();
+        if kernel_page_bytes != KERNEL_PAGE_BYTES {
+            return Err(OpenError::KernelPage {
+                bytes: kernel_page_bytes,
+            });
+        }
+        let transfer = match options.transfer {
+            Some(transfer) => transfer,
+            None if supported.contains(Features::MOVE) => Transfer::Move,
+            None => Transfer::Copy,
+        };
+        let scatters = options.in_thread
+            && transfer == Transfer::Move
+            && supported.contains(Features::WP)
+            && sys::can_copy_and_drop_each();
+        let moving = match transfer {
+            Transfer::Move => Features::MOVE,
+            Transfer::Copy => Features::MISSING,
+        };
+        let poison = supported & Features::POISON;
+        let mut features = moving | poison | Features::EVENT_UNMAP;
+        if scatters {
+            features = features | Features::WP;
+        }
+        if options.in_thread {
+            features = features | Features::SIGBUS;
+        }
+        let number = claims::next_space();
+        let pagemap = Arc::new(Pagemap::open().map_err(OpenError::Pagemap)?);
+        let shards = (0..options.shards)
+            .map(|_| {
+                let uffd = Uffd::open(features, options.user_mode_only)?;
+                Ok(KernelShard {
+                    fence: Fence::new(uffd, number),
+                    poison: Poison::new(poison == Features::POISON),
+                    pagemap: Arc::clone(&pagemap),
+                })
+            })
+            .collect::<Result<_, OpenError>>()?;
+        let pools = Pools::new(options.frame_bytes_max, options.user_mode_only, moving);
+        Ok(Self {
+            number,
+            shards,
+            pools,
+            pagemap,
+            transfer,
+            scatters,
+        })
+    }
+
+    /// How pages change sides here.
+    pub fn transfer(&self) -> Transfer {
+        self.transfer
+    }
+
+    fn shard(&self, shard: Shard) -> &KernelShard {
+        &self.shards[shard.0]
+    }
+
+    fn install_run(
+        &self,
+        pages: Pages,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let shard = self.shard(pages.shard());
+        match self.transfer {
+            Transfer::Move => moving::install(shard, pages, frame),
+            Transfer::Copy => copying::install(shard, pages, frame),
+        }
+    }
+
+    fn install_page_by_page(
+        &self,
+        mut pages: Pages,
+        mut frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let page_bytes = pages.page_bytes();
+        while let Some(behind) = pages.behind(page_bytes) {
+            let rest = frame.split_off(page_bytes);
+            if let Err(mut error) = self.install_run(pages.first(1), frame) {
+                error.frame.join(rest).expect("they were one a moment ago");
+                return Err(error);
+            }
+            (pages, frame) = (behind, rest);
+        }
+        self.install_run(pages, frame)
+    }
+}
+
+impl AddressSpace for KernelSpace {
+    type Frame = KernelFrame;
+
+    fn shards(&self) -> usize {
+        self.shards.len()
+    }
+
+    fn map(&self, layout: Layout) -> io::Result<usize> {
+        let mode = if self.can_scatter(layout.page_bytes) && !layout.read_only {
+            RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
+        } else {
+            RegisterMode::MISSING
+        };
+        addresses::map(&self.shards, self.number, &layout, mode)
+    }
+
+    fn unmap(&self, address: usize, layout: Layout) {
+        addresses::unmap(&self.shards, address, &layout);
+    }
+
+    fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<KernelFrame> {
+        self.pools.of(page_bytes)?.new_frame(pages)
+    }
+
+    fn install(
+        &self,
+        shard: usize,
+        address: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let page_bytes = frame.pool().page_bytes();
+        let pages = Pages::new(Shard(shard), address, page_bytes, frame.len() / page_bytes);
+        let refused = |frame: &KernelFrame| pages.behind(pages.bytes() - frame.len());
+        let installed = match self.install_run(pages, frame) {
+            // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses
+            // what spans two.
+            Err(InstallError {
+                frame,
+                kind: InstallErrorKind::Gone,
+            }) if frame.len() > page_bytes => {
+                let rest = refused(&frame).expect("an error hands pages back");
+                self.install_page_by_page(rest, frame)
+            }
+            installed => installed,
+        };
+        let rest = installed
+            .as_ref()
+            .err()
+            .and_then(|error| refused(&error.frame));
+        let count = pages.count() - rest.map_or(0, |rest| rest.count());
+        let shard = self.shard(pages.shard());
+        if count > 0 {
+            shard.poison.lift(pages.first(count));
+        }
+        // The page that exists may have come after its fault was reported.
+        if let (
+            Some(rest),
+            Err(InstallError {
+                kind: InstallErrorKind::Exists,
+                ..
+            }),
+        ) = (rest, &installed)
+        {
+            shard.fence.wake(rest.first(1).range());
+        }
+        installed
+    }
+
+    fn detach(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        pages: usize,
+    ) -> Result<KernelFrame, DetachError> {
+        let pool = self.pools.of(page_bytes).map_err(DetachError::Os)?;
+        let mut frame = pool.vacant(pages, 1).map_err(DetachError::Os)?;
+        let pages = Pages::new(Shard(shard), address, page_bytes, frame.len() / page_bytes);
+        let shard = self.shard(pages.shard());
+        let fenced = shard.fence.hold();
+        // A page that the program has unmapped in part is gone: what is left of it is not what the
+        // store shall have.
+        let there = fenced.gone.free_bytes(&pages.range()) / page_bytes;
+        if there == 0 {
+            return Err(DetachError::Absent);
+        }
+        if there < pages.count() {
+            drop(frame.split_off(there * page_bytes));
+        }
+        let pages = pages.first(there);
+        match self.transfer {
+            Transfer::Move => moving::detach(shard, pages, frame, fenced),
+            Transfer::Copy => copying::detach(shard, pages, frame, fenced),
+        }
+    }
+
+    fn can_scatter(&self, page_bytes: usize) -> bool {
+        self.scatters && page_bytes == KERNEL_PAGE_BYTES
+    }
+
+    fn install_copy(&self, shard: usize, address: usize, frame: &KernelFrame) -> bool {
+        scattered::install(&self.shards[shard], address, frame)
+    }
+
+    fn detach_scattered(
+        &self,
+        shard: usize,
+        addresses: &[usize],
+        frames: &mut [KernelFrame],
+    ) -> usize {
+        scattered::detach(&self.shards[shard], addresses, frames)
+    }
+
+    fn unprotect(&self, shard: usize, address: usize, page_bytes: usize) {
+        scattered::unprotect(&self.shards[shard], address..address + page_bytes);
+    }
+
+    fn is_present(&self, address: usize) -> bool {
+        self.pagemap
+            .any_occupied(address, 1)
+            .expect("/proc/self/pagemap stays readable for its owner")
+    }
+
+    fn wake(&self, shard: usize, address: usize, bytes: usize) {
+        self.shards[shard].fence.wake(address..address + bytes);
+    }
+
+    fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
+        let shard = &self.shards[shard];
+        shard
+            .poison
+            .put(&shard.fence, address..address + page_bytes)
+    }
+
+    fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
+        self.shards[shard].fence.faults(out)
+    }
+
+    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>) {
+        self.shards[shard].fence.unmapped(out);
+    }
+
+    fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>> {
+        Some(self.shards[shard].fence.uffd().as_fd())
+    }
+}
+
+fn page_size() -> usize {
+    nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .and_then(|bytes| usize::try_from(bytes).ok())
+        .expect("every Linux tells its page size")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = 65536;
+    const LAYOUT: Layout = Layout {
+        bytes: 2 * PAGE,
+        page_bytes: PAGE,
+        stripe_bytes: PAGE,
+        first_shard: 0,
+        address: None,
+        read_only: false,
+    };
+
+    #[test]
+    fn kernel_without_move_and_poison_is_served_by_copying_and_fencing() {
+        let space =
+            KernelSpace::with_features(&KernelSpaceOptions::default(), Features::WP).unwrap();
+        assert_eq!(space.transfer(), Transfer::Copy);
+        let base = space.map(LAYOUT).unwrap();
+        let protection = || {
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            let line = maps
+                .lines()
+                .find(|line| line.starts_with(&format!("{base:x}-")))
+                .unwrap();
+            line.split(' ').nth(1).unwrap().to_owned()
+        };
+        space.poison(0, base, PAGE).unwrap();
+        assert_eq!(protection(), "---p");
+        let mut frame = space.new_frame(PAGE, 1).unwrap();
+        frame.as_mut()[PAGE - 1] = 3;
+        space.install(0, base, frame).unwrap();
+        assert_eq!(protection(), "rw-p");
+        assert_eq!(
+            space.detach(0, base, PAGE, 1).unwrap().as_ref()[PAGE - 1],
+            3
+        );
+        space.poison(0, base, PAGE).unwrap();
+        space.unmap(base, LAYOUT);
+        assert!(space.shards[0].poison.is_empty());
+    }
+
+    #[test]
+    fn layouts_that_are_no_whole_pages_are_refused() {
+        let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
+        for wrong in [
+            Layout {
+                bytes: PAGE + 1,
+                ..LAYOUT
+            },
+            Layout { bytes: 0, ..LAYOUT },
+            Layout {
+                stripe_bytes: 4096,
+                ..LAYOUT
+            },
+            Layout {
+                page_bytes: 2048,
+                ..LAYOUT
+            },
+            Layout {
+                page_bytes: 4 << 20,
+                bytes: 4 << 20,
+                stripe_bytes: 4 << 20,
+                ..LAYOUT
+            },
+        ] {
+            assert_eq!(
+                space.map(wrong).unwrap_err().kind(),
+                io::ErrorKind::InvalidInput,
+                "{wrong:?}"
+            );
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Pages that cannot be had: touching one is a signal until its bytes come ([`Poison`]).
+//!
+//! The rule it keeps: it changes absent pages only, and only what the program has not unmapped.
+//!
+//! From kernel 6.6 on `UFFDIO_POISON` does this, and the signal is SIGBUS. Before, the page is
+//! barred: no access is allowed to it, and the signal is SIGSEGV.
+
+use std::{collections::BTreeSet, io, ops::Range};
+
+use parking_lot::Mutex;
+
+use super::{claims, fence::Fence};
+use crate::{
+    pages::Pages,
+    sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
+};
+
+/// How pages of a shard are poisoned.
+#[derive(Debug)]
+pub(super) enum Poison {
+    /// By `UFFDIO_POISON`. Whatever is put there replaces it.
+    ByKernel,
+    /// By `mprotect`. Pages with one of these addresses are barred now.
+    Barred(Mutex<BTreeSet<usize>>),
+}
+
+impl Poison {
+    pub(super) fn new(by_kernel: bool) -> Self {
+        if by_kernel {
+            Self::ByKernel
+        } else {
+            Self::Barred(Mutex::default())
+        }
+    }
+
+    /// Poisons the pages in `range`, as far as the program has not unmapped them, and wakes the
+    /// threads that sleep there.
+    pub(super) fn put(&self, fence: &Fence, range: Range<usize>) -> io::Result<()> {
+        let poisoned = match self {
+            Self::ByKernel => put_by_kernel(fence, range.clone()),
+            Self::Barred(barred) => bar(fence, range.clone(), barred),
+        };
+        fence.wake(range);
+        poisoned
+    }
+
+    /// Lets the program touch pages again that hold what was put there.
+    pub(super) fn lift(&self, pages: Pages) {
+        let Self::Barred(barred) = self else {
+            return;
+        };
+        for address in pages.addresses() {
+            let page = address..address + pages.page_bytes();
+            if !take_out(barred, &page) {
+                continue;
+            }
+            let write = if claims::is_read_only(address) {
+                0
+            } else {
+                libc::PROT_WRITE
+            };
+            // SAFETY: a page of a region, which gets back the protection that it was mapped with.
+            let _ = unsafe { sys::protect(page.start, page.len(), libc::PROT_READ | write) };
+        }
+    }
+
+    /// Forgets the pages of a region that ends.
+    pub(super) fn forget(&self, region: &Range<usize>) {
+        if let Self::Barred(barred) = self {
+            take_out(barred, region);
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_empty(&self) -> bool {
+        match self {
+            Self::ByKernel => true,
+            Self::Barred(barred) => barred.lock().is_empty(),
+        }
+    }
+}
+
+fn put_by_kernel(fence: &Fence, pages: Range<usize>) -> io::Result<()> {
+    let mut at = pages.start;
+    while at < pages.end {
+        let poisoned = fence.fill(at..pages.end, |uffd, done, len| {
+            // SAFETY: an absent page of a region, whose end the pager has decided.
+            unsafe { uffd.poison(at + done, len) }
+        });
+        let Err(Stopped { done_bytes, why }) = poisoned else {
+            break;
+        };
+        match why {
+            // A fill that failed has poisoned it before, or the program has unmapped this part.
+            Refusal::Exists | Refusal::Missing | Refusal::Ended => {
+                at += done_bytes + KERNEL_PAGE_BYTES;
+            }
+            why => return Err(why.into()),
+        }
+    }
+    Ok(())
+}
+
+fn bar(fence: &Fence, range: Range<usize>, barred: &Mutex<BTreeSet<usize>>) -> io::Result<()> {
+    // Before the protection changes: whoever fills the page from now on lifts it.
+    barred.lock().insert(range.start);
+    let fenced = fence.hold();
+    let parts = fenced.gone.outside(range.clone());
+    let protected = parts.iter().try_for_each(|part| {
+        // SAFETY: an absent page of a region, whose end the pager has decided. The fence is held, so
+        // that the program has not unmapped it.
+        unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) }
+    });
+    drop(fenced);
+    if protected.is_err() {
+        take_out(barred, &range);
+    }
+    protected.map_err(io::Error::from)
+}
+
+/// Strikes the addresses in `range` off the list. Returns whether there were any.
+fn take_out(barred: &Mutex<BTreeSet<usize>>, range: &Range<usize>) -> bool {
+    let mut barred = barred.lock();
+    let inside = barred.extract_if(range.clone(), |_| true).count();
+    inside > 0
+}

@@ -1,0 +1,89 @@
+//! Many ranges by one call: copied ([`copy_each`]), dropped ([`drop_each`]).
+//!
+//! The rule it keeps: neither call ever waits for a fault; an absent page ends it there.
+
+use nix::errno::Errno;
+
+use super::KERNEL_PAGE_BYTES;
+
+/// Ranges that one call of [`copy_each`] or [`drop_each`] takes.
+pub(crate) const RANGES_MAX: usize = 32;
+
+/// `PIDFD_SELF` (kernel 6.14), absent from the published bindings.
+const PIDFD_SELF: libc::c_int = -10_000;
+
+/// `process_vm_readv` of this process's own memory: copies `len` bytes from each address of `from` to that of `to`, at most [`RANGES_MAX`] of them. Returns how many were
+/// copied whole. Unlike in a plain copy, an absent page at which a fault is not served ends it there.
+///
+/// # Safety
+/// Each of `to` is the caller's to write.
+pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix::Result<usize> {
+    let (from, to) = (Vectors::new(from, len), Vectors::new(to, len));
+    // SAFETY: the caller's promise; what cannot be read is an error.
+    let copied = Errno::result(unsafe {
+        let this = libc::getpid();
+        libc::process_vm_readv(this, to.start(), to.count, from.start(), from.count, 0)
+    })?;
+    Ok(copied as usize / len)
+}
+
+/// `process_madvise` with `MADV_DONTNEED`: drops the `len` bytes at each address, at most [`RANGES_MAX`] of them; the processors that run the process are told once for
+/// all of them (kernel 6.16). Returns how many were dropped whole.
+///
+/// # Safety
+/// They lie in mappings of the caller's, and nothing relies on their bytes.
+pub(crate) unsafe fn drop_each(starts: &[usize], len: usize) -> nix::Result<usize> {
+    let ranges = Vectors::new(starts, len);
+    // SAFETY: the caller's promise.
+    let dropped = Errno::result(unsafe {
+        libc::syscall(
+            libc::SYS_process_madvise,
+            PIDFD_SELF,
+            ranges.start(),
+            ranges.count,
+            libc::MADV_DONTNEED,
+            0,
+        )
+    })?;
+    Ok(dropped as usize / len)
+}
+
+/// Whether this process may use [`copy_each`] and [`drop_each`].
+pub(crate) fn can_copy_and_drop_each() -> bool {
+    let (from, mut to) = (1_u64, 0_u64);
+    let (start, end) = (&raw const from as usize, &raw mut to as usize);
+    // SAFETY: the second number is the first's to become; nothing is dropped.
+    let (copied, dropped) = unsafe {
+        let copied = copy_each(&[start], &[end], size_of_val(&from));
+        (copied, drop_each(&[], KERNEL_PAGE_BYTES))
+    };
+    copied == Ok(1) && to == from && dropped.is_ok()
+}
+
+/// Ranges of one length, as the kernel wants them.
+struct Vectors {
+    vectors: [libc::iovec; RANGES_MAX],
+    count: libc::c_ulong,
+}
+
+impl Vectors {
+    fn new(starts: &[usize], len: usize) -> Vectors {
+        let vector = |at: usize| libc::iovec {
+            iov_base: starts.get(at).map_or(0, |&start| start) as *mut libc::c_void,
+            iov_len: len,
+        };
+        assert!(
+            starts.len() <= RANGES_MAX,
+            "{} ranges at once",
+            starts.len()
+        );
+        Vectors {
+            vectors: std::array::from_fn(vector),
+            count: starts.len() as libc::c_ulong,
+        }
+    }
+
+    fn start(&self) -> *const libc::iovec {
+        self.vectors.as_ptr()
+    }
+}

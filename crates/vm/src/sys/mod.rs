@@ -1,0 +1,20 @@
+//! The kernel's own calls, as thin as they can be.
+//!
+//! The rule it keeps: nothing outside this folder names an ioctl's number or a system call that
+//! changes memory.
+
+mod ioctl;
+mod many;
+mod memory;
+
+pub use ioctl::{Refusal, Stopped};
+
+pub(crate) use ioctl::{
+    agree, can_scan, copy, is_changing, move_pages, open_by_device, open_by_syscall, poison,
+};
+pub(crate) use many::{RANGES_MAX, can_copy_and_drop_each, copy_each, drop_each};
+pub(crate) use memory::{carry_away, madvise, protect, release, reserve, reserve_at};
+
+/// The kernel page: the unit in which the kernel maps, moves and counts. Checked when a space is
+/// opened.
+pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
