@@ -9,6 +9,7 @@ mod install;
 mod rdma;
 mod setup;
 mod tests;
+mod tidy;
 mod vm;
 
 use std::{env, process::ExitCode};
@@ -27,6 +28,7 @@ Commands:
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
   install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
+  tidy                            lines that are too long, links that lead nowhere, and other rules of form (part of `test`)
   vm [OPTIONS] COMMAND...         run COMMAND in a virtual machine that has RDMA; `vm --help` says more
   setup                           only set up: install missing system packages, check kernel permissions
   help                            print this";
@@ -79,6 +81,7 @@ fn run() -> Result<ExitCode> {
             }
             None => Ok(misused("`install` takes `--prefix DIR`")),
         },
+        "tidy" if rest.is_empty() => tidy::run(),
         "vm" if rest == ["--help"] || rest == ["-h"] => {
             println!("{}", vm::USAGE);
             Ok(ExitCode::SUCCESS)
@@ -91,7 +94,7 @@ fn run() -> Result<ExitCode> {
             println!("{USAGE}");
             Ok(ExitCode::SUCCESS)
         }
-        "demo" | "setup" => Ok(misused(&format!("`{command}` takes no arguments"))),
+        "demo" | "setup" | "tidy" => Ok(misused(&format!("`{command}` takes no arguments"))),
         other => Ok(misused(&format!("no such command: `{other}`"))),
     }
 }

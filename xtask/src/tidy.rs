@@ -1,0 +1,266 @@
+//! `cargo xtask tidy`: rules of form that no compiler checks, and the test of that name.
+//!
+//! The rule it keeps: a finding names file and line and says what to do. Rules read the text as it lies in the checkout,
+//! apart from what `.gitignore` names. What comments say is left to their readers.
+
+mod comments;
+mod markdown;
+mod words;
+
+use std::{
+    fmt, fs, io,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
+
+use anyhow::{Context, Result};
+
+/// Comments and Markdown prose end here, so that two files fit side by side.
+const COLUMNS: usize = 100;
+
+/// Somebody new reads this file first, and whole.
+const ARCHITECTURE_LINES: usize = 200;
+
+/// Files whose lines are not wrapped yet. A file that keeps the rule has to leave the list.
+const UNWRAPPED: &str = "xtask/src/tidy/unwrapped.txt";
+
+/// Records are kept as the benchmark printed them.
+const RECORDS: &str = "bench/record/";
+
+/// One line that breaks a rule.
+#[derive(Debug, PartialEq)]
+struct Finding {
+    file: String,
+    line: usize,
+    what: String,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}: {}", self.file, self.line, self.what)
+    }
+}
+
+/// A file of the checkout.
+struct Source {
+    /// Relative to the root, with `/`.
+    path: String,
+    text: String,
+}
+
+impl Source {
+    fn finding(&self, line: usize, what: impl Into<String>) -> Finding {
+        Finding {
+            file: self.path.clone(),
+            line,
+            what: what.into(),
+        }
+    }
+}
+
+/// Prints what is not tidy.
+///
+/// # Errors
+/// When the checkout cannot be read. Findings are an exit code.
+pub(crate) fn run() -> Result<ExitCode> {
+    let findings = check(&root())?;
+    for finding in &findings {
+        println!("{finding}");
+    }
+    if findings.is_empty() {
+        println!("tidy");
+        return Ok(ExitCode::SUCCESS);
+    }
+    println!("\n{} to mend", findings.len());
+    Ok(ExitCode::FAILURE)
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn check(root: &Path) -> Result<Vec<Finding>> {
+    let files = files(root).context("cannot read the checkout")?;
+    let unwrapped = fs::read_to_string(root.join(UNWRAPPED)).unwrap_or_default();
+    let mut findings = Vec::new();
+    columns(&files, &unwrapped, &mut findings);
+    for file in &files {
+        words::check(file, &mut findings);
+        if file.path.ends_with(".md") {
+            markdown::links(file, root, &mut findings);
+        }
+    }
+    documents(&files, &mut findings);
+    findings.sort_by(|a, b| (&a.file, a.line).cmp(&(&b.file, b.line)));
+    Ok(findings)
+}
+
+/// Lines of comments and of prose that are too long, and files that are on the list for nothing.
+fn columns(files: &[Source], unwrapped: &str, findings: &mut Vec<Finding>) {
+    let listed: Vec<&str> = unwrapped.lines().collect();
+    let mut wrapped = vec![true; listed.len()];
+    for file in files {
+        let long = long_lines(file);
+        match listed.iter().position(|path| *path == file.path) {
+            Some(at) => wrapped[at] = long.is_empty(),
+            None => findings.extend(long),
+        }
+    }
+    for (at, path) in listed.iter().enumerate().filter(|(at, _)| wrapped[*at]) {
+        findings.push(Finding {
+            file: UNWRAPPED.to_owned(),
+            line: at + 1,
+            what: format!("{path} has no line that is too long: take it off the list"),
+        });
+    }
+}
+
+fn long_lines(file: &Source) -> Vec<Finding> {
+    let what = if file.path.ends_with(".md") {
+        "prose"
+    } else {
+        "a comment"
+    };
+    let lines = match (comments::Syntax::of(file), file.path.ends_with(".md")) {
+        (_, true) if file.path.starts_with(RECORDS) => Vec::new(),
+        (_, true) => markdown::long_lines(&file.text),
+        (Some(syntax), _) => comments::long_lines(syntax, &file.text),
+        (None, _) => Vec::new(),
+    };
+    lines
+        .into_iter()
+        .map(|line| {
+            file.finding(
+                line,
+                format!("{what} of more than {COLUMNS} columns: wrap it"),
+            )
+        })
+        .collect()
+}
+
+/// Rules of single documents.
+fn documents(files: &[Source], findings: &mut Vec<Finding>) {
+    for file in files {
+        let lines = file.text.lines().count();
+        if file.path == "ARCHITECTURE.md" && lines > ARCHITECTURE_LINES {
+            findings.push(file.finding(
+                ARCHITECTURE_LINES + 1,
+                format!(
+                    "{lines} lines, {ARCHITECTURE_LINES} at most: move reasons to docs/decisions.md, figures to \
+                     docs/measurements.md"
+                ),
+            ));
+        }
+        if file.path == "CHANGELOG.md"
+            && !file.text.lines().any(|l| l.starts_with("## [Unreleased]"))
+        {
+            findings.push(file.finding(1, "no section `## [Unreleased]`: add it on top"));
+        }
+    }
+}
+
+/// Every text file of the checkout, without what `.gitignore` names.
+fn files(root: &Path) -> io::Result<Vec<Source>> {
+    let ignored: Vec<PathBuf> = fs::read_to_string(root.join(".gitignore"))?
+        .lines()
+        .map(|line| root.join(line.trim_matches('/')))
+        .chain([root.join(".git")])
+        .collect();
+    let mut files = Vec::new();
+    let mut folders = vec![root.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder)? {
+            let entry = entry?;
+            let (path, kind) = (entry.path(), entry.file_type()?);
+            if ignored.contains(&path) {
+                continue;
+            }
+            if kind.is_dir() {
+                folders.push(path);
+            } else if kind.is_file()
+                && let Ok(text) = String::from_utf8(fs::read(&path)?)
+            {
+                let below = path.strip_prefix(root).expect("the walk starts there");
+                let path = below.to_string_lossy().into_owned();
+                files.push(Source { path, text });
+            }
+        }
+    }
+    Ok(files)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(path: &str, text: &str) -> Source {
+        Source {
+            path: path.to_owned(),
+            text: text.to_owned(),
+        }
+    }
+
+    #[test]
+    fn tidy() {
+        let findings = check(&root()).unwrap();
+        let list: Vec<String> = findings.iter().map(Finding::to_string).collect();
+        assert!(list.is_empty(), "to mend:\n{}", list.join("\n"));
+    }
+
+    #[test]
+    fn long_comment_is_found_unless_its_file_is_listed() {
+        let long = format!("let x = 1;\n// {}\n", "word ".repeat(20));
+        let files = [source("a.rs", &long), source("b.rs", "// short\n")];
+
+        let mut findings = Vec::new();
+        columns(&files, "", &mut findings);
+        assert_eq!(
+            findings[0].to_string(),
+            "a.rs:2: a comment of more than 100 columns: wrap it"
+        );
+        assert_eq!(findings.len(), 1);
+
+        findings.clear();
+        columns(&files, "a.rs\n", &mut findings);
+        assert_eq!(findings, []);
+    }
+
+    #[test]
+    fn listed_file_that_keeps_the_rule_or_is_gone_has_to_leave_the_list() {
+        let files = [source("b.rs", "// short\n")];
+        let mut findings = Vec::new();
+        columns(&files, "b.rs\ngone.rs\n", &mut findings);
+        let list: Vec<String> = findings.iter().map(Finding::to_string).collect();
+        assert_eq!(list.len(), 2);
+        for (found, path) in list.iter().zip(["b.rs", "gone.rs"]) {
+            assert!(found.contains(path) && found.contains("take it off the list"));
+        }
+    }
+
+    #[test]
+    fn records_and_other_kinds_of_files_may_have_long_lines() {
+        let long = "word ".repeat(30);
+        assert_eq!(long_lines(&source("bench/record/x.md", &long)), []);
+        assert_eq!(long_lines(&source("data.json", &long)), []);
+        assert_eq!(long_lines(&source("docs/x.md", &long)).len(), 1);
+    }
+
+    #[test]
+    fn architecture_has_a_length_and_the_changelog_a_section_for_what_comes() {
+        let mut findings = Vec::new();
+        let files = [
+            source("ARCHITECTURE.md", &"line\n".repeat(200)),
+            source("CHANGELOG.md", "# Changelog\n\n## [Unreleased]\n"),
+        ];
+        documents(&files, &mut findings);
+        assert_eq!(findings, []);
+
+        let files = [
+            source("ARCHITECTURE.md", &"line\n".repeat(201)),
+            source("CHANGELOG.md", "# Changelog\n\n## [1.0.0]\n"),
+        ];
+        documents(&files, &mut findings);
+        let places: Vec<_> = findings.iter().map(|f| (f.file.as_str(), f.line)).collect();
+        assert_eq!(places, [("ARCHITECTURE.md", 201), ("CHANGELOG.md", 1)]);
+    }
+}
