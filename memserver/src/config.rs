@@ -12,7 +12,7 @@ use std::{
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, server::SocketAccess};
-use farpage_wire::Endpoint;
+use farpage_wire::{Endpoint, PublicKey};
 use serde::Deserialize;
 
 use crate::server::{DEFAULT_GRACE, DEFAULT_LEASE};
@@ -41,13 +41,15 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     socket-access = \"owner\"
     lease = \"60s\"
     grace = \"5s\"
+    operator-key = [\"/etc/farpage/operators\"]
     log = \"json\"
     log-level = \"info\"
 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
 A second signal exits at once.
 
-Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network.";
+Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network. Named regions belong
+to the key of the client that published them: nobody else can open, replace, list or remove them, except that an operator can list and remove all.";
 
 /// The commands.
 #[derive(Debug, Subcommand)]
@@ -57,6 +59,12 @@ pub enum Command {
     Serve(ServeArgs),
     /// Print the figures of a running server.
     Stat(StatArgs),
+    /// List the named regions of your key, and of all keys if yours is the operator's.
+    Names(NamesArgs),
+    /// Remove a named region, and free its memory.
+    Remove(RemoveArgs),
+    /// Print your public key; the key file is made if there is none.
+    Key(KeyArgs),
 }
 
 /// Flags of `serve`; what is absent here comes from the file or the defaults.
@@ -86,6 +94,14 @@ pub struct ServeArgs {
     /// What clients get to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = humantime::parse_duration)]
     pub grace: Option<Duration>,
+    /// Who may list and remove all named regions: a public key as `farpage-memserver key` prints it, or a file with one in each line; repeat it for several [default: nobody].
+    #[arg(
+        long,
+        value_name = "KEY|FILE",
+        env = "FARPAGE_MEMSERVER_OPERATOR_KEY",
+        value_delimiter = ','
+    )]
+    pub operator_key: Vec<String>,
 }
 
 /// Flags of `stat`.
@@ -97,6 +113,41 @@ pub struct StatArgs {
     /// One JSON object instead of a table.
     #[arg(long)]
     pub json: bool,
+}
+
+/// Flags that choose a key.
+#[derive(Args, Clone, Debug, Default)]
+pub struct KeyArgs {
+    /// Your key file [default: $XDG_CONFIG_HOME/farpage/key or ~/.config/farpage/key].
+    #[arg(long, value_name = "FILE", env = "FARPAGE_KEY_FILE")]
+    pub key_file: Option<PathBuf>,
+}
+
+/// Flags of `names`.
+#[derive(Args, Clone, Debug)]
+pub struct NamesArgs {
+    /// The server to ask, and how to print.
+    #[command(flatten)]
+    pub ask: StatArgs,
+    /// As whom.
+    #[command(flatten)]
+    pub key: KeyArgs,
+}
+
+/// Flags of `remove`.
+#[derive(Args, Clone, Debug)]
+pub struct RemoveArgs {
+    /// The region's name.
+    pub name: String,
+    /// The server to ask: shm:///path, tcp://host:port or rdma://host:port.
+    #[arg(long, value_name = "URL", env = "FARPAGE_MEMSERVER_ENDPOINT")]
+    pub endpoint: Endpoint,
+    /// Whose region it is, as `names` prints it, if not yours: for the operator.
+    #[arg(long, value_name = "KEY")]
+    pub owner: Option<PublicKey>,
+    /// As whom.
+    #[command(flatten)]
+    pub key: KeyArgs,
 }
 
 /// Flags that choose the log.
@@ -150,6 +201,7 @@ struct File {
     socket_access: Option<Access>,
     lease: Option<String>,
     grace: Option<String>,
+    operator_key: Option<Vec<String>>,
     log: Option<LogFormat>,
     log_level: Option<String>,
 }
@@ -169,6 +221,8 @@ pub struct Config {
     pub lease: Duration,
     /// What clients get to finish after SIGTERM.
     pub grace: Duration,
+    /// Who may list and remove all named regions.
+    pub operators: Vec<PublicKey>,
     /// How log lines look.
     pub log: LogFormat,
     /// Which events are logged, as `tracing_subscriber::EnvFilter` reads it.
@@ -204,6 +258,16 @@ pub enum ConfigError {
         value: String,
         /// What is wrong and what to do.
         reason: &'static str,
+    },
+    /// An operator's key that is none.
+    #[error(
+        "operator-key is {given:?}, which is neither a public key nor a file with public keys: {reason}"
+    )]
+    Keys {
+        /// What was given.
+        given: String,
+        /// What is wrong.
+        reason: String,
     },
     /// Nothing to listen on was named, and there is no place for a default.
     #[error(
@@ -249,6 +313,10 @@ impl Config {
                 .into(),
             lease: duration(flags.lease, "lease", file.lease, DEFAULT_LEASE)?,
             grace: duration(flags.grace, "grace", file.grace, DEFAULT_GRACE)?,
+            operators: match flags.operator_key.is_empty() {
+                false => operators(&flags.operator_key)?,
+                true => operators(&file.operator_key.unwrap_or_default())?,
+            },
             log: log.log.or(file.log).unwrap_or_default(),
             log_level: log
                 .log_level
@@ -299,6 +367,28 @@ impl File {
             reason,
         }
     }
+}
+
+/// Public keys, given themselves or by files that list them.
+fn operators(given: &[String]) -> Result<Vec<PublicKey>, ConfigError> {
+    let mut keys = Vec::new();
+    for text in given {
+        let wrong = |reason: String| ConfigError::Keys {
+            given: text.clone(),
+            reason,
+        };
+        if let Ok(key) = text.parse() {
+            keys.push(key);
+            continue;
+        }
+        let file = fs::read_to_string(text).map_err(|error| wrong(error.to_string()))?;
+        let lines = file.lines().map(str::trim);
+        for line in lines.filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            let key = line.parse::<PublicKey>();
+            keys.push(key.map_err(|error| wrong(format!("a line of it is none; {error}")))?);
+        }
+    }
+    Ok(keys)
 }
 
 /// Where a server listens when nobody says: a socket that only this user (root: this host's root) can create.

@@ -1,4 +1,4 @@
-//! `farpage-memserver`: the daemon and its `stat` command.
+//! `farpage-memserver`: the daemon, and the commands that look at one or manage its names.
 //!
 //! The rule it keeps: exit 0 for success and for a drain on request, 1 for what the world refused, 2 for wrong usage.
 //! Everything else is left to the library.
@@ -16,14 +16,15 @@ use std::{
 use anyhow::Context;
 use bytesize::ByteSize;
 use clap::Parser;
-use farpage_fabric::{Session, SessionOptions};
+use farpage_fabric::{SessionOptions, Visit, key::Key};
 use farpage_memserver::{
     Server,
     config::{
-        Cli, Command, Config, ConfigError, LogArgs, LogFormat, ServeArgs, StatArgs, available_bytes,
+        Cli, Command, Config, ConfigError, KeyArgs, LogArgs, LogFormat, NamesArgs, RemoveArgs,
+        ServeArgs, StatArgs, available_bytes,
     },
 };
-use farpage_wire::ServerStat;
+use farpage_wire::{Endpoint, NamedRegion, ServerStat};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -37,6 +38,9 @@ fn main() -> ExitCode {
     let outcome = match &cli.command {
         Command::Serve(flags) => serve(flags, &cli.log),
         Command::Stat(flags) => stat(flags, &cli.log),
+        Command::Names(flags) => names(flags, &cli.log),
+        Command::Remove(flags) => remove(flags, &cli.log),
+        Command::Key(flags) => key(flags).and_then(|key| say(&format!("{}\n", key.public()))),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -62,6 +66,9 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         .access(config.access)
         .lease(config.lease)
         .grace(config.grace);
+    for key in config.operators {
+        server = server.operator(key);
+    }
     for endpoint in config.listen {
         server = server.listen(endpoint);
     }
@@ -106,17 +113,7 @@ fn say_capacity(config: &Config) {
 }
 
 fn stat(flags: &StatArgs, log: &LogArgs) -> anyhow::Result<()> {
-    start_log(
-        log.log.unwrap_or_default(),
-        log.log_level.as_deref().unwrap_or("warn"),
-    )?;
-    let options = SessionOptions {
-        deadline: STAT_DEADLINE,
-        client: "farpage-memserver stat".to_owned(),
-        ..SessionOptions::default()
-    };
-    let session = Session::connect(&flags.endpoint, &options)?;
-    let figures = session.stat()?;
+    let figures = visit(&flags.endpoint, log)?.stat()?;
     say(&match flags.json {
         true => serde_json::to_string(&figures)? + "\n",
         false => table(&figures),
@@ -135,8 +132,48 @@ fn say(text: &str) -> anyhow::Result<()> {
     }
 }
 
+fn names(flags: &NamesArgs, log: &LogArgs) -> anyhow::Result<()> {
+    let mut visit = visit(&flags.ask.endpoint, log)?;
+    visit.identify(&key(&flags.key)?)?;
+    let names = visit.names()?;
+    say(&match flags.ask.json {
+        true => serde_json::to_string(&names)? + "\n",
+        false => names.iter().map(line).collect(),
+    })
+}
+
+/// A named region: what varies in length comes last.
+fn line(named: &NamedRegion) -> String {
+    let size = ByteSize::b(named.bytes).to_string();
+    let state = if named.in_use { "in use" } else { "free" };
+    format!("{}  {size:>10}  {state:<6}  {}\n", named.owner, named.name)
+}
+
+fn remove(flags: &RemoveArgs, log: &LogArgs) -> anyhow::Result<()> {
+    let mut visit = visit(&flags.endpoint, log)?;
+    visit.identify(&key(&flags.key)?)?;
+    Ok(visit.remove(&flags.name, flags.owner)?)
+}
+
+fn key(flags: &KeyArgs) -> anyhow::Result<Key> {
+    let file = flags.key_file.clone().map_or_else(Key::default_file, Ok)?;
+    Ok(Key::load_or_make(&file)?)
+}
+
+fn visit(endpoint: &Endpoint, log: &LogArgs) -> anyhow::Result<Visit> {
+    start_log(
+        log.log.unwrap_or_default(),
+        log.log_level.as_deref().unwrap_or("warn"),
+    )?;
+    let options = SessionOptions {
+        deadline: VISIT_DEADLINE,
+        ..SessionOptions::default()
+    };
+    Ok(Visit::connect(endpoint, &options)?)
+}
+
 /// A person or a monitor waits for the answer: a server that needs longer is not healthy.
-const STAT_DEADLINE: Duration = Duration::from_secs(5);
+const VISIT_DEADLINE: Duration = Duration::from_secs(5);
 
 fn table(figures: &ServerStat) -> String {
     let size = |bytes| ByteSize::b(bytes).to_string();

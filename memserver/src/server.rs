@@ -12,7 +12,7 @@ use std::{
 
 use farpage_fabric::host::Host;
 use farpage_fabric::server::{BindError, Listener, Shutdown, SocketAccess, Traffic, serve};
-use farpage_wire::{Endpoint, ServerStat};
+use farpage_wire::{Endpoint, PublicKey, ServerStat};
 use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
 
@@ -37,6 +37,7 @@ pub struct Server {
     lease: Duration,
     grace: Duration,
     access: SocketAccess,
+    operators: Vec<PublicKey>,
 }
 
 /// Why a server did not start.
@@ -67,6 +68,7 @@ impl Server {
             lease: DEFAULT_LEASE,
             grace: DEFAULT_GRACE,
             access: SocketAccess::default(),
+            operators: Vec::new(),
         }
     }
 
@@ -100,6 +102,12 @@ impl Server {
         self
     }
 
+    /// Adds a key whose holder may list and remove all named regions.
+    pub fn operator(mut self, key: PublicKey) -> Self {
+        self.operators.push(key);
+        self
+    }
+
     /// Binds every endpoint and starts to serve. When it returns, clients can connect.
     ///
     /// # Errors
@@ -115,6 +123,7 @@ impl Server {
             extents_per_session: budget.extents_per_session,
             extents: budget.extents,
             sessions: budget.sessions,
+            operators: self.operators,
         }));
         // 1. All endpoints or none: a server that half listens would look healthy.
         let listeners: Vec<Listener> = self

@@ -13,24 +13,26 @@
 
 use std::{
     collections::{BTreeMap, HashMap, HashSet},
-    fs,
-    io::Read,
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
-    host::{Admission, Host, Opened, Refusal, Transport},
+    host::{Admission, Asker, Host, Opened, Refusal, Transport},
     memory::ExtentMemory,
     server::Lines,
 };
-use farpage_wire::{ExtentId, Secret, ServerStat, SessionId, control::MAX_NAME_BYTES};
+use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
 use parking_lot::{Condvar, Mutex, RwLock};
 use tracing::{debug, info, warn};
 
+mod names;
+
+use names::{NameId, NameRecord};
+
 /// What a server may give away.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Limits {
     /// The most bytes granted at any time, manifests of named regions included.
     pub capacity_bytes: u64,
@@ -42,10 +44,10 @@ pub struct Limits {
     pub extents: usize,
     /// The most sessions at once.
     pub sessions: usize,
+    /// Keys whose holders may list and remove all names.
+    pub operators: Vec<PublicKey>,
 }
 
-/// No more names than this; each costs an entry and its manifest, which counts against the capacity.
-const NAMES_MAX: usize = 65_536;
 /// A connection that waits for its client looks once a second whether its leases have ended; this is a second more.
 const QUIET: Duration = Duration::from_secs(2);
 /// What an extent takes, whatever its length: whole pages of the server's memory.
@@ -66,7 +68,7 @@ pub struct State {
 struct Ledger {
     sessions: HashMap<SessionId, SessionRecord>,
     extents: HashMap<ExtentId, ExtentRecord>,
-    names: BTreeMap<String, NameRecord>,
+    names: BTreeMap<NameId, NameRecord>,
     granted_bytes: u64,
     sessions_ever: u64,
     extents_ever: u64,
@@ -81,7 +83,9 @@ struct SessionRecord {
     transport: Transport,
     renewed: Instant,
     extents: HashSet<ExtentId>,
-    names: HashSet<String>,
+    names: HashSet<NameId>,
+    /// Whose the names are that it uses, once its client has shown its key.
+    key: Option<PublicKey>,
     /// Bytes of the pages that it keeps, and bytes that they take, as it says.
     held: [u64; 2],
 }
@@ -90,13 +94,7 @@ struct ExtentRecord {
     memory: Arc<ExtentMemory>,
     lessee: Option<SessionId>,
     /// At most one: two names with one extent could be open in two sessions at once.
-    name: Option<String>,
-}
-
-struct NameRecord {
-    manifest: Vec<u8>,
-    extents: Vec<ExtentId>,
-    holder: Option<SessionId>,
+    name: Option<NameId>,
 }
 
 /// Memory on its way out. Unmapping gigabytes takes milliseconds, so it is [given back](give_back) after the ledger is unlocked.
@@ -179,9 +177,7 @@ impl State {
         };
         let (client, held_extents) = (session.client, session.extents.len());
         for name in &session.names {
-            if let Some(record) = ledger.names.get_mut(name) {
-                record.holder = None;
-            }
+            ledger.let_go_of(name);
         }
         let freed: Freed = session
             .extents
@@ -213,7 +209,7 @@ impl State {
 
     /// Waits for operations that began under an earlier lease of the name's extents and have not ended: a late WRITE
     /// must not land among the next holder's bytes, nor a late READ see them. False when they do not end in time.
-    fn is_quiet(&self, name: &str) -> bool {
+    fn is_quiet(&self, name: &NameId) -> bool {
         let until = Instant::now() + QUIET;
         loop {
             let ledger = self.ledger.lock();
@@ -282,19 +278,6 @@ impl Ledger {
         self.granted_bytes -= charge_of(record.memory.bytes());
         Some(record.memory)
     }
-
-    /// The extents of a name that is no longer bound to them: freed where nobody leases them.
-    fn unname(&mut self, extents: &[ExtentId]) -> Freed {
-        let mut freed = Freed::new();
-        for id in extents {
-            let record = self.extents.get_mut(id).expect("a name keeps its extents");
-            record.name = None;
-            if record.lessee.is_none() {
-                freed.extend(self.forget_extent(*id));
-            }
-        }
-        freed
-    }
 }
 
 impl Host for State {
@@ -327,6 +310,7 @@ impl Host for State {
             renewed: Instant::now(),
             extents: HashSet::new(),
             names: HashSet::new(),
+            key: None,
             held: [0; 2],
         };
         ledger.sessions.insert(id, record);
@@ -443,7 +427,7 @@ impl Host for State {
             return Err(Refusal::NotLeased(extent));
         }
         let freed = self.let_go(&mut ledger, extent);
-        ledger.give_up_name_of(extent, session);
+        ledger.let_go_of_name(extent);
         drop(ledger);
         give_back(freed);
         Ok(())
@@ -453,6 +437,30 @@ impl Host for State {
         self.leases.get(session, extent)
     }
 
+    fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        match &mut Self::known(&mut ledger, session)?.key {
+            Some(other) if *other != key => Err(Refusal::Invalid(
+                "this session belongs to another key already".to_owned(),
+            )),
+            place => {
+                *place = Some(key);
+                Ok(())
+            }
+        }
+    }
+
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+        self.ledger.lock().claim(session, name, replace)
+    }
+
+    fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        ledger.disclaim(session, &id);
+        Ok(())
+    }
+
     fn publish(
         &self,
         session: SessionId,
@@ -460,87 +468,47 @@ impl Host for State {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<(), Refusal> {
-        if name.is_empty() || name.len() > MAX_NAME_BYTES {
-            return Err(Refusal::Invalid(format!(
-                "a name of {} bytes: it must have 1 to {MAX_NAME_BYTES}",
-                name.len()
-            )));
-        }
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
-        let held = &ledger
-            .sessions
-            .get(&session)
-            .ok_or(Refusal::NoSession)?
-            .extents;
+        let id = ledger.name_of(session, name)?;
+        let held = &ledger.sessions[&session].extents;
         if let Some(stranger) = extents.iter().find(|id| !held.contains(id)) {
             return Err(Refusal::NotLeased(*stranger));
         }
         let distinct: HashSet<ExtentId> = extents.iter().copied().collect();
-        for id in &distinct {
-            if let Some(other) = ledger.extents[id]
-                .name
-                .as_deref()
-                .filter(|other| *other != name)
-            {
+        for extent in &distinct {
+            let bound = ledger.extents[extent].name.as_ref();
+            if let Some(other) = bound.filter(|other| **other != id) {
                 return Err(Refusal::Invalid(format!(
-                    "extent {id} belongs to the named region {other:?} already"
+                    "extent {extent} belongs to the named region {:?} already",
+                    other.name
                 )));
             }
         }
-        let old = ledger.names.get(name);
-        if old.is_some_and(|old| old.holder.is_some_and(|holder| holder != session)) {
-            return Err(Refusal::InUse);
-        }
-        if old.is_none() && ledger.names.len() >= NAMES_MAX {
-            return Err(Refusal::Invalid(format!(
-                "this server keeps {NAMES_MAX} named regions, its most: remove some"
-            )));
-        }
-        let old_manifest_bytes = old.map_or(0, |old| old.manifest.len() as u64);
+        ledger.may_bind(session, &id)?;
+        let old_manifest_bytes = ledger.manifest_bytes(&id);
         ledger.granted_bytes -= old_manifest_bytes;
         if let Err(full) = self.charge(&mut ledger, manifest.len() as u64) {
             ledger.granted_bytes += old_manifest_bytes;
             return Err(full);
         }
         // 2. The new binding, and what only the old one kept.
-        let record = NameRecord {
-            manifest,
-            extents: distinct.iter().copied().collect(),
-            holder: Some(session),
-        };
-        for id in &distinct {
-            ledger
-                .extents
-                .get_mut(id)
-                .expect("checked above, under the same lock")
-                .name = Some(name.to_owned());
-        }
-        let dropped: Vec<ExtentId> = match ledger.names.insert(name.to_owned(), record) {
-            Some(old) => old
-                .extents
-                .into_iter()
-                .filter(|id| !distinct.contains(id))
-                .collect(),
-            None => Vec::new(),
-        };
-        let freed = ledger.unname(&dropped);
-        Self::known(&mut ledger, session)?
-            .names
-            .insert(name.to_owned());
+        let extents = distinct.len();
+        let freed = ledger.bind(session, id, manifest, distinct);
         drop(ledger);
         give_back(freed);
-        debug!(session = %session, name, extents = distinct.len(), "named region published");
+        debug!(session = %session, name, extents, "named region published");
         Ok(())
     }
 
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
-        if !self.is_quiet(name) {
+        let id = self.ledger.lock().name_of(session, name)?;
+        if !self.is_quiet(&id) {
             return Err(Refusal::InUse);
         }
         let mut ledger = self.ledger.lock();
         let held_extents = Self::known(&mut ledger, session)?.extents.len();
-        let Some(record) = ledger.names.get_mut(name) else {
+        let Some(record) = ledger.names.get_mut(&id) else {
             return Err(Refusal::NotFound);
         };
         if record.holder.is_some() {
@@ -554,7 +522,8 @@ impl Host for State {
             )));
         }
         record.holder = Some(session);
-        let (manifest, ids) = (record.manifest.clone(), record.extents.clone());
+        let manifest = record.manifest.clone().unwrap_or_default();
+        let ids = record.extents.clone();
         let mut extents = Vec::with_capacity(ids.len());
         for id in &ids {
             let record = ledger
@@ -568,31 +537,35 @@ impl Host for State {
         }
         let holder = Self::known(&mut ledger, session)?;
         holder.extents.extend(ids);
-        holder.names.insert(name.to_owned());
+        holder.names.insert(id);
         info!(session = %session, name, extents = extents.len(), "named region opened");
         Ok(Opened { manifest, extents })
     }
 
-    fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+    fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal> {
         let mut ledger = self.ledger.lock();
-        Self::known(&mut ledger, session)?.names.remove(name);
-        match ledger.names.get(name) {
-            None => return Err(Refusal::NotFound),
-            Some(record) if record.holder.is_some_and(|holder| holder != session) => {
-                return Err(Refusal::InUse);
-            }
-            Some(_) => {}
+        let key = ledger.key_of(asker)?;
+        let owner = owner.unwrap_or(key);
+        if owner != key && !self.limits.operators.contains(&key) {
+            return Err(Refusal::NotFound);
         }
-        let record = ledger
-            .names
-            .remove(name)
-            .expect("looked up above, under the same lock");
-        ledger.granted_bytes -= record.manifest.len() as u64;
-        let freed = ledger.unname(&record.extents);
+        let id = NameId::new(owner, name);
+        let freed = ledger.remove(asker, &id)?;
         drop(ledger);
         give_back(freed);
-        info!(session = %session, name, "named region removed");
+        info!(%owner, name, "named region removed");
         Ok(())
+    }
+
+    fn names(
+        &self,
+        asker: Asker,
+        after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal> {
+        let ledger = self.ledger.lock();
+        let key = ledger.key_of(asker)?;
+        let of = (!self.limits.operators.contains(&key)).then_some(key);
+        Ok(ledger.list(of, after))
     }
 
     fn hold(&self, session: SessionId, plain_bytes: u64, stored_bytes: u64) -> Result<(), Refusal> {
@@ -621,35 +594,10 @@ impl Host for State {
             resident_bytes,
             sessions: ledger.sessions.len() as u64,
             extents: ledger.extents.len() as u64,
-            named_regions: ledger.names.len() as u64,
+            named_regions: ledger.named_regions(),
             logical_bytes,
             stored_bytes,
             ..ServerStat::default()
-        }
-    }
-}
-
-impl Ledger {
-    /// A name is held for as long as its holder leases any of its extents.
-    fn give_up_name_of(&mut self, extent: ExtentId, session: SessionId) {
-        let Some(name) = self
-            .extents
-            .get(&extent)
-            .and_then(|record| record.name.clone())
-        else {
-            return;
-        };
-        let record = self.names.get_mut(&name).expect("an extent's name exists");
-        if record
-            .extents
-            .iter()
-            .any(|id| self.extents[id].lessee.is_some())
-        {
-            return;
-        }
-        record.holder = None;
-        if let Some(session) = self.sessions.get_mut(&session) {
-            session.names.remove(&name);
         }
     }
 }
@@ -664,14 +612,11 @@ fn charge_of(bytes: u64) -> u64 {
 /// Guessing it must be hopeless: it comes from the kernel's random generator.
 fn new_secret() -> Result<Secret, Refusal> {
     let mut bytes = [0; 16];
-    match fs::File::open("/dev/urandom").and_then(|mut random| random.read_exact(&mut bytes)) {
+    match getrandom::fill(&mut bytes) {
         Ok(()) => Ok(Secret(bytes)),
-        Err(error) => {
-            warn!(%error, "cannot read /dev/urandom: nobody is admitted");
-            Err(Refusal::Invalid(format!(
-                "the server cannot make a secret: {error}"
-            )))
-        }
+        Err(error) => Err(Refusal::Invalid(format!(
+            "the server cannot make a secret: {error}"
+        ))),
     }
 }
 

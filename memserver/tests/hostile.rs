@@ -5,8 +5,6 @@ mod common;
 
 use std::{
     io::{Read, Write},
-    net::TcpStream,
-    os::unix::net::UnixStream,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -15,11 +13,15 @@ use std::{
     time::Duration,
 };
 
-use common::{Both, connect, read, wait_until, write};
+use common::{
+    Both, connect,
+    raw::{Stream, begin, greet, hear, raw, say},
+    read, wait_until, write,
+};
 use farpage_fabric::Session;
 use farpage_wire::{
     Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
-    control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+    control::{self, Hello, Purpose},
     data::{
         ANSWER_HEADER_BYTES, AnswerHeader, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader, OpKind,
         Status, WORD_BYTES,
@@ -32,39 +34,6 @@ use proptest::{
 };
 
 const MIB: u64 = 1 << 20;
-
-trait Stream: Read + Write + Send {
-    /// Says that nothing more will be sent.
-    fn finish(&self);
-}
-
-impl Stream for TcpStream {
-    fn finish(&self) {
-        let _ = self.shutdown(std::net::Shutdown::Write);
-    }
-}
-
-impl Stream for UnixStream {
-    fn finish(&self) {
-        let _ = self.shutdown(std::net::Shutdown::Write);
-    }
-}
-
-fn raw(endpoint: &Endpoint) -> Box<dyn Stream> {
-    match endpoint {
-        Endpoint::Shm(path) => {
-            let stream = UnixStream::connect(path).unwrap();
-            stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
-            Box::new(stream)
-        }
-        Endpoint::Tcp { host, port } => {
-            let stream = TcpStream::connect((host.as_str(), *port)).unwrap();
-            stream.set_read_timeout(Some(common::PATIENCE)).unwrap();
-            Box::new(stream)
-        }
-        other => unreachable!("no server listens on {other}"),
-    }
-}
 
 /// Sends `bytes` and waits until the server has closed the connection. A reset is as good as an end.
 fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
@@ -81,48 +50,6 @@ fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
             common::PATIENCE
         );
     }
-}
-
-fn say(stream: &mut dyn Stream, request: &Request) {
-    stream
-        .write_all(&control::encode(request).unwrap())
-        .unwrap();
-}
-
-fn hear(stream: &mut dyn Stream) -> Response {
-    let mut prefix = [0; PREFIX_BYTES];
-    stream.read_exact(&mut prefix).unwrap();
-    let mut body = vec![0; control::frame_bytes(prefix, control::MAX_FRAME_BYTES).unwrap()];
-    stream.read_exact(&mut body).unwrap();
-    control::decode(&body).unwrap()
-}
-
-fn greet(endpoint: &Endpoint, purpose: Purpose) -> Box<dyn Stream> {
-    let mut stream = raw(endpoint);
-    stream.write_all(&Hello::new(purpose).encode()).unwrap();
-    let mut hello = [0; HELLO_BYTES];
-    stream.read_exact(&mut hello).unwrap();
-    assert_eq!(Hello::decode(&hello).unwrap().purpose, purpose);
-    stream
-}
-
-/// A session by hand.
-fn begin(endpoint: &Endpoint) -> (Box<dyn Stream>, SessionId, Secret) {
-    let mut stream = greet(endpoint, Purpose::Control);
-    say(
-        &mut *stream,
-        &Request::Begin {
-            client: "by hand".to_owned(),
-            resume: None,
-        },
-    );
-    let Response::Begun {
-        session, secret, ..
-    } = hear(&mut *stream)
-    else {
-        panic!("no session")
-    };
-    (stream, session, secret)
 }
 
 /// A data connection by hand, with an extent of 1 MiB. The first stream keeps the session alive.

@@ -5,8 +5,8 @@
 
 use std::{sync::Arc, time::Duration};
 
-pub use farpage_wire::Refusal;
-use farpage_wire::{ExtentId, Secret, ServerStat, SessionId};
+use farpage_wire::{ExtentId, PublicKey, Secret, ServerStat, SessionId};
+pub use farpage_wire::{NamedRegion, Refusal};
 
 use crate::{memory::ExtentMemory, server::Lines};
 
@@ -42,6 +42,15 @@ pub struct Opened {
     pub extents: Vec<Arc<ExtentMemory>>,
 }
 
+/// Who asks about names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asker {
+    /// A session; who it is was said by [`Host::identify`].
+    Session(SessionId),
+    /// A client without a session, which proved that it holds this key.
+    Key(PublicKey),
+}
+
 /// Who may have which memory. Implemented by the daemon; called by the server half of every transport, from any thread.
 pub trait Host: Send + Sync + 'static {
     /// A client's control connection begins a session, or resumes one after a loss.
@@ -69,7 +78,14 @@ pub trait Host: Send + Sync + 'static {
     /// The memory of an extent, if it is leased to the session. On the data path: called per operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
-    /// Binds a name to a manifest and extents of the session, replacing what it was bound to before, atomically.
+    /// The session's client proved that it holds `key`: names belong to keys. For good, also after a resumption.
+    fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
+    /// Holds a name for the session, which nobody holds and, unless `replace`, which is not bound. It stays bound to what it is.
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal>;
+    /// Ends a claim. A name that is not bound is free again.
+    fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
+    /// Binds a name to a manifest and extents of the session, replacing what it was bound to before, atomically. The session holds the
+    /// name, or it is not bound.
     fn publish(
         &self,
         session: SessionId,
@@ -79,8 +95,15 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<(), Refusal>;
     /// Opens a named region, exclusively until the session closes or releases its extents.
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal>;
-    /// Forgets a name and frees its memory.
-    fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
+    /// Forgets a name and frees its memory. The operator says whose with `owner`.
+    fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
+    /// The names of the asker's key, of all keys where it is the operator's: in their order, those behind `after`,
+    /// [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at most.
+    fn names(
+        &self,
+        asker: Asker,
+        after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal>;
     /// What the client says that its pages are and take, for the figures.
     fn hold(
         &self,

@@ -10,6 +10,7 @@ pub mod channel;
 pub mod conformance;
 mod devices;
 pub mod host;
+pub mod key;
 mod link;
 pub mod memory;
 pub mod patterns;
@@ -27,10 +28,11 @@ pub use allowance::Allowance;
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
 pub use devices::{RdmaDevice, rdma_devices};
 pub use farpage_wire::{
-    Atomic, Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, Secret, ServerStat, SessionId,
+    Atomic, Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
+    ServerStat, SessionId,
 };
 pub use link::Link;
 pub use session::{
     AllocError, ConnectError, ControlError, Extent, Line, Named, OpenError, PublishError,
-    RdmaOptions, Session, SessionOptions,
+    RdmaOptions, Session, SessionOptions, Visit,
 };

@@ -13,14 +13,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{ExtentId, Refusal, Request, Response, Secret, ServerStat, SessionId};
+use farpage_wire::{
+    ExtentId, NamedRegion, PublicKey, Refusal, Request, Response, Secret, ServerStat, SessionId,
+    control::NAMES_PER_ANSWER,
+};
 use parking_lot::Mutex;
 
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, Session, SessionOptions, Verb,
     Wait,
     channel::{check_len, refused},
-    host::{Admission, Host, Opened, Transport},
+    host::{Admission, Asker, Host, Opened, Transport},
     memory::ExtentMemory,
     server::{Lines, answer},
     session::{CallError, Death},
@@ -406,7 +409,7 @@ impl Random {
     }
 }
 
-/// The plainest [`Host`]: everybody is admitted, and leases do not expire. For simulations and for tests of transports.
+/// The plainest [`Host`]: everybody is admitted, names are everybody's, and leases do not expire. For simulations and for tests of transports.
 #[derive(Debug)]
 pub struct SimHost {
     capacity_bytes: u64,
@@ -431,8 +434,10 @@ struct SimExtent {
 
 #[derive(Debug, Default)]
 struct SimName {
-    manifest: Vec<u8>,
+    /// `None` while it is only claimed.
+    manifest: Option<Vec<u8>>,
     extents: Vec<ExtentId>,
+    claimed_by: Option<SessionId>,
 }
 
 impl SimHost {
@@ -476,11 +481,23 @@ impl SimState {
 
     /// Whether somebody other than `session` holds what the name refers to.
     fn in_use(&self, name: &SimName, session: SessionId) -> bool {
+        self.holders(name).any(|holder| holder != session)
+    }
+
+    fn holders(&self, name: &SimName) -> impl Iterator<Item = SessionId> {
         let owner = |id| self.extents.get(id).and_then(|extent| extent.owner);
-        name.extents
-            .iter()
-            .filter_map(owner)
-            .any(|owner| owner != session)
+        name.claimed_by
+            .into_iter()
+            .chain(name.extents.iter().filter_map(owner))
+    }
+
+    fn disclaim(&mut self, session: SessionId, is_meant: impl Fn(&str) -> bool) {
+        self.names.retain(|name, record| {
+            if record.claimed_by == Some(session) && is_meant(name) {
+                record.claimed_by = None;
+            }
+            record.manifest.is_some() || record.claimed_by.is_some()
+        });
     }
 
     fn unlease(&mut self, id: ExtentId) {
@@ -494,6 +511,7 @@ impl SimState {
 
     fn end(&mut self, session: SessionId) {
         self.sessions.remove(&session);
+        self.disclaim(session, |_| true);
         let mine =
             |(id, extent): (&ExtentId, &SimExtent)| (extent.owner == Some(session)).then_some(*id);
         let held: Vec<_> = self.extents.iter().filter_map(mine).collect();
@@ -600,6 +618,32 @@ impl Host for SimHost {
         self.state.lock().owned(session, extent).ok().cloned()
     }
 
+    fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
+        self.state.lock().known(session)
+    }
+
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        if let Some(record) = state.names.get(name) {
+            if state.in_use(record, session) {
+                return Err(Refusal::InUse);
+            }
+            if record.manifest.is_some() && !replace {
+                return Err(Refusal::Exists);
+            }
+        }
+        state.names.entry(name.to_owned()).or_default().claimed_by = Some(session);
+        Ok(())
+    }
+
+    fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        state.disclaim(session, |other| other == name);
+        Ok(())
+    }
+
     fn publish(
         &self,
         session: SessionId,
@@ -611,12 +655,15 @@ impl Host for SimHost {
         extents
             .iter()
             .try_for_each(|id| state.owned(session, *id).map(|_| ()))?;
-        if state
-            .names
-            .get(name)
-            .is_some_and(|old| state.in_use(old, session))
-        {
-            return Err(Refusal::InUse);
+        let mut claimed_by = None;
+        if let Some(old) = state.names.get(name) {
+            if state.in_use(old, session) {
+                return Err(Refusal::InUse);
+            }
+            if state.holders(old).next().is_none() {
+                return Err(Refusal::Exists);
+            }
+            claimed_by = old.claimed_by;
         }
         for id in extents {
             state
@@ -626,8 +673,9 @@ impl Host for SimHost {
                 .names += 1;
         }
         let new = SimName {
-            manifest,
+            manifest: Some(manifest),
             extents: extents.to_vec(),
+            claimed_by,
         };
         if let Some(old) = state.names.insert(name.to_owned(), new) {
             state.unname(old);
@@ -639,16 +687,15 @@ impl Host for SimHost {
         let mut state = self.state.lock();
         state.known(session)?;
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
-        if named
-            .extents
-            .iter()
-            .any(|id| state.extents[id].owner.is_some())
-        {
+        if state.holders(named).next().is_some() {
             return Err(Refusal::InUse);
         }
-        let (manifest, ids) = (named.manifest.clone(), named.extents.clone());
+        let manifest = named
+            .manifest
+            .clone()
+            .expect("bound, since nobody claims it");
         let mut extents = Vec::new();
-        for id in ids {
+        for id in named.extents.clone() {
             let extent = state
                 .extents
                 .get_mut(&id)
@@ -660,15 +707,41 @@ impl Host for SimHost {
         Ok(Opened { manifest, extents })
     }
 
-    fn remove(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+    fn remove(&self, asker: Asker, name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
         let mut state = self.state.lock();
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
-        if state.in_use(named, session) {
+        if state
+            .holders(named)
+            .any(|holder| asker != Asker::Session(holder))
+        {
             return Err(Refusal::InUse);
         }
         let named = state.names.remove(name).expect("seen above");
         state.unname(named);
         Ok(())
+    }
+
+    fn names(
+        &self,
+        _asker: Asker,
+        after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal> {
+        let state = self.state.lock();
+        let bytes = |id| state.extents.get(id).map_or(0, |it| it.memory.bytes());
+        let mut names: Vec<_> = (state.names.iter())
+            .filter(|(name, record)| {
+                record.manifest.is_some() && after.as_ref().is_none_or(|(_, after)| *name > after)
+            })
+            .map(|(name, record)| NamedRegion {
+                owner: PublicKey([0; 32]),
+                name: name.clone(),
+                bytes: record.extents.iter().map(bytes).sum(),
+                in_use: state.holders(record).next().is_some(),
+            })
+            .collect();
+        names.sort_by(|a, b| a.name.cmp(&b.name));
+        names.truncate(NAMES_PER_ANSWER);
+        Ok(names)
     }
 
     fn stat(&self) -> ServerStat {

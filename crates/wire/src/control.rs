@@ -5,7 +5,7 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{ExtentId, Secret, ServerStat, SessionId};
+use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
 
 /// The protocol spoken by this build. A peer with another number is turned away. Raised with every change of what either
 /// side says; the tests of this module and of [`data`](crate::data) pin the bytes of all of it.
@@ -188,8 +188,10 @@ pub enum Request {
     Remove {
         /// The name.
         name: String,
+        /// Whose it is, where the operator removes another's.
+        owner: Option<PublicKey>,
     },
-    /// Asks for figures.
+    /// Asks for figures. May be the first and only request on a control connection: it needs no session.
     Stat,
     /// What the client keeps in its extents now, for the figures.
     Hold {
@@ -198,7 +200,36 @@ pub enum Request {
         /// Bytes that they take.
         stored_bytes: u64,
     },
+    /// Asks for something to sign. May be first on a control connection: then who identifies itself may list and remove names without a session.
+    Challenge,
+    /// Proves who the client is: names belong to keys.
+    Identify {
+        /// The client's key.
+        key: PublicKey,
+        /// Of [`Challenge::message`].
+        signature: Signature,
+    },
+    /// Holds a name for this session, which nobody has published or opened; it is bound by the first `Publish`.
+    Claim {
+        /// The name.
+        name: String,
+        /// Also where the name is bound already: that binding stays until the next `Publish`.
+        replace: bool,
+    },
+    /// Ends a [`Claim`](Self::Claim). A name that was never published is free again.
+    Disclaim {
+        /// The name.
+        name: String,
+    },
+    /// Asks for the names of the client's key, and those of all keys if it is the operator's.
+    Names {
+        /// The last one that is known already.
+        after: Option<(PublicKey, String)>,
+    },
 }
+
+/// The most names in one answer.
+pub const NAMES_PER_ANSWER: usize = 1024;
 
 /// What the server answers, one per request and in their order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -230,6 +261,23 @@ pub enum Response {
     Stat(ServerStat),
     /// The request was understood and turned down.
     Refused(Refusal),
+    /// What is to be signed.
+    Challenge(Challenge),
+    /// Names in their order, [`NAMES_PER_ANSWER`] at most: fewer are the last.
+    Names(Vec<NamedRegion>),
+}
+
+/// A name that a server keeps.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamedRegion {
+    /// Whose it is.
+    pub owner: PublicKey,
+    /// The name.
+    pub name: String,
+    /// Bytes that it keeps granted on this server.
+    pub bytes: u64,
+    /// Whether a client holds it now.
+    pub in_use: bool,
 }
 
 /// An extent as its lease is announced.
@@ -266,7 +314,7 @@ pub enum Refusal {
     #[error("no such session, or its lease has ended")]
     NoSession,
     /// No region of that name.
-    #[error("no region of that name")]
+    #[error("no region of that name belongs to this key")]
     NotFound,
     /// The named region is open in another session.
     #[error("the region is in use by another client")]
@@ -280,6 +328,12 @@ pub enum Refusal {
     /// Anything else that is wrong with the request.
     #[error("{0}")]
     Invalid(String),
+    /// The name is bound already, and replacing was not asked for.
+    #[error("a region of that name exists already")]
+    Exists,
+    /// Names belong to keys, and the client has shown none.
+    #[error("names belong to keys, and this client has not shown its own")]
+    Unidentified,
 }
 
 /// The frame of a message: its length as a little-endian u32, then its bytes.
@@ -364,6 +418,7 @@ mod tests {
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
         let sevens = [7; 16];
+        let key = PublicKey([6; 32]);
         let requests = [
             (
                 Request::Begin {
@@ -393,7 +448,20 @@ mod tests {
                 vec![6, 1, b'n', 1, 9, 1, 5],
             ),
             (Request::Open { name: name.clone() }, vec![7, 1, b'n']),
-            (Request::Remove { name }, vec![8, 1, b'n']),
+            (
+                Request::Remove {
+                    name: name.clone(),
+                    owner: None,
+                },
+                vec![8, 1, b'n', 0],
+            ),
+            (
+                Request::Remove {
+                    name: name.clone(),
+                    owner: Some(key),
+                },
+                [&[8, 1, b'n', 1][..], &[6; 32]].concat(),
+            ),
             (Request::Stat, vec![9]),
             (
                 Request::Hold {
@@ -401,6 +469,29 @@ mod tests {
                     stored_bytes: 2,
                 },
                 vec![10, 0xac, 2, 2],
+            ),
+            (Request::Challenge, vec![11]),
+            (
+                Request::Identify {
+                    key,
+                    signature: Signature([[4; 32], [5; 32]]),
+                },
+                [&[12][..], &[6; 32], &[4; 32], &[5; 32]].concat(),
+            ),
+            (
+                Request::Claim {
+                    name: name.clone(),
+                    replace: true,
+                },
+                vec![13, 1, b'n', 1],
+            ),
+            (Request::Disclaim { name: name.clone() }, vec![14, 1, b'n']),
+            (Request::Names { after: None }, vec![15, 0]),
+            (
+                Request::Names {
+                    after: Some((key, name.clone())),
+                },
+                [&[15, 1][..], &[6; 32], &[1, b'n']].concat(),
             ),
         ];
         for (request, expected) in requests {
@@ -464,6 +555,21 @@ mod tests {
                 Response::Refused(Refusal::Invalid("i".to_owned())),
                 vec![5, 6, 1, b'i'],
             ),
+            (Response::Refused(Refusal::Exists), vec![5, 7]),
+            (Response::Refused(Refusal::Unidentified), vec![5, 8]),
+            (
+                Response::Challenge(Challenge([3; 32])),
+                [&[6][..], &[3; 32]].concat(),
+            ),
+            (
+                Response::Names(vec![NamedRegion {
+                    owner: key,
+                    name,
+                    bytes: 300,
+                    in_use: true,
+                }]),
+                [&[7, 1][..], &[6; 32], &[1, b'n', 0xac, 2, 1]].concat(),
+            ),
         ];
         for (response, expected) in responses {
             let frame = encode(&response).expect("short");
@@ -501,6 +607,7 @@ mod tests {
     fn request() -> impl Strategy<Value = Request> {
         let secret = any::<[u8; 16]>().prop_map(Secret);
         let resume = option::of((any::<u64>().prop_map(SessionId), secret.clone()));
+        let key = any::<[u8; 32]>().prop_map(PublicKey);
         prop_oneof![
             (any::<String>(), resume)
                 .prop_map(|(client, resume)| Request::Begin { client, resume }),
@@ -530,8 +637,18 @@ mod tests {
                     extents
                 }),
             any::<String>().prop_map(|name| Request::Open { name }),
-            any::<String>().prop_map(|name| Request::Remove { name }),
+            (any::<String>(), option::of(key.clone()))
+                .prop_map(|(name, owner)| Request::Remove { name, owner }),
             Just(Request::Stat),
+            Just(Request::Challenge),
+            (key.clone(), any::<[[u8; 32]; 2]>()).prop_map(|(key, halves)| Request::Identify {
+                key,
+                signature: Signature(halves)
+            }),
+            (any::<String>(), any::<bool>())
+                .prop_map(|(name, replace)| Request::Claim { name, replace }),
+            any::<String>().prop_map(|name| Request::Disclaim { name }),
+            option::of((key, any::<String>())).prop_map(|after| Request::Names { after }),
         ]
     }
 

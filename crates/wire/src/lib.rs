@@ -8,10 +8,12 @@ pub mod control;
 pub mod data;
 mod endpoint;
 mod id;
+mod key;
 mod stat;
 
-pub use control::{Refusal, Request, Response};
+pub use control::{NamedRegion, Refusal, Request, Response};
 pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};
+pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
 pub use stat::ServerStat;

@@ -13,11 +13,22 @@ fn state(capacity_bytes: u64) -> State {
         extents_per_session: 6,
         extents: 16,
         sessions: 5,
+        operators: vec![OPERATOR],
     })
 }
 
+/// Whose names most tests use.
+const KEY: PublicKey = PublicKey([1; 32]);
+const OPERATOR: PublicKey = PublicKey([2; 32]);
+
 fn client(state: &State, transport: Transport) -> SessionId {
-    state.admit("test", transport, None).unwrap().session
+    let session = state.admit("test", transport, None).unwrap().session;
+    state.identify(session, KEY).unwrap();
+    session
+}
+
+fn remove(state: &State, session: SessionId, name: &str) -> Result<(), Refusal> {
+    state.remove(Asker::Session(session), name, None)
 }
 
 impl State {
@@ -42,7 +53,7 @@ impl State {
         let manifests: u64 = ledger
             .names
             .values()
-            .map(|name| name.manifest.len() as u64)
+            .map(|name| name.manifest.as_ref().map_or(0, Vec::len) as u64)
             .sum();
         assert_eq!(ledger.granted_bytes, extents + manifests);
         assert!(ledger.granted_bytes <= self.limits.capacity_bytes);
@@ -292,15 +303,122 @@ fn a_named_region_outlives_its_publisher_and_is_open_once() {
     opened.extents[0].copy_out(7, &mut bytes).unwrap();
     assert_eq!(&bytes, b"kept");
     assert_eq!(state.open(third, "x").unwrap_err(), Refusal::InUse);
-    assert_eq!(state.remove(third, "x"), Err(Refusal::InUse));
+    assert_eq!(remove(&state, third, "x"), Err(Refusal::InUse));
     assert_eq!(state.publish(third, "x", vec![], &[]), Err(Refusal::InUse));
     drop(opened);
     state.release(second, id).unwrap();
     state.open(third, "x").unwrap();
-    state.remove(third, "x").unwrap();
+    remove(&state, third, "x").unwrap();
     assert_eq!(state.open(second, "x").unwrap_err(), Refusal::NotFound);
     state.close(third);
     assert_eq!(state.stat().granted_bytes, 0);
+    state.check();
+}
+
+#[test]
+fn names_belong_to_keys_and_only_the_operator_reaches_all() {
+    let state = state(1 << 30);
+    let (owner, stranger) = (
+        client(&state, Transport::Tcp),
+        state.admit("test", Transport::Tcp, None).unwrap().session,
+    );
+    let id = state.grant(owner, 4096).unwrap().id();
+    assert_eq!(
+        state.publish(stranger, "x", vec![], &[]),
+        Err(Refusal::Unidentified)
+    );
+    let other = PublicKey([3; 32]);
+    state.identify(stranger, other).unwrap();
+    assert!(matches!(
+        state.identify(stranger, KEY),
+        Err(Refusal::Invalid(_))
+    ));
+    state.publish(owner, "x", vec![7], &[id]).unwrap();
+    state.close(owner);
+    // 1. Another key has names of its own, which nothing of the owner's is in the way of.
+    let asker = Asker::Session(stranger);
+    assert_eq!(state.open(stranger, "x").unwrap_err(), Refusal::NotFound);
+    for owner in [None, Some(KEY)] {
+        assert_eq!(state.remove(asker, "x", owner), Err(Refusal::NotFound));
+    }
+    assert_eq!(state.names(asker, None), Ok(vec![]));
+    assert_eq!(
+        state.names(asker, Some((KEY, String::new()))),
+        Ok(vec![]),
+        "also when asked for what comes behind another's"
+    );
+    state.publish(stranger, "x", vec![8], &[]).unwrap();
+    // 2. The operator sees both, without a session, and removes the owner's alone.
+    let operator = Asker::Key(OPERATOR);
+    let names = state.names(operator, None).unwrap();
+    let of = |named: &NamedRegion| (named.owner, named.bytes, named.in_use);
+    assert_eq!(
+        names.iter().map(of).collect::<Vec<_>>(),
+        [(KEY, 4097, false), (other, 1, true)]
+    );
+    assert_eq!(
+        state.remove(operator, "x", Some(other)),
+        Err(Refusal::InUse)
+    );
+    assert_eq!(state.remove(operator, "x", Some(KEY)), Ok(()));
+    assert_eq!(state.names(Asker::Key(KEY), None), Ok(vec![]));
+    assert_eq!(state.names(asker, None).unwrap()[0].owner, other);
+    state.check();
+}
+
+#[test]
+fn a_resumed_session_keeps_its_key() {
+    let state = state(1 << 30);
+    let begun = state.admit("test", Transport::Tcp, None).unwrap();
+    state.identify(begun.session, KEY).unwrap();
+    let id = state.grant(begun.session, 4096).unwrap().id();
+    state.publish(begun.session, "x", vec![], &[id]).unwrap();
+    state.lost(begun.session);
+    let resume = Some((begun.session, begun.secret));
+    state.admit("test", Transport::Tcp, resume).unwrap();
+    state.publish(begun.session, "x", vec![1], &[id]).unwrap();
+}
+
+#[test]
+fn creating_a_name_is_exclusive_unless_replacing_was_asked_for() {
+    let state = state(1 << 30);
+    let (first, second) = (
+        client(&state, Transport::Tcp),
+        client(&state, Transport::Tcp),
+    );
+    // 1. A claim keeps others out before anything is published, and is gone without a trace.
+    state.claim(first, "x", false).unwrap();
+    assert_eq!(state.claim(second, "x", false), Err(Refusal::InUse));
+    assert_eq!(state.claim(second, "x", true), Err(Refusal::InUse));
+    assert_eq!(state.publish(second, "x", vec![], &[]), Err(Refusal::InUse));
+    assert_eq!(state.open(second, "x").unwrap_err(), Refusal::InUse);
+    assert_eq!(state.names(Asker::Key(KEY), None), Ok(vec![]));
+    state.disclaim(second, "x").unwrap();
+    assert_eq!(state.claim(second, "x", false), Err(Refusal::InUse));
+    state.disclaim(first, "x").unwrap();
+    assert_eq!(state.open(second, "x").unwrap_err(), Refusal::NotFound);
+    // 2. What was published is not replaced by accident.
+    let id = state.grant(first, 4096).unwrap().id();
+    state.claim(first, "x", false).unwrap();
+    state.publish(first, "x", vec![1], &[id]).unwrap();
+    state.publish(first, "x", vec![2], &[id]).unwrap();
+    state.close(first);
+    assert_eq!(state.claim(second, "x", false), Err(Refusal::Exists));
+    assert_eq!(
+        state.publish(second, "x", vec![3], &[]),
+        Err(Refusal::Exists)
+    );
+    // 3. With `replace` the old binding stays until there is a new one.
+    state.claim(second, "x", true).unwrap();
+    state.disclaim(second, "x").unwrap();
+    assert_eq!(state.open(second, "x").unwrap().manifest, [2]);
+    state.release(second, id).unwrap();
+    state.claim(second, "x", true).unwrap();
+    state.publish(second, "x", vec![4], &[]).unwrap();
+    state.check();
+    state.close(second);
+    let third = client(&state, Transport::Tcp);
+    assert_eq!(state.open(third, "x").unwrap().manifest, [4]);
     state.check();
 }
 
@@ -315,6 +433,7 @@ fn publishing_again_frees_what_only_the_old_binding_kept() {
     state
         .publish(session, "x", vec![0; 10], &[old.id(), old.id()])
         .unwrap();
+    state.claim(session, "x", true).unwrap();
     state.release(session, old.id()).unwrap();
     state
         .publish(session, "x", vec![0; 20], &[new.id()])
@@ -406,6 +525,8 @@ enum Step {
     Publish(usize, usize, usize, Vec<u64>),
     Open(usize, usize),
     Remove(usize, usize),
+    Claim(usize, usize, bool),
+    Disclaim(usize, usize),
     Lost(usize),
     Close(usize),
 }
@@ -419,7 +540,9 @@ fn step() -> impl Strategy<Value = Step> {
         (who.clone(), name.clone(), 0..100usize, vec(extent, 0..4))
             .prop_map(|(a, b, c, d)| Step::Publish(a, b, c, d)),
         (who.clone(), name.clone()).prop_map(|(who, name)| Step::Open(who, name)),
-        (who.clone(), name).prop_map(|(who, name)| Step::Remove(who, name)),
+        (who.clone(), name.clone()).prop_map(|(who, name)| Step::Remove(who, name)),
+        (who.clone(), name.clone(), any::<bool>()).prop_map(|(a, b, c)| Step::Claim(a, b, c)),
+        (who.clone(), name).prop_map(|(who, name)| Step::Disclaim(who, name)),
         who.clone().prop_map(Step::Lost),
         who.prop_map(Step::Close),
     ]
@@ -452,7 +575,9 @@ proptest! {
                     drop(state.publish(sessions[who], names[name], vec![0; bytes], &extents.iter().map(|number| pick(who, *number)).collect::<Vec<_>>()));
                 }
                 Step::Open(who, name) => drop(state.open(sessions[who], names[name])),
-                Step::Remove(who, name) => drop(state.remove(sessions[who], names[name])),
+                Step::Remove(who, name) => drop(remove(&state, sessions[who], names[name])),
+                Step::Claim(who, name, replace) => drop(state.claim(sessions[who], names[name], replace)),
+                Step::Disclaim(who, name) => drop(state.disclaim(sessions[who], names[name])),
                 Step::Lost(who) => state.lost(sessions[who]),
                 Step::Close(who) => state.close(sessions[who]),
             }
@@ -460,7 +585,7 @@ proptest! {
         }
         sessions.iter().for_each(|session| state.close(*session));
         let last = client(&state, Transport::Shm);
-        names.iter().for_each(|name| drop(state.remove(last, name)));
+        names.iter().for_each(|name| drop(remove(&state, last, name)));
         state.check();
         prop_assert_eq!(state.stat().granted_bytes, 0);
         prop_assert_eq!(state.stat().extents, 0);

@@ -8,6 +8,8 @@
 )]
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
+pub mod raw;
+
 use std::{
     io::{BufRead, BufReader},
     process::{Child, Command, ExitStatus, Stdio},

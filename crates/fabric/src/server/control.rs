@@ -7,21 +7,28 @@ use std::{
 };
 
 use farpage_wire::{
-    Refusal, Request, Response, Secret, SessionId,
+    Challenge, PublicKey, Refusal, Request, Response, Secret, ServerStat, SessionId, Signature,
     control::{
-        Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, MAX_MANIFEST_BYTES, MAX_NAME_BYTES, RemoteKey,
+        Lease, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES, MAX_MANIFEST_BYTES,
+        MAX_NAME_BYTES, RemoteKey,
     },
 };
 
 use super::{Connection, Fault};
 use crate::{
-    host::{Host, Transport},
+    host::{Asker, Host, Transport},
+    key,
     memory::ExtentMemory,
     stream::{ReceiveError, Stream},
 };
 
 /// How long a client may take to receive an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+
+/// How long a client without a session may take from one request to the next.
+const VISIT: Duration = Duration::from_secs(2);
+
+const NEEDS_A_SESSION: &str = "a request that needs a session, or a key, without one";
 
 impl Connection {
     pub(super) fn control(
@@ -56,6 +63,7 @@ impl Connection {
 
     /// Answers until the client says goodbye (true) or closes the connection without (false).
     fn requests(&self, session: SessionId, lease: Duration) -> Result<bool, Fault> {
+        let mut asked = None;
         loop {
             // A client that lives renews well within its lease: silence is a peer that vanished without a word.
             let request: Request =
@@ -68,11 +76,17 @@ impl Connection {
                     other => other?,
                 };
             let goodbye = request == Request::Goodbye;
-            let (mut response, memories) =
-                answer(&*self.host, session, request).map_err(Fault::Violation)?;
+            let (mut response, memories) = match request {
+                Request::Challenge => (challenge(&mut asked)?, Vec::new()),
+                Request::Identify { key, signature } => {
+                    let shown = prove(&mut asked, key, signature)
+                        .and_then(|()| self.host.identify(session, key));
+                    (done_or_refused(shown), Vec::new())
+                }
+                other => answer(&*self.host, session, other).map_err(Fault::Violation)?,
+            };
             if let Response::Stat(stat) = &mut response {
-                stat.bytes_read = self.traffic.bytes_read();
-                stat.bytes_written = self.traffic.bytes_written();
+                self.complete(stat);
             }
             let keys = match self.register(session, &memories) {
                 Ok(keys) => keys,
@@ -110,6 +124,48 @@ impl Connection {
 }
 
 impl Connection {
+    /// Answers a client that begins no session: figures, and names once it has shown its key.
+    pub(super) fn visit(&self, first: Request) -> Result<(), Fault> {
+        let (mut request, mut asked, mut asker) = (first, None, None);
+        loop {
+            let response = match request {
+                Request::Stat => {
+                    let mut stat = self.host.stat();
+                    self.complete(&mut stat);
+                    Response::Stat(stat)
+                }
+                Request::Challenge => challenge(&mut asked)?,
+                Request::Identify { key, signature } => {
+                    let shown = prove(&mut asked, key, signature);
+                    asker = shown.is_ok().then_some(Asker::Key(key));
+                    done_or_refused(shown)
+                }
+                other => match asker {
+                    Some(asker) => answer_about_names(&*self.host, asker, other)
+                        .map_err(|_| Fault::Violation(NEEDS_A_SESSION.to_owned()))?,
+                    None => return Err(Fault::Violation(NEEDS_A_SESSION.to_owned())),
+                },
+            };
+            self.stream.send(&response, Instant::now() + ANSWER)?;
+            request = match self
+                .stream
+                .receive(MAX_FIRST_FRAME_BYTES, Instant::now() + VISIT)
+            {
+                Err(ReceiveError::Io(error))
+                    if error.kind() == std::io::ErrorKind::UnexpectedEof =>
+                {
+                    return Ok(());
+                }
+                other => other?,
+            };
+        }
+    }
+
+    fn complete(&self, stat: &mut ServerStat) {
+        stat.bytes_read = self.traffic.bytes_read();
+        stat.bytes_written = self.traffic.bytes_written();
+    }
+
     /// Makes memory that was just leased known to the adapter, where there is one.
     fn register(
         &self,
@@ -133,7 +189,10 @@ pub(crate) fn answer(
 ) -> Result<(Response, Vec<Arc<ExtentMemory>>), String> {
     let done = |()| (Response::Done, Vec::new());
     let result = match request {
-        Request::Begin { .. } | Request::Attach { .. } => {
+        Request::Begin { .. }
+        | Request::Attach { .. }
+        | Request::Challenge
+        | Request::Identify { .. } => {
             return Err("a session was begun within a session".to_owned());
         }
         Request::Renew => host.renew(session).map(done),
@@ -170,12 +229,62 @@ pub(crate) fn answer(
                     opened.extents,
                 )
             }),
-        Request::Remove { name } => check_name(&name)
-            .and_then(|()| host.remove(session, &name))
+        Request::Claim { name, replace } => check_name(&name)
+            .and_then(|()| host.claim(session, &name, replace))
             .map(done),
+        Request::Disclaim { name } => host.disclaim(session, &name).map(done),
+        request @ (Request::Remove { .. } | Request::Names { .. }) => {
+            let response = answer_about_names(host, Asker::Session(session), request);
+            Ok((response.expect("matched just now"), Vec::new()))
+        }
         Request::Stat => Ok((Response::Stat(host.stat()), Vec::new())),
     };
     Ok(result.unwrap_or_else(|refusal| (Response::Refused(refusal), Vec::new())))
+}
+
+/// Lists or removes names; gives the request back if it asks for something else.
+fn answer_about_names(
+    host: &dyn Host,
+    asker: Asker,
+    request: Request,
+) -> Result<Response, Request> {
+    Ok(match request {
+        Request::Remove { name, owner } => {
+            done_or_refused(check_name(&name).and_then(|()| host.remove(asker, &name, owner)))
+        }
+        Request::Names { after } => host
+            .names(asker, after)
+            .map_or_else(Response::Refused, Response::Names),
+        other => return Err(other),
+    })
+}
+
+/// Something new to sign, which counts once.
+fn challenge(asked: &mut Option<Challenge>) -> Result<Response, Fault> {
+    let challenge = key::challenge()?;
+    *asked = Some(challenge);
+    Ok(Response::Challenge(challenge))
+}
+
+/// Whether the client holds the private half of the key that it shows.
+fn prove(
+    asked: &mut Option<Challenge>,
+    key: PublicKey,
+    signature: Signature,
+) -> Result<(), Refusal> {
+    match asked.take() {
+        Some(challenge) if key::is_signed(&key, &challenge, &signature) => Ok(()),
+        Some(_) => Err(Refusal::Invalid(
+            "the signature was not made with that key for this challenge".to_owned(),
+        )),
+        None => Err(Refusal::Invalid(
+            "a key was shown without a challenge".to_owned(),
+        )),
+    }
+}
+
+fn done_or_refused(result: Result<(), Refusal>) -> Response {
+    result.map_or_else(Response::Refused, |()| Response::Done)
 }
 
 fn lease_of(memory: &Arc<ExtentMemory>) -> Lease {

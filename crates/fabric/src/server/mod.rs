@@ -262,6 +262,9 @@ impl Connection {
             (Purpose::Control, Request::Begin { client, resume }, _) => {
                 self.control(&client, resume, until)
             }
+            (Purpose::Control, first @ (Request::Stat | Request::Challenge), _) => {
+                self.visit(first)
+            }
             (
                 Purpose::Data,
                 Request::Attach {

@@ -4,9 +4,11 @@
 //! a server that is gone. Which bytes mean what is left to the callers.
 
 mod remote;
+mod visit;
 
 use std::{
     io,
+    path::PathBuf,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -14,9 +16,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::{Endpoint, ExtentId, Refusal, Request, Response, ServerStat, control::Lease};
+use farpage_wire::{
+    Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat,
+    control::{Lease, NAMES_PER_ANSWER},
+};
 
 use self::remote::Remote;
+pub use self::visit::Visit;
 use crate::{
     Buf, Channel, Link,
     channel::{Alone, Group},
@@ -65,6 +71,8 @@ pub struct SessionOptions {
     pub link: Option<Arc<Link>>,
     /// Who we are, for the server's log.
     pub client: String,
+    /// The user's key file: names belong to keys. Read, or made, when a name is first used. Default: [`Key::default_file`](crate::key::Key::default_file).
+    pub key_file: Option<PathBuf>,
     /// For channels over RDMA.
     pub rdma: RdmaOptions,
 }
@@ -136,7 +144,7 @@ pub enum ConnectError {
         reason: String,
     },
     /// The server turned the client away.
-    #[error("{endpoint} refused the connection: {reason}")]
+    #[error("{endpoint} refused: {reason}")]
     Refused {
         /// The server's endpoint.
         endpoint: String,
@@ -169,6 +177,16 @@ pub enum ControlError {
         /// The server's words.
         reason: String,
     },
+    /// Nothing was asked: there is no key to ask with.
+    #[error("cannot {attempt} at {endpoint}: {reason}")]
+    Key {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was to be asked.
+        attempt: String,
+        /// What is wrong with the key file, and what to do.
+        reason: String,
+    },
 }
 
 /// Why no memory was granted.
@@ -192,13 +210,23 @@ pub enum AllocError {
     Control(#[from] ControlError),
 }
 
-/// Why a name was not published.
+/// Why a name was not claimed or published.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishError {
     /// Another client holds the region of that name.
     #[error("cannot publish `{name}` on {endpoint}: the region is in use by another client")]
     InUse {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// The name is bound, and this session neither opened it nor claimed it to replace it.
+    #[error(
+        "cannot publish `{name}` on {endpoint}: a region of that name exists already; open it, remove it, or ask for it to be replaced"
+    )]
+    Exists {
         /// The server's endpoint.
         endpoint: String,
         /// The name.
@@ -213,8 +241,8 @@ pub enum PublishError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// No such name.
-    #[error("{endpoint} has no region named `{name}`")]
+    /// No such name of this user's key.
+    #[error("{endpoint} has no region named `{name}` that belongs to this user's key")]
     NotFound {
         /// The server's endpoint.
         endpoint: String,
@@ -418,30 +446,63 @@ impl Session {
         }
     }
 
+    /// Holds a name for this session, so that nobody else publishes it before this session does. With `replace` also a name that is bound
+    /// already, whose binding stays until this session publishes.
+    ///
+    /// # Errors
+    /// [`PublishError::Exists`] without `replace`, [`PublishError::InUse`] when another client holds it.
+    pub fn claim(&self, name: &str, replace: bool) -> Result<(), PublishError> {
+        let request = Request::Claim {
+            name: name.to_owned(),
+            replace,
+        };
+        self.bind("claim", name, request)
+    }
+
+    /// Ends a [`claim`](Self::claim): a name that was never published is free again, and one that was can be opened once its extents are released.
+    ///
+    /// # Errors
+    /// [`ControlError`]
+    pub fn disclaim(&self, name: &str) -> Result<(), ControlError> {
+        let request = Request::Disclaim {
+            name: name.to_owned(),
+        };
+        self.done(format!("disclaim `{name}`"), request)
+    }
+
     /// Binds a name to a manifest and the extents that it refers to, atomically replacing what it was bound to. Both
     /// outlive this session. A manifest has at most [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES).
     ///
     /// # Errors
-    /// [`PublishError::InUse`] when another client holds the region of that name.
+    /// [`PublishError::InUse`] when another client holds the region of that name, [`PublishError::Exists`] when it is bound and this session
+    /// neither opened nor claimed it.
     pub fn publish(
         &self,
         name: &str,
         manifest: &[u8],
         extents: &[ExtentId],
     ) -> Result<(), PublishError> {
-        let attempt = format!("publish `{name}`");
         let request = Request::Publish {
             name: name.to_owned(),
             manifest: manifest.to_vec(),
             extents: extents.to_vec(),
         };
+        self.bind("publish", name, request)
+    }
+
+    fn bind(&self, verb: &str, name: &str, request: Request) -> Result<(), PublishError> {
+        let (endpoint, owned) = (self.name.clone(), name.to_owned());
         match self.call(request) {
             Ok(Response::Done) => Ok(()),
             Err(CallError::Refused(Refusal::InUse)) => Err(PublishError::InUse {
-                endpoint: self.name.clone(),
-                name: name.to_owned(),
+                endpoint,
+                name: owned,
             }),
-            other => Err(self.failed(attempt, other).into()),
+            Err(CallError::Refused(Refusal::Exists)) => Err(PublishError::Exists {
+                endpoint,
+                name: owned,
+            }),
+            other => Err(self.failed(format!("{verb} `{name}`"), other).into()),
         }
     }
 
@@ -467,14 +528,30 @@ impl Session {
     /// Forgets a name and frees its memory.
     ///
     /// # Errors
+    /// [`OpenError::NotFound`], [`OpenError::InUse`].
+    pub fn remove(&self, name: &str) -> Result<(), OpenError> {
+        let (endpoint, name) = (self.name.clone(), name.to_owned());
+        let request = Request::Remove {
+            name: name.clone(),
+            owner: None,
+        };
+        match self.call(request) {
+            Ok(Response::Done) => Ok(()),
+            Err(CallError::Refused(Refusal::NotFound)) => {
+                Err(OpenError::NotFound { endpoint, name })
+            }
+            Err(CallError::Refused(Refusal::InUse)) => Err(OpenError::InUse { endpoint, name }),
+            other => Err(self.failed(format!("remove `{name}`"), other).into()),
+        }
+    }
+
+    /// The names of this user's key on this server, in their order; of all keys if it is the operator's.
+    ///
+    /// # Errors
     /// [`ControlError`]
-    pub fn remove(&self, name: &str) -> Result<(), ControlError> {
-        self.done(
-            format!("remove `{name}`"),
-            Request::Remove {
-                name: name.to_owned(),
-            },
-        )
+    pub fn names(&self) -> Result<Vec<NamedRegion>, ControlError> {
+        all_names(|request| self.call(request))
+            .map_err(|error| self.failed("list names".to_owned(), error))
     }
 
     fn call(&self, request: Request) -> Result<Response, CallError> {
@@ -509,6 +586,31 @@ impl Session {
                 attempt,
                 reason,
             },
+            Err(CallError::Key(reason)) => ControlError::Key {
+                endpoint,
+                attempt,
+                reason,
+            },
+        }
+    }
+}
+
+/// Asks for names until all have come; gives back an answer that is none.
+fn all_names<E>(
+    mut call: impl FnMut(Request) -> Result<Response, E>,
+) -> Result<Vec<NamedRegion>, Result<Response, E>> {
+    let mut all = Vec::new();
+    loop {
+        let after = (all.last()).map(|last: &NamedRegion| (last.owner, last.name.clone()));
+        match call(Request::Names { after }) {
+            Ok(Response::Names(names)) => {
+                let is_last = names.len() < NAMES_PER_ANSWER;
+                all.extend(names);
+                if is_last {
+                    return Ok(all);
+                }
+            }
+            other => return Err(other),
         }
     }
 }
@@ -542,6 +644,8 @@ impl Line {
 pub(crate) enum CallError {
     Refused(Refusal),
     Disconnected(String),
+    /// Nothing was sent: there is no key to show.
+    Key(String),
 }
 
 /// The end of one control connection, shared with the channels that depend on it.
@@ -583,6 +687,7 @@ impl Default for SessionOptions {
             deadline: Duration::from_secs(10),
             link: None,
             client: format!("pid {}", std::process::id()),
+            key_file: None,
             rdma: RdmaOptions::default(),
         }
     }

@@ -5,6 +5,7 @@
 //! is the server's death, and the session stays dead.
 
 use std::{
+    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -27,7 +28,9 @@ use std::os::fd::AsFd;
 
 use super::{CallError, ConnectError, Death, Session, SessionOptions};
 use crate::{
-    Buf, Channel, rdma,
+    Buf, Channel,
+    key::Key,
+    rdma,
     regmem::{NullRegistrar, Registrar},
     shm::{Directory, ShmChannel},
     stream::{ReceiveError, Stream, timeout_until},
@@ -52,6 +55,7 @@ struct Shared {
     name: String,
     deadline: Duration,
     client: String,
+    key_file: Option<PathBuf>,
     line: Mutex<Line>,
     /// The extents of a session over shared memory.
     directory: Arc<Directory>,
@@ -72,6 +76,8 @@ struct Line {
     session: SessionId,
     secret: Secret,
     lease: Duration,
+    /// Whether the server knows our key.
+    identified: bool,
     /// The server has forgotten the session: resuming is pointless.
     over: bool,
 }
@@ -96,6 +102,7 @@ impl Remote {
             name: endpoint.to_string(),
             deadline: options.deadline,
             client,
+            key_file: options.key_file.clone(),
             line: Mutex::new(line),
             directory: Arc::default(),
             rdma,
@@ -131,6 +138,9 @@ impl Remote {
         shared
             .mend(&mut line, until)
             .map_err(|error| CallError::Disconnected(error.to_string()))?;
+        if is_about_a_name(&request) {
+            shared.identify(&mut line, until)?;
+        }
         shared.exchange(&mut line, &request, until)
     }
 
@@ -345,7 +355,9 @@ impl Shared {
                     reason,
                     "session resumed after its connection was lost"
                 );
+                let identified = line.identified;
                 *line = resumed;
+                line.identified = identified;
                 self.wake_keeper();
                 Ok(())
             }
@@ -354,6 +366,31 @@ impl Shared {
                 Err(error)
             }
         }
+    }
+
+    /// Shows our key, once per session: names belong to keys.
+    fn identify(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
+        if line.identified {
+            return Ok(());
+        }
+        let file = self.key_file.clone().map_or_else(Key::default_file, Ok);
+        let key = file
+            .and_then(|file| Key::load_or_make(&file))
+            .map_err(|error| CallError::Key(error.to_string()))?;
+        let Response::Challenge(challenge) = self.exchange(line, &Request::Challenge, until)?
+        else {
+            self.give_up(line, "the server answered something else than a challenge");
+            return Err(CallError::Disconnected(
+                "the server answered something else than a challenge".to_owned(),
+            ));
+        };
+        let identify = Request::Identify {
+            key: key.public(),
+            signature: key.sign(&challenge),
+        };
+        self.exchange(line, &identify, until)?;
+        line.identified = true;
+        Ok(())
     }
 
     /// One request and its answer, with the descriptors that follow it.
@@ -430,8 +467,19 @@ impl Shared {
     }
 }
 
+fn is_about_a_name(request: &Request) -> bool {
+    matches!(
+        request,
+        Request::Claim { .. }
+            | Request::Publish { .. }
+            | Request::Open { .. }
+            | Request::Remove { .. }
+            | Request::Names { .. }
+    )
+}
+
 /// Connects and says hello.
-fn open(
+pub(super) fn open(
     endpoint: &Endpoint,
     rdma: &rdma::Client,
     purpose: Purpose,
@@ -479,13 +527,14 @@ fn begin(
             session,
             secret,
             lease: Duration::from_millis(lease_ms),
+            identified: false,
             over: false,
         }),
         answer => Err(turned_away(&name, answer)),
     }
 }
 
-fn not_connected(name: &str, error: ReceiveError) -> ConnectError {
+pub(super) fn not_connected(name: &str, error: ReceiveError) -> ConnectError {
     let endpoint = name.to_owned();
     match error {
         ReceiveError::Io(source) => ConnectError::Unreachable { endpoint, source },
@@ -496,7 +545,7 @@ fn not_connected(name: &str, error: ReceiveError) -> ConnectError {
     }
 }
 
-fn turned_away(name: &str, answer: Response) -> ConnectError {
+pub(super) fn turned_away(name: &str, answer: Response) -> ConnectError {
     let endpoint = name.to_owned();
     match answer {
         Response::Refused(refusal) => ConnectError::Refused {

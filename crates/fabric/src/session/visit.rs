@@ -1,0 +1,126 @@
+//! [`Visit`]: a look at a server without a session, for people and monitors: figures and names.
+//!
+//! The rule it keeps: a visit takes no client's place at the server, so that it is answered when no new client is admitted.
+
+use std::time::Instant;
+
+use farpage_wire::{
+    Endpoint, NamedRegion, PublicKey, Request, Response, ServerStat,
+    control::{MAX_FRAME_BYTES, Purpose},
+};
+
+use super::{ConnectError, SessionOptions, all_names, remote};
+use crate::{
+    key::Key,
+    rdma,
+    stream::{ReceiveError, Stream},
+};
+
+/// A connection to a server that borrows nothing.
+#[derive(Debug)]
+pub struct Visit {
+    endpoint: String,
+    stream: Stream,
+    until: Instant,
+    /// Keeps what the connection is made of, where it is one over RDMA.
+    _rdma: rdma::Client,
+}
+
+impl Visit {
+    /// Connects to the server at `endpoint`. All of the visit takes at most the deadline of `options`.
+    ///
+    /// # Errors
+    /// [`ConnectError`]
+    pub fn connect(endpoint: &Endpoint, options: &SessionOptions) -> Result<Self, ConnectError> {
+        let until = Instant::now() + options.deadline;
+        let endpoint = match endpoint {
+            // A word is said faster than an adapter is found.
+            Endpoint::Auto { host, port } => &Endpoint::Tcp {
+                host: host.clone(),
+                port: *port,
+            },
+            Endpoint::Sim(_) => {
+                return Err(ConnectError::Protocol {
+                    endpoint: endpoint.to_string(),
+                    reason: "a simulated server lives in its client's process".to_owned(),
+                });
+            }
+            other => other,
+        };
+        let rdma = rdma::Client::new(options.rdma);
+        let stream = remote::open(endpoint, &rdma, Purpose::Control, until)?;
+        Ok(Self {
+            endpoint: endpoint.to_string(),
+            stream,
+            until,
+            _rdma: rdma,
+        })
+    }
+
+    /// Shows the user's key: names belong to keys.
+    ///
+    /// # Errors
+    /// [`ConnectError`]
+    pub fn identify(&mut self, key: &Key) -> Result<(), ConnectError> {
+        let challenge = match self.ask(&Request::Challenge)? {
+            Response::Challenge(challenge) => challenge,
+            other => return Err(remote::turned_away(&self.endpoint, other)),
+        };
+        let identify = Request::Identify {
+            key: key.public(),
+            signature: key.sign(&challenge),
+        };
+        self.done(&identify)
+    }
+
+    /// The server's figures.
+    ///
+    /// # Errors
+    /// [`ConnectError`]
+    pub fn stat(&mut self) -> Result<ServerStat, ConnectError> {
+        match self.ask(&Request::Stat)? {
+            Response::Stat(stat) => Ok(stat),
+            other => Err(remote::turned_away(&self.endpoint, other)),
+        }
+    }
+
+    /// The names of the key that was shown, in their order; of all keys if it is the operator's.
+    ///
+    /// # Errors
+    /// [`ConnectError`]
+    pub fn names(&mut self) -> Result<Vec<NamedRegion>, ConnectError> {
+        let names = all_names(|request| self.ask(&request));
+        names.map_err(|other| {
+            other.map_or_else(
+                |error| error,
+                |other| remote::turned_away(&self.endpoint, other),
+            )
+        })
+    }
+
+    /// Forgets a name and frees its memory. The operator says whose with `owner`.
+    ///
+    /// # Errors
+    /// [`ConnectError::Refused`] when there is none, or a client holds it.
+    pub fn remove(&mut self, name: &str, owner: Option<PublicKey>) -> Result<(), ConnectError> {
+        self.done(&Request::Remove {
+            name: name.to_owned(),
+            owner,
+        })
+    }
+
+    fn done(&mut self, request: &Request) -> Result<(), ConnectError> {
+        match self.ask(request)? {
+            Response::Done => Ok(()),
+            other => Err(remote::turned_away(&self.endpoint, other)),
+        }
+    }
+
+    fn ask(&mut self, request: &Request) -> Result<Response, ConnectError> {
+        let answer = || -> Result<Response, ReceiveError> {
+            self.stream.send(request, self.until)?;
+            self.stream.receive(MAX_FRAME_BYTES, self.until)
+        };
+        answer().map_err(|error| remote::not_connected(&self.endpoint, error))
+    }
+}

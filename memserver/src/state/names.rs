@@ -1,0 +1,229 @@
+//! Named regions in the ledger: whose they are, who holds them, what they keep.
+//!
+//! The rule it keeps: a name is looked up together with the key that it belongs to, so that another key's names cannot be opened, published
+//! over, removed, listed, or taken first: two users' `squares` are two regions. Only the operator's key reaches past this, to list and to remove.
+//!
+//! A name is *bound* once it was published, and *held* by one session while that claims it or leases any of its extents. What is neither bound
+//! nor held is gone.
+
+use std::{
+    collections::HashSet,
+    ops::Bound::{Excluded, Unbounded},
+};
+
+use farpage_fabric::host::{Asker, Refusal};
+use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
+
+use super::{Freed, Ledger, charge_of};
+
+/// No more names than this; each costs an entry and its manifest, which counts against the capacity.
+const NAMES_MAX: usize = 65_536;
+
+/// A name and whose it is.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct NameId {
+    pub(super) owner: PublicKey,
+    pub(super) name: String,
+}
+
+#[derive(Default)]
+pub(super) struct NameRecord {
+    /// What the last publisher stored; `None` while the name is only claimed.
+    pub(super) manifest: Option<Vec<u8>>,
+    pub(super) extents: Vec<ExtentId>,
+    pub(super) holder: Option<SessionId>,
+    /// Whether the holder keeps the name also without leasing any of its extents.
+    claimed: bool,
+}
+
+impl NameId {
+    pub(super) fn new(owner: PublicKey, name: &str) -> Self {
+        Self {
+            owner,
+            name: name.to_owned(),
+        }
+    }
+}
+
+impl Ledger {
+    pub(super) fn key_of(&self, asker: Asker) -> Result<PublicKey, Refusal> {
+        match asker {
+            Asker::Key(key) => Ok(key),
+            Asker::Session(session) => {
+                let record = self.sessions.get(&session).ok_or(Refusal::NoSession)?;
+                record.key.ok_or(Refusal::Unidentified)
+            }
+        }
+    }
+
+    /// The name as this session means it.
+    pub(super) fn name_of(&self, session: SessionId, name: &str) -> Result<NameId, Refusal> {
+        Ok(NameId::new(self.key_of(Asker::Session(session))?, name))
+    }
+
+    pub(super) fn claim(
+        &mut self,
+        session: SessionId,
+        name: &str,
+        replace: bool,
+    ) -> Result<(), Refusal> {
+        let id = self.name_of(session, name)?;
+        match self.may_bind(session, &id) {
+            Err(Refusal::Exists) if replace => {}
+            other => other?,
+        }
+        let record = self.names.entry(id.clone()).or_default();
+        if record.manifest.is_some() && !replace {
+            return Err(Refusal::Exists);
+        }
+        (record.holder, record.claimed) = (Some(session), true);
+        let session = self.sessions.get_mut(&session);
+        session.expect("it has a key").names.insert(id);
+        Ok(())
+    }
+
+    pub(super) fn disclaim(&mut self, session: SessionId, id: &NameId) {
+        let record = self.names.get_mut(id);
+        if let Some(record) = record.filter(|record| record.holder == Some(session)) {
+            record.claimed = false;
+            self.settle(id);
+        }
+    }
+
+    /// Whether the session may publish under the name: it holds it, or it is free.
+    pub(super) fn may_bind(&self, session: SessionId, id: &NameId) -> Result<(), Refusal> {
+        match self.names.get(id) {
+            None if self.names.len() >= NAMES_MAX => Err(Refusal::Invalid(format!(
+                "this server keeps {NAMES_MAX} named regions, its most: remove some"
+            ))),
+            None => Ok(()),
+            Some(record) => match record.holder {
+                Some(holder) if holder == session => Ok(()),
+                Some(_) => Err(Refusal::InUse),
+                None => Err(Refusal::Exists),
+            },
+        }
+    }
+
+    /// Binds the name, which the session may, to extents of the session. Returns what only the old binding kept.
+    pub(super) fn bind(
+        &mut self,
+        session: SessionId,
+        id: NameId,
+        manifest: Vec<u8>,
+        extents: HashSet<ExtentId>,
+    ) -> Freed {
+        for extent in &extents {
+            let extent = self.extents.get_mut(extent);
+            extent.expect("the session holds it").name = Some(id.clone());
+        }
+        let record = self.names.entry(id.clone()).or_default();
+        record.manifest = Some(manifest);
+        record.holder = Some(session);
+        let old = std::mem::replace(&mut record.extents, extents.iter().copied().collect());
+        let dropped: Vec<_> = (old.into_iter())
+            .filter(|extent| !extents.contains(extent))
+            .collect();
+        let session = self.sessions.get_mut(&session);
+        session.expect("it has a key").names.insert(id);
+        self.unname(&dropped)
+    }
+
+    /// Forgets a name that nobody but the asker holds. Returns what it alone kept.
+    pub(super) fn remove(&mut self, asker: Asker, id: &NameId) -> Result<Freed, Refusal> {
+        let record = self.names.get(id).ok_or(Refusal::NotFound)?;
+        match record.holder {
+            Some(holder) if asker != Asker::Session(holder) => return Err(Refusal::InUse),
+            Some(holder) => {
+                let session = self.sessions.get_mut(&holder);
+                session.expect("a holder is a session").names.remove(id);
+            }
+            None => {}
+        }
+        self.granted_bytes -= self.manifest_bytes(id);
+        let record = self.names.remove(id).expect("looked up above");
+        Ok(self.unname(&record.extents))
+    }
+
+    /// Names behind `after`, in their order: those of one key, or all.
+    pub(super) fn list(
+        &self,
+        of: Option<PublicKey>,
+        after: Option<(PublicKey, String)>,
+    ) -> Vec<NamedRegion> {
+        let after = after.map(|(owner, name)| NameId { owner, name });
+        let first = of.map(|owner| NameId::new(owner, "")).max(after);
+        let range = (first.map_or(Unbounded, Excluded), Unbounded);
+        (self.names.range(range))
+            .take_while(|(id, _)| of.is_none_or(|owner| id.owner == owner))
+            .filter(|(_, record)| record.manifest.is_some())
+            .take(NAMES_PER_ANSWER)
+            .map(|(id, record)| NamedRegion {
+                owner: id.owner,
+                name: id.name.clone(),
+                bytes: (record.extents.iter())
+                    .map(|extent| charge_of(self.extents[extent].memory.bytes()))
+                    .sum::<u64>()
+                    + self.manifest_bytes(id),
+                in_use: record.holder.is_some(),
+            })
+            .collect()
+    }
+
+    pub(super) fn named_regions(&self) -> u64 {
+        let bound = |record: &&NameRecord| record.manifest.is_some();
+        self.names.values().filter(bound).count() as u64
+    }
+
+    pub(super) fn manifest_bytes(&self, id: &NameId) -> u64 {
+        let record = self.names.get(id);
+        record.map_or(0, |record| {
+            record.manifest.as_ref().map_or(0, Vec::len) as u64
+        })
+    }
+
+    /// An extent that its session gave back was perhaps the last by which the session held a name.
+    pub(super) fn let_go_of_name(&mut self, extent: ExtentId) {
+        let record = self.extents.get(&extent);
+        if let Some(id) = record.and_then(|record| record.name.clone()) {
+            self.settle(&id);
+        }
+    }
+
+    /// The session that held the name has ended.
+    pub(super) fn let_go_of(&mut self, id: &NameId) {
+        if let Some(record) = self.names.get_mut(id) {
+            (record.holder, record.claimed) = (None, false);
+            if record.manifest.is_none() {
+                self.names.remove(id);
+            }
+        }
+    }
+
+    /// A name that its holder neither claims nor leases anything of is held no more.
+    fn settle(&mut self, id: &NameId) {
+        let record = self.names.get(id).expect("the caller found it");
+        let mut extents = record.extents.iter();
+        if record.claimed || extents.any(|extent| self.extents[extent].lessee.is_some()) {
+            return;
+        }
+        let holder = record.holder.and_then(|id| self.sessions.get_mut(&id));
+        if let Some(session) = holder {
+            session.names.remove(id);
+        }
+        self.let_go_of(id);
+    }
+
+    /// The extents of a name that is no longer bound to them: freed where nobody leases them.
+    fn unname(&mut self, extents: &[ExtentId]) -> Freed {
+        let mut freed = Freed::new();
+        for id in extents {
+            let record = self.extents.get_mut(id).expect("a name keeps its extents");
+            record.name = None;
+            if record.lessee.is_none() {
+                freed.extend(self.forget_extent(*id));
+            }
+        }
+        freed
+    }
+}

@@ -1,0 +1,201 @@
+//! Names belong to keys: what one user cannot do to another's, and what the operator can.
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{path::Path, process::Output, sync::Arc, time::Duration};
+
+use common::{Both, Daemon, command, raw, read, wait_until, write};
+use farpage_fabric::{Endpoint, OpenError, PublishError, Session, SessionOptions, Visit, key::Key};
+use farpage_wire::{NamedRegion, PublicKey, Refusal, Request, Response, Signature};
+
+const MIB: u64 = 1 << 20;
+
+fn connect_as(endpoint: &Endpoint, key_file: &Path) -> Arc<Session> {
+    let options = SessionOptions {
+        key_file: Some(key_file.to_owned()),
+        ..SessionOptions::default()
+    };
+    Session::connect(endpoint, &options).unwrap()
+}
+
+#[test]
+fn another_user_can_neither_read_replace_remove_list_nor_occupy_a_name() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let keys = tempfile::tempdir().unwrap();
+    let [owner, stranger] = ["owner", "stranger"].map(|name| keys.path().join(name));
+    for (name, endpoint) in ["a", "b"].into_iter().zip(both.endpoints()) {
+        let publisher = connect_as(endpoint, &owner);
+        let extent = publisher.grant(MIB).unwrap();
+        write(&publisher, &extent, 0, b"secret").unwrap();
+        publisher.publish(name, b"map", &[extent.id]).unwrap();
+        drop(publisher);
+        for endpoint in both.endpoints() {
+            let thief = connect_as(endpoint, &stranger);
+            let error = thief.open(name).unwrap_err();
+            assert!(matches!(error, OpenError::NotFound { .. }), "{error}");
+            let error = thief.remove(name).unwrap_err();
+            assert!(matches!(error, OpenError::NotFound { .. }), "{error}");
+            assert_eq!(thief.names(), Ok(vec![]));
+            // A name of his own, which the owner never meets.
+            thief.publish(name, b"", &[]).unwrap();
+            thief.remove(name).unwrap();
+        }
+        let again = connect_as(endpoint, &owner);
+        let names: Vec<_> = (again.names().unwrap().into_iter())
+            .map(|named| (named.name, named.bytes, named.in_use))
+            .collect();
+        assert_eq!(names, [(name.to_owned(), MIB + 3, false)]);
+        assert_eq!(again.open(name).unwrap().manifest, b"map");
+        assert_eq!(read(&again, extent.id, 0, 6).unwrap(), b"secret");
+        again.remove(name).unwrap();
+    }
+}
+
+#[test]
+fn a_key_is_believed_only_with_its_own_signature_of_this_challenge() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let keys = tempfile::tempdir().unwrap();
+    let [ours, theirs] = ["a", "b"].map(|name| Key::load_or_make(&keys.path().join(name)).unwrap());
+    for endpoint in both.endpoints() {
+        for in_session in [false, true] {
+            let mut stream = match in_session {
+                true => raw::begin(endpoint).0,
+                false => raw::greet(endpoint, farpage_wire::control::Purpose::Control),
+            };
+            let mut ask = |request: &Request| {
+                raw::say(&mut *stream, request);
+                raw::hear(&mut *stream)
+            };
+            let mut challenge = || match ask(&Request::Challenge) {
+                Response::Challenge(challenge) => challenge,
+                other => panic!("{other:?}"),
+            };
+            let (first, second) = (challenge(), challenge());
+            assert_ne!(first, second);
+            let shown = |key: PublicKey, signature: Signature| Request::Identify { key, signature };
+            for wrong in [
+                // The other's key with our signature, an old challenge, no signature, and a challenge that was used.
+                shown(theirs.public(), ours.sign(&second)),
+                shown(ours.public(), ours.sign(&first)),
+                shown(ours.public(), Signature([[0; 32]; 2])),
+                shown(ours.public(), ours.sign(&second)),
+            ] {
+                assert!(
+                    matches!(ask(&wrong), Response::Refused(Refusal::Invalid(_))),
+                    "{wrong:?}"
+                );
+            }
+            if in_session {
+                let names = ask(&Request::Names { after: None });
+                assert_eq!(names, Response::Refused(Refusal::Unidentified));
+            }
+            let Response::Challenge(third) = ask(&Request::Challenge) else {
+                panic!("no challenge")
+            };
+            let identify = shown(ours.public(), ours.sign(&third));
+            assert_eq!(ask(&identify), Response::Done);
+            assert_eq!(
+                ask(&Request::Names { after: None }),
+                Response::Names(vec![])
+            );
+        }
+    }
+}
+
+#[test]
+fn creating_a_name_that_exists_is_an_error_unless_it_is_to_be_replaced() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let keys = tempfile::tempdir().unwrap();
+    let key = keys.path().join("key");
+    let (first, second) = (connect_as(&both.shm, &key), connect_as(&both.tcp, &key));
+    first.publish("x", b"old", &[]).unwrap();
+    drop(first);
+    wait_until("the name is free", || {
+        matches!(
+            second.names().unwrap()[..],
+            [NamedRegion { in_use: false, .. }]
+        )
+    });
+    for error in [
+        second.claim("x", false).unwrap_err(),
+        second.publish("x", b"new", &[]).unwrap_err(),
+    ] {
+        assert!(matches!(error, PublishError::Exists { .. }), "{error}");
+    }
+    second.claim("x", true).unwrap();
+    second.publish("x", b"new", &[]).unwrap();
+    second.disclaim("x").unwrap();
+    assert_eq!(second.open("x").unwrap().manifest, b"new");
+}
+
+#[test]
+fn a_user_without_a_place_for_a_key_is_told_so_when_a_name_is_used() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let session = connect_as(&both.tcp, Path::new("/proc/nobody/key"));
+    session.grant(MIB).unwrap();
+    let error = session.open("x").unwrap_err().to_string();
+    assert!(error.contains("/proc/nobody/key"), "{error}");
+    assert!(error.contains("FARPAGE_KEY_FILE"), "{error}");
+    session.grant(MIB).unwrap();
+}
+
+fn stdout(output: &Output) -> String {
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+#[test]
+fn names_are_listed_and_removed_by_their_owner_and_by_the_operator() {
+    let keys = tempfile::tempdir().unwrap();
+    let file = |name: &str| keys.path().join(name).display().to_string();
+    let run = |arguments: &[&str], key: &str| {
+        let mut command = command();
+        command.args(arguments).args(["--key-file", &file(key)]);
+        command.output().unwrap()
+    };
+    let operator = stdout(&run(&["key"], "operator"));
+    assert_eq!(operator, stdout(&run(&["key"], "operator")), "made once");
+    let list = keys.path().join("operators");
+    std::fs::write(&list, format!("# who may\n{operator}")).unwrap();
+    let daemon = Daemon::start(&["--operator-key", list.to_str().unwrap()]);
+    let endpoint = daemon.tcp.to_string();
+    for (user, name) in [("one", "squares"), ("two", "squares"), ("two", "cubes")] {
+        let session = connect_as(&daemon.tcp, &keys.path().join(user));
+        session.publish(name, b"", &[]).unwrap();
+    }
+    let names = |key| stdout(&run(&["names", "--endpoint", &endpoint], key));
+    assert_eq!(names("one").lines().count(), 1);
+    assert!(names("one").contains("squares"));
+    assert_eq!(names("operator").lines().count(), 3);
+    let owner = stdout(&run(&["key"], "two"));
+    let removal = |name, more: &[&str], key| {
+        let arguments = [&["remove", name, "--endpoint", &endpoint], more].concat();
+        run(&arguments, key)
+    };
+    // 1. Not another's, whoever is named as the owner.
+    let refused = removal("cubes", &["--owner", owner.trim()], "one");
+    assert_eq!(refused.status.code(), Some(1));
+    let words = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(words.contains("belongs to this key"), "{words}");
+    // 2. One's own, and all by the operator.
+    stdout(&removal("cubes", &[], "two"));
+    stdout(&removal("squares", &["--owner", owner.trim()], "operator"));
+    let json = stdout(&run(
+        &["names", "--json", "--endpoint", &endpoint],
+        "operator",
+    ));
+    let left: Vec<NamedRegion> = serde_json::from_str(&json).unwrap();
+    assert_eq!(left.len(), 1);
+    assert_eq!(
+        left[0].owner.to_string(),
+        stdout(&run(&["key"], "one")).trim()
+    );
+    // 3. A look takes no client's place.
+    let mut visit = Visit::connect(&daemon.shm, &SessionOptions::default()).unwrap();
+    assert_eq!(visit.stat().unwrap().sessions, 0);
+}
