@@ -1,0 +1,174 @@
+//! Faults: of system calls, of threads that sleep, on poisoned pages, and beside `fork`.
+
+use std::{
+    io::{Read, Seek, Write},
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use farpage_vm::{AddressSpace, Transfer};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::Signal,
+        wait::{WaitStatus, waitpid},
+    },
+    unistd::{ForkResult, fork},
+};
+
+use crate::common::{BOTH, Filler, byte, layout, set, space, system_call_can_read};
+
+#[test]
+fn system_calls_read_and_write_absent_pages() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        let layout = layout(8 * 65536, 65536);
+        let (filler, threads) = Filler::start(&space, layout);
+        let mut file = tempfile::tempfile().unwrap();
+        let content: Vec<u8> = (0..layout.bytes).map(|index| (index % 251) as u8).collect();
+        file.write_all(&content).unwrap();
+        file.rewind().unwrap();
+        // SAFETY: the whole region, which no other thread writes.
+        let region =
+            unsafe { std::slice::from_raw_parts_mut(filler.base as *mut u8, layout.bytes) };
+        file.read_exact(region).unwrap();
+        for page in 0..8 {
+            filler.evict(page).unwrap();
+        }
+        let mut copy = tempfile::tempfile().unwrap();
+        copy.write_all(region).unwrap();
+        copy.rewind().unwrap();
+        let mut back = Vec::new();
+        copy.read_to_end(&mut back).unwrap();
+        assert_eq!(back, content);
+        filler.finish(threads);
+    }
+}
+
+#[test]
+fn region_stays_usable_after_fork_and_exec_while_faulting() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(64 * 4096, 4096);
+    let (filler, threads) = Filler::start(&space, layout);
+    let running = Arc::new(AtomicBool::new(true));
+    let program = {
+        let (running, base) = (Arc::clone(&running), filler.base);
+        thread::spawn(move || {
+            let mut page = 0;
+            while running.load(Ordering::Relaxed) {
+                set(base + page % 64 * 4096, 1);
+                page += 7;
+            }
+        })
+    };
+    for round in 0..20 {
+        assert!(Command::new("/bin/true").status().unwrap().success());
+        // SAFETY: the child only touches the region and exits.
+        match unsafe { fork() }.unwrap() {
+            ForkResult::Child => {
+                // The region is not inherited: this is SIGSEGV.
+                byte(filler.base);
+                // SAFETY: ends the child without running the parent's destructors.
+                unsafe { libc::_exit(0) }
+            }
+            ForkResult::Parent { child } => {
+                assert!(matches!(
+                    waitpid(child, None).unwrap(),
+                    WaitStatus::Signaled(_, Signal::SIGSEGV, _)
+                ));
+            }
+        }
+        for page in 0..64 {
+            filler.evict(page).unwrap();
+        }
+        set(filler.base + 63 * 4096 + 9, round);
+        assert_eq!(byte(filler.base + 63 * 4096 + 9), round);
+    }
+    running.store(false, Ordering::Relaxed);
+    program.join().unwrap();
+    assert!(filler.faults.load(Ordering::Relaxed) > 64);
+    filler.finish(threads);
+}
+
+#[test]
+fn poisoned_page_fails_and_install_heals_it() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let layout = layout(2 * page_bytes, page_bytes);
+            let base = space.map(layout).unwrap();
+            space.poison(0, base, page_bytes).unwrap();
+            assert!(!system_call_can_read(base));
+            assert!(!system_call_can_read(base + page_bytes - 4096));
+            let mut frame = space.new_frame(page_bytes, 1).unwrap();
+            frame.as_mut().fill(5);
+            space.install(0, base, frame).unwrap();
+            assert!(system_call_can_read(base));
+            assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
+            let frame = space.detach(0, base, page_bytes, 1).unwrap();
+            assert!(frame.as_ref().iter().all(|&byte| byte == 5));
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn touching_a_poisoned_page_kills_with_sigbus() {
+    // A child of its own, since the region is not inherited by fork.
+    // SAFETY: the child makes its own space and ends by the signal; it allocates, which glibc supports after fork.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            let space = space(Transfer::Move, 1);
+            let base = space.map(layout(4096, 4096)).unwrap();
+            space.poison(0, base, 4096).unwrap();
+            byte(base);
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(0) }
+        }
+        ForkResult::Parent { child } => {
+            assert!(matches!(
+                waitpid(child, None).unwrap(),
+                WaitStatus::Signaled(_, Signal::SIGBUS, _)
+            ));
+        }
+    }
+}
+
+#[test]
+fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(4096, 4096);
+    let base = space.map(layout).unwrap();
+    let sleeper = thread::spawn(move || system_call_can_read(base));
+    let mut faults = Vec::new();
+    // A woken thread tries again, and its fault is reported again.
+    for _ in 0..2 {
+        poll(
+            &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+            PollTimeout::NONE,
+        )
+        .unwrap();
+        space.faults(0, &mut faults).unwrap();
+        space.wake(0, base, 4096);
+    }
+    assert!(faults.len() >= 2);
+    space.poison(0, base, 4096).unwrap();
+    assert!(!sleeper.join().unwrap());
+    // The region goes while somebody sleeps on it.
+    space
+        .install(0, base, space.new_frame(4096, 1).unwrap())
+        .unwrap();
+    drop(space.detach(0, base, 4096, 1).unwrap());
+    let sleeper = thread::spawn(move || system_call_can_read(base));
+    poll(
+        &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+        PollTimeout::NONE,
+    )
+    .unwrap();
+    space.unmap(base, layout);
+    assert!(!sleeper.join().unwrap());
+}

@@ -1,0 +1,15 @@
+//! The real address space on the real kernel, in both ways of moving pages.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+mod faults;
+mod frames;
+mod pages;
+mod permissions;
+mod program;
+mod regions;
+mod runs;

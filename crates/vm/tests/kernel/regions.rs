@@ -1,0 +1,216 @@
+//! Regions: where they lie, what they leave behind, and read-only ones.
+
+use std::{
+    fs,
+    process::Command,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use farpage_vm::{AddressSpace, Layout, Transfer};
+
+use crate::common::{
+    BOTH, Filler, as_the_program, byte, layout, map_over, mapped, numbered, numbers, protection,
+    run_layout, set, space, unmap_by_the_program,
+};
+
+#[test]
+fn unmapping_under_load_leaves_other_regions_alone() {
+    let space = space(Transfer::Move, 2);
+    let (filler, threads) = Filler::start(&space, layout(64 * 4096, 4096));
+    let running = Arc::new(AtomicBool::new(true));
+    let program = {
+        let (running, base) = (Arc::clone(&running), filler.base);
+        thread::spawn(move || {
+            let mut page = 0;
+            while running.load(Ordering::Relaxed) {
+                set(base + page % 64 * 4096, 1);
+                page += 11;
+            }
+        })
+    };
+    let other = layout(16 * 4096, 4096);
+    for round in 0..2000 {
+        let base = space.map(other).unwrap();
+        let mut frame = space.new_frame(4096, 1).unwrap();
+        frame.as_mut().fill(round as u8);
+        space.install(0, base, frame).unwrap();
+        assert_eq!(byte(base), round as u8);
+        filler.evict(round % 64).unwrap();
+        space.unmap(base, other);
+    }
+    running.store(false, Ordering::Relaxed);
+    program.join().unwrap();
+    filler.finish(threads);
+}
+
+fn count_of(path: &str) -> usize {
+    fs::read_to_string(path).unwrap().lines().count()
+}
+
+fn resident_kib() -> usize {
+    let status = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = status
+        .lines()
+        .find(|line| line.starts_with("Rss:"))
+        .unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// In a process of its own: other tests of this file change what is counted.
+#[test]
+fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
+    const CHILD: &str = "FARPAGE_VM_TEST_ALONE";
+    if std::env::var_os(CHILD).is_none() {
+        let name = "regions::mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once";
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        let passed = output.status.success() && said.contains("1 passed");
+        assert!(passed, "{said}");
+        return;
+    }
+    for transfer in BOTH {
+        let space = space(transfer, 2);
+        let layout = Layout {
+            bytes: 65536,
+            page_bytes: 4096,
+            stripe_bytes: 32768,
+            first_shard: 0,
+            address: None,
+            read_only: false,
+        };
+        let mut before = None;
+        for cycle in 0..11_000 {
+            let base = space.map(layout).unwrap();
+            let mut frame = space.new_frame(4096, 1).unwrap();
+            frame.as_mut()[0] = 1;
+            space.install(0, base, frame).unwrap();
+            // Every other page is lost with its region.
+            if cycle % 2 == 0 {
+                space.detach(0, base, 4096, 1).unwrap();
+            }
+            space.unmap(base, layout);
+            let count = || {
+                let descriptors = fs::read_dir("/proc/self/fd").unwrap().count();
+                (descriptors, count_of("/proc/self/maps"), resident_kib())
+            };
+            if cycle == 999 {
+                before = Some(count());
+            } else if cycle == 10_999 {
+                let (before, after) = (before.unwrap(), count());
+                assert_eq!(before.0, after.0, "descriptors");
+                assert!(after.1 <= before.1 + 4, "mappings: {before:?} {after:?}");
+                assert!(after.2 <= before.2 + 1024, "resident: {before:?} {after:?}");
+            }
+        }
+        let regions: Vec<_> = (0..10_000).map(|_| space.map(layout).unwrap()).collect();
+        for base in regions {
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
+    let space = space(Transfer::Move, 2);
+    for page_bytes in [4096, 65536] {
+        let around = run_layout(4, page_bytes);
+        // A region finds aligned addresses; the program has them afterwards.
+        let start = space.map(around).unwrap();
+        space.unmap(start, around);
+        map_over(start, 4 * page_bytes, libc::PROT_READ | libc::PROT_WRITE);
+        for number in 0..4 {
+            set(start + number * page_bytes, 50);
+        }
+        let layout = Layout {
+            address: Some(start + page_bytes),
+            ..run_layout(2, page_bytes)
+        };
+        assert_eq!(space.map(layout).unwrap(), start + page_bytes);
+        assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
+        let shard = layout.shard_of(0, 2);
+        space
+            .install(
+                shard,
+                start + page_bytes,
+                numbered(&space, page_bytes, 2, 1),
+            )
+            .unwrap();
+        assert_eq!(byte(start + page_bytes), 1);
+        // Not over another region, and not at just any address.
+        let refused = |address| {
+            let layout = Layout {
+                address: Some(address),
+                ..layout
+            };
+            space.map(layout).unwrap_err().kind()
+        };
+        use std::io::ErrorKind::{AlreadyExists, InvalidInput};
+        assert_eq!(refused(start), AlreadyExists);
+        assert_eq!(refused(start + 2 * page_bytes), AlreadyExists);
+        assert_eq!(refused(start + 2048), InvalidInput);
+        assert_eq!(refused(0), InvalidInput);
+        assert_eq!(refused(usize::MAX - page_bytes + 1), InvalidInput);
+        assert_eq!(byte(start + page_bytes), 1);
+        space.unmap(start + page_bytes, layout);
+        assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
+        assert_eq!(protection(start + page_bytes), None);
+        unmap_by_the_program(start, page_bytes);
+        unmap_by_the_program(start + 3 * page_bytes, page_bytes);
+    }
+}
+
+#[test]
+fn new_region_keeps_out_of_what_the_program_has_unmapped_of_another() {
+    let space = space(Transfer::Move, 1);
+    let layout = run_layout(64, 65536);
+    let base = space.map(layout).unwrap();
+    as_the_program(&space, || unmap_by_the_program(base + 65536, 62 * 65536));
+    let small: Vec<usize> = (0..32)
+        .map(|_| space.map(run_layout(2, 4096)).unwrap())
+        .collect();
+    for &address in &small {
+        assert!(address + 8192 <= base || base + layout.bytes <= address);
+        space.unmap(address, run_layout(2, 4096));
+    }
+    space.unmap(base, layout);
+}
+
+#[test]
+fn read_only_region_is_paged_and_cannot_be_written() {
+    for transfer in BOTH {
+        let space = space(transfer, 1);
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let layout = Layout {
+                read_only: true,
+                ..run_layout(4, page_bytes)
+            };
+            let base = space.map(layout).unwrap();
+            for round in 0..3 {
+                space
+                    .install(0, base, numbered(&space, page_bytes, 4, round))
+                    .unwrap();
+                let there = numbers(mapped(base, 4 * page_bytes), page_bytes);
+                assert_eq!(there, [round, round + 1, round + 2, round + 3]);
+                assert_eq!(protection(base + page_bytes).as_deref(), Some("r--p"));
+                let frame = space.detach(0, base, page_bytes, 4).unwrap();
+                assert_eq!(numbers(frame.as_ref(), page_bytes), there);
+                assert!(!space.is_present(base));
+            }
+            space.poison(0, base, page_bytes).unwrap();
+            space
+                .install(0, base, numbered(&space, page_bytes, 1, 9))
+                .unwrap();
+            assert_eq!(numbers(mapped(base, page_bytes), page_bytes), [9]);
+            assert_eq!(protection(base).as_deref(), Some("r--p"));
+            space.unmap(base, layout);
+        }
+    }
+}

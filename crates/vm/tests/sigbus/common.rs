@@ -1,0 +1,234 @@
+//! What the tests of in-thread faults share: a counting allocator and the smallest pager that serves in-thread.
+
+use std::{
+    alloc::{GlobalAlloc, Layout as AllocLayout, System},
+    cell::Cell,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use farpage_vm::{
+    AddressSpace, Fault, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    sigbus::{FaultHandler, Registration, Served},
+};
+
+pub(crate) const PAGE: usize = 4096;
+
+/// Counts what each thread allocates and frees.
+pub(crate) struct Counting;
+
+thread_local! {
+    pub(crate) static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
+}
+
+pub(crate) fn count() {
+    ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+}
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: AllocLayout) -> *mut u8 {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, start: *mut u8, layout: AllocLayout) {
+        count();
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(start, layout) }
+    }
+}
+
+#[global_allocator]
+pub(crate) static ALLOCATOR: Counting = Counting;
+
+pub(crate) fn space() -> Arc<KernelSpace> {
+    let options = KernelSpaceOptions {
+        in_thread: true,
+        frame_bytes_max: 16 << 20,
+        ..KernelSpaceOptions::default()
+    };
+    Arc::new(KernelSpace::new(options).unwrap())
+}
+
+pub(crate) fn counter(address: usize) -> &'static AtomicU64 {
+    // SAFETY: an aligned address in a region that its test keeps mapped.
+    unsafe { AtomicU64::from_ptr(address as *mut u64) }
+}
+
+/// A region with the smallest pager that serves in-thread: pages lie in a list while they are not mapped.
+pub(crate) struct Toy {
+    pub(crate) space: Arc<KernelSpace>,
+    pub(crate) base: usize,
+    pub(crate) layout: Layout,
+    pub(crate) away: Vec<Mutex<Option<KernelFrame>>>,
+    /// A page that can not be had.
+    pub(crate) refused: Option<usize>,
+    /// Whether pages are copied in.
+    pub(crate) copies: bool,
+    pub(crate) faults: AtomicUsize,
+    pub(crate) writes: AtomicUsize,
+    /// What the handler allocated.
+    pub(crate) allocations: AtomicUsize,
+}
+
+impl Toy {
+    pub(crate) fn new(pages: usize, refused: Option<usize>) -> Arc<Self> {
+        let space = space();
+        let layout = Layout {
+            bytes: pages * PAGE,
+            page_bytes: PAGE,
+            stripe_bytes: PAGE,
+            first_shard: 0,
+            address: None,
+            read_only: false,
+        };
+        let base = space.map(layout).unwrap();
+        let copies = space.can_scatter(PAGE);
+        let away = (0..pages)
+            .map(|_| Mutex::new(Some(space.new_frame(PAGE, 1).unwrap())))
+            .collect();
+        Arc::new(Self {
+            space,
+            base,
+            layout,
+            away,
+            refused,
+            copies,
+            faults: AtomicUsize::new(0),
+            writes: AtomicUsize::new(0),
+            allocations: AtomicUsize::new(0),
+        })
+    }
+
+    pub(crate) fn register(self: &Arc<Self>) -> Registration {
+        let handler = Arc::clone(self);
+        Registration::new(self.base..self.base + self.layout.bytes, handler).unwrap()
+    }
+
+    pub(crate) fn address(&self, page: usize) -> usize {
+        self.base + page * PAGE
+    }
+
+    /// Takes pages out by copying. Returns how many.
+    pub(crate) fn evict_scattered(&self, pages: impl Iterator<Item = usize>) -> usize {
+        let mut away: Vec<_> = pages
+            .map(|page| (page, self.away[page].lock().unwrap()))
+            .filter(|(_, away)| away.is_none())
+            .collect();
+        let addresses: Vec<_> = away.iter().map(|(page, _)| self.address(*page)).collect();
+        let frame = |_: &usize| self.space.new_frame(PAGE, 1).unwrap();
+        let mut frames: Vec<_> = addresses.iter().map(frame).collect();
+        let taken = self.space.detach_scattered(0, &addresses, &mut frames);
+        for ((_, away), frame) in away.iter_mut().zip(frames).take(taken) {
+            **away = Some(frame);
+        }
+        taken
+    }
+
+    pub(crate) fn evict(&self, page: usize) {
+        let mut away = self.away[page].lock().unwrap();
+        if away.is_none() {
+            let frame = self.space.detach(0, self.address(page), PAGE, 1).unwrap();
+            *away = Some(frame);
+        }
+    }
+}
+
+// SAFETY: std's mutex neither allocates nor is held while a page is touched.
+unsafe impl FaultHandler for Toy {
+    fn fault(&self, fault: Fault) -> Served {
+        let before = ALLOCATIONS.get();
+        self.faults.fetch_add(1, Ordering::Relaxed);
+        self.writes
+            .fetch_add(usize::from(fault.write), Ordering::Relaxed);
+        let page = (fault.address - self.base) / PAGE;
+        let served = if self.refused == Some(page) {
+            Served::NotMine
+        } else {
+            let mut away = self.away[page].lock().unwrap();
+            if let Some(frame) = away.take() {
+                let address = self.address(page);
+                let copied = self.copies && self.space.install_copy(0, address, &frame);
+                if !copied {
+                    self.space.install(0, address, frame).unwrap();
+                }
+            }
+            Served::Retry
+        };
+        self.allocations
+            .fetch_add(ALLOCATIONS.get() - before, Ordering::Relaxed);
+        served
+    }
+}
+
+/// A region of one page whose handler calls `serve` and then lets the page be.
+pub(crate) struct Calling<F> {
+    pub(crate) toy: Arc<Toy>,
+    pub(crate) serve: F,
+}
+
+// SAFETY: as `Toy`; what the tests call is allowed in a handler.
+unsafe impl<F: Fn() + Send + Sync> FaultHandler for Calling<F> {
+    fn fault(&self, fault: Fault) -> Served {
+        (self.serve)();
+        self.toy.fault(fault)
+    }
+}
+
+pub(crate) fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, Registration) {
+    let toy = Toy::new(1, None);
+    let base = toy.base;
+    let handler = Arc::new(Calling { toy, serve });
+    let registration = Registration::new(base..base + PAGE, handler).unwrap();
+    (base, registration)
+}
+
+/// Threads count up in all pages, half of them walking the pages together and half against them, while `evict`, told which time it is, takes some out again and again. No count is lost.
+pub(crate) fn count_up(
+    toy: &Toy,
+    threads: usize,
+    rounds: usize,
+    mut evict: impl FnMut(usize) + Send,
+) {
+    let (pages, stop) = (toy.away.len(), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let stop = &stop;
+        let evictor = scope.spawn(move || {
+            for time in 0.. {
+                if stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                evict(time);
+            }
+        });
+        let writers: Vec<_> = (0..threads)
+            .map(|thread| {
+                scope.spawn(move || {
+                    for step in 0..rounds * pages {
+                        let page = step % pages;
+                        let page = if thread % 2 == 0 {
+                            page
+                        } else {
+                            pages - 1 - page
+                        };
+                        counter(toy.address(page)).fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+        for writer in writers {
+            writer.join().unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+        evictor.join().unwrap();
+    });
+    for page in 0..pages {
+        let count = counter(toy.address(page)).load(Ordering::Relaxed);
+        assert_eq!(count, (threads * rounds) as u64, "page {page}");
+    }
+}
