@@ -87,7 +87,6 @@ pub(crate) fn run() -> Result<ExitCode> {
 /// # Errors
 /// When the benchmark program cannot be built or started. A benchmark that fails is counted.
 pub(crate) fn smoke() -> Result<Outcome> {
-    println!("\nEvery benchmark once, with tiny sizes:");
     if !children::status(children::cargo().args(["build", "--package", "farpage-bench"]))?.success()
     {
         bail!("the benchmarks do not build; what went wrong is printed above");

@@ -6,7 +6,9 @@
 mod bench;
 mod children;
 mod install;
+mod programs;
 mod rdma;
+mod sanitize;
 mod setup;
 mod tests;
 mod tidy;
@@ -24,8 +26,11 @@ Commands:
   test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
                                   `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs;
                                   without any, every benchmark runs once, too, and the tests of RDMA run in a virtual machine
+  test --quick                    the tests that take seconds: no virtual machine, no release profile, no long tests (it names them)
   test --rdma [FILTER...]         only the tests of RDMA, in a virtual machine
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
+  sanitize [--seconds N]          run the tests of all decoders, codecs and page states with the address sanitizer, then fuzz what
+                                  reads strangers' bytes, each target for N seconds [15]
   install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
   tidy                            lines that are too long, links that lead nowhere, and other rules of form (part of `test`)
@@ -69,6 +74,14 @@ fn run() -> Result<ExitCode> {
             setup::prepare()?;
             bench::run()
         }
+        "sanitize" => match sanitize::seconds(rest) {
+            Some(seconds) => {
+                children::end_with_us()?;
+                setup::prepare()?;
+                sanitize::run(seconds)
+            }
+            None => Ok(misused("`sanitize` takes `--seconds N`")),
+        },
         "bench" => Ok(misused(
             "`bench` takes `--smoke`; to measure: cargo run --release -p farpage-bench -- --help",
         )),

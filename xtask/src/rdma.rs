@@ -6,17 +6,15 @@
 use std::{
     env,
     ffi::OsStr,
-    io::{self, Read, Write},
-    path::PathBuf,
-    process::{Command, Stdio},
+    io::{self, Write},
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use anyhow::Result;
 
 use crate::{
     children,
+    programs::{self, Program},
     setup::{self, Need},
     tests::Tally,
     vm::{End, Machine, Options, Script},
@@ -41,7 +39,6 @@ const TIME_MAX: Duration = Duration::from_secs(480);
 /// # Errors
 /// When they do not build, or there is no machine although it is required. A failing test and a machine that dies are counted.
 pub(crate) fn run(filters: &[String], tally: &mut Tally) -> Result<()> {
-    println!("\nThe tests of RDMA, in a virtual machine with Soft-RoCE:");
     let required = env::var_os("FARPAGE_REQUIRE_VM").is_some_and(|it| it == "1");
     let skips_before = tally.skips.len();
     if let Err(why) = try_run(filters, tally)? {
@@ -117,64 +114,15 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
 /// The status of a test program that has run to its end, but whose tests did not all pass.
 pub(crate) const TESTS_FAILED: u8 = 101;
 
-struct Program {
-    name: String,
-    executable: PathBuf,
-    /// The folder in which cargo would run it.
-    package: PathBuf,
-}
-
-impl Program {
-    fn has_tests(&self, filters: &[&OsStr]) -> Result<bool> {
-        let mut list = Command::new(&self.executable);
-        let list = list.args(filters).args(["--list", "--format", "terse"]);
-        let list = list.stdin(Stdio::null()).output();
-        let list = list.with_context(|| format!("cannot start {}", self.executable.display()))?;
-        if !list.status.success() {
-            let why = String::from_utf8_lossy(&list.stderr);
-            bail!("{} lists no tests: {why}", self.executable.display());
-        }
-        Ok(!list.stdout.is_empty())
-    }
-}
-
 /// Builds the test programs, and the programs that they start.
 fn build() -> Result<Vec<Program>> {
     let mut cargo = children::cargo();
     cargo.args(["test", "--no-run", "--features", "rdma"]);
     cargo.args(["--lib", "--bins", "--tests"]);
-    cargo.args(["--message-format", "json-render-diagnostics"]);
     for package in PACKAGES {
         cargo.args(["--package", package]);
     }
-    let mut child = children::spawn(cargo.stdout(Stdio::piped()))?;
-    let mut messages = String::new();
-    let output = child.stdout.take().expect("it was set to a pipe above");
-    io::BufReader::new(output)
-        .read_to_string(&mut messages)
-        .context("cannot read what cargo says")?;
-    if !children::wait(child)?.success() {
-        bail!("the tests of RDMA do not build; what went wrong is printed above");
-    }
-    messages.lines().filter_map(program).collect()
-}
-
-/// The test program that a message of cargo is about, if it is about one.
-fn program(message: &str) -> Option<Result<Program>> {
-    let message: Value = match serde_json::from_str(message) {
-        Ok(message) => message,
-        Err(error) => return Some(Err(error).context("cargo's message is not JSON")),
-    };
-    if message["profile"]["test"] != true {
-        return None;
-    }
-    let executable = message["executable"].as_str()?;
-    let manifest = PathBuf::from(message["manifest_path"].as_str()?);
-    Some(Ok(Program {
-        name: message["target"]["name"].as_str()?.to_owned(),
-        executable: executable.into(),
-        package: manifest.parent()?.to_owned(),
-    }))
+    programs::build(&mut cargo)
 }
 
 /// What `rdma-sys` is built with, beside what the rest is.
@@ -190,20 +138,3 @@ const NEEDS: [Need; 2] = [
         is_there: || setup::has_library("librdmacm.so") && setup::has_header("rdma/rdma_cma.h"),
     },
 ];
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_test_programs_are_run() {
-        let artifact = r#"{"reason":"compiler-artifact","manifest_path":"/a/Cargo.toml","target":{"name":"kill"},"profile":{"test":true},"executable":"/t/deps/a-1"}"#;
-        let program_of = |message: &str| program(message).map(|it| it.expect("it is JSON"));
-        let found = program_of(artifact).expect("it is a test program");
-        assert_eq!(found.executable, PathBuf::from("/t/deps/a-1"));
-        assert_eq!(found.package, PathBuf::from("/a"));
-        assert!(program_of(&artifact.replace("true", "false")).is_none());
-        assert!(program_of(&artifact.replace("\"/t/deps/a-1\"", "null")).is_none());
-        assert!(program_of(r#"{"reason":"build-finished","success":true}"#).is_none());
-    }
-}

@@ -1,81 +1,176 @@
 //! `cargo xtask test`: the whole suite, benchmarks included, and a closing line that hides nothing.
 //!
 //! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run here says so by a line
-//! `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts as skipped too. libtest
-//! keeps what a passing test prints to itself, so the programs run with `--show-output` and the lines are picked out of it here.
+//! `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts as skipped too. libtest keeps what
+//! a passing test prints to itself, so the programs run with `--show-output` and the lines are picked out of it here.
 
 use std::{
+    collections::BTreeSet,
     io::{BufRead, BufReader},
-    process::{ExitCode, Stdio},
+    path::Path,
+    process::{Command, ExitCode, Stdio},
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
+use serde_json::Value;
 
-use crate::{bench, children, rdma};
+use crate::{
+    bench, children,
+    programs::{self, Program},
+    rdma,
+};
 
-/// Builds and runs the tests; `args` are for `cargo test`, and after a `--` for the test programs.
+/// Test programs that take longer than [`SHORT_S`], and how long they take on two cores, in seconds: measured, and
+/// renewed when the figure that is printed at the start has become wrong.
+const LONG_S: [(&str, u64); 0] = [];
+/// What any other program takes, on average.
+const SHORT_S: u64 = 2;
+/// `--quick` leaves out what takes longer.
+const QUICK_MAX_S: u64 = 15;
+const DOCS_S: u64 = 20;
+const BENCHMARKS_S: u64 = 60;
+const RDMA_S: u64 = 240;
+/// What `--quick` runs beside test programs.
+const QUICK_REST_S: u64 = DOCS_S + BENCHMARKS_S;
+/// Building all of it for the first time.
+const BUILD_S: u64 = 360;
+
+/// Whose tests run in the release profile as well, the one that is shipped: end to end, torture, and servers that are killed.
+const RELEASE: [&str; 9] = [
+    "--release",
+    "--package",
+    "farpage",
+    "--package",
+    "farpage-memserver",
+    "--test=lifecycle",
+    "--test=torture",
+    "--test=kill",
+    "--test=deaths",
+];
+
+/// What is to be run.
+#[derive(Clone, Copy, PartialEq)]
+enum Scope {
+    /// Everything.
+    Whole,
+    /// What takes less than three minutes, once built.
+    Quick,
+    /// What the arguments for cargo and for the test programs name.
+    Named,
+}
+
+/// One line of progress.
+struct Step {
+    label: String,
+    /// How long it takes, as far as is known.
+    expected: Duration,
+    what: What,
+}
+
+enum What {
+    Program(Program),
+    Docs,
+    Benchmarks,
+    Rdma,
+}
+
+/// Builds and runs the tests; `args` are `--quick`, or for `cargo test` and after a `--` for the test programs.
 ///
 /// # Errors
 /// When the tests cannot be built or started. A failing test is an exit code.
 pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
-    let split = args.iter().position(|arg| arg == "--");
-    let (for_cargo, for_programs) = match split {
+    let begun = Instant::now();
+    let (scope, args) = match args {
+        [] => (Scope::Whole, args),
+        [only] if only == "--quick" => (Scope::Quick, &[][..]),
+        _ => (Scope::Named, args),
+    };
+    let (for_cargo, for_programs) = match args.iter().position(|arg| arg == "--") {
         Some(at) => (&args[..at], &args[at + 1..]),
         None => (args, &[][..]),
     };
-    let names_packages = for_cargo
-        .iter()
-        .any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
-    let scope = if names_packages {
-        &[][..]
-    } else {
-        &["--workspace"][..]
+    let test = || {
+        let mut cargo = children::cargo();
+        cargo.arg("test");
+        let names_packages = |arg: &String| arg.starts_with("-p") || arg.starts_with("--package");
+        if !for_cargo.iter().any(names_packages) {
+            cargo.arg("--workspace");
+        }
+        cargo.args(for_cargo);
+        cargo
     };
-
-    // Built first and apart, so that the compiler's progress and errors reach the terminal as they are.
-    println!("Building the tests ...");
-    let built = children::status(
-        children::cargo()
-            .args(["test", "--no-run"])
-            .args(scope)
-            .args(for_cargo),
-    )?;
-    if !built.success() {
-        bail!("the tests do not build; what went wrong is printed above");
-    }
-
-    let mut run = children::cargo();
-    run.args(["test", "--no-fail-fast"])
-        .args(scope)
-        .args(for_cargo);
-    run.args(["--", "--show-output"])
-        .args(for_programs)
-        .stdout(Stdio::piped());
-    let mut child = children::spawn(&mut run)?;
-    let output = child
-        .stdout
-        .take()
-        .expect("the standard output was set to a pipe above");
     let mut tally = Tally::default();
-    for line in BufReader::new(output).split(b'\n') {
-        tally.show(&line.context("cannot read what the tests print")?);
+    announce(scope)?;
+
+    println!("Building the tests ...");
+    let programs = programs::build(test().arg("--no-run"))?;
+    let mut steps = Vec::new();
+    for program in programs {
+        let label = program.label.clone();
+        steps.push(Step::new(label, What::Program(program)));
     }
-    let status = children::wait(child)?;
-    // A program that crashes takes its tests' results with it and reports none.
-    if !status.success() && tally.failed == 0 {
-        eprintln!("A test program died or could not be built: cargo says above which one.");
-        tally.failed = 1;
+    if !for_cargo.iter().any(|arg| selects_targets(arg)) {
+        steps.push(Step::new("documentation tests".to_owned(), What::Docs));
     }
-    // Part of the whole suite only, not of what somebody asked for.
-    if args.is_empty() {
-        let benchmarks = bench::smoke()?;
-        tally.passed += benchmarks.passed;
-        tally.failed += benchmarks.failed;
-        tally.skips.extend(benchmarks.skips);
-        rdma::run(&[], &mut tally)?;
+    if scope == Scope::Whole {
+        println!("Building some of them in the release profile, too ...");
+        let mut cargo = children::cargo();
+        for program in programs::build(cargo.args(["test", "--no-run"]).args(RELEASE))? {
+            let label = format!("{IN_RELEASE}{}", program.label);
+            steps.push(Step::new(label, What::Program(program)));
+        }
     }
+    if scope != Scope::Named {
+        steps.push(Step::new(
+            "every benchmark once".to_owned(),
+            What::Benchmarks,
+        ));
+    }
+    if scope == Scope::Whole {
+        let label = "RDMA, in a virtual machine with Soft-RoCE".to_owned();
+        steps.push(Step::new(label, What::Rdma));
+    }
+    if scope == Scope::Quick {
+        steps.retain(|step| {
+            let stays = step.expected <= Duration::from_secs(QUICK_MAX_S);
+            if !stays {
+                tally.skips.push(format!("{}: {LEFT_OUT}", step.label));
+            }
+            stays
+        });
+        for what in ["the release profile", "the tests of RDMA"] {
+            tally.skips.push(format!("{what}: {LEFT_OUT}"));
+        }
+    }
+
+    let mut progress = Progress::new(&steps);
+    for step in steps {
+        progress.begins(&step);
+        match &step.what {
+            What::Program(program) => run_program(program, for_programs, &mut tally)?,
+            What::Docs => {
+                let mut docs = test();
+                docs.args(["--doc", "--no-fail-fast", "--", "--show-output"]);
+                run_tests("cargo test --doc", docs.args(for_programs), &mut tally)?;
+            }
+            What::Benchmarks => {
+                let benchmarks = bench::smoke()?;
+                tally.passed += benchmarks.passed;
+                tally.failed += benchmarks.failed;
+                tally.skips.extend(benchmarks.skips);
+            }
+            What::Rdma => rdma::run(&[], &mut tally)?,
+        }
+        progress.ends(&step);
+    }
+    println!("\n{} in all, building included", minutes(begun.elapsed()));
     Ok(tally.close())
 }
+
+const LEFT_OUT: &str = "left out by --quick";
+/// Before the labels of programs of the release profile.
+const IN_RELEASE: &str = "release profile: ";
 
 /// The tests that need RDMA alone, in the virtual machine; with `filters` those whose name contains one of them.
 ///
@@ -87,10 +182,219 @@ pub(crate) fn run_rdma(filters: &[String]) -> Result<ExitCode> {
     Ok(tally.close())
 }
 
+/// Runs a test program to its end and counts its tests.
+///
+/// # Errors
+/// When it cannot be started.
+pub(crate) fn run_program(program: &Program, args: &[String], tally: &mut Tally) -> Result<()> {
+    let mut command = program.command();
+    command.arg("--show-output").args(args);
+    run_tests(&program.label, &mut command, tally)
+}
+
+fn run_tests(name: &str, command: &mut Command, tally: &mut Tally) -> Result<()> {
+    let failed_before = tally.failed;
+    let mut child = children::spawn(command.stdout(Stdio::piped()))?;
+    let output = child
+        .stdout
+        .take()
+        .expect("the standard output was set to a pipe above");
+    for line in BufReader::new(output).split(b'\n') {
+        tally.show(&line.context("cannot read what the tests print")?);
+    }
+    let status = children::wait(child)?;
+    // A program that crashes takes its tests' results with it and reports none.
+    if !status.success() && tally.failed == failed_before {
+        println!("{name} FAILED: it ended with {status}; the test named last was running");
+        tally.failed += 1;
+    }
+    Ok(())
+}
+
+/// Whether an argument of `cargo test` chooses among programs: documentation tests are none.
+fn selects_targets(arg: &str) -> bool {
+    [
+        "--lib",
+        "--bin",
+        "--test",
+        "--example",
+        "--bench",
+        "--all-targets",
+    ]
+    .iter()
+    .any(|option| arg.starts_with(option))
+}
+
+/// Says how long it will take.
+fn announce(scope: Scope) -> Result<()> {
+    if scope == Scope::Named {
+        return Ok(());
+    }
+    let labels = labels()?;
+    let all: Vec<u64> = labels.iter().map(|label| expected_s(label)).collect();
+    let (what, seconds) = match scope {
+        Scope::Quick => {
+            let quick = all.iter().filter(|seconds| **seconds <= QUICK_MAX_S);
+            (
+                format!("{} of {} test programs", quick.clone().count(), all.len()),
+                quick.sum::<u64>() + QUICK_REST_S,
+            )
+        }
+        _ => {
+            let release = labels.iter().filter(|label| is_release(label));
+            (
+                format!(
+                    "{} test programs, {} of them in the release profile as well, every benchmark, and RDMA in a \
+                     virtual machine",
+                    all.len(),
+                    release.clone().count()
+                ),
+                all.iter().sum::<u64>()
+                    + release.map(|label| expected_s(label)).sum::<u64>()
+                    + QUICK_REST_S
+                    + RDMA_S,
+            )
+        }
+    };
+    println!(
+        "{what}: {} on two cores that have nothing else to do, and {} more where nothing is built yet.",
+        minutes(Duration::from_secs(seconds)),
+        minutes(Duration::from_secs(BUILD_S))
+    );
+    if scope == Scope::Whole {
+        println!("`cargo xtask test --quick` leaves out what takes long: under 3 min once built.");
+    }
+    println!();
+    Ok(())
+}
+
+/// The labels of all test programs, as [`Program`]s have them, before anything is built.
+fn labels() -> Result<BTreeSet<String>> {
+    let mut metadata = children::cargo();
+    metadata.args(["metadata", "--no-deps", "--format-version", "1"]);
+    let output = metadata.output().context("cannot start cargo")?;
+    let metadata: Value =
+        serde_json::from_slice(&output.stdout).context("cargo's metadata is not JSON")?;
+    let root = Path::new(
+        metadata["workspace_root"]
+            .as_str()
+            .context("no workspace")?,
+    );
+    let mut labels = BTreeSet::new();
+    for package in metadata["packages"].as_array().context("no packages")? {
+        let manifest = Path::new(package["manifest_path"].as_str().context("no manifest")?);
+        let folder = manifest.parent().context("a manifest lies in a folder")?;
+        let folder = folder.strip_prefix(root).unwrap_or(folder).display();
+        for target in package["targets"].as_array().context("no targets")? {
+            let kind = target["kind"][0].as_str();
+            if target["test"] == true && kind != Some("bench") {
+                let name = target["name"].as_str().context("a target has a name")?;
+                labels.insert(format!("{folder} {name}"));
+            }
+        }
+    }
+    Ok(labels)
+}
+
+/// How long a test program takes, in seconds, as far as is known.
+fn expected_s(label: &str) -> u64 {
+    let known = LONG_S.iter().find(|(known, _)| *known == label);
+    known.map_or(SHORT_S, |(_, seconds)| *seconds)
+}
+
+fn is_release(label: &str) -> bool {
+    let name = label.rsplit(' ').next().unwrap_or(label);
+    RELEASE
+        .iter()
+        .any(|option| option.trim_start_matches("--test=") == name)
+}
+
+impl Step {
+    fn new(label: String, what: What) -> Step {
+        let seconds = match what {
+            What::Program(_) => expected_s(label.trim_start_matches(IN_RELEASE)),
+            What::Docs => DOCS_S,
+            What::Benchmarks => BENCHMARKS_S,
+            What::Rdma => RDMA_S,
+        };
+        Step {
+            label,
+            expected: Duration::from_secs(seconds),
+            what,
+        }
+    }
+}
+
+/// Where the run has got to. Lines, and nothing that only a terminal understands.
+struct Progress {
+    /// Of all steps, and of those that have ended.
+    count: usize,
+    ended: usize,
+    /// What was expected of those that have not ended, and of those that have.
+    ahead: Duration,
+    behind: Duration,
+    begun: Instant,
+    step_begun: Instant,
+}
+
+impl Progress {
+    fn new(steps: &[Step]) -> Progress {
+        Progress {
+            count: steps.len(),
+            ended: 0,
+            ahead: steps.iter().map(|step| step.expected).sum(),
+            behind: Duration::ZERO,
+            begun: Instant::now(),
+            step_begun: Instant::now(),
+        }
+    }
+
+    /// `[12/47]`
+    fn place(&self) -> String {
+        format!("[{:>2}/{}]", self.ended + 1, self.count)
+    }
+
+    fn begins(&mut self, step: &Step) {
+        self.step_begun = Instant::now();
+        println!("\n{} {} ...", self.place(), step.label);
+    }
+
+    fn ends(&mut self, step: &Step) {
+        let took = self.step_begun.elapsed().as_secs_f64();
+        println!(
+            "{} {} ... {took:.1} s; {}",
+            self.place(),
+            step.label,
+            self.left(step.expected, self.begun.elapsed())
+        );
+        self.ended += 1;
+    }
+
+    /// What is left when a step has ended, judged by how much longer than expected it took until here.
+    fn left(&mut self, expected: Duration, elapsed: Duration) -> String {
+        self.ahead = self.ahead.saturating_sub(expected);
+        self.behind += expected;
+        let pace = elapsed.as_secs_f64() / self.behind.as_secs_f64().max(1.0);
+        let left = self.ahead.mul_f64(pace.clamp(0.5, 10.0));
+        match self.ahead {
+            Duration::ZERO => "the last".to_owned(),
+            _ => format!("{} to go", minutes(left)),
+        }
+    }
+}
+
+/// `about 3 min`, `about 40 s`
+fn minutes(time: Duration) -> String {
+    match time.as_secs() {
+        seconds @ 0..90 => format!("about {} s", seconds.next_multiple_of(5)),
+        seconds => format!("about {} min", seconds.div_ceil(60)),
+    }
+}
+
 /// What the test programs have reported so far.
 #[derive(Default)]
 pub(crate) struct Tally {
-    passed: usize,
+    pub(crate) passed: usize,
     pub(crate) failed: usize,
     /// `<test>: <why>`
     pub(crate) skips: Vec<String>,
@@ -110,7 +414,7 @@ impl Tally {
     }
 
     /// Prints the closing lines.
-    fn close(self) -> ExitCode {
+    pub(crate) fn close(self) -> ExitCode {
         println!();
         for skip in &self.skips {
             println!("SKIPPED: {skip}");
@@ -220,6 +524,39 @@ failures:
     d
 
 test result: FAILED. 3 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+
+    #[test]
+    fn what_is_left_follows_the_pace_so_far() {
+        let step = |seconds| Step {
+            label: "a step".to_owned(),
+            expected: Duration::from_secs(seconds),
+            what: What::Docs,
+        };
+        let steps = [step(60), step(240), step(60)];
+        let mut progress = Progress::new(&steps);
+        let left = |progress: &mut Progress, expected, elapsed| {
+            progress.left(Duration::from_secs(expected), Duration::from_secs(elapsed))
+        };
+        assert_eq!(left(&mut progress, 60, 120), "about 10 min to go");
+        assert_eq!(left(&mut progress, 240, 300), "about 60 s to go");
+        assert_eq!(left(&mut progress, 60, 360), "the last");
+    }
+
+    #[test]
+    fn programs_whose_time_is_stored_exist() {
+        let labels = labels().expect("cargo knows its own workspace");
+        for (label, _) in LONG_S {
+            assert!(labels.contains(label), "there is no test program `{label}`");
+        }
+        for option in RELEASE.iter().filter(|it| it.starts_with("--test=")) {
+            let name = option.trim_start_matches("--test=");
+            assert!(
+                labels
+                    .iter()
+                    .any(|label| label.ends_with(&format!(" {name}")))
+            );
+        }
+    }
 
     #[test]
     fn every_test_is_counted_once() {

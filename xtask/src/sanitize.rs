@@ -1,0 +1,156 @@
+//! `cargo xtask sanitize`: what reads bytes from strangers, and what keeps pages apart, under the address sanitizer.
+//!
+//! The rule it keeps: it needs nothing but the stable toolchain and the C compiler. The compiler is told to accept its
+//! unstable option (`RUSTC_BOOTSTRAP`), and everything is built apart, below `target/sanitize`. The C code of ZFP and LZ4
+//! is instrumented as well. libFuzzer sees coverage by options that are stable.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+
+use crate::{
+    children, programs,
+    tests::{Tally, run_program},
+};
+
+/// Whose tests run under the sanitizer, and which of them: decoders, codecs, slots, page words, and servers that are lied to.
+const TESTS: [&str; 16] = [
+    "--package",
+    "farpage-wire",
+    "--package",
+    "farpage-codec",
+    "--package",
+    "farpage-store",
+    "--package",
+    "farpage-pager",
+    "--package",
+    "farpage-memserver",
+    "--package",
+    "farpage-fuzz",
+    "--lib",
+    "--test",
+    "hostile",
+    "--test=bounded",
+];
+
+/// The programs that libFuzzer drives.
+const TARGETS: [&str; 4] = [
+    "wire_control",
+    "wire_data",
+    "codec_blocks",
+    "server_connection",
+];
+
+/// The one target that is tried. The sanitizer wants it named, so that build scripts are built without.
+const TRIPLE: &str = "x86_64-unknown-linux-gnu";
+
+const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares";
+
+/// Beyond the time that libFuzzer was given: it has hung.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Runs the tests once and each fuzz target for `seconds`.
+///
+/// # Errors
+/// When something cannot be built or started. A finding is an exit code.
+pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
+    if !cfg!(target_arch = "x86_64") {
+        bail!("the sanitizer is tried on x86-64 only");
+    }
+    let mut tally = Tally::default();
+    println!("Building the tests with the address sanitizer ...");
+    let tests = programs::build(instrumented("test").arg("--no-run").args(TESTS))?;
+    for program in &tests {
+        println!("\n{}", program.label);
+        run_program(program, &[], &mut tally)?;
+    }
+    fuzz(seconds, &mut tally)?;
+    Ok(tally.close())
+}
+
+/// Reads `[--seconds N]`.
+pub(crate) fn seconds(args: &[String]) -> Option<u64> {
+    match args {
+        [] => Some(15),
+        [option, seconds] if option == "--seconds" => seconds.parse().ok(),
+        _ => None,
+    }
+}
+
+/// Each target on its seeds, on what earlier runs found, and on what libFuzzer makes of both.
+fn fuzz(seconds: u64, tally: &mut Tally) -> Result<()> {
+    println!("\nBuilding the fuzz targets with the address sanitizer ...");
+    let mut build = instrumented("build");
+    build.args([
+        "--package",
+        "farpage-fuzz",
+        "--features",
+        "libfuzzer",
+        "--bins",
+    ]);
+    if !children::status(&mut build)?.success() {
+        bail!("the fuzz targets do not build; what went wrong is printed above");
+    }
+    let built = folder().join(TRIPLE).join("debug");
+    let corpus = folder().join("corpus");
+    let mut seeds = Command::new(built.join("farpage-fuzz-seeds"));
+    if !children::status(seeds.arg(&corpus))?.success() {
+        bail!("the seeds cannot be written; why is printed above");
+    }
+    let findings = folder().join("findings");
+    fs::create_dir_all(&findings).context("cannot create a folder below target/sanitize")?;
+    for target in TARGETS {
+        println!("\nfuzz {target}, {seconds} s ...");
+        let mut fuzzer = Command::new(built.join(target));
+        fuzzer
+            .arg(format!("-max_total_time={seconds}"))
+            // An input that takes so long hangs.
+            .arg("-timeout=20")
+            .args(["-print_final_stats=1", "-verbosity=0", "-close_fd_mask=1"])
+            .arg(format!("-artifact_prefix={}/{target}-", findings.display()))
+            .arg(corpus.join(target));
+        let limit = Duration::from_secs(seconds) + PATIENCE;
+        let failed = match children::status_within(limit, &mut fuzzer)? {
+            Some(status) if status.success() => None,
+            Some(status) => Some(format!(
+                "{status}; the input lies in {}",
+                findings.display()
+            )),
+            None => Some(format!("no end after {} s", limit.as_secs())),
+        };
+        match failed {
+            None => {
+                println!("fuzz {target} ... ok");
+                tally.passed += 1;
+            }
+            Some(why) => {
+                println!("fuzz {target} ... FAILED ({why})");
+                tally.failed += 1;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A cargo command whose code is instrumented.
+fn instrumented(command: &str) -> Command {
+    let mut cargo = children::cargo();
+    cargo
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("RUSTFLAGS", FLAGS)
+        .env("CFLAGS", "-fsanitize=address")
+        .args([command, "--target", TRIPLE, "--target-dir"])
+        .arg(folder());
+    cargo
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/sanitize")
+}
