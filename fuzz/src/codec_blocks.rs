@@ -1,5 +1,6 @@
-//! Blocks of ZFP and LZ4 from arbitrary bytes: the C libraries touch nothing beside the values, and what they make of a block
-//! depends on the block alone, so that they read nothing beside it either.
+//! Blocks of ZFP and LZ4 from arbitrary bytes: the C libraries touch nothing beside the values, and
+//! what they make of a block depends on the block alone, so that they read nothing beside it
+//! either.
 //!
 //! The first five bytes choose mode, element and shape.
 

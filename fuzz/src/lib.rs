@@ -1,8 +1,9 @@
 //! Fuzz targets: each takes any bytes at all and panics if what reads them breaks its promise.
 //!
-//! The rule it keeps: a target is a plain function. libFuzzer calls it with coverage and the address sanitizer
-//! (`cargo xtask sanitize`), and the tests of this package call it with a bounded number of mutated seeds, so that no
-//! target rots unseen. `seeds` are inputs that reach deep: whole messages of the current version.
+//! The rule it keeps: a target is a plain function. libFuzzer calls it with coverage and the
+//! address sanitizer (`cargo xtask sanitize`), and the tests of this package call it with a bounded
+//! number of mutated seeds, so that no target rots unseen. `seeds` are inputs that reach deep:
+//! whole messages of the current version.
 
 pub mod codec_blocks;
 pub mod server_connection;

@@ -1,5 +1,5 @@
-//! A real server fed with arbitrary bytes on a connection, at several depths of the protocol: it neither ends nor
-//! keeps anything that the connection borrowed.
+//! A real server fed with arbitrary bytes on a connection, at several depths of the protocol: it
+//! neither ends nor keeps anything that the connection borrowed.
 //!
 //! The first byte chooses the fabric and how much of the protocol is right before the rest is sent.
 
@@ -28,7 +28,8 @@ pub fn run(bytes: &[u8]) {
         return;
     };
     let endpoint = &server().endpoints()[usize::from(choice & 1)];
-    // What becomes of the stranger's connection is the server's to say: a reset is as good as an answer.
+    // What becomes of the stranger's connection is the server's to say: a reset is as good as an
+    // answer.
     let _ = play(endpoint, choice >> 1, rest);
     let mut honest = greet(endpoint, Purpose::Control).expect("the server still serves");
     let begin = honest.say(&hello()).expect("the server still answers");

@@ -1,4 +1,5 @@
-//! Control frames and hellos from arbitrary bytes: no panic, and what decodes survives being encoded again.
+//! Control frames and hellos from arbitrary bytes: no panic, and what decodes survives being
+//! encoded again.
 
 use farpage_wire::{
     ExtentId, Refusal, Request, Response, Secret, SessionId,

@@ -1,7 +1,7 @@
 //! Every fuzz target with a bounded number of inputs: its seeds, and seeds with a few changes.
 //!
-//! The rule it keeps: the inputs are the same in each run unless `FARPAGE_TEST_SEED` says otherwise, and an input that
-//! fails is printed.
+//! The rule it keeps: the inputs are the same in each run unless `FARPAGE_TEST_SEED` says
+//! otherwise, and an input that fails is printed.
 
 use std::{
     env,
@@ -39,7 +39,8 @@ fn run(target: &Target, input: &[u8]) {
     }
 }
 
-/// One seed with up to eight changes: bytes set, put in, taken out, and the rest of another seed behind.
+/// One seed with up to eight changes: bytes set, put in, taken out, and the rest of another seed
+/// behind.
 fn changed(seeds: &[Vec<u8>], random: &mut ChaCha8Rng) -> Vec<u8> {
     let pick = |random: &mut ChaCha8Rng| seeds[random.random_range(0..seeds.len())].clone();
     let mut bytes = pick(random);

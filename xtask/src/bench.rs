@@ -1,7 +1,9 @@
-//! `cargo xtask bench --smoke`: every benchmark once, with tiny sizes. It says that they work, nothing about speed.
+//! `cargo xtask bench --smoke`: every benchmark once, with tiny sizes. It says that they work,
+//! nothing about speed.
 //!
-//! The rule it keeps: the list below is the only one, and a benchmark that is not in it is not kept working. Each
-//! verifies its own data; what its report contains is checked by the tests of `farpage-bench` itself.
+//! The rule it keeps: the list below is the only one, and a benchmark that is not in it is not kept
+//! working. Each verifies its own data; what its report contains is checked by the tests of
+//! `farpage-bench` itself.
 
 use std::{
     process::{ExitCode, Stdio},
@@ -12,8 +14,8 @@ use anyhow::{Result, bail};
 
 use crate::children;
 
-/// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose: a test suite does not change the
-/// swap of the machine that it runs on.
+/// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
+/// a test suite does not change the swap of the machine that it runs on.
 const RUNS: [&str; 32] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",

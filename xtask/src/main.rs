@@ -1,7 +1,9 @@
-//! `cargo xtask`: everything that a person or a machine does with this repository, one command each.
+//! `cargo xtask`: everything that a person or a machine does with this repository, one command
+//! each.
 //!
-//! The rule it keeps: a command either does all that it says or stops with what to do about it; nothing has to be
-//! installed or started by hand before. What the commands measure and test is left to the crates themselves.
+//! The rule it keeps: a command either does all that it says or stops with what to do about it;
+//! nothing has to be installed or started by hand before. What the commands measure and test is
+//! left to the crates themselves.
 
 mod bench;
 mod children;
@@ -117,8 +119,8 @@ fn misused(what: &str) -> ExitCode {
     ExitCode::from(2)
 }
 
-/// Arrays of this size in all, a quarter of it as the local budget: large enough that the pager works for seconds,
-/// small enough for a laptop, since server and client share the machine here.
+/// Arrays of this size in all, a quarter of it as the local budget: large enough that the pager
+/// works for seconds, small enough for a laptop, since server and client share the machine here.
 const DEMO_ARRAYS_MIB: u64 = 768;
 
 fn demo() -> Result<ExitCode> {

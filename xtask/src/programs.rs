@@ -1,7 +1,7 @@
 //! Test programs: built by cargo, then run one by one by us.
 //!
-//! The rule it keeps: a program runs as `cargo test` would run it, in the folder of its package. Cargo says which
-//! programs there are, so none can be forgotten.
+//! The rule it keeps: a program runs as `cargo test` would run it, in the folder of its package.
+//! Cargo says which programs there are, so none can be forgotten.
 
 use std::{
     ffi::OsStr,
@@ -50,8 +50,8 @@ impl Program {
     }
 }
 
-/// Builds what `cargo`, a `cargo test --no-run` with its options, names, and the programs that the tests start.
-/// The compiler's progress and errors reach the terminal as they are.
+/// Builds what `cargo`, a `cargo test --no-run` with its options, names, and the programs that the
+/// tests start. The compiler's progress and errors reach the terminal as they are.
 ///
 /// # Errors
 /// When it does not build.

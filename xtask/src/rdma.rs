@@ -1,7 +1,9 @@
-//! The tests of RDMA: built here with the feature `rdma`, run in the virtual machine, one boot for all.
+//! The tests of RDMA: built here with the feature `rdma`, run in the virtual machine, one boot for
+//! all.
 //!
-//! The rule it keeps: such a test has `rdma` in its name, or stands in a program of [`WHOLE`]; it is run, or counted as skipped with the
-//! reason. With `FARPAGE_REQUIRE_VM=1` a skip is a failure. Nothing but this needs the libraries of RDMA, so nothing else installs them.
+//! The rule it keeps: such a test has `rdma` in its name, or stands in a program of [`WHOLE`]; it
+//! is run, or counted as skipped with the reason. With `FARPAGE_REQUIRE_VM=1` a skip is a failure.
+//! Nothing but this needs the libraries of RDMA, so nothing else installs them.
 
 use std::{
     env,
@@ -37,7 +39,8 @@ const TIME_MAX: Duration = Duration::from_secs(480);
 /// Builds and runs them; with `filters` those whose name contains one of them.
 ///
 /// # Errors
-/// When they do not build, or there is no machine although it is required. A failing test and a machine that dies are counted.
+/// When they do not build, or there is no machine although it is required. A failing test and a
+/// machine that dies are counted.
 pub(crate) fn run(filters: &[String], tally: &mut Tally) -> Result<()> {
     let required = env::var_os("FARPAGE_REQUIRE_VM").is_some_and(|it| it == "1");
     let skips_before = tally.skips.len();

@@ -1,8 +1,10 @@
-//! `cargo xtask sanitize`: what reads bytes from strangers, and what keeps pages apart, under the address sanitizer.
+//! `cargo xtask sanitize`: what reads bytes from strangers, and what keeps pages apart, under the
+//! address sanitizer.
 //!
-//! The rule it keeps: it needs nothing but the stable toolchain and the C compiler. The compiler is told to accept its
-//! unstable option (`RUSTC_BOOTSTRAP`), and everything is built apart, below `target/sanitize`. The C code of ZFP and LZ4
-//! is instrumented as well. libFuzzer sees coverage by options that are stable.
+//! The rule it keeps: it needs nothing but the stable toolchain and the C compiler. The compiler is
+//! told to accept its unstable option (`RUSTC_BOOTSTRAP`), and everything is built apart, below
+//! `target/sanitize`. The C code of ZFP and LZ4 is instrumented as well. libFuzzer sees coverage by
+//! options that are stable.
 
 use std::{
     fs,
@@ -18,7 +20,8 @@ use crate::{
     tests::{Tally, run_program},
 };
 
-/// Whose tests run under the sanitizer, and which of them: decoders, codecs, slots, page words, and servers that are lied to.
+/// Whose tests run under the sanitizer, and which of them: decoders, codecs, slots, page words, and
+/// servers that are lied to.
 const TESTS: [&str; 16] = [
     "--package",
     "farpage-wire",
@@ -46,7 +49,8 @@ const TARGETS: [&str; 4] = [
     "server_connection",
 ];
 
-/// The one target that is tried. The sanitizer wants it named, so that build scripts are built without.
+/// The one target that is tried. The sanitizer wants it named, so that build scripts are built
+/// without.
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
 const FLAGS: &str = "-Zsanitizer=address -Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \

@@ -1,8 +1,9 @@
 //! `cargo xtask test`: the whole suite, benchmarks included, and a closing line that hides nothing.
 //!
-//! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run here says so by a line
-//! `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts as skipped too. libtest keeps what
-//! a passing test prints to itself, so the programs run with `--show-output` and the lines are picked out of it here.
+//! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run
+//! here says so by a line `SKIPPED: <test>: <why>` on its standard error and returns; an ignored
+//! test counts as skipped too. libtest keeps what a passing test prints to itself, so the programs
+//! run with `--show-output` and the lines are picked out of it here.
 
 use std::{
     collections::BTreeSet,
@@ -21,8 +22,8 @@ use crate::{
     rdma,
 };
 
-/// Test programs that take longer than [`SHORT_S`], and how long they take on two cores, in seconds: measured, and
-/// renewed when the figure that is printed at the start has become wrong.
+/// Test programs that take longer than [`SHORT_S`], and how long they take on two cores, in
+/// seconds: measured, and renewed when the figure that is printed at the start has become wrong.
 const LONG_S: [(&str, u64); 0] = [];
 /// What any other program takes, on average.
 const SHORT_S: u64 = 2;
@@ -36,7 +37,8 @@ const QUICK_REST_S: u64 = DOCS_S + BENCHMARKS_S;
 /// Building all of it for the first time.
 const BUILD_S: u64 = 360;
 
-/// Whose tests run in the release profile as well, the one that is shipped: end to end, torture, and servers that are killed.
+/// Whose tests run in the release profile as well, the one that is shipped: end to end, torture,
+/// and servers that are killed.
 const RELEASE: [&str; 9] = [
     "--release",
     "--package",
@@ -75,7 +77,8 @@ enum What {
     Rdma,
 }
 
-/// Builds and runs the tests; `args` are `--quick`, or for `cargo test` and after a `--` for the test programs.
+/// Builds and runs the tests; `args` are `--quick`, or for `cargo test` and after a `--` for the
+/// test programs.
 ///
 /// # Errors
 /// When the tests cannot be built or started. A failing test is an exit code.
@@ -172,7 +175,8 @@ const LEFT_OUT: &str = "left out by --quick";
 /// Before the labels of programs of the release profile.
 const IN_RELEASE: &str = "release profile: ";
 
-/// The tests that need RDMA alone, in the virtual machine; with `filters` those whose name contains one of them.
+/// The tests that need RDMA alone, in the virtual machine; with `filters` those whose name contains
+/// one of them.
 ///
 /// # Errors
 /// As [`rdma::run`].
@@ -370,7 +374,8 @@ impl Progress {
         self.ended += 1;
     }
 
-    /// What is left when a step has ended, judged by how much longer than expected it took until here.
+    /// What is left when a step has ended, judged by how much longer than expected it took until
+    /// here.
     fn left(&mut self, expected: Duration, elapsed: Duration) -> String {
         self.ahead = self.ahead.saturating_sub(expected);
         self.behind += expected;
