@@ -11,6 +11,8 @@
 
 use std::ops::Range;
 
+use farpage_store::RegionId;
+
 /// Pages of a stream's first window.
 const FIRST_WINDOW: usize = 4;
 /// Streams that a filler follows at once: STREAM's triad has three per thread.
@@ -39,7 +41,7 @@ impl Default for Streams {
 
 #[derive(Debug)]
 struct Stream {
-    region: u64,
+    region: RegionId,
     /// The page of its first fault, until a second one tells the direction.
     first: Option<usize>,
     /// Through the region downwards, as `memmove` goes when it pleases.
@@ -122,7 +124,7 @@ impl Streams {
     /// was planned behind it is not either. Returns what to read ahead, and the pages that the program has gone through since the stream's last plan.
     pub(crate) fn fault(
         &mut self,
-        region: u64,
+        region: RegionId,
         page: usize,
         limit: usize,
         eager: bool,
@@ -211,7 +213,7 @@ impl Streams {
     }
 
     /// These planned pages are not read after all: their stream goes on there.
-    pub(crate) fn gave_up(&mut self, region: u64, pages: &Range<usize>) {
+    pub(crate) fn gave_up(&mut self, region: RegionId, pages: &Range<usize>) {
         for stream in self.streams.iter_mut().filter(|s| s.region == region) {
             if stream.down && stream.ahead.start == pages.start {
                 stream.ahead.start = pages.end;
@@ -242,7 +244,9 @@ mod tests {
         eager: bool,
         missed: bool,
     ) -> Plan {
-        streams.fault(region, page, limit, eager, missed).0
+        streams
+            .fault(RegionId(region), page, limit, eager, missed)
+            .0
     }
 
     #[test]
@@ -253,7 +257,7 @@ mod tests {
             let mut told = [0; 1000];
             let mut page = 10;
             for _ in 0..6 {
-                let (plan, passed) = streams.fault(1, at(page), 64, false, false);
+                let (plan, passed) = streams.fault(RegionId(1), at(page), 64, false, false);
                 passed.for_each(|page| told[page] += 1);
                 page = match plan {
                     Plan::NONE => page + 1,
@@ -283,7 +287,7 @@ mod tests {
         fault(&mut streams, 1, 10, 64, false, true);
         fault(&mut streams, 1, 11, 64, false, true);
         assert_eq!(fault(&mut streams, 1, 13, 64, false, true), up(14..22));
-        streams.gave_up(1, &(17..22));
+        streams.gave_up(RegionId(1), &(17..22));
         assert_eq!(fault(&mut streams, 1, 14, 64, false, false), up(17..33));
     }
 
@@ -297,7 +301,7 @@ mod tests {
             assert_eq!(first, down(49 - window..49));
             let second = fault(&mut streams, 1, 48, 64, eager, false);
             assert_eq!(second, down(49 - 3 * window..49 - window));
-            streams.gave_up(1, &(49 - 3 * window..30));
+            streams.gave_up(RegionId(1), &(49 - 3 * window..30));
             let third = fault(&mut streams, 1, 48 - window, 64, eager, false);
             assert_eq!(third.ahead.end, 30, "goes on where it was given up");
         }

@@ -1,8 +1,11 @@
-//! What can go wrong with a page after it was mapped: [`PageError`].
+//! What can go wrong, an enum for each call: [`PageError`] for a page, at any time after it was
+//! mapped; [`StartError`], [`MapError`], [`PinError`] and [`FlushError`].
+//!
+//! The rule it keeps: each text says what was tried, why it failed, and what to do.
 
-use std::time::Duration;
+use std::{io, time::Duration};
 
-use farpage_store::StoreError;
+use farpage_store::{RegionId, StoreError};
 
 /// Why a page could not be brought in, or not be written back. It reaches the program through `flush`, `close` and `take_error`.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -18,7 +21,7 @@ pub enum PageError {
     )]
     NoFrame {
         /// The region.
-        region: u64,
+        region: RegionId,
         /// The page in the region.
         page: u64,
         /// How long it waited.
@@ -30,7 +33,7 @@ pub enum PageError {
     )]
     Held {
         /// The region.
-        region: u64,
+        region: RegionId,
         /// The page in the region.
         page: u64,
     },
@@ -38,19 +41,20 @@ pub enum PageError {
     #[error("page {page} of region {region} is gone: the program has unmapped its addresses")]
     Unmapped {
         /// The region.
-        region: u64,
+        region: RegionId,
         /// The page in the region.
         page: u64,
     },
-    /// The page could neither be written back nor be mapped again: the store has an older copy of it, which is never taken for
-    /// the page. Touching the page raises SIGBUS, and flushing the region fails, until the program overwrites the whole page.
+    /// The page could neither be written back nor be mapped again. The store has an older copy of it,
+    /// which is never taken for the page. Touching the page raises SIGBUS, and flushing the region
+    /// fails, until the program overwrites the whole page.
     #[error(
         "the newest bytes of page {page} of region {region} are lost, and the older ones are not put in their place: {why}; overwrite the whole page \
          (`overwrite`), or discard the region"
     )]
     Lost {
         /// The region.
-        region: u64,
+        region: RegionId,
         /// The page in the region.
         page: u64,
         /// Why it could not stay.
@@ -62,7 +66,7 @@ pub enum PageError {
         /// "map" or "take out".
         what: &'static str,
         /// The region.
-        region: u64,
+        region: RegionId,
         /// The page in the region.
         page: u64,
         /// The operating system's words.
@@ -71,6 +75,16 @@ pub enum PageError {
 }
 
 impl PageError {
+    /// The operating system refused to map a page.
+    pub(crate) fn cannot_map(region: RegionId, page: usize, error: &io::Error) -> PageError {
+        PageError::Os {
+            what: "map",
+            region,
+            page: page as u64,
+            message: error.to_string(),
+        }
+    }
+
     /// Whether trying again may help without anything being changed.
     pub fn may_retry(&self) -> bool {
         match self {
@@ -79,4 +93,91 @@ impl PageError {
             Self::Os { .. } | Self::Unmapped { .. } | Self::Lost { .. } => false,
         }
     }
+}
+
+/// A pager could not be started.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StartError {
+    /// An option makes no sense.
+    #[error("{0}")]
+    Option(String),
+    /// A worker could not connect to a memory server.
+    #[error("a worker could not connect")]
+    Connect(#[from] farpage_fabric::ConnectError),
+    /// The operating system gave no thread or descriptor.
+    #[error("cannot start a worker: {0}")]
+    Os(#[from] io::Error),
+}
+
+/// A region could not be mapped.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum MapError {
+    /// The budget cannot hold the pages that the workers need at once.
+    #[error(
+        "a budget of {budget_bytes} bytes, of which {pinned_bytes} are pinned, is too small for pages of {page_bytes} bytes: {pages_min} of them must \
+         fit beside what is pinned (one per filler, and two at least, since one instruction may touch two); raise the budget, unpin pages or use \
+         smaller ones"
+    )]
+    Budget {
+        /// The runtime's budget.
+        budget_bytes: u64,
+        /// Bytes of it that the program has pinned.
+        pinned_bytes: u64,
+        /// The region's page size.
+        page_bytes: usize,
+        /// Pages that it must hold.
+        pages_min: u64,
+    },
+    /// The operating system's.
+    #[error("cannot map a region of {bytes} bytes: {source}")]
+    Os {
+        /// The region's size.
+        bytes: u64,
+        /// The reason.
+        source: io::Error,
+    },
+}
+
+/// Changed pages could not all be made safe. They are still in memory, except those that a
+/// [`PageError::Lost`] names.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FlushError {
+    /// A page could not be written back.
+    #[error(transparent)]
+    Page(#[from] PageError),
+    /// All pages were written, but the store could not make them durable.
+    #[error("the region's store could not make its pages durable: {0}")]
+    Durable(io::Error),
+}
+
+/// Why pages could not be pinned.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PinError {
+    /// Pinned pages would leave too little of the budget for all others.
+    #[error(
+        "cannot pin {asked_bytes} bytes more: of this budget {most_bytes} bytes can be pinned at once; unpin others or raise the budget"
+    )]
+    Budget {
+        /// Bytes of the pages asked for.
+        asked_bytes: u64,
+        /// Bytes that can be pinned in all.
+        most_bytes: u64,
+    },
+    /// The page is pinned 255 times.
+    #[error(
+        "page {page} of region {region} is pinned 255 times already: every pin needs its unpin"
+    )]
+    TooOften {
+        /// The region's number.
+        region: RegionId,
+        /// The page's index in it.
+        page: u64,
+    },
+    /// A page could not be brought in.
+    #[error(transparent)]
+    Page(#[from] PageError),
 }

@@ -1,6 +1,7 @@
 //! Work on many pages that the program asks evictors for and may wait for: [`Job`].
 
 use std::{
+    collections::VecDeque,
     ops::Range,
     sync::{
         Arc,
@@ -32,6 +33,33 @@ pub(crate) struct Job {
 struct Outcome {
     ended: bool,
     error: Option<PageError>,
+}
+
+/// Jobs that are not all taken, the oldest first.
+#[derive(Debug, Default)]
+pub(crate) struct Jobs(Mutex<VecDeque<Arc<Job>>>);
+
+impl Jobs {
+    pub(crate) fn add(&self, job: Arc<Job>) {
+        self.0.lock().push_back(job);
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.lock().is_empty()
+    }
+
+    /// The oldest.
+    pub(crate) fn first(&self) -> Option<Arc<Job>> {
+        self.0.lock().front().cloned()
+    }
+
+    /// All chunks of a job are taken. Others may have found out before.
+    pub(crate) fn remove(&self, job: &Arc<Job>) {
+        let mut jobs = self.0.lock();
+        if jobs.front().is_some_and(|first| Arc::ptr_eq(first, job)) {
+            jobs.pop_front();
+        }
+    }
 }
 
 impl Job {

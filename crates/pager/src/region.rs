@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use farpage_store::PageStore;
+use farpage_store::{PageStore, RegionId};
 use farpage_vm::Layout;
 use parking_lot::{Condvar, Mutex};
 
@@ -26,7 +26,7 @@ const OVERDUE_RUNS_MAX: usize = 8;
 
 /// A mapped region, shared by the program and the workers.
 pub(crate) struct Region {
-    pub(crate) id: u64,
+    pub(crate) id: RegionId,
     pub(crate) address: usize,
     pub(crate) layout: Layout,
     pub(crate) words: Words,
@@ -57,7 +57,7 @@ pub(crate) struct Region {
 
 impl Region {
     pub(crate) fn new(
-        id: u64,
+        id: RegionId,
         address: usize,
         layout: Layout,
         store: Arc<PageStore>,
@@ -122,6 +122,11 @@ impl Region {
             let end = (pages.start / stripe_pages + 1) * stripe_pages;
             pages.start..pages.end.min(end)
         }
+    }
+
+    /// Whether somebody waits for one of these pages, which are owned.
+    pub(crate) fn is_wanted(&self, pages: &Range<usize>) -> bool {
+        (pages.clone()).any(|page| self.words.load(page).wanted())
     }
 
     pub(crate) fn advice(&self) -> Advice {

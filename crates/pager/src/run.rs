@@ -1,15 +1,94 @@
 //! Runs: neighbouring pages that travel together, and what is cut off them.
 //!
-//! The page is the unit of the protocol; the run is the unit of everything that costs a system call, a request or a wake-up. The rule: a run is a list
-//! of pages that one worker owns, next to each other in one stripe of one region, with the frame that holds (or will hold) their bytes in order.
+//! The page is the unit of the protocol. The run is the unit of whatever costs a system call, a
+//! request or a wake-up. The rule: a [`Run`] is pages of one stripe of one region, which one worker
+//! owns, with the frame that holds their bytes in order.
 
 use std::ops::Range;
 
 use farpage_vm::Frame;
 
-/// Bytes that move together at most: a longer run makes who waits for its first page wait longer, and costs hardly less per byte (a
-/// move of 1 MiB takes 60 us, of which the system call and its TLB shootdown are 2).
+/// Bytes that move together at most. A longer run delays the thread that waits for the first page
+/// and saves almost nothing per byte: a move of 1 MiB takes 60 us, of which the system call and its
+/// TLB shootdown are 2.
 pub(crate) const RUN_BYTES_MAX: usize = 512 << 10;
+
+/// Pages in a row with the frame of their bytes.
+#[derive(Debug)]
+pub(crate) struct Run<F> {
+    pages: Range<usize>,
+    frame: F,
+    page_bytes: usize,
+}
+
+impl<F: Frame> Run<F> {
+    /// `frame` holds the bytes of the pages from `first` on, as many as it has room for.
+    pub(crate) fn new(first: usize, frame: F, page_bytes: usize) -> Run<F> {
+        let pages = first..first + pages_in(&frame, page_bytes);
+        Run {
+            pages,
+            frame,
+            page_bytes,
+        }
+    }
+
+    pub(crate) fn pages(&self) -> Range<usize> {
+        self.pages.clone()
+    }
+
+    pub(crate) fn first(&self) -> usize {
+        self.pages.start
+    }
+
+    /// How many pages there are.
+    pub(crate) fn len(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Each page with its bytes.
+    pub(crate) fn bytes_by_page(&self) -> impl Iterator<Item = (usize, &[u8])> {
+        let bytes = self.frame.as_ref().chunks_exact(self.page_bytes);
+        self.pages.clone().zip(bytes)
+    }
+
+    pub(crate) fn into_frame(self) -> F {
+        self.frame
+    }
+
+    /// Keeps the first `pages`; returns the rest, if there is one.
+    pub(crate) fn keep_first(&mut self, pages: usize) -> Option<Run<F>> {
+        let frame = keep_first(&mut self.frame, pages, self.page_bytes)?;
+        self.pages.end = self.pages.start + pages;
+        Some(Run::new(self.pages.end, frame, self.page_bytes))
+    }
+
+    /// Hands out stretches of pages of the same kind, in order.
+    pub(crate) fn cut<K: PartialEq>(
+        self,
+        kind: impl Fn(usize) -> K,
+        mut each: impl FnMut(Run<F>, K),
+    ) {
+        let mut rest = Some(self);
+        while let Some(mut run) = rest.take() {
+            let of = kind(run.first());
+            // Each page is asked about once: the answer may change while it is taken.
+            let others = (1..run.len()).find(|&at| kind(run.first() + at) != of);
+            rest = run.keep_first(others.unwrap_or(run.len()));
+            each(run, of);
+        }
+    }
+}
+
+/// How many pages a frame holds.
+pub(crate) fn pages_in<F: Frame>(frame: &F, page_bytes: usize) -> usize {
+    frame.as_ref().len() / page_bytes
+}
+
+/// Keeps the first `pages` of a frame, which holds at least as many. Returns the rest, if there is
+/// one.
+pub(crate) fn keep_first<F: Frame>(frame: &mut F, pages: usize, page_bytes: usize) -> Option<F> {
+    (pages < pages_in(frame, page_bytes)).then(|| frame.split_off(pages * page_bytes))
+}
 
 /// A frame of the address space, as the store wants it.
 #[derive(Debug)]
@@ -34,37 +113,6 @@ impl<F: Frame> farpage_store::Frame for Local<F> {
 
     fn join(&mut self, next: Self) -> Result<(), Self> {
         self.0.join(next.0).map_err(Local)
-    }
-}
-
-/// How many pages a frame holds.
-pub(crate) fn pages_in<F: Frame>(frame: &F, page_bytes: usize) -> usize {
-    frame.as_ref().len() / page_bytes
-}
-
-/// Keeps the first `pages` of a frame, which holds at least as many; returns the rest, if there is one.
-pub(crate) fn keep_first<F: Frame>(frame: &mut F, pages: usize, page_bytes: usize) -> Option<F> {
-    (pages < pages_in(frame, page_bytes)).then(|| frame.split_off(pages * page_bytes))
-}
-
-/// Cuts a run into stretches of pages of the same kind.
-pub(crate) fn cut<F: Frame, K: PartialEq>(
-    pages: Range<usize>,
-    page_bytes: usize,
-    frame: F,
-    kind: impl Fn(usize) -> K,
-    mut each: impl FnMut(Range<usize>, F, K),
-) {
-    let mut rest = Some(frame);
-    let mut from = pages.start;
-    while let Some(mut frame) = rest.take() {
-        let of = kind(from);
-        let to = (from + 1..pages.end)
-            .find(|&page| kind(page) != of)
-            .unwrap_or(pages.end);
-        rest = keep_first(&mut frame, to - from, page_bytes);
-        each(from..to, frame, of);
-        from = to;
     }
 }
 
@@ -105,14 +153,15 @@ mod tests {
     #[test]
     fn a_cut_run_keeps_each_page_with_its_bytes() {
         let bytes = Bytes(0, (0..8).map(|i| i / 2 + 10).collect());
+        let run = Run::new(10, bytes, 2);
+        assert_eq!((run.pages(), run.len()), (10..14, 4));
+        let by_page: Vec<_> = run.bytes_by_page().map(|(page, _)| page).collect();
+        assert_eq!(by_page, [10, 11, 12, 13]);
         let mut seen = Vec::new();
-        cut(
-            10..14,
-            2,
-            bytes,
+        run.cut(
             |page| page == 12,
-            |pages, frame, odd| {
-                seen.push((pages, frame.1, odd));
+            |run, odd| {
+                seen.push((run.pages(), run.into_frame().1, odd));
             },
         );
         let expected = [

@@ -1,18 +1,17 @@
-//! Single pages of threads that serve their own faults, in and out by copying where moving them interrupts other threads: [`Scatter`].
+//! Single pages, in and out as copies: [`Scatter`]. Used where moving interrupts other threads, by
+//! threads that serve their own faults and by evictors.
 //!
-//! Which of the two is cheaper depends on who else runs: a page that moves makes all other processors that run the program forget an address, and takes several times as long
-//! then. So both are timed now and then, and what costs less is done (`farpage_vm::AddressSpace::detach_scattered` says how copying goes).
+//! A copy that is mapped is memory that was not there before. A page that was taken out by copying
+//! is memory no more, while its frame stays. So both go by what the budget has room for
+//! ([`Frames::for_copy`]), and where it has none pages move as ever.
 //!
-//! A copy that is mapped is memory that was not there before, and a page that was taken out by copying is memory no more, while the frames stay: so both go by what the
-//! budget has room for ([`Frames::make_elsewhere`](crate::frames::Frames::make_elsewhere)), and where it has none pages move as ever.
+//! The rule: one thread at a time takes pages out by copying, since what it protects meanwhile would
+//! be unprotected by another.
 
 use std::{
     io,
     ops::Range,
-    sync::{
-        Arc, Mutex, MutexGuard, TryLockError,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, TryLockError},
     time::Instant,
 };
 
@@ -20,53 +19,144 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
-    core::{Core, Heat},
+    claim::Claim,
+    costs::Costs,
+    frames::Frames,
+    installer::{Heat, Installer},
+    mapper::{Mapper, Scattered},
     protocol,
     region::{CHUNK_PAGES, Region},
-    sweep::Claim,
-    victims::Walk,
+    run::Run,
+    victims::{Victims, Walk},
 };
 
-/// Pages that leave together lie in so many at most: protecting them takes a look at each.
+/// Pages that leave together lie within this span, because write-protecting walks every page of it.
 const WINDOW_PAGES: usize = 512;
 
-/// Fewer are not worth three interruptions.
+/// Fewer pages are not worth three interruptions.
 const PAGES_MIN: usize = 4;
 
-/// One fill in so many is timed, and one in so many does what seems to cost more, to see whether it still does.
-const TIMED: u32 = 8;
-const TRIED: u32 = 64;
-
-/// What moving and copying cost here, and who is taking pages out.
+/// What came of taking pages out by copying.
 #[derive(Debug, Default)]
-pub(crate) struct Scatter {
-    /// Held by the one thread that takes pages out. Of the standard library: it never allocates, and is tried in a signal handler.
-    turn: Mutex<()>,
-    moved_in: Cost,
-    copied_in: Cost,
-    copied_out: Cost,
-    #[cfg(test)]
-    pretended: std::sync::OnceLock<bool>,
+pub(crate) struct Outcome {
+    /// Whether any page was taken out.
+    pub(crate) any: bool,
+    /// Pages that could not be copied, or were too few to be. Moving takes them out, or says what is
+    /// the matter with them.
+    pub(crate) refused: Scattered,
 }
 
-impl Scatter {
-    /// Whether a page had better be copied.
-    fn is_cheaper(&self) -> bool {
-        #[cfg(test)]
-        if let Some(&pretended) = self.pretended.get() {
-            return pretended;
+/// Copies pages in and out, where that is cheaper than moving them.
+pub(crate) struct Scatter<A: AddressSpace> {
+    mapper: Arc<Mapper<A>>,
+    frames: Arc<Frames<A>>,
+    installer: Arc<Installer<A>>,
+    victims: Arc<Victims<A>>,
+    costs: Costs,
+    /// Held by the one thread that takes pages out. Of the standard library: it never allocates, and
+    /// is tried in a signal handler.
+    turn: Mutex<()>,
+}
+
+impl<A: AddressSpace> Scatter<A> {
+    pub(crate) fn new(
+        mapper: Arc<Mapper<A>>,
+        frames: Arc<Frames<A>>,
+        installer: Arc<Installer<A>>,
+        victims: Arc<Victims<A>>,
+    ) -> Self {
+        Scatter {
+            mapper,
+            frames,
+            installer,
+            victims,
+            costs: Costs::default(),
+            turn: Mutex::default(),
         }
-        let (moved, copied) = (self.moved_in.get(), self.copied_in.get());
-        let out = match self.copied_out.get() {
-            0 => copied,
-            out => out,
-        };
-        // Whoever moves in also moves out.
-        copied > 0 && copied + out < 2 * moved
     }
 
-    /// Nobody takes pages out before this is dropped. `None`: somebody does.
-    pub(crate) fn try_turn(&self) -> Option<MutexGuard<'_, ()>> {
+    #[cfg(test)]
+    pub(crate) fn costs(&self) -> &Costs {
+        &self.costs
+    }
+
+    /// A write to a page that is mapped raised a fault: the page came meanwhile, or it is protected
+    /// while others leave. Returns whether the write may be tried again; not while others leave.
+    pub(crate) fn unprotect(&self, region: &Region, page: usize) -> bool {
+        if !self.mapper.can_copy(region) {
+            return true;
+        }
+        let turn = self.try_turn();
+        if turn.is_some() {
+            self.mapper.unprotect(region, page);
+        }
+        turn.is_some()
+    }
+
+    /// Waits until the pages that are being taken out are out. What was pinned before is left alone
+    /// from then on.
+    pub(crate) fn wait(&self) {
+        drop(self.turn.lock());
+    }
+
+    /// Maps one owned page as [`Installer::install`] does: by copying or moving, whichever is
+    /// cheaper. `count`: how many the thread has mapped before.
+    pub(crate) fn install(
+        &self,
+        region: &Region,
+        run: Run<A::Frame>,
+        heat: Heat,
+        count: u32,
+        refused: impl FnMut(usize, A::Frame, io::Error),
+    ) {
+        let trial = self.costs.trial(count);
+        let room = (self.mapper.can_copy(region) && trial.copies)
+            .then(|| self.frames.for_copy(region.page_bytes(), trial.is_trial))
+            .flatten();
+        let since = trial.is_timed.then(Instant::now);
+        let (rest, cost) = match room {
+            Some(room) => {
+                let page = run.first();
+                let frame = run.into_frame();
+                self.installer.announce(region, page..page + 1);
+                if self.mapper.install_copy(region, page, &frame) {
+                    self.installer.arrived(region, page..page + 1, heat);
+                    self.frames.copied(room, frame, region.page_bytes());
+                    (None, &self.costs.copied_in)
+                } else {
+                    // The page is refused: moving it says why.
+                    let run = Run::new(page, frame, region.page_bytes());
+                    (Some(run), &self.costs.copied_in)
+                }
+            }
+            None => (Some(run), &self.costs.moved_in),
+        };
+        if let Some(run) = rest {
+            self.installer.install(region, run, heat, refused);
+        }
+        if let Some(since) = since {
+            cost.learn(since, 1, 0);
+        }
+    }
+
+    /// Whether pages of the region had better leave by [`take_out`](Self::take_out), and there are
+    /// frames to copy enough of them to. Pinned pages must not lie between others that do, since
+    /// system calls may write to them at any time.
+    pub(crate) fn is_better(&self, region: &Region) -> bool {
+        self.mapper.can_copy(region)
+            && region.pinned() == 0
+            && self.costs.copying_is_cheaper()
+            && self.most(region) >= PAGES_MIN
+    }
+
+    /// How many pages may leave at once. Fills find some frames, too.
+    fn most(&self, region: &Region) -> usize {
+        let budget = self.frames.budget();
+        let bytes = budget.excess().min(budget.room() / 2);
+        (bytes as usize / region.page_bytes()).min(SCATTERED_PAGES_MAX)
+    }
+
+    fn try_turn(&self) -> Option<MutexGuard<'_, ()>> {
         match self.turn.try_lock() {
             Ok(guard) => Some(guard),
             Err(TryLockError::WouldBlock) => None,
@@ -74,161 +164,31 @@ impl Scatter {
         }
     }
 
-    /// Waits until the pages that are taken out now are out: what was pinned before is left alone from then on.
-    pub(crate) fn wait(&self) {
-        drop(self.turn.lock());
-    }
-
-    /// From now on copying is the cheaper way, or never is, whatever is measured.
-    #[cfg(test)]
-    pub(crate) fn pretend(&self, is_cheaper: bool) {
-        self.pretended.set(is_cheaper).expect("said once");
-    }
-}
-
-/// Nanoseconds per page, a mean in which older ones fade. 0: not known.
-#[derive(Debug, Default)]
-struct Cost(AtomicU32);
-
-impl Cost {
-    fn get(&self) -> u64 {
-        self.0.load(Ordering::Relaxed).into()
-    }
-
-    /// So many pages have been dealt with since then. `expected`: what is thought while nothing is known. Threads may overwrite each other's: there are more.
-    fn learn(&self, since: Instant, pages: usize, expected: u64) {
-        let nanos = since.elapsed().as_nanos() as u64 / pages.max(1) as u64;
-        let mean = match (self.get(), expected) {
-            (0, 0) => nanos,
-            (0, mean) | (mean, _) => {
-                // A thread that lost its processor meanwhile tells nothing.
-                (mean * 7 + nanos.min(mean * 4)) / 8
-            }
-        };
-        self.0
-            .store(mean.clamp(1, u32::MAX.into()) as u32, Ordering::Relaxed);
-    }
-
-    /// Is thought less of each time, until it is tried again.
-    fn fade(&self) {
-        let faded = self.get() * 15 / 16;
-        self.0.store(faded as u32, Ordering::Relaxed);
-    }
-}
-
-/// What came of it.
-#[derive(Debug, Default)]
-pub(crate) struct Scattered {
-    /// Whether any page was taken out.
-    pub(crate) any: bool,
-    /// Pages that could not be copied, or were too few to be: moving takes them out, or says what is the matter with them.
-    pub(crate) refused: SmallVec<[usize; SCATTERED_PAGES_MAX]>,
-}
-
-impl<A: AddressSpace> Core<A> {
-    /// Maps a page that the caller, a thread that serves its own fault, owns, as [`install`](Self::install) does: by copying or moving, whichever is cheaper. `count`: how
-    /// many it has mapped before.
-    pub(crate) fn install_alone(
-        &self,
-        region: &Region,
-        page: usize,
-        frame: A::Frame,
-        heat: Heat,
-        count: u32,
-        refused: impl FnMut(usize, A::Frame, io::Error),
-    ) {
-        let (is_timed, is_trial) = (count.is_multiple_of(TIMED), count % TRIED == 1);
-        let is_cheaper = self.scatter.is_cheaper();
-        if is_trial && !is_cheaper {
-            self.scatter.copied_out.fade();
-        }
-        let copies = self.may_scatter(region)
-            && is_cheaper != is_trial
-            && self.frames.make_elsewhere(region.page_bytes(), is_trial);
-        let since = (is_timed || is_trial).then(Instant::now);
-        let (left, cost) = match copies {
-            true => (
-                self.install_copy(region, page, frame, heat),
-                &self.scatter.copied_in,
-            ),
-            false => (Some(frame), &self.scatter.moved_in),
-        };
-        if let Some(frame) = left {
-            self.install(region, page..page + 1, frame, heat, refused);
-        }
-        if let Some(since) = since {
-            cost.learn(since, 1, 0);
-        }
-    }
-
-    /// Maps a copy for which room was made. What comes back is to be moved: the page is refused.
-    fn install_copy(
-        &self,
-        region: &Region,
-        page: usize,
-        frame: A::Frame,
-        heat: Heat,
-    ) -> Option<A::Frame> {
-        region.touch(&(page..page + 1));
-        region.words.apply(page, |w| (protocol::installing(w), ()));
-        let (shard, address) = (
-            region.shard_of(page, self.shards()),
-            region.address_of(page),
-        );
-        if !self.space.install_copy(shard, address, &frame) {
-            self.frames.unmake(region.page_bytes());
-            return Some(frame);
-        }
-        self.arrived(region, page..page + 1, heat);
-        if self.frames.replaced(frame, region.page_bytes()) {
-            self.ring_fillers();
-        }
-        None
-    }
-
-    pub(crate) fn may_scatter(&self, region: &Region) -> bool {
-        !region.layout.read_only && self.space.can_scatter(region.page_bytes())
-    }
-
-    /// Whether pages of the region had better leave by [`take_out_scattered`](Self::take_out_scattered), and there are frames to copy enough of them to. Pinned pages must not
-    /// lie between others that do, since system calls may write to them at any time.
-    pub(crate) fn scatters(&self, region: &Region) -> bool {
-        self.may_scatter(region)
-            && region.pinned() == 0
-            && self.scatter.is_cheaper()
-            && self.most_scattered(region) >= PAGES_MIN
-    }
-
-    /// So many pages may leave at once. Fills find some frames, too.
-    fn most_scattered(&self, region: &Region) -> usize {
-        let bytes = self.frames.excess().min(self.frames.room() / 2);
-        (bytes as usize / region.page_bytes()).min(SCATTERED_PAGES_MAX)
-    }
-
-    /// Takes victims out by copying, those of `claim` and of some behind it, while there is need, and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region has
-    /// been entered for it. `None`: somebody else makes room, and the claim is left to others.
-    pub(crate) fn take_out_scattered(
+    /// Takes victims out by copying, those of `claim` and of some behind it, while there is need,
+    /// and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region has been
+    /// entered for it. `None`: somebody else takes pages out, and the claim is left to others.
+    pub(crate) fn take_out(
         &self,
         claim: Claim,
-        mut taken_out: impl FnMut(Range<usize>, A::Frame),
-    ) -> Option<Scattered> {
+        mut taken_out: impl FnMut(Run<A::Frame>),
+    ) -> Option<Outcome> {
         let region = claim.region.clone();
-        let turn = self.scatter.try_turn();
-        // Looked at again since: nobody who pins goes on before a turn that did not see it has ended.
+        let turn = self.try_turn();
+        // Looked at again: nobody who pins goes on before a turn that did not see it has ended.
         if turn.is_none() || region.pinned() > 0 || !region.enter() {
-            Walk::new(self, &claim).end();
+            Walk::new(&self.victims, &claim).end();
             return None;
         }
         let page_bytes = region.page_bytes();
-        let most = self.most_scattered(&region);
+        let most = self.most(&region);
         let mut frames = SmallVec::<[A::Frame; SCATTERED_PAGES_MAX]>::new();
         while frames.len() < most
             && let Some(frame) = self.frames.spare(page_bytes)
         {
             frames.push(frame);
         }
-        let pages = self.own_scattered(claim, frames.len());
-        let mut scattered = Scattered::default();
+        let pages = self.own(claim, frames.len());
+        let mut outcome = Outcome::default();
         let mut out = SmallVec::<[(usize, A::Frame); SCATTERED_PAGES_MAX]>::new();
         let mut rest = &pages[..];
         while rest.len() >= PAGES_MIN {
@@ -238,8 +198,8 @@ impl<A: AddressSpace> Core<A> {
                 rest = &[];
                 break;
             };
-            scattered.refused.push(refused);
-            self.stay(&region, refused..refused + 1);
+            outcome.refused.push(refused);
+            self.victims.stay(&region, refused..refused + 1);
             rest = &rest[taken + 1..];
             if taken == 0 {
                 break;
@@ -247,57 +207,46 @@ impl<A: AddressSpace> Core<A> {
         }
         drop(turn);
         // Too few to be copied, or none can be.
-        scattered
-            .refused
-            .extend(rest.iter().take(PAGES_MIN).copied());
+        outcome.refused.extend(rest.iter().take(PAGES_MIN).copied());
         for &page in rest {
-            self.stay(&region, page..page + 1);
+            self.victims.stay(&region, page..page + 1);
         }
         for frame in frames {
-            self.release(frame, page_bytes);
+            self.frames.release(frame, page_bytes);
         }
-        scattered.any = !out.is_empty();
+        outcome.any = !out.is_empty();
         for (page, frame) in out {
             region.enter_again();
-            taken_out(page..page + 1, frame);
+            taken_out(Run::new(page, frame, page_bytes));
         }
         region.exit();
-        Some(scattered)
+        Some(outcome)
     }
 
-    /// Takes the leading ones of these pages, which are owned, out to the first of `frames`. Returns how many.
+    /// Takes the leading ones of these pages, which are owned, out to the first of `frames`. Returns
+    /// how many.
     fn copy_out(&self, region: &Region, pages: &[usize], frames: &mut [A::Frame]) -> usize {
-        let shard = region.shard_of(pages[0], self.shards());
-        let addresses: SmallVec<[usize; SCATTERED_PAGES_MAX]> =
-            pages.iter().map(|&page| region.address_of(page)).collect();
         let since = Instant::now();
-        let taken = self.space.detach_scattered(shard, &addresses, frames);
-        let expected = self.scatter.copied_in.get();
-        self.scatter.copied_out.learn(since, taken, expected);
-        for &page in &pages[..taken] {
-            region.count_out(&(page..page + 1));
-        }
-        self.frames.forget(taken * region.page_bytes());
+        let taken = self.mapper.detach_copies(region, pages, frames);
+        self.costs.copied_out(since, taken);
+        self.frames.budget().lose(taken * region.page_bytes());
         taken
     }
 
-    /// Owns victims, `most` at most, that lie in one stripe and not too far from each other. Ascending.
-    fn own_scattered(&self, claim: Claim, most: usize) -> SmallVec<[usize; SCATTERED_PAGES_MAX]> {
-        let (region, way) = (claim.region.clone(), claim.way);
-        let start = claim.pages.start;
-        // Whole chunks, so that no claim of a sweep is cut.
-        let end = (start / CHUNK_PAGES * CHUNK_PAGES) + WINDOW_PAGES;
-        let window = region.in_one_stripe(&(start..end), false);
-        let mut pages = SmallVec::new();
+    /// Owns victims, `most` at most, that lie in one stripe and within [`WINDOW_PAGES`]. Ascending.
+    fn own(&self, claim: Claim, most: usize) -> Scattered {
+        let (region, found_by) = (claim.region.clone(), claim.found_by);
+        let window = window_of(&region, claim.pages.start);
+        let mut pages = Scattered::new();
         let mut next = Some(claim);
         for _ in 0..WINDOW_PAGES / CHUNK_PAGES {
             let Some(claim) = next.take() else {
                 break;
             };
             let is_near = Arc::ptr_eq(&claim.region, &region)
-                && claim.way == way
+                && claim.found_by == found_by
                 && window.contains(&claim.pages.start);
-            let mut walk = Walk::new(self, &claim);
+            let mut walk = Walk::new(&self.victims, &claim);
             while is_near
                 && pages.len() < most
                 && let Some(run) = walk.next(most - pages.len())
@@ -311,50 +260,19 @@ impl<A: AddressSpace> Core<A> {
             }
             walk.end();
             if is_near && pages.len() < most {
-                next = self.claim();
+                next = self.victims.claim();
             }
         }
         if let Some(claim) = next {
-            Walk::new(self, &claim).end();
+            Walk::new(&self.victims, &claim).end();
         }
         pages.sort_unstable();
         pages
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-
-    /// One that took so many nanoseconds for each page.
-    fn learn(cost: &Cost, nanos: u64) {
-        let since = Instant::now() - Duration::from_nanos(nanos);
-        cost.learn(since, 1, 0);
-    }
-
-    #[test]
-    fn what_costs_less_is_done_and_what_went_badly_once_is_tried_again() {
-        let scatter = Scatter::default();
-        assert!(!scatter.is_cheaper(), "nothing is known");
-        learn(&scatter.moved_in, 20_000_000);
-        learn(&scatter.copied_in, 4_000_000);
-        assert!(scatter.is_cheaper());
-        (0..9).for_each(|_| learn(&scatter.copied_out, 400_000_000));
-        assert!(!scatter.is_cheaper(), "taking out takes too long");
-        let trials = (0..).take_while(|_| {
-            scatter.copied_out.fade();
-            !scatter.is_cheaper()
-        });
-        assert!(trials.count() < 60);
-    }
-
-    #[test]
-    fn a_lost_processor_is_no_cost() {
-        let cost = Cost::default();
-        (0..20).for_each(|_| learn(&cost, 1_000_000));
-        learn(&cost, 1_000_000_000);
-        assert!((1_000_000..1_600_000).contains(&cost.get()), "{cost:?}");
-    }
+/// The pages that may leave together with `page`. Whole chunks, so that no claim of a sweep is cut.
+fn window_of(region: &Region, page: usize) -> Range<usize> {
+    let end = (page / CHUNK_PAGES * CHUNK_PAGES) + WINDOW_PAGES;
+    region.in_one_stripe(&(page..end), false)
 }

@@ -31,14 +31,8 @@ use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
-    Advice, InThread, PageError, Pager, PagerOptions, RegionOptions,
-    ahead::Plan,
-    core::Command,
-    evictor::Evictor,
-    filler::Filler,
-    job::Job,
-    pager::{Mapped, Parts},
-    region::Region,
+    Advice, InThread, Mapped, PageError, Pager, PagerOptions, RegionOptions, ahead::Plan,
+    doors::Command, evictor::Evictor, filler::Filler, job::Job, pager::Parts, region::Region,
 };
 
 const THREADS: usize = 4;
@@ -65,8 +59,8 @@ impl Guests {
     fn begin(&mut self, thread: usize, region: &Arc<Region>, address: usize) {
         if thread < GUESTS && !region.store.is_users_own() {
             let page = region.page_at(address);
-            let mut filler = self.in_thread.filler(thread);
-            let plan = filler.begin_serving(region, page, address);
+            let mut guest = self.in_thread.guest(thread);
+            let plan = guest.begin_serving(region, page, address);
             self.serving[thread] = plan.map(|plan| (region.clone(), page, plan));
         }
     }
@@ -77,10 +71,10 @@ impl Guests {
 
     /// Goes on with that. Returns whether nothing is left to do.
     fn step(&mut self, thread: usize) -> bool {
-        let mut filler = self.in_thread.filler(thread);
-        let done = filler.serve_a_step();
+        let mut guest = self.in_thread.guest(thread);
+        let done = guest.serve_a_step();
         if done && let Some((region, page, plan)) = self.serving[thread].take() {
-            filler.end_serving(&region, page, plan);
+            guest.end_serving(&region, page, plan);
         }
         done
     }
@@ -157,7 +151,7 @@ impl World {
         )
         .expect("the server has room");
         let guests = Guests::new(&pager);
-        pager.core().scatter.pretend(is_cheaper);
+        pager.shared().scatter.costs().pretend(is_cheaper);
         let mapped = Arc::new(pager).map(store, RegionOptions::default());
         let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
         World {
@@ -283,12 +277,7 @@ impl World {
 
     fn run_job(&mut self, pages: Range<usize>, keep: bool) {
         let job = Job::new(self.mapped.region().clone(), pages, keep);
-        self.mapped
-            .pager()
-            .core()
-            .jobs
-            .lock()
-            .push_back(job.clone());
+        self.mapped.pager().shared().jobs.add(job.clone());
         self.drive(|_| job.has_ended());
         job.wait().expect("the store takes every page");
     }
@@ -309,7 +298,7 @@ impl World {
             space,
             ..
         } = self;
-        let core = mapped.pager().core().clone();
+        let shared = mapped.pager().shared().clone();
         let region = mapped.region().clone();
         close(
             vec![ManuallyDrop::into_inner(mapped)],
@@ -320,7 +309,7 @@ impl World {
             region.counts_nothing(),
             "a chunk counts pages that are not there"
         );
-        drop((fillers, evictors, guests, core, region));
+        drop((fillers, evictors, guests, shared, region));
         assert_eq!(
             space.frame_pages() + space.resident_pages(),
             0,
@@ -400,7 +389,8 @@ fn flushes_and_evictions_on_demand_disturb_nobody() {
             world
                 .mapped
                 .pager()
-                .core()
+                .shared()
+                .doors
                 .tell_fillers(|| Command::Prefetch(region.clone(), first..PAGES));
         }
         world.finish_intents();
@@ -682,8 +672,9 @@ impl Wide {
             .expect("the options are sound");
         let guests = Guests::new(&pager);
         pager
-            .core()
+            .shared()
             .scatter
+            .costs()
             .pretend(next(&mut random).is_multiple_of(2));
         let pager = Arc::new(pager);
         let mut flaky = None;
@@ -862,9 +853,13 @@ impl Wide {
             Err(Faulted::Asleep) => Some((word, value)),
             Err(Faulted::Sigbus) if self.flaky.is_some() => {
                 let pages = walk.page..walk.page + 1;
-                self.regions[walk.region].pager().core().tell_fillers(|| {
-                    Command::Demand(region.clone(), pages.clone(), Arc::default())
-                });
+                self.regions[walk.region]
+                    .pager()
+                    .shared()
+                    .doors
+                    .tell_fillers(|| {
+                        Command::Demand(region.clone(), pages.clone(), Arc::default())
+                    });
                 Some((word, value))
             }
             Err(other) => panic!("thread {thread} at word {word}: {other}"),
@@ -928,8 +923,8 @@ impl Wide {
         // What is written back is away for a moment, pinned or not.
         let pinned = std::mem::take(&mut self.pinned);
         let job = Job::new(self.regions[region].region().clone(), pages, keep);
-        let core = self.regions[region].pager().core().clone();
-        core.jobs.lock().push_back(job.clone());
+        let shared = self.regions[region].pager().shared().clone();
+        shared.jobs.add(job.clone());
         self.drive(|wide| {
             if busy && !job.has_ended() {
                 wide.step();
@@ -1015,7 +1010,8 @@ impl Wide {
                 let of = self.regions[region].region().clone();
                 self.regions[region]
                     .pager()
-                    .core()
+                    .shared()
+                    .doors
                     .tell_fillers(|| Command::Prefetch(of.clone(), pages.clone()));
             }
             3 => {
@@ -1056,24 +1052,24 @@ impl Wide {
     fn end(mut self) {
         // Nobody touches anything any more: what is under way ends.
         self.drive(|wide| wide.evictors.iter().all(Evictor::is_at_rest));
-        let core = self.regions[0].pager().core().clone();
+        let shared = self.regions[0].pager().shared().clone();
         let regions = std::mem::take(&mut *self.regions);
-        let shared: Vec<_> = regions
+        let closed: Vec<_> = regions
             .iter()
             .map(|mapped| mapped.region().clone())
             .collect();
         close(regions, &mut self.fillers, &mut self.evictors);
-        for region in shared {
+        for region in closed {
             assert_eq!((region.resident(), region.overdue()), (0, 0));
         }
         self.drive(|wide| wide.fillers.iter().all(Filler::is_at_rest));
         assert!(self.evictors.iter().all(Evictor::is_at_rest));
-        let frames = &core.frames;
+        let budget = shared.frames.budget();
         assert_eq!(
-            (frames.used(), frames.leaving(), frames.pinned()),
+            (budget.used(), budget.leaving(), budget.pinned()),
             (0, 0, 0)
         );
-        assert!(frames.peak() <= frames.budget());
+        assert!(budget.peak() <= budget.bytes());
         let Wide {
             fillers,
             evictors,
@@ -1081,7 +1077,7 @@ impl Wide {
             space,
             ..
         } = self;
-        drop((fillers, evictors, guests, core));
+        drop((fillers, evictors, guests, shared));
         assert_eq!(space.frame_pages() + space.resident_pages(), 0);
     }
 }

@@ -56,6 +56,15 @@ counters! {
     starved,
 }
 
+impl Counters {
+    /// Pages were brought in, of which somebody waited for one if it was for `demand`.
+    pub(crate) fn filled(&self, pages: usize, demand: bool) {
+        self.fills.add(pages);
+        self.prefetches
+            .add(pages.saturating_sub(usize::from(demand)));
+    }
+}
+
 /// A counter with one writer.
 #[derive(Debug, Default)]
 pub(crate) struct Count(AtomicU64);

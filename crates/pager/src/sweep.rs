@@ -10,14 +10,14 @@
 //! The downside: pages that are hot without ever leaving are not known to be hot, so that they leave and come back once in a while.
 
 use std::{
-    ops::{Bound, Range},
-    sync::{Arc, Mutex, MutexGuard},
+    ops::Bound,
+    sync::{Mutex, MutexGuard},
 };
 
 use crate::{
-    behind::Way,
-    core::RegionTable,
-    region::{CHUNK_PAGES, Region},
+    claim::{Claim, FoundBy},
+    region::CHUNK_PAGES,
+    regions::RegionTable,
 };
 
 /// A hand over all pages of a runtime.
@@ -37,17 +37,6 @@ struct Hand {
     age_floor: u32,
     seen: usize,
     taken: usize,
-}
-
-/// What the hand points at.
-#[derive(Debug)]
-pub(crate) struct Claim {
-    pub(crate) region: Arc<Region>,
-    /// Pages of one chunk.
-    pub(crate) pages: Range<usize>,
-    /// Pages younger than this stay.
-    pub(crate) age_floor: u32,
-    pub(crate) way: Way,
 }
 
 impl Sweep {
@@ -94,7 +83,7 @@ impl Sweep {
                         region: region.clone(),
                         pages: pages.start.max(from)..pages.end,
                         age_floor: hand.age_floor,
-                        way: Way::Swept,
+                        found_by: FoundBy::Sweep,
                     });
                 }
             }

@@ -27,8 +27,8 @@ use smallvec::SmallVec;
 
 use crate::{
     bell::{Bell, sleep_by},
-    core::Core,
     filler::Filler,
+    shared::Shared,
     worker,
 };
 
@@ -40,7 +40,7 @@ const FITS: u32 = 600;
 
 /// All fillers with their threads, one per shard.
 pub(crate) struct Team<A: AddressSpace> {
-    core: Arc<Core<A>>,
+    shared: Arc<Shared<A>>,
     /// By shard.
     fillers: Vec<CachePadded<Mutex<Filler<A>>>>,
     /// Threads that serve, the first ones; the others sleep.
@@ -58,10 +58,14 @@ type Quiet = SmallVec<[usize; 4]>;
 
 impl<A: AddressSpace> Team<A> {
     /// All fillers. `tuned`: as many threads serve as the load asks for; otherwise all.
-    pub(crate) fn new(core: &Arc<Core<A>>, fillers: Vec<Filler<A>>, tuned: bool) -> Arc<Team<A>> {
+    pub(crate) fn new(
+        shared: &Arc<Shared<A>>,
+        fillers: Vec<Filler<A>>,
+        tuned: bool,
+    ) -> Arc<Team<A>> {
         let threads = fillers.len();
         Arc::new(Team {
-            core: core.clone(),
+            shared: shared.clone(),
             fillers: fillers
                 .into_iter()
                 .map(|filler| CachePadded::new(Mutex::new(filler)))
@@ -88,7 +92,7 @@ impl<A: AddressSpace> Team<A> {
         let mut watch = Watch::start();
         // Those of the crew that are known to have no faults.
         let mut quiet = Quiet::new();
-        while !self.core.is_stopping() {
+        while !self.shared.doors.is_stopping() {
             let awake = self.awake.load(Ordering::SeqCst);
             if awake != seen {
                 // All of the old ones first: two threads would wait for each other.
@@ -111,7 +115,7 @@ impl<A: AddressSpace> Team<A> {
                 again |= busy && filler.has_work();
             }
             quiet.clear();
-            // Where nothing is under way, the descriptors tell of the next fault with one system call; looking for it first would take another.
+            // Where nothing is under found_by, the descriptors tell of the next fault with one system call; looking for it first would take another.
             if !again {
                 self.sleep(&crew, seen, &mut quiet);
             }
@@ -125,9 +129,9 @@ impl<A: AddressSpace> Team<A> {
 
     /// Nothing to do until more threads are needed.
     fn rest(&self, thread: usize, seen: usize) {
-        let bell = &self.core.fillers[thread].rest;
+        let bell = &self.shared.doors.filler(thread).rest;
         bell.prepare();
-        if self.awake.load(Ordering::SeqCst) != seen || self.core.is_stopping() {
+        if self.awake.load(Ordering::SeqCst) != seen || self.shared.doors.is_stopping() {
             return bell.cancel();
         }
         bell.sleep(Vec::new(), None);
@@ -135,10 +139,12 @@ impl<A: AddressSpace> Team<A> {
 
     /// Sleeps until one of the crew may have something to do, or there is a new division. Finds out who has no faults.
     fn sleep(&self, crew: &Crew<'_, A>, seen: usize, quiet: &mut Quiet) {
-        let bells: SmallVec<[&Bell; 4]> =
-            crew.iter().map(|filler| filler.bell(&self.core)).collect();
+        let bells: SmallVec<[&Bell; 4]> = crew
+            .iter()
+            .map(|filler| filler.bell(&self.shared))
+            .collect();
         bells.iter().for_each(|bell| bell.prepare());
-        let called = self.core.is_stopping() || self.awake.load(Ordering::SeqCst) != seen;
+        let called = self.shared.doors.is_stopping() || self.awake.load(Ordering::SeqCst) != seen;
         if called || crew.iter().any(|filler| filler.is_called()) {
             return bells.iter().for_each(|bell| bell.cancel());
         }
@@ -183,10 +189,7 @@ impl<A: AddressSpace> Team<A> {
             .compare_exchange(awake, needed, Ordering::SeqCst, Ordering::SeqCst)
             .is_ok();
         if changed {
-            for door in &self.core.fillers {
-                door.bell.ring();
-                door.rest.ring();
-            }
+            self.shared.doors.ring_resting_fillers();
         }
     }
 }
@@ -252,10 +255,7 @@ mod tests {
     use farpage_vm::{Faulted, SimOptions, SimSpace};
 
     use super::*;
-    use crate::{
-        Pager, PagerOptions, RegionOptions,
-        pager::{Mapped, Parts},
-    };
+    use crate::{Mapped, Pager, PagerOptions, RegionOptions, pager::Parts};
 
     const SHARDS: usize = 4;
     const PROGRAMS: usize = 3;
@@ -264,7 +264,12 @@ mod tests {
     const BYTES: u64 = 64 << 20;
 
     /// A program that touches pages of all shards, rings once for each fault, and counts in its own words.
-    fn program(thread: usize, space: &SimSpace, core: &Core<SimSpace>, mapped: &Mapped<SimSpace>) {
+    fn program(
+        thread: usize,
+        space: &SimSpace,
+        shared: &Shared<SimSpace>,
+        mapped: &Mapped<SimSpace>,
+    ) {
         const ROUNDS: u64 = 40;
         const PAGES: usize = 16;
         let end = Instant::now() + Duration::from_secs(20);
@@ -278,7 +283,7 @@ mod tests {
             };
             match outcome {
                 Ok(seen) => return seen,
-                Err(Faulted::Asleep) => core.ring_fillers(),
+                Err(Faulted::Asleep) => shared.doors.ring_fillers(),
                 Err(other) => panic!("page {page}: {other}"),
             }
             while space.is_asleep(thread) {
@@ -315,8 +320,8 @@ mod tests {
             evictors,
         } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
-        let core = pager.core().clone();
-        let team = Team::new(&core, fillers, true);
+        let shared = pager.shared().clone();
+        let team = Team::new(&shared, fillers, true);
         let mut threads = team.start().expect("threads start");
         for evictor in evictors {
             let serve = move || evictor.serve();
@@ -343,8 +348,8 @@ mod tests {
             });
             let programs: Vec<_> = (0..PROGRAMS)
                 .map(|thread| {
-                    let (space, core, mapped) = (&space, &core, &mapped);
-                    scope.spawn(move || program(thread, space, core, mapped))
+                    let (space, shared, mapped) = (&space, &shared, &mapped);
+                    scope.spawn(move || program(thread, space, shared, mapped))
                 })
                 .collect();
             let ends: Vec<_> = programs.into_iter().map(|program| program.join()).collect();

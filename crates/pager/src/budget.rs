@@ -1,0 +1,292 @@
+//! The residency budget in figures: [`Budget`].
+//!
+//! The rule: the bytes of all memory that pages take, mapped, in flight or free, never exceed the
+//! budget. Whoever is about to make memory reserves it first, and a [`Reservation`] that does not
+//! become memory is given back when it is dropped. Nothing here holds a frame or wakes anybody.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam_utils::CachePadded;
+
+/// Frames that read-ahead leaves to demand: more than all threads of a large machine fault on at
+/// once.
+const DEMAND_RESERVE_PAGES: u64 = 16;
+
+/// What the memory of pages may be, and what it is.
+pub(crate) struct Budget {
+    bytes: u64,
+    high: u64,
+    low: u64,
+    /// Two pages of the largest size. One instruction may touch two, so evictors leave that much
+    /// alone unless a fill waits for a frame.
+    floor: AtomicU64,
+    /// Bytes of memory in existence.
+    made: CachePadded<AtomicU64>,
+    /// Highest value of `made`.
+    peak: AtomicU64,
+    /// Bytes that are mapped or in flight, that is: not free.
+    used: CachePadded<AtomicU64>,
+    /// Of these, bytes of pages on their way out.
+    leaving: CachePadded<AtomicU64>,
+    /// Bytes that the program has pinned.
+    pinned: AtomicU64,
+    /// Bytes of pages that fillers hold back unmapped.
+    held: AtomicU64,
+    /// Bytes of the largest demand fill that found no frame and waits.
+    starving: AtomicU64,
+}
+
+impl Budget {
+    /// Marks are fractions of `bytes`, in (0, 1], low below high.
+    pub(crate) fn new(bytes: u64, low: f64, high: f64) -> Budget {
+        let mark = |fraction: f64| ((bytes as f64 * fraction) as u64).min(bytes);
+        Budget {
+            bytes,
+            high: mark(high),
+            low: mark(low),
+            floor: AtomicU64::new(0),
+            made: CachePadded::default(),
+            peak: AtomicU64::new(0),
+            used: CachePadded::default(),
+            leaving: CachePadded::default(),
+            pinned: AtomicU64::new(0),
+            held: AtomicU64::new(0),
+            starving: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// From now on there are pages of this size.
+    pub(crate) fn expect(&self, page_bytes: usize) {
+        let floor = 2 * page_bytes as u64;
+        self.floor.fetch_max(floor, Ordering::Relaxed);
+    }
+
+    /// Highest number of bytes that pages took at any time.
+    pub(crate) fn peak(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed)
+    }
+
+    /// Bytes of pages that are mapped or in flight now.
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that more pages may have.
+    pub(crate) fn room(&self) -> u64 {
+        self.bytes.saturating_sub(self.used())
+    }
+
+    /// How many pages may be brought in that nobody waits for.
+    pub(crate) fn room_for_prefetch(&self, page_bytes: usize) -> usize {
+        let page = page_bytes as u64;
+        // A part of what evictors keep free belongs to demand, or prefetching would starve it.
+        let reserve = ((self.bytes - self.low) / 2).min(DEMAND_RESERVE_PAGES * page);
+        (self.room().saturating_sub(reserve) / page) as usize
+    }
+
+    /// Sets memory aside for as many pages as the budget allows, `pages` at most. `None`: for none.
+    pub(crate) fn reserve(&self, page_bytes: usize, pages: usize) -> Option<Reservation<'_>> {
+        let page = page_bytes as u64;
+        let affordable = |made: u64| (pages as u64).min((self.bytes - made) / page);
+        let made = self
+            .made
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |made| {
+                let more = affordable(made) * page;
+                (more > 0).then_some(made + more)
+            });
+        let pages = affordable(made.ok()?) as usize;
+        let made = self.made.load(Ordering::Relaxed);
+        self.peak.fetch_max(made, Ordering::Relaxed);
+        Some(Reservation {
+            budget: self,
+            page_bytes,
+            pages,
+        })
+    }
+
+    /// A free frame of `bytes` was given back to the kernel.
+    pub(crate) fn unmake(&self, bytes: u64) {
+        self.made.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// A free frame is used from now on.
+    pub(crate) fn begin_use(&self, bytes: u64) {
+        self.used.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// It is free again.
+    pub(crate) fn end_use(&self, bytes: u64) {
+        self.used.fetch_sub(bytes, Ordering::SeqCst);
+    }
+
+    /// Used pages have gone back to the kernel: the program gave them back itself, or they were
+    /// copied before.
+    pub(crate) fn lose(&self, bytes: usize) {
+        self.unmake(bytes as u64);
+        self.end_use(bytes as u64);
+    }
+
+    /// A demand fill of `bytes` found no frame.
+    pub(crate) fn starve(&self, bytes: usize) {
+        self.starving.fetch_max(bytes as u64, Ordering::SeqCst);
+    }
+
+    /// The fills that found no frame have one now. Others that starve say so again when they try
+    /// again.
+    pub(crate) fn end_starving(&self) {
+        self.starving.store(0, Ordering::SeqCst);
+    }
+
+    /// Whether a demand fill waits for a frame.
+    pub(crate) fn is_starving(&self) -> bool {
+        self.starving.load(Ordering::SeqCst) != 0
+    }
+
+    /// Sets `bytes` aside for pinned pages. `false`: too little would be left for all others.
+    pub(crate) fn pin(&self, bytes: u64) -> bool {
+        let most = self.pinned_max();
+        self.pinned
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |pinned| {
+                pinned.checked_add(bytes).filter(|&pinned| pinned <= most)
+            })
+            .is_ok()
+    }
+
+    /// Gives back what was set aside.
+    pub(crate) fn unpin(&self, bytes: u64) {
+        self.pinned.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Bytes that are set aside for pinned pages.
+    pub(crate) fn pinned(&self) -> u64 {
+        self.pinned.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that can be pinned. Fills and evictions need room to work in, and evictors must be able
+    /// to reach their low mark.
+    pub(crate) fn pinned_max(&self) -> u64 {
+        let floor = self.floor.load(Ordering::Relaxed);
+        self.low.min(self.bytes.saturating_sub(2 * floor))
+    }
+
+    /// Pages begin to leave.
+    pub(crate) fn begin_leaving(&self, bytes: usize) {
+        self.leaving.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// They have left, or stay after all, or take too long to be counted on.
+    pub(crate) fn end_leaving(&self, bytes: usize) {
+        self.leaving.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn leaving(&self) -> u64 {
+        self.leaving.load(Ordering::Relaxed)
+    }
+
+    /// Fillers hold these bytes back, complete but unmapped.
+    pub(crate) fn begin_holding(&self, bytes: usize) {
+        self.held.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// They are mapped.
+    pub(crate) fn end_holding(&self, bytes: usize) {
+        self.held.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Whether more is used than a mark allows. The first of `steps` marks is the high water mark;
+    /// the others divide what lies between it and the budget. While a fill waits for a frame, all of
+    /// them are passed.
+    pub(crate) fn is_above_mark(&self, step: usize, steps: usize) -> bool {
+        let mark = self.high + (self.bytes - self.high) / steps as u64 * step as u64;
+        self.used() > mark.max(self.untouchable()) || self.is_starving()
+    }
+
+    /// Whether threads that serve their own faults take pages out: half way between the marks, so
+    /// that evictors are called only where these threads do not keep up.
+    pub(crate) fn is_tight(&self) -> bool {
+        let mark = self.low + (self.high - self.low) / 2;
+        self.staying() > mark.max(self.untouchable()) || self.is_starving() && self.excess() > 0
+    }
+
+    /// How many bytes more must begin to leave until the low mark will be reached.
+    pub(crate) fn excess(&self) -> u64 {
+        let starving = self.starving.load(Ordering::SeqCst).min(self.bytes);
+        let aim = self.low.max(self.untouchable()).min(self.bytes - starving);
+        self.staying().saturating_sub(aim)
+    }
+
+    /// Bytes that are used and not on their way out.
+    fn staying(&self) -> u64 {
+        let leaving = self.leaving.load(Ordering::Relaxed);
+        self.used().saturating_sub(leaving)
+    }
+
+    /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that
+    /// an instruction may need at once.
+    fn untouchable(&self) -> u64 {
+        self.pinned() + self.held.load(Ordering::Relaxed) + self.floor.load(Ordering::Relaxed)
+    }
+}
+
+/// Memory that is about to be made. Dropped, it was not made after all.
+#[must_use = "what is not made is given back when this is dropped"]
+pub(crate) struct Reservation<'a> {
+    budget: &'a Budget,
+    page_bytes: usize,
+    pages: usize,
+}
+
+impl Reservation<'_> {
+    /// How many pages may be made.
+    pub(crate) fn pages(&self) -> usize {
+        self.pages
+    }
+
+    /// Gives back all but `pages`.
+    pub(crate) fn keep(&mut self, pages: usize) {
+        let rest = (self.pages - pages) * self.page_bytes;
+        self.budget.unmake(rest as u64);
+        self.pages = pages;
+    }
+
+    /// All of it has been made.
+    pub(crate) fn made(mut self) {
+        self.pages = 0;
+    }
+}
+
+impl Drop for Reservation<'_> {
+    fn drop(&mut self) {
+        self.keep(0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE_BYTES: usize = 4096;
+
+    #[test]
+    fn a_reservation_becomes_memory_or_is_given_back() {
+        let budget = Budget::new(8 * PAGE_BYTES as u64, 0.5, 0.75);
+        let mut first = budget.reserve(PAGE_BYTES, 6).expect("there is room");
+        assert_eq!(first.pages(), 6);
+        let rest = budget.reserve(PAGE_BYTES, 6).expect("for two");
+        assert_eq!(rest.pages(), 2);
+        assert!(budget.reserve(PAGE_BYTES, 1).is_none());
+        drop(rest);
+        first.keep(4);
+        first.made();
+        let rest = budget.reserve(PAGE_BYTES, 8).expect("for four");
+        assert_eq!(rest.pages(), 4);
+        rest.made();
+        assert!(budget.reserve(PAGE_BYTES, 1).is_none());
+        assert_eq!(budget.peak(), budget.bytes());
+    }
+}

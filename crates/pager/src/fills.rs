@@ -1,0 +1,487 @@
+//! Bringing pages in: [`Fills`], for fillers and for threads that serve their own faults.
+//!
+//! A fill, in order:
+//!
+//! 1. a fault: own its page (`Remote` to `Filling`), and pages next to it that the program is
+//!    expected to want at once: a run;
+//! 2. take a frame for the run and post its READ;
+//! 3. poll: a run that is complete and verified is handed to the [`Landing`], which maps it.
+//!
+//! The rule: nothing here waits. A fill that finds no frame stays in the backlog, still owned, and
+//! evictors are called. Fills of the backlog go before others.
+
+use std::{
+    collections::VecDeque,
+    mem,
+    ops::Range,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_store::{Lane, PageStore};
+use farpage_vm::{AddressSpace, DetachError, Frame};
+use nix::poll::PollFd;
+
+use crate::{
+    Advice, PageError,
+    ahead::{Plan, Streams},
+    flights::{Flight, Flights, Landed},
+    installer::Heat,
+    pace::Pace,
+    protocol::{self, OnFault},
+    region::Region,
+    run::{Local, Run, keep_first, pages_in},
+    shared::Shared,
+    stats::Counters,
+    stretch,
+};
+
+/// A run of pages that its worker owns as `Filling`. Its region has been entered.
+#[derive(Debug)]
+pub(crate) struct Fill {
+    pub(crate) region: Arc<Region>,
+    pub(crate) pages: Range<usize>,
+    pub(crate) heat: Heat,
+    /// The trigger of a stream: held back when complete.
+    pub(crate) trigger: bool,
+    /// The store does not have its bytes.
+    pub(crate) unsaved: bool,
+}
+
+impl Fill {
+    pub(crate) fn new(region: Arc<Region>, pages: Range<usize>, heat: Heat) -> Fill {
+        Fill {
+            region,
+            pages,
+            heat,
+            trigger: false,
+            unsaved: false,
+        }
+    }
+
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.region.is_wanted(&self.pages)
+    }
+}
+
+impl Flight for Fill {
+    fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    fn pages(&self) -> Range<usize> {
+        self.pages.clone()
+    }
+
+    fn start<F: Frame>(
+        lane: &mut Lane<Local<F>>,
+        store: &Arc<PageStore>,
+        page: u64,
+        frame: Local<F>,
+        tag: u64,
+    ) -> Result<(), Local<F>> {
+        lane.fill(store, page, frame, tag)
+    }
+}
+
+/// Where fills end.
+pub(crate) trait Landing<A: AddressSpace> {
+    /// The run is complete: to be mapped and published. Its region is to be left.
+    fn land(&mut self, fill: Fill, run: Run<A::Frame>);
+
+    /// An owned page cannot be brought in. The caller leaves its region.
+    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError);
+
+    /// The bytes of an owned page, which the store does not have, could not be mapped. The caller
+    /// leaves its region.
+    fn lose(&mut self, region: &Arc<Region>, page: usize, error: PageError);
+
+    /// A page could not be mapped.
+    fn refuse(&mut self, region: &Arc<Region>, page: usize, unsaved: bool, error: PageError) {
+        if unsaved {
+            self.lose(region, page, error);
+        } else {
+            self.fail(region, page, error);
+        }
+    }
+
+    /// A fault was noted on a page in other hands.
+    fn noted(&mut self, region: &Arc<Region>, page: usize);
+}
+
+/// A page that is owned as `Filling` and waits for a frame. Its region has been entered.
+#[derive(Debug)]
+struct Waiting {
+    region: Arc<Region>,
+    page: usize,
+    /// These, next to it, are expected to be wanted soon.
+    with: Plan,
+}
+
+/// All that one worker brings in.
+pub(crate) struct Fills<A: AddressSpace, L> {
+    shared: Arc<Shared<A>>,
+    /// The worker's number.
+    worker: usize,
+    deadline: Duration,
+    streams: Streams,
+    pace: Pace,
+    flights: Flights<Fill, A::Frame>,
+    /// In the order of their faults, and since when.
+    backlog: VecDeque<(Waiting, Instant)>,
+    pub(crate) landing: L,
+}
+
+impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
+    pub(crate) fn new(
+        shared: Arc<Shared<A>>,
+        worker: usize,
+        lane: Lane<Local<A::Frame>>,
+        pace: Pace,
+        deadline: Duration,
+        landing: L,
+    ) -> Self {
+        Fills {
+            shared,
+            worker,
+            deadline,
+            streams: Streams::default(),
+            pace,
+            flights: Flights::new(lane),
+            backlog: VecDeque::new(),
+            landing,
+        }
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+
+    /// A fault in a region that has been entered: does what the page's word says. Returns what to
+    /// read ahead.
+    pub(crate) fn on_fault(&mut self, region: &Arc<Region>, page: usize, address: usize) -> Plan {
+        let on_fault = region.words.apply(page, protocol::fault);
+        let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
+        match on_fault {
+            OnFault::Fill => {
+                // What is expected next comes along with what is wanted now.
+                let run = self.begin(region.clone(), page, plan.clone());
+                let ahead = &mut plan.ahead;
+                if plan.down {
+                    ahead.end = ahead.end.min(run.start);
+                } else {
+                    ahead.start = ahead.start.max(run.end);
+                }
+            }
+            OnFault::Noted => self.on_noted(region, page),
+            OnFault::Stale => self.on_stale(region, page, address),
+        }
+        plan
+    }
+
+    /// The program waits for these pages as if it had touched them; poisoned ones are tried again.
+    /// Pages for which `is_ours` is false are left alone.
+    pub(crate) fn demand(
+        &mut self,
+        region: &Arc<Region>,
+        pages: Range<usize>,
+        is_ours: impl Fn(usize) -> bool,
+    ) {
+        let mut page = pages.start;
+        while page < pages.end {
+            let at = page;
+            page += 1;
+            if !is_ours(at) || !region.enter() {
+                continue;
+            }
+            let healed = region.words.try_apply(at, protocol::heal).is_some();
+            let on_fault = if healed {
+                OnFault::Fill
+            } else {
+                region.words.apply(at, protocol::fault)
+            };
+            match on_fault {
+                OnFault::Fill => {
+                    let with = Plan::up(page..pages.end);
+                    page = self.begin(region.clone(), at, with).end;
+                }
+                OnFault::Noted => self.on_noted(region, at),
+                // The program may have given the page back to the kernel, and wants it now.
+                OnFault::Stale => self.on_stale(region, at, region.address_of(at)),
+            }
+        }
+    }
+
+    fn on_noted(&mut self, region: &Arc<Region>, page: usize) {
+        self.landing.noted(region, page);
+        self.shared.hand_over.noted(region, page);
+        region.exit();
+    }
+
+    /// The page is called resident or poisoned. Either the thread was served since, or the program
+    /// took away what was there.
+    fn on_stale(&mut self, region: &Arc<Region>, page: usize, touched: usize) {
+        let shared = self.shared.clone();
+        if !shared.mapper.is_present(touched) {
+            if region.words.try_apply(page, protocol::vanished).is_some() {
+                // Only now that the page is ours does a look at it count: an evictor may just have
+                // put it back.
+                match shared.mapper.detach(region, page..page + 1) {
+                    Ok(run) => {
+                        let mut fill = Fill::new(region.clone(), run.pages(), Heat::Refault);
+                        fill.unsaved = true;
+                        return self.landing.land(fill, run);
+                    }
+                    Err(DetachError::Absent) => {
+                        shared.frames.budget().lose(region.page_bytes());
+                        self.begin(region.clone(), page, Plan::NONE);
+                        return;
+                    }
+                    Err(_) => (shared.installer).publish(region, page..page + 1, Heat::Refault),
+                }
+            } else if region.words.try_apply(page, protocol::heal).is_some() {
+                self.begin(region.clone(), page, Plan::NONE);
+                return;
+            } else if region.words.try_apply(page, protocol::taken_up).is_some() {
+                // The program has dropped the poison. What the page was is as lost as before.
+                let lost = region.lost(&(page..page + 1)).pop();
+                let (_, error) = lost.expect("a lost page has its reason");
+                self.landing.lose(region, page, error);
+                region.exit();
+                return;
+            }
+        }
+        self.counters().stale_faults.bump();
+        shared.mapper.wake(region, page..page + 1);
+        region.exit();
+    }
+
+    /// What to read ahead after a fault. `missed`: the page was not on its way.
+    fn plan(&mut self, region: &Arc<Region>, page: usize, missed: bool) -> Plan {
+        let advice = region.advice();
+        if advice == Advice::Random {
+            return Plan::NONE;
+        }
+        let eager = advice == Advice::Sequential;
+        let limit = self.window_pages(region);
+        let (mut plan, passed) = self.streams.fault(region.id, page, limit, eager, missed);
+        plan.ahead.end = plan.ahead.end.min(region.pages());
+        if !passed.is_empty() {
+            self.shared.victims.passed(region, passed);
+        }
+        plan
+    }
+
+    /// Pages that a plan named are not read after all.
+    pub(crate) fn gave_up(&mut self, region: &Region, pages: &Range<usize>) {
+        self.streams.gave_up(region.id, pages);
+    }
+
+    /// Pages of a region that move together at most.
+    pub(crate) fn run_pages(&self, region: &Region) -> usize {
+        let bytes = region.run_pages * region.page_bytes();
+        (self.pace.run_bytes(bytes) / region.page_bytes()).max(1)
+    }
+
+    /// Pages that a stream of the region reads ahead at most.
+    fn window_pages(&self, region: &Region) -> usize {
+        let run_bytes = self.run_pages(region) * region.page_bytes();
+        let pages = self.pace.window_bytes(run_bytes) / region.page_bytes();
+        pages.clamp(*region.read_ahead.start(), *region.read_ahead.end())
+    }
+
+    /// Starts to fill an owned page that somebody waits for, together with what is remote of `with`
+    /// next to it. Returns what that is.
+    pub(crate) fn begin(&mut self, region: Arc<Region>, page: usize, with: Plan) -> Range<usize> {
+        let mut waiting = Waiting { region, page, with };
+        // Who came before goes before.
+        if self.backlog.is_empty() {
+            match self.try_begin(waiting) {
+                Ok(run) => return run,
+                Err(refused) => waiting = refused,
+            }
+        }
+        self.counters().starved.bump();
+        self.backlog.push_back((waiting, Instant::now()));
+        let doors = &self.shared.doors;
+        doors.call_evictors(self.shared.frames.budget());
+        // Other fillers may hold frames back.
+        doors.ring_fillers();
+        page..page + 1
+    }
+
+    fn try_begin(&mut self, waiting: Waiting) -> Result<Range<usize>, Waiting> {
+        let Waiting { region, page, with } = &waiting;
+        let page = *page;
+        let page_bytes = region.page_bytes();
+        // The run has the page itself, too.
+        let more = if stretch::is_next_to(region, page, with) {
+            let most = self.run_pages(region);
+            stretch::remote(region, with, most).len().min(most - 1)
+        } else {
+            0
+        };
+        let Some(mut frame) = self.shared.frames.for_demand(page_bytes, more) else {
+            return Err(waiting);
+        };
+        let got = pages_in(&frame, page_bytes) - 1;
+        let pages = if with.down {
+            stretch::own(region, page - got..page, true).start..page + 1
+        } else {
+            page..stretch::own(region, page + 1..page + 1 + got, false).end
+        };
+        if let Some(rest) = keep_first(&mut frame, pages.len(), page_bytes) {
+            self.shared.frames.release(rest, page_bytes);
+        }
+        let fill = Fill::new(waiting.region, pages.clone(), Heat::Refault);
+        self.post(fill, frame);
+        Ok(pages)
+    }
+
+    /// Posts the READ of a run.
+    pub(crate) fn post(&mut self, fill: Fill, frame: A::Frame) {
+        self.flights.post(fill, frame);
+    }
+
+    /// Begins a turn: tries again what had to wait for a frame. Returns whether anything was done.
+    pub(crate) fn serve_backlog(&mut self) -> bool {
+        self.flights.next_turn();
+        if self.backlog.is_empty() {
+            return false;
+        }
+        let mut any = false;
+        while let Some((waiting, since)) = self.backlog.pop_front() {
+            match self.try_begin(waiting) {
+                Ok(_) => any = true,
+                Err(waiting) if since.elapsed() > self.deadline => {
+                    self.starve(waiting, since);
+                    any = true;
+                }
+                Err(waiting) => {
+                    self.backlog.push_front((waiting, since));
+                    return any;
+                }
+            }
+        }
+        // Not before all are served: who holds frames back and looks in between must see that
+        // somebody starves.
+        self.shared.frames.budget().end_starving();
+        any
+    }
+
+    /// A fill found no frame for too long.
+    fn starve(&mut self, waiting: Waiting, since: Instant) {
+        let error = PageError::NoFrame {
+            region: waiting.region.id,
+            page: waiting.page as u64,
+            waited: since.elapsed(),
+        };
+        self.landing.fail(&waiting.region, waiting.page, error);
+        waiting.region.exit();
+    }
+
+    /// Posts again what the lane was too busy to take.
+    pub(crate) fn post_again(&mut self) -> bool {
+        self.flights.post_again()
+    }
+
+    /// Hands what has ended to the landing. Returns whether there was any.
+    pub(crate) fn poll(&mut self) -> bool {
+        let any = self.flights.poll();
+        while let Some(landed) = self.flights.next() {
+            self.settle(landed);
+        }
+        any
+    }
+
+    fn settle(&mut self, landed: Landed<Fill, A::Frame>) {
+        if let Some(posted) = landed.posted
+            && landed.outcome.wire_bytes > 0
+        {
+            let bytes = landed.outcome.wire_bytes as usize;
+            self.pace.arrived(bytes, posted, Instant::now());
+        }
+        if landed.failed.is_empty() {
+            self.landing.land(landed.flight, landed.run);
+        } else {
+            self.settle_partly(landed);
+        }
+    }
+
+    /// Some pages of the run failed.
+    fn settle_partly(&mut self, landed: Landed<Fill, A::Frame>) {
+        let Landed {
+            flight,
+            run,
+            failed,
+            ..
+        } = landed;
+        let region = &flight.region;
+        let error = |page: usize| failed.iter().find(|(failed, _)| *failed == page as u64);
+        run.cut(
+            |page| error(page).is_some(),
+            |run, is_lost| {
+                let pages = run.pages();
+                if is_lost {
+                    let frames = &self.shared.frames;
+                    frames.release(run.into_frame(), region.page_bytes());
+                    for page in pages {
+                        let (_, error) = error(page).expect("the stretch is of lost pages");
+                        self.landing.fail(region, page, error.clone().into());
+                    }
+                } else {
+                    region.enter_again();
+                    let fill = Fill::new(region.clone(), pages, flight.heat);
+                    self.landing.land(fill, run);
+                }
+            },
+        );
+        region.exit();
+    }
+
+    /// The region is closing: fills that still wait for a frame are given up.
+    pub(crate) fn give_up(&mut self, region: &Region) {
+        let (waiting, backlog): (VecDeque<_>, VecDeque<_>) = mem::take(&mut self.backlog)
+            .into_iter()
+            .partition(|(waiting, _)| waiting.region.id == region.id);
+        self.backlog = backlog;
+        for (waiting, since) in waiting {
+            self.starve(waiting, since);
+        }
+    }
+
+    /// Makes room for what one fill of the region takes, so that nothing has to be allocated then.
+    pub(crate) fn prepare(&mut self, region: &Region) {
+        self.flights.prepare(region);
+        self.backlog.reserve(1);
+    }
+
+    pub(crate) fn reopen(&mut self) {
+        self.flights.reopen();
+    }
+
+    /// Whether runs that nobody waits for may start beside `runs` and `bytes` in flight.
+    pub(crate) fn has_room_ahead(&self, runs: usize, bytes: usize) -> bool {
+        self.backlog.is_empty()
+            && self.flights.unposted().next().is_none()
+            && self.flights.posted() < runs
+            && self.flights.posted_bytes() < bytes
+    }
+
+    /// Nothing is under way.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.flights.is_empty() && self.backlog.is_empty()
+    }
+
+    /// Appends the descriptors to sleep on. Returns when to take a turn at the latest, no later than
+    /// `retry` from now while a fill waits for a frame.
+    pub(crate) fn wait<'a>(
+        &'a self,
+        fds: &mut impl Extend<PollFd<'a>>,
+        retry: Duration,
+    ) -> Option<Instant> {
+        let until = self.flights.wait(fds);
+        let retry = (!self.backlog.is_empty()).then(|| Instant::now() + retry);
+        until.into_iter().chain(retry).min()
+    }
+}

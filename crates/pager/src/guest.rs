@@ -1,0 +1,203 @@
+//! Fills that a thread of the program runs for its own fault: [`Guest`].
+//!
+//! The rule is that of a signal handler, see `in_thread.rs`. A guest brings in one run, and makes
+//! room while its READ is under way. What it cannot do there (logging why a page is lost, opening a
+//! channel, reading ahead) is left to the page's filler.
+
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_store::Lane;
+use farpage_vm::AddressSpace;
+use nix::poll::PollFd;
+use smallvec::SmallVec;
+
+use crate::{
+    PageError,
+    ahead::Plan,
+    bell::sleep_on,
+    doors::{Ask, Command},
+    fills::{Fill, Fills, Landing},
+    installer::Heat,
+    pace::Pace,
+    region::Region,
+    relief::Relief,
+    run::{Local, Run},
+    shared::Shared,
+    stats::Counters,
+};
+
+/// After this time a guest looks again for a frame.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Serves one fault at a time.
+pub(crate) struct Guest<A: AddressSpace> {
+    shared: Arc<Shared<A>>,
+    worker: usize,
+    fills: Fills<A, Alone<A>>,
+    relief: Relief<A>,
+}
+
+impl<A: AddressSpace> Guest<A> {
+    pub(crate) fn new(
+        shared: Arc<Shared<A>>,
+        worker: usize,
+        lane: Lane<Local<A::Frame>>,
+        pace: Pace,
+        deadline: Duration,
+    ) -> Self {
+        let alone = Alone {
+            shared: shared.clone(),
+            worker,
+            since: Instant::now(),
+            mapped_alone: 0,
+        };
+        Guest {
+            fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
+            relief: Relief::new(shared.clone(), worker),
+            shared,
+            worker,
+        }
+    }
+
+    /// Serves a fault in the thread that raised it. When this returns, all that it started has
+    /// ended. What is to be read ahead is the business of the page's own filler.
+    pub(crate) fn serve(&mut self, region: &Arc<Region>, page: usize, address: usize) {
+        let Some(plan) = self.begin_serving(region, page, address) else {
+            return;
+        };
+        while !self.fills.is_idle() {
+            if !self.work() && !self.relief.relieve() {
+                self.nap();
+            }
+        }
+        self.end_serving(region, page, plan);
+    }
+
+    /// Takes the fault on, and makes room while its READ is under way. `None`: nothing was started.
+    pub(crate) fn begin_serving(
+        &mut self,
+        region: &Arc<Region>,
+        page: usize,
+        address: usize,
+    ) -> Option<Plan> {
+        if !region.enter() {
+            return None;
+        }
+        self.shared.counters[self.worker].faults.bump();
+        self.fills.landing.since = Instant::now();
+        let plan = self.fills.on_fault(region, page, address);
+        self.relief.relieve();
+        Some(plan)
+    }
+
+    /// The fault is served; what is to be read ahead is asked for.
+    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: usize, plan: Plan) {
+        if !plan.ahead.is_empty() {
+            let shard = self.shared.mapper.shard_of(region, page);
+            let ask = Ask::Ahead(region.clone(), plan);
+            self.shared.doors.ask_filler(shard, ask);
+        }
+    }
+
+    /// One turn. Returns whether anything was done.
+    fn work(&mut self) -> bool {
+        let mut busy = self.fills.serve_backlog();
+        busy |= self.fills.post_again();
+        busy |= self.fills.poll();
+        busy
+    }
+
+    /// A step between the beginning and the end, for who does nothing else. Returns whether it is
+    /// done.
+    #[cfg(test)]
+    pub(crate) fn serve_a_step(&mut self) -> bool {
+        let _ = self.work() || self.relief.relieve();
+        self.fills.is_idle()
+    }
+
+    /// Waits for a completion, or for a frame, for a moment.
+    fn nap(&self) {
+        // One per server. The heap is for those who have more.
+        let mut fds = SmallVec::<[PollFd<'_>; 8]>::new();
+        let until = self.fills.wait(&mut fds, NAP);
+        sleep_on(&mut fds, until);
+    }
+
+    /// Makes room for what serving a page of the region takes.
+    pub(crate) fn prepare(&mut self, region: &Region) {
+        self.fills.prepare(region);
+    }
+
+    /// Opens the channels again that were lost while threads of the program ran this.
+    pub(crate) fn reopen(&mut self) {
+        self.fills.reopen();
+    }
+}
+
+/// Where a guest's fills end.
+struct Alone<A: AddressSpace> {
+    shared: Arc<Shared<A>>,
+    worker: usize,
+    /// When the fault was taken on.
+    since: Instant,
+    /// Counts pages that were mapped by themselves.
+    mapped_alone: u32,
+}
+
+impl<A: AddressSpace> Alone<A> {
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+
+    /// The page goes over to its filler, still owned.
+    fn give(&self, region: &Arc<Region>, page: usize, command: Command) {
+        region.enter_again();
+        let shard = self.shared.mapper.shard_of(region, page);
+        self.shared.doors.tell_filler(shard, command);
+    }
+}
+
+impl<A: AddressSpace> Landing<A> for Alone<A> {
+    fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
+        let Fill {
+            region,
+            heat,
+            unsaved,
+            ..
+        } = fill;
+        let shared = self.shared.clone();
+        let mut filled = run.len();
+        let is_alone = filled == 1;
+        self.mapped_alone = self.mapped_alone.wrapping_add(is_alone.into());
+        let count = self.mapped_alone;
+        let refused = |page, frame, error: io::Error| {
+            filled -= 1;
+            shared.frames.release(frame, region.page_bytes());
+            let error = PageError::cannot_map(region.id, page, &error);
+            self.refuse(&region, page, unsaved, error);
+        };
+        if is_alone {
+            (shared.scatter).install(&region, run, heat, count, refused);
+        } else {
+            shared.installer.install(&region, run, heat, refused);
+        }
+        self.counters().filled(filled, heat == Heat::Refault);
+        region.exit();
+    }
+
+    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+        let command = Command::TakeOver(region.clone(), page, error, self.since);
+        self.give(region, page, command);
+    }
+
+    fn lose(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+        let command = Command::Lose(region.clone(), page, error);
+        self.give(region, page, command);
+    }
+
+    fn noted(&mut self, _: &Arc<Region>, _: usize) {}
+}

@@ -1,0 +1,138 @@
+//! Where a filler's fills end: [`Held`] maps runs, and holds triggers back.
+//!
+//! A trigger is the first run of a read-ahead window. It is kept unmapped, so that the fault on it
+//! says that the program has come so far. The rule: what is held back is mapped as soon as anybody
+//! wants a page of it, or finds no frame.
+
+use std::{io, sync::Arc};
+
+use farpage_vm::AddressSpace;
+
+use crate::{
+    PageError,
+    ahead::STREAMS,
+    fills::{Fill, Landing},
+    flights::Flight,
+    installer::Heat,
+    region::Region,
+    run::Run,
+    shared::Shared,
+    stats::Counters,
+};
+
+/// Runs that are complete and not mapped.
+pub(crate) struct Held<A: AddressSpace> {
+    shared: Arc<Shared<A>>,
+    worker: usize,
+    /// The one held longest first.
+    runs: Vec<(Fill, Run<A::Frame>)>,
+}
+
+impl<A: AddressSpace> Held<A> {
+    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+        Held {
+            shared,
+            worker,
+            runs: Vec::new(),
+        }
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// Whether what is held back is needed: some filler finds no frame.
+    pub(crate) fn is_called(&self) -> bool {
+        !self.runs.is_empty() && self.shared.frames.budget().is_starving()
+    }
+
+    /// Maps what is held back if somebody finds no frame, so that it can be evicted. Returns whether
+    /// there was any.
+    pub(crate) fn lend(&mut self) -> bool {
+        let called = self.is_called();
+        while called && !self.runs.is_empty() {
+            self.map_at(0);
+        }
+        called
+    }
+
+    /// The region is closing.
+    pub(crate) fn give_up(&mut self, region: &Region) {
+        for at in (0..self.runs.len()).rev() {
+            if self.runs[at].0.region.id == region.id {
+                self.map_at(at);
+            }
+        }
+    }
+
+    /// Keeps a trigger unmapped. With as many as there are streams, the one held longest is mapped:
+    /// its stream has ended.
+    fn hold(&mut self, fill: Fill, run: Run<A::Frame>) {
+        if self.runs.len() == STREAMS {
+            self.map_at(0);
+        }
+        self.shared.frames.budget().begin_holding(fill.bytes());
+        self.runs.push((fill, run));
+    }
+
+    fn map_at(&mut self, at: usize) {
+        let (fill, run) = self.runs.remove(at);
+        self.shared.frames.budget().end_holding(fill.bytes());
+        self.map(fill, run);
+    }
+
+    fn map(&mut self, fill: Fill, run: Run<A::Frame>) {
+        let Fill {
+            region,
+            heat,
+            unsaved,
+            ..
+        } = fill;
+        let shared = self.shared.clone();
+        let mut filled = run.len();
+        let refused = |page, frame, error: io::Error| {
+            filled -= 1;
+            shared.frames.release(frame, region.page_bytes());
+            let error = PageError::cannot_map(region.id, page, &error);
+            self.refuse(&region, page, unsaved, error);
+        };
+        shared.installer.install(&region, run, heat, refused);
+        self.counters().filled(filled, heat == Heat::Refault);
+        region.exit();
+    }
+}
+
+impl<A: AddressSpace> Landing<A> for Held<A> {
+    fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
+        if fill.trigger && !fill.is_wanted() && !fill.region.is_closing() {
+            self.hold(fill, run);
+        } else {
+            self.map(fill, run);
+        }
+    }
+
+    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+        if self.shared.installer.fail(region, page, error) {
+            self.counters().poisoned.bump();
+        }
+    }
+
+    fn lose(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+        self.shared.installer.lose(region, page, &error);
+        self.counters().poisoned.bump();
+    }
+
+    /// If the page is held back, the program has come along.
+    fn noted(&mut self, region: &Arc<Region>, page: usize) {
+        let holds =
+            |(fill, _): &(Fill, _)| fill.pages.contains(&page) && fill.region.id == region.id;
+        if let Some(at) = self.runs.iter().position(holds) {
+            self.map_at(at);
+        }
+    }
+}

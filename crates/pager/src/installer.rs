@@ -1,0 +1,200 @@
+//! Mapping pages and telling everybody: [`Installer`].
+//!
+//! The rule it keeps: the page's word follows what is mapped, never the other way round. A page is
+//! called resident after it was mapped, and poisoned after its addresses were. Threads that sleep on
+//! it are woken after that. The caller owns the pages before; nobody does afterwards.
+
+use std::{io, ops::Range, sync::Arc};
+
+use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
+
+use crate::{
+    PageError,
+    clock::FillClock,
+    frames::Frames,
+    mapper::Mapper,
+    proof::{Back, Proof},
+    protocol::{self, HEAT_MAX, OnFailed, State, Word},
+    region::Region,
+    run::{Run, pages_in},
+};
+
+/// Why a page is installed, as far as its stay is concerned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Heat {
+    /// Somebody wanted it while it was leaving.
+    Hot,
+    /// Somebody faulted on it; it is warm if it had left only recently.
+    Refault,
+    /// Brought in ahead of need.
+    Cold,
+}
+
+/// Ends the ownership of pages that are, or cannot be, in memory.
+pub(crate) struct Installer<A: AddressSpace> {
+    pub(crate) mapper: Arc<Mapper<A>>,
+    pub(crate) frames: Arc<Frames<A>>,
+    pub(crate) clock: Arc<FillClock>,
+    pub(crate) proof: Arc<Proof>,
+}
+
+impl<A: AddressSpace> Installer<A> {
+    /// Maps a run of owned pages and publishes them. A page that is refused is handed to `refused`
+    /// with its frame and what the operating system said: the caller still owns it.
+    pub(crate) fn install(
+        &self,
+        region: &Region,
+        mut run: Run<A::Frame>,
+        heat: Heat,
+        mut refused: impl FnMut(usize, A::Frame, io::Error),
+    ) {
+        self.announce(region, run.pages());
+        let page_bytes = region.page_bytes();
+        loop {
+            let pages = run.pages();
+            let Err(InstallError { frame, kind }) = self.mapper.install(region, run) else {
+                return self.arrived(region, pages, heat);
+            };
+            let mapped = pages.len() - pages_in(&frame, page_bytes);
+            let first = pages.start + mapped;
+            self.arrived(region, pages.start..first, heat);
+            let mut page = Run::new(first, frame, page_bytes);
+            let rest = page.keep_first(1);
+            self.refuse(region, page, heat, kind, &mut refused);
+            match rest {
+                Some(rest) => run = rest,
+                None => return,
+            }
+        }
+    }
+
+    /// Before owned pages are mapped: from here on the program may have them and change them.
+    pub(crate) fn announce(&self, region: &Region, pages: Range<usize>) {
+        region.touch(&pages);
+        for page in pages {
+            region.words.apply(page, |w| (protocol::installing(w), ()));
+        }
+    }
+
+    /// One page was not mapped.
+    fn refuse(
+        &self,
+        region: &Region,
+        run: Run<A::Frame>,
+        heat: Heat,
+        kind: InstallErrorKind,
+        refused: &mut impl FnMut(usize, A::Frame, io::Error),
+    ) {
+        let (page, frame) = (run.first(), run.into_frame());
+        let error = match kind {
+            // The program took the page away and somebody put it back before we looked: the mapped
+            // bytes are the newer ones. The frame is dropped; its share of the budget stands for the
+            // mapped page from now on.
+            InstallErrorKind::Exists => {
+                drop(frame);
+                return self.arrived(region, page..page + 1, heat);
+            }
+            InstallErrorKind::Gone => {
+                self.frames.release(frame, region.page_bytes());
+                return self.gone(region, page, heat != Heat::Cold);
+            }
+            InstallErrorKind::Os(error) => error,
+            kind => io::Error::other(kind),
+        };
+        // Threads may sleep whose notes were settled just now, so a page that is not there after all
+        // counts as wanted.
+        region.words.apply(page, protocol::fault);
+        refused(page, frame, error);
+    }
+
+    /// An owned page has no addresses any more: the program has unmapped them. If it is `wanted`,
+    /// the region's error says so.
+    pub(crate) fn gone(&self, region: &Region, page: usize, wanted: bool) {
+        // Before the word says so: whoever sees the page poisoned looks for the reason.
+        if wanted {
+            region.record(PageError::Unmapped {
+                region: region.id,
+                page: page as u64,
+            });
+        }
+        region.words.apply(page, |w| (protocol::poisoned(w), ()));
+        self.mapper.wake(region, page..page + 1);
+    }
+
+    /// Owned pages have been mapped.
+    pub(crate) fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {
+        region.count_in(&pages);
+        self.publish(region, pages, heat);
+    }
+
+    /// Owned pages are mapped, and were counted when they came.
+    pub(crate) fn publish(&self, region: &Region, pages: Range<usize>, heat: Heat) {
+        let page_bytes = region.page_bytes();
+        let now = self.clock.tick(page_bytes * pages.len());
+        let mut noted: Option<Range<usize>> = None;
+        let mut back = Back::default();
+        for page in pages {
+            let before = region.words.apply(page, |w| {
+                let heat = match heat {
+                    Heat::Hot => HEAT_MAX,
+                    Heat::Refault => u8::from(self.clock.is_recent(w.stamp(), now)),
+                    Heat::Cold => 0,
+                };
+                (protocol::installed(w, heat, now), w)
+            });
+            if before.state() == State::Filling {
+                back.count(before.stamp(), now, page_bytes);
+            }
+            if before.wanted() {
+                noted = Some(noted.map_or(page, |noted| noted.start)..page + 1);
+            }
+        }
+        self.proof.came_back(&back);
+        if let Some(noted) = noted {
+            self.mapper.wake(region, noted);
+        }
+    }
+
+    /// An owned page cannot be brought in: whoever waits for it gets SIGBUS. Returns whether
+    /// somebody did.
+    pub(crate) fn fail(&self, region: &Region, page: usize, error: PageError) -> bool {
+        // Before the word says so: whoever sees the page poisoned looks for the reason.
+        region.record(error.clone());
+        match region.words.apply(page, protocol::fill_failed) {
+            OnFailed::Dropped => false,
+            OnFailed::MustPoison => {
+                tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
+                self.poison(region, page, protocol::poisoned);
+                true
+            }
+        }
+    }
+    /// The bytes of an owned page are gone, and the store has others: touching the page raises
+    /// SIGBUS until the program overwrites it. Returns what the program is told.
+    pub(crate) fn lose(&self, region: &Region, page: usize, why: &PageError) -> PageError {
+        let error = match why {
+            PageError::Lost { .. } => why.clone(),
+            why => PageError::Lost {
+                region: region.id,
+                page: page as u64,
+                why: why.to_string(),
+            },
+        };
+        tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost; touching it raises SIGBUS");
+        region.record(error.clone());
+        region.lose(page, error.clone());
+        self.poison(region, page, protocol::lost);
+        error
+    }
+
+    /// Makes every access to an owned page raise SIGBUS, and publishes that.
+    fn poison(&self, region: &Region, page: usize, published: impl Fn(Word) -> Word) {
+        if let Err(error) = self.mapper.poison(region, page) {
+            // Nothing else can stop a thread that waits for it from sleeping for ever.
+            tracing::error!(%error, "cannot poison a lost page");
+            std::process::abort();
+        }
+        region.words.apply(page, |w| (published(w), ()));
+        self.mapper.wake(region, page..page + 1);
+    }
+}

@@ -1,0 +1,76 @@
+//! A run on its way out: [`Leaving`].
+
+use std::{ops::Range, sync::Arc, time::Instant};
+
+use farpage_store::{Lane, PageStore};
+use farpage_vm::Frame;
+
+use crate::{
+    claim::FoundBy,
+    flights::Flight,
+    job::Job,
+    region::Region,
+    run::{Local, Run},
+};
+
+/// A run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
+/// whoever hands them over to one, and its region has been entered.
+#[derive(Debug)]
+pub(crate) struct Leaving {
+    pub(crate) region: Arc<Region>,
+    pub(crate) pages: Range<usize>,
+    /// Who asked for it, if the program did.
+    pub(crate) job: Option<Arc<Job>>,
+    pub(crate) found_by: FoundBy,
+    pub(crate) since: Instant,
+    /// It takes so long that nobody counts on it any more.
+    pub(crate) overdue: bool,
+}
+
+impl Leaving {
+    pub(crate) fn new(
+        region: Arc<Region>,
+        pages: Range<usize>,
+        job: Option<Arc<Job>>,
+        found_by: FoundBy,
+    ) -> Leaving {
+        Leaving {
+            region,
+            pages,
+            job,
+            found_by,
+            since: Instant::now(),
+            overdue: false,
+        }
+    }
+
+    /// The run, with its frame again.
+    pub(crate) fn run<F: Frame>(&self, frame: F) -> Run<F> {
+        Run::new(self.pages.start, frame, self.region.page_bytes())
+    }
+
+    /// Whether somebody wants one of its pages back.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.region.is_wanted(&self.pages)
+    }
+}
+
+impl Flight for Leaving {
+    fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    fn pages(&self) -> Range<usize> {
+        self.pages.clone()
+    }
+
+    fn start<F: Frame>(
+        lane: &mut Lane<Local<F>>,
+        store: &Arc<PageStore>,
+        page: u64,
+        frame: Local<F>,
+        tag: u64,
+    ) -> Result<(), Local<F>> {
+        lane.write_back(store, page, frame, tag)
+    }
+}

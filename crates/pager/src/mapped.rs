@@ -1,0 +1,425 @@
+//! A region as the program holds it: [`Mapped`].
+//!
+//! The rule it keeps: the program's calls only ask and wait. Pages are moved by fillers and
+//! evictors; nothing here owns a page, except when a closing region is given up in [`Drop`].
+
+use std::{
+    fmt,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_store::PageStore;
+use farpage_vm::{AddressSpace, DetachError};
+
+use crate::{
+    Advice, FlushError, PageError, Pager, PinError,
+    doors::Command,
+    installer::Heat,
+    job::Job,
+    protocol::{self, State, Word},
+    region::{CHUNK_PAGES, Region},
+    run::Run,
+    shared::Shared,
+};
+
+/// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
+pub struct Mapped<A: AddressSpace> {
+    pager: Arc<Pager<A>>,
+    region: Arc<Region>,
+}
+
+impl<A: AddressSpace> Mapped<A> {
+    pub(crate) fn new(pager: Arc<Pager<A>>, region: Arc<Region>) -> Mapped<A> {
+        Mapped { pager, region }
+    }
+
+    /// The first address, aligned to the page size.
+    pub fn address(&self) -> usize {
+        self.region.address
+    }
+
+    /// Bytes that are mapped: the store's size, rounded up to whole pages.
+    pub fn mapped_bytes(&self) -> usize {
+        self.region.layout.bytes
+    }
+
+    /// The region's page size.
+    pub fn page_bytes(&self) -> usize {
+        self.region.page_bytes()
+    }
+
+    /// Pages that are mapped now. A page that is just being mapped may not be counted yet.
+    pub fn resident_pages(&self) -> usize {
+        self.region.resident()
+    }
+
+    /// Where the pages are kept.
+    pub fn store(&self) -> &Arc<PageStore> {
+        &self.region.store
+    }
+
+    /// The pager that serves the region.
+    pub fn pager(&self) -> &Arc<Pager<A>> {
+        &self.pager
+    }
+
+    /// Tells how the bytes in `range` will be used.
+    ///
+    /// # Errors
+    /// [`Advice::DontNeed`] waits until changed pages are written back, and says which one could not be.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn advise(&self, range: Range<usize>, advice: Advice) -> Result<(), PageError> {
+        let pages = self.pages(range);
+        match advice {
+            Advice::Normal | Advice::Sequential | Advice::Random => self.region.set_advice(advice),
+            Advice::WillNeed => self
+                .shared()
+                .doors
+                .tell_fillers(|| Command::Prefetch(self.region.clone(), pages.clone())),
+            Advice::DontNeed => return self.run(pages, false),
+        }
+        Ok(())
+    }
+
+    /// Puts `bytes` in the place of the pages that lie in `offset..offset + bytes.len()` and are
+    /// [lost](PageError::Lost). Pages that are not lost are left alone, whatever they hold.
+    ///
+    /// # Errors
+    /// A lost page lies in the range in part only, or cannot be mapped: it is lost as before. The
+    /// others may have been put back.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn put_lost(&self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
+        let (region, page_bytes) = (&self.region, self.page_bytes());
+        let range = offset..offset + bytes.len();
+        let lost = region.lost(&self.pages(range.clone()));
+        let within = |page: usize| {
+            let end = ((page + 1) * page_bytes).min(region.store.bytes() as usize);
+            page * page_bytes..end
+        };
+        if let Some((_, error)) = lost.iter().find(|(page, _)| {
+            let page = within(*page);
+            page.start < range.start || range.end < page.end
+        }) {
+            return Err(error.clone());
+        }
+        for (page, error) in lost {
+            let at = within(page);
+            self.put(page, &bytes[at.start - offset..at.end - offset], &error)?;
+        }
+        Ok(())
+    }
+
+    /// Maps a lost page with these bytes. `lost`: why it is.
+    fn put(&self, page: usize, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
+        let (shared, region) = (self.shared(), &self.region);
+        let page_bytes = region.page_bytes();
+        let mut frame = self.frame_for(page)?;
+        let (ours, rest) = frame.as_mut().split_at_mut(bytes.len());
+        ours.copy_from_slice(bytes);
+        rest.fill(0);
+        if region.words.try_apply(page, protocol::taken_up).is_none() {
+            // Another call has put it back.
+            shared.frames.release(frame, page_bytes);
+            return Ok(());
+        }
+        // While it is ours: from the moment that it is mapped it may be lost again.
+        region.found(page);
+        let mut outcome = Ok(());
+        let run = Run::new(page, frame, page_bytes);
+        let refused = |page, frame, _| {
+            shared.frames.release(frame, page_bytes);
+            outcome = Err(shared.installer.lose(region, page, lost));
+        };
+        shared.installer.install(region, run, Heat::Hot, refused);
+        outcome
+    }
+
+    /// A frame for one page. Waits for it until the deadline.
+    fn frame_for(&self, page: usize) -> Result<A::Frame, PageError> {
+        let (frames, since) = (&self.shared().frames, Instant::now());
+        loop {
+            if let Some(frame) = frames.for_demand(self.page_bytes(), 0) {
+                return Ok(frame);
+            }
+            let waited = since.elapsed();
+            if waited > self.pager.deadline() {
+                frames.budget().end_starving();
+                return Err(PageError::NoFrame {
+                    region: self.region.id,
+                    page: page as u64,
+                    waited,
+                });
+            }
+            self.shared().doors.ring_fillers();
+            thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// Brings the bytes in `range` in and waits for them; lost pages are tried again. This is how to learn of a dead server by an error
+    /// instead of SIGBUS. With a budget smaller than the range its first pages may have left again when this returns.
+    ///
+    /// # Errors
+    /// Why a page could not be brought in.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn prefetch_now(&self, range: Range<usize>) -> Result<(), PageError> {
+        let pages = self.pages(range);
+        for first in pages.clone().step_by(CHUNK_PAGES) {
+            let chunk = first..(first + CHUNK_PAGES).min(pages.end);
+            self.region.take_error();
+            let taken_on = self.demand(chunk.clone());
+            let mut outcome = Ok(());
+            for page in chunk {
+                match outcome {
+                    Ok(()) => outcome = self.wait_for(page, &taken_on),
+                    // What is under way ends before we return: its error would be the next call's.
+                    Err(_) => self.wait_while_filling(page),
+                }
+            }
+            outcome?;
+        }
+        Ok(())
+    }
+
+    fn wait_while_filling(&self, page: usize) {
+        while self.region.words.load(page).state() == State::Filling {
+            thread::sleep(Duration::from_micros(20));
+        }
+    }
+
+    /// Asks for pages; returns how many fillers have taken theirs on.
+    fn demand(&self, pages: Range<usize>) -> Arc<AtomicUsize> {
+        let taken_on = Arc::new(AtomicUsize::new(0));
+        let doors = &self.shared().doors;
+        doors
+            .tell_fillers(|| Command::Demand(self.region.clone(), pages.clone(), taken_on.clone()));
+        taken_on
+    }
+
+    fn wait_for(&self, page: usize, taken_on: &AtomicUsize) -> Result<(), PageError> {
+        let since = Instant::now();
+        let mut asked = since;
+        loop {
+            // Before the word: one that is poisoned may have been so before we asked, and one that is called resident may have been given back by
+            // the program itself.
+            let is_new = taken_on.load(Ordering::Acquire) == self.shared().shards();
+            let word = self.region.words.load(page);
+            match word.state() {
+                State::Resident if is_new => return Ok(()),
+                // A pinned one comes back, and only then is its pin worth something.
+                State::Leaving if !word.pinned() => return Ok(()),
+                State::Lost => {
+                    let lost = self.region.lost(&(page..page + 1)).pop();
+                    // It may have been overwritten just now.
+                    if let Some((_, error)) = lost {
+                        return Err(error);
+                    }
+                }
+                State::Poisoned if is_new => {
+                    let waited = since.elapsed();
+                    let unknown = PageError::NoFrame {
+                        region: self.region.id,
+                        page: page as u64,
+                        waited,
+                    };
+                    return Err(self.region.take_error().unwrap_or(unknown));
+                }
+                _ => {}
+            }
+            // It was on its way for nobody and failed, or it came and went.
+            if asked.elapsed() > Duration::from_millis(5) {
+                asked = Instant::now();
+                self.demand(page..page + 1);
+            }
+            thread::sleep(Duration::from_micros(20));
+        }
+    }
+
+    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin): no access of them waits, and system calls find them there,
+    /// except while [`flush`](Self::flush) or [`Advice::DontNeed`] writes one back. Whole pages are pinned. Pins are counted, up to
+    /// 255 per page; all end with the region. This is `umap_fetch_and_pin` of umap (LLNL), with a way back.
+    ///
+    /// # Errors
+    /// See [`PinError`]; nothing is pinned then that was not before.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn pin(&self, range: Range<usize>) -> Result<(), PinError> {
+        let pages = self.pages(range.clone());
+        for page in pages.clone() {
+            if let Err(error) = self.pin_page(page, &pages) {
+                self.unpin_pages(pages.start..page);
+                return Err(error);
+            }
+        }
+        // Pages may just be taken out between which these lie, so that system calls could not write to them.
+        self.shared().scatter.wait();
+        self.prefetch_now(range).map_err(|error| {
+            self.unpin_pages(pages);
+            PinError::Page(error)
+        })
+    }
+
+    fn pin_page(&self, page: usize, of: &Range<usize>) -> Result<(), PinError> {
+        let (region, budget) = (&self.region, self.shared().frames.budget());
+        let page_bytes = region.page_bytes() as u64;
+        loop {
+            let seen = region.words.load(page);
+            if protocol::pin(seen).is_none() {
+                return Err(PinError::TooOften {
+                    region: region.id,
+                    page: page as u64,
+                });
+            }
+            // The first pin of a page sets its bytes aside, before the page is pinned: no more is pinned than there is room for.
+            let first = !seen.pinned();
+            if first && !budget.pin(page_bytes) {
+                return Err(PinError::Budget {
+                    asked_bytes: of.len() as u64 * page_bytes,
+                    most_bytes: budget.pinned_max(),
+                });
+            }
+            let pin = |w: Word| protocol::pin(w).filter(|_| w.pinned() != first);
+            if region.words.try_apply(page, pin).is_some() {
+                if first {
+                    region.count_pinned();
+                }
+                return Ok(());
+            }
+            // Another thread has pinned it meanwhile, or taken its last pin back.
+            if first {
+                budget.unpin(page_bytes);
+            }
+        }
+    }
+
+    /// Takes back one [`pin`](Self::pin) of each page that `range` touches; pages that are not pinned are left alone.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn unpin(&self, range: Range<usize>) {
+        self.unpin_pages(self.pages(range));
+    }
+
+    fn unpin_pages(&self, pages: Range<usize>) {
+        for page in pages {
+            if let Some((_, now)) = self.region.words.try_apply(page, protocol::unpin)
+                && !now.pinned()
+            {
+                self.region.count_unpinned();
+                self.shared()
+                    .frames
+                    .budget()
+                    .unpin(self.region.page_bytes() as u64);
+            }
+        }
+    }
+
+    /// Writes all changed pages back, keeps them mapped, and makes them durable as far as the store can.
+    ///
+    /// # Errors
+    /// See [`FlushError`].
+    pub fn flush(&self) -> Result<(), FlushError> {
+        let pages = 0..self.region.pages();
+        self.run(pages.clone(), true)?;
+        // What would be published or made durable holds an older state of these.
+        if let Some((_, error)) = self.region.lost(&pages).into_iter().next() {
+            return Err(error.into());
+        }
+        self.region.store.flush().map_err(FlushError::Durable)
+    }
+
+    /// The first error of work in the background (an eviction or a fill that failed) since this was last called.
+    pub fn take_error(&self) -> Option<PageError> {
+        self.region.take_error()
+    }
+
+    fn run(&self, pages: Range<usize>, keep: bool) -> Result<(), PageError> {
+        let job = Job::new(self.region.clone(), pages, keep);
+        self.shared().jobs.add(job.clone());
+        self.shared().doors.ring_evictors();
+        job.wait()
+    }
+
+    fn shared(&self) -> &Shared<A> {
+        self.pager.shared()
+    }
+
+    #[cfg(test)]
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// The pages that a range of bytes touches.
+    fn pages(&self, range: Range<usize>) -> Range<usize> {
+        assert!(
+            range.start <= range.end && range.end <= self.region.layout.bytes,
+            "bytes {range:?} do not lie in a region of {} bytes",
+            self.region.layout.bytes
+        );
+        let first = range.start / self.region.page_bytes();
+        if range.is_empty() {
+            return first..first;
+        }
+        first..range.end.div_ceil(self.region.page_bytes())
+    }
+}
+
+impl<A: AddressSpace> Drop for Mapped<A> {
+    fn drop(&mut self) {
+        let (shared, region) = (self.shared(), &self.region);
+        let budget = shared.frames.budget();
+        shared.regions.remove(region.address);
+        region.close();
+        (shared.doors).tell_fillers(|| Command::Settle(region.clone()));
+        shared.doors.ring_evictors();
+        region.wait_until_quiet();
+        // Nobody but us owns a page of it from here on. Its frames go on to other regions.
+        let mut chunk = region.next_touched(0);
+        while let Some(at) = chunk {
+            for page in region.chunk(at).filter(|_| region.resident() > 0) {
+                if region.words.try_apply(page, protocol::borrow).is_none() {
+                    continue;
+                }
+                let page_bytes = region.page_bytes();
+                match shared.mapper.detach(region, page..page + 1) {
+                    Ok(run) => shared.frames.release(run.into_frame(), page_bytes),
+                    // Taken by the program before.
+                    Err(DetachError::Absent) => budget.lose(page_bytes),
+                    // Lost together with the mapping.
+                    Err(_) => {
+                        region.count_out(&(page..page + 1));
+                        budget.lose(page_bytes);
+                    }
+                }
+            }
+            chunk = region.next_touched(at + 1);
+        }
+        budget.unpin(region.pinned() as u64 * region.page_bytes() as u64);
+        shared.mapper.unmap(region);
+        // Now and here: a worker that still holds the region for a moment must not be the one to give remote memory back.
+        region.store.retire();
+    }
+}
+
+impl<A: AddressSpace> fmt::Debug for Mapped<A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mapped")
+            .field("address", &format_args!("{:#x}", self.region.address))
+            .field("bytes", &self.region.layout.bytes)
+            .field("page_bytes", &self.region.page_bytes())
+            .field("resident_pages", &self.region.resident())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,147 @@
+//! Room made by a thread that serves its own fault: [`Relief`].
+//!
+//! The thread takes a few victims out while its READ is under way. No evictor has to be woken for
+//! it, and no other processor has to forget the addresses while the program runs there. (Where other
+//! threads of the program do run, copies leave in batches: `scatter.rs`.)
+//!
+//! The rule is that of a signal handler, see `in_thread.rs`: unchanged pages are gone, changed ones
+//! are handed over, and nothing is waited for.
+
+use std::{ops::Range, sync::Arc};
+
+use farpage_vm::AddressSpace;
+
+use crate::{
+    claim::{Claim, FoundBy},
+    hand_over::PAGES_PER_CALL,
+    leaving::Leaving,
+    protocol::{self, OnLeft},
+    region::Region,
+    run::Run,
+    shared::Shared,
+    stats::Counters,
+    victims::{Out, Walk},
+};
+
+/// A call looks at the victims of this many chunks, of which some have none.
+const CHUNKS_PER_CALL: usize = 4;
+
+/// Takes pages out for one thread.
+pub(crate) struct Relief<A: AddressSpace> {
+    shared: Arc<Shared<A>>,
+    worker: usize,
+}
+
+impl<A: AddressSpace> Relief<A> {
+    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+        Relief { shared, worker }
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+
+    /// Takes a few pages out if memory is tight. Returns whether it did.
+    pub(crate) fn relieve(&self) -> bool {
+        let (budget, hand_over) = (self.shared.frames.budget(), &self.shared.hand_over);
+        let (mut left, mut any) = (PAGES_PER_CALL, false);
+        if budget.is_tight() && hand_over.rests() {
+            return false;
+        }
+        for _ in 0..CHUNKS_PER_CALL {
+            if left == 0 || !budget.is_tight() || !hand_over.has_room() {
+                break;
+            }
+            let Some(claim) = self.shared.victims.claim() else {
+                break;
+            };
+            if claim.region.is_stalled() {
+                continue;
+            }
+            // What streams have gone through lies in rows, which move at once.
+            if claim.found_by == FoundBy::Sweep && self.shared.scatter.is_better(&claim.region) {
+                return self.copy_out(claim) || any;
+            }
+            any |= self.move_out(&claim, &mut left);
+        }
+        any
+    }
+
+    /// Takes victims of the claim, and of some behind it, out by copying.
+    fn copy_out(&self, claim: Claim) -> bool {
+        let (region, found_by) = (claim.region.clone(), claim.found_by);
+        let took_out = |run| self.took_out(&region, run, found_by);
+        let outcome = self.shared.scatter.take_out(claim, took_out);
+        let outcome = outcome.unwrap_or_default();
+        let mut any = outcome.any;
+        for page in outcome.refused {
+            any |= self.move_run_out(&region, page..page + 1, found_by) > 0;
+        }
+        any
+    }
+
+    /// Takes victims of the claim out by moving, `left` at most.
+    fn move_out(&self, claim: &Claim, left: &mut usize) -> bool {
+        let page_bytes = claim.region.page_bytes() as u64;
+        let mut walk = Walk::new(&self.shared.victims, claim);
+        loop {
+            let excess = self.shared.frames.budget().excess();
+            let most = (*left).min(excess.div_ceil(page_bytes) as usize);
+            if most == 0 {
+                break;
+            }
+            let Some(pages) = walk.next(most) else {
+                break;
+            };
+            *left -= pages.len();
+            walk.took(self.move_run_out(&claim.region, pages, claim.found_by));
+        }
+        walk.end()
+    }
+
+    /// Takes as many of the leading ones of these pages out as go together. Returns how many.
+    fn move_run_out(&self, region: &Arc<Region>, pages: Range<usize>, found_by: FoundBy) -> usize {
+        match self.shared.victims.take_out(region, pages, protocol::leave) {
+            Out::Taken(run) => {
+                let taken = run.len();
+                self.took_out(region, run, found_by);
+                return taken;
+            }
+            Out::Refused(_) => self.counters().failed_evictions.bump(),
+            Out::NotNow | Out::NotHere => {}
+        }
+        0
+    }
+
+    /// Pages were taken out: what is unchanged is gone, the rest is handed over.
+    fn took_out(&self, region: &Arc<Region>, run: Run<A::Frame>, found_by: FoundBy) {
+        let shared = &self.shared;
+        let stamp = shared.victims.stamp(found_by);
+        let first = run.first();
+        let mut gone = [false; PAGES_PER_CALL];
+        for (page, bytes) in run.bytes_by_page() {
+            gone[page - first] = region.store.is_unchanged(page as u64, bytes)
+                && region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
+        }
+        let left = gone.iter().filter(|&&gone| gone).count();
+        self.counters().evictions.add(left);
+        self.counters().clean_evictions.add(left);
+        region.store.count_clean(left);
+        run.cut(
+            |page| gone[page - first],
+            |run, gone| {
+                if gone {
+                    let page_bytes = region.page_bytes();
+                    return shared.frames.release(run.into_frame(), page_bytes);
+                }
+                region.enter_again();
+                let leaving = Leaving::new(region.clone(), run.pages(), None, found_by);
+                let budget = shared.frames.budget();
+                shared
+                    .hand_over
+                    .hand_over(leaving, run.into_frame(), budget);
+            },
+        );
+        region.exit();
+    }
+}

@@ -1,0 +1,89 @@
+//! What all workers of a runtime share: [`Shared`], the parts put together.
+//!
+//! The rule it keeps: it has no business of its own. Each part owns what it uses, and imports no
+//! worker.
+
+use std::sync::Arc;
+
+use crossbeam_utils::CachePadded;
+use farpage_vm::AddressSpace;
+
+use crate::{
+    budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
+    installer::Installer, job::Jobs, mapper::Mapper, proof::Proof, regions::RegionTable,
+    scatter::Scatter, stats::Counters, victims::Victims,
+};
+
+pub(crate) struct Shared<A: AddressSpace> {
+    pub(crate) mapper: Arc<Mapper<A>>,
+    pub(crate) frames: Arc<Frames<A>>,
+    pub(crate) regions: Arc<RegionTable>,
+    pub(crate) doors: Arc<Doors>,
+    pub(crate) installer: Arc<Installer<A>>,
+    pub(crate) victims: Arc<Victims<A>>,
+    pub(crate) scatter: Scatter<A>,
+    pub(crate) hand_over: HandOver<A::Frame>,
+    pub(crate) jobs: Jobs,
+    /// One set per worker: fillers, evictors, threads that serve their own faults.
+    pub(crate) counters: Vec<CachePadded<Counters>>,
+}
+
+/// How many workers of each kind there are.
+pub(crate) struct Workers {
+    pub(crate) fillers: usize,
+    pub(crate) evictors: usize,
+    /// Threads that serve their own faults at once.
+    pub(crate) guests: usize,
+}
+
+impl<A: AddressSpace> Shared<A> {
+    pub(crate) fn new(
+        space: Arc<A>,
+        budget: Budget,
+        doors: Arc<Doors>,
+        workers: &Workers,
+    ) -> Shared<A> {
+        let clock = Arc::new(FillClock::new(budget.bytes()));
+        let proof = Arc::new(Proof::new(clock.budget_ticks()));
+        let regions = Arc::new(RegionTable::default());
+        let mapper = Arc::new(Mapper::new(space));
+        let frames = Arc::new(Frames::new(mapper.clone(), doors.clone(), budget));
+        let installer = Arc::new(Installer {
+            mapper: mapper.clone(),
+            frames: frames.clone(),
+            clock: clock.clone(),
+            proof: proof.clone(),
+        });
+        let victims = Arc::new(Victims::new(
+            mapper.clone(),
+            frames.clone(),
+            regions.clone(),
+            clock,
+            proof,
+        ));
+        let scatter = Scatter::new(
+            mapper.clone(),
+            frames.clone(),
+            installer.clone(),
+            victims.clone(),
+        );
+        let in_all = workers.fillers + workers.evictors + workers.guests;
+        Shared {
+            mapper,
+            frames,
+            regions,
+            hand_over: HandOver::new(doors.clone(), workers.guests, workers.evictors),
+            doors,
+            installer,
+            victims,
+            scatter,
+            jobs: Jobs::default(),
+            counters: (0..in_all).map(|_| CachePadded::default()).collect(),
+        }
+    }
+
+    /// How many shards there are, each with a filler of its own.
+    pub(crate) fn shards(&self) -> usize {
+        self.mapper.shards()
+    }
+}

@@ -1,0 +1,165 @@
+//! Pages to bring in while there is room: [`Wishes`], of streams and of the program.
+//!
+//! The rule it keeps: a wish owns nothing. Faults go first, and where there is no frame to spare the
+//! wishes of streams are forgotten: what comes too late is worth nothing.
+
+use std::{collections::VecDeque, mem, sync::Arc};
+
+use farpage_vm::AddressSpace;
+
+use crate::{
+    ahead::Plan,
+    fills::{Fill, Fills, Landing},
+    installer::Heat,
+    region::Region,
+    run::{keep_first, pages_in},
+    shared::Shared,
+    stretch,
+};
+
+/// Runs that one filler keeps in flight before it starts more that nobody waits for, and their
+/// bytes: more than a fast link carries in a round trip.
+const RUNS_AHEAD_MAX: usize = 32;
+pub(crate) const BYTES_AHEAD_MAX: usize = 8 << 20;
+/// Pages that one turn passes over, because they are here or another filler's, before it looks for
+/// faults again.
+const PASSED_OVER_PER_TURN: usize = 4096;
+
+#[derive(Debug)]
+struct Wish {
+    region: Arc<Region>,
+    plan: Plan,
+    /// Whether the first run is a stream's trigger.
+    trigger: bool,
+}
+
+/// There is no frame to spare for guesses.
+struct NoRoom;
+
+/// All wishes of one filler.
+pub(crate) struct Wishes<A: AddressSpace> {
+    shared: Arc<Shared<A>>,
+    shard: usize,
+    /// Oldest first.
+    wishes: VecDeque<Wish>,
+}
+
+impl<A: AddressSpace> Wishes<A> {
+    pub(crate) fn new(shared: Arc<Shared<A>>, shard: usize) -> Self {
+        Wishes {
+            shared,
+            shard,
+            wishes: VecDeque::new(),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.wishes.is_empty()
+    }
+
+    pub(crate) fn add(&mut self, region: Arc<Region>, plan: Plan, trigger: bool) {
+        if !plan.ahead.is_empty() {
+            self.wishes.push_back(Wish {
+                region,
+                plan,
+                trigger,
+            });
+        }
+    }
+
+    /// The region is closing.
+    pub(crate) fn give_up(&mut self, region: &Region) {
+        self.wishes.retain(|wish| wish.region.id != region.id);
+    }
+
+    /// Posts READs, as far as frames and the lane allow. Returns whether anything was done.
+    pub(crate) fn serve<L: Landing<A>>(&mut self, fills: &mut Fills<A, L>) -> bool {
+        let (mut any, mut passed_over) = (false, 0);
+        while fills.has_room_ahead(RUNS_AHEAD_MAX, BYTES_AHEAD_MAX) {
+            let Some(mut wish) = self.wishes.pop_front() else {
+                break;
+            };
+            match self.serve_one(&mut wish, fills) {
+                Ok(begun) => {
+                    any |= begun;
+                    passed_over += usize::from(!begun);
+                    if !wish.plan.ahead.is_empty() && !wish.region.is_closing() {
+                        self.wishes.push_front(wish);
+                    }
+                    if passed_over == PASSED_OVER_PER_TURN {
+                        return true;
+                    }
+                }
+                Err(NoRoom) => {
+                    self.wishes.push_front(wish);
+                    for wish in self.wishes.drain(..) {
+                        fills.gave_up(&wish.region, &wish.plan.ahead);
+                    }
+                }
+            }
+        }
+        any
+    }
+
+    /// Begins the nearest run of a wish and takes it off, or passes over a page that is not to be
+    /// brought in. Returns whether anything was begun.
+    fn serve_one<L: Landing<A>>(
+        &self,
+        wish: &mut Wish,
+        fills: &mut Fills<A, L>,
+    ) -> Result<bool, NoRoom> {
+        let nearest = wish.plan.nearest();
+        let begun = if self.shared.mapper.shard_of(&wish.region, nearest) == self.shard {
+            self.own(&wish.region, &wish.plan, fills.run_pages(&wish.region))?
+        } else {
+            None
+        };
+        let Some((mut fill, frame)) = begun else {
+            wish.plan.take_off(1);
+            return Ok(false);
+        };
+        // The first run that comes in, since a page that is here already tells nothing.
+        fill.trigger = mem::take(&mut wish.trigger);
+        wish.plan.take_off(fill.pages.len());
+        fills.post(fill, frame);
+        Ok(true)
+    }
+
+    /// Owns the nearest run of a plan, `most` pages at most and as far as there are frames for it,
+    /// and enters its region.
+    fn own(
+        &self,
+        region: &Arc<Region>,
+        plan: &Plan,
+        most: usize,
+    ) -> Result<Option<(Fill, A::Frame)>, NoRoom> {
+        let (run, page_bytes) = (stretch::remote(region, plan, most), region.page_bytes());
+        if run.is_empty() {
+            return Ok(None);
+        }
+        let frames = &self.shared.frames;
+        let mut frame = frames.for_prefetch(page_bytes, run.len()).ok_or(NoRoom)?;
+        if !region.enter() {
+            frames.release(frame, page_bytes);
+            return Ok(None);
+        }
+        let got = pages_in(&frame, page_bytes);
+        let run = if plan.down {
+            run.end - got..run.end
+        } else {
+            run.start..run.start + got
+        };
+        let run = stretch::own(region, run, plan.down);
+        if run.is_empty() {
+            // A thread of the program that serves its own faults was faster.
+            region.exit();
+            frames.release(frame, page_bytes);
+            return Ok(None);
+        }
+        if let Some(rest) = keep_first(&mut frame, run.len(), page_bytes) {
+            frames.release(rest, page_bytes);
+        }
+        let fill = Fill::new(region.clone(), run, Heat::Cold);
+        Ok(Some((fill, frame)))
+    }
+}

@@ -1,0 +1,271 @@
+//! Runs that were taken out, until their bytes are safe: [`WriteBacks`] of one evictor.
+//!
+//! 1. map those of its pages again that are wanted by now;
+//! 2. hash each page: an unchanged one is done, changed ones are encoded and their WRITE posted;
+//! 3. when the bytes are safe, publish (`Leaving` to `Remote`) and give the frame back. Pages that
+//!    were wanted meanwhile are mapped again from the frame, without the network.
+//!
+//! The rule: a page whose write-back failed is mapped again, never dropped.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_store::Lane;
+use farpage_vm::AddressSpace;
+use nix::poll::PollFd;
+
+use crate::{
+    PageError,
+    claim::FoundBy,
+    flights::{Flight, Flights, Landed},
+    installer::Heat,
+    job::Job,
+    leaving::Leaving,
+    protocol::{self, OnLeft},
+    region::Region,
+    run::{Local, Run},
+    shared::Shared,
+    stats::Counters,
+};
+
+/// Bytes and runs that one evictor has on their way out at once, not counting overdue ones: enough
+/// to keep a fast link busy for a round trip.
+const BYTES_OUT_MAX: usize = 8 << 20;
+const RUNS_OUT_MAX: usize = 64;
+/// A page is overdue that has been on its way out for this long while a fill waits for a frame. Its
+/// store is slow, stalled or dead, and waiting for it would make its region the whole runtime's
+/// pace. A write-back that goes well takes a tenth of it.
+const OVERDUE: Duration = Duration::from_millis(3);
+
+/// What becomes of a page whose bytes are safe, or are not.
+#[derive(Clone, Copy, PartialEq)]
+enum Fate {
+    Gone,
+    /// It is wanted again.
+    Stolen,
+    /// It shall stay, or its write-back failed.
+    Stays,
+}
+
+/// All runs that one evictor has on their way out.
+pub(crate) struct WriteBacks<A: AddressSpace> {
+    shared: Arc<Shared<A>>,
+    worker: usize,
+    flights: Flights<Leaving, A::Frame>,
+    /// Bytes and runs that are on their way out, without those that are overdue.
+    out_bytes: usize,
+    out_runs: usize,
+}
+
+impl<A: AddressSpace> WriteBacks<A> {
+    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize, lane: Lane<Local<A::Frame>>) -> Self {
+        WriteBacks {
+            shared,
+            worker,
+            flights: Flights::new(lane),
+            out_bytes: 0,
+            out_runs: 0,
+        }
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+
+    /// Whether one more run may leave, within the `share`-th part of what is allowed.
+    pub(crate) fn has_room(&self, share: usize) -> bool {
+        // A store that stalls may be what keeps the lane busy: what waits for it for too long stops
+        // nothing else.
+        self.flights.unposted().all(|leaving| leaving.overdue)
+            && self.out_bytes < BYTES_OUT_MAX / share
+            && self.out_runs < RUNS_OUT_MAX / share
+    }
+
+    /// A run was taken out: its bytes are ours. The caller leaves its region.
+    pub(crate) fn add(
+        &mut self,
+        region: &Arc<Region>,
+        run: Run<A::Frame>,
+        job: Option<&Arc<Job>>,
+        found_by: FoundBy,
+    ) {
+        let wanted = |page| job.is_none() && region.words.load(page).wanted();
+        run.cut(wanted, |run, wanted| {
+            region.enter_again();
+            if let Some(job) = job {
+                job.open_one();
+            }
+            let leaving = Leaving::new(region.clone(), run.pages(), job.cloned(), found_by);
+            if wanted {
+                self.counters().steals.add(run.len());
+                let error = self.map_again(region, run, false, |_| None);
+                close(leaving, error);
+            } else {
+                self.out_bytes += leaving.bytes();
+                self.out_runs += 1;
+                (self.shared.frames.budget()).begin_leaving(leaving.bytes());
+                self.flights.post(leaving, run.into_frame());
+            }
+        });
+    }
+
+    /// Posts again what the lane was too busy to take.
+    pub(crate) fn post_again(&mut self) -> bool {
+        self.flights.post_again()
+    }
+
+    /// A fill waits for a frame: pages that are overdue count as staying from now on, so that others
+    /// leave.
+    pub(crate) fn write_off_overdue(&mut self) {
+        let budget = self.shared.frames.budget();
+        if !budget.is_starving() {
+            return;
+        }
+        for leaving in self.flights.all_mut() {
+            if !leaving.overdue && leaving.since.elapsed() > OVERDUE {
+                leaving.overdue = true;
+                self.out_bytes -= leaving.bytes();
+                self.out_runs -= 1;
+                leaving.region.count_overdue(leaving.pages.len());
+                budget.end_leaving(leaving.bytes());
+            }
+        }
+    }
+
+    /// Settles what has ended. Returns whether there was any; `failed` is told of pages that stay
+    /// because their write-back failed.
+    pub(crate) fn poll(&mut self, mut failed: impl FnMut()) -> bool {
+        let any = self.flights.poll();
+        while let Some(landed) = self.flights.next() {
+            if !landed.failed.is_empty() {
+                failed();
+            }
+            self.settle(landed);
+        }
+        any
+    }
+
+    fn settle(&mut self, landed: Landed<Leaving, A::Frame>) {
+        let Landed {
+            flight: leaving,
+            run,
+            outcome,
+            failed,
+            ..
+        } = landed;
+        self.end_leaving(&leaving);
+        self.counters().writes.add(outcome.written as usize);
+        self.counters().failed_evictions.add(failed.len());
+        let region = leaving.region.clone();
+        let failure = |page: usize| {
+            let failed = failed.iter().find(|(failed, _)| *failed == page as u64);
+            failed.map(|(_, error)| PageError::from(error.clone()))
+        };
+        let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
+        // Settled page by page, since each may be wanted; what is gone is given back together.
+        let fate = |page| {
+            if keep || failure(page).is_some() {
+                return Fate::Stays;
+            }
+            let stamp = self.shared.victims.stamp(leaving.found_by);
+            match region.words.apply(page, |w| protocol::left(w, stamp)) {
+                OnLeft::Gone => Fate::Gone,
+                OnLeft::TakeBack => Fate::Stolen,
+            }
+        };
+        let fates: Vec<_> = run.pages().map(fate).collect();
+        let gone = fates.iter().filter(|&&fate| fate == Fate::Gone).count();
+        self.counters().evictions.add(gone);
+        let clean = gone.min(outcome.clean as usize);
+        self.counters().clean_evictions.add(clean);
+        let (first, mut error) = (run.first(), None);
+        run.cut(
+            |page| fates[page - first],
+            |run, fate| match fate {
+                Fate::Gone => {
+                    let frames = &self.shared.frames;
+                    frames.release(run.into_frame(), region.page_bytes());
+                }
+                Fate::Stays | Fate::Stolen => {
+                    if fate == Fate::Stolen {
+                        self.counters().steals.add(run.len());
+                    }
+                    let why = self.map_again(&region, run, true, failure);
+                    error = error.take().or(why);
+                }
+            },
+        );
+        close(leaving, error);
+    }
+
+    /// A run was on its way out: each of its pages is out, or stays after all.
+    fn end_leaving(&mut self, leaving: &Leaving) {
+        if leaving.overdue {
+            leaving.region.count_overdue_out(leaving.pages.len());
+        } else {
+            self.out_bytes -= leaving.bytes();
+            self.out_runs -= 1;
+            (self.shared.frames.budget()).end_leaving(leaving.bytes());
+        }
+    }
+
+    /// These pages stay after all: maps their frame again. `written`: their bytes are in the store,
+    /// except where `failure` says why they are not. Returns the first error: why they had to stay,
+    /// or could not.
+    fn map_again(
+        &self,
+        region: &Arc<Region>,
+        run: Run<A::Frame>,
+        written: bool,
+        failure: impl Fn(usize) -> Option<PageError>,
+    ) -> Option<PageError> {
+        let heat = if region.words.load(run.first()).wanted() {
+            Heat::Hot
+        } else {
+            Heat::Cold
+        };
+        let mut error = run.pages().find_map(&failure);
+        let installer = &self.shared.installer;
+        installer.install(region, run, heat, |page, frame, os| {
+            let failed = failure(page);
+            // Bytes that were not written may be those that the store has.
+            let is_stored = written && failed.is_none()
+                || region.store.is_unchanged(page as u64, frame.as_ref());
+            self.shared.frames.release(frame, region.page_bytes());
+            let os = PageError::cannot_map(region.id, page, &os);
+            // Where the write-back has failed too, its error goes first.
+            let why = failed.unwrap_or(os);
+            if is_stored {
+                installer.fail(region, page, why.clone());
+                error.get_or_insert(why);
+            } else {
+                // Worse than any error before it.
+                error = Some(installer.lose(region, page, &why));
+            }
+        });
+        error
+    }
+
+    /// Nothing is under way.
+    #[cfg(test)]
+    pub(crate) fn is_at_rest(&self) -> bool {
+        self.flights.is_empty() && (self.out_bytes, self.out_runs) == (0, 0)
+    }
+
+    /// Appends the descriptors to sleep on; returns when to poll at the latest.
+    pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
+        self.flights.wait(fds)
+    }
+}
+
+/// A run is settled.
+fn close(leaving: Leaving, error: Option<PageError>) {
+    match (&leaving.job, error) {
+        (Some(job), error) => job.close_one(error),
+        (None, Some(error)) => leaving.region.record(error),
+        (None, None) => {}
+    }
+    leaving.region.exit();
+}
