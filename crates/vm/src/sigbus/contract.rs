@@ -1,0 +1,35 @@
+//! What serving a fault inside a signal handler may do ([`FaultHandler`]).
+
+use crate::space::Fault;
+
+/// Bytes of stack that a [`FaultHandler`] has. Memory is taken as it is touched.
+pub const STACK_BYTES: usize = 128 << 10;
+
+/// What became of a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Served {
+    /// The page may be there: the instruction is tried again.
+    Retry,
+    /// The page cannot be had. The signal goes to the handler that was there before, or kills the
+    /// process.
+    NotMine,
+}
+
+/// Serves the faults of a range of addresses, in the threads that raise them.
+///
+/// # Safety
+/// [`fault`](Self::fault) runs inside a signal handler, at any instruction that touches the range,
+/// on several threads at once:
+/// - It neither allocates nor frees, nor does anything that may (a contended `parking_lot` lock
+///   does).
+/// - It takes no lock under which anybody touches a range: not that of standard output or of a log.
+/// - It reads a thread-local variable only if nobody else changes it and it has no destructor.
+/// - It touches no absent page of any registered range: that kills the process.
+/// - It does not end a [`Registration`](super::Registration).
+///
+/// It may call the operating system (`errno` is put back) and use [`STACK_BYTES`] of stack. A panic
+/// aborts the process.
+pub unsafe trait FaultHandler: Send + Sync {
+    /// Serves the fault, or waits until somebody else has.
+    fn fault(&self, fault: Fault) -> Served;
+}

@@ -1,0 +1,119 @@
+//! A range of addresses whose faults are served ([`Registration`]).
+//!
+//! The rule it keeps: a fault handler is called from its registration's beginning to its end, and
+//! not after it.
+
+use std::{io, ops::Range, process, sync::Arc, thread, time::Duration};
+
+use super::{
+    contract::FaultHandler,
+    handler,
+    table::{self, Entry, OWNER},
+};
+
+/// How long the end of a registration sleeps between looks at the handlers that still serve it: a
+/// fill takes about as long.
+const DRAIN_PAUSE: Duration = Duration::from_micros(50);
+
+/// A range of addresses whose faults a [`FaultHandler`] serves, until this is dropped. Dropping waits
+/// for the handlers that are at work on it.
+///
+/// In a child after `fork` nothing is registered.
+pub struct Registration {
+    entry: Arc<Entry>,
+    process: u32,
+}
+
+impl Registration {
+    /// Has `handler` serve the faults in `addresses`. The first call installs the process's SIGBUS
+    /// handler.
+    ///
+    /// # Errors
+    /// The operating system's, when there is no memory for a stack.
+    ///
+    /// # Panics
+    /// If the range is empty or part of it is registered already.
+    pub fn new(addresses: Range<usize>, handler: Arc<dyn FaultHandler>) -> io::Result<Self> {
+        assert!(!addresses.is_empty(), "a range of addresses has some");
+        let entry = Entry::new(addresses, handler);
+        let process = process::id();
+        let mut owner = OWNER.lock();
+        match *owner {
+            None => handler::install(&owner)?,
+            Some(before) if before != process => table::disown(&owner),
+            Some(_) => {}
+        }
+        *owner = Some(process);
+        table::change(&owner, |table| {
+            let at = table.partition_point(|other| other.addresses.end <= entry.addresses.start);
+            let next = table.get(at).map(|next| &next.addresses);
+            assert!(
+                next.is_none_or(|next| entry.addresses.end <= next.start),
+                "{:#x?} overlaps {next:#x?}, which is registered",
+                entry.addresses
+            );
+            table.insert(at, Arc::clone(&entry));
+        });
+        drop(owner);
+        Ok(Self { entry, process })
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // A child after `fork` has neither the range nor the threads that serve it.
+        if self.process != process::id() {
+            return;
+        }
+        let owner = OWNER.lock();
+        table::change(&owner, |table| {
+            table.retain(|entry| !Arc::ptr_eq(entry, &self.entry));
+        });
+        drop(owner);
+        while self.entry.is_served() {
+            thread::sleep(DRAIN_PAUSE);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering::SeqCst;
+
+    use super::{
+        super::{
+            contract::Served,
+            table::{Looking, TABLE},
+        },
+        *,
+    };
+    use crate::space::Fault;
+
+    struct Nobody;
+
+    // SAFETY: does nothing.
+    unsafe impl FaultHandler for Nobody {
+        fn fault(&self, _: Fault) -> Served {
+            Served::NotMine
+        }
+    }
+
+    #[test]
+    fn what_a_table_has_is_kept_while_somebody_looks_at_it() {
+        let registration = Registration::new(4096..8192, Arc::new(Nobody)).unwrap();
+        let entry = Arc::downgrade(&registration.entry);
+        let looking = Looking::begin();
+        let seen = TABLE.load(SeqCst);
+        let ending = thread::spawn(|| drop(registration));
+        while TABLE.load(SeqCst) == seen {
+            thread::yield_now();
+        }
+        // Time to free it in, if it were freed.
+        (0..1000).for_each(|_| thread::yield_now());
+        assert!(looking.table().unwrap().is_empty());
+        assert!(entry.upgrade().is_some());
+        drop(looking);
+        ending.join().unwrap();
+        assert!(entry.upgrade().is_none());
+    }
+}

@@ -1,0 +1,83 @@
+//! Stacks to serve faults on ([`Stack`]), and the process's stock of them.
+//!
+//! The rule it keeps: a stack is in one hand at a time. Taking one and giving it back neither
+//! allocates nor locks.
+
+use std::{
+    ptr,
+    sync::atomic::{AtomicUsize, Ordering::SeqCst},
+    thread,
+};
+
+use nix::errno::Errno;
+
+use super::STACK_BYTES;
+use crate::sys::KERNEL_PAGE_BYTES;
+
+/// Idle stacks that are kept: more threads than that seldom fault at once, and then each maps one
+/// and gives it back.
+const IDLE_STACKS: usize = 64;
+
+/// A stack to serve on, with a page below it that no access is allowed to.
+pub(super) struct Stack(usize);
+
+/// Stacks in stock, by address; 0 is a free place. Taking and giving back swap whole ownership, so
+/// that no stack is ever in two hands.
+static IDLE: [AtomicUsize; IDLE_STACKS] = [const { AtomicUsize::new(0) }; IDLE_STACKS];
+
+impl Stack {
+    const MAPPING_BYTES: usize = KERNEL_PAGE_BYTES + STACK_BYTES;
+
+    pub(super) fn map() -> nix::Result<Self> {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_STACK;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: no address is asked for, so that no mapping is replaced.
+        let start = unsafe { libc::mmap(ptr::null_mut(), Self::MAPPING_BYTES, prot, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(Errno::last());
+        }
+        let stack = Self(start as usize);
+        // SAFETY: the lowest page of the mapping made above.
+        Errno::result(unsafe { libc::mprotect(start, KERNEL_PAGE_BYTES, libc::PROT_NONE) })
+            .inspect_err(|_| stack.unmap())
+            .map(|_| stack)
+    }
+
+    /// One from the stock, or a new one. Without memory for that, the next one that comes back: its
+    /// handler does not wait for a stack.
+    pub(super) fn take() -> Self {
+        loop {
+            for idle in &IDLE {
+                if idle.load(SeqCst) != 0 {
+                    let stack = idle.swap(0, SeqCst);
+                    if stack != 0 {
+                        return Self(stack);
+                    }
+                }
+            }
+            if let Ok(stack) = Self::map() {
+                return stack;
+            }
+            thread::yield_now();
+        }
+    }
+
+    pub(super) fn give_back(self) {
+        let kept = IDLE.iter().any(|idle| {
+            idle.load(SeqCst) == 0 && idle.compare_exchange(0, self.0, SeqCst, SeqCst).is_ok()
+        });
+        if !kept {
+            self.unmap();
+        }
+    }
+
+    fn unmap(&self) {
+        // SAFETY: the mapping made in `map`, whose owner gives it up.
+        unsafe { libc::munmap(self.0 as *mut libc::c_void, Self::MAPPING_BYTES) };
+    }
+
+    /// The lowest usable address.
+    pub(super) fn base(&self) -> *mut u8 {
+        (self.0 + KERNEL_PAGE_BYTES) as *mut u8
+    }
+}

@@ -1,0 +1,159 @@
+//! Who answers for which addresses: a sorted table behind one pointer.
+//!
+//! The rule it keeps: looking at the table neither allocates nor locks, and a table is freed only
+//! when nobody looks at it any more. Changing it makes a new one, and waits by two counters used in
+//! turn (as in signal-hook's "half lock"). Looking takes nanoseconds, so that waiting does, too.
+//! Serving may take long and is counted per registration: only the end of that registration waits
+//! for it.
+
+use std::{
+    ops::Range,
+    ptr::{self, NonNull},
+    sync::{
+        Arc,
+        atomic::{AtomicPtr, AtomicUsize, Ordering::SeqCst},
+    },
+    thread,
+};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::{
+    contract::{FaultHandler, STACK_BYTES, Served},
+    stack::Stack,
+};
+use crate::space::Fault;
+
+/// A range of addresses, and who answers for it.
+pub(super) struct Entry {
+    pub(super) addresses: Range<usize>,
+    handler: Arc<dyn FaultHandler>,
+    /// Handlers at work on it.
+    serving: AtomicUsize,
+}
+
+impl Entry {
+    pub(super) fn new(addresses: Range<usize>, handler: Arc<dyn FaultHandler>) -> Arc<Self> {
+        Arc::new(Self {
+            addresses,
+            handler,
+            serving: AtomicUsize::new(0),
+        })
+    }
+
+    /// Whether a handler is at work on it.
+    pub(super) fn is_served(&self) -> bool {
+        self.serving.load(SeqCst) > 0
+    }
+}
+
+/// Sorted, without overlaps.
+pub(super) type Table = Vec<Arc<Entry>>;
+
+/// The process whose entries the table has; `None` before the handler is installed. Locked while the
+/// table changes, never by the handler.
+pub(super) static OWNER: Mutex<Option<u32>> = Mutex::new(None);
+/// That the table may be changed.
+pub(super) type Owner = MutexGuard<'static, Option<u32>>;
+/// The table, or null for an empty one.
+pub(super) static TABLE: AtomicPtr<Table> = AtomicPtr::new(ptr::null_mut());
+/// Handlers that are looking at the table, by the turn that they saw.
+static LOOKING: [AtomicUsize; 2] = [AtomicUsize::new(0), AtomicUsize::new(0)];
+/// Which of the two counters those count who come now.
+static TURN: AtomicUsize = AtomicUsize::new(0);
+
+/// Puts a changed copy in the table's place.
+pub(super) fn change(_owner: &Owner, edit: impl FnOnce(&mut Table)) {
+    // SAFETY:
+    // - The pointer is null or that of a table, which only this function frees.
+    // - Only one thread is in this function: it has `OWNER`.
+    let mut table = unsafe { TABLE.load(SeqCst).as_ref() }
+        .cloned()
+        .unwrap_or_default();
+    edit(&mut table);
+    let old = TABLE.swap(Box::into_raw(Box::new(table)), SeqCst);
+    // Whoever comes from here on sees the new table and counts for the other turn, whose last ones
+    // left when it ended.
+    let turn = TURN.fetch_xor(1, SeqCst);
+    while LOOKING[turn].load(SeqCst) > 0 {
+        thread::yield_now();
+    }
+    if !old.is_null() {
+        // SAFETY:
+        // - It was made by `Box::into_raw`, in an earlier call.
+        // - Nobody looks at it any more: those who may have seen it have left.
+        drop(unsafe { Box::from_raw(old) });
+    }
+}
+
+/// Forgets what a parent had before `fork`: its table, whose addresses are free here, and its
+/// threads.
+pub(super) fn disown(_owner: &Owner) {
+    TABLE.store(ptr::null_mut(), SeqCst);
+    LOOKING.iter().for_each(|looking| looking.store(0, SeqCst));
+}
+
+/// The entry that an address belongs to, counted as being served.
+pub(super) fn find(address: usize) -> Option<Serving> {
+    let looking = Looking::begin();
+    let table = looking.table()?;
+    let at = table.partition_point(|entry| entry.addresses.end <= address);
+    let entry = table
+        .get(at)
+        .filter(|entry| entry.addresses.contains(&address))?;
+    entry.serving.fetch_add(1, SeqCst);
+    Some(Serving(NonNull::from(&**entry)))
+}
+
+/// A look at the table, which is not freed before it ends.
+pub(super) struct Looking(&'static AtomicUsize);
+
+impl Looking {
+    pub(super) fn begin() -> Self {
+        loop {
+            let turn = TURN.load(SeqCst);
+            LOOKING[turn].fetch_add(1, SeqCst);
+            let looking = Self(&LOOKING[turn]);
+            // Otherwise the turn may have ended before this was counted, with nobody waiting for it.
+            if TURN.load(SeqCst) == turn {
+                return looking;
+            }
+        }
+    }
+
+    pub(super) fn table(&self) -> Option<&Table> {
+        // SAFETY: null, or a table that is not freed while this counts.
+        unsafe { TABLE.load(SeqCst).as_ref() }
+    }
+}
+
+impl Drop for Looking {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
+
+/// An entry that a handler is at work on: its registration waits before it lets go.
+pub(super) struct Serving(NonNull<Entry>);
+
+impl Serving {
+    pub(super) fn serve(&self, fault: Fault) -> Served {
+        let stack = Stack::take();
+        // SAFETY: counted as serving, hence not freed.
+        let handler = &unsafe { self.0.as_ref() }.handler;
+        // SAFETY:
+        // - The stack is aligned, has `STACK_BYTES`, and is used by nobody else until it is given
+        //   back.
+        // - A panic does not leave the closure: it aborts, since the handler was called from C.
+        let served = unsafe { psm::on_stack(stack.base(), STACK_BYTES, || handler.fault(fault)) };
+        stack.give_back();
+        served
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // SAFETY: counted as serving, hence not freed; not touched after this.
+        unsafe { self.0.as_ref() }.serving.fetch_sub(1, SeqCst);
+    }
+}
