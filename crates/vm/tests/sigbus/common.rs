@@ -130,12 +130,15 @@ impl Toy {
         taken
     }
 
-    pub(crate) fn evict(&self, page: usize) {
+    /// Takes a page out. Returns how many that are: none if it was out already.
+    pub(crate) fn evict(&self, page: usize) -> usize {
         let mut away = self.away[page].lock().unwrap();
-        if away.is_none() {
-            let frame = self.space.detach(0, self.address(page), PAGE, 1).unwrap();
-            *away = Some(frame);
+        if away.is_some() {
+            return 0;
         }
+        let frame = self.space.detach(0, self.address(page), PAGE, 1).unwrap();
+        *away = Some(frame);
+        1
     }
 }
 
@@ -188,47 +191,54 @@ pub(crate) fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, Regis
     (base, registration)
 }
 
-/// Threads count up in all pages, half of them walking the pages together and half against them, while `evict`, told which time it is, takes some out again and again. No count is lost.
+/// Threads count up in all pages, half of them walking the pages together and half against them,
+/// while `evict`, told which time it is, takes some out again and again and says how many. They walk
+/// `rounds` times, and on until as many pages as there are have gone out. No count is lost.
 pub(crate) fn count_up(
     toy: &Toy,
     threads: usize,
     rounds: usize,
-    mut evict: impl FnMut(usize) + Send,
+    mut evict: impl FnMut(usize) -> usize + Send,
 ) {
     let (pages, stop) = (toy.away.len(), AtomicBool::new(false));
-    thread::scope(|scope| {
-        let stop = &stop;
+    let evicted = AtomicUsize::new(0);
+    let rounds: u64 = thread::scope(|scope| {
+        let (stop, evicted) = (&stop, &evicted);
         let evictor = scope.spawn(move || {
             for time in 0.. {
                 if stop.load(Ordering::Relaxed) {
                     break;
                 }
-                evict(time);
+                evicted.fetch_add(evict(time), Ordering::Relaxed);
             }
         });
         let writers: Vec<_> = (0..threads)
             .map(|thread| {
                 scope.spawn(move || {
-                    for step in 0..rounds * pages {
-                        let page = step % pages;
-                        let page = if thread % 2 == 0 {
-                            page
-                        } else {
-                            pages - 1 - page
-                        };
-                        counter(toy.address(page)).fetch_add(1, Ordering::Relaxed);
+                    let mut done = 0;
+                    while done < rounds || evicted.load(Ordering::Relaxed) < pages {
+                        for page in 0..pages {
+                            let page = if thread % 2 == 0 {
+                                page
+                            } else {
+                                pages - 1 - page
+                            };
+                            counter(toy.address(page)).fetch_add(1, Ordering::Relaxed);
+                        }
+                        done += 1;
                     }
+                    done as u64
                 })
             })
             .collect();
-        for writer in writers {
-            writer.join().unwrap();
-        }
+        let rounds = writers.into_iter().map(|writer| writer.join().unwrap());
+        let rounds = rounds.sum();
         stop.store(true, Ordering::Relaxed);
         evictor.join().unwrap();
+        rounds
     });
     for page in 0..pages {
         let count = counter(toy.address(page)).load(Ordering::Relaxed);
-        assert_eq!(count, (threads * rounds) as u64, "page {page}");
+        assert_eq!(count, rounds, "page {page}");
     }
 }

@@ -37,7 +37,9 @@ fn pages_that_are_copied_out_while_threads_write_lose_no_write() {
     count_up(&toy, THREADS, ROUNDS, |time| {
         // Every second one, or every third, from somewhere on: the others stay.
         let pages = (time % 7..PAGES).step_by(2 + time % 2);
-        taken += toy.evict_scattered(pages.take(SCATTERED_PAGES_MAX));
+        let out = toy.evict_scattered(pages.take(SCATTERED_PAGES_MAX));
+        taken += out;
+        out
     });
     assert!(taken >= PAGES, "{taken} pages went out");
     assert_eq!(toy.allocations.load(Ordering::Relaxed), 0);
