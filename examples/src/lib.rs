@@ -1,6 +1,8 @@
-//! What the examples share and a program of yours will not need: a memory server to talk to, the one argument, and a line of figures.
+//! What the examples share and a program of yours will not need: a memory server to talk to, the
+//! one argument, and a line of figures.
 //!
-//! The rule it keeps: everything about farpage that is worth copying stands in the examples themselves.
+//! The rule it keeps: everything about farpage that is worth copying stands in the examples
+//! themselves.
 
 use std::{env, fmt::Display, str::FromStr, time::Instant};
 
@@ -40,7 +42,8 @@ impl Memory {
         })
     }
 
-    /// In a program of yours this is `Runtime::builder().server("shm:///run/farpage.sock")`, or `Runtime::builder()` with `FARPAGE_SERVER` set.
+    /// In a program of yours this is `Runtime::builder().server("shm:///run/farpage.sock")`, or
+    /// `Runtime::builder()` with `FARPAGE_SERVER` set.
     pub fn runtime(&self) -> Builder {
         match &self.own {
             Some((server, _)) => Runtime::builder().server(server.endpoints()[0].to_string()),

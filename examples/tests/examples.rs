@@ -10,7 +10,8 @@ use std::{
 
 use farpage_memserver::Server;
 
-/// Each takes a second or two; a busy machine may need a few times as long, and one that hangs must not stop the suite.
+/// Each takes a second or two; a busy machine may need a few times as long, and one that hangs must
+/// not stop the suite.
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// What a program printed, and whether it succeeded.
@@ -44,7 +45,8 @@ fn evictions(output: &str) -> u64 {
     figure.parse().expect("a number")
 }
 
-/// Runs a program with its argument and `FARPAGE_SERVER`, and without any other setting of the environment.
+/// Runs a program with its argument and `FARPAGE_SERVER`, and without any other setting of the
+/// environment.
 fn run(program: &str, argument: &str, server: Option<&str>) -> Run {
     let mut command = Command::new(program);
     for (name, _) in std::env::vars_os() {

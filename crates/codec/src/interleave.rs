@@ -1,6 +1,8 @@
-//! Sixteen bytes with sixteen others, byte by byte. Compilers do not find the instruction in plain code, which runs at a fifth of the speed.
+//! Sixteen bytes with sixteen others, byte by byte. Compilers do not find the instruction in plain
+//! code, which runs at a fifth of the speed.
 
-/// The bytes of `first` at even places and those of `second` at odd ones; the first half and the second.
+/// The bytes of `first` at even places and those of `second` at odd ones; the first half and the
+/// second.
 #[inline(always)]
 pub fn interleave(first: [u8; 16], second: [u8; 16]) -> [[u8; 16]; 2] {
     #[cfg(target_arch = "x86_64")]
@@ -9,7 +11,8 @@ pub fn interleave(first: [u8; 16], second: [u8; 16]) -> [[u8; 16]; 2] {
             arch::x86_64::{__m128i, _mm_unpackhi_epi8, _mm_unpacklo_epi8},
             mem::transmute,
         };
-        // SAFETY: every x86-64 has SSE2; both types are sixteen bytes without padding, of which any are valid.
+        // SAFETY: every x86-64 has SSE2; both types are sixteen bytes without padding, of which any
+        // are valid.
         unsafe {
             let (first, second) = (
                 transmute::<[u8; 16], __m128i>(first),

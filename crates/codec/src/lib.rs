@@ -1,6 +1,8 @@
-//! What codecs need unsafe code for, behind safe functions: the C libraries of ZFP and LZ4, and an instruction that compilers do not find.
+//! What codecs need unsafe code for, behind safe functions: the C libraries of ZFP and LZ4, and an
+//! instruction that compilers do not find.
 //!
-//! The rule it keeps: no input makes anything here read or write outside its memory. Which codec, for which page, is left to the store.
+//! The rule it keeps: no input makes anything here read or write outside its memory. Which codec,
+//! for which page, is left to the store.
 
 mod interleave;
 mod lz4;

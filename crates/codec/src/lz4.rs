@@ -1,4 +1,5 @@
-//! LZ4 blocks to plain bytes, by the C library: its decoder is up to six times as fast as the safe one of `lz4_flex`, and as safe on damaged blocks.
+//! LZ4 blocks to plain bytes, by the C library: its decoder is up to six times as fast as the safe
+//! one of `lz4_flex`, and as safe on damaged blocks.
 
 use std::ffi::c_char;
 
@@ -9,7 +10,8 @@ pub fn unlz4(block: &[u8], plain: &mut [u8]) -> bool {
     else {
         return false;
     };
-    // SAFETY: both buffers are as long as said; this function reads and writes nothing beyond them, whatever the block holds.
+    // SAFETY: both buffers are as long as said; this function reads and writes nothing beyond them,
+    // whatever the block holds.
     let len = unsafe {
         lz4_sys::LZ4_decompress_safe(
             block.as_ptr().cast::<c_char>(),
@@ -27,7 +29,8 @@ mod tests {
 
     #[test]
     fn only_a_whole_block_of_the_right_length_is_decoded() {
-        // Five literals; then three literals and a match of nine at distance three, and five literals, as every block ends.
+        // Five literals; then three literals and a match of nine at distance three, and five
+        // literals, as every block ends.
         let block = b"\x35abc\x03\x00\x50defgh";
         let mut plain = [0; 17];
         assert!(unlz4(block, &mut plain));

@@ -1,9 +1,11 @@
 //! ZFP on small pieces of numbers, behind a safe interface: [`Zfp`].
 //!
-//! The rule it keeps: **no input makes it read or write outside its memory.** The library checks no bounds. It writes at most what
-//! `zfp_stream_maximum_size` says, so that is looked at before each call; it reads at most as much, also from a damaged block (each of
-//! its blocks ends at a number of bits that does not depend on the data), so a block is decoded from a buffer of that length that ends in zeros. Whether a
-//! decoded block is what was encoded, and how large the error is, is left to the caller.
+//! The rule it keeps: **no input makes it read or write outside its memory.** The library checks no
+//! bounds. It writes at most what `zfp_stream_maximum_size` says, so that is looked at before each
+//! call; it reads at most as much, also from a damaged block (each of its blocks ends at a number
+//! of bits that does not depend on the data), so a block is decoded from a buffer of that length
+//! that ends in zeros. Whether a decoded block is what was encoded, and how large the error is, is
+//! left to the caller.
 //!
 //! One thread encodes one page at a time: the library's own threads (OpenMP, CUDA) are not built.
 
@@ -11,14 +13,16 @@ use std::{ffi::c_void, ptr, slice};
 
 use zfp_sys as sys;
 
-/// What is kept of the values. What the figures mean is the [library's documentation](https://zfp.readthedocs.io/en/release1.0.1/modes.html) to tell.
+/// What is kept of the values. What the figures mean is the [library's
+/// documentation](https://zfp.readthedocs.io/en/release1.0.1/modes.html) to tell.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mode {
     /// Bits per value.
     Rate(f64),
     /// Bits of each value that are kept below its block's largest exponent.
     Precision(u32),
-    /// The largest absolute error, for `f32` and `f64`. The library promises it for finite values only.
+    /// The largest absolute error, for `f32` and `f64`. The library promises it for finite values
+    /// only.
     Accuracy(f64),
     /// Everything.
     Reversible,
@@ -53,7 +57,8 @@ numbers!(
 /// Words behind the longest block: the library looks one ahead.
 const SPARE_WORDS: usize = 2;
 
-/// Encodes and decodes, with a buffer and a stream that are made once: afterwards no call allocates.
+/// Encodes and decodes, with a buffer and a stream that are made once: afterwards no call
+/// allocates.
 pub struct Zfp {
     stream: *mut sys::zfp_stream,
     bits: *mut sys::bitstream,
@@ -61,17 +66,20 @@ pub struct Zfp {
     buffer: *mut [u64],
 }
 
-// SAFETY: all three pointers are to memory that nobody else has, and the library keeps nothing per thread.
+// SAFETY: all three pointers are to memory that nobody else has, and the library keeps nothing per
+// thread.
 unsafe impl Send for Zfp {}
 
 impl Zfp {
     /// For pages of up to `bytes` bytes, however they are cut.
     pub fn new(bytes: usize) -> Self {
-        // The worst that pieces of at least four in each of their dimensions come to: five values become eight, three times; and an `f32` that does not
-        // compress takes 39 bits. (A piece that needs more is refused, not written.) Untouched memory costs nothing.
+        // The worst that pieces of at least four in each of their dimensions come to: five values
+        // become eight, three times; and an `f32` that does not compress takes 39 bits. (A piece
+        // that needs more is refused, not written.) Untouched memory costs nothing.
         let words = bytes.div_ceil(8) * 5 + 1024 + SPARE_WORDS;
         let buffer = Box::into_raw(vec![0u64; words].into_boxed_slice());
-        // SAFETY: the buffer is as long as said and lives until the stream is closed in `drop`; the streams are checked below.
+        // SAFETY: the buffer is as long as said and lives until the stream is closed in `drop`; the
+        // streams are checked below.
         let (stream, bits) = unsafe {
             let bits = sys::stream_open(buffer.cast::<c_void>(), words * 8);
             (sys::zfp_stream_open(bits), bits)
@@ -84,7 +92,8 @@ impl Zfp {
         }
     }
 
-    /// Encodes values that are cut into pieces; the block is there until the next call. `None` if it would not fit its buffer.
+    /// Encodes values that are cut into pieces; the block is there until the next call. `None` if
+    /// it would not fit its buffer.
     ///
     /// # Panics
     /// If the pieces do not cover the values.
@@ -100,7 +109,8 @@ impl Zfp {
             field.data = rest.cast_mut().cast::<c_void>();
             // SAFETY:
             // - the pieces together are as long as the values, so that each lies in them;
-            // - `compress` does not write to them, and writes no more to the stream than was found to fit.
+            // - `compress` does not write to them, and writes no more to the stream than was found
+            //   to fit.
             unsafe {
                 rest = rest.add(field.nx * field.ny.max(1) * field.nz.max(1));
                 sys::zfp_compress(stream, field)
@@ -110,7 +120,8 @@ impl Zfp {
         Some(unsafe { slice::from_raw_parts(self.buffer.cast::<u8>(), bytes) })
     }
 
-    /// Decodes a block that [`encode`](Self::encode) made in the same mode with the same pieces. False, or anything at all in `values`, if it is none.
+    /// Decodes a block that [`encode`](Self::encode) made in the same mode with the same pieces.
+    /// False, or anything at all in `values`, if it is none.
     ///
     /// # Panics
     /// If the pieces do not cover the values.
@@ -128,7 +139,8 @@ impl Zfp {
         if block.len() > longest * 8 {
             return false;
         }
-        // SAFETY: the buffer has `longest` words and the spare ones; nobody else has it while `self` is borrowed.
+        // SAFETY: the buffer has `longest` words and the spare ones; nobody else has it while
+        // `self` is borrowed.
         unsafe {
             let buffer = self.buffer.cast::<u8>();
             ptr::copy_nonoverlapping(block.as_ptr(), buffer, block.len());
@@ -138,8 +150,10 @@ impl Zfp {
         self.each::<N>(mode, pieces, |stream, field| {
             field.data = rest.cast::<c_void>();
             // SAFETY:
-            // - the pieces together are as long as the values, so that each lies in them, and any bytes are a number;
-            // - `decompress` reads no more of the stream than its longest block has, and that much is there.
+            // - the pieces together are as long as the values, so that each lies in them, and any
+            //   bytes are a number;
+            // - `decompress` reads no more of the stream than its longest block has, and that much
+            //   is there.
             unsafe {
                 rest = rest.add(field.nx * field.ny.max(1) * field.nz.max(1));
                 sys::zfp_decompress(stream, field)
@@ -181,7 +195,8 @@ impl Zfp {
             values += lengths.iter().product::<usize>();
             let field = field::<N>(lengths);
             self.set(mode, &field);
-            // SAFETY: stream and field are valid; nothing is followed from the field's data, which is null.
+            // SAFETY: stream and field are valid; nothing is followed from the field's data, which
+            // is null.
             let bytes = unsafe { sys::zfp_stream_maximum_size(self.stream, &field) };
             words += bytes.div_ceil(8);
         }
@@ -232,7 +247,8 @@ fn field<N: Number>([x, y, z]: Lengths) -> sys::zfp_field {
 
 impl Drop for Zfp {
     fn drop(&mut self) {
-        // SAFETY: all three came from `new` and are given up here, the streams before the buffer that they refer to.
+        // SAFETY: all three came from `new` and are given up here, the streams before the buffer
+        // that they refer to.
         unsafe {
             sys::zfp_stream_close(self.stream);
             sys::stream_close(self.bits);

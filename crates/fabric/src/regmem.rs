@@ -1,12 +1,14 @@
 //! Registered memory that is reused explicitly: [`RegPool`] and its buffers, [`RegBuf`].
 //!
-//! The rule it keeps: registered memory has an owner that outlives its registration. Slabs are mapped, registered once and kept; buffers are
-//! carved from them, move into operations and come back with their completions, and return to the pool when they are dropped. The same type
-//! serves fabrics without an adapter, so nobody above asks which fabric it is on.
+//! The rule it keeps: registered memory has an owner that outlives its registration. Slabs are
+//! mapped, registered once and kept; buffers are carved from them, move into operations and come
+//! back with their completions, and return to the pool when they are dropped. The same type serves
+//! fabrics without an adapter, so nobody above asks which fabric it is on.
 //!
-//! Why not a cache of registrations by address, as message-passing libraries have: memory that is freed and mapped again has the
-//! old address and other pages, and the adapter goes on writing to the old ones (Levy et al., "The Case for Explicit Reuse Semantics for RDMA
-//! Communication"). Here that cannot be said. A buffer that is in an operation is out of reach:
+//! Why not a cache of registrations by address, as message-passing libraries have: memory that is
+//! freed and mapped again has the old address and other pages, and the adapter goes on writing to
+//! the old ones (Levy et al., "The Case for Explicit Reuse Semantics for RDMA Communication"). Here
+//! that cannot be said. A buffer that is in an operation is out of reach:
 //!
 //! ```compile_fail,E0382
 //! # use farpage_fabric::{ExtentId, Op, Verb, regmem::{RegPool, RegPoolOptions}};
@@ -17,7 +19,8 @@
 //! # drop(op);
 //! ```
 //!
-//! and memory that was imported cannot be freed, resized or mapped anew under its registration, neither by its former owner
+//! and memory that was imported cannot be freed, resized or mapped anew under its registration,
+//! neither by its former owner
 //!
 //! ```compile_fail,E0382
 //! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
@@ -34,7 +37,8 @@
 //! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
 //! let pool = RegPool::new([], RegPoolOptions::default());
 //! let mut memory = vec![0; 4096];
-//! let buf = pool.import(&mut memory).expect("registered"); // a loan may end before the buffer does
+//! // A loan may end before the buffer does.
+//! let buf = pool.import(&mut memory).expect("registered");
 //! # drop(buf);
 //! ```
 //!
@@ -74,7 +78,8 @@ pub enum Access {
     /// Operations of this process only: a peer that guesses a key cannot reach it.
     #[default]
     Local,
-    /// Peers too, by READ, WRITE and atomics. Its bytes may change at any time: touch them by raw pointers only.
+    /// Peers too, by READ, WRITE and atomics. Its bytes may change at any time: touch them by raw
+    /// pointers only.
     Remote,
 }
 
@@ -153,8 +158,9 @@ impl RegBuf {
         }
     }
 
-    /// What the memory that the buffer lies in is called in this protection domain; the address is the buffer's own. The memory is registered
-    /// now if its pool is lazy and it was not yet. `None`: the pool does not serve the domain.
+    /// What the memory that the buffer lies in is called in this protection domain; the address is
+    /// the buffer's own. The memory is registered now if its pool is lazy and it was not yet.
+    /// `None`: the pool does not serve the domain.
     ///
     /// # Errors
     /// [`RegError::Register`], only from a lazy pool.
@@ -166,7 +172,8 @@ impl RegBuf {
         registered.keys(domain, &self.pool.registrations)
     }
 
-    /// The first byte's address: what an adapter is told, and how memory that peers write to is touched. Valid until the buffer is dropped.
+    /// The first byte's address: what an adapter is told, and how memory that peers write to is
+    /// touched. Valid until the buffer is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.as_ptr().cast()
     }

@@ -12,9 +12,11 @@ use bytemuck::Pod;
 
 use crate::{Advice, CloseError, FlushError, PageError, PinError, Region, region::byte_range};
 
-/// A fixed-size array of plain values whose pages live on memory servers or in a [`Store`](crate::Store).
+/// A fixed-size array of plain values whose pages live on memory servers or in a
+/// [`Store`](crate::Store).
 ///
-/// It dereferences to a slice, so everything that works on slices works on it, from any number of threads.
+/// It dereferences to a slice, so everything that works on slices works on it, from any number of
+/// threads.
 pub struct RemoteArray<T> {
     region: Region,
     len: usize,
@@ -44,8 +46,8 @@ impl<T: Pod> RemoteArray<T> {
         }
     }
 
-    /// Elements per dimension, the slowest first; they multiply to the array's length. One dimension unless the array was
-    /// created with [several](crate::RegionOptions::shape).
+    /// Elements per dimension, the slowest first. Their product is the array's length. One
+    /// dimension unless the array was created with [several](crate::RegionOptions::shape).
     pub fn shape(&self) -> Vec<usize> {
         let shape = self.region.layout().map_or(&[][..], |layout| &layout.shape);
         match shape {
@@ -59,7 +61,7 @@ impl<T: Pod> RemoteArray<T> {
         &self.region
     }
 
-    /// Tells how a range of elements will be used: see [`Region::advise`].
+    /// Says how the program will use a range of elements: see [`Region::advise`].
     ///
     /// # Errors
     /// As [`Region::advise`].
@@ -95,7 +97,8 @@ impl<T: Pod> RemoteArray<T> {
             .pin(byte_range(range, self.len, mem::size_of::<T>()))
     }
 
-    /// Takes one [`pin`](Self::pin) of each page back that a range of elements touches: see [`Region::unpin`].
+    /// Takes back one [`pin`](Self::pin) of each page that a range of elements touches: see
+    /// [`Region::unpin`].
     ///
     /// # Panics
     /// If the range does not lie in the array.
@@ -104,7 +107,8 @@ impl<T: Pod> RemoteArray<T> {
             .unpin(byte_range(range, self.len, mem::size_of::<T>()));
     }
 
-    /// Copies `elements` to the index `start` on, and so brings lost pages back that they cover wholly: see [`Region::overwrite`].
+    /// Copies `elements` to the array from index `start` on. Lost pages that they cover wholly come
+    /// back: see [`Region::overwrite`].
     ///
     /// # Errors
     /// As [`Region::overwrite`].
@@ -196,7 +200,7 @@ impl<'a, T: Pod> IntoIterator for &'a mut RemoteArray<T> {
 
 impl<T> fmt::Debug for RemoteArray<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Not its elements: that would bring all of them in.
+        // Its elements are left out: printing them would bring all pages in.
         f.debug_struct("RemoteArray")
             .field("len", &self.len)
             .field("region", &self.region)

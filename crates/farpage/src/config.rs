@@ -14,11 +14,12 @@ use crate::{BuildError, FaultMode, Runtime};
 /// A year: longer deadlines overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 
-/// Threads of the program that can serve their own faults at once, per core: each holds a channel to every server, and more threads than cores
-/// wait for completions now and then.
+/// Threads that can serve their own faults at once, per core. More than one, because some of them
+/// wait for completions; not many, because each holds a channel to every server.
 const IN_THREAD_PER_CORE: usize = 2;
 
-/// Sets up a [`Runtime`]. What is not set here is taken from the environment variable named with each option, else the default.
+/// Sets up a [`Runtime`]. An option that is not set here comes from the environment variable that
+/// its documentation names, else it has its default.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     servers: Vec<String>,
@@ -39,18 +40,22 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Adds a memory server, `shm:///run/farpage.sock`, `tcp://host:7400`, `rdma://host:7400` or `auto://host:7400`. Pages are spread over all servers.
+    /// Adds a memory server, `shm:///run/farpage.sock`, `tcp://host:7400`, `rdma://host:7400` or
+    /// `auto://host:7400`. Pages are spread over all servers.
     ///
-    /// `FARPAGE_SERVER`, several separated by commas. Default: none, so that only regions with a [`Store`](crate::Store) of their own work.
+    /// `FARPAGE_SERVER`, several separated by commas. Default: none, so that only regions with a
+    /// [`Store`](crate::Store) of their own work.
     pub fn server(mut self, endpoint: impl Into<String>) -> Self {
         self.servers.push(endpoint.into());
         self
     }
 
-    /// Bytes of pages that may be in local memory at once, over all regions of the runtime; never exceeded. At most the machine's memory, or what the control
-    /// groups (v1 or v2) of this process allow it.
+    /// Bytes of pages that may be in local memory at once, over all regions of the runtime. The
+    /// budget is never exceeded. It may be as large as the machine's memory, or as the control
+    /// groups (v1 or v2) of this process allow.
     ///
-    /// `FARPAGE_BUDGET`. Default: a quarter of the memory that is available when the runtime is built, within the groups' limits.
+    /// `FARPAGE_BUDGET`. Default: a quarter of the memory that is available when the runtime is
+    /// built, within the groups' limits.
     pub fn budget(mut self, budget: ByteSize) -> Self {
         self.budget = Some(budget);
         self
@@ -58,25 +63,32 @@ impl Builder {
 
     /// Page size of regions that do not set their own: a power of two, 4 KiB to 2 MiB.
     ///
-    /// Small pages suit scattered accesses, large ones bulk transfers. `FARPAGE_PAGE_SIZE`. Default: 64 KiB.
+    /// Small pages suit scattered accesses, large ones bulk transfers. `FARPAGE_PAGE_SIZE`.
+    /// Default: 64 KiB.
     pub fn page_size(mut self, page_size: ByteSize) -> Self {
         self.page_size = Some(page_size);
         self
     }
 
-    /// Threads that bring pages in. `FARPAGE_FILLERS` (a number or `auto`). Default: as many as the load asks for at the time, one per core and 4 at most.
+    /// Threads that bring pages in.
+    ///
+    /// `FARPAGE_FILLERS` (a number or `auto`). Default: as many as the load needs at the time, up
+    /// to one per core and 4.
     pub fn fillers(mut self, fillers: usize) -> Self {
         self.fillers = Some(fillers);
         self
     }
 
-    /// Threads that send pages out. `FARPAGE_EVICTORS` (a number or `auto`). Default: as many as keep up with what comes in, one per core and 4 at most.
+    /// Threads that send pages out.
+    ///
+    /// `FARPAGE_EVICTORS` (a number or `auto`). Default: as many as keep up with the fillers, up to
+    /// one per core and 4.
     pub fn evictors(mut self, evictors: usize) -> Self {
         self.evictors = Some(evictors);
         self
     }
 
-    /// Evictors start when more than this fraction of the budget is used, and go on down to `low`.
+    /// Evictors start when more than the fraction `high` of the budget is used, and stop at `low`.
     ///
     /// `FARPAGE_HIGH_WATER`, `FARPAGE_LOW_WATER`. Default: 0.95 and 0.90.
     pub fn water_marks(mut self, low: f64, high: f64) -> Self {
@@ -84,32 +96,37 @@ impl Builder {
         self
     }
 
-    /// Bytes of neighbouring pages that move together at most; a page always does.
+    /// The most bytes of neighbouring pages that move together. A single page always moves whole.
     ///
-    /// `FARPAGE_RUN_LENGTH`. Default: 512 KiB and 64 pages, and less over links that take more than 0.75 ms for that.
+    /// `FARPAGE_RUN_LENGTH`. Default: 512 KiB and at most 64 pages; less over links that take more
+    /// than 0.75 ms for a run.
     pub fn run_length(mut self, run_length: ByteSize) -> Self {
         self.run_length = Some(run_length);
         self
     }
 
-    /// Pages that are read ahead of a sequential run at most; 0 switches it off. Regions may set their own.
+    /// The most pages that are read ahead of sequential access; 0 switches read-ahead off. Regions
+    /// may set their own.
     ///
-    /// `FARPAGE_READ_AHEAD`. Default: a megabyte and 256 pages, or what a link with a long delay needs, up to 8 MiB.
+    /// `FARPAGE_READ_AHEAD`. Default: 1 MiB and at most 256 pages; up to 8 MiB over links with a
+    /// long delay.
     pub fn read_ahead(mut self, pages: usize) -> Self {
         self.read_ahead = Some(pages);
         self
     }
 
-    /// How the pages of remote regions are encoded. Regions may set their own, and must if the codec does not fit their elements: then
-    /// creating them is an error.
+    /// How the pages of remote regions are encoded. Regions may set their own. A region whose
+    /// elements the codec does not fit cannot be created.
     ///
-    /// `FARPAGE_CODEC` (`raw`, `lz4`, `shuffle`, `zfp:accuracy=1e-6`, ...: see [`Codec`]). Default: raw.
+    /// `FARPAGE_CODEC` (`raw`, `lz4`, `shuffle`, `zfp:accuracy=1e-6`, ...: see [`Codec`]). Default:
+    /// raw.
     pub fn codec(mut self, codec: Codec) -> Self {
         self.codec = Some(codec);
         self
     }
 
-    /// How long a page operation is tried before it fails: see [the crate's words on lost memory](crate#when-memory-is-lost).
+    /// How long a page operation is tried before it fails: see [the crate's words on lost
+    /// memory](crate#when-memory-is-lost).
     ///
     /// `FARPAGE_DEADLINE`, in seconds. Default: 10 s.
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -117,26 +134,32 @@ impl Builder {
         self
     }
 
-    /// Slows all transfers of the runtime down to those of a network, for measurements. Default: as fast as it goes.
+    /// Slows all transfers of the runtime down to the rate and delay of `link`, for measurements.
+    /// Default: no limit.
     pub fn link(mut self, link: Arc<Link>) -> Self {
         self.link = Some(link);
         self
     }
 
-    /// How pages enter and leave the address space. Default: the fastest way that the kernel offers.
+    /// How pages enter and leave the address space. Default: the fastest way that the kernel
+    /// offers.
     pub fn transfer(mut self, transfer: Transfer) -> Self {
         self.transfer = Some(transfer);
         self
     }
 
-    /// Who serves the program's page faults. `FARPAGE_FAULT_MODE` (`filler` or `in-thread`). Default: the runtime's filler threads.
+    /// Which threads serve the program's page faults.
+    ///
+    /// `FARPAGE_FAULT_MODE` (`filler` or `in-thread`). Default: the runtime's filler threads.
     pub fn fault_mode(mut self, fault_mode: FaultMode) -> Self {
         self.fault_mode = Some(fault_mode);
         self
     }
 
-    /// Catches only faults of the program's own instructions: needs no privilege, but a system call that is given absent memory
-    /// fails with EFAULT. `FARPAGE_USER_MODE_ONLY` (`1` or `0`). Default: false.
+    /// Catches only faults of the program's own instructions. This needs no privilege, but a system
+    /// call that is given absent memory fails with EFAULT.
+    ///
+    /// `FARPAGE_USER_MODE_ONLY` (`1` or `0`). Default: false.
     pub fn user_mode_only(mut self, user_mode_only: bool) -> Self {
         self.user_mode_only = Some(user_mode_only);
         self
@@ -243,7 +266,7 @@ impl Builder {
     }
 }
 
-/// A choice of two, as variables say it.
+/// A yes or no, as environment variables write it: `1` or `0`.
 #[derive(Default)]
 struct Switch(bool);
 
@@ -259,7 +282,7 @@ impl FromStr for Switch {
     }
 }
 
-/// What regions take that do not set their own.
+/// Options of regions that do not set their own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Defaults {
     pub(crate) page_bytes: usize,
@@ -293,7 +316,7 @@ where
     }
 }
 
-/// How many threads of a kind there are, and whether they come and go with the load.
+/// The most threads of a kind, and whether their number follows the load.
 fn workers(set: Option<usize>, variable: &str, cores: usize) -> Result<(usize, bool), BuildError> {
     if set.is_none() && env::var(variable).is_ok_and(|text| text != "auto") {
         return option(None, variable, || 0).map(|workers| (workers, false));

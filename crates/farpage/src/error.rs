@@ -36,13 +36,13 @@ pub enum BuildError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CreateError {
-    /// No memory for its pages on the servers, or none asked for in the right way.
+    /// The servers have no memory for its pages, or an option does not fit them.
     #[error(transparent)]
     Store(#[from] StoreCreateError),
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
-    /// Length times element size does not fit the address space.
+    /// The array would be larger than the address space.
     #[error("an array of {len} elements of {element_bytes} bytes does not fit the address space")]
     TooLarge {
         /// Elements asked for.
@@ -50,7 +50,7 @@ pub enum CreateError {
         /// Bytes of one.
         element_bytes: usize,
     },
-    /// The shape is not that of an array of this length.
+    /// The product of the shape's dimensions is not the array's length.
     #[error(
         "an array of {len} elements does not have the shape {shape:?}: its sides must multiply to its length"
     )]
@@ -93,17 +93,18 @@ pub enum FlushError {
     /// Pages could not be written back.
     #[error(transparent)]
     Pages(#[from] PageFlushError),
-    /// Pages were written back, but not published under the region's name; what was published before is still there.
+    /// Pages were written back, but not published under the region's name. The version that was
+    /// published before is still there.
     #[error(transparent)]
     Publish(#[from] PublishStoreError),
 }
 
-/// A [`Region`](crate::Region) or [`RemoteArray`](crate::RemoteArray) could not be closed. Nothing is
-/// lost: `into_inner` gives it back. Dropping the error gives it up, with the changes since its last
-/// flush.
+/// A [`Region`](crate::Region) or [`RemoteArray`](crate::RemoteArray) could not be closed. Nothing
+/// is lost: `into_inner` gives it back. Dropping the error gives it up, with the changes since its
+/// last flush.
 pub struct CloseError<C>(Box<Unclosed<C>>);
 
-/// Behind a pointer, since every `close` returns as much.
+/// Behind a pointer, so that the result of a `close` that succeeds is small.
 struct Unclosed<C> {
     closed: C,
     why: FlushError,
@@ -138,7 +139,7 @@ impl<C> fmt::Display for CloseError<C> {
     }
 }
 
-/// Transparent: its text and its source are those of the reason.
+/// Its text and its source are those of the reason.
 impl<C> Error for CloseError<C> {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.0.why.source()

@@ -1,4 +1,4 @@
-//! Who serves the program's page faults: [`FaultMode`].
+//! Which threads serve the program's page faults: [`FaultMode`].
 
 use std::{io, str::FromStr, sync::Arc};
 
@@ -12,19 +12,23 @@ use farpage_vm::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultMode {
-    /// Threads of the runtime. System calls that are given absent memory wait until it is there, like any access.
+    /// Filler threads of the runtime. A system call that is given absent memory waits for it, like
+    /// any access.
     #[default]
     Filler,
-    /// The thread that touches an absent page, in a handler of SIGBUS: it fetches the page itself, so that no other thread has to be woken, which is most of what a
-    /// fault on a small page costs. Four things differ:
+    /// The thread that touches an absent page fetches it itself, in a handler of SIGBUS. No other
+    /// thread is woken, which is most of what a fault on a small page costs. Four things differ:
     ///
-    /// - a system call that is given absent memory (`read` into an array, `write` from it) fails with `EFAULT`. Bring the memory in before, and keep
-    ///   it there during the call: [`Region::pin`](crate::Region::pin) does both, [`Region::prefetch_now`](crate::Region::prefetch_now) the first.
-    /// - what a device writes into memory that is not pinned (direct I/O) may be lost, with pages of 4 KiB: pin it until the device is done.
-    /// - a program that unmaps a part of a region has to keep its other threads from mapping memory until `munmap` has returned: they may get the same addresses, and what they
-    ///   write there at once may be lost, with pages of 4 KiB.
-    /// - a thread that blocks SIGBUS is killed by its first fault. A handler of SIGBUS that the program installs after the runtime was built has to pass on
-    ///   what is not its own.
+    /// - A system call that is given absent memory (`read` into an array, `write` from it) fails
+    ///   with `EFAULT`. [`Region::pin`](crate::Region::pin) brings the memory in and keeps it there
+    ///   during the call.
+    /// - With pages of 4 KiB, what a device writes into memory that is not pinned (direct I/O) may
+    ///   be lost. Pin the memory until the device is done.
+    /// - With pages of 4 KiB, a program that unmaps a part of a region must keep its other threads
+    ///   from mapping memory until `munmap` has returned. They may get the same addresses, and what
+    ///   they write there at once may be lost.
+    /// - A thread that blocks SIGBUS is killed by its first fault. A handler of SIGBUS that the
+    ///   program installs after the runtime was built must pass on signals that are not its own.
     InThread,
 }
 
@@ -40,7 +44,8 @@ impl FromStr for FaultMode {
     }
 }
 
-/// Has the program's threads serve the faults of a region themselves, if its runtime works that way.
+/// Lets the program's threads serve the region's faults themselves, if its runtime has
+/// [`FaultMode::InThread`].
 pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<Registration>> {
     let Some(in_thread) = mapped.pager().in_thread() else {
         return Ok(None);
@@ -52,7 +57,8 @@ pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<Regist
 struct Handler(Arc<InThread<KernelSpace>>);
 
 // SAFETY: `InThread` keeps the rules of a signal handler (see its module):
-// - it allocates nothing once a filler has served its first pages, and takes only locks of the runtime, under which nothing touches a region;
+// - it allocates nothing once a filler has served its first pages, and takes only locks of the
+//   runtime, under which nothing touches a region;
 // - it works on frames and the servers' memory, never on a region's pages;
 // - regions are closed by the program's own calls.
 unsafe impl FaultHandler for Handler {

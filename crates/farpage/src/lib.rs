@@ -1,13 +1,17 @@
 //! Remote arrays: memory that lives on other machines, used like ordinary memory.
 //!
-//! A [`Runtime`] connects to memory servers and keeps a local *budget* of pages. A [`RemoteArray`] behaves like a slice; its pages
-//! live on the servers and come in when they are touched. A [`Region`] is the same as raw bytes, and may keep its pages in any
-//! [`Store`], for example an ordinary file.
+//! A [`Runtime`] connects to memory servers and keeps a local *budget* of pages. A [`RemoteArray`]
+//! behaves like a slice; its pages live on the servers and come in when they are touched. A
+//! [`Region`] is the same as raw bytes, and may keep its pages in any [`Store`], for example an
+//! ordinary file.
 //!
 //! ```no_run
 //! use farpage::{ByteSize, Runtime};
 //!
-//! let runtime = Runtime::builder().server("shm:///run/farpage.sock").budget(ByteSize::mib(256)).build()?;
+//! let runtime = Runtime::builder()
+//!     .server("shm:///run/farpage.sock")
+//!     .budget(ByteSize::mib(256))
+//!     .build()?;
 //! let mut array = runtime.array::<f64>(1 << 30)?; // 8 GiB, zeroed
 //! array[12345] = 1.5;
 //! let sum: f64 = array.iter().sum();
@@ -16,21 +20,25 @@
 //!
 //! # When memory is lost
 //!
-//! An access cannot return an error. A page that cannot be brought in within the [deadline](Builder::deadline) raises SIGBUS when it is
-//! touched; [`Region::prefetch_now`] brings pages in and returns an error instead, and tries lost pages again. A page that cannot be
-//! written back stays in memory, and [`Region::flush`] says why.
+//! An access cannot return an error. A page that cannot be brought in within the
+//! [deadline](Builder::deadline) raises SIGBUS when it is touched; [`Region::prefetch_now`] brings
+//! pages in and returns an error instead, and tries lost pages again. A page that cannot be written
+//! back stays in memory, and [`Region::flush`] says why.
 //!
-//! Where the kernel, too, refuses to take such a page back, its newest bytes are lost ([`PageError::Lost`]). The servers have older ones, which are
-//! never put in their place: touching the page raises SIGBUS, and `flush` and `close` fail, until [`Region::overwrite`] is given the whole page.
+//! Where the kernel, too, refuses to take such a page back, its newest bytes are lost
+//! ([`PageError::Lost`]). The servers' older bytes are never put in their place. Touching the page
+//! raises SIGBUS, and `flush` and `close` fail, until [`Region::overwrite`] writes the whole page.
 //!
 //! # System calls
 //!
-//! A region can be given to system calls like any memory. In a runtime of [`Builder::user_mode_only`] or [`FaultMode::InThread`] only where its pages are:
+//! A region can be given to system calls like any memory. In a runtime of
+//! [`Builder::user_mode_only`] or [`FaultMode::InThread`] its pages must be in memory then:
 //! [`Region::pin`] brings them in and keeps them there.
 //!
 //! # Forking
 //!
-//! Regions belong to the process that made them: a child made by `fork` does not have their addresses (it may `exec`).
+//! Regions belong to the process that made them: a child made by `fork` does not have their
+//! addresses (it may `exec`).
 
 mod array;
 mod config;

@@ -15,7 +15,7 @@ use farpage_vm::{KernelSpace, sigbus::Registration};
 
 use crate::{CloseError, FlushError, fault};
 
-/// What a region or an array is to be like. Each option that is not set is the runtime's.
+/// Options of a region or an array. An option that is not set is taken from the runtime.
 #[derive(Clone, Default)]
 pub struct RegionOptions {
     pub(crate) page_bytes: Option<usize>,
@@ -30,7 +30,7 @@ pub struct RegionOptions {
 }
 
 impl RegionOptions {
-    /// Nothing set.
+    /// No option set.
     pub fn new() -> RegionOptions {
         RegionOptions::default()
     }
@@ -47,28 +47,29 @@ impl RegionOptions {
         self
     }
 
-    /// How pages are encoded on the servers. Does nothing for a region with a store of its own.
+    /// How pages are encoded on the servers. No effect on a region with a store of its own.
     pub fn codec(mut self, codec: Codec) -> Self {
         self.codec = Some(codec);
         self
     }
 
-    /// Elements per dimension, the slowest first, as in C: `[planes, rows, columns]`. Codecs that look at neighbours ([`Codec::Zfp`]) do much better when
-    /// they know it; nothing else depends on it. Default: one dimension.
+    /// Elements per dimension, the slowest first, as in C: `[planes, rows, columns]`. Codecs that
+    /// look at neighbours ([`Codec::Zfp`]) do much better when they know it; nothing else depends
+    /// on it. Default: one dimension.
     pub fn shape(mut self, shape: impl AsRef<[usize]>) -> Self {
         self.shape = shape.as_ref().to_vec();
         self
     }
 
-    /// How much remote memory is taken when the region is created. Default: [`Reserve::Full`], so that no eviction can fail for lack of it.
-    /// Does nothing for a region with a store of its own.
+    /// How much remote memory is reserved when the region is created. Default: [`Reserve::Full`],
+    /// so that no eviction fails for lack of it. Does nothing for a region with a store of its own.
     pub fn reserve(mut self, reserve: Reserve) -> Self {
         self.reserve = reserve;
         self
     }
 
-    /// Publishes the region on its servers under this name at every flush and when it is closed; it outlives the program.
-    /// Does nothing for a region with a store of its own.
+    /// Names the region. Every flush and the close publish it on its servers under this name, where
+    /// it outlives the program. Does nothing for a region with a store of its own.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self
@@ -80,18 +81,20 @@ impl RegionOptions {
         self
     }
 
-    /// Maps the region at this address, a multiple of its page size, and nowhere else, as `mmap` does with `MAP_FIXED`. What is mapped there is replaced, all of it up to
-    /// the end of the region's last page and nothing beside it; another region is not, that is an error. Default: wherever there is room.
+    /// Maps the region at `address`, a multiple of its page size, as `mmap` does with `MAP_FIXED`.
+    /// Whatever is mapped between there and the end of the region's last page is replaced. Another
+    /// region is not replaced: that is an error. Default: wherever there is room.
     ///
     /// # Safety
-    /// Nothing relies on what is mapped there when the region is created.
+    /// Nothing may rely on what is mapped there when the region is created.
     pub unsafe fn address(mut self, address: usize) -> Self {
         self.address = Some(address);
         self
     }
 
-    /// Protects the region: a write to its memory raises SIGSEGV, and taking a mutable slice of it panics. Its pages are copied when they come and go, which moving
-    /// them would not be: for data that is only read, what matters more may be that it is so. Default: off.
+    /// Makes the region read-only: a write to its memory raises SIGSEGV, and taking a mutable slice
+    /// of it panics. Reads that miss are slower than on a writable region, because the kernel moves
+    /// pages between writable mappings only; farpage copies them instead. Default: off.
     pub fn read_only(mut self) -> Self {
         self.read_only = true;
         self
@@ -116,15 +119,14 @@ impl fmt::Debug for RegionOptions {
 
 /// Bytes under paging: a slice whose pages come and go.
 ///
-/// Dropping a region gives its addresses up. What a named region or one with a store of its own
-/// holds is written back before; an error of that is logged, so call [`close`](Region::close) to see
-/// it. Other regions are gone with their contents.
+/// Dropping a region unmaps it. A named region, or one with a store of its own, is written back
+/// before. An error is only logged: call [`close`](Region::close) to see it. The contents of other
+/// regions are gone.
 ///
 /// A named region that is dropped while its thread panics is not published: the panic may have left
-/// it half updated, and what was published before stays what others open.
-/// [`flush`](Region::flush) and `close` publish at any time. A store of the region's own is written
-/// back all the same, as a file mapping is: evictions have written parts of it already, so that
-/// there is no older state to keep.
+/// it half updated. Others open the version that was published before. [`flush`](Region::flush) and
+/// `close` publish at any time. A store of the region's own is written back even then, as a file
+/// mapping is: evictions have written parts of it already, so there is no older state to keep.
 pub struct Region {
     /// Ends before the mapping does.
     _faults: Option<Registration>,
@@ -169,20 +171,21 @@ impl Region {
         self.mapped.store().codec()
     }
 
-    /// What this region's pages have been through.
+    /// Counts of this region's pages on their way to and from the store.
     pub fn store_stats(&self) -> StoreStatsSnapshot {
         self.mapped.store().stats()
     }
 
-    /// Pages that are in local memory now. A page that is just being mapped may not be counted yet.
+    /// Pages that are in local memory now. A page that is being mapped may not be counted yet.
     pub fn resident_pages(&self) -> usize {
         self.mapped.resident_pages()
     }
 
-    /// Tells how a range of bytes will be used.
+    /// Says how the program will use a range of bytes.
     ///
     /// # Errors
-    /// [`Advice::DontNeed`] waits until changed pages are written back, and says which one could not be.
+    /// [`Advice::DontNeed`] waits until changed pages are written back, and names one that could
+    /// not be.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -190,8 +193,9 @@ impl Region {
         self.mapped.advise(byte_range(range, self.len(), 1), advice)
     }
 
-    /// Brings a range of bytes in and waits for it; pages that were lost are tried again. So a program learns of a dead server by an error instead of
-    /// SIGBUS. If the range is larger than the budget, its first pages may have left again when this returns.
+    /// Brings a range of bytes in and waits for it. Pages that failed before are tried again. A
+    /// dead server is an error here, where an access would raise SIGBUS. If the range is larger
+    /// than the budget, its first pages may have left again when this returns.
     ///
     /// # Errors
     /// Why a page could not be brought in.
@@ -202,24 +206,33 @@ impl Region {
         self.mapped.prefetch_now(byte_range(range, self.len(), 1))
     }
 
-    /// Brings a range of bytes in and keeps it in memory until [`unpin`](Self::unpin): no access of it waits, however tight the budget is.
+    /// Brings a range of bytes in and keeps it in memory until [`unpin`](Self::unpin). No access to
+    /// it waits until then.
     ///
-    /// Whole pages are pinned: all that the range touches. Pins are counted (up to 255 per page), so that parts of a program can pin the same page
-    /// without knowing of each other; all end with the region. Pinned pages count towards the budget, and about a tenth of it, four pages at least, is left
-    /// to all others. Keeping memory from being swapped out by the kernel is not part of it.
+    /// Every page that the range touches is pinned whole. Pins are counted (up to 255 per page), so
+    /// parts of a program can pin the same page without knowing of each other. All pins end with
+    /// the region. Pinned pages count towards the budget; about a tenth of it, at least four pages,
+    /// stays free for other pages. The kernel may still swap pinned pages out.
     ///
     /// # System calls
     ///
-    /// A system call (`read` into a region, `write` from it) that is given an absent page waits for it like any access, unless the runtime is one of
-    /// [`user_mode_only`](crate::Builder::user_mode_only) or [`FaultMode::InThread`](crate::FaultMode::InThread): there it fails with `EFAULT`, or ends
-    /// early, having done a part. Given pinned pages it does neither, with one exception: while [`flush`](Self::flush) or [`Advice::DontNeed`] writes a
-    /// page back, the page is absent for a moment, pinned or not. Where that matters, do not run the two at the same time.
+    /// A system call (`read` into a region, `write` from it) that is given an absent page waits for
+    /// it like any access, unless the runtime is one of
+    /// [`user_mode_only`](crate::Builder::user_mode_only) or
+    /// [`FaultMode::InThread`](crate::FaultMode::InThread): there it fails with `EFAULT`, or ends
+    /// early, having done a part. Given pinned pages it succeeds, with one exception: while
+    /// [`flush`](Self::flush) or [`Advice::DontNeed`] writes a page back, the page is absent for a
+    /// moment, pinned or not. Do not run these at the same time as such a system call.
     ///
     /// ```no_run
     /// use std::{fs::File, io::Read};
     /// use farpage::{ByteSize, Runtime};
     ///
-    /// let runtime = Runtime::builder().server("shm:///run/farpage.sock").budget(ByteSize::mib(256)).user_mode_only(true).build()?;
+    /// let runtime = Runtime::builder()
+    ///     .server("shm:///run/farpage.sock")
+    ///     .budget(ByteSize::mib(256))
+    ///     .user_mode_only(true)
+    ///     .build()?;
     /// let mut region = runtime.region(8 << 30)?;
     /// region.pin(..64 << 20)?;
     /// File::open("records")?.read_exact(&mut region[..64 << 20])?;
@@ -228,7 +241,7 @@ impl Region {
     /// ```
     ///
     /// # Errors
-    /// See [`PinError`]; what was pinned before is pinned as before, and nothing more.
+    /// See [`PinError`]. Nothing is pinned then that was not pinned before.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -236,8 +249,9 @@ impl Region {
         self.mapped.pin(byte_range(range, self.len(), 1))
     }
 
-    /// Takes one [`pin`](Self::pin) of each page back that the range touches; a page that has none is left alone. Pages without a pin leave when others
-    /// need their room, not before. Name the range that was pinned: a smaller one leaves pins behind.
+    /// Takes back one [`pin`](Self::pin) of each page that the range touches. A page without a pin
+    /// is left alone. Unpinned pages stay until other pages need their room. Give the range that
+    /// was pinned: a smaller one leaves pins behind.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -245,14 +259,17 @@ impl Region {
         self.mapped.unpin(byte_range(range, self.len(), 1));
     }
 
-    /// Copies `bytes` to `offset`, and so brings [lost](PageError::Lost) pages back that they cover wholly. (The region's last page ends with the
-    /// region.) Where no page is lost it does what copying into the slice does, which raises SIGBUS where one is.
+    /// Copies `bytes` to `offset`. [Lost](PageError::Lost) pages that they cover wholly come back;
+    /// the region's last page ends with the region. Without lost pages this is the same as copying
+    /// into the slice, which would raise SIGBUS on a lost page.
     ///
     /// # Errors
-    /// A lost page is covered in part only: nothing was copied. Or a lost page could not be mapped, and is still lost.
+    /// `bytes` cover a lost page only in part: nothing was copied. Or a lost page could not be
+    /// mapped, and is still lost.
     ///
     /// # Panics
-    /// If the bytes do not fit the region behind `offset`, or the region is [read-only](RegionOptions::read_only).
+    /// If the bytes do not fit the region behind `offset`, or the region is
+    /// [read-only](RegionOptions::read_only).
     pub fn overwrite(&mut self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
         let range = byte_range(offset..offset + bytes.len(), self.len(), 1);
         self.mapped.put_lost(offset, bytes)?;
@@ -260,11 +277,12 @@ impl Region {
         Ok(())
     }
 
-    /// Writes all changes back and keeps the pages. A region with a store of its own is durable after this as far as the store can make it; a named one is
-    /// published, atomically: whoever opens it sees all of this state or all of the one before.
+    /// Writes all changes back and keeps the pages. A named region is published atomically: whoever
+    /// opens it sees either all of this state or all of the state before. A region with a store of
+    /// its own is as durable as the store makes it.
     ///
     /// # Errors
-    /// See [`FlushError`]; nothing is lost, and it may be called again.
+    /// See [`FlushError`]. Nothing is lost, and `flush` may be called again.
     pub fn flush(&self) -> Result<(), FlushError> {
         self.mapped.flush()?;
         match &self.name {
@@ -273,8 +291,8 @@ impl Region {
         }
     }
 
-    /// Closes the region. Contents that outlive it are flushed before; those of other regions are
-    /// gone.
+    /// Closes the region. A named region, or one with a store of its own, is flushed first; the
+    /// contents of other regions are gone.
     ///
     /// # Errors
     /// Why contents could not be flushed. The error holds the region:
@@ -283,14 +301,14 @@ impl Region {
         self.end().map_err(|source| CloseError::new(self, source))
     }
 
-    /// Flushes what outlives the region. From here on dropping it writes nothing back, whatever came
-    /// of it: the program knows.
+    /// Flushes what outlives the region. Dropping the region writes nothing back from now on, even
+    /// if this fails: the caller has the error.
     pub(crate) fn end(&mut self) -> Result<(), FlushError> {
         self.closed = true;
         if self.keeps { self.flush() } else { Ok(()) }
     }
 
-    /// Dropping the region writes back again what outlives it.
+    /// Undoes [`end`](Self::end): dropping the region writes back what outlives it.
     pub(crate) fn reopen(&mut self) {
         self.closed = false;
     }
@@ -300,8 +318,8 @@ impl Region {
         self.closed = true;
     }
 
-    /// The first error of work in the background since the last call: an eviction that failed (its page is still here), or a page that
-    /// could not be brought in (touching it raises SIGBUS).
+    /// The first error in the background since the last call: an eviction that failed (the page is
+    /// still in memory), or a page that could not be brought in (touching it raises SIGBUS).
     pub fn take_error(&self) -> Option<PageError> {
         self.mapped.take_error()
     }
@@ -343,9 +361,11 @@ impl Deref for Region {
 
     fn deref(&self) -> &[u8] {
         // SAFETY:
-        // - the addresses are mapped for as long as `mapped` lives, which the borrow ensures, and `bytes` fit `mapped_bytes`;
+        // - the addresses are mapped for as long as `mapped` lives, which the borrow ensures, and
+        //   `bytes` fit `mapped_bytes`;
         // - every byte is initialised: a page is zero or what was stored before it can be read;
-        // - nobody writes the bytes meanwhile: workers move pages, but keep what the program sees of them.
+        // - nobody writes the bytes meanwhile: workers move pages, but the program sees the same
+        //   bytes.
         unsafe {
             slice::from_raw_parts(
                 self.mapped.address() as *const u8,
@@ -375,9 +395,9 @@ impl Drop for Region {
         if !self.keeps || self.closed {
             return;
         }
-        // Whether a region was made before the panic or while it unwinds makes no difference: a
-        // destructor that makes one may have been cut short by a panic of its own, which nobody
-        // here can see. So who makes one there has to close it.
+        // A region that was created while the panic unwinds is not published either: the destructor
+        // that created it may have been cut short by a panic of its own, which cannot be seen here.
+        // Such a region has to be closed.
         if self.name.is_some() && thread::panicking() {
             tracing::error!(
                 name = self.name,

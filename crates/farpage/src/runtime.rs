@@ -12,7 +12,8 @@ use crate::{
     config::Defaults,
 };
 
-/// Connections to memory servers and the threads that page regions to them. Clones share everything; regions keep it alive.
+/// Connections to memory servers, and the threads that move pages between them and regions. Clones
+/// share the same runtime; regions keep it alive.
 #[derive(Clone, Debug)]
 pub struct Runtime {
     pager: Arc<Pager<KernelSpace>>,
@@ -37,14 +38,18 @@ impl Runtime {
         self.array_with(len, RegionOptions::new())
     }
 
-    /// An array of several dimensions, `[planes, rows, columns]` as in C, under a [name](RegionOptions::name): zeroed. Codecs that look at neighbours do
-    /// much better on it; [`RemoteArray::shape`] gives the shape back, for example to an ndarray view. Without a name: [`array_with`](Self::array_with) and
-    /// [`RegionOptions::shape`].
+    /// A zeroed array of several dimensions, `[planes, rows, columns]` as in C, under a
+    /// [name](RegionOptions::name). Codecs that look at neighbours do much better when they know
+    /// the shape. [`RemoteArray::shape`] returns it, for example for an ndarray view. For an array
+    /// without a name: [`array_with`](Self::array_with) and [`RegionOptions::shape`].
     ///
     /// ```no_run
     /// use farpage::{Codec, Runtime, ZfpMode};
     ///
-    /// let runtime = Runtime::builder().server("shm:///run/farpage.sock").codec(Codec::zfp(ZfpMode::Accuracy(1e-6))).build()?;
+    /// let runtime = Runtime::builder()
+    ///     .server("shm:///run/farpage.sock")
+    ///     .codec(Codec::zfp(ZfpMode::Accuracy(1e-6)))
+    ///     .build()?;
     /// let mut u = runtime.array_nd::<f64>("u", [512, 512, 64])?;
     /// u[0] = 1.0;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -90,7 +95,8 @@ impl Runtime {
         Ok(RemoteArray::new(region, len))
     }
 
-    /// Opens the array that was published under `name`. It is this program's alone until it is closed.
+    /// Opens the array that was published under `name`. No other program can open it until it is
+    /// closed.
     ///
     /// # Errors
     /// See [`OpenError`].
@@ -115,7 +121,8 @@ impl Runtime {
         self.region_with(bytes, RegionOptions::new())
     }
 
-    /// A region of `bytes` bytes. A codec for numbers has to say which: `zfp:accuracy=1e-6,f32`, `shuffle4`.
+    /// A region of `bytes` bytes. A codec for numbers has to name their type, since bytes have
+    /// none: `zfp:accuracy=1e-6,f32`, `shuffle4`.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -156,7 +163,8 @@ impl Runtime {
         Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
     }
 
-    /// Opens the region that was published under `name`. It is this program's alone until it is closed.
+    /// Opens the region that was published under `name`. No other program can open it until it is
+    /// closed.
     ///
     /// # Errors
     /// See [`OpenError`].

@@ -10,14 +10,15 @@ use farpage_store::{RegPoolStats, StoreStatsSnapshot};
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct Stats {
-    /// What happened to pages in the address space.
+    /// Counts of pages in the address space.
     pub pager: PagerStats,
-    /// What happened to them on the way to and from their stores.
+    /// Counts of pages on the way to and from their stores.
     pub store: StoreStatsSnapshot,
-    /// What was registered with network adapters, or would have been if there were any.
+    /// Memory registered with network adapters, or that would be if there were any.
     pub registered: RegPoolStats,
-    /// Servers of `auto://` endpoints that are reached over tcp because rdma could not be had. [`Runtime::sessions`](crate::Runtime::sessions) say which
-    /// and why: [`Session::fallback`](crate::Session::fallback).
+    /// Servers of `auto://` endpoints that are reached over tcp because rdma was not available.
+    /// [`Session::fallback`](crate::Session::fallback) of
+    /// [`Runtime::sessions`](crate::Runtime::sessions) says which and why.
     pub fallbacks: usize,
 }
 
@@ -42,8 +43,8 @@ impl Stats {
             .then(|| self.store.bytes_plain as f64 / self.store.bytes_stored as f64)
     }
 
-    /// The largest difference between a value that was written back and the same value as it comes back, over all arrays: 0 without
-    /// lossy codecs.
+    /// The largest difference between a value that was written back and the same value as it comes
+    /// back, over all arrays: 0 without lossy codecs.
     pub fn largest_error(&self) -> f64 {
         self.store.largest_error()
     }

@@ -1,14 +1,17 @@
-//! The control connection: a fixed [`Hello`] in both directions, then length-prefixed [`Request`]s and [`Response`]s.
+//! The control connection: a fixed [`Hello`] in both directions, then length-prefixed [`Request`]s
+//! and [`Response`]s.
 //!
-//! The rule it keeps: a frame is bounded before it is read ([`frame_bytes`]) and decoded only when it is complete. The
-//! hello has the same layout in every version, so that two versions can always tell each other apart.
+//! The rule it keeps: a frame is bounded before it is read ([`frame_bytes`]) and decoded only when
+//! it is complete. The hello has the same layout in every version, so that two versions can always
+//! tell each other apart.
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
 
-/// The protocol spoken by this build. A peer with another number is turned away. Raised with every change of what either
-/// side says; the tests of this module and of [`data`](crate::data) pin the bytes of all of it.
+/// The protocol spoken by this build. A peer with another number is turned away. Raised with every
+/// change of what either side says; the tests of this module and of [`data`](crate::data) pin the
+/// bytes of all of it.
 pub const VERSION: u16 = 4;
 
 /// First bytes of every connection, in both directions.
@@ -26,7 +29,8 @@ pub const MAX_FRAME_BYTES: usize = 24 << 20;
 /// The longest first frame of a connection, so that a stranger cannot make the server hold much.
 pub const MAX_FIRST_FRAME_BYTES: usize = 4 << 10;
 
-/// The longest manifest of a named region. Larger maps belong into extents that the manifest refers to.
+/// The longest manifest of a named region. Larger maps belong into extents that the manifest refers
+/// to.
 pub const MAX_MANIFEST_BYTES: usize = 16 << 20;
 
 /// The longest name of a region.
@@ -112,7 +116,8 @@ impl Hello {
     /// Reads a peer's hello.
     ///
     /// # Errors
-    /// Another protocol, another version (told apart before anything else is looked at), or a malformed rest.
+    /// Another protocol, another version (told apart before anything else is looked at), or a
+    /// malformed rest.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, ControlDecodeError> {
         if bytes[..8] != MAGIC {
             return Err(ControlDecodeError::NotFarpage);
@@ -139,15 +144,17 @@ impl Hello {
 /// What a client asks for. On a data connection only [`Attach`](Self::Attach) is said, once.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Begins a session, or resumes one after its connection was lost. First on a control connection.
+    /// Begins a session, or resumes one after its connection was lost. First on a control
+    /// connection.
     Begin {
         /// Who the client says it is, for the server's log.
         client: String,
         /// The session to go on with.
         resume: Option<(SessionId, Secret)>,
     },
-    /// Claims a data connection for a session. First on a data connection. The answer comes when the work of every earlier
-    /// connection of the same line has ended: what was under way there has taken place, or never will.
+    /// Claims a data connection for a session. First on a data connection. The answer comes when
+    /// the work of every earlier connection of the same line has ended: what was under way there
+    /// has taken place, or never will.
     Attach {
         /// The session.
         session: SessionId,
@@ -191,7 +198,8 @@ pub enum Request {
         /// Whose it is, where the operator removes another's.
         owner: Option<PublicKey>,
     },
-    /// Asks for figures. May be the first and only request on a control connection: it needs no session.
+    /// Asks for figures. May be the first and only request on a control connection: it needs no
+    /// session.
     Stat,
     /// What the client keeps in its extents now, for the figures.
     Hold {
@@ -200,7 +208,8 @@ pub enum Request {
         /// Bytes that they take.
         stored_bytes: u64,
     },
-    /// Asks for something to sign. May be first on a control connection: then who identifies itself may list and remove names without a session.
+    /// Asks for something to sign. May be first on a control connection: then who identifies itself
+    /// may list and remove names without a session.
     Challenge,
     /// Proves who the client is: names belong to keys.
     Identify {
@@ -209,7 +218,8 @@ pub enum Request {
         /// Of [`Challenge::message`].
         signature: Signature,
     },
-    /// Holds a name for this session, which nobody has published or opened; it is bound by the first `Publish`.
+    /// Holds a name for this session, which nobody has published or opened; it is bound by the
+    /// first `Publish`.
     Claim {
         /// The name.
         name: String,
@@ -245,12 +255,14 @@ pub enum Response {
     },
     /// Done, with nothing to say.
     Done,
-    /// Memory was leased. Over shared memory its descriptor follows, over RDMA its [`RemoteKey`] (a vector of one, in a frame of its own).
+    /// Memory was leased. Over shared memory its descriptor follows, over RDMA its [`RemoteKey`] (a
+    /// vector of one, in a frame of its own).
     Granted {
         /// The new extent.
         extent: Lease,
     },
-    /// A region was opened. Over shared memory the descriptors of the extents follow, over RDMA their [`RemoteKey`]s, if there are any.
+    /// A region was opened. Over shared memory the descriptors of the extents follow, over RDMA
+    /// their [`RemoteKey`]s, if there are any.
     Opened {
         /// What the last publisher stored.
         manifest: Vec<u8>,
@@ -289,7 +301,8 @@ pub struct Lease {
     pub bytes: u64,
 }
 
-/// Where an adapter finds an extent and what opens it, in the meaning of the InfiniBand specification.
+/// Where an adapter finds an extent and what opens it, in the meaning of the InfiniBand
+/// specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteKey {
     /// Of the extent's first byte.

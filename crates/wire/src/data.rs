@@ -1,9 +1,11 @@
-//! The data connection: fixed little-endian headers of READs, WRITEs and atomics and of their answers.
+//! The data connection: fixed little-endian headers of READs, WRITEs and atomics and of their
+//! answers.
 //!
-//! The rule it keeps: one side always knows where the other's next bytes go, so that payloads are received straight
-//! into memory. A client sends **batches**: the headers of up to [`MAX_BATCH`] operations, each saying how many follow it,
-//! then, in their order, the payloads of the WRITEs and the operands of the atomics among them. The server answers in the
-//! order of the operations: a header each, a READ's followed by its payload, an atomic's by the old value. After an answer
+//! The rule it keeps: one side always knows where the other's next bytes go, so that payloads are
+//! received straight into memory. A client sends **batches**: the headers of up to [`MAX_BATCH`]
+//! operations, each saying how many follow it, then, in their order, the payloads of the WRITEs and
+//! the operands of the atomics among them. The server answers in the order of the operations: a
+//! header each, a READ's followed by its payload, an atomic's by the old value. After an answer
 //! other than [`Status::Ok`] the server closes the connection.
 
 use crate::ExtentId;
@@ -11,8 +13,8 @@ use crate::ExtentId;
 /// The most that one operation moves: the largest page, stored raw.
 pub const MAX_OP_BYTES: u32 = 2 << 20;
 
-/// The most operations whose headers are sent together. Enough to make the cost of a system call small, few enough
-/// that the first answer does not wait long for the last payload.
+/// The most operations whose headers are sent together. Enough to make the cost of a system call
+/// small, few enough that the first answer does not wait long for the last payload.
 pub const MAX_BATCH: usize = 64;
 
 /// Length of an encoded [`OpHeader`].
@@ -37,13 +39,15 @@ pub enum OpKind {
     Read,
     /// The client to remote memory: the payload follows the headers of its batch.
     Write,
-    /// [`Atomic::FetchAdd`]: the operands follow the headers of the batch, the old value follows the answer.
+    /// [`Atomic::FetchAdd`]: the operands follow the headers of the batch, the old value follows
+    /// the answer.
     FetchAdd,
     /// [`Atomic::CompareSwap`], likewise.
     CompareSwap,
 }
 
-/// What happens to a word of remote memory in one step, which nobody sees half done. The word's bytes are a little-endian number.
+/// What happens to a word of remote memory in one step, which nobody sees half done. The word's
+/// bytes are a little-endian number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Atomic {
     /// Adds this, wrapping.
@@ -66,7 +70,8 @@ impl Atomic {
         }
     }
 
-    /// The operands on the wire: two u64, of [`Atomic::FetchAdd`] the summand and 0, of [`Atomic::CompareSwap`] what is expected and what is new.
+    /// The operands on the wire: two u64, of [`Atomic::FetchAdd`] the summand and 0, of
+    /// [`Atomic::CompareSwap`] what is expected and what is new.
     pub fn encode(&self) -> [u8; OPERAND_BYTES] {
         let (first, second) = match *self {
             Self::FetchAdd(summand) => (summand, 0),
@@ -80,7 +85,8 @@ impl Atomic {
 }
 
 impl OpKind {
-    /// The atomic that an operation of this kind with these operands is; `None` of READ and WRITE, which have none.
+    /// The atomic that an operation of this kind with these operands is; `None` of READ and WRITE,
+    /// which have none.
     pub fn atomic(self, operands: &[u8; OPERAND_BYTES]) -> Option<Atomic> {
         let (first, second) = (u64_at(operands, 0), u64_at(operands, 8));
         match self {
@@ -96,8 +102,8 @@ impl OpKind {
 
 /// Asks for one operation.
 ///
-/// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap), zero u8, following u16, sequence u32, length u32
-/// (of an atomic 8), extent u64, offset u64.
+/// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap), zero u8,
+/// following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset u64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpHeader {
     /// What is to be done.
@@ -194,7 +200,8 @@ impl OpHeader {
     /// Reads a header.
     ///
     /// # Errors
-    /// Anything that no client of this version sends. Whether the range is leased and aligned is for the server to find out.
+    /// Anything that no client of this version sends. Whether the range is leased and aligned is
+    /// for the server to find out.
     pub fn decode(bytes: &[u8; OP_HEADER_BYTES]) -> Result<Self, DataDecodeError> {
         if u32_at(bytes, 0) != OP_MAGIC {
             return Err(DataDecodeError::Magic);

@@ -19,21 +19,24 @@ use serde::{Deserialize, Serialize};
 pub enum Endpoint {
     /// `shm:///run/farpage.sock`: the same host, memory shared over this Unix socket.
     Shm(PathBuf),
-    /// `tcp://host:7400`: any network. An IPv6 address stands in brackets in the text and without them here.
+    /// `tcp://host:7400`: any network. An IPv6 address stands in brackets in the text and without
+    /// them here.
     Tcp {
         /// Name or address.
         host: String,
         /// Port; 0 asks a listener for any free one.
         port: u16,
     },
-    /// `rdma://host:7400`: a network adapter that reads and writes the server's memory itself. The host is the address of an RDMA interface.
+    /// `rdma://host:7400`: a network adapter that reads and writes the server's memory itself. The
+    /// host is the address of an RDMA interface.
     Rdma {
         /// Name or address.
         host: String,
         /// Port; 0 asks a listener for any free one.
         port: u16,
     },
-    /// `auto://host:7400`: for clients, rdma where that works and tcp where it does not; which of them is said, and why.
+    /// `auto://host:7400`: for clients, rdma where that works and tcp where it does not; which of
+    /// them is said, and why.
     Auto {
         /// Name or address.
         host: String,

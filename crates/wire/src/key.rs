@@ -1,13 +1,15 @@
 //! Who a client is: public keys, and how a client proves that it holds the private half.
 //!
-//! The rule it keeps: what is signed says what it is for, so that a signature made for one connection opens no other. Making and checking
-//! signatures (Ed25519, RFC 8032) is left to `farpage_fabric::key`.
+//! The rule it keeps: what is signed says what it is for, so that a signature made for one
+//! connection opens no other. Making and checking signatures (Ed25519, RFC 8032) is left to
+//! `farpage_fabric::key`.
 
 use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-/// A user's public key, as Ed25519 has it. Written as 64 hexadecimal digits, also in formats that people read.
+/// A user's public key, as Ed25519 has it. Written as 64 hexadecimal digits, also in formats that
+/// people read.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey(pub [u8; 32]);
 

@@ -1,7 +1,9 @@
-//! What farpage clients and servers say to each other: ids, endpoints, control messages and byte layouts.
+//! What farpage clients and servers say to each other: ids, endpoints, control messages and byte
+//! layouts.
 //!
-//! The rule it keeps: every decoder is total. Whatever bytes arrive, it returns a value or an error, never panics and
-//! never allocates more than it was sent. Sockets, memory and policy are left to the crates above.
+//! The rule it keeps: every decoder is total. Whatever bytes arrive, it returns a value or an
+//! error, never panics and never allocates more than it was sent. Sockets, memory and policy are
+//! left to the crates above.
 #![forbid(unsafe_code)]
 
 pub mod control;

@@ -27,7 +27,8 @@ pub struct ServerStat {
     pub bytes_read: u64,
     /// Payload bytes of WRITEs served through the server's CPU (none over shared memory and RDMA).
     pub bytes_written: u64,
-    /// Bytes of the pages that connected clients keep here, as their programs see them; told with every renewal of a lease.
+    /// Bytes of the pages that connected clients keep here, as their programs see them; told with
+    /// every renewal of a lease.
     pub logical_bytes: u64,
     /// Bytes that these pages take.
     pub stored_bytes: u64,

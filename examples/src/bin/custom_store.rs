@@ -1,5 +1,6 @@
-//! An array whose pages come from a store of your own, with no memory server: squares that are computed when they are first touched. Also
-//! shows how errors of a store reach the program. `custom_store [size, such as 64MiB]`
+//! An array whose pages come from a store of your own, with no memory server: squares that are
+//! computed when they are first touched. Also shows how errors of a store reach the program.
+//! `custom_store [size, such as 64MiB]`
 
 use std::{
     collections::HashMap,
@@ -15,12 +16,14 @@ use anyhow::{Result, ensure};
 use farpage::{Advice, ByteSize, RegionOptions, Runtime, Store};
 use farpage_examples::{argument, report};
 
-/// Calls are of one page or of several neighbouring ones, so that a store keeps what it likes: here, pieces of the smallest page.
+/// Calls are of one page or of several neighbouring ones, so that a store keeps what it likes:
+/// here, pieces of the smallest page.
 const PIECE_BYTES: usize = 4096;
 
 /// Element `i` is `i * i` until the program changes it. Pieces that changed are kept in a map.
 ///
-/// A clone is a handle on the same store, so that the program can look into it while an array uses it.
+/// A clone is a handle on the same store, so that the program can look into it while an array uses
+/// it.
 #[derive(Clone, Default)]
 struct Squares(Arc<Inner>);
 
@@ -128,7 +131,8 @@ fn main() -> Result<()> {
     store.0.writes_fail.store(false, Ordering::Relaxed);
     squares.flush()?;
 
-    // A page that cannot be read raises SIGBUS when it is touched. To get an error instead, ask for it first.
+    // A page that cannot be read raises SIGBUS when it is touched. To get an error instead, ask for
+    // it first.
     squares.advise(..step, Advice::DontNeed)?;
     store.0.reads_fail.store(true, Ordering::Relaxed);
     match squares.prefetch_now(..step) {

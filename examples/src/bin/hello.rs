@@ -1,4 +1,5 @@
-//! The first program: an array four times larger than the memory it may use here. `hello [size, such as 256MiB]`
+//! The first program: an array four times larger than the memory it may use here.
+//! `hello [size, such as 256MiB]`
 
 use std::time::Instant;
 

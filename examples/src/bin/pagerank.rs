@@ -1,4 +1,5 @@
-//! PageRank of a generated graph whose edges are remote and whose ranks are local. `pagerank [scale: 2^scale vertices, such as 18]`
+//! PageRank of a generated graph whose edges are remote and whose ranks are local.
+//! `pagerank [scale: 2^scale vertices, such as 18]`
 
 use std::time::Instant;
 
@@ -30,7 +31,8 @@ fn main() -> Result<()> {
         .budget(ByteSize(graph_bytes as u64 / 4))
         .build()?;
 
-    // The graph as compressed sparse rows: who links to vertex v stands in sources[offsets[v]..offsets[v + 1]].
+    // The graph as compressed sparse rows: who links to vertex v stands in
+    // sources[offsets[v]..offsets[v + 1]].
     let started = Instant::now();
     let mut offsets = runtime.array::<u64>(vertices + 1)?;
     let mut sources = runtime.array::<u32>(edges)?;
@@ -60,7 +62,8 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Makes the edges of an R-MAT graph (Chakrabarti, Zhan, Faloutsos, 2004), sorts them by target, and writes them as compressed sparse rows.
+/// Makes the edges of an R-MAT graph (Chakrabarti, Zhan, Faloutsos, 2004), sorts them by target,
+/// and writes them as compressed sparse rows.
 fn generate(links: &mut [u64], offsets: &mut [u64], sources: &mut [u32]) {
     const CHUNK: usize = 1 << 16;
     let scale = (offsets.len() - 1).ilog2();
@@ -72,7 +75,8 @@ fn generate(links: &mut [u64], offsets: &mut [u64], sources: &mut [u32]) {
             chunk.fill_with(|| link(&mut rng, scale));
         });
 
-    // Sorting is what makes this work out of memory: putting every edge in its place one by one would touch a random page for each.
+    // Sorting is what makes this work out of memory: putting every edge in its place one by one
+    // would touch a random page for each.
     links.par_sort_unstable();
 
     let mut at = 0;
@@ -85,7 +89,8 @@ fn generate(links: &mut [u64], offsets: &mut [u64], sources: &mut [u32]) {
     }
 }
 
-/// One edge, its target in the upper half and its source in the lower: each bit of both is drawn from four unequal quarters.
+/// One edge, its target in the upper half and its source in the lower: each bit of both is drawn
+/// from four unequal quarters.
 fn link(rng: &mut ChaCha8Rng, scale: u32) -> u64 {
     (0..scale).fold(0, |link, _| {
         let (target, source) = match rng.random_range(0..100) {
@@ -98,7 +103,8 @@ fn link(rng: &mut ChaCha8Rng, scale: u32) -> u64 {
     })
 }
 
-/// The rank of every vertex, and the number of rounds that it took. Remote arrays and vectors are the same to it: slices.
+/// The rank of every vertex, and the number of rounds that it took. Remote arrays and vectors are
+/// the same to it: slices.
 fn pagerank(offsets: &[u64], sources: &[u32]) -> (Vec<f64>, u32) {
     let vertices = offsets.len() - 1;
     let mut links_out = vec![0_u32; vertices];

@@ -1,4 +1,5 @@
-//! Sorts random numbers on all cores, in place, in an array four times larger than the memory it may use here. `sort [size, such as 128MiB]`
+//! Sorts random numbers on all cores, in place, in an array four times larger than the memory it
+//! may use here. `sort [size, such as 128MiB]`
 
 use std::time::Instant;
 
@@ -22,12 +23,14 @@ fn main() -> Result<()> {
         .for_each(|(i, number)| *number = random(i as u64));
     report(&format!("filled {len} numbers"), started, &runtime);
 
-    // A quicksort works on ever smaller parts of the array: after a few rounds a part fits in local memory and is sorted without any paging.
+    // A quicksort works on ever smaller parts of the array: after a few rounds a part fits in local
+    // memory and is sorted without any paging.
     let started = Instant::now();
     numbers.par_sort_unstable();
     report("sorted them", started, &runtime);
 
-    // In order, and still the same numbers: a page that is lost, stale or there twice would change the sum.
+    // In order, and still the same numbers: a page that is lost, stale or there twice would change
+    // the sum.
     ensure!(
         numbers.par_windows(2).all(|pair| pair[0] <= pair[1]),
         "the numbers are not in order"

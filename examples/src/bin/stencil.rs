@@ -1,4 +1,5 @@
-//! Heat spreads over a plate: two remote arrays seen as ndarray matrices, each step computed from one into the other. `stencil [side, such as 2048]`
+//! Heat spreads over a plate: two remote arrays seen as ndarray matrices, each step computed from
+//! one into the other. `stencil [side, such as 2048]`
 
 use std::{f64::consts::PI, mem, time::Instant};
 
@@ -24,7 +25,8 @@ fn main() -> Result<()> {
         array.advise(.., Advice::Sequential)?;
     }
 
-    // The edge is cold; the heat lies in waves over the plate. Waves of this shape keep it and fade at a rate that is known.
+    // The edge is cold; the heat lies in waves over the plate. Waves of this shape keep it and fade
+    // at a rate that is known.
     let waves = side / 16;
     let angle = waves as f64 * PI / (side - 1) as f64;
     let wave: Vec<f64> = (0..side).map(|i| (i as f64 * angle).sin()).collect();

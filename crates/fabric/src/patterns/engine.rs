@@ -1,11 +1,13 @@
 //! [`CompletionEngine`]: waits for the end of operations, and [`Waiter`], how one waits.
 //!
-//! The rule it keeps: nothing that ends is missed. Notification is one-shot, so before a sleep it is armed first and looked once more
-//! afterwards: what ended in between would wake nobody.
+//! The rule it keeps: nothing that ends is missed. Notification is one-shot, so before a sleep it
+//! is armed first and looked once more afterwards: what ended in between would wake nobody.
 //!
-//! One thread that serves many connections opens them with [`CompletionEngine::open`], which lets them share a completion queue: one look finds
-//! what has ended on any of them, and there is one descriptor to sleep on. Workers that each serve their own have an engine each. What shares a queue
-//! belongs to one engine and cannot be taken apart: two threads at one queue would take each other's wake-ups.
+//! One thread that serves many connections opens them with [`CompletionEngine::open`], which lets
+//! them share a completion queue: one look finds what has ended on any of them, and there is one
+//! descriptor to sleep on. Workers that each serve their own have an engine each. What shares a
+//! queue belongs to one engine and cannot be taken apart: two threads at one queue would take each
+//! other's wake-ups.
 
 use std::{
     hint, io,
@@ -26,9 +28,11 @@ use crate::{
     channel::{Alone, Group},
 };
 
-/// Nobody spins for longer: it is several times what waking a thread takes, and what ends later is not worth a core.
+/// Nobody spins for longer: it is several times what waking a thread takes, and what ends later is
+/// not worth a core.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// Polls between two looks at the clock, after which the core is offered to others: who is waited for may need it.
+/// Polls between two looks at the clock, after which the core is offered to others: who is waited
+/// for may need it.
 const POLLS: u32 = 64;
 
 /// How a thread waits.
@@ -38,7 +42,8 @@ pub enum Waiting {
     Poll,
     /// Sleeps until it is woken.
     Event,
-    /// Looks for twice as long as it took lately, then sleeps; sleeps at once when it took longer than spinning is worth.
+    /// Looks for twice as long as it took lately, then sleeps; sleeps at once when it took longer
+    /// than spinning is worth.
     #[default]
     Adaptive,
 }
@@ -171,14 +176,17 @@ impl<B: Buf> CompletionEngine<B> {
         number
     }
 
-    /// Opens a channel of each of these sessions, among which one may stand several times, and takes them in; returns their numbers, in the same order.
+    /// Opens a channel of each of these sessions, among which one may stand several times, and
+    /// takes them in; returns their numbers, in the same order.
     ///
-    /// Over RDMA, channels through one adapter share a completion queue, which has room for all that they may have in flight. A channel that dies ends its own
-    /// operations alone. Where there is no adapter there is nothing to share, nor behind a [`Link`](crate::Link): each has its own queue then, and all else
-    /// is the same.
+    /// Over RDMA, channels through one adapter share a completion queue, which has room for all
+    /// that they may have in flight. A channel that dies ends its own operations alone. Where there
+    /// is no adapter there is nothing to share, nor behind a [`Link`](crate::Link): each has its
+    /// own queue then, and all else is the same.
     ///
     /// # Errors
-    /// [`ConnectError`], within the deadlines of the sessions' options: also when the adapter's queues are too small for so many. The engine is as it was then.
+    /// [`ConnectError`], within the deadlines of the sessions' options: also when the adapter's
+    /// queues are too small for so many. The engine is as it was then.
     pub fn open(&mut self, sessions: &[Arc<Session>]) -> Result<Range<usize>, ConnectError> {
         let groups = Session::channels(sessions)?;
         let first = self.queues.places.len();
@@ -212,8 +220,8 @@ impl<B: Buf> CompletionEngine<B> {
         groups.map(|group| group.channels.in_flight()).sum()
     }
 
-    /// Appends what has ended, with the number of its channel; waits until something has or this time has come. Returns at once when nothing is
-    /// in flight.
+    /// Appends what has ended, with the number of its channel; waits until something has or this
+    /// time has come. Returns at once when nothing is in flight.
     ///
     /// # Errors
     /// What the system says about sleeping.

@@ -1,9 +1,12 @@
-//! Messages through rings of memory at the receiver: senders WRITE into it and do not wait for anybody.
+//! Messages through rings of memory at the receiver: senders WRITE into it and do not wait for
+//! anybody.
 //!
-//! The rule it keeps: each sender has a ring of its own, so one that dies, or lies, harms nobody else. What the receiver reads was
-//! announced after it was placed: the bytes go first, and the position up to which they are valid follows in a WRITE of its own.
+//! The rule it keeps: each sender has a ring of its own, so one that dies, or lies, harms nobody
+//! else. What the receiver reads was announced after it was placed: the bytes go first, and the
+//! position up to which they are valid follows in a WRITE of its own.
 //!
-//! A ring lies in memory that its sender can WRITE and READ and that its receiver owns, be it an extent or a registered buffer:
+//! A ring lies in memory that its sender can WRITE and READ and that its receiver owns, be it an
+//! extent or a registered buffer:
 //!
 //! ```text
 //!   0  tail: how many bytes were sent, ever       WRITten by the sender
@@ -11,10 +14,12 @@
 //! 128  `capacity` bytes: messages, each behind its length (8 bytes), padded to 8; position p lies at p modulo capacity
 //! ```
 //!
-//! Tail and consumed are followed by a check value each: a word that is placed byte by byte is not taken for a position.
-//! Arrival is noticed by looking at the tail. A receiver that sleeps instead is woken by a [`Bell`], which its senders ring when the tail has been
-//! placed, or, from another host, by the WRITE of the tail itself where that can carry immediate data
-//! ([`Channel::post_notifying`](crate::Channel::post_notifying)), as between the ends of a control connection over RDMA.
+//! Tail and consumed are followed by a check value each: a word that is placed byte by byte is not
+//! taken for a position. Arrival is noticed by looking at the tail. A receiver that sleeps instead
+//! is woken by a [`Bell`], which its senders ring when the tail has been placed, or, from another
+//! host, by the WRITE of the tail itself where that can carry immediate data
+//! ([`Channel::post_notifying`](crate::Channel::post_notifying)), as between the ends of a control
+//! connection over RDMA.
 
 mod receiver;
 mod sender;
@@ -48,7 +53,8 @@ const WORD_BYTES: usize = 16;
 /// A message's length.
 const LENGTH_BYTES: usize = 8;
 
-/// Where a ring is, as its sender sees it; the receiver's side of it is the same offset in its own memory.
+/// Where a ring is, as its sender sees it; the receiver's side of it is the same offset in its own
+/// memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingPlace {
     /// The extent that it lies in.
@@ -85,8 +91,9 @@ pub struct RingError {
     detail: String,
 }
 
-/// Memory that peers WRITE into, kept mapped as long as this or a clone lives. Its bytes change at any time, so that no reference to them is ever made: they
-/// are copied through bounds-checked raw pointers, and words through atomics.
+/// Memory that peers WRITE into, kept mapped as long as this or a clone lives. Its bytes change at
+/// any time, so that no reference to them is ever made: they are copied through bounds-checked raw
+/// pointers, and words through atomics.
 #[derive(Clone)]
 pub struct Landing {
     start: *mut u8,
@@ -98,7 +105,8 @@ pub struct Landing {
 unsafe impl Send for Landing {}
 
 impl Landing {
-    /// A registered buffer, which peers may WRITE to if its pool has [`Access::Remote`](crate::regmem::Access::Remote).
+    /// A registered buffer, which peers may WRITE to if its pool has
+    /// [`Access::Remote`](crate::regmem::Access::Remote).
     pub fn registered(buf: RegBuf) -> Self {
         Self {
             start: buf.as_ptr(),
@@ -134,12 +142,14 @@ impl Landing {
     fn word(&self, offset: usize) -> &AtomicU64 {
         let at = self.at(offset, 8).cast::<u64>();
         assert!(at.is_aligned(), "rings lie at multiples of 64 bytes");
-        // SAFETY: in range, aligned, mapped as long as `self`, and accessed here through atomics only. A transport that places a word in another way
-        // may place it in pieces, which the check value reveals.
+        // SAFETY: in range, aligned, mapped as long as `self`, and accessed here through atomics
+        // only. A transport that places a word in another way may place it in pieces, which the
+        // check value reveals.
         unsafe { AtomicU64::from_ptr(at) }
     }
 
-    /// A position that the peer placed, or nothing if it is being placed right now. What was placed before it can be seen afterwards.
+    /// A position that the peer placed, or nothing if it is being placed right now. What was placed
+    /// before it can be seen afterwards.
     fn load(&self, offset: usize) -> Option<u64> {
         let position = self.word(offset).load(Ordering::Acquire);
         let check = self.word(offset + 8).load(Ordering::Acquire);
@@ -155,7 +165,8 @@ impl Landing {
 
     fn copy_out(&self, offset: usize, to: &mut [u8]) {
         let from = self.at(offset, to.len());
-        // SAFETY: in range; the destination is exclusive; a peer that changes the source meanwhile only changes which bytes arrive.
+        // SAFETY: in range; the destination is exclusive; a peer that changes the source meanwhile
+        // only changes which bytes arrive.
         unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
     }
 }
@@ -193,8 +204,9 @@ impl AsFd for Bell {
     }
 }
 
-/// What follows a position, so that one half of which is old is not taken for one. Zero for zero, so that zeroed memory is a ring.
-/// The finaliser of MurmurHash3: a bijection whose output bits all depend on all input bits.
+/// What follows a position, so that one half of which is old is not taken for one. Zero for zero,
+/// so that zeroed memory is a ring. The finaliser of MurmurHash3: a bijection whose output bits all
+/// depend on all input bits.
 fn check_of(position: u64) -> u64 {
     let x = (position ^ (position >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     let x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);

@@ -1,11 +1,13 @@
 //! [`RegPool`]: buffers carved from slabs that are registered once.
 //!
-//! The rule it keeps: a piece of a slab is in one place, either in a [`RegBuf`] or in one cache. Pieces keep their size class for ever:
-//! nothing is merged, nothing is given back before the pool ends, so that after a while nothing is made or registered any more.
-//! The downside: pieces of one class do not help out another, so a pool's memory is the sum of each class's peak.
+//! The rule it keeps: a piece of a slab is in one place, either in a [`RegBuf`] or in one cache.
+//! Pieces keep their size class for ever: nothing is merged, nothing is given back before the pool
+//! ends, so that after a while nothing is made or registered any more. The downside: pieces of one
+//! class do not help out another, so a pool's memory is the sum of each class's peak.
 //!
-//! Threads have caches of their own (beyond [`CACHES`] they share), each behind a lock that only a thread whose cache is empty ever contends:
-//! it takes half of what another one has. The locks are the standard library's, which never allocate.
+//! Threads have caches of their own (beyond [`CACHES`] they share), each behind a lock that only a
+//! thread whose cache is empty ever contends: it takes half of what another one has. The locks are
+//! the standard library's, which never allocate.
 
 use std::{
     array, fmt,
@@ -25,26 +27,28 @@ use super::{
 /// The longest buffer.
 pub const MAX_BUF_BYTES: usize = 1 << 30;
 
-/// The smallest class is above this. Sizes are multiples of a cache line, so that no two buffers share one.
+/// The smallest class is above this. Sizes are multiples of a cache line, so that no two buffers
+/// share one.
 const CLASS_BYTES_MIN: usize = 256;
 /// Classes per doubling: at most a fifth of a buffer is wasted.
 const STEPS: usize = 4;
 const CLASSES: usize = STEPS * (MAX_BUF_BYTES.ilog2() - CLASS_BYTES_MIN.ilog2()) as usize;
-/// More than the threads that a runtime has on the machines we know would gain nothing; each takes 2 KiB.
+/// More than the threads that a runtime has on the machines we know would gain nothing; each takes
+/// 2 KiB.
 const CACHES: usize = 16;
 
 /// How a pool behaves.
 #[derive(Clone, Debug)]
 pub struct RegPoolOptions {
-    /// Memory is mapped and registered in pieces of so many bytes, rounded up to 2 MiB, or to 4 KiB if they are smaller than that; larger ones for larger
-    /// buffers. Default: 2 MiB.
+    /// Memory is mapped and registered in pieces of so many bytes, rounded up to 2 MiB, or to 4 KiB
+    /// if they are smaller than that; larger ones for larger buffers. Default: 2 MiB.
     pub slab_bytes: usize,
     /// The most memory that the pool takes. Default: no cap.
     pub bytes_max: usize,
     /// Who may use it. Default: [`Access::Local`].
     pub access: Access,
-    /// Register a slab when a buffer of it is first used with an adapter, not when it is made. Default: no, so that the data path never
-    /// registers anything.
+    /// Register a slab when a buffer of it is first used with an adapter, not when it is made.
+    /// Default: no, so that the data path never registers anything.
     pub lazy: bool,
 }
 
@@ -75,7 +79,8 @@ pub struct RegPoolStats {
     pub cache_hits: u64,
 }
 
-/// Registered memory, cut to order. Clones are handles on the same pool; it ends with the last handle and the last buffer.
+/// Registered memory, cut to order. Clones are handles on the same pool; it ends with the last
+/// handle and the last buffer.
 #[derive(Clone)]
 pub struct RegPool(pub(super) Arc<Inner>);
 
@@ -106,7 +111,8 @@ pub(super) struct Piece {
     class: usize,
 }
 
-/// What no piece has been carved from yet. The lock is held while a slab is made and registered: two threads in need make one.
+/// What no piece has been carved from yet. The lock is held while a slab is made and registered:
+/// two threads in need make one.
 #[derive(Default)]
 struct Carving {
     /// With the offset of the part that is left.
@@ -115,7 +121,8 @@ struct Carving {
 }
 
 impl RegPool {
-    /// A pool for these protection domains; without memory until it is needed. No registrar: memory that no adapter will see.
+    /// A pool for these protection domains; without memory until it is needed. No registrar: memory
+    /// that no adapter will see.
     pub fn new(
         registrars: impl IntoIterator<Item = Arc<dyn Registrar>>,
         options: RegPoolOptions,
@@ -138,7 +145,8 @@ impl RegPool {
         }))
     }
 
-    /// A buffer of `bytes` bytes, aligned to a cache line. What it holds is what was left in it; at first zeros.
+    /// A buffer of `bytes` bytes, aligned to a cache line. What it holds is what was left in it; at
+    /// first zeros.
     ///
     /// # Errors
     /// [`RegError`] when new memory is needed and cannot be had.
@@ -162,8 +170,8 @@ impl RegPool {
         Ok(RegBuf::pooled(Arc::clone(&self.0), piece, bytes))
     }
 
-    /// A buffer over memory of somebody else's, registered as the pool's own is. The owner is kept until the buffer is dropped, and nobody can
-    /// reach the memory through it meanwhile.
+    /// A buffer over memory of somebody else's, registered as the pool's own is. The owner is kept
+    /// until the buffer is dropped, and nobody can reach the memory through it meanwhile.
     ///
     /// # Errors
     /// [`RegError::Register`]; the owner is dropped.
@@ -321,15 +329,17 @@ pub(super) struct Foreign {
     _owner: Owner,
 }
 
-/// A boxed owner, behind a raw pointer since moving a `Box` would say that nobody else points into it.
+/// A boxed owner, behind a raw pointer since moving a `Box` would say that nobody else points into
+/// it.
 struct Owner(*mut (dyn Send + 'static));
 
 impl Foreign {
     fn new<O: AsMut<[u8]> + Send + 'static>(owner: O, pool: &Inner) -> Self {
         let boxed = Box::into_raw(Box::new(owner));
         let owner = Owner(boxed);
-        // SAFETY: just made, and ours alone. The bytes stay borrowed from it until it is dropped in `Owner::drop`: nobody else can reach
-        // the owner until then, so no safe code can give the bytes back, move them or touch them.
+        // SAFETY: just made, and ours alone. The bytes stay borrowed from it until it is dropped in
+        // `Owner::drop`: nobody else can reach the owner until then, so no safe code can give the
+        // bytes back, move them or touch them.
         let memory = NonNull::from(unsafe { (*boxed).as_mut() });
         assert!(!memory.is_empty(), "a registered buffer of 0 bytes");
         // SAFETY: exclusively borrowed memory stays mapped where it is; dropped before the owner.
@@ -344,7 +354,8 @@ impl Foreign {
 
 // SAFETY: the owner is `Send`; it is only ever dropped.
 unsafe impl Send for Foreign {}
-// SAFETY: a shared reference gives no access to the owner, and the bytes were exclusively borrowed from it.
+// SAFETY: a shared reference gives no access to the owner, and the bytes were exclusively borrowed
+// from it.
 unsafe impl Sync for Foreign {}
 
 impl Drop for Owner {

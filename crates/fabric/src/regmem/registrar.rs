@@ -1,7 +1,9 @@
-//! [`Registrar`]: what makes memory known to a network adapter, and [`Registration`], the proof that it is.
+//! [`Registrar`]: what makes memory known to a network adapter, and [`Registration`], the proof
+//! that it is.
 //!
-//! The rule it keeps: memory stays registered as long as its [`Registration`] lives, and whoever holds one keeps the memory
-//! mapped. Which memory is worth registering is left to [`RegPool`](super::RegPool).
+//! The rule it keeps: memory stays registered as long as its [`Registration`] lives, and whoever
+//! holds one keeps the memory mapped. Which memory is worth registering is left to
+//! [`RegPool`](super::RegPool).
 
 use std::{
     fmt, io,
@@ -14,12 +16,14 @@ use std::{
 
 use super::{Access, RegError, Registrars};
 
-/// A protection domain: keys of one mean nothing in another. Unique in this process and never used again.
+/// A protection domain: keys of one mean nothing in another. Unique in this process and never used
+/// again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DomainId(u64);
 
 impl DomainId {
-    /// The domain of fabrics without an adapter. All of them share it, since their keys open nothing.
+    /// The domain of fabrics without an adapter. All of them share it, since their keys open
+    /// nothing.
     pub const NULL: Self = Self(0);
 
     /// A domain that differs from all others.
@@ -35,7 +39,8 @@ impl DomainId {
 pub struct Keys {
     /// Names the memory in operations of this process.
     pub lkey: u32,
-    /// Names it in operations of a peer. Opens nothing unless it was registered with [`Access::Remote`].
+    /// Names it in operations of a peer. Opens nothing unless it was registered with
+    /// [`Access::Remote`].
     pub rkey: u32,
 }
 
@@ -47,8 +52,9 @@ pub trait Registrar: Send + Sync + fmt::Debug {
     /// Registers memory; the adapter pins its pages.
     ///
     /// # Safety
-    /// Until the returned value is dropped, the memory stays mapped where it is, by the same physical pages: nobody unmaps it, maps
-    /// something else over it, gives its pages back (`MADV_DONTNEED`) or moves them away.
+    /// Until the returned value is dropped, the memory stays mapped where it is, by the same
+    /// physical pages: nobody unmaps it, maps something else over it, gives its pages back
+    /// (`MADV_DONTNEED`) or moves them away.
     ///
     /// # Errors
     /// What the system says; `ENOMEM` is usually the limit on locked memory.
@@ -139,7 +145,8 @@ impl Registered {
         (0..self.registrars.len()).try_for_each(|at| self.register(at, registrations).map(drop))
     }
 
-    /// What the memory is called in this domain, registered now if it was not. `None`: no registrar of this pool serves the domain.
+    /// What the memory is called in this domain, registered now if it was not. `None`: no registrar
+    /// of this pool serves the domain.
     pub(super) fn keys(
         &self,
         domain: DomainId,
@@ -159,7 +166,8 @@ impl Registered {
             return Ok(registration.keys);
         }
         let registrar = &self.registrars[at];
-        // SAFETY: `new`'s caller promised it for as long as `self` lives, and the registration goes with `self`.
+        // SAFETY: `new`'s caller promised it for as long as `self` lives, and the registration goes
+        // with `self`.
         let made = unsafe { registrar.register(self.memory, self.access) };
         let registration = made.map_err(|source| RegError::Register {
             bytes: self.memory.len(),

@@ -1,6 +1,7 @@
 //! [`Slab`]: a mapping that is registered once and given back with its pool.
 //!
-//! The rule it keeps: the registration ends before the mapping does. What is carved out of it is left to the pool.
+//! The rule it keeps: the registration ends before the mapping does. What is carved out of it is
+//! left to the pool.
 
 use std::{io, num::NonZeroUsize, ptr::NonNull};
 
@@ -26,7 +27,8 @@ impl Slab {
     pub(super) fn new(bytes: usize, access: Access, registrars: &Registrars) -> io::Result<Self> {
         let mapping = Mapping::new(bytes)?;
         let memory = NonNull::slice_from_raw_parts(mapping.start, bytes);
-        // SAFETY: the mapping is ours alone, nothing here ever changes it, and it is dropped after `registered`.
+        // SAFETY: the mapping is ours alone, nothing here ever changes it, and it is dropped after
+        // `registered`.
         let registered = unsafe { Registered::new(memory, access, registrars) };
         Ok(Self {
             registered,
@@ -51,13 +53,15 @@ impl Slab {
     }
 }
 
-/// Private anonymous memory, aligned to huge pages and backed by them where the kernel grants it; zeroed.
+/// Private anonymous memory, aligned to huge pages and backed by them where the kernel grants it;
+/// zeroed.
 struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: an address range that this value owns; who may touch which bytes is kept by those that carve it.
+// SAFETY: an address range that this value owns; who may touch which bytes is kept by those that
+// carve it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -76,7 +80,8 @@ impl Mapping {
         // SAFETY: `before` is less than the huge page that was mapped beyond `bytes`.
         let start = unsafe { whole.add(before) };
         let mapping = Self { start, bytes };
-        // What was mapped for the alignment goes back. It is a huge page in all, so it lies before, behind, or both.
+        // What was mapped for the alignment goes back. It is a huge page in all, so it lies before,
+        // behind, or both.
         for (at, len) in [
             (whole, before),
             // SAFETY: the end of the aligned part, inside of what was mapped or at its end.
@@ -87,9 +92,11 @@ impl Mapping {
                 unsafe { munmap(at.cast(), len)? };
             }
         }
-        // SAFETY: advice on the mapping made above. Huge pages are a wish: a kernel without them says EINVAL.
+        // SAFETY: advice on the mapping made above. Huge pages are a wish: a kernel without them
+        // says EINVAL.
         let _ = unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
-        // A child that shared these pages would make them copy-on-write, and the adapter would go on with the old ones.
+        // A child that shared these pages would make them copy-on-write, and the adapter would go
+        // on with the old ones.
         // SAFETY: as above.
         unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_DONTFORK)? };
         Ok(mapping)

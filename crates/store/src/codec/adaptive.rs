@@ -1,12 +1,14 @@
-//! [`Chooser`]: which form suits the pages of a region best, from what is measured while the program runs.
+//! [`Chooser`]: which form suits the pages of a region best, from what is measured while the
+//! program runs.
 //!
-//! The rule it keeps: **a form is chosen by the time that the whole run takes with it, and that is the time of whatever has most to do.** Compression
-//! moves work from the link to the processors, so that it pays for as long as the link is what everybody waits for, and not a page longer.
+//! The rule it keeps: **a form is chosen by the time that the whole run takes with it, and that is
+//! the time of whatever has most to do.** Compression moves work from the link to the processors,
+//! so that it pays for as long as the link is what everybody waits for, and not a page longer.
 //!
 //! # The model
 //!
-//! In one epoch (at least [`EPOCH`] and [`EPOCH_PAGES`]) the region wrote `w` pages and read `r`. With forms of `b` stored bytes, `e` to encode and `d` to decode it
-//! would have taken
+//! In one epoch (at least [`EPOCH`] and [`EPOCH_PAGES`]) the region wrote `w` pages and read `r`.
+//! With forms of `b` stored bytes, `e` to encode and `d` to decode it would have taken
 //!
 //! ```text
 //! cpu  = (all processor time of the process - its codecs then + w e + r d) / processors
@@ -14,21 +16,30 @@
 //! T    = longest + overlap (cpu + link - longest),   longest = max(cpu, link)
 //! ```
 //!
-//! `overlap` is 0 where everything goes on at the same time (streams read ahead) and 1 where one follows the other (each
-//! access waits for its page); it is what makes T right for the epochs that were. A page that is written will be read: `r` is at least `w`. The last epochs are
-//! gone through again, since programs do the same over and over, and the sum of their T counts (`adaptive/model.rs`).
+//! `overlap` is 0 where everything goes on at the same time (streams read ahead) and 1 where one
+//! follows the other (each access waits for its page); it is what makes T right for the epochs that
+//! were. A page that is written will be read: `r` is at least `w`. The last epochs are gone through
+//! again, since programs do the same over and over, and the sum of their T counts
+//! (`adaptive/model.rs`).
 //!
-//! Stretches of a region may differ, and are judged apart, but by one measure: the **price** of a byte in processor time. At each price every stretch has a form that is cheapest; the
-//! price whose forms give the least T is the right one; of those within two in a hundred, the lowest. So what is alike is stored alike, and no stretch has to be decided on by the little that it changes in T.
+//! Stretches of a region may differ, and are judged apart, but by one measure: the **price** of a
+//! byte in processor time. At each price every stretch has a form that is cheapest; the price whose
+//! forms give the least T is the right one; of those within two in a hundred, the lowest. So what
+//! is alike is stored alike, and no stretch has to be decided on by the little that it changes in
+//! T.
 //!
 //! # Where the figures come from
 //!
-//! - `e`, `d` and `b`: a page of each [part](PARTS) when it is first written, and then every now and then one, is encoded and decoded in all forms; in those that take long to
-//!   try and are far from being chosen, such as ZFP over a fast link, seldom (`Model::is_worth_a_trial`). That is done twice, on the thread's own clock, so that being
-//!   preempted counts nothing and a disturbance little. How often follows from what it costs: after the first samples, one part in [`SAMPLE_SHARE`] of the time. So data that
-//!   changes is found out about, and where compression does not pay it is switched off but for that part.
-//! - Rates: what arrived while a lane slept that had requests under way all the time (`adaptive/link.rs`). As long as nobody waits for the link nothing is known of it,
-//!   it is called infinitely fast, and pages stay raw.
+//! - `e`, `d` and `b`: a page of each [part](PARTS) when it is first written, and then every now
+//!   and then one, is encoded and decoded in all forms; in those that take long to try and are far
+//!   from being chosen, such as ZFP over a fast link, seldom (`Model::is_worth_a_trial`). That is
+//!   done twice, on the thread's own clock, so that being preempted counts nothing and a
+//!   disturbance little. How often follows from what it costs: after the first samples, one part in
+//!   [`SAMPLE_SHARE`] of the time. So data that changes is found out about, and where compression
+//!   does not pay it is switched off but for that part.
+//! - Rates: what arrived while a lane slept that had requests under way all the time
+//!   (`adaptive/link.rs`). As long as nobody waits for the link nothing is known of it, it is
+//!   called infinitely fast, and pages stay raw.
 //! - Processor time: the process's own clock.
 
 mod link;
@@ -57,7 +68,8 @@ use super::{
 
 /// Stretches of a region that are judged apart.
 const CLASSES: usize = 16;
-/// Parts of a region of which a page is tried at once, so that a stretch is not judged by a single page: as many as a word has bits.
+/// Parts of a region of which a page is tried at once, so that a stretch is not judged by a single
+/// page: as many as a word has bits.
 const PARTS: u64 = 64;
 /// One sample of a stretch in so many is tried in all forms, whatever that takes.
 const ALL_FORMS: u32 = 16;
@@ -173,7 +185,8 @@ impl Chooser {
         moved.bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// The form for a page that changed; a sample is tried in all of them first. `block` is scratch.
+    /// The form for a page that changed; a sample is tried in all of them first. `block` is
+    /// scratch.
     pub(super) fn decide(
         &self,
         coder: &mut Coder,
@@ -205,7 +218,8 @@ impl Chooser {
                 ..Sample::default()
             };
             if *form != Form::Raw {
-                // Of what a neighbour on the host takes the shorter of two has less, and none of what touching tables for the first time takes.
+                // Of what a neighbour on the host takes the shorter of two has less, and none of
+                // what touching tables for the first time takes.
                 let mut again = || time(*form, coder, scheme, page, limit, block, &mut back);
                 sample = again().shorter(again());
             }

@@ -1,13 +1,16 @@
 //! [`Coder`]: one page to fewer bytes and back.
 //!
-//! The rules it keeps: decoding is safe on any input, and what comes out of a damaged block may be wrong, so that the caller compares its hash; **a loss
-//! is certified**: the block of a page that may lose is decoded here and compared with what it was made of, and the hash that the page will be known
-//! by is that of what was decoded. So a page that comes back and leaves unchanged has the hash of its entry: it is clean, is not encoded again, and
-//! never drifts.
+//! The rules it keeps: decoding is safe on any input, and what comes out of a damaged block may be
+//! wrong, so that the caller compares its hash; **a loss is certified**: the block of a page that
+//! may lose is decoded here and compared with what it was made of, and the hash that the page will
+//! be known by is that of what was decoded. So a page that comes back and leaves unchanged has the
+//! hash of its entry: it is clean, is not encoded again, and never drifts.
 //!
-//! There is one place that decides how a page is stored ([`Coder::encode`]) and one that does it ([`Coder::encode_as`]).
+//! There is one place that decides how a page is stored ([`Coder::encode`]) and one that does it
+//! ([`Coder::encode_as`]).
 //!
-//! The ZFP library checks no bounds, so that its blocks begin with eight bytes of their own hash, and are only decoded if it is right.
+//! The ZFP library checks no bounds, so that its blocks begin with eight bytes of their own hash,
+//! and are only decoded if it is right.
 
 use std::mem;
 
@@ -29,8 +32,8 @@ use super::{
 /// Bytes before a ZFP block: the low half of its hash.
 const ZFP_HEADER_BYTES: usize = 8;
 
-/// After so many pages in a row that did not shrink, the next are looked at by a sample first: LZ4 passes over random bytes at 12 GB/s, which
-/// a program without a slow link would still notice.
+/// After so many pages in a row that did not shrink, the next are looked at by a sample first: LZ4
+/// passes over random bytes at 12 GB/s, which a program without a slow link would still notice.
 const HOPELESS_PAGES: u32 = 8;
 /// Every so many pages of such a row are tried as a whole all the same.
 const HOPELESS_RETRY: u32 = 64;
@@ -71,7 +74,8 @@ impl Form {
         Self::ALL.into_iter().find(|form| form.id() == id)
     }
 
-    /// Whether a page of `page_bytes` in a region of this scheme can be stored in so many bytes of this form.
+    /// Whether a page of `page_bytes` in a region of this scheme can be stored in so many bytes of
+    /// this form.
     pub(crate) fn is_possible(
         self,
         scheme: &Scheme,
@@ -138,7 +142,8 @@ impl Coder {
         get_maximum_output_size(page_bytes)
     }
 
-    /// How long a block may be. Raw pages move in rows, by one request for many: a little less room is not worth that.
+    /// How long a block may be. Raw pages move in rows, by one request for many: a little less room
+    /// is not worth that.
     pub(crate) fn limit(page_bytes: usize) -> usize {
         page_bytes - page_bytes / 16
     }
@@ -153,7 +158,8 @@ impl Coder {
         }
     }
 
-    /// Finds the form for a page. Unless that is raw, its block is at the beginning of `block`, and no longer than `limit`.
+    /// Finds the form for a page. Unless that is raw, its block is at the beginning of `block`, and
+    /// no longer than `limit`.
     pub(crate) fn encode(
         &mut self,
         scheme: &Scheme,
@@ -205,7 +211,8 @@ impl Coder {
             .or_else(|| self.encode_lossless(scheme, shuffled, page, limit, block))
     }
 
-    /// By LZ4 in one form or the other, unless pages before and a sample of this one say that it is no use.
+    /// By LZ4 in one form or the other, unless pages before and a sample of this one say that it is
+    /// no use.
     fn encode_lossless(
         &mut self,
         scheme: &Scheme,
@@ -237,7 +244,8 @@ impl Coder {
         encoded
     }
 
-    /// Encodes a page in one form, not raw. `None` if its block would be longer than `limit`, or if the page would not come back as the scheme promises.
+    /// Encodes a page in one form, not raw. `None` if its block would be longer than `limit`, or if
+    /// the page would not come back as the scheme promises.
     pub(crate) fn encode_as(
         &mut self,
         scheme: &Scheme,
@@ -328,8 +336,9 @@ impl Coder {
 
     /// The length of the block that `plain` became.
     fn lz4(&mut self, plain: &[u8], block: &mut [u8]) -> usize {
-        // The small table serves pages below 64 KiB and is faster on them; the library replaces it by the large one
-        // when a longer page comes, and does not go back. Lanes mostly see one page size, so neither do we.
+        // The small table serves pages below 64 KiB and is faster on them; the library replaces it
+        // by the large one when a longer page comes, and does not go back. Lanes mostly see one
+        // page size, so neither do we.
         compress_into_with_table(plain, block, &mut self.table)
             .expect("the output has its greatest length")
     }
@@ -485,8 +494,8 @@ impl From<ZfpMode> for Mode {
 
 /// A number that ZFP compresses.
 trait Value: zfp::Number + Pod {
-    /// Whether the library's lossy modes can be trusted with such values: a value that is not finite spoils its whole block, and integers need
-    /// two bits of headroom.
+    /// Whether the library's lossy modes can be trusted with such values: a value that is not
+    /// finite spoils its whole block, and integers need two bits of headroom.
     fn are_tame(values: &[Self]) -> bool;
 
     fn difference(self, other: Self) -> f64;
@@ -525,7 +534,8 @@ macro_rules! integers {
 floats!(f32, f64);
 integers!(i32, i64);
 
-/// The largest difference of two values at the same place, if none is larger than `bound` (or is no number).
+/// The largest difference of two values at the same place, if none is larger than `bound` (or is no
+/// number).
 fn largest_error<N: Value>(values: &[N], back: &[N], bound: f64) -> Option<f64> {
     // Lanes, since a maximum over all would be one long chain; and no early end: see above.
     let (mut worst, mut good) = ([0.0f64; 8], true);
@@ -636,7 +646,8 @@ mod tests {
         values
     }
 
-    /// Every page of every kind meets its bound or loses nothing; `FARPAGE_FUZZ_PAGES` says how many are tried.
+    /// Every page of every kind meets its bound or loses nothing; `FARPAGE_FUZZ_PAGES` says how
+    /// many are tried.
     #[test]
     fn no_page_is_ever_further_off_than_its_bound() {
         let pages = env::var("FARPAGE_FUZZ_PAGES")

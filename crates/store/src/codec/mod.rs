@@ -1,8 +1,11 @@
-//! How pages become fewer bytes and come back: [`Codec`], what a user asks for, and the parts that do it.
+//! How pages become fewer bytes and come back: [`Codec`], what a user asks for, and the parts that
+//! do it.
 //!
-//! The rule it keeps: **a codec is an answer to a question about one page, and its entry remembers the answer.** The region's codec says what may be
-//! tried; each page is stored in the [`Form`] that was found for it, raw if nothing else is shorter. What the names mean and what they
-//! accept is here; `scheme` fits a codec to an array, `coder` decides and encodes, `shuffle` transposes bytes, `plain` is what every page goes through.
+//! The rule it keeps: **a codec is an answer to a question about one page, and its entry remembers
+//! the answer.** The region's codec says what may be tried; each page is stored in the [`Form`]
+//! that was found for it, raw if nothing else is shorter. What the names mean and what they accept
+//! is here; `scheme` fits a codec to an array, `coder` decides and encodes, `shuffle` transposes
+//! bytes, `plain` is what every page goes through.
 //!
 //! # Which implementation
 //!
@@ -15,8 +18,10 @@
 //! | LZ4 1.10 in C (`lz4-sys`) | 13.2 / raw | 0.95 / 2.7 | 5.9 / 14 | 2.6 / 7.6 | 3.9 / 7.6 |
 //! | the same, acceleration 4 | 14.4 / raw | 0.95 / 2.7 | 6.6 / 12 | | |
 //!
-//! So `lz4_flex` encodes (it is as fast, and gives up sooner on floats that do not shrink), and the C library decodes. Byte shuffle runs at 15 to 23 GB/s in either
-//! direction, 2.4 without the instruction that interleaves bytes. ZFP 1.0.1 (`zfp-sys`) takes, on smooth fields, per page of 64 KiB in microseconds:
+//! So `lz4_flex` encodes (it is as fast, and gives up sooner on floats that do not shrink), and the
+//! C library decodes. Byte shuffle runs at 15 to 23 GB/s in either direction, 2.4 without the
+//! instruction that interleaves bytes. ZFP 1.0.1 (`zfp-sys`) takes, on smooth fields, per page of
+//! 64 KiB in microseconds:
 //!
 //! | | 1-D | 2-D | 3-D |
 //! |---|---|---|---|
@@ -49,11 +54,12 @@ pub use self::{
     trial::{Block, Trial},
 };
 
-/// How a region's pages are stored on memory servers. Whatever is chosen, a page of one repeated 8-byte value needs no slot at all, and a page that
-/// does not shrink is stored raw.
+/// How a region's pages are stored on memory servers. Whatever is chosen, a page of one repeated
+/// 8-byte value needs no slot at all, and a page that does not shrink is stored raw.
 ///
-/// As text, in `FARPAGE_CODEC` and on command lines: `raw`, `lz4`, `shuffle`, `shuffle4`, `zfp:accuracy=1e-6`, `zfp:precision=20`, `zfp:rate=8`,
-/// `zfp:reversible`, `adaptive`, `adaptive:accuracy=1e-6`, the latter six also with the element: `zfp:accuracy=1e-6,f32`.
+/// As text, in `FARPAGE_CODEC` and on command lines: `raw`, `lz4`, `shuffle`, `shuffle4`,
+/// `zfp:accuracy=1e-6`, `zfp:precision=20`, `zfp:rate=8`, `zfp:reversible`, `adaptive`,
+/// `adaptive:accuracy=1e-6`, the latter six also with the element: `zfp:accuracy=1e-6,f32`.
 ///
 /// ```
 /// use farpage_store::{Codec, Element, ZfpMode};
@@ -71,32 +77,39 @@ pub enum Codec {
     Raw,
     /// LZ4 blocks: no loss, for text, indices, sparse and repetitive data.
     Lz4,
-    /// The first bytes of all elements, then the second, and so on, as an LZ4 block: no loss, for numbers whose high bytes are alike.
+    /// The first bytes of all elements, then the second, and so on, as an LZ4 block: no loss, for
+    /// numbers whose high bytes are alike.
     Shuffle {
         /// Bytes of one element: 2, 4 or 8. `None`: those of the array's elements.
         element_bytes: Option<u8>,
     },
-    /// ZFP (Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays", 2014), for fields of numbers that are close to their neighbours. A page that
-    /// ZFP cannot serve (it holds NaN or an infinity, cannot meet the bound, or does not shrink) is stored without loss, by byte shuffle and LZ4.
+    /// ZFP (Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays", 2014), for fields of numbers
+    /// that are close to their neighbours. A page that ZFP cannot serve (it holds NaN or an
+    /// infinity, cannot meet the bound, or does not shrink) is stored without loss, by byte shuffle
+    /// and LZ4.
     ///
-    /// With the array's shape known, whole rows and planes of a page are compressed as 2-D and 3-D blocks, which is much better than 1-D.
+    /// With the array's shape known, whole rows and planes of a page are compressed as 2-D and 3-D
+    /// blocks, which is much better than 1-D.
     ///
     /// # What a program sees of a loss
     ///
-    /// A page that has changed loses when it is written back: by an eviction, a flush, or `Advice::DontNeed`. It has the exact values for as long as it
-    /// stays in memory, also after a flush, and the rounded ones when it comes back. A page that comes back and leaves unchanged is not written again, so
-    /// that it never drifts. A page that is changed in part is rounded anew as a whole: each write-back of changed data may move each value by
-    /// up to the bound.
+    /// A page that has changed loses when it is written back: by an eviction, a flush, or
+    /// `Advice::DontNeed`. It has the exact values for as long as it stays in memory, also after a
+    /// flush, and the rounded ones when it comes back. A page that comes back and leaves unchanged
+    /// is not written again, so that it never drifts. A page that is changed in part is rounded
+    /// anew as a whole: each write-back of changed data may move each value by up to the bound.
     Zfp {
         /// What is kept, of each value or of the room.
         mode: ZfpMode,
         /// What the pages hold. `None`: the array's elements.
         element: Option<Element>,
     },
-    /// Whatever makes the program fastest, page by page, found while it runs: raw, LZ4, byte shuffle and LZ4, or ZFP (reversible, or within the
-    /// bound if there is one). It follows the data and the link, and where compression does not pay it does (nearly) nothing.
+    /// Whatever makes the program fastest, page by page, found while it runs: raw, LZ4, byte
+    /// shuffle and LZ4, or ZFP (reversible, or within the bound if there is one). It follows the
+    /// data and the link, and where compression does not pay it does (nearly) nothing.
     Adaptive {
-        /// The largest absolute error of a value, for `f32` and `f64`; see [`Zfp`](Self::Zfp) for what a program sees of it. `None`: nothing is lost.
+        /// The largest absolute error of a value, for `f32` and `f64`; see [`Zfp`](Self::Zfp) for
+        /// what a program sees of it. `None`: nothing is lost.
         accuracy: Option<f64>,
         /// What the pages hold. `None`: the array's elements.
         element: Option<Element>,
@@ -109,9 +122,11 @@ pub enum Codec {
 pub enum ZfpMode {
     /// So many bits per value. No bound on the error is promised.
     Rate(f64),
-    /// So many bits of each value after its block's exponent is taken out, 1 to 64. No bound on the absolute error is promised.
+    /// So many bits of each value after its block's exponent is taken out, 1 to 64. No bound on the
+    /// absolute error is promised.
     Precision(u32),
-    /// Each value to within this absolute error, for `f32` and `f64`: every page is decoded and compared before it is accepted.
+    /// Each value to within this absolute error, for `f32` and `f64`: every page is decoded and
+    /// compared before it is accepted.
     Accuracy(f64),
     /// Every bit.
     Reversible,
@@ -245,7 +260,8 @@ impl Codec {
     }
 }
 
-/// A codec whose figures make no sense, that does not fit an array's elements, or whose name cannot be read. The text says what is accepted.
+/// A codec whose figures make no sense, that does not fit an array's elements, or whose name cannot
+/// be read. The text says what is accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CodecError(pub(crate) String);

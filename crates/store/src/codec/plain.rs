@@ -1,9 +1,10 @@
-//! What every page goes through: the check for one repeated value, which comes before any codec, and the hash.
+//! What every page goes through: the check for one repeated value, which comes before any codec,
+//! and the hash.
 //!
 //! The rule it keeps: all of it costs less than moving the page through memory.
 //!
-//! The hash is XXH3-128, by the library that computes it fastest and picks its instructions when the program runs. Measured on one core with
-//! AVX2 and AVX-512, in a build for any x86-64, GB/s:
+//! The hash is XXH3-128, by the library that computes it fastest and picks its instructions when
+//! the program runs. Measured on one core with AVX2 and AVX-512, in a build for any x86-64, GB/s:
 //!
 //! | | 4 KiB in cache | 64 KiB in cache | 1 MiB in cache | in memory |
 //! |---|---|---|---|---|
@@ -14,18 +15,20 @@
 //! | `xxhash-rust` 0.8 (picks when compiled: SSE2) | 28 | 31 | 31 | 28 |
 //! | `xxhash-c-sys` 0.8 (picks when compiled: SSE2) | 25 | 29 | 29 | 27 |
 //!
-//! Looking for one repeated value costs 3 ns on a page that has other bytes at its beginning, and 0.8 us at most on 64 KiB.
+//! Looking for one repeated value costs 3 ns on a page that has other bytes at its beginning, and
+//! 0.8 us at most on 64 KiB.
 
 use twox_hash::XxHash3_128;
 
-/// The value that the page repeats, if it does. A page whose length is no multiple of eight repeats none.
+/// The value that the page repeats, if it does. A page whose length is no multiple of eight repeats
+/// none.
 pub(crate) fn repeated(page: &[u8]) -> Option<u64> {
     let (first, _) = page.split_first_chunk::<8>()?;
     if !page.len().is_multiple_of(8) {
         return None;
     }
-    // A page repeats an 8-byte value if it equals itself shifted by eight bytes; memcmp does that at memory speed.
-    // The first chunks alone settle nearly every other page.
+    // A page repeats an 8-byte value if it equals itself shifted by eight bytes; memcmp does that
+    // at memory speed. The first chunks alone settle nearly every other page.
     let near = page.len().min(64);
     (page[8..near] == page[..near - 8] && page[8..] == page[..page.len() - 8])
         .then(|| u64::from_ne_bytes(*first))
@@ -43,8 +46,8 @@ pub(crate) fn fill_repeated(page: &mut [u8], value: u64) {
     }
 }
 
-/// The hash of a page's plain bytes: XXH3-128, which published regions keep, so that it can never be another. Seeded, so that contents
-/// from outside cannot be made to collide.
+/// The hash of a page's plain bytes: XXH3-128, which published regions keep, so that it can never
+/// be another. Seeded, so that contents from outside cannot be made to collide.
 pub(crate) fn hash(page: &[u8], seed: u64) -> u128 {
     XxHash3_128::oneshot_with_seed(seed, page)
 }
@@ -73,7 +76,8 @@ mod tests {
         assert_eq!(repeated(&[0; 9]), None);
     }
 
-    /// Values of the reference implementation in C: what was published under them must be readable for ever.
+    /// Values of the reference implementation in C: what was published under them must be readable
+    /// for ever.
     #[test]
     fn the_hash_is_xxh3_128_with_seed() {
         let page: Vec<u8> = (0..4096u32).map(|at| (at * at % 251) as u8).collect();

@@ -1,12 +1,14 @@
 //! [`Scheme`]: a codec fitted to one array, and [`Layout`], what there is to know about the array.
 //!
-//! The rule it keeps: a scheme is made from a codec and a layout alone, so that whoever opens a published region decodes its pages as
-//! they were encoded.
+//! The rule it keeps: a scheme is made from a codec and a layout alone, so that whoever opens a
+//! published region decodes its pages as they were encoded.
 //!
-//! **Pieces.** ZFP compresses blocks of 4, 4 x 4 or 4 x 4 x 4 values, and the more dimensions the better. A page is a stretch of the array's memory and does
-//! not begin where a row or plane begins, so it is cut: its whole planes are one 3-D piece if there are at least four of them, what is left on both sides
-//! gives its whole rows as 2-D pieces if there are at least four, and the rest is 1-D. Without a shape, or with rows longer than a
-//! quarter of a page, all is 1-D. Blocks never span two pages.
+//! **Pieces.** ZFP compresses blocks of 4, 4 x 4 or 4 x 4 x 4 values, and the more dimensions the
+//! better. A page is a stretch of the array's memory and does not begin where a row or plane
+//! begins, so it is cut: its whole planes are one 3-D piece if there are at least four of them,
+//! what is left on both sides gives its whole rows as 2-D pieces if there are at least four, and
+//! the rest is 1-D. Without a shape, or with rows longer than a quarter of a page, all is 1-D.
+//! Blocks never span two pages.
 
 use serde::{Deserialize, Serialize};
 
@@ -177,14 +179,15 @@ impl Scheme {
     }
 }
 
-/// Elements of a page that lie one after the other and are compressed together: lengths of the fastest dimension, the next and the slowest; 1 where
-/// there is none.
+/// Elements of a page that lie one after the other and are compressed together: lengths of the
+/// fastest dimension, the next and the slowest; 1 where there is none.
 pub(super) type Piece = [usize; 3];
 
 /// The pieces of a page at most: rest of a row, rows, planes, rows, start of a row.
 pub(super) const PIECES_MAX: usize = 5;
 
-/// Cuts `len` elements from number `first` of an array of this shape into pieces, in the order of memory. See the module.
+/// Cuts `len` elements from number `first` of an array of this shape into pieces, in the order of
+/// memory. See the module.
 pub(super) fn pieces(shape: &[u64], first: u64, len: usize) -> impl Iterator<Item = Piece> + Clone {
     let mut pieces = [[0; 3]; PIECES_MAX];
     let mut count = 0;

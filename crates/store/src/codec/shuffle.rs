@@ -2,10 +2,11 @@
 //!
 //! The rule it keeps: shuffling and unshuffling undo each other.
 //!
-//! Sixteen elements of W bytes are W vectors of 16 bytes. Interleaving the bytes of the first half of all vectors with those of the second half moves the
-//! topmost bit of every byte's position to the bottom. Of a position in the array of elements the topmost four bits are the element's number, so
-//! four rounds bring the byte's number to the top: shuffled. log2(W) rounds more come full circle: unshuffled. One round is W interleavings,
-//! one instruction each on every x86-64.
+//! Sixteen elements of W bytes are W vectors of 16 bytes. Interleaving the bytes of the first half
+//! of all vectors with those of the second half moves the topmost bit of every byte's position to
+//! the bottom. Of a position in the array of elements the topmost four bits are the element's
+//! number, so four rounds bring the byte's number to the top: shuffled. log2(W) rounds more come
+//! full circle: unshuffled. One round is W interleavings, one instruction each on every x86-64.
 
 use farpage_codec::interleave;
 

@@ -1,6 +1,7 @@
 //! [`Trial`]: what a codec makes of pages, without a region and a server.
 //!
-//! The rule it keeps: the pages go through the code that regions use, so that lengths and errors are what a region would have.
+//! The rule it keeps: the pages go through the code that regions use, so that lengths and errors
+//! are what a region would have.
 
 use super::{
     Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
@@ -43,7 +44,8 @@ enum Kind {
 const SEED: u64 = 0;
 
 impl Block {
-    /// Bytes that the page takes on a server; 0 if it is one repeated value, and never more than the page has.
+    /// Bytes that the page takes on a server; 0 if it is one repeated value, and never more than
+    /// the page has.
     #[expect(clippy::len_without_is_empty, reason = "a block is no collection")]
     pub fn len(&self) -> usize {
         match &self.0 {
@@ -54,8 +56,8 @@ impl Block {
 }
 
 impl Trial {
-    /// A codec on an array of such elements and of this shape (the slowest dimension first; empty: one dimension), whose pages have `page_bytes`:
-    /// a power of two, 4 KiB to 2 MiB.
+    /// A codec on an array of such elements and of this shape (the slowest dimension first; empty:
+    /// one dimension), whose pages have `page_bytes`: a power of two, 4 KiB to 2 MiB.
     ///
     /// # Errors
     /// The codec does not fit the elements, or is one that chooses by how a program runs.

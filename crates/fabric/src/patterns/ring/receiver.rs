@@ -1,7 +1,8 @@
-//! [`RingReceiver`]: takes messages out of one sender's ring, and [`Inbox`], out of the rings of many.
+//! [`RingReceiver`]: takes messages out of one sender's ring, and [`Inbox`], out of the rings of
+//! many.
 //!
-//! The rule it keeps: what a sender placed is believed only after it was copied and checked; a ring whose sender breaks the protocol ends
-//! and the others go on.
+//! The rule it keeps: what a sender placed is believed only after it was copied and checked; a ring
+//! whose sender breaks the protocol ends and the others go on.
 
 use super::{
     Bell, CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, RingError, RingPlace, room_of,
@@ -21,8 +22,8 @@ pub struct RingReceiver {
 }
 
 impl RingReceiver {
-    /// A receiver at the place that its sender has. Clears the ring: nobody may WRITE to it yet, and a sender that had it before is
-    /// disconnected by then.
+    /// A receiver at the place that its sender has. Clears the ring: nobody may WRITE to it yet,
+    /// and a sender that had it before is disconnected by then.
     ///
     /// # Panics
     /// If the place is not in the memory, or as [`RingSender::new`](super::RingSender::new).
@@ -66,7 +67,8 @@ impl RingReceiver {
         message.resize(length as usize, 0);
         self.copy_out(self.taken + LENGTH_BYTES as u64, message);
         self.taken += room_of(length as usize) as u64;
-        // Often enough that a sender seldom runs dry, and seldom enough that the cache line stays here.
+        // Often enough that a sender seldom runs dry, and seldom enough that the cache line stays
+        // here.
         let worth_telling = self.place.capacity as u64 / 4;
         if self.taken == self.tail || self.taken - self.published >= worth_telling {
             self.publish();
@@ -134,13 +136,15 @@ impl Inbox {
         self.rings.push((sender, ring));
     }
 
-    /// Gives a sender's ring up, as when it has died. What it announced and nobody took is still in it.
+    /// Gives a sender's ring up, as when it has died. What it announced and nobody took is still in
+    /// it.
     pub fn remove(&mut self, sender: u64) -> Option<RingReceiver> {
         let at = self.rings.iter().position(|(name, _)| *name == sender)?;
         Some(self.rings.remove(at).1)
     }
 
-    /// Takes the next message of any sender and says whose it is. Senders take turns, so that none keeps others waiting. Never waits.
+    /// Takes the next message of any sender and says whose it is. Senders take turns, so that none
+    /// keeps others waiting. Never waits.
     ///
     /// # Errors
     /// A sender that broke the protocol; its ring has been removed, and the others go on.

@@ -1,7 +1,7 @@
 //! [`RingSender`]: sends without waiting for the receiver.
 //!
-//! The rule it keeps: nothing is overwritten that was not taken, and nothing is announced that was not placed. A ring that is full is a
-//! value; when to try again is left to the caller.
+//! The rule it keeps: nothing is overwritten that was not taken, and nothing is announced that was
+//! not placed. A ring that is full is a value; when to try again is left to the caller.
 
 use std::collections::VecDeque;
 
@@ -13,7 +13,8 @@ use crate::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-/// Messages are gathered up to so many bytes for one WRITE: what a network moves in a few microseconds.
+/// Messages are gathered up to so many bytes for one WRITE: what a network moves in a few
+/// microseconds.
 const SEGMENT_BYTES: usize = 16 << 10;
 
 /// Why a message was not sent. Nothing of it was, unless the connection is lost.
@@ -109,11 +110,12 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self
     }
 
-    /// Adds a message to those that travel with the next [`flush`](Self::flush). Waits for nobody; many small ones make one WRITE.
+    /// Adds a message to those that travel with the next [`flush`](Self::flush). Waits for nobody;
+    /// many small ones make one WRITE.
     ///
     /// # Errors
-    /// [`SendError`]. When the ring is [`Full`](SendError::Full), what was added before is on its way, and so is the question what the receiver
-    /// has taken.
+    /// [`SendError`]. When the ring is [`Full`](SendError::Full), what was added before is on its
+    /// way, and so is the question what the receiver has taken.
     pub fn send(&mut self, message: &[u8]) -> Result<(), SendError> {
         let (room, capacity) = (room_of(message.len()), self.place.capacity);
         if room > capacity {
@@ -200,17 +202,20 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.channel.in_flight() + self.backlog.len()
     }
 
-    /// Whether the receiver has taken all that was sent, as far as is known: [`ask`](Self::ask) finds out.
+    /// Whether the receiver has taken all that was sent, as far as is known: [`ask`](Self::ask)
+    /// finds out.
     pub fn is_taken(&self) -> bool {
         self.consumed == self.written
     }
 
-    /// Bytes for which there is room, as far as is known. A message takes 8 to 15 bytes more than its length.
+    /// Bytes for which there is room, as far as is known. A message takes 8 to 15 bytes more than
+    /// its length.
     pub fn free(&self) -> usize {
         self.place.capacity - (self.written - self.consumed) as usize
     }
 
-    /// How long a WRITE that begins at this position can become: it does not reach over the end of the ring.
+    /// How long a WRITE that begins at this position can become: it does not reach over the end of
+    /// the ring.
     fn segment_bytes(&self, position: u64) -> usize {
         let begin = (position % self.place.capacity as u64) as usize;
         SEGMENT_BYTES.min(self.place.capacity - begin)
@@ -258,8 +263,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         }
     }
 
-    /// Places the tail behind the bytes. Where WRITEs are placed in order it goes at once; elsewhere when the bytes have been placed, and one
-    /// tail after the other.
+    /// Places the tail behind the bytes. Where WRITEs are placed in order it goes at once;
+    /// elsewhere when the bytes have been placed, and one tail after the other.
     fn announce(&mut self) -> Result<(), SendError> {
         if let Some(error) = &self.dead {
             return Err(error.clone().into());
@@ -328,7 +333,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         match (completion.tag, &self.bell) {
             (TAIL, Some(bell)) => bell.ring(),
             (CREDIT, _) => {
-                // A word that was being placed is asked for again when it is needed; what was not announced cannot have been taken.
+                // A word that was being placed is asked for again when it is needed; what was not
+                // announced cannot have been taken.
                 if let Some(consumed) = unsealed(completion.buf.as_ref())
                     && consumed <= self.announced
                 {

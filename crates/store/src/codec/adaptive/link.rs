@@ -1,9 +1,12 @@
-//! What the link to the servers can do, as far as anybody had to wait for it: [`Traffic`], shared by all lanes, and [`Watch`], one lane's eye on it.
+//! What the link to the servers can do, as far as anybody had to wait for it: [`Traffic`], shared
+//! by all lanes, and [`Watch`], one lane's eye on it.
 //!
-//! The rule it keeps: **a link is only called slow for time that a lane slept through, if of what was under way when it fell asleep something still is when it looks.**
-//! Then the link had something to do all the time, so that what all lanes received meanwhile is what it carries. All other time says nothing: requests that have ended
-//! but were not looked after yet, what is asked for between waking and looking, the work that looking finds, and pauses in which nothing was asked for make any link
-//! look slow. What was never waited for needs no compression.
+//! The rule it keeps: **a link is only called slow for time that a lane slept through, if of what
+//! was under way when it fell asleep something still is when it looks.** Then the link had
+//! something to do all the time, so that what all lanes received meanwhile is what it carries. All
+//! other time says nothing: requests that have ended but were not looked after yet, what is asked
+//! for between waking and looking, the work that looking finds, and pauses in which nothing was
+//! asked for make any link look slow. What was never waited for needs no compression.
 
 use std::{
     cell::Cell,
@@ -18,15 +21,17 @@ use std::{
 const RATE_BYTES: f64 = (256 << 10) as f64;
 /// And half after so much waiting.
 const RATE_NS: f64 = 50e6;
-/// The link is thought twice as fast whenever so much time has passed without anybody waiting for it, so that a link that has become faster is found out
-/// about: what then turns out too optimistic is corrected within an epoch or two.
+/// The link is thought twice as fast whenever so much time has passed without anybody waiting for
+/// it, so that a link that has become faster is found out about: what then turns out too optimistic
+/// is corrected within an epoch or two.
 const DOUBT: Duration = Duration::from_secs(5);
 
 /// A direction: what the fields of pairs stand for.
 pub(crate) const READ: usize = 0;
 pub(crate) const WRITE: usize = 1;
 
-/// What all lanes of a cluster have moved and waited for. Counters only: signal handlers report here, too.
+/// What all lanes of a cluster have moved and waited for. Counters only: signal handlers report
+/// here, too.
 #[derive(Debug)]
 pub(crate) struct Traffic {
     began: Instant,
@@ -96,7 +101,8 @@ struct Watched {
     /// From here on something was under way, and so much had been delivered then.
     since_ns: u64,
     delivered: u64,
-    /// Since then the lane had nothing to do but wait, and of what was under way when it began to so many requests have not ended.
+    /// Since then the lane had nothing to do but wait, and of what was under way when it began to
+    /// so many requests have not ended.
     slept_on: Cell<Option<u32>>,
 }
 

@@ -1,4 +1,5 @@
-//! [`Model`]: what the last epochs would have taken with other forms, and which would have made them shortest. The module above says how and why.
+//! [`Model`]: what the last epochs would have taken with other forms, and which would have made
+//! them shortest. The module above says how and why.
 //!
 //! The rule it keeps: it only calculates. What it is told was measured elsewhere.
 
@@ -26,8 +27,8 @@ const CHEAP: f64 = 8.0;
 const MARGIN: f64 = 0.98;
 /// The pager has so many threads of a kind at most.
 const WORKERS: f64 = 4.0;
-/// Prices of a byte, in nanoseconds of processor time: nothing; then from a thousand gigabits per second and core downwards, each half as much again;
-/// and whatever it takes.
+/// Prices of a byte, in nanoseconds of processor time: nothing; then from a thousand gigabits per
+/// second and core downwards, each half as much again; and whatever it takes.
 const PRICES: usize = 24;
 
 fn price(number: usize) -> f64 {
@@ -144,8 +145,8 @@ impl Model {
         self.epochs.push_back(epoch);
     }
 
-    /// The forms that would have made the last epochs shortest, or nearly so and with less work. Before one has ended all is raw, which shows best what the link
-    /// can do.
+    /// The forms that would have made the last epochs shortest, or nearly so and with less work.
+    /// Before one has ended all is raw, which shows best what the link can do.
     pub(super) fn choose(&mut self) -> Forms {
         let mut times = [f64::INFINITY; PRICES + Form::ALL.len()];
         let count = PRICES + self.samples[0].len();
@@ -173,7 +174,8 @@ impl Model {
         self.samples[class][0].pages
     }
 
-    /// Whether a form is worth a trial in each sample of a stretch: it takes little for it to be chosen, or to try it.
+    /// Whether a form is worth a trial in each sample of a stretch: it takes little for it to be
+    /// chosen, or to try it.
     pub(super) fn is_worth_a_trial(&self, class: usize, form: usize) -> bool {
         let samples = &self.samples[class];
         let trial = |sample: &Sample| sample.encode_ns + sample.decode_ns;
@@ -189,7 +191,8 @@ impl Model {
         })
     }
 
-    /// The form of each stretch that takes least if a byte costs so much; after all prices: one form for all.
+    /// The form of each stretch that takes least if a byte costs so much; after all prices: one
+    /// form for all.
     fn candidate(&self, number: usize) -> Forms {
         if number >= PRICES {
             return [number - PRICES; CLASSES];
@@ -275,7 +278,8 @@ mod tests {
         }
     }
 
-    /// A program, its machine and its link, of which the truth is known: everything goes on at the same time, and whatever has most to do is waited for.
+    /// A program, its machine and its link, of which the truth is known: everything goes on at the
+    /// same time, and whatever has most to do is waited for.
     #[derive(Clone, Debug)]
     struct World {
         gbps: f64,
@@ -302,7 +306,8 @@ mod tests {
     }
 
     impl World {
-        /// What reading `read` pages and writing `written` takes, and of it processor time and codecs; and the bytes of each direction.
+        /// What reading `read` pages and writing `written` takes, and of it processor time and
+        /// codecs; and the bytes of each direction.
         fn run(&self, pages: [f64; 2], forms: &Forms) -> (f64, f64, f64, [f64; 2]) {
             let mut bytes = [0.0; 2];
             let mut codecs_ns = 0.0;
@@ -339,7 +344,8 @@ mod tests {
             model
         }
 
-        /// Lets the program run, and the model choose; how long all the epochs after the first ten took.
+        /// Lets the program run, and the model choose; how long all the epochs after the first ten
+        /// took.
         fn follow(&self, model: &mut Model, epochs: usize) -> f64 {
             let mut forms = [RAW; CLASSES];
             let mut total_ns = 0.0;
@@ -563,7 +569,8 @@ mod tests {
         fn no_single_form_is_faster_than_what_is_chosen(world in any_world()) {
             let took = world.follow(&mut world.model(), 150);
             let best = (0..3).map(|form| world.with(form, 150)).fold(f64::INFINITY, f64::min);
-            // Of 3000 such worlds 4 stay below 0.97, for as long as it takes to learn; on average it is 1.04.
+            // Of 3000 such worlds 4 stay below 0.97, for as long as it takes to learn; on average
+            // it is 1.04.
             prop_assert!(took <= best / 0.93, "{} of the best", best / took);
         }
     }
