@@ -1,8 +1,8 @@
-//! Sixteen bytes with sixteen others, byte by byte. Compilers do not find the instruction in plain
-//! code, which runs at a fifth of the speed.
+//! Interleaves sixteen bytes with sixteen others, by one instruction. Compilers do not find it in
+//! plain code, which runs at a fifth of the speed.
 
-/// The bytes of `first` at even places and those of `second` at odd ones; the first half and the
-/// second.
+/// Interleaves `first` (even places) and `second` (odd places). Returns the first and the second
+/// sixteen bytes of the result.
 #[inline(always)]
 pub fn interleave(first: [u8; 16], second: [u8; 16]) -> [[u8; 16]; 2] {
     #[cfg(target_arch = "x86_64")]

@@ -1,8 +1,8 @@
-//! What codecs need unsafe code for, behind safe functions: the C libraries of ZFP and LZ4, and an
+//! Safe functions over what codecs need unsafe code for: the C libraries of ZFP and LZ4, and an
 //! instruction that compilers do not find.
 //!
-//! The rule it keeps: no input makes anything here read or write outside its memory. Which codec,
-//! for which page, is left to the store.
+//! The rule it keeps: no input makes anything here read or write outside its memory. The store
+//! decides which codec serves which page.
 
 mod interleave;
 mod lz4;

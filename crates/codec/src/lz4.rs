@@ -3,7 +3,8 @@
 
 use std::ffi::c_char;
 
-/// Decodes a block into exactly `plain.len()` bytes; false if it is none of that length.
+/// Decodes `block` into exactly `plain.len()` bytes. Returns false if it is no block of that
+/// length.
 pub fn unlz4(block: &[u8], plain: &mut [u8]) -> bool {
     let (Ok(block_bytes), Ok(plain_bytes)) =
         (i32::try_from(block.len()), i32::try_from(plain.len()))

@@ -1,11 +1,11 @@
-//! ZFP on small pieces of numbers, behind a safe interface: [`Zfp`].
+//! [`Zfp`]: the ZFP library on small pieces of numbers, behind a safe interface.
 //!
 //! The rule it keeps: **no input makes it read or write outside its memory.** The library checks no
-//! bounds. It writes at most what `zfp_stream_maximum_size` says, so that is looked at before each
-//! call; it reads at most as much, also from a damaged block (each of its blocks ends at a number
-//! of bits that does not depend on the data), so a block is decoded from a buffer of that length
-//! that ends in zeros. Whether a decoded block is what was encoded, and how large the error is, is
-//! left to the caller.
+//! bounds. It writes at most `zfp_stream_maximum_size` bytes, so that size is checked before each
+//! call. It reads at most as many, even from a damaged block, because each block ends at a number
+//! of bits that does not depend on the data. So a block is decoded from a buffer of that size that
+//! ends in zeros. The caller checks that a decoded block is what was encoded, and how large the
+//! error is.
 //!
 //! One thread encodes one page at a time: the library's own threads (OpenMP, CUDA) are not built.
 
@@ -13,8 +13,8 @@ use std::{ffi::c_void, ptr, slice};
 
 use zfp_sys as sys;
 
-/// What is kept of the values. What the figures mean is the [library's
-/// documentation](https://zfp.readthedocs.io/en/release1.0.1/modes.html) to tell.
+/// What is kept of the values, in the terms of the [library's
+/// documentation](https://zfp.readthedocs.io/en/release1.0.1/modes.html).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Mode {
     /// Bits per value.
@@ -54,15 +54,14 @@ numbers!(
     i64 = zfp_type_zfp_type_int64
 );
 
-/// Words behind the longest block: the library looks one ahead.
+/// Words behind the longest block, because the library reads one ahead.
 const SPARE_WORDS: usize = 2;
 
-/// Encodes and decodes, with a buffer and a stream that are made once: afterwards no call
-/// allocates.
+/// Encodes and decodes with one buffer and one stream. No call allocates after [`new`](Self::new).
 pub struct Zfp {
     stream: *mut sys::zfp_stream,
     bits: *mut sys::bitstream,
-    /// Owned; only touched through this pointer, since the stream has it too.
+    /// Owned. Touched through this pointer only, since the stream has it, too.
     buffer: *mut [u64],
 }
 
@@ -71,11 +70,11 @@ pub struct Zfp {
 unsafe impl Send for Zfp {}
 
 impl Zfp {
-    /// For pages of up to `bytes` bytes, however they are cut.
+    /// A coder for pages of up to `bytes` bytes, cut into any pieces.
     pub fn new(bytes: usize) -> Self {
-        // The worst that pieces of at least four in each of their dimensions come to: five values
-        // become eight, three times; and an `f32` that does not compress takes 39 bits. (A piece
-        // that needs more is refused, not written.) Untouched memory costs nothing.
+        // The worst case for pieces of at least four values in each dimension: five values become
+        // eight, in three dimensions, and an incompressible `f32` takes 39 bits. A piece that needs
+        // more is refused. Untouched memory costs nothing.
         let words = bytes.div_ceil(8) * 5 + 1024 + SPARE_WORDS;
         let buffer = Box::into_raw(vec![0u64; words].into_boxed_slice());
         // SAFETY: the buffer is as long as said and lives until the stream is closed in `drop`; the
@@ -92,8 +91,8 @@ impl Zfp {
         }
     }
 
-    /// Encodes values that are cut into pieces; the block is there until the next call. `None` if
-    /// it would not fit its buffer.
+    /// Encodes `values`, cut into `pieces`. The block is valid until the next call. `None` if it
+    /// would not fit the buffer.
     ///
     /// # Panics
     /// If the pieces do not cover the values.
@@ -121,7 +120,7 @@ impl Zfp {
     }
 
     /// Decodes a block that [`encode`](Self::encode) made in the same mode with the same pieces.
-    /// False, or anything at all in `values`, if it is none.
+    /// For any other block it returns false, or leaves arbitrary numbers in `values`.
     ///
     /// # Panics
     /// If the pieces do not cover the values.
@@ -162,7 +161,8 @@ impl Zfp {
         .is_some()
     }
 
-    /// Calls the library for each piece; how long the stream is then. `None` if it refuses.
+    /// Calls the library for each piece. Returns the stream's length, or `None` if the library
+    /// refuses.
     fn each<N: Number>(
         &mut self,
         mode: Mode,
@@ -183,7 +183,7 @@ impl Zfp {
         Some(bytes)
     }
 
-    /// How long a block can become at most; `None` if that does not fit the buffer.
+    /// The longest that a block can become, in words. `None` if that does not fit the buffer.
     fn longest_words<N: Number>(
         &mut self,
         mode: Mode,
@@ -356,8 +356,8 @@ mod tests {
             prop_assert_eq!(back, values);
         }
 
-        /// A coder that held another block gives what a new one gives: nothing beside the block is
-        /// read. Nothing beside the values is written.
+        /// A coder that held another block before gives what a new one gives: it reads nothing
+        /// beside the block and writes nothing beside the values.
         #[test]
         fn arbitrary_bytes_decode_to_what_they_alone_say(
             block in prop::collection::vec(any::<u8>(), 0..3000), x in 1usize..40, y in 1usize..10, z in 1usize..5, mode in 0usize..4,

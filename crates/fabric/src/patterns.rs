@@ -5,7 +5,7 @@
 //! fabric. After Yamabe, "RDMA programming design and case studies".
 //!
 //! - [`CompletionEngine`]: waits for the operations of one channel or of many, by polling, by
-//!   events, or by what has paid off lately.
+//!   events, or by whichever has paid off lately.
 //! - [`RingSender`], [`RingReceiver`], [`Inbox`]: messages that senders WRITE into the receiver's
 //!   memory without waiting for it.
 

@@ -1,14 +1,14 @@
 //! Registered memory that is reused explicitly: [`RegPool`] and its buffers, [`RegBuf`].
 //!
 //! The rule it keeps: registered memory has an owner that outlives its registration. Slabs are
-//! mapped, registered once and kept; buffers are carved from them, move into operations and come
-//! back with their completions, and return to the pool when they are dropped. The same type serves
-//! fabrics without an adapter, so nobody above asks which fabric it is on.
+//! mapped, registered once and kept. Buffers are carved from them, move into operations, come back
+//! with their completions, and return to the pool when they are dropped. The same type serves
+//! fabrics without an adapter, so no caller asks which fabric it is on.
 //!
-//! Why not a cache of registrations by address, as message-passing libraries have: memory that is
-//! freed and mapped again has the old address and other pages, and the adapter goes on writing to
-//! the old ones (Levy et al., "The Case for Explicit Reuse Semantics for RDMA Communication"). Here
-//! that cannot be said. A buffer that is in an operation is out of reach:
+//! Message-passing libraries cache registrations by address instead. Memory that is freed and
+//! mapped again has the old address and other pages, and the adapter goes on writing to the old
+//! ones (Levy et al., "The Case for Explicit Reuse Semantics for RDMA Communication"). Here the
+//! compiler refuses such a program. A buffer that is in an operation is out of reach:
 //!
 //! ```compile_fail,E0382
 //! # use farpage_fabric::{ExtentId, Op, Verb, regmem::{RegPool, RegPoolOptions}};
@@ -19,8 +19,8 @@
 //! # drop(op);
 //! ```
 //!
-//! and memory that was imported cannot be freed, resized or mapped anew under its registration,
-//! neither by its former owner
+//! Imported memory cannot be freed, resized or mapped anew while it is registered, neither by its
+//! former owner
 //!
 //! ```compile_fail,E0382
 //! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
@@ -31,7 +31,7 @@
 //! # drop(buf);
 //! ```
 //!
-//! nor by somebody who has only lent it:
+//! nor by somebody who only lent it:
 //!
 //! ```compile_fail,E0597
 //! # use farpage_fabric::regmem::{RegPool, RegPoolOptions};
@@ -75,11 +75,11 @@ type Registrars = Arc<[Arc<dyn Registrar>]>;
 /// Who may use registered memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Access {
-    /// Operations of this process only: a peer that guesses a key cannot reach it.
+    /// Operations of this process only. A peer that guesses a key cannot reach the memory.
     #[default]
     Local,
-    /// Peers too, by READ, WRITE and atomics. Its bytes may change at any time: touch them by raw
-    /// pointers only.
+    /// Peers, too, by READ, WRITE and atomics. The bytes may change at any time: touch them through
+    /// raw pointers only.
     Remote,
 }
 
@@ -107,7 +107,7 @@ pub enum RegError {
         /// What to do, if that is known.
         advice: String,
     },
-    /// The pool's own cap.
+    /// The pool would exceed its cap.
     #[error(
         "registered memory is at its cap: {asked_bytes} more bytes do not fit into {bytes_max}, of which {used_bytes} are taken; drop \
          buffers of this size, or raise `bytes_max`"
@@ -124,7 +124,7 @@ pub enum RegError {
 
 /// A buffer in registered memory. Goes back to its pool when it is dropped.
 pub struct RegBuf {
-    /// Exclusively this buffer's, and valid as long as `home`.
+    /// This buffer's alone, and valid as long as `home`.
     memory: NonNull<[u8]>,
     pool: Arc<Inner>,
     home: Home,
@@ -158,9 +158,9 @@ impl RegBuf {
         }
     }
 
-    /// What the memory that the buffer lies in is called in this protection domain; the address is
-    /// the buffer's own. The memory is registered now if its pool is lazy and it was not yet.
-    /// `None`: the pool does not serve the domain.
+    /// The keys of the buffer's memory in protection domain `domain`; the address is the buffer's
+    /// own. A lazy pool registers the memory now if it was not registered yet. `None`: the pool
+    /// does not serve the domain.
     ///
     /// # Errors
     /// [`RegError::Register`], only from a lazy pool.
@@ -172,8 +172,8 @@ impl RegBuf {
         registered.keys(domain, &self.pool.registrations)
     }
 
-    /// The first byte's address: what an adapter is told, and how memory that peers write to is
-    /// touched. Valid until the buffer is dropped.
+    /// The address of the first byte, for adapters, and for touching memory that peers write to.
+    /// Valid until the buffer is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.as_ptr().cast()
     }

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
 
-/// The protocol spoken by this build. A peer with another number is turned away. Raised with every
-/// change of what either side says; the tests of this module and of [`data`](crate::data) pin the
-/// bytes of all of it.
+/// The protocol version of this build. A peer with another one is turned away. Every change of a
+/// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
+/// messages.
 pub const VERSION: u16 = 4;
 
 /// First bytes of every connection, in both directions.
@@ -116,8 +116,7 @@ impl Hello {
     /// Reads a peer's hello.
     ///
     /// # Errors
-    /// Another protocol, another version (told apart before anything else is looked at), or a
-    /// malformed rest.
+    /// Another protocol, another version (checked before the rest), or a malformed rest.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, ControlDecodeError> {
         if bytes[..8] != MAGIC {
             return Err(ControlDecodeError::NotFarpage);
@@ -141,7 +140,7 @@ impl Hello {
     }
 }
 
-/// What a client asks for. On a data connection only [`Attach`](Self::Attach) is said, once.
+/// A client's request. A data connection has one, its [`Attach`](Self::Attach).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
     /// Begins a session, or resumes one after its connection was lost. First on a control
@@ -163,9 +162,9 @@ pub enum Request {
         /// Which of the session's connections this one takes the place of. The client numbers them.
         line: u64,
     },
-    /// The client lives.
+    /// Renews the leases: the client is alive.
     Renew,
-    /// The session is over: the server frees what it held.
+    /// Ends the session. The server frees what it held.
     Goodbye,
     /// Leases zeroed memory.
     Grant {
@@ -198,10 +197,10 @@ pub enum Request {
         /// Whose it is, where the operator removes another's.
         owner: Option<PublicKey>,
     },
-    /// Asks for figures. May be the first and only request on a control connection: it needs no
-    /// session.
+    /// Asks for the server's figures. Needs no session: it may be the first and only request on a
+    /// control connection.
     Stat,
-    /// What the client keeps in its extents now, for the figures.
+    /// Tells what the client keeps in its extents now, for the server's figures.
     Hold {
         /// Bytes of its pages.
         plain_bytes: u64,
@@ -250,7 +249,7 @@ pub enum Response {
         session: SessionId,
         /// Proof for later connections.
         secret: Secret,
-        /// The session ends when it is not renewed for so long.
+        /// The session ends when it is not renewed for this long.
         lease_ms: u64,
     },
     /// Done, with nothing to say.
@@ -301,13 +300,12 @@ pub struct Lease {
     pub bytes: u64,
 }
 
-/// Where an adapter finds an extent and what opens it, in the meaning of the InfiniBand
-/// specification.
+/// An extent's address and key for an adapter, in the meaning of the InfiniBand specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteKey {
-    /// Of the extent's first byte.
+    /// The address of the extent's first byte.
     pub address: u64,
-    /// Opens it, for the session that it was told to, until the lease ends.
+    /// The key. It opens the extent for this session only, until the lease ends.
     pub rkey: u32,
 }
 
@@ -315,7 +313,7 @@ pub struct RemoteKey {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Refusal {
-    /// Capacity: the session goes on.
+    /// The server lacks room. The session goes on.
     #[error("{asked} bytes asked for, {available} available")]
     Full {
         /// Bytes asked for.
@@ -367,7 +365,7 @@ pub fn encode<T: Serialize>(message: &T) -> Result<Vec<u8>, ControlDecodeError> 
     Ok(frame)
 }
 
-/// How many bytes follow a frame's prefix.
+/// The number of bytes that follow a frame's prefix.
 ///
 /// # Errors
 /// [`ControlDecodeError::TooLong`] when that exceeds `limit`, before anything is read or allocated.
@@ -423,7 +421,7 @@ mod tests {
         );
     }
 
-    /// Whoever finds this failing has changed the protocol: see [`VERSION`].
+    /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
         assert_eq!(VERSION, 4);

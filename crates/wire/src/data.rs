@@ -1,12 +1,12 @@
 //! The data connection: fixed little-endian headers of READs, WRITEs and atomics and of their
 //! answers.
 //!
-//! The rule it keeps: one side always knows where the other's next bytes go, so that payloads are
-//! received straight into memory. A client sends **batches**: the headers of up to [`MAX_BATCH`]
-//! operations, each saying how many follow it, then, in their order, the payloads of the WRITEs and
-//! the operands of the atomics among them. The server answers in the order of the operations: a
-//! header each, a READ's followed by its payload, an atomic's by the old value. After an answer
-//! other than [`Status::Ok`] the server closes the connection.
+//! The rule it keeps: each side always knows where the next bytes go, so payloads are received
+//! straight into memory. A client sends **batches**. A batch begins with the headers of up to
+//! [`MAX_BATCH`] operations; each says how many follow it. Then come the payloads of WRITEs and the
+//! operands of atomics, in the order of the headers. The server answers in the same order: a header
+//! each, followed by a READ's payload or by an atomic's old value. After an answer other than
+//! [`Status::Ok`] the server closes the connection.
 
 use crate::ExtentId;
 
@@ -46,23 +46,23 @@ pub enum OpKind {
     CompareSwap,
 }
 
-/// What happens to a word of remote memory in one step, which nobody sees half done. The word's
-/// bytes are a little-endian number.
+/// A change of a word of remote memory that nobody sees half done. The word is a little-endian
+/// number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Atomic {
-    /// Adds this, wrapping.
+    /// Adds the number, wrapping.
     FetchAdd(u64),
-    /// Becomes `new` where it was `expected`, and stays as it is otherwise.
+    /// Replaces `expected` by `new`; leaves any other value alone.
     CompareSwap {
-        /// What the word has to be.
+        /// The value that is replaced.
         expected: u64,
-        /// What it becomes.
+        /// The value that replaces it.
         new: u64,
     },
 }
 
 impl Atomic {
-    /// Its kind on the wire.
+    /// The kind of operation on the wire.
     pub fn kind(&self) -> OpKind {
         match self {
             Self::FetchAdd(_) => OpKind::FetchAdd,
@@ -85,8 +85,7 @@ impl Atomic {
 }
 
 impl OpKind {
-    /// The atomic that an operation of this kind with these operands is; `None` of READ and WRITE,
-    /// which have none.
+    /// The atomic of this kind with `operands`. `None` for READ and WRITE.
     pub fn atomic(self, operands: &[u8; OPERAND_BYTES]) -> Option<Atomic> {
         let (first, second) = (u64_at(operands, 0), u64_at(operands, 8));
         match self {
@@ -106,17 +105,17 @@ impl OpKind {
 /// following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset u64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpHeader {
-    /// What is to be done.
+    /// The operation.
     pub kind: OpKind,
     /// How many headers of the same batch come after this one.
     pub following: u16,
     /// Counts the operations of a connection, from 0, wrapping; the answer repeats it.
     pub sequence: u32,
-    /// How many bytes.
+    /// Bytes to move.
     pub len: u32,
-    /// Which extent.
+    /// The extent.
     pub extent: ExtentId,
-    /// Where in the extent.
+    /// The first byte's offset in the extent.
     pub offset: u64,
 }
 
@@ -125,7 +124,7 @@ pub struct OpHeader {
 pub enum Status {
     /// The bytes moved.
     Ok,
-    /// The address is not in a lease of this client, or an atomic's no multiple of 8.
+    /// The range is not in a lease of this client, or an atomic's offset is no multiple of 8.
     Refused,
 }
 
@@ -187,7 +186,8 @@ impl OpHeader {
         bytes
     }
 
-    /// Whether it may begin where it does: atomics at multiples of [`WORD_BYTES`], others anywhere.
+    /// Whether the offset is allowed: an atomic's is a multiple of [`WORD_BYTES`], others begin
+    /// anywhere.
     pub fn is_aligned(&self) -> bool {
         match self.kind {
             OpKind::Read | OpKind::Write => true,
@@ -200,8 +200,8 @@ impl OpHeader {
     /// Reads a header.
     ///
     /// # Errors
-    /// Anything that no client of this version sends. Whether the range is leased and aligned is
-    /// for the server to find out.
+    /// Anything that no client of this version sends. The server checks whether the range is leased
+    /// and aligned.
     pub fn decode(bytes: &[u8; OP_HEADER_BYTES]) -> Result<Self, DataDecodeError> {
         if u32_at(bytes, 0) != OP_MAGIC {
             return Err(DataDecodeError::Magic);

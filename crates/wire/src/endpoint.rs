@@ -35,8 +35,8 @@ pub enum Endpoint {
         /// Port; 0 asks a listener for any free one.
         port: u16,
     },
-    /// `auto://host:7400`: for clients, rdma where that works and tcp where it does not; which of
-    /// them is said, and why.
+    /// `auto://host:7400`: for clients: rdma where that works, else tcp. The client's log says
+    /// which, and why.
     Auto {
         /// Name or address.
         host: String,
@@ -47,7 +47,7 @@ pub enum Endpoint {
     Sim(u64),
 }
 
-/// Why a text is no endpoint.
+/// Text that is no endpoint.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{text}` is not an endpoint: {reason}; write shm:///run/farpage.sock, tcp://host:7400, rdma://host:7400, auto://host:7400 or sim:seed"

@@ -27,9 +27,9 @@ pub struct ServerStat {
     pub bytes_read: u64,
     /// Payload bytes of WRITEs served through the server's CPU (none over shared memory and RDMA).
     pub bytes_written: u64,
-    /// Bytes of the pages that connected clients keep here, as their programs see them; told with
-    /// every renewal of a lease.
+    /// Bytes of the pages that connected clients keep here, before compression. Clients report it
+    /// with every renewal of a lease.
     pub logical_bytes: u64,
-    /// Bytes that these pages take.
+    /// Bytes that these pages take on the server.
     pub stored_bytes: u64,
 }

@@ -1,12 +1,12 @@
-//! [`CompletionEngine`]: waits for the end of operations, and [`Waiter`], how one waits.
+//! [`CompletionEngine`] waits for operations to end; [`Waiter`] is the way of waiting.
 //!
-//! The rule it keeps: nothing that ends is missed. Notification is one-shot, so before a sleep it
-//! is armed first and looked once more afterwards: what ended in between would wake nobody.
+//! The rule it keeps: no completion is missed. Notification is one-shot: an operation that ended
+//! before it was armed wakes nobody. So a waiter arms it, polls once more, and only then sleeps.
 //!
-//! One thread that serves many connections opens them with [`CompletionEngine::open`], which lets
-//! them share a completion queue: one look finds what has ended on any of them, and there is one
-//! descriptor to sleep on. Workers that each serve their own have an engine each. What shares a
-//! queue belongs to one engine and cannot be taken apart: two threads at one queue would take each
+//! One thread that serves many connections opens them with [`CompletionEngine::open`], so that they
+//! share a completion queue: one poll finds what has ended on any of them, and there is one
+//! descriptor to sleep on. Workers that serve connections of their own have an engine each.
+//! Channels that share a queue stay in one engine, because two threads at one queue would take each
 //! other's wake-ups.
 
 use std::{
@@ -28,35 +28,34 @@ use crate::{
     channel::{Alone, Group},
 };
 
-/// Nobody spins for longer: it is several times what waking a thread takes, and what ends later is
-/// not worth a core.
+/// The longest spin: several times what waking a thread takes. Longer waits are not worth a core.
 const SPIN_MAX: Duration = Duration::from_micros(50);
-/// Polls between two looks at the clock, after which the core is offered to others: who is waited
-/// for may need it.
+/// Polls between two looks at the clock. The core is yielded then, because the thread that is
+/// waited for may need it.
 const POLLS: u32 = 64;
 
 /// How a thread waits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Waiting {
-    /// Looks again and again: least latency, one core.
+    /// Polls without end: least latency, one core.
     Poll,
     /// Sleeps until it is woken.
     Event,
-    /// Looks for twice as long as it took lately, then sleeps; sleeps at once when it took longer
-    /// than spinning is worth.
+    /// Polls for twice as long as recent waits took, then sleeps. Sleeps at once when they took
+    /// longer than spinning is worth.
     #[default]
     Adaptive,
 }
 
-/// What can be waited for.
+/// Something that can be waited for.
 pub trait Source {
-    /// What comes of it.
+    /// What waiting returns.
     type Item;
-    /// What there is now.
+    /// Takes an item if there is one now.
     fn poll(&mut self) -> Option<Self::Item>;
-    /// Sees to it that [`sleep`](Self::sleep) returns when something happens from now on.
+    /// Makes [`sleep`](Self::sleep) return on whatever happens from now on.
     fn arm(&mut self);
-    /// Sleeps until something may have happened since [`arm`](Self::arm), or until this time.
+    /// Sleeps until something may have happened since [`arm`](Self::arm), or until `until`.
     ///
     /// # Errors
     /// What the system says.
@@ -67,12 +66,12 @@ pub trait Source {
 #[derive(Clone, Debug, Default)]
 pub struct Waiter {
     waiting: Waiting,
-    /// How long waits took lately: each counts an eighth.
+    /// The average of recent waits; each new one counts an eighth.
     recent: Duration,
 }
 
 impl Waiter {
-    /// Has learnt nothing yet.
+    /// A waiter that has learnt nothing yet.
     pub fn new(waiting: Waiting) -> Self {
         Self {
             waiting,
@@ -80,10 +79,10 @@ impl Waiter {
         }
     }
 
-    /// Waits until the source has something. `None`: this time has come first.
+    /// Waits until the source has an item. `None`: `until` came first.
     ///
     /// # Errors
-    /// What the source says when it is to sleep.
+    /// The source's error from sleeping.
     pub fn wait<S: Source>(
         &mut self,
         source: &mut S,
@@ -149,7 +148,7 @@ pub struct CompletionEngine<B> {
 
 struct Queues<B> {
     groups: Vec<Group<B>>,
-    /// Of each channel: its group, and its place there.
+    /// By channel: its group, and its index in the group.
     places: Vec<(usize, usize)>,
 }
 
@@ -165,7 +164,7 @@ impl<B: Buf> CompletionEngine<B> {
         }
     }
 
-    /// Takes a channel in, with the queue that it has; returns its number, counted from 0.
+    /// Adds a channel with the queue that it has. Returns its number, counted from 0.
     pub fn add(&mut self, channel: Box<dyn Channel<B>>) -> usize {
         let number = self.queues.places.len();
         self.queues.places.push((self.queues.groups.len(), 0));
@@ -176,17 +175,17 @@ impl<B: Buf> CompletionEngine<B> {
         number
     }
 
-    /// Opens a channel of each of these sessions, among which one may stand several times, and
-    /// takes them in; returns their numbers, in the same order.
+    /// Opens a channel of each of `sessions` and adds it. A session may be listed several times.
+    /// Returns the channels' numbers, in the same order.
     ///
     /// Over RDMA, channels through one adapter share a completion queue, which has room for all
-    /// that they may have in flight. A channel that dies ends its own operations alone. Where there
-    /// is no adapter there is nothing to share, nor behind a [`Link`](crate::Link): each has its
-    /// own queue then, and all else is the same.
+    /// that they may have in flight. A channel that dies ends its own operations alone. Without an
+    /// adapter, and behind a [`Link`](crate::Link), each channel has a queue of its own; all else
+    /// is the same.
     ///
     /// # Errors
-    /// [`ConnectError`], within the deadlines of the sessions' options: also when the adapter's
-    /// queues are too small for so many. The engine is as it was then.
+    /// [`ConnectError`], within the deadlines of the sessions' options, also when the adapter's
+    /// queues are too small for so many channels. The engine is then as it was before.
     pub fn open(&mut self, sessions: &[Arc<Session>]) -> Result<Range<usize>, ConnectError> {
         let groups = Session::channels(sessions)?;
         let first = self.queues.places.len();
@@ -202,7 +201,7 @@ impl<B: Buf> CompletionEngine<B> {
         Ok(numbers)
     }
 
-    /// Posts on the channel of this number.
+    /// Posts `op` on the channel of this number.
     ///
     /// # Errors
     /// [`Busy`] with the operation when its queue is full.
@@ -214,14 +213,14 @@ impl<B: Buf> CompletionEngine<B> {
         self.queues.groups[group].channels.post(place, op)
     }
 
-    /// Operations of all channels that have not ended.
+    /// Operations that have not ended, over all channels.
     pub fn in_flight(&self) -> usize {
         let groups = self.queues.groups.iter();
         groups.map(|group| group.channels.in_flight()).sum()
     }
 
-    /// Appends what has ended, with the number of its channel; waits until something has or this
-    /// time has come. Returns at once when nothing is in flight.
+    /// Waits until an operation has ended or `until` has come, and appends what has ended to
+    /// `done`, with the number of its channel. Returns at once when nothing is in flight.
     ///
     /// # Errors
     /// What the system says about sleeping.
@@ -253,7 +252,7 @@ impl<B: Buf> Source for Queues<B> {
         (!ended.is_empty()).then_some(ended)
     }
 
-    /// A channel whose completions have to be armed does so when it is asked what to sleep on.
+    /// Asking a channel what to sleep on arms its completions.
     fn arm(&mut self) {
         for group in &self.groups {
             group.channels.wait();
@@ -275,7 +274,7 @@ impl<B: Buf> Source for Queues<B> {
     }
 }
 
-/// Sleeps until one of them is ready, or until this time. A signal ends the sleep too.
+/// Sleeps until one of `fds` is ready, or until `until`. A signal ends the sleep, too.
 pub(super) fn sleep_on(fds: &mut [PollFd<'_>], until: Option<Instant>) -> io::Result<()> {
     let timeout =
         until.map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));

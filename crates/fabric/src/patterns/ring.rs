@@ -1,25 +1,25 @@
-//! Messages through rings of memory at the receiver: senders WRITE into it and do not wait for
-//! anybody.
+//! Messages through rings: senders WRITE into the receiver's memory and wait for nobody.
 //!
-//! The rule it keeps: each sender has a ring of its own, so one that dies, or lies, harms nobody
-//! else. What the receiver reads was announced after it was placed: the bytes go first, and the
-//! position up to which they are valid follows in a WRITE of its own.
+//! The rule it keeps: each sender has a ring of its own, so a sender that dies or lies harms nobody
+//! else. The receiver reads only bytes that are complete: one WRITE places them, and a second one
+//! behind it places the position up to which they are valid.
 //!
-//! A ring lies in memory that its sender can WRITE and READ and that its receiver owns, be it an
-//! extent or a registered buffer:
+//! A ring lies in memory that its receiver owns and its sender can WRITE and READ, an extent or a
+//! registered buffer:
 //!
 //! ```text
 //!   0  tail: how many bytes were sent, ever       WRITten by the sender
 //!  64  consumed: how many of them are taken       READ by the sender when its credits are used up
-//! 128  `capacity` bytes: messages, each behind its length (8 bytes), padded to 8; position p lies at p modulo capacity
+//! 128  messages in `capacity` bytes, each behind its length (8 bytes) and padded to 8;
+//!      position p lies at p modulo `capacity`
 //! ```
 //!
-//! Tail and consumed are followed by a check value each: a word that is placed byte by byte is not
-//! taken for a position. Arrival is noticed by looking at the tail. A receiver that sleeps instead
-//! is woken by a [`Bell`], which its senders ring when the tail has been placed, or, from another
-//! host, by the WRITE of the tail itself where that can carry immediate data
-//! ([`Channel::post_notifying`](crate::Channel::post_notifying)), as between the ends of a control
-//! connection over RDMA.
+//! A check value follows each of tail and consumed, because a word may be placed byte by byte. A
+//! receiver notices messages by looking at the tail. A receiver that sleeps is woken by a [`Bell`],
+//! which its senders ring when the tail has been placed. A sender on another host wakes it by the
+//! WRITE of the tail itself, where that can carry immediate data
+//! ([`Channel::post_notifying`](crate::Channel::post_notifying)), as on a control connection over
+//! RDMA.
 
 mod receiver;
 mod sender;
@@ -45,7 +45,7 @@ use crate::{
     regmem::RegBuf,
 };
 
-/// What lies before the messages: a cache line for each side.
+/// Bytes before the messages: a cache line for each side.
 pub(crate) const HEADER_BYTES: usize = 128;
 const CONSUMED_AT: usize = 64;
 /// A position and its check.
@@ -53,7 +53,7 @@ const WORD_BYTES: usize = 16;
 /// A message's length.
 const LENGTH_BYTES: usize = 8;
 
-/// Where a ring is, as its sender sees it; the receiver's side of it is the same offset in its own
+/// Where a ring is, as its sender sees it. The receiver finds it at the same offset in its own
 /// memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingPlace {
@@ -81,7 +81,7 @@ impl RingPlace {
     }
 }
 
-/// What a sender did that no sender of this version does. Its ring is not to be used any more.
+/// A sender broke the protocol. Its ring must not be used any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the sender of a ring of {capacity} bytes broke its protocol: {detail}; drop the ring and its connection"
@@ -91,9 +91,9 @@ pub struct RingError {
     detail: String,
 }
 
-/// Memory that peers WRITE into, kept mapped as long as this or a clone lives. Its bytes change at
-/// any time, so that no reference to them is ever made: they are copied through bounds-checked raw
-/// pointers, and words through atomics.
+/// Memory that peers WRITE into, mapped as long as this or a clone lives. Its bytes may change at
+/// any time, so no reference to them is ever made: bytes are copied through bounds-checked raw
+/// pointers, words through atomics.
 #[derive(Clone)]
 pub struct Landing {
     start: *mut u8,
@@ -115,7 +115,7 @@ impl Landing {
         }
     }
 
-    /// An extent at its server, whoever it is leased to.
+    /// An extent, at its server, whichever client has its lease.
     ///
     /// # Errors
     /// Its lease has ended, or it cannot be mapped.
@@ -148,15 +148,16 @@ impl Landing {
         unsafe { AtomicU64::from_ptr(at) }
     }
 
-    /// A position that the peer placed, or nothing if it is being placed right now. What was placed
-    /// before it can be seen afterwards.
+    /// A position that the peer placed, or `None` while it is being placed. After it, the bytes
+    /// that were placed before it can be read.
     fn load(&self, offset: usize) -> Option<u64> {
         let position = self.word(offset).load(Ordering::Acquire);
         let check = self.word(offset + 8).load(Ordering::Acquire);
         (check == check_of(position)).then_some(position)
     }
 
-    /// Places a position for the peer. What was done before can be relied on by whoever sees it.
+    /// Places a position for the peer. Whoever sees it also sees everything that was written
+    /// before.
     fn store(&self, offset: usize, position: u64) {
         self.word(offset).store(position, Ordering::Release);
         self.word(offset + 8)
@@ -176,7 +177,7 @@ impl Landing {
 pub struct Bell(Arc<EventFd>);
 
 impl Bell {
-    /// A bell that was not rung.
+    /// A bell that has not been rung.
     ///
     /// # Errors
     /// What the system says: no descriptors left.
@@ -185,15 +186,15 @@ impl Bell {
         Ok(Self(Arc::new(EventFd::from_flags(flags)?)))
     }
 
-    /// Wakes who sleeps on it, or who does so next.
+    /// Wakes the thread that sleeps on it, or the next one that would sleep.
     pub fn ring(&self) {
-        // It can only fail when it was rung 2^64 times and nobody listened.
+        // It fails only after 2^64 rings that nobody heard.
         let _ = self.0.write(1);
     }
 
-    /// Forgets that it was rung.
+    /// Clears the ring.
     pub fn hush(&self) {
-        // It fails when it was not rung, which is what is wanted.
+        // It fails if the bell was not rung: then there is nothing to clear.
         let _ = self.0.read();
     }
 }
@@ -204,9 +205,9 @@ impl AsFd for Bell {
     }
 }
 
-/// What follows a position, so that one half of which is old is not taken for one. Zero for zero,
-/// so that zeroed memory is a ring. The finaliser of MurmurHash3: a bijection whose output bits all
-/// depend on all input bits.
+/// The check value of a position: a word that is half old and half new does not match it. It is
+/// zero for zero, so that zeroed memory is an empty ring. The finaliser of MurmurHash3: a bijection
+/// in which each output bit depends on all input bits.
 fn check_of(position: u64) -> u64 {
     let x = (position ^ (position >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     let x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);

@@ -1,13 +1,13 @@
 //! [`RegPool`]: buffers carved from slabs that are registered once.
 //!
 //! The rule it keeps: a piece of a slab is in one place, either in a [`RegBuf`] or in one cache.
-//! Pieces keep their size class for ever: nothing is merged, nothing is given back before the pool
-//! ends, so that after a while nothing is made or registered any more. The downside: pieces of one
-//! class do not help out another, so a pool's memory is the sum of each class's peak.
+//! Pieces keep their size class for ever. Nothing is merged or given back before the pool ends, so
+//! after warm-up nothing is registered any more. The downside: pieces of one class cannot serve
+//! another, so a pool's memory is the sum of each class's peak.
 //!
-//! Threads have caches of their own (beyond [`CACHES`] they share), each behind a lock that only a
-//! thread whose cache is empty ever contends: it takes half of what another one has. The locks are
-//! the standard library's, which never allocate.
+//! Threads have caches of their own; beyond [`CACHES`] threads they share. Each cache has a lock.
+//! Only a thread whose own cache is empty contends for another's, and takes half of its pieces. The
+//! locks are the standard library's, which never allocate.
 
 use std::{
     array, fmt,
@@ -27,27 +27,26 @@ use super::{
 /// The longest buffer.
 pub const MAX_BUF_BYTES: usize = 1 << 30;
 
-/// The smallest class is above this. Sizes are multiples of a cache line, so that no two buffers
-/// share one.
+/// Classes are larger than this. Sizes are multiples of a cache line, so that no two buffers share
+/// one.
 const CLASS_BYTES_MIN: usize = 256;
 /// Classes per doubling: at most a fifth of a buffer is wasted.
 const STEPS: usize = 4;
 const CLASSES: usize = STEPS * (MAX_BUF_BYTES.ilog2() - CLASS_BYTES_MIN.ilog2()) as usize;
-/// More than the threads that a runtime has on the machines we know would gain nothing; each takes
-/// 2 KiB.
+/// As many as a runtime has threads on known machines; more would gain nothing. Each takes 2 KiB.
 const CACHES: usize = 16;
 
 /// How a pool behaves.
 #[derive(Clone, Debug)]
 pub struct RegPoolOptions {
-    /// Memory is mapped and registered in pieces of so many bytes, rounded up to 2 MiB, or to 4 KiB
-    /// if they are smaller than that; larger ones for larger buffers. Default: 2 MiB.
+    /// Bytes that are mapped and registered at once: rounded up to a multiple of 2 MiB, below 2 MiB
+    /// to a multiple of 4 KiB. Larger buffers get larger slabs. Default: 2 MiB.
     pub slab_bytes: usize,
     /// The most memory that the pool takes. Default: no cap.
     pub bytes_max: usize,
     /// Who may use it. Default: [`Access::Local`].
     pub access: Access,
-    /// Register a slab when a buffer of it is first used with an adapter, not when it is made.
+    /// Registers a slab when a buffer of it is first used with an adapter, not when it is mapped.
     /// Default: no, so that the data path never registers anything.
     pub lazy: bool,
 }
@@ -79,8 +78,8 @@ pub struct RegPoolStats {
     pub cache_hits: u64,
 }
 
-/// Registered memory, cut to order. Clones are handles on the same pool; it ends with the last
-/// handle and the last buffer.
+/// A pool of registered buffers. Clones are handles on the same pool, which ends with its last
+/// handle and its last buffer.
 #[derive(Clone)]
 pub struct RegPool(pub(super) Arc<Inner>);
 
@@ -111,18 +110,18 @@ pub(super) struct Piece {
     class: usize,
 }
 
-/// What no piece has been carved from yet. The lock is held while a slab is made and registered:
-/// two threads in need make one.
+/// Slabs with uncarved room. The lock is held while a slab is mapped and registered, so that two
+/// threads in need make one slab.
 #[derive(Default)]
 struct Carving {
-    /// With the offset of the part that is left.
+    /// Each with the offset of its uncarved part.
     slabs: Vec<(Arc<Slab>, usize)>,
     bytes: usize,
 }
 
 impl RegPool {
-    /// A pool for these protection domains; without memory until it is needed. No registrar: memory
-    /// that no adapter will see.
+    /// A pool for the protection domains of `registrars`. It has no memory until some is needed.
+    /// Without registrars its memory is never registered.
     pub fn new(
         registrars: impl IntoIterator<Item = Arc<dyn Registrar>>,
         options: RegPoolOptions,
@@ -145,8 +144,8 @@ impl RegPool {
         }))
     }
 
-    /// A buffer of `bytes` bytes, aligned to a cache line. What it holds is what was left in it; at
-    /// first zeros.
+    /// A buffer of `bytes` bytes, aligned to a cache line. It holds what its last user left in it;
+    /// new memory is zero.
     ///
     /// # Errors
     /// [`RegError`] when new memory is needed and cannot be had.
@@ -170,8 +169,8 @@ impl RegPool {
         Ok(RegBuf::pooled(Arc::clone(&self.0), piece, bytes))
     }
 
-    /// A buffer over memory of somebody else's, registered as the pool's own is. The owner is kept
-    /// until the buffer is dropped, and nobody can reach the memory through it meanwhile.
+    /// A buffer over `owner`'s memory, registered like the pool's own. The buffer keeps `owner`
+    /// until it is dropped; nobody reaches the memory through it meanwhile.
     ///
     /// # Errors
     /// [`RegError::Register`]; the owner is dropped.
@@ -220,7 +219,7 @@ impl fmt::Debug for RegPool {
 }
 
 impl Inner {
-    /// Takes half of what another thread has, one of it for now.
+    /// Takes half of another thread's pieces, and returns one of them.
     fn steal(&self, own: usize, class: usize) -> Option<Piece> {
         // No two locks are held at once.
         let mut taken = (1..CACHES).find_map(|i| {
@@ -234,7 +233,7 @@ impl Inner {
         piece
     }
 
-    /// Cuts a new piece, out of a new slab if there has to be one.
+    /// Cuts a new piece, out of a new slab if no slab has room.
     fn carve(&self, class: usize) -> Result<Piece, RegError> {
         let bytes = class_bytes(class);
         let mut carving = lock(&self.carving);
@@ -286,7 +285,7 @@ impl Inner {
         Ok(slab)
     }
 
-    /// Back into the cache of the thread that dropped the buffer.
+    /// Puts a piece into the cache of the thread that dropped the buffer.
     pub(super) fn put(&self, piece: Piece) {
         let class = piece.class;
         lock(&self.caches[this_cache()].0).by_class[class].push(piece);
@@ -314,7 +313,7 @@ impl Default for Free {
 }
 
 impl Piece {
-    /// Its first `bytes` bytes; valid as long as the piece, and nobody else's.
+    /// The piece's first `bytes` bytes: its own alone, and valid as long as it is.
     pub(super) fn memory(&self, bytes: usize) -> NonNull<[u8]> {
         debug_assert!(bytes <= class_bytes(self.class));
         self.slab.at(self.offset, bytes)
@@ -329,7 +328,7 @@ pub(super) struct Foreign {
     _owner: Owner,
 }
 
-/// A boxed owner, behind a raw pointer since moving a `Box` would say that nobody else points into
+/// A boxed owner, behind a raw pointer: moving a `Box` would assert that nobody else points into
 /// it.
 struct Owner(*mut (dyn Send + 'static));
 
@@ -379,7 +378,8 @@ fn this_cache() -> usize {
     OWN.try_with(|own| *own).unwrap_or(0)
 }
 
-/// The class whose pieces hold so many bytes: four between each power of two and the next.
+/// The class whose pieces hold `bytes` bytes. There are four classes between each power of two and
+/// the next.
 fn class_of(bytes: usize) -> usize {
     let below = bytes.max(CLASS_BYTES_MIN + 1) - 1;
     let doubling = below.ilog2();

@@ -1,5 +1,4 @@
-//! [`Registrar`]: what makes memory known to a network adapter, and [`Registration`], the proof
-//! that it is.
+//! [`Registrar`] makes memory known to a network adapter; [`Registration`] is the proof that it is.
 //!
 //! The rule it keeps: memory stays registered as long as its [`Registration`] lives, and whoever
 //! holds one keeps the memory mapped. Which memory is worth registering is left to
@@ -16,13 +15,13 @@ use std::{
 
 use super::{Access, RegError, Registrars};
 
-/// A protection domain: keys of one mean nothing in another. Unique in this process and never used
-/// again.
+/// A protection domain: keys of one open nothing in another. The number is unique in this process
+/// and never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DomainId(u64);
 
 impl DomainId {
-    /// The domain of fabrics without an adapter. All of them share it, since their keys open
+    /// The domain of all fabrics without an adapter. They can share it, because its keys open
     /// nothing.
     pub const NULL: Self = Self(0);
 
@@ -34,7 +33,7 @@ impl DomainId {
     }
 }
 
-/// What registered memory is called in operations, in the meaning of the InfiniBand specification.
+/// The keys of registered memory, in the meaning of the InfiniBand specification.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keys {
     /// Names the memory in operations of this process.
@@ -77,7 +76,7 @@ impl Registration {
         }
     }
 
-    /// What the memory is called.
+    /// The memory's keys.
     pub fn keys(&self) -> Keys {
         self.keys
     }
@@ -91,7 +90,7 @@ impl fmt::Debug for Registration {
     }
 }
 
-/// The registrar of fabrics without an adapter (`shm`, `tcp`, `sim`): says yes and does nothing.
+/// The registrar of fabrics without an adapter (`shm`, `tcp`, `sim`): succeeds and does nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NullRegistrar;
 
@@ -105,7 +104,7 @@ impl Registrar for NullRegistrar {
     }
 }
 
-/// One piece of memory and what each registrar of its pool calls it.
+/// A piece of memory and its registrations, one per registrar of its pool.
 pub(super) struct Registered {
     memory: NonNull<[u8]>,
     access: Access,
@@ -122,7 +121,7 @@ unsafe impl Send for Registered {}
 unsafe impl Sync for Registered {}
 
 impl Registered {
-    /// Memory that nobody knows yet.
+    /// Memory that is not registered yet.
     ///
     /// # Safety
     /// Until the returned value is dropped, `memory` stays as [`Registrar::register`] asks.
@@ -140,13 +139,13 @@ impl Registered {
         }
     }
 
-    /// Registers the memory with all registrars that do not know it.
+    /// Registers the memory with all registrars that do not know it yet.
     pub(super) fn register_all(&self, registrations: &AtomicU64) -> Result<(), RegError> {
         (0..self.registrars.len()).try_for_each(|at| self.register(at, registrations).map(drop))
     }
 
-    /// What the memory is called in this domain, registered now if it was not. `None`: no registrar
-    /// of this pool serves the domain.
+    /// The memory's keys in `domain`; it is registered now if it was not. `None`: no registrar of
+    /// this pool serves the domain.
     pub(super) fn keys(
         &self,
         domain: DomainId,
@@ -180,7 +179,7 @@ impl Registered {
     }
 }
 
-/// What to do about it.
+/// Says what to do about a registration that failed.
 fn advice(error: &io::Error) -> String {
     use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
     let limited = matches!(

@@ -1,7 +1,7 @@
 //! [`Slab`]: a mapping that is registered once and given back with its pool.
 //!
-//! The rule it keeps: the registration ends before the mapping does. What is carved out of it is
-//! left to the pool.
+//! The rule it keeps: the registration ends before the mapping does. The pool carves buffers out of
+//! it.
 
 use std::{io, num::NonZeroUsize, ptr::NonNull};
 
@@ -9,10 +9,10 @@ use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, m
 
 use super::{Access, Registrars, registrar::Registered};
 
-/// What slabs are multiples of.
+/// Slabs are multiples of this size.
 pub(super) const PAGE_BYTES: usize = 4096;
 
-/// The size of a huge page, and what slabs are aligned to.
+/// The size of a huge page. Slabs are aligned to it.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Memory of a pool.
@@ -53,15 +53,15 @@ impl Slab {
     }
 }
 
-/// Private anonymous memory, aligned to huge pages and backed by them where the kernel grants it;
-/// zeroed.
+/// Zeroed private anonymous memory, aligned to huge pages and backed by them where the kernel
+/// grants it.
 struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
 }
 
-// SAFETY: an address range that this value owns; who may touch which bytes is kept by those that
-// carve it.
+// SAFETY: an address range that this value owns; the pool that carves it keeps track of who may
+// touch which bytes.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -80,8 +80,8 @@ impl Mapping {
         // SAFETY: `before` is less than the huge page that was mapped beyond `bytes`.
         let start = unsafe { whole.add(before) };
         let mapping = Self { start, bytes };
-        // What was mapped for the alignment goes back. It is a huge page in all, so it lies before,
-        // behind, or both.
+        // Unmaps what was mapped for the alignment only: a huge page in all, before the aligned
+        // part, behind it, or both.
         for (at, len) in [
             (whole, before),
             // SAFETY: the end of the aligned part, inside of what was mapped or at its end.
@@ -96,7 +96,7 @@ impl Mapping {
         // says EINVAL.
         let _ = unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
         // A child that shared these pages would make them copy-on-write, and the adapter would go
-        // on with the old ones.
+        // on with the old pages.
         // SAFETY: as above.
         unsafe { madvise(start.cast(), bytes, MmapAdvise::MADV_DONTFORK)? };
         Ok(mapping)

@@ -1,14 +1,14 @@
-//! [`Chooser`]: which form suits the pages of a region best, from what is measured while the
-//! program runs.
+//! [`Chooser`]: chooses the best form for a region's pages from what it measures while the program
+//! runs.
 //!
-//! The rule it keeps: **a form is chosen by the time that the whole run takes with it, and that is
-//! the time of whatever has most to do.** Compression moves work from the link to the processors,
-//! so that it pays for as long as the link is what everybody waits for, and not a page longer.
+//! The rule it keeps: **a form is judged by the time that the whole run takes with it, and that is
+//! the time of the busiest resource.** Compression moves work from the link to the processors. It
+//! pays exactly as long as the link is what everybody waits for.
 //!
 //! # The model
 //!
 //! In one epoch (at least [`EPOCH`] and [`EPOCH_PAGES`]) the region wrote `w` pages and read `r`.
-//! With forms of `b` stored bytes, `e` to encode and `d` to decode it would have taken
+//! With a form that stores `b` bytes, encodes in `e` and decodes in `d`, the epoch would have taken
 //!
 //! ```text
 //! cpu  = (all processor time of the process - its codecs then + w e + r d) / processors
@@ -17,29 +17,27 @@
 //! ```
 //!
 //! `overlap` is 0 where everything goes on at the same time (streams read ahead) and 1 where one
-//! follows the other (each access waits for its page); it is what makes T right for the epochs that
-//! were. A page that is written will be read: `r` is at least `w`. The last epochs are gone through
-//! again, since programs do the same over and over, and the sum of their T counts
-//! (`adaptive/model.rs`).
+//! follows the other (each access waits for its page). It is fitted so that T is right for past
+//! epochs. A written page will be read, so `r` is at least `w`. Programs repeat themselves, so a
+//! form is judged by the sum of T over the last epochs (`adaptive/model.rs`).
 //!
-//! Stretches of a region may differ, and are judged apart, but by one measure: the **price** of a
-//! byte in processor time. At each price every stretch has a form that is cheapest; the price whose
-//! forms give the least T is the right one; of those within two in a hundred, the lowest. So what
-//! is alike is stored alike, and no stretch has to be decided on by the little that it changes in
-//! T.
+//! Stretches of a region may differ and are judged apart, but by one measure: the **price** of a
+//! byte in processor time. At each price every stretch has a cheapest form. The right price is the
+//! one whose forms give the least T; of those within two in a hundred, the lowest. So similar
+//! stretches are stored alike, although a single stretch hardly changes T.
 //!
 //! # Where the figures come from
 //!
-//! - `e`, `d` and `b`: a page of each [part](PARTS) when it is first written, and then every now
-//!   and then one, is encoded and decoded in all forms; in those that take long to try and are far
-//!   from being chosen, such as ZFP over a fast link, seldom (`Model::is_worth_a_trial`). That is
-//!   done twice, on the thread's own clock, so that being preempted counts nothing and a
-//!   disturbance little. How often follows from what it costs: after the first samples, one part in
-//!   [`SAMPLE_SHARE`] of the time. So data that changes is found out about, and where compression
-//!   does not pay it is switched off but for that part.
-//! - Rates: what arrived while a lane slept that had requests under way all the time
-//!   (`adaptive/link.rs`). As long as nobody waits for the link nothing is known of it, it is
-//!   called infinitely fast, and pages stay raw.
+//! - `e`, `d` and `b`: the first page that is written of each [part](PARTS), and a page now and
+//!   then, is a sample. It is encoded and decoded in all forms, twice, on the thread's own clock,
+//!   so that preemption counts nothing and a disturbance little. Forms that take long to try and
+//!   are far from being chosen, such as ZFP over a fast link, are tried seldom
+//!   (`Model::is_worth_a_trial`). After the first samples, sampling takes one part in
+//!   [`SAMPLE_SHARE`] of the time. So changes of the data are noticed, and where compression does
+//!   not pay only that part is spent on it.
+//! - Rates: the bytes that arrived while a lane slept that had requests in flight all the time
+//!   (`adaptive/link.rs`). As long as nobody waits for the link its rate is unknown and taken as
+//!   infinite, and pages stay raw.
 //! - Processor time: the process's own clock.
 
 mod link;
@@ -68,39 +66,39 @@ use super::{
 
 /// Stretches of a region that are judged apart.
 const CLASSES: usize = 16;
-/// Parts of a region of which a page is tried at once, so that a stretch is not judged by a single
-/// page: as many as a word has bits.
+/// Parts of a region, each of which gives a sample at once, so that a stretch is not judged by a
+/// single page. As many as a word has bits.
 const PARTS: u64 = 64;
-/// One sample of a stretch in so many is tried in all forms, whatever that takes.
+/// One in this many samples of a stretch is tried in all forms, whatever that takes.
 const ALL_FORMS: u32 = 16;
-/// An epoch has at least this time and so many pages.
+/// An epoch has at least this time and [`EPOCH_PAGES`] pages.
 const EPOCH: Duration = Duration::from_millis(10);
 const EPOCH_PAGES: u64 = 32;
-/// One part in so many of a worker's time goes into samples.
+/// One part in this many of a worker's time goes into samples.
 const SAMPLE_SHARE: u64 = 200;
 
-/// Which form suits the pages of one region best. See the module.
+/// Chooses the forms of one region's pages. See the module.
 #[derive(Debug)]
 pub(crate) struct Chooser {
     traffic: Arc<Traffic>,
     forms: Vec<Form>,
     pages: u64,
     classes: [Class; CLASSES],
-    /// A bit for each part of which a page has been tried.
+    /// A bit for each part that has given a sample.
     seen: AtomicU64,
-    /// When the epoch is over at the earliest.
+    /// The earliest end of the epoch.
     turn_ns: AtomicU64,
     learnt: Mutex<Learnt>,
 }
 
-/// What workers share of a stretch.
+/// A stretch's data that workers share.
 #[derive(Debug)]
 struct Class {
     /// The chosen form's number.
     form: AtomicU8,
-    /// When the next page is a sample.
+    /// From then on the next page is a sample.
     due_ns: AtomicU64,
-    /// Of pages that moved, by form: reads and writes.
+    /// Pages that moved, by direction and form.
     moved: [[Moved; Form::ALL.len()]; 2],
 }
 
@@ -113,11 +111,11 @@ struct Moved {
 #[derive(Debug)]
 struct Learnt {
     model: Model,
-    /// As they were when the epoch began.
+    /// The counters when the epoch began.
     marks: Marks,
-    /// What samples took in this epoch.
+    /// Time that samples took in this epoch.
     samples_ns: u64,
-    /// For a page that is decoded to see what that takes.
+    /// Scratch for a sample that is decoded.
     page: Vec<u8>,
 }
 
@@ -131,7 +129,7 @@ struct Marks {
 }
 
 impl Chooser {
-    /// For a region of so many pages.
+    /// A chooser for a region of `pages` pages. `None`: the scheme leaves no choice.
     pub(crate) fn new(traffic: &Arc<Traffic>, scheme: &Scheme, pages: u64) -> Option<Self> {
         let forms = scheme.candidates()?;
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -177,7 +175,7 @@ impl Chooser {
         Some(self.chosen(class))
     }
 
-    /// So many pages moved in one request.
+    /// Counts `pages` pages that moved in one request.
     pub(crate) fn moved(&self, way: usize, form: Form, page: u64, pages: usize, bytes: u64) {
         let moved = &self.classes[self.class_of(page)].moved[way];
         let moved = &moved[usize::from(form.id())];
@@ -185,8 +183,7 @@ impl Chooser {
         moved.bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// The form for a page that changed; a sample is tried in all of them first. `block` is
-    /// scratch.
+    /// The form for a changed page. A sample is tried in all forms first. `block` is scratch.
     pub(super) fn decide(
         &self,
         coder: &mut Coder,
@@ -199,7 +196,7 @@ impl Chooser {
             return form;
         }
         let class = self.class_of(page.number);
-        // Another worker is at it: this page is as the others.
+        // Another worker is sampling: this page takes the current form.
         let Some(mut learnt) = self.learnt.try_lock() else {
             return self.chosen(&self.classes[class]);
         };
@@ -218,8 +215,8 @@ impl Chooser {
                 ..Sample::default()
             };
             if *form != Form::Raw {
-                // Of what a neighbour on the host takes the shorter of two has less, and none of
-                // what touching tables for the first time takes.
+                // The shorter of two trials contains less of what the host's other guests take, and
+                // nothing of touching tables for the first time.
                 let mut again = || time(*form, coder, scheme, page, limit, block, &mut back);
                 sample = again().shorter(again());
             }
@@ -231,7 +228,7 @@ impl Chooser {
         self.turn(learnt);
         let pause_ns = (spent_ns * SAMPLE_SHARE).max(EPOCH.as_nanos() as u64);
         let next_ns = self.traffic.now_ns() + pause_ns;
-        // Stretches take turns, so that the share is that of all of them together.
+        // Stretches take turns, so that all of them together keep the share.
         self.classes[class]
             .due_ns
             .fetch_max(next_ns + spent_ns * (CLASSES as u64 - 1), Relaxed);
@@ -264,14 +261,14 @@ impl Chooser {
         if let Some(epoch) = self.end_epoch(learnt, now_ns) {
             learnt.model.see(epoch);
         }
-        // Also in between: a stretch may just have been seen for the first time.
+        // Also in mid-epoch: a stretch may just have given its first sample.
         let forms: Forms = learnt.model.choose();
         for (class, form) in self.classes.iter().zip(forms) {
             class.form.store(self.forms[form].id(), Relaxed);
         }
     }
 
-    /// What happened since the epoch began, if that is enough.
+    /// The epoch, if it has had enough time and pages.
     fn end_epoch(&self, learnt: &mut Learnt, now_ns: u64) -> Option<Epoch> {
         let mut marks = Marks {
             at_ns: now_ns,
@@ -286,7 +283,7 @@ impl Chooser {
             cpu_ns: (marks.cpu_ns - old.cpu_ns).saturating_sub(learnt.samples_ns) as f64,
             ..Epoch::default()
         };
-        // 1. What moved, and what encoding and decoding it took.
+        // 1. The pages that moved, and what encoding and decoding them took.
         let mut all_pages = 0;
         for (at, class) in self.classes.iter().enumerate() {
             for way in [READ, WRITE] {
@@ -311,7 +308,7 @@ impl Chooser {
         if epoch.wall_ns < EPOCH.as_nanos() as f64 || all_pages < EPOCH_PAGES {
             return None;
         }
-        // 2. What the link did.
+        // 2. The link.
         for way in [READ, WRITE] {
             let (new, old) = (marks.ways[way], old.ways[way]);
             epoch.bytes[way] = (new.delivered - old.delivered) as f64;
@@ -325,7 +322,8 @@ impl Chooser {
     }
 }
 
-/// Encodes and decodes one page. What would be stored raw has its bytes and costs its attempt.
+/// Times one page's encoding and decoding. A page that would be stored raw counts with its own
+/// length and the time of the attempt.
 fn time(
     form: Form,
     coder: &mut Coder,
@@ -347,7 +345,7 @@ fn time(
         };
     };
     let block = &block[..encoded.bytes as usize];
-    // What comes back is compared when the page does; here only the time matters.
+    // The result is verified when the page comes back; here only the time matters.
     let _ = coder.decode(scheme, form, block, page.seed, page.number, back);
     Sample {
         bytes: f64::from(encoded.bytes),

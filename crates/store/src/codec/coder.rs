@@ -1,16 +1,15 @@
 //! [`Coder`]: one page to fewer bytes and back.
 //!
-//! The rules it keeps: decoding is safe on any input, and what comes out of a damaged block may be
-//! wrong, so that the caller compares its hash; **a loss is certified**: the block of a page that
-//! may lose is decoded here and compared with what it was made of, and the hash that the page will
-//! be known by is that of what was decoded. So a page that comes back and leaves unchanged has the
-//! hash of its entry: it is clean, is not encoded again, and never drifts.
+//! The rules it keeps: decoding is safe on any input. A damaged block may decode to wrong bytes, so
+//! the caller compares the hash. **A loss is certified**: the block of a lossy page is decoded here
+//! and compared with the page, and the page's hash is that of the decoded bytes. So a page that
+//! comes back and leaves unchanged has the hash of its entry: it is clean, is not encoded again,
+//! and never drifts.
 //!
-//! There is one place that decides how a page is stored ([`Coder::encode`]) and one that does it
-//! ([`Coder::encode_as`]).
+//! [`Coder::encode`] alone decides how a page is stored, [`Coder::encode_as`] alone does it.
 //!
-//! The ZFP library checks no bounds, so that its blocks begin with eight bytes of their own hash,
-//! and are only decoded if it is right.
+//! The ZFP library checks no bounds. So a ZFP block begins with eight bytes of its own hash, and is
+//! decoded only if they are right.
 
 use std::mem;
 
@@ -32,14 +31,14 @@ use super::{
 /// Bytes before a ZFP block: the low half of its hash.
 const ZFP_HEADER_BYTES: usize = 8;
 
-/// After so many pages in a row that did not shrink, the next are looked at by a sample first: LZ4
-/// passes over random bytes at 12 GB/s, which a program without a slow link would still notice.
+/// After this many pages in a row that did not shrink, a small sample of each page is tried first.
+/// LZ4 passes over random bytes at 12 GB/s, which a program with a fast link would still notice.
 const HOPELESS_PAGES: u32 = 8;
-/// Every so many pages of such a row are tried as a whole all the same.
+/// One in this many pages of such a row is tried whole all the same.
 const HOPELESS_RETRY: u32 = 64;
 const SAMPLE_BYTES: usize = 4096;
 
-/// How one page is stored. What else there is to know is in its region's scheme.
+/// How one page is stored. Its region's scheme has the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
     Raw,
@@ -58,7 +57,7 @@ impl Form {
         Self::Zfp,
     ];
 
-    /// The number that page entries, and so published maps, have for it.
+    /// Its number in page entries, and so in published maps.
     pub(crate) fn id(self) -> u8 {
         match self {
             Self::Raw => 0,
@@ -74,7 +73,7 @@ impl Form {
         Self::ALL.into_iter().find(|form| form.id() == id)
     }
 
-    /// Whether a page of `page_bytes` in a region of this scheme can be stored in so many bytes of
+    /// Whether a page of `page_bytes` in a region of this scheme can be stored as `bytes` bytes of
     /// this form.
     pub(crate) fn is_possible(
         self,
@@ -98,32 +97,32 @@ pub(crate) struct Page<'a> {
     pub(crate) number: u64,
     pub(crate) bytes: &'a [u8],
     pub(crate) hash: u128,
-    /// Of the region's hashes.
+    /// The seed of the region's hashes.
     pub(crate) seed: u64,
 }
 
-/// What became of a page.
+/// The outcome of encoding a page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Encoded {
     pub(crate) form: Form,
     /// Length of the block; of a raw page, the page's.
     pub(crate) bytes: u32,
-    /// Of what will come back.
+    /// The hash of the page as it will come back.
     pub(crate) hash: u128,
-    /// The largest difference between what went in and what will come back.
+    /// The largest difference between a value and the same value as it will come back.
     pub(crate) error: f64,
     /// ZFP was asked for and could not serve the page.
     pub(crate) declined: bool,
 }
 
-/// Encodes and decodes pages; keeps tables and scratch, so that no page allocates.
+/// Encodes and decodes pages. It keeps tables and scratch, so that no page allocates.
 pub(crate) struct Coder {
     table: CompressTable,
-    /// A page whose bytes are shuffled; or one for ZFP, aligned.
+    /// A page with its bytes shuffled, or aligned for ZFP.
     scratch: Vec<u64>,
     /// Pages in a row that did not shrink.
     hopeless: u32,
-    /// For pages of up to so many bytes.
+    /// The coder of ZFP, and the largest page that it serves.
     zfp: Option<(usize, Zfp)>,
 }
 
@@ -142,13 +141,13 @@ impl Coder {
         get_maximum_output_size(page_bytes)
     }
 
-    /// How long a block may be. Raw pages move in rows, by one request for many: a little less room
-    /// is not worth that.
+    /// The longest block that is kept. Raw pages move many at a time, by one request: saving a few
+    /// bytes is not worth losing that.
     pub(crate) fn limit(page_bytes: usize) -> usize {
         page_bytes - page_bytes / 16
     }
 
-    /// From now on pages of this length and scheme are decoded without allocating.
+    /// Allocates what decoding pages of this length and scheme needs.
     pub(crate) fn prepare(&mut self, scheme: &Scheme, page_bytes: usize) {
         if !scheme.is_raw() {
             self.scratch(page_bytes);
@@ -158,8 +157,8 @@ impl Coder {
         }
     }
 
-    /// Finds the form for a page. Unless that is raw, its block is at the beginning of `block`, and
-    /// no longer than `limit`.
+    /// Finds the form for a page and encodes it. Unless the form is raw, the block is at the start
+    /// of `block` and no longer than `limit`.
     pub(crate) fn encode(
         &mut self,
         scheme: &Scheme,
@@ -197,7 +196,7 @@ impl Coder {
         encoded
     }
 
-    /// By ZFP, or what it cannot serve without loss.
+    /// Encodes by ZFP; without loss what ZFP cannot serve.
     fn encode_zfp(
         &mut self,
         scheme: &Scheme,
@@ -211,8 +210,8 @@ impl Coder {
             .or_else(|| self.encode_lossless(scheme, shuffled, page, limit, block))
     }
 
-    /// By LZ4 in one form or the other, unless pages before and a sample of this one say that it is
-    /// no use.
+    /// Encodes by LZ4, shuffled or not, unless earlier pages and a sample of this one did not
+    /// shrink.
     fn encode_lossless(
         &mut self,
         scheme: &Scheme,
@@ -226,7 +225,7 @@ impl Coder {
             && !self.hopeless.is_multiple_of(HOPELESS_RETRY)
             && samples > 2;
         if sampled {
-            // Another part of each page.
+            // Each page is sampled at another place.
             let from = self.hopeless as usize % samples * SAMPLE_BYTES;
             let bytes = &page.bytes[from..][..SAMPLE_BYTES];
             let sample = Page { bytes, ..page };
@@ -290,7 +289,8 @@ impl Coder {
     /// Decodes a block into exactly `page.len()` bytes.
     ///
     /// # Errors
-    /// What is wrong with it. Wrong bytes may also come out: compare the hash.
+    /// What is wrong with the block. A damaged block may also decode to wrong bytes: compare the
+    /// hash.
     pub(crate) fn decode(
         &mut self,
         scheme: &Scheme,
@@ -334,11 +334,11 @@ impl Coder {
         whole.then_some(()).ok_or("it does not decode to a page")
     }
 
-    /// The length of the block that `plain` became.
+    /// Encodes `plain` into `block`. Returns the block's length.
     fn lz4(&mut self, plain: &[u8], block: &mut [u8]) -> usize {
-        // The small table serves pages below 64 KiB and is faster on them; the library replaces it
-        // by the large one when a longer page comes, and does not go back. Lanes mostly see one
-        // page size, so neither do we.
+        // The small table is faster, and serves pages below 64 KiB. At the first longer page the
+        // library replaces it by the large one, for good. That is fine here, because a lane mostly
+        // sees one page size.
         compress_into_with_table(plain, block, &mut self.table)
             .expect("the output has its greatest length")
     }
@@ -354,7 +354,7 @@ impl Coder {
         let len = page.bytes.len();
         let mut scratch = mem::take(self.scratch(len));
         let encoded = (|| {
-            // 1. What the library is known to break, or to have no encoding for, is not even tried.
+            // 1. Values that the library is known to break, or cannot encode, are not tried.
             let lossless = mode == ZfpMode::Reversible;
             let aligned;
             let values: &[N] = match bytemuck::try_cast_slice(page.bytes) {
@@ -377,7 +377,7 @@ impl Coder {
             let (header, rest) = block.split_first_chunk_mut()?;
             rest[..encoded.len()].copy_from_slice(encoded);
             *header = zfp_header(encoded, page.seed);
-            // 3. Decode, and see what became of it.
+            // 3. Decode, and compare.
             let back: &mut [N] = &mut bytemuck::cast_slice_mut(&mut scratch)[..values.len()];
             if !zfp.decode(
                 mode.into(),
@@ -494,7 +494,7 @@ impl From<ZfpMode> for Mode {
 
 /// A number that ZFP compresses.
 trait Value: zfp::Number + Pod {
-    /// Whether the library's lossy modes can be trusted with such values: a value that is not
+    /// Whether the library's lossy modes can be trusted with these values. A value that is not
     /// finite spoils its whole block, and integers need two bits of headroom.
     fn are_tame(values: &[Self]) -> bool;
 
@@ -505,7 +505,7 @@ macro_rules! floats {
     ($($float:ty),*) => {$(
         impl Value for $float {
             fn are_tame(values: &[Self]) -> bool {
-                // No early end, so that it is done by vectors.
+                // No early end, so that the compiler uses vectors.
                 values.iter().fold(true, |tame, value| tame & value.is_finite())
             }
 
@@ -534,10 +534,11 @@ macro_rules! integers {
 floats!(f32, f64);
 integers!(i32, i64);
 
-/// The largest difference of two values at the same place, if none is larger than `bound` (or is no
-/// number).
+/// The largest difference of two values at the same place. `None` if one is larger than `bound`, or
+/// is no number.
 fn largest_error<N: Value>(values: &[N], back: &[N], bound: f64) -> Option<f64> {
-    // Lanes, since a maximum over all would be one long chain; and no early end: see above.
+    // Eight lanes, because one maximum would be one long chain; no early end, so that the compiler
+    // uses vectors.
     let (mut worst, mut good) = ([0.0f64; 8], true);
     let (values, back) = (values.as_chunks::<8>().0, back.as_chunks::<8>().0);
     for (values, back) in values.iter().zip(back) {
@@ -571,7 +572,7 @@ mod tests {
         Scheme::new(codec, Layout::new(element, shape)).expect("fits")
     }
 
-    /// Encodes a page and brings it back: how, and what comes back.
+    /// Encodes a page and decodes it. Returns the outcome and the decoded page.
     fn through(
         coder: &mut Coder,
         scheme: &Scheme,
@@ -824,7 +825,7 @@ mod tests {
                 let (encoded, _) = through(&mut coder, &scheme, 0, bytes_of(&page));
                 assert!(encoded.bytes < 32768, "{codec} after {pages}: {encoded:?}");
             }
-            // Half a page that shrinks is missed for a while, but not for ever.
+            // A page of which half shrinks is missed for a while, but not for ever.
             hopeless(&mut coder, &mut random, 10);
             let page: Vec<u64> = (0..8192u64)
                 .map(|at| if at < 1024 { at } else { random.random() })
@@ -907,7 +908,7 @@ mod tests {
             block[at] ^= 1 << bit;
             let damaged = coder.decode(&scheme, encoded.form, &block, SEED, 3, &mut back);
             prop_assert!(damaged.is_err() || encoded.form != Form::Zfp, "a ZFP block that is not whole is not even decoded");
-            // Not even with a header that fits: the library must not leave its buffers.
+            // Even with a header that fits, the library must not leave its buffers.
             for len in [block.len(), cut.index(block.len())] {
                 let block = &mut block[..len];
                 if encoded.form == Form::Zfp && let Some((header, rest)) = block.split_first_chunk_mut() {

@@ -1,36 +1,12 @@
-//! How pages become fewer bytes and come back: [`Codec`], what a user asks for, and the parts that
-//! do it.
+//! Encoding and decoding of pages: [`Codec`] is what a user asks for.
 //!
-//! The rule it keeps: **a codec is an answer to a question about one page, and its entry remembers
-//! the answer.** The region's codec says what may be tried; each page is stored in the [`Form`]
-//! that was found for it, raw if nothing else is shorter. What the names mean and what they accept
-//! is here; `scheme` fits a codec to an array, `coder` decides and encodes, `shuffle` transposes
-//! bytes, `plain` is what every page goes through.
+//! The rule it keeps: **each page has a form of its own, which its entry remembers.** The region's
+//! codec says which forms may be tried; a page is stored in the [`Form`] that was found for it, raw
+//! if no other is shorter. This module holds the codecs' names and what they accept. `scheme` fits
+//! a codec to an array, `coder` decides and encodes, `shuffle` transposes bytes, `plain` is what
+//! every page goes through.
 //!
-//! # Which implementation
-//!
-//! Measured on pages of 64 KiB, one core, GB/s of plain bytes encoded / decoded:
-//!
-//! | LZ4 | random | text, 2.5 : 1 | sparse, 12 : 1 | shuffled CSR, 2.4 : 1 | shuffled small integers, 4.8 : 1 |
-//! |---|---|---|---|---|---|
-//! | `lz4_flex` 0.14, its safe features | 12.3 / raw | 0.96 / 2.7 | 5.2 / 2.2 | 2.8 / 3.1 | 4.4 / 1.4 |
-//! | `lz4_flex` 0.14, without them | 15.7 / raw | 1.0 / 3.0 | 6.0 / 2.2 | | |
-//! | LZ4 1.10 in C (`lz4-sys`) | 13.2 / raw | 0.95 / 2.7 | 5.9 / 14 | 2.6 / 7.6 | 3.9 / 7.6 |
-//! | the same, acceleration 4 | 14.4 / raw | 0.95 / 2.7 | 6.6 / 12 | | |
-//!
-//! So `lz4_flex` encodes (it is as fast, and gives up sooner on floats that do not shrink), and the
-//! C library decodes. Byte shuffle runs at 15 to 23 GB/s in either direction, 2.4 without the
-//! instruction that interleaves bytes. ZFP 1.0.1 (`zfp-sys`) takes, on smooth fields, per page of
-//! 64 KiB in microseconds:
-//!
-//! | | 1-D | 2-D | 3-D |
-//! |---|---|---|---|
-//! | `f64`, accuracy 1e-6: encode / decode | 200 / 400 | 150 / 160 | 180 / 140 |
-//! | `f64`, 16 bits per value | 170 / 190 | 130 / 100 | 140 / 90 |
-//! | `f64`, reversible | 340 / 680 | 230 / 350 | 270 / 290 |
-//! | `f32`, accuracy 1e-4 | 270 / 150 | 180 / 65 | 210 / 26 |
-//!
-//! and a page that may lose is decoded once more when it is written, so that its error is known.
+//! Why these implementations, with figures: `docs/decisions.md`, "Codecs".
 
 mod adaptive;
 mod coder;
@@ -72,7 +48,7 @@ pub use self::{
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Codec {
-    /// As they are.
+    /// Pages are stored as they are.
     #[default]
     Raw,
     /// LZ4 blocks: no loss, for text, indices, sparse and repetitive data.
@@ -93,23 +69,23 @@ pub enum Codec {
     ///
     /// # What a program sees of a loss
     ///
-    /// A page that has changed loses when it is written back: by an eviction, a flush, or
-    /// `Advice::DontNeed`. It has the exact values for as long as it stays in memory, also after a
-    /// flush, and the rounded ones when it comes back. A page that comes back and leaves unchanged
-    /// is not written again, so that it never drifts. A page that is changed in part is rounded
-    /// anew as a whole: each write-back of changed data may move each value by up to the bound.
+    /// A changed page is rounded when it is written back: by an eviction, a flush, or
+    /// `Advice::DontNeed`. In memory it keeps its exact values, even after a flush; it has the
+    /// rounded ones when it comes back. A page that comes back and leaves unchanged is not written
+    /// again, so values never drift. A page that is changed in part is rounded again as a whole:
+    /// each write-back of changed data may move each value by up to the bound.
     Zfp {
-        /// What is kept, of each value or of the room.
+        /// What ZFP keeps of the values.
         mode: ZfpMode,
         /// What the pages hold. `None`: the array's elements.
         element: Option<Element>,
     },
-    /// Whatever makes the program fastest, page by page, found while it runs: raw, LZ4, byte
-    /// shuffle and LZ4, or ZFP (reversible, or within the bound if there is one). It follows the
-    /// data and the link, and where compression does not pay it does (nearly) nothing.
+    /// Chooses for each page, while the program runs, what makes the program fastest: raw, LZ4,
+    /// byte shuffle and LZ4, or ZFP (reversible, or within the bound if there is one). It follows
+    /// the data and the link. Where compression does not pay it costs almost nothing.
     Adaptive {
-        /// The largest absolute error of a value, for `f32` and `f64`; see [`Zfp`](Self::Zfp) for
-        /// what a program sees of it. `None`: nothing is lost.
+        /// The largest absolute error of a value, for `f32` and `f64`; [`Zfp`](Self::Zfp) says what
+        /// a program sees of it. `None`: no loss.
         accuracy: Option<f64>,
         /// What the pages hold. `None`: the array's elements.
         element: Option<Element>,
@@ -120,10 +96,10 @@ pub enum Codec {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum ZfpMode {
-    /// So many bits per value. No bound on the error is promised.
+    /// This many bits per value. The error is not bounded.
     Rate(f64),
-    /// So many bits of each value after its block's exponent is taken out, 1 to 64. No bound on the
-    /// absolute error is promised.
+    /// This many bits of each value, 1 to 64, after its block's exponent is taken out. The absolute
+    /// error is not bounded.
     Precision(u32),
     /// Each value to within this absolute error, for `f32` and `f64`: every page is decoded and
     /// compared before it is accepted.
@@ -132,7 +108,7 @@ pub enum ZfpMode {
     Reversible,
 }
 
-/// What an array is made of, as far as codecs care.
+/// The elements of an array, as far as codecs can tell them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Element {
@@ -144,7 +120,7 @@ pub enum Element {
     I32,
     /// `i64`.
     I64,
-    /// Anything else, of so many bytes.
+    /// Anything else.
     Other {
         /// Bytes of one.
         bytes: usize,
@@ -152,7 +128,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// What a type is to codecs.
+    /// The element that codecs see in type `T`.
     pub fn of<T: 'static>() -> Self {
         let numbers = [
             (TypeId::of::<f32>(), Self::F32),
@@ -199,7 +175,7 @@ impl Codec {
         }
     }
 
-    /// Whether the codec's figures make sense, as far as that can be told without an array.
+    /// Checks the codec's parameters, as far as that is possible without an array.
     ///
     /// # Errors
     /// [`CodecError`], saying what the codec accepts.
@@ -260,8 +236,8 @@ impl Codec {
     }
 }
 
-/// A codec whose figures make no sense, that does not fit an array's elements, or whose name cannot
-/// be read. The text says what is accepted.
+/// A codec whose parameters make no sense, that does not fit an array's elements, or whose name
+/// cannot be read. The text says what is accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CodecError(pub(crate) String);

@@ -3,25 +3,16 @@
 //!
 //! The rule it keeps: all of it costs less than moving the page through memory.
 //!
-//! The hash is XXH3-128, by the library that computes it fastest and picks its instructions when
-//! the program runs. Measured on one core with AVX2 and AVX-512, in a build for any x86-64, GB/s:
-//!
-//! | | 4 KiB in cache | 64 KiB in cache | 1 MiB in cache | in memory |
-//! |---|---|---|---|---|
-//! | `twox-hash` 2.1 (AVX2, NEON) | 47 | 58 | 56 | 33 |
-//! | `xxh3` 0.1 (AVX2, NEON; dormant) | 45 | 56 | 55 | 34 |
-//! | `rscrypto` 0.9 (AVX-512) | 43 | 53 | 52 | 34 |
-//! | xxHash 0.8.3, in C, with its dispatcher (AVX-512) | 31 | 45 | 45 | 27 |
-//! | `xxhash-rust` 0.8 (picks when compiled: SSE2) | 28 | 31 | 31 | 28 |
-//! | `xxhash-c-sys` 0.8 (picks when compiled: SSE2) | 25 | 29 | 29 | 27 |
+//! The hash is XXH3-128, by the fastest library that picks its instructions when the program runs
+//! (`docs/decisions.md`, "Codecs").
 //!
 //! Looking for one repeated value costs 3 ns on a page that has other bytes at its beginning, and
 //! 0.8 us at most on 64 KiB.
 
 use twox_hash::XxHash3_128;
 
-/// The value that the page repeats, if it does. A page whose length is no multiple of eight repeats
-/// none.
+/// The 8-byte value that the page repeats, if it repeats one. Its length must be a multiple of
+/// eight for that.
 pub(crate) fn repeated(page: &[u8]) -> Option<u64> {
     let (first, _) = page.split_first_chunk::<8>()?;
     if !page.len().is_multiple_of(8) {
@@ -46,8 +37,8 @@ pub(crate) fn fill_repeated(page: &mut [u8], value: u64) {
     }
 }
 
-/// The hash of a page's plain bytes: XXH3-128, which published regions keep, so that it can never
-/// be another. Seeded, so that contents from outside cannot be made to collide.
+/// The hash of a page's plain bytes: XXH3-128. Published regions keep these hashes, so the function
+/// can never change. It is seeded, so that nobody can craft contents that collide.
 pub(crate) fn hash(page: &[u8], seed: u64) -> u128 {
     XxHash3_128::oneshot_with_seed(seed, page)
 }
@@ -76,8 +67,8 @@ mod tests {
         assert_eq!(repeated(&[0; 9]), None);
     }
 
-    /// Values of the reference implementation in C: what was published under them must be readable
-    /// for ever.
+    /// Values of the reference implementation in C. Regions that were published with them must stay
+    /// readable.
     #[test]
     fn the_hash_is_xxh3_128_with_seed() {
         let page: Vec<u8> = (0..4096u32).map(|at| (at * at % 251) as u8).collect();

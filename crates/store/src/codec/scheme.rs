@@ -1,24 +1,23 @@
-//! [`Scheme`]: a codec fitted to one array, and [`Layout`], what there is to know about the array.
+//! [`Scheme`]: a codec fitted to one array, which a [`Layout`] describes.
 //!
 //! The rule it keeps: a scheme is made from a codec and a layout alone, so that whoever opens a
 //! published region decodes its pages as they were encoded.
 //!
 //! **Pieces.** ZFP compresses blocks of 4, 4 x 4 or 4 x 4 x 4 values, and the more dimensions the
-//! better. A page is a stretch of the array's memory and does not begin where a row or plane
-//! begins, so it is cut: its whole planes are one 3-D piece if there are at least four of them,
-//! what is left on both sides gives its whole rows as 2-D pieces if there are at least four, and
-//! the rest is 1-D. Without a shape, or with rows longer than a quarter of a page, all is 1-D.
-//! Blocks never span two pages.
+//! better. A page need not begin where a row or plane begins, so it is cut. Its whole planes are
+//! one 3-D piece if there are at least four. Of what is left on either side, whole rows are a 2-D
+//! piece if there are at least four. The rest is 1-D. Without a shape, or with rows longer than a
+//! quarter of a page, all of it is 1-D. Blocks never span two pages.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Codec, CodecError, Element, ZfpMode, coder::Form};
 
-/// What the bytes of a region are.
+/// The shape and the elements of a region.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Layout {
-    /// What it is made of.
+    /// The array's elements.
     pub element: Element,
     /// Elements per dimension, the slowest first, as in C. Empty: one dimension.
     pub shape: Vec<u64>,
@@ -47,7 +46,7 @@ pub(crate) struct Scheme {
     pub(super) plan: Plan,
 }
 
-/// What may be tried on a page.
+/// The forms that may be tried on a page.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Plan {
     Raw,
@@ -113,7 +112,7 @@ impl Scheme {
     /// Fits a codec to an array.
     ///
     /// # Errors
-    /// What does not fit, and what would.
+    /// The codec does not fit; the text says which would.
     pub(crate) fn new(codec: Codec, layout: Layout) -> Result<Self, CodecError> {
         codec.check()?;
         let plan = match codec {
@@ -155,7 +154,7 @@ impl Scheme {
         self.plan == Plan::Raw
     }
 
-    /// Among what an adaptive codec chooses, raw first. `None`: the codec is no adaptive one.
+    /// The forms that an adaptive codec chooses from, raw first. `None`: the codec is not adaptive.
     pub(super) fn candidates(&self) -> Option<Vec<Form>> {
         let Plan::Adaptive(width, zfp) = self.plan else {
             return None;
@@ -169,7 +168,7 @@ impl Scheme {
         )
     }
 
-    /// How pages that are ZFP blocks are made, if there can be any.
+    /// Mode and number type of ZFP blocks, if the scheme allows any.
     pub(super) fn zfp(&self) -> Option<(ZfpMode, Number)> {
         match self.plan {
             Plan::Zfp(mode, number) => Some((mode, number)),
@@ -179,8 +178,8 @@ impl Scheme {
     }
 }
 
-/// Elements of a page that lie one after the other and are compressed together: lengths of the
-/// fastest dimension, the next and the slowest; 1 where there is none.
+/// Neighbouring elements of a page that are compressed together: lengths of the fastest dimension,
+/// the next and the slowest; 1 for a dimension that it does not have.
 pub(super) type Piece = [usize; 3];
 
 /// The pieces of a page at most: rest of a row, rows, planes, rows, start of a row.

@@ -4,9 +4,10 @@
 //!
 //! Sixteen elements of W bytes are W vectors of 16 bytes. Interleaving the bytes of the first half
 //! of all vectors with those of the second half moves the topmost bit of every byte's position to
-//! the bottom. Of a position in the array of elements the topmost four bits are the element's
-//! number, so four rounds bring the byte's number to the top: shuffled. log2(W) rounds more come
-//! full circle: unshuffled. One round is W interleavings, one instruction each on every x86-64.
+//! the bottom. The topmost four bits of a byte's position are its element's number. Four rounds
+//! move them to the bottom and bring the byte's number within its element to the top: shuffled.
+//! log2(W) more rounds come full circle: unshuffled. One round is W interleavings, one instruction
+//! each on every x86-64.
 
 use farpage_codec::interleave;
 
@@ -14,7 +15,7 @@ use super::scheme::Width;
 
 type Vector = [u8; 16];
 
-/// Writes the bytes of `plain` to `out`, shuffled. Both are as long, a multiple of 128.
+/// Writes the bytes of `plain` to `out`, shuffled. Both have the same length, a multiple of 128.
 pub(super) fn shuffle(width: Width, plain: &[u8], out: &mut [u8]) {
     match width {
         Width::Two => shuffle_by::<2>(plain, out),
@@ -23,7 +24,7 @@ pub(super) fn shuffle(width: Width, plain: &[u8], out: &mut [u8]) {
     }
 }
 
-/// Writes the bytes of `shuffled` to `out`, as they were.
+/// Writes the bytes of `shuffled` to `out`, in their original order.
 pub(super) fn unshuffle(width: Width, shuffled: &[u8], out: &mut [u8]) {
     match width {
         Width::Two => unshuffle_by::<2>(shuffled, out),

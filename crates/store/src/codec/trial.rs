@@ -1,7 +1,7 @@
 //! [`Trial`]: what a codec makes of pages, without a region and a server.
 //!
-//! The rule it keeps: the pages go through the code that regions use, so that lengths and errors
-//! are what a region would have.
+//! The rule it keeps: pages go through the code that regions use, so lengths and errors are those
+//! of a region.
 
 use super::{
     Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
@@ -35,12 +35,12 @@ pub struct Block(Kind);
 
 #[derive(Clone, Debug)]
 enum Kind {
-    /// It takes no room at all.
+    /// One repeated value, which takes no room.
     Repeated(u64),
     Stored(Form, Vec<u8>),
 }
 
-/// A trial keeps nothing secret.
+/// A trial has nothing to protect from crafted collisions.
 const SEED: u64 = 0;
 
 impl Block {
@@ -60,7 +60,7 @@ impl Trial {
     /// one dimension), whose pages have `page_bytes`: a power of two, 4 KiB to 2 MiB.
     ///
     /// # Errors
-    /// The codec does not fit the elements, or is one that chooses by how a program runs.
+    /// The codec does not fit the elements, or is adaptive: that one chooses by how a program runs.
     pub fn new(
         codec: Codec,
         element: Element,

@@ -1,8 +1,7 @@
-//! [`RingReceiver`]: takes messages out of one sender's ring, and [`Inbox`], out of the rings of
-//! many.
+//! [`RingReceiver`] takes messages out of one sender's ring, [`Inbox`] out of the rings of many.
 //!
-//! The rule it keeps: what a sender placed is believed only after it was copied and checked; a ring
-//! whose sender breaks the protocol ends and the others go on.
+//! The rule it keeps: a sender's bytes are used only after they were copied and checked. A ring
+//! whose sender breaks the protocol ends; the others go on.
 
 use super::{
     Bell, CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, RingError, RingPlace, room_of,
@@ -14,16 +13,16 @@ pub struct RingReceiver {
     place: RingPlace,
     /// Rung when the sender gets room.
     bell: Option<Bell>,
-    /// As the sender announced it last.
+    /// The last tail that the sender announced.
     tail: u64,
     taken: u64,
-    /// How much of it the sender can know.
+    /// The consumed position that the sender can read.
     published: u64,
 }
 
 impl RingReceiver {
-    /// A receiver at the place that its sender has. Clears the ring: nobody may WRITE to it yet,
-    /// and a sender that had it before is disconnected by then.
+    /// A receiver for the ring at `place`. It clears the ring: nobody may WRITE to it yet, and a
+    /// sender that used it before must be disconnected.
     ///
     /// # Panics
     /// If the place is not in the memory, or as [`RingSender::new`](super::RingSender::new).
@@ -67,8 +66,8 @@ impl RingReceiver {
         message.resize(length as usize, 0);
         self.copy_out(self.taken + LENGTH_BYTES as u64, message);
         self.taken += room_of(length as usize) as u64;
-        // Often enough that a sender seldom runs dry, and seldom enough that the cache line stays
-        // here.
+        // Often enough that a sender seldom runs out of room, seldom enough that the cache line
+        // stays here.
         let worth_telling = self.place.capacity as u64 / 4;
         if self.taken == self.tail || self.taken - self.published >= worth_telling {
             self.publish();
@@ -76,7 +75,7 @@ impl RingReceiver {
         Ok(true)
     }
 
-    /// Whether the sender has announced more. What it announced can be read.
+    /// Whether the sender has announced more bytes, which can then be read.
     fn look(&mut self) -> Result<bool, RingError> {
         let Some(tail) = self.memory.load(self.at(0)) else {
             return Ok(false);
@@ -97,7 +96,7 @@ impl RingReceiver {
         }
     }
 
-    /// Copies bytes from a position on, over the end of the ring if need be.
+    /// Copies bytes from `position` on, around the end of the ring if need be.
     fn copy_out(&self, position: u64, to: &mut [u8]) {
         let begin = (position % self.place.capacity as u64) as usize;
         let (first, second) = to.split_at_mut(to.len().min(self.place.capacity - begin));
@@ -121,23 +120,23 @@ impl RingReceiver {
 #[derive(Default)]
 pub struct Inbox {
     rings: Vec<(u64, RingReceiver)>,
-    /// Who is asked first next time.
+    /// The sender that is asked first next time.
     next: usize,
 }
 
 impl Inbox {
-    /// Without senders.
+    /// An inbox without senders.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes a sender's ring in, by a name of the caller's choice.
+    /// Adds a sender's ring under a number of the caller's choice.
     pub fn add(&mut self, sender: u64, ring: RingReceiver) {
         self.rings.push((sender, ring));
     }
 
-    /// Gives a sender's ring up, as when it has died. What it announced and nobody took is still in
-    /// it.
+    /// Removes and returns a sender's ring, for example when the sender has died. Messages that
+    /// nobody took are still in it.
     pub fn remove(&mut self, sender: u64) -> Option<RingReceiver> {
         let at = self.rings.iter().position(|(name, _)| *name == sender)?;
         Some(self.rings.remove(at).1)

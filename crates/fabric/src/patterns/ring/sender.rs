@@ -1,7 +1,7 @@
 //! [`RingSender`]: sends without waiting for the receiver.
 //!
-//! The rule it keeps: nothing is overwritten that was not taken, and nothing is announced that was
-//! not placed. A ring that is full is a value; when to try again is left to the caller.
+//! The rule it keeps: no byte is overwritten before it was taken, and none is announced before it
+//! was placed. A full ring is a value; the caller decides when to try again.
 
 use std::collections::VecDeque;
 
@@ -13,18 +13,17 @@ use crate::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-/// Messages are gathered up to so many bytes for one WRITE: what a network moves in a few
-/// microseconds.
+/// Messages are gathered up to this size for one WRITE: what a network moves in a few microseconds.
 const SEGMENT_BYTES: usize = 16 << 10;
 
-/// Why a message was not sent. Nothing of it was, unless the connection is lost.
+/// Why a message was not sent. No part of it was, unless the connection is lost.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SendError {
     /// The receiver has not taken enough yet: call [`RingSender::progress`] and try again.
     #[error("the ring is full: the receiver has not taken what was sent")]
     Full,
-    /// It never will fit.
+    /// The message is larger than the ring.
     #[error(
         "a message of {bytes} bytes does not fit into a ring of {capacity}: make the ring larger or the message smaller"
     )]
@@ -34,7 +33,8 @@ pub enum SendError {
         /// The ring's capacity, of which a message takes 8 to 15 bytes more than its length.
         capacity: usize,
     },
-    /// The connection is lost, and with it all that was not taken. A new channel needs a new ring.
+    /// The connection is lost, with all messages that were not taken. A new channel needs a new
+    /// ring.
     #[error("the ring's connection is lost: {0}")]
     Lost(#[from] ChannelError),
     /// There is no memory to send from.
@@ -51,18 +51,18 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     bell: Option<Bell>,
     /// Bytes of all messages, ever.
     written: u64,
-    /// Of these, in WRITEs; the others are in `staged`.
+    /// Bytes of these that went into WRITEs; the rest is in `staged`.
     posted: u64,
-    /// How far somebody asked for the tail to be, and how far it is or will be.
+    /// The tail that the caller asked for, and the tail that is placed or on its way.
     wanted: u64,
     announced: u64,
-    /// What the receiver has taken, as far as we know.
+    /// Bytes that the receiver has taken, as far as is known here.
     consumed: u64,
-    /// The next WRITE, and how much of it there is.
+    /// The buffer of the next WRITE, and its bytes so far.
     staged: Option<(RegBuf, usize)>,
-    /// Buffers for those after it.
+    /// Buffers for the WRITEs after it.
     spare: Vec<RegBuf>,
-    /// Not taken by the channel yet, in order.
+    /// Operations that the channel has not taken yet, in order.
     backlog: VecDeque<Op<RegBuf>>,
     data_in_flight: usize,
     tails_in_flight: usize,
@@ -71,13 +71,13 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     scratch: Vec<Completion<RegBuf>>,
 }
 
-/// What an operation of ours is, as its tag.
+/// The kinds of operations, as their tags.
 const DATA: u64 = 0;
 const TAIL: u64 = 1;
 const CREDIT: u64 = 2;
 
 impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
-    /// A sender into a ring that its receiver has made, over a channel that nobody else uses.
+    /// A sender into a ring that its receiver has made. Nobody else may use `channel`.
     ///
     /// # Panics
     /// If offset or capacity are no multiples of 64, or the capacity is 0.
@@ -114,8 +114,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     /// many small ones make one WRITE.
     ///
     /// # Errors
-    /// [`SendError`]. When the ring is [`Full`](SendError::Full), what was added before is on its
-    /// way, and so is the question what the receiver has taken.
+    /// [`SendError`]. When the ring is [`Full`](SendError::Full), earlier messages are on their
+    /// way, and so is the READ that asks what the receiver has taken.
     pub fn send(&mut self, message: &[u8]) -> Result<(), SendError> {
         let (room, capacity) = (room_of(message.len()), self.place.capacity);
         if room > capacity {
@@ -140,7 +140,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         Ok(())
     }
 
-    /// Sends what was added, and announces it.
+    /// Sends the added messages and announces them.
     ///
     /// # Errors
     /// [`SendError::Lost`], [`SendError::Memory`].
@@ -151,7 +151,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.progress()
     }
 
-    /// Lets operations make progress, without waiting.
+    /// Lets operations make progress. Never waits.
     ///
     /// # Errors
     /// [`SendError::Lost`], [`SendError::Memory`].
@@ -170,7 +170,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.announce()
     }
 
-    /// What it posts on.
+    /// The channel.
     #[cfg(feature = "rdma")]
     pub(crate) fn channel(&self) -> &C {
         &self.channel
@@ -192,7 +192,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.channel.wait()
     }
 
-    /// Whether all that was added has been placed and announced.
+    /// Whether all added messages have been placed and announced.
     pub fn is_idle(&self) -> bool {
         self.announced == self.written && self.data_in_flight + self.tails_in_flight == 0
     }
@@ -202,26 +202,24 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         self.channel.in_flight() + self.backlog.len()
     }
 
-    /// Whether the receiver has taken all that was sent, as far as is known: [`ask`](Self::ask)
-    /// finds out.
+    /// Whether the receiver has taken all that was sent, as far as is known. [`ask`](Self::ask)
+    /// brings news.
     pub fn is_taken(&self) -> bool {
         self.consumed == self.written
     }
 
-    /// Bytes for which there is room, as far as is known. A message takes 8 to 15 bytes more than
-    /// its length.
+    /// Free bytes, as far as is known. A message takes 8 to 15 bytes more than its length.
     pub fn free(&self) -> usize {
         self.place.capacity - (self.written - self.consumed) as usize
     }
 
-    /// How long a WRITE that begins at this position can become: it does not reach over the end of
-    /// the ring.
+    /// The longest WRITE that can begin at `position`: it must not reach over the end of the ring.
     fn segment_bytes(&self, position: u64) -> usize {
         let begin = (position % self.place.capacity as u64) as usize;
         SEGMENT_BYTES.min(self.place.capacity - begin)
     }
 
-    /// Buffers for so many bytes more, so that no message ends half way.
+    /// Acquires buffers for `bytes` more bytes, so that no message is cut off half way.
     fn reserve(&mut self, bytes: usize) -> Result<(), RegError> {
         let staged = self.staged.as_ref();
         let mut room = staged.map_or(0, |(_, len)| self.segment_bytes(self.posted) - len);
@@ -263,8 +261,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         }
     }
 
-    /// Places the tail behind the bytes. Where WRITEs are placed in order it goes at once;
-    /// elsewhere when the bytes have been placed, and one tail after the other.
+    /// Places the tail behind the bytes. Where WRITEs are placed in order, its WRITE goes at once.
+    /// Elsewhere it waits until the bytes, and the tail before it, have been placed.
     fn announce(&mut self) -> Result<(), SendError> {
         if let Some(error) = &self.dead {
             return Err(error.clone().into());
@@ -281,7 +279,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         Ok(())
     }
 
-    /// Begins to ask what the receiver has taken, unless that is under way.
+    /// Posts a READ of what the receiver has taken, unless one is under way.
     ///
     /// # Errors
     /// [`SendError::Memory`]. A lost connection is noticed by [`progress`](Self::progress).
@@ -308,7 +306,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
 
     fn post_backlog(&mut self) {
         while let Some(op) = self.backlog.pop_front() {
-            // A receiver that sleeps has to hear of the tail only.
+            // A receiver that sleeps needs to hear of the tail only.
             let posted = match op.tag {
                 TAIL => self.channel.post_notifying(op),
                 _ => self.channel.post(op),
@@ -333,8 +331,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         match (completion.tag, &self.bell) {
             (TAIL, Some(bell)) => bell.ring(),
             (CREDIT, _) => {
-                // A word that was being placed is asked for again when it is needed; what was not
-                // announced cannot have been taken.
+                // A word that was just being placed is read again when it is needed. Bytes that
+                // were not announced cannot have been taken.
                 if let Some(consumed) = unsealed(completion.buf.as_ref())
                     && consumed <= self.announced
                 {

@@ -1,12 +1,12 @@
-//! What the link to the servers can do, as far as anybody had to wait for it: [`Traffic`], shared
-//! by all lanes, and [`Watch`], one lane's eye on it.
+//! The rate of the link to the servers, as far as anybody had to wait for it: [`Traffic`] is shared
+//! by all lanes, [`Watch`] is one lane's view.
 //!
-//! The rule it keeps: **a link is only called slow for time that a lane slept through, if of what
-//! was under way when it fell asleep something still is when it looks.** Then the link had
-//! something to do all the time, so that what all lanes received meanwhile is what it carries. All
-//! other time says nothing: requests that have ended but were not looked after yet, what is asked
-//! for between waking and looking, the work that looking finds, and pauses in which nothing was
-//! asked for make any link look slow. What was never waited for needs no compression.
+//! The rule it keeps: **only a lane's sleep counts, and only if a request that was in flight when
+//! it fell asleep still is when it looks.** Then the link was busy all the time, so the bytes that
+//! all lanes received meanwhile are what it carries. Other time would make any link look slow:
+//! requests that have ended but were not looked after yet, requests between waking and looking, the
+//! work that looking finds, and pauses without requests. A link that nobody waits for needs no
+//! compression.
 
 use std::{
     cell::Cell,
@@ -17,21 +17,21 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What is waited for counts from so many bytes on.
+/// A rate is known once this many bytes were waited for.
 const RATE_BYTES: f64 = (256 << 10) as f64;
-/// And half after so much waiting.
+/// Old measurements count half after this much waiting, in nanoseconds.
 const RATE_NS: f64 = 50e6;
-/// The link is thought twice as fast whenever so much time has passed without anybody waiting for
-/// it, so that a link that has become faster is found out about: what then turns out too optimistic
-/// is corrected within an epoch or two.
+/// Whenever nobody has waited for the link for this long, its rate is doubled, so that a link that
+/// has become faster is noticed. A guess that was too optimistic is corrected within an epoch or
+/// two.
 const DOUBT: Duration = Duration::from_secs(5);
 
-/// A direction: what the fields of pairs stand for.
+/// The directions: indices of pairs.
 pub(crate) const READ: usize = 0;
 pub(crate) const WRITE: usize = 1;
 
-/// What all lanes of a cluster have moved and waited for. Counters only: signal handlers report
-/// here, too.
+/// Bytes that all lanes of a cluster have moved and waited for. Atomic counters only, because
+/// signal handlers report here, too.
 #[derive(Debug)]
 pub(crate) struct Traffic {
     began: Instant,
@@ -46,7 +46,7 @@ struct Way {
     waited_bytes: AtomicU64,
 }
 
-/// How much of it there was.
+/// Counts of one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
     pub(super) delivered: u64,
@@ -68,7 +68,7 @@ impl Traffic {
         self.began.elapsed().as_nanos() as u64
     }
 
-    /// So much arrived while somebody waited.
+    /// Counts `bytes` that arrived while a lane waited for `ns`.
     pub(super) fn waited(&self, way: usize, bytes: u64, ns: u64) {
         self.ways[way].waited_bytes.fetch_add(bytes, Relaxed);
         self.ways[way].waited_ns.fetch_add(ns, Relaxed);
@@ -86,7 +86,7 @@ impl Traffic {
     }
 }
 
-/// What one lane has under way.
+/// One lane's requests in flight.
 #[derive(Debug)]
 pub(crate) struct Watch {
     traffic: Arc<Traffic>,
@@ -98,11 +98,10 @@ pub(crate) struct Watch {
 #[derive(Debug, Default)]
 struct Watched {
     under_way: u32,
-    /// From here on something was under way, and so much had been delivered then.
+    /// Since then something has been in flight, and this much had been delivered then.
     since_ns: u64,
     delivered: u64,
-    /// Since then the lane had nothing to do but wait, and of what was under way when it began to
-    /// so many requests have not ended.
+    /// Set while the lane sleeps: requests of the current wait that are still in flight.
     slept_on: Cell<Option<u32>>,
 }
 
@@ -115,7 +114,7 @@ impl Watch {
         }
     }
 
-    /// A request goes out.
+    /// A request was posted.
     pub(crate) fn posted(&mut self, way: usize) {
         if self.ways[way].under_way == 0 {
             self.restart(way, self.traffic.now_ns());
@@ -123,11 +122,11 @@ impl Watch {
         self.ways[way].under_way += 1;
     }
 
-    /// It has ended.
+    /// A request has ended.
     pub(crate) fn ended(&mut self, way: usize, bytes: u64) {
         let watched = &mut self.ways[way];
         watched.under_way -= 1;
-        // They end in the order in which they were asked for, or nearly so.
+        // Requests end in the order in which they were posted, or nearly so.
         let left = watched.slept_on.get();
         let left = left.map(|left| left.saturating_sub(1));
         watched.slept_on.set(left);
@@ -135,7 +134,7 @@ impl Watch {
         way.delivered.fetch_add(bytes, Relaxed);
     }
 
-    /// The lane may sleep until then.
+    /// The lane may sleep until `until`.
     pub(crate) fn sleeps(&self, until: Option<Instant>) {
         if until.is_none_or(|until| until > Instant::now()) {
             for way in &self.ways {
@@ -145,18 +144,18 @@ impl Watch {
         }
     }
 
-    /// The lane begins to look after its requests: what has ended by now it will find.
+    /// The lane begins to look after its requests. It will find all that have ended by now.
     pub(crate) fn looks(&mut self) {
         if self.ways.iter().any(|way| way.under_way > 0) {
             self.looks_ns = self.traffic.now_ns();
         }
     }
 
-    /// It has looked after all of them.
+    /// The lane has looked after all its requests.
     pub(crate) fn looked(&mut self) {
         for way in [READ, WRITE] {
             let watched = &self.ways[way];
-            // Nothing is under way, or nothing was before it began to look.
+            // Nothing is in flight, or nothing was before it began to look.
             if watched.under_way == 0 || watched.since_ns >= self.looks_ns {
                 continue;
             }
@@ -178,7 +177,7 @@ impl Watch {
     }
 }
 
-/// How fast one direction is.
+/// The rate of one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rate {
     bytes: f64,
@@ -186,7 +185,7 @@ pub(super) struct Rate {
 }
 
 impl Rate {
-    /// So many bytes came while somebody waited for so long, in an epoch of `wall_ns`.
+    /// Counts `bytes` that came while lanes waited for `ns`, in an epoch of `wall_ns`.
     pub(super) fn see(&mut self, bytes: f64, ns: f64, wall_ns: f64) {
         let unknown_ns = (wall_ns - ns).max(0.0);
         self.ns *= 0.5f64.powf(unknown_ns / DOUBT.as_nanos() as f64);
@@ -197,7 +196,7 @@ impl Rate {
         }
     }
 
-    /// `None`: nobody had to wait.
+    /// Time per byte. `None`: nobody had to wait.
     pub(super) fn ns_per_byte(&self) -> Option<f64> {
         (self.bytes >= RATE_BYTES).then(|| self.ns / self.bytes)
     }

@@ -1,7 +1,7 @@
-//! [`Model`]: what the last epochs would have taken with other forms, and which would have made
-//! them shortest. The module above says how and why.
+//! [`Model`]: how long the last epochs would have taken with other forms, and which forms would
+//! have been fastest. The module above says how and why.
 //!
-//! The rule it keeps: it only calculates. What it is told was measured elsewhere.
+//! The rule it keeps: it only calculates. Others measure.
 
 use std::collections::VecDeque;
 
@@ -11,24 +11,25 @@ use super::{
 };
 use crate::codec::Form;
 
-/// So many epochs are gone through again: several turns of what a program does over and over.
+/// Epochs that count: several turns of what a program does over and over.
 const EPOCHS: usize = 32;
-/// What a new sample counts against all before it, when there are some.
+/// The weight of a new sample against all before it.
 const SAMPLE_WEIGHT: f64 = 0.125;
-/// And what an epoch counts in the overlap.
+/// The weight of a new epoch in the overlap.
 const OVERLAP_WEIGHT: f64 = 0.25;
-/// A form is near if it costs at most so many times as much as the cheapest one,
+/// A form is near if it costs at most this many times as much as the cheapest one,
 const NEAR: f64 = 1.25;
-/// at the present price, or one that is at most so many prices above it.
+/// at the present price, or at one of the next higher prices, this many.
 const NEAR_PRICES: usize = 6;
-/// A form is cheap to try if that takes at most so many times as long as the cheapest to try takes.
+/// A form is cheap to try if a trial takes at most this many times as long as the cheapest trial.
 const CHEAP: f64 = 8.0;
-/// A higher price has to be better by this factor, lest the choice follows noise.
+/// A higher price has to be better by this factor, so that the choice does not follow noise.
 const MARGIN: f64 = 0.98;
-/// The pager has so many threads of a kind at most.
+/// The most threads of a kind that the pager has.
 const WORKERS: f64 = 4.0;
-/// Prices of a byte, in nanoseconds of processor time: nothing; then from a thousand gigabits per
-/// second and core downwards, each half as much again; and whatever it takes.
+/// Prices of a byte, in nanoseconds of processor time. The first is zero. The next stands for a
+/// thousand gigabits per second and core, and each after it is half as much again. The last is
+/// infinite.
 const PRICES: usize = 24;
 
 fn price(number: usize) -> f64 {
@@ -42,13 +43,13 @@ fn price(number: usize) -> f64 {
 /// The form of each stretch, by its place among the forms.
 pub(super) type Forms = [usize; CLASSES];
 
-/// What one page takes in one form.
+/// What one page costs in one form.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Sample {
     pub(super) bytes: f64,
     pub(super) encode_ns: f64,
     pub(super) decode_ns: f64,
-    /// Of so many pages.
+    /// Pages that the figures are averages of.
     pub(super) pages: u32,
 }
 
@@ -62,7 +63,7 @@ impl Sample {
         blend(&mut self.decode_ns, new.decode_ns);
     }
 
-    /// Of two for the same page.
+    /// The shorter of two trials of the same page.
     pub(super) fn shorter(self, other: Self) -> Self {
         Self {
             encode_ns: self.encode_ns.min(other.encode_ns),
@@ -71,7 +72,7 @@ impl Sample {
         }
     }
 
-    /// What it takes to write a page and read it so often, at the price of this number.
+    /// The cost of writing a page once and reading it `reads` times, at price `number`.
     fn cost(&self, number: usize, reads: f64) -> f64 {
         let moved = (1.0 + reads) * self.bytes;
         self.encode_ns + reads * self.decode_ns + price(number) * moved
@@ -84,16 +85,16 @@ pub(super) struct Epoch {
     pub(super) wall_ns: f64,
     /// Processor time without samples.
     pub(super) cpu_ns: f64,
-    /// Of all regions.
+    /// Bytes of all regions, by direction.
     pub(super) bytes: [f64; 2],
-    /// Of this one: pages and bytes that were read and written, by stretch.
+    /// Pages of this region that were read and written, by stretch.
     pub(super) pages: [[f64; 2]; CLASSES],
     pub(super) own_bytes: [f64; 2],
-    /// What its codecs took.
+    /// Time that this region's codecs took.
     pub(super) codecs_ns: f64,
 }
 
-/// What an epoch has to do.
+/// The work of an epoch.
 #[derive(Clone, Copy, Debug, Default)]
 struct Load {
     bytes: [f64; 2],
@@ -145,15 +146,15 @@ impl Model {
         self.epochs.push_back(epoch);
     }
 
-    /// The forms that would have made the last epochs shortest, or nearly so and with less work.
-    /// Before one has ended all is raw, which shows best what the link can do.
+    /// The forms that would have made the last epochs shortest, or nearly shortest with less work.
+    /// Until the first epoch has ended all is raw, which shows best what the link can do.
     pub(super) fn choose(&mut self) -> Forms {
         let mut times = [f64::INFINITY; PRICES + Form::ALL.len()];
         let count = PRICES + self.samples[0].len();
         let mut last = None;
         for (number, time) in times.iter_mut().enumerate().take(count) {
             let forms = self.candidate(number);
-            // Most prices make no difference to the one before.
+            // Most prices give the same forms as the one before.
             *time = match last {
                 Some((before, time)) if before == forms => time,
                 _ => self.time(&forms),
@@ -169,13 +170,13 @@ impl Model {
         self.candidate(best(&times))
     }
 
-    /// How many pages of a stretch were samples: raw, the first form, is in all of them.
+    /// Pages of a stretch that were samples. Every sample is tried raw, the first form.
     pub(super) fn pages_tried(&self, class: usize) -> u32 {
         self.samples[class][0].pages
     }
 
-    /// Whether a form is worth a trial in each sample of a stretch: it takes little for it to be
-    /// chosen, or to try it.
+    /// Whether each sample of a stretch should try `form`: it is near to being chosen, or cheap to
+    /// try.
     pub(super) fn is_worth_a_trial(&self, class: usize, form: usize) -> bool {
         let samples = &self.samples[class];
         let trial = |sample: &Sample| sample.encode_ns + sample.decode_ns;
@@ -191,8 +192,8 @@ impl Model {
         })
     }
 
-    /// The form of each stretch that takes least if a byte costs so much; after all prices: one
-    /// form for all.
+    /// The cheapest form of each stretch at price `number`. Numbers beyond the last price stand for
+    /// one form for all stretches.
     fn candidate(&self, number: usize) -> Forms {
         if number >= PRICES {
             return [number - PRICES; CLASSES];
@@ -207,7 +208,7 @@ impl Model {
         })
     }
 
-    /// How often a page is read that was written once, in the last epochs.
+    /// Reads per written page in the last epochs.
     fn reads_per_write(&self) -> f64 {
         let [reads, writes] = [READ, WRITE].map(|way| {
             let pages = (self.epochs.iter()).flat_map(|epoch| epoch.pages.iter().map(|p| p[way]));
@@ -216,7 +217,7 @@ impl Model {
         (reads / writes.max(1.0)).max(1.0)
     }
 
-    /// What all epochs would have taken.
+    /// The time that all epochs would have taken with `forms`.
     fn time(&self, forms: &Forms) -> f64 {
         let times = self.epochs.iter().map(|epoch| {
             let (longest, sum) = self.times(&self.load(epoch, forms));
@@ -225,7 +226,7 @@ impl Model {
         times.sum()
     }
 
-    /// What an epoch would have had to do.
+    /// The work of `epoch` with `forms`.
     fn load(&self, epoch: &Epoch, forms: &Forms) -> Load {
         let mut load = Load::default();
         for way in [READ, WRITE] {
@@ -233,7 +234,7 @@ impl Model {
         }
         for ((pages, form), samples) in epoch.pages.iter().zip(forms).zip(&self.samples) {
             let sample = samples[*form];
-            // What is written will be read.
+            // Written pages will be read.
             let [written, read] = [pages[WRITE], pages[READ].max(pages[WRITE])];
             load.codec_ns[WRITE] += written * sample.encode_ns;
             load.codec_ns[READ] += read * sample.decode_ns;
@@ -244,10 +245,10 @@ impl Model {
         load
     }
 
-    /// The longest of what goes on at the same time, and one after the other.
+    /// The time if all goes on at once, and if one follows the other.
     fn times(&self, load: &Load) -> (f64, f64) {
         let [read, write] = [READ, WRITE].map(|way| self.rates[way].ns_per_byte());
-        // Nobody had to wait for it in one direction: it is hardly slower than in the other.
+        // A direction that nobody waited for is hardly slower than the other.
         let rates = [read.or(write), write.or(read)].map(|rate| rate.unwrap_or(0.0));
         let link = (load.bytes[READ] * rates[READ]).max(load.bytes[WRITE] * rates[WRITE]);
         let cpu = (load.other_ns + load.codec_ns[READ] + load.codec_ns[WRITE]) / self.processors;
@@ -434,7 +435,7 @@ mod tests {
         assert_eq!(model.choose(), [LZ4; CLASSES]);
         world(0.2).follow(&mut model, 40);
         assert_eq!(model.choose(), [ZFP; CLASSES]);
-        // Nobody waits for it any more: it takes some seconds.
+        // Nobody waits for the link any more: noticing that takes some seconds.
         world(40.0).follow(&mut model, 4000);
         assert_eq!(model.choose(), [RAW; CLASSES]);
     }
