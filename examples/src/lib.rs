@@ -1,8 +1,7 @@
-//! What the examples share and a program of yours will not need: a memory server to talk to, the
-//! one argument, and a line of figures.
+//! What the examples share: a memory server to talk to, the one argument, and a line of figures. A
+//! program of yours will not need it.
 //!
-//! The rule it keeps: everything about farpage that is worth copying stands in the examples
-//! themselves.
+//! The rule it keeps: everything about farpage that is worth copying is in the examples themselves.
 
 use std::{env, fmt::Display, str::FromStr, time::Instant};
 
@@ -11,14 +10,14 @@ use farpage::{Builder, ByteSize, Runtime};
 use farpage_memserver::{RunningServer, Server};
 use tempfile::TempDir;
 
-/// More than any example asks for; a server takes memory only when pages are written.
+/// More than any example asks for. A server takes memory only when pages are written.
 const CAPACITY_BYTES: u64 = 64 << 30;
 
 /// The memory servers that `FARPAGE_SERVER` names or, without it, one in this process.
 ///
 /// Declare it before the runtime, so that it outlives the runtime.
 pub struct Memory {
-    /// The server, and the folder that its socket lies in. It is ended before the folder goes.
+    /// The server, and the folder of its socket. The server ends before the folder is removed.
     own: Option<(RunningServer, TempDir)>,
 }
 
@@ -55,7 +54,7 @@ impl Memory {
 /// The program's only argument, or `default` without one.
 ///
 /// # Errors
-/// If it cannot be read.
+/// The argument cannot be read.
 pub fn argument<T>(what: &str, default: T) -> Result<T>
 where
     T: FromStr<Err: Display>,

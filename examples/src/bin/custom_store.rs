@@ -16,22 +16,21 @@ use anyhow::{Result, ensure};
 use farpage::{Advice, ByteSize, RegionOptions, Runtime, Store};
 use farpage_examples::{argument, report};
 
-/// Calls are of one page or of several neighbouring ones, so that a store keeps what it likes:
-/// here, pieces of the smallest page.
+/// A call may span one page or several neighbouring ones. This store keeps pieces of the smallest
+/// page's size.
 const PIECE_BYTES: usize = 4096;
 
 /// Element `i` is `i * i` until the program changes it. Pieces that changed are kept in a map.
 ///
-/// A clone is a handle on the same store, so that the program can look into it while an array uses
-/// it.
+/// A clone is a handle on the same store: the program can look into it while an array uses it.
 #[derive(Clone, Default)]
 struct Squares(Arc<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    /// By offset.
+    /// Changed pieces, by offset.
     changed: Mutex<HashMap<u64, Box<[u8]>>>,
-    /// For the second half of this program: as if a disk were full, or a cable out.
+    /// Makes writes fail, as if a disk were full or a cable out.
     writes_fail: AtomicBool,
     reads_fail: AtomicBool,
 }
@@ -69,12 +68,12 @@ impl Store for Squares {
         Ok(())
     }
 
-    /// Nothing here waits for a device, so the runtime need not keep threads for it.
+    /// Nothing here waits for a device, so the runtime needs no extra threads for it.
     fn may_block(&self) -> bool {
         false
     }
 
-    /// What errors call it.
+    /// The store's name in errors.
     fn name(&self) -> String {
         "squares".to_owned()
     }
@@ -97,7 +96,7 @@ fn main() -> Result<()> {
     let options = RegionOptions::new().store(store.clone());
     let mut squares = runtime.array_with::<u64>(len, options)?;
 
-    // What is read comes out of the store, what is changed goes into it.
+    // Reads come out of the store, changes go into it.
     let started = Instant::now();
     for number in squares.iter_mut().step_by(step) {
         *number += 1;

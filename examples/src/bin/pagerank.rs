@@ -31,8 +31,8 @@ fn main() -> Result<()> {
         .budget(ByteSize(graph_bytes as u64 / 4))
         .build()?;
 
-    // The graph as compressed sparse rows: who links to vertex v stands in
-    // sources[offsets[v]..offsets[v + 1]].
+    // The graph as compressed sparse rows: sources[offsets[v]..offsets[v + 1]] are the vertices
+    // that link to v.
     let started = Instant::now();
     let mut offsets = runtime.array::<u64>(vertices + 1)?;
     let mut sources = runtime.array::<u32>(edges)?;
@@ -75,8 +75,8 @@ fn generate(links: &mut [u64], offsets: &mut [u64], sources: &mut [u32]) {
             chunk.fill_with(|| link(&mut rng, scale));
         });
 
-    // Sorting is what makes this work out of memory: putting every edge in its place one by one
-    // would touch a random page for each.
+    // Sorting makes this work beyond memory: putting edges in place one by one would touch a random
+    // page for each.
     links.par_sort_unstable();
 
     let mut at = 0;
@@ -103,8 +103,8 @@ fn link(rng: &mut ChaCha8Rng, scale: u32) -> u64 {
     })
 }
 
-/// The rank of every vertex, and the number of rounds that it took. Remote arrays and vectors are
-/// the same to it: slices.
+/// The rank of every vertex, and the number of rounds. Remote arrays and vectors are both slices
+/// here.
 fn pagerank(offsets: &[u64], sources: &[u32]) -> (Vec<f64>, u32) {
     let vertices = offsets.len() - 1;
     let mut links_out = vec![0_u32; vertices];
@@ -138,7 +138,7 @@ fn pagerank(offsets: &[u64], sources: &[u32]) -> (Vec<f64>, u32) {
             })
             .collect();
 
-        // 3. Until nothing moves any more.
+        // 3. The rounds end when nothing moves any more.
         let moved: f64 = ranks
             .iter()
             .zip(&gathered)

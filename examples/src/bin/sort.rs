@@ -29,8 +29,8 @@ fn main() -> Result<()> {
     numbers.par_sort_unstable();
     report("sorted them", started, &runtime);
 
-    // In order, and still the same numbers: a page that is lost, stale or there twice would change
-    // the sum.
+    // The numbers are in order and still the same: a lost, stale or doubled page would change the
+    // sum.
     ensure!(
         numbers.par_windows(2).all(|pair| pair[0] <= pair[1]),
         "the numbers are not in order"

@@ -25,8 +25,8 @@ fn main() -> Result<()> {
         array.advise(.., Advice::Sequential)?;
     }
 
-    // The edge is cold; the heat lies in waves over the plate. Waves of this shape keep it and fade
-    // at a rate that is known.
+    // The edge is cold, and the heat lies in waves over the plate. Such waves keep their shape and
+    // fade at a known rate.
     let waves = side / 16;
     let angle = waves as f64 * PI / (side - 1) as f64;
     let wave: Vec<f64> = (0..side).map(|i| (i as f64 * angle).sin()).collect();
@@ -49,7 +49,7 @@ fn main() -> Result<()> {
     let what = format!("{STEPS} steps on {side} x {side} points");
     report(&what, started, &runtime);
 
-    // What the waves must have faded to.
+    // The height that the waves must have faded to.
     let faded = (1.0 - 8.0 * ALPHA * (angle / 2.0).sin().powi(2)).powi(STEPS);
     let plate = ArrayView2::from_shape((side, side), &old)?;
     let mut error: f64 = 0.0;
