@@ -60,7 +60,7 @@ impl Install {
         }
         put(&built.join("libfarpage_capi.a"), &lib.join("libfarpage.a"))?;
         self.put_shared(&built.join("libfarpage_capi.so"), "libfarpage")?;
-        self.build_umap(&capi)?;
+        self.build_umap(&capi).context("cannot make libumap")?;
         for (template, place) in [
             ("farpage.pc", "pkgconfig"),
             ("umap.pc", "pkgconfig"),
@@ -87,33 +87,47 @@ impl Install {
 
     /// The interface of Umap is C++ with virtual functions: its library is made by the compiler that makes its users.
     fn build_umap(&self, capi: &Path) -> Result<()> {
-        let sources = fs::read_dir(capi.join("umap/src")).context("cannot read umap/src")?;
+        let lib = fs::canonicalize(self.prefix.join("lib"))?;
+        let include = fs::canonicalize(self.prefix.join("include"))?;
+        let work = Scratch::new(&lib)?;
+        let sources = fs::read_dir(capi.join("umap/src"))?;
         let mut sources: Vec<PathBuf> = sources
-            .map(|entry| Ok(entry?.path()))
+            .map(|entry| fs::canonicalize(entry?.path()))
             .collect::<io::Result<_>>()?;
         sources.retain(|path| path.extension().is_some_and(|it| it == "cpp"));
         sources.sort();
-        let lib = self.prefix.join("lib");
-        let made = lib.join("libumap.new");
-        let status = children::status(
+        let objects: Vec<PathBuf> = sources
+            .iter()
+            .filter_map(|path| Some(Path::new(path.file_name()?).with_extension("o")))
+            .collect();
+        work.run(
             Command::new("c++")
-                .args(["-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-pthread"])
+                .args(["-std=c++17", "-O2", "-g", "-fPIC", "-pthread", "-c"])
                 .args(["-Wall", "-Wextra", "-Werror", "-fvisibility-inlines-hidden"])
+                .arg("-I")
+                .arg(include)
+                .args(sources),
+        )?;
+        work.run(
+            Command::new("c++")
+                .args(["-shared", "-pthread"])
                 .arg(format!("-Wl,-soname,libumap.so.{INTERFACE}"))
                 .args(["-Wl,-rpath,$ORIGIN", "-Wl,--no-undefined"])
-                .arg("-I")
-                .arg(self.prefix.join("include"))
-                .args(sources)
+                .args(&objects)
                 .arg("-L")
                 .arg(&lib)
-                .args(["-lfarpage", "-o"])
-                .arg(&made),
+                .args(["-lfarpage", "-o", "libumap.so"]),
         )?;
-        if !status.success() {
-            bail!("libumap could not be compiled ({status}); what went wrong is printed above");
+        // Whole: programs written for Umap name `libumap.a` and nothing else.
+        let mut script = String::from("create libumap.a\naddlib ../libfarpage.a\n");
+        for object in &objects {
+            script += &format!("addmod {}\n", object.display());
         }
-        self.put_shared(&made, "libumap")?;
-        fs::remove_file(&made).with_context(|| format!("cannot remove {}", made.display()))
+        fs::write(work.0.join("script"), script + "save\nend\n")?;
+        // Not `ar`: where clang's plugin for it is installed, the index leaves out what the plugin cannot read.
+        work.run(Command::new("sh").args(["-c", "gcc-ar -M <script"]))?;
+        put(&work.0.join("libumap.a"), &lib.join("libumap.a"))?;
+        self.put_shared(&work.0.join("libumap.so"), "libumap")
     }
 
     fn copy_tree(&self, from: &Path, to: &Path) -> Result<()> {
@@ -129,6 +143,33 @@ impl Install {
             }
         }
         Ok(())
+    }
+}
+
+/// A folder for what is made on the way, removed at the end.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(lib: &Path) -> Result<Self> {
+        let folder = lib.join(format!(".umap-{}", std::process::id()));
+        fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        Ok(Self(folder))
+    }
+
+    /// Runs a command there.
+    fn run(&self, command: &mut Command) -> Result<()> {
+        let status = children::status(command.current_dir(&self.0))?;
+        if !status.success() {
+            bail!("{command:?}: {status}; what went wrong is printed above");
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // A folder that stays is in nobody's way.
+        let _ = fs::remove_dir_all(&self.0);
     }
 }
 

@@ -12,7 +12,7 @@ if(NOT TARGET farpage::farpage)
   set_target_properties(farpage::static PROPERTIES
     IMPORTED_LOCATION "${_farpage_prefix}/lib/libfarpage.a"
     INTERFACE_INCLUDE_DIRECTORIES "${_farpage_prefix}/include"
-    INTERFACE_LINK_LIBRARIES "pthread;dl;m;rt;util;gcc_s")
+    INTERFACE_LINK_LIBRARIES "pthread;dl;m;rt;util")
 
   add_library(farpage::umap SHARED IMPORTED)
   set_target_properties(farpage::umap PROPERTIES

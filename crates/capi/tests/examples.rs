@@ -110,6 +110,35 @@ fn program_linked_with_the_static_library_runs_without_the_shared_one() {
     assert!(!text(&needed.stdout).contains("libfarpage"));
 }
 
+/// As the build files of programs written for Umap do.
+#[test]
+fn program_whose_build_names_libumap_a_alone_runs_without_shared_libraries() {
+    let test = "program_whose_build_names_libumap_a_alone_runs_without_shared_libraries";
+    if !have(test, &["g++"]) {
+        return;
+    }
+    let folder = scratch("libumap");
+    let (source, program) = (folder.join("main.cpp"), folder.join("main"));
+    let main = "#include <umap/umap.h>\nint main() { return umapcfg_get_umap_page_size() == 4096 ? 0 : 1; }\n";
+    fs::write(&source, main).expect("it can be written");
+    let mut command = Command::new("g++");
+    command
+        .arg("-I")
+        .arg(prefix().join("include"))
+        .arg(source)
+        .arg(prefix().join("lib/libumap.a"))
+        .arg("-pthread")
+        .arg("-o")
+        .arg(&program);
+    run(&mut command, Duration::from_secs(120));
+    run(&mut Command::new(&program), PATIENCE);
+    let needed = text(&run(Command::new("ldd").arg(&program), PATIENCE).stdout);
+    assert!(
+        !needed.contains("libumap") && !needed.contains("libfarpage"),
+        "{needed}"
+    );
+}
+
 #[test]
 fn cmake_finds_all_three_libraries() {
     let test = "cmake_finds_all_three_libraries";

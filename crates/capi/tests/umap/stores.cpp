@@ -43,6 +43,8 @@ CASE(sparse_store_makes_files_on_demand_and_is_opened_again) {
     }
     CHECK(uunmap(words, BYTES) == 0);
     CHECK(files_in(root) == 3);
+    struct stat about;
+    CHECK(stat((root + "/7").c_str(), &about) == 0 && (about.st_mode & 0777) == 0600);
     CHECK(store.close_files() == 0);
   }
   CHECK(Umap::SparseStore::get_capacity(root) == BYTES);

@@ -113,7 +113,7 @@ class SparseStore::Files {
     if (fds[index] >= 0) return fds[index];
     std::string path = root + "/" + std::to_string(index);
     int flags = O_CLOEXEC | (read_only ? O_RDONLY : O_RDWR) | (make ? O_CREAT : 0);
-    fd = open(path.c_str(), flags, S_IRUSR | S_IWUSR | S_IRGRP);
+    fd = open(path.c_str(), flags, S_IRUSR | S_IWUSR);
     if (fd < 0) return errno == ENOENT && !make ? NOT_OPEN : -1;
     struct stat about;
     bool is_whole = fstat(fd, &about) == 0 && static_cast<std::size_t>(about.st_size) >= layout.file_bytes;
