@@ -9,7 +9,7 @@ use std::{
     fs,
     os::unix::{
         fs::{MetadataExt, PermissionsExt},
-        process::CommandExt,
+        process::{CommandExt, ExitStatusExt},
     },
     path::{Path, PathBuf},
     process::Command,
@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use common::{compile, have, run, scratch, serve, sources, text};
+use common::{compile, finish, have, run, scratch, serve, sources, text};
 
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Small, so that everything is evicted all the time.
@@ -93,6 +93,7 @@ cases![
     page_that_cannot_be_read_raises_sigbus,
     store_that_throws_is_a_store_that_fails,
     store_that_returns_less_shows_zeros_and_no_other_pages_bytes,
+    segmentation_faults_elsewhere_are_the_programs,
     slow_store_does_not_stall_other_regions,
     child_after_fork,
     fork_while_other_threads_work,
@@ -118,6 +119,7 @@ const WITH_MORE: &[&str] = &[
     "environment_is_told_back",
     "messages_up_to_the_level_asked_for",
     "network_arrays_as_on_the_poster",
+    "store_that_writes_too_much_is_named",
     "page_that_cannot_be_written_is_reported_and_kept",
     "posters_call_needs_three_lines_before_it",
     "unprivileged_use",
@@ -191,6 +193,41 @@ fn with_servers(name: &str) {
             command.env("SERVER", endpoint.trim_start_matches("tcp://")),
             PATIENCE,
         );
+    }
+}
+
+#[test]
+fn store_that_writes_too_much_is_named() {
+    // A page, and the last one, which is shorter.
+    for (too_many, touch, asked) in [
+        ("1", "0", "4096 bytes that it was asked for at offset 0"),
+        (
+            "4096",
+            "5000",
+            "4096 bytes that it was asked for at offset 4096",
+        ),
+        (
+            "1",
+            "12300",
+            "100 bytes that it was asked for at offset 12288",
+        ),
+    ] {
+        let Some(mut command) = case("store_that_writes_too_much_is_named") else {
+            return;
+        };
+        command.env("TOO_MANY", too_many).env("TOUCH", touch);
+        command.env("UMAP_READ_AHEAD", "0");
+        let output = finish(&mut command, PATIENCE);
+        let said = text(&output.stderr);
+        assert_eq!(
+            output.status.signal(),
+            Some(11),
+            "{}: {said}",
+            output.status
+        );
+        for expected in ["StoreThatWritesTooMuch", asked] {
+            assert!(said.contains(expected), "{said}");
+        }
     }
 }
 

@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use nix::sys::{prctl, signal::SigSet};
+use nix::sys::{
+    prctl,
+    signal::{SigSet, Signal},
+};
 
 /// After so long a worker looks again for what nobody rings for.
 pub(crate) const RETRY: Duration = Duration::from_millis(1);
@@ -18,10 +21,16 @@ pub(crate) fn spawn(
     work: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     Builder::new().name(name.clone()).spawn(move || {
-        // Signals are the program's; timers of microseconds are ours.
-        SigSet::all()
+        // Signals are the program's, but for those that this thread raises itself, which would end the process without a word: a store that runs in a thread
+        // started here may be the reason. SIGBUS stays blocked: its handler may serve faults, which is not for workers.
+        let mut signals = SigSet::all();
+        for own in [Signal::SIGSEGV, Signal::SIGFPE, Signal::SIGILL] {
+            signals.remove(own);
+        }
+        signals
             .thread_block()
             .expect("blocking signals cannot fail");
+        // Timers of microseconds are ours.
         let _ = prctl::set_timerslack(1);
         if catch_unwind(AssertUnwindSafe(work)).is_err() {
             eprintln!(

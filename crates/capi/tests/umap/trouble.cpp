@@ -1,4 +1,5 @@
 /* Stores that fail, processes that fork, and programs that take memory away themselves. */
+#include <setjmp.h>
 #include <signal.h>
 #include <sys/wait.h>
 
@@ -65,6 +66,51 @@ CASE(store_that_returns_less_shows_zeros_and_no_other_pages_bytes) {
   // Half a page written is a page that is not written.
   bytes[0] = 1;
   CHECK(uunmap(bytes, PAGES * PAGE) == -1 && errno == EIO);
+}
+
+/* As stores do that round what they are asked for up to their own blocks. The caller sees the process end. */
+class StoreThatWritesTooMuch : public Umap::Store {
+ public:
+  explicit StoreThatWritesTooMuch(std::size_t too_many) : too_many(too_many) {}
+  ssize_t read_from_store(char *buf, std::size_t nb, off_t) override {
+    // One byte after the other: the first beyond is what ends it.
+    volatile char *at = buf;
+    for (std::size_t i = 0; i < nb + too_many; ++i) at[i] = 'x';
+    return static_cast<ssize_t>(nb);
+  }
+  ssize_t write_to_store(char *, std::size_t nb, off_t) override { return static_cast<ssize_t>(nb); }
+
+ private:
+  std::size_t too_many;
+};
+
+CASE(store_that_writes_too_much_is_named) {
+  // A region whose last page is short: the buffer ends there, too.
+  constexpr std::size_t BYTES = 3 * PAGE + 100;
+  StoreThatWritesTooMuch exact(0), wrong(std::strtoull(std::getenv("TOO_MANY"), nullptr, 10));
+  auto *fine = map_store<volatile char>(&exact, BYTES);
+  for (std::size_t at = 0; at < BYTES; ++at) CHECK(fine[at] == 'x');
+  auto *bytes = map_store<volatile char>(&wrong, BYTES);
+  (void)bytes[std::strtoull(std::getenv("TOUCH"), nullptr, 10)];
+  CHECK(!"the store's error went unnoticed");
+}
+
+/* What happens to a program that has a handler of its own, from before. */
+CASE(segmentation_faults_elsewhere_are_the_programs) {
+  static sigjmp_buf back;
+  struct sigaction own {};
+  own.sa_handler = [](int) { siglongjmp(back, 1); };
+  CHECK(sigaction(SIGSEGV, &own, nullptr) == 0);
+  CountingStore store(PAGE);
+  auto *bytes = map_store<volatile char>(&store, PAGE);
+  CHECK(bytes[0] == 0);
+  void *nobodys = mmap(nullptr, PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(nobodys != MAP_FAILED);
+  if (sigsetjmp(back, 1) == 0) {
+    *static_cast<volatile char *>(nobodys) = 1;
+    CHECK(!"it may not be written");
+  }
+  CHECK(uunmap(const_cast<char *>(bytes), PAGE) == 0);
 }
 
 CASE(slow_store_does_not_stall_other_regions) {

@@ -13,6 +13,7 @@
 #include "config.hpp"
 #include "network.hpp"
 #include "regions.hpp"
+#include "store_calls.hpp"
 
 using namespace Umap::shim;
 
@@ -39,76 +40,6 @@ void *refuse(int number, const std::string &why) {
   errno = number;
   return UMAP_FAILED;
 }
-
-/* Calls to a program's store. Farpage asks for runs of pages; stores that were written for Umap know single ones. */
-class StoreCalls {
- public:
-  StoreCalls(Umap::Store *store, std::size_t page_bytes) : store(store), page_bytes(page_bytes) {}
-
-  static farpage_store table(Umap::Store *store, std::size_t page_bytes) {
-    farpage_store t{};
-    t.struct_bytes = sizeof t;
-    t.context = new StoreCalls(store, page_bytes);
-    t.read = [](void *context, std::uint64_t offset, void *buffer, std::size_t bytes) {
-      return static_cast<StoreCalls *>(context)->for_each_page(static_cast<char *>(buffer), bytes, offset, &StoreCalls::read_page);
-    };
-    t.write = [](void *context, std::uint64_t offset, const void *buffer, std::size_t bytes) {
-      // Umap's interface has no const, and stores do not write there.
-      char *from = static_cast<char *>(const_cast<void *>(buffer));
-      return static_cast<StoreCalls *>(context)->for_each_page(from, bytes, offset, &StoreCalls::write_page);
-    };
-    t.release = [](void *context) { delete static_cast<StoreCalls *>(context); };
-    t.name = "of the program (Umap::Store)";
-    return t;
-  }
-
- private:
-  Umap::Store *store;
-  std::size_t page_bytes;
-
-  int for_each_page(char *buffer, std::size_t bytes, std::uint64_t offset, int (StoreCalls::*page)(char *, std::size_t, off_t) noexcept) noexcept {
-    for (std::size_t at = 0; at < bytes; at += page_bytes) {
-      int code = (this->*page)(buffer + at, std::min(page_bytes, bytes - at), static_cast<off_t>(offset + at));
-      if (code != 0) return code;
-    }
-    return 0;
-  }
-
-  int read_page(char *buffer, std::size_t bytes, off_t offset) noexcept {
-    // What the store leaves out must not be another page's bytes.
-    std::memset(buffer, 0, bytes);
-    ssize_t got;
-    int code = call("read_from_store", [&] { return store->read_from_store(buffer, bytes, offset); }, &got);
-    if (code != 0 || got <= 0) return code;
-    if (static_cast<std::size_t>(got) < bytes) std::memset(buffer + got, 0, bytes - static_cast<std::size_t>(got));
-    return 0;
-  }
-
-  int write_page(char *buffer, std::size_t bytes, off_t offset) noexcept {
-    ssize_t put;
-    int code = call("write_to_store", [&] { return store->write_to_store(buffer, bytes, offset); }, &put);
-    if (code != 0 || put <= 0 || static_cast<std::size_t>(put) >= bytes) return code;
-    log(FARPAGE_LOG_ERROR, "write_to_store wrote " + std::to_string(put) + " of " + std::to_string(bytes) + " bytes at " + std::to_string(offset));
-    return EIO;
-  }
-
-  template <typename Call>
-  static int call(const char *what, Call call, ssize_t *result) noexcept {
-    *result = 0;
-    errno = 0;
-    try {
-      *result = call();
-    } catch (const std::exception &error) {
-      log(FARPAGE_LOG_ERROR, std::string(what) + " threw: " + error.what());
-      return EIO;
-    } catch (...) {
-      log(FARPAGE_LOG_ERROR, std::string(what) + " threw something");
-      return EIO;
-    }
-    if (*result >= 0) return 0;
-    return errno != 0 ? errno : EIO;
-  }
-};
 
 void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, off_t offset, Umap::Store *store) {
   // 1. What cannot be meant.
@@ -148,7 +79,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     options.address = fixed ? addr : nullptr;
     farpage_region *region = nullptr;
     if (store != nullptr) {
-      farpage_store table = StoreCalls::table(store, page_bytes);
+      farpage_store table = store_calls(store, page_bytes);
       options.store = &table;
       code = farpage_region_map(with, length, &options, &region);
     } else {

@@ -21,7 +21,8 @@ class Store {
    * start of the region and is a multiple of its page size; `nb` is one page, of which the last may be shorter.
    *
    * They return the number of bytes, or -1 with errno. What a read leaves out is zeros; a write that leaves something out has failed. 0 is taken for
-   * "all of it", as it always was. An exception is a failure: EIO. */
+   * "all of it", as it always was. An exception is a failure: EIO. `buf` has room for `nb` bytes: a read that goes beyond them ends the program with SIGSEGV, and a
+   * message that names the store's type (unless the program installs a handler of SIGSEGV after its first region). */
   virtual ssize_t read_from_store(char *buf, std::size_t nb, off_t off) = 0;
   virtual ssize_t write_to_store(char *buf, std::size_t nb, off_t off) = 0;
 
