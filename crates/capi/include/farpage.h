@@ -158,7 +158,8 @@ typedef struct farpage_region_options {
    */
   const char *codec;
   /**
-   * 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
+   * 1: take remote memory when pages need it instead of all of it at once (twice the size where there is a name); then evictions may fail for lack of it. Not for
+   * stores and files.
    */
   uint32_t on_demand;
   /**

@@ -51,7 +51,8 @@ pub struct farpage_region_options {
     pub read_ahead: u32,
     /// How pages are encoded on servers: as of the runtime. Not for stores and files.
     pub codec: *const c_char,
-    /// 1: take remote memory when pages need it instead of all of it at once; then evictions may fail for lack of it. Not for stores and files.
+    /// 1: take remote memory when pages need it instead of all of it at once (twice the size where there is a name); then evictions may fail for lack of it. Not for
+    /// stores and files.
     pub on_demand: u32,
     /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for servers.
     pub read_only: u32,

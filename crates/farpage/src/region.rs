@@ -62,7 +62,9 @@ impl RegionOptions {
     }
 
     /// How much remote memory is reserved when the region is created. Default: [`Reserve::Full`],
-    /// so that no eviction fails for lack of it. Does nothing for a region with a store of its own.
+    /// so that no eviction fails for lack of it. For a [named](Self::name) region that is twice its
+    /// size and a little more, since the published version stays whole until the next one is. Does
+    /// nothing for a region with a store of its own.
     pub fn reserve(mut self, reserve: Reserve) -> Self {
         self.reserve = reserve;
         self

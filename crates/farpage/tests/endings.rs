@@ -19,8 +19,8 @@ use std::{
     time::Duration,
 };
 
-use common::{Call, Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page};
-use farpage::{RegionOptions, RemoteArray};
+use common::{Call, Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, mix};
+use farpage::{CreateError, RegionOptions, RemoteArray, Reserve, error::StoreCreateError};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -131,4 +131,53 @@ fn overwriting_is_copying_where_nothing_is_lost() {
     let mut array: RemoteArray<u64> = runtime.array(4 * PAGE_WORDS).unwrap();
     array.overwrite(PAGE_WORDS - 1, &[1, 2, 3]).unwrap();
     assert_eq!(array[PAGE_WORDS - 2..PAGE_WORDS + 3], [0, 1, 2, 3, 0]);
+}
+
+#[test]
+fn a_named_array_reserves_both_versions_or_is_refused() {
+    let test = "a_named_array_reserves_both_versions_or_is_refused";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    let words = 8 * MIB / 8;
+    // Room for one version and some more, as it was reserved for arrays without a name.
+    let small = Memory::start(Fabric::Shm, 10 * MIB);
+    let error = (small.runtime(2 * MIB, PAGE))
+        .array_with::<u64>(words, named("field"))
+        .unwrap_err();
+    let needed_bytes = match error {
+        CreateError::Store(StoreCreateError::Alloc { needed_bytes, .. }) => needed_bytes,
+        other => panic!("{other}"),
+    };
+    assert!(error.to_string().contains(&needed_bytes.to_string()));
+    assert!(error.to_string().contains("two versions"), "{error}");
+    let on_demand = named("field").reserve(Reserve::OnDemand);
+    (small.runtime(2 * MIB, PAGE))
+        .array_with::<u64>(words, on_demand)
+        .unwrap();
+
+    // What it asks for is enough: for both versions, their maps, and pages that leave while one is published. The server keeps the name besides.
+    let enough = Memory::start(Fabric::Shm, needed_bytes as usize + 64 * KIB);
+    let runtime = enough.runtime(2 * MIB, PAGE);
+    let mut field: RemoteArray<u64> = runtime.array_with(words, named("field")).unwrap();
+    let mut rng = common::Rng(7);
+    for round in 1..4 {
+        // Here and there, so that slots of old versions come free between others.
+        for _ in 0..words / 64 {
+            let at = rng.below(words);
+            field[at] = mix(at as u64 ^ round << 40);
+        }
+        field.flush().unwrap();
+        for (at, word) in field.iter_mut().enumerate() {
+            *word = mix(at as u64 ^ round << 40);
+        }
+        field.flush().unwrap();
+        assert!(field.take_error().is_none());
+    }
+    drop(field);
+    let field = runtime.open_array::<u64>("field").unwrap();
+    for (at, &word) in field.iter().enumerate() {
+        assert_eq!(word, mix(at as u64 ^ 3 << 40), "word {at}");
+    }
 }

@@ -170,12 +170,20 @@ pub enum CreateError {
     #[error(transparent)]
     Table(#[from] TableError),
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the runtime goes on.
-    #[error("no remote memory for region {region} of {bytes} bytes: {source}")]
+    #[error(
+        "no remote memory for region {region} of {bytes} bytes, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
+         turn out to need (`Reserve::OnDemand`)",
+        if *.named { " since a named region keeps two versions while it is published" } else { "" }
+    )]
     Alloc {
         /// The region.
         region: RegionId,
         /// The region's size.
         bytes: u64,
+        /// What it reserves.
+        needed_bytes: u64,
+        /// Whether it reserves room for two versions.
+        named: bool,
         /// What the server said.
         source: AllocError,
     },

@@ -8,11 +8,19 @@
 //! cut into pieces of [`PIECE_BYTES`], each with an entry of its own in the manifest, so that the manifest stays small and
 //! stretches without entries cost nothing. Entries name servers and extents by their index in the manifest.
 
-use std::{collections::HashSet, os::fd::BorrowedFd, sync::Arc, time::Instant};
+use std::{
+    collections::HashSet,
+    os::fd::BorrowedFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
 
 use farpage_fabric::{
-    Channel, ChannelError, ConnectError, ControlError, ExtentId, Op, OpenError, PublishError,
-    Session, Verb,
+    AllocError, Channel, ChannelError, ConnectError, ControlError, ExtentId, Op, OpenError,
+    PublishError, Session, Verb,
     regmem::{RegBuf, RegError},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout};
@@ -58,6 +66,11 @@ struct RegionManifest {
     map: Vec<Words>,
 }
 
+/// Bytes of the map of a region: whole granules, so that its slots leave no odd holes between pages.
+pub(crate) fn map_bytes(bytes: u64, page_bytes: usize) -> u64 {
+    (bytes.div_ceil(page_bytes as u64) * 32).next_multiple_of(GRANULE_BYTES)
+}
+
 /// What a region remembers about its publications.
 #[derive(Default)]
 pub(crate) struct Publications {
@@ -68,6 +81,8 @@ pub(crate) struct Publications {
     deferred: Mutex<Vec<Span>>,
     /// Slots that went out of use while a publication runs, whose map may refer to them.
     undecided: Mutex<Vec<Span>>,
+    /// How many have ended.
+    ended: AtomicU64,
     /// Locked by the one publication that runs.
     last: Mutex<Last>,
 }
@@ -78,6 +93,11 @@ struct Last {
     name: Option<String>,
     /// The slots of its map.
     map: Vec<Span>,
+    /// Slots for whole maps to come, where the region reserves its memory: between the many holes of a region that has been in use for
+    /// long there may be none for a piece of a map.
+    spare: Vec<Vec<Span>>,
+    /// How many of these are kept.
+    spares_max: usize,
 }
 
 /// The right to replace entries while no map is being copied.
@@ -87,6 +107,24 @@ pub(crate) struct Commit<'a> {
 }
 
 impl Publications {
+    /// Takes slots for maps to come, as far as there is room: what is missing is asked for when it is needed.
+    pub(crate) fn set_aside(&self, pool: &Pool, map_bytes: u64, maps: usize) {
+        let mut last = self.last.lock();
+        last.spares_max = maps;
+        let areas = (0..maps).map_while(|_| map_slots(pool, map_bytes).ok());
+        last.spare = areas.collect();
+    }
+
+    /// Whether one runs, at whose end slots come free.
+    pub(crate) fn is_running(&self) -> bool {
+        *self.commits.read()
+    }
+
+    /// How many have ended.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended.load(Ordering::Acquire)
+    }
+
     pub(crate) fn commit(&self) -> Commit<'_> {
         Commit {
             publications: self,
@@ -142,36 +180,48 @@ impl PageStore {
             name: name.to_owned(),
             source,
         })?;
+        // Its slots before its content: what is evicted meanwhile must not take their room.
+        let map_bytes = map_bytes(self.bytes, self.page_bytes);
+        let area = match last.spare.pop() {
+            Some(area) => area,
+            None => map_slots(pool, map_bytes).map_err(|source| PublishStoreError::Alloc {
+                region,
+                name: name.to_owned(),
+                source,
+            })?,
+        };
         // 1. Copy the map. From here on the slots that it refers to are kept.
         let (map, stale) = {
             let mut publishing = publications.commits.write();
             *publishing = true;
-            let mut map = Vec::with_capacity(self.pages() as usize * 32);
+            let mut map = Vec::with_capacity(map_bytes as usize);
             for page in 0..self.pages() {
                 map.extend(bytes_of(portable(self.table.load_words(page))));
             }
-            // Whole granules, so that its slots leave no odd holes between pages.
-            map.resize(map.len().next_multiple_of(GRANULE_BYTES as usize), 0);
+            map.resize(map_bytes as usize, 0);
             (map, std::mem::take(&mut *publications.deferred.lock()))
         };
         // 2. Write it, and bind the name to it.
-        let (places, result) = match self.write_map(pool, name, &map) {
-            Ok(entries) => {
-                let places = entries.iter().filter_map(span_of).collect::<Vec<_>>();
-                (places, self.bind(remote, name, map.len() as u64, entries))
+        let (area, result) = match self.write_map(pool, name, &map, &area) {
+            Ok(entries) => (area, self.bind(remote, name, map_bytes, entries)),
+            Err((failed, error)) => {
+                // The write may arrive later: its slot is given up, and what is left of the area is none.
+                let others = area.into_iter().filter(|&slot| Some(slot) != failed);
+                pool.free(&others.collect::<Vec<_>>());
+                (Vec::new(), Err(error))
             }
-            Err(error) => (Vec::new(), Err(error)),
         };
         // 3. What only the previous map referred to is free now; after a failure, what only this one refers to.
         let mut publishing = publications.commits.write();
         *publishing = false;
+        publications.ended.fetch_add(1, Ordering::Release);
         let undecided = std::mem::take(&mut *publications.undecided.lock());
         if let Err(error) = &result
             && !may_have_happened(error)
         {
             publications.deferred.lock().extend(stale);
             pool.free(&undecided);
-            pool.free(&places);
+            last.give_back(pool, area, map_bytes);
             return result;
         }
         for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
@@ -185,11 +235,12 @@ impl PageStore {
         last.name = Some(name.to_owned());
         if result.is_ok() {
             pool.free(&stale);
-            pool.free(&std::mem::replace(&mut last.map, places));
+            let before = std::mem::replace(&mut last.map, area);
+            last.give_back(pool, before, map_bytes);
         } else {
             // The name may be bound to either map: the next publication frees what both refer to.
             publications.deferred.lock().extend(stale);
-            last.map.extend(places);
+            last.map.extend(area);
         }
         result
     }
@@ -226,18 +277,19 @@ impl PageStore {
             .and_then(|bytes| map.get(..bytes))
             .ok_or_else(|| damaged("its page map is shorter than its pages"))?;
         // 3. The map's own slots.
-        let map_slots: Vec<_> = manifest.map.iter().filter_map(span_of).collect();
-        if !map_slots.iter().all(|slot| pool.claim(*slot)) {
+        let slots: Vec<_> = manifest.map.iter().filter_map(span_of).collect();
+        if !slots.iter().all(|slot| pool.claim(*slot)) {
             return Err(damaged("pieces of its map overlap, or lie nowhere"));
         }
         // 4. The entries.
         let publications = Publications::default();
         *publications.last.lock() = Last {
             name: Some(name.to_owned()),
-            map: map_slots,
+            map: slots,
+            ..Last::default()
         };
         let reservation = if manifest.reserved {
-            let bytes = reserved_bytes(manifest.bytes, page_bytes);
+            let bytes = reserved_bytes(manifest.bytes, page_bytes, true);
             let failed = |source| OpenStoreError::Alloc {
                 name: name.to_owned(),
                 source,
@@ -312,75 +364,70 @@ impl PageStore {
                 store.table.mark_published(page);
             }
         }
+        // Only now that all slots of the pages are taken.
+        if let Backing::Remote(RemoteStore {
+            reservation: Some(_),
+            publications: Some(publications),
+            ..
+        }) = &store.backing
+        {
+            publications.set_aside(&pool, map_bytes(store.bytes, page_bytes), 1);
+        }
         Ok(store)
     }
 
+    /// Writes the map's pieces to the slots of `area`; what is all zeros needs no write. An error comes with the slot whose write failed.
     fn write_map(
         &self,
         pool: &Pool,
         name: &str,
         map: &[u8],
-    ) -> Result<Vec<Words>, PublishStoreError> {
+        area: &[Span],
+    ) -> Result<Vec<Words>, (Option<Span>, PublishStoreError)> {
         let (region, name) = (self.region, || name.to_owned());
         let mut mover = Mover::new(pool);
         let mut entries: Vec<Words> = Vec::new();
-        for (i, piece) in map.chunks(PIECE_BYTES).enumerate() {
+        for (piece, &slot) in map.chunks(PIECE_BYTES).zip(area) {
             if piece.iter().all(|&byte| byte == 0) {
                 entries.push(Entry::Never.encode());
                 continue;
             }
-            let stored_bytes = piece.len() as u32;
-            let place = loop {
-                match pool.alloc(stored_bytes, i as u64) {
-                    Some(place) => break Ok(place),
-                    None => {
-                        if let Err(source) = pool.grow(stored_bytes) {
-                            break Err(PublishStoreError::Alloc {
-                                region,
-                                name: name(),
-                                source,
-                            });
-                        }
-                    }
-                }
+            mover
+                .write(slot.place, piece)
+                .map_err(|error| match error {
+                    MoveError::Memory(source) => (
+                        None,
+                        PublishStoreError::Memory {
+                            region,
+                            name: name(),
+                            source,
+                        },
+                    ),
+                    MoveError::Connect(source) => (
+                        None,
+                        PublishStoreError::Connect {
+                            region,
+                            name: name(),
+                            source,
+                        },
+                    ),
+                    MoveError::Channel(source) => (
+                        Some(slot),
+                        PublishStoreError::Map {
+                            region,
+                            name: name(),
+                            source,
+                        },
+                    ),
+                })?;
+            let entry = Entry::Stored {
+                place: slot.place,
+                stored_bytes: slot.bytes,
+                form: Form::Raw,
+                hash: codec::hash(piece, self.seed),
+                published: false,
             };
-            let moved = place.and_then(|place| {
-                pool.settle(1);
-                let hash = codec::hash(piece, self.seed);
-                let entry = Entry::Stored {
-                    place,
-                    stored_bytes,
-                    form: Form::Raw,
-                    hash,
-                    published: false,
-                };
-                // A slot whose write failed is not freed: the write may arrive later.
-                entries.push(entry.encode());
-                mover.write(place, piece).map_err(|error| {
-                    entries.pop();
-                    match error {
-                        MoveError::Memory(source) => PublishStoreError::Memory {
-                            region,
-                            name: name(),
-                            source,
-                        },
-                        MoveError::Connect(source) => PublishStoreError::Connect {
-                            region,
-                            name: name(),
-                            source,
-                        },
-                        MoveError::Channel(source) => PublishStoreError::Map {
-                            region,
-                            name: name(),
-                            source,
-                        },
-                    }
-                })
-            });
-            if let Err(error) = moved {
-                pool.free(&entries.iter().filter_map(span_of).collect::<Vec<_>>());
-                return Err(error);
-            }
+            entries.push(entry.encode());
         }
         Ok(entries)
     }
@@ -437,6 +484,42 @@ impl PageStore {
         }
         Ok(())
     }
+}
+
+impl Last {
+    /// These slots hold no map any more: they wait for the next one, if they are all that it takes.
+    fn give_back(&mut self, pool: &Pool, area: Vec<Span>, map_bytes: u64) {
+        let whole = area.len() == (map_bytes as usize).div_ceil(PIECE_BYTES);
+        if whole && self.spare.len() < self.spares_max {
+            self.spare.push(area);
+        } else {
+            pool.free(&area);
+        }
+    }
+}
+
+/// Slots for all pieces of a map.
+fn map_slots(pool: &Pool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
+    let pieces = map_bytes.div_ceil(PIECE_BYTES as u64);
+    let mut slots = Vec::with_capacity(pieces as usize);
+    for piece in 0..pieces {
+        let left = map_bytes - piece * PIECE_BYTES as u64;
+        let bytes = left.min(PIECE_BYTES as u64) as u32;
+        let place = loop {
+            match pool.alloc(bytes, piece) {
+                Some(place) => break place,
+                None => {
+                    if let Err(error) = pool.grow(bytes) {
+                        pool.free(&slots);
+                        return Err(error);
+                    }
+                }
+            }
+        };
+        pool.settle(1);
+        slots.push(Span { place, bytes });
+    }
+    Ok(slots)
 }
 
 /// An opened name, given back unless a store takes it over.

@@ -23,7 +23,7 @@ use crate::{
     cluster::{Pool, Reservation},
     codec::{self, Chooser, Scheme},
     entry::{Entry, PageTable, Place, Span},
-    named::Publications,
+    named::{Publications, map_bytes},
 };
 
 /// A region, as errors and logs call it. The caller gives it.
@@ -40,9 +40,9 @@ impl fmt::Display for RegionId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reserve {
-    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. More is asked for,
-    /// and may not be had, only where compressed pages of many sizes fragment the space, where a named region also keeps
-    /// what its last publication refers to.
+    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. A region that can be published takes twice
+    /// its size and two page maps (32 bytes per page), since the last publication stays whole until the next one is. More is asked for,
+    /// and may not be had, only where compressed pages of many sizes fragment the space.
     #[default]
     Full,
     /// What its pages turn out to need: compressed regions take less, and when all servers are full a write-back fails
@@ -60,7 +60,7 @@ pub struct RemoteOptions {
     /// What is granted at once. Default: the full size.
     pub reserve: Reserve,
     /// Whether the region can be published under a name; it then has extents of its own, and pages that change after a
-    /// publication are kept in both versions until the next one. Default: no.
+    /// publication are kept in both versions until the next one, for which [`Reserve::Full`] takes twice the size. Default: no.
     pub named: bool,
 }
 
@@ -121,16 +121,21 @@ impl PageStore {
         let reservation = match options.reserve {
             Reserve::OnDemand => None,
             Reserve::Full => {
+                let needed_bytes = reserved_bytes(bytes, page_bytes, options.named);
                 let failed = |source| CreateError::Alloc {
                     region,
                     bytes,
+                    needed_bytes,
+                    named: options.named,
                     source,
                 };
-                let whole = reserved_bytes(bytes, page_bytes);
-                Some(pool.reserve(whole, page_bytes).map_err(failed)?)
+                Some(pool.reserve(needed_bytes, page_bytes).map_err(failed)?)
             }
         };
         let publications = options.named.then(Publications::default);
+        if let (Some(publications), Some(_)) = (&publications, &reservation) {
+            publications.set_aside(&pool, map_bytes(bytes, page_bytes), 2);
+        }
         let chooser = Chooser::new(&cluster.traffic, &scheme, bytes.div_ceil(page_bytes as u64));
         let remote = RemoteStore {
             pool,
@@ -382,13 +387,17 @@ impl RemoteStore {
 
     fn make_room(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoRoom> {
         loop {
-            // Asked first: a write that ends in between may have made room.
+            // Asked first: a write or a publication that ends in between may have made room.
             let unsettled = self.pool.has_unsettled();
+            let published = self.publications.as_ref().map(Publications::ended);
             if alloc() {
                 return Ok(());
             }
             if let Err(source) = self.pool.grow(bytes) {
-                let later = unsettled || self.pool.has_unsettled();
+                let publishes = self.publications.as_ref().is_some_and(|publications| {
+                    publications.is_running() || Some(publications.ended()) != published
+                });
+                let later = unsettled || self.pool.has_unsettled() || publishes;
                 return Err(NoRoom { source, later });
             }
         }
@@ -436,14 +445,21 @@ impl RemoteStore {
 /// No server has room.
 pub(crate) struct NoRoom {
     pub(crate) source: AllocError,
-    /// Writes that are in flight may make some when they end.
+    /// Writes that are in flight, or a publication, may make some when they end.
     pub(crate) later: bool,
 }
 
-/// What a fully reserved region is granted: its pages and, since they are written out of place, some on their way.
-pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize) -> u64 {
+/// What a fully reserved region is granted: its pages and, since they are written out of place, some on their way. `named`: twice its pages, and two page
+/// maps, since a publication is whole until the next one is.
+pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize, named: bool) -> u64 {
     let whole = bytes.next_multiple_of(page_bytes as u64);
-    whole + whole.min((16 * page_bytes as u64).max(1 << 20))
+    let on_their_way = whole.min((16 * page_bytes as u64).max(1 << 20));
+    let published = if named {
+        whole + 2 * map_bytes(bytes, page_bytes)
+    } else {
+        0
+    };
+    whole + on_their_way + published
 }
 
 /// The addresses of a program with four levels of page tables, the fewest there are: a region of more could not be mapped, and even the tables of its pages

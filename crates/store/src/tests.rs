@@ -1601,7 +1601,12 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
         ..SimConfig::new(1)
     });
     let cluster = client(std::slice::from_ref(&server));
-    let store = named(&cluster, 64, Codec::Raw);
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        named: true,
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&cluster, REGION, 64 * 4096, 4096, &options).unwrap();
     assert!(matches!(
         remote(&cluster, 4, 4096, Codec::Raw).publish("x"),
         Err(PublishStoreError::NotNamed { .. })
@@ -1621,9 +1626,13 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
         store.publish("y"),
         Err(PublishStoreError::OtherName { .. })
     ));
-    // Half a MiB is the region's: 64 pages, as many again for their next version, less the map. Someone takes the rest.
+    // Someone takes what there is but for 48 pages, which leaves no room for a map.
     let session = &cluster.sessions()[0];
-    let rest = session.grant((3 << 20) - (512 << 10)).unwrap();
+    let available = match session.grant(1 << 30) {
+        Err(AllocError::Full { available, .. }) => available,
+        other => panic!("{other:?}"),
+    };
+    let rest = session.grant(available - 48 * 4096).unwrap();
     write_all(47, 2);
     for _ in 0..3 {
         assert!(matches!(
