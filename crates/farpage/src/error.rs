@@ -3,6 +3,7 @@
 use std::{error::Error, fmt};
 
 pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
+use farpage_pager::FORKED;
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
     CodecError, CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError,
@@ -42,6 +43,9 @@ pub enum CreateError {
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
+    /// This process is a child of the one that built the runtime.
+    #[error("{FORKED}")]
+    Forked,
     /// The array would be larger than the address space.
     #[error("an array of {len} elements of {element_bytes} bytes does not fit the address space")]
     TooLarge {
@@ -72,6 +76,9 @@ pub enum OpenError {
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
+    /// This process is a child of the one that built the runtime.
+    #[error("{FORKED}")]
+    Forked,
     /// It does not hold a whole number of elements.
     #[error(
         "region `{name}` of {bytes} bytes is no array of elements of {element_bytes} bytes: open it with the type it was created with"

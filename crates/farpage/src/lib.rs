@@ -37,8 +37,9 @@
 //!
 //! # Forking
 //!
-//! Regions belong to the process that made them: a child made by `fork` does not have their
-//! addresses (it may `exec`).
+//! Runtimes and regions belong to the process that made them. A child made by `fork` does not have
+//! the regions' addresses: touching them raises SIGSEGV. Its calls are refused with an error, and
+//! what it drops is left alone. It may `exec`, or build a runtime of its own.
 
 mod array;
 mod config;

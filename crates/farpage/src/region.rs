@@ -1,7 +1,7 @@
 //! [`Region`]: bytes under paging.
 
 use std::{
-    fmt,
+    fmt, mem,
     ops::{Bound, Deref, DerefMut, Range, RangeBounds},
     slice,
     sync::Arc,
@@ -394,6 +394,12 @@ impl DerefMut for Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if self.mapped.pager().is_parents() {
+            // A thread of the parent's may have been in the handler when the process forked, and
+            // is waited for in vain.
+            mem::forget(self._faults.take());
+            return;
+        }
         if !self.keeps || self.closed {
             return;
         }

@@ -136,6 +136,9 @@ impl Runtime {
         options: RegionOptions,
         element: Element,
     ) -> Result<Region, CreateError> {
+        if self.pager.is_parents() {
+            return Err(CreateError::Forked);
+        }
         let id = RegionId(self.pager.next_region());
         let page_bytes = options.page_bytes.unwrap_or(self.defaults.page_bytes);
         let cluster = self.pager.cluster();
@@ -169,6 +172,9 @@ impl Runtime {
     /// # Errors
     /// See [`OpenError`].
     pub fn open_region(&self, name: &str) -> Result<Region, OpenError> {
+        if self.pager.is_parents() {
+            return Err(OpenError::Forked);
+        }
         let pages = PageStore::open(
             self.pager.cluster(),
             RegionId(self.pager.next_region()),
@@ -188,8 +194,11 @@ impl Runtime {
         pager
     }
 
-    /// Figures since the runtime was built.
+    /// Figures since the runtime was built. In a child made by `fork`: none.
     pub fn stats(&self) -> Stats {
+        if self.pager.is_parents() {
+            return Stats::default();
+        }
         let cluster = self.pager.cluster();
         Stats::new(
             self.pager.stats(),
@@ -202,8 +211,12 @@ impl Runtime {
         )
     }
 
-    /// The connections to the memory servers.
+    /// The connections to the memory servers. In a child made by `fork`, whose parent goes on using
+    /// them: none.
     pub fn sessions(&self) -> &[Arc<Session>] {
+        if self.pager.is_parents() {
+            return &[];
+        }
         self.pager.cluster().sessions()
     }
 }

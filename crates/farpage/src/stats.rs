@@ -7,7 +7,7 @@ use farpage_pager::PagerStats;
 use farpage_store::{RegPoolStats, StoreStatsSnapshot};
 
 /// Figures of a runtime since it was built. Counts are of pages unless the name says bytes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 #[non_exhaustive]
 pub struct Stats {
     /// Counts of pages in the address space.

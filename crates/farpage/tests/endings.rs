@@ -10,17 +10,25 @@
 mod common;
 
 use std::{
-    io,
+    env, io,
+    os::unix::process::ExitStatusExt,
     panic::{AssertUnwindSafe, catch_unwind},
+    process::{self, ExitStatus},
+    ptr,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
-use common::{Call, Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, mix};
-use farpage::{CreateError, RegionOptions, RemoteArray, Reserve, error::StoreCreateError};
+use common::{Call, Fabric, HookedStore, KIB, Kin, MIB, Memory, Watchdog, builder, can_page, mix};
+use farpage::{Advice, CreateError, RegionOptions, RemoteArray, Reserve, error::StoreCreateError};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::{ForkResult, fork},
+};
 
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
@@ -179,5 +187,116 @@ fn a_named_array_reserves_both_versions_or_is_refused() {
     let field = runtime.open_array::<u64>("field").unwrap();
     for (at, &word) in field.iter().enumerate() {
         assert_eq!(word, mix(at as u64 ^ 3 << 40), "word {at}");
+    }
+}
+
+const FORKS: &str = "FARPAGE_TEST_FORKS";
+
+#[test]
+fn a_forked_child_is_refused_and_harms_nobody() {
+    let test = "a_forked_child_is_refused_and_harms_nobody";
+    if let Ok(mode) = env::var(FORKS) {
+        return fork_children(&mode);
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    if !can_page(test) {
+        return;
+    }
+    for mode in ["filler", "in-thread"] {
+        Kin::start(test, &[(FORKS, mode)]).must_pass(Duration::from_secs(110));
+    }
+}
+
+/// A process of its own: nobody else prints, or holds a lock of the standard library's, while it
+/// forks.
+fn fork_children(mode: &str) {
+    let memory = Memory::start(Fabric::Tcp, 64 * MIB);
+    let runtime = builder(MIB, PAGE)
+        .server(&memory.url)
+        .fault_mode(mode.parse().unwrap())
+        .build()
+        .unwrap();
+    let words = 4 * MIB / 8;
+    let mut plain: RemoteArray<u64> = runtime.array(words).unwrap();
+    let mut ledger: RemoteArray<u64> = runtime.array_with(words, named("ledger")).unwrap();
+    plain.fill(1);
+    ledger.fill(2);
+    ledger.flush().unwrap();
+    ledger[0] = 3;
+
+    let status = in_child(|| {
+        let says = [
+            plain.prefetch_now(..).unwrap_err().to_string(),
+            plain.advise(.., Advice::DontNeed).unwrap_err().to_string(),
+            plain.pin(..1).unwrap_err().to_string(),
+            ledger.flush().unwrap_err().to_string(),
+            runtime.array::<u64>(9).unwrap_err().to_string(),
+            runtime.open_array::<u64>("ledger").unwrap_err().to_string(),
+        ];
+        assert!(says.iter().all(|it| it.contains("fork")), "{says:?}");
+        plain.unpin(..);
+        assert!(plain.take_error().is_some());
+        assert!(runtime.sessions().is_empty());
+        assert_eq!(runtime.stats().pager.resident_bytes, 0);
+    });
+    assert_eq!(status.code(), Some(0), "{status}");
+
+    // What a child that returns from `main` does with what it was given.
+    let arrays = (plain, ledger, runtime);
+    let status = in_child(|| {
+        // SAFETY: the child ends after this, and the parent has a copy of its own.
+        drop(unsafe { ptr::read(&arrays) });
+    });
+    assert_eq!(status.code(), Some(0), "{status}");
+    let (plain, mut ledger, runtime) = arrays;
+
+    // Never zeros in the place of what the parent has.
+    let status = in_child(|| assert_eq!(plain[words / 2], 1));
+    assert_eq!(status.signal(), Some(Signal::SIGSEGV as i32), "{status}");
+
+    // The child can begin anew.
+    let status = in_child(|| {
+        let runtime = builder(MIB, PAGE).server(&memory.url).build().unwrap();
+        let mut own: RemoteArray<u64> = runtime.array(4 * PAGE_WORDS).unwrap();
+        own.fill(5);
+        own.advise(.., Advice::DontNeed).unwrap();
+        assert!(own.iter().all(|&word| word == 5));
+    });
+    assert_eq!(status.code(), Some(0), "{status}");
+
+    // Nothing of the parent's was given back, published or disturbed.
+    assert!(plain.iter().all(|&word| word == 1));
+    assert!(ledger[1..].iter().all(|&word| word == 2));
+    assert_eq!(ledger[0], 3);
+    ledger[0] = 4;
+    ledger.close().unwrap();
+    assert_eq!(runtime.open_array::<u64>("ledger").unwrap()[0], 4);
+}
+
+/// Runs `child` in a child made by `fork`, and says how it ended. A child that hangs fails the test.
+fn in_child(child: impl FnOnce()) -> ExitStatus {
+    // SAFETY: the child uses what the test is about, and ends itself.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            let outcome = catch_unwind(AssertUnwindSafe(child));
+            // As a return from `main` would.
+            process::exit(i32::from(outcome.is_err()));
+        }
+        ForkResult::Parent { child } => {
+            let until = Instant::now() + Duration::from_secs(20);
+            loop {
+                let mut status = 0;
+                // SAFETY: the child is this process's, and `status` is writable.
+                let ended = unsafe { libc::waitpid(child.as_raw(), &mut status, libc::WNOHANG) };
+                if ended != 0 {
+                    return ExitStatus::from_raw(status);
+                }
+                if Instant::now() > until {
+                    kill(child, Signal::SIGKILL).unwrap();
+                    panic!("the child hangs");
+                }
+                thread::sleep(Duration::from_millis(2));
+            }
+        }
     }
 }

@@ -7,6 +7,10 @@ use std::{io, time::Duration};
 
 use farpage_store::{RegionId, StoreError};
 
+/// What a child of `fork` is told.
+pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
+                          make new ones in the child";
+
 /// Why a page could not be brought in, or not be written back. It reaches the program through `flush`, `close` and `take_error`.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -60,6 +64,10 @@ pub enum PageError {
         /// Why it could not stay.
         why: String,
     },
+    /// This process is a child of the one that has the region: it has neither the region's memory nor
+    /// the threads that move its pages.
+    #[error("{FORKED}")]
+    Forked,
     /// The operating system refused to map or take out a page.
     #[error("cannot {what} page {page} of region {region}: {message}")]
     Os {
@@ -90,7 +98,7 @@ impl PageError {
         match self {
             Self::Store(error) => error.may_retry(),
             Self::NoFrame { .. } | Self::Held { .. } => true,
-            Self::Os { .. } | Self::Unmapped { .. } | Self::Lost { .. } => false,
+            Self::Os { .. } | Self::Unmapped { .. } | Self::Lost { .. } | Self::Forked => false,
         }
     }
 }

@@ -54,7 +54,7 @@ mod wishes;
 mod worker;
 mod write_backs;
 
-pub use error::{FlushError, MapError, PageError, PinError, StartError};
+pub use error::{FORKED, FlushError, MapError, PageError, PinError, StartError};
 pub use in_thread::InThread;
 pub use mapped::Mapped;
 pub use options::{Advice, PagerOptions, RegionOptions};

@@ -4,7 +4,7 @@
 //! evictors; nothing here owns a page, except when a closing region is given up in [`Drop`].
 
 use std::{
-    fmt,
+    fmt, mem,
     ops::Range,
     sync::{
         Arc,
@@ -77,6 +77,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn advise(&self, range: Range<usize>, advice: Advice) -> Result<(), PageError> {
+        self.check_process()?;
         let pages = self.pages(range);
         match advice {
             Advice::Normal | Advice::Sequential | Advice::Random => self.region.set_advice(advice),
@@ -99,6 +100,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn put_lost(&self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
+        self.check_process()?;
         let (region, page_bytes) = (&self.region, self.page_bytes());
         let range = offset..offset + bytes.len();
         let lost = region.lost(&self.pages(range.clone()));
@@ -174,6 +176,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn prefetch_now(&self, range: Range<usize>) -> Result<(), PageError> {
+        self.check_process()?;
         let pages = self.pages(range);
         for first in pages.clone().step_by(CHUNK_PAGES) {
             let chunk = first..(first + CHUNK_PAGES).min(pages.end);
@@ -256,6 +259,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn pin(&self, range: Range<usize>) -> Result<(), PinError> {
+        self.check_process()?;
         let pages = self.pages(range.clone());
         for page in pages.clone() {
             if let Err(error) = self.pin_page(page, &pages) {
@@ -309,7 +313,10 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn unpin(&self, range: Range<usize>) {
-        self.unpin_pages(self.pages(range));
+        let pages = self.pages(range);
+        if !self.pager.is_parents() {
+            self.unpin_pages(pages);
+        }
     }
 
     fn unpin_pages(&self, pages: Range<usize>) {
@@ -331,6 +338,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Errors
     /// See [`FlushError`].
     pub fn flush(&self) -> Result<(), FlushError> {
+        self.check_process()?;
         let pages = 0..self.region.pages();
         self.run(pages.clone(), true)?;
         // What would be published or made durable holds an older state of these.
@@ -342,7 +350,17 @@ impl<A: AddressSpace> Mapped<A> {
 
     /// The first error of work in the background (an eviction or a fill that failed) since this was last called.
     pub fn take_error(&self) -> Option<PageError> {
-        self.region.take_error()
+        match self.check_process() {
+            Ok(()) => self.region.take_error(),
+            Err(forked) => Some(forked),
+        }
+    }
+
+    fn check_process(&self) -> Result<(), PageError> {
+        if self.pager.is_parents() {
+            return Err(PageError::Forked);
+        }
+        Ok(())
     }
 
     fn run(&self, pages: Range<usize>, keep: bool) -> Result<(), PageError> {
@@ -378,6 +396,11 @@ impl<A: AddressSpace> Mapped<A> {
 
 impl<A: AddressSpace> Drop for Mapped<A> {
     fn drop(&mut self) {
+        if self.pager.is_parents() {
+            // The mapping did not come along, and the remote memory is the parent's.
+            mem::forget((self.pager.clone(), self.region.clone()));
+            return;
+        }
         let (shared, region) = (self.shared(), &self.region);
         let budget = shared.frames.budget();
         shared.regions.remove(region.address);

@@ -4,7 +4,7 @@
 //! own file; what the program does with a region is in `mapped.rs`.
 
 use std::{
-    fmt, io,
+    fmt, io, mem, process,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -53,6 +53,8 @@ pub struct Pager<A: AddressSpace> {
     next_id: AtomicU64,
     run_bytes_max: usize,
     deadline: Duration,
+    /// The process that has the threads.
+    process: u32,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -140,6 +142,7 @@ impl<A: AddressSpace> Pager<A> {
             next_id: AtomicU64::new(1),
             run_bytes_max: options.run_bytes.unwrap_or(RUN_BYTES_MAX),
             deadline,
+            process: process::id(),
             threads: Vec::new(),
         };
         Ok(Parts {
@@ -156,6 +159,13 @@ impl<A: AddressSpace> Pager<A> {
     /// After this time a fill without a frame is given up.
     pub(crate) fn deadline(&self) -> Duration {
         self.deadline
+    }
+
+    /// Whether this process is a child of the one that started the pager. It has copies of everything
+    /// that it must not use: threads that do not run there hold locks, and connections are the
+    /// parent's.
+    pub fn is_parents(&self) -> bool {
+        self.process != process::id()
     }
 
     /// The servers that regions keep their pages on.
@@ -261,6 +271,16 @@ impl<A: AddressSpace> Pager<A> {
 
 impl<A: AddressSpace> Drop for Pager<A> {
     fn drop(&mut self) {
+        if self.is_parents() {
+            // What they would give back at their end is the parent's.
+            mem::forget((
+                self.shared.clone(),
+                self.cluster.clone(),
+                self.in_thread.clone(),
+                mem::take(&mut self.threads),
+            ));
+            return;
+        }
         self.shared.doors.stop();
         for thread in self.threads.drain(..) {
             // A worker that panicked has ended the process already.

@@ -204,7 +204,8 @@ impl PageStore {
         // 2. Write it, and bind the name to it.
         let (area, result) = match self.write_map(pool, name, &map, &area) {
             Ok(entries) => (area, self.bind(remote, name, map_bytes, entries)),
-            Err((failed, error)) => {
+            Err(failure) => {
+                let (failed, error) = *failure;
                 // The write may arrive later: its slot is given up, and what is left of the area is none.
                 let others = area.into_iter().filter(|&slot| Some(slot) != failed);
                 pool.free(&others.collect::<Vec<_>>());
@@ -383,7 +384,7 @@ impl PageStore {
         name: &str,
         map: &[u8],
         area: &[Span],
-    ) -> Result<Vec<Words>, (Option<Span>, PublishStoreError)> {
+    ) -> Result<Vec<Words>, Box<(Option<Span>, PublishStoreError)>> {
         let (region, name) = (self.region, || name.to_owned());
         let mut mover = Mover::new(pool);
         let mut entries: Vec<Words> = Vec::new();
@@ -392,34 +393,34 @@ impl PageStore {
                 entries.push(Entry::Never.encode());
                 continue;
             }
-            mover
-                .write(slot.place, piece)
-                .map_err(|error| match error {
-                    MoveError::Memory(source) => (
-                        None,
-                        PublishStoreError::Memory {
-                            region,
-                            name: name(),
-                            source,
-                        },
-                    ),
-                    MoveError::Connect(source) => (
-                        None,
-                        PublishStoreError::Connect {
-                            region,
-                            name: name(),
-                            source,
-                        },
-                    ),
-                    MoveError::Channel(source) => (
-                        Some(slot),
-                        PublishStoreError::Map {
-                            region,
-                            name: name(),
-                            source,
-                        },
-                    ),
-                })?;
+            let failed = |slot, error| Box::new((slot, error));
+            let written = mover.write(slot.place, piece);
+            written.map_err(|error| match error {
+                MoveError::Memory(source) => failed(
+                    None,
+                    PublishStoreError::Memory {
+                        region,
+                        name: name(),
+                        source,
+                    },
+                ),
+                MoveError::Connect(source) => failed(
+                    None,
+                    PublishStoreError::Connect {
+                        region,
+                        name: name(),
+                        source,
+                    },
+                ),
+                MoveError::Channel(source) => failed(
+                    Some(slot),
+                    PublishStoreError::Map {
+                        region,
+                        name: name(),
+                        source,
+                    },
+                ),
+            })?;
             let entry = Entry::Stored {
                 place: slot.place,
                 stored_bytes: slot.bytes,
