@@ -19,7 +19,7 @@ use crate::{
     memory::ExtentMemory,
     regmem::{NullRegistrar, Registrar},
     server::BindError,
-    session::Death,
+    session::{Death, Patience},
 };
 
 const REASON: &str = "this program was built without RDMA: build it with `--features rdma` (which needs libibverbs-dev, librdmacm-dev and \
@@ -76,7 +76,7 @@ impl Client {
         session: &Arc<Session>,
         _claim: (SessionId, Secret, u64),
         _death: Arc<Death>,
-        _deadline: Duration,
+        _patience: Patience,
         until: Instant,
     ) -> Result<Route, ConnectError> {
         self.connect(session.endpoint(), until)

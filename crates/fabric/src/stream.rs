@@ -5,12 +5,14 @@
 
 use std::{
     io::{self, IoSlice, IoSliceMut, Read, Write},
-    net::{Shutdown, TcpStream, ToSocketAddrs},
+    net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
     path::Path,
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -23,12 +25,18 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::socket::{
         AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-        connect, recvmsg, sendmsg, socket,
+        connect, recvmsg, sendmsg, setsockopt, socket, sockopt,
     },
 };
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::rdma::{ASK_AGAIN, RdmaStream};
+
+/// Routers forget connections that are idle for a minute or more.
+const IDLE: Duration = Duration::from_secs(15);
+/// Between two questions that nobody answers, of which so many end the connection.
+const PROBE: Duration = Duration::from_secs(5);
+const PROBES: u32 = 3;
 
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
@@ -359,28 +367,104 @@ fn connect_unix(path: &Path, until: Instant) -> io::Result<UnixStream> {
         match connect(fd.as_raw_fd(), &address) {
             Ok(()) => return Ok(fd.into()),
             // The server's backlog is full, which cannot be waited for on a Unix socket.
-            Err(Errno::EAGAIN) if Instant::now() < until => {
-                std::thread::sleep(Duration::from_millis(2))
-            }
+            Err(Errno::EAGAIN) if Instant::now() < until => thread::sleep(Duration::from_millis(2)),
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
 fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
+    let addresses = resolve(host, port, until)?;
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in (host, port).to_socket_addrs()? {
-        let left = until
-            .saturating_duration_since(Instant::now())
-            .max(Duration::from_millis(1));
-        match TcpStream::connect_timeout(&address, left) {
+    for (tried, address) in addresses.iter().enumerate() {
+        // Those that are left get their part of the time: the first may be one that answers nothing.
+        let left =
+            until.saturating_duration_since(Instant::now()) / (addresses.len() - tried) as u32;
+        match TcpStream::connect_timeout(address, left.max(Duration::from_millis(1))) {
             Ok(socket) => {
                 socket.set_nodelay(true)?;
                 socket.set_nonblocking(true)?;
+                keep_alive(&socket)?;
                 return Ok(socket);
             }
             Err(error) => last = error,
         }
     }
     Err(last)
+}
+
+/// The addresses of a host. The system's resolver takes its time, and cannot be stopped: it is asked on a thread of its own.
+pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(address) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(address, port)]);
+    }
+    let name = host.to_owned();
+    let ask = move || {
+        (name.as_str(), port)
+            .to_socket_addrs()
+            .map(Iterator::collect)
+    };
+    ask_until(until, ask).unwrap_or_else(|| {
+        let why = format!("no name server answered for `{host}` in time");
+        Err(io::Error::new(io::ErrorKind::TimedOut, why))
+    })
+}
+
+/// What `ask` says on a thread of its own; `None` when it says nothing until then.
+fn ask_until<T: Send + 'static>(
+    until: Instant,
+    ask: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Option<io::Result<T>> {
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let thread = thread::Builder::new().name("farpage-resolve".to_owned());
+    // Nobody listens any more when it took too long.
+    let spawned = thread.spawn(move || drop(sender.send(ask())));
+    if let Err(error) = spawned {
+        return Some(Err(error));
+    }
+    let left = until.saturating_duration_since(Instant::now());
+    receiver.recv_timeout(left).ok()
+}
+
+/// An idle connection says something after [`IDLE`], so that routers remember it, and so that its end is known before it is needed.
+pub(crate) fn keep_alive(socket: &TcpStream) -> io::Result<()> {
+    setsockopt(socket, sockopt::KeepAlive, &true)?;
+    setsockopt(socket, sockopt::TcpKeepIdle, &(IDLE.as_secs() as u32))?;
+    setsockopt(socket, sockopt::TcpKeepInterval, &(PROBE.as_secs() as u32))?;
+    setsockopt(socket, sockopt::TcpKeepCount, &PROBES)?;
+    // What was sent and is not acknowledged ends the connection as fast as unanswered probes do.
+    let unacknowledged_ms = (PROBE * PROBES).as_millis() as u32;
+    Ok(setsockopt(
+        socket,
+        sockopt::TcpUserTimeout,
+        &unacknowledged_ms,
+    )?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_resolver_that_does_not_answer_is_left_behind() {
+        let (leash, never) = mpsc::channel::<()>();
+        let begun = Instant::now();
+        let answer = ask_until(begun + Duration::from_millis(50), move || {
+            Ok(never.recv().is_ok())
+        });
+        assert!(answer.is_none() && begun.elapsed() >= Duration::from_millis(50));
+        drop(leash);
+        let until = Instant::now() + Duration::from_secs(20);
+        assert!(matches!(ask_until(until, || Ok(7)), Some(Ok(7))));
+        let local = resolve("localhost", 5, until).expect("every machine knows itself");
+        assert!(
+            local
+                .iter()
+                .all(|address| address.port() == 5 && address.ip().is_loopback())
+        );
+        assert!(
+            resolve("[::1]", 5, Instant::now()).is_ok(),
+            "no question is asked"
+        );
+    }
 }

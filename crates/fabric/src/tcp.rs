@@ -12,7 +12,7 @@ use std::{
     io::{IoSlice, IoSliceMut},
     os::fd::AsFd,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use farpage_wire::data::{
@@ -23,7 +23,7 @@ use farpage_wire::data::{
 use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
     channel::{check_len, refused},
-    session::Death,
+    session::{Death, Patience},
     stream::{Stream, describe, retry},
 };
 
@@ -38,8 +38,10 @@ const BATCH_BYTES: usize = 1 << 20;
 pub(crate) struct TcpChannel<B> {
     endpoint: String,
     stream: Stream,
-    deadline: Duration,
+    patience: Patience,
     death: Arc<Death>,
+    /// When something came last.
+    heard: Instant,
     /// Set once; from then on every operation ends with it.
     dead: Option<ChannelError>,
     ops: VecDeque<Flying<B>>,
@@ -135,7 +137,7 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
                 fd: Some(self.stream.as_fd()),
                 readable: true,
                 writable: self.sent < self.ops.len(),
-                until: Some(oldest.posted + self.deadline),
+                until: Some(self.patience.until(oldest.posted, self.heard)),
             },
         }
     }
@@ -147,13 +149,14 @@ impl<B: Buf> TcpChannel<B> {
         session: &Arc<Session>,
         stream: Stream,
         death: Arc<Death>,
-        deadline: Duration,
+        patience: Patience,
     ) -> Self {
         Self {
             endpoint: session.endpoint().to_string(),
             stream,
-            deadline,
+            patience,
             death,
+            heard: Instant::now(),
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
             sent: 0,
@@ -265,6 +268,7 @@ impl<B: Buf> TcpChannel<B> {
                 Err(error) => return Err(self.lost(describe(&error))),
             };
             self.received_bytes += bytes;
+            self.heard = Instant::now();
             self.complete_received(done)?;
             if bytes < wanted_bytes {
                 return Ok(());
@@ -324,11 +328,8 @@ impl<B: Buf> TcpChannel<B> {
             return Err(self.lost(reason));
         }
         match self.ops.front() {
-            Some(oldest) if oldest.posted.elapsed() >= self.deadline => {
-                Err(ChannelError::TimedOut {
-                    endpoint: self.endpoint.clone(),
-                    deadline: self.deadline,
-                })
+            Some(oldest) if Instant::now() >= self.patience.until(oldest.posted, self.heard) => {
+                Err(self.patience.end(&self.endpoint, oldest.posted))
             }
             _ => Ok(()),
         }

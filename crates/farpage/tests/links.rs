@@ -7,10 +7,11 @@ mod common;
 use std::{
     sync::atomic::{AtomicBool, Ordering},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use common::{Fabric, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, mix, relay::Relay, seed};
+use farpage::RegionOptions;
 
 const PAGE_BYTES: usize = 64 * KIB;
 
@@ -72,4 +73,51 @@ fn thirty_cuts_leave_a_full_server_with_room_for_every_flush() {
         assert_eq!(runtime.stats().pager.poisoned, 0);
         println!("{turn} rewrites, {} connections", relay.accepted());
     }
+}
+
+#[test]
+fn a_network_that_forgets_its_connections_costs_a_part_of_the_deadline() {
+    let test = "a_network_that_forgets_its_connections_costs_a_part_of_the_deadline";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    let deadline = Duration::from_secs(8);
+    let memory = Memory::start(Fabric::Tcp, 256 * MIB);
+    let relay = Relay::to(&memory.url);
+    let runtime = builder(4 * MIB, PAGE_BYTES)
+        .server(&relay.url)
+        .deadline(deadline)
+        .build()
+        .unwrap();
+    let mut array = runtime.array::<u64>(32 * MIB / 8).unwrap();
+    let timed = |what: &str, act: &mut dyn FnMut()| {
+        relay.silence();
+        let since = Instant::now();
+        act();
+        let took = since.elapsed();
+        println!("{what}: {took:?}");
+        // Each of the workers may find out on its own, one after the other.
+        assert!(took < 2 * deadline, "{what} took {took:?}");
+    };
+    for turn in 1..=2 {
+        // Evictions and faults in the middle of everything; SIGBUS would end this program.
+        timed("a rewrite of all", &mut || fill(&mut array, turn));
+        timed("a look at all", &mut || assert_filled(&array, turn));
+        timed("a flush", &mut || {
+            array[5] = turn;
+            array.flush().unwrap();
+            array[5] = mix(5 ^ turn << 32);
+        });
+        timed("a control call", &mut || {
+            drop(runtime.array::<u64>(64 * MIB / 8).unwrap());
+        });
+        timed("a publication", &mut || {
+            let options = RegionOptions::new().name("kept");
+            let mut named = runtime.array_with::<u64>(MIB / 8, options).unwrap();
+            fill(&mut named, turn);
+            named.close().unwrap();
+        });
+    }
+    assert_eq!(runtime.stats().pager.poisoned, 0);
 }

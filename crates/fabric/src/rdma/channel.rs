@@ -11,7 +11,7 @@
 use std::{
     collections::{HashMap, VecDeque},
     sync::{Arc, atomic::Ordering},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use farpage_wire::ExtentId;
@@ -25,7 +25,7 @@ use crate::{
     Buf, Busy, ChannelError, Completion, Op, Session, Verb,
     channel::{check_len, is_aligned, refused},
     regmem::DomainId,
-    session::Death,
+    session::{Death, Patience},
     stream::describe,
 };
 
@@ -60,8 +60,10 @@ pub(super) fn lane_of(done: &Done) -> usize {
 pub(super) struct Lane<B> {
     endpoint: String,
     pair: Pair,
-    deadline: Duration,
+    patience: Patience,
     death: Arc<Death>,
+    /// When something completed last.
+    heard: Instant,
     /// Set once; from then on every operation ends with it.
     dead: Option<ChannelError>,
     /// Oldest first: the adapter has the first `handed` of them.
@@ -111,13 +113,14 @@ impl<B: Buf> Lane<B> {
         client: Arc<Client>,
         pair: Pair,
         death: Arc<Death>,
-        deadline: Duration,
+        patience: Patience,
     ) -> Self {
         Self {
             endpoint: session.endpoint().to_string(),
             pair,
-            deadline,
+            patience,
             death,
+            heard: Instant::now(),
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
             handed: 0,
@@ -182,7 +185,7 @@ impl<B: Buf> Lane<B> {
 
     /// When the oldest operation has taken too long.
     pub(super) fn until(&self) -> Option<Instant> {
-        (self.ops.front()).map(|oldest| oldest.posted + self.deadline)
+        (self.ops.front()).map(|oldest| self.patience.until(oldest.posted, self.heard))
     }
 
     /// The first half of a turn, before the queue is looked at: what needs no adapter.
@@ -338,6 +341,7 @@ impl<B: Buf> Lane<B> {
         }
         self.handed -= 1;
         self.is_full = false;
+        self.heard = Instant::now();
         ended(complete(flying.op, Ok(())));
     }
 
@@ -356,11 +360,8 @@ impl<B: Buf> Lane<B> {
             return Err(self.lost(reason));
         }
         match self.ops.front() {
-            Some(oldest) if oldest.posted.elapsed() >= self.deadline => {
-                Err(ChannelError::TimedOut {
-                    endpoint: self.endpoint.clone(),
-                    deadline: self.deadline,
-                })
+            Some(oldest) if Instant::now() >= self.patience.until(oldest.posted, self.heard) => {
+                Err(self.patience.end(&self.endpoint, oldest.posted))
             }
             _ => Ok(()),
         }

@@ -3,7 +3,6 @@
 use std::{
     collections::HashMap,
     io,
-    net::ToSocketAddrs,
     sync::{
         Arc, Mutex, RwLock,
         atomic::{AtomicBool, Ordering},
@@ -29,8 +28,8 @@ use crate::{
     Buf, Channel, ConnectError, RdmaOptions, Session,
     channel::Group,
     regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
-    session::Death,
-    stream::describe,
+    session::{Death, Patience},
+    stream::{describe, resolve as look_up},
 };
 
 const NO_PANIC: &str = "nothing panics under this lock";
@@ -105,7 +104,7 @@ impl Client {
         session: &Arc<Session>,
         claim: (SessionId, Secret, u64),
         death: Arc<Death>,
-        deadline: Duration,
+        patience: Patience,
         until: Instant,
     ) -> Result<Route, ConnectError> {
         let id = resolve(session.endpoint(), until)?;
@@ -116,7 +115,7 @@ impl Client {
             client: Arc::clone(self),
             claim,
             death,
-            deadline,
+            patience,
             until,
         })
     }
@@ -168,7 +167,7 @@ pub(crate) struct Route {
     client: Arc<Client>,
     claim: (SessionId, Secret, u64),
     death: Arc<Death>,
-    deadline: Duration,
+    patience: Patience,
     until: Instant,
 }
 
@@ -201,7 +200,7 @@ impl Route {
             client,
             pair,
             death,
-            self.deadline,
+            self.patience,
         ))
     }
 }
@@ -289,7 +288,8 @@ fn resolve(endpoint: &Endpoint, until: Instant) -> Result<Id, ConnectError> {
         source,
     };
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in address(endpoint).to_socket_addrs().map_err(unreachable)? {
+    let (host, port) = address(endpoint);
+    for address in look_up(host, port, until).map_err(unreachable)? {
         loop {
             let id = Id::new().map_err(|error| unusable(endpoint, explain_start(&error)))?;
             match id.resolve(address, until.min(Instant::now() + RESOLVE_AGAIN)) {

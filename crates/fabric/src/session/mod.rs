@@ -24,7 +24,7 @@ use farpage_wire::{
 use self::remote::Remote;
 pub use self::visit::Visit;
 use crate::{
-    Buf, Channel, Link,
+    Buf, Channel, ChannelError, Link,
     channel::{Alone, Group},
     link::Shaped,
     rdma,
@@ -65,7 +65,8 @@ enum Backend {
 /// How a session behaves.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// The longest that one operation or one control call may take.
+    /// The longest that one operation or one control call may take. A connection that is silent for a quarter of it while an answer is
+    /// expected is taken for dead: its operations end, and control calls and new channels try another one.
     pub deadline: Duration,
     /// Makes channels behave like a slower network; shared by all sessions that are to share the link.
     pub link: Option<Arc<Link>>,
@@ -646,6 +647,31 @@ pub(crate) enum CallError {
     Disconnected(String),
     /// Nothing was sent: there is no key to show.
     Key(String),
+}
+
+/// How long a channel waits for a server.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// The longest that an operation may take.
+    pub(crate) deadline: Duration,
+    /// The longest that nothing may come while something is expected.
+    pub(crate) silence: Duration,
+}
+
+impl Patience {
+    /// Until when a connection is waited for whose oldest operation was posted then, and of which was last heard then.
+    pub(crate) fn until(self, posted: Instant, heard: Instant) -> Instant {
+        (posted + self.deadline).min(posted.max(heard) + self.silence)
+    }
+
+    /// What it means that it is too late.
+    pub(crate) fn end(self, endpoint: &str, posted: Instant) -> ChannelError {
+        let waited = posted.elapsed() >= self.deadline;
+        ChannelError::TimedOut {
+            endpoint: endpoint.to_owned(),
+            deadline: if waited { self.deadline } else { self.silence },
+        }
+    }
 }
 
 /// The end of one control connection, shared with the channels that depend on it.

@@ -26,7 +26,7 @@ use nix::{
 use parking_lot::Mutex;
 use std::os::fd::AsFd;
 
-use super::{CallError, ConnectError, Death, Session, SessionOptions};
+use super::{CallError, ConnectError, Death, Patience, Session, SessionOptions};
 use crate::{
     Buf, Channel,
     key::Key,
@@ -37,8 +37,15 @@ use crate::{
     tcp::TcpChannel,
 };
 
+/// A connection on which the server says nothing for this part of the deadline is taken for dead, so that there is time to try others: a router may have
+/// forgotten it, which nobody is told.
+const ATTEMPTS: u32 = 4;
+
 /// How often a lost connection is tried again. Short against any lease, long against the cost of a try.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
+
+/// So that a connection that is refused at once is not asked for all the time.
+const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
 /// The longest that a goodbye may hold up a program that is ending.
 const GOODBYE: Duration = Duration::from_secs(1);
@@ -130,18 +137,39 @@ impl Remote {
         }
     }
 
-    /// Asks the server; resumes the session first if its connection broke.
+    /// Asks the server; resumes the session first if its connection broke, or is silent.
     pub(super) fn call(&self, request: Request) -> Result<Response, CallError> {
         let shared = &self.shared;
         let until = Instant::now() + shared.deadline;
-        let mut line = shared.line.lock();
-        shared
-            .mend(&mut line, until)
-            .map_err(|error| CallError::Disconnected(error.to_string()))?;
-        if is_about_a_name(&request) {
-            shared.identify(&mut line, until)?;
+        let Some(mut line) = shared.line.try_lock_until(until) else {
+            let reason = "the server did not answer an earlier call in time";
+            return Err(CallError::Disconnected(reason.to_owned()));
+        };
+        loop {
+            let soon = until.min(Instant::now() + shared.silence());
+            let asked = match shared.mend(&mut line, soon) {
+                // Nobody is there: trying again would only take longer.
+                Err(error) if is_refused(&error) => {
+                    return Err(CallError::Disconnected(error.to_string()));
+                }
+                Err(error) => Err(CallError::Disconnected(error.to_string())),
+                Ok(()) => match shared.ready(&mut line, &request, soon) {
+                    Ok(()) => match shared.exchange(&mut line, &request, until) {
+                        Err(error) if may_repeat(&request) => Err(error),
+                        other => return other,
+                    },
+                    Err(error) => Err(error),
+                },
+            };
+            match asked {
+                Err(CallError::Disconnected(_))
+                    if shared.can_resume(&line) && Instant::now() < until =>
+                {
+                    thread::sleep(BETWEEN_TRIES);
+                }
+                other => return other,
+            }
         }
-        shared.exchange(&mut line, &request, until)
     }
 
     pub(super) fn channel<B: Buf>(
@@ -149,11 +177,20 @@ impl Remote {
         session: &Arc<Session>,
         line: u64,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
-        if let Some(route) = self.route(session, line)? {
+        self.shared
+            .persist(|until| self.try_channel(session, line, until))
+    }
+
+    fn try_channel<B: Buf>(
+        &self,
+        session: &Arc<Session>,
+        line: u64,
+        until: Instant,
+    ) -> Result<Box<dyn Channel<B>>, ConnectError> {
+        if let Some(route) = self.try_route(session, line, until)? {
             return rdma::channel(route);
         }
         let shared = &self.shared;
-        let until = Instant::now() + shared.deadline;
         let (id, secret, death) = shared.claim(until)?;
         if let Endpoint::Shm(_) = shared.endpoint {
             let directory = Arc::clone(&shared.directory);
@@ -173,7 +210,10 @@ impl Remote {
                 session,
                 stream,
                 death,
-                shared.deadline,
+                Patience {
+                    deadline: shared.deadline,
+                    silence: shared.silence(),
+                },
             ))),
             answer => Err(turned_away(&shared.name, answer)),
         }
@@ -185,14 +225,27 @@ impl Remote {
         session: &Arc<Session>,
         line: u64,
     ) -> Result<Option<rdma::Route>, ConnectError> {
+        self.shared
+            .persist(|until| self.try_route(session, line, until))
+    }
+
+    fn try_route(
+        &self,
+        session: &Arc<Session>,
+        line: u64,
+        until: Instant,
+    ) -> Result<Option<rdma::Route>, ConnectError> {
         let shared = &self.shared;
         if !matches!(shared.endpoint, Endpoint::Rdma { .. }) {
             return Ok(None);
         }
-        let until = Instant::now() + shared.deadline;
         let (id, secret, death) = shared.claim(until)?;
-        let (claim, deadline) = ((id, secret, line), shared.deadline);
-        let route = shared.rdma.route(session, claim, death, deadline, until)?;
+        let patience = Patience {
+            deadline: shared.deadline,
+            silence: shared.silence(),
+        };
+        let claim = (id, secret, line);
+        let route = shared.rdma.route(session, claim, death, patience, until)?;
         Ok(Some(route))
     }
 
@@ -282,7 +335,7 @@ impl Shared {
                 // Empty when somebody else's wake was counted into an earlier read.
                 let _ = self.wake.read();
             }
-            let until = Instant::now() + self.deadline;
+            let until = Instant::now() + self.silence();
             if ended {
                 // Before the lock: a call may hold it until its own deadline.
                 death.declare("the server closed the connection");
@@ -322,9 +375,57 @@ impl Shared {
     /// What a data connection says of whom it belongs to, and where it hears of the server's death. Resumes the session first when its connection broke.
     fn claim(&self, until: Instant) -> Result<(SessionId, Secret, Arc<Death>), ConnectError> {
         // Connecting takes its time, and calls need not wait for it: the lock ends here.
-        let mut line = self.line.lock();
+        let mut line =
+            self.line
+                .try_lock_until(until)
+                .ok_or_else(|| ConnectError::Unreachable {
+                    endpoint: self.name.clone(),
+                    source: std::io::ErrorKind::TimedOut.into(),
+                })?;
         self.mend(&mut line, until)?;
         Ok((line.session, line.secret, Arc::clone(&line.death)))
+    }
+
+    /// How long a connection may be silent.
+    fn silence(&self) -> Duration {
+        self.deadline / ATTEMPTS
+    }
+
+    /// Connects by `attempt`, which is given its own end, again and again until the deadline: for as long as nobody says no.
+    fn persist<T>(
+        &self,
+        attempt: impl Fn(Instant) -> Result<T, ConnectError>,
+    ) -> Result<T, ConnectError> {
+        let until = Instant::now() + self.deadline;
+        loop {
+            match attempt(until.min(Instant::now() + self.silence())) {
+                Err(ConnectError::Unreachable { source, .. })
+                    if source.kind() == std::io::ErrorKind::TimedOut && Instant::now() < until => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn can_resume(&self, line: &Line) -> bool {
+        !line.over && !matches!(self.endpoint, Endpoint::Shm(_))
+    }
+
+    /// Makes the control connection ready for a request.
+    fn ready(&self, line: &mut Line, request: &Request, until: Instant) -> Result<(), CallError> {
+        self.probe(line, until)?;
+        match is_about_a_name(request) {
+            true => self.identify(line, until),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes sure that the control connection works: what is asked next may take place only once, so that it cannot be asked again when no answer comes.
+    fn probe(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
+        match self.endpoint {
+            // The end of a local connection is always seen.
+            Endpoint::Shm(_) => Ok(()),
+            _ => self.exchange(line, &Request::Renew, until).map(drop),
+        }
     }
 
     /// Brings a broken connection back, if there is a way.
@@ -332,7 +433,7 @@ impl Shared {
         let Some(reason) = line.death.reason() else {
             return Ok(());
         };
-        if line.over || matches!(self.endpoint, Endpoint::Shm(_)) {
+        if !self.can_resume(line) {
             let source = std::io::Error::new(
                 std::io::ErrorKind::ConnectionAborted,
                 format!("the session ended: {reason}"),
@@ -476,6 +577,20 @@ fn is_about_a_name(request: &Request) -> bool {
             | Request::Remove { .. }
             | Request::Names { .. }
     )
+}
+
+/// Whether asking twice does what asking once does. The binding that a lost answer was about is this client's own.
+fn may_repeat(request: &Request) -> bool {
+    matches!(
+        request,
+        Request::Renew | Request::Hold { .. } | Request::Stat | Request::Publish { .. }
+    )
+}
+
+/// Whether nobody listens there.
+fn is_refused(error: &ConnectError) -> bool {
+    matches!(error, ConnectError::Unreachable { source, .. }
+        if source.kind() == std::io::ErrorKind::ConnectionRefused)
 }
 
 /// Connects and says hello.
