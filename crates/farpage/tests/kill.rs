@@ -167,6 +167,56 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
     }
 }
 
+/// Of a server that was killed, and of one that says nothing any more, of which clients learn by waiting alone. What changed fills many windows of the
+/// evictors, of which each would wait on its own.
+#[test]
+fn a_job_ends_at_its_first_lost_server() {
+    let test = "a_job_ends_at_its_first_lost_server";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) {
+        return;
+    }
+    let deadline = Duration::from_secs(2);
+    for signal in [Signal::SIGKILL, Signal::SIGSTOP] {
+        let server = server(Fabric::Tcp);
+        let runtime = builder(192 * MIB, PAGE_BYTES)
+            .server(&server.url)
+            .deadline(deadline)
+            .build()
+            .unwrap();
+        let options = RegionOptions::new().name("lost");
+        let mut array = runtime.array_with::<u64>(128 * MIB / 8, options).unwrap();
+        fill(&mut array);
+        server.signal(signal);
+        let timed = |what: &str, since: Instant| {
+            println!("{signal}: {what} took {:?}", since.elapsed());
+            assert!(
+                since.elapsed() < deadline + MARGIN,
+                "{signal}: {what} took {:?}",
+                since.elapsed()
+            );
+        };
+        let since = Instant::now();
+        let error = match array.flush().unwrap_err() {
+            FlushError::Pages(PagesError::Page(error)) => error,
+            other => panic!("{other:?}"),
+        };
+        timed("flush", since);
+        assert_names_server(&error, &server.url);
+        let since = Instant::now();
+        let error = array.close().unwrap_err();
+        timed("close", since);
+        let array = error.into_inner();
+        assert_filled(&array);
+        let since = Instant::now();
+        drop(array);
+        timed("drop", since);
+        let since = Instant::now();
+        drop(runtime);
+        timed("the runtime's drop", since);
+    }
+}
+
 const VICTIM: &str = "FARPAGE_TEST_VICTIM";
 
 #[test]

@@ -83,6 +83,12 @@ pub enum PageError {
 }
 
 impl PageError {
+    /// Whether a deadline was spent on a server that cannot be reached: for now, other pages would
+    /// fare no better.
+    pub(crate) fn is_lost_server(&self) -> bool {
+        matches!(self, Self::Store(error) if error.is_lost_server())
+    }
+
     /// The operating system refused to map a page.
     pub(crate) fn cannot_map(region: RegionId, page: usize, error: &io::Error) -> PageError {
         PageError::Os {

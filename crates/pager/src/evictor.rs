@@ -271,7 +271,7 @@ impl<A: AddressSpace> Evictor<A> {
             };
             let region = &job.region;
             let mut page = pages.start;
-            while page < pages.end {
+            while page < pages.end && !job.ends_early() {
                 let run = pages.end.min(page + region.run_pages);
                 let run = region.in_one_stripe(&(page..run), false);
                 let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::Sweep);
@@ -295,6 +295,11 @@ impl<A: AddressSpace> Evictor<A> {
         for later in std::mem::take(&mut self.later) {
             let region = later.job.region.clone();
             let page = later.page..later.page + 1;
+            if later.job.ends_early() {
+                later.job.close_one(None);
+                any = true;
+                continue;
+            }
             let (_, begun) = self.begin(&region, page, Some(&later.job), FoundBy::Sweep);
             match begun {
                 Begun::Yes | Begun::NotHere => {

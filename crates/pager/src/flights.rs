@@ -128,6 +128,18 @@ impl<T: Flight, F: Frame> Flights<T, F> {
         self.unposted.len() < waiting
     }
 
+    /// Takes those that wait for the lane and need not be begun any more.
+    pub(crate) fn withdraw(&mut self, is_over: impl Fn(&T) -> bool) -> VecDeque<(T, F)> {
+        if !self.unposted().any(&is_over) {
+            return VecDeque::new();
+        }
+        let (over, rest) = std::mem::take(&mut self.unposted)
+            .into_iter()
+            .partition(|(flight, _)| is_over(flight));
+        self.unposted = rest;
+        over
+    }
+
     /// Looks for ends. Returns whether there are any; [`next`](Self::next) hands them out.
     pub(crate) fn poll(&mut self) -> bool {
         self.lane.poll(&mut self.done);

@@ -5,7 +5,7 @@ use std::{
     ops::Range,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
 
@@ -27,6 +27,8 @@ pub(crate) struct Job {
     /// Chunks not yet gone through, plus pages begun and not yet settled.
     open: AtomicUsize,
     outcome: (Mutex<Outcome>, Condvar),
+    /// A server is lost: what has not begun does not begin any more. Guards nothing else.
+    ends_early: AtomicBool,
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +55,14 @@ impl Jobs {
         self.0.lock().front().cloned()
     }
 
+    /// A server that the region's pages are on is lost: jobs on them end.
+    pub(crate) fn fail(&self, region: &Arc<Region>, error: &PageError) {
+        let jobs = self.0.lock();
+        for job in jobs.iter().filter(|job| Arc::ptr_eq(&job.region, region)) {
+            job.fail(error.clone());
+        }
+    }
+
     /// All chunks of a job are taken. Others may have found out before.
     pub(crate) fn remove(&self, job: &Arc<Job>) {
         let mut jobs = self.0.lock();
@@ -73,6 +83,7 @@ impl Job {
             cursor: AtomicUsize::new(first),
             open: AtomicUsize::new(chunks + 1),
             outcome: Default::default(),
+            ends_early: AtomicBool::new(false),
         };
         job.close_one(None);
         Arc::new(job)
@@ -116,12 +127,29 @@ impl Job {
     /// A page is settled, or a chunk gone through.
     pub(crate) fn close_one(&self, error: Option<PageError>) {
         if let Some(error) = error {
-            self.outcome.0.lock().error.get_or_insert(error);
+            self.fail(error);
         }
         if self.open.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.outcome.0.lock().ended = true;
             self.outcome.1.notify_all();
         }
+    }
+
+    /// Something went wrong. A server that is lost ends the job, or it would wait for a deadline with every few pages.
+    pub(crate) fn fail(&self, error: PageError) {
+        let is_lost_server = error.is_lost_server();
+        self.outcome.0.lock().error.get_or_insert(error);
+        if is_lost_server {
+            self.ends_early.store(true, Ordering::Relaxed);
+            let end = self.pages.end.div_ceil(CHUNK_PAGES);
+            let at = self.cursor.swap(end, Ordering::Relaxed);
+            (at..end).for_each(|_| self.close_one(None));
+        }
+    }
+
+    /// Whether pages that have not begun are to stay as they are.
+    pub(crate) fn ends_early(&self) -> bool {
+        self.ends_early.load(Ordering::Relaxed)
     }
 
     /// Waits until all pages are settled; the first error, if there was one.

@@ -101,7 +101,7 @@ impl<A: AddressSpace> WriteBacks<A> {
             if wanted {
                 self.counters().steals.add(run.len());
                 let error = self.map_again(region, run, false, |_| None);
-                close(leaving, error);
+                self.close(leaving, error);
             } else {
                 self.out_bytes += leaving.bytes();
                 self.out_runs += 1;
@@ -111,9 +111,20 @@ impl<A: AddressSpace> WriteBacks<A> {
         });
     }
 
-    /// Posts again what the lane was too busy to take.
+    /// Posts again what the lane was too busy to take, except what its job has given up: that stays.
     pub(crate) fn post_again(&mut self) -> bool {
-        self.flights.post_again()
+        let given_up = |leaving: &Leaving| {
+            let job = leaving.job.as_ref();
+            job.is_some_and(|job| job.ends_early())
+        };
+        let withdrawn = self.flights.withdraw(given_up);
+        let any = !withdrawn.is_empty();
+        for (leaving, frame) in withdrawn {
+            self.end_leaving(&leaving);
+            let error = self.map_again(&leaving.region, leaving.run(frame), false, |_| None);
+            self.close(leaving, error);
+        }
+        self.flights.post_again() || any
     }
 
     /// A fill waits for a frame: pages that are overdue count as staying from now on, so that others
@@ -197,7 +208,7 @@ impl<A: AddressSpace> WriteBacks<A> {
                 }
             },
         );
-        close(leaving, error);
+        self.close(leaving, error);
     }
 
     /// A run was on its way out: each of its pages is out, or stays after all.
@@ -248,6 +259,21 @@ impl<A: AddressSpace> WriteBacks<A> {
         error
     }
 
+    /// A run is settled.
+    fn close(&self, leaving: Leaving, error: Option<PageError>) {
+        match (&leaving.job, error) {
+            (Some(job), error) => job.close_one(error),
+            (None, Some(error)) => {
+                if error.is_lost_server() {
+                    self.shared.jobs.fail(&leaving.region, &error);
+                }
+                leaving.region.record(error);
+            }
+            (None, None) => {}
+        }
+        leaving.region.exit();
+    }
+
     /// Nothing is under way.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
@@ -258,14 +284,4 @@ impl<A: AddressSpace> WriteBacks<A> {
     pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
         self.flights.wait(fds)
     }
-}
-
-/// A run is settled.
-fn close(leaving: Leaving, error: Option<PageError>) {
-    match (&leaving.job, error) {
-        (Some(job), error) => job.close_one(error),
-        (None, Some(error)) => leaving.region.record(error),
-        (None, None) => {}
-    }
-    leaving.region.exit();
 }

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use farpage_fabric::{AllocError, ChannelError, ConnectError, regmem::RegError};
+use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError, regmem::RegError};
 use farpage_wire::ExtentId;
 
 use crate::{CodecError, RegionId};
@@ -97,6 +97,20 @@ pub enum StoreError {
         /// The panic's message.
         message: String,
     },
+}
+
+impl StoreError {
+    /// Whether a server could not be reached until the deadline: for now, other pages would fare no better.
+    pub fn is_lost_server(&self) -> bool {
+        matches!(
+            self,
+            Self::Remote { retry: true, .. }
+                | Self::Full {
+                    source: AllocError::Control(ControlError::Disconnected { .. }),
+                    ..
+                }
+        )
+    }
 }
 
 impl StoreError {

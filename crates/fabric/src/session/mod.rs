@@ -360,18 +360,20 @@ impl Session {
         }
     }
 
-    /// Ends the lease of an extent; its bytes are gone unless a published name refers to them.
+    /// Ends the lease of an extent; its bytes are gone unless a published name refers to them. A server that cannot be reached now is told when it can be,
+    /// if the session goes on then.
     ///
     /// # Errors
     /// [`ControlError`]
     pub fn release(&self, id: ExtentId) -> Result<(), ControlError> {
-        if let Backend::Remote(remote) = &self.backend {
-            remote.forget(id);
+        let answer = match &self.backend {
+            Backend::Remote(remote) => remote.release(id),
+            Backend::Sim(sim) => sim.call(Request::Release { extent: id }),
+        };
+        match answer {
+            Ok(Response::Done) => Ok(()),
+            other => Err(self.failed(format!("release extent {id}"), other)),
         }
-        self.done(
-            format!("release extent {id}"),
-            Request::Release { extent: id },
-        )
     }
 
     /// Opens a channel: one per worker thread. Resumes the session first when its control connection broke.

@@ -69,6 +69,8 @@ struct Shared {
     /// The extents of a session over RDMA.
     rdma: Arc<rdma::Client>,
     closing: AtomicBool,
+    /// Extents to release that the server was not told of, or did not answer for.
+    unreleased: Mutex<Vec<ExtentId>>,
     /// Bytes of the pages that are kept there, and bytes that they take.
     held: [AtomicU64; 2],
     /// Wakes the keeper: closing, or a new connection to watch.
@@ -114,6 +116,7 @@ impl Remote {
             directory: Arc::default(),
             rdma,
             closing: AtomicBool::new(false),
+            unreleased: Mutex::default(),
             held: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
@@ -262,10 +265,31 @@ impl Remote {
         &self.shared.rdma
     }
 
-    /// Forgets where an extent is whose lease is about to be given back.
-    pub(super) fn forget(&self, id: ExtentId) {
-        self.shared.directory.remove(id);
-        self.shared.rdma.remove(id);
+    /// Gives a lease back. Nobody waits for a server that is silent: it is told later.
+    pub(super) fn release(&self, id: ExtentId) -> Result<Response, CallError> {
+        let shared = &self.shared;
+        shared.directory.remove(id);
+        shared.rdma.remove(id);
+        let until = Instant::now() + shared.silence();
+        let request = Request::Release { extent: id };
+        let line = shared.line.try_lock_until(until);
+        let answer = match line {
+            Some(mut line) if line.death.reason().is_none() => {
+                shared.exchange(&mut line, &request, until)
+            }
+            Some(line) if !shared.can_resume(&line) => {
+                let reason = line.death.reason().unwrap_or_default();
+                return Err(CallError::Disconnected(reason));
+            }
+            _ => Err(CallError::Disconnected(String::new())),
+        };
+        match answer {
+            Err(CallError::Disconnected(_)) if !matches!(shared.endpoint, Endpoint::Shm(_)) => {
+                shared.unreleased.lock().push(id);
+                Ok(Response::Done)
+            }
+            other => other,
+        }
     }
 }
 
@@ -346,7 +370,9 @@ impl Shared {
                 }
                 if !alive {
                     // Tried again after a while, and said by whatever needs the session.
-                    let _ = self.mend(&mut line, until);
+                    if self.mend(&mut line, until).is_ok() {
+                        let _ = self.catch_up(&mut line, until);
+                    }
                 } else if line.death.reason().is_none() {
                     let _ = self.exchange(&mut line, &Request::Renew, until);
                     let held = self
@@ -423,9 +449,23 @@ impl Shared {
     fn probe(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
         match self.endpoint {
             // The end of a local connection is always seen.
-            Endpoint::Shm(_) => Ok(()),
-            _ => self.exchange(line, &Request::Renew, until).map(drop),
+            Endpoint::Shm(_) => {}
+            _ => self.exchange(line, &Request::Renew, until).map(drop)?,
         }
+        self.catch_up(line, until)
+    }
+
+    /// Tells the server what it was not told when it could not be reached.
+    fn catch_up(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
+        let mut unreleased = self.unreleased.lock();
+        while let Some(&extent) = unreleased.last() {
+            // It refuses what it has released already, where only the answer was lost.
+            match self.exchange(line, &Request::Release { extent }, until) {
+                Err(error @ CallError::Disconnected(_)) => return Err(error),
+                _ => unreleased.pop(),
+            };
+        }
+        Ok(())
     }
 
     /// Brings a broken connection back, if there is a way.
