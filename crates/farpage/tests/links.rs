@@ -113,7 +113,7 @@ fn a_network_that_forgets_its_connections_costs_a_part_of_the_deadline() {
             drop(runtime.array::<u64>(64 * MIB / 8).unwrap());
         });
         timed("a publication", &mut || {
-            let options = RegionOptions::new().name("kept");
+            let options = RegionOptions::new().name(format!("kept {turn}"));
             let mut named = runtime.array_with::<u64>(MIB / 8, options).unwrap();
             fill(&mut named, turn);
             named.close().unwrap();
