@@ -1,4 +1,5 @@
-/* Pages kept by functions of the program: here a file of its own whose bytes are scrambled. No server is needed.
+/* Pages kept by functions of the program: here a file of its own whose bytes are scrambled. No
+ * server is needed.
  *
  *   cc own_store.c $(pkg-config --cflags --libs farpage) -o own_store && ./own_store secret
  *
@@ -14,7 +15,8 @@
 #define BYTES ((size_t)1 << 20)
 #define KEY 0x5a
 
-/* Called from several threads at once, each for a page of its own. A hole in the file is a page of zeros. */
+/* Called from several threads at once, each for a page of its own. A hole in the file is a page of
+ * zeros. */
 static int read_page(void *context, uint64_t offset, void *buffer, size_t bytes) {
   unsigned char *to = (unsigned char *)buffer;
   ssize_t got = pread(*(int *)context, to, bytes, (off_t)offset);

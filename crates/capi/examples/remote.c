@@ -1,6 +1,8 @@
-/* An array of squares on a memory server, with a tenth of it in local memory. FARPAGE_SERVER names the server:
+/* An array of squares on a memory server, with a tenth of it in local memory. FARPAGE_SERVER names
+ * the server:
  *
- *   cc remote.c $(pkg-config --cflags --libs farpage) -o remote && FARPAGE_SERVER=tcp://10.0.0.2:7400 ./remote
+ *   cc remote.c $(pkg-config --cflags --libs farpage) -o remote
+ *   FARPAGE_SERVER=tcp://10.0.0.2:7400 ./remote
  *
  * It compiles as C++, too. */
 #include <farpage.h>

@@ -1,4 +1,5 @@
-# find_package(farpage) gives farpage::farpage, farpage::static and farpage::umap (the interface of Umap, C++17).
+# find_package(farpage) gives farpage::farpage, farpage::static and farpage::umap (the interface of
+# Umap, C++17).
 get_filename_component(_farpage_prefix "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 
 if(NOT TARGET farpage::farpage)

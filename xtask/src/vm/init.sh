@@ -1,6 +1,7 @@
 #!/bin/busybox sh
-# The guest's first process: loads the modules, lays a writable layer over the host's root, and goes there.
-# A failure ends it, and with it the machine; what it prints is on the console, which the host shows then.
+# The guest's first process: loads the modules, lays a writable layer over the host's root, and goes
+# there. A failure ends it, and with it the machine; what it prints is on the console, which the
+# host shows then.
 /bin/busybox mkdir -p /bin /proc /sys /dev /host /layer /root
 /bin/busybox --install -s /bin
 mount -t proc proc /proc && mount -t sysfs sysfs /sys && mount -t devtmpfs dev /dev || exit 1

@@ -1,5 +1,6 @@
-# Runs in the guest on the host's root: makes the RDMA devices, runs the command, reports its status, ends the machine.
-# What it says on the port `report`: `ready`, then `exit STATUS`; or `failed`, with the reason on the port `err`.
+# Runs in the guest on the host's root: makes the RDMA devices, runs the command, reports its
+# status, ends the machine. What it says on the port `report`: `ready`, then `exit STATUS`; or
+# `failed`, with the reason on the port `err`.
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 . /run/guest/settings
 mkdir -p /dev/pts /dev/shm
@@ -10,8 +11,8 @@ for port in /sys/class/virtio-ports/*; do
     eval "$name=/dev/${port##*/}"
 done
 
-# Hosts are network namespaces with an RDMA device each, joined by a bridge: host1 has 10.97.0.1. Its end of the cable
-# is to-host1: `ip link set to-host1 down` cuts it.
+# Hosts are network namespaces with an RDMA device each, joined by a bridge: host1 has 10.97.0.1.
+# Its end of the cable is to-host1: `ip link set to-host1 down` cuts it.
 (
     set -e
     linux=$(uname -r)

@@ -1,6 +1,8 @@
-/* What these programs share: named cases, one of which a process runs, checks, files, and stores that count.
+/* What these programs share: named cases, one of which a process runs, checks, files, and stores
+ * that count.
  *
- * The rule it keeps: a case that returns has passed; a check that fails says where and ends the process. The caller sees to it that nothing runs for ever. */
+ * The rule it keeps: a case that returns has passed; a check that fails says where and ends the
+ * process. The caller sees to it that nothing runs for ever. */
 #pragma once
 
 #include <fcntl.h>

@@ -76,7 +76,8 @@ CASE(regions_share_the_buffer) {
   for (std::size_t at = 0; at < WORDS; at += 256) {
     for (std::size_t i = 0; i < REGIONS; ++i) regions[i][at] = mix(at + i);
   }
-  // 64 MiB went through a buffer of 4 MiB; what else there is is words and entries of pages, and stacks.
+  // 64 MiB went through a buffer of 4 MiB; what else there is is words and entries of pages, and
+  // stacks.
   std::size_t grown = status_kib("VmRSS") - before;
   CHECK(grown < 16 * 1024);
   for (std::size_t at = 0; at < WORDS; at += 256) {

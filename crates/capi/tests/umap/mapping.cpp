@@ -219,7 +219,8 @@ CASE(thousands_of_cycles_without_growth) {
   while (round < 200) cycle(round++);
   std::size_t memory = status_kib("VmRSS"), addresses = status_kib("VmSize"), maps = mappings(), fds = descriptors();
   while (round < 3000) cycle(round++);
-  // What comes and goes with a store's threads may differ; what each cycle left behind would be far more.
+  // What comes and goes with a store's threads may differ; what each cycle left behind would be far
+  // more.
   CHECK(status_kib("VmRSS") < memory + 1024);
   CHECK(status_kib("VmSize") < addresses + 200 * 1024);
   CHECK(mappings() < maps + 100);

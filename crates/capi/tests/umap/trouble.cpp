@@ -68,7 +68,8 @@ CASE(store_that_returns_less_shows_zeros_and_no_other_pages_bytes) {
   CHECK(uunmap(bytes, PAGES * PAGE) == -1 && errno == EIO);
 }
 
-/* As stores do that round what they are asked for up to their own blocks. The caller sees the process end. */
+/* As stores do that round what they are asked for up to their own blocks. The caller sees the
+ * process end. */
 class StoreThatWritesTooMuch : public Umap::Store {
  public:
   explicit StoreThatWritesTooMuch(std::size_t too_many) : too_many(too_many) {}
@@ -196,7 +197,8 @@ CASE(madvise_dontneed_by_the_application) {
   for (std::size_t page = 0; page < PAGES; ++page) words[page * WORDS] = 1;
   CHECK(umap_flush() == 0);
   for (std::size_t page = 0; page < 32; ++page) words[page * WORDS] = 2;
-  // What changed since the last write-back is given up: the store's bytes show, or, if a page was written back in between, the newer ones.
+  // What changed since the last write-back is given up: the store's bytes show, or, if a page was
+  // written back in between, the newer ones.
   CHECK(madvise(words, 32 * PAGE, MADV_DONTNEED) == 0);
   for (std::size_t page = 0; page < PAGES; ++page) {
     std::uint64_t word = words[page * WORDS];
@@ -228,7 +230,8 @@ CASE(munmap_by_the_application) {
   for (std::size_t page = 0; page < PAGES; ++page) CHECK(word_in_file(fd, page * WORDS) == (page >= FROM && page < TO ? 1 : 5));
 }
 
-/* A page that loses a part is gone: its file keeps what was written back last, and what is left of it raises a signal where it was not in memory. */
+/* A page that loses a part is gone: its file keeps what was written back last, and what is left of
+ * it raises a signal where it was not in memory. */
 CASE(munmap_of_parts_of_pages) {
   constexpr std::size_t BIG = 65536, PAGES = 64;
   CountingStore store(PAGES * BIG);
@@ -255,7 +258,8 @@ CASE(munmap_of_parts_of_pages) {
   }
 }
 
-/* What moves away is the program's own from then on: what was in memory moves along, pinned pages for certain, and the region has lost it. */
+/* What moves away is the program's own from then on: what was in memory moves along, pinned pages
+ * for certain, and the region has lost it. */
 CASE(mremap_by_the_application) {
   constexpr std::size_t PAGES = 512, FROM = 100, MOVED = 16, WORDS = PAGE / 8;
   int fd = new_file("pages", PAGES * PAGE);

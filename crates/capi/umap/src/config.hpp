@@ -1,6 +1,7 @@
 /* What the UMAP_ variables ask for, and messages.
  *
- * The rule it keeps: the environment is read once, at the first need, and what makes no sense becomes the nearest thing that does, with a warning. */
+ * The rule it keeps: the environment is read once, at the first need, and what makes no sense
+ * becomes the nearest thing that does, with a warning. */
 #pragma once
 
 #include <cstdint>
@@ -31,7 +32,8 @@ const Config &config();
 /* Prints a line if UMAP_LOG_LEVEL includes the level. */
 void log(std::uint32_t level, const std::string &text);
 
-/* A runtime as `config` says, on these servers (none if empty). On failure null, with the code in `*code`. */
+/* A runtime as `config` says, on these servers (none if empty). On failure null, with the code in
+ * `*code`. */
 farpage_runtime *new_runtime(const std::string &servers, farpage_code *code);
 
 /* The errno that says what a code says. */

@@ -26,7 +26,8 @@ Process &process() {
   // Never destroyed: other threads, and a program's own statics, may be at work until the very end.
   static const bool started = [] {
     current = new Process;
-    // The parent's regions are not mapped in a child, and its locks may be held by threads that the child does not have: they are left behind.
+    // The parent's regions are not mapped in a child, and its locks may be held by threads that the
+    // child does not have: they are left behind.
     pthread_atfork(nullptr, nullptr, [] { current = new Process; });
     return true;
   }();

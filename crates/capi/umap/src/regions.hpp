@@ -1,7 +1,8 @@
 /* The regions of this process: which addresses are mapped, and on what.
  *
- * The rule it keeps: a region that a call works on is not unmapped under it, and no call waits for another region's. A child made by `fork` starts with
- * none, and never waits for a lock that its parent held. */
+ * The rule it keeps: a region that a call works on is not unmapped under it, and no call waits for
+ * another region's. A child made by `fork` starts with none, and never waits for a lock that its
+ * parent held. */
 #pragma once
 
 #include <cstddef>
@@ -58,11 +59,13 @@ struct Mapping {
 
  private:
   std::mutex pinning;
-  /* By page; empty before the first pin. farpage counts pins, up to a limit, but programs pin the same pages at each step. */
+  /* By page; empty before the first pin. farpage counts pins, up to a limit, but programs pin the
+   * same pages at each step. */
   std::vector<bool> pinned;
 };
 
-/* The runtime of regions without servers; made when first needed. Null when it cannot be made, with the code in `*code`. */
+/* The runtime of regions without servers; made when first needed. Null when it cannot be made, with
+ * the code in `*code`. */
 farpage_runtime *runtime(farpage_code *code);
 
 void add(std::shared_ptr<Mapping> mapping);

@@ -1,5 +1,6 @@
-/* SparseStore. The layout of the directory: `_metadata` holds two numbers in lines of their own, the bytes of a file and the bytes of all, and file N, named so,
- * holds the bytes from N times that size on. */
+/* SparseStore. The layout of the directory: `_metadata` holds two numbers in lines of their own,
+ * the bytes of a file and the bytes of all, and file N, named so, holds the bytes from N times that
+ * size on. */
 #include "umap/store/SparseStore.h"
 
 #include <fcntl.h>
@@ -60,7 +61,8 @@ class SparseStore::Files {
 
   ~Files() { close_all(); }
 
-  /* Calls `io(fd, position, done, bytes)` for the part of the range in each file; fd is NOT_OPEN where there is no file and none is to be made. */
+  /* Calls `io(fd, position, done, bytes)` for the part of the range in each file; fd is NOT_OPEN
+   * where there is no file and none is to be made. */
   template <typename Io>
   ssize_t for_each_file(std::size_t nb, off_t off, bool make, Io io) {
     if (off < 0 || static_cast<std::size_t>(off) > layout.capacity || nb > layout.capacity - static_cast<std::size_t>(off)) {

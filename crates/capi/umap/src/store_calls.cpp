@@ -1,7 +1,8 @@
 /* Calls to a program's store.
  *
- * The rule it keeps: a store touches no memory of farpage's. What it reads goes through a buffer of the calling thread that ends at a guard page, so that one
- * that writes beyond the bytes asked for ends the program with a message that names it, before anything else is overwritten. */
+ * The rule it keeps: a store touches no memory of farpage's. What it reads goes through a buffer of
+ * the calling thread that ends at a guard page, so that one that writes beyond the bytes asked for
+ * ends the program with a message that names it, before anything else is overwritten. */
 #include "store_calls.hpp"
 
 #include <cxxabi.h>
@@ -98,7 +99,8 @@ struct Line {
 
 struct sigaction previous;
 
-/* A thread has touched what it may not: says so if it is the guard behind a buffer, and leaves everything else to whoever was there before. */
+/* A thread has touched what it may not: says so if it is the guard behind a buffer, and leaves
+ * everything else to whoever was there before. */
 void on_segmentation_fault(int number, siginfo_t *info, void *context) {
   auto at = reinterpret_cast<std::uintptr_t>(info->si_addr);
   if (reading.store != nullptr && at - reading.guard < reading.guard_bytes) {
@@ -107,7 +109,8 @@ void on_segmentation_fault(int number, siginfo_t *info, void *context) {
          << reading.offset << ": it would overwrite other memory, so the program ends here\n";
     ssize_t written = write(STDERR_FILENO, line.text, line.length);
     (void)written;
-    // The same access once more, as if there were no handler: the signal, and a core where it happened.
+    // The same access once more, as if there were no handler: the signal, and a core where it
+    // happened.
     struct sigaction none {};
     none.sa_handler = SIG_DFL;
     sigaction(SIGSEGV, &none, nullptr);

@@ -1,4 +1,5 @@
-/* umap.h: checks arguments, maps, and finds the region that an address belongs to. What pages do is farpage's. */
+/* umap.h: checks arguments, maps, and finds the region that an address belongs to. What pages do is
+ * farpage's. */
 #include "umap/umap.h"
 
 #include <fcntl.h>
@@ -144,7 +145,8 @@ int flush_all() {
   return -1;
 }
 
-/* Calls `use(mapping, offset, bytes)` with the part of the range that lies in a region, for all that it touches. Returns an errno. */
+/* Calls `use(mapping, offset, bytes)` with the part of the range that lies in a region, for all
+ * that it touches. Returns an errno. */
 template <typename Use>
 int for_each_part(std::uintptr_t address, std::uint64_t bytes, Use use) {
   std::uintptr_t end = address + bytes;
@@ -187,7 +189,8 @@ int umap_flush(void) { return guard(-1, flush_all); }
 void umap_prefetch(int npages, struct umap_prefetch_item *page_array) {
   guard(0, [&] {
     for (int i = 0; i < npages; ++i) {
-      // One byte: farpage brings whole pages. What is no region's, or has gone, is no longer needed either.
+      // One byte: farpage brings whole pages. What is no region's, or has gone, is no longer needed
+      // either.
       auto address = reinterpret_cast<std::uintptr_t>(page_array[i].page_base_addr);
       for_each_part(address, 1, [](Mapping &mapping, std::uint64_t offset, std::uint64_t bytes) {
         return farpage_region_advise(mapping.backing->region(), offset, bytes, FARPAGE_ADVICE_WILL_NEED);
