@@ -1,4 +1,4 @@
-/* StoreNetwork: an array that a farpage runtime pages to its servers, made when it is first used. */
+/* StoreNetwork: an array that a farpage runtime pages to its servers, made at its first use. */
 #include "umap/StoreNetwork.h"
 
 #include <cerrno>

@@ -5,9 +5,10 @@
  * never abort. All may be called from any thread.
  *
  * The environment is read at the first call:
- *   UMAP_PAGESIZE                     bytes of a page: a power of two, 4096 to 2097152; default 4096
- *   UMAP_BUFSIZE                      the most pages in memory at once, over all regions, up to what
- *                                     the process may have; default 90 % of available memory
+ *   UMAP_PAGESIZE                     bytes of a page: a power of two, 4096 to 2097152;
+ *                                     default 4096
+ *   UMAP_BUFSIZE                      the most pages in memory at once, over all regions, up to
+ *                                     what the process may have; default 90 % of available memory
  *   UMAP_PAGE_FILLERS                 threads that bring pages in, 1 to 64; default one per core
  *   UMAP_PAGE_EVICTORS                threads that take pages out, 1 to 64; default one per core
  *   UMAP_EVICT_HIGH_WATER_THRESHOLD   percent of the buffer at which evictors start; default 90
