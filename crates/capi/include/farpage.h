@@ -243,6 +243,11 @@ typedef struct farpage_runtime_options {
    * Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default: threads of the runtime.
    */
   uint32_t fault_mode;
+  /**
+   * The user's key file, to whose key named regions belong; made when a name is first used. FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or
+   * `~/.config`.
+   */
+  const char *key_file;
 } farpage_runtime_options;
 
 /**
@@ -365,6 +370,27 @@ const char *farpage_error_message(void);
  * Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now on. Without it nothing is printed. It can be called once.
  */
 farpage_code farpage_log_to_stderr(uint32_t level);
+
+/**
+ * Calls `each` for every region that this user has published under a name on the runtime's servers, in their order: with `context`, the name, the bytes that the region
+ * takes on servers, and whether a program has it open. The name is good until `each` returns. No exception may leave `each`.
+ *
+ * `runtime` came from `farpage_runtime_new` and has not been freed.
+ */
+farpage_code farpage_names(const struct farpage_runtime *runtime,
+                           void (*each)(void *context,
+                                        const char *name,
+                                        uint64_t bytes,
+                                        uint32_t in_use),
+                           void *context);
+
+/**
+ * Removes the region that this user has published under `name`, and frees its memory. FARPAGE_NOT_FOUND if there is none, FARPAGE_INVALID if another program has it open.
+ *
+ * `runtime` as in `farpage_names`; `name` is a string that ends with a zero byte.
+ */
+farpage_code farpage_name_remove(const struct farpage_runtime *runtime,
+                                 const char *name);
 
 /**
  * Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`: the caller's until `farpage_region_unmap`. On failure

@@ -11,7 +11,7 @@ use std::{
 
 use farpage::{
     BuildError, CreateError, FlushError, OpenError, PageError, PinError,
-    error::{MapError, OpenStoreError, StoreCreateError},
+    error::{ControlError, MapError, NamesError, OpenStoreError, StoreCreateError},
 };
 
 /// What a function says: `FARPAGE_OK`, or one of the codes below and a message for `farpage_error_message`.
@@ -145,6 +145,17 @@ fn map_code(error: &MapError) -> farpage_code {
             _ => FARPAGE_SYSTEM,
         },
         _ => FARPAGE_SYSTEM,
+    }
+}
+
+impl From<NamesError> for Failure {
+    fn from(error: NamesError) -> Failure {
+        let code = match &error {
+            NamesError::NotFound { .. } => FARPAGE_NOT_FOUND,
+            NamesError::List(ControlError::Disconnected { .. }) => FARPAGE_UNREACHABLE,
+            _ => FARPAGE_INVALID,
+        };
+        Failure::of(code, &error)
     }
 }
 

@@ -14,6 +14,7 @@ mod error;
 mod file;
 mod handle;
 mod log;
+mod names;
 mod options;
 mod region;
 mod runtime;
@@ -22,6 +23,7 @@ mod store;
 
 pub use error::*;
 pub use log::*;
+pub use names::*;
 pub use options::*;
 pub use region::*;
 pub use runtime::*;

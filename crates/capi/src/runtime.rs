@@ -49,6 +49,9 @@ pub struct farpage_runtime_options {
     pub user_mode_only: u32,
     /// Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default: threads of the runtime.
     pub fault_mode: u32,
+    /// The user's key file, to whose key named regions belong; made when a name is first used. FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or
+    /// `~/.config`.
+    pub key_file: *const c_char,
 }
 
 /// The default.
@@ -60,7 +63,7 @@ pub const FARPAGE_FAULTS_FILLER: u32 = 1;
 /// pinned may be lost, and what other threads write to addresses that one is about to unmap from a region and that they have been given for something else.
 pub const FARPAGE_FAULTS_IN_THREAD: u32 = 2;
 
-// SAFETY: integers, floats and a pointer, beginning with the length.
+// SAFETY: integers, floats and pointers, beginning with the length.
 unsafe impl Growing for farpage_runtime_options {}
 
 impl farpage_runtime {
@@ -161,6 +164,10 @@ pub unsafe extern "C" fn farpage_runtime_new(
             let deadline = Duration::try_from_secs_f64(options.deadline_seconds)
                 .map_err(|e| Failure::invalid(format!("`deadline_seconds`: {e}")))?;
             builder = builder.deadline(deadline);
+        }
+        // SAFETY: the caller's promise.
+        if let Some(file) = unsafe { options::text(options.key_file, "`key_file`") }? {
+            builder = builder.key_file(file);
         }
         let built = farpage_runtime(Handle::new(builder.build()?));
         *place = Box::into_raw(Box::new(built));

@@ -5,7 +5,7 @@
 mod common;
 
 use std::{
-    ffi::{CStr, CString, c_int, c_void},
+    ffi::{CStr, CString, c_char, c_int, c_void},
     fs::File,
     io::Read,
     mem, ptr, slice,
@@ -602,4 +602,54 @@ fn child_of_fork_gets_a_code_and_frees_nothing() {
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK);
     }
     pages.wait_for_release();
+}
+
+/// Keeps what it is told; its context is a list of names, bytes, and whether they are in use.
+unsafe extern "C" fn keep(context: *mut c_void, name: *const c_char, bytes: u64, in_use: u32) {
+    // SAFETY: the context is what the test passed, and the name is a string.
+    let (list, name) = unsafe {
+        (
+            &mut *context.cast::<Vec<(String, bool, u32)>>(),
+            CStr::from_ptr(name),
+        )
+    };
+    list.push((name.to_string_lossy().into_owned(), bytes > 0, in_use));
+}
+
+#[test]
+fn names_are_listed_and_removed() {
+    let server = serve("tcp://127.0.0.1:0");
+    let runtime = Runtime::new(Some(&server.endpoints()[0].to_string())).expect("a runtime");
+    let list = || {
+        let mut names: Vec<(String, bool, u32)> = Vec::new();
+        // SAFETY: all pointers are good.
+        let code =
+            unsafe { farpage_names(runtime.0, Some(keep), ptr::from_mut(&mut names).cast()) };
+        assert_eq!(code, FARPAGE_OK, "{}", message());
+        names
+    };
+    assert_eq!(list(), []);
+    let mut options: farpage_region_options = blank();
+    options.name = c"listed".as_ptr();
+    let region = runtime.map(PAGE, &options).expect("a region");
+    // SAFETY: mapped until it is unmapped.
+    unsafe {
+        assert_eq!(farpage_region_flush(region), FARPAGE_OK, "{}", message());
+        assert_eq!(list(), [("listed".to_owned(), true, 1)]);
+        assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
+        assert_eq!(list(), [("listed".to_owned(), true, 0)]);
+        assert_eq!(
+            farpage_name_remove(runtime.0, c"listed".as_ptr()),
+            FARPAGE_OK
+        );
+        assert_eq!(
+            farpage_name_remove(runtime.0, c"listed".as_ptr()),
+            FARPAGE_NOT_FOUND
+        );
+        assert_eq!(
+            farpage_names(runtime.0, None, ptr::null_mut()),
+            FARPAGE_INVALID
+        );
+    }
+    assert_eq!(list(), []);
 }

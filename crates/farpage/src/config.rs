@@ -1,6 +1,13 @@
 //! How a runtime is set up: [`Builder`].
 
-use std::{env, fmt::Display, path::Path, str::FromStr, sync::Arc, time::Duration};
+use std::{
+    env,
+    fmt::Display,
+    path::{Path, PathBuf},
+    str::FromStr,
+    sync::Arc,
+    time::Duration,
+};
 
 use bytesize::ByteSize;
 use farpage_fabric::{Allowance, Link, Session, SessionOptions};
@@ -37,6 +44,7 @@ pub struct Builder {
     transfer: Option<Transfer>,
     fault_mode: Option<FaultMode>,
     user_mode_only: Option<bool>,
+    key_file: Option<PathBuf>,
 }
 
 impl Builder {
@@ -165,6 +173,15 @@ impl Builder {
         self
     }
 
+    /// The user's key file: named arrays belong to its key, and nobody else can open, replace, list or remove them. The file is made when a name is
+    /// first used; whoever has a copy of it shares the names.
+    ///
+    /// `FARPAGE_KEY_FILE`. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
+    pub fn key_file(mut self, key_file: impl Into<PathBuf>) -> Self {
+        self.key_file = Some(key_file.into());
+        self
+    }
+
     /// Connects to the servers and starts the workers.
     ///
     /// # Errors
@@ -252,6 +269,7 @@ impl Builder {
             deadline,
             link: self.link,
             client: client_name(),
+            key_file: self.key_file,
             ..SessionOptions::default()
         };
         let mut sessions = Vec::new();

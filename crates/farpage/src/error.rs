@@ -6,8 +6,8 @@ pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
 use farpage_pager::FORKED;
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{
-    CodecError, CreateError as StoreCreateError, FileStoreError, OpenStoreError, PublishStoreError,
-    StoreError, TableError,
+    CodecError, CreateError as StoreCreateError, FileStoreError, NamesError, OpenStoreError,
+    PublishStoreError, StoreError, TableError,
 };
 pub use farpage_vm::OpenError as UserfaultfdError;
 pub use farpage_wire::EndpointError;

@@ -8,8 +8,8 @@ use farpage_store::{BlockingOptions, Element, Layout, PageStore, RegionId, Remot
 use farpage_vm::KernelSpace;
 
 use crate::{
-    Builder, CreateError, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
-    config::Defaults,
+    Builder, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session,
+    Stats, config::Defaults, error::NamesError,
 };
 
 /// Connections to memory servers, and the threads that move pages between them and regions. Clones
@@ -111,6 +111,23 @@ impl Runtime {
             });
         }
         Ok(RemoteArray::new(region, bytes / element_bytes))
+    }
+
+    /// The arrays and regions that this user has published under names on the runtime's servers, in their order. Names belong to the user's
+    /// [key](Builder::key_file).
+    ///
+    /// # Errors
+    /// See [`NamesError`].
+    pub fn names(&self) -> Result<Vec<NamedRegion>, NamesError> {
+        self.pager.cluster().names()
+    }
+
+    /// Removes what this user has published under `name`, and frees its memory.
+    ///
+    /// # Errors
+    /// [`NamesError::NotFound`] if there is none, [`NamesError::Remove`] if another program has it open or a server cannot be reached.
+    pub fn remove(&self, name: &str) -> Result<(), NamesError> {
+        self.pager.cluster().remove(name)
     }
 
     /// A region of `bytes` zeroed bytes on the memory servers.

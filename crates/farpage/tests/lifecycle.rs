@@ -30,7 +30,7 @@ use farpage::{
     Advice, ByteSize, CreateError, FaultMode, OpenError, RegionOptions, RemoteArray, Runtime,
 };
 use farpage_fabric::AllocError;
-use farpage_store::OpenStoreError;
+use farpage_store::{NamesError, OpenStoreError};
 use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::{ForkResult, fork},
@@ -716,6 +716,42 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
         println!("{fabric}: {without} faults without, {with} with reading ahead");
         assert_eq!(without as usize, 8 * MIB / PAGE);
         assert!(with * 2 < without, "{with} of {without} faults");
+    }
+}
+
+#[test]
+fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
+    let test = "named_arrays_are_listed_and_removed_by_their_owner_alone";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let keys = tempfile::tempdir().unwrap();
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let runtime = |user: &str| {
+            let builder = common::builder(MIB, PAGE).server(&memory.url);
+            builder.key_file(keys.path().join(user)).build().unwrap()
+        };
+        let (ours, theirs) = (runtime("ours"), runtime("theirs"));
+        let options = RegionOptions::new().name("field");
+        let array = ours.array_with::<u64>(PAGE, options).unwrap();
+        array.flush().unwrap();
+        let listed = ours.names().unwrap();
+        assert_eq!((listed.len(), listed[0].name.as_str()), (1, "field"));
+        assert!(listed[0].in_use && listed[0].bytes > 0, "{listed:?}");
+        array.close().unwrap();
+        assert!(!ours.names().unwrap()[0].in_use);
+
+        assert_eq!(theirs.names().unwrap(), []);
+        assert!(matches!(
+            theirs.remove("field"),
+            Err(NamesError::NotFound { .. })
+        ));
+        assert!(theirs.open_array::<u64>("field").is_err());
+        ours.remove("field").unwrap();
+        assert_eq!(ours.names().unwrap(), []);
+        assert!(ours.open_array::<u64>("field").is_err());
     }
 }
 

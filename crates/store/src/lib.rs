@@ -17,6 +17,7 @@ mod error;
 mod file;
 mod lane;
 mod named;
+mod names;
 mod remote;
 mod slots;
 mod stats;
@@ -30,5 +31,6 @@ pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, Tabl
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
 pub use lane::{Done, Frame, Lane, Outcome};
+pub use names::{NamedRegion, NamesError};
 pub use remote::{PageStore, RegionId, RemoteOptions, Reserve};
 pub use stats::{StoreStats, StoreStatsSnapshot};
