@@ -102,6 +102,27 @@ pub struct ServeArgs {
         value_delimiter = ','
     )]
     pub operator_key: Vec<String>,
+    /// The most memory to lend to clients of one address, or over shm of one user, together [default: all of the capacity].
+    #[arg(
+        long,
+        value_name = "SIZE",
+        env = "FARPAGE_MEMSERVER_CAPACITY_PER_ADDRESS"
+    )]
+    pub capacity_per_address: Option<ByteSize>,
+    /// The most connections from one address, or over shm of one user. A program has one, and one per worker thread [default: three quarters of what there may be].
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_ADDRESS"
+    )]
+    pub connections_per_address: Option<usize>,
+    /// The most data connections of one client [default: a quarter of what there may be, which is 4096 or a quarter of `ulimit -n`].
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_CLIENT"
+    )]
+    pub connections_per_client: Option<usize>,
 }
 
 /// Flags of `stat`.
@@ -202,6 +223,9 @@ struct File {
     lease: Option<String>,
     grace: Option<String>,
     operator_key: Option<Vec<String>>,
+    capacity_per_address: Option<ByteSize>,
+    connections_per_address: Option<usize>,
+    connections_per_client: Option<usize>,
     log: Option<LogFormat>,
     log_level: Option<String>,
 }
@@ -223,6 +247,12 @@ pub struct Config {
     pub grace: Duration,
     /// Who may list and remove all named regions.
     pub operators: Vec<PublicKey>,
+    /// The most memory to lend to clients of one address.
+    pub capacity_per_address: Option<u64>,
+    /// The most connections from one address.
+    pub connections_per_address: Option<usize>,
+    /// The most data connections of one client.
+    pub connections_per_client: Option<usize>,
     /// How log lines look.
     pub log: LogFormat,
     /// Which events are logged, as `tracing_subscriber::EnvFilter` reads it.
@@ -317,6 +347,12 @@ impl Config {
                 false => operators(&flags.operator_key)?,
                 true => operators(&file.operator_key.unwrap_or_default())?,
             },
+            capacity_per_address: (flags.capacity_per_address)
+                .or(file.capacity_per_address)
+                .map(|size| size.as_u64()),
+            connections_per_address: (flags.connections_per_address)
+                .or(file.connections_per_address),
+            connections_per_client: flags.connections_per_client.or(file.connections_per_client),
             log: log.log.or(file.log).unwrap_or_default(),
             log_level: log
                 .log_level

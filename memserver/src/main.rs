@@ -6,6 +6,8 @@
 // `println!` panics when nobody reads any more.
 #![deny(clippy::print_stdout)]
 
+mod log;
+
 use std::{
     io::{self, Write},
     process::ExitCode,
@@ -31,7 +33,9 @@ use signal_hook::{
     iterator::Signals,
 };
 use tracing::{info, warn};
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{EnvFilter, fmt::MakeWriter};
+
+use crate::log::LogWriter;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -56,7 +60,10 @@ fn main() -> ExitCode {
 
 fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     let config = Config::settle(flags, log)?;
-    start_log(config.log, &config.log_level)?;
+    // The guard writes at the end what waits.
+    let (writer, _guard) = LogWriter::stderr();
+    start_log(config.log, &config.log_level, writer.clone())?;
+    (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
     // Before anything is bound: a signal that comes early must drain, too.
     let mut signals =
         stop_signals().context("cannot install the handlers of SIGTERM and SIGINT")?;
@@ -66,6 +73,15 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         .access(config.access)
         .lease(config.lease)
         .grace(config.grace);
+    if let Some(bytes) = config.capacity_per_address {
+        server = server.capacity_per_address(bytes);
+    }
+    if let Some(connections) = config.connections_per_address {
+        server = server.connections_per_address(connections);
+    }
+    if let Some(connections) = config.connections_per_client {
+        server = server.connections_per_client(connections);
+    }
     for key in config.operators {
         server = server.operator(key);
     }
@@ -164,6 +180,7 @@ fn visit(endpoint: &Endpoint, log: &LogArgs) -> anyhow::Result<Visit> {
     start_log(
         log.log.unwrap_or_default(),
         log.log_level.as_deref().unwrap_or("warn"),
+        io::stderr,
     )?;
     let options = SessionOptions {
         deadline: VISIT_DEADLINE,
@@ -226,7 +243,11 @@ fn table(figures: &ServerStat) -> String {
         .collect()
 }
 
-fn start_log(format: LogFormat, level: &str) -> anyhow::Result<()> {
+fn start_log(
+    format: LogFormat,
+    level: &str,
+    writer: impl for<'a> MakeWriter<'a> + Send + Sync + 'static,
+) -> anyhow::Result<()> {
     let filter = EnvFilter::try_new(level).map_err(|error| ConfigError::Value {
         setting: "log-level",
         value: format!("{level:?} ({error})"),
@@ -234,7 +255,7 @@ fn start_log(format: LogFormat, level: &str) -> anyhow::Result<()> {
     })?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+        .with_writer(writer);
     match format {
         LogFormat::Human => log.init(),
         LogFormat::Json => log.json().flatten_event(true).init(),

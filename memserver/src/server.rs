@@ -11,7 +11,9 @@ use std::{
 };
 
 use farpage_fabric::host::Host;
-use farpage_fabric::server::{BindError, Listener, Shutdown, SocketAccess, Traffic, serve};
+use farpage_fabric::server::{
+    BindError, ConnectionLimits, Listener, Shutdown, SocketAccess, Traffic, serve_within,
+};
 use farpage_wire::{Endpoint, PublicKey, ServerStat};
 use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
@@ -38,6 +40,9 @@ pub struct Server {
     grace: Duration,
     access: SocketAccess,
     operators: Vec<PublicKey>,
+    connections_per_address: Option<usize>,
+    connections_per_client: Option<usize>,
+    capacity_per_address: Option<u64>,
 }
 
 /// Why a server did not start.
@@ -69,6 +74,9 @@ impl Server {
             grace: DEFAULT_GRACE,
             access: SocketAccess::default(),
             operators: Vec::new(),
+            connections_per_address: None,
+            connections_per_client: None,
+            capacity_per_address: None,
         }
     }
 
@@ -108,6 +116,24 @@ impl Server {
         self
     }
 
+    /// The most bytes lent to clients of one address, or over shared memory of one user, together. Default: all of the capacity.
+    pub fn capacity_per_address(mut self, bytes: u64) -> Self {
+        self.capacity_per_address = Some(bytes);
+        self
+    }
+
+    /// The most connections from one address, or over shared memory from one user. Default: three quarters of what there may be.
+    pub fn connections_per_address(mut self, connections: usize) -> Self {
+        self.connections_per_address = Some(connections);
+        self
+    }
+
+    /// The most data connections of one client. Default: a quarter of what there may be.
+    pub fn connections_per_client(mut self, connections: usize) -> Self {
+        self.connections_per_client = Some(connections);
+        self
+    }
+
     /// Binds every endpoint and starts to serve. When it returns, clients can connect.
     ///
     /// # Errors
@@ -119,6 +145,7 @@ impl Server {
         let budget = descriptors::budget();
         let state = Arc::new(State::new(Limits {
             capacity_bytes: self.capacity_bytes,
+            capacity_per_address: self.capacity_per_address.unwrap_or(self.capacity_bytes),
             lease: self.lease,
             extents_per_session: budget.extents_per_session,
             extents: budget.extents,
@@ -146,8 +173,11 @@ impl Server {
             grace: self.grace,
         };
         running.spawn_reaper(self.lease / LOOKS_PER_LEASE)?;
+        let mut limits = ConnectionLimits::default();
+        limits.per_address = self.connections_per_address.unwrap_or(limits.per_address);
+        limits.per_session = self.connections_per_client.unwrap_or(limits.per_session);
         for listener in listeners {
-            running.spawn_listener(listener)?;
+            running.spawn_listener(listener, limits)?;
         }
         for endpoint in &running.endpoints {
             info!(%endpoint, capacity_bytes = self.capacity_bytes, lease_ms = self.lease.as_millis() as u64, "listening");
@@ -196,12 +226,12 @@ impl RunningServer {
         }
     }
 
-    fn spawn_listener(&mut self, listener: Listener) -> io::Result<()> {
+    fn spawn_listener(&mut self, listener: Listener, limits: ConnectionLimits) -> io::Result<()> {
         let host: Arc<dyn Host> = self.state.clone();
         let (traffic, shutdown) = (self.traffic.clone(), self.shutdown.clone());
         let thread = thread::Builder::new().name("farpage-listen".to_owned());
         self.threads
-            .push(thread.spawn(move || serve(listener, host, traffic, shutdown))?);
+            .push(thread.spawn(move || serve_within(limits, listener, host, traffic, shutdown))?);
         Ok(())
     }
 

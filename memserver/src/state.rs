@@ -12,19 +12,19 @@
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet},
+    collections::{BTreeMap, HashMap, HashSet, hash_map::Entry},
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
-    host::{Admission, Asker, Host, Opened, Refusal, Transport},
+    host::{Admission, Asker, Host, Opened, Origin, Refusal, Transport},
     memory::ExtentMemory,
     server::Lines,
 };
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use tracing::{debug, info, warn};
 
 mod names;
@@ -36,6 +36,8 @@ use names::{NameId, NameRecord};
 pub struct Limits {
     /// The most bytes granted at any time, manifests of named regions included.
     pub capacity_bytes: u64,
+    /// The most bytes granted to clients of one address, or over shared memory of one user, together.
+    pub capacity_per_address: u64,
     /// A session that is silent for so long ends.
     pub lease: Duration,
     /// The most extents that one session may hold: each costs the server a descriptor and a mapping.
@@ -69,6 +71,7 @@ struct Ledger {
     sessions: HashMap<SessionId, SessionRecord>,
     extents: HashMap<ExtentId, ExtentRecord>,
     names: BTreeMap<NameId, NameRecord>,
+    by_origin: HashMap<Origin, Usage>,
     granted_bytes: u64,
     sessions_ever: u64,
     extents_ever: u64,
@@ -77,10 +80,20 @@ struct Ledger {
     reaped: Option<Instant>,
 }
 
+/// What clients from one place have together.
+#[derive(Default, PartialEq, Eq)]
+struct Usage {
+    sessions: usize,
+    bytes: u64,
+}
+
 struct SessionRecord {
     client: String,
     secret: Secret,
     transport: Transport,
+    origin: Origin,
+    /// Control connections that have not ended: a resumed session's old one may be noticed late.
+    connections: usize,
     renewed: Instant,
     extents: HashSet<ExtentId>,
     names: HashSet<NameId>,
@@ -95,6 +108,8 @@ struct ExtentRecord {
     lessee: Option<SessionId>,
     /// At most one: two names with one extent could be open in two sessions at once.
     name: Option<NameId>,
+    /// Who its bytes are put on: where its last lessee connected from.
+    origin: Origin,
 }
 
 /// Memory on its way out. Unmapping gigabytes takes milliseconds, so it is [given back](give_back) after the ledger is unlocked.
@@ -147,11 +162,12 @@ impl State {
             .is_some_and(|before| now.saturating_duration_since(before) > self.limits.lease / 2);
         ledger.reaped = Some(now);
         if overslept {
-            warn!("this server did not run for a while: all leases start anew");
             ledger
                 .sessions
                 .values_mut()
                 .for_each(|session| session.renewed = now);
+            drop(ledger);
+            warn!("this server did not run for a while: all leases start anew");
             return 0;
         }
         let lease = self.limits.lease;
@@ -161,21 +177,18 @@ impl State {
             .filter(|(_, session)| now.saturating_duration_since(session.renewed) > lease)
             .map(|(id, _)| *id)
             .collect();
-        let freed: Vec<Freed> = silent
+        let ended: Vec<Ended> = silent
             .iter()
-            .map(|id| self.end(&mut ledger, *id, "its lease ran out"))
+            .filter_map(|id| self.end(&mut ledger, *id, "its lease ran out"))
             .collect();
         drop(ledger);
-        freed.into_iter().for_each(give_back);
-        silent.len()
+        ended.into_iter().map(Ended::finish).count()
     }
 
     /// Ends a session: what it leased is freed, unless a published name still refers to it.
-    fn end(&self, ledger: &mut Ledger, id: SessionId, why: &str) -> Freed {
-        let Some(session) = ledger.sessions.remove(&id) else {
-            return Freed::new();
-        };
-        let (client, held_extents) = (session.client, session.extents.len());
+    fn end(&self, ledger: &mut Ledger, id: SessionId, why: &'static str) -> Option<Ended> {
+        let session = ledger.sessions.remove(&id)?;
+        ledger.less_of(session.origin, |usage| usage.sessions -= 1);
         for name in &session.names {
             ledger.let_go_of(name);
         }
@@ -184,9 +197,14 @@ impl State {
             .iter()
             .filter_map(|extent| self.let_go(ledger, *extent))
             .collect();
-        info!(session = %id, client, held_extents, freed_extents = freed.len(), "session ended: {why}");
         self.ended.notify_all();
-        freed
+        Some(Ended {
+            id,
+            client: session.client,
+            held_extents: session.extents.len(),
+            freed,
+            why,
+        })
     }
 
     /// Takes an extent from its lessee; returns its memory if no name keeps it.
@@ -208,23 +226,26 @@ impl State {
     }
 
     /// Waits for operations that began under an earlier lease of the name's extents and have not ended: a late WRITE
-    /// must not land among the next holder's bytes, nor a late READ see them. False when they do not end in time.
-    fn is_quiet(&self, name: &NameId) -> bool {
+    /// must not land among the next holder's bytes, nor a late READ see them. Returns the ledger in which the name is free and quiet.
+    ///
+    /// # Errors
+    /// Somebody holds it, or the operations do not end in time.
+    fn free_and_quiet(&self, id: &NameId) -> Result<MutexGuard<'_, Ledger>, Refusal> {
         let until = Instant::now() + QUIET;
         loop {
             let ledger = self.ledger.lock();
-            let free = ledger
-                .names
-                .get(name)
-                .filter(|record| record.holder.is_none());
+            let record = ledger.names.get(id).ok_or(Refusal::NotFound)?;
+            if record.holder.is_some() {
+                return Err(Refusal::InUse);
+            }
             // Nobody leases these handles: each beyond the ledger's own belongs to an operation.
-            let is_busy = free.is_some_and(|record| {
-                let mut extents = record.extents.iter();
-                extents.any(|id| Arc::strong_count(&ledger.extents[id].memory) > 1)
-            });
+            let mut extents = record.extents.iter();
+            if !extents.any(|id| Arc::strong_count(&ledger.extents[id].memory) > 1) {
+                return Ok(ledger);
+            }
             drop(ledger);
-            if !is_busy || Instant::now() >= until {
-                return !is_busy;
+            if Instant::now() >= until {
+                return Err(Refusal::InUse);
             }
             thread::sleep(Duration::from_millis(1));
         }
@@ -235,47 +256,96 @@ impl State {
     }
 
     /// Takes `bytes` out of what is available, or says how much is.
-    fn charge(&self, ledger: &mut Ledger, bytes: u64) -> Result<(), Refusal> {
-        let available = self
-            .limits
-            .capacity_bytes
-            .saturating_sub(ledger.granted_bytes);
+    fn charge(&self, ledger: &mut Ledger, origin: Origin, bytes: u64) -> Result<(), Refusal> {
+        let used_bytes = (ledger.by_origin.get(&origin)).map_or(0, |usage| usage.bytes);
+        let available = (self.limits.capacity_bytes)
+            .saturating_sub(ledger.granted_bytes)
+            .min((self.limits.capacity_per_address).saturating_sub(used_bytes));
         if bytes > available {
             return Err(Refusal::Full {
                 asked: bytes,
                 available,
             });
         }
-        ledger.granted_bytes += bytes;
+        ledger.put_on(origin, bytes);
         Ok(())
     }
 
-    fn resume(
-        &self,
-        ledger: &mut Ledger,
-        id: SessionId,
-        secret: &Secret,
-    ) -> Result<Admission, Refusal> {
-        let session = Self::known(ledger, id)?;
+    fn resume(&self, id: SessionId, secret: &Secret) -> Result<Admission, Refusal> {
+        let mut ledger = self.ledger.lock();
+        let session = Self::known(&mut ledger, id)?;
         if session.secret != *secret {
+            drop(ledger);
             warn!(session = %id, "a client tried to resume a session with a wrong secret");
             return Err(Refusal::NoSession);
         }
         session.renewed = Instant::now();
-        info!(session = %id, client = session.client, "session resumed");
+        session.connections += 1;
+        let (secret, client) = (session.secret, session.client.clone());
+        drop(ledger);
+        info!(session = %id, client, "session resumed");
         Ok(Admission {
             session: id,
-            secret: session.secret,
+            secret,
             lease: self.limits.lease,
         })
     }
 }
 
+impl SessionRecord {
+    fn holds_nothing(&self) -> bool {
+        self.extents.is_empty() && self.names.is_empty()
+    }
+}
+
+/// A session that is over: what is said and given back once the ledger is unlocked.
+struct Ended {
+    id: SessionId,
+    client: String,
+    held_extents: usize,
+    freed: Freed,
+    why: &'static str,
+}
+
+impl Ended {
+    fn finish(self) {
+        let (client, held_extents, freed_extents) =
+            (self.client, self.held_extents, self.freed.len());
+        info!(session = %self.id, client, held_extents, freed_extents, "session ended: {}", self.why);
+        give_back(self.freed);
+    }
+}
+
+/// What one address may have of something that the server has so many of: the others are left a quarter.
+fn most_of_one(all: usize) -> usize {
+    (all * 3 / 4).max(1)
+}
+
 impl Ledger {
+    fn put_on(&mut self, origin: Origin, bytes: u64) {
+        self.granted_bytes += bytes;
+        self.by_origin.entry(origin).or_default().bytes += bytes;
+    }
+
+    fn take_off(&mut self, origin: Origin, bytes: u64) {
+        self.granted_bytes -= bytes;
+        self.less_of(origin, |usage| usage.bytes -= bytes);
+    }
+
+    /// Lessens what an origin has; who has nothing is forgotten.
+    fn less_of(&mut self, origin: Origin, change: impl FnOnce(&mut Usage)) {
+        if let Entry::Occupied(mut usage) = self.by_origin.entry(origin) {
+            change(usage.get_mut());
+            if *usage.get() == Usage::default() {
+                usage.remove();
+            }
+        }
+    }
+
     /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the capacity.
     fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
         let record = self.extents.remove(&id)?;
-        self.granted_bytes -= charge_of(record.memory.bytes());
+        self.take_off(record.origin, charge_of(record.memory.bytes()));
         Some(record.memory)
     }
 }
@@ -285,12 +355,14 @@ impl Host for State {
         &self,
         client: &str,
         transport: Transport,
+        origin: Origin,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
-        let mut ledger = self.ledger.lock();
         if let Some((id, secret)) = resume {
-            return self.resume(&mut ledger, id, &secret);
+            return self.resume(id, &secret);
         }
+        let secret = new_secret()?;
+        let mut ledger = self.ledger.lock();
         if ledger.draining {
             return Err(Refusal::Draining);
         }
@@ -300,13 +372,22 @@ impl Host for State {
                 self.limits.sessions
             )));
         }
+        let usage = ledger.by_origin.entry(origin).or_default();
+        if usage.sessions >= most_of_one(self.limits.sessions) {
+            return Err(Refusal::Invalid(format!(
+                "{} clients from this address are connected, the most that one address may have here",
+                usage.sessions
+            )));
+        }
+        usage.sessions += 1;
         ledger.sessions_ever += 1;
         let id = SessionId(ledger.sessions_ever);
-        let secret = new_secret()?;
         let record = SessionRecord {
             client: client.to_owned(),
             secret,
             transport,
+            origin,
+            connections: 1,
             renewed: Instant::now(),
             extents: HashSet::new(),
             names: HashSet::new(),
@@ -314,6 +395,7 @@ impl Host for State {
             held: [0; 2],
         };
         ledger.sessions.insert(id, record);
+        drop(ledger);
         info!(session = %id, client, ?transport, "session begun");
         Ok(Admission {
             session: id,
@@ -344,31 +426,37 @@ impl Host for State {
         let Ok(record) = Self::known(&mut ledger, session) else {
             return;
         };
-        let freed = match record.transport {
-            Transport::Shm => self.end(
-                &mut ledger,
-                session,
-                "its connection closed without a goodbye",
-            ),
+        record.connections = record.connections.saturating_sub(1);
+        if record.connections > 0 {
+            return;
+        }
+        let why = match record.transport {
+            Transport::Shm => "its connection closed without a goodbye",
+            // Who holds nothing loses nothing, and would only take the place of another.
+            Transport::Tcp | Transport::Rdma if record.holds_nothing() => {
+                "its connection was lost, and it held nothing"
+            }
             Transport::Tcp | Transport::Rdma => {
-                info!(session = %session, client = record.client, "connection lost: the client may return within its lease");
-                Freed::new()
+                let client = record.client.clone();
+                drop(ledger);
+                info!(session = %session, client, "connection lost: the client may return within its lease");
+                return;
             }
         };
+        let ended = self.end(&mut ledger, session, why);
         drop(ledger);
-        give_back(freed);
+        ended.into_iter().for_each(Ended::finish);
     }
 
     fn close(&self, session: SessionId) {
-        let mut ledger = self.ledger.lock();
-        let freed = self.end(&mut ledger, session, "the client closed it");
-        drop(ledger);
-        give_back(freed);
+        let ended = self.end(&mut self.ledger.lock(), session, "the client closed it");
+        ended.into_iter().for_each(Ended::finish);
     }
 
     fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
         let mut ledger = self.ledger.lock();
-        let held_extents = Self::known(&mut ledger, session)?.extents.len();
+        let record = Self::known(&mut ledger, session)?;
+        let (held_extents, origin) = (record.extents.len(), record.origin);
         if bytes == 0 {
             return Err(Refusal::Invalid(
                 "an extent of 0 bytes was asked for".to_owned(),
@@ -385,7 +473,7 @@ impl Host for State {
                 self.limits.extents
             )));
         }
-        self.charge(&mut ledger, charge_of(bytes))
+        self.charge(&mut ledger, origin, charge_of(bytes))
             .map_err(|full| match full {
                 Refusal::Full { available, .. } => Refusal::Full {
                     asked: bytes,
@@ -398,7 +486,7 @@ impl Host for State {
         let memory = match ExtentMemory::create(id, bytes) {
             Ok(memory) => memory,
             Err(error) => {
-                ledger.granted_bytes -= charge_of(bytes);
+                ledger.take_off(origin, charge_of(bytes));
                 drop(ledger);
                 warn!(session = %session, bytes, %error, "cannot make an extent");
                 return Err(Refusal::Invalid(format!(
@@ -413,10 +501,12 @@ impl Host for State {
                 memory: memory.clone(),
                 lessee: Some(session),
                 name: None,
+                origin,
             },
         );
         Self::known(&mut ledger, session)?.extents.insert(id);
         self.leases.insert(id, session, memory.clone());
+        drop(ledger);
         debug!(session = %session, extent = %id, bytes, "extent granted");
         Ok(memory)
     }
@@ -486,10 +576,11 @@ impl Host for State {
             }
         }
         ledger.may_bind(session, &id)?;
-        let old_manifest_bytes = ledger.manifest_bytes(&id);
-        ledger.granted_bytes -= old_manifest_bytes;
-        if let Err(full) = self.charge(&mut ledger, manifest.len() as u64) {
-            ledger.granted_bytes += old_manifest_bytes;
+        let origin = ledger.sessions[&session].origin;
+        let old = ledger.manifest_charge(&id);
+        old.inspect(|(origin, bytes)| ledger.take_off(*origin, *bytes));
+        if let Err(full) = self.charge(&mut ledger, origin, manifest.len() as u64) {
+            old.inspect(|(origin, bytes)| ledger.put_on(*origin, *bytes));
             return Err(full);
         }
         // 2. The new binding, and what only the old one kept.
@@ -503,17 +594,10 @@ impl Host for State {
 
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
         let id = self.ledger.lock().name_of(session, name)?;
-        if !self.is_quiet(&id) {
-            return Err(Refusal::InUse);
-        }
-        let mut ledger = self.ledger.lock();
-        let held_extents = Self::known(&mut ledger, session)?.extents.len();
-        let Some(record) = ledger.names.get_mut(&id) else {
-            return Err(Refusal::NotFound);
-        };
-        if record.holder.is_some() {
-            return Err(Refusal::InUse);
-        }
+        let mut ledger = self.free_and_quiet(&id)?;
+        let record = Self::known(&mut ledger, session)?;
+        let (held_extents, origin) = (record.extents.len(), record.origin);
+        let record = &ledger.names[&id];
         if held_extents + record.extents.len() > self.limits.extents_per_session {
             return Err(Refusal::Invalid(format!(
                 "the region has {} extents and this client holds {held_extents} already, more than {} together: release some",
@@ -521,9 +605,22 @@ impl Host for State {
                 self.limits.extents_per_session
             )));
         }
+        // What was published from elsewhere is this client's from now on.
+        let ids = record.extents.clone();
+        let moving: u64 = (ids.iter())
+            .map(|id| &ledger.extents[id])
+            .filter(|extent| extent.origin != origin)
+            .map(|extent| charge_of(extent.memory.bytes()))
+            .sum();
+        let used_bytes = (ledger.by_origin.get(&origin)).map_or(0, |usage| usage.bytes);
+        let available = (self.limits.capacity_per_address).saturating_sub(used_bytes);
+        if moving > available {
+            let asked = moving;
+            return Err(Refusal::Full { asked, available });
+        }
+        let record = ledger.names.get_mut(&id).expect("looked up above");
         record.holder = Some(session);
         let manifest = record.manifest.clone().unwrap_or_default();
-        let ids = record.extents.clone();
         let mut extents = Vec::with_capacity(ids.len());
         for id in &ids {
             let record = ledger
@@ -532,12 +629,17 @@ impl Host for State {
                 .expect("a name keeps its extents");
             record.lessee = Some(session);
             record.memory = record.memory.lease_anew();
+            let before = std::mem::replace(&mut record.origin, origin);
+            let bytes = charge_of(record.memory.bytes());
             self.leases.insert(*id, session, record.memory.clone());
             extents.push(record.memory.clone());
+            ledger.take_off(before, bytes);
+            ledger.put_on(origin, bytes);
         }
         let holder = Self::known(&mut ledger, session)?;
         holder.extents.extend(ids);
         holder.names.insert(id);
+        drop(ledger);
         info!(session = %session, name, extents = extents.len(), "named region opened");
         Ok(Opened { manifest, extents })
     }

@@ -3,7 +3,7 @@
 //! The server halves in this crate move bytes and parse frames; who may have which memory is decided behind this trait.
 //! The rule it keeps: a transport never touches memory that [`Host::extent`] did not hand out for that very session.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use farpage_wire::{ExtentId, PublicKey, Secret, ServerStat, SessionId};
 pub use farpage_wire::{NamedRegion, Refusal};
@@ -33,6 +33,29 @@ pub enum Transport {
     Rdma,
 }
 
+/// Where a client connects from: what limits per client count by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Origin {
+    /// A user of this machine, over a Unix socket.
+    User(u32),
+    /// Another machine, or this one over the network. Of IPv6 the first half: the rest is every client's own choice.
+    Address(IpAddr),
+    /// The system did not say.
+    Unknown,
+}
+
+impl From<IpAddr> for Origin {
+    fn from(address: IpAddr) -> Self {
+        Self::Address(match address.to_canonical() {
+            IpAddr::V6(address) => {
+                let network = u128::from(address) & !u128::from(u64::MAX);
+                std::net::Ipv6Addr::from(network).into()
+            }
+            address => address,
+        })
+    }
+}
+
 /// An opened named region.
 #[derive(Clone, Debug)]
 pub struct Opened {
@@ -58,6 +81,7 @@ pub trait Host: Send + Sync + 'static {
         &self,
         client: &str,
         transport: Transport,
+        origin: Origin,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal>;
     /// A data connection claims to belong to a session.

@@ -18,7 +18,7 @@ use crate::{
     host::Host,
     memory::ExtentMemory,
     regmem::{NullRegistrar, Registrar},
-    server::BindError,
+    server::{BindError, Peer},
     session::{Death, Patience},
 };
 
@@ -151,7 +151,7 @@ impl Listener {
         match *self {}
     }
 
-    pub(crate) fn accept(&self, _host: &dyn Host) -> io::Result<Option<(RdmaStream, String)>> {
+    pub(crate) fn accept(&self, _host: &dyn Host) -> io::Result<Option<(RdmaStream, Peer)>> {
         match *self {}
     }
 }

@@ -23,7 +23,7 @@ use crate::{
     Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, Session, SessionOptions, Verb,
     Wait,
     channel::{check_len, refused},
-    host::{Admission, Asker, Host, Opened, Transport},
+    host::{Admission, Asker, Host, Opened, Origin, Transport},
     memory::ExtentMemory,
     server::{Lines, answer},
     session::{CallError, Death},
@@ -176,7 +176,7 @@ impl SimSession {
     fn begin(server: Arc<SimServer>, client: &str) -> Self {
         let admission = server
             .host
-            .admit(client, Transport::Shm, None)
+            .admit(client, Transport::Shm, Origin::Unknown, None)
             .expect("a simulated server admits everybody");
         Self {
             server,
@@ -533,6 +533,7 @@ impl Host for SimHost {
         &self,
         _client: &str,
         transport: Transport,
+        _origin: Origin,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
         let mut state = self.state.lock();

@@ -11,7 +11,7 @@ use std::{
     ops::Bound::{Excluded, Unbounded},
 };
 
-use farpage_fabric::host::{Asker, Refusal};
+use farpage_fabric::host::{Asker, Origin, Refusal};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
 use super::{Freed, Ledger, charge_of};
@@ -34,6 +34,8 @@ pub(super) struct NameRecord {
     pub(super) holder: Option<SessionId>,
     /// Whether the holder keeps the name also without leasing any of its extents.
     claimed: bool,
+    /// Who the manifest's bytes are put on: where its publisher connected from.
+    origin: Option<Origin>,
 }
 
 impl NameId {
@@ -119,6 +121,7 @@ impl Ledger {
         }
         let record = self.names.entry(id.clone()).or_default();
         record.manifest = Some(manifest);
+        record.origin = Some(self.sessions[&session].origin);
         record.holder = Some(session);
         let old = std::mem::replace(&mut record.extents, extents.iter().copied().collect());
         let dropped: Vec<_> = (old.into_iter())
@@ -140,7 +143,9 @@ impl Ledger {
             }
             None => {}
         }
-        self.granted_bytes -= self.manifest_bytes(id);
+        if let Some((origin, bytes)) = self.manifest_charge(id) {
+            self.take_off(origin, bytes);
+        }
         let record = self.names.remove(id).expect("looked up above");
         Ok(self.unname(&record.extents))
     }
@@ -164,7 +169,7 @@ impl Ledger {
                 bytes: (record.extents.iter())
                     .map(|extent| charge_of(self.extents[extent].memory.bytes()))
                     .sum::<u64>()
-                    + self.manifest_bytes(id),
+                    + self.manifest_charge(id).map_or(0, |(_, bytes)| bytes),
                 in_use: record.holder.is_some(),
             })
             .collect()
@@ -175,11 +180,10 @@ impl Ledger {
         self.names.values().filter(bound).count() as u64
     }
 
-    pub(super) fn manifest_bytes(&self, id: &NameId) -> u64 {
-        let record = self.names.get(id);
-        record.map_or(0, |record| {
-            record.manifest.as_ref().map_or(0, Vec::len) as u64
-        })
+    /// What the manifest takes out of the capacity, and who it is put on.
+    pub(super) fn manifest_charge(&self, id: &NameId) -> Option<(Origin, u64)> {
+        let record = self.names.get(id)?;
+        Some((record.origin?, record.manifest.as_ref()?.len() as u64))
     }
 
     /// An extent that its session gave back was perhaps the last by which the session held a name.

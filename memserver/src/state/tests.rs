@@ -9,20 +9,23 @@ const LEASE: Duration = Duration::from_secs(8);
 fn state(capacity_bytes: u64) -> State {
     State::new(Limits {
         capacity_bytes,
+        capacity_per_address: capacity_bytes,
         lease: LEASE,
         extents_per_session: 6,
         extents: 16,
-        sessions: 5,
+        sessions: 7,
         operators: vec![OPERATOR],
     })
 }
+
+const HERE: Origin = Origin::User(0);
 
 /// Whose names most tests use.
 const KEY: PublicKey = PublicKey([1; 32]);
 const OPERATOR: PublicKey = PublicKey([2; 32]);
 
 fn client(state: &State, transport: Transport) -> SessionId {
-    let session = state.admit("test", transport, None).unwrap().session;
+    let session = state.admit("test", transport, HERE, None).unwrap().session;
     state.identify(session, KEY).unwrap();
     session
 }
@@ -57,6 +60,10 @@ impl State {
             .sum();
         assert_eq!(ledger.granted_bytes, extents + manifests);
         assert!(ledger.granted_bytes <= self.limits.capacity_bytes);
+        let put_on: u64 = ledger.by_origin.values().map(|usage| usage.bytes).sum();
+        assert_eq!(ledger.granted_bytes, put_on);
+        let sessions: usize = ledger.by_origin.values().map(|usage| usage.sessions).sum();
+        assert_eq!(ledger.sessions.len(), sessions);
         let leased: usize = self
             .leases
             .shards
@@ -136,6 +143,42 @@ fn beyond_the_capacity_a_client_is_told_what_is_left_and_goes_on() {
 }
 
 #[test]
+fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
+    let state = State::new(Limits {
+        capacity_per_address: 3 << 20,
+        ..state(4 << 20).limits
+    });
+    let there = Origin::User(1);
+    let at = |origin| {
+        let begun = state.admit("test", Transport::Tcp, origin, None).unwrap();
+        state.identify(begun.session, KEY).unwrap();
+        begun.session
+    };
+    let greedy = [at(HERE), at(HERE)];
+    let named = state.grant(greedy[0], 2 << 20).unwrap().id();
+    state.grant(greedy[1], 1 << 20).unwrap();
+    let full = Refusal::Full {
+        asked: 4096,
+        available: 0,
+    };
+    assert_eq!(state.grant(greedy[1], 4096).unwrap_err(), full);
+    state.publish(greedy[0], "x", vec![], &[named]).unwrap();
+    greedy.iter().for_each(|session| state.close(*session));
+    // What stays under a name is still put on the address that left it.
+    let session = at(HERE);
+    state.grant(session, 1 << 20).unwrap();
+    assert_eq!(state.grant(session, 4096).unwrap_err(), full);
+    let modest = at(there);
+    state.grant(modest, 1 << 20).unwrap();
+    state.check();
+    state.close(session);
+    // Whoever opens it takes it over.
+    state.open(modest, "x").unwrap();
+    state.grant(at(HERE), 1 << 20).unwrap();
+    state.check();
+}
+
+#[test]
 fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
     let state = state(1 << 30);
     let (owner, stranger) = (
@@ -167,7 +210,7 @@ fn an_extent_is_visible_to_its_lessee_only_and_until_its_lease_ends() {
 fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease() {
     let state = state(1 << 30);
     let shm = client(&state, Transport::Shm);
-    let tcp = state.admit("test", Transport::Tcp, None).unwrap();
+    let tcp = state.admit("test", Transport::Tcp, HERE, None).unwrap();
     let (shm_extent, tcp_extent) = (
         state.grant(shm, 4096).unwrap(),
         state.grant(tcp.session, 4096).unwrap(),
@@ -179,13 +222,18 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
     let wrong = Secret([0; 16]);
     assert_eq!(
         state
-            .admit("thief", Transport::Tcp, Some((tcp.session, wrong)))
+            .admit("thief", Transport::Tcp, HERE, Some((tcp.session, wrong)))
             .unwrap_err(),
         Refusal::NoSession
     );
     assert_eq!(state.attach(tcp.session, &wrong), Err(Refusal::NoSession));
     let back = state
-        .admit("test", Transport::Tcp, Some((tcp.session, tcp.secret)))
+        .admit(
+            "test",
+            Transport::Tcp,
+            HERE,
+            Some((tcp.session, tcp.secret)),
+        )
         .unwrap();
     assert_eq!(back.session, tcp.session);
     assert!(state.extent(tcp.session, tcp_extent.id()).is_some());
@@ -320,7 +368,10 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
     let state = state(1 << 30);
     let (owner, stranger) = (
         client(&state, Transport::Tcp),
-        state.admit("test", Transport::Tcp, None).unwrap().session,
+        state
+            .admit("test", Transport::Tcp, HERE, None)
+            .unwrap()
+            .session,
     );
     let id = state.grant(owner, 4096).unwrap().id();
     assert_eq!(
@@ -369,13 +420,13 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
 #[test]
 fn a_resumed_session_keeps_its_key() {
     let state = state(1 << 30);
-    let begun = state.admit("test", Transport::Tcp, None).unwrap();
+    let begun = state.admit("test", Transport::Tcp, HERE, None).unwrap();
     state.identify(begun.session, KEY).unwrap();
     let id = state.grant(begun.session, 4096).unwrap().id();
     state.publish(begun.session, "x", vec![], &[id]).unwrap();
     state.lost(begun.session);
     let resume = Some((begun.session, begun.secret));
-    state.admit("test", Transport::Tcp, resume).unwrap();
+    state.admit("test", Transport::Tcp, HERE, resume).unwrap();
     state.publish(begun.session, "x", vec![1], &[id]).unwrap();
 }
 
@@ -487,7 +538,7 @@ fn one_client_cannot_use_up_the_servers_descriptors() {
         client(&state, Transport::Shm);
     }
     assert!(matches!(
-        state.admit("sixth", Transport::Shm, None),
+        state.admit("sixth", Transport::Shm, HERE, None),
         Err(Refusal::Invalid(_))
     ));
     state.check();
@@ -496,15 +547,20 @@ fn one_client_cannot_use_up_the_servers_descriptors() {
 #[test]
 fn a_draining_server_keeps_its_clients_and_takes_no_new_ones() {
     let state = state(1 << 30);
-    let held = state.admit("held", Transport::Tcp, None).unwrap();
+    let held = state.admit("held", Transport::Tcp, HERE, None).unwrap();
     state.drain();
     assert_eq!(
-        state.admit("new", Transport::Tcp, None).unwrap_err(),
+        state.admit("new", Transport::Tcp, HERE, None).unwrap_err(),
         Refusal::Draining
     );
     assert!(
         state
-            .admit("held", Transport::Tcp, Some((held.session, held.secret)))
+            .admit(
+                "held",
+                Transport::Tcp,
+                HERE,
+                Some((held.session, held.secret))
+            )
             .is_ok()
     );
     assert!(

@@ -11,8 +11,8 @@
 pub mod raw;
 
 use std::{
-    io::{BufRead, BufReader},
-    process::{Child, Command, ExitStatus, Stdio},
+    io::{BufRead, BufReader, Lines},
+    process::{Child, ChildStderr, Command, ExitStatus, Stdio},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -77,6 +77,21 @@ pub fn socket_in(directory: &TempDir) -> Endpoint {
         .unwrap()
 }
 
+/// What a daemon logs.
+pub type Log = Lines<BufReader<ChildStderr>>;
+
+trait Drained {
+    fn drained(self) -> Daemon;
+}
+
+impl Drained for (Daemon, Log) {
+    fn drained(self) -> Daemon {
+        let (daemon, log) = self;
+        thread::spawn(move || log.for_each(drop));
+        daemon
+    }
+}
+
 /// The real binary, listening on both fabrics.
 pub struct Daemon {
     pub child: Child,
@@ -98,9 +113,33 @@ pub fn command() -> Command {
 
 impl Daemon {
     pub fn start(arguments: &[&str]) -> Self {
+        Self::run(command(), arguments).drained()
+    }
+
+    /// Nobody reads its log after it has begun to listen.
+    pub fn unread(arguments: &[&str]) -> (Self, Log) {
+        Self::run(command(), arguments)
+    }
+
+    /// With no more open files than `files`.
+    pub fn with_files(files: u64, arguments: &[&str]) -> Self {
+        let mut limited = Command::new("sh");
+        let limit = format!("ulimit -n {files} && exec \"$@\"");
+        let binary = command();
+        limited.args(["-c", &limit, "sh"]).arg(binary.get_program());
+        for (name, value) in binary.get_envs() {
+            match value {
+                Some(value) => limited.env(name, value),
+                None => limited.env_remove(name),
+            };
+        }
+        Self::run(limited, arguments).drained()
+    }
+
+    fn run(mut command: Command, arguments: &[&str]) -> (Self, Log) {
         let directory = tempfile::tempdir().unwrap();
         let shm = socket_in(&directory);
-        let mut child = command()
+        let mut child = command
             .args([
                 "serve",
                 "--listen",
@@ -127,14 +166,13 @@ impl Daemon {
                 _ => {}
             }
         };
-        // A pipe that nobody empties would stop the daemon in the middle of a log line.
-        thread::spawn(move || log.for_each(drop));
-        Self {
+        let daemon = Self {
             child,
             shm,
             tcp,
             directory,
-        }
+        };
+        (daemon, log)
     }
 
     pub fn signal(&self, signal: nix::sys::signal::Signal) {

@@ -29,7 +29,7 @@ use crate::{
     host::Host,
     memory::ExtentMemory,
     regmem::{Access, RegPool, RegPoolOptions},
-    server::BindError,
+    server::{BindError, Peer},
 };
 
 /// The domains of the sessions of one listener. Registrations and connections hold them.
@@ -161,7 +161,7 @@ impl Listener {
     }
 
     /// The next connection and its peer's name, `None` when nobody waits or who waited was turned away.
-    pub(crate) fn accept(&self, host: &dyn Host) -> io::Result<Option<(RdmaStream, String)>> {
+    pub(crate) fn accept(&self, host: &dyn Host) -> io::Result<Option<(RdmaStream, Peer)>> {
         let Some(event) = self.id.next_event()? else {
             return Ok(None);
         };
@@ -200,7 +200,7 @@ impl Listener {
         request: Request,
         greeting: &Greeting,
         host: &dyn Host,
-    ) -> Result<(RdmaStream, String), String> {
+    ) -> Result<(RdmaStream, Peer), String> {
         let refuse = |request: Request, reason: String| {
             request.reject(&rejection(&reason));
             Err(reason)
@@ -208,9 +208,8 @@ impl Listener {
         let Some(device) = request.device() else {
             return refuse(request, "no device".to_owned());
         };
-        let peer = request
-            .peer()
-            .map_or_else(|| "an unknown address".to_owned(), |peer| peer.to_string());
+        let peer = request.peer().map_or_else(Peer::unknown, Peer::at);
+        let name = &peer.name;
         // 1. Whose it is.
         let claim = match greeting {
             Greeting::Control(_) => None,
@@ -231,7 +230,7 @@ impl Listener {
         let line = match (greeting, domain) {
             (Greeting::Control(ring), _) => {
                 let mut control = Control::new(id, &self.plain)
-                    .map_err(|reason| format!("{peer} cannot be served: {reason}"))?;
+                    .map_err(|reason| format!("{name} cannot be served: {reason}"))?;
                 control.meet(*ring);
                 words.extend(encode_key(control.key()));
                 Line::Control(Box::new(control))
@@ -241,7 +240,7 @@ impl Listener {
                 let pair = Cq::new(pd.device(), PASSIVE.completions())
                     .and_then(|queue| Pair::new(id, pd, queue, PASSIVE, None));
                 Line::Data(pair.map_err(|error| {
-                    format!("{peer} cannot be served: {}", explain_pair(&error))
+                    format!("{name} cannot be served: {}", explain_pair(&error))
                 })?)
             }
         };
@@ -251,11 +250,11 @@ impl Listener {
             claim,
         };
         let stream = RdmaStream::new(line, side)
-            .map_err(|error| format!("{peer} cannot be served: {error}"))?;
+            .map_err(|error| format!("{name} cannot be served: {error}"))?;
         if claim.is_none() {
             stream
                 .with_pair(|pair| pair.accept(&words))
-                .map_err(|error| format!("{peer} could not be accepted: {error}"))?;
+                .map_err(|error| format!("{name} could not be accepted: {error}"))?;
         }
         Ok((stream, peer))
     }

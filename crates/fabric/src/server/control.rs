@@ -14,7 +14,7 @@ use farpage_wire::{
     },
 };
 
-use super::{Connection, Fault};
+use super::{Connection, Fault, places::Aim};
 use crate::{
     host::{Asker, Host, Transport},
     key,
@@ -42,7 +42,17 @@ impl Connection {
                 "the client's name for itself is too long".to_owned(),
             ));
         }
-        let admission = match self.host.admit(client, self.transport, resume) {
+        let aim = match resume {
+            Some(_) => Aim::Resume,
+            None => Aim::Begin,
+        };
+        if let Err(refusal) = self.place.settle(aim) {
+            return self.turn_away(refusal, until);
+        }
+        let admission = match self
+            .host
+            .admit(client, self.transport, self.peer.origin, resume)
+        {
             Ok(admission) => admission,
             Err(refusal) => return self.turn_away(refusal, until),
         };
@@ -91,7 +101,7 @@ impl Connection {
             let keys = match self.register(session, &memories) {
                 Ok(keys) => keys,
                 Err(reason) => {
-                    tracing::warn!(peer = self.peer, reason, "memory was not lent");
+                    tracing::warn!(peer = self.peer.name, reason, "memory was not lent");
                     for memory in &memories {
                         // Refused only when the session has ended, and the lease with it.
                         let _ = self.host.release(session, memory.id());

@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    net::TcpListener,
+    net::{SocketAddr, TcpListener},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd},
         unix::{
@@ -20,7 +20,7 @@ use nix::sys::socket::{
 };
 
 use crate::{
-    host::{Host, Transport},
+    host::{Host, Origin, Transport},
     rdma,
     stream::Stream,
 };
@@ -48,6 +48,30 @@ pub enum SocketAccess {
     Owner,
     /// Its group as well: mode 0660.
     Group,
+}
+
+/// Who is at the other end.
+#[derive(Clone, Debug)]
+pub(crate) struct Peer {
+    /// For the log.
+    pub(crate) name: String,
+    pub(crate) origin: Origin,
+}
+
+impl Peer {
+    pub(crate) fn at(address: SocketAddr) -> Self {
+        Self {
+            name: address.to_string(),
+            origin: address.ip().into(),
+        }
+    }
+
+    pub(crate) fn unknown() -> Self {
+        Self {
+            name: "an unknown address".to_owned(),
+            origin: Origin::Unknown,
+        }
+    }
 }
 
 /// Why a server cannot listen.
@@ -189,7 +213,7 @@ impl Listener {
     }
 
     /// The next connection and its peer's name, `None` when nobody waits.
-    pub(super) fn accept(&self, host: &dyn Host) -> io::Result<Option<(Stream, String)>> {
+    pub(super) fn accept(&self, host: &dyn Host) -> io::Result<Option<(Stream, Peer)>> {
         let accepted = match &self.socket {
             Socket::Rdma(listener) => {
                 let accepted = listener.accept(host)?;
@@ -197,14 +221,19 @@ impl Listener {
             }
             Socket::Unix(listener, _) => listener.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(true)?;
-                let pid =
-                    getsockopt(&stream, sockopt::PeerCredentials).map_or(0, |peer| peer.pid());
-                Ok((Stream::Unix(stream), format!("pid {pid}")))
+                let peer = match getsockopt(&stream, sockopt::PeerCredentials) {
+                    Ok(peer) => Peer {
+                        name: format!("pid {}", peer.pid()),
+                        origin: Origin::User(peer.uid()),
+                    },
+                    Err(_) => Peer::unknown(),
+                };
+                Ok((Stream::Unix(stream), peer))
             }),
             Socket::Tcp(listener) => listener.accept().and_then(|(stream, address)| {
                 stream.set_nonblocking(true)?;
                 stream.set_nodelay(true)?;
-                Ok((Stream::Tcp(stream), address.to_string()))
+                Ok((Stream::Tcp(stream), Peer::at(address)))
             }),
         };
         match accepted {

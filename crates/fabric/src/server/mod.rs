@@ -7,6 +7,7 @@ mod control;
 mod data;
 mod lines;
 mod listen;
+mod places;
 
 use std::{
     collections::HashMap,
@@ -32,11 +33,15 @@ use nix::{
     },
 };
 
-pub(crate) use self::control::answer;
-use self::lines::Held;
+pub(crate) use self::{control::answer, listen::Peer};
+use self::{
+    lines::Held,
+    places::{Aim, Place, Places},
+};
 pub use self::{
     lines::Lines,
     listen::{BindError, Listener, SocketAccess},
+    places::ConnectionLimits,
 };
 use crate::{
     host::{Host, Transport},
@@ -51,6 +56,9 @@ const LOOK: Duration = Duration::from_secs(1);
 
 /// How long the end of a server waits for the threads of its connections, whose sockets are closed by then.
 const JOIN: Duration = Duration::from_secs(5);
+
+/// Threads whose connections have been closed may be this many beyond the limit before no more are accepted.
+const ENDING: usize = 64;
 
 /// Connections of a listener at once, of which each has a thread: more is refused rather than suffered.
 const MAX_CONNECTIONS: usize = 4096;
@@ -110,9 +118,26 @@ impl Shutdown {
 ///
 /// [`Host::stat`] is completed with the bytes of `traffic`.
 pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shutdown: Shutdown) {
+    serve_within(
+        ConnectionLimits::default(),
+        listener,
+        host,
+        traffic,
+        shutdown,
+    );
+}
+
+/// As [`serve`], with no more connections than `limits` says.
+pub fn serve_within(
+    limits: ConnectionLimits,
+    listener: Listener,
+    host: Arc<dyn Host>,
+    traffic: Arc<Traffic>,
+    shutdown: Shutdown,
+) {
     // The threads own their sockets: what has ended is closed at once and not when the next client comes.
     let mut connections: HashMap<u64, (Weak<Stream>, JoinHandle<()>)> = HashMap::new();
-    let most = connections_max();
+    let places = Places::new(limits);
     let mut count = 0;
     while !shutdown.has_begun() {
         let mut fds =
@@ -120,6 +145,11 @@ pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shu
         // An interrupted poll is as good as one that found nothing.
         let _ = poll(&mut fds, PollTimeout::NONE);
         connections.retain(|_, (_, thread)| !thread.is_finished());
+        if connections.len() >= limits.connections + ENDING {
+            // Those that were closed end at once: who comes next waits for that in the backlog.
+            let _ = poll(&mut fds[1..], PollTimeout::from(5u8));
+            continue;
+        }
         let (stream, peer) = match listener.accept(&*host) {
             Ok(Some(accepted)) => accepted,
             Ok(None) => continue,
@@ -130,24 +160,19 @@ pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shu
                 continue;
             }
         };
-        if connections.len() >= most {
-            tracing::warn!(
-                peer,
-                "connection closed: {most} are open already, which the limit of open files (ulimit -n) allows"
-            );
-            continue;
-        }
         let stream = Arc::new(stream);
         let socket = Arc::downgrade(&stream);
+        count += 1;
+        let place = places.arrive(count, peer.origin, &stream);
         let connection = Connection {
             stream,
             transport: listener.transport(),
             peer,
+            place,
             host: Arc::clone(&host),
             traffic: Arc::clone(&traffic),
             shutdown: shutdown.clone(),
         };
-        count += 1;
         match thread::Builder::new()
             .name(format!("farpage-conn-{count}"))
             .spawn(move || connection.run())
@@ -188,7 +213,8 @@ fn connections_max() -> usize {
 struct Connection {
     stream: Arc<Stream>,
     transport: Transport,
-    peer: String,
+    peer: Peer,
+    place: Place,
     host: Arc<dyn Host>,
     traffic: Arc<Traffic>,
     shutdown: Shutdown,
@@ -219,7 +245,7 @@ impl Connection {
         if let Err(fault) = ended
             && !self.shutdown.has_begun()
         {
-            tracing::warn!(peer = self.peer, reason = %fault, "connection closed");
+            tracing::warn!(peer = self.peer.name, reason = %fault, "connection closed");
         }
         self.stream.close();
     }
@@ -229,6 +255,9 @@ impl Connection {
             && let Some((session, secret, line)) = stream.claim()
         {
             let until = Instant::now() + HANDSHAKE;
+            self.place
+                .settle(Aim::Data(session))
+                .map_err(Fault::Refused)?;
             let held = self.take((session, line), until)?;
             stream.accept()?;
             let ended = self.attend(session, &secret);
@@ -275,6 +304,9 @@ impl Connection {
                 Transport::Tcp,
             ) => {
                 if let Err(refusal) = self.host.attach(session, &secret) {
+                    return self.turn_away(refusal, until);
+                }
+                if let Err(refusal) = self.place.settle(Aim::Data(session)) {
                     return self.turn_away(refusal, until);
                 }
                 let held = self.take((session, line), until)?;

@@ -87,6 +87,8 @@ struct Line {
     lease: Duration,
     /// Whether the server knows our key.
     identified: bool,
+    /// Leases and claims that the server has granted and not taken back.
+    held: usize,
     /// The server has forgotten the session: resuming is pointless.
     over: bool,
 }
@@ -496,9 +498,15 @@ impl Shared {
                     reason,
                     "session resumed after its connection was lost"
                 );
-                let identified = line.identified;
+                let (identified, held) = (line.identified, line.held);
                 *line = resumed;
-                line.identified = identified;
+                (line.identified, line.held) = (identified, held);
+                self.wake_keeper();
+                Ok(())
+            }
+            // The server keeps no session that holds nothing, and nothing is lost by another.
+            Err(ConnectError::Refused { .. }) if line.held == 0 => {
+                *line = begin(&self.endpoint, &self.rdma, &self.client, None, until)?;
                 self.wake_keeper();
                 Ok(())
             }
@@ -549,7 +557,17 @@ impl Shared {
                 }
                 Err(CallError::Refused(refusal))
             }
-            Ok(answer) => Ok(answer),
+            Ok(answer) => {
+                line.held = match (request, &answer) {
+                    (Request::Claim { .. }, _) | (_, Response::Granted { .. }) => line.held + 1,
+                    (_, Response::Opened { extents, .. }) => line.held + extents.len().max(1),
+                    (Request::Release { .. } | Request::Disclaim { .. }, _) => {
+                        line.held.saturating_sub(1)
+                    }
+                    _ => line.held,
+                };
+                Ok(answer)
+            }
             // Nothing was sent, so nothing is broken.
             Err(ReceiveError::Decode(error @ ControlDecodeError::TooLong { .. })) => {
                 Err(CallError::Refused(Refusal::Invalid(error.to_string())))
@@ -683,6 +701,7 @@ fn begin(
             secret,
             lease: Duration::from_millis(lease_ms),
             identified: false,
+            held: 0,
             over: false,
         }),
         answer => Err(turned_away(&name, answer)),

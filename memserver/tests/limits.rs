@@ -1,0 +1,219 @@
+//! Peers that take what there is only so much of: connections, sessions, memory. Others go on, come back, and get in.
+//!
+//! The daemon has few open files here, so that there is not much to take.
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{
+    io::Write,
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    thread,
+};
+
+use common::{
+    Daemon, connect,
+    raw::{Stream, ask, begin_as, greet_from, say},
+    read, wait_until, write,
+};
+use farpage_fabric::{Endpoint, SessionOptions, Visit};
+use farpage_wire::{Refusal, Request, Response, Secret, SessionId, control::Purpose};
+
+const MIB: u64 = 1 << 20;
+/// With so many open files a listener has 256 connections, and the server 120 sessions.
+const FILES: u64 = 1024;
+const CONNECTIONS: usize = 256;
+const SESSIONS: usize = 120;
+
+/// The attacker's address. The victim's is 127.0.0.1.
+const ATTACKER: [u8; 4] = [127, 0, 0, 2];
+const VICTIM: [u8; 4] = [127, 0, 0, 1];
+
+fn begin(from: [u8; 4], endpoint: &Endpoint) -> Option<(Box<dyn Stream>, SessionId, Secret)> {
+    begin_as(greet_from(from, endpoint, Purpose::Control)?, None)
+}
+
+fn data(
+    from: [u8; 4],
+    endpoint: &Endpoint,
+    session: SessionId,
+    secret: Secret,
+    line: u64,
+) -> Result<Box<dyn Stream>, Option<Refusal>> {
+    let mut stream = greet_from(from, endpoint, Purpose::Data).ok_or(None)?;
+    let attach = Request::Attach {
+        session,
+        secret,
+        line,
+    };
+    match ask(&mut *stream, &attach) {
+        Some(Response::Done) => Ok(stream),
+        Some(Response::Refused(refusal)) => Err(Some(refusal)),
+        _ => Err(None),
+    }
+}
+
+fn stat(endpoint: &Endpoint) -> farpage_wire::ServerStat {
+    let options = SessionOptions {
+        deadline: common::PATIENCE,
+        ..SessionOptions::default()
+    };
+    let mut visit = Visit::connect(endpoint, &options).unwrap();
+    visit.stat().unwrap()
+}
+
+#[test]
+fn clients_that_begin_and_vanish_keep_nobody_out() {
+    let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
+    for _ in 0..3 * SESSIONS {
+        drop(begin(VICTIM, &daemon.tcp));
+    }
+    let session = connect(&daemon.tcp);
+    session.grant(MIB).unwrap();
+    wait_until("nothing of them is left", || {
+        stat(&daemon.tcp).sessions == 1
+    });
+}
+
+#[test]
+fn one_client_and_one_address_leave_places_to_others() {
+    let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
+    let endpoint = &daemon.tcp;
+    let victim = connect(endpoint);
+    let extent = victim.grant(MIB).unwrap();
+    write(&victim, &extent, 0, b"mine").unwrap();
+    // 1. As many data connections as one client gets.
+    let (mut control, session, secret) = begin(ATTACKER, endpoint).unwrap();
+    say(&mut *control, &Request::Grant { bytes: MIB });
+    let mut taken = Vec::new();
+    let refused = loop {
+        match data(ATTACKER, endpoint, session, secret, taken.len() as u64) {
+            Ok(stream) => taken.push(stream),
+            Err(refused) => break refused,
+        }
+        assert!(taken.len() < CONNECTIONS, "one client has all connections");
+    };
+    assert!(
+        matches!(&refused, Some(Refusal::Invalid(why)) if why.contains("--connections-per-client")),
+        "{refused:?}"
+    );
+    assert_eq!(taken.len(), CONNECTIONS / 4);
+    // 2. As many sessions as one address gets.
+    while let Some((stream, ..)) = begin(ATTACKER, endpoint) {
+        taken.push(stream);
+        assert!(taken.len() < CONNECTIONS, "one address has all connections");
+    }
+    // 3. As many silent ones as there can be.
+    for _ in 0..2 * CONNECTIONS {
+        taken.extend(greet_from(ATTACKER, endpoint, Purpose::Control));
+    }
+    assert_eq!(read(&victim, extent.id, 0, 4).unwrap(), b"mine");
+    let other = connect(endpoint);
+    let second = other.grant(MIB).unwrap();
+    write(&other, &second, 0, b"other").unwrap();
+    assert!(stat(endpoint).sessions > 2);
+    drop(taken);
+}
+
+#[test]
+fn who_was_cut_off_comes_back_though_the_own_address_is_crowded() {
+    let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
+    let endpoint = &daemon.tcp;
+    let (mut stream, session, secret) = begin(VICTIM, endpoint).unwrap();
+    assert!(matches!(
+        ask(&mut *stream, &Request::Grant { bytes: MIB }),
+        Some(Response::Granted { .. })
+    ));
+    drop(stream);
+    // All that one address gets, with one client's data connections and sessions.
+    let (_control, crowd, proof) = begin(VICTIM, endpoint).unwrap();
+    let mut taken = Vec::new();
+    while let Ok(stream) = data(VICTIM, endpoint, crowd, proof, taken.len() as u64) {
+        taken.push(stream);
+        assert!(taken.len() < CONNECTIONS);
+    }
+    while let Some((stream, ..)) = begin(VICTIM, endpoint) {
+        taken.push(stream);
+        assert!(taken.len() < CONNECTIONS);
+    }
+    let back = greet_from(VICTIM, endpoint, Purpose::Control).unwrap();
+    let (_control, same, _) = begin_as(back, Some((session, secret))).expect("a place is kept");
+    assert_eq!(same, session);
+    assert!(data(VICTIM, endpoint, session, secret, 0).is_ok());
+    assert!(stat(endpoint).granted_bytes >= MIB);
+    drop(taken);
+}
+
+#[test]
+fn a_client_that_held_nothing_when_its_connection_broke_goes_on() {
+    let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
+    let Endpoint::Tcp { port, .. } = daemon.tcp else {
+        panic!("tcp")
+    };
+    let relay = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("tcp://{}", relay.local_addr().unwrap());
+    let (cut, is_cut) = mpsc::channel::<TcpStream>();
+    thread::spawn(move || {
+        for client in relay.incoming() {
+            let client = client.unwrap();
+            let Ok(upstream) = TcpStream::connect(("127.0.0.1", port)) else {
+                return;
+            };
+            for (from, to) in [(&client, &upstream), (&upstream, &client)] {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                thread::spawn(move || {
+                    let _ = std::io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                });
+            }
+            let _ = cut.send(client);
+        }
+    });
+    let session = connect(&endpoint.parse().unwrap());
+    let released = session.grant(MIB).unwrap();
+    session.release(released.id).unwrap();
+    let line = is_cut.recv_timeout(common::PATIENCE).unwrap();
+    line.shutdown(std::net::Shutdown::Both).unwrap();
+    wait_until("it is served again", || session.grant(MIB).is_ok());
+    assert!(stat(&daemon.tcp).sessions == 1);
+}
+
+#[test]
+fn a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_dropped() {
+    let (daemon, log) = Daemon::unread(&["--lease", "1h"]);
+    let endpoint = &daemon.tcp;
+    let session = connect(endpoint);
+    // Each is a line of its own: far more than a pipe holds.
+    for _ in 0..3000 {
+        let Endpoint::Tcp { port, .. } = endpoint else {
+            panic!("tcp")
+        };
+        let mut stream = TcpStream::connect(("127.0.0.1", *port)).unwrap();
+        let _ = stream.write_all(b"GET / HTTP/1.1\r\nHost: farpage\r\n\r\n");
+    }
+    session.grant(MIB).unwrap();
+    connect(endpoint).grant(MIB).unwrap();
+    stat(endpoint);
+    let (say, said) = mpsc::channel();
+    thread::spawn(move || {
+        log.map_while(Result::ok)
+            .try_for_each(|line| say.send(line))
+    });
+    loop {
+        let line = said.recv_timeout(common::PATIENCE).expect("a word on it");
+        let event: serde_json::Value = serde_json::from_str(&line).unwrap();
+        let message = event["message"].as_str().unwrap_or_default();
+        if message.contains("were dropped") && event["lines"].as_u64() > Some(0) {
+            break;
+        }
+    }
+}
+
+#[test]
+fn the_ranks_of_a_large_machine_fit_by_default() {
+    let limits = farpage_fabric::server::ConnectionLimits::new(4096);
+    assert!(limits.per_address >= 256 * (1 + 8), "{limits:?}");
+    // Threads that serve their own faults have a data connection each, two for each of 128 cores, beside fillers and evictors.
+    assert!(limits.per_session >= 2 * 128 + 8, "{limits:?}");
+}
