@@ -1,8 +1,9 @@
 //! Where the daemon's log lines go: a writer that never waits.
 //!
-//! The rule it keeps: whoever reads standard error, or does not, a thread that logs goes on at once. Lines wait in a queue that a thread of its
-//! own empties. A line beyond the queue's length, or beyond the rate that a person could follow, is dropped, counted, and said to be: peers
-//! decide how many lines there are.
+//! The rule it keeps: whoever reads standard error, or does not, a thread that logs goes on at
+//! once. Lines wait in a queue that a thread of its own empties. A line beyond the queue's length,
+//! or beyond the rate that a person could follow, is dropped, counted, and said to be: peers decide
+//! how many lines there are.
 
 use std::{
     io::{self, Write},
@@ -61,7 +62,8 @@ impl LogWriter {
         self.rate.dropped.load(Ordering::Relaxed) + beyond_the_queue
     }
 
-    /// Starts a thread that says, through the log itself, how many lines were dropped. It ends with the process.
+    /// Starts a thread that says, through the log itself, how many lines were dropped. It ends with
+    /// the process.
     pub(crate) fn say_what_is_dropped(self) -> io::Result<()> {
         let say = move || {
             let mut said = 0;

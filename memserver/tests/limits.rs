@@ -1,4 +1,5 @@
-//! Peers that take what there is only so much of: connections, sessions, memory. Others go on, come back, and get in.
+//! Peers that take what there is only so much of: connections, sessions, memory. Others go on, come
+//! back, and get in.
 //!
 //! The daemon has few open files here, so that there is not much to take.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
@@ -214,6 +215,7 @@ fn a_log_that_nobody_reads_holds_nobody_up_and_says_what_it_dropped() {
 fn the_ranks_of_a_large_machine_fit_by_default() {
     let limits = farpage_fabric::server::ConnectionLimits::new(4096);
     assert!(limits.per_address >= 256 * (1 + 8), "{limits:?}");
-    // Threads that serve their own faults have a data connection each, two for each of 128 cores, beside fillers and evictors.
+    // Threads that serve their own faults have a data connection each, two for each of 128 cores,
+    // beside fillers and evictors.
     assert!(limits.per_session >= 2 * 128 + 8, "{limits:?}");
 }

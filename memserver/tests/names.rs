@@ -75,7 +75,8 @@ fn a_key_is_believed_only_with_its_own_signature_of_this_challenge() {
             assert_ne!(first, second);
             let shown = |key: PublicKey, signature: Signature| Request::Identify { key, signature };
             for wrong in [
-                // The other's key with our signature, an old challenge, no signature, and a challenge that was used.
+                // The other's key with our signature, an old challenge, no signature, and a
+                // challenge that was used.
                 shown(theirs.public(), ours.sign(&second)),
                 shown(ours.public(), ours.sign(&first)),
                 shown(ours.public(), Signature([[0; 32]; 2])),

@@ -1,7 +1,8 @@
 //! A user's key file: whose names are whose.
 //!
-//! The rule it keeps: the file is complete and readable by its owner alone from the instant it has its name, and it is never replaced, so that
-//! processes that start at once agree on one key. What a server makes of a key is left to the [`Host`](crate::host::Host).
+//! The rule it keeps: the file is complete and readable by its owner alone from the instant it has
+//! its name, and it is never replaced, so that processes that start at once agree on one key. What
+//! a server makes of a key is left to the [`Host`](crate::host::Host).
 
 use std::{
     env, fs,
@@ -59,7 +60,8 @@ pub enum KeyError {
 }
 
 impl Key {
-    /// Where a user's key file is when nobody names one: `FARPAGE_KEY_FILE`, else `farpage/key` in `XDG_CONFIG_HOME` or `~/.config`.
+    /// Where a user's key file is when nobody names one: `FARPAGE_KEY_FILE`, else `farpage/key` in
+    /// `XDG_CONFIG_HOME` or `~/.config`.
     ///
     /// # Errors
     /// [`KeyError::NoPlace`]
@@ -115,7 +117,8 @@ impl Key {
             })
     }
 
-    /// Makes the file unless it exists: written under another name, which only its owner may read, then linked.
+    /// Makes the file unless it exists: written under another name, which only its owner may read,
+    /// then linked.
     fn make(file: &Path) -> io::Result<()> {
         let directory = match file.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,

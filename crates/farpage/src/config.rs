@@ -173,8 +173,9 @@ impl Builder {
         self
     }
 
-    /// The user's key file: named arrays belong to its key, and nobody else can open, replace, list or remove them. The file is made when a name is
-    /// first used; whoever has a copy of it shares the names.
+    /// The user's key file: named arrays belong to its key, and nobody else can open, replace, list
+    /// or remove them. The file is made when a name is first used; whoever has a copy of it shares
+    /// the names.
     ///
     /// `FARPAGE_KEY_FILE`. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
     pub fn key_file(mut self, key_file: impl Into<PathBuf>) -> Self {

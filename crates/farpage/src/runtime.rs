@@ -113,8 +113,8 @@ impl Runtime {
         Ok(RemoteArray::new(region, bytes / element_bytes))
     }
 
-    /// The arrays and regions that this user has published under names on the runtime's servers, in their order. Names belong to the user's
-    /// [key](Builder::key_file).
+    /// The arrays and regions that this user has published under names on the runtime's servers, in
+    /// their order. Names belong to the user's [key](Builder::key_file).
     ///
     /// # Errors
     /// See [`NamesError`].
@@ -125,7 +125,8 @@ impl Runtime {
     /// Removes what this user has published under `name`, and frees its memory.
     ///
     /// # Errors
-    /// [`NamesError::NotFound`] if there is none, [`NamesError::Remove`] if another program has it open or a server cannot be reached.
+    /// [`NamesError::NotFound`] if there is none, [`NamesError::Remove`] if another program has it
+    /// open or a server cannot be reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
         self.pager.cluster().remove(name)
     }

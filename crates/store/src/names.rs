@@ -1,6 +1,7 @@
 //! The names that a user's key has on the servers of a cluster: listed and removed.
 //!
-//! The rule it keeps: a region that lies on several servers is one name. What a name is bound to is left to [`named`](crate::named).
+//! The rule it keeps: a region that lies on several servers is one name. What a name is bound to is
+//! left to [`named`](crate::named).
 
 use std::collections::BTreeMap;
 
@@ -34,7 +35,8 @@ pub enum NamesError {
         /// The name.
         name: String,
     },
-    /// A server would not remove it. What it has on other servers may be gone: removing it once more ends that.
+    /// A server would not remove it. What it has on other servers may be gone: removing it once
+    /// more ends that.
     #[error("removing region `{name}`: {source}")]
     Remove {
         /// The name.
@@ -48,7 +50,8 @@ pub enum NamesError {
 }
 
 impl Cluster {
-    /// The named regions that belong to the user's key, in their order; those of all keys where it is an operator's.
+    /// The named regions that belong to the user's key, in their order; those of all keys where it
+    /// is an operator's.
     ///
     /// # Errors
     /// [`NamesError::List`]

@@ -1,10 +1,11 @@
 //! Named regions in the ledger: whose they are, who holds them, what they keep.
 //!
-//! The rule it keeps: a name is looked up together with the key that it belongs to, so that another key's names cannot be opened, published
-//! over, removed, listed, or taken first: two users' `squares` are two regions. Only the operator's key reaches past this, to list and to remove.
+//! The rule it keeps: a name is looked up together with the key that it belongs to, so that another
+//! key's names cannot be opened, published over, removed, listed, or taken first: two users'
+//! `squares` are two regions. Only the operator's key reaches past this, to list and to remove.
 //!
-//! A name is *bound* once it was published, and *held* by one session while that claims it or leases any of its extents. What is neither bound
-//! nor held is gone.
+//! A name is *bound* once it was published, and *held* by one session while that claims it or
+//! leases any of its extents. What is neither bound nor held is gone.
 
 use std::{
     collections::HashSet,
@@ -16,7 +17,8 @@ use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_P
 
 use super::{Freed, Ledger, charge_of};
 
-/// No more names than this; each costs an entry and its manifest, which counts against the capacity.
+/// No more names than this; each costs an entry and its manifest, which counts against the
+/// capacity.
 const NAMES_MAX: usize = 65_536;
 
 /// A name and whose it is.
@@ -107,7 +109,8 @@ impl Ledger {
         }
     }
 
-    /// Binds the name, which the session may, to extents of the session. Returns what only the old binding kept.
+    /// Binds the name, which the session may, to extents of the session. Returns what only the old
+    /// binding kept.
     pub(super) fn bind(
         &mut self,
         session: SessionId,

@@ -1,8 +1,10 @@
 //! [`Places`]: how many connections a listener serves, and whose.
 //!
-//! The rule it keeps: no address, no session and no crowd of silent connections takes the places of the others. A connection is a *stranger*
-//! until it has said what it is for. Strangers share what is left, at least [`Places::kept`] places, and give way to newer ones: the oldest is
-//! closed when there is no place. What has begun, resumed or joined a session is *settled*, and counts against its address and its session.
+//! The rule it keeps: no address, no session and no crowd of silent connections takes the places of
+//! the others. A connection is a *stranger* until it has said what it is for. Strangers share what
+//! is left, at least [`Places::kept`] places, and give way to newer ones: the oldest is closed when
+//! there is no place. What has begun, resumed or joined a session is *settled*, and counts against
+//! its address and its session.
 //!
 //! Deliberately absent: fairness among clients behind one address, which cannot be told apart.
 
@@ -16,7 +18,8 @@ use parking_lot::Mutex;
 
 use crate::{host::Origin, stream::Stream};
 
-/// Of all places, one in so many is kept from new sessions: for resuming, for a session's first data connection, and for strangers.
+/// Of all places, one in so many is kept from new sessions: for resuming, for a session's first
+/// data connection, and for strangers.
 const KEPT_ONE_IN: usize = 8;
 
 /// How many connections there may be.
@@ -31,7 +34,8 @@ pub struct ConnectionLimits {
 }
 
 impl ConnectionLimits {
-    /// At most `connections`; the defaults for the rest. 256 processes of one machine with 11 connections each fit into 4096.
+    /// At most `connections`; the defaults for the rest. 256 processes of one machine with 11
+    /// connections each fit into 4096.
     pub fn new(connections: usize) -> Self {
         Self {
             connections,
@@ -89,7 +93,8 @@ impl Places {
         (self.limits.connections / KEPT_ONE_IN).max(1)
     }
 
-    /// A place for a connection that has said nothing yet. Closes the strangers that are too many, the oldest first.
+    /// A place for a connection that has said nothing yet. Closes the strangers that are too many,
+    /// the oldest first.
     pub(super) fn arrive(
         self: &Arc<Self>,
         number: u64,
@@ -226,7 +231,8 @@ mod tests {
         // 2. Another address, and more of it than is left for all.
         taken.push(place(address(3), Aim::Begin).expect("room for others"));
         assert!(place(address(3), Aim::Begin).is_err(), "the rest is kept");
-        // 3. Who was there before comes back, with a first data connection; also from the crowded address.
+        // 3. Who was there before comes back, with a first data connection; also from the crowded
+        //    address.
         drop(control);
         let _back = place(address(1), Aim::Resume).expect("a place is kept");
         let _data = place(address(1), Aim::Data(victim)).expect("a place is kept");

@@ -1,6 +1,7 @@
 //! [`Visit`]: a look at a server without a session, for people and monitors: figures and names.
 //!
-//! The rule it keeps: a visit takes no client's place at the server, so that it is answered when no new client is admitted.
+//! The rule it keeps: a visit takes no client's place at the server, so that it is answered when no
+//! new client is admitted.
 
 use std::time::Instant;
 
@@ -27,7 +28,8 @@ pub struct Visit {
 }
 
 impl Visit {
-    /// Connects to the server at `endpoint`. All of the visit takes at most the deadline of `options`.
+    /// Connects to the server at `endpoint`. All of the visit takes at most the deadline of
+    /// `options`.
     ///
     /// # Errors
     /// [`ConnectError`]
