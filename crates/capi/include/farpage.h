@@ -372,8 +372,10 @@ const char *farpage_error_message(void);
 farpage_code farpage_log_to_stderr(uint32_t level);
 
 /**
- * Calls `each` for every region that this user has published under a name on the runtime's servers, in their order: with `context`, the name, the bytes that the region
- * takes on servers, and whether a program has it open. The name is good until `each` returns. No exception may leave `each`.
+ * Calls `each` for every region that this user has published under a name on the runtime's
+ * servers, in their order: with `context`, the name, the bytes that the region takes on servers,
+ * and whether a program has it open. The name is good until `each` returns. No exception may leave
+ * `each`.
  *
  * `runtime` came from `farpage_runtime_new` and has not been freed.
  */
@@ -385,12 +387,12 @@ farpage_code farpage_names(const struct farpage_runtime *runtime,
                            void *context);
 
 /**
- * Removes the region that this user has published under `name`, and frees its memory. FARPAGE_NOT_FOUND if there is none, FARPAGE_INVALID if another program has it open.
+ * Removes the region that this user has published under `name`, and frees its memory.
+ * FARPAGE_NOT_FOUND if there is none, FARPAGE_INVALID if another program has it open.
  *
  * `runtime` as in `farpage_names`; `name` is a string that ends with a zero byte.
  */
-farpage_code farpage_name_remove(const struct farpage_runtime *runtime,
-                                 const char *name);
+farpage_code farpage_name_remove(const struct farpage_runtime *runtime, const char *name);
 
 /**
  * Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`: the caller's until `farpage_region_unmap`. On failure
