@@ -17,6 +17,7 @@ mod doctor;
 mod eviction;
 mod figures;
 mod floor;
+mod hostile;
 mod latency;
 mod options;
 mod out;
@@ -109,7 +110,15 @@ fn main() -> ExitCode {
         Command::Compare(options) => return done(compare::run(options)),
         Command::Sweep(options) => return done(sweep::run(options)),
         Command::VersusSwap(options) => return done(versus_swap::run(options)),
+        Command::Hostile(options) => {
+            return done(hostile::run(options).and_then(|report| {
+                report.print(options.format)?;
+                ensure_verified(report.verified)
+            }));
+        }
         Command::Serve(options) => return done(server::serve(options)),
+        Command::HostileAttack(options) => return done(hostile::attack(options)),
+        Command::HostileBurn(options) => return done(hostile::burn(options)),
     };
     done(measured.and_then(|(report, format)| {
         report.print(format)?;

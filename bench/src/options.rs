@@ -53,6 +53,13 @@ pub(crate) enum Command {
     ///
     /// Sender and receiver are threads of this program, and the fabric between them is the real one.
     Ring(RingOptions),
+    /// A million hostile requests from another loopback address, beside a victim that works and checks each word
+    ///
+    /// Garbage, half frames, wrong secrets, floods of connections, requests for what belongs to others. Server, attacker and victim are
+    /// processes of this machine; nothing leaves it. The victim is measured twice: beside the attacker, and beside a program that burns as
+    /// much CPU. Exit status 1: somebody saw or changed bytes that are not his, or the server died. Whether the victim's faults met their
+    /// target is reported. Takes some minutes.
+    Hostile(HostileOptions),
     /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and plain LZ4
     Pages(PagesOptions),
     /// Measures the figures of the poster that farpage realises: CSV, SVG and PNG
@@ -94,6 +101,12 @@ pub(crate) enum Command {
     /// The memory server that the benchmarks start
     #[command(hide = true)]
     Serve(ServeOptions),
+    /// The attacker that `hostile` starts
+    #[command(hide = true)]
+    HostileAttack(AttackOptions),
+    /// What `hostile` compares the attacker with
+    #[command(hide = true)]
+    HostileBurn(BurnOptions),
 }
 
 impl Command {
@@ -446,6 +459,55 @@ pub(crate) struct RingOptions {
     /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
     #[arg(long)]
     pub(crate) smoke: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct HostileOptions {
+    /// Hostile requests [default: 1000000, with --smoke 3000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
+    pub(crate) requests: Option<u64>,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub(crate) format: Format,
+    /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
+    #[arg(long)]
+    pub(crate) smoke: bool,
+}
+
+impl HostileOptions {
+    pub(crate) fn requests(&self) -> u64 {
+        let default = if self.smoke { 3_000 } else { 1_000_000 };
+        self.requests.unwrap_or(default)
+    }
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct AttackOptions {
+    /// Whom.
+    #[arg(long)]
+    pub(crate) endpoint: Endpoint,
+    /// How many requests.
+    #[arg(long)]
+    pub(crate) requests: u64,
+    /// Of everything random.
+    #[arg(long)]
+    pub(crate) seed: u64,
+    /// It ends then, whatever has been sent.
+    #[arg(long)]
+    pub(crate) seconds_max: u64,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct BurnOptions {
+    /// How long.
+    #[arg(long)]
+    pub(crate) seconds: f64,
+    /// How much CPU time in all.
+    #[arg(long)]
+    pub(crate) cpu_seconds: f64,
 }
 
 #[derive(Args, Debug)]

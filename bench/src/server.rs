@@ -18,7 +18,10 @@ use farpage::{Allowance, ByteSize};
 use farpage_memserver::Server;
 use farpage_wire::Endpoint;
 
-use crate::options::{Common, Fabric, ServeOptions};
+use crate::{
+    hostile,
+    options::{Common, Fabric, ServeOptions},
+};
 
 /// Whether a benchmark that takes so many bytes on this machine, in its own process and its server's, may start.
 ///
@@ -105,6 +108,21 @@ impl MemoryServer {
     /// Where it listens.
     pub(crate) fn endpoint(&self) -> &Endpoint {
         &self.endpoint
+    }
+
+    /// The CPU time that our own server has used, in seconds.
+    ///
+    /// # Errors
+    /// It has died, or is not ours.
+    pub(crate) fn cpu_s(&self) -> Result<f64> {
+        let own = self.own.as_ref().context("the server is not our own")?;
+        hostile::cpu_s_of(own.id())
+    }
+
+    /// Whether our own server has neither ended nor died.
+    pub(crate) fn is_running(&mut self) -> bool {
+        let ended = self.own.as_mut().map(Child::try_wait);
+        matches!(ended, Some(Ok(None)))
     }
 }
 

@@ -73,6 +73,47 @@ fn assert_paged(report: &Value) {
 const FABRICS: [&str; 2] = ["shm", "tcp"];
 
 #[test]
+fn hostile_requests_of_every_kind_are_sent_and_a_victim_beside_them_keeps_every_word() {
+    if !can_page(
+        "hostile_requests_of_every_kind_are_sent_and_a_victim_beside_them_keeps_every_word",
+    ) {
+        return;
+    }
+    let report = report("hostile", &[]);
+    assert_eq!(report["config"]["attacker"], "127.0.0.2");
+    assert_eq!(report["damaged_words"], 0);
+    assert_eq!(report["server_alive"], true);
+    assert_eq!(report["attack"]["foreign_bytes"], 0);
+    let kinds = report["attack"]["kinds"].as_object().expect("kinds");
+    assert_eq!(kinds.len(), 9, "{report}");
+    let sum = |field: &str| {
+        kinds
+            .values()
+            .filter_map(|kind| kind[field].as_u64())
+            .sum::<u64>()
+    };
+    assert!(sum("sent") >= 3000, "{report}");
+    assert_eq!(
+        sum("sent"),
+        sum("refused") + sum("granted") + sum("unanswered")
+    );
+    assert!(sum("refused") > 0, "{report}");
+    for arm in ["attacked", "beside_burner"] {
+        assert_positive(
+            &report[arm],
+            &[
+                "/seconds",
+                "/fault_us/p99",
+                "/stream_mb_per_s",
+                "/words_checked",
+            ],
+        );
+    }
+    assert_positive(&report, &["/fault_p99_ratio"]);
+    assert!(report["fault_p99_met"].is_boolean());
+}
+
+#[test]
 fn regmem_reports_all_ways_and_registers_nothing_while_it_measures() {
     for fabric in FABRICS {
         let report = report("regmem", &["--fabric", fabric]);

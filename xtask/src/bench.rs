@@ -16,7 +16,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
-const RUNS: [&str; 32] = [
+const RUNS: [&str; 33] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -39,6 +39,7 @@ const RUNS: [&str; 32] = [
     "regmem --fabric tcp",
     "ring --fabric shm",
     "ring --fabric tcp",
+    "hostile",
     "targets",
     "sweep",
     "stream --data turbulence --dtype f32 --codec shuffle",

@@ -28,7 +28,8 @@ Commands:
   test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
                                   `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs;
                                   without any, every benchmark runs once, too, and the tests of RDMA run in a virtual machine
-  test --quick                    the tests that take seconds: no virtual machine, no release profile, no long tests (it names them)
+  test --quick                    what takes less than three minutes once built: no virtual machine, release profile or
+                                  benchmarks, and no long tests, which it names
   test --rdma [FILTER...]         only the tests of RDMA, in a virtual machine
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
   sanitize [--seconds N]          run the tests of all decoders, codecs and page states with the address sanitizer, then fuzz what

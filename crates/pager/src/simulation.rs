@@ -430,6 +430,7 @@ fn pages_that_the_program_drops_are_what_was_written_back_last() {
         }
         world.finish_intents();
         world.check_everything();
+        world.end();
     }
 }
 

@@ -1,0 +1,339 @@
+//! A server under attack: what a client beside the attacker notices, and whether anybody sees bytes
+//! that are not his.
+//!
+//! The rule it keeps: the attacker is a process of its own with a loopback address of its own, and
+//! so is the server. The victim is measured twice with the same work: beside the attacker, and
+//! beside a program that burns as much CPU as the attacker did. All of it stays on loopback and is
+//! bounded.
+
+mod attack;
+mod burn;
+mod victim;
+
+use std::{
+    env, fs,
+    io::{self, Read, Write},
+    process::{Child, Command, Stdio},
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use farpage_fabric::{Session, SessionOptions};
+use farpage_wire::Endpoint;
+use nix::sys::resource::{UsageWho, getrusage};
+use serde::{Serialize, de::DeserializeOwned};
+
+pub(crate) use self::{attack::attack, burn::burn};
+use self::{
+    attack::{ATTACKER, Attack},
+    burn::Burnt,
+    victim::Victim,
+};
+use crate::{
+    options::{Fabric, Format, HostileOptions},
+    report::{self, Percentiles, right, table},
+    server::{MemoryServer, ensure_room},
+};
+
+/// The victim's fault p99 beside the attacker may be so many times what it is beside the burner.
+const P99_RATIO_MAX: f64 = 1.5;
+
+/// The most that one arm takes: an attacker that is slower has sent fewer requests by then.
+const ARM_MAX: Duration = Duration::from_secs(900);
+/// Beyond that, for a process to end.
+const MARGIN: Duration = Duration::from_secs(60);
+
+/// What was found.
+#[derive(Debug, Serialize)]
+pub(crate) struct Report {
+    benchmark: &'static str,
+    /// Whether nobody saw or changed bytes that are not his, and the server lives.
+    pub(crate) verified: bool,
+    config: Config,
+    attack: Attack,
+    /// Words of the victim that were not what it had written.
+    damaged_words: u64,
+    /// Whether the server's process ran to the end and then served a new client.
+    server_alive: bool,
+    attacked: Arm,
+    beside_burner: Arm,
+    fault_p50_ratio: f64,
+    fault_p99_ratio: f64,
+    fault_p99_ratio_max: f64,
+    fault_p99_met: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Config {
+    server: String,
+    attacker: String,
+    smoke: bool,
+    requests: u64,
+    array_bytes: u64,
+    budget_bytes: u64,
+    page_size_bytes: u64,
+    seed: u64,
+}
+
+/// The victim beside one neighbour.
+#[derive(Debug, Serialize)]
+struct Arm {
+    seconds: f64,
+    neighbour_cpu_s: f64,
+    server_cpu_s: f64,
+    fault_us: Percentiles,
+    stream_mb_per_s: f64,
+    words_checked: u64,
+}
+
+pub(crate) fn run(options: &HostileOptions) -> Result<Report> {
+    let requests = options.requests();
+    let sizes = victim::Sizes::of(options.smoke);
+    ensure_room(sizes.array_bytes * 3 + sizes.budget_bytes, false)?;
+    let mut server =
+        MemoryServer::connect_or_start(None, Fabric::Tcp, sizes.array_bytes * 6 + (64 << 20))?;
+    let mut victim = Victim::start(server.endpoint(), sizes)?;
+
+    // 1. Beside the attacker, until it has sent its requests.
+    let mut attacker = neighbour("hostile-attack");
+    attacker
+        .args(["--endpoint", &server.endpoint().to_string()])
+        .args(["--requests", &requests.to_string()])
+        .args(["--seed", &options.seed.to_string()])
+        .args(["--seconds-max", &ARM_MAX.as_secs().to_string()]);
+    let (attacked, attack) = arm::<Attack>(&server, &mut victim, &mut attacker, |it| it.cpu_s)?;
+
+    // 2. Beside the burner, as long, with as much CPU.
+    let mut burner = neighbour("hostile-burn");
+    burner
+        .args(["--seconds", &attacked.seconds.to_string()])
+        .args(["--cpu-seconds", &attacked.neighbour_cpu_s.to_string()]);
+    let (beside_burner, _) = arm::<Burnt>(&server, &mut victim, &mut burner, |it| it.cpu_s)?;
+
+    let damaged_words = victim.finish()?;
+    let server_alive = server.is_running() && serves(server.endpoint());
+    let ratio = |of: fn(&Percentiles) -> f64| of(&attacked.fault_us) / of(&beside_burner.fault_us);
+    let p99 = ratio(|it| it.p99);
+    Ok(Report {
+        benchmark: "hostile",
+        verified: damaged_words == 0 && attack.foreign_bytes == 0 && server_alive,
+        config: Config {
+            server: server.endpoint().to_string(),
+            attacker: ATTACKER.to_string(),
+            smoke: options.smoke,
+            requests,
+            array_bytes: sizes.array_bytes,
+            budget_bytes: sizes.budget_bytes,
+            page_size_bytes: sizes.page_bytes,
+            seed: options.seed,
+        },
+        attack,
+        damaged_words,
+        server_alive,
+        fault_p50_ratio: ratio(|it| it.p50),
+        fault_p99_ratio: p99,
+        fault_p99_ratio_max: P99_RATIO_MAX,
+        fault_p99_met: p99 <= P99_RATIO_MAX,
+        attacked,
+        beside_burner,
+    })
+}
+
+/// This program once more, as a neighbour of the victim.
+fn neighbour(command: &str) -> Command {
+    // `/proc/self/exe` is this program even if its file has been replaced.
+    let mut neighbour =
+        Command::new(env::current_exe().unwrap_or_else(|_| "/proc/self/exe".into()));
+    neighbour
+        .arg(command)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    neighbour
+}
+
+/// Runs the victim for as long as its neighbour does. What the neighbour reports comes with it.
+fn arm<R: DeserializeOwned>(
+    server: &MemoryServer,
+    victim: &mut Victim,
+    neighbour: &mut Command,
+    cpu_s: fn(&R) -> f64,
+) -> Result<(Arm, R)> {
+    let server_cpu_s = server.cpu_s()?;
+    let begun = Instant::now();
+    let child = neighbour
+        .spawn()
+        .context("cannot start a neighbour of the victim")?;
+    let stop = AtomicBool::new(false);
+    let (seen, said) = thread::scope(|scope| {
+        let heard = scope.spawn(|| {
+            let said = hear(child);
+            stop.store(true, Relaxed);
+            said
+        });
+        let seen = victim.work(&stop);
+        (
+            seen,
+            heard.join().expect("waiting for a process does not panic"),
+        )
+    });
+    let seconds = begun.elapsed().as_secs_f64();
+    let said = said?;
+    let report: R = serde_json::from_str(&said)
+        .with_context(|| format!("a neighbour of the victim reports `{}`", said.trim()))?;
+    let arm = Arm {
+        seconds,
+        neighbour_cpu_s: cpu_s(&report),
+        server_cpu_s: server.cpu_s()? - server_cpu_s,
+        fault_us: Percentiles::of(&seen.faults_ns),
+        stream_mb_per_s: seen.stream_bytes as f64 / 1e6 / seconds,
+        words_checked: seen.words_checked,
+    };
+    ensure!(
+        arm.fault_us.samples > 0,
+        "the victim had no time for a single fault"
+    );
+    Ok((arm, report))
+}
+
+/// What a neighbour says until it ends.
+fn hear(mut child: Child) -> Result<String> {
+    let end = Instant::now() + ARM_MAX + MARGIN;
+    let mut output = child
+        .stdout
+        .take()
+        .expect("the standard output was set to a pipe");
+    let reader = thread::spawn(move || {
+        let mut said = String::new();
+        output.read_to_string(&mut said).map(|_| said)
+    });
+    let status = loop {
+        if let Some(status) = child.try_wait().context("cannot wait for a neighbour")? {
+            break status;
+        }
+        if Instant::now() > end {
+            child
+                .kill()
+                .context("cannot end a neighbour of the victim")?;
+            bail!("a neighbour of the victim did not end in time");
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    ensure!(
+        status.success(),
+        "a neighbour of the victim ended with {status}"
+    );
+    let said = reader.join().expect("reading does not panic");
+    said.context("cannot read what a neighbour of the victim says")
+}
+
+/// Whether a new client gets memory.
+fn serves(endpoint: &Endpoint) -> bool {
+    let options = SessionOptions {
+        client: "hostile, at the end".to_owned(),
+        ..SessionOptions::default()
+    };
+    let session = Session::connect(endpoint, &options);
+    session.is_ok_and(|session| session.grant(4096).is_ok())
+}
+
+/// In a neighbour: ends the process when the benchmark that started it is gone.
+fn end_with_parent() {
+    thread::spawn(|| {
+        // Nobody writes here: it ends when the other end is closed.
+        let _ = io::stdin().read_to_end(&mut Vec::new());
+        std::process::exit(1);
+    });
+}
+
+/// In a neighbour: its report, for the benchmark.
+fn tell(report: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string(report).context("a report is JSON")?;
+    let mut stdout = io::stdout();
+    writeln!(stdout, "{text}")
+        .and_then(|()| stdout.flush())
+        .context("cannot report")
+}
+
+/// CPU time of this process.
+fn own_cpu_s() -> Result<f64> {
+    let usage = getrusage(UsageWho::RUSAGE_SELF).context("cannot ask for the CPU time")?;
+    let of = |time: nix::sys::time::TimeVal| time.tv_sec() as f64 + time.tv_usec() as f64 / 1e6;
+    Ok(of(usage.user_time()) + of(usage.system_time()))
+}
+
+/// CPU time of a process of this machine.
+///
+/// # Errors
+/// It has ended.
+pub(crate) fn cpu_s_of(pid: u32) -> Result<f64> {
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
+    // The name in parentheses may hold spaces; user and system time are the 12th and 13th fields
+    // behind it.
+    let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+    let ticks = |field| fields.split(' ').nth(field)?.parse::<f64>().ok();
+    let (user, system) = ticks(11)
+        .zip(ticks(12))
+        .context("the kernel's figures are cut off")?;
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
+        .context("cannot ask for the length of a tick")?;
+    Ok((user + system) / per_second.context("a tick has no length")? as f64)
+}
+
+impl Report {
+    /// Prints the report to standard output.
+    pub(crate) fn print(&self, format: Format) -> Result<()> {
+        report::print(self, format, Self::human)
+    }
+
+    fn human(&self) -> String {
+        let mut kinds = table([
+            "what was sent",
+            "requests",
+            "refused",
+            "granted",
+            "no answer",
+        ]);
+        let all = self
+            .attack
+            .kinds
+            .iter()
+            .map(|(name, kind)| (name.as_str(), *kind));
+        for (name, kind) in all.chain([("all of it", self.attack.sum())]) {
+            let figures = [kind.sent, kind.refused, kind.granted, kind.unanswered];
+            let figures = figures.map(|it| it.to_string());
+            kinds.add_row(right([name.to_owned()].into_iter().chain(figures)));
+        }
+        let mut victim = table(["the victim", "attacked", "beside a burner", "ratio"]);
+        let (a, b) = (&self.attacked, &self.beside_burner);
+        for (name, a, b) in [
+            ("fault p50, us", a.fault_us.p50, b.fault_us.p50),
+            ("fault p99, us", a.fault_us.p99, b.fault_us.p99),
+            ("STREAM, MB/s", a.stream_mb_per_s, b.stream_mb_per_s),
+            (
+                "CPU of the neighbour, s",
+                a.neighbour_cpu_s,
+                b.neighbour_cpu_s,
+            ),
+            ("CPU of the server, s", a.server_cpu_s, b.server_cpu_s),
+            ("seconds", a.seconds, b.seconds),
+        ] {
+            let figures = [a, b, a / b].map(|figure| format!("{figure:.2}"));
+            victim.add_row(right([name.to_owned()].into_iter().chain(figures)));
+        }
+        let word = |met| if met { "met" } else { "MISSED" };
+        let yes = |it| if it { "yes" } else { "NO: FAILED" };
+        format!(
+            "{kinds}\n{victim}\nbytes of others that the attacker saw or changed: {}\nwords of the victim that were \
+             damaged: {} of {}\nthe server ran to the end: {}\nfault p99 at most {P99_RATIO_MAX} times as long: {} ({:.2})",
+            self.attack.foreign_bytes,
+            self.damaged_words,
+            a.words_checked + b.words_checked,
+            yes(self.server_alive),
+            word(self.fault_p99_met),
+            self.fault_p99_ratio,
+        )
+    }
+}

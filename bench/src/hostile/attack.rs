@@ -1,0 +1,620 @@
+//! The attacker: what no client sends, and too much of what clients do send.
+//!
+//! The rule it keeps: all of it comes from [`ATTACKER`], and whatever comes back is looked at. An
+//! answer that gives or changes what belongs to others is counted, never passed over.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, ErrorKind, Read, Write},
+    net::{Ipv4Addr, SocketAddrV4, TcpStream, ToSocketAddrs},
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use farpage_wire::{
+    Endpoint, ExtentId, MAX_OP_BYTES, Request, Response, Secret, SessionId,
+    control::{self, HELLO_BYTES, Hello, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose},
+    data::{
+        ANSWER_HEADER_BYTES, AnswerHeader, OPERAND_BYTES, OpHeader, OpKind, Status, WORD_BYTES,
+    },
+};
+use serde::{Deserialize, Serialize};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::{end_with_parent, own_cpu_s, tell};
+use crate::{
+    options::AttackOptions,
+    pick::{ODD, mix},
+};
+
+/// Where the attacker sits: another address of the loopback interface than the victim's.
+pub(super) const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
+
+/// Peers that attack at once.
+pub(super) const THREADS: usize = 4;
+
+/// A server that does not answer for so long counts as one that does not.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Requests that a session sends in one go.
+const PIPELINED: u64 = 400;
+
+/// What the attacker gets for itself, to forge requests beside it.
+const OWN_BYTES: u64 = 64 << 10;
+
+/// What became of the requests of one kind.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Kind {
+    pub(super) sent: u64,
+    /// Turned down in words, or by closing the connection.
+    pub(super) refused: u64,
+    /// What anybody may have: a session, memory of its own.
+    pub(super) granted: u64,
+    pub(super) unanswered: u64,
+}
+
+/// What the attacker reports.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub(super) struct Attack {
+    pub(super) kinds: BTreeMap<String, Kind>,
+    /// Bytes that were not the attacker's and that it saw, or was told it had changed.
+    pub(super) foreign_bytes: u64,
+    pub(super) cpu_s: f64,
+}
+
+impl Attack {
+    pub(super) fn sum(&self) -> Kind {
+        self.kinds.values().fold(Kind::default(), |sum, kind| Kind {
+            sent: sum.sent + kind.sent,
+            refused: sum.refused + kind.refused,
+            granted: sum.granted + kind.granted,
+            unanswered: sum.unanswered + kind.unanswered,
+        })
+    }
+}
+
+/// The process that the benchmark starts.
+pub(crate) fn attack(options: &AttackOptions) -> Result<()> {
+    end_with_parent();
+    let Endpoint::Tcp { host, port } = &options.endpoint else {
+        bail!("the attack goes over tcp, not to {}", options.endpoint);
+    };
+    let mut addresses = (host.as_str(), *port)
+        .to_socket_addrs()
+        .context("no such host")?;
+    let server = addresses.find_map(|address| match address {
+        std::net::SocketAddr::V4(address) if address.ip().is_loopback() => Some(address),
+        _ => None,
+    });
+    let server = server.context("the attack is for loopback addresses only")?;
+    let (sent, total) = (AtomicU64::new(0), Mutex::new(Attack::default()));
+    let end = Instant::now() + Duration::from_secs(options.seconds_max);
+    thread::scope(|scope| {
+        for thread in 0..THREADS as u64 {
+            let (sent, total) = (&sent, &total);
+            scope.spawn(move || {
+                let mut attacker = Attacker {
+                    server,
+                    seed: mix(options.seed) ^ mix(thread + 1),
+                    drawn: 0,
+                    found: Attack::default(),
+                };
+                while sent.load(Relaxed) < options.requests && Instant::now() < end {
+                    let before = attacker.found.sum().sent;
+                    attacker.round();
+                    sent.fetch_add(attacker.found.sum().sent - before, Relaxed);
+                }
+                let mut total = total.lock().expect("nothing panics under it");
+                total.foreign_bytes += attacker.found.foreign_bytes;
+                for (name, kind) in attacker.found.kinds {
+                    let sum = total.kinds.entry(name).or_default();
+                    sum.sent += kind.sent;
+                    sum.refused += kind.refused;
+                    sum.granted += kind.granted;
+                    sum.unanswered += kind.unanswered;
+                }
+            });
+        }
+    });
+    let mut found = total.into_inner().expect("nothing panics under it");
+    found.cpu_s = own_cpu_s()?;
+    tell(&found)
+}
+
+/// How one request ended.
+enum Outcome {
+    Refused,
+    Granted,
+    Unanswered,
+    /// So many bytes of others were given or changed.
+    Foreign(u64),
+}
+
+struct Attacker {
+    server: SocketAddrV4,
+    seed: u64,
+    drawn: u64,
+    found: Attack,
+}
+
+impl Attacker {
+    fn random(&mut self) -> u64 {
+        self.drawn += 1;
+        mix(self.seed.wrapping_add(self.drawn.wrapping_mul(ODD)))
+    }
+
+    /// A number that may well be the id of something that exists: they count from the beginning.
+    fn guess(&mut self) -> u64 {
+        match self.random() % 8 {
+            0 => self.random(),
+            _ => self.random() % 64,
+        }
+    }
+
+    fn count(&mut self, kind: &str, outcome: Outcome) {
+        self.count_many(kind, 1, outcome);
+    }
+
+    fn count_many(&mut self, name: &str, requests: u64, outcome: Outcome) {
+        let kind = self.found.kinds.entry(name.to_owned()).or_default();
+        kind.sent += requests;
+        match outcome {
+            Outcome::Refused => kind.refused += requests,
+            Outcome::Granted => kind.granted += requests,
+            Outcome::Unanswered => kind.unanswered += requests,
+            Outcome::Foreign(bytes) => {
+                kind.granted += requests;
+                self.found.foreign_bytes += bytes;
+            }
+        }
+    }
+
+    /// Some of everything.
+    fn round(&mut self) {
+        for _ in 0..8 {
+            let outcome = self.garbage();
+            self.count("garbage instead of a hello", outcome);
+        }
+        for _ in 0..4 {
+            let outcome = self.half_frame();
+            self.count("half a frame", outcome);
+        }
+        for _ in 0..16 {
+            let outcome = outcome_of(self.begin().map(drop));
+            self.count("Begin, and gone", outcome);
+        }
+        for _ in 0..8 {
+            let outcome = self.wrong_secret();
+            self.count("a wrong secret", outcome);
+        }
+        for _ in 0..4 {
+            let outcome = self.oversized();
+            self.count("a frame too long", outcome);
+        }
+        self.flood();
+        for _ in 0..8 {
+            self.forged_operations();
+        }
+        self.forged_requests();
+    }
+
+    fn connect(&mut self) -> io::Result<TcpStream> {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+        socket.set_read_timeout(Some(PATIENCE))?;
+        socket.set_write_timeout(Some(PATIENCE))?;
+        // Gone at once when closed: there are more connections than ports otherwise.
+        socket.set_linger(Some(Duration::ZERO))?;
+        socket.bind(&SocketAddrV4::new(ATTACKER, 0).into())?;
+        socket.connect_timeout(&self.server.into(), PATIENCE)?;
+        let stream = TcpStream::from(socket);
+        stream.set_nodelay(true)?;
+        Ok(stream)
+    }
+
+    fn greet(&mut self, purpose: Purpose) -> io::Result<TcpStream> {
+        let mut stream = self.connect()?;
+        stream.write_all(&Hello::new(purpose).encode())?;
+        stream.read_exact(&mut [0; HELLO_BYTES])?;
+        Ok(stream)
+    }
+
+    fn begin(&mut self) -> io::Result<(TcpStream, SessionId, Secret)> {
+        let mut stream = self.greet(Purpose::Control)?;
+        match say(&mut stream, &begin(None))? {
+            Response::Begun {
+                session, secret, ..
+            } => Ok((stream, session, secret)),
+            other => Err(refused(&other)),
+        }
+    }
+
+    fn garbage(&mut self) -> Outcome {
+        let bytes: Vec<u8> = (0..8).flat_map(|_| self.random().to_le_bytes()).collect();
+        outcome_of(self.connect().and_then(|mut stream| {
+            stream.write_all(&bytes)?;
+            closed(&mut stream)
+        }))
+    }
+
+    fn half_frame(&mut self) -> Outcome {
+        let depth = self.random() % 3;
+        let mut half = || -> io::Result<()> {
+            let mut stream = match depth {
+                0 => self.connect()?,
+                1 => self.greet(Purpose::Control)?,
+                _ => self.begin()?.0,
+            };
+            let bytes = match depth {
+                0 => Hello::new(Purpose::Control).encode()[..7].to_vec(),
+                _ => [&1000u32.to_le_bytes()[..], &[1, 2, 3]].concat(),
+            };
+            // Nobody answers half a frame. The connection goes, and all that it held.
+            stream.write_all(&bytes)?;
+            Err(ErrorKind::ConnectionAborted.into())
+        };
+        outcome_of(half())
+    }
+
+    fn wrong_secret(&mut self) -> Outcome {
+        let session = SessionId(self.guess());
+        let mut secret = [0; 16];
+        secret[..8].copy_from_slice(&self.random().to_le_bytes());
+        let secret = Secret(secret);
+        let resumes = self.random().is_multiple_of(2);
+        let told = if resumes {
+            let stream = self.greet(Purpose::Control);
+            stream.and_then(|mut it| say(&mut it, &begin(Some((session, secret)))))
+        } else {
+            let attach = Request::Attach {
+                session,
+                secret,
+                line: 0,
+            };
+            let stream = self.greet(Purpose::Data);
+            stream.and_then(|mut it| say(&mut it, &attach))
+        };
+        match told {
+            // Who gets into another's session has all that is in it.
+            Ok(Response::Begun { .. } | Response::Done) => Outcome::Foreign(1),
+            told => outcome_of(told.and_then(|it| Err(refused(&it)))),
+        }
+    }
+
+    fn oversized(&mut self) -> Outcome {
+        let lies = self.random().is_multiple_of(2);
+        let mut oversized = || -> io::Result<()> {
+            let (mut stream, ..) = self.begin()?;
+            let bytes = if lies {
+                u32::MAX.to_le_bytes().to_vec()
+            } else {
+                // As long as may be, of which a little comes.
+                let mut half = (MAX_FRAME_BYTES as u32).to_le_bytes().to_vec();
+                half.resize(64 << 10, 6);
+                half
+            };
+            stream.write_all(&bytes)?;
+            match lies {
+                true => closed(&mut stream),
+                false => Err(ErrorKind::ConnectionAborted.into()),
+            }
+        };
+        outcome_of(oversized())
+    }
+
+    /// One session with as many data connections as it gets.
+    fn flood(&mut self) {
+        let name = "a flood of data connections";
+        let Ok((_control, session, secret)) = self.begin() else {
+            return self.count(name, Outcome::Refused);
+        };
+        let mut held = Vec::new();
+        for line in 0..32 {
+            let attach = Request::Attach {
+                session,
+                secret,
+                line,
+            };
+            let told = self
+                .greet(Purpose::Data)
+                .and_then(|mut stream| Ok((say(&mut stream, &attach)?, stream)));
+            let outcome = match told {
+                Ok((Response::Done, stream)) => {
+                    held.push(stream);
+                    Outcome::Granted
+                }
+                Ok((other, _)) => outcome_of(Err(refused(&other))),
+                Err(error) => outcome_of(Err(error)),
+            };
+            self.count(name, outcome);
+        }
+    }
+
+    /// READs, WRITEs and atomics on what others hold, and beside the own extent.
+    fn forged_operations(&mut self) {
+        let name = "forged operations";
+        let mut own = || -> io::Result<(TcpStream, SessionId, Secret, ExtentId)> {
+            let (mut stream, session, secret) = self.begin()?;
+            match say(&mut stream, &Request::Grant { bytes: OWN_BYTES })? {
+                Response::Granted { extent } => Ok((stream, session, secret, extent.id)),
+                other => Err(refused(&other)),
+            }
+        };
+        let (_control, session, secret, own) = match own() {
+            Ok(own) => own,
+            Err(error) => return self.count(name, outcome_of(Err(error))),
+        };
+        let attach = |attacker: &mut Self, line| -> io::Result<TcpStream> {
+            let mut stream = attacker.greet(Purpose::Data)?;
+            let attach = Request::Attach {
+                session,
+                secret,
+                line,
+            };
+            match say(&mut stream, &attach)? {
+                Response::Done => Ok(stream),
+                other => Err(refused(&other)),
+            }
+        };
+        // Memory that is new has nothing of its last holder in it.
+        let new = attach(self, 0).and_then(|mut stream| {
+            let op = op(OpKind::Read, own, 0, OWN_BYTES as u32);
+            stream.write_all(&op.encode())?;
+            let bytes = answer(&mut stream)?;
+            Ok(bytes.iter().filter(|byte| **byte != 0).count() as u64)
+        });
+        let outcome = match new {
+            Ok(0) => Outcome::Granted,
+            Ok(foreign) => Outcome::Foreign(foreign),
+            Err(error) => outcome_of(Err(error)),
+        };
+        self.count("a READ of the own, new memory", outcome);
+
+        for line in 1..4 {
+            let foreign = loop {
+                let guess = ExtentId(self.guess());
+                if guess != own {
+                    break guess;
+                }
+            };
+            let (extent, offset) = match self.random() % 4 {
+                0 => (own, OWN_BYTES - 8),
+                1 => (own, u64::MAX - (1 << 20)),
+                _ => (foreign, self.random() % 16 * 4096),
+            };
+            let (kind, len, payload) = match self.random() % 4 {
+                0 => (OpKind::Write, 4096, 4096),
+                1 => (OpKind::FetchAdd, WORD_BYTES, OPERAND_BYTES),
+                2 => (OpKind::Read, MAX_OP_BYTES, 0),
+                _ => (OpKind::Read, 4096, 0),
+            };
+            // The last eight bytes of the own extent are the own: nothing is forged there.
+            let forged = extent != own || len > WORD_BYTES || offset > OWN_BYTES;
+            let done = attach(self, line).and_then(|mut stream| {
+                stream.write_all(&op(kind, extent, offset, len).encode())?;
+                stream.write_all(&vec![0xee; payload])?;
+                answer(&mut stream)
+            });
+            let outcome = match done {
+                Ok(bytes) if forged => Outcome::Foreign(bytes.len().max(payload) as u64),
+                done => outcome_of(done.map(drop)),
+            };
+            self.count(name, outcome);
+        }
+    }
+
+    /// Requests of a session for what is not its own, many in one go.
+    fn forged_requests(&mut self) {
+        let name = "forged requests of a session";
+        let (mut stream, ..) = match self.begin() {
+            Ok(begun) => begun,
+            Err(error) => return self.count(name, outcome_of(Err(error))),
+        };
+        let mut bytes = Vec::new();
+        for _ in 0..PIPELINED {
+            let request = match self.random() % 5 {
+                0 => Request::Release {
+                    extent: ExtentId(self.guess()),
+                },
+                1 => Request::Grant {
+                    bytes: u64::MAX >> 8,
+                },
+                2 => Request::Open {
+                    name: "squares".to_owned(),
+                },
+                3 => Request::Publish {
+                    name: "squares".to_owned(),
+                    manifest: vec![7; 64],
+                    extents: vec![ExtentId(self.guess()); 64],
+                },
+                _ => Request::Remove {
+                    name: "squares".to_owned(),
+                    owner: None,
+                },
+            };
+            bytes.extend(control::encode(&request).expect("short"));
+        }
+        if let Err(error) = stream.write_all(&bytes) {
+            return self.count_many(name, PIPELINED, outcome_of(Err(error)));
+        }
+        for heard in 0..PIPELINED {
+            match hear(&mut stream) {
+                Ok(Response::Refused(_)) => self.count(name, Outcome::Refused),
+                // Nothing of it was the attacker's to have.
+                Ok(_) => self.count(name, Outcome::Foreign(1)),
+                Err(error) => {
+                    return self.count_many(name, PIPELINED - heard, outcome_of(Err(error)));
+                }
+            }
+        }
+    }
+}
+
+fn begin(resume: Option<(SessionId, Secret)>) -> Request {
+    Request::Begin {
+        client: "hostile".to_owned(),
+        resume,
+    }
+}
+
+fn op(kind: OpKind, extent: ExtentId, offset: u64, len: u32) -> OpHeader {
+    OpHeader {
+        kind,
+        following: 0,
+        sequence: 0,
+        len,
+        extent,
+        offset,
+    }
+}
+
+fn say(stream: &mut TcpStream, request: &Request) -> io::Result<Response> {
+    stream.write_all(&control::encode(request).expect("short"))?;
+    hear(stream)
+}
+
+fn hear(stream: &mut TcpStream) -> io::Result<Response> {
+    let mut prefix = [0; PREFIX_BYTES];
+    stream.read_exact(&mut prefix)?;
+    let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
+    let mut body = vec![0; bytes];
+    stream.read_exact(&mut body)?;
+    control::decode(&body).map_err(io::Error::other)
+}
+
+/// The payload of the answer to one operation.
+fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let mut header = [0; ANSWER_HEADER_BYTES];
+    stream.read_exact(&mut header)?;
+    let header = AnswerHeader::decode(&header).map_err(io::Error::other)?;
+    if header.status == Status::Refused {
+        return Err(ErrorKind::PermissionDenied.into());
+    }
+    let mut payload = vec![0; header.len as usize];
+    stream.read_exact(&mut payload)?;
+    Ok(payload)
+}
+
+/// Waits until the server has closed the connection, which is what it owes to garbage.
+fn closed(stream: &mut TcpStream) -> io::Result<()> {
+    let mut rest = Vec::new();
+    stream.take(1 << 20).read_to_end(&mut rest)?;
+    Err(ErrorKind::ConnectionAborted.into())
+}
+
+fn refused(response: &Response) -> io::Error {
+    match response {
+        Response::Refused(_) => ErrorKind::PermissionDenied.into(),
+        other => io::Error::other(format!("an answer to nothing that was asked: {other:?}")),
+    }
+}
+
+/// Silence is no answer; whatever else ends a connection is the server's way of refusing.
+fn outcome_of(result: io::Result<()>) -> Outcome {
+    match result {
+        Ok(()) => Outcome::Granted,
+        Err(error) => match error.kind() {
+            ErrorKind::WouldBlock | ErrorKind::TimedOut => Outcome::Unanswered,
+            _ => Outcome::Refused,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use farpage_wire::{control::Lease, data::OP_HEADER_BYTES};
+
+    use super::*;
+
+    /// A server that refuses nothing: whatever is asked for is given, with bytes in it.
+    fn generous(mut stream: TcpStream) -> io::Result<()> {
+        let mut hello = [0; HELLO_BYTES];
+        stream.read_exact(&mut hello)?;
+        let hello = Hello::decode(&hello).map_err(io::Error::other)?;
+        stream.write_all(&hello.encode())?;
+        loop {
+            let mut prefix = [0; PREFIX_BYTES];
+            stream.read_exact(&mut prefix)?;
+            let bytes = control::frame_bytes(prefix, MAX_FRAME_BYTES).map_err(io::Error::other)?;
+            let mut body = vec![0; bytes];
+            stream.read_exact(&mut body)?;
+            let answer = match control::decode(&body).map_err(io::Error::other)? {
+                Request::Begin { .. } => Response::Begun {
+                    session: SessionId(1),
+                    secret: Secret([1; 16]),
+                    lease_ms: 60_000,
+                },
+                Request::Grant { bytes } => Response::Granted {
+                    extent: Lease {
+                        id: ExtentId(1),
+                        bytes,
+                    },
+                },
+                _ => Response::Done,
+            };
+            stream.write_all(&control::encode(&answer).expect("short"))?;
+            if hello.purpose == Purpose::Data {
+                break;
+            }
+        }
+        let mut header = [0; OP_HEADER_BYTES];
+        stream.read_exact(&mut header)?;
+        let op = OpHeader::decode(&header).map_err(io::Error::other)?;
+        let (taken, given) = match op.kind {
+            OpKind::Read => (0, op.len),
+            OpKind::Write => (op.len as usize, 0),
+            OpKind::FetchAdd | OpKind::CompareSwap => (OPERAND_BYTES, op.len),
+        };
+        stream.read_exact(&mut vec![0; taken])?;
+        let answer = AnswerHeader {
+            status: Status::Ok,
+            sequence: op.sequence,
+            len: given,
+        };
+        stream.write_all(&answer.encode())?;
+        stream.write_all(&vec![0xaa; given as usize])
+    }
+
+    #[test]
+    fn server_that_gives_what_is_not_the_attackers_is_found_out() {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+        let address = listener.local_addr().expect("it listens");
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                thread::spawn(move || generous(stream));
+            }
+        });
+        let std::net::SocketAddr::V4(server) = address else {
+            unreachable!("it was bound to an address of version 4")
+        };
+        type Act = fn(&mut Attacker);
+        let attacks: [(&str, Act); 3] = [
+            ("operations", Attacker::forged_operations),
+            ("requests", Attacker::forged_requests),
+            ("secrets", |attacker| {
+                let outcome = attacker.wrong_secret();
+                attacker.count("a wrong secret", outcome);
+            }),
+        ];
+        for (name, attack) in attacks {
+            let mut attacker = Attacker {
+                server,
+                seed: 1,
+                drawn: 0,
+                found: Attack::default(),
+            };
+            attack(&mut attacker);
+            assert!(
+                attacker.found.foreign_bytes > 0,
+                "{name}: {:?}",
+                attacker.found
+            );
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! A program that burns CPU and does nothing else.
+//!
+//! The rule it keeps: so much CPU time in so many seconds, spread evenly over both.
+
+use std::{
+    hint::black_box,
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::Result;
+use serde::{Deserialize, Serialize};
+
+use super::{end_with_parent, own_cpu_s, tell};
+use crate::{options::BurnOptions, pick::mix};
+
+/// As many as the attacker has, so that the kernel has as many to share the CPUs among.
+const THREADS: usize = super::attack::THREADS;
+/// What is burnt before looking whether it is time to rest.
+const SLICE: Duration = Duration::from_micros(200);
+
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Burnt {
+    pub(super) cpu_s: f64,
+}
+
+/// The process that the benchmark starts.
+pub(crate) fn burn(options: &BurnOptions) -> Result<()> {
+    end_with_parent();
+    let begun = Instant::now();
+    let share = (options.cpu_seconds / options.seconds.max(0.001)).max(0.0);
+    thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(|| {
+                while begun.elapsed().as_secs_f64() < options.seconds {
+                    // All threads together are held to the share: the process's own CPU time says
+                    // where they are.
+                    let burnt = own_cpu_s().unwrap_or(f64::MAX);
+                    if burnt > share * begun.elapsed().as_secs_f64() {
+                        thread::sleep(Duration::from_millis(1));
+                        continue;
+                    }
+                    let slice = Instant::now();
+                    let mut x = 1;
+                    while slice.elapsed() < SLICE {
+                        x = (0..100).fold(x, |x, _| mix(black_box(x)));
+                    }
+                }
+            });
+        }
+    });
+    tell(&Burnt {
+        cpu_s: own_cpu_s()?,
+    })
+}

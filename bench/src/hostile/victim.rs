@@ -1,0 +1,164 @@
+//! The victim: a client whose one thread runs STREAM over remote arrays and checks each word, and
+//! whose other one takes a single fault at a time.
+//!
+//! The rule it keeps: every word that is read is compared with what was written there.
+
+use std::{
+    hint::black_box,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
+    time::Instant,
+};
+
+use anyhow::{Context, Result};
+use farpage::{Advice, ByteSize, RemoteArray, Runtime};
+use farpage_wire::Endpoint;
+use hdrhistogram::Histogram;
+
+use crate::{
+    pick::{Shuffle, mix},
+    report::new_histogram,
+};
+
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    /// Of each of the three arrays.
+    pub(super) array_bytes: u64,
+    pub(super) budget_bytes: u64,
+    pub(super) page_bytes: u64,
+}
+
+impl Sizes {
+    pub(super) fn of(smoke: bool) -> Sizes {
+        let array_bytes = if smoke { 2 << 20 } else { 32 << 20 };
+        Sizes {
+            array_bytes,
+            // A quarter of all.
+            budget_bytes: array_bytes * 3 / 4,
+            page_bytes: if smoke { 4 << 10 } else { 64 << 10 },
+        }
+    }
+}
+
+/// Fields are dropped in this order.
+pub(super) struct Victim {
+    a: RemoteArray<u64>,
+    b: RemoteArray<u64>,
+    faults: RemoteArray<u64>,
+    _runtime: Runtime,
+    page_words: u64,
+    /// What has been added to each word of `a`.
+    passes: u64,
+    /// Where the random round over `faults` has got to.
+    rounds: u64,
+    damaged: u64,
+}
+
+/// What the victim saw beside one neighbour.
+pub(super) struct Seen {
+    pub(super) faults_ns: Histogram<u64>,
+    pub(super) stream_bytes: u64,
+    pub(super) words_checked: u64,
+}
+
+impl Victim {
+    pub(super) fn start(endpoint: &Endpoint, sizes: Sizes) -> Result<Victim> {
+        let runtime = Runtime::builder()
+            .server(endpoint.to_string())
+            .budget(ByteSize::b(sizes.budget_bytes))
+            .page_size(ByteSize::b(sizes.page_bytes))
+            .build()
+            .context("cannot start farpage")?;
+        let array = |advice| {
+            let array = runtime.array::<u64>(sizes.array_bytes as usize / 8);
+            let array = array.context("cannot create a remote array")?;
+            array.advise(.., advice).context("cannot advise")?;
+            anyhow::Ok(array)
+        };
+        let mut victim = Victim {
+            a: array(Advice::Sequential)?,
+            b: array(Advice::Sequential)?,
+            faults: array(Advice::Random)?,
+            _runtime: runtime.clone(),
+            page_words: sizes.page_bytes / 8,
+            passes: 0,
+            rounds: 0,
+            damaged: 0,
+        };
+        for array in [&mut victim.a, &mut victim.faults] {
+            for (at, word) in (0..).zip(array.iter_mut()) {
+                *word = mix(at);
+            }
+        }
+        Ok(victim)
+    }
+
+    /// Works until `stop`.
+    pub(super) fn work(&mut self, stop: &AtomicBool) -> Seen {
+        let (a, b, passes) = (&mut self.a, &mut self.b, &mut self.passes);
+        let (faults, page_words, rounds) = (&self.faults, self.page_words, &mut self.rounds);
+        thread::scope(|scope| {
+            let stream = scope.spawn(move || {
+                let (mut words, mut damaged) = (0, 0);
+                while !stop.load(Relaxed) {
+                    damaged += pass(a, b, *passes);
+                    *passes += 1;
+                    words += 2 * a.len() as u64;
+                }
+                (words, damaged)
+            });
+            let mut faults_ns = new_histogram();
+            let mut damaged = 0;
+            while !stop.load(Relaxed) {
+                *rounds += 1;
+                let pages = faults.len() as u64 / page_words;
+                // The same order each time: a page comes again when all others have been.
+                for page in Shuffle::new(pages, 1) {
+                    let at = page * page_words + mix(page ^ *rounds) % page_words;
+                    let begin = Instant::now();
+                    let word = black_box(faults[at as usize]);
+                    faults_ns.saturating_record(begin.elapsed().as_nanos() as u64);
+                    damaged += u64::from(word != mix(at));
+                    if stop.load(Relaxed) {
+                        break;
+                    }
+                }
+            }
+            let (words, damaged_by_stream) = stream.join().expect("STREAM does not panic");
+            self.damaged += damaged + damaged_by_stream;
+            Seen {
+                words_checked: words + faults_ns.len(),
+                faults_ns,
+                // Each word that is checked is one that is read, and one is written for it.
+                stream_bytes: words * 2 * 8,
+            }
+        })
+    }
+
+    /// Checks every word once more. Returns how many were damaged at any time.
+    pub(super) fn finish(self) -> Result<u64> {
+        let mut damaged = self.damaged;
+        for (at, &word) in (0..).zip(self.a.iter()) {
+            damaged += u64::from(word != mix(at).wrapping_add(self.passes));
+        }
+        for (at, &word) in (0..).zip(self.faults.iter()) {
+            damaged += u64::from(word != mix(at));
+        }
+        Ok(damaged)
+    }
+}
+
+/// STREAM's copy, and an add: each element goes to `b` and comes back larger by one. Returns how
+/// many were not what they had to be.
+fn pass(a: &mut [u64], b: &mut [u64], passes: u64) -> u64 {
+    let mut damaged = 0;
+    for (at, (a, b)) in (0..).zip(a.iter().zip(b.iter_mut())) {
+        damaged += u64::from(*a != mix(at).wrapping_add(passes));
+        *b = *a;
+    }
+    for (at, (a, b)) in (0..).zip(a.iter_mut().zip(b.iter())) {
+        damaged += u64::from(*b != mix(at).wrapping_add(passes));
+        *a = b.wrapping_add(1);
+    }
+    damaged
+}
