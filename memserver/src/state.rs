@@ -20,7 +20,7 @@ use std::{
 
 use farpage_fabric::{
     host::{Admission, Asker, Host, Opened, Origin, Refusal, Transport},
-    memory::ExtentMemory,
+    memory::{ExtentFile, ExtentMemory},
     server::Lines,
 };
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
@@ -416,6 +416,14 @@ impl Host for State {
         &self.lines
     }
 
+    fn hold_frame(&self, origin: Origin, bytes: u64) -> Result<(), Refusal> {
+        self.charge(&mut self.ledger.lock(), origin, bytes)
+    }
+
+    fn drop_frame(&self, origin: Origin, bytes: u64) {
+        self.ledger.lock().take_off(origin, bytes);
+    }
+
     fn renew(&self, session: SessionId) -> Result<(), Refusal> {
         Self::known(&mut self.ledger.lock(), session)?.renewed = Instant::now();
         Ok(())
@@ -562,8 +570,17 @@ impl Host for State {
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
         let id = ledger.name_of(session, name)?;
         let held = &ledger.sessions[&session].extents;
-        if let Some(stranger) = extents.iter().find(|id| !held.contains(id)) {
+        // No more are looked at than there can be: a client can say one id millions of times.
+        let possible = &extents[..extents.len().min(held.len() + 1)];
+        if let Some(stranger) = possible.iter().find(|id| !held.contains(id)) {
             return Err(Refusal::NotLeased(*stranger));
+        }
+        if extents.len() > held.len() {
+            return Err(Refusal::Invalid(format!(
+                "{} extents were named, and this client holds {}",
+                extents.len(),
+                held.len()
+            )));
         }
         let distinct: HashSet<ExtentId> = extents.iter().copied().collect();
         for extent in &distinct {
@@ -682,24 +699,27 @@ impl Host for State {
             (ledger.sessions.values()).fold(0u64, |sum, record| sum.saturating_add(record.held[i]))
         };
         let (logical_bytes, stored_bytes) = (held(0), held(1));
-        let resident_bytes = ledger
-            .extents
-            .values()
-            .map(|extent| extent.memory.resident_bytes())
-            .sum();
-        ServerStat {
+        let extents = ledger.extents.values();
+        let memories: Vec<_> = extents.map(|extent| extent.memory.file()).collect();
+        let stat = ServerStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ms: self.started.elapsed().as_millis() as u64,
             draining: ledger.draining,
             capacity_bytes: self.limits.capacity_bytes,
             granted_bytes: ledger.granted_bytes,
-            resident_bytes,
             sessions: ledger.sessions.len() as u64,
             extents: ledger.extents.len() as u64,
             named_regions: ledger.named_regions(),
             logical_bytes,
             stored_bytes,
             ..ServerStat::default()
+        };
+        drop(ledger);
+        // A system call for each extent.
+        let resident = memories.iter().map(ExtentFile::resident_bytes);
+        ServerStat {
+            resident_bytes: resident.sum(),
+            ..stat
         }
     }
 }

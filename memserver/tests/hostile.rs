@@ -14,7 +14,7 @@ use std::{
 };
 
 use common::{
-    Both, connect,
+    Both, Daemon, connect,
     raw::{Stream, begin, greet, hear, raw, say},
     read, wait_until, write,
 };
@@ -377,4 +377,69 @@ fn arbitrary_bytes_never_end_the_server() {
     for bystander in bystanders {
         assert!(bystander.finish() > 0);
     }
+}
+
+fn peak_bytes(daemon: &Daemon) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:"));
+    let kib = line
+        .and_then(|line| line.split_whitespace().nth(1))
+        .unwrap();
+    kib.parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others() {
+    let daemon = Daemon::start(&["--capacity", "16MiB", "--lease", "1h"]);
+    let (mut stream, ..) = begin(&daemon.tcp);
+    say(&mut *stream, &Request::Grant { bytes: MIB });
+    let Response::Granted { extent } = hear(&mut *stream) else {
+        panic!("no memory")
+    };
+    let publish = |ids: usize| {
+        control::encode(&Request::Publish {
+            name: "x".to_owned(),
+            manifest: vec![],
+            extents: vec![extent.id; ids],
+        })
+        .unwrap()
+    };
+    // Two of one is more than the client holds.
+    stream.write_all(&publish(2)).unwrap();
+    assert!(matches!(hear(&mut *stream), Response::Refused(_)));
+    let before = peak_bytes(&daemon);
+    // Whether it is refused for its length or for the memory that it takes, nobody else notices.
+    let bystander = Bystander::start(&daemon.tcp);
+    let _ = stream.write_all(&publish(23 << 20));
+    let _ = stream.read(&mut [0]);
+    bystander.finish();
+    let taken = peak_bytes(&daemon).saturating_sub(before);
+    assert!(taken < 64 * MIB, "{} MiB", taken / MIB);
+}
+
+#[test]
+fn requests_that_are_half_sent_are_charged_to_their_senders() {
+    let daemon = Daemon::start(&["--capacity", "64MiB", "--lease", "1h"]);
+    let before = peak_bytes(&daemon);
+    let mut half: Vec<_> = (0..12).map(|_| begin(&daemon.tcp).0).collect();
+    let piece = vec![0; MIB as usize];
+    for stream in &mut half {
+        stream
+            .write_all(&(control::MAX_FRAME_BYTES as u32).to_le_bytes())
+            .unwrap();
+        for _ in 0..control::MAX_FRAME_BYTES / piece.len() - 1 {
+            stream.write_all(&piece).unwrap();
+        }
+    }
+    let stat = || {
+        let options = farpage_fabric::SessionOptions::default();
+        let mut visit = farpage_fabric::Visit::connect(&daemon.tcp, &options).unwrap();
+        visit.stat().unwrap()
+    };
+    wait_until("what is held is known", || stat().granted_bytes > 60 * MIB);
+    assert!(stat().granted_bytes <= 64 * MIB);
+    let taken = peak_bytes(&daemon).saturating_sub(before);
+    assert!(taken < 110 * MIB, "{} MiB", taken / MIB);
+    drop(half);
+    wait_until("it is given back", || stat().granted_bytes == 0);
 }

@@ -88,6 +88,13 @@ pub trait Host: Send + Sync + 'static {
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal>;
     /// Which data connections there are, over all listeners.
     fn lines(&self) -> &Lines;
+    /// Takes memory for a long request, of which so many bytes more have come: charged to where its
+    /// sender connects from until [`drop_frame`](Self::drop_frame).
+    fn hold_frame(&self, _origin: Origin, _bytes: u64) -> Result<(), Refusal> {
+        Ok(())
+    }
+    /// Gives such memory back.
+    fn drop_frame(&self, _origin: Origin, _bytes: u64) {}
     /// The client lives.
     fn renew(&self, session: SessionId) -> Result<(), Refusal>;
     /// The control connection broke without a goodbye.

@@ -46,6 +46,20 @@ struct Memory {
     map: OnceLock<MmapRaw>,
 }
 
+/// An extent's file, to look at without a lease.
+#[derive(Clone, Debug)]
+pub struct ExtentFile(Arc<Memory>);
+
+impl ExtentFile {
+    /// How many bytes are physically backed, whoever wrote them.
+    pub fn resident_bytes(&self) -> u64 {
+        // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd has no way to
+        // fail.
+        let metadata = self.0.file.metadata();
+        metadata.map_or(0, |metadata| metadata.blocks() * 512)
+    }
+}
+
 /// An address that is not in the extent, or a lease that has ended, or a word that is not at a multiple of 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -116,11 +130,12 @@ impl ExtentMemory {
 
     /// How many bytes are physically backed, whoever wrote them.
     pub fn resident_bytes(&self) -> u64 {
-        // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd has no way to fail.
-        self.memory
-            .file
-            .metadata()
-            .map_or(0, |metadata| metadata.blocks() * 512)
+        self.file().resident_bytes()
+    }
+
+    /// The bytes' file: keeps them, and is no lease.
+    pub fn file(&self) -> ExtentFile {
+        ExtentFile(Arc::clone(&self.memory))
     }
 
     /// Ends this lease: accesses through this handle fail from now on. One that has begun may still end. An adapter reaches the memory no more

@@ -17,7 +17,7 @@ use std::{
 };
 
 use farpage_wire::{
-    Endpoint,
+    Endpoint, Refusal,
     control::{self, ControlDecodeError, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
 };
 use nix::{
@@ -41,6 +41,13 @@ const PROBES: u32 = 3;
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
 
+/// What a peer may make us hold without being charged for it: each connection may.
+pub(crate) const SMALL_FRAME_BYTES: usize = 4 << 10;
+/// A longer frame is held by pieces of this size.
+const PIECE_BYTES: usize = 256 << 10;
+/// The rest of a frame has to follow its length within this time. Generous for 24 MiB.
+const FRAME: Duration = Duration::from_secs(30);
+
 /// A connected, non-blocking socket, or what stands for one.
 #[derive(Debug)]
 pub(crate) enum Stream {
@@ -56,6 +63,9 @@ pub(crate) enum ReceiveError {
     Io(#[from] io::Error),
     #[error(transparent)]
     Decode(#[from] ControlDecodeError),
+    /// The message was thrown away; the connection goes on.
+    #[error("{0}")]
+    Refused(Refusal),
 }
 
 /// What an I/O error means to somebody who waits for a peer.
@@ -221,14 +231,42 @@ impl Stream {
         limit: usize,
         until: Instant,
     ) -> Result<T, ReceiveError> {
+        self.receive_charged(limit, until, &mut |_| Ok(()))
+    }
+
+    /// As [`receive`](Self::receive). Of a frame of more than [`SMALL_FRAME_BYTES`], `charge` is
+    /// told how many bytes more are about to be held; once it refuses, the rest is thrown away.
+    pub(crate) fn receive_charged<T: DeserializeOwned>(
+        &self,
+        limit: usize,
+        until: Instant,
+        charge: &mut dyn FnMut(u64) -> Result<(), Refusal>,
+    ) -> Result<T, ReceiveError> {
         let mut prefix = [0; PREFIX_BYTES];
         self.read_exact(&mut prefix, until)?;
         let bytes = control::frame_bytes(prefix, limit)?;
+        let until = until.min(Instant::now() + FRAME);
         // Grown as the bytes arrive, so that a peer that only announces much makes us hold little.
         let mut body = Vec::new();
         while body.len() < bytes {
             let have = body.len();
-            body.resize(bytes.min(have + (64 << 10)), 0);
+            let piece = (bytes - have).min(PIECE_BYTES);
+            if bytes > SMALL_FRAME_BYTES
+                && let Err(refusal) = charge(piece as u64)
+            {
+                let mut rest = bytes - have;
+                body.truncate(body.len().min(SMALL_FRAME_BYTES));
+                body.shrink_to_fit();
+                let mut waste = [0; SMALL_FRAME_BYTES];
+                while rest > 0 {
+                    let part = rest.min(waste.len());
+                    self.read_exact(&mut waste[..part], until)?;
+                    rest -= part;
+                }
+                return Err(ReceiveError::Refused(refusal));
+            }
+            body.reserve_exact(piece);
+            body.resize(have + piece, 0);
             self.read_exact(&mut body[have..], until)?;
         }
         Ok(control::decode(&body)?)

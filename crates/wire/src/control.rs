@@ -5,7 +5,12 @@
 //! it is complete. The hello has the same layout in every version, so that two versions can always
 //! tell each other apart.
 
-use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::fmt;
+
+use serde::{
+    Deserialize, Deserializer, Serialize,
+    de::{DeserializeOwned, Error, SeqAccess, Visitor},
+};
 
 use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
 
@@ -32,6 +37,9 @@ pub const MAX_FIRST_FRAME_BYTES: usize = 4 << 10;
 /// The longest manifest of a named region. Larger maps belong into extents that the manifest refers
 /// to.
 pub const MAX_MANIFEST_BYTES: usize = 16 << 20;
+
+/// The most extents of one region on one server.
+pub const MAX_EXTENTS: usize = 1 << 18;
 
 /// The longest name of a region.
 pub const MAX_NAME_BYTES: usize = 255;
@@ -183,6 +191,7 @@ pub enum Request {
         /// Opaque to the server.
         manifest: Vec<u8>,
         /// Extents of this session that live as long as the name.
+        #[serde(deserialize_with = "at_most_extents")]
         extents: Vec<ExtentId>,
     },
     /// Opens a named region.
@@ -239,6 +248,31 @@ pub enum Request {
 
 /// The most names in one answer.
 pub const NAMES_PER_ANSWER: usize = 1024;
+
+/// Reads a list of extents, and no further than it may be long: an id takes eight times as much
+/// memory as it takes bytes in a frame.
+fn at_most_extents<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<ExtentId>, D::Error> {
+    struct Extents;
+    impl<'de> Visitor<'de> for Extents {
+        type Value = Vec<ExtentId>;
+
+        fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "at most {MAX_EXTENTS} extents")
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, mut ids: A) -> Result<Self::Value, A::Error> {
+            let mut extents = Vec::new();
+            while let Some(id) = ids.next_element()? {
+                if extents.len() == MAX_EXTENTS {
+                    return Err(Error::invalid_length(MAX_EXTENTS + 1, &self));
+                }
+                extents.push(id);
+            }
+            Ok(extents)
+        }
+    }
+    from.deserialize_seq(Extents)
+}
 
 /// What the server answers, one per request and in their order.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -592,6 +626,22 @@ mod tests {
         };
         let frame = encode(&vec![key]).expect("short");
         assert_eq!(frame[PREFIX_BYTES..], [1, 0xac, 2, 3]);
+    }
+
+    #[test]
+    fn a_list_of_more_extents_than_a_server_has_is_not_read_to_its_end() {
+        let publish = |extents| Request::Publish {
+            name: "n".to_owned(),
+            manifest: vec![],
+            extents: vec![ExtentId(1); extents],
+        };
+        let most = encode(&publish(MAX_EXTENTS)).expect("short");
+        assert!(decode::<Request>(&most[PREFIX_BYTES..]).is_ok());
+        let more = encode(&publish(MAX_EXTENTS + 1)).expect("short");
+        assert_eq!(
+            decode::<Request>(&more[PREFIX_BYTES..]),
+            Err(ControlDecodeError::Frame)
+        );
     }
 
     #[test]

@@ -16,7 +16,7 @@ use farpage_wire::{
 
 use super::{Connection, Fault, places::Aim};
 use crate::{
-    host::{Asker, Host, Transport},
+    host::{Asker, Host, Origin, Transport},
     key,
     memory::ExtentMemory,
     stream::{ReceiveError, Stream},
@@ -29,6 +29,29 @@ const ANSWER: Duration = Duration::from_secs(10);
 const VISIT: Duration = Duration::from_secs(2);
 
 const NEEDS_A_SESSION: &str = "a request that needs a session, or a key, without one";
+
+/// What is charged for a request that is being received.
+struct Frame<'a> {
+    host: &'a dyn Host,
+    origin: Origin,
+    bytes: u64,
+}
+
+impl Frame<'_> {
+    fn grow(&mut self, bytes: u64) -> Result<(), Refusal> {
+        self.host.hold_frame(self.origin, bytes)?;
+        self.bytes += bytes;
+        Ok(())
+    }
+}
+
+impl Drop for Frame<'_> {
+    fn drop(&mut self) {
+        if self.bytes > 0 {
+            self.host.drop_frame(self.origin, self.bytes);
+        }
+    }
+}
 
 impl Connection {
     pub(super) fn control(
@@ -76,15 +99,32 @@ impl Connection {
         let mut asked = None;
         loop {
             // A client that lives renews well within its lease: silence is a peer that vanished without a word.
-            let request: Request =
-                match self.stream.receive(MAX_FRAME_BYTES, Instant::now() + lease) {
-                    Err(ReceiveError::Io(error))
-                        if error.kind() == std::io::ErrorKind::UnexpectedEof =>
-                    {
-                        return Ok(false);
-                    }
-                    other => other?,
-                };
+            let mut frame = Frame {
+                host: &*self.host,
+                origin: self.peer.origin,
+                bytes: 0,
+            };
+            let received = self.stream.receive_charged(
+                MAX_FRAME_BYTES,
+                Instant::now() + lease,
+                &mut |bytes| frame.grow(bytes),
+            );
+            let request: Request = match received {
+                Err(ReceiveError::Io(error))
+                    if error.kind() == std::io::ErrorKind::UnexpectedEof =>
+                {
+                    return Ok(false);
+                }
+                Err(ReceiveError::Refused(refusal)) => {
+                    drop(frame);
+                    let until = Instant::now() + ANSWER;
+                    self.stream.send(&Response::Refused(refusal), until)?;
+                    continue;
+                }
+                other => other?,
+            };
+            // Decoded: what it holds is bounded by what the host charges for it.
+            drop(frame);
             let goodbye = request == Request::Goodbye;
             let (mut response, memories) = match request {
                 Request::Challenge => (challenge(&mut asked)?, Vec::new()),

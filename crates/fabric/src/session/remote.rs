@@ -712,6 +712,10 @@ pub(super) fn not_connected(name: &str, error: ReceiveError) -> ConnectError {
     let endpoint = name.to_owned();
     match error {
         ReceiveError::Io(source) => ConnectError::Unreachable { endpoint, source },
+        ReceiveError::Refused(refusal) => ConnectError::Refused {
+            endpoint,
+            reason: refusal.to_string(),
+        },
         ReceiveError::Decode(error) => ConnectError::Protocol {
             endpoint,
             reason: error.to_string(),
