@@ -88,6 +88,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
         words::check(file, &mut findings);
         if file.path.ends_with(".md") {
             markdown::links(file, root, &mut findings);
+            markdown::source_files(file, root, &mut findings);
         }
     }
     documents(&files, &mut findings);

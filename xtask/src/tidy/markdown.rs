@@ -1,4 +1,4 @@
-//! Rules of Markdown: prose is wrapped, links lead somewhere.
+//! Rules of Markdown: prose is wrapped, links lead somewhere, named source files are there.
 //!
 //! The rule it keeps: blocks of code and rows of tables are no prose, and what stands in code is no link.
 
@@ -50,6 +50,19 @@ pub(super) fn links(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
                     findings.push(file.finding(number, format!("no such heading: {target}")));
                 }
                 Ok(_) => {}
+            }
+        }
+    }
+}
+
+/// Source files that prose names, such as `pager/src/protocol.rs`, and that are not there.
+pub(super) fn source_files(file: &Source, root: &Path, findings: &mut Vec<Finding>) {
+    for (number, line) in prose(&file.text) {
+        let spans = line.split('`').skip(1).step_by(2);
+        let named = spans.filter(|span| span.contains('/') && span.ends_with(".rs"));
+        for path in named {
+            if !root.join(path).exists() && !root.join("crates").join(path).exists() {
+                findings.push(file.finding(number, format!("no such source file: {path}")));
             }
         }
     }
@@ -110,6 +123,23 @@ mod tests {
         ] {
             assert_eq!(long_lines(&text), [0; 0], "{text}");
         }
+    }
+
+    #[test]
+    fn source_files_that_are_not_there_are_found() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir_all(folder.path().join("crates/a/src")).unwrap();
+        fs::write(folder.path().join("crates/a/src/lib.rs"), "").unwrap();
+        let text = "see `a/src/lib.rs`, `crates/a/src/lib.rs`, `lib.rs` and `a / b`\n\
+                    but not `a/src/gone.rs`\n";
+        let file = Source {
+            path: "x.md".to_owned(),
+            text: text.to_owned(),
+        };
+        let mut findings = Vec::new();
+        source_files(&file, folder.path(), &mut findings);
+        let found: Vec<String> = findings.iter().map(Finding::to_string).collect();
+        assert_eq!(found, ["x.md:2: no such source file: a/src/gone.rs"]);
     }
 
     #[test]
