@@ -173,6 +173,24 @@ CASE(fixed_region_keeps_its_neighbours) {
     CHECK(neighbours_are_intact());
     CHECK(static_cast<char *>(elsewhere)[0] == 1);
     CHECK(uunmap(elsewhere, length) == 0);
+    // Which is taken where nothing is.
+    CHECK(munmap(inside, length) == 0);
+    CHECK(Umap::umap_ex(inside, length, PROT_READ | PROT_WRITE, UMAP_PRIVATE, -1, 0, &store) == inside);
+    CHECK(neighbours_are_intact());
+    CHECK(inside[page_bytes] == 1);
+    // Not where another region is, which goes on.
+    CountingStore second(length);
+    second.page_size_hint = page_bytes;
+    elsewhere = Umap::umap_ex(inside, length, PROT_READ | PROT_WRITE, UMAP_PRIVATE, -1, 0, &second);
+    CHECK(elsewhere != UMAP_FAILED && elsewhere != inside);
+    CHECK(inside[2 * page_bytes] == 1 && static_cast<char *>(elsewhere)[2 * page_bytes] == 0);
+    CHECK(uunmap(elsewhere, length) == 0);
+    CHECK(uunmap(inside, length) == 0);
+    // A failure gives the addresses back.
+    CHECK(umap(inside, length, PROT_READ, UMAP_PRIVATE, -1, 0) == UMAP_FAILED);
+    CHECK(raises(SIGSEGV, [&] { inside[0] = 2; }));
+    CHECK(Umap::umap_ex(inside, length, PROT_READ | PROT_WRITE, UMAP_PRIVATE, -1, 0, &second) == inside);
+    CHECK(uunmap(inside, length) == 0);
   }
 }
 

@@ -14,8 +14,10 @@ namespace Umap::shim {
  * information.) */
 bool is_network_store(const Store *store);
 
-/* The first `length` bytes of the store's array, at `address` unless that is null. Null with an
- * errno when it is mapped already, too short, lies elsewhere, or cannot be made. */
-std::unique_ptr<Backing> open_array(Store *store, std::size_t length, void *address, int *number);
+/* The first `length` bytes of the store's array, at `address` unless that is null, and nowhere else
+ * if it is `fixed`. Null with an errno when it is mapped already, too short, lies elsewhere, or
+ * cannot be made. */
+std::unique_ptr<Backing> open_array(Store *store, std::size_t length, void *address, bool fixed,
+                                    int *number);
 
 }  // namespace Umap::shim

@@ -181,7 +181,7 @@ ssize_t StoreNetwork::write_to_store(char *buf, std::size_t nb, off_t off) {
 
 bool shim::is_network_store(const Store *store) { return array_of(store) != nullptr; }
 
-std::unique_ptr<shim::Backing> shim::open_array(Store *store, std::size_t length, void *address, int *number) {
+std::unique_ptr<shim::Backing> shim::open_array(Store *store, std::size_t length, void *address, bool fixed, int *number) {
   auto array = array_of(store);
   if (length > array->length) {
     log(FARPAGE_LOG_ERROR, "network store " + array->name + " has " + std::to_string(array->length) + " bytes, not " + std::to_string(length));
@@ -190,7 +190,7 @@ std::unique_ptr<shim::Backing> shim::open_array(Store *store, std::size_t length
   }
   farpage_region *region = array->region(page_bytes_of(store), address, number);
   if (region == nullptr) return nullptr;
-  if (address != nullptr && farpage_region_address(region) != address) {
+  if (fixed && farpage_region_address(region) != address) {
     log(FARPAGE_LOG_ERROR, "network store " + array->name + " has its contents at another address: map it there with UMAP_FIXED the first time");
     *number = EINVAL;
     return nullptr;

@@ -42,6 +42,33 @@ void *refuse(int number, const std::string &why) {
   return UMAP_FAILED;
 }
 
+/* Addresses that a program would like, held while a region is made of them. */
+class Wish {
+ public:
+  /* Nothing that is mapped is touched: then, and where the kernel is too old to say, nothing is held. */
+  Wish(void *addr, std::size_t bytes) : bytes(bytes) {
+    void *at = mmap(addr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    if (at == addr) {
+      held = addr;
+    } else if (at != MAP_FAILED) {
+      munmap(at, bytes);
+    }
+  }
+  ~Wish() {
+    if (held != nullptr) munmap(held, bytes);
+  }
+  Wish(const Wish &) = delete;
+  Wish &operator=(const Wish &) = delete;
+
+  void *address() const { return held; }
+  /* A region is there now. */
+  void granted() { held = nullptr; }
+
+ private:
+  void *held = nullptr;
+  std::size_t bytes;
+};
+
 void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, off_t offset, Umap::Store *store) {
   // 1. What cannot be meant.
   if (length == 0) return refuse(EINVAL, "a length of 0");
@@ -61,12 +88,18 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     return refuse(EINVAL, "UMAP_FIXED at an address that is no multiple of the page size, " + std::to_string(page_bytes));
   }
 
+  // As mmap does: where the program would like it, if nothing is there.
+  std::size_t mapped_bytes = (length + page_bytes - 1) / page_bytes * page_bytes;
+  bool wished = !fixed && addr != nullptr && reinterpret_cast<std::uintptr_t>(addr) % page_bytes == 0;
+  Wish wish(wished ? addr : nullptr, wished ? mapped_bytes : 0);
+  void *place = fixed ? addr : wish.address();
+
   // 2. A server's array is mapped already, or will be by its client's runtime.
   bool read_only = (prot & PROT_WRITE) == 0;
   std::unique_ptr<Backing> backing;
   if (store != nullptr && is_network_store(store)) {
     int number = 0;
-    backing = open_array(store, length, fixed ? addr : nullptr, &number);
+    backing = open_array(store, length, place, fixed, &number);
     if (backing == nullptr) return refuse(number, "the network store cannot be mapped");
   } else {
     // 3. A file, or a program's store.
@@ -77,7 +110,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     options.struct_bytes = sizeof options;
     options.page_bytes = page_bytes;
     options.read_only = read_only;
-    options.address = fixed ? addr : nullptr;
+    options.address = place;
     farpage_region *region = nullptr;
     if (store != nullptr) {
       farpage_store table = store_calls(store, page_bytes);
@@ -92,6 +125,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     backing = std::make_unique<OwnRegion>(region, read_only);
   }
   auto mapping = std::make_shared<Mapping>(std::move(backing), length);
+  if (mapping->address == reinterpret_cast<std::uintptr_t>(wish.address())) wish.granted();
   void *address = reinterpret_cast<void *>(mapping->address);
   if (config().log_level >= FARPAGE_LOG_INFO) {
     std::ostringstream text;

@@ -64,6 +64,10 @@ extern "C" {
  * closed afterwards. What lies beyond the end of the file reads as zeros, and is written only where
  * others than zeros are stored. `length` need not be a multiple of the page size.
  *
+ * An `addr` that is a multiple of the page size is where the program would like the region: it is
+ * there if nothing is mapped there yet, and elsewhere if something is. With UMAP_FIXED it is there
+ * or nowhere.
+ *
  * errno: EINVAL arguments, EACCES the file is not open for this, EPERM no permission to handle page
  * faults, ENOMEM, EIO. */
 void *umap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
