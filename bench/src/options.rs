@@ -28,21 +28,40 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
+/// What the tables' words mean.
+const WORDS: &str = "\
+Words of the tables:
+  page faults           accesses to a page that was not in local memory
+  pages brought in      for a fault, or ahead of one because accesses were in order
+  pages sent away       to make room; unchanged ones need no WRITE, and ones that were wanted again while they left came back without a READ
+  waited for room       faults that found the budget full: pages had to leave first, which costs time
+  peak resident         the most local memory that pages took; never more than the budget
+  plain memory          the same loop on ordinary arrays that fit into memory: what paging cannot beat
+  the raw fabric        READs and WRITEs of whole pages with nothing else to do: what paging can reach at most
+  floor, best possible  in other benchmarks, a figure of the same work without a pager: nothing can be faster on this machine";
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// McCalpin's STREAM on three remote arrays: copy, scale, add, triad
+    #[command(after_help = WORDS)]
     Stream(StreamOptions),
     /// Random 8-byte reads and updates, uniform or Zipf
+    #[command(after_help = WORDS)]
     Random(RandomOptions),
     /// Steps of a field that is written and read back whole: throughput and bytes on the network, by what the field holds and by codec
+    #[command(after_help = WORDS)]
     Traffic(TrafficOptions),
     /// One page fault at a time: with room in the budget, and while dirty pages have to leave
+    #[command(after_help = WORDS)]
     Latency(LatencyOptions),
     /// CPU time of the evictors for a page that did not change
+    #[command(after_help = WORDS)]
     Eviction(EvictionOptions),
     /// A large region of which few pages are used: their cost, and the memory that the region takes beside them
+    #[command(after_help = WORDS)]
     Sparse(SparseOptions),
     /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw fabric
+    #[command(after_help = WORDS)]
     Floor(FloorOptions),
     /// What it costs to have registered memory for a transfer: from a pool, by registering each time, from a cache by address
     ///
@@ -74,6 +93,7 @@ pub(crate) enum Command {
     Codecs(CodecsOptions),
     /// What an RDMA adapter gains by several READs in flight, by one doorbell for several operations, and by one completion queue for several connections
     Verbs(VerbsOptions),
+    #[command(after_help = WORDS)]
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///

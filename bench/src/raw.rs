@@ -23,6 +23,7 @@ use crate::{
     options::{Common, threads},
     pick::mix,
     remote,
+    report::FabricRates,
     server::MemoryServer,
 };
 
@@ -31,6 +32,9 @@ const QUEUE_DEPTH: usize = 16;
 /// Server memory that all threads together go over, larger than caches are.
 const AREA_BYTES: u64 = 256 << 20;
 const SMOKE_AREA_BYTES: u64 = 8 << 20;
+
+/// Server memory, and local memory, of a brief look: larger than caches are, and soon gone over.
+const YARDSTICK_BYTES: u64 = 64 << 20;
 
 /// Local memory that all threads together go over when buffers are cold: the budget of the STREAM that is compared with it.
 pub(crate) const LOCAL_BYTES: u64 = 96 << 20;
@@ -70,48 +74,89 @@ enum Buffers {
 
 /// Measures each mix for `time`.
 pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
-    let options = SessionOptions {
-        link: remote::link(common),
-        ..SessionOptions::default()
-    };
-    let session = Session::connect(server.endpoint(), &options)?;
-    let page_bytes = common.page_size.as_u64();
-    // As many as a runtime has at most, unless it is told.
-    let threads = threads(common.fillers);
     let (area, local) = if common.smoke {
         (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES)
     } else {
         (AREA_BYTES, LOCAL_BYTES)
     };
-    let buffers = (local / page_bytes) as usize / threads;
-    let area_per_thread = (area / threads as u64)
-        .next_multiple_of(page_bytes)
-        .max(QUEUE_DEPTH as u64 * page_bytes);
+    let mut team = Team::start(common, server, area, local)?;
+    Ok(Rates {
+        read: team.phase(Mix::Read, Buffers::Hot, time)?,
+        write: team.phase(Mix::Write, Buffers::Hot, time)?,
+        cold_read: team.phase(Mix::Read, Buffers::Cold, time)?,
+        cold_write: team.phase(Mix::Write, Buffers::Cold, time)?,
+        read_write: team.phase(Mix::Both, Buffers::Hot, time)?,
+        wrong: team.workers.iter().map(|worker| worker.wrong).sum(),
+    })
+}
 
-    let mut workers = Vec::new();
-    for _ in 0..threads {
-        let extent = session.grant(area_per_thread)?;
-        let channel = session.channel::<Vec<u8>>()?;
-        // Written once, so that the measurement meets no fresh local memory.
-        let idle = vec![vec![1u8; page_bytes as usize]; buffers.max(QUEUE_DEPTH)].into();
-        let (done, pages) = (Vec::new(), area_per_thread / page_bytes);
-        workers.push(Worker {
-            channel,
-            extent,
-            page_bytes,
-            pages,
-            idle,
-            done,
-            next: 0,
-            bytes: 0,
-            wrong: 0,
-        });
+/// What a benchmark is measured by, briefly: with cold buffers, for a fraction of a second.
+pub(crate) fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> {
+    let (bytes, time) = if common.smoke {
+        (SMOKE_AREA_BYTES, Duration::from_millis(20))
+    } else {
+        (YARDSTICK_BYTES, Duration::from_millis(100))
+    };
+    let mut team = Team::start(common, server, bytes, bytes)?;
+    let mut rate = |mix| team.phase(mix, Buffers::Cold, time);
+    Ok(FabricRates {
+        raw_read_mb_per_s: rate(Mix::Read)?,
+        raw_write_mb_per_s: rate(Mix::Write)?,
+        raw_read_write_mb_per_s: rate(Mix::Both)?,
+    })
+}
+
+/// Threads with memory of their own on the server.
+struct Team {
+    workers: Vec<Worker>,
+}
+
+impl Team {
+    /// All together go over `area` bytes of the server and `local` bytes here, and have done so once.
+    fn start(common: &Common, server: &MemoryServer, area: u64, local: u64) -> Result<Self> {
+        let options = SessionOptions {
+            link: remote::link(common),
+            ..SessionOptions::default()
+        };
+        let session = Session::connect(server.endpoint(), &options)?;
+        let page_bytes = common.page_size.as_u64();
+        // As many as a runtime has at most, unless it is told.
+        let threads = threads(common.fillers);
+        let buffers = (local / page_bytes) as usize / threads;
+        let area_per_thread = (area / threads as u64)
+            .next_multiple_of(page_bytes)
+            .max(QUEUE_DEPTH as u64 * page_bytes);
+
+        let mut workers = Vec::new();
+        for _ in 0..threads {
+            let extent = session.grant(area_per_thread)?;
+            let channel = session.channel::<Vec<u8>>()?;
+            // Written once, so that the measurement meets no fresh local memory.
+            let idle = vec![vec![1u8; page_bytes as usize]; buffers.max(QUEUE_DEPTH)].into();
+            let (done, pages) = (Vec::new(), area_per_thread / page_bytes);
+            workers.push(Worker {
+                channel,
+                extent,
+                page_bytes,
+                pages,
+                idle,
+                done,
+                next: 0,
+                bytes: 0,
+                wrong: 0,
+            });
+        }
+        let mut team = Self { workers };
+        team.phase(Mix::Prepare, Buffers::Cold, Duration::ZERO)?;
+        Ok(team)
     }
 
-    let mut phase = |mix, buffers| -> Result<f64> {
-        let barrier = Arc::new(Barrier::new(threads + 1));
+    /// MB/s of all.
+    fn phase(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<f64> {
+        let barrier = Arc::new(Barrier::new(self.workers.len() + 1));
         thread::scope(|scope| {
-            let running: Vec<_> = workers
+            let running: Vec<_> = self
+                .workers
                 .iter_mut()
                 .map(|worker| {
                     let barrier = barrier.clone();
@@ -131,16 +176,7 @@ pub(crate) fn rates(common: &Common, server: &MemoryServer, time: Duration) -> R
             }
             Ok(bytes as f64 / begin.elapsed().as_secs_f64() / 1e6)
         })
-    };
-    phase(Mix::Prepare, Buffers::Cold)?;
-    Ok(Rates {
-        read: phase(Mix::Read, Buffers::Hot)?,
-        write: phase(Mix::Write, Buffers::Hot)?,
-        cold_read: phase(Mix::Read, Buffers::Cold)?,
-        cold_write: phase(Mix::Write, Buffers::Cold)?,
-        read_write: phase(Mix::Both, Buffers::Hot)?,
-        wrong: workers.iter().map(|worker| worker.wrong).sum(),
-    })
+    }
 }
 
 struct Worker {

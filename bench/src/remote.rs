@@ -9,7 +9,8 @@ use farpage::{Advice, ByteSize, Link, Pod, RegionOptions, RemoteArray, Runtime, 
 
 use crate::{
     options::{Common, FaultMode, Paging},
-    report::{Config, PagingFigures},
+    raw,
+    report::{Config, FabricRates, PagingFigures},
     server::{self, MemoryServer},
 };
 
@@ -95,6 +96,11 @@ impl Remote {
             .context("cannot create a remote array")?;
         array.advise(.., advice).context("cannot advise")?;
         Ok(array)
+    }
+
+    /// The raw fabric to the same server.
+    pub(crate) fn yardstick(&self, common: &Common) -> Result<FabricRates> {
+        raw::yardstick(common, &self.server).context("cannot measure the raw fabric")
     }
 
     /// Remembers the counters.

@@ -3,6 +3,8 @@
 //! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are 10^6 bytes, as STREAM
 //! counts them.
 
+use std::fmt;
+
 use anyhow::{Result, ensure};
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use hdrhistogram::Histogram;
@@ -116,6 +118,8 @@ impl Config {
 pub(crate) struct Figures {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) kernels: Option<Vec<Kernel>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) yardsticks: Option<Yardsticks>,
     /// Reads and updates together: wall time by accesses of all threads.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) us_per_access: Option<f64>,
@@ -215,6 +219,58 @@ pub(crate) fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) ->
         min_s,
         avg_s: seconds.iter().sum::<f64>() / seconds.len() as f64,
         max_s: seconds.iter().copied().fold(0.0, f64::max),
+    }
+}
+
+/// What STREAM can be measured by, from the same run, and how near it came.
+#[derive(Debug, Serialize)]
+pub(crate) struct Yardsticks {
+    /// The triad on small arrays in ordinary memory, by the same threads.
+    pub(crate) plain_triad_mb_per_s: f64,
+    /// The triad's rate by that one.
+    pub(crate) plain_share: f64,
+    /// READs and WRITEs of pages, each alone and both together.
+    pub(crate) fabric: FabricRates,
+    /// The least time in which the fabric moves what the kernels moved, by the time that they took.
+    pub(crate) fabric_share: f64,
+}
+
+/// MB/s of the raw fabric with buffers that are in no cache.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct FabricRates {
+    pub(crate) raw_read_mb_per_s: f64,
+    pub(crate) raw_write_mb_per_s: f64,
+    /// Both at once, bytes of both directions added up.
+    pub(crate) raw_read_write_mb_per_s: f64,
+}
+
+impl FabricRates {
+    /// The least time for so many bytes in each direction.
+    pub(crate) fn seconds(&self, read_bytes: u64, written_bytes: u64) -> f64 {
+        let (read, written) = (read_bytes as f64 / 1e6, written_bytes as f64 / 1e6);
+        [
+            read / self.raw_read_mb_per_s,
+            written / self.raw_write_mb_per_s,
+            (read + written) / self.raw_read_write_mb_per_s,
+        ]
+        .into_iter()
+        .fold(0.0, f64::max)
+    }
+}
+
+/// One line under the tables: whether the figures are good.
+impl fmt::Display for Yardsticks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "triad: {:.0} % of plain memory ({:.0} MB/s). All kernels: {:.0} % of the raw fabric (READ {:.0}, WRITE {:.0}, both {:.0} MB/s). Measured just now.",
+            100.0 * self.plain_share,
+            self.plain_triad_mb_per_s,
+            100.0 * self.fabric_share,
+            self.fabric.raw_read_mb_per_s,
+            self.fabric.raw_write_mb_per_s,
+            self.fabric.raw_read_write_mb_per_s,
+        )
     }
 }
 
@@ -339,11 +395,9 @@ impl Report {
         tables.extend(self.percentile_table());
         tables.extend(self.single_figures());
         tables.push(self.circumstances());
-        tables
-            .iter()
-            .map(Table::to_string)
-            .collect::<Vec<_>>()
-            .join("\n")
+        let mut texts: Vec<_> = tables.iter().map(Table::to_string).collect();
+        texts.extend(self.figures.yardsticks.as_ref().map(ToString::to_string));
+        texts.join("\n")
     }
 
     fn percentile_table(&self) -> Option<Table> {
@@ -488,13 +542,23 @@ impl Report {
         if let Some(p) = &self.paging {
             rows.push(("budget", mib(p.budget_bytes)));
             rows.push(("peak resident", mib(p.peak_resident_bytes)));
-            rows.push(("faults / fills", format!("{} / {}", p.faults, p.fills)));
             rows.push((
-                "evictions / steals",
-                format!("{} / {}", p.evictions, p.steals),
+                "page faults",
+                format!("{}, {} waited for room", p.faults, p.starved),
             ));
             rows.push((
-                "read / written",
+                "pages brought in",
+                format!("{}, {} ahead of a fault", p.fills, p.prefetches),
+            ));
+            rows.push((
+                "pages sent away",
+                format!(
+                    "{}, {} unchanged, {} wanted again",
+                    p.evictions, p.clean_evictions, p.steals
+                ),
+            ));
+            rows.push((
+                "READ / written to servers",
                 format!("{} / {}", mib(p.bytes_read), mib(p.bytes_written)),
             ));
             if let Some(ratio) = p.compression_ratio {

@@ -18,12 +18,16 @@ use farpage::Advice;
 use crate::{
     arena::Arena,
     data::{Dtype, Element, Source},
-    options::{StreamOptions, threads},
+    options::{Common, StreamOptions, threads},
     progress::Progress,
-    report::{Figures, Report, kernel_figures},
+    report::{Figures, Report, Yardsticks, kernel_figures},
 };
 
 const SCALAR: f32 = 3.0;
+
+/// An array of plain memory that STREAM is compared with, beyond any cache, and how often the triad runs over three of them: a tenth of a second.
+const PLAIN_BYTES: usize = 64 << 20;
+const PLAIN_TIMES: usize = 4;
 
 /// Numbers that STREAM computes with.
 trait Number: Element + fmt::Debug + Add<Output = Self> + Mul<Output = Self> + From<f32> {}
@@ -124,6 +128,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
         }
     }
     let end = arena.mark();
+    let all_seconds: f64 = seconds.iter().flatten().sum();
 
     // 3. Every element.
     progress.phase("verifying");
@@ -150,6 +155,31 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
         eprintln!("{wrong} of {len} elements are wrong");
     }
 
+    // 4. What the figures are measured by. The arrays go first, which makes room.
+    drop((a, b, c));
+    let paged = Arena::figures(&begin, &end);
+    let triad = kernel_figures("triad", 3 * len * size_of::<T>() as u64, &seconds[3][1..]);
+    let yardsticks = match (&arena, &paged) {
+        (Arena::Remote(remote), Some(paged)) => match remote.yardstick(common) {
+            Ok(fabric) => {
+                let plain_triad_mb_per_s = plain_triad::<T>(common, threads);
+                let least_seconds = fabric.seconds(paged.bytes_read, paged.bytes_written);
+                Some(Yardsticks {
+                    plain_triad_mb_per_s,
+                    plain_share: triad.mb_per_s / plain_triad_mb_per_s,
+                    fabric,
+                    fabric_share: least_seconds / all_seconds,
+                })
+            }
+            // The figures are there; a full server has no room to measure it by.
+            Err(error) => {
+                eprintln!("not compared with anything: {error:#}");
+                None
+            }
+        },
+        _ => None,
+    };
+
     let mut config = arena.config(common, paging);
     config.threads = Some(threads);
     config.iterations = Some(iterations);
@@ -164,10 +194,27 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
         config,
         figures: Figures {
             kernels: Some(kernels.collect()),
+            yardsticks,
             ..Figures::default()
         },
-        paging: Arena::figures(&begin, &end),
+        paging: paged,
     })
+}
+
+/// MB/s of the triad on arrays of ordinary memory that are larger than caches, by so many threads: the best of a few times.
+fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
+    let bytes = if common.smoke { 1 << 20 } else { PLAIN_BYTES };
+    let array = || vec![T::from(1.0); bytes / size_of::<T>()];
+    let (mut a, mut b, mut c) = (array(), array(), array());
+    let [.., (name, arrays, triad)] = kernels::<T>();
+    let seconds: Vec<f64> = (0..PLAIN_TIMES)
+        .map(|_| {
+            let start = Instant::now();
+            for_each_part([&mut a, &mut b, &mut c], threads, |_, part| triad(part));
+            start.elapsed().as_secs_f64()
+        })
+        .collect();
+    kernel_figures(name, (arrays * bytes) as u64, &seconds[1..]).mb_per_s
 }
 
 /// Gives each thread its share of the arrays, always the same one, with the index of its first element.

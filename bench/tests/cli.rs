@@ -179,6 +179,17 @@ fn stream_verifies_and_reports_four_kernels() {
             assert_positive(kernel, &["/mb_per_s", "/min_s", "/avg_s", "/max_s"]);
         }
         assert_paged(&report);
+        assert_positive(
+            &report["yardsticks"],
+            &[
+                "/plain_triad_mb_per_s",
+                "/plain_share",
+                "/fabric/raw_read_mb_per_s",
+                "/fabric/raw_write_mb_per_s",
+                "/fabric/raw_read_write_mb_per_s",
+                "/fabric_share",
+            ],
+        );
         // Whatever does not apply is absent.
         assert!(
             report.get("fault_us").is_none() && report.get("us_per_access").is_none(),
@@ -420,11 +431,50 @@ fn the_human_form_is_a_table() {
     let output = run(&["stream", "--smoke"]);
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{stdout}");
-    for expected in ["triad", "MB/s", "yes, every element", "peak resident"] {
+    for expected in [
+        "triad",
+        "MB/s",
+        "yes, every element",
+        "peak resident",
+        "% of plain memory",
+        "% of the raw fabric",
+    ] {
         assert!(
             stdout.contains(expected),
             "{expected} is missing in\n{stdout}"
         );
+    }
+}
+
+/// What the tables say, and what `--help` explains.
+#[test]
+fn words_of_the_tables_are_explained() {
+    let words = [
+        "page faults",
+        "waited for room",
+        "pages brought in",
+        "pages sent away",
+        "peak resident",
+    ];
+    for benchmark in [
+        "stream", "random", "latency", "eviction", "sparse", "traffic",
+    ] {
+        let output = run(&[benchmark, "--help"]);
+        let help = String::from_utf8_lossy(&output.stdout);
+        for word in words {
+            assert!(help.contains(word), "{benchmark} --help lacks {word}");
+        }
+    }
+    if !can_page("words_of_the_tables_are_explained") {
+        return;
+    }
+    let output = run(&["random", "--smoke"]);
+    let table = String::from_utf8_lossy(&output.stdout);
+    for word in words {
+        assert!(table.contains(word), "{word} is missing in\n{table}");
+    }
+    for unexplained in ["steals", "fills", "starved"] {
+        assert!(!table.contains(unexplained), "{unexplained} in\n{table}");
     }
 }
 
