@@ -1,7 +1,7 @@
 //! `doctor`: what this machine lacks for farpage, with the command that mends each.
 //!
-//! The rule it keeps: it changes nothing, and its verdict is what a program meets that leaves everything to the environment: it builds such a
-//! runtime and brings a page in.
+//! The rule it keeps: it changes nothing, and its verdict is what a program meets that leaves
+//! everything to the environment: it builds such a runtime and brings a page in.
 
 use std::io;
 

@@ -1,7 +1,7 @@
 //! Standard output: what a benchmark found.
 //!
-//! The rule it keeps: a reader that has seen enough (`| head`) ends nothing and is no failure; what cannot be written for any other
-//! reason is an error.
+//! The rule it keeps: a reader that has seen enough (`| head`) ends nothing and is no failure; what
+//! cannot be written for any other reason is an error.
 
 use std::{
     fmt::Display,

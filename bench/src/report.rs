@@ -558,7 +558,7 @@ impl Report {
                 ),
             ));
             rows.push((
-                "READ / written to servers",
+                "read / written remotely",
                 format!("{} / {}", mib(p.bytes_read), mib(p.bytes_written)),
             ));
             if let Some(ratio) = p.compression_ratio {

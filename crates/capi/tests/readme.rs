@@ -1,6 +1,8 @@
-//! The lines for C and C++ of README.md and docs/c.md, as they are printed there: their commands, in a folder with their programs and nothing else.
+//! The lines for C and C++ of README.md and docs/c.md, as they are printed there: their commands,
+//! in a folder with their programs and nothing else.
 //!
-//! The rule it keeps: only what a reader has to replace is replaced here, the prefix, the server and the sizes, and each has to be found.
+//! The rule it keeps: only what a reader has to replace is replaced here, the prefix, the server
+//! and the sizes, and each has to be found.
 
 mod common;
 

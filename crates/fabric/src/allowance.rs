@@ -1,7 +1,8 @@
-//! [`Allowance`]: how much memory this process may have: the machine's, within the limits of its control groups (v1 and v2).
+//! [`Allowance`]: how much memory this process may have: the machine's, within the limits of its
+//! control groups (v1 and v2).
 //!
-//! The rule it keeps: the lowest limit counts, of the process's own group and of all above it that can be seen. What cannot be read
-//! limits nothing.
+//! The rule it keeps: the lowest limit counts, of the process's own group and of all above it that
+//! can be seen. What cannot be read limits nothing.
 
 use std::{
     fmt, fs,
@@ -21,11 +22,13 @@ pub struct Allowance {
     pub bytes: u64,
     /// Now, without swapping.
     pub available_bytes: u64,
-    /// The control group that limits [`bytes`](Self::bytes); else it is the machine that has no more.
+    /// The control group that limits [`bytes`](Self::bytes); else it is the machine that has no
+    /// more.
     pub group: Option<PathBuf>,
 }
 
-/// Names of a control group's files, and of the line in `memory.stat` that counts what the kernel can drop.
+/// Names of a control group's files, and of the line in `memory.stat` that counts what the kernel
+/// can drop.
 struct Version {
     limit: &'static str,
     usage: &'static str,

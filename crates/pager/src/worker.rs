@@ -15,14 +15,16 @@ use nix::sys::{
 /// After so long a worker looks again for what nobody rings for.
 pub(crate) const RETRY: Duration = Duration::from_millis(1);
 
-/// Starts a worker's thread. A panic in it ends the process with a message: without it the program would hang at its next fault.
+/// Starts a worker's thread. A panic in it ends the process with a message: without it the program
+/// would hang at its next fault.
 pub(crate) fn spawn(
     name: String,
     work: impl FnOnce() + Send + 'static,
 ) -> io::Result<JoinHandle<()>> {
     Builder::new().name(name.clone()).spawn(move || {
-        // Signals are the program's, but for those that this thread raises itself, which would end the process without a word: a store that runs in a thread
-        // started here may be the reason. SIGBUS stays blocked: its handler may serve faults, which is not for workers.
+        // Signals are the program's, but for those that this thread raises itself, which would end
+        // the process without a word: a store that runs in a thread started here may be the reason.
+        // SIGBUS stays blocked: its handler may serve faults, which is not for workers.
         let mut signals = SigSet::all();
         for own in [Signal::SIGSEGV, Signal::SIGFPE, Signal::SIGILL] {
             signals.remove(own);
