@@ -15,7 +15,7 @@ use farpage_fabric::{Allowance, server::SocketAccess};
 use farpage_wire::{Endpoint, PublicKey};
 use serde::Deserialize;
 
-use crate::server::{DEFAULT_GRACE, DEFAULT_LEASE};
+use crate::server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE};
 
 /// Lends this machine's memory to farpage clients.
 #[derive(Debug, Parser)]
@@ -40,6 +40,7 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     capacity = \"8GiB\"
     socket-access = \"owner\"
     lease = \"60s\"
+    reconnect-grace = \"10s\"
     grace = \"5s\"
     operator-key = [\"/etc/farpage/operators\"]
     log = \"json\"
@@ -91,6 +92,9 @@ pub struct ServeArgs {
     /// A client that is silent for so long loses its memory, also one that is stopped in a debugger [default: 60s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = humantime::parse_duration)]
     pub lease: Option<Duration>,
+    /// A client over tcp or rdma whose connection was closed without a goodbye loses its memory if it does not come back for so long; over shm at once [default: 10s].
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = humantime::parse_duration)]
+    pub reconnect_grace: Option<Duration>,
     /// What clients get to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = humantime::parse_duration)]
     pub grace: Option<Duration>,
@@ -221,6 +225,7 @@ struct File {
     capacity: Option<ByteSize>,
     socket_access: Option<Access>,
     lease: Option<String>,
+    reconnect_grace: Option<String>,
     grace: Option<String>,
     operator_key: Option<Vec<String>>,
     capacity_per_address: Option<ByteSize>,
@@ -243,6 +248,8 @@ pub struct Config {
     pub access: SocketAccess,
     /// How long a silent client keeps its memory.
     pub lease: Duration,
+    /// How long a client may come back whose connection was closed.
+    pub reconnect_grace: Duration,
     /// What clients get to finish after SIGTERM.
     pub grace: Duration,
     /// Who may list and remove all named regions.
@@ -342,6 +349,12 @@ impl Config {
                 .unwrap_or_default()
                 .into(),
             lease: duration(flags.lease, "lease", file.lease, DEFAULT_LEASE)?,
+            reconnect_grace: duration(
+                flags.reconnect_grace,
+                "reconnect-grace",
+                file.reconnect_grace,
+                DEFAULT_RECONNECT_GRACE,
+            )?,
             grace: duration(flags.grace, "grace", file.grace, DEFAULT_GRACE)?,
             operators: match flags.operator_key.is_empty() {
                 false => operators(&flags.operator_key)?,
@@ -376,6 +389,13 @@ impl Config {
                 setting: "lease",
                 value: humantime::format_duration(self.lease).to_string(),
                 reason: "a client could not renew it in time; give it 100ms or more",
+            });
+        }
+        if self.reconnect_grace < SHORTEST_LEASE {
+            return Err(ConfigError::Value {
+                setting: "reconnect-grace",
+                value: humantime::format_duration(self.reconnect_grace).to_string(),
+                reason: "a client that was cut off could not come back in time; give it 100ms or more",
             });
         }
         Ok(self)

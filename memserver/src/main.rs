@@ -72,6 +72,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         .capacity(config.capacity_bytes)
         .access(config.access)
         .lease(config.lease)
+        .reconnect_grace(config.reconnect_grace)
         .grace(config.grace);
     if let Some(bytes) = config.capacity_per_address {
         server = server.capacity_per_address(bytes);

@@ -26,6 +26,8 @@ use crate::{
 /// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network hiccup, short enough that the
 /// memory of a dead one is missed for a minute only (over shared memory it is back at once).
 pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
+/// Long enough for a network that was cut to be back, short enough that somebody who ended a program can soon start it again.
+pub(crate) const DEFAULT_RECONNECT_GRACE: Duration = Duration::from_secs(10);
 /// Under the 10 seconds that service managers and container runtimes wait before they kill.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 /// The reaper looks so often per lease: the memory of a silent client is back at most this fraction late.
@@ -37,6 +39,7 @@ pub struct Server {
     listen: Vec<Endpoint>,
     capacity_bytes: u64,
     lease: Duration,
+    reconnect_grace: Duration,
     grace: Duration,
     access: SocketAccess,
     operators: Vec<PublicKey>,
@@ -71,6 +74,7 @@ impl Server {
             listen: Vec::new(),
             capacity_bytes: 1 << 30,
             lease: DEFAULT_LEASE,
+            reconnect_grace: DEFAULT_RECONNECT_GRACE,
             grace: DEFAULT_GRACE,
             access: SocketAccess::default(),
             operators: Vec::new(),
@@ -95,6 +99,13 @@ impl Server {
     /// A client that is silent for so long loses what it borrowed. Default 10 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = lease;
+        self
+    }
+
+    /// A client whose connection was closed without a goodbye, because it died or the network was cut, and that does not come back for so long, loses what it
+    /// borrowed; over shared memory at once. Default 10 s.
+    pub fn reconnect_grace(mut self, grace: Duration) -> Self {
+        self.reconnect_grace = grace;
         self
     }
 
@@ -143,15 +154,18 @@ impl Server {
             return Err(StartError::NoEndpoint);
         }
         let budget = descriptors::budget();
-        let state = Arc::new(State::new(Limits {
+        let limits = Limits {
             capacity_bytes: self.capacity_bytes,
             capacity_per_address: self.capacity_per_address.unwrap_or(self.capacity_bytes),
             lease: self.lease,
+            reconnect_grace: self.reconnect_grace,
             extents_per_session: budget.extents_per_session,
             extents: budget.extents,
             sessions: budget.sessions,
             operators: self.operators,
-        }));
+        };
+        let look_every = limits.shortest() / LOOKS_PER_LEASE;
+        let state = Arc::new(State::new(limits));
         // 1. All endpoints or none: a server that half listens would look healthy.
         let listeners: Vec<Listener> = self
             .listen
@@ -172,7 +186,7 @@ impl Server {
             threads: Vec::new(),
             grace: self.grace,
         };
-        running.spawn_reaper(self.lease / LOOKS_PER_LEASE)?;
+        running.spawn_reaper(look_every)?;
         let mut limits = ConnectionLimits::default();
         limits.per_address = self.connections_per_address.unwrap_or(limits.per_address);
         limits.per_session = self.connections_per_client.unwrap_or(limits.per_session);

@@ -40,6 +40,8 @@ pub struct Limits {
     pub capacity_per_address: u64,
     /// A session that is silent for so long ends.
     pub lease: Duration,
+    /// A session whose connection was closed without a goodbye, and that does not come back for so long, ends. Over shared memory it ends at once.
+    pub reconnect_grace: Duration,
     /// The most extents that one session may hold: each costs the server a descriptor and a mapping.
     pub extents_per_session: usize,
     /// The most extents altogether.
@@ -48,6 +50,13 @@ pub struct Limits {
     pub sessions: usize,
     /// Keys whose holders may list and remove all names.
     pub operators: Vec<PublicKey>,
+}
+
+impl Limits {
+    /// The shorter of the times after which sessions end.
+    pub fn shortest(&self) -> Duration {
+        self.lease.min(self.reconnect_grace)
+    }
 }
 
 /// A connection that waits for its client looks once a second whether its leases have ended; this is a second more.
@@ -95,6 +104,8 @@ struct SessionRecord {
     /// Control connections that have not ended: a resumed session's old one may be noticed late.
     connections: usize,
     renewed: Instant,
+    /// When its connection was closed without a goodbye, if it was.
+    lost: Option<Instant>,
     extents: HashSet<ExtentId>,
     names: HashSet<NameId>,
     /// Whose the names are that it uses, once its client has shown its key.
@@ -151,35 +162,39 @@ impl State {
         ledger.sessions.len()
     }
 
-    /// Ends the sessions whose lease has run out at `now`. Returns how many.
+    /// Ends the sessions whose lease has run out at `now`, or whose client is gone and has not come back. Returns how many.
     ///
-    /// To be called several times per lease. If it was not, this process was stopped or starved, and renewals that
+    /// To be called several times per [shortest](Limits::shortest) time. If it was not, this process was stopped or starved, and renewals that
     /// clients sent in time may be unread: everyone gets a fresh lease then instead of losing memory through our fault.
     pub fn reap(&self, now: Instant) -> usize {
         let mut ledger = self.ledger.lock();
-        let overslept = ledger
-            .reaped
-            .is_some_and(|before| now.saturating_duration_since(before) > self.limits.lease / 2);
+        let overslept = ledger.reaped.is_some_and(|before| {
+            now.saturating_duration_since(before) > self.limits.shortest() / 2
+        });
         ledger.reaped = Some(now);
         if overslept {
-            ledger
-                .sessions
-                .values_mut()
-                .for_each(|session| session.renewed = now);
+            for session in ledger.sessions.values_mut() {
+                session.renewed = now;
+                session.lost = session.lost.map(|_| now);
+            }
             drop(ledger);
             warn!("this server did not run for a while: all leases start anew");
             return 0;
         }
-        let lease = self.limits.lease;
-        let silent: Vec<SessionId> = ledger
-            .sessions
-            .iter()
-            .filter(|(_, session)| now.saturating_duration_since(session.renewed) > lease)
-            .map(|(id, _)| *id)
+        let since = |then| now.saturating_duration_since(then);
+        let why = |session: &SessionRecord| {
+            let is_gone = |lost| since(lost) > self.limits.reconnect_grace;
+            if session.lost.is_some_and(is_gone) {
+                Some("its connection was closed without a goodbye, and it did not come back")
+            } else {
+                (since(session.renewed) > self.limits.lease).then_some("its lease ran out")
+            }
+        };
+        let over: Vec<(SessionId, &str)> = (ledger.sessions.iter())
+            .filter_map(|(id, session)| Some((*id, why(session)?)))
             .collect();
-        let ended: Vec<Ended> = silent
-            .iter()
-            .filter_map(|id| self.end(&mut ledger, *id, "its lease ran out"))
+        let ended: Vec<Ended> = (over.iter())
+            .filter_map(|(id, why)| self.end(&mut ledger, *id, why))
             .collect();
         drop(ledger);
         ended.into_iter().map(Ended::finish).count()
@@ -281,6 +296,7 @@ impl State {
         }
         session.renewed = Instant::now();
         session.connections += 1;
+        session.lost = None;
         let (secret, client) = (session.secret, session.client.clone());
         drop(ledger);
         info!(session = %id, client, "session resumed");
@@ -389,6 +405,7 @@ impl Host for State {
             origin,
             connections: 1,
             renewed: Instant::now(),
+            lost: None,
             extents: HashSet::new(),
             names: HashSet::new(),
             key: None,
@@ -445,9 +462,10 @@ impl Host for State {
                 "its connection was lost, and it held nothing"
             }
             Transport::Tcp | Transport::Rdma => {
+                record.lost = Some(Instant::now());
                 let client = record.client.clone();
                 drop(ledger);
-                info!(session = %session, client, "connection lost: the client may return within its lease");
+                info!(session = %session, client, "connection lost: the client may return for a while");
                 return;
             }
         };

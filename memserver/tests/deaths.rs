@@ -14,6 +14,7 @@ use std::{
 
 use common::{Both, connect, wait_until, write};
 use farpage_wire::Endpoint;
+use nix::sys::signal::Signal;
 
 const ENDPOINT: &str = "FARPAGE_TEST_DIE_AT";
 const HOLDING: &str = "holding memory";
@@ -106,6 +107,23 @@ fn two_hundred_dead_shm_clients_leave_nothing_at_once() {
     let worst = die(&both, &both.shm, 20);
     println!("memory of dead shm clients was back after {worst:?} at most");
     wait_until_descriptors_are_back(before);
+}
+
+#[test]
+fn a_killed_tcp_client_leaves_nothing_after_its_grace() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let (lease, grace) = (Duration::from_secs(600), Duration::from_secs(1));
+    let both = Both::start_with(1 << 30, lease, grace);
+    for signal in [Signal::SIGKILL, Signal::SIGINT] {
+        let mut dead = client(&both.tcp);
+        wait_until_holding(&mut dead);
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(dead.id() as i32), signal).unwrap();
+        dead.wait().unwrap();
+        assert_eq!(both.server.stat().sessions, 1, "it may have been cut off");
+        wait_until("the memory of a dead client is back", || {
+            both.server.stat().granted_bytes == 0
+        });
+    }
 }
 
 #[test]

@@ -97,7 +97,7 @@ pub trait Host: Send + Sync + 'static {
     fn drop_frame(&self, _origin: Origin, _bytes: u64) {}
     /// The client lives.
     fn renew(&self, session: SessionId) -> Result<(), Refusal>;
-    /// The control connection broke without a goodbye.
+    /// A control connection ended without a goodbye: its client is dead, or was cut off and may come back.
     fn lost(&self, session: SessionId);
     /// The client closed its session in an orderly way: what it held is freed, named regions that it published stay.
     fn close(&self, session: SessionId);

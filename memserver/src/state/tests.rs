@@ -5,12 +5,14 @@ use proptest::{collection::vec, prelude::*};
 use super::*;
 
 const LEASE: Duration = Duration::from_secs(8);
+const RECONNECT_GRACE: Duration = Duration::from_secs(8);
 
 fn state(capacity_bytes: u64) -> State {
     State::new(Limits {
         capacity_bytes,
         capacity_per_address: capacity_bytes,
         lease: LEASE,
+        reconnect_grace: RECONNECT_GRACE,
         extents_per_session: 6,
         extents: 16,
         sessions: 7,
@@ -237,6 +239,36 @@ fn a_lost_shm_client_is_dead_and_a_lost_tcp_client_may_return_within_its_lease()
         .unwrap();
     assert_eq!(back.session, tcp.session);
     assert!(state.extent(tcp.session, tcp_extent.id()).is_some());
+    state.check();
+}
+
+#[test]
+fn a_client_that_is_gone_has_its_grace_and_one_that_came_back_its_lease() {
+    let mut state = state(1 << 30);
+    state.limits.reconnect_grace = LEASE / 4;
+    let [gone, back, silent] =
+        [(); 3].map(|()| state.admit("test", Transport::Tcp, HERE, None).unwrap());
+    let held = state.grant(gone.session, 4096).unwrap().id();
+    state.identify(gone.session, KEY).unwrap();
+    state.publish(gone.session, "x", vec![], &[held]).unwrap();
+    let lost = Instant::now();
+    state.lost(gone.session);
+    state.grant(back.session, 4096).unwrap();
+    let resume = Some((back.session, back.secret));
+    let again = state.admit("test", Transport::Tcp, HERE, resume).unwrap();
+    // The old connection's end may be seen after the new one has come.
+    state.lost(back.session);
+    let ended: usize = (0..=6)
+        .map(|eighth| state.reap(lost + LEASE / 8 * eighth))
+        .sum();
+    assert_eq!(ended, 1, "one came back, one has its lease");
+    assert!(state.renew(gone.session).is_err());
+    state.identify(silent.session, KEY).unwrap();
+    state.open(silent.session, "x").expect("nobody holds it");
+    state.lost(again.session);
+    let later = Instant::now() + LEASE / 8 * 7;
+    state.ledger.lock().reaped = Some(later);
+    assert_eq!(state.reap(later), 1, "lost again, and gone for its grace");
     state.check();
 }
 

@@ -48,12 +48,17 @@ pub struct Both {
 
 impl Both {
     pub fn start(capacity_bytes: u64, lease: Duration) -> Self {
+        Self::start_with(capacity_bytes, lease, lease)
+    }
+
+    pub fn start_with(capacity_bytes: u64, lease: Duration, reconnect_grace: Duration) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let server = Server::builder()
             .listen(socket_in(&directory))
             .listen("tcp://127.0.0.1:0".parse().unwrap())
             .capacity(capacity_bytes)
             .lease(lease)
+            .reconnect_grace(reconnect_grace)
             .grace(Duration::from_millis(100))
             .start()
             .unwrap();
