@@ -84,19 +84,19 @@ pub struct ServeArgs {
     )]
     pub listen: Vec<Endpoint>,
     /// The most memory to lend at any time, such as 8GiB [default: half of what is available now].
-    #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_CAPACITY")]
+    #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_CAPACITY", value_parser = farpage_wire::parse_size)]
     pub capacity: Option<ByteSize>,
     /// Who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
     pub socket_access: Option<Access>,
     /// A client that is silent for so long loses its memory, also one that is stopped in a debugger [default: 60s].
-    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = farpage_wire::parse_time)]
     pub lease: Option<Duration>,
     /// A client over tcp or rdma whose connection was closed without a goodbye loses its memory if it does not come back for so long; over shm at once [default: 10s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = humantime::parse_duration)]
     pub reconnect_grace: Option<Duration>,
     /// What clients get to finish after SIGTERM [default: 5s].
-    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
     pub grace: Option<Duration>,
     /// Who may list and remove all named regions: a public key as `farpage-memserver key` prints it, or a file with one in each line; repeat it for several [default: nobody].
     #[arg(
@@ -335,7 +335,7 @@ impl Config {
         let duration =
             |flag: Option<Duration>, key: &str, text: Option<String>, default| match (flag, text) {
                 (Some(duration), _) => Ok(duration),
-                (None, Some(text)) => humantime::parse_duration(&text)
+                (None, Some(text)) => farpage_wire::parse_time(&text)
                     .map_err(|error| File::wrong(flags, format!("{key}: {error}"))),
                 (None, None) => Ok(default),
             };

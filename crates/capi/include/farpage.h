@@ -200,7 +200,7 @@ typedef struct farpage_runtime_options {
    */
   uint64_t budget_bytes;
   /**
-   * Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536.
+   * Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536, less for regions below 1 MiB.
    */
   uint64_t page_bytes;
   /**

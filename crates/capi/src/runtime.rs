@@ -25,7 +25,7 @@ pub struct farpage_runtime_options {
     /// Bytes of pages that may be in local memory at once, over all regions; never exceeded, and at most what `farpage_memory` says. FARPAGE_BUDGET.
     /// Default: a quarter of what is available.
     pub budget_bytes: u64,
-    /// Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536.
+    /// Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536, less for regions below 1 MiB.
     pub page_bytes: u64,
     /// Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at most.
     pub fillers: u32,

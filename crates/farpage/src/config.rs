@@ -14,7 +14,7 @@ use farpage_fabric::{Allowance, Link, Session, SessionOptions};
 use farpage_pager::{Pager, PagerOptions};
 use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
-use farpage_wire::Endpoint;
+use farpage_wire::{Endpoint, UnitError, parse_size, parse_time};
 
 use crate::{BuildError, FaultMode, Runtime};
 
@@ -45,6 +45,7 @@ pub struct Builder {
     fault_mode: Option<FaultMode>,
     user_mode_only: Option<bool>,
     key_file: Option<PathBuf>,
+    last_words: Option<bool>,
 }
 
 impl Builder {
@@ -72,7 +73,7 @@ impl Builder {
     /// Page size of regions that do not set their own: a power of two, 4 KiB to 2 MiB.
     ///
     /// Small pages suit scattered accesses, large ones bulk transfers. `FARPAGE_PAGE_SIZE`.
-    /// Default: 64 KiB.
+    /// Default: 64 KiB, and less for arrays of less than 1 MiB, 4 KiB at least.
     pub fn page_size(mut self, page_size: ByteSize) -> Self {
         self.page_size = Some(page_size);
         self
@@ -136,7 +137,7 @@ impl Builder {
     /// How long a page operation is tried before it fails: see [the crate's words on lost
     /// memory](crate#when-memory-is-lost).
     ///
-    /// `FARPAGE_DEADLINE`, in seconds. Default: 10 s.
+    /// `FARPAGE_DEADLINE`, such as `500ms` or `2min`; a plain number is seconds. Default: 10 s.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);
         self
@@ -183,6 +184,16 @@ impl Builder {
         self
     }
 
+    /// Before SIGBUS ends a program that touches lost memory, a line on standard error says which
+    /// array, page and server, why, and what to do: once for each cause, and not where the program
+    /// has a subscriber of `tracing`.
+    ///
+    /// `FARPAGE_LAST_WORDS` (`1` or `0`). Default: true.
+    pub fn last_words(mut self, last_words: bool) -> Self {
+        self.last_words = Some(last_words);
+        self
+    }
+
     /// Connects to the servers and starts the workers.
     ///
     /// # Errors
@@ -192,9 +203,8 @@ impl Builder {
         let (fillers, tune_fillers) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
         let (evictors, tune_evictors) = workers(self.evictors, "FARPAGE_EVICTORS", cores)?;
         let allowance = Allowance::of_this_process();
-        let budget = option(self.budget, "FARPAGE_BUDGET", || {
-            ByteSize(allowance.available_bytes / 4)
-        })?;
+        let budget = parsed(self.budget, "FARPAGE_BUDGET", parse_size)?
+            .unwrap_or(ByteSize(allowance.available_bytes / 4));
         if budget.as_u64() > allowance.bytes {
             return Err(BuildError::Option(format!(
                 "a budget of {budget} does not fit: {allowance}. Pages beyond the budget are on the servers, so that it may be much smaller than the arrays"
@@ -203,10 +213,9 @@ impl Builder {
         let budget = budget.as_u64();
         let deadline = match self.deadline {
             Some(deadline) => deadline,
-            None => option(None, "FARPAGE_DEADLINE", || 10.0).and_then(|seconds: f64| {
-                Duration::try_from_secs_f64(seconds)
-                    .map_err(|e| BuildError::Option(format!("FARPAGE_DEADLINE: {e}")))
-            })?,
+            None => {
+                parsed(None, "FARPAGE_DEADLINE", parse_time)?.unwrap_or(Duration::from_secs(10))
+            }
         };
         if deadline.is_zero() || deadline > DEADLINE_MAX {
             return Err(BuildError::Option(format!(
@@ -223,13 +232,8 @@ impl Builder {
         let mut pager_options = PagerOptions::new(budget);
         pager_options.evictors = evictors;
         (pager_options.tune_fillers, pager_options.tune_evictors) = (tune_fillers, tune_evictors);
-        pager_options.run_bytes = match self.run_length {
-            None if env::var_os("FARPAGE_RUN_LENGTH").is_none() => None,
-            set => {
-                let length = option(set, "FARPAGE_RUN_LENGTH", ByteSize::default)?;
-                Some(length.as_u64() as usize)
-            }
-        };
+        let run_length = parsed(self.run_length, "FARPAGE_RUN_LENGTH", parse_size)?;
+        pager_options.run_bytes = run_length.map(|length| length.as_u64() as usize);
         pager_options.high_water = option(self.high_water, "FARPAGE_HIGH_WATER", || {
             pager_options.high_water
         })?;
@@ -237,6 +241,11 @@ impl Builder {
             pager_options.low_water
         })?;
         pager_options.deadline = deadline;
+        pager_options.last_words =
+            option(self.last_words.map(Switch), "FARPAGE_LAST_WORDS", || {
+                Switch(true)
+            })?
+            .0;
         let in_thread = option(self.fault_mode, "FARPAGE_FAULT_MODE", FaultMode::default)?
             == FaultMode::InThread;
         if in_thread {
@@ -244,8 +253,10 @@ impl Builder {
         }
 
         let defaults = Defaults {
-            page_bytes: option(self.page_size, "FARPAGE_PAGE_SIZE", || ByteSize::kib(64))?.as_u64()
-                as usize,
+            page_bytes: match parsed(self.page_size, "FARPAGE_PAGE_SIZE", parse_size)? {
+                Some(size) => Some(page_bytes(size)?),
+                None => None,
+            },
             read_ahead: match self.read_ahead {
                 None if env::var_os("FARPAGE_READ_AHEAD").is_none() => None,
                 set => Some(option(set, "FARPAGE_READ_AHEAD", || 0)?),
@@ -304,7 +315,8 @@ impl FromStr for Switch {
 /// Options of regions that do not set their own.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Defaults {
-    pub(crate) page_bytes: usize,
+    /// `None`: by the region's size.
+    pub(crate) page_bytes: Option<usize>,
     pub(crate) read_ahead: Option<usize>,
     pub(crate) codec: Codec,
 }
@@ -333,6 +345,32 @@ where
             .map_err(|e| BuildError::Option(format!("{variable}={text}: {e}"))),
         (None, Err(_)) => Ok(default()),
     }
+}
+
+/// A value that was set, else the environment's, as `parse` reads it.
+fn parsed<T>(
+    set: Option<T>,
+    variable: &str,
+    parse: impl Fn(&str) -> Result<T, UnitError>,
+) -> Result<Option<T>, BuildError> {
+    match (set, env::var(variable)) {
+        (None, Ok(text)) => match parse(&text) {
+            Ok(value) => Ok(Some(value)),
+            Err(error) => Err(BuildError::Option(format!("{variable}: {error}"))),
+        },
+        (set, _) => Ok(set),
+    }
+}
+
+/// A page size, if pages can be of that size.
+fn page_bytes(size: ByteSize) -> Result<usize, BuildError> {
+    let bytes = size.as_u64();
+    if bytes.is_power_of_two() && (4 << 10..=2 << 20).contains(&bytes) {
+        return Ok(bytes as usize);
+    }
+    Err(BuildError::Option(format!(
+        "a page size of {size}: need a power of two from 4 KiB to 2 MiB"
+    )))
 }
 
 /// The most threads of a kind, and whether their number follows the load.

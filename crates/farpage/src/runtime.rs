@@ -3,6 +3,7 @@
 use std::{mem, sync::Arc};
 
 use bytemuck::Pod;
+use bytesize::ByteSize;
 use farpage_pager::Pager;
 use farpage_store::{BlockingOptions, Element, Layout, PageStore, RegionId, RemoteOptions};
 use farpage_vm::KernelSpace;
@@ -158,7 +159,8 @@ impl Runtime {
             return Err(CreateError::Forked);
         }
         let id = RegionId(self.pager.next_region());
-        let page_bytes = options.page_bytes.unwrap_or(self.defaults.page_bytes);
+        let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
+            .unwrap_or_else(|| default_page_bytes(bytes));
         let cluster = self.pager.cluster();
         let pages = match options.store.clone() {
             Some(store) => PageStore::blocking(
@@ -180,7 +182,8 @@ impl Runtime {
             }
         };
         let keeps = options.name.is_some() || options.store.is_some();
-        let mapped = self.pager.map(pages, self.pager_options(&options))?;
+        let label = label(options.name.as_deref(), bytes as u64);
+        let mapped = (self.pager).map(pages, self.pager_options(&options, label))?;
         Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
     }
 
@@ -198,17 +201,22 @@ impl Runtime {
             RegionId(self.pager.next_region()),
             name,
         )?;
-        let mapped = self
-            .pager
-            .map(pages, self.pager_options(&RegionOptions::new()))?;
+        let label = label(Some(name), pages.bytes());
+        let options = self.pager_options(&RegionOptions::new(), label);
+        let mapped = self.pager.map(pages, options)?;
         Ok(Region::new(mapped, Some(name.to_owned()), true, false)?)
     }
 
-    fn pager_options(&self, options: &RegionOptions) -> farpage_pager::RegionOptions {
+    fn pager_options(
+        &self,
+        options: &RegionOptions,
+        label: String,
+    ) -> farpage_pager::RegionOptions {
         let mut pager = farpage_pager::RegionOptions::default();
         pager.read_ahead = options.read_ahead.or(self.defaults.read_ahead);
         pager.address = options.address;
         pager.read_only = options.read_only;
+        pager.label = Some(label);
         pager
     }
 
@@ -238,6 +246,24 @@ impl Runtime {
         self.pager.cluster().sessions()
     }
 }
+
+/// What messages call a region.
+fn label(name: Option<&str>, bytes: u64) -> String {
+    match name {
+        Some(name) => format!("array `{name}` ({})", ByteSize(bytes)),
+        None => format!("an array of {}", ByteSize(bytes)),
+    }
+}
+
+/// The page size where nobody has chosen one: 64 KiB, and less for what has less than
+/// `PAGES_MIN` such pages, since a page moves and is reserved whole.
+fn default_page_bytes(bytes: usize) -> usize {
+    (bytes.next_power_of_two() / PAGES_MIN).clamp(4 << 10, 64 << 10)
+}
+
+/// Of a small array, as many pages at least, as far as pages can be as small: a sixteenth of it may
+/// move that nobody wants, which is little beside what each request takes.
+const PAGES_MIN: usize = 16;
 
 fn sides(shape: &[usize]) -> Vec<u64> {
     shape.iter().map(|&side| side as u64).collect()

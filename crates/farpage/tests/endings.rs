@@ -10,10 +10,11 @@
 mod common;
 
 use std::{
-    env, io,
+    env, fs,
+    io::{self, BufRead, BufReader, Read},
     os::unix::process::ExitStatusExt,
     panic::{AssertUnwindSafe, catch_unwind},
-    process::{self, ExitStatus},
+    process::{self, ExitStatus, Stdio},
     ptr,
     sync::{
         Arc,
@@ -23,8 +24,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Call, Fabric, HookedStore, KIB, Kin, MIB, Memory, Watchdog, builder, can_page, mix};
-use farpage::{Advice, CreateError, RegionOptions, RemoteArray, Reserve, error::StoreCreateError};
+use common::{
+    Call, Fabric, HookedStore, KIB, Kin, MIB, Memory, ServerProcess, Watchdog, builder, can_page,
+    mix, serve_if_asked,
+};
+use farpage::{
+    Advice, Builder, ByteSize, CreateError, RegionOptions, RemoteArray, Reserve, Runtime,
+    error::StoreCreateError,
+};
 use nix::{
     sys::signal::{Signal, kill},
     unistd::{ForkResult, fork},
@@ -299,4 +306,140 @@ fn in_child(child: impl FnOnce()) -> ExitStatus {
             }
         }
     }
+}
+
+const VICTIM: &str = "FARPAGE_TEST_LAST_WORDS";
+
+/// Not a test of its own: the server process of the next one.
+#[test]
+fn serve_until_killed() {
+    serve_if_asked();
+}
+
+#[test]
+fn a_program_that_a_killed_server_ends_reads_why_once() {
+    let test = "a_program_that_a_killed_server_ends_reads_why_once";
+    if let Ok(what) = env::var(VICTIM) {
+        let (mode, url) = what.split_once(' ').unwrap();
+        return die_of_lost_memory(mode, url);
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) {
+        return;
+    }
+    for (mode, wanted) in [("filler", "1"), ("in-thread", "1"), ("filler", "0")] {
+        let mut server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
+        let stderr = tempfile::NamedTempFile::new().unwrap();
+        let mut victim = process::Command::new(env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture", "--test-threads=1"])
+            .env(VICTIM, format!("{mode} {}", server.url))
+            .env("FARPAGE_LAST_WORDS", wanted)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(stderr.reopen().unwrap())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap() == "ready"));
+        server.kill();
+        drop(victim.stdin.take());
+        let status = victim.wait().unwrap();
+        assert_eq!(status.signal(), Some(Signal::SIGBUS as i32), "{status}");
+        let said = fs::read_to_string(stderr.path()).unwrap();
+        let words: Vec<_> = said.lines().filter(|l| l.starts_with("farpage:")).collect();
+        if wanted == "0" {
+            assert!(words.is_empty(), "{said}");
+            continue;
+        }
+        assert_eq!(words.len(), 1, "{mode}: {said}");
+        for part in [
+            "array `squares`",
+            "page ",
+            &server.url,
+            "SIGBUS",
+            "prefetch_now",
+        ] {
+            assert!(words[0].contains(part), "{part} is not in: {}", words[0]);
+        }
+    }
+}
+
+/// Touches pages whose server was killed, after many of them were asked for in vain.
+fn die_of_lost_memory(mode: &str, url: &str) {
+    let runtime = builder(MIB, PAGE)
+        .server(url)
+        .fault_mode(mode.parse().unwrap())
+        .deadline(Duration::from_secs(1))
+        .build()
+        .unwrap();
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(64 * PAGE_WORDS, named("squares"))
+        .unwrap();
+    for (at, word) in array.iter_mut().enumerate() {
+        *word = mix(at as u64);
+    }
+    array.advise(.., Advice::DontNeed).unwrap();
+    common::say("ready");
+    io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    assert!(array.prefetch_now(..).is_err());
+    panic!("read {}", array[32 * PAGE_WORDS]);
+}
+
+#[test]
+fn small_arrays_take_small_pages_unless_told_otherwise() {
+    let test = "small_arrays_take_small_pages_unless_told_otherwise";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 256 * MIB);
+    let build = || {
+        let builder = Runtime::builder().server(&memory.url);
+        builder.budget(ByteSize::mib(4)).fillers(2)
+    };
+    let runtime = build().build().unwrap();
+    let pages = |runtime: &Runtime, bytes: usize| {
+        let region = runtime.region(bytes).unwrap();
+        region.page_bytes()
+    };
+    let expected = [
+        (800, 4),
+        (64 * KIB, 4),
+        (256 * KIB, 16),
+        (MIB, 64),
+        (8 * MIB, 64),
+    ];
+    for (bytes, kib) in expected {
+        assert_eq!(pages(&runtime, bytes), kib * KIB, "{bytes} bytes");
+    }
+    let told = build().page_size(ByteSize::kib(64)).build().unwrap();
+    assert_eq!(pages(&told, 800), 64 * KIB);
+
+    let arrays: Vec<_> = (0..1000u64)
+        .map(|number| {
+            let mut array = runtime.array::<u64>(100).unwrap();
+            array
+                .iter_mut()
+                .enumerate()
+                .for_each(|(at, word)| *word = mix(at as u64 ^ number << 32));
+            array.advise(.., Advice::DontNeed).unwrap();
+            array
+        })
+        .collect();
+    let moved_bytes = runtime.stats().store.bytes_written;
+    println!(
+        "{} arrays of 800 bytes: {moved_bytes} bytes moved",
+        arrays.len()
+    );
+    assert!(moved_bytes <= 1000 * 4 * KIB as u64);
+}
+
+#[test]
+fn options_that_make_no_sense_are_refused_when_the_runtime_is_built() {
+    let says = |builder: Builder| builder.build().unwrap_err().to_string();
+    let error = says(Runtime::builder().page_size(ByteSize::kib(3)));
+    assert!(
+        error.contains("3.0 KiB") && error.contains("power of two"),
+        "{error}"
+    );
 }

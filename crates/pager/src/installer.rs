@@ -12,6 +12,7 @@ use crate::{
     PageError,
     clock::FillClock,
     frames::Frames,
+    last_words::LastWords,
     mapper::Mapper,
     proof::{Back, Proof},
     protocol::{self, HEAT_MAX, OnFailed, State, Word},
@@ -36,6 +37,7 @@ pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) frames: Arc<Frames<A>>,
     pub(crate) clock: Arc<FillClock>,
     pub(crate) proof: Arc<Proof>,
+    pub(crate) last_words: LastWords,
 }
 
 impl<A: AddressSpace> Installer<A> {
@@ -164,11 +166,13 @@ impl<A: AddressSpace> Installer<A> {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
                 tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
+                self.last_words.say(region, page, &error);
                 self.poison(region, page, protocol::poisoned);
                 true
             }
         }
     }
+
     /// The bytes of an owned page are gone, and the store has others: touching the page raises
     /// SIGBUS until the program overwrites it. Returns what the program is told.
     pub(crate) fn lose(&self, region: &Region, page: usize, why: &PageError) -> PageError {
@@ -181,6 +185,7 @@ impl<A: AddressSpace> Installer<A> {
             },
         };
         tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost; touching it raises SIGBUS");
+        self.last_words.say(region, page, &error);
         region.record(error.clone());
         region.lose(page, error.clone());
         self.poison(region, page, protocol::lost);

@@ -28,6 +28,7 @@ mod held;
 mod in_thread;
 mod installer;
 mod job;
+mod last_words;
 mod leaving;
 mod mapped;
 mod mapper;

@@ -31,6 +31,9 @@ pub struct PagerOptions {
     pub in_thread: usize,
     /// A page that cannot be brought in within this time is poisoned. Default: 10 s.
     pub deadline: Duration,
+    /// Before pages are poisoned, a line on standard error says why, once for each cause, unless the
+    /// program has a subscriber of `tracing`. Default: true.
+    pub last_words: bool,
 }
 
 impl PagerOptions {
@@ -46,6 +49,7 @@ impl PagerOptions {
             low_water: 0.90,
             in_thread: 0,
             deadline: Duration::from_secs(10),
+            last_words: true,
         }
     }
 }
@@ -79,7 +83,7 @@ impl Advice {
 }
 
 /// What a region is to be like.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub struct RegionOptions {
     /// Pages to read ahead at most; 0 switches it off. A sixteenth of the budget is the limit.
@@ -90,4 +94,6 @@ pub struct RegionOptions {
     pub address: Option<usize>,
     /// The program may only read: a write raises SIGSEGV. Default: false.
     pub read_only: bool,
+    /// What messages call the region, such as "array `x`". Default: its number.
+    pub label: Option<String>,
 }

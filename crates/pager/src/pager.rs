@@ -25,6 +25,7 @@ use crate::{
     filler::Filler,
     guest::Guest,
     in_thread::InThread,
+    last_words::LastWords,
     pace::Pace,
     region::{CHUNK_PAGES, Region},
     run::RUN_BYTES_MAX,
@@ -108,7 +109,13 @@ impl<A: AddressSpace> Pager<A> {
         };
         let (doors, inboxes) = doors(&workers, options.tune_evictors)?;
         let budget = Budget::new(options.budget_bytes, options.low_water, options.high_water);
-        let shared = Arc::new(Shared::new(space, budget, doors, &workers));
+        let shared = Arc::new(Shared::new(
+            space,
+            budget,
+            doors,
+            &workers,
+            LastWords::new(options.last_words, options.deadline),
+        ));
         let (deadline, tuned) = (options.deadline, options.run_bytes.is_none());
         let mut guests = Vec::new();
         for index in 0..workers.guests {
@@ -226,7 +233,15 @@ impl<A: AddressSpace> Pager<A> {
             }
         };
         let run_pages = (self.run_bytes_max / page_bytes).clamp(1, CHUNK_PAGES);
-        let region = Region::new(id, address, layout, store, read_ahead, run_pages);
+        let region = Region::new(
+            id,
+            options.label.unwrap_or_else(|| format!("region {id}")),
+            address,
+            layout,
+            store,
+            read_ahead,
+            run_pages,
+        );
         let region = Arc::new(region);
         if let Some(in_thread) = &self.in_thread {
             in_thread.prepare(&region);

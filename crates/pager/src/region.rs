@@ -27,6 +27,8 @@ const OVERDUE_RUNS_MAX: usize = 8;
 /// A mapped region, shared by the program and the workers.
 pub(crate) struct Region {
     pub(crate) id: RegionId,
+    /// What the program calls it.
+    pub(crate) label: String,
     pub(crate) address: usize,
     pub(crate) layout: Layout,
     pub(crate) words: Words,
@@ -58,6 +60,7 @@ pub(crate) struct Region {
 impl Region {
     pub(crate) fn new(
         id: RegionId,
+        label: String,
         address: usize,
         layout: Layout,
         store: Arc<PageStore>,
@@ -67,6 +70,7 @@ impl Region {
         let pages = layout.bytes / layout.page_bytes;
         Region {
             id,
+            label,
             address,
             layout,
             words: Words::new(pages),

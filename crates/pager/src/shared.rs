@@ -10,8 +10,8 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
-    installer::Installer, job::Jobs, mapper::Mapper, proof::Proof, regions::RegionTable,
-    scatter::Scatter, stats::Counters, victims::Victims,
+    installer::Installer, job::Jobs, last_words::LastWords, mapper::Mapper, proof::Proof,
+    regions::RegionTable, scatter::Scatter, stats::Counters, victims::Victims,
 };
 
 pub(crate) struct Shared<A: AddressSpace> {
@@ -42,6 +42,7 @@ impl<A: AddressSpace> Shared<A> {
         budget: Budget,
         doors: Arc<Doors>,
         workers: &Workers,
+        last_words: LastWords,
     ) -> Shared<A> {
         let clock = Arc::new(FillClock::new(budget.bytes()));
         let proof = Arc::new(Proof::new(clock.budget_ticks()));
@@ -53,6 +54,7 @@ impl<A: AddressSpace> Shared<A> {
             frames: frames.clone(),
             clock: clock.clone(),
             proof: proof.clone(),
+            last_words,
         });
         let victims = Arc::new(Victims::new(
             mapper.clone(),

@@ -12,6 +12,7 @@ mod endpoint;
 mod id;
 mod key;
 mod stat;
+mod units;
 
 pub use control::{NamedRegion, Refusal, Request, Response};
 pub use data::{Atomic, MAX_OP_BYTES};
@@ -19,3 +20,4 @@ pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
 pub use stat::ServerStat;
+pub use units::{UnitError, parse_size, parse_time};

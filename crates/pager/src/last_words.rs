@@ -1,0 +1,74 @@
+//! What a program reads before SIGBUS ends it: [`LastWords`], one line on standard error.
+//!
+//! The rule it keeps: one line for each cause and region, however many pages it costs, and none where
+//! a subscriber of `tracing` gets the same as an event. It never waits: what standard error has no
+//! room for is left out.
+
+use std::{
+    collections::HashSet,
+    io::{self, Write},
+    mem,
+    os::fd::AsFd,
+    time::Duration,
+};
+
+use farpage_store::StoreError;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use parking_lot::Mutex;
+
+use crate::{PageError, region::Region};
+
+/// Says why pages are poisoned.
+pub(crate) struct LastWords {
+    wanted: bool,
+    deadline: Duration,
+    /// Regions and causes that were told.
+    told: Mutex<HashSet<(u64, String)>>,
+}
+
+impl LastWords {
+    pub(crate) fn new(wanted: bool, deadline: Duration) -> LastWords {
+        LastWords {
+            wanted,
+            deadline,
+            told: Mutex::default(),
+        }
+    }
+
+    /// Before a page is poisoned: who touches it is ended by a signal that says nothing.
+    pub(crate) fn say(&self, region: &Region, page: usize, error: &PageError) {
+        if !self.wanted
+            || tracing::dispatcher::has_been_set()
+            || !self.told.lock().insert((region.id.0, cause(error)))
+        {
+            return;
+        }
+        let line = format!(
+            "farpage: page {page} of {} is not to be had: {error}. Touching it raises SIGBUS (\"Bus \
+             error\"). See whether the server runs and can be reached; `prefetch_now` returns such \
+             errors and tries again, FARPAGE_DEADLINE waits longer than {:?}. \
+             (FARPAGE_LAST_WORDS=0 turns this line off.)\n",
+            region.label, self.deadline
+        );
+        let stderr = io::stderr();
+        let mut fds = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
+        // A pipe that nobody reads must not keep the page from being poisoned.
+        if poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
+            let _ = stderr.lock().write_all(line.as_bytes());
+        }
+    }
+}
+
+/// What pages are lost for, without the page: a server or store, or a kind of error.
+fn cause(error: &PageError) -> String {
+    match error {
+        PageError::Store(
+            StoreError::Remote { server, .. } | StoreError::Corrupt { server, .. },
+        ) => server.clone(),
+        PageError::Store(StoreError::User { store, .. } | StoreError::Panicked { store, .. }) => {
+            store.clone()
+        }
+        PageError::Store(error) => format!("{:?}", mem::discriminant(error)),
+        error => format!("{:?}", mem::discriminant(error)),
+    }
+}
