@@ -22,34 +22,34 @@ use crate::{
     rdma,
 };
 
-/// Test programs that take longer than [`SHORT_S`], and how long they take on two cores, in
+/// Test programs that take longer than [`SHORT`], and how long they take on two cores, in
 /// seconds: measured, and renewed when the figure that is printed at the start has become wrong.
 const LONG_S: [(&str, u64); 22] = [
     ("bench apps", 20),
-    ("bench cli", 12),
+    ("bench cli", 9),
     ("bench farpage-bench", 19),
     ("bench figures", 39),
-    ("crates/capi examples", 45),
+    ("crates/capi examples", 60),
     ("crates/capi umap", 42),
     ("crates/fabric conformance", 9),
-    ("crates/fabric server", 5),
+    ("crates/fabric server", 4),
     ("crates/farpage budget", 34),
     ("crates/farpage in_thread", 15),
-    ("crates/farpage kill", 25),
-    ("crates/farpage lifecycle", 25),
-    ("crates/farpage pin", 8),
+    ("crates/farpage kill", 20),
+    ("crates/farpage lifecycle", 30),
+    ("crates/farpage pin", 4),
     ("crates/farpage stores", 9),
-    ("crates/farpage torture", 55),
+    ("crates/farpage torture", 60),
     ("crates/pager farpage_pager", 25),
     ("crates/pager protocol_model", 17),
-    ("crates/store farpage_store", 28),
+    ("crates/store farpage_store", 30),
     ("crates/vm farpage_vm", 14),
     ("crates/vm kernel", 46),
-    ("memserver conformance", 5),
-    ("memserver deaths", 11),
+    ("memserver conformance", 4),
+    ("memserver deaths", 10),
 ];
-/// What any other program takes at most, on average.
-const SHORT_S: u64 = 1;
+/// What any other program takes, on average.
+const SHORT: Duration = Duration::from_millis(500);
 /// Programs that `--quick` leaves out: the slowest, but for the tests of `pager` and `store` by
 /// themselves.
 const NOT_QUICK: [&str; 12] = [
@@ -66,11 +66,11 @@ const NOT_QUICK: [&str; 12] = [
     "crates/vm kernel",
     "memserver deaths",
 ];
-const DOCS_S: u64 = 20;
-const BENCHMARKS_S: u64 = 60;
-const RDMA_S: u64 = 240;
+const DOCS: Duration = Duration::from_secs(10);
+const BENCHMARKS: Duration = Duration::from_secs(60);
+const RDMA: Duration = Duration::from_secs(240);
 /// Building all of it for the first time.
-const BUILD_S: u64 = 360;
+const BUILD: Duration = Duration::from_secs(360);
 
 /// Whose tests run in the release profile as well, the one that is shipped: end to end, torture,
 /// and servers that are killed.
@@ -270,15 +270,15 @@ fn announce(scope: Scope) -> Result<()> {
         return Ok(());
     }
     let labels = labels()?;
-    let sum = |labels: &mut dyn Iterator<Item = &String>| -> u64 {
-        labels.map(|label| expected_s(label)).sum()
+    let sum = |labels: &mut dyn Iterator<Item = &String>| -> Duration {
+        labels.map(|label| expected(label)).sum()
     };
     let all = labels.len();
-    let (what, seconds) = if scope == Scope::Quick {
+    let (what, time) = if scope == Scope::Quick {
         let quick = || labels.iter().filter(|it| !NOT_QUICK.contains(&it.as_str()));
         (
             format!("{} of {all} test programs", quick().count()),
-            sum(&mut quick()) + DOCS_S,
+            sum(&mut quick()) + DOCS,
         )
     } else {
         let release = || labels.iter().filter(|label| is_release(label));
@@ -288,13 +288,13 @@ fn announce(scope: Scope) -> Result<()> {
                  and RDMA in a virtual machine",
                 release().count()
             ),
-            sum(&mut labels.iter()) + sum(&mut release()) + DOCS_S + BENCHMARKS_S + RDMA_S,
+            sum(&mut labels.iter()) + sum(&mut release()) + DOCS + BENCHMARKS + RDMA,
         )
     };
     println!(
         "{what}: {} on two cores that have nothing else to do, and {} more where nothing is built yet.",
-        minutes(Duration::from_secs(seconds)),
-        minutes(Duration::from_secs(BUILD_S))
+        minutes(time),
+        minutes(BUILD)
     );
     if scope == Scope::Whole {
         println!("`cargo xtask test --quick` leaves out what takes long: under 3 min once built.");
@@ -331,10 +331,10 @@ fn labels() -> Result<BTreeSet<String>> {
     Ok(labels)
 }
 
-/// How long a test program takes, in seconds, as far as is known.
-fn expected_s(label: &str) -> u64 {
+/// How long a test program takes, as far as is known.
+fn expected(label: &str) -> Duration {
     let known = LONG_S.iter().find(|(known, _)| *known == label);
-    known.map_or(SHORT_S, |(_, seconds)| *seconds)
+    known.map_or(SHORT, |(_, seconds)| Duration::from_secs(*seconds))
 }
 
 fn is_release(label: &str) -> bool {
@@ -346,15 +346,15 @@ fn is_release(label: &str) -> bool {
 
 impl Step {
     fn new(label: String, what: What) -> Step {
-        let seconds = match what {
-            What::Program(_) => expected_s(label.trim_start_matches(IN_RELEASE)),
-            What::Docs => DOCS_S,
-            What::Benchmarks => BENCHMARKS_S,
-            What::Rdma => RDMA_S,
+        let expected = match what {
+            What::Program(_) => expected(label.trim_start_matches(IN_RELEASE)),
+            What::Docs => DOCS,
+            What::Benchmarks => BENCHMARKS,
+            What::Rdma => RDMA,
         };
         Step {
             label,
-            expected: Duration::from_secs(seconds),
+            expected,
             what,
         }
     }
