@@ -18,7 +18,10 @@ use anyhow::{Context, Result, anyhow, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageStore, RegionId, RemoteOptions};
-use farpage_vm::{AddressSpace, Frame, KernelFrame, KernelSpace, KernelSpaceOptions, Layout};
+use farpage_vm::{
+    AddressSpace, Frame, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Left, Out,
+    Pages, Shard,
+};
 use nix::poll::{PollFd, ppoll};
 use nix::sys::time::TimeSpec;
 
@@ -272,7 +275,7 @@ impl<'a> Worker<'a> {
             run_bytes,
             runs: runs as u64,
             steps: (local / (3 * run_bytes)).clamp(1, runs - 2 * STEPS_AHEAD),
-            region: space.map(layout).context("cannot map memory")?,
+            region: space.map(layout).context("cannot map memory")?.address,
             layout,
             job,
             wrong: 0,
@@ -376,6 +379,17 @@ impl<'a> Worker<'a> {
         array as u64 * self.runs + number % self.runs
     }
 
+    /// The pages of a run, in the region.
+    fn pages_of(&self, run: u64) -> Pages {
+        let count = self.run_bytes / self.page_bytes;
+        Pages::new(
+            Shard(self.thread),
+            self.address_of(run),
+            self.page_bytes,
+            count,
+        )
+    }
+
     fn address_of(&self, run: u64) -> usize {
         self.region + run as usize * self.run_bytes
     }
@@ -402,9 +416,8 @@ impl<'a> Worker<'a> {
             let run = self.run_of(step.number, array);
             let frame = match self.job.moving() {
                 true => {
-                    let pages = self.run_bytes / self.page_bytes;
-                    let (address, page_bytes) = (self.address_of(run), self.page_bytes);
-                    let frame = self.space.detach(self.thread, address, page_bytes, pages)?;
+                    let out = Out::Move(self.pages_of(run));
+                    let frame = self.space.detach(out).map(Left::into_frame)?;
                     ensure!(
                         frame.as_ref().len() == self.run_bytes,
                         "a run came out in pieces"
@@ -444,9 +457,9 @@ impl<'a> Worker<'a> {
             .map(|frame| frame.take().expect("it has arrived"));
         if self.job.moving() {
             for (array, frame) in frames.into_iter().enumerate() {
-                let address = self.address_of(self.run_of(step.number, array));
+                let pages = self.pages_of(self.run_of(step.number, array));
                 self.space
-                    .install(self.thread, address, frame.0)
+                    .install(pages, In::Move(frame.0))
                     .map_err(|error| error.kind)?;
             }
             let addresses = [0, 1, 2].map(|array| self.address_of(self.run_of(step.number, array)));

@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crossbeam_utils::CachePadded;
+use farpage_vm::Room;
 
 /// Frames that read-ahead leaves to demand: more than all threads of a large machine fault on at
 /// once.
@@ -253,9 +254,11 @@ impl Reservation<'_> {
         self.budget.unmake(rest as u64);
         self.pages = pages;
     }
+}
 
+impl Room for Reservation<'_> {
     /// All of it has been made.
-    pub(crate) fn made(mut self) {
+    fn use_up(&mut self) {
         self.pages = 0;
     }
 }
@@ -282,10 +285,10 @@ mod tests {
         assert!(budget.reserve(PAGE_BYTES, 1).is_none());
         drop(rest);
         first.keep(4);
-        first.made();
-        let rest = budget.reserve(PAGE_BYTES, 8).expect("for four");
+        first.use_up();
+        let mut rest = budget.reserve(PAGE_BYTES, 8).expect("for four");
         assert_eq!(rest.pages(), 4);
-        rest.made();
+        rest.use_up();
         assert!(budget.reserve(PAGE_BYTES, 1).is_none());
         assert_eq!(budget.peak(), budget.bytes());
     }

@@ -14,6 +14,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender};
+use farpage_vm::Shard;
 
 use crate::{PageError, ahead::Plan, bell::Bell, budget::Budget, region::Region};
 
@@ -92,8 +93,8 @@ impl Doors {
         }
     }
 
-    pub(crate) fn filler(&self, shard: usize) -> &FillerDoor {
-        &self.fillers[shard]
+    pub(crate) fn filler(&self, shard: Shard) -> &FillerDoor {
+        &self.fillers[shard.0]
     }
 
     pub(crate) fn evictor(&self, index: usize) -> &Bell {
@@ -138,11 +139,11 @@ impl Doors {
 
     /// Sends a command to every filler; each takes the pages of its own shard.
     pub(crate) fn tell_fillers(&self, command: impl Fn() -> Command) {
-        (0..self.fillers.len()).for_each(|shard| self.tell_filler(shard, command()));
+        (0..self.fillers.len()).for_each(|shard| self.tell_filler(Shard(shard), command()));
     }
 
-    pub(crate) fn tell_filler(&self, shard: usize, command: Command) {
-        let door = &self.fillers[shard];
+    pub(crate) fn tell_filler(&self, shard: Shard, command: Command) {
+        let door = &self.fillers[shard.0];
         // Fails only when the filler has stopped, and then nobody waits for what it would have done.
         if door.mail.send(command).is_ok() {
             door.bell.ring();
@@ -151,8 +152,8 @@ impl Doors {
 
     /// Asks a filler for something from within a signal handler. Forgotten if the filler is too busy
     /// to look.
-    pub(crate) fn ask_filler(&self, shard: usize, ask: Ask) {
-        let door = &self.fillers[shard];
+    pub(crate) fn ask_filler(&self, shard: Shard, ask: Ask) {
+        let door = &self.fillers[shard.0];
         if door.asks.try_send(ask).is_ok() {
             door.bell.ring();
         }

@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_store::Lane;
-use farpage_vm::{AddressSpace, Fault};
+use farpage_vm::{AddressSpace, Events, Shard};
 use nix::poll::{PollFd, PollFlags};
 
 use crate::{
@@ -37,7 +37,7 @@ use crate::{
 
 pub(crate) struct Filler<A: AddressSpace> {
     shared: Arc<Shared<A>>,
-    shard: usize,
+    shard: Shard,
     inbox: Inbox,
     deadline: Duration,
     fills: Fills<A, Held<A>>,
@@ -45,8 +45,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     /// What threads of the program bring in themselves, where they do.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
-    faults: Vec<Fault>,
-    unmapped: Vec<Range<usize>>,
+    /// Kept between turns, so that reading faults does not allocate.
+    events: Events,
 }
 
 impl<A: AddressSpace> Filler<A> {
@@ -63,25 +63,27 @@ impl<A: AddressSpace> Filler<A> {
         let held = Held::new(shared.clone(), shard);
         Filler {
             fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held),
-            wishes: Wishes::new(shared.clone(), shard),
+            wishes: Wishes::new(shared.clone(), Shard(shard)),
             shared,
-            shard,
+            shard: Shard(shard),
             inbox,
             deadline,
             in_thread,
             last_region: None,
-            faults: Vec::with_capacity(64),
-            unmapped: Vec::new(),
+            events: Events {
+                faults: Vec::with_capacity(64),
+                unmapped: Vec::new(),
+            },
         }
     }
 
     fn counters(&self) -> &Counters {
-        &self.shared.counters[self.shard]
+        &self.shared.counters[self.shard.0]
     }
 
     /// Does what can be done without waiting. Returns whether anything was done.
     pub(crate) fn turn(&mut self) -> bool {
-        let faults = self.read_faults();
+        let faults = self.read_events();
         self.turn_without_faults() || faults
     }
 
@@ -96,18 +98,21 @@ impl<A: AddressSpace> Filler<A> {
         busy || mail
     }
 
-    fn read_faults(&mut self) -> bool {
-        let mut faults = mem::take(&mut self.faults);
-        if let Err(error) = self.shared.mapper.faults(self.shard, &mut faults) {
+    fn read_events(&mut self) -> bool {
+        let mut events = mem::take(&mut self.events);
+        if let Err(error) = self.shared.mapper.events(self.shard, &mut events) {
             panic!("cannot read page faults: {error}");
         }
-        let any = !faults.is_empty();
-        for fault in faults.drain(..) {
+        let any = !events.is_empty();
+        for fault in events.faults.drain(..) {
             self.counters().faults.bump();
             self.on_fault(fault.address);
         }
-        self.faults = faults;
-        any | self.read_unmapped()
+        for addresses in events.unmapped.drain(..) {
+            self.on_unmapped(&addresses);
+        }
+        self.events = events;
+        any
     }
 
     fn on_fault(&mut self, address: usize) {
@@ -143,18 +148,13 @@ impl<A: AddressSpace> Filler<A> {
         self.last_region.clone()
     }
 
-    fn read_unmapped(&mut self) -> bool {
-        self.shared.mapper.unmapped(self.shard, &mut self.unmapped);
-        let any = !self.unmapped.is_empty();
-        for addresses in mem::take(&mut self.unmapped) {
-            for region in self.shared.regions.overlapping(&addresses) {
-                if region.enter() {
-                    self.unmap(&region, &addresses);
-                    region.exit();
-                }
+    fn on_unmapped(&self, addresses: &Range<usize>) {
+        for region in self.shared.regions.overlapping(addresses) {
+            if region.enter() {
+                self.unmap(&region, addresses);
+                region.exit();
             }
         }
-        any
     }
 
     /// The program has unmapped these addresses: the region's pages that had some of them are gone.
@@ -274,12 +274,12 @@ impl<A: AddressSpace> Filler<A> {
     /// Whether a descriptor tells when there are faults. It is the first one of
     /// [`wait`](Self::wait) then.
     pub(crate) fn is_told_of_faults(&self) -> bool {
-        self.shared.mapper.fault_fd(self.shard).is_some()
+        self.shared.mapper.events_fd(self.shard).is_some()
     }
 
     /// Appends the descriptors to sleep on; returns when to take a turn at the latest.
     pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
-        if let Some(fd) = self.shared.mapper.fault_fd(self.shard) {
+        if let Some(fd) = self.shared.mapper.events_fd(self.shard) {
             fds.push(PollFd::new(fd, PollFlags::POLLIN));
         }
         self.fills.wait(fds, RETRY)

@@ -13,7 +13,7 @@ use std::sync::{
 };
 
 use crossbeam_utils::CachePadded;
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, Room};
 
 use crate::{
     budget::{Budget, Reservation},
@@ -112,10 +112,9 @@ impl<A: AddressSpace> Frames<A> {
         })
     }
 
-    /// A copy of this frame, for which `room` was reserved, is mapped: it is used in the frame's
+    /// A copy of this frame, for which room was reserved, is mapped: it is used in the frame's
     /// place, which comes back free.
-    pub(crate) fn copied(&self, room: Reservation<'_>, frame: A::Frame, page_bytes: usize) {
-        room.made();
+    pub(crate) fn copied(&self, frame: A::Frame, page_bytes: usize) {
         self.free(page_bytes).put(frame, page_bytes);
         self.tell_who_starves();
     }
@@ -172,7 +171,7 @@ impl<A: AddressSpace> Frames<A> {
         loop {
             let error = match self.mapper.new_frame(page_bytes, room.pages()) {
                 Ok(frame) => {
-                    room.made();
+                    room.use_up();
                     return Some(frame);
                 }
                 Err(error) => error,

@@ -6,7 +6,10 @@
 
 use std::{io, ops::Range, os::fd::BorrowedFd, sync::Arc};
 
-use farpage_vm::{AddressSpace, DetachError, Fault, InstallError, Layout, SCATTERED_PAGES_MAX};
+use farpage_vm::{
+    AddressSpace, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out, Pages, Room,
+    SCATTERED_PAGES_MAX, Shard,
+};
 use smallvec::SmallVec;
 
 use crate::{
@@ -35,12 +38,12 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// The shard that serves a page.
-    pub(crate) fn shard_of(&self, region: &Region, page: usize) -> usize {
+    pub(crate) fn shard_of(&self, region: &Region, page: usize) -> Shard {
         region.shard_of(page, self.shards())
     }
 
-    /// Addresses for a new region. Returns the first.
-    pub(crate) fn map(&self, layout: Layout) -> io::Result<usize> {
+    /// Addresses for a new region.
+    pub(crate) fn map(&self, layout: Layout) -> io::Result<Mapping> {
         self.space.map(layout)
     }
 
@@ -60,8 +63,10 @@ impl<A: AddressSpace> Mapper<A> {
         region: &Region,
         run: Run<A::Frame>,
     ) -> Result<(), InstallError<A::Frame>> {
-        let (shard, address) = self.place(region, run.first());
-        self.space.install(shard, address, run.into_frame())
+        let pages = self.pages(region, run.pages());
+        let moved = self.space.install(pages, In::Move(run.into_frame()))?;
+        debug_assert!(moved.is_none(), "what moved does not come back");
+        Ok(())
     }
 
     /// Takes as many as possible of `pages`, at least one, out of the mapping.
@@ -70,9 +75,9 @@ impl<A: AddressSpace> Mapper<A> {
         region: &Region,
         pages: Range<usize>,
     ) -> Result<Run<A::Frame>, DetachError> {
-        let (shard, address) = self.place(region, pages.start);
         let page_bytes = region.page_bytes();
-        let detached = self.space.detach(shard, address, page_bytes, pages.len());
+        let out = Out::Move(self.pages(region, pages.clone()));
+        let detached = self.space.detach(out).map(Left::into_frame);
         let taken = match &detached {
             Ok(frame) => pages_in(frame, page_bytes),
             Err(DetachError::Absent) => 1,
@@ -82,15 +87,22 @@ impl<A: AddressSpace> Mapper<A> {
         detached.map(|frame| Run::new(pages.start, frame, page_bytes))
     }
 
-    /// Whether pages of the region may come and go as copies.
-    pub(crate) fn can_copy(&self, region: &Region) -> bool {
-        !region.layout.read_only && self.space.can_scatter(region.page_bytes())
-    }
-
-    /// Maps a copy of `frame`. `false`: nothing has changed, and [`install`](Self::install) says why.
-    pub(crate) fn install_copy(&self, region: &Region, page: usize, frame: &A::Frame) -> bool {
-        let (shard, address) = self.place(region, page);
-        self.space.install_copy(shard, address, frame)
+    /// Maps a copy of `frame`, for which `room` is used up. Returns the frame, which is free again.
+    ///
+    /// # Errors
+    /// The frame: nothing has changed, and [`install`](Self::install) says why.
+    pub(crate) fn install_copy(
+        &self,
+        region: &Region,
+        page: usize,
+        frame: A::Frame,
+        room: &mut impl Room,
+    ) -> Result<A::Frame, A::Frame> {
+        let page = self.pages(region, page..page + 1);
+        let installed = self.space.install(page, In::Copy(frame, room));
+        installed
+            .map(|frame| frame.expect("a frame that was copied comes back"))
+            .map_err(|refused| refused.frame)
     }
 
     /// Copies the leading ones of `pages` to the first of `frames` and gives their memory back.
@@ -101,9 +113,10 @@ impl<A: AddressSpace> Mapper<A> {
         pages: &[usize],
         frames: &mut [A::Frame],
     ) -> usize {
-        let shard = self.shard_of(region, pages[0]);
-        let addresses: Scattered = pages.iter().map(|&page| region.address_of(page)).collect();
-        let taken = self.space.detach_scattered(shard, &addresses, frames);
+        let page = |&page: &usize| self.pages(region, page..page + 1);
+        let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = pages.iter().map(page).collect();
+        let left = self.space.detach(Out::Copy(&out, frames));
+        let taken = left.map_or(0, |left| left.copied());
         for &page in &pages[..taken] {
             region.count_out(&(page..page + 1));
         }
@@ -113,8 +126,7 @@ impl<A: AddressSpace> Mapper<A> {
     /// Ends a write-protection that [`detach_copies`](Self::detach_copies) may have left on a page.
     /// Must not overlap with it.
     pub(crate) fn unprotect(&self, region: &Region, page: usize) {
-        let (shard, address) = self.place(region, page);
-        self.space.unprotect(shard, address, region.page_bytes());
+        self.space.unprotect(self.pages(region, page..page + 1));
     }
 
     /// Whether a page is mapped at `address`. Slow.
@@ -124,40 +136,35 @@ impl<A: AddressSpace> Mapper<A> {
 
     /// Wakes the threads that sleep on `pages`; they try again.
     pub(crate) fn wake(&self, region: &Region, pages: Range<usize>) {
-        let (shard, address) = self.place(region, pages.start);
-        let bytes = pages.len() * region.page_bytes();
-        self.space.wake(shard, address, bytes);
+        self.space.wake(self.pages(region, pages));
     }
 
     /// Every touch of an absent page raises SIGBUS from now on, until it is installed.
     pub(crate) fn poison(&self, region: &Region, page: usize) -> io::Result<()> {
-        let (shard, address) = self.place(region, page);
-        self.space.poison(shard, address, region.page_bytes())
+        self.space.poison(self.pages(region, page..page + 1))
     }
 
     /// The same for the kernel's page at an address that is no region's.
-    pub(crate) fn poison_stray(&self, shard: usize, address: usize) -> io::Result<()> {
-        let page = address - address % KERNEL_PAGE_BYTES;
-        self.space.poison(shard, page, KERNEL_PAGE_BYTES)
+    pub(crate) fn poison_stray(&self, shard: Shard, address: usize) -> io::Result<()> {
+        let start = address - address % KERNEL_PAGE_BYTES;
+        let page = Pages::new(shard, start, KERNEL_PAGE_BYTES, 1);
+        self.space.poison(page)
     }
 
-    /// Appends the faults of a shard; does not block.
-    pub(crate) fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
-        self.space.faults(shard, out)
+    /// Appends what has happened in a shard; does not block.
+    pub(crate) fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
+        self.space.events(shard, out)
     }
 
-    /// Appends the addresses that the program has unmapped.
-    pub(crate) fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>) {
-        self.space.unmapped(shard, out);
+    /// Becomes readable when something has happened in a shard.
+    pub(crate) fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>> {
+        self.space.events_fd(shard)
     }
 
-    /// Becomes readable when there is something for [`faults`](Self::faults) or
-    /// [`unmapped`](Self::unmapped).
-    pub(crate) fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>> {
-        self.space.fault_fd(shard)
-    }
-
-    fn place(&self, region: &Region, page: usize) -> (usize, usize) {
-        (self.shard_of(region, page), region.address_of(page))
+    /// Pages of a region, which lie in one stripe, by their addresses.
+    fn pages(&self, region: &Region, pages: Range<usize>) -> Pages {
+        let shard = self.shard_of(region, pages.start);
+        let address = region.address_of(pages.start);
+        Pages::new(shard, address, region.page_bytes(), pages.len())
     }
 }

@@ -218,7 +218,7 @@ impl<A: AddressSpace> Pager<A> {
             read_only: options.read_only,
             ..self.layout(id, bytes, page_bytes)
         };
-        let address = self
+        let mapping = self
             .shared
             .mapper
             .map(layout)
@@ -236,7 +236,7 @@ impl<A: AddressSpace> Pager<A> {
         let region = Region::new(
             id,
             options.label.unwrap_or_else(|| format!("region {id}")),
-            address,
+            mapping,
             layout,
             store,
             read_ahead,

@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_store::{PageStore, RegionId};
-use farpage_vm::Layout;
+use farpage_vm::{Layout, Mapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{Advice, PageError, protocol::Words};
@@ -30,6 +30,8 @@ pub(crate) struct Region {
     /// What the program calls it.
     pub(crate) label: String,
     pub(crate) address: usize,
+    /// Whether pages may come and go as copies.
+    pub(crate) can_copy: bool,
     pub(crate) layout: Layout,
     pub(crate) words: Words,
     pub(crate) store: Arc<PageStore>,
@@ -61,7 +63,7 @@ impl Region {
     pub(crate) fn new(
         id: RegionId,
         label: String,
-        address: usize,
+        mapping: Mapping,
         layout: Layout,
         store: Arc<PageStore>,
         read_ahead: RangeInclusive<usize>,
@@ -71,7 +73,8 @@ impl Region {
         Region {
             id,
             label,
-            address,
+            address: mapping.address,
+            can_copy: mapping.can_copy,
             layout,
             words: Words::new(pages),
             store,
@@ -112,7 +115,7 @@ impl Region {
         address.wrapping_sub(self.address) < self.layout.bytes
     }
 
-    pub(crate) fn shard_of(&self, page: usize, shards: usize) -> usize {
+    pub(crate) fn shard_of(&self, page: usize, shards: usize) -> Shard {
         self.layout.shard_of(page * self.layout.page_bytes, shards)
     }
 

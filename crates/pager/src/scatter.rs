@@ -83,7 +83,7 @@ impl<A: AddressSpace> Scatter<A> {
     /// A write to a page that is mapped raised a fault: the page came meanwhile, or it is protected
     /// while others leave. Returns whether the write may be tried again; not while others leave.
     pub(crate) fn unprotect(&self, region: &Region, page: usize) -> bool {
-        if !self.mapper.can_copy(region) {
+        if !region.can_copy {
             return true;
         }
         let turn = self.try_turn();
@@ -110,24 +110,26 @@ impl<A: AddressSpace> Scatter<A> {
         refused: impl FnMut(usize, A::Frame, io::Error),
     ) {
         let trial = self.costs.trial(count);
-        let room = (self.mapper.can_copy(region) && trial.copies)
+        let room = (region.can_copy && trial.copies)
             .then(|| self.frames.for_copy(region.page_bytes(), trial.is_trial))
             .flatten();
         let since = trial.is_timed.then(Instant::now);
         let (rest, cost) = match room {
-            Some(room) => {
+            Some(mut room) => {
                 let page = run.first();
-                let frame = run.into_frame();
                 self.installer.announce(region, page..page + 1);
-                if self.mapper.install_copy(region, page, &frame) {
-                    self.installer.arrived(region, page..page + 1, heat);
-                    self.frames.copied(room, frame, region.page_bytes());
-                    (None, &self.costs.copied_in)
-                } else {
+                let frame = run.into_frame();
+                let copied = self.mapper.install_copy(region, page, frame, &mut room);
+                let rest = match copied {
+                    Ok(frame) => {
+                        self.installer.arrived(region, page..page + 1, heat);
+                        self.frames.copied(frame, region.page_bytes());
+                        None
+                    }
                     // The page is refused: moving it says why.
-                    let run = Run::new(page, frame, region.page_bytes());
-                    (Some(run), &self.costs.copied_in)
-                }
+                    Err(frame) => Some(Run::new(page, frame, region.page_bytes())),
+                };
+                (rest, &self.costs.copied_in)
             }
             None => (Some(run), &self.costs.moved_in),
         };
@@ -143,7 +145,7 @@ impl<A: AddressSpace> Scatter<A> {
     /// frames to copy enough of them to. Pinned pages must not lie between others that do, since
     /// system calls may write to them at any time.
     pub(crate) fn is_better(&self, region: &Region) -> bool {
-        self.mapper.can_copy(region)
+        region.can_copy
             && region.pinned() == 0
             && self.costs.copying_is_cheaper()
             && self.most(region) >= PAGES_MIN

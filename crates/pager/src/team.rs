@@ -20,7 +20,7 @@ use std::{
 };
 
 use crossbeam_utils::CachePadded;
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, Shard};
 use nix::time::{ClockId, clock_gettime};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
@@ -129,7 +129,7 @@ impl<A: AddressSpace> Team<A> {
 
     /// Nothing to do until more threads are needed.
     fn rest(&self, thread: usize, seen: usize) {
-        let bell = &self.shared.doors.filler(thread).rest;
+        let bell = &self.shared.doors.filler(Shard(thread)).rest;
         bell.prepare();
         if self.awake.load(Ordering::SeqCst) != seen || self.shared.doors.is_stopping() {
             return bell.cancel();

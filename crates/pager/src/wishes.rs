@@ -5,7 +5,7 @@
 
 use std::{collections::VecDeque, mem, sync::Arc};
 
-use farpage_vm::AddressSpace;
+use farpage_vm::{AddressSpace, Shard};
 
 use crate::{
     ahead::Plan,
@@ -39,13 +39,13 @@ struct NoRoom;
 /// All wishes of one filler.
 pub(crate) struct Wishes<A: AddressSpace> {
     shared: Arc<Shared<A>>,
-    shard: usize,
+    shard: Shard,
     /// Oldest first.
     wishes: VecDeque<Wish>,
 }
 
 impl<A: AddressSpace> Wishes<A> {
-    pub(crate) fn new(shared: Arc<Shared<A>>, shard: usize) -> Self {
+    pub(crate) fn new(shared: Arc<Shared<A>>, shard: Shard) -> Self {
         Wishes {
             shared,
             shard,

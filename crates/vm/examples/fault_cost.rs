@@ -1,5 +1,5 @@
-//! Prints what a fault costs from the touch to the value, when it is served by another thread and when the faulting thread serves it itself:
-//! a page lies ready in a frame and is moved in.
+//! Prints what a fault costs from the touch to the value, when it is served by another thread and
+//! when the faulting thread serves it itself: a page lies ready in a frame and is moved in.
 
 use std::{
     sync::{
@@ -11,7 +11,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Fault, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    AddressSpace, Events, Fault, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Out,
+    Shard,
     sigbus::{FaultHandler, Registration, Served},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -80,9 +81,8 @@ fn measure(page_bytes: usize, by: By) -> Result<Vec<u64>, Box<dyn std::error::Er
             ns.push(start.elapsed().as_nanos() as u64);
         }
         for page in 0..pages.away.len() {
-            let address = pages.base + page * page_bytes;
-            let frame = pages.space.detach(0, address, page_bytes, 1)?;
-            *pages.away(page) = Some(frame);
+            let left = pages.space.detach(Out::Move(pages.page(page)))?;
+            *pages.away(page) = Some(left.into_frame());
         }
     }
     drop(registration);
@@ -114,7 +114,7 @@ impl Pages {
             .map(|_| Ok(Mutex::new(Some(space.new_frame(page_bytes, 1)?))))
             .collect::<Result<_, std::io::Error>>()?;
         Ok(Arc::new(Self {
-            base: space.map(layout)?,
+            base: space.map(layout)?.address,
             space,
             layout,
             away,
@@ -128,27 +128,38 @@ impl Pages {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn page(&self, number: usize) -> farpage_vm::Pages {
+        let page_bytes = self.layout.page_bytes;
+        farpage_vm::Pages::new(Shard(0), self.base + number * page_bytes, page_bytes, 1)
+    }
+
     fn install(&self, fault: Fault) {
         let page = (fault.address - self.base) / self.layout.page_bytes;
         if let Some(frame) = self.away(page).take() {
             self.space
-                .install(0, self.base + page * self.layout.page_bytes, frame)
+                .install(self.page(page), In::Move(frame))
                 .expect("an absent page can be installed");
         }
     }
 
     fn serve(&self, by: By) {
-        let mut faults = Vec::new();
+        let mut events = Events::default();
         while !self.stop.load(Ordering::Relaxed) {
             if by == By::Sleeper {
-                let fd = self.space.fault_fd(0).expect("a kernel space has one");
+                let fd = self
+                    .space
+                    .events_fd(Shard(0))
+                    .expect("a kernel space has one");
                 let fds = &mut [PollFd::new(fd, PollFlags::POLLIN)];
                 poll(fds, PollTimeout::from(10u8)).expect("polling works");
             }
             self.space
-                .faults(0, &mut faults)
+                .events(Shard(0), &mut events)
                 .expect("faults can be read");
-            faults.drain(..).for_each(|fault| self.install(fault));
+            events
+                .faults
+                .drain(..)
+                .for_each(|fault| self.install(fault));
         }
     }
 }

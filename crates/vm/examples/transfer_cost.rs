@@ -1,5 +1,6 @@
-//! Prints what moving a page in and out costs: in both ways, next to the bare ioctl; and in runs, alone and while another thread of the process is
-//! running, whose processor must be told to forget the old addresses.
+//! Prints what moving a page in and out costs: in both ways, next to the bare ioctl; and in runs,
+//! alone and while another thread of the process is running, whose processor must be told to forget
+//! the old addresses.
 
 use std::{
     sync::atomic::{AtomicBool, Ordering},
@@ -8,7 +9,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Features, KernelSpace, KernelSpaceOptions, Layout, RegisterMode, Transfer, Uffd,
+    AddressSpace, Features, In, KernelSpace, KernelSpaceOptions, Layout, Out, Pages, RegisterMode,
+    Shard, Transfer, Uffd,
 };
 
 const BYTES: usize = 64 << 20;
@@ -44,7 +46,7 @@ fn in_runs(
     transfer: Transfer,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let (space, layout) = space(page_bytes, transfer)?;
-    let base = space.map(layout)?;
+    let base = space.map(layout)?.address;
     let alone = install_and_detach(&space, base, page_bytes, run)?;
     let running = AtomicBool::new(true);
     let accompanied = thread::scope(|scope| {
@@ -88,14 +90,16 @@ fn install_and_detach(
     for _ in 0..5 {
         let start = Instant::now();
         for (&address, frame) in starts.iter().zip(frames.drain(..)) {
+            let pages = Pages::new(Shard(0), address, page_bytes, run);
             space
-                .install(0, address, frame)
+                .install(pages, In::Move(frame))
                 .map_err(|error| error.kind)?;
         }
         best[0] = best[0].min(us_per_page(start));
         let start = Instant::now();
         for &address in &starts {
-            let frame = space.detach(0, address, page_bytes, run)?;
+            let pages = Pages::new(Shard(0), address, page_bytes, run);
+            let frame = space.detach(Out::Move(pages))?.into_frame();
             assert_eq!(frame.as_ref().len(), run * page_bytes);
             frames.push(frame);
         }
@@ -129,7 +133,7 @@ fn through_the_space(
     transfer: Transfer,
 ) -> Result<(), Box<dyn std::error::Error>> {
     let (space, layout) = space(page_bytes, transfer)?;
-    let base = space.map(layout)?;
+    let base = space.map(layout)?.address;
     let pages = BYTES / page_bytes;
     let us_per_page = |start: Instant| start.elapsed().as_secs_f64() * 1e6 / pages as f64;
 

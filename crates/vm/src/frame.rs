@@ -1,12 +1,18 @@
-//! The frame pool: a reserved address range per page size, in whose slots pages lie while they are not mapped in a region.
+//! The frame pools: a reserved address range per page size. Pages lie in its slots while they are
+//! not mapped in a region.
 //!
-//! The rule it keeps: a slot is either vacant (absent, nobody's) or owned by one [`KernelFrame`], and only a frame whose pages are all
-//! there is handed out. A frame owns slots that lie next to each other: cutting and joining frames is arithmetic. The range is registered with a userfaultfd of the pool's own in SIGBUS mode: so it can be the
-//! destination of `UFFDIO_MOVE`, and a mistake of ours that touches an absent slot is a signal at that spot and not a thread that sleeps for ever.
+//! The rule it keeps: a slot is either vacant (absent, nobody's) or owned by one [`KernelFrame`],
+//! and only a frame whose pages are all there is handed out.
 //!
-//! A frame's page is made in one of two ways (measured on 2 cores, kernel 6.18): up to 1 MiB by `UFFDIO_COPY` of zeros onto the
-//! registered slot, which takes the mmap lock for reading only and costs about what the page's clearing costs; at 2 MiB by taking the slot out of the
-//! registration, `MADV_POPULATE_WRITE`, and registering it again, since `UFFDIO_COPY` never makes a huge page.
+//! A frame owns slots that lie next to each other: cutting and joining frames is arithmetic. The
+//! range is registered with a userfaultfd of the pool's own, in SIGBUS mode. So it can be the
+//! destination of `UFFDIO_MOVE`, and a mistake of ours that touches an absent slot is a signal at
+//! that spot, not a thread that sleeps for ever.
+//!
+//! A frame's page is made in one of two ways (measured on 2 cores, kernel 6.18). Up to 1 MiB: by
+//! `UFFDIO_COPY` of zeros onto the registered slot, which takes the mmap lock for reading only and
+//! costs about what clearing the page costs. At 2 MiB: by taking the slot out of the registration,
+//! `MADV_POPULATE_WRITE`, and registering it again, since `UFFDIO_COPY` never makes a huge page.
 //!
 //! Memory that a device has registered (RDMA) can not lie here: pinned pages do not move.
 
@@ -101,13 +107,14 @@ pub(crate) struct Pool {
     page_bytes: usize,
     /// Pages of all frames at most.
     pages_max: u32,
-    /// A lock of the standard library: it never allocates, as `parking_lot`'s may when contended, and a frame comes and goes inside a signal
-    /// handler where faults are served in-thread.
+    /// Of the standard library: it never allocates, as `parking_lot`'s may when contended. Frames
+    /// come and go inside a signal handler where faults are served in-thread.
     vacancies: Mutex<Vacancies>,
 }
 
 impl Pool {
-    /// Reserves addresses for frames of `pages_max` pages in all, with room to spare; this takes no memory.
+    /// Reserves addresses for frames of `pages_max` pages in all, with room to spare; this takes no
+    /// memory.
     pub(crate) fn new(
         page_bytes: usize,
         pages_max: u32,
@@ -145,8 +152,9 @@ impl Pool {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Vacant slots next to each other, `pages` or else as many as there are, but not fewer than `at_least`: their frame must not be handed out
-    /// before its pages are there.
+    /// Vacant slots next to each other: `pages` or, where these are not to be had, as many as there
+    /// are, but not fewer than `at_least`. Their frame must not be handed out before its pages are
+    /// there.
     pub(crate) fn vacant(
         self: &Arc<Self>,
         pages: usize,
@@ -182,7 +190,8 @@ impl Pool {
         Ok(frame)
     }
 
-    /// Makes huge pages where the kernel has them to give, otherwise small ones. False: this kernel can not populate (before 5.14).
+    /// Makes huge pages where the kernel has them to give, otherwise small ones. `false`: this
+    /// kernel cannot populate (before 5.14).
     fn populate_huge(&self, address: usize, len: usize) -> io::Result<bool> {
         self.uffd.unregister(address, len)?;
         // SAFETY: the slots of a frame that this call owns.
@@ -210,7 +219,8 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// The bytes of a run of pages while they are not mapped in a region: owned, present, never faulting. Dropping it gives their physical memory back.
+/// The bytes of a run of pages while they are not mapped in a region: owned, present, never
+/// faulting. Dropping it gives their physical memory back.
 #[derive(Debug)]
 pub struct KernelFrame {
     pool: Arc<Pool>,
@@ -218,7 +228,8 @@ pub struct KernelFrame {
     slot: u32,
     /// How many it has. None only in one that was joined to another.
     slots: u32,
-    /// Whether (part of) its pages lie in the slots. False only inside this crate: on the way in, and after the pages have moved away.
+    /// Whether its pages lie in the slots, at least in part. False only inside this crate: before
+    /// they have come, and after they have moved away.
     occupied: bool,
 }
 
@@ -237,7 +248,8 @@ impl KernelFrame {
         &self.pool
     }
 
-    /// The pages are in the slots now (or part of them, in which case the frame is dropped or its holes are filled).
+    /// The pages are in the slots now. If it is only a part of them, the frame is dropped or its
+    /// holes are filled.
     pub(crate) fn set_occupied(&mut self) {
         self.occupied = true;
     }
@@ -307,7 +319,10 @@ impl Frame for KernelFrame {
 impl AsRef<[u8]> for KernelFrame {
     fn as_ref(&self) -> &[u8] {
         debug_assert!(self.occupied);
-        // SAFETY: the slots are mapped while the pool lives, their pages are present (this type's rule) and nobody else knows them.
+        // SAFETY:
+        // - The slots are mapped while the pool lives, and the frame holds the pool.
+        // - Their pages are present: this type's rule.
+        // - Nobody else knows them.
         unsafe { std::slice::from_raw_parts(self.address() as *const u8, self.len()) }
     }
 }
@@ -315,7 +330,7 @@ impl AsRef<[u8]> for KernelFrame {
 impl AsMut<[u8]> for KernelFrame {
     fn as_mut(&mut self) -> &mut [u8] {
         debug_assert!(self.occupied);
-        // SAFETY: as above, and `self` is borrowed mutably.
+        // SAFETY: as in `as_ref`, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.address() as *mut u8, self.len()) }
     }
 }

@@ -1,7 +1,8 @@
 //! Memory mappings and userfaultfd, typed: how pages enter and leave a program's address space.
 //!
-//! The rule it keeps: all `unsafe` that deals with the kernel's memory management lives here, and what [`AddressSpace`] hands upward
-//! cannot be used wrongly by safe code. Which page is where, and why, is the pager's business.
+//! The rule it keeps: all `unsafe` that deals with the kernel's memory management lives here, and
+//! what [`AddressSpace`] hands upward cannot be used wrongly by safe code. Which page is where, and
+//! why, is the pager's business.
 
 mod frame;
 mod kernel;
@@ -22,8 +23,8 @@ pub use pages::{Pages, Shard};
 pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{
-    AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout, RUN_PAGES_MAX,
-    SCATTERED_PAGES_MAX,
+    AddressSpace, DetachError, Events, Fault, Frame, In, InstallError, InstallErrorKind, Layout,
+    Left, Mapping, Out, RUN_PAGES_MAX, Room, SCATTERED_PAGES_MAX,
 };
 pub use sys::{Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

@@ -10,7 +10,8 @@ use std::{
 
 use crate::sys::{self, KERNEL_PAGE_BYTES};
 
-/// Bits 63 (present) and 62 (swapped) of an entry: an access then raises no userfault. A poison marker counts as swapped.
+/// Bits 63 (present) and 62 (swapped) of an entry: an access then raises no userfault. A poison
+/// marker counts as swapped.
 const OCCUPIED: u64 = 0b11 << 62;
 
 /// Kernel pages looked at with one `read`.
@@ -35,7 +36,8 @@ impl Pagemap {
     /// Opens it.
     ///
     /// # Errors
-    /// The operating system's, when `/proc` is not mounted, or hidden from a process that changed its user.
+    /// The operating system's, when `/proc` is not mounted, or hidden from a process that changed
+    /// its user.
     pub fn open() -> io::Result<Self> {
         File::open("/proc/self/pagemap").map(Self)
     }

@@ -1,13 +1,21 @@
-//! The simulated twin: an address space without a kernel, for seeded single-threaded simulations and model tests.
+//! The simulated twin: an address space without a kernel, for seeded single-threaded simulations
+//! and for model tests.
 //!
-//! The rule it keeps: it does what the kernel does where that matters to a pager, and nothing else: a touch of an absent page enqueues one fault and puts
-//! the thread to sleep; a sleeping thread wakes by [`install`](AddressSpace::install), [`poison`](AddressSpace::poison),
-//! [`wake`](AddressSpace::wake) or [`unmap`](AddressSpace::unmap) on its page and tries again; a fault that is ended before it is read is
-//! not reported; at most one page lies at an address; only a frame that was cut can be joined again.
+//! The rule it keeps: it does what the kernel does where that matters to a pager, and nothing else.
+//! - A touch of an absent page enqueues one fault and puts the thread to sleep.
+//! - A sleeping thread wakes by [`install`](AddressSpace::install),
+//!   [`poison`](AddressSpace::poison), [`wake`](AddressSpace::wake) or
+//!   [`unmap`](AddressSpace::unmap) on its page, and tries again.
+//! - A fault that is ended before it is read is not reported.
+//! - At most one page lies at an address.
+//! - Only a frame that was cut can be joined again.
 //!
-//! Faults that can be injected, and must be survived: a page that is held, at the start of a run or later
-//! ([`SimOptions::held_probability`]), a fault that is reported twice ([`SimOptions::duplicate_probability`]), a page that the program drops ([`SimSpace::drop_page`])
-//! or unmaps ([`SimSpace::unmap_page`]), and a page that cannot be mapped ([`SimSpace::refuse_installs`]).
+//! Faults that can be injected, and must be survived:
+//! - a page that is held, at the start of a run or later ([`SimOptions::held_probability`]);
+//! - a fault that is reported twice ([`SimOptions::duplicate_probability`]);
+//! - a page that the program drops ([`SimSpace::drop_page`]) or unmaps ([`SimSpace::unmap_page`]);
+//! - a page that cannot be mapped ([`SimSpace::refuse_installs`]).
+//!
 //! Deliberately absent: pages that are partly there, time, and memory pressure.
 
 use std::{
@@ -21,8 +29,12 @@ use std::{
 
 use parking_lot::Mutex;
 
-use crate::space::{
-    AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout,
+use crate::{
+    pages::{Pages, Shard},
+    space::{
+        AddressSpace, DetachError, Events, Fault, Frame, In, InstallError, InstallErrorKind,
+        Layout, Left, Mapping, Out,
+    },
 };
 
 /// How a [`SimSpace`] is made.
@@ -32,11 +44,13 @@ pub struct SimOptions {
     pub shards: usize,
     /// What the injected faults follow from. Default: 0.
     pub seed: u64,
-    /// How often [`AddressSpace::detach`] meets a page that is held ([`DetachError::Held`]), 0 to 1. Default: 0.
+    /// How often [`AddressSpace::detach`] meets a page that is held ([`DetachError::Held`]), 0 to
+    /// 1. Default: 0.
     pub held_probability: f64,
     /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
-    /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any number finds room.
+    /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any
+    /// number finds room.
     pub frame_pages_max: usize,
 }
 
@@ -56,7 +70,8 @@ impl Default for SimOptions {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Faulted {
-    /// The page is absent: a fault is enqueued and the thread sleeps, until [`SimSpace::is_asleep`] says that it may try again.
+    /// The page is absent: a fault is enqueued and the thread sleeps, until [`SimSpace::is_asleep`]
+    /// says that it may try again.
     #[error("the thread sleeps on an absent page")]
     Asleep,
     /// The page is poisoned.
@@ -228,7 +243,8 @@ impl SimSpace {
         self.state.lock().asleep.contains_key(&thread)
     }
 
-    /// What the program does with `madvise(MADV_DONTNEED)`: the page's bytes are gone, its next touch is a fault. Whether there was a page.
+    /// What the program does with `madvise(MADV_DONTNEED)`: the page's bytes are gone, and its next
+    /// touch is a fault. Returns whether there was a page.
     pub fn drop_page(&self, address: usize) -> bool {
         let mut state = self.state.lock();
         let Some((region, page)) = state.region(address) else {
@@ -244,7 +260,8 @@ impl SimSpace {
         is_there
     }
 
-    /// What the program does with `munmap`: the page's bytes are gone, and so are its addresses, until the region's end.
+    /// What the program does with `munmap`: the page's bytes are gone, and so are its addresses,
+    /// until the region's end.
     pub fn unmap_page(&self, address: usize) {
         let mut state = self.state.lock();
         let Some((region, page)) = state.region(address) else {
@@ -252,13 +269,14 @@ impl SimSpace {
         };
         let page_bytes = region.layout.page_bytes;
         region.pages.insert(page, Content::Gone);
-        state.wake(page, page_bytes);
+        state.wake(page..page + page_bytes);
         for news in &mut state.news {
             news.push(page..page + page_bytes);
         }
     }
 
-    /// From now on mapping a page at one of these addresses fails, as for lack of the kernel's memory; `None`: no more.
+    /// From now on mapping a page at one of these addresses fails, as for lack of the kernel's
+    /// memory; `None`: no more.
     pub fn refuse_installs(&self, addresses: Option<Range<usize>>) {
         self.state.lock().refused = addresses;
     }
@@ -315,6 +333,74 @@ impl SimSpace {
         }
     }
 
+    fn move_in(&self, pages: Pages, mut frame: SimFrame) -> Result<(), InstallError<SimFrame>> {
+        assert_eq!(frame.bytes.len(), pages.bytes(), "as long as its pages");
+        let mut state = self.state.lock();
+        let mut rest = Some(pages);
+        while let Some(here) = rest {
+            let page = here.first(1);
+            let put = state.put(page, &frame.bytes[..page.bytes()]);
+            state.wake(page.range());
+            if let Err(kind) = put {
+                return Err(InstallError { frame, kind });
+            }
+            frame.bytes.drain(..page.bytes());
+            frame.place += 1;
+            self.frames.pages.fetch_sub(1, Ordering::Relaxed);
+            rest = here.behind(page.bytes());
+        }
+        Ok(())
+    }
+
+    fn move_out(&self, pages: Pages) -> Result<SimFrame, DetachError> {
+        let mut state = self.state.lock();
+        let held_probability = state.options.held_probability;
+        let mut out = Vec::new();
+        for page in pages.addresses() {
+            let held = state.chance(held_probability);
+            let region = state.region_of(pages).ok_or(DetachError::Absent)?;
+            let refused = match region.pages.get(&page) {
+                None | Some(Content::Gone) => DetachError::Absent,
+                Some(_) if held => DetachError::Held,
+                Some(Content::Poison) => {
+                    DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
+                }
+                Some(Content::Bytes(bytes)) => {
+                    out.extend_from_slice(bytes);
+                    region.pages.remove(&page);
+                    continue;
+                }
+            };
+            if out.is_empty() {
+                return Err(refused);
+            }
+            break;
+        }
+        Ok(self.frame(out, pages.page_bytes()))
+    }
+
+    fn copy_out(&self, pages: &[Pages], frames: &mut [SimFrame]) -> usize {
+        let mut state = self.state.lock();
+        let held_probability = state.options.held_probability;
+        let mut taken = 0;
+        for (&page, frame) in pages.iter().zip(frames) {
+            if state.chance(held_probability) {
+                break;
+            }
+            let Some(region) = state.region_of(page) else {
+                break;
+            };
+            let Some(Content::Bytes(bytes)) = region.pages.get(&page.address()) else {
+                break;
+            };
+            frame.bytes.copy_from_slice(bytes);
+            region.pages.remove(&page.address());
+            taken += 1;
+        }
+        self.scattered.fetch_add(taken, Ordering::Relaxed);
+        taken
+    }
+
     fn frame(&self, bytes: Vec<u8>, page_bytes: usize) -> SimFrame {
         let pages = bytes.len() / page_bytes;
         self.frames.pages.fetch_add(pages, Ordering::Relaxed);
@@ -341,15 +427,13 @@ impl State {
         (offset < region.layout.bytes).then_some((region, page))
     }
 
-    /// The region in which a run of pages lies.
-    fn region_of_run(
-        &mut self,
-        shard: usize,
-        address: usize,
-        page_bytes: usize,
-        pages: usize,
-    ) -> Option<&mut SimRegion> {
+    /// The region in which `pages` lie.
+    ///
+    /// # Panics
+    /// If they are no pages of it, or not in one stripe of their shard.
+    fn region_of(&mut self, pages: Pages) -> Option<&mut SimRegion> {
         let shards = self.queues.len();
+        let (address, page_bytes) = (pages.address(), pages.page_bytes());
         let (&start, region) = self.regions.range_mut(..=address).next_back()?;
         let Layout {
             bytes,
@@ -365,15 +449,15 @@ impl State {
             page_bytes == its_page_bytes && offset.is_multiple_of(page_bytes),
             "{address:#x} is no page of {page_bytes} bytes"
         );
-        let last = offset + (pages - 1) * page_bytes;
+        let last = offset + pages.bytes() - page_bytes;
         assert!(
             last < bytes && offset / stripe_bytes == last / stripe_bytes,
-            "{pages} pages at {address:#x} leave their stripe"
+            "{pages:x?} leave their stripe"
         );
         assert_eq!(
-            shard,
+            pages.shard(),
             region.layout.shard_of(offset, shards),
-            "{address:#x} is another shard's"
+            "{pages:x?} are another shard's"
         );
         Some(region)
     }
@@ -385,7 +469,7 @@ impl State {
             .range(..=address)
             .next_back()
             .expect("the caller has found the region");
-        let shard = region.layout.shard_of(address - start, shards);
+        let Shard(shard) = region.layout.shard_of(address - start, shards);
         let fault = Fault { address, write };
         self.queues[shard].push_back(Message {
             thread: Some(thread),
@@ -400,11 +484,32 @@ impl State {
         self.asleep.insert(thread, page);
     }
 
-    fn wake(&mut self, start: usize, len: usize) {
+    /// Puts bytes at one page, if it is absent.
+    fn put(&mut self, page: Pages, bytes: &[u8]) -> Result<(), InstallErrorKind> {
+        let address = page.address();
+        let is_refused = self
+            .refused
+            .as_ref()
+            .is_some_and(|at| at.contains(&address));
+        let region = self.region_of(page).ok_or(InstallErrorKind::Gone)?;
+        match region.pages.get(&address) {
+            Some(Content::Bytes(_)) => Err(InstallErrorKind::Exists),
+            Some(Content::Gone) => Err(InstallErrorKind::Gone),
+            Some(Content::Poison) | None if is_refused => Err(InstallErrorKind::Os(
+                io::Error::from_raw_os_error(libc::ENOMEM),
+            )),
+            Some(Content::Poison) | None => {
+                region.pages.insert(address, Content::Bytes(bytes.into()));
+                Ok(())
+            }
+        }
+    }
+
+    fn wake(&mut self, addresses: Range<usize>) {
         let woken: Vec<_> = self
             .asleep
             .iter()
-            .filter(|(_, page)| (start..start + len).contains(page))
+            .filter(|(_, page)| addresses.contains(page))
             .map(|(&thread, _)| thread)
             .collect();
         for thread in woken {
@@ -436,10 +541,11 @@ impl AddressSpace for SimSpace {
         self.shards
     }
 
-    fn map(&self, layout: Layout) -> io::Result<usize> {
+    fn map(&self, layout: Layout) -> io::Result<Mapping> {
         let mut state = self.state.lock();
         let address = state.next_address.next_multiple_of(layout.page_bytes);
-        // A page's distance between regions: an access beyond a region's end must not meet the next one.
+        // A page's distance between regions: an access beyond a region's end must not meet the next
+        // one.
         state.next_address = address + layout.bytes + layout.page_bytes;
         state.regions.insert(
             address,
@@ -448,7 +554,8 @@ impl AddressSpace for SimSpace {
                 pages: BTreeMap::new(),
             },
         );
-        Ok(address)
+        let can_copy = !layout.read_only;
+        Ok(Mapping { address, can_copy })
     }
 
     fn unmap(&self, address: usize, layout: Layout) {
@@ -458,7 +565,7 @@ impl AddressSpace for SimSpace {
             region.is_some_and(|region| region.layout == layout),
             "{address:#x} is not mapped with {layout:?}"
         );
-        state.wake(address, layout.bytes);
+        state.wake(address..address + layout.bytes);
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {
@@ -470,130 +577,54 @@ impl AddressSpace for SimSpace {
 
     fn install(
         &self,
-        shard: usize,
-        address: usize,
-        mut frame: SimFrame,
-    ) -> Result<(), InstallError<SimFrame>> {
-        let mut state = self.state.lock();
-        let page_bytes = frame.page_bytes;
-        let refusal = state.refused.clone();
-        let Some(region) = state.region_of_run(shard, address, page_bytes, frame.pages()) else {
-            return Err(InstallError {
-                frame,
-                kind: InstallErrorKind::Gone,
-            });
-        };
-        let mut page = address;
-        while frame.pages() > 0 {
-            let refused = match region.pages.get(&page) {
-                Some(Content::Bytes(_)) => Some(InstallErrorKind::Exists),
-                Some(Content::Gone) => Some(InstallErrorKind::Gone),
-                Some(Content::Poison) | None => {
-                    let is_refused = refusal.as_ref().is_some_and(|at| at.contains(&page));
-                    is_refused
-                        .then(|| InstallErrorKind::Os(io::Error::from_raw_os_error(libc::ENOMEM)))
+        pages: Pages,
+        how: In<'_, SimFrame>,
+    ) -> Result<Option<SimFrame>, InstallError<SimFrame>> {
+        match how {
+            In::Move(frame) => self.move_in(pages, frame).map(|()| None),
+            In::Copy(frame, room) => {
+                assert_eq!(pages.count(), 1, "copied whole or not at all");
+                let mut state = self.state.lock();
+                if let Err(kind) = state.put(pages, &frame.bytes) {
+                    return Err(InstallError { frame, kind });
                 }
-            };
-            if let Some(kind) = refused {
-                state.wake(address, page + page_bytes - address);
-                return Err(InstallError { frame, kind });
+                state.wake(pages.range());
+                room.use_up();
+                Ok(Some(frame))
             }
-            let first: Vec<u8> = frame.bytes.drain(..page_bytes).collect();
-            frame.place += 1;
-            self.frames.pages.fetch_sub(1, Ordering::Relaxed);
-            region
-                .pages
-                .insert(page, Content::Bytes(first.into_boxed_slice()));
-            page += page_bytes;
         }
-        state.wake(address, page - address);
-        Ok(())
     }
 
-    fn detach(
-        &self,
-        shard: usize,
-        address: usize,
-        page_bytes: usize,
-        pages: usize,
-    ) -> Result<SimFrame, DetachError> {
+    fn detach(&self, out: Out<'_, SimFrame>) -> Result<Left<SimFrame>, DetachError> {
+        match out {
+            Out::Move(pages) => self.move_out(pages).map(Left::Moved),
+            Out::Copy(pages, frames) => Ok(Left::Copied(self.copy_out(pages, frames))),
+        }
+    }
+
+    fn unprotect(&self, _pages: Pages) {}
+
+    fn wake(&self, pages: Pages) {
+        self.state.lock().wake(pages.range());
+    }
+
+    fn poison(&self, pages: Pages) -> io::Result<()> {
         let mut state = self.state.lock();
-        let held_probability = state.options.held_probability;
-        let mut out = Vec::new();
-        for page in (address..).step_by(page_bytes).take(pages) {
-            let held = state.chance(held_probability);
-            let region = state
-                .region_of_run(shard, address, page_bytes, pages)
-                .ok_or(DetachError::Absent)?;
-            let refused = match region.pages.get(&page) {
-                None | Some(Content::Gone) => DetachError::Absent,
-                Some(_) if held => DetachError::Held,
-                Some(Content::Poison) => {
-                    DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
-                }
-                Some(Content::Bytes(bytes)) => {
-                    out.extend_from_slice(bytes);
-                    region.pages.remove(&page);
-                    continue;
-                }
-            };
-            if out.is_empty() {
-                return Err(refused);
-            }
-            break;
+        let address = pages.address();
+        let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
+        // Poisoned before: a fill that was tried again has failed again.
+        let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
+        let gone = matches!(region.pages.get(&page), Some(Content::Gone));
+        if !exists && !gone {
+            region.pages.insert(page, Content::Poison);
         }
-        Ok(self.frame(out, page_bytes))
-    }
-
-    fn can_scatter(&self, _page_bytes: usize) -> bool {
-        true
-    }
-
-    fn install_copy(&self, shard: usize, address: usize, frame: &SimFrame) -> bool {
-        let mut state = self.state.lock();
-        let page_bytes = frame.page_bytes;
-        let refusal = state.refused.clone();
-        let Some(region) = state.region_of_run(shard, address, page_bytes, frame.pages()) else {
-            return false;
-        };
-        let is_absent = matches!(region.pages.get(&address), Some(Content::Poison) | None)
-            && !refusal.is_some_and(|at| at.contains(&address));
-        if is_absent {
-            let bytes = Content::Bytes(frame.bytes.clone().into_boxed_slice());
-            region.pages.insert(address, bytes);
-            state.wake(address, page_bytes);
+        state.wake(pages.range());
+        if exists {
+            Err(io::ErrorKind::AlreadyExists.into())
+        } else {
+            Ok(())
         }
-        is_absent
     }
-
-    fn detach_scattered(
-        &self,
-        shard: usize,
-        addresses: &[usize],
-        frames: &mut [SimFrame],
-    ) -> usize {
-        let mut state = self.state.lock();
-        let held_probability = state.options.held_probability;
-        let mut taken = 0;
-        for (&page, frame) in addresses.iter().zip(frames) {
-            if state.chance(held_probability) {
-                break;
-            }
-            let Some(region) = state.region_of_run(shard, page, frame.page_bytes, 1) else {
-                break;
-            };
-            let Some(Content::Bytes(bytes)) = region.pages.get(&page) else {
-                break;
-            };
-            frame.bytes.copy_from_slice(bytes);
-            region.pages.remove(&page);
-            taken += 1;
-        }
-        self.scattered.fetch_add(taken, Ordering::Relaxed);
-        taken
-    }
-
-    fn unprotect(&self, _shard: usize, _address: usize, _page_bytes: usize) {}
 
     fn is_present(&self, address: usize) -> bool {
         let mut state = self.state.lock();
@@ -605,41 +636,15 @@ impl AddressSpace for SimSpace {
         })
     }
 
-    fn wake(&self, _shard: usize, address: usize, bytes: usize) {
-        self.state.lock().wake(address, bytes);
-    }
-
-    fn poison(&self, _shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
+    fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
         let mut state = self.state.lock();
-        let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
-        // Poisoned before: a fill that was tried again has failed again.
-        let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
-        let gone = matches!(region.pages.get(&page), Some(Content::Gone));
-        if !exists && !gone {
-            region.pages.insert(page, Content::Poison);
-        }
-        state.wake(address, page_bytes);
-        if exists {
-            Err(io::ErrorKind::AlreadyExists.into())
-        } else {
-            Ok(())
-        }
-    }
-
-    fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
-        out.extend(
-            self.state.lock().queues[shard]
-                .drain(..)
-                .map(|message| message.fault),
-        );
+        let faults = state.queues[shard.0].drain(..);
+        out.faults.extend(faults.map(|message| message.fault));
+        out.unmapped.append(&mut state.news[shard.0]);
         Ok(())
     }
 
-    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>) {
-        out.append(&mut self.state.lock().news[shard]);
-    }
-
-    fn fault_fd(&self, _shard: usize) -> Option<BorrowedFd<'_>> {
+    fn events_fd(&self, _shard: Shard) -> Option<BorrowedFd<'_>> {
         None
     }
 }
@@ -657,10 +662,27 @@ mod tests {
         read_only: false,
     };
 
+    /// Pages of 4 KiB.
+    fn pages(shard: usize, address: usize, count: usize) -> Pages {
+        Pages::new(Shard(shard), address, 4096, count)
+    }
+
+    fn install(
+        space: &SimSpace,
+        pages: Pages,
+        frame: SimFrame,
+    ) -> Result<(), InstallError<SimFrame>> {
+        space.install(pages, In::Move(frame)).map(drop)
+    }
+
+    fn detach(space: &SimSpace, pages: Pages) -> Result<SimFrame, DetachError> {
+        space.detach(Out::Move(pages)).map(Left::into_frame)
+    }
+
     fn faults(space: &SimSpace, shard: usize) -> Vec<Fault> {
-        let mut out = Vec::new();
-        space.faults(shard, &mut out).unwrap();
-        out
+        let mut out = Events::default();
+        space.events(Shard(shard), &mut out).unwrap();
+        out.faults
     }
 
     #[test]
@@ -669,7 +691,7 @@ mod tests {
             shards: 2,
             ..SimOptions::default()
         });
-        let base = space.map(LAYOUT).unwrap();
+        let base = space.map(LAYOUT).unwrap().address;
         assert_eq!(space.try_store(7, base + 4096 + 8, 5), Err(Faulted::Asleep));
         assert!(space.is_asleep(7));
         assert_eq!(faults(&space, 0), []);
@@ -680,12 +702,15 @@ mod tests {
                 write: true
             }]
         );
-        space
-            .install(1, base + 4096, space.new_frame(4096, 1).unwrap())
-            .unwrap();
+        install(
+            &space,
+            pages(1, base + 4096, 1),
+            space.new_frame(4096, 1).unwrap(),
+        )
+        .unwrap();
         assert!(!space.is_asleep(7));
         assert_eq!(space.try_store(7, base + 4096 + 8, 5), Ok(()));
-        let frame = space.detach(1, base + 4096, 4096, 1).unwrap();
+        let frame = detach(&space, pages(1, base + 4096, 1)).unwrap();
         assert_eq!(frame.as_ref()[8], 5);
         assert_eq!((space.frame_pages(), space.resident_pages()), (1, 0));
         drop(frame);
@@ -695,23 +720,19 @@ mod tests {
     #[test]
     fn fault_ended_before_it_is_read_is_not_reported() {
         let space = SimSpace::new(SimOptions::default());
-        let base = space.map(LAYOUT).unwrap();
+        let base = space.map(LAYOUT).unwrap().address;
         assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
-        space
-            .install(0, base, space.new_frame(4096, 1).unwrap())
-            .unwrap();
+        install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
         assert_eq!(faults(&space, 0), []);
     }
 
     #[test]
     fn poison_is_sigbus_and_install_heals_it() {
         let space = SimSpace::new(SimOptions::default());
-        let base = space.map(LAYOUT).unwrap();
-        space.poison(0, base, 4096).unwrap();
+        let base = space.map(LAYOUT).unwrap().address;
+        space.poison(pages(0, base, 1)).unwrap();
         assert_eq!(space.try_load(1, base), Err(Faulted::Sigbus));
-        space
-            .install(0, base, space.new_frame(4096, 1).unwrap())
-            .unwrap();
+        install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
         assert_eq!(space.try_load(1, base), Ok(0));
     }
 
@@ -722,19 +743,17 @@ mod tests {
             duplicate_probability: 1.0,
             ..SimOptions::default()
         });
-        let base = space.map(LAYOUT).unwrap();
+        let base = space.map(LAYOUT).unwrap().address;
         assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
         assert_eq!(faults(&space, 0).len(), 2);
-        space
-            .install(0, base, space.new_frame(4096, 1).unwrap())
-            .unwrap();
+        install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
         assert!(matches!(
-            space.detach(0, base, 4096, 1),
+            detach(&space, pages(0, base, 1)),
             Err(DetachError::Held)
         ));
         assert!(space.drop_page(base));
         assert!(matches!(
-            space.detach(0, base, 4096, 1),
+            detach(&space, pages(0, base, 1)),
             Err(DetachError::Absent)
         ));
     }
@@ -742,11 +761,9 @@ mod tests {
     #[test]
     fn second_install_and_unmap_wake_the_sleeper() {
         let space = SimSpace::new(SimOptions::default());
-        let base = space.map(LAYOUT).unwrap();
-        space
-            .install(0, base, space.new_frame(4096, 1).unwrap())
-            .unwrap();
-        let again = space.install(0, base, space.new_frame(4096, 1).unwrap());
+        let base = space.map(LAYOUT).unwrap().address;
+        install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
+        let again = install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap());
         assert!(matches!(
             again,
             Err(InstallError {
@@ -766,10 +783,13 @@ mod tests {
             stripe_bytes: LAYOUT.bytes,
             ..LAYOUT
         };
-        let base = space.map(layout).unwrap();
-        space
-            .install(0, base + 2 * 4096, space.new_frame(4096, 1).unwrap())
-            .unwrap();
+        let base = space.map(layout).unwrap().address;
+        install(
+            &space,
+            pages(0, base + 2 * 4096, 1),
+            space.new_frame(4096, 1).unwrap(),
+        )
+        .unwrap();
         assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
         assert_eq!(space.try_load(2, base + 3 * 4096), Err(Faulted::Asleep));
         let mut frame = space.new_frame(4096, 5).unwrap();
@@ -777,7 +797,7 @@ mod tests {
         for (number, page) in (1..).zip(frame.as_mut().chunks_mut(4096)) {
             page.fill(number);
         }
-        let mut error = space.install(0, base, frame).unwrap_err();
+        let mut error = install(&space, pages(0, base, 4), frame).unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Exists));
         assert_eq!(error.frame.as_ref()[0], 3);
         error.frame.join(behind).unwrap();
@@ -787,7 +807,7 @@ mod tests {
         );
         assert!(!space.is_asleep(1) && space.is_asleep(2));
         space.drop_page(base + 2 * 4096);
-        let mut first = space.detach(0, base, 4096, 4).unwrap();
+        let mut first = detach(&space, pages(0, base, 4)).unwrap();
         assert_eq!(first.as_ref().len(), 2 * 4096);
         let second = first.split_off(4096);
         let rest = first.join(error.frame).unwrap_err();

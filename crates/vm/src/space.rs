@@ -1,10 +1,18 @@
 //! The seam of this crate: [`AddressSpace`], how pages enter and leave the program's memory.
 //!
-//! The rule it keeps: the bytes of a page are either mapped in the program or held in exactly one frame,
-//! and [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically, page by page of a run. It knows
-//! addresses and shards; which page is where, and why, is the pager's business.
+//! The rule it keeps: the bytes of a page are either mapped in the program or in one frame, and
+//! [`install`](AddressSpace::install) and [`detach`](AddressSpace::detach) change that atomically,
+//! page by page. It knows addresses and shards; which page is where, and why, is the pager's
+//! business.
+//!
+//! There is one way in and one way out, and each says how: by moving, or by copying. Moving keeps
+//! the amount of memory: a frame's becomes the program's, or the other way round. Copying does not.
+//! A copy that comes in is a page more, for which the caller hands over [`Room`]; pages that are
+//! copied out go back to the kernel, and the frames that took their bytes stay.
 
 use std::{io, ops::Range, os::fd::BorrowedFd};
+
+use crate::pages::{Pages, Shard};
 
 /// A page fault that the program raised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,14 +23,34 @@ pub struct Fault {
     pub write: bool,
 }
 
-/// Pages of a run at most. A word of the frame pool's map of vacant slots has as many bits, and at 4 KiB pages no larger run is worth its
-/// waiting: the fixed costs of a transfer are a small part of it by then.
+/// What happened to the pages of a shard.
+#[derive(Debug, Default)]
+pub struct Events {
+    /// Faults, oldest first.
+    pub faults: Vec<Fault>,
+    /// What the program has unmapped of regions with pages of this shard (by `munmap`, `mremap`, or
+    /// `mmap` over them): whole addresses, also those of other shards. Nothing is installed there
+    /// or detached from there any more.
+    pub unmapped: Vec<Range<usize>>,
+}
+
+impl Events {
+    /// Whether nothing happened.
+    pub fn is_empty(&self) -> bool {
+        self.faults.is_empty() && self.unmapped.is_empty()
+    }
+}
+
+/// Pages of a run at most. A word of the frame pool's map of vacant slots has as many bits. At 4
+/// KiB pages no longer run is worth its waiting: by then the fixed costs of a transfer are a small
+/// part of it.
 pub const RUN_PAGES_MAX: usize = 64;
 
-/// Pages that [`AddressSpace::detach_scattered`] takes at most.
+/// Pages that [`Out::Copy`] takes at most.
 pub const SCATTERED_PAGES_MAX: usize = crate::sys::RANGES_MAX;
 
-/// A local buffer that holds the bytes of a run of pages (one or more, all of one size) while they are not mapped: owned, present, never faulting.
+/// A local buffer that holds the bytes of a run of pages (one or more, all of one size) while they
+/// are not mapped: owned, present, never faulting.
 pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
     /// Keeps the first `bytes` and returns the rest. Cheap: nothing is copied or allocated.
     ///
@@ -38,11 +66,74 @@ pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
     fn join(&mut self, next: Self) -> Result<(), Self>;
 }
 
+/// Memory that whoever keeps the budget has set aside for one page beside the frames. Dropped
+/// without having been used, it is free again.
+pub trait Room {
+    /// The page exists now.
+    fn use_up(&mut self);
+}
+
+/// How pages come in.
+pub enum In<'a, F> {
+    /// The frame's memory becomes the program's. Nothing is copied, where the kernel can.
+    Move(F),
+    /// The program gets a copy of the frame, which is of one page, and uses up this room. Where
+    /// moving a page makes every processor that runs the program forget its old address, a copy
+    /// interrupts nobody. Only where [`Mapping::can_copy`] says so.
+    Copy(F, &'a mut dyn Room),
+}
+
+/// Which pages go out, and how.
+pub enum Out<'a, F> {
+    /// A run, whose memory becomes a frame's.
+    Move(Pages),
+    /// Single pages of one stripe, ascending, [`SCATTERED_PAGES_MAX`] at most: each is copied to
+    /// its frame, which is of one page, and its memory goes back to the kernel. Processors are
+    /// interrupted a few times for all of them together. Only where [`Mapping::can_copy`] says so.
+    ///
+    /// Meanwhile a write anywhere from the first to the last of them is a fault, to be tried again,
+    /// and a system call that writes there fails. What a device writes into one of the pages is
+    /// lost. Calls must not overlap, or what the program writes to other pages is lost as well.
+    Copy(&'a [Pages], &'a mut [F]),
+}
+
+/// What went out: the leading pages of those that were asked for.
+#[derive(Debug)]
+#[must_use = "the pages have left the program's memory"]
+pub enum Left<F> {
+    /// By moving: at least one page, whose bytes and memory are the frame's.
+    Moved(F),
+    /// By copying: so many pages, whose bytes are in the first of the frames.
+    Copied(usize),
+}
+
+impl<F> Left<F> {
+    /// The frame of a run that moved.
+    ///
+    /// # Panics
+    /// If [`Out::Copy`] was asked for.
+    pub fn into_frame(self) -> F {
+        match self {
+            Self::Moved(frame) => frame,
+            Self::Copied(pages) => panic!("{pages} pages were copied, not moved"),
+        }
+    }
+
+    /// How many pages were copied; 0 if they were moved.
+    pub fn copied(&self) -> usize {
+        match self {
+            Self::Moved(_) => 0,
+            Self::Copied(pages) => *pages,
+        }
+    }
+}
+
 /// The first page of a run could not be taken out.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DetachError {
-    /// The kernel or a device holds the page (a pending direct read, for example): it stays mapped; try another victim.
+    /// The kernel or a device holds the page (a pending direct read, for example): it stays mapped;
+    /// try another victim.
     #[error("the page is held by the kernel or a device")]
     Held,
     /// There is no page: the program took it away itself with `madvise` or `munmap`.
@@ -84,11 +175,13 @@ pub struct Layout {
     pub bytes: usize,
     /// Page size: a power of two, 4 KiB to 2 MiB.
     pub page_bytes: usize,
-    /// Every `stripe_bytes` of the region belong to one shard, the next to the next shard; a multiple of `page_bytes`.
+    /// Every `stripe_bytes` of the region belong to one shard, the next to the next shard; a
+    /// multiple of `page_bytes`.
     pub stripe_bytes: usize,
     /// The shard of the first stripe.
     pub first_shard: usize,
-    /// Its first address, a multiple of `page_bytes`: what is mapped there is replaced. `None`: anywhere.
+    /// Its first address, a multiple of `page_bytes`: what is mapped there is replaced. `None`:
+    /// anywhere.
     pub address: Option<usize>,
     /// The program may only read: a write raises SIGSEGV.
     pub read_only: bool,
@@ -96,14 +189,24 @@ pub struct Layout {
 
 impl Layout {
     /// The shard that owns `offset`, of `shards` in all.
-    pub fn shard_of(&self, offset: usize, shards: usize) -> usize {
-        (self.first_shard + offset / self.stripe_bytes) % shards
+    pub fn shard_of(&self, offset: usize, shards: usize) -> Shard {
+        Shard((self.first_shard + offset / self.stripe_bytes) % shards)
     }
 }
 
-/// The program's memory, as far as paging is concerned: the kernel's in production, a model in simulations.
+/// Addresses of a region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mapping {
+    /// The first, a multiple of the page size.
+    pub address: usize,
+    /// Whether pages come and go by copying, too: see [`In::Copy`] and [`Out::Copy`].
+    pub can_copy: bool,
+}
+
+/// The program's memory, as far as paging is concerned: the kernel's in production, a model in
+/// simulations.
 ///
-/// All methods may be called from any thread. Each shard's faults are read by one thread.
+/// All methods may be called from any thread. Each shard's events are read by one thread.
 pub trait AddressSpace: Send + Sync + 'static {
     /// What holds the bytes of pages that are not mapped.
     type Frame: Frame;
@@ -111,101 +214,69 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// How many shards, each with a queue of faults of its own.
     fn shards(&self) -> usize;
 
-    /// Reserves addresses for a region and starts to catch its faults. Returns its first address, aligned to its page size.
+    /// Reserves addresses for a region and starts to catch its faults.
     ///
     /// # Errors
-    /// The operating system's, in words that say what to do. What was mapped at a given address is gone then, too, unless the address is unaligned or
-    /// another region's.
-    fn map(&self, layout: Layout) -> io::Result<usize>;
+    /// The operating system's, in words that say what to do. What was mapped at a given address is
+    /// gone then, too, unless the address is unaligned or another region's.
+    fn map(&self, layout: Layout) -> io::Result<Mapping>;
 
-    /// Gives the addresses back, except those that the program has unmapped itself. All pages of the region must have been detached, or are lost with it.
+    /// Gives the addresses back, except those that the program has unmapped itself. All pages of
+    /// the region must have been detached, or are lost with it.
     fn unmap(&self, address: usize, layout: Layout);
 
-    /// A new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical memory, which dropping the frame gives back.
+    /// A new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical memory,
+    /// which dropping the frame gives back.
     ///
     /// # Errors
     /// The operating system's when memory or addresses run out, also for one of the pages alone.
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<Self::Frame>;
 
-    /// Maps the frame's pages from `address` on, all inside one stripe, and wakes the threads that sleep on them. The bytes move, they are not
-    /// copied, where the kernel can.
+    /// Maps a frame at `pages`, which are as many as it has, and wakes the threads that sleep on
+    /// them. Returns a frame that was copied: it is free again.
     ///
     /// # Errors
-    /// See [`InstallErrorKind`]; what was not mapped comes back.
+    /// See [`InstallErrorKind`]. What was not mapped comes back, and room for it is not used up.
     fn install(
         &self,
-        shard: usize,
-        address: usize,
-        frame: Self::Frame,
-    ) -> Result<(), InstallError<Self::Frame>>;
+        pages: Pages,
+        how: In<'_, Self::Frame>,
+    ) -> Result<Option<Self::Frame>, InstallError<Self::Frame>>;
 
-    /// Takes as many pages as possible from `address` on, at least one and at most `pages`, all inside one stripe, out of the mapping. Each
-    /// goes atomically with respect to the program: every write is either in the frame or faults. The frame ends before the first page that can not be
-    /// taken, and may be shorter than wished for lack of room: why, the next attempt tells.
+    /// Takes pages out of the mapping: as many as possible from the first on. Each goes atomically
+    /// with respect to the program: every write of it is either in the frame or faults. The others
+    /// are as they were; why they were not taken, the next attempt tells. A run may also end early
+    /// for lack of room for a frame.
     ///
     /// # Errors
-    /// See [`DetachError`], about the first page; all pages are then as they were.
-    fn detach(
-        &self,
-        shard: usize,
-        address: usize,
-        page_bytes: usize,
-        pages: usize,
-    ) -> Result<Self::Frame, DetachError>;
+    /// See [`DetachError`], about the first page of a run.
+    fn detach(&self, out: Out<'_, Self::Frame>) -> Result<Left<Self::Frame>, DetachError>;
 
-    /// Whether pages of this size can be copied in and out where other threads of the program run: see [`detach_scattered`](Self::detach_scattered).
-    fn can_scatter(&self, page_bytes: usize) -> bool;
+    /// Lets the program write to pages again that an earlier [`Out::Copy`] has left protected: the
+    /// kernel may forget to lift that of a page that it has swapped out, for one. Must not overlap
+    /// with such a call.
+    fn unprotect(&self, pages: Pages);
 
-    /// Maps a copy of the frame, which is of one page, at `address`. Where moving a page makes every processor that runs the program forget its old address, a copy
-    /// interrupts nobody. `false`: the page cannot be mapped so, and nothing has changed; [`install`](Self::install) says why.
-    ///
-    /// Only where [`can_scatter`](Self::can_scatter) says so.
-    fn install_copy(&self, shard: usize, address: usize, frame: &Self::Frame) -> bool;
+    /// Wakes the threads that sleep on these pages without changing them; they try again.
+    fn wake(&self, pages: Pages);
 
-    /// Takes pages out that lie at these addresses, ascending, at most [`SCATTERED_PAGES_MAX`], all inside one stripe: copies each to its frame, of one page, and gives its memory
-    /// back. Processors are interrupted a few times for all of them together. Each goes atomically, as in [`detach`](Self::detach). Returns how many of the leading ones
-    /// were taken; the others are as they were.
+    /// Makes every access to these absent pages raise SIGBUS, until a frame is installed there.
+    /// What the program has unmapped of them is left alone.
     ///
-    /// Meanwhile writes to what lies between the first and the last page are faults, which have to be tried again, and system calls that write there fail. What a device writes into one of
-    /// the pages is lost. So that writes to other pages are not, calls must not overlap.
-    ///
-    /// Only where [`can_scatter`](Self::can_scatter) says so.
-    fn detach_scattered(
-        &self,
-        shard: usize,
-        addresses: &[usize],
-        frames: &mut [Self::Frame],
-    ) -> usize;
-
-    /// Has writes to a page succeed again that another call of [`detach_scattered`](Self::detach_scattered) may have left protected: the kernel may forget to lift that of a page that it has
-    /// swapped out, for one. Must not overlap with such a call.
-    ///
-    /// Only where [`can_scatter`](Self::can_scatter) says so.
-    fn unprotect(&self, shard: usize, address: usize, page_bytes: usize);
+    /// # Errors
+    /// The operating system's, where the kernel cannot do this.
+    fn poison(&self, pages: Pages) -> io::Result<()>;
 
     /// Whether a page is mapped at `address`. Slow; for rare cases.
     fn is_present(&self, address: usize) -> bool;
 
-    /// Wakes the threads that sleep on the pages of a range without changing them; they try again.
-    fn wake(&self, shard: usize, address: usize, bytes: usize);
-
-    /// Makes every access to the absent page at `address` raise SIGBUS, until a frame is installed there. What the program has unmapped of it is left alone.
-    ///
-    /// # Errors
-    /// The operating system's, where the kernel can not do this.
-    fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()>;
-
-    /// Appends the faults that wait in a shard's queue; does not block.
+    /// Appends what has happened in a shard; does not block. A program's call that unmaps returns
+    /// only after this has come across it.
     ///
     /// # Errors
     /// The operating system's.
-    fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()>;
+    fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()>;
 
-    /// Appends what the program has unmapped of regions with pages of this shard (by `munmap`, `mremap`, or `mmap` over them), as far as
-    /// [`faults`](Self::faults) has come across it: whole addresses, also those of other shards. From then on nothing is installed there or detached
-    /// from there. The program's call returns only after `faults` has come across it.
-    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>);
-
-    /// Becomes readable when a fault waits in the shard's queue, or news for [`unmapped`](Self::unmapped).
-    fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>>;
+    /// Becomes readable when something has happened in the shard.
+    fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>>;
 }

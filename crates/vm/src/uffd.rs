@@ -1,7 +1,8 @@
 //! One userfaultfd: opened, its features agreed upon, its errors in words.
 //!
-//! The rule it keeps: what the kernel can not do is known when the descriptor is opened, with the reason and the remedy, and not at the
-//! first fault. Which ranges are registered with it and what happens to their pages is up to the caller.
+//! The rule it keeps: what the kernel cannot do is known when the descriptor is opened, with the
+//! reason and the remedy, and not at the first fault. Which ranges are registered with it, and what
+//! happens to their pages, is up to the caller.
 
 use std::{
     fmt, io,
@@ -32,10 +33,11 @@ pub struct Uffd {
 }
 
 impl Uffd {
-    /// Opens a descriptor with `features` agreed upon: by the system call or, where that is not permitted, by `/dev/userfaultfd`.
+    /// Opens a descriptor with `features` agreed upon: by the system call or, where that is not
+    /// permitted, by `/dev/userfaultfd`.
     ///
-    /// With `user_mode_only` only faults of the program's own instructions are caught; those inside system calls end in `EFAULT`.
-    /// Unprivileged processes may always have that.
+    /// With `user_mode_only`, only faults of the program's own instructions are caught. Those
+    /// inside system calls end in `EFAULT`. Unprivileged processes may always have that.
     ///
     /// # Errors
     /// See [`OpenError`]; [`OpenError::TooOld`] names the first feature that the kernel lacks.
@@ -76,7 +78,8 @@ impl Uffd {
     /// Starts to catch faults in a range of a mapping.
     ///
     /// # Errors
-    /// `EBUSY` when another userfaultfd has it, `ENOMEM` when `vm.max_map_count` is reached, `EINVAL` when the mapping's kind is not supported.
+    /// `EBUSY` when another userfaultfd has it, `ENOMEM` when `vm.max_map_count` is reached,
+    /// `EINVAL` when the mapping's kind is not supported.
     pub fn register(&self, start: usize, len: usize, mode: RegisterMode) -> io::Result<()> {
         self.inner
             .register_with_mode(start as *mut _, len, mode)
@@ -84,7 +87,8 @@ impl Uffd {
             .map_err(os_error)
     }
 
-    /// Stops catching faults in a range: absent pages are from now on filled with zeros by the kernel. Sleeping threads are woken.
+    /// Stops catching faults in a range, and wakes the threads that sleep there. From now on the
+    /// kernel fills absent pages with zeros.
     ///
     /// # Errors
     /// `EINVAL` when there is no mapping, `ENOMEM` when `vm.max_map_count` is reached.
@@ -170,7 +174,8 @@ impl Uffd {
             .map_err(os_error)
     }
 
-    /// Whether a mapping is being taken away at this moment ([`Features::EVENT_UNMAP`]): until its message has been read, nothing can be put anywhere.
+    /// Whether a mapping is being taken away at this moment ([`Features::EVENT_UNMAP`]). Until its
+    /// message has been read, nothing can be put anywhere.
     pub(crate) fn is_changing(&self) -> bool {
         sys::is_changing(self.inner.as_fd())
     }
@@ -239,7 +244,8 @@ impl fmt::Debug for Uffd {
 /// What a `read` may say.
 pub(crate) enum Message {
     Fault(Fault),
-    /// The program has unmapped these addresses, some of which were registered with this descriptor.
+    /// The program has unmapped these addresses, some of which were registered with this
+    /// descriptor.
     Unmapped(Range<usize>),
 }
 
@@ -261,7 +267,8 @@ impl Features {
     pub const MISSING: Self = Self(0);
     /// A fault raises SIGBUS in the thread that faults instead of a message (kernel 4.14).
     pub const SIGBUS: Self = Self(raw::UFFD_FEATURE_SIGBUS as u64);
-    /// A message when the program unmaps what is registered, and its thread sleeps until that is read (kernel 4.11).
+    /// A message when the program unmaps what is registered, and its thread sleeps until that is
+    /// read (kernel 4.11).
     pub const EVENT_UNMAP: Self = Self(raw::UFFD_FEATURE_EVENT_UNMAP as u64);
     /// Write protection of anonymous memory (kernel 5.7).
     pub const WP: Self = Self(raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64);
@@ -362,7 +369,8 @@ pub enum OpenError {
     Os(#[source] io::Error),
 }
 
-/// Opens a descriptor by the system call first: it needs no file, and containers often lack `/dev/userfaultfd`.
+/// Opens a descriptor by the system call first: it needs no file, and containers often lack
+/// `/dev/userfaultfd`.
 fn open_any(user_mode_only: bool) -> Result<OwnedFd, OpenError> {
     let syscall = match sys::open_by_syscall(user_mode_only) {
         Ok(fd) => return Ok(fd),

@@ -1,12 +1,13 @@
 //! Which slots of a frame pool are vacant, so that neighbours are found together.
 //!
-//! The rule it keeps: taking and giving back cost the same however many slots there are and however they are taken, and giving back never
-//! allocates. What lies in the slots is the pool's business.
+//! The rule it keeps: taking and giving back cost the same however many slots there are and however
+//! they are taken, and giving back never allocates. What lies in the slots is the pool's business.
 //!
-//! Slots are bits of 64-bit words, and a run is sought inside one word. Words are in lists by the length of their longest vacant run, and a bit
-//! per list says which have any: the list that fits best is one `trailing_zeros` away. The last word given back to comes first, and words that were
-//! never used come last, so that few page tables are in use and those are in the caches.
-//! The downside: a run that two words would have together is not found.
+//! Slots are bits of 64-bit words, and a run is sought inside one word. Words are in lists by the
+//! length of their longest vacant run, and a bit per list says whether it has any: the list that
+//! fits best is one `trailing_zeros` away. The word last given back to comes first and words that
+//! were never used come last, so that few page tables are in use and those are cached. The
+//! downside: a run across two words is not found.
 
 /// Slots of a word, and the longest run.
 pub(crate) const WORD_SLOTS: u32 = u64::BITS;
@@ -47,7 +48,8 @@ impl Vacancies {
         }
     }
 
-    /// Takes `wanted` slots next to each other, or else as many as there are, but not fewer than `at_least`. Returns the first and their number.
+    /// Takes `wanted` slots next to each other or, where these are not to be had, as many as there
+    /// are, but not fewer than `at_least`. Returns the first and their number.
     pub(crate) fn take(&mut self, wanted: u32, at_least: u32) -> Option<(u32, u32)> {
         let wanted = wanted.min(WORD_SLOTS).min(self.left);
         if wanted == 0 || wanted < at_least {

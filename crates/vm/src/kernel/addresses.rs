@@ -8,6 +8,7 @@ use std::{io, ops::Range};
 use super::{claims, ranges::Ranges, shard::KernelShard};
 use crate::{
     frame::{HUGE_PAGE_BYTES, check_page_bytes},
+    pages::Shard,
     space::Layout,
     sys,
     uffd::RegisterMode,
@@ -70,11 +71,11 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, layout: &Layout) {
         for (shard, stripe) in stripes(shards.len(), address, layout) {
             let (start, end) = (stripe.start.max(part.start), stripe.end.min(part.end));
             if start < end {
-                let _ = shards[shard].fence.uffd().unregister(start, end - start);
+                let _ = shards[shard.0].fence.uffd().unregister(start, end - start);
             }
         }
         // 3. No mapping.
-        // SAFETY: as above.
+        // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
         unsafe { sys::release(part.start, part.len()) };
     }
     for shard in shards {
@@ -96,7 +97,7 @@ fn set_up(
     mode: RegisterMode,
 ) -> io::Result<()> {
     for (shard, stripe) in stripes(shards.len(), address, layout) {
-        let uffd = shards[shard].fence.uffd();
+        let uffd = shards[shard.0].fence.uffd();
         uffd.register(stripe.start, stripe.len(), mode)?;
     }
     if layout.read_only {
@@ -106,12 +107,12 @@ fn set_up(
     Ok(())
 }
 
-/// The parts of a region that belong to one shard each, with its number.
+/// The parts of a region that belong to one shard each.
 fn stripes(
     shards: usize,
     address: usize,
     layout: &Layout,
-) -> impl Iterator<Item = (usize, Range<usize>)> {
+) -> impl Iterator<Item = (Shard, Range<usize>)> {
     let step = if shards == 1 {
         layout.bytes
     } else {
@@ -145,8 +146,8 @@ fn reserve(space: u64, layout: &Layout) -> io::Result<usize> {
             );
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
         }
-        // SAFETY: whoever asks for an address gives up what is mapped there (`Layout::address`), and
-        // no other region is there: claimed above.
+        // SAFETY: whoever asks for an address gives up what is mapped there (`Layout::address`),
+        // and no other region is there: claimed above.
         unsafe { sys::reserve_at(start, layout.bytes, huge) }
             .inspect_err(|_| claims::give_up(start))?;
         return Ok(start);

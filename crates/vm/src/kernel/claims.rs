@@ -1,7 +1,8 @@
 //! Which addresses of this process are regions, whichever space they belong to: [`Claim`].
 //!
-//! The rule it keeps: no two regions have an address in common, not even one that the program has unmapped out of a region, since what is known of
-//! an address (which shard, whether it is gone) is known by the address alone. The kernel does not see to that: it hands out unmapped addresses again.
+//! The rule it keeps: no two regions have an address in common, not even one that the program has
+//! unmapped out of a region. What is known of an address (which shard, whether it is gone) is known
+//! by the address alone. The kernel does not see to that: it hands out unmapped addresses again.
 
 use std::{
     collections::BTreeMap,
@@ -23,11 +24,13 @@ struct Entry {
     end: usize,
     space: u64,
     read_only: bool,
-    /// Whether what the kernel says of these addresses is about the region, and not about what was there before.
+    /// Whether what the kernel says of these addresses is about the region, and not about what was
+    /// there before.
     live: bool,
 }
 
-/// By first address. Of the standard library: it never allocates when contended, and is asked in a signal handler.
+/// By first address. Of the standard library: it never allocates when contended, and is asked in a
+/// signal handler.
 static REGIONS: Mutex<(u32, BTreeMap<usize, Entry>)> = Mutex::new((0, BTreeMap::new()));
 
 fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, Entry>)> {

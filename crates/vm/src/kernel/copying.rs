@@ -5,12 +5,12 @@
 //! it where it lies would deadlock when the program drops the page in between: the copy would fault
 //! on the region, in the thread whose turn it is to end that fault.
 //!
-//! The rule it keeps: as for moving, every page ends up whole on one side. Out, a run is copied page
-//! by page, so that memory which runs out puts one page at stake and not a run.
+//! The rule it keeps: as for moving, every page ends up whole on one side. Out, a run is copied
+//! page by page, so that memory which runs out puts one page at stake and not a run.
 //!
-//! The price: each transfer in progress takes more memory than the frames account for (out one page,
-//! in one run), holds the mmap lock for writing, and makes no huge pages. Pages that a device is
-//! writing to (direct I/O) are taken all the same, so that what the device writes later is lost.
+//! The price: each transfer in progress takes more memory than the frames account for (out one
+//! page, in one run), holds the mmap lock for writing, and makes no huge pages. Pages that a device
+//! is writing to (direct I/O) are taken all the same, so that what the device writes later is lost.
 
 use std::{io, ops::Range};
 
@@ -24,8 +24,8 @@ use crate::{
     sys::{self, Refusal, Stopped},
 };
 
-/// Maps copies of the frame's pages at `pages`. This replaces poison markers, which moving takes for
-/// pages.
+/// Maps copies of the frame's pages at `pages`. This replaces poison markers, which moving takes
+/// for pages.
 pub(super) fn install(
     shard: &KernelShard,
     pages: Pages,
@@ -163,7 +163,7 @@ fn carry_out(range: Range<usize>, slot: usize, pool: &Pool) -> Result<(), CarryE
     // - The slot is the caller's.
     unsafe { pool.uffd.copy(slot, staged, range.len()) }
         .map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
-    // SAFETY: as above, and `staged` is not used after this.
+    // SAFETY: nobody else knows `staged`, and it is not used after this.
     unsafe { sys::release(staged, range.len()) };
     Ok(())
 }

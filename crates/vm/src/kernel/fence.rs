@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 
 use super::messages::Messages;
 use crate::{
-    space::Fault,
+    space::{Events, Fault},
     sys::{Refusal, Stopped},
     uffd::Uffd,
 };
@@ -147,25 +147,27 @@ impl Fence {
         drop(self.hold());
     }
 
-    /// Appends the faults that wait; does not block. To be called by one thread.
-    pub(super) fn faults(&self, out: &mut Vec<Fault>) -> io::Result<()> {
+    /// Appends the faults that wait, and what the program has unmapped; does not block. To be
+    /// called by one thread.
+    pub(super) fn events(&self, out: &mut Events) -> io::Result<()> {
         self.reader.store(this_thread(), Ordering::Relaxed);
-        out.append(&mut self.early.lock());
+        out.faults.append(&mut self.early.lock());
+        self.read_unless_busy(&mut out.faults)?;
+        // Others may have read messages, too.
+        if self.has_news.swap(false, Ordering::Acquire) {
+            self.open().take_news(&mut out.unmapped);
+        }
+        Ok(())
+    }
+
+    fn read_unless_busy(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut messages = match self.messages.try_write() {
             Ok(messages) => messages,
             // Pages change sides at this moment: worth waiting for only if there is a message.
             Err(_) if !self.has_messages() => return Ok(()),
             Err(_) => self.open(),
         };
-        self.read(&mut messages, out)
-    }
-
-    /// Appends what the program has unmapped, as far as its messages have been read and it has not
-    /// been handed on yet.
-    pub(super) fn unmapped(&self, out: &mut Vec<Range<usize>>) {
-        if self.has_news.swap(false, Ordering::Acquire) {
-            self.open().take_news(out);
-        }
+        self.read(&mut messages, faults)
     }
 
     /// Forgets what is known of the addresses of a region that ends.

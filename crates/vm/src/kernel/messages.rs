@@ -16,7 +16,8 @@ use crate::{
 #[derive(Default)]
 pub(super) struct Messages {
     buffer: FaultBuffer,
-    /// What the program has unmapped of the space's regions. Whole addresses, not the shard's alone.
+    /// What the program has unmapped of the space's regions. Whole addresses, not the shard's
+    /// alone.
     pub(super) gone: Ranges,
     /// The part of it that has not been handed on yet.
     news: Vec<Range<usize>>,

@@ -1,7 +1,8 @@
-//! The program's real memory: regions, their userfaultfds, and the ways in which pages change sides.
+//! The program's real memory: regions, their userfaultfds, and the ways in which pages change
+//! sides.
 //!
-//! The rule it keeps: one caller at a time acts on a page (the pager's protocol), program threads do
-//! as they please, and every page is whole on one side whatever the kernel refuses.
+//! The rule it keeps: one caller at a time acts on a page (the pager's protocol), program threads
+//! do as they please, and every page is whole on one side whatever the kernel refuses.
 //!
 //! | module | what it does |
 //! |---|---|
@@ -26,7 +27,6 @@ mod shard;
 
 use std::{
     io,
-    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     sync::Arc,
 };
@@ -36,7 +36,10 @@ use crate::{
     frame::{KernelFrame, Pools},
     pagemap::Pagemap,
     pages::{Pages, Shard},
-    space::{AddressSpace, DetachError, Fault, Frame, InstallError, InstallErrorKind, Layout},
+    space::{
+        AddressSpace, DetachError, Events, Frame, In, InstallError, InstallErrorKind, Layout, Left,
+        Mapping, Out,
+    },
     sys::{self, KERNEL_PAGE_BYTES},
     uffd::{Features, OpenError, RegisterMode, Uffd},
 };
@@ -47,8 +50,9 @@ use crate::{
 pub enum Transfer {
     /// By `UFFDIO_MOVE` (kernel 6.8): the physical page changes its address, nothing is copied.
     Move,
-    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then, each transfer in progress takes one page more (in: one run more), and what
-    /// a device writes into a page while it is taken out is lost.
+    /// By copying (kernel 5.7). Pages of 2 MiB are not huge then. Each transfer in progress takes
+    /// more memory than its frame: out one page, in one run. What a device writes into a page while
+    /// it is taken out is lost.
     Copy,
 }
 
@@ -57,17 +61,19 @@ pub enum Transfer {
 pub struct KernelSpaceOptions {
     /// Number of shards, each with a userfaultfd of its own. Default: 1.
     pub shards: usize,
-    /// Bytes of frames that may be held at once, per page size: frames that are not installed, not pages in regions. This is addresses, not memory
-    /// (twice as many, so that pages of a run find room next to each other). Default: 1 GiB.
+    /// Bytes of frames that may be held at once, per page size: of frames that are not installed,
+    /// not of pages in regions. This is addresses, not memory (twice as many, so that pages of a
+    /// run find room next to each other). Default: 1 GiB.
     pub frame_bytes_max: usize,
     /// How pages change sides. Default: `None`, the best that the kernel offers.
     pub transfer: Option<Transfer>,
-    /// Catch only faults of the program's own instructions; a system call that touches an absent page fails with `EFAULT`. Needs no permission.
-    /// Default: false.
+    /// Catch only faults of the program's own instructions. A system call that touches an absent
+    /// page fails with `EFAULT`. Needs no permission. Default: false.
     pub user_mode_only: bool,
-    /// A fault is not reported to its shard but raises SIGBUS in the thread that faults, which serves it itself (see [`sigbus`](crate::sigbus)).
-    /// No other thread is woken for it, which is most of a fault's cost. The price: a system call that touches an absent page fails with `EFAULT`,
-    /// and a thread that blocks SIGBUS is killed by its first fault. Default: false.
+    /// A fault is not reported to its shard but raises SIGBUS in the thread that faults, which
+    /// serves it itself (see [`sigbus`](crate::sigbus)). No other thread is woken for it, which is
+    /// most of a fault's cost. The price: a system call that touches an absent page fails with
+    /// `EFAULT`, and a thread that blocks SIGBUS is killed by its first fault. Default: false.
     pub in_thread: bool,
 }
 
@@ -171,6 +177,50 @@ impl KernelSpace {
         &self.shards[shard.0]
     }
 
+    /// Moves a frame in, or copies it where pages cannot move.
+    fn install_frame(
+        &self,
+        pages: Pages,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let (page_bytes, shard) = (pages.page_bytes(), self.shard(pages.shard()));
+        assert!(
+            frame.pool().page_bytes() == page_bytes && frame.len() == pages.bytes(),
+            "{frame:?} is not of {pages:x?}"
+        );
+        let refused = |frame: &KernelFrame| pages.behind(pages.bytes() - frame.len());
+        let installed = match self.install_run(pages, frame) {
+            // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses
+            // what spans two.
+            Err(InstallError {
+                frame,
+                kind: InstallErrorKind::Gone,
+            }) if frame.len() > page_bytes => {
+                let rest = refused(&frame).expect("an error hands pages back");
+                self.install_page_by_page(rest, frame)
+            }
+            installed => installed,
+        };
+        let rest = installed
+            .as_ref()
+            .err()
+            .and_then(|error| refused(&error.frame));
+        let count = pages.count() - rest.map_or(0, |rest| rest.count());
+        if count > 0 {
+            shard.poison.lift(pages.first(count));
+        }
+        if let Err(InstallError {
+            kind: InstallErrorKind::Exists,
+            ..
+        }) = &installed
+            && let Some(rest) = rest
+        {
+            // The page that exists may have come after its fault was reported.
+            shard.fence.wake(rest.first(1).range());
+        }
+        installed
+    }
+
     fn install_run(
         &self,
         pages: Pages,
@@ -199,6 +249,29 @@ impl KernelSpace {
         }
         self.install_run(pages, frame)
     }
+
+    /// Moves a run out, or copies it where pages cannot move.
+    fn detach_run(&self, pages: Pages) -> Result<KernelFrame, DetachError> {
+        let page_bytes = pages.page_bytes();
+        let pool = self.pools.of(page_bytes).map_err(DetachError::Os)?;
+        let mut frame = pool.vacant(pages.count(), 1).map_err(DetachError::Os)?;
+        let shard = self.shard(pages.shard());
+        let fenced = shard.fence.hold();
+        // A page that the program has unmapped in part is gone: what is left of it is not what the
+        // store shall have.
+        let there = fenced.gone.free_bytes(&pages.range()) / page_bytes * page_bytes;
+        if there == 0 {
+            return Err(DetachError::Absent);
+        }
+        if there < frame.len() {
+            drop(frame.split_off(there));
+        }
+        let pages = pages.first(frame.len() / page_bytes);
+        match self.transfer {
+            Transfer::Move => moving::detach(shard, pages, frame, fenced),
+            Transfer::Copy => copying::detach(shard, pages, frame, fenced),
+        }
+    }
 }
 
 impl AddressSpace for KernelSpace {
@@ -208,13 +281,15 @@ impl AddressSpace for KernelSpace {
         self.shards.len()
     }
 
-    fn map(&self, layout: Layout) -> io::Result<usize> {
-        let mode = if self.can_scatter(layout.page_bytes) && !layout.read_only {
+    fn map(&self, layout: Layout) -> io::Result<Mapping> {
+        let can_copy = self.scatters && layout.page_bytes == KERNEL_PAGE_BYTES && !layout.read_only;
+        let mode = if can_copy {
             RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
         } else {
             RegisterMode::MISSING
         };
-        addresses::map(&self.shards, self.number, &layout, mode)
+        let address = addresses::map(&self.shards, self.number, &layout, mode)?;
+        Ok(Mapping { address, can_copy })
     }
 
     fn unmap(&self, address: usize, layout: Layout) {
@@ -227,95 +302,47 @@ impl AddressSpace for KernelSpace {
 
     fn install(
         &self,
-        shard: usize,
-        address: usize,
-        frame: KernelFrame,
-    ) -> Result<(), InstallError<KernelFrame>> {
-        let page_bytes = frame.pool().page_bytes();
-        let pages = Pages::new(Shard(shard), address, page_bytes, frame.len() / page_bytes);
-        let refused = |frame: &KernelFrame| pages.behind(pages.bytes() - frame.len());
-        let installed = match self.install_run(pages, frame) {
-            // Or the program has divided the mapping (by `mprotect`, say), and the kernel refuses
-            // what spans two.
-            Err(InstallError {
-                frame,
-                kind: InstallErrorKind::Gone,
-            }) if frame.len() > page_bytes => {
-                let rest = refused(&frame).expect("an error hands pages back");
-                self.install_page_by_page(rest, frame)
+        pages: Pages,
+        how: In<'_, KernelFrame>,
+    ) -> Result<Option<KernelFrame>, InstallError<KernelFrame>> {
+        match how {
+            In::Move(frame) => self.install_frame(pages, frame).map(|()| None),
+            In::Copy(frame, room) => {
+                let copied = scattered::install(self.shard(pages.shard()), pages, &frame);
+                if let Err(why) = copied {
+                    let kind = why.into();
+                    return Err(InstallError { frame, kind });
+                }
+                room.use_up();
+                Ok(Some(frame))
             }
-            installed => installed,
-        };
-        let rest = installed
-            .as_ref()
-            .err()
-            .and_then(|error| refused(&error.frame));
-        let count = pages.count() - rest.map_or(0, |rest| rest.count());
+        }
+    }
+
+    fn detach(&self, out: Out<'_, KernelFrame>) -> Result<Left<KernelFrame>, DetachError> {
+        match out {
+            Out::Move(pages) => self.detach_run(pages).map(Left::Moved),
+            Out::Copy(pages, frames) => {
+                let Some(first) = pages.first() else {
+                    return Ok(Left::Copied(0));
+                };
+                let shard = self.shard(first.shard());
+                Ok(Left::Copied(scattered::detach(shard, pages, frames)))
+            }
+        }
+    }
+
+    fn unprotect(&self, pages: Pages) {
+        scattered::unprotect(self.shard(pages.shard()), pages.range());
+    }
+
+    fn wake(&self, pages: Pages) {
+        self.shard(pages.shard()).fence.wake(pages.range());
+    }
+
+    fn poison(&self, pages: Pages) -> io::Result<()> {
         let shard = self.shard(pages.shard());
-        if count > 0 {
-            shard.poison.lift(pages.first(count));
-        }
-        // The page that exists may have come after its fault was reported.
-        if let (
-            Some(rest),
-            Err(InstallError {
-                kind: InstallErrorKind::Exists,
-                ..
-            }),
-        ) = (rest, &installed)
-        {
-            shard.fence.wake(rest.first(1).range());
-        }
-        installed
-    }
-
-    fn detach(
-        &self,
-        shard: usize,
-        address: usize,
-        page_bytes: usize,
-        pages: usize,
-    ) -> Result<KernelFrame, DetachError> {
-        let pool = self.pools.of(page_bytes).map_err(DetachError::Os)?;
-        let mut frame = pool.vacant(pages, 1).map_err(DetachError::Os)?;
-        let pages = Pages::new(Shard(shard), address, page_bytes, frame.len() / page_bytes);
-        let shard = self.shard(pages.shard());
-        let fenced = shard.fence.hold();
-        // A page that the program has unmapped in part is gone: what is left of it is not what the
-        // store shall have.
-        let there = fenced.gone.free_bytes(&pages.range()) / page_bytes;
-        if there == 0 {
-            return Err(DetachError::Absent);
-        }
-        if there < pages.count() {
-            drop(frame.split_off(there * page_bytes));
-        }
-        let pages = pages.first(there);
-        match self.transfer {
-            Transfer::Move => moving::detach(shard, pages, frame, fenced),
-            Transfer::Copy => copying::detach(shard, pages, frame, fenced),
-        }
-    }
-
-    fn can_scatter(&self, page_bytes: usize) -> bool {
-        self.scatters && page_bytes == KERNEL_PAGE_BYTES
-    }
-
-    fn install_copy(&self, shard: usize, address: usize, frame: &KernelFrame) -> bool {
-        scattered::install(&self.shards[shard], address, frame)
-    }
-
-    fn detach_scattered(
-        &self,
-        shard: usize,
-        addresses: &[usize],
-        frames: &mut [KernelFrame],
-    ) -> usize {
-        scattered::detach(&self.shards[shard], addresses, frames)
-    }
-
-    fn unprotect(&self, shard: usize, address: usize, page_bytes: usize) {
-        scattered::unprotect(&self.shards[shard], address..address + page_bytes);
+        shard.poison.put(&shard.fence, pages.range())
     }
 
     fn is_present(&self, address: usize) -> bool {
@@ -324,27 +351,12 @@ impl AddressSpace for KernelSpace {
             .expect("/proc/self/pagemap stays readable for its owner")
     }
 
-    fn wake(&self, shard: usize, address: usize, bytes: usize) {
-        self.shards[shard].fence.wake(address..address + bytes);
+    fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
+        self.shard(shard).fence.events(out)
     }
 
-    fn poison(&self, shard: usize, address: usize, page_bytes: usize) -> io::Result<()> {
-        let shard = &self.shards[shard];
-        shard
-            .poison
-            .put(&shard.fence, address..address + page_bytes)
-    }
-
-    fn faults(&self, shard: usize, out: &mut Vec<Fault>) -> io::Result<()> {
-        self.shards[shard].fence.faults(out)
-    }
-
-    fn unmapped(&self, shard: usize, out: &mut Vec<Range<usize>>) {
-        self.shards[shard].fence.unmapped(out);
-    }
-
-    fn fault_fd(&self, shard: usize) -> Option<BorrowedFd<'_>> {
-        Some(self.shards[shard].fence.uffd().as_fd())
+    fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>> {
+        Some(self.shard(shard).fence.uffd().as_fd())
     }
 }
 
@@ -375,7 +387,8 @@ mod tests {
         let space =
             KernelSpace::with_features(&KernelSpaceOptions::default(), Features::WP).unwrap();
         assert_eq!(space.transfer(), Transfer::Copy);
-        let base = space.map(LAYOUT).unwrap();
+        let base = space.map(LAYOUT).unwrap().address;
+        let pages = Pages::new(Shard(0), base, PAGE, 1);
         let protection = || {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
             let line = maps
@@ -384,17 +397,21 @@ mod tests {
                 .unwrap();
             line.split(' ').nth(1).unwrap().to_owned()
         };
-        space.poison(0, base, PAGE).unwrap();
+        space.poison(pages).unwrap();
         assert_eq!(protection(), "---p");
         let mut frame = space.new_frame(PAGE, 1).unwrap();
         frame.as_mut()[PAGE - 1] = 3;
-        space.install(0, base, frame).unwrap();
+        space.install(pages, In::Move(frame)).unwrap();
         assert_eq!(protection(), "rw-p");
         assert_eq!(
-            space.detach(0, base, PAGE, 1).unwrap().as_ref()[PAGE - 1],
+            space
+                .detach(Out::Move(pages))
+                .unwrap()
+                .into_frame()
+                .as_ref()[PAGE - 1],
             3
         );
-        space.poison(0, base, PAGE).unwrap();
+        space.poison(pages).unwrap();
         space.unmap(base, LAYOUT);
         assert!(space.shards[0].poison.is_empty());
     }

@@ -53,8 +53,8 @@ pub(super) fn install(
     }
 }
 
-/// Undoes the part of a frame's first page, to be mapped at `address`, that moved in before the rest
-/// was refused: a part of the page was mapped already.
+/// Undoes the part of a frame's first page, to be mapped at `address`, that moved in before the
+/// rest was refused: a part of the page was mapped already.
 fn take_back(
     shard: &KernelShard,
     address: usize,
@@ -101,7 +101,8 @@ pub(super) fn detach(
 ) -> Result<KernelFrame, DetachError> {
     let (slot, address, page_bytes) = (frame.address(), pages.address(), pages.page_bytes());
     // 1. Move up to the first page that is absent or refused: all at once or, where the program has
-    //    divided the mapping (by `mprotect`, say) and the kernel refuses what spans two, page by page.
+    //    divided the mapping (by `mprotect`, say) and the kernel refuses what spans two, page by
+    //    page.
     let mut progress = Progress::new(pages.bytes(), page_bytes);
     let mut why = None;
     while let Some(next) = progress.next() {
@@ -199,7 +200,8 @@ fn put_back(
         match why {
             // The program has unmapped it meanwhile.
             Refusal::Missing | Refusal::Ended => return Err(DetachError::Absent),
-            // Nobody may fill a page that is being taken out. If somebody did, those bytes are newer.
+            // Nobody may fill a page that is being taken out. If somebody did, those bytes are
+            // newer.
             Refusal::Exists => {}
             // A lock or a pin on the frame's page, which only copying passes.
             why => {

@@ -107,8 +107,8 @@ fn bar(fence: &Fence, range: Range<usize>, barred: &Mutex<BTreeSet<usize>>) -> i
     let fenced = fence.hold();
     let parts = fenced.gone.outside(range.clone());
     let protected = parts.iter().try_for_each(|part| {
-        // SAFETY: an absent page of a region, whose end the pager has decided. The fence is held, so
-        // that the program has not unmapped it.
+        // SAFETY: an absent page of a region, whose end the pager has decided. The fence is held,
+        // so that the program has not unmapped it.
         unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) }
     });
     drop(fenced);

@@ -29,54 +29,60 @@ use nix::errno::Errno;
 use super::{copying, shard::KernelShard};
 use crate::{
     frame::KernelFrame,
-    sys::{self, KERNEL_PAGE_BYTES},
+    pages::Pages,
+    sys::{self, KERNEL_PAGE_BYTES, Refusal},
 };
 
-/// Maps a copy of `frame`, one kernel page, at `address`. Returns whether it could.
-pub(super) fn install(shard: &KernelShard, address: usize, frame: &KernelFrame) -> bool {
-    assert_eq!(frame.len(), KERNEL_PAGE_BYTES, "copied whole or not at all");
-    let page = address..address + KERNEL_PAGE_BYTES;
+/// Maps a copy of `frame` at `page`, a kernel page.
+pub(super) fn install(
+    shard: &KernelShard,
+    page: Pages,
+    frame: &KernelFrame,
+) -> Result<(), Refusal> {
+    assert!(
+        page.bytes() == KERNEL_PAGE_BYTES && frame.len() == KERNEL_PAGE_BYTES,
+        "copied whole or not at all"
+    );
     // SAFETY:
     // - The frame's page is present, hence readable.
     // - What a region's absent pages are filled with is the pager's decision.
-    unsafe { copying::copy_in(shard, page, frame.address()) }.is_ok()
+    unsafe { copying::copy_in(shard, page.range(), frame.address()) }.map_err(|stopped| stopped.why)
 }
 
-/// Takes out the leading ones of the kernel pages at `addresses`, ascending, each to its frame.
+/// Takes out the leading ones of `pages`, kernel pages in ascending order, each to its frame.
 /// Returns how many.
-pub(super) fn detach(
-    shard: &KernelShard,
-    addresses: &[usize],
-    frames: &mut [KernelFrame],
-) -> usize {
+pub(super) fn detach(shard: &KernelShard, pages: &[Pages], frames: &mut [KernelFrame]) -> usize {
+    assert!(pages.len() <= frames.len(), "a frame for each page");
+    let (Some(first), Some(last)) = (pages.first(), pages.last()) else {
+        return 0;
+    };
+    let start = first.address();
     let fenced = shard.fence.hold();
     // Up to what the program has unmapped: what is there now is not the region's.
-    let end_of = |&address: &usize| address + KERNEL_PAGE_BYTES;
-    let ends = addresses.first().zip(addresses.last().map(end_of));
-    let Some((&start, end)) = ends else {
+    let there = start + fenced.gone.free_bytes(&(start..last.range().end));
+    let pages = &pages[..pages.partition_point(|page| page.range().end <= there)];
+    let Some(end) = pages.last().map(|page| page.range().end) else {
         return 0;
     };
-    let there = start + fenced.gone.free_bytes(&(start..end));
-    let addresses = &addresses[..addresses.partition_point(|at| end_of(at) <= there)];
-    let Some(end) = addresses.last().map(end_of) else {
-        return 0;
-    };
+    let mut addresses = [0; sys::RANGES_MAX];
+    let mut slots = [0; sys::RANGES_MAX];
+    for (at, (page, frame)) in pages.iter().zip(&*frames).enumerate() {
+        debug_assert_eq!(page.bytes(), KERNEL_PAGE_BYTES, "single pages");
+        (addresses[at], slots[at]) = (page.address(), frame.address());
+    }
+    let (addresses, slots) = (&addresses[..pages.len()], &slots[..pages.len()]);
     let uffd = shard.fence.uffd();
     if uffd.write_protect(start, end - start).is_err() {
         drop(fenced);
         unprotect(shard, start..end);
         return 0;
     }
-    let mut slots = [0; sys::RANGES_MAX];
-    for (slot, frame) in slots.iter_mut().zip(&*frames) {
-        *slot = frame.address();
-    }
-    let slots = &slots[..addresses.len()];
     // SAFETY: the slots are the frames', which are borrowed mutably.
     let copied = unsafe { sys::copy_each(addresses, slots, KERNEL_PAGE_BYTES) };
     let taken = match copied {
         // SAFETY:
-        // - The frames have all bytes of these pages, and nobody writes to them: they are protected.
+        // - The frames have all bytes of these pages, and nobody writes to them: they are
+        //   protected.
         // - They are the region's: the fence is held, and no mapping is changing.
         Ok(copied) if !uffd.is_changing() => unsafe {
             sys::drop_each(&addresses[..copied], KERNEL_PAGE_BYTES)

@@ -1,5 +1,5 @@
-//! One shard of a [`KernelSpace`](super::KernelSpace): all that transfers of its pages need, and what
-//! the kernel's refusals mean to them.
+//! One shard of a [`KernelSpace`](super::KernelSpace): all that transfers of its pages need, and
+//! what the kernel's refusals mean to them.
 
 use std::{ops::Range, sync::Arc};
 

@@ -59,7 +59,7 @@ pub(super) fn install(_owner: &Owner) -> io::Result<()> {
     // SAFETY: the set is this function's.
     unsafe { libc::sigfillset(&mut action.sa_mask) };
     for signal in NEVER_HELD {
-        // SAFETY: as above.
+        // SAFETY: the set is this function's.
         unsafe { libc::sigdelset(&mut action.sa_mask, signal) };
     }
     // SAFETY:
@@ -105,8 +105,8 @@ unsafe fn is_write(context: *const libc::c_void) -> bool {
     registers[libc::REG_ERR as usize] & WRITE != 0
 }
 
-/// Elsewhere nothing says so in the same way. A page that is taken for written is only compared once
-/// more.
+/// Elsewhere nothing says so in the same way. A page that is taken for written is only compared
+/// once more.
 ///
 /// # Safety
 /// None.

@@ -22,9 +22,9 @@
 //! first. Hence all signals wait until the page is there, but those that a bug in the handler
 //! raises. Signals wait for the kernel's own swapping, too.
 //!
-//! **What it cannot do.** The kernel kills a thread that faults while it blocks SIGBUS: threads that
-//! block "all" signals have to leave this one out. System calls that touch absent pages fail with
-//! `EFAULT`, without a signal.
+//! **What it cannot do.** The kernel kills a thread that faults while it blocks SIGBUS: threads
+//! that block "all" signals have to leave this one out. System calls that touch absent pages fail
+//! with `EFAULT`, without a signal.
 
 mod contract;
 mod handler;

@@ -15,8 +15,8 @@ use super::{
 /// fill takes about as long.
 const DRAIN_PAUSE: Duration = Duration::from_micros(50);
 
-/// A range of addresses whose faults a [`FaultHandler`] serves, until this is dropped. Dropping waits
-/// for the handlers that are at work on it.
+/// A range of addresses whose faults a [`FaultHandler`] serves, until this is dropped. Dropping
+/// waits for the handlers that are at work on it.
 ///
 /// In a child after `fork` nothing is registered.
 pub struct Registration {

@@ -50,8 +50,8 @@ impl Entry {
 /// Sorted, without overlaps.
 pub(super) type Table = Vec<Arc<Entry>>;
 
-/// The process whose entries the table has; `None` before the handler is installed. Locked while the
-/// table changes, never by the handler.
+/// The process whose entries the table has; `None` before the handler is installed. Locked while
+/// the table changes, never by the handler.
 pub(super) static OWNER: Mutex<Option<u32>> = Mutex::new(None);
 /// That the table may be changed.
 pub(super) type Owner = MutexGuard<'static, Option<u32>>;
@@ -114,7 +114,8 @@ impl Looking {
             let turn = TURN.load(SeqCst);
             LOOKING[turn].fetch_add(1, SeqCst);
             let looking = Self(&LOOKING[turn]);
-            // Otherwise the turn may have ended before this was counted, with nobody waiting for it.
+            // Otherwise the turn may have ended before this was counted, with nobody waiting for
+            // it.
             if TURN.load(SeqCst) == turn {
                 return looking;
             }

@@ -49,10 +49,12 @@ pub enum Refusal {
     /// `EEXIST`: something is mapped at the destination already.
     #[error("something is mapped at the destination already")]
     Exists,
-    /// `ENOENT`: nothing is mapped at the source, or the destination is no longer registered with this userfaultfd.
+    /// `ENOENT`: nothing is mapped at the source, or the destination is no longer registered with
+    /// this userfaultfd.
     #[error("nothing is mapped at the source, or the destination is not registered any more")]
     Missing,
-    /// `EBUSY`: the source page is pinned (direct I/O, `vmsplice`, RDMA) or shared with another process.
+    /// `EBUSY`: the source page is pinned (direct I/O, `vmsplice`, RDMA) or shared with another
+    /// process.
     #[error("the source page is pinned or shared")]
     Held,
     /// `EAGAIN`, again and again: a page stayed locked, or the mapping kept changing.
@@ -61,11 +63,13 @@ pub enum Refusal {
     /// `ESRCH`: the process whose memory this was has ended.
     #[error("the process that owned the memory has ended")]
     Ended,
-    /// `EINVAL`: unaligned, or not a private anonymous mapping registered with this userfaultfd, or source and destination differ in
-    /// protection (`mprotect`) or in being locked in memory (`mlock`).
+    /// `EINVAL`: unaligned, or not a private anonymous mapping registered with this userfaultfd, or
+    /// source and destination differ in protection (`mprotect`) or in being locked in memory
+    /// (`mlock`).
     #[error("not a registered anonymous mapping, or changed by `mprotect` or `mlock`")]
     Invalid,
-    /// `ENOMEM`: no memory left for a page or a page table, or the memory cgroup's limit is reached.
+    /// `ENOMEM`: no memory left for a page or a page table, or the memory cgroup's limit is
+    /// reached.
     #[error("out of memory")]
     OutOfMemory,
     /// Any other errno.
@@ -112,7 +116,8 @@ pub struct Stopped {
     pub why: Refusal,
 }
 
-/// Carries on a call that the kernel may end halfway: `step` is told how far it is and answers the call's result and the kernel's count.
+/// Carries on a call that the kernel may end halfway. `step` is told how far it is, and answers the
+/// call's result and the kernel's count.
 fn carry_on(
     len: usize,
     mut step: impl FnMut(usize) -> (nix::Result<i32>, i64),
@@ -172,7 +177,8 @@ pub(crate) unsafe fn copy(
     })
 }
 
-/// Whether `UFFDIO_COPY` would be told to try again, whatever it was asked for: the kernel looks at that first, and nothing is copied by a copy of no bytes.
+/// Whether `UFFDIO_COPY` would be told to try again, whatever it was asked for. The kernel looks at
+/// that first, and a copy of no bytes copies nothing.
 pub(crate) fn is_changing(fd: BorrowedFd<'_>) -> bool {
     let mut arg = raw::uffdio_copy {
         dst: 0,
@@ -209,7 +215,8 @@ pub(crate) unsafe fn move_pages(
         };
         // SAFETY:
         // - `arg` is a valid `uffdio_move` for the length of the call.
-        // - Nothing relies on the bytes at `src`, and `dst` may be filled: this function's contract.
+        // - Nothing relies on the bytes at `src`, and `dst` may be filled: this function's
+        //   contract.
         let result = unsafe { uffdio_move(fd.as_raw_fd(), &mut arg) };
         (result, arg.move_)
     })

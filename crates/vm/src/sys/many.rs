@@ -12,14 +12,18 @@ pub(crate) const RANGES_MAX: usize = 32;
 /// `PIDFD_SELF` (kernel 6.14), absent from the published bindings.
 const PIDFD_SELF: libc::c_int = -10_000;
 
-/// `process_vm_readv` of this process's own memory: copies `len` bytes from each address of `from` to that of `to`, at most [`RANGES_MAX`] of them. Returns how many were
-/// copied whole. Unlike in a plain copy, an absent page at which a fault is not served ends it there.
+/// `process_vm_readv` of this process's own memory: copies `len` bytes from each address of `from`
+/// to that of `to`, at most [`RANGES_MAX`] of them. Returns how many were copied whole. Unlike in a
+/// plain copy, an absent page at which a fault is not served ends it there.
 ///
 /// # Safety
 /// Each of `to` is the caller's to write.
 pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix::Result<usize> {
     let (from, to) = (Vectors::new(from, len), Vectors::new(to, len));
-    // SAFETY: the caller's promise; what cannot be read is an error.
+    // SAFETY:
+    // - Each of `to` may be written: this function's contract.
+    // - What cannot be read is an error and no fault.
+    // - The vectors are arrays of `count` ranges, for the length of the call.
     let copied = Errno::result(unsafe {
         let this = libc::getpid();
         libc::process_vm_readv(this, to.start(), to.count, from.start(), from.count, 0)
@@ -27,14 +31,17 @@ pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix:
     Ok(copied as usize / len)
 }
 
-/// `process_madvise` with `MADV_DONTNEED`: drops the `len` bytes at each address, at most [`RANGES_MAX`] of them; the processors that run the process are told once for
-/// all of them (kernel 6.16). Returns how many were dropped whole.
+/// `process_madvise` with `MADV_DONTNEED`: drops the `len` bytes at each address, at most
+/// [`RANGES_MAX`] of them. The processors that run the process are told once for all of them
+/// (kernel 6.16). Returns how many were dropped whole.
 ///
 /// # Safety
 /// They lie in mappings of the caller's, and nothing relies on their bytes.
 pub(crate) unsafe fn drop_each(starts: &[usize], len: usize) -> nix::Result<usize> {
     let ranges = Vectors::new(starts, len);
-    // SAFETY: the caller's promise.
+    // SAFETY:
+    // - The ranges are the caller's, and nothing relies on their bytes: this function's contract.
+    // - The vectors are an array of `count` ranges, for the length of the call.
     let dropped = Errno::result(unsafe {
         libc::syscall(
             libc::SYS_process_madvise,

@@ -12,13 +12,14 @@ use super::KERNEL_PAGE_BYTES;
 /// # Safety
 /// The range is a mapping of the caller's; with `MADV_DONTNEED` nothing may rely on its bytes.
 pub(crate) unsafe fn madvise(start: usize, len: usize, advice: libc::c_int) -> nix::Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's contract: the range is the caller's, and so are its bytes.
     Errno::result(unsafe { libc::madvise(start as *mut libc::c_void, len, advice) }).map(drop)
 }
 
-/// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two), which takes no memory until touched and is not
-/// inherited by `fork`. `huge` asks for huge pages, otherwise they are refused: a page that the kernel merged or prefetched behind
-/// the pager's back would break the budget.
+/// Reserves `len` bytes of private anonymous memory, aligned to `align` (a power of two). It takes
+/// no memory until touched, and `fork` does not inherit it. `huge` asks for huge pages, which are
+/// refused otherwise: a page that the kernel merged or prefetched behind the pager's back would
+/// break the budget.
 pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize> {
     let slack = align - KERNEL_PAGE_BYTES;
     // SAFETY: no address is asked for, so that no mapping is replaced.
@@ -35,12 +36,13 @@ pub(crate) fn reserve(len: usize, align: usize, huge: bool) -> nix::Result<usize
     Ok(aligned)
 }
 
-/// As [`reserve`], at `start` and nowhere else: what is mapped there is replaced, and nothing beside it.
+/// As [`reserve`], at `start` and nowhere else: what is mapped there is replaced, and nothing
+/// beside it.
 ///
 /// # Safety
 /// Nothing relies on what is mapped there.
 pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's contract: nothing relies on what is mapped there.
     unsafe { map_anonymous(start, len, libc::MAP_FIXED) }?;
     set_up(start, len, huge)
 }
@@ -50,7 +52,7 @@ pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Re
 unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's contract: nothing relies on what is replaced.
     let mapped = unsafe { libc::mmap(start as *mut libc::c_void, len, protection, flags, -1, 0) };
     if mapped == libc::MAP_FAILED {
         Err(Errno::last())
@@ -70,7 +72,8 @@ fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
         // SAFETY: the mapping made above; neither advice drops pages.
         match unsafe { madvise(start, len, advice) } {
             Ok(()) => {}
-            // A kernel built without transparent huge pages: there is nothing to ask for or to refuse.
+            // A kernel built without transparent huge pages: there is nothing to ask for or to
+            // refuse.
             Err(Errno::EINVAL) if advice == page_kind => {}
             Err(errno) => {
                 // SAFETY: the mapping made above, which nobody else knows.
@@ -87,25 +90,30 @@ fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
 /// # Safety
 /// The range is the caller's, and nothing uses it any more.
 pub(crate) unsafe fn release(start: usize, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's contract: nothing uses the range any more.
     if let Err(errno) = Errno::result(unsafe { libc::munmap(start as *mut libc::c_void, len) }) {
-        // Only ENOMEM is possible: cutting a hole would exceed vm.max_map_count. The range stays mapped, which leaks addresses, but its
-        // memory can be given back.
+        // Only ENOMEM is possible: cutting a hole would exceed vm.max_map_count. The range stays
+        // mapped, which leaks addresses, but its memory can be given back.
         debug_assert_eq!(errno, Errno::ENOMEM);
-        // SAFETY: the caller's promise.
+        // SAFETY: this function's contract: nothing uses the range any more.
         let _ = unsafe { madvise(start, len, libc::MADV_DONTNEED) };
     }
 }
 
-/// `mremap` with `MREMAP_DONTUNMAP` (kernel 5.7): moves all pages of the range to a new mapping, atomically, and leaves the range mapped,
-/// registered and empty.
+/// `mremap` with `MREMAP_DONTUNMAP` (kernel 5.7): moves all pages of the range to a new mapping,
+/// atomically, and leaves the range mapped, registered and empty. Returns where they are.
 ///
 /// # Safety
-/// The range lies in one private anonymous mapping of the caller's, where absent pages are expected.
+/// The range lies in one private anonymous mapping of the caller's, where absent pages are
+/// expected.
 pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_DONTUNMAP;
     let anywhere = std::ptr::null_mut::<libc::c_void>();
-    // SAFETY: the caller's promise; the kernel picks a free address. glibc reads a fifth argument with this flag, which must not be left out.
+    // glibc reads a fifth argument with this flag, which must not be left out.
+    // SAFETY:
+    // - The range is one private anonymous mapping in which absent pages are expected: this
+    //   function's contract.
+    // - The kernel picks a free address, so that no mapping is replaced.
     let staged = unsafe { libc::mremap(start as *mut libc::c_void, len, len, flags, anywhere) };
     if staged == libc::MAP_FAILED {
         Err(Errno::last())
@@ -119,6 +127,6 @@ pub(crate) unsafe fn carry_away(start: usize, len: usize) -> nix::Result<usize> 
 /// # Safety
 /// The range is the caller's.
 pub(crate) unsafe fn protect(start: usize, len: usize, prot: libc::c_int) -> nix::Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: this function's contract: the range is the caller's.
     Errno::result(unsafe { libc::mprotect(start as *mut libc::c_void, len, prot) }).map(drop)
 }

@@ -1,5 +1,5 @@
-//! What the tests of the address space share: spaces, frames with numbered pages, the smallest pager, and
-//! what a program does to its own mappings.
+//! What the tests of the address space share: spaces, frames with numbered pages, the smallest
+//! pager, and what a program does to its own mappings.
 
 use std::{
     ops::Range,
@@ -11,8 +11,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, DetachError, Fault, Frame, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
-    Transfer,
+    AddressSpace, DetachError, Events, Fault, Frame, In, InstallError, KernelFrame, KernelSpace,
+    KernelSpaceOptions, Layout, Left, Out, Pages, Shard, Transfer,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -39,6 +39,52 @@ pub(crate) fn layout(bytes: usize, page_bytes: usize) -> Layout {
     }
 }
 
+/// `count` pages of `page_bytes` from `address` on.
+pub(crate) fn pages(shard: usize, address: usize, page_bytes: usize, count: usize) -> Pages {
+    Pages::new(Shard(shard), address, page_bytes, count)
+}
+
+/// Pages come and go by moving.
+pub(crate) trait Moves {
+    /// Maps the pages of a frame from `address` on.
+    fn move_in(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>>;
+
+    /// Takes pages out, as many as possible.
+    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError>;
+}
+
+impl Moves for KernelSpace {
+    fn move_in(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let count = frame.as_ref().len() / page_bytes;
+        let moved = self.install(pages(shard, address, page_bytes, count), In::Move(frame))?;
+        assert!(moved.is_none(), "a frame that moved does not come back");
+        Ok(())
+    }
+
+    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError> {
+        self.detach(Out::Move(pages)).map(Left::into_frame)
+    }
+}
+
+/// The faults that wait in a shard, and what the program has unmapped.
+pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
+    let mut events = Events::default();
+    space.events(Shard(shard), &mut events).unwrap();
+    events
+}
+
 pub(crate) fn byte(address: usize) -> u8 {
     // SAFETY: the tests read mapped regions.
     unsafe { (address as *const u8).read_volatile() }
@@ -49,8 +95,8 @@ pub(crate) fn set(address: usize, value: u8) {
     unsafe { (address as *mut u8).write_volatile(value) }
 }
 
-/// The smallest pager: keeps pages in a map, fills on fault, and evicts what it is told to: a page together with those behind it in its stripe, as
-/// far as they are there.
+/// The smallest pager: keeps pages in a map, fills on fault, and evicts what it is told to: a page
+/// together with those behind it in its stripe, as far as they are there.
 pub(crate) struct Filler {
     pub(crate) space: Arc<KernelSpace>,
     pub(crate) base: usize,
@@ -69,7 +115,7 @@ impl Filler {
         space: &Arc<KernelSpace>,
         layout: Layout,
     ) -> (Arc<Self>, Vec<JoinHandle<()>>) {
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let pages = layout.bytes / layout.page_bytes;
         let away = (0..pages)
             .map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes, 1).unwrap())))
@@ -94,16 +140,14 @@ impl Filler {
     }
 
     pub(crate) fn run(&self, shard: usize) {
-        let mut faults = Vec::new();
         while !self.stop.load(Ordering::Relaxed) {
-            let fd = self.space.fault_fd(shard).unwrap();
+            let fd = self.space.events_fd(Shard(shard)).unwrap();
             poll(
                 &mut [PollFd::new(fd, PollFlags::POLLIN)],
                 PollTimeout::from(10u8),
             )
             .unwrap();
-            self.space.faults(shard, &mut faults).unwrap();
-            for Fault { address, .. } in faults.drain(..) {
+            for Fault { address, .. } in events(&self.space, shard).faults {
                 self.faults.fetch_add(1, Ordering::Relaxed);
                 self.fill(shard, (address - self.base) / self.layout.page_bytes);
             }
@@ -122,7 +166,7 @@ impl Filler {
         // Pages are locked in ascending order by all.
         let mut locked = vec![self.away[page].lock().unwrap()];
         let Some(mut run) = locked[0].take() else {
-            return self.space.wake(shard, address, page_bytes);
+            return self.space.wake(pages(shard, address, page_bytes, 1));
         };
         for next in self.stripe_from(page).skip(1) {
             let mut away = self.away[next].lock().unwrap();
@@ -137,7 +181,7 @@ impl Filler {
         if locked.len() > 1 {
             self.runs_filled.fetch_add(1, Ordering::Relaxed);
         }
-        self.space.install(shard, address, run).unwrap();
+        self.space.move_in(shard, address, page_bytes, run).unwrap();
     }
 
     /// Whether the page was there to be evicted.
@@ -152,10 +196,10 @@ impl Filler {
             return Ok(false);
         }
         let offset = page * page_bytes;
-        let shard = self.layout.shard_of(offset, self.space.shards());
-        let mut rest = self
-            .space
-            .detach(shard, self.base + offset, page_bytes, locked.len())?;
+        let shard = self.layout.shard_of(offset, self.space.shards()).0;
+        let mut rest =
+            self.space
+                .move_out(pages(shard, self.base + offset, page_bytes, locked.len()))?;
         let pages = rest.as_ref().len() / page_bytes;
         if pages > 1 {
             self.runs_evicted.fetch_add(1, Ordering::Relaxed);
@@ -177,8 +221,9 @@ impl Filler {
     }
 }
 
-/// Pins kernel pages as direct I/O in progress does: `vmsplice` takes references for as long as the pipe holds them, and a
-/// registered io_uring buffer takes true pins. Only the latter is what `MOVE` checks.
+/// Pins kernel pages as direct I/O in progress does: `vmsplice` takes references for as long as the
+/// pipe holds them, and a registered io_uring buffer takes true pins. Only the latter is what
+/// `MOVE` checks.
 pub(crate) struct Pinned {
     pub(crate) ring: i32,
 }
@@ -215,7 +260,8 @@ impl Drop for Pinned {
     }
 }
 
-/// A system call reports as an error what in the program would be a signal; the region is not inherited by a child that could take it.
+/// A system call reports as an error what in the program would be a signal; the region is not
+/// inherited by a child that could take it.
 pub(crate) fn system_call_can_read(address: usize) -> bool {
     let mut pipe = [0; 2];
     // SAFETY: room for two descriptors, closed below.
@@ -272,18 +318,33 @@ pub(crate) fn drop_range(address: usize, len: usize) {
     assert_eq!(rc, 0);
 }
 
-/// Runs what the program does to its mappings, while the space's messages are read: the kernel lets it go on only then.
+/// Runs what the program does to its mappings, while the space's messages are read: the kernel lets
+/// it go on only then.
 pub(crate) fn as_the_program<T: Send>(space: &KernelSpace, act: impl FnOnce() -> T + Send) -> T {
-    thread::scope(|scope| {
+    told_by_the_program(space, act).0
+}
+
+/// As [`as_the_program`]; also returns what each shard was told meanwhile.
+pub(crate) fn told_by_the_program<T: Send>(
+    space: &KernelSpace,
+    act: impl FnOnce() -> T + Send,
+) -> (T, Vec<Events>) {
+    let mut told: Vec<_> = (0..space.shards()).map(|_| Events::default()).collect();
+    let done = thread::scope(|scope| {
         let acting = scope.spawn(act);
-        while !acting.is_finished() {
-            for shard in 0..space.shards() {
-                space.faults(shard, &mut Vec::new()).unwrap();
+        loop {
+            // Looked at once more after the end: the last message lets it end.
+            let is_finished = acting.is_finished();
+            for (shard, told) in told.iter_mut().enumerate() {
+                space.events(Shard(shard), told).unwrap();
+            }
+            if is_finished {
+                return acting.join().unwrap();
             }
             thread::yield_now();
         }
-        acting.join().unwrap()
-    })
+    });
+    (done, told)
 }
 
 /// Maps anonymous memory of the program's own over what is there.

@@ -10,7 +10,7 @@ use std::{
     thread,
 };
 
-use farpage_vm::{AddressSpace, Transfer};
+use farpage_vm::{AddressSpace, Shard, Transfer};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
@@ -20,7 +20,9 @@ use nix::{
     unistd::{ForkResult, fork},
 };
 
-use crate::common::{BOTH, Filler, byte, layout, set, space, system_call_can_read};
+use crate::common::{
+    BOTH, Filler, Moves, byte, events, layout, pages, set, space, system_call_can_read,
+};
 
 #[test]
 fn system_calls_read_and_write_absent_pages() {
@@ -100,16 +102,16 @@ fn poisoned_page_fails_and_install_heals_it() {
         let space = space(transfer, 1);
         for page_bytes in [4096, 65536, 2 << 20] {
             let layout = layout(2 * page_bytes, page_bytes);
-            let base = space.map(layout).unwrap();
-            space.poison(0, base, page_bytes).unwrap();
+            let base = space.map(layout).unwrap().address;
+            space.poison(pages(0, base, page_bytes, 1)).unwrap();
             assert!(!system_call_can_read(base));
             assert!(!system_call_can_read(base + page_bytes - 4096));
             let mut frame = space.new_frame(page_bytes, 1).unwrap();
             frame.as_mut().fill(5);
-            space.install(0, base, frame).unwrap();
+            space.move_in(0, base, page_bytes, frame).unwrap();
             assert!(system_call_can_read(base));
             assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
-            let frame = space.detach(0, base, page_bytes, 1).unwrap();
+            let frame = space.move_out(pages(0, base, page_bytes, 1)).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 5));
             space.unmap(base, layout);
         }
@@ -118,13 +120,13 @@ fn poisoned_page_fails_and_install_heals_it() {
 
 #[test]
 fn touching_a_poisoned_page_kills_with_sigbus() {
-    // A child of its own, since the region is not inherited by fork.
-    // SAFETY: the child makes its own space and ends by the signal; it allocates, which glibc supports after fork.
+    // A child of its own, since the region is not inherited by fork. SAFETY: the child makes its
+    // own space and ends by the signal; it allocates, which glibc supports after fork.
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
             let space = space(Transfer::Move, 1);
-            let base = space.map(layout(4096, 4096)).unwrap();
-            space.poison(0, base, 4096).unwrap();
+            let base = space.map(layout(4096, 4096)).unwrap().address;
+            space.poison(pages(0, base, 4096, 1)).unwrap();
             byte(base);
             // SAFETY: ends the child without running the parent's destructors.
             unsafe { libc::_exit(0) }
@@ -142,30 +144,36 @@ fn touching_a_poisoned_page_kills_with_sigbus() {
 fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
     let space = space(Transfer::Move, 1);
     let layout = layout(4096, 4096);
-    let base = space.map(layout).unwrap();
+    let base = space.map(layout).unwrap().address;
     let sleeper = thread::spawn(move || system_call_can_read(base));
     let mut faults = Vec::new();
     // A woken thread tries again, and its fault is reported again.
     for _ in 0..2 {
         poll(
-            &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+            &mut [PollFd::new(
+                space.events_fd(Shard(0)).unwrap(),
+                PollFlags::POLLIN,
+            )],
             PollTimeout::NONE,
         )
         .unwrap();
-        space.faults(0, &mut faults).unwrap();
-        space.wake(0, base, 4096);
+        faults.extend(events(&space, 0).faults);
+        space.wake(pages(0, base, 4096, 1));
     }
     assert!(faults.len() >= 2);
-    space.poison(0, base, 4096).unwrap();
+    space.poison(pages(0, base, 4096, 1)).unwrap();
     assert!(!sleeper.join().unwrap());
     // The region goes while somebody sleeps on it.
     space
-        .install(0, base, space.new_frame(4096, 1).unwrap())
+        .move_in(0, base, 4096, space.new_frame(4096, 1).unwrap())
         .unwrap();
-    drop(space.detach(0, base, 4096, 1).unwrap());
+    drop(space.move_out(pages(0, base, 4096, 1)).unwrap());
     let sleeper = thread::spawn(move || system_call_can_read(base));
     poll(
-        &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+        &mut [PollFd::new(
+            space.events_fd(Shard(0)).unwrap(),
+            PollFlags::POLLIN,
+        )],
         PollTimeout::NONE,
     )
     .unwrap();

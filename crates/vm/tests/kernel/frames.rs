@@ -2,7 +2,7 @@
 
 use farpage_vm::{AddressSpace, Frame, KernelFrame, KernelSpace, KernelSpaceOptions};
 
-use crate::common::{BOTH, numbered, numbers, run_layout, space};
+use crate::common::{BOTH, Moves, numbered, numbers, pages, run_layout, space};
 
 #[test]
 fn frame_gives_its_memory_back_and_can_be_made_again() {
@@ -81,7 +81,7 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
             };
             let space = KernelSpace::new(options).unwrap();
             let layout = run_layout(64, 4096);
-            let base = space.map(layout).unwrap();
+            let base = space.map(layout).unwrap().address;
             let mut state = seed;
             let mut below = move |end: usize| {
                 state ^= state << 13;
@@ -104,7 +104,8 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
                                 frame.as_mut().fill(value);
                                 model.push((frame, vec![value; pages]));
                             }
-                            // One page is always found. At these sizes a run is, too, while half of what may be held is not.
+                            // One page is always found. At these sizes a run is, too, while half of
+                            // what may be held is not.
                             Err(_) => assert!(held + pages > PAGES_MAX || held > PAGES_MAX / 2),
                         }
                     }
@@ -137,12 +138,14 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
                         if values.len() > 64 {
                             continue;
                         }
-                        space.install(0, base, frame).unwrap();
+                        space.move_in(0, base, 4096, frame).unwrap();
                         // May come back in shorter runs.
                         let mut done = 0;
                         while done < values.len() {
                             let at = base + done * 4096;
-                            let frame = space.detach(0, at, 4096, values.len() - done).unwrap();
+                            let frame = space
+                                .move_out(pages(0, at, 4096, values.len() - done))
+                                .unwrap();
                             let pages = frame.as_ref().len() / 4096;
                             model.push((frame, values[done..done + pages].to_vec()));
                             done += pages;

@@ -13,7 +13,8 @@ use std::{
 use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Layout, Transfer};
 
 use crate::common::{
-    BOTH, Filler, Pinned, Stop, byte, layout, numbered, numbers, run_layout, set, space,
+    BOTH, Filler, Moves, Pinned, Stop, byte, layout, numbered, numbers, pages, run_layout, set,
+    space,
 };
 
 #[test]
@@ -22,7 +23,7 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
         for page_bytes in (12..=21).map(|shift| 1usize << shift) {
             let space = space(transfer, 1);
             let layout = layout(2 * page_bytes, page_bytes);
-            let base = space.map(layout).unwrap();
+            let base = space.map(layout).unwrap().address;
             assert!(base.is_multiple_of(page_bytes));
             let mut frame = space.new_frame(page_bytes, 1).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 0));
@@ -33,15 +34,15 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
             let at = base + page_bytes;
             for round in 0..3 {
                 assert!(!space.is_present(at));
-                space.install(0, at, frame).unwrap();
+                space.move_in(0, at, page_bytes, frame).unwrap();
                 assert!(space.is_present(at) && !space.is_present(base));
                 set(at + page_bytes - 1, round);
-                frame = space.detach(0, at, page_bytes, 1).unwrap();
+                frame = space.move_out(pages(0, at, page_bytes, 1)).unwrap();
                 assert_eq!(frame.as_ref()[..page_bytes - 1], expected[..page_bytes - 1]);
                 assert_eq!(frame.as_ref()[page_bytes - 1], round);
             }
             assert!(matches!(
-                space.detach(0, at, page_bytes, 1),
+                space.move_out(pages(0, at, page_bytes, 1)),
                 Err(DetachError::Absent)
             ));
             space.unmap(base, layout);
@@ -87,7 +88,8 @@ fn writers_during_detach_keep_their_writes() {
                     })
                 })
                 .collect();
-            // The writers run for as long as it takes to evict that often, however the threads are scheduled.
+            // The writers run for as long as it takes to evict that often, however the threads are
+            // scheduled.
             let mut evictions = 0;
             while evictions < EVICTIONS {
                 // When everything is away, the writers and fillers need the processor.
@@ -128,19 +130,19 @@ fn pinned_page_stays_whole() {
     let space = space(Transfer::Move, 1);
     for page_bytes in [4096, 65536, 2 << 20] {
         let layout = layout(page_bytes, page_bytes);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let mut frame = space.new_frame(page_bytes, 1).unwrap();
         for (index, byte) in frame.as_mut().iter_mut().enumerate() {
             *byte = (index % 251) as u8;
         }
-        space.install(0, base, frame).unwrap();
+        space.move_in(0, base, page_bytes, frame).unwrap();
         // The last kernel page is pinned, so that the others have moved when the kernel refuses.
         let Some(pinned) = Pinned::new("pinned_page_stays_whole", base + page_bytes - 4096, 4096)
         else {
             return;
         };
         assert!(matches!(
-            space.detach(0, base, page_bytes, 1),
+            space.move_out(pages(0, base, page_bytes, 1)),
             Err(DetachError::Held)
         ));
         for index in 0..page_bytes {
@@ -148,7 +150,7 @@ fn pinned_page_stays_whole() {
             assert_eq!(byte(base + index), (index % 251) as u8);
         }
         drop(pinned);
-        let frame = space.detach(0, base, page_bytes, 1).unwrap();
+        let frame = space.move_out(pages(0, base, page_bytes, 1)).unwrap();
         assert!(
             frame
                 .as_ref()
@@ -181,7 +183,8 @@ fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
                 let mut count = 0u64;
                 while running.load(Ordering::Relaxed) {
                     for kernel_page in 0..16 {
-                        // SAFETY: an aligned word of the region that is this thread's alone, and atomic.
+                        // SAFETY: an aligned word of the region that is this thread's alone, and
+                        // atomic.
                         let cell = unsafe {
                             AtomicU64::from_ptr(
                                 (base + kernel_page * 4096 + thread * 8) as *mut u64,
@@ -213,20 +216,20 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
         let space = space(transfer, 1);
         for page_bytes in [4096, 65536, 2 << 20] {
             let layout = layout(page_bytes, page_bytes);
-            let base = space.map(layout).unwrap();
+            let base = space.map(layout).unwrap().address;
             let mut frame = space.new_frame(page_bytes, 1).unwrap();
             frame.as_mut().fill(9);
-            space.install(0, base, frame).unwrap();
+            space.move_in(0, base, page_bytes, frame).unwrap();
             // SAFETY: the region's own page.
             unsafe { libc::madvise(base as *mut _, 4096, libc::MADV_DONTNEED) };
             assert!(!space.is_present(base));
             if page_bytes == 4096 {
                 assert!(matches!(
-                    space.detach(0, base, page_bytes, 1),
+                    space.move_out(pages(0, base, page_bytes, 1)),
                     Err(DetachError::Absent)
                 ));
             } else {
-                let frame = space.detach(0, base, page_bytes, 1).unwrap();
+                let frame = space.move_out(pages(0, base, page_bytes, 1)).unwrap();
                 assert!(frame.as_ref()[..4096].iter().all(|&byte| byte == 0));
                 assert!(frame.as_ref()[4096..].iter().all(|&byte| byte == 9));
             }
@@ -240,25 +243,26 @@ fn install_over_a_page_hands_the_frame_back_whole() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         let layout = layout(65536, 65536);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let filled = |value| {
             let mut frame = space.new_frame(65536, 1).unwrap();
             frame.as_mut().fill(value);
             frame
         };
-        space.install(0, base, filled(1)).unwrap();
-        // A whole page is there; then all but its first half, so that half of the frame has gone in when the kernel refuses.
+        space.move_in(0, base, 65536, filled(1)).unwrap();
+        // A whole page is there; then all but its first half, so that half of the frame has gone in
+        // when the kernel refuses.
         for dropped in [0, 32768] {
             // SAFETY: the region's own page.
             unsafe { libc::madvise(base as *mut _, dropped, libc::MADV_DONTNEED) };
-            let error = space.install(0, base, filled(2)).unwrap_err();
+            let error = space.move_in(0, base, 65536, filled(2)).unwrap_err();
             assert!(matches!(error.kind, InstallErrorKind::Exists));
             assert!(error.frame.as_ref().iter().all(|&byte| byte == 2));
             assert_eq!(byte(base + 65535), 1);
             assert_eq!(space.is_present(base), dropped == 0);
         }
         space.unmap(base, layout);
-        let error = space.install(0, base, filled(3)).unwrap_err();
+        let error = space.move_in(0, base, 65536, filled(3)).unwrap_err();
         assert!(
             matches!(error.kind, InstallErrorKind::Gone),
             "{:?}",
@@ -266,29 +270,31 @@ fn install_over_a_page_hands_the_frame_back_whole() {
         );
         assert!(error.frame.as_ref().iter().all(|&byte| byte == 3));
         assert!(matches!(
-            space.detach(0, base, 65536, 1),
+            space.move_out(pages(0, base, 65536, 1)),
             Err(DetachError::Absent)
         ));
     }
 }
 
-/// What ages pages beside a move (here the program, elsewhere reclaim or DAMON) makes the kernel try again inside the move. From Linux 6.18 on it then
-/// says that the destination exists, because of the pages that it has just moved there itself.
+/// What ages pages beside a move (here the program, elsewhere reclaim or DAMON) makes the kernel
+/// try again inside the move. From Linux 6.18 on it then says that the destination exists, because
+/// of the pages that it has just moved there itself.
 #[test]
 fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
-    for (page_bytes, pages) in [(4096, 1), (65536, 1), (4096, 64), (65536, 8)] {
+    for (page_bytes, count) in [(4096, 1), (65536, 1), (4096, 64), (65536, 8)] {
         let space = space(Transfer::Move, 1);
-        let layout = run_layout(pages, page_bytes);
-        let base = space.map(layout).unwrap();
-        let frame = numbered(&space, page_bytes, pages, 1);
-        let expected: Vec<_> = (1..=pages as u8).collect();
+        let layout = run_layout(count, page_bytes);
+        let base = space.map(layout).unwrap().address;
+        let frame = numbered(&space, page_bytes, count, 1);
+        let expected: Vec<_> = (1..=count as u8).collect();
         let slots = AtomicUsize::new(frame.as_ref().as_ptr() as usize);
         let running = AtomicBool::new(true);
         thread::scope(|scope| {
             scope.spawn(|| {
                 while running.load(Ordering::Relaxed) {
                     for start in [base, slots.load(Ordering::Relaxed)] {
-                        // SAFETY: advice that leaves bytes alone, about mappings that outlive the thread.
+                        // SAFETY: advice that leaves bytes alone, about mappings that outlive the
+                        // thread.
                         unsafe { libc::madvise(start as *mut _, layout.bytes, libc::MADV_COLD) };
                     }
                 }
@@ -298,8 +304,8 @@ fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
             let since = Instant::now();
             while since.elapsed() < Duration::from_secs(1) {
                 for _ in 0..64 {
-                    space.install(0, base, frame).unwrap();
-                    frame = space.detach(0, base, page_bytes, pages).unwrap();
+                    space.move_in(0, base, page_bytes, frame).unwrap();
+                    frame = space.move_out(pages(0, base, page_bytes, count)).unwrap();
                     slots.store(frame.as_ref().as_ptr() as usize, Ordering::Relaxed);
                 }
                 assert_eq!(numbers(frame.as_ref(), page_bytes), expected);

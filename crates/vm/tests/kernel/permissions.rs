@@ -86,7 +86,8 @@ fn without_permission_the_error_says_what_to_do_and_user_mode_still_opens() {
                 farpage_vm::probe(false).usable(),
                 farpage_vm::probe(true).usable(),
             );
-            // The kernel hides a process that changed its user from itself, until it says otherwise.
+            // The kernel hides a process that changed its user from itself, until it says
+            // otherwise.
             let hidden = verdicts == (false, false) && hidden_page_map_is_told();
             // SAFETY: changes one flag of this process.
             let shown = unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1) } == 0;

@@ -8,27 +8,28 @@ use std::{
 use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Layout, Transfer};
 
 use crate::common::{
-    BOTH, as_the_program, byte, layout, map_over, mapped, numbered, numbers, protection,
-    run_layout, set, space, system_call_can_read, unmap_by_the_program,
+    BOTH, Moves, as_the_program, byte, events, layout, map_over, mapped, numbered, numbers, pages,
+    protection, run_layout, set, space, system_call_can_read, told_by_the_program,
+    unmap_by_the_program,
 };
 
 #[test]
 fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
     let space = space(Transfer::Move, 1);
     let layout = layout(65536, 65536);
-    let base = space.map(layout).unwrap();
+    let base = space.map(layout).unwrap().address;
     let mut frame = space.new_frame(65536, 1).unwrap();
     frame.as_mut().fill(4);
     // SAFETY: the region's own page.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ) };
-    space.install(0, base, frame).unwrap();
+    space.move_in(0, base, 65536, frame).unwrap();
     assert_eq!(byte(base + 4096), 4);
-    let error = space.detach(0, base, 65536, 1).unwrap_err();
+    let error = space.move_out(pages(0, base, 65536, 1)).unwrap_err();
     assert!(matches!(error, DetachError::Os(_)), "{error:?}");
     assert_eq!(byte(base + 4096), 4);
     // SAFETY: as above.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE) };
-    space.detach(0, base, 65536, 1).unwrap();
+    space.move_out(pages(0, base, 65536, 1)).unwrap();
     space.unmap(base, layout);
 }
 
@@ -40,43 +41,43 @@ fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
             stripe_bytes: 65536,
             ..run_layout(32, 4096)
         };
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let page = |number: usize| base + number * 4096;
         for half in 0..2 {
             let frame = numbered(&space, 4096, 16, 1);
-            space.install(half, page(16 * half), frame).unwrap();
+            space.move_in(half, page(16 * half), 4096, frame).unwrap();
         }
         // Across the two shards' stripes.
         let rw = libc::PROT_READ | libc::PROT_WRITE;
-        as_the_program(&space, || map_over(page(12), 8 * 4096, rw));
+        let ((), told) = told_by_the_program(&space, || map_over(page(12), 8 * 4096, rw));
         for number in 12..20 {
             set(page(number), 99);
         }
-        for shard in 0..2 {
-            let mut news = Vec::new();
-            space.unmapped(shard, &mut news);
-            assert_eq!(news[0], page(12)..page(20));
-            space.unmapped(shard, &mut news);
-            assert_eq!(news.len(), 1, "told once");
+        for (shard, told) in told.iter().enumerate() {
+            assert_eq!(told.unmapped[0], page(12)..page(20));
+            let again = events(&space, shard).unmapped;
+            assert_eq!(told.unmapped.len() + again.len(), 1, "told once");
         }
-        let frame = space.detach(0, page(8), 4096, 8).unwrap();
+        let frame = space.move_out(pages(0, page(8), 4096, 8)).unwrap();
         assert_eq!(numbers(frame.as_ref(), 4096), [9, 10, 11, 12]);
         for (shard, number) in [(0, 12), (0, 15), (1, 16), (1, 19)] {
-            let error = space.detach(shard, page(number), 4096, 1).unwrap_err();
+            let error = space
+                .move_out(pages(shard, page(number), 4096, 1))
+                .unwrap_err();
             assert!(matches!(error, DetachError::Absent), "{error:?}");
-            space.poison(shard, page(number), 4096).unwrap();
+            space.poison(pages(shard, page(number), 4096, 1)).unwrap();
             let frame = numbered(&space, 4096, 1, 7);
-            let error = space.install(shard, page(number), frame).unwrap_err();
+            let error = space.move_in(shard, page(number), 4096, frame).unwrap_err();
             assert!(matches!(error.kind, InstallErrorKind::Gone));
         }
         // A run goes in as far as it can.
         drop(frame);
         let error = space
-            .install(0, page(8), numbered(&space, 4096, 8, 1))
+            .move_in(0, page(8), 4096, numbered(&space, 4096, 8, 1))
             .unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Gone));
         assert_eq!(numbers(error.frame.as_ref(), 4096), [5, 6, 7, 8]);
-        let frame = space.detach(1, page(20), 4096, 12).unwrap();
+        let frame = space.move_out(pages(1, page(20), 4096, 12)).unwrap();
         assert_eq!(
             numbers(frame.as_ref(), 4096),
             [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -92,9 +93,9 @@ fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
             address: Some(base),
             ..layout
         };
-        assert_eq!(space.map(again).unwrap(), base);
+        assert_eq!(space.map(again).unwrap().address, base);
         space
-            .install(0, page(12), numbered(&space, 4096, 1, 3))
+            .move_in(0, page(12), 4096, numbered(&space, 4096, 1, 3))
             .unwrap();
         assert_eq!(byte(page(12)), 3);
         space.unmap(base, again);
@@ -106,14 +107,14 @@ fn page_that_the_program_unmaps_in_part_is_gone_and_what_is_left_of_it_raises_si
     for transfer in BOTH {
         let space = space(transfer, 1);
         let layout = run_layout(3, 65536);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         as_the_program(&space, || unmap_by_the_program(base + 65536 + 8192, 4096));
         let error = space
-            .install(0, base, numbered(&space, 65536, 3, 1))
+            .move_in(0, base, 65536, numbered(&space, 65536, 3, 1))
             .unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Gone));
         assert_eq!(numbers(error.frame.as_ref(), 65536), [2, 3]);
-        space.poison(0, base + 65536, 65536).unwrap();
+        space.poison(pages(0, base + 65536, 65536, 1)).unwrap();
         assert!(!system_call_can_read(base + 65536));
         assert!(!system_call_can_read(base + 2 * 65536 - 1));
         assert_eq!(numbers(mapped(base, 65536), 65536), [1]);
@@ -128,12 +129,12 @@ fn pages_come_and_go_while_the_program_maps_over_others() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         let layout = run_layout(PAGES, 4096);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let stop = AtomicBool::new(false);
         let taken = thread::scope(|scope| {
             let reader = scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
-                    space.faults(0, &mut Vec::new()).unwrap();
+                    events(&space, 0);
                     thread::yield_now();
                 }
             });
@@ -144,13 +145,16 @@ fn pages_come_and_go_while_the_program_maps_over_others() {
                         return taken;
                     }
                     let address = base + number * 4096;
-                    let frame = match space.detach(0, address, 4096, 1) {
+                    let frame = match space.move_out(pages(0, address, 4096, 1)) {
                         Ok(frame) => frame,
                         Err(DetachError::Absent) => space.new_frame(4096, 1).unwrap(),
                         Err(error) => panic!("{error:?}"),
                     };
                     assert_ne!(frame.as_ref()[0], 99, "a page of the program's was taken");
-                    match space.install(0, address, frame).map_err(|error| error.kind) {
+                    match space
+                        .move_in(0, address, 4096, frame)
+                        .map_err(|error| error.kind)
+                    {
                         Ok(()) | Err(InstallErrorKind::Gone) => {}
                         Err(error) => panic!("{error:?}"),
                     }

@@ -10,11 +10,11 @@ use std::{
     thread,
 };
 
-use farpage_vm::{AddressSpace, Layout, Transfer};
+use farpage_vm::{AddressSpace, Layout, Shard, Transfer};
 
 use crate::common::{
-    BOTH, Filler, as_the_program, byte, layout, map_over, mapped, numbered, numbers, protection,
-    run_layout, set, space, unmap_by_the_program,
+    BOTH, Filler, Moves, as_the_program, byte, layout, map_over, mapped, numbered, numbers, pages,
+    protection, run_layout, set, space, unmap_by_the_program,
 };
 
 #[test]
@@ -34,10 +34,10 @@ fn unmapping_under_load_leaves_other_regions_alone() {
     };
     let other = layout(16 * 4096, 4096);
     for round in 0..2000 {
-        let base = space.map(other).unwrap();
+        let base = space.map(other).unwrap().address;
         let mut frame = space.new_frame(4096, 1).unwrap();
         frame.as_mut().fill(round as u8);
-        space.install(0, base, frame).unwrap();
+        space.move_in(0, base, 4096, frame).unwrap();
         assert_eq!(byte(base), round as u8);
         filler.evict(round % 64).unwrap();
         space.unmap(base, other);
@@ -88,13 +88,13 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
         };
         let mut before = None;
         for cycle in 0..11_000 {
-            let base = space.map(layout).unwrap();
+            let base = space.map(layout).unwrap().address;
             let mut frame = space.new_frame(4096, 1).unwrap();
             frame.as_mut()[0] = 1;
-            space.install(0, base, frame).unwrap();
+            space.move_in(0, base, layout.page_bytes, frame).unwrap();
             // Every other page is lost with its region.
             if cycle % 2 == 0 {
-                space.detach(0, base, 4096, 1).unwrap();
+                space.move_out(pages(0, base, 4096, 1)).unwrap();
             }
             space.unmap(base, layout);
             let count = || {
@@ -110,7 +110,9 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
                 assert!(after.2 <= before.2 + 1024, "resident: {before:?} {after:?}");
             }
         }
-        let regions: Vec<_> = (0..10_000).map(|_| space.map(layout).unwrap()).collect();
+        let regions: Vec<_> = (0..10_000)
+            .map(|_| space.map(layout).unwrap().address)
+            .collect();
         for base in regions {
             space.unmap(base, layout);
         }
@@ -123,7 +125,7 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
     for page_bytes in [4096, 65536] {
         let around = run_layout(4, page_bytes);
         // A region finds aligned addresses; the program has them afterwards.
-        let start = space.map(around).unwrap();
+        let start = space.map(around).unwrap().address;
         space.unmap(start, around);
         map_over(start, 4 * page_bytes, libc::PROT_READ | libc::PROT_WRITE);
         for number in 0..4 {
@@ -133,13 +135,14 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
             address: Some(start + page_bytes),
             ..run_layout(2, page_bytes)
         };
-        assert_eq!(space.map(layout).unwrap(), start + page_bytes);
+        assert_eq!(space.map(layout).unwrap().address, start + page_bytes);
         assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
-        let shard = layout.shard_of(0, 2);
+        let Shard(shard) = layout.shard_of(0, 2);
         space
-            .install(
+            .move_in(
                 shard,
                 start + page_bytes,
+                page_bytes,
                 numbered(&space, page_bytes, 2, 1),
             )
             .unwrap();
@@ -171,10 +174,10 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
 fn new_region_keeps_out_of_what_the_program_has_unmapped_of_another() {
     let space = space(Transfer::Move, 1);
     let layout = run_layout(64, 65536);
-    let base = space.map(layout).unwrap();
+    let base = space.map(layout).unwrap().address;
     as_the_program(&space, || unmap_by_the_program(base + 65536, 62 * 65536));
     let small: Vec<usize> = (0..32)
-        .map(|_| space.map(run_layout(2, 4096)).unwrap())
+        .map(|_| space.map(run_layout(2, 4096)).unwrap().address)
         .collect();
     for &address in &small {
         assert!(address + 8192 <= base || base + layout.bytes <= address);
@@ -192,21 +195,21 @@ fn read_only_region_is_paged_and_cannot_be_written() {
                 read_only: true,
                 ..run_layout(4, page_bytes)
             };
-            let base = space.map(layout).unwrap();
+            let base = space.map(layout).unwrap().address;
             for round in 0..3 {
                 space
-                    .install(0, base, numbered(&space, page_bytes, 4, round))
+                    .move_in(0, base, page_bytes, numbered(&space, page_bytes, 4, round))
                     .unwrap();
                 let there = numbers(mapped(base, 4 * page_bytes), page_bytes);
                 assert_eq!(there, [round, round + 1, round + 2, round + 3]);
                 assert_eq!(protection(base + page_bytes).as_deref(), Some("r--p"));
-                let frame = space.detach(0, base, page_bytes, 4).unwrap();
+                let frame = space.move_out(pages(0, base, page_bytes, 4)).unwrap();
                 assert_eq!(numbers(frame.as_ref(), page_bytes), there);
                 assert!(!space.is_present(base));
             }
-            space.poison(0, base, page_bytes).unwrap();
+            space.poison(pages(0, base, page_bytes, 1)).unwrap();
             space
-                .install(0, base, numbered(&space, page_bytes, 1, 9))
+                .move_in(0, base, page_bytes, numbered(&space, page_bytes, 1, 9))
                 .unwrap();
             assert_eq!(numbers(mapped(base, page_bytes), page_bytes), [9]);
             assert_eq!(protection(base).as_deref(), Some("r--p"));

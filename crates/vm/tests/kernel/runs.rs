@@ -2,12 +2,12 @@
 
 use std::thread;
 
-use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Transfer};
+use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Shard, Transfer};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::common::{
-    BOTH, Pinned, as_the_program, byte, drop_range, map_over, mapped, numbered, numbers,
-    run_layout, space,
+    BOTH, Moves, Pinned, as_the_program, byte, drop_range, events, map_over, mapped, numbered,
+    numbers, pages, run_layout, space,
 };
 
 #[test]
@@ -15,19 +15,19 @@ fn runs_survive_install_and_detach_at_every_page_size() {
     for transfer in BOTH {
         for page_bytes in (12..=21).map(|shift| 1usize << shift) {
             let space = space(transfer, 1);
-            for pages in [1, 3, 7, 16, 64] {
-                if pages * page_bytes > 16 << 20 {
+            for count in [1, 3, 7, 16, 64] {
+                if count * page_bytes > 16 << 20 {
                     continue;
                 }
-                let layout = run_layout(pages + 1, page_bytes);
-                let at = space.map(layout).unwrap() + page_bytes;
-                let mut frame = numbered(&space, page_bytes, pages, 1);
+                let layout = run_layout(count + 1, page_bytes);
+                let at = space.map(layout).unwrap().address + page_bytes;
+                let mut frame = numbered(&space, page_bytes, count, 1);
                 for _ in 0..2 {
-                    space.install(0, at, frame).unwrap();
-                    frame = space.detach(0, at, page_bytes, pages).unwrap();
-                    let expected: Vec<_> = (1..=pages as u8).collect();
+                    space.move_in(0, at, page_bytes, frame).unwrap();
+                    frame = space.move_out(pages(0, at, page_bytes, count)).unwrap();
+                    let expected: Vec<_> = (1..=count as u8).collect();
                     assert_eq!(numbers(frame.as_ref(), page_bytes), expected);
-                    assert!(!space.is_present(at + pages * page_bytes - 4096));
+                    assert!(!space.is_present(at + count * page_bytes - 4096));
                 }
                 space.unmap(at - page_bytes, layout);
             }
@@ -41,15 +41,16 @@ fn detached_run_ends_before_an_absent_page_and_a_page_partly_there_is_whole() {
         let space = space(transfer, 1);
         for page_bytes in [8192, 65536, 2 << 20] {
             let layout = run_layout(6, page_bytes);
-            let base = space.map(layout).unwrap();
+            let base = space.map(layout).unwrap().address;
             let page = |number: usize| base + number * page_bytes;
             space
-                .install(0, base, numbered(&space, page_bytes, 6, 1))
+                .move_in(0, base, page_bytes, numbered(&space, page_bytes, 6, 1))
                 .unwrap();
-            // From the last kernel page of page 1 to the first of page 3, and one in the middle of the run that follows.
+            // From the last kernel page of page 1 to the first of page 3, and one in the middle of
+            // the run that follows.
             drop_range(page(2) - 4096, page_bytes + 2 * 4096);
             drop_range(page(4), 4096);
-            let frame = space.detach(0, base, page_bytes, 6).unwrap();
+            let frame = space.move_out(pages(0, base, page_bytes, 6)).unwrap();
             assert_eq!(frame.as_ref().len(), 2 * page_bytes);
             let (there, hole) = frame.as_ref().split_at(2 * page_bytes - 4096);
             assert_eq!(numbers(&there[..page_bytes], page_bytes), [1]);
@@ -57,10 +58,10 @@ fn detached_run_ends_before_an_absent_page_and_a_page_partly_there_is_whole() {
             assert!(hole.iter().all(|&byte| byte == 0));
             assert!(space.is_present(page(3) + 4096));
             assert!(matches!(
-                space.detach(0, page(2), page_bytes, 4),
+                space.move_out(pages(0, page(2), page_bytes, 4)),
                 Err(DetachError::Absent)
             ));
-            let frame = space.detach(0, page(3), page_bytes, 3).unwrap();
+            let frame = space.move_out(pages(0, page(3), page_bytes, 3)).unwrap();
             assert_eq!(frame.as_ref().len(), 3 * page_bytes);
             for (number, page) in (4..).zip(frame.as_ref().chunks(page_bytes)) {
                 let holes = usize::from(number < 6) * 4096;
@@ -77,10 +78,10 @@ fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
     let space = space(Transfer::Move, 1);
     for page_bytes in [4096, 65536, 2 << 20] {
         let layout = run_layout(5, page_bytes);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let page = |number: usize| base + number * page_bytes;
         space
-            .install(0, base, numbered(&space, page_bytes, 5, 1))
+            .move_in(0, base, page_bytes, numbered(&space, page_bytes, 5, 1))
             .unwrap();
         // The page has a hole, too, which stays one.
         if page_bytes > 4096 {
@@ -93,7 +94,7 @@ fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
         ) else {
             return;
         };
-        let frame = space.detach(0, base, page_bytes, 5).unwrap();
+        let frame = space.move_out(pages(0, base, page_bytes, 5)).unwrap();
         assert_eq!(numbers(frame.as_ref(), page_bytes), [1, 2]);
         for _ in 0..2 {
             assert_eq!(space.is_present(page(2)), page_bytes == 4096);
@@ -103,14 +104,14 @@ fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
             assert!(pinned_page.iter().all(|&byte| byte == 3));
             assert_eq!(numbers(behind, page_bytes), [4, 5]);
             assert!(matches!(
-                space.detach(0, page(2), page_bytes, 3),
+                space.move_out(pages(0, page(2), page_bytes, 3)),
                 Err(DetachError::Held)
             ));
         }
         drop(pinned);
         assert_eq!(
             space
-                .detach(0, page(2), page_bytes, 3)
+                .move_out(pages(0, page(2), page_bytes, 3))
                 .unwrap()
                 .as_ref()
                 .len(),
@@ -126,16 +127,17 @@ fn installed_run_stops_at_a_mapped_page_and_hands_the_rest_back() {
         let space = space(transfer, 1);
         for page_bytes in [65536, 2 << 20] {
             let layout = run_layout(4, page_bytes);
-            // A whole page is there; then all but its first half, so that half of the page has gone in when the kernel refuses.
+            // A whole page is there; then all but its first half, so that half of the page has gone
+            // in when the kernel refuses.
             for dropped in [0, page_bytes / 2] {
-                let base = space.map(layout).unwrap();
+                let base = space.map(layout).unwrap().address;
                 let there = base + 2 * page_bytes;
                 space
-                    .install(0, there, numbered(&space, page_bytes, 1, 9))
+                    .move_in(0, there, page_bytes, numbered(&space, page_bytes, 1, 9))
                     .unwrap();
                 drop_range(there, dropped);
                 let error = space
-                    .install(0, base, numbered(&space, page_bytes, 4, 1))
+                    .move_in(0, base, page_bytes, numbered(&space, page_bytes, 4, 1))
                     .unwrap_err();
                 assert!(matches!(error.kind, InstallErrorKind::Exists));
                 assert_eq!(numbers(error.frame.as_ref(), page_bytes), [3, 4]);
@@ -143,8 +145,8 @@ fn installed_run_stops_at_a_mapped_page_and_hands_the_rest_back() {
                 assert_eq!(space.is_present(there), dropped == 0);
                 assert_eq!(byte(there + page_bytes - 1), 9);
                 assert!(!space.is_present(there + page_bytes));
-                drop(space.detach(0, there, page_bytes, 1).unwrap());
-                space.install(0, there, error.frame).unwrap();
+                drop(space.move_out(pages(0, there, page_bytes, 1)).unwrap());
+                space.move_in(0, there, page_bytes, error.frame).unwrap();
                 let all = mapped(base, 4 * page_bytes);
                 assert_eq!(numbers(all, page_bytes), [1, 2, 3, 4]);
                 space.unmap(base, layout);
@@ -158,21 +160,24 @@ fn threads_asleep_all_over_a_run_wake_when_it_is_installed() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         let layout = run_layout(4, 65536);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let sleepers: Vec<_> = (0..4)
             .map(|page| thread::spawn(move || byte(base + page * 65536 + 40_000)))
             .collect();
         let mut faults = Vec::new();
         while faults.len() < 4 {
             poll(
-                &mut [PollFd::new(space.fault_fd(0).unwrap(), PollFlags::POLLIN)],
+                &mut [PollFd::new(
+                    space.events_fd(Shard(0)).unwrap(),
+                    PollFlags::POLLIN,
+                )],
                 PollTimeout::NONE,
             )
             .unwrap();
-            space.faults(0, &mut faults).unwrap();
+            faults.extend(events(&space, 0).faults);
         }
         space
-            .install(0, base, numbered(&space, 65536, 4, 1))
+            .move_in(0, base, 65536, numbered(&space, 65536, 4, 1))
             .unwrap();
         for (number, sleeper) in (1..).zip(sleepers) {
             assert_eq!(sleeper.join().unwrap(), number);
@@ -186,12 +191,14 @@ fn installed_run_heals_the_poisoned_pages_in_it() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         let layout = run_layout(5, 65536);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         for page in [1, 3] {
-            space.poison(0, base + page * 65536, 65536).unwrap();
+            space
+                .poison(pages(0, base + page * 65536, 65536, 1))
+                .unwrap();
         }
         space
-            .install(0, base, numbered(&space, 65536, 5, 1))
+            .move_in(0, base, 65536, numbered(&space, 65536, 5, 1))
             .unwrap();
         assert_eq!(numbers(mapped(base, 5 * 65536), 65536), [1, 2, 3, 4, 5]);
         space.unmap(base, layout);
@@ -203,42 +210,42 @@ fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() 
     for transfer in BOTH {
         let space = space(transfer, 1);
         let layout = run_layout(6, 65536);
-        let base = space.map(layout).unwrap();
+        let base = space.map(layout).unwrap().address;
         let page = |number: usize| base + number * 65536;
         // SAFETY: a page of the region.
         unsafe { libc::mprotect(page(1) as *mut _, 65536, libc::PROT_READ) };
         space
-            .install(0, base, numbered(&space, 65536, 6, 1))
+            .move_in(0, base, 65536, numbered(&space, 65536, 6, 1))
             .unwrap();
         let all = [1, 2, 3, 4, 5, 6];
         assert_eq!(numbers(mapped(base, 6 * 65536), 65536), all);
-        let frame = space.detach(0, base, 65536, 6).unwrap();
+        let frame = space.move_out(pages(0, base, 65536, 6)).unwrap();
         if transfer == Transfer::Move {
             assert_eq!(numbers(frame.as_ref(), 65536), [1]);
-            let error = space.detach(0, page(1), 65536, 5).unwrap_err();
+            let error = space.move_out(pages(0, page(1), 65536, 5)).unwrap_err();
             assert!(matches!(error, DetachError::Os(_)), "{error:?}");
-            let rest = space.detach(0, page(2), 65536, 4).unwrap();
+            let rest = space.move_out(pages(0, page(2), 65536, 4)).unwrap();
             assert_eq!(numbers(rest.as_ref(), 65536), all[2..]);
         } else {
             assert_eq!(numbers(frame.as_ref(), 65536), all);
         }
         drop(frame);
-        // Part of the region goes. It is mapped again, without faults, so that no other test's mapping comes to lie there.
-        // SAFETY: a page of the region, replaced.
+        // Part of the region goes. It is mapped again, without faults, so that no other test's
+        // mapping comes to lie there. SAFETY: a page of the region, replaced.
         unsafe {
             as_the_program(&space, || map_over(page(4), 65536, libc::PROT_NONE));
             libc::mprotect(page(1) as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE);
             libc::madvise(base as *mut _, 4 * 65536, libc::MADV_DONTNEED);
         }
         let error = space
-            .install(0, base, numbered(&space, 65536, 6, 1))
+            .move_in(0, base, 65536, numbered(&space, 65536, 6, 1))
             .unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Gone));
         assert_eq!(numbers(error.frame.as_ref(), 65536), all[4..]);
-        let frame = space.detach(0, base, 65536, 6).unwrap();
+        let frame = space.move_out(pages(0, base, 65536, 6)).unwrap();
         assert_eq!(numbers(frame.as_ref(), 65536), all[..4]);
         space.unmap(base, layout);
-        let error = space.install(0, base, frame).unwrap_err();
+        let error = space.move_in(0, base, 65536, frame).unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Gone));
         assert_eq!(numbers(error.frame.as_ref(), 65536), all[..4]);
     }

@@ -1,4 +1,5 @@
-//! What the tests of in-thread faults share: a counting allocator and the smallest pager that serves in-thread.
+//! What the tests of in-thread faults share: a counting allocator and the smallest pager that
+//! serves in-thread.
 
 use std::{
     alloc::{GlobalAlloc, Layout as AllocLayout, System},
@@ -11,7 +12,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Fault, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    AddressSpace, DetachError, Events, Fault, In, InstallError, KernelFrame, KernelSpace,
+    KernelSpaceOptions, Layout, Left, Out, Pages, Room, Shard,
     sigbus::{FaultHandler, Registration, Served},
 };
 
@@ -55,12 +57,59 @@ pub(crate) fn space() -> Arc<KernelSpace> {
     Arc::new(KernelSpace::new(options).unwrap())
 }
 
+/// `count` pages of `page_bytes` from `address` on.
+pub(crate) fn pages(shard: usize, address: usize, page_bytes: usize, count: usize) -> Pages {
+    Pages::new(Shard(shard), address, page_bytes, count)
+}
+
+/// Pages come and go by moving.
+pub(crate) trait Moves {
+    /// Maps the pages of a frame from `address` on.
+    fn move_in(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>>;
+
+    /// Takes pages out, as many as possible.
+    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError>;
+}
+
+impl Moves for KernelSpace {
+    fn move_in(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let count = frame.as_ref().len() / page_bytes;
+        let moved = self.install(pages(shard, address, page_bytes, count), In::Move(frame))?;
+        assert!(moved.is_none(), "a frame that moved does not come back");
+        Ok(())
+    }
+
+    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError> {
+        self.detach(Out::Move(pages)).map(Left::into_frame)
+    }
+}
+
+/// The faults that wait in a shard, and what the program has unmapped.
+pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
+    let mut events = Events::default();
+    space.events(Shard(shard), &mut events).unwrap();
+    events
+}
+
 pub(crate) fn counter(address: usize) -> &'static AtomicU64 {
     // SAFETY: an aligned address in a region that its test keeps mapped.
     unsafe { AtomicU64::from_ptr(address as *mut u64) }
 }
 
-/// A region with the smallest pager that serves in-thread: pages lie in a list while they are not mapped.
+/// A region with the smallest pager that serves in-thread: pages lie in a list while they are not
+/// mapped.
 pub(crate) struct Toy {
     pub(crate) space: Arc<KernelSpace>,
     pub(crate) base: usize,
@@ -87,8 +136,8 @@ impl Toy {
             address: None,
             read_only: false,
         };
-        let base = space.map(layout).unwrap();
-        let copies = space.can_scatter(PAGE);
+        let mapping = space.map(layout).unwrap();
+        let (base, copies) = (mapping.address, mapping.can_copy);
         let away = (0..pages)
             .map(|_| Mutex::new(Some(space.new_frame(PAGE, 1).unwrap())))
             .collect();
@@ -115,15 +164,17 @@ impl Toy {
     }
 
     /// Takes pages out by copying. Returns how many.
-    pub(crate) fn evict_scattered(&self, pages: impl Iterator<Item = usize>) -> usize {
-        let mut away: Vec<_> = pages
+    pub(crate) fn evict_scattered(&self, numbers: impl Iterator<Item = usize>) -> usize {
+        let mut away: Vec<_> = numbers
             .map(|page| (page, self.away[page].lock().unwrap()))
             .filter(|(_, away)| away.is_none())
             .collect();
-        let addresses: Vec<_> = away.iter().map(|(page, _)| self.address(*page)).collect();
-        let frame = |_: &usize| self.space.new_frame(PAGE, 1).unwrap();
-        let mut frames: Vec<_> = addresses.iter().map(frame).collect();
-        let taken = self.space.detach_scattered(0, &addresses, &mut frames);
+        let page = |page: &usize| pages(0, self.address(*page), PAGE, 1);
+        let out: Vec<_> = away.iter().map(|(number, _)| page(number)).collect();
+        let frame = |_: &Pages| self.space.new_frame(PAGE, 1).unwrap();
+        let mut frames: Vec<_> = out.iter().map(frame).collect();
+        let left = self.space.detach(Out::Copy(&out, &mut frames)).unwrap();
+        let taken = left.copied();
         for ((_, away), frame) in away.iter_mut().zip(frames).take(taken) {
             **away = Some(frame);
         }
@@ -136,7 +187,10 @@ impl Toy {
         if away.is_some() {
             return 0;
         }
-        let frame = self.space.detach(0, self.address(page), PAGE, 1).unwrap();
+        let frame = self
+            .space
+            .move_out(pages(0, self.address(page), PAGE, 1))
+            .unwrap();
         *away = Some(frame);
         1
     }
@@ -156,9 +210,22 @@ unsafe impl FaultHandler for Toy {
             let mut away = self.away[page].lock().unwrap();
             if let Some(frame) = away.take() {
                 let address = self.address(page);
-                let copied = self.copies && self.space.install_copy(0, address, &frame);
-                if !copied {
-                    self.space.install(0, address, frame).unwrap();
+                let page = pages(0, address, PAGE, 1);
+                let mut room = Counted(0);
+                let rest = if self.copies {
+                    match self.space.install(page, In::Copy(frame, &mut room)) {
+                        Ok(_copied) => {
+                            assert_eq!(room.0, 1, "a copy takes a page's room");
+                            None
+                        }
+                        Err(refused) => Some(refused.frame),
+                    }
+                } else {
+                    Some(frame)
+                };
+                if let Some(frame) = rest {
+                    assert_eq!(room.0, 0, "what is refused takes no room");
+                    self.space.move_in(0, address, PAGE, frame).unwrap();
                 }
             }
             Served::Retry
@@ -166,6 +233,15 @@ unsafe impl FaultHandler for Toy {
         self.allocations
             .fetch_add(ALLOCATIONS.get() - before, Ordering::Relaxed);
         served
+    }
+}
+
+/// Counts the pages for which it was used up.
+struct Counted(usize);
+
+impl Room for Counted {
+    fn use_up(&mut self) {
+        self.0 += 1;
     }
 }
 
@@ -192,8 +268,8 @@ pub(crate) fn calling(serve: impl Fn() + Send + Sync + 'static) -> (usize, Regis
 }
 
 /// Threads count up in all pages, half of them walking the pages together and half against them,
-/// while `evict`, told which time it is, takes some out again and again and says how many. They walk
-/// `rounds` times, and on until as many pages as there are have gone out. No count is lost.
+/// while `evict`, told which time it is, takes some out again and again and says how many. They
+/// walk `rounds` times, and on until as many pages as there are have gone out. No count is lost.
 pub(crate) fn count_up(
     toy: &Toy,
     threads: usize,

@@ -7,7 +7,7 @@ use std::{
 
 use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 
-use crate::common::{PAGE, Toy, count_up, counter};
+use crate::common::{PAGE, Toy, count_up, counter, events};
 
 /// Pages that are copied in and out. `None`, and says so: this kernel cannot.
 fn copying(test: &str, pages: usize) -> Option<Arc<Toy>> {
@@ -96,7 +96,7 @@ fn pages_are_copied_out_up_to_what_the_program_maps_among_them() {
             unsafe { libc::mmap(address as *mut _, PAGE, libc::PROT_READ, flags, -1, 0) as usize }
         });
         while !mapping.is_finished() {
-            toy.space.faults(0, &mut Vec::new()).unwrap();
+            events(&toy.space, 0);
         }
         assert_eq!(mapping.join().unwrap(), address);
     });

@@ -8,12 +8,12 @@ use std::{
     thread,
 };
 
-use farpage_vm::AddressSpace;
 use nix::errno::Errno;
 
-use crate::common::{PAGE, Toy, counter};
+use crate::common::{PAGE, Toy, counter, events};
 
-/// Runs `child` in a process of its own, whose SIGBUS handler nobody has touched, and says how it ended.
+/// Runs `child` in a process of its own, whose SIGBUS handler nobody has touched, and says how it
+/// ended.
 fn in_a_process_of_its_own(test: &str, child: impl FnOnce()) -> Option<std::process::ExitStatus> {
     const MARK: &str = "FARPAGE_TEST_SIGBUS_CHILD";
     if std::env::var_os(MARK).is_some() {
@@ -84,10 +84,11 @@ fn foreign_sigbus_reaches_the_handler_that_was_there_before() {
             assert_eq!(TOUCHED.load(Ordering::Relaxed), foreign);
             let touched = AtomicBool::new(false);
             thread::scope(|scope| {
-                // The handler maps over a page of the region: the kernel lets it go on when that is read.
+                // The handler maps over a page of the region: the kernel lets it go on when that is
+                // read.
                 scope.spawn(|| {
                     while !touched.load(Ordering::Acquire) {
-                        toy.space.faults(0, &mut Vec::new()).unwrap();
+                        events(&toy.space, 0);
                         thread::yield_now();
                     }
                 });

@@ -90,7 +90,8 @@ fn ranges_that_overlap_are_our_own_mistake() {
 #[test]
 fn child_after_fork_can_register_for_itself() {
     let (address, _registration) = calling(|| {});
-    // SAFETY: the child allocates, which glibc supports after fork, and ends without destructors of the parent's.
+    // SAFETY: the child allocates, which glibc supports after fork, and ends without destructors of
+    // the parent's.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let served = std::panic::catch_unwind(|| {
