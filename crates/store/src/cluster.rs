@@ -11,13 +11,14 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, RwLock, Weak,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
+    thread,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
-    AllocError, ExtentId, Session,
+    AllocError, ControlError, ExtentId, Session,
     regmem::{RegPool, RegPoolOptions, RegPoolStats},
 };
 use parking_lot::Mutex;
@@ -159,6 +160,8 @@ pub(crate) struct Pool {
     extents: RwLock<Extents>,
     /// Held while servers are asked for memory; remembers who said no and when.
     growing: Mutex<Option<(Instant, AllocError)>>,
+    /// A thread has been started that asks.
+    is_growing: AtomicBool,
     next_server: AtomicUsize,
     next_run: AtomicUsize,
     /// Slots that were allocated for a write that has not ended.
@@ -169,6 +172,14 @@ pub(crate) struct Pool {
 struct Extents {
     by_index: Vec<Option<(u8, ExtentId)>>,
     vacant: Vec<u32>,
+}
+
+/// What came of asking for memory without waiting.
+pub(crate) enum Growth {
+    /// Servers are being asked; look again. With what they said before, if that was no.
+    UnderWay(Option<AllocError>),
+    /// They said no just now.
+    Refused(AllocError),
 }
 
 /// What a region was promised, per server.
@@ -182,6 +193,7 @@ impl Pool {
             registered,
             extents: RwLock::default(),
             growing: Mutex::new(None),
+            is_growing: AtomicBool::new(false),
             next_server: AtomicUsize::new(0),
             next_run: AtomicUsize::new(0),
             unsettled: AtomicU64::new(0),
@@ -462,6 +474,44 @@ impl Pool {
     pub(crate) fn claim(&self, slot: Span) -> bool {
         let arena = self.arenas.get(slot.place.server as usize);
         arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
+    }
+
+    /// Has the servers asked for another extent that holds a slot of `bytes`, by a thread of its own:
+    /// see [`grow`](Self::grow). Waits for nothing.
+    pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32) -> Growth {
+        let Some(refused) = self.growing.try_lock() else {
+            return Growth::UnderWay(None);
+        };
+        let said = match &*refused {
+            Some((at, error)) if at.elapsed() < FULL_PAUSE => {
+                return Growth::Refused(error.clone());
+            }
+            said => said.as_ref().map(|(_, error)| error.clone()),
+        };
+        if !self.is_growing.swap(true, Ordering::Relaxed) {
+            let pool = self.clone();
+            let ask = move || {
+                // What the servers say is remembered for those who wait.
+                let _ = pool.grow(bytes);
+                pool.is_growing.store(false, Ordering::Relaxed);
+            };
+            let thread = thread::Builder::new().name("farpage-grow".into());
+            if let Err(error) = thread.spawn(ask) {
+                self.is_growing.store(false, Ordering::Relaxed);
+                return Growth::Refused(AllocError::Control(ControlError::Disconnected {
+                    endpoint: self.endpoint(0),
+                    attempt: "start a thread that asks for memory".to_owned(),
+                    reason: error.to_string(),
+                }));
+            }
+        }
+        Growth::UnderWay(said)
+    }
+
+    /// Nobody can ask servers for memory while this is held.
+    #[cfg(test)]
+    pub(crate) fn hold_growth(&self) -> impl Sized + '_ {
+        self.growing.lock()
     }
 
     /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits for its answer.

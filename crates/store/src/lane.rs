@@ -1,8 +1,8 @@
 //! [`Lane`]: what one worker thread moves pages with. One channel per server, many operations in flight.
 //!
 //! The rule it keeps: every accepted operation ends exactly once, in [`Lane::poll`], with its frame, before the
-//! cluster's deadline and the operation deadline of the session have passed; no call waits for a server (except to ask
-//! for more memory when a region has used up what was granted) or for a user's store.
+//! cluster's deadline and the operation deadline of the session have passed; no call waits for a server or for a
+//! user's store. Where a region has used up what was granted, a thread of its own asks for more, and the run waits.
 //!
 //! An operation is about a *run* of pages. It is cut into parts that move on their own: pages that are next to each other on
 //! their server too by one READ or WRITE, encoded ones one by one (`lane/run.rs`). A page that fails takes no other with

@@ -20,7 +20,7 @@ use crate::{
     BlockingOptions, Cluster, Codec, CreateError, Layout, Store, StoreStats, StoreStatsSnapshot,
     TableError,
     blocking::BlockingStore,
-    cluster::{Pool, Reservation},
+    cluster::{Growth, Pool, Reservation},
     codec::{self, Chooser, Scheme},
     entry::{Entry, PageTable, Place, Span},
     named::{Publications, map_bytes},
@@ -359,18 +359,18 @@ impl Drop for PageStore {
 }
 
 impl RemoteStore {
-    /// A slot for one encoded page; asks the servers for more memory if there is none.
+    /// A slot for one encoded page. Waits for nothing.
     pub(crate) fn alloc(&self, bytes: u32, page: u64) -> Result<Place, NoRoom> {
         let mut place = None;
-        self.make_room(bytes, || {
+        self.take(bytes, || {
             place = self.pool.alloc(bytes, page);
             place.is_some()
         })?;
         Ok(place.expect("there was room"))
     }
 
-    /// Slots for `count` raw pages, as many in a row as possible, appended to `places`; asks the servers for more memory if
-    /// there are too few. Those that were found stay appended after an error.
+    /// Slots for `count` raw pages, as many in a row as possible, appended to `places`. Those that
+    /// were found stay appended after an error. Waits for nothing.
     pub(crate) fn alloc_run(
         &self,
         page_bytes: usize,
@@ -378,29 +378,31 @@ impl RemoteStore {
         places: &mut Vec<Place>,
     ) -> Result<(), NoRoom> {
         let end = places.len() + count;
-        self.make_room(page_bytes as u32, || {
+        self.take(page_bytes as u32, || {
             let missing = end - places.len();
             self.pool.alloc_run(page_bytes as u32, missing, places);
             places.len() == end
         })
     }
 
-    fn make_room(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoRoom> {
-        loop {
-            // Asked first: a write or a publication that ends in between may have made room.
-            let unsettled = self.pool.has_unsettled();
-            let published = self.publications.as_ref().map(Publications::ended);
-            if alloc() {
-                return Ok(());
-            }
-            if let Err(source) = self.pool.grow(bytes) {
+    /// Takes slots by `alloc`. Where it finds too few, servers are asked for memory meanwhile.
+    fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoRoom> {
+        // Asked first: a write or a publication that ends in between may have made room.
+        let unsettled = self.pool.has_unsettled();
+        let published = self.publications.as_ref().map(Publications::ended);
+        if alloc() {
+            return Ok(());
+        }
+        Err(match self.pool.grow_elsewhere(bytes) {
+            Growth::UnderWay(refused) => NoRoom::Growing { refused },
+            Growth::Refused(source) => {
                 let publishes = self.publications.as_ref().is_some_and(|publications| {
                     publications.is_running() || Some(publications.ended()) != published
                 });
                 let later = unsettled || self.pool.has_unsettled() || publishes;
-                return Err(NoRoom { source, later });
+                NoRoom::Full { source, later }
             }
-        }
+        })
     }
 
     /// Puts new entries of pages in place and frees the slots that they had before. `freed` is scratch.
@@ -442,11 +444,16 @@ impl RemoteStore {
     }
 }
 
-/// No server has room.
-pub(crate) struct NoRoom {
-    pub(crate) source: AllocError,
-    /// Writes that are in flight, or a publication, may make some when they end.
-    pub(crate) later: bool,
+/// There is no slot.
+pub(crate) enum NoRoom {
+    /// Servers are being asked for memory. With what they said before, if that was no.
+    Growing { refused: Option<AllocError> },
+    /// No server has room.
+    Full {
+        source: AllocError,
+        /// Writes that are in flight, or a publication, may make some when they end.
+        later: bool,
+    },
 }
 
 /// What a fully reserved region is granted: its pages and, since they are written out of place, some on their way. `named`: twice its pages, and two page

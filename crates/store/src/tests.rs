@@ -653,6 +653,44 @@ fn pool(store: &PageStore) -> &Pool {
     }
 }
 
+/// Servers are asked for memory elsewhere: a lane goes on with other runs meanwhile.
+#[test]
+fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
+    let server = SimServer::new(SimConfig::new(1));
+    let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&cluster, REGION, 1 << 20, 4096, &options).unwrap();
+    let mut lane = Lane::new(&cluster).unwrap();
+    let (go_on, may_go_on) = crossbeam_channel::bounded::<()>(1);
+    let (held, is_held) = crossbeam_channel::bounded(1);
+    let timed_out = std::thread::scope(|scope| {
+        let store = &store;
+        let asking = scope.spawn(move || {
+            let _growth = pool(store).hold_growth();
+            held.send(()).expect("the test waits for it");
+            may_go_on.recv_timeout(Duration::from_secs(10)).is_err()
+        });
+        is_held.recv().expect("somebody asks the servers");
+        lane.write_back(store, 0, odd_page(4096, 1).into(), 7)
+            .unwrap();
+        let mut done = Vec::new();
+        lane.poll(&mut done);
+        assert!(done.is_empty(), "there is no memory for it yet");
+        // A page of one value needs none.
+        lane.write_back(store, 1, vec![3; 4096].into(), 8).unwrap();
+        assert_eq!(one(&mut lane).tag, 8);
+        let _ = go_on.send(());
+        asking.join().expect("it only waits")
+    });
+    assert!(!timed_out, "the lane waited for who asks the servers");
+    let done = one(&mut lane);
+    assert_eq!((done.tag, done.failed.len()), (7, 0));
+    assert_eq!(read(&mut lane, &store, 0).unwrap(), odd_page(4096, 1));
+}
+
 /// Whether a WRITE that was given up lands is not known until there is a new channel: until then its slot is nobody's.
 #[test]
 fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
@@ -670,6 +708,8 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     };
     let store = PageStore::remote(&cluster, REGION, 2 << 20, 4096, &options).unwrap();
     let mut lane = Lane::new(&cluster).unwrap();
+    // All that the server has, so that no run waits for memory on its way.
+    while pool(&store).grow(4096).is_ok() {}
     for round in 0..5 {
         let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..256));
         let full = |(_, error): &(u64, StoreError)| matches!(error, StoreError::Full { .. });

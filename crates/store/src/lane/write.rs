@@ -167,12 +167,12 @@ impl<F: Frame> Lane<F> {
         places.clear();
         self.places = places;
         let Err(no_room) = room else { return true };
-        if self.is_worth_waiting(run, &no_room) {
+        let Some(source) = self.refusal(run, no_room) else {
             return false;
-        }
+        };
         for part in 0..run.parts.len() {
             if is_raw(&&run.parts[part]) {
-                run.fail(part, full(run.store.region, no_room.source.clone()));
+                run.fail(part, full(run.store.region, source.clone()));
             }
         }
         true
@@ -184,13 +184,16 @@ impl<F: Frame> Lane<F> {
             let Task::Encoded { form, bytes, .. } = run.parts[part].task else {
                 continue;
             };
-            let room = remote.alloc(bytes, run.page + run.parts[part].first as u64);
-            if let Err(no_room) = &room
-                && self.is_worth_waiting(run, no_room)
-            {
-                all = false;
-                continue;
-            }
+            let room = match remote.alloc(bytes, run.page + run.parts[part].first as u64) {
+                Ok(place) => Ok(place),
+                Err(no_room) => match self.refusal(run, no_room) {
+                    Some(source) => Err(source),
+                    None => {
+                        all = false;
+                        continue;
+                    }
+                },
+            };
             let Task::Encoded { block, .. } = mem::replace(&mut run.parts[part].task, Task::Encode)
             else {
                 unreachable!("seen above")
@@ -200,23 +203,29 @@ impl<F: Frame> Lane<F> {
                     let transfer = Transfer::new(place, bytes, form);
                     self.post(index, run, part, remote, transfer, IoBuf::Staging(block));
                 }
-                Err(no_room) => {
+                Err(source) => {
                     self.staging.put(block, run.store.page_bytes);
-                    run.fail(part, full(run.store.region, no_room.source));
+                    run.fail(part, full(run.store.region, source));
                 }
             }
         }
         all
     }
 
-    /// Whether somebody else's writes may make room in time; then it is looked again soon.
-    fn is_worth_waiting(&mut self, run: &Run<F>, no_room: &NoRoom) -> bool {
+    /// Why a part of the run cannot be written. `None`: there may be room in time, because servers
+    /// are being asked for memory or writes of others end. Then it is looked again soon.
+    fn refusal(&mut self, run: &Run<F>, no_room: NoRoom) -> Option<AllocError> {
         let now = Instant::now();
-        let worth = no_room.later && now - run.started < self.deadline;
-        if worth {
+        let (refusal, may_wait) = match no_room {
+            NoRoom::Growing { refused } => (refused, true),
+            NoRoom::Full { source, later } => (Some(source), later),
+        };
+        // Who was never refused is told soon: whoever asks the servers has a deadline of his own.
+        let waits = may_wait && now - run.started < self.deadline || refusal.is_none();
+        if waits {
             self.look_again = Some(now + ROOM_PAUSE);
         }
-        worth
+        refusal.filter(|_| !waits)
     }
 
     /// A part is in its slots, or is not.
