@@ -1,13 +1,17 @@
 //! What to read before it is asked for: [`Streams`].
 //!
-//! A filler sees only faults, and pages that were read ahead do not fault. So each stream has a *trigger*: the first page of its
-//! newest window is read like the others but held back unmapped. The fault on it costs one round trip without a READ, says that the
-//! program has come so far, and starts the next window, which then travels while the program works through this one.
-//! Windows double from [`FIRST_WINDOW`] up to the region's limit. This module decides; the filler acts.
+//! A filler sees only faults, and pages that were read ahead do not fault. So each stream has a
+//! *trigger*: the first page of its newest window is read like the others but held back unmapped.
+//! The fault on it costs one round trip without a READ. It says that the program has come so far,
+//! and starts the next window, which travels while the program works through this one. Windows
+//! double from [`FIRST_WINDOW`] up to the region's limit.
 //!
-//! Two random faults lie next to each other by chance now and then, the more often the fewer pages there are, and a window for them is wasted.
-//! So guesses are judged: a stream whose program came along with its first window was a good one, a stream that is forgotten before was not. While most were
-//! not, a stream has to show itself by three faults in a row instead of two.
+//! Two random faults are neighbours by chance now and then, and a window for them is wasted. So
+//! guesses are judged. A guess was good if the program came along with the stream's first window,
+//! and bad if the stream was forgotten before. While most were bad, a stream has to show itself by
+//! three faults in a row instead of two.
+//!
+//! The rule: this module decides; whoever asks it acts.
 
 use std::ops::Range;
 
@@ -17,7 +21,7 @@ use farpage_store::RegionId;
 const FIRST_WINDOW: usize = 4;
 /// Streams that a filler follows at once: STREAM's triad has three per thread.
 pub(crate) const STREAMS: usize = 16;
-/// Guesses that are remembered: so many bad ones in a row end the trust, so many good ones restore all of it.
+/// `TRUST_MAX` bad guesses in a row end the trust, and as many good ones restore all of it.
 const TRUST_MAX: i8 = 4;
 
 /// Sequential runs of faults that a filler follows.
@@ -57,7 +61,7 @@ struct Stream {
 /// What is known of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Worth {
-    /// So many faults in a row, and nothing read ahead yet.
+    /// The faults in a row so far; nothing was read ahead yet.
     Faults(u8),
     /// A first window was read.
     Guessed,
@@ -119,9 +123,12 @@ impl Stream {
 }
 
 impl Streams {
-    /// A fault on `page`. `limit`: the region's largest window in pages, 0 for none; `eager`: the program says that it goes
-    /// through the region in order, so that the first fault starts a stream; `missed`: the page was not on its way, so that what
-    /// was planned behind it is not either. Returns what to read ahead, and the pages that the program has gone through since the stream's last plan.
+    /// A fault on `page`. Returns what to read ahead, and the pages that the program has gone
+    /// through since the stream's last plan.
+    ///
+    /// - `limit`: the region's largest window in pages, 0 for none.
+    /// - `eager`: the program goes through the region in order, so the first fault starts a stream.
+    /// - `missed`: the page was not on its way, so what was planned behind it is not either.
     pub(crate) fn fault(
         &mut self,
         region: RegionId,

@@ -3,8 +3,8 @@
 //! A loop over more data than fits never hits under FIFO: each page leaves just before it is needed
 //! again. The opposite is right for it: what was just gone through leaves, and the rest stays until
 //! the program comes along again. So what a stream has gone through waits here for a while, since
-//! the next row of a grid looks at the last one once more. Then it leaves before other pages do. The
-//! frames of streams circulate in little memory, which the caches may hold.
+//! the next row of a grid looks at the last one once more. Then it leaves before other pages do.
+//! The frames of streams circulate in little memory, which the caches may hold.
 //!
 //! The rule: this module remembers addresses only. Whether it is the turn of streams is for
 //! `proof.rs` to say, and whether a page is still resident is for the evictor to see.

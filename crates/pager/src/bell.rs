@@ -1,7 +1,8 @@
 //! How a worker sleeps on descriptors, and how others wake it: [`Bell`].
 //!
-//! The rule: work is made visible *before* [`Bell::ring`], and looked for *after* [`Bell::prepare`]. Then no ring is lost, and a
-//! ring costs a system call only when the worker really sleeps.
+//! The rule: work is made visible *before* [`Bell::ring`], and looked for *after*
+//! [`Bell::prepare`]. Then no ring is lost, and a ring costs a system call only when the worker
+//! really sleeps.
 
 use std::{
     io,
@@ -38,7 +39,8 @@ impl Bell {
 
     /// Wakes the worker if it sleeps or is about to.
     pub(crate) fn ring(&self) {
-        // Pairs with the fence in `prepare`: either the worker sees the work, or we see that it is asleep.
+        // Pairs with the fence in `prepare`: either the worker sees the work, or we see that it is
+        // asleep.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) && self.asleep.swap(false, Ordering::Relaxed) {
             self.event
@@ -47,8 +49,8 @@ impl Bell {
         }
     }
 
-    /// Announces that the worker is about to sleep. It must look for work once more before it calls [`sleep`](Self::sleep),
-    /// or [`cancel`](Self::cancel) if it finds some.
+    /// Announces that the worker is about to sleep. It must look for work once more before it calls
+    /// [`sleep`](Self::sleep), or [`cancel`](Self::cancel) if it finds some.
     pub(crate) fn prepare(&self) {
         self.asleep.store(true, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -65,8 +67,9 @@ impl Bell {
     }
 }
 
-/// Sleeps until a ring of one of several bells, all of them prepared, an event on one of `fds`, or `until`. May wake for no reason.
-/// What happened to the descriptors is found in `fds`, with some of the bells' own behind them.
+/// Sleeps until a ring of one of several bells, all of them prepared, an event on one of `fds`, or
+/// `until`. May wake for no reason. What happened to the descriptors is found in `fds`, with some
+/// of the bells' own behind them.
 pub(crate) fn sleep_by<'a>(bells: &[&'a Bell], fds: &mut Vec<PollFd<'a>>, until: Option<Instant>) {
     let others = fds.len();
     fds.extend((bells.iter()).map(|bell| PollFd::new(bell.event.as_fd(), PollFlags::POLLIN)));

@@ -167,8 +167,8 @@ impl Budget {
         self.pinned.load(Ordering::Relaxed)
     }
 
-    /// Bytes that can be pinned. Fills and evictions need room to work in, and evictors must be able
-    /// to reach their low mark.
+    /// Bytes that can be pinned. Fills and evictions need room to work in, and evictors must be
+    /// able to reach their low mark.
     pub(crate) fn pinned_max(&self) -> u64 {
         let floor = self.floor.load(Ordering::Relaxed);
         self.low.min(self.bytes.saturating_sub(2 * floor))
@@ -200,8 +200,8 @@ impl Budget {
     }
 
     /// Whether more is used than a mark allows. The first of `steps` marks is the high water mark;
-    /// the others divide what lies between it and the budget. While a fill waits for a frame, all of
-    /// them are passed.
+    /// the others divide what lies between it and the budget. While a fill waits for a frame, all
+    /// of them are passed.
     pub(crate) fn is_above_mark(&self, step: usize, steps: usize) -> bool {
         let mark = self.high + (self.bytes - self.high) / steps as u64 * step as u64;
         self.used() > mark.max(self.untouchable()) || self.is_starving()

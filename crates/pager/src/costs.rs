@@ -9,8 +9,8 @@ use std::{
     time::Instant,
 };
 
-/// One fill in `TIMED` is timed. One in `TRIED` uses the method that currently looks slower, so that
-/// a change is noticed.
+/// One fill in `TIMED` is timed. One in `TRIED` uses the method that currently looks slower, so
+/// that a change is noticed.
 const TIMED: u32 = 8;
 const TRIED: u32 = 64;
 

@@ -31,11 +31,11 @@ pub(crate) enum Command {
     /// them. Each filler counts itself when it has taken its pages on. What is poisoned after that
     /// has failed again.
     Demand(Arc<Region>, Range<usize>, Arc<AtomicUsize>),
-    /// A thread that has served its own fault since that time could not bring this page in. The page
-    /// is the filler's from here on, and the region has been entered.
-    TakeOver(Arc<Region>, usize, PageError, Instant),
-    /// A thread that serves its own faults owns this page, and the page's newest bytes are gone. The
+    /// A thread that has served its own fault since that time could not bring this page in. The
     /// page is the filler's from here on, and the region has been entered.
+    TakeOver(Arc<Region>, usize, PageError, Instant),
+    /// A thread that serves its own faults owns this page, and the page's newest bytes are gone.
+    /// The page is the filler's from here on, and the region has been entered.
     Lose(Arc<Region>, usize, PageError),
     /// The region is closing: give up whatever is kept for it.
     Settle(Arc<Region>),
@@ -128,10 +128,10 @@ impl Doors {
         }
     }
 
-    /// Whether an evictor should start. The first is needed above the high water mark, the last when
-    /// the budget is nearly used up, and all while a fill waits for a frame. So their number follows
-    /// what fillers take and what a link carries: as long as one keeps up, the level stays below the
-    /// mark of the next.
+    /// Whether an evictor should start. The first is needed above the high water mark, the last
+    /// when the budget is nearly used up, and all while a fill waits for a frame. So their number
+    /// follows what fillers take and what a link carries: as long as one keeps up, the level stays
+    /// below the mark of the next.
     pub(crate) fn needs_evictor(&self, index: usize, budget: &Budget) -> bool {
         let step = if self.tuned_evictors { index } else { 0 };
         budget.is_above_mark(step, self.evictors.len())

@@ -49,9 +49,9 @@ pub enum PageError {
         /// The page in the region.
         page: u64,
     },
-    /// The page could neither be written back nor be mapped again. The store has an older copy of it,
-    /// which is never taken for the page. Touching the page raises SIGBUS, and flushing the region
-    /// fails, until the program overwrites the whole page.
+    /// The page could neither be written back nor be mapped again. The store has an older copy of
+    /// it, which is never taken for the page. Touching the page raises SIGBUS, and flushing the
+    /// region fails, until the program overwrites the whole page.
     #[error(
         "the newest bytes of page {page} of region {region} are lost, and the older ones are not put in their place: {why}; overwrite the whole page \
          (`overwrite`), or discard the region"

@@ -8,9 +8,9 @@
 //! 3. hash it, write it back, publish it and give its frame back (`write_backs.rs`).
 //!
 //! Runs that threads of the program have taken out come in at step 3 (`hand_over.rs`). Evictors
-//! start above the high water mark and stop at the low one. In between they do what the program asks
-//! for ([`Job`]). The rule: an evictor waits for nothing but in its sleep, so that a store that
-//! stalls holds up its own region alone.
+//! start above the high water mark and stop at the low one. In between they do what the program
+//! asks for ([`Job`]). The rule: an evictor waits for nothing but in its sleep, so that a store
+//! that stalls holds up its own region alone.
 
 use std::{
     ops::Range,

@@ -1,10 +1,11 @@
 //! The owner of one shard: [`Filler`], which reads its faults and its mail.
 //!
-//! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's userfaultfd.
-//! What follows is in `fills.rs`; what is kept for later is in `held.rs` and `wishes.rs`.
+//! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's
+//! userfaultfd. What follows is in `fills.rs`; what is kept for later is in `held.rs` and
+//! `wishes.rs`.
 //!
-//! The rule: a filler never waits for anything but in the sleep of its thread (`team.rs`), and never
-//! touches the program's memory.
+//! The rule: a filler never waits for anything but in the sleep of its thread (`team.rs`), and
+//! never touches the program's memory.
 
 use std::{
     mem,

@@ -473,8 +473,8 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         self.flights.is_empty() && self.backlog.is_empty()
     }
 
-    /// Appends the descriptors to sleep on. Returns when to take a turn at the latest, no later than
-    /// `retry` from now while a fill waits for a frame.
+    /// Appends the descriptors to sleep on. Returns when to take a turn at the latest, no later
+    /// than `retry` from now while a fill waits for a frame.
     pub(crate) fn wait<'a>(
         &'a self,
         fds: &mut impl Extend<PollFd<'a>>,

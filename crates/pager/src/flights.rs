@@ -14,7 +14,7 @@ use crate::{
     pace::Posted,
     region::Region,
     run::{Local, Run},
-    slab::Slab,
+    tags::Tags,
 };
 
 /// A run under way, without its frame.
@@ -59,7 +59,7 @@ struct Under<T> {
 /// All flights of one worker.
 pub(crate) struct Flights<T, F: Frame> {
     lane: Lane<Local<F>>,
-    posted: Slab<Under<T>>,
+    posted: Tags<Under<T>>,
     posted_bytes: usize,
     /// Those that the lane was too busy to take.
     unposted: VecDeque<(T, F)>,
@@ -72,7 +72,7 @@ impl<T: Flight, F: Frame> Flights<T, F> {
     pub(crate) fn new(lane: Lane<Local<F>>) -> Self {
         Flights {
             lane,
-            posted: Slab::default(),
+            posted: Tags::default(),
             posted_bytes: 0,
             unposted: VecDeque::new(),
             done: Vec::with_capacity(64),

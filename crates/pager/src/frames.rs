@@ -1,7 +1,8 @@
 //! The frames that circulate under the budget: [`Frames`].
 //!
-//! A frame is made once and then circulates: a fill takes a free one and maps it, an eviction brings
-//! it back. (Where pages are copied instead of moved, the mapped copy counts as a frame does.)
+//! A frame is made once and then circulates: a fill takes a free one and maps it, an eviction
+//! brings it back. (Where pages are copied instead of moved, the mapped copy counts as a frame
+//! does.)
 //!
 //! The rule: whoever takes or gives back a frame need not think of others. Evictors are called when
 //! little is left, and fillers when one of them waits for what was given back. Which page deserves

@@ -1,8 +1,8 @@
 //! Changed pages on their way from a thread that serves its own faults to an evictor: [`HandOver`].
 //!
 //! Such a thread takes victims out itself. Unchanged pages are gone at once. Changed ones are
-//! detached and owned, and an evictor goes on with them, since writing a page back allocates and may
-//! take as long as a server likes.
+//! detached and owned, and an evictor goes on with them, since writing a page back allocates and
+//! may take as long as a server likes.
 //!
 //! The rule it keeps: whoever found room can hand over what it takes out for one fault, so that a
 //! signal handler never holds a page that nobody takes. Evictors are woken for several pages at

@@ -51,8 +51,8 @@ impl<A: AddressSpace> Held<A> {
         !self.runs.is_empty() && self.shared.frames.budget().is_starving()
     }
 
-    /// Maps what is held back if somebody finds no frame, so that it can be evicted. Returns whether
-    /// there was any.
+    /// Maps what is held back if somebody finds no frame, so that it can be evicted. Returns
+    /// whether there was any.
     pub(crate) fn lend(&mut self) -> bool {
         let called = self.is_called();
         while called && !self.runs.is_empty() {

@@ -10,10 +10,12 @@
 //! - It waits for no lock that the interrupted code can hold. The interrupted code touched a page,
 //!   and no code of ours touches pages. So none of our locks is held by it, nor is the allocator's.
 //! - It allocates and frees nothing unless something fails: a page cannot be brought in, a channel
-//!   is lost, or the program itself has given the page back to the kernel. What it needs is reserved
-//!   when a region is mapped ([`InThread::prepare`]).
+//!   is lost, or the program itself has given the page back to the kernel. What it needs is
+//!   reserved when a region is mapped ([`InThread::prepare`]).
 //! - It writes no log, calls no user's store, writes nothing back and opens no channel. A page that
 //!   fails goes over to its filler, still owned; changed pages go over to an evictor.
+//!
+//! The proof is `threads_in_one_runtime` of `farpage/tests/in_thread.rs`.
 //!
 //! Pages in other hands are waited for by yielding the core.
 
@@ -101,15 +103,15 @@ impl<A: AddressSpace> InThread<A> {
                         return true;
                     }
                 }
-                // Remote, or called resident although the program gave it back to the kernel itself.
-                // If it could not be brought in, the access fails once more and finds its filler at
-                // work on it.
+                // Remote, or called resident although the program gave it back to the kernel
+                // itself. If it could not be brought in, the access fails once more and finds its
+                // filler at work on it.
                 State::Remote | State::Resident if self.fill(&region, page, address, looks) => {
                     return true;
                 }
                 State::Remote | State::Resident => {}
-                // Whoever owns a page that leaves gives it back for this note; one that is filled is
-                // coming anyway.
+                // Whoever owns a page that leaves gives it back for this note; one that is filled
+                // is coming anyway.
                 State::Filling | State::Leaving => {
                     region.words.try_apply(page, protocol::note);
                     self.shared.hand_over.noted(&region, page);

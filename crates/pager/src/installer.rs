@@ -1,8 +1,8 @@
 //! Mapping pages and telling everybody: [`Installer`].
 //!
 //! The rule it keeps: the page's word follows what is mapped, never the other way round. A page is
-//! called resident after it was mapped, and poisoned after its addresses were. Threads that sleep on
-//! it are woken after that. The caller owns the pages before; nobody does afterwards.
+//! called resident after it was mapped, and poisoned after its addresses were. Threads that sleep
+//! on it are woken after that. The caller owns the pages before; nobody does afterwards.
 
 use std::{io, ops::Range, sync::Arc};
 
@@ -90,8 +90,8 @@ impl<A: AddressSpace> Installer<A> {
         let (page, frame) = (run.first(), run.into_frame());
         let error = match kind {
             // The program took the page away and somebody put it back before we looked: the mapped
-            // bytes are the newer ones. The frame is dropped; its share of the budget stands for the
-            // mapped page from now on.
+            // bytes are the newer ones. The frame is dropped; its share of the budget stands for
+            // the mapped page from now on.
             InstallErrorKind::Exists => {
                 drop(frame);
                 return self.arrived(region, page..page + 1, heat);
@@ -103,8 +103,8 @@ impl<A: AddressSpace> Installer<A> {
             InstallErrorKind::Os(error) => error,
             kind => io::Error::other(kind),
         };
-        // Threads may sleep whose notes were settled just now, so a page that is not there after all
-        // counts as wanted.
+        // Threads may sleep whose notes were settled just now, so a page that is not there after
+        // all counts as wanted.
         region.words.apply(page, protocol::fault);
         refused(page, frame, error);
     }

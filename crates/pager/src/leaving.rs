@@ -13,8 +13,8 @@ use crate::{
     run::{Local, Run},
 };
 
-/// A run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or by
-/// whoever hands them over to one, and its region has been entered.
+/// A run that was taken out, without its frame. Its pages are owned as `Leaving`, by an evictor or
+/// by whoever hands them over to one, and its region has been entered.
 #[derive(Debug)]
 pub(crate) struct Leaving {
     pub(crate) region: Arc<Region>,

@@ -1,10 +1,26 @@
-//! Page protocol, residency budget, fillers and evictors: which page is in memory, and when it comes and goes.
+//! Page protocol, residency budget, fillers and evictors: which page is in memory, and when it
+//! comes and goes.
 //!
-//! The rule this crate keeps: **a page's bytes are in exactly one place that counts** (mapped in the program, in a frame of
-//! ours, or in the store), and the word of the page says which. How pages enter and leave the address space is `farpage-vm`'s,
-//! where their bytes are kept `farpage-store`'s business.
+//! The rule this crate keeps: **a page's bytes are in exactly one place that counts** (mapped in
+//! the program, in a frame of ours, or in the store), and the word of the page says which. How
+//! pages enter and leave the address space is `farpage-vm`'s business; where their bytes are kept
+//! is `farpage-store`'s.
 //!
-//! Read `protocol.rs` first, then `filler.rs` (the path of a fault) and `evictor.rs` (the path of an eviction).
+//! Read `protocol.rs` first. Then, from the ground up:
+//!
+//! | rooms | hold |
+//! |---|---|
+//! | `region`, `regions`, `run`, `clock`, `claim` | a region's pages, a run of them, their age |
+//! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
+//! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
+//! | `installer` | maps pages and publishes them |
+//! | `sweep`, `behind`, `proof`, `victims` | who leaves, and detaching it |
+//! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
+//! | `flights`, `shared` | what a worker has under way; what all workers share |
+//! | `ahead`, `pace`, `stretch`, `fills`, `held`, `wishes` | bringing in, and reading ahead |
+//! | `leaving`, `hand_over`, `write_backs` | runs that were taken out, until they are safe |
+//! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
+//! | `team`, `in_thread`, `pager`, `mapped` | their threads; the faces to the program |
 #![forbid(unsafe_code)]
 
 mod ahead;
@@ -45,10 +61,10 @@ mod scatter;
 mod shared;
 #[cfg(test)]
 mod simulation;
-mod slab;
 mod stats;
 mod stretch;
 mod sweep;
+mod tags;
 mod team;
 mod victims;
 mod wishes;

@@ -72,7 +72,8 @@ impl<A: AddressSpace> Mapped<A> {
     /// Tells how the bytes in `range` will be used.
     ///
     /// # Errors
-    /// [`Advice::DontNeed`] waits until changed pages are written back, and says which one could not be.
+    /// [`Advice::DontNeed`] waits until changed pages are written back, and says which one could
+    /// not be.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -167,8 +168,9 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Brings the bytes in `range` in and waits for them; lost pages are tried again. This is how to learn of a dead server by an error
-    /// instead of SIGBUS. With a budget smaller than the range its first pages may have left again when this returns.
+    /// Brings the bytes in `range` in and waits for them. Poisoned pages are tried again. A dead
+    /// server shows as an error here, and as SIGBUS elsewhere. With a budget smaller than the
+    /// range, its first pages may have left again when this returns.
     ///
     /// # Errors
     /// Why a page could not be brought in.
@@ -214,8 +216,8 @@ impl<A: AddressSpace> Mapped<A> {
         let since = Instant::now();
         let mut asked = since;
         loop {
-            // Before the word: one that is poisoned may have been so before we asked, and one that is called resident may have been given back by
-            // the program itself.
+            // Looked at before the word. A page that is poisoned may have been so before we asked,
+            // and one that is called resident may have been given back by the program itself.
             let is_new = taken_on.load(Ordering::Acquire) == self.shared().shards();
             let word = self.region.words.load(page);
             match word.state() {
@@ -249,9 +251,11 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin): no access of them waits, and system calls find them there,
-    /// except while [`flush`](Self::flush) or [`Advice::DontNeed`] writes one back. Whole pages are pinned. Pins are counted, up to
-    /// 255 per page; all end with the region. This is `umap_fetch_and_pin` of umap (LLNL), with a way back.
+    /// Brings the bytes in `range` in and keeps them in memory until [`unpin`](Self::unpin). No
+    /// access of them waits, and system calls find them there, except while [`flush`](Self::flush)
+    /// or [`Advice::DontNeed`] writes one back. Whole pages are pinned. Pins are counted, up to 255
+    /// per page; all end with the region. This is `umap_fetch_and_pin` of umap (LLNL), with a way
+    /// back.
     ///
     /// # Errors
     /// See [`PinError`]; nothing is pinned then that was not before.
@@ -267,7 +271,8 @@ impl<A: AddressSpace> Mapped<A> {
                 return Err(error);
             }
         }
-        // Pages may just be taken out between which these lie, so that system calls could not write to them.
+        // These pages may lie between some that are being copied out. System calls could not write
+        // to them then.
         self.shared().scatter.wait();
         self.prefetch_now(range).map_err(|error| {
             self.unpin_pages(pages);
@@ -286,7 +291,8 @@ impl<A: AddressSpace> Mapped<A> {
                     page: page as u64,
                 });
             }
-            // The first pin of a page sets its bytes aside, before the page is pinned: no more is pinned than there is room for.
+            // The first pin sets the page's bytes aside before the page is pinned: no more is
+            // pinned than there is room for.
             let first = !seen.pinned();
             if first && !budget.pin(page_bytes) {
                 return Err(PinError::Budget {
@@ -308,7 +314,8 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Takes back one [`pin`](Self::pin) of each page that `range` touches; pages that are not pinned are left alone.
+    /// Takes back one [`pin`](Self::pin) of each page that `range` touches; pages that are not
+    /// pinned are left alone.
     ///
     /// # Panics
     /// If the range does not lie in the region.
@@ -333,7 +340,8 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    /// Writes all changed pages back, keeps them mapped, and makes them durable as far as the store can.
+    /// Writes all changed pages back, keeps them mapped, and makes them durable as far as the store
+    /// can.
     ///
     /// # Errors
     /// See [`FlushError`].
@@ -348,7 +356,8 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.store.flush().map_err(FlushError::Durable)
     }
 
-    /// The first error of work in the background (an eviction or a fill that failed) since this was last called.
+    /// The first error of work in the background (an eviction or a fill that failed) since this was
+    /// last called.
     pub fn take_error(&self) -> Option<PageError> {
         match self.check_process() {
             Ok(()) => self.region.take_error(),
@@ -431,7 +440,8 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         }
         budget.unpin(region.pinned() as u64 * region.page_bytes() as u64);
         shared.mapper.unmap(region);
-        // Now and here: a worker that still holds the region for a moment must not be the one to give remote memory back.
+        // Now and here: a worker may hold the region for a moment longer, and must not be the one
+        // to give remote memory back.
         region.store.retire();
     }
 }

@@ -1,8 +1,8 @@
 //! Pages of regions, in and out of the program's memory: [`Mapper`].
 //!
 //! The rule it keeps: nobody else calls [`AddressSpace`]. What is asked for by region and page is
-//! done by shard and address, and what is taken out is counted out of its region. Whoever calls owns
-//! the pages; the protocol is his business.
+//! done by shard and address, and what is taken out is counted out of its region. Whoever calls
+//! owns the pages; the protocol is his business.
 
 use std::{io, ops::Range, os::fd::BorrowedFd, sync::Arc};
 

@@ -1,7 +1,8 @@
 //! What an application chooses: [`PagerOptions`] for a runtime, [`RegionOptions`] for a region,
 //! [`Advice`] for a part of one.
 //!
-//! The rule it keeps: every field says its default. What the choices lead to is said where they are used.
+//! The rule it keeps: every field says its default. What the choices lead to is said where they are
+//! used.
 
 use std::time::Duration;
 

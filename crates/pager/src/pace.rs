@@ -1,25 +1,30 @@
-//! How fast a filler's link is, and how long runs and read-ahead windows are therefore: [`Pace`].
+//! How fast a filler's link is, and how long runs and windows are therefore: [`Pace`].
 //!
-//! **The model.** A run costs a fixed part (a request, two system calls with their TLB shootdowns, a wake-up: some 12 us) and a part per byte, at the
-//! pace of the link. The longer the run, the more pages share the fixed part; but whoever waits for its first page waits for all of it, and so does
-//! the fault behind it. So a run is as long as takes [`RUN_TIME`], 64 times the fixed part: longer ones would save less than 2 %. It is never longer than
-//! [`RUN_BYTES_MAX`](crate::run::RUN_BYTES_MAX), beyond which its bytes fall out of the cache between READ, hash and use.
+//! **Runs.** A run costs a fixed part (a request, two system calls with their TLB shootdowns, a
+//! wake-up: some 12 us) and a part per byte, at the pace of the link. The longer the run, the more
+//! pages share the fixed part. But the thread that waits for the first page waits for all of them,
+//! and so does the next fault. So a run takes [`RUN_TIME`], 64 times the fixed part: a longer one
+//! would save less than 2 %. It is never longer than [`RUN_BYTES_MAX`](crate::run::RUN_BYTES_MAX),
+//! beyond which its bytes fall out of the cache between READ, hash and use.
 //!
-//! A read-ahead window must cover what the link carries between asking and arriving, or the program waits once per window: it is asked for when the
-//! program comes to the window before. So it is as long as carries the link through its delay twice, and two runs; but never shorter than the region's own length, which
-//! is enough for links that answer at once.
+//! **Windows.** A read-ahead window is asked for when the program comes to the window before it. It
+//! must cover what the link carries between asking and arriving, or the program waits once per
+//! window. So it covers the link's delay twice, and two runs. It is never shorter than the region's
+//! own length, which is enough for links that answer at once.
 //!
-//! Both figures of the link are read off completions. Its pace: while READs queue, what arrives in the time since the one before arrived. Its delay: what a READ takes
-//! that finds nothing before it, less its bytes' time. What arrives in the turn in which it was asked for (shared memory) says nothing, and the
-//! longest runs are right for it.
+//! **Figures.** Both are read off completions. The pace: while READs queue, what arrives in the
+//! time since the last arrival. The delay: what a READ takes that finds nothing before it, less the
+//! time of its bytes. What arrives in the turn in which it was asked for (shared memory) says
+//! nothing, and the longest runs are right for it.
 //!
-//! The rule: figures are of the recent past, and without any the link is called as fast as it can be.
+//! The rule: figures are of the recent past, and without any the link is called as fast as it can
+//! be.
 
 use std::time::{Duration, Instant};
 
-/// What a run may take.
+/// The time that a run may take.
 const RUN_TIME: Duration = Duration::from_micros(750);
-/// The past counts half after so many bytes, and so many delays.
+/// The past counts half after `MEMORY_BYTES`, and after `MEMORY_DELAYS` delays.
 const MEMORY_BYTES: f64 = (8 << 20) as f64;
 const MEMORY_DELAYS: f64 = 16.0;
 
@@ -65,7 +70,7 @@ impl Pace {
         }
     }
 
-    /// So many bytes arrived, in another turn than they were posted in.
+    /// `bytes` arrived, in another turn than they were posted in.
     pub(crate) fn arrived(&mut self, bytes: usize, posted: Posted, now: Instant) {
         let before = self.last_arrival.replace(now);
         let bytes = bytes as f64;
@@ -113,7 +118,8 @@ mod tests {
     const MOST: usize = 512 << 10;
     const PART: usize = 64 << 10;
 
-    /// A link that carries `mb_per_s` after a delay, for `reads` READs, four of which are always under way; now and then one that is alone.
+    /// A link that carries `mb_per_s` after a delay, for `reads` READs, four of which are always
+    /// under way; now and then one that is alone.
     fn observe(mb_per_s: f64, delay: Duration, reads: usize) -> Pace {
         let mut pace = Pace::new(true);
         let mut now = Instant::now();

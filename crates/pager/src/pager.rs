@@ -37,13 +37,15 @@ use crate::{
 
 /// Stripes are not cut smaller than this, so that small regions stay one kernel mapping each.
 const STRIPE_BYTES_MIN: usize = 16 << 20;
-/// Stripes per shard of a large region: neighbouring parts of it are served by different fillers, for a handful of kernel mappings.
+/// Stripes per shard of a large region. Different fillers serve neighbouring parts of it, for a
+/// handful of kernel mappings.
 const STRIPES_PER_SHARD: usize = 4;
 
-/// Read ahead at most over links that answer at once: several runs, which leaves time to map one while another travels.
+/// Read ahead at most over links that answer at once: several runs, so that one is mapped while
+/// another travels.
 const READ_AHEAD_BYTES: usize = 1 << 20;
 const READ_AHEAD_PAGES_MAX: usize = 256;
-/// And over links that take their time: as much as a filler has in flight.
+/// And over slow links: as much as a filler has in flight.
 const READ_AHEAD_BYTES_MAX: usize = BYTES_AHEAD_MAX;
 
 /// The workers of one runtime and the regions that they serve.
@@ -60,7 +62,8 @@ pub struct Pager<A: AddressSpace> {
 }
 
 impl<A: AddressSpace> Pager<A> {
-    /// Starts one filler per shard of `space`, and the evictors. Regions keep their pages by stores over `cluster`.
+    /// Starts one filler per shard of `space`, and the evictors. Regions keep their pages by stores
+    /// over `cluster`.
     ///
     /// # Errors
     /// See [`StartError`].

@@ -2,8 +2,8 @@
 //!
 //! Streams and the sweep both name victims ([`FoundBy`]). The pages that come back tell who named
 //! the worse ones: a page's stamp says by whom it was found. While the sweep's come back less than
-//! a quarter as often, the sweep gives nearly all victims. Otherwise streams do. Each always gives a
-//! part, so that there is proof of both.
+//! a quarter as often, the sweep gives nearly all victims. Otherwise streams do. Each always gives
+//! a part, so that there is proof of both.
 //!
 //! The rule: this module counts. Whose turn it is follows from the counts alone.
 

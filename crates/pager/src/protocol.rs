@@ -1,8 +1,10 @@
-//! The page protocol: one atomic word per page, and the pure functions that say what may become of it.
+//! The page protocol: one atomic word per page, and the pure functions that say what may become of
+//! it.
 //!
-//! The rule: **only the thread that moved a page into an owned state acts on it. Everyone else leaves a note in the word;
-//! the owner settles the note before it publishes a stable state.** Nothing here touches a page, a kernel or a network;
-//! the callers do, in the order that each function demands.
+//! The rule: **only the thread that moved a page into an owned state acts on it. Everyone else
+//! leaves a note in the word; the owner settles the note before it publishes a stable state.**
+//! Nothing here touches a page, a kernel or a network; the callers do, in the order that each
+//! function demands.
 //!
 //! ```text
 //!               fault / prefetch                 installed
@@ -15,20 +17,22 @@
 //!    └──────── removed ───────────────────  left, no note  ──────┘
 //! ```
 //!
-//! A page that is taken out and comes back without having left (because it is wanted, because it is flushed and stays, or because
-//! its write-back failed) is `Leaving` all the while. So `Filling` always means that the page's bytes are in the store, and a flush that meets
-//! `Leaving` knows that it has to wait.
+//! A page may be taken out and come back without having left: because it is wanted, because it is
+//! flushed and stays, or because its write-back failed. It is `Leaving` all the while. So `Filling`
+//! always means that the page's bytes are in the store, and a flush that meets `Leaving` knows that
+//! it has to wait.
 //!
-//! A page that left with bytes that the store does not have, and that could not be mapped again, is `Lost`: nothing fills it from the
-//! store, whose copy is an older one. It comes back by `taken_up` alone, by somebody who has bytes for it: the program, which
-//! overwrites it.
+//! A page that left with bytes that the store does not have, and that could not be mapped again, is
+//! `Lost`: nothing fills it from the store, whose copy is an older one. It comes back by `taken_up`
+//! alone, by somebody who has bytes for it: the program, which overwrites it.
 //!
 //! ```text
 //!   Leaving, or Filling of bytes that were never stored ── lost ──▶ Lost ── taken_up ──▶ Leaving
 //! ```
 //!
-//! Stable states are `Remote`, `Resident`, `Poisoned` and `Lost`; owned states are `Filling` and `Leaving`. A page that was never
-//! written is `Remote` too: its page entry says that it holds zeros, and filling it costs no request.
+//! Stable states are `Remote`, `Resident`, `Poisoned` and `Lost`; owned states are `Filling` and
+//! `Leaving`. A page that was never written is `Remote` too: its page entry says that it holds
+//! zeros, and filling it costs no request.
 //!
 //! The word, from bit 0:
 //!
@@ -36,13 +40,13 @@
 //! |---|---|---|
 //! | 0 - 2 | state | see [`State`] |
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
-//! | 6 | `INSTALLING` | the page may be mapped by now, and changed; its owner has only to publish it |
+//! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
 //! | 4 - 5 | heat | how many sweeps the page survives |
-//! | 8 - 15 | pins | how often the program has pinned the page: while not 0 it comes back whenever it is taken out |
+//! | 8 - 15 | pins | how often the program has pinned the page: unless 0 it comes back when taken out |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
-//! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one out of it a release:
-//! what an owner wrote to the page entry is seen by the next owner.
+//! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one
+//! out of it a release: what an owner wrote to the page entry is seen by the next owner.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -87,7 +91,8 @@ pub enum OnFault {
     Fill,
     /// The note is in the word; the owner settles it.
     Noted,
-    /// The fault is stale, or the program took the page away itself: wake its thread after looking which.
+    /// The fault is stale, or the program took the page away itself: wake its thread after looking
+    /// which.
     Stale,
 }
 
@@ -96,7 +101,8 @@ pub enum OnFault {
 pub enum OnLeft {
     /// The page is remote; its frame is free.
     Gone,
-    /// Somebody wants it, or has pinned it: the caller still owns it and must install the frame again.
+    /// Somebody wants it, or has pinned it: the caller still owns it and must install the frame
+    /// again.
     TakeBack,
 }
 
@@ -133,7 +139,8 @@ impl Word {
         ((self.0 & HEAT) >> HEAT_SHIFT) as u8
     }
 
-    /// Whether the owner of the page is installing it: the program may have it, and have changed it, before it is called resident.
+    /// Whether the owner of the page is installing it. The program may have it, and may have
+    /// changed it, before it is called resident.
     pub fn installing(self) -> bool {
         self.0 & INSTALLING != 0
     }
@@ -174,7 +181,8 @@ pub fn fault(w: Word) -> (Word, OnFault) {
     }
 }
 
-/// A thread waits for the page without having faulted in the kernel's eyes. `None`: nobody owns it, look again.
+/// A thread waits for the page without having faulted in the kernel's eyes. `None`: nobody owns it,
+/// look again.
 pub fn note(w: Word) -> Option<Word> {
     matches!(w.state(), State::Filling | State::Leaving).then(|| w.with_note())
 }
@@ -186,16 +194,19 @@ pub fn prefetch(w: Word) -> Option<Word> {
 
 /// The owner of a filling page, or of a leaving page that comes back, is about to install it.
 ///
-/// Notes of faults that were read before are settled by the install, which wakes their threads. What is noted after this
-/// may be a fault on a page that was installed and that the program took away at once: see [`installed`].
+/// Notes of faults that were read before are settled by the install, which wakes their threads.
+/// What is noted after this may be a fault on a page that was installed and that the program took
+/// away at once: see [`installed`].
 pub fn installing(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     Word(w.without_note().0 | INSTALLING)
 }
 
-/// The owner has installed the page. If the word before had a note, the caller wakes the page's threads afterwards.
+/// The owner has installed the page. If the word before had a note, the caller wakes the page's
+/// threads afterwards.
 ///
-/// Call it *after* the install: a page that is called resident too early can be taken out before it is there.
+/// Call it *after* the install: a page that is called resident too early can be taken out before it
+/// is there.
 pub fn installed(w: Word, heat: u8, now: u32) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Resident)
@@ -204,7 +215,8 @@ pub fn installed(w: Word, heat: u8, now: u32) -> Word {
         .with_stamp(now)
 }
 
-/// The owner could not fill the page, or could not install it again although its bytes are in the store.
+/// The owner could not fill the page, or could not install it again although its bytes are in the
+/// store.
 pub fn fill_failed(w: Word) -> (Word, OnFailed) {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     if w.wanted() {
@@ -214,14 +226,15 @@ pub fn fill_failed(w: Word) -> (Word, OnFailed) {
     }
 }
 
-/// The owner has poisoned the page. The caller wakes its threads afterwards: one may have faulted since.
+/// The owner has poisoned the page. The caller wakes its threads afterwards: one may have faulted
+/// since.
 pub fn poisoned(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Poisoned).without_note()
 }
 
-/// The owner's bytes of the page, which the store does not have, are gone, and the owner has poisoned the page. The caller wakes its threads
-/// afterwards: one may have faulted since.
+/// The owner's bytes of the page, which the store does not have, are gone, and the owner has
+/// poisoned the page. The caller wakes its threads afterwards: one may have faulted since.
 pub fn lost(w: Word) -> Word {
     debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
     w.with_state(State::Lost).without_note()
@@ -242,14 +255,16 @@ pub fn leave(w: Word) -> Option<Word> {
     borrow(w).filter(|w| !w.pinned())
 }
 
-/// The page shall be written back; it comes back afterwards if it is pinned or its borrower wants it to. `None`: it is not resident.
+/// The page shall be written back. It comes back afterwards if it is pinned or its borrower wants
+/// it to. `None`: it is not resident.
 pub fn borrow(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Leaving))
 }
 
 /// The program wants the page to stay once it is here. `None`: it is pinned too often already.
 ///
-/// The page may be anywhere: who pins it brings it in afterwards. One that is on its way out comes back.
+/// The page may be anywhere: who pins it brings it in afterwards. One that is on its way out comes
+/// back.
 pub fn pin(w: Word) -> Option<Word> {
     (w.0 & PINS != PINS).then(|| Word(w.0 + PIN))
 }
@@ -259,7 +274,8 @@ pub fn unpin(w: Word) -> Option<Word> {
     w.pinned().then(|| Word(w.0 - PIN))
 }
 
-/// The page could not be taken out, or must not be: it is mapped as before. The caller wakes if there was a note.
+/// The page could not be taken out, or must not be: it is mapped as before. The caller wakes if
+/// there was a note.
 pub fn stayed(w: Word) -> Word {
     debug_assert_eq!(w.state(), State::Leaving);
     w.with_state(State::Resident).without_note()
@@ -280,8 +296,9 @@ pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
     }
 }
 
-/// The owner found no page to take out: the program took it away itself. What was written back last is the page from now on.
-/// Returns whether the caller must wake threads that sleep on the page; they fault again, and are served.
+/// The owner found no page to take out: the program took it away itself. What was written back last
+/// is the page from now on. Returns whether the caller must wake threads that sleep on the page;
+/// they fault again, and are served.
 pub fn removed(w: Word, now: u32) -> (Word, bool) {
     debug_assert_eq!(w.state(), State::Leaving);
     (
@@ -293,8 +310,8 @@ pub fn removed(w: Word, now: u32) -> (Word, bool) {
     )
 }
 
-/// A fault was read on a page that is called resident but is not mapped: the program took it away itself
-/// (`madvise`). The caller owns it and fills it again with what was written back last.
+/// A fault was read on a page that is called resident but is not mapped: the program took it away
+/// itself (`madvise`). The caller owns it and fills it again with what was written back last.
 pub fn vanished(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Filling).with_note())
 }
@@ -348,7 +365,8 @@ impl Words {
         }
     }
 
-    /// Applies a transition that may not apply; returns the word before and after it, or `None` if it does not apply.
+    /// Applies a transition that may not apply; returns the word before and after it, or `None` if
+    /// it does not apply.
     pub fn try_apply(
         &self,
         page: usize,

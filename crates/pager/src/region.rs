@@ -1,7 +1,7 @@
 //! A contiguous address range under paging: [`Region`].
 //!
-//! The rule: whoever owns a page, or is about to, is inside [`Region::enter`] ... [`Region::exit`]; once a region is closing
-//! nobody enters, and it is given up when the last has left.
+//! The rule: whoever owns a page, or is about to, is inside [`Region::enter`] ... [`Region::exit`];
+//! once a region is closing nobody enters, and it is given up when the last has left.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +21,8 @@ use crate::{Advice, PageError, protocol::Words};
 
 /// Pages per chunk: the unit in which sweeps pass over a region; eight cache lines of words.
 pub(crate) const CHUNK_PAGES: usize = 64;
-/// With the pages of so many runs on their way out for too long, no more are taken out until some of them are gone.
+/// Runs of a region that may be overdue at once. With more, none of its pages is taken out until
+/// some of them are gone.
 const OVERDUE_RUNS_MAX: usize = 8;
 
 /// A mapped region, shared by the program and the workers.
@@ -35,15 +36,18 @@ pub(crate) struct Region {
     pub(crate) layout: Layout,
     pub(crate) words: Words,
     pub(crate) store: Arc<PageStore>,
-    /// Pages of a read-ahead window at most, over links that answer at once and over those that take their time; 0 and 0 switch it off.
+    /// Pages of a read-ahead window at most: over links that answer at once, and over slow ones. 0
+    /// and 0 switch it off.
     pub(crate) read_ahead: RangeInclusive<usize>,
     /// Pages that move together at most.
     pub(crate) run_pages: usize,
-    /// One bit per chunk: whether a page of it was ever filled. Sweeps over sparse regions stay cheap by it.
+    /// One bit per chunk: whether a page of it was ever filled. It keeps sweeps over sparse regions
+    /// cheap.
     touched: Vec<AtomicU64>,
     resident: AtomicUsize,
-    /// Of each chunk, how many pages are mapped, so that sweeps pass over those that have none: where few pages of a large region are used,
-    /// most chunks that were ever touched are empty. Pages that come and go may not be counted yet, so that 0 is no proof.
+    /// How many pages of each chunk are mapped, so that sweeps pass over empty chunks: where few
+    /// pages of a large region are used, most chunks that were ever touched are empty. Pages that
+    /// come and go may not be counted yet, so 0 is no proof.
     resident_in: Vec<AtomicI8>,
     /// Pages that have been on their way out for too long.
     overdue: AtomicUsize,
@@ -119,7 +123,8 @@ impl Region {
         self.layout.shard_of(page * self.layout.page_bytes, shards)
     }
 
-    /// The part of `pages` in the same stripe as its first one, or as its last one when going `down`.
+    /// The part of `pages` in the same stripe as its first one, or as its last one when going
+    /// `down`.
     pub(crate) fn in_one_stripe(&self, pages: &Range<usize>, down: bool) -> Range<usize> {
         let stripe_pages = self.layout.stripe_bytes / self.layout.page_bytes;
         if down {
@@ -156,7 +161,8 @@ impl Region {
         }
     }
 
-    /// Before the pages are mapped: whoever goes through the region for pages that the program has changed must come by.
+    /// To be called before the pages are mapped, so that whoever looks for changed pages finds
+    /// them.
     pub(crate) fn touch(&self, pages: &Range<usize>) {
         for chunk in pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES) {
             let (word, bit) = Self::chunk_bit(chunk);
@@ -202,7 +208,7 @@ impl Region {
         self.pinned.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether its store is so slow that no more of it shall be taken out.
+    /// Whether its store is so slow that no more of its pages shall be taken out.
     pub(crate) fn is_stalled(&self) -> bool {
         self.overdue.load(Ordering::Relaxed) >= OVERDUE_RUNS_MAX * self.run_pages
     }
@@ -248,7 +254,8 @@ impl Region {
     /// Before a page of the region is owned. `false`: the region is closing, leave it alone.
     #[must_use]
     pub(crate) fn enter(&self) -> bool {
-        // Sequentially consistent with `close`: either it sees us inside, or we see that it is closing.
+        // Sequentially consistent with `close`: either it sees us inside, or we see that it is
+        // closing.
         self.active.fetch_add(1, Ordering::SeqCst);
         let open = !self.closing.load(Ordering::SeqCst);
         if !open {
@@ -296,7 +303,8 @@ impl Region {
         self.error.lock().take()
     }
 
-    /// A page's newest bytes are gone. Before its word says so: whoever sees it lost looks for the reason.
+    /// A page's newest bytes are gone. Before its word says so: whoever sees it lost looks for the
+    /// reason.
     pub(crate) fn lose(&self, page: usize, error: PageError) {
         self.lost.lock().insert(page, error);
     }

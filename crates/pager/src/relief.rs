@@ -1,8 +1,8 @@
 //! Room made by a thread that serves its own fault: [`Relief`].
 //!
 //! The thread takes a few victims out while its READ is under way. No evictor has to be woken for
-//! it, and no other processor has to forget the addresses while the program runs there. (Where other
-//! threads of the program do run, copies leave in batches: `scatter.rs`.)
+//! it, and no other processor has to forget the addresses while the program runs there. (Where
+//! other threads of the program do run, copies leave in batches: `scatter.rs`.)
 //!
 //! The rule is that of a signal handler, see `in_thread.rs`: unchanged pages are gone, changed ones
 //! are handed over, and nothing is waited for.

@@ -5,8 +5,8 @@
 //! is memory no more, while its frame stays. So both go by what the budget has room for
 //! ([`Frames::for_copy`]), and where it has none pages move as ever.
 //!
-//! The rule: one thread at a time takes pages out by copying, since what it protects meanwhile would
-//! be unprotected by another.
+//! The rule: one thread at a time takes pages out by copying, since what it protects meanwhile
+//! would be unprotected by another.
 
 use std::{
     io,
@@ -41,8 +41,8 @@ const PAGES_MIN: usize = 4;
 pub(crate) struct Outcome {
     /// Whether any page was taken out.
     pub(crate) any: bool,
-    /// Pages that could not be copied, or were too few to be. Moving takes them out, or says what is
-    /// the matter with them.
+    /// Pages that could not be copied, or were too few to be. Moving takes them out, or says what
+    /// is the matter with them.
     pub(crate) refused: Scattered,
 }
 
@@ -53,8 +53,8 @@ pub(crate) struct Scatter<A: AddressSpace> {
     installer: Arc<Installer<A>>,
     victims: Arc<Victims<A>>,
     costs: Costs,
-    /// Held by the one thread that takes pages out. Of the standard library: it never allocates, and
-    /// is tried in a signal handler.
+    /// Held by the one thread that takes pages out. Of the standard library: it never allocates,
+    /// and is tried in a signal handler.
     turn: Mutex<()>,
 }
 
@@ -167,8 +167,8 @@ impl<A: AddressSpace> Scatter<A> {
     }
 
     /// Takes victims out by copying, those of `claim` and of some behind it, while there is need,
-    /// and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region has been
-    /// entered for it. `None`: somebody else takes pages out, and the claim is left to others.
+    /// and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region has
+    /// been entered for it. `None`: somebody else takes pages out, and the claim is left to others.
     pub(crate) fn take_out(
         &self,
         claim: Claim,
@@ -225,8 +225,8 @@ impl<A: AddressSpace> Scatter<A> {
         Some(outcome)
     }
 
-    /// Takes the leading ones of these pages, which are owned, out to the first of `frames`. Returns
-    /// how many.
+    /// Takes the leading ones of these pages, which are owned, out to the first of `frames`.
+    /// Returns how many.
     fn copy_out(&self, region: &Region, pages: &[usize], frames: &mut [A::Frame]) -> usize {
         let since = Instant::now();
         let taken = self.mapper.detach_copies(region, pages, frames);

@@ -1,13 +1,17 @@
 //! Which page leaves next: a clock hand over the page words, [`Sweep`].
 //!
-//! Userspace paging has no access bits, and asking the kernel for them costs more than most evictions. What it does know is
-//! in the page words already: when a page came in (its stamp), whether it came back soon after it had left, and whether it was
-//! wanted while it left (its heat). So there is no list of resident pages to keep, lock and update on every fill: one hand
-//! sweeps the words of all regions in address order, passes over pages younger than the *age floor*, cools pages with heat, and
-//! gives the rest to the evictors. Neighbours in memory leave together. The floor follows what the sweeps find: it rises while most pages
-//! are old enough, so that the order approaches first in, first out, and falls when a sweep finds too few.
+//! Userspace paging has no access bits, and asking the kernel for them costs more than most
+//! evictions. What it does know is in the page words: when a page came in (its stamp), whether it
+//! came back soon after it had left, and whether it was wanted while it left (its heat). So there
+//! is no list of resident pages to keep, lock and update on every fill.
 //!
-//! The downside: pages that are hot without ever leaving are not known to be hot, so that they leave and come back once in a while.
+//! One hand sweeps the words of all regions in address order. It passes over pages younger than the
+//! *age floor*, cools pages with heat, and gives the rest to the evictors. Neighbours in memory
+//! leave together. The floor rises while most pages are old enough, so that the order approaches
+//! first in, first out; it falls when a sweep finds too few.
+//!
+//! The downside: a page that is hot without ever leaving is not known to be hot, so that it leaves
+//! and comes back once in a while.
 
 use std::{
     ops::Bound,
@@ -23,9 +27,11 @@ use crate::{
 /// A hand over all pages of a runtime.
 #[derive(Debug)]
 pub(crate) struct Sweep {
-    /// Of the standard library, since threads look for victims in a signal handler, too: it never allocates.
+    /// Of the standard library, since threads look for victims in a signal handler, too: it never
+    /// allocates.
     hand: Mutex<Hand>,
-    /// The highest age floor, in units of the fill clock: a part of what the budget holds, since nothing is older for long.
+    /// The highest age floor, in ticks of the fill clock: a part of the budget, since nothing stays
+    /// older for long.
     age_cap: u32,
 }
 
@@ -59,11 +65,13 @@ impl Sweep {
         self.hand.lock().expect("nothing panics under this lock")
     }
 
-    /// Moves the hand behind the next chunk, or what is left of one, that may hold resident pages. `None`: no region has any.
+    /// Moves the hand past the next chunk that may hold resident pages, or past the rest of one.
+    /// `None`: no region has any.
     pub(crate) fn claim(&self, regions: &RegionTable) -> Option<Claim> {
         let mut hand = self.hand();
         let regions = regions.read();
-        // Twice around at most: the first time from where the hand stands, the second from the start.
+        // Twice around at most: the first time from where the hand stands, the second from the
+        // start.
         for _ in 0..2 {
             for (&address, region) in
                 regions.range((Bound::Included(hand.address), Bound::Unbounded))
@@ -92,8 +100,9 @@ impl Sweep {
         None
     }
 
-    /// Enough pages leave: the hand goes back to `page`, the first of the claim that was not looked at. Were the rest of each chunk passed over, a
-    /// small budget would see the same few pages leave again and again.
+    /// Enough pages leave: the hand goes back to `page`, the first of the claim that was not looked
+    /// at. Otherwise the rest of each chunk would be passed over, and under a small budget the same
+    /// few pages would leave again and again.
     pub(crate) fn stop_at(&self, claim: &Claim, page: usize) {
         let mut hand = self.hand();
         let behind = claim.pages.end.next_multiple_of(CHUNK_PAGES);

@@ -1,13 +1,17 @@
 //! The threads of the fillers: [`Team`].
 //!
-//! Each filler owns a shard for good, but not a thread: so many threads are awake as the load asks for, and they share the fillers between them. With
-//! one awake it serves all shards, which saves wake-ups and leaves the cores to the program; the others sleep.
+//! Each filler owns a shard for good, but no thread of its own. The load says how many threads are
+//! awake, and they share the fillers between them. One alone serves all shards, which saves
+//! wake-ups and leaves the cores to the program; the others sleep.
 //!
-//! **The model.** Another thread helps only if those awake are limited by their own speed and there is a core for one more. Both show in one figure, the CPU time that a
-//! thread gets of the time that passes: near all of it, the thread is always at work and nobody takes its core away. Waiting for a link, or for a
-//! core that others use, shows as less, and then another thread would only wait as well. When what all of them use would fit well into one fewer, the last goes to sleep.
+//! **The model.** One more thread helps only if those awake are limited by their own speed and
+//! there is a core for it. Both show in one figure, the share of the time in which a thread runs.
+//! Near all of it: the thread is always at work and nobody takes its core away. Waiting for a link,
+//! or for a core that others use, shows as less, and then one more thread would only wait as well.
+//! When what all of them use would fit well into one thread fewer, the last goes to sleep.
 //!
-//! The rule: whoever drives a filler holds its lock, takes its fillers in the order of their shards, and gives all of them back before it takes others.
+//! The rule: whoever drives a filler holds its lock, takes its fillers in the order of their
+//! shards, and gives all of them back before it takes others.
 
 use std::{
     io,
@@ -34,7 +38,8 @@ use crate::{
 
 /// Between two looks at the load: long against a fault, short against what a program does.
 const PERIOD: Duration = Duration::from_millis(2);
-/// Load of a thread that could use help, and of all threads that would fit into one fewer; in thousandths of a core.
+/// Loads in thousandths of a core: of a thread that could use help, and of all threads when they
+/// would fit into one fewer.
 const BUSY: u32 = 900;
 const FITS: u32 = 600;
 
@@ -115,7 +120,8 @@ impl<A: AddressSpace> Team<A> {
                 again |= busy && filler.has_work();
             }
             quiet.clear();
-            // Where nothing is under found_by, the descriptors tell of the next fault with one system call; looking for it first would take another.
+            // Where nothing is under way, the descriptors tell of the next fault with one system
+            // call; looking for it first would take another.
             if !again {
                 self.sleep(&crew, seen, &mut quiet);
             }
@@ -137,7 +143,8 @@ impl<A: AddressSpace> Team<A> {
         bell.sleep(Vec::new(), None);
     }
 
-    /// Sleeps until one of the crew may have something to do, or there is a new division. Finds out who has no faults.
+    /// Sleeps until one of the crew may have something to do, or there is a new division. Finds out
+    /// who has no faults.
     fn sleep(&self, crew: &Crew<'_, A>, seen: usize, quiet: &mut Quiet) {
         let bells: SmallVec<[&Bell; 4]> = crew
             .iter()
@@ -183,7 +190,7 @@ impl<A: AddressSpace> Team<A> {
         }
     }
 
-    /// As many threads are awake from now on, unless another number was found right meanwhile.
+    /// `needed` threads are awake from now on, unless another number was set meanwhile.
     fn divide(&self, awake: usize, needed: usize) {
         let changed = (self.awake)
             .compare_exchange(awake, needed, Ordering::SeqCst, Ordering::SeqCst)
@@ -194,7 +201,7 @@ impl<A: AddressSpace> Team<A> {
     }
 }
 
-/// The shards that a thread serves while so many are awake.
+/// The shards that a thread serves while `awake` threads are awake.
 fn shards_of(thread: usize, awake: usize, shards: usize) -> impl Iterator<Item = usize> {
     let end = if thread < awake { shards } else { 0 };
     (thread..end).step_by(awake)
@@ -263,7 +270,8 @@ mod tests {
     /// Stripes are of 16 MiB: each shard has one.
     const BYTES: u64 = 64 << 20;
 
-    /// A program that touches pages of all shards, rings once for each fault, and counts in its own words.
+    /// A program that touches pages of all shards, rings once for each fault, and counts in its own
+    /// words.
     fn program(
         thread: usize,
         space: &SimSpace,

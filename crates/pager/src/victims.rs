@@ -101,8 +101,8 @@ impl<A: AddressSpace> Victims<A> {
         if owned == first {
             let word = region.words.load(first);
             region.exit();
-            // A page being filled has nothing that is not in the store, until it is mapped; one that
-            // leaves may.
+            // A page being filled has nothing that is not in the store, until it is mapped; one
+            // that leaves may.
             let not_now =
                 word.installing() || matches!(word.state(), State::Leaving | State::Resident);
             return if not_now { Out::NotNow } else { Out::NotHere };

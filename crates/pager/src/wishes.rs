@@ -1,7 +1,7 @@
 //! Pages to bring in while there is room: [`Wishes`], of streams and of the program.
 //!
-//! The rule it keeps: a wish owns nothing. Faults go first, and where there is no frame to spare the
-//! wishes of streams are forgotten: what comes too late is worth nothing.
+//! The rule it keeps: a wish owns nothing. Faults go first, and where there is no frame to spare
+//! the wishes of streams are forgotten: what comes too late is worth nothing.
 
 use std::{collections::VecDeque, mem, sync::Arc};
 

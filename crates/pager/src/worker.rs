@@ -12,7 +12,7 @@ use nix::sys::{
     signal::{SigSet, Signal},
 };
 
-/// After so long a worker looks again for what nobody rings for.
+/// After this time a worker looks again for what nobody rings for.
 pub(crate) const RETRY: Duration = Duration::from_millis(1);
 
 /// Starts a worker's thread. A panic in it ends the process with a message: without it the program

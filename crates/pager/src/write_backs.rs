@@ -127,8 +127,8 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.flights.post_again() || any
     }
 
-    /// A fill waits for a frame: pages that are overdue count as staying from now on, so that others
-    /// leave.
+    /// A fill waits for a frame: pages that are overdue count as staying from now on, so that
+    /// others leave.
     pub(crate) fn write_off_overdue(&mut self) {
         let budget = self.shared.frames.budget();
         if !budget.is_starving() {

@@ -1,8 +1,10 @@
-//! Every interleaving of two application threads, two fillers, an evictor and a flusher, explored exhaustively.
+//! Every interleaving of two application threads, two fillers, an evictor and a flusher, explored
+//! exhaustively.
 //!
-//! The rule: the page protocol loses no write, shows no old byte, maps no page twice, and lets nobody sleep for ever; and
-//! each mistake that could be made in its use is made here once, by a twin that must be caught. `--nocapture` prints how many
-//! worlds were visited, and for each twin the shortest way to its harm.
+//! The rule: the page protocol loses no write, shows no old byte, maps no page twice, and lets
+//! nobody sleep for ever; and each mistake that could be made in its use is made here once, by a
+//! twin that must be caught. `--nocapture` prints how many worlds were visited, and for each twin
+//! the shortest way to its harm.
 
 #[path = "protocol_model/explore.rs"]
 mod explore;
@@ -152,7 +154,8 @@ fn writes_to_the_store_that_fail() {
     assert!(assert_harmless("failing writes", paging).always_comes_to_rest);
 }
 
-/// What can neither be written nor mapped again is lost, and stays so until the program overwrites it.
+/// What can neither be written nor mapped again is lost, and stays so until the program overwrites
+/// it.
 const LOSES: Paging = Paging {
     prefetches: true,
     writes_fail: true,

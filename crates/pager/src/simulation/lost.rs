@@ -1,4 +1,5 @@
-//! A page that can neither be written back nor be mapped again: its newest bytes are gone, and the store has older ones.
+//! A page that can neither be written back nor be mapped again: its newest bytes are gone, and the
+//! store has older ones.
 
 use super::*;
 

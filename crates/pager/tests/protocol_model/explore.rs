@@ -1,10 +1,12 @@
 //! A small explicit-state model checker: visits every world that a model can reach, breadth first.
 //!
-//! The rule: what it reports is the *shortest* way to the harm it found. It knows nothing about pages.
+//! The rule: what it reports is the *shortest* way to the harm it found. It knows nothing about
+//! pages.
 //!
-//! Moves are of two kinds. What has been begun must go on: such a move is *compulsory*. What may happen but need not
-//! (an eviction begins, a page is prefetched) is not. A world without a compulsory move is *at rest*. A good model does
-//! no harm on the way, is at rest in good worlds only, and can come to rest from everywhere by compulsory moves alone.
+//! Moves are of two kinds. What has been begun must go on: such a move is *compulsory*. What may
+//! happen but need not (an eviction begins, a page is prefetched) is not. A world without a
+//! compulsory move is *at rest*. A good model does no harm on the way, is at rest in good worlds
+//! only, and can come to rest from everywhere by compulsory moves alone.
 
 use std::{
     collections::{HashMap, hash_map::Entry},
@@ -187,7 +189,8 @@ fn backward(edges: &[(u32, u32)], worlds: usize, rests: &[u32]) -> Ends {
             }
         }
     }
-    // Peel off the worlds whose every way out leads to peeled ones: what remains leads into a cycle.
+    // Peel off the worlds whose every way out leads to peeled ones: what remains leads into a
+    // cycle.
     let mut peeled = rests.len();
     todo.extend_from_slice(rests);
     while let Some(w) = todo.pop() {
@@ -231,7 +234,8 @@ impl fmt::Display for Label {
     }
 }
 
-/// The multiplicative hash of rustc: the worlds are many small integers, for which SipHash takes most of the time.
+/// The multiplicative hash of rustc: the worlds are many small integers, for which SipHash takes
+/// most of the time.
 #[derive(Default)]
 struct Mixer(u64);
 

@@ -1,9 +1,12 @@
-//! The model that the checker explores: program, kernel, fillers, evictor and flusher around one or two pages.
+//! The model that the checker explores: program, kernel, fillers, evictor and flusher around one or
+//! two pages.
 //!
-//! The rule: every compare-and-swap is one step and every action of the kernel is one step, in the order in which
-//! production takes them; the words change by the real functions of `protocol.rs` alone. A [`Twin`] deviates in one place.
+//! The rule: every compare-and-swap is one step and every action of the kernel is one step, in the
+//! order in which production takes them; the words change by the real functions of `protocol.rs`
+//! alone. A [`Twin`] deviates in one place.
 //!
-//! Left out: the bytes (a page holds the number of the last write to it), memory order, heat and stamps, and the budget of pins.
+//! Left out: the bytes (a page holds the number of the last write to it), memory order, heat and
+//! stamps, and the budget of pins.
 
 use farpage_pager::protocol::{self, OnFailed, OnFault, OnLeft, State, Word};
 use std::fmt;
@@ -66,7 +69,8 @@ pub(crate) enum Access {
     Write(usize),
     /// The first half of `Mapped::pin`: the page shall stay.
     Pin(usize),
-    /// The second half: asks for the page, and waits until it is there. From here to the `Unpin` it has to be.
+    /// The second half: asks for the page, and waits until it is there. From here to the `Unpin` it
+    /// has to be.
     Await(usize),
     Unpin(usize),
 }
@@ -96,7 +100,8 @@ pub(crate) struct Paging {
     pub(crate) twin: Twin,
 }
 
-/// What can go wrong. The good model is held to all of it; a twin must do one of the harms that a program would see.
+/// What can go wrong. The good model is held to all of it; a twin must do one of the harms that a
+/// program would see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Harm {
     /// A read saw something else than the last write.
@@ -115,11 +120,13 @@ pub(crate) enum Harm {
     NeedlessSigbus,
     /// A pinned page was not there, though nobody was writing it back for the program.
     PinBroken,
-    /// Not visible by itself: an owned state without exactly one owner, an owner without its state, or a pin that is not its thread's.
+    /// Not visible by itself: an owned state without exactly one owner, an owner without its state,
+    /// or a pin that is not its thread's.
     Ownership,
     /// Not visible by itself: a stable state that is not what the kernel says.
     WordAndKernelDisagree,
-    /// Not visible by itself: a page's bytes are both mapped and in a frame that may be installed, or there twice.
+    /// Not visible by itself: a page's bytes are both mapped and in a frame that may be installed,
+    /// or there twice.
     TwoCopies,
 }
 
@@ -263,7 +270,8 @@ impl Paging {
         self.twin == twin
     }
 
-    /// Harm that no program sees is counted against the good model only, so that a twin must show what its mistake costs.
+    /// Harm that no program sees is counted against the good model only, so that a twin must show
+    /// what its mistake costs.
     fn strict(&self) -> bool {
         self.is(Twin::Good)
     }
@@ -330,7 +338,8 @@ impl World {
         self.workers[worker].next = next;
     }
 
-    /// The kernel wakes everyone that sleeps on the page; a fault that nobody has read yet is gone with its sleeper.
+    /// The kernel wakes everyone that sleeps on the page; a fault that nobody has read yet is gone
+    /// with its sleeper.
     fn wake(&mut self, paging: &Paging, page: usize) {
         for thread in 0..2 {
             let Thread { done, asleep, .. } = self.threads[thread];
@@ -552,7 +561,8 @@ impl Moves<'_> {
         );
     }
 
-    /// The program touches its next page, or goes to sleep on it: the kernel checks and enqueues in one step.
+    /// The program touches its next page, or goes to sleep on it: the kernel checks and enqueues in
+    /// one step.
     fn of_thread(&mut self, thread: usize) {
         let paging = self.paging;
         let Thread { done, asleep, .. } = self.world.threads[thread];
@@ -654,7 +664,8 @@ impl Moves<'_> {
         });
     }
 
-    /// The rest of a pin: ask a filler, look at the word until it is resident, ask again if it came to nothing.
+    /// The rest of a pin: ask a filler, look at the word until it is resident, ask again if it came
+    /// to nothing.
     fn wait_for(&mut self, thread: usize, page: usize) {
         let paging = self.paging;
         let label = |does| Label {
@@ -758,7 +769,8 @@ impl Moves<'_> {
                 } else if let Some(mine) = protocol::taken_up(word) {
                     w.own(me, page, mine, Next::Poison(Bytes::Lost));
                 } else {
-                    // Somebody was faster. The sleeper may have been served, or not: let it fault again.
+                    // Somebody was faster. The sleeper may have been served, or not: let it fault
+                    // again.
                     w.go(me, Next::Wake);
                 }
                 Ok(())
@@ -768,7 +780,8 @@ impl Moves<'_> {
                 if there {
                     w.go(me, Next::AlreadyMapped);
                 } else {
-                    // The program gave the page's memory back, and with it the page's share of the budget.
+                    // The program gave the page's memory back, and with it the page's share of the
+                    // budget.
                     w.add_frames(paging, 1);
                     w.go(me, Next::TakeFrame);
                 }
@@ -1223,7 +1236,8 @@ impl Moves<'_> {
     }
 }
 
-/// The state of the pages that a worker owns. (A filler that poisons a lost page once more owns it as `Leaving`.)
+/// The state of the pages that a worker owns. (A filler that poisons a lost page once more owns it
+/// as `Leaving`.)
 fn owned_by(worker: usize) -> State {
     if worker < EVICTOR {
         State::Filling

@@ -1,23 +1,23 @@
-//! Things by small numbers: what a tag in an operation stands for.
+//! What the tag of an operation stands for: [`Tags`].
 
-/// Values by their tag; tags are used again.
+/// Values by their tags, small numbers that are used again.
 #[derive(Debug)]
-pub(crate) struct Slab<T> {
+pub(crate) struct Tags<T> {
     slots: Vec<Option<T>>,
     free: Vec<usize>,
 }
 
-impl<T> Default for Slab<T> {
+impl<T> Default for Tags<T> {
     fn default() -> Self {
-        Slab {
+        Tags {
             slots: Vec::new(),
             free: Vec::new(),
         }
     }
 }
 
-impl<T> Slab<T> {
-    /// So many more can be inserted without allocating.
+impl<T> Tags<T> {
+    /// `more` values can be inserted without allocating.
     pub(crate) fn reserve(&mut self, more: usize) {
         self.slots.reserve(more);
         self.free.reserve(more);

@@ -1,4 +1,5 @@
-//! Who makes room: what leaves when a program goes round in a loop, and what a store or a wish that takes long holds up.
+//! Who makes room: what leaves when a program goes round in a loop, and what a store or a wish that
+//! takes long holds up.
 
 use super::*;
 

@@ -1,0 +1,323 @@
+//! One region of few pages and all that may happen to it: [`World`].
+
+use super::*;
+
+struct World {
+    random: u64,
+    space: Arc<SimSpace>,
+    fillers: Vec<Filler<SimSpace>>,
+    evictors: Vec<Evictor<SimSpace>>,
+    guests: Guests,
+    /// Dropped by [`World::end`] alone: while a failed simulation unwinds nobody drives the workers
+    /// that a drop waits for.
+    mapped: ManuallyDrop<Mapped<SimSpace>>,
+    /// What the region holds.
+    shadow: Vec<u64>,
+    /// What each program thread is about to do: a word, and its new value if it is a store.
+    intents: [Option<(usize, Option<u64>)>; THREADS],
+    page_bytes: usize,
+    budget_pages: usize,
+}
+
+impl World {
+    fn new(seed: u64, lossy: bool) -> World {
+        let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+        let page_bytes = 4096 << (next(&mut random) % 2);
+        let budget_pages = 2 + (next(&mut random) % 30) as usize;
+        let space = Arc::new(SimSpace::new(SimOptions {
+            shards: 2,
+            seed,
+            held_probability: 0.02,
+            duplicate_probability: 0.1,
+            ..SimOptions::default()
+        }));
+        let mut config = SimConfig::new(seed);
+        config.delay_steps = 1 + next(&mut random) % 20;
+        config.reorder = true;
+        config.lose_one_in = lossy.then_some(200);
+        let options = SessionOptions {
+            deadline: Duration::from_secs(5),
+            link: None,
+            client: "simulation".into(),
+            ..SessionOptions::default()
+        };
+        let session = SimServer::new(config)
+            .session(&options)
+            .expect("the simulated server takes sessions");
+        let cluster = Cluster::new(vec![session], ClusterOptions::default());
+
+        let mut options = PagerOptions::new((budget_pages * page_bytes) as u64);
+        options.evictors = 2;
+        options.in_thread = GUESTS;
+        // Only where the marks are far apart are there enough victims at once for copying them to
+        // be worth it.
+        let is_cheaper = next(&mut random).is_multiple_of(2);
+        if is_cheaper {
+            (options.low_water, options.high_water) = (0.5, 0.75);
+        }
+        let Parts {
+            pager,
+            fillers,
+            evictors,
+        } = Pager::assemble(space.clone(), cluster.clone(), &options)
+            .expect("the options are sound");
+        let bytes = (PAGES * page_bytes) as u64;
+        let store = PageStore::remote(
+            &cluster,
+            RegionId(1),
+            bytes,
+            page_bytes,
+            &RemoteOptions::default(),
+        )
+        .expect("the server has room");
+        let guests = Guests::new(&pager);
+        pager.shared().scatter.costs().pretend(is_cheaper);
+        let mapped = Arc::new(pager).map(store, RegionOptions::default());
+        let mapped = ManuallyDrop::new(mapped.expect("the budget holds two pages"));
+        World {
+            random,
+            space,
+            fillers,
+            evictors,
+            guests,
+            shadow: vec![0; PAGES * page_bytes / 8],
+            mapped,
+            intents: [None; THREADS],
+            page_bytes,
+            budget_pages,
+        }
+    }
+
+    fn chance(&mut self, one_in: u64) -> bool {
+        next(&mut self.random).is_multiple_of(one_in)
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        (next(&mut self.random) % limit as u64) as usize
+    }
+
+    /// Somebody takes a step.
+    fn step(&mut self) {
+        match self.below(8) {
+            0..4 => {
+                let thread = self.below(THREADS);
+                self.program(thread);
+            }
+            4..6 => {
+                let filler = self.below(self.fillers.len());
+                self.fillers[filler].turn();
+            }
+            _ => {
+                let evictor = self.below(self.evictors.len());
+                self.evictors[evictor].turn();
+            }
+        }
+        let pages = self.space.resident_pages() + self.space.frame_pages();
+        assert!(
+            pages <= self.budget_pages,
+            "{pages} pages in memory, {} allowed",
+            self.budget_pages
+        );
+    }
+
+    fn program(&mut self, thread: usize) {
+        if self.space.is_asleep(thread) {
+            return;
+        }
+        let (word, value) = match self.intents[thread] {
+            Some(intent) => intent,
+            None => {
+                // Some locality, so that pages are both wanted again soon and left alone.
+                let page = if self.chance(2) {
+                    self.below(PAGES)
+                } else {
+                    self.below(8)
+                };
+                let words = self.page_bytes / 8;
+                let value = next(&mut self.random);
+                (
+                    page * words + self.below(words),
+                    self.chance(2).then_some(value),
+                )
+            }
+        };
+        let address = self.mapped.address() + word * 8;
+        if self.guests.is_serving(thread) {
+            self.guests.step(thread);
+            return;
+        }
+        if !self.space.is_present(address) && self.chance(2) {
+            let region = self.mapped.region().clone();
+            self.guests.begin(thread, &region, address);
+            self.intents[thread] = Some((word, value));
+            return;
+        }
+        let outcome = match value {
+            Some(value) => self
+                .space
+                .try_store(thread, address, value)
+                .map(|()| self.shadow[word] = value),
+            None => self
+                .space
+                .try_load(thread, address)
+                .map(|seen| assert_eq!(seen, self.shadow[word], "word {word}")),
+        };
+        self.intents[thread] = match outcome {
+            Ok(()) => None,
+            Err(Faulted::Asleep) => Some((word, value)),
+            Err(other) => panic!("thread {thread} at word {word}: {other}"),
+        };
+    }
+
+    /// Workers take turns until `done`.
+    fn drive(&mut self, mut done: impl FnMut(&mut World) -> bool) {
+        for _ in 0..2_000_000 {
+            if done(self) {
+                return;
+            }
+            self.guests.turn();
+            self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            self.evictors
+                .iter_mut()
+                .for_each(|evictor| _ = evictor.turn());
+        }
+        panic!("the workers never get there");
+    }
+
+    fn finish_intents(&mut self) {
+        self.drive(|world| {
+            (0..THREADS).for_each(|thread| {
+                if world.intents[thread].is_some() {
+                    world.program(thread)
+                }
+            });
+            world.intents.iter().all(Option::is_none)
+        });
+    }
+
+    fn run_job(&mut self, pages: Range<usize>, keep: bool) {
+        let job = Job::new(self.mapped.region().clone(), pages, keep);
+        self.mapped.pager().shared().jobs.add(job.clone());
+        self.drive(|_| job.has_ended());
+        job.wait().expect("the store takes every page");
+    }
+
+    fn check_everything(&mut self) {
+        for word in (0..self.shadow.len()).step_by(61) {
+            self.intents[0] = Some((word, None));
+            self.finish_intents();
+        }
+    }
+
+    fn end(self) {
+        let World {
+            mapped,
+            mut fillers,
+            mut evictors,
+            guests,
+            space,
+            ..
+        } = self;
+        let shared = mapped.pager().shared().clone();
+        let region = mapped.region().clone();
+        close(
+            vec![ManuallyDrop::into_inner(mapped)],
+            &mut fillers,
+            &mut evictors,
+        );
+        assert!(
+            region.counts_nothing(),
+            "a chunk counts pages that are not there"
+        );
+        drop((fillers, evictors, guests, shared, region));
+        assert_eq!(
+            space.frame_pages() + space.resident_pages(),
+            0,
+            "frames are left behind"
+        );
+    }
+}
+
+#[test]
+fn many_threads_see_a_plain_array() {
+    let mut scattered = 0;
+    for seed in seeds(0..60) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, false);
+        for step in 0..20_000 {
+            if step == 10_000 {
+                let advice = [Advice::Sequential, Advice::Random, Advice::Normal][world.below(3)];
+                world
+                    .mapped
+                    .advise(0..0, advice)
+                    .expect("advice of this kind does not fail");
+            }
+            world.step();
+        }
+        world.finish_intents();
+        world.check_everything();
+        scattered += world.space.scattered_pages();
+        world.end();
+    }
+    let is_default = std::env::var_os("FARPAGE_SIM_SEEDS").is_none();
+    assert!(scattered > 0 || !is_default, "no page was ever copied out");
+}
+
+#[test]
+fn flushes_and_evictions_on_demand_disturb_nobody() {
+    for seed in seeds(1000..1030) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, false);
+        for _ in 0..10 {
+            (0..1000).for_each(|_| world.step());
+            let first = world.below(PAGES);
+            let keep = world.chance(2);
+            world.run_job(first..PAGES, keep);
+            let region = world.mapped.region().clone();
+            world
+                .mapped
+                .pager()
+                .shared()
+                .doors
+                .tell_fillers(|| Command::Prefetch(region.clone(), first..PAGES));
+        }
+        world.finish_intents();
+        world.check_everything();
+        world.end();
+    }
+}
+
+#[test]
+fn lost_operations_are_repeated() {
+    for seed in seeds(2000..2008) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, true);
+        (0..5_000).for_each(|_| world.step());
+        world.finish_intents();
+        world.check_everything();
+        world.end();
+    }
+}
+
+#[test]
+fn pages_that_the_program_drops_are_what_was_written_back_last() {
+    for seed in seeds(3000..3030) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, false);
+        for _ in 0..20 {
+            (0..300).for_each(|_| world.step());
+            world.finish_intents();
+            // Everything is written back, so dropping a page takes nothing away.
+            world.run_job(0..PAGES, true);
+            for _ in 0..PAGES / 4 {
+                let page = world.below(PAGES);
+                world
+                    .space
+                    .drop_page(world.mapped.address() + page * world.page_bytes);
+            }
+        }
+        world.finish_intents();
+        world.check_everything();
+        world.end();
+    }
+}
