@@ -3,6 +3,7 @@
 //! The rule it keeps: a finding names file and line and says what to do. Rules read the text as it lies in the checkout,
 //! apart from what `.gitignore` names. What comments say is left to their readers.
 
+mod circles;
 mod comments;
 mod markdown;
 mod words;
@@ -92,6 +93,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
         }
     }
     documents(&files, &mut findings);
+    circles::check(&files, &mut findings);
     findings.sort_by(|a, b| (&a.file, a.line).cmp(&(&b.file, b.line)));
     Ok(findings)
 }

@@ -144,14 +144,15 @@ impl Doors {
 
     pub(crate) fn tell_filler(&self, shard: Shard, command: Command) {
         let door = &self.fillers[shard.0];
-        // Fails only when the filler has stopped, and then nobody waits for what it would have done.
+        // Fails only when the filler has stopped, and then nobody waits for what it would have
+        // done.
         if door.mail.send(command).is_ok() {
             door.bell.ring();
         }
     }
 
-    /// Asks a filler for something from within a signal handler. Forgotten if the filler is too busy
-    /// to look.
+    /// Asks a filler for something from within a signal handler. Forgotten if the filler is too
+    /// busy to look.
     pub(crate) fn ask_filler(&self, shard: Shard, ask: Ask) {
         let door = &self.fillers[shard.0];
         if door.asks.try_send(ask).is_ok() {

@@ -11,7 +11,8 @@ use farpage_store::{RegionId, StoreError};
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
                           make new ones in the child";
 
-/// Why a page could not be brought in, or not be written back. It reaches the program through `flush`, `close` and `take_error`.
+/// Why a page could not be brought in, or not be written back. It reaches the program through
+/// `flush`, `close` and `take_error`.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PageError {
@@ -64,8 +65,8 @@ pub enum PageError {
         /// Why it could not stay.
         why: String,
     },
-    /// This process is a child of the one that has the region: it has neither the region's memory nor
-    /// the threads that move its pages.
+    /// This process is a child of the one that has the region: it has neither the region's memory
+    /// nor the threads that move its pages.
     #[error("{FORKED}")]
     Forked,
     /// The operating system refused to map or take out a page.

@@ -135,7 +135,8 @@ impl Job {
         }
     }
 
-    /// Something went wrong. A server that is lost ends the job, or it would wait for a deadline with every few pages.
+    /// Something went wrong. A server that is lost ends the job, or it would wait for a deadline
+    /// with every few pages.
     pub(crate) fn fail(&self, error: PageError) {
         let is_lost_server = error.is_lost_server();
         self.outcome.0.lock().error.get_or_insert(error);

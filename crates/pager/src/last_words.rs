@@ -1,8 +1,8 @@
 //! What a program reads before SIGBUS ends it: [`LastWords`], one line on standard error.
 //!
-//! The rule it keeps: one line for each cause and region, however many pages it costs, and none where
-//! a subscriber of `tracing` gets the same as an event. It never waits: what standard error has no
-//! room for is left out.
+//! The rule it keeps: one line for each cause and region, however many pages it costs, and none
+//! where a subscriber of `tracing` gets the same as an event. It never waits: what standard error
+//! has no room for is left out.
 
 use std::{
     collections::HashSet,

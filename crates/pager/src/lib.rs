@@ -20,7 +20,7 @@
 //! | `ahead`, `pace`, `stretch`, `fills`, `held`, `wishes` | bringing in, and reading ahead |
 //! | `leaving`, `hand_over`, `write_backs` | runs that were taken out, until they are safe |
 //! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
-//! | `team`, `in_thread`, `pager`, `mapped` | their threads; the faces to the program |
+//! | `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the faces to the program |
 #![forbid(unsafe_code)]
 
 mod ahead;
@@ -46,6 +46,7 @@ mod installer;
 mod job;
 mod last_words;
 mod leaving;
+mod map;
 mod mapped;
 mod mapper;
 mod options;

@@ -1,7 +1,7 @@
-//! The face of this crate: [`Pager`] starts the workers and maps regions.
+//! The face of this crate: [`Pager`] starts the workers and lets them go.
 //!
-//! The rule it keeps: it puts the parts together and lets them go. What a worker does is in its
-//! own file; what the program does with a region is in `mapped.rs`.
+//! The rule it keeps: it puts the parts together. What a worker does is in its own file; how a
+//! region is mapped is in `map.rs`, and what the program does with one in `mapped.rs`.
 
 use std::{
     fmt, io, mem, process,
@@ -13,11 +13,11 @@ use std::{
     time::Duration,
 };
 
-use farpage_store::{Cluster, Lane, PageStore, RegionId};
-use farpage_vm::{AddressSpace, Layout};
+use farpage_store::{Cluster, Lane};
+use farpage_vm::AddressSpace;
 
 use crate::{
-    MapError, Mapped, PagerOptions, PagerStats, RegionOptions, StartError,
+    PagerOptions, PagerStats, StartError,
     bell::Bell,
     budget::Budget,
     doors::{Doors, FillerDoor, Inbox},
@@ -27,26 +27,11 @@ use crate::{
     in_thread::InThread,
     last_words::LastWords,
     pace::Pace,
-    region::{CHUNK_PAGES, Region},
     run::RUN_BYTES_MAX,
     shared::{Shared, Workers},
     team::Team,
-    wishes::BYTES_AHEAD_MAX,
     worker,
 };
-
-/// Stripes are not cut smaller than this, so that small regions stay one kernel mapping each.
-const STRIPE_BYTES_MIN: usize = 16 << 20;
-/// Stripes per shard of a large region. Different fillers serve neighbouring parts of it, for a
-/// handful of kernel mappings.
-const STRIPES_PER_SHARD: usize = 4;
-
-/// Read ahead at most over links that answer at once: several runs, so that one is mapped while
-/// another travels.
-const READ_AHEAD_BYTES: usize = 1 << 20;
-const READ_AHEAD_PAGES_MAX: usize = 256;
-/// And over slow links: as much as a filler has in flight.
-const READ_AHEAD_BYTES_MAX: usize = BYTES_AHEAD_MAX;
 
 /// The workers of one runtime and the regions that they serve.
 pub struct Pager<A: AddressSpace> {
@@ -171,9 +156,9 @@ impl<A: AddressSpace> Pager<A> {
         self.deadline
     }
 
-    /// Whether this process is a child of the one that started the pager. It has copies of everything
-    /// that it must not use: threads that do not run there hold locks, and connections are the
-    /// parent's.
+    /// Whether this process is a child of the one that started the pager. It has copies of
+    /// everything that it must not use: threads that do not run there hold locks, and connections
+    /// are the parent's.
     pub fn is_parents(&self) -> bool {
         self.process != process::id()
     }
@@ -181,6 +166,11 @@ impl<A: AddressSpace> Pager<A> {
     /// The servers that regions keep their pages on.
     pub fn cluster(&self) -> &Arc<Cluster> {
         &self.cluster
+    }
+
+    /// Bytes that move together at most.
+    pub(crate) fn run_bytes_max(&self) -> usize {
+        self.run_bytes_max
     }
 
     /// What serves the faults of the program's threads, where they do that themselves.
@@ -191,83 +181,6 @@ impl<A: AddressSpace> Pager<A> {
     /// A number for the next region, by which errors call it.
     pub fn next_region(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
-    }
-
-    /// Maps the pages of a store.
-    ///
-    /// # Errors
-    /// See [`MapError`].
-    pub fn map(
-        self: &Arc<Self>,
-        store: Arc<PageStore>,
-        options: RegionOptions,
-    ) -> Result<Mapped<A>, MapError> {
-        let (bytes, page_bytes) = (store.bytes(), store.page_bytes());
-        let budget = self.shared.frames.budget();
-        let (budget_bytes, pinned_bytes) = (budget.bytes(), budget.pinned());
-        let pages_min = self.shared.shards().max(2) as u64;
-        if budget_bytes.saturating_sub(pinned_bytes) < pages_min * page_bytes as u64 {
-            return Err(MapError::Budget {
-                budget_bytes,
-                pinned_bytes,
-                page_bytes,
-                pages_min,
-            });
-        }
-        self.shared.frames.expect(page_bytes);
-        let id = store.region();
-        let layout = Layout {
-            address: options.address,
-            read_only: options.read_only,
-            ..self.layout(id, bytes, page_bytes)
-        };
-        let mapping = self
-            .shared
-            .mapper
-            .map(layout)
-            .map_err(|source| MapError::Os { bytes, source })?;
-        // A window must not push out what was read ahead just before it.
-        let most = (budget_bytes / 16) as usize / page_bytes;
-        let read_ahead = match options.read_ahead {
-            Some(pages) => pages.min(most)..=pages.min(most),
-            None => {
-                let first = (READ_AHEAD_BYTES / page_bytes).clamp(1, READ_AHEAD_PAGES_MAX);
-                first.min(most)..=(READ_AHEAD_BYTES_MAX / page_bytes).min(most)
-            }
-        };
-        let run_pages = (self.run_bytes_max / page_bytes).clamp(1, CHUNK_PAGES);
-        let region = Region::new(
-            id,
-            options.label.unwrap_or_else(|| format!("region {id}")),
-            mapping,
-            layout,
-            store,
-            read_ahead,
-            run_pages,
-        );
-        let region = Arc::new(region);
-        if let Some(in_thread) = &self.in_thread {
-            in_thread.prepare(&region);
-        }
-        self.shared.regions.insert(region.clone());
-        Ok(Mapped::new(self.clone(), region))
-    }
-
-    fn layout(&self, id: RegionId, bytes: u64, page_bytes: usize) -> Layout {
-        let shards = self.shared.shards();
-        let bytes = (bytes as usize).next_multiple_of(page_bytes);
-        let stripe_bytes = bytes
-            .div_ceil(shards * STRIPES_PER_SHARD)
-            .max(STRIPE_BYTES_MIN)
-            .next_multiple_of(page_bytes.max(2 << 20));
-        Layout {
-            bytes,
-            page_bytes,
-            stripe_bytes,
-            first_shard: id.0 as usize % shards,
-            address: None,
-            read_only: false,
-        }
     }
 
     /// What happened so far.

@@ -111,7 +111,8 @@ impl<A: AddressSpace> WriteBacks<A> {
         });
     }
 
-    /// Posts again what the lane was too busy to take, except what its job has given up: that stays.
+    /// Posts again what the lane was too busy to take, except what its job has given up: that
+    /// stays.
     pub(crate) fn post_again(&mut self) -> bool {
         let given_up = |leaving: &Leaving| {
             let job = leaving.job.as_ref();

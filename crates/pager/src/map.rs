@@ -1,0 +1,107 @@
+//! Mapping the pages of a store: [`Pager::map`].
+//!
+//! The rule it keeps: all that a fault needs is reserved before the region is known to anybody.
+//! What the program does with the region is in `mapped.rs`.
+
+use std::sync::Arc;
+
+use farpage_store::{PageStore, RegionId};
+use farpage_vm::{AddressSpace, Layout};
+
+use crate::{
+    MapError, Mapped, Pager, RegionOptions,
+    region::{CHUNK_PAGES, Region},
+    wishes::BYTES_AHEAD_MAX,
+};
+
+/// Stripes are not cut smaller than this, so that small regions stay one kernel mapping each.
+const STRIPE_BYTES_MIN: usize = 16 << 20;
+/// Stripes per shard of a large region. Different fillers serve neighbouring parts of it, for a
+/// handful of kernel mappings.
+const STRIPES_PER_SHARD: usize = 4;
+
+/// Read ahead at most over links that answer at once: several runs, so that one is mapped while
+/// another travels.
+const READ_AHEAD_BYTES: usize = 1 << 20;
+const READ_AHEAD_PAGES_MAX: usize = 256;
+/// And over slow links: as much as a filler has in flight.
+const READ_AHEAD_BYTES_MAX: usize = BYTES_AHEAD_MAX;
+
+impl<A: AddressSpace> Pager<A> {
+    /// Maps the pages of a store.
+    ///
+    /// # Errors
+    /// See [`MapError`].
+    pub fn map(
+        self: &Arc<Self>,
+        store: Arc<PageStore>,
+        options: RegionOptions,
+    ) -> Result<Mapped<A>, MapError> {
+        let (bytes, page_bytes) = (store.bytes(), store.page_bytes());
+        let budget = self.shared().frames.budget();
+        let (budget_bytes, pinned_bytes) = (budget.bytes(), budget.pinned());
+        let pages_min = self.shared().shards().max(2) as u64;
+        if budget_bytes.saturating_sub(pinned_bytes) < pages_min * page_bytes as u64 {
+            return Err(MapError::Budget {
+                budget_bytes,
+                pinned_bytes,
+                page_bytes,
+                pages_min,
+            });
+        }
+        self.shared().frames.expect(page_bytes);
+        let id = store.region();
+        let layout = Layout {
+            address: options.address,
+            read_only: options.read_only,
+            ..self.layout(id, bytes, page_bytes)
+        };
+        let mapping = self
+            .shared()
+            .mapper
+            .map(layout)
+            .map_err(|source| MapError::Os { bytes, source })?;
+        // A window must not push out what was read ahead just before it.
+        let most = (budget_bytes / 16) as usize / page_bytes;
+        let read_ahead = match options.read_ahead {
+            Some(pages) => pages.min(most)..=pages.min(most),
+            None => {
+                let first = (READ_AHEAD_BYTES / page_bytes).clamp(1, READ_AHEAD_PAGES_MAX);
+                first.min(most)..=(READ_AHEAD_BYTES_MAX / page_bytes).min(most)
+            }
+        };
+        let run_pages = (self.run_bytes_max() / page_bytes).clamp(1, CHUNK_PAGES);
+        let region = Region::new(
+            id,
+            options.label.unwrap_or_else(|| format!("region {id}")),
+            mapping,
+            layout,
+            store,
+            read_ahead,
+            run_pages,
+        );
+        let region = Arc::new(region);
+        if let Some(in_thread) = self.in_thread() {
+            in_thread.prepare(&region);
+        }
+        self.shared().regions.insert(region.clone());
+        Ok(Mapped::new(self.clone(), region))
+    }
+
+    fn layout(&self, id: RegionId, bytes: u64, page_bytes: usize) -> Layout {
+        let shards = self.shared().shards();
+        let bytes = (bytes as usize).next_multiple_of(page_bytes);
+        let stripe_bytes = bytes
+            .div_ceil(shards * STRIPES_PER_SHARD)
+            .max(STRIPE_BYTES_MIN)
+            .next_multiple_of(page_bytes.max(2 << 20));
+        Layout {
+            bytes,
+            page_bytes,
+            stripe_bytes,
+            first_shard: id.0 as usize % shards,
+            address: None,
+            read_only: false,
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! Files of a crate that import each other in a circle: who reads one has to read all.
+//!
+//! The rule it keeps: it reads `use crate::...` alone, as text, and takes a folder for one file.
+//! Names that `lib.rs` hands on are followed to where they are defined. Tests may use what they
+//! like.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Finding, Source};
+
+/// Crates without circles. A crate that has lost its last one joins the list.
+const CRATES: [&str; 1] = ["crates/pager/src/"];
+
+/// What a file imports, and in which line.
+type Imports = BTreeMap<String, usize>;
+
+pub(super) fn check(files: &[Source], findings: &mut Vec<Finding>) {
+    for root in CRATES {
+        let of_crate: Vec<(&str, &Source)> = files
+            .iter()
+            .filter_map(|file| Some((module_of(file.path.strip_prefix(root)?)?, file)))
+            .collect();
+        let modules: BTreeSet<&str> = of_crate.iter().map(|(module, _)| *module).collect();
+        let handed_on = of_crate
+            .iter()
+            .find(|(module, _)| *module == "lib")
+            .map_or_else(BTreeMap::new, |(_, lib)| handed_on(&lib.text));
+        let mut graph: BTreeMap<&str, Vec<(String, usize, &Source)>> = BTreeMap::new();
+        for (module, file) in of_crate.iter().filter(|(module, _)| *module != "lib") {
+            for (name, line) in imports(&file.text) {
+                let to = handed_on.get(&name).unwrap_or(&name);
+                if modules.contains(to.as_str()) && to != module {
+                    graph
+                        .entry(module)
+                        .or_default()
+                        .push((to.clone(), line, file));
+                }
+            }
+        }
+        for edges in in_circles(graph).values() {
+            for (to, line, file) in edges {
+                findings.push(file.finding(
+                    *line,
+                    format!("imports `{to}`, which imports it in turn: break the circle"),
+                ));
+            }
+        }
+    }
+}
+
+/// The module at the top of the crate that a file belongs to. `None`: of tests alone.
+fn module_of(path: &str) -> Option<&str> {
+    let module = path.split(['/', '.']).next()?;
+    (path.ends_with(".rs") && module != "simulation").then_some(module)
+}
+
+/// Names that `lib.rs` has from its modules.
+fn handed_on(lib: &str) -> BTreeMap<String, String> {
+    let mut names = BTreeMap::new();
+    for statement in lib.split("pub use ").skip(1) {
+        let statement = statement.split(';').next().unwrap_or_default();
+        if let Some((module, rest)) = statement.split_once("::") {
+            let name = |name: &str| name.trim().to_owned();
+            let list = rest.trim_matches(['{', '}', '\n', ' ']).split(',');
+            names.extend(list.map(|item| (name(item), name(module))));
+        }
+    }
+    names
+}
+
+/// The first names behind `crate::` in the imports before the file's tests.
+fn imports(text: &str) -> Imports {
+    let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(text);
+    let mut names = Imports::new();
+    for (at, _) in text.match_indices("use crate::") {
+        let line = text[..at].lines().count() + 1;
+        let statement = text[at + "use crate::".len()..].split(';').next();
+        for item in items(statement.unwrap_or_default()) {
+            names.entry(item).or_insert(line);
+        }
+    }
+    names
+}
+
+/// `{a::{b, c}, D}` is `a` and `D`.
+fn items(statement: &str) -> Vec<String> {
+    let mut items = vec![String::new()];
+    let mut depth = i32::from(!statement.starts_with('{'));
+    for character in statement.chars() {
+        match character {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 1 => items.push(String::new()),
+            other if depth == 1 => items.last_mut().expect("there is one").push(other),
+            _ => {}
+        }
+    }
+    let first = |item: String| {
+        let item = item.trim();
+        item.split("::").next().unwrap_or(item).to_owned()
+    };
+    items.into_iter().map(first).collect()
+}
+
+/// What is left when those are taken away that import nothing of the rest, or that nobody of the
+/// rest imports.
+fn in_circles<T: Clone>(
+    mut graph: BTreeMap<&str, Vec<(String, usize, T)>>,
+) -> BTreeMap<&str, Vec<(String, usize, T)>> {
+    loop {
+        let before: usize = graph.values().map(Vec::len).sum();
+        let importers: BTreeSet<String> = graph.keys().map(|&from| from.to_owned()).collect();
+        let imported: BTreeSet<String> = graph
+            .values()
+            .flatten()
+            .map(|(to, ..)| to.clone())
+            .collect();
+        graph.retain(|from, edges| {
+            edges.retain(|(to, ..)| importers.contains(to));
+            imported.contains(*from) && !edges.is_empty()
+        });
+        if graph.values().map(Vec::len).sum::<usize>() == before {
+            return graph;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(files: &[(&str, &str)]) -> Vec<String> {
+        let source = |&(path, text): &(&str, &str)| Source {
+            path: format!("{}{path}", CRATES[0]),
+            text: text.to_owned(),
+        };
+        let files: Vec<Source> = files.iter().map(source).collect();
+        let mut findings = Vec::new();
+        check(&files, &mut findings);
+        findings.iter().map(Finding::to_string).collect()
+    }
+
+    #[test]
+    fn a_circle_names_its_files_and_a_chain_none() {
+        let lib = ("lib.rs", "mod a;\npub use a::{Face, Other};\n");
+        let chain = [
+            lib,
+            ("a.rs", "use crate::b;\n"),
+            ("b.rs", "use crate::{\n    c::{A, B},\n};\n"),
+            ("c.rs", "#[cfg(test)]\nmod tests {\n    use crate::a;\n}\n"),
+        ];
+        assert_eq!(found(&chain), Vec::<String>::new());
+        let circle = [
+            lib,
+            ("a.rs", "use crate::{b::X, d};\n"),
+            ("b.rs", "//! Text.\n\nuse crate::Face;\n"),
+            ("d.rs", "fn d() {}\n"),
+            ("e.rs", "use crate::a;\n"),
+        ];
+        let found = found(&circle);
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].contains("a.rs:1: imports `b`"), "{found:?}");
+        assert!(found[1].contains("b.rs:3: imports `a`"), "{found:?}");
+    }
+}
