@@ -11,7 +11,7 @@ use std::{
 
 use farpage::{
     BuildError, CreateError, FlushError, OpenError, PageError, PinError,
-    error::{ControlError, MapError, NamesError, OpenStoreError, StoreCreateError},
+    error::{ControlError, MapError, NamesError, OpenStoreError, PublishError, StoreCreateError},
 };
 
 /// What a function says: `FARPAGE_OK`, or one of the codes below and a message for `farpage_error_message`.
@@ -38,6 +38,8 @@ pub const FARPAGE_FORKED: farpage_code = 7;
 pub const FARPAGE_SYSTEM: farpage_code = 8;
 /// A bug in farpage; the message is worth a report.
 pub const FARPAGE_INTERNAL: farpage_code = 9;
+/// A region of that name exists already: open it, remove it, or set `replace`.
+pub const FARPAGE_EXISTS: farpage_code = 10;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -128,6 +130,12 @@ impl From<CreateError> for Failure {
             CreateError::Store(StoreCreateError::Alloc { .. } | StoreCreateError::Table(_))
             | CreateError::TooLarge { .. } => FARPAGE_NO_MEMORY,
             CreateError::Store(StoreCreateError::Size { bytes: 1.., .. }) => FARPAGE_NO_MEMORY,
+            CreateError::Store(StoreCreateError::Claim(PublishError::Exists { .. })) => {
+                FARPAGE_EXISTS
+            }
+            CreateError::Store(StoreCreateError::Claim(PublishError::Control(
+                ControlError::Disconnected { .. },
+            ))) => FARPAGE_UNREACHABLE,
             CreateError::Store(_) => FARPAGE_INVALID,
             CreateError::Map(error) => map_code(error),
             _ => FARPAGE_SYSTEM,

@@ -63,6 +63,8 @@ pub struct farpage_region_options {
     /// Maps the region here and nowhere else: a multiple of its page size. What is mapped there is replaced, all of it up to the end of the region's last page and nothing
     /// beside it; but not another region, that is FARPAGE_INVALID.
     pub address: *mut c_void,
+    /// 1: `name` may exist already; what is published under it stays until this region is published. Otherwise mapping fails with FARPAGE_EXISTS then.
+    pub replace: u32,
 }
 
 // SAFETY: integers and pointers, beginning with the length.
@@ -245,7 +247,7 @@ unsafe fn create(
                 "a name, and a store or descriptor: only what servers keep has a name",
             ));
         }
-        options = options.name(name);
+        options = options.name(name).replace(given.replace != 0);
     }
     Ok(Mapped {
         region: runtime.region_with(bytes, options)?,

@@ -638,6 +638,12 @@ fn names_are_listed_and_removed() {
         assert_eq!(list(), [("listed".to_owned(), true, 1)]);
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
         assert_eq!(list(), [("listed".to_owned(), true, 0)]);
+        // Another of that name is refused at once, or replaces it.
+        assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_EXISTS));
+        assert!(message().contains("open it"), "{}", message());
+        options.replace = 1;
+        let region = runtime.map(2 * PAGE, &options).expect("it replaces");
+        assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
         assert_eq!(
             farpage_name_remove(runtime.0, c"listed".as_ptr()),
             FARPAGE_OK

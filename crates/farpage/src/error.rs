@@ -2,7 +2,7 @@
 
 use std::{error::Error, fmt};
 
-pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError};
+pub use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError, PublishError};
 use farpage_pager::FORKED;
 pub use farpage_pager::{FlushError as PageFlushError, MapError, PageError, PinError, StartError};
 pub use farpage_store::{

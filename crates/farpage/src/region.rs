@@ -24,6 +24,7 @@ pub struct RegionOptions {
     pub(crate) shape: Vec<usize>,
     pub(crate) reserve: Reserve,
     pub(crate) name: Option<String>,
+    pub(crate) replace: bool,
     pub(crate) store: Option<Arc<dyn Store>>,
     pub(crate) address: Option<usize>,
     pub(crate) read_only: bool,
@@ -71,9 +72,20 @@ impl RegionOptions {
     }
 
     /// Names the region. Every flush and the close publish it on its servers under this name, where
-    /// it outlives the program. Does nothing for a region with a store of its own.
+    /// it outlives the program. The name is the region's from its creation on, which fails if the
+    /// name exists already: [open](crate::Runtime::open_region) it, [remove](crate::Runtime::remove)
+    /// it, or [replace](Self::replace) it. Does nothing for a region with a store of its own.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
+        self
+    }
+
+    /// Lets a [named](Self::name) region replace the one that exists under its name. The old one
+    /// stays until the first flush, or the close; on several servers, a program that dies in the
+    /// middle of that may leave neither. A region that another program has open is not replaced.
+    /// Default: off.
+    pub fn replace(mut self, replace: bool) -> Self {
+        self.replace = replace;
         self
     }
 
@@ -112,6 +124,7 @@ impl fmt::Debug for RegionOptions {
             .field("shape", &self.shape)
             .field("reserve", &self.reserve)
             .field("name", &self.name)
+            .field("replace", &self.replace)
             .field("store", &self.store.as_ref().map(|store| store.name()))
             .field("address", &self.address)
             .field("read_only", &self.read_only)
@@ -288,7 +301,7 @@ impl Region {
     pub fn flush(&self) -> Result<(), FlushError> {
         self.mapped.flush()?;
         match &self.name {
-            Some(name) => Ok(self.mapped.store().publish(name)?),
+            Some(_) => Ok(self.mapped.store().publish()?),
             None => Ok(()),
         }
     }

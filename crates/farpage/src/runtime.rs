@@ -176,7 +176,8 @@ impl Runtime {
                     codec: options.codec.unwrap_or(self.defaults.codec),
                     layout: Layout::new(element, sides(&options.shape)),
                     reserve: options.reserve,
-                    named: options.name.is_some(),
+                    name: options.name.clone(),
+                    replace: options.replace,
                 };
                 PageStore::remote(cluster, id, bytes as u64, page_bytes, &remote)?
             }

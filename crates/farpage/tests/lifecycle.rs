@@ -756,6 +756,50 @@ fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
 }
 
 #[test]
+fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
+    let test = "a_name_that_is_taken_is_refused_when_the_array_is_created";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
+        let named = || RegionOptions::new().name("field");
+        let open = first.array_with::<u64>(PAGE, named()).unwrap();
+        // Twice in one program, and in another, with or without `replace`.
+        for runtime in [&first, &second] {
+            for replace in [false, true] {
+                let refused = runtime.array_with::<u64>(PAGE, named().replace(replace));
+                assert!(refused.is_err(), "{refused:?}");
+            }
+        }
+        // Never flushed, never closed: the name is free.
+        let closed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+            let _dropped_without_publishing = open;
+            panic!("a bug of the program's");
+        }));
+        assert!(closed.is_err());
+        let mut array = second.array_with::<u64>(PAGE, named()).unwrap();
+        array.fill(1);
+        array.close().unwrap();
+        let error = first.array_with::<u64>(PAGE, named()).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("`field`") && text.contains("open it"),
+            "{text}"
+        );
+        let mut array = first
+            .array_with::<u64>(PAGE / 2, named().replace(true))
+            .unwrap();
+        array.fill(2);
+        array.close().unwrap();
+        let array = second.open_array::<u64>("field").unwrap();
+        assert_eq!((array.len(), array[0]), (PAGE / 2, 2));
+    }
+}
+
+#[test]
 fn named_region_outlives_its_program_and_has_one_owner() {
     let test = "named_region_outlives_its_program_and_has_one_owner";
     let _watchdog = Watchdog::new(test, Duration::from_secs(60));

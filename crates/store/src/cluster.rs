@@ -8,7 +8,7 @@
 //! never fragment. Regions that reserve nothing have pools of their own: they must not use up what others were promised. A region that can be published has a pool of its own.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     sync::{
         Arc, RwLock, Weak,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -64,6 +64,8 @@ pub struct Cluster {
     pub(crate) traffic: Arc<Traffic>,
     pools: Mutex<HashMap<(usize, bool, Reserve), Arc<Pool>>>,
     stats: Mutex<Ledger>,
+    /// Names of regions of this cluster that are open.
+    pub(crate) names_open: Mutex<HashSet<String>>,
 }
 
 /// Counters of open stores, and the sum of the closed ones.
@@ -91,6 +93,7 @@ impl Cluster {
             traffic: Arc::default(),
             pools: Mutex::default(),
             stats: Mutex::default(),
+            names_open: Mutex::default(),
         })
     }
 
@@ -313,15 +316,6 @@ impl Pool {
         };
         self.add(server as u8, extent.id, extent.bytes);
         Ok(extent.bytes)
-    }
-
-    /// Makes sure that the first server has granted something.
-    pub(crate) fn anchor(&self) -> Result<(), AllocError> {
-        let _one_at_a_time = self.growing.lock();
-        if self.arenas[0].lock().granted_bytes > 0 {
-            return Ok(());
-        }
-        self.grant(0, GRANULE_BYTES).map(drop)
     }
 
     /// Adds an extent and returns its index.

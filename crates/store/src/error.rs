@@ -183,6 +183,15 @@ pub enum CreateError {
     /// This process has no room for it.
     #[error(transparent)]
     Table(#[from] TableError),
+    /// The cluster has a region of that name open.
+    #[error("region `{name}` is open in this program already: close it first")]
+    Held {
+        /// The name.
+        name: String,
+    },
+    /// A server would not keep the name for the region.
+    #[error(transparent)]
+    Claim(farpage_fabric::PublishError),
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the runtime goes on.
     #[error(
         "no remote memory for region {region} of {bytes} bytes, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
@@ -208,23 +217,11 @@ pub enum CreateError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishStoreError {
-    /// The region was created without [`RemoteOptions::named`](crate::RemoteOptions::named), or is kept by a store of its own.
+    /// The region was created without [`RemoteOptions::name`](crate::RemoteOptions::name), or is kept by a store of its own.
     #[error("region {region} cannot be published: it was not created as a named region")]
     NotNamed {
         /// The region.
         region: RegionId,
-    },
-    /// A region has one name: its pages are kept for the last publication alone.
-    #[error(
-        "region {region} cannot be published as {name}: it is published as {published}, and a region has one name"
-    )]
-    OtherName {
-        /// The region.
-        region: RegionId,
-        /// The name asked for.
-        name: String,
-        /// The name that it has.
-        published: String,
     },
     /// No room for the page map.
     #[error("no remote memory for the page map of region {region} ({name}): {source}")]
@@ -297,6 +294,20 @@ pub enum OpenStoreError {
         name: String,
         /// What the server said.
         source: farpage_fabric::OpenError,
+    },
+    /// The cluster has it open.
+    #[error("region `{name}` is open in this program already: close it first")]
+    Held {
+        /// The name.
+        name: String,
+    },
+    /// A server that has nothing of it would not keep its name for it.
+    #[error("opening region {name}: {source}")]
+    Claim {
+        /// The name.
+        name: String,
+        /// What the server said.
+        source: farpage_fabric::PublishError,
     },
     /// The region's pages lie on a server that the runtime does not have.
     #[error(

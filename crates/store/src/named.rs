@@ -32,6 +32,7 @@ use crate::{
     cluster::Pool,
     codec::{self, Chooser, Form, Scheme},
     entry::{Entry, Place, Span, Words, portable},
+    names::Claim,
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
     slots::GRANULE_BYTES,
 };
@@ -90,7 +91,6 @@ pub(crate) struct Publications {
 /// The last publication.
 #[derive(Default)]
 struct Last {
-    name: Option<String>,
     /// The slots of its map.
     map: Vec<Span>,
     /// Slots for whole maps to come, where the region reserves its memory: between the many holes of a region that has been in use for
@@ -147,16 +147,17 @@ impl Commit<'_> {
 }
 
 impl PageStore {
-    /// Publishes what has been written back so far under `name`, atomically: whoever opens the name gets this state or,
+    /// Publishes what has been written back so far under the region's name, atomically: whoever opens the name gets this state or,
     /// if this call fails or the process dies in it, the previous one. (If the connection breaks in the last step, either of
     /// the two.) Pages may be filled and written back meanwhile.
     ///
     /// # Errors
     /// [`PublishStoreError`].
-    pub fn publish(&self, name: &str) -> Result<(), PublishStoreError> {
+    pub fn publish(&self) -> Result<(), PublishStoreError> {
         let region = self.region;
         let Backing::Remote(
             remote @ RemoteStore {
+                claim: Some(claim),
                 publications: Some(publications),
                 ..
             },
@@ -164,22 +165,8 @@ impl PageStore {
         else {
             return Err(PublishStoreError::NotNamed { region });
         };
-        let pool = &remote.pool;
+        let (pool, name) = (&remote.pool, claim.name());
         let mut last = publications.last.lock();
-        if let Some(published) = last.name.as_ref().filter(|published| *published != name) {
-            let (name, published) = (name.to_owned(), published.clone());
-            return Err(PublishStoreError::OtherName {
-                region,
-                name,
-                published,
-            });
-        }
-        // 0. A name is held, and let go, by its extents: the first server has at least one.
-        pool.anchor().map_err(|source| PublishStoreError::Alloc {
-            region,
-            name: name.to_owned(),
-            source,
-        })?;
         // Its slots before its content: what is evicted meanwhile must not take their room.
         let map_bytes = map_bytes(self.bytes, self.page_bytes);
         let area = match last.spare.pop() {
@@ -233,7 +220,6 @@ impl PageStore {
             }
         }
         publications.deferred.lock().extend(undecided);
-        last.name = Some(name.to_owned());
         if result.is_ok() {
             pool.free(&stale);
             let before = std::mem::replace(&mut last.map, area);
@@ -285,7 +271,6 @@ impl PageStore {
         // 4. The entries.
         let publications = Publications::default();
         *publications.last.lock() = Last {
-            name: Some(name.to_owned()),
             map: slots,
             ..Last::default()
         };
@@ -306,6 +291,7 @@ impl PageStore {
             scheme: Box::new(scheme),
             page_bytes,
             reservation,
+            claim: Some(Box::new(opened.claim)),
             publications: Some(publications),
         };
         let store = Self::new(
@@ -459,7 +445,9 @@ impl PageStore {
             map_bytes,
             map,
         });
-        // The first server last: its manifest is the publication. The others hold at least what any of its maps needs.
+        // The first server last: its manifest is the publication. The others hold at least what any
+        // of its maps needs. A server that holds nothing is told so, too: what the name kept there
+        // before is free then.
         for (server, (_, session)) in pool.servers().iter().enumerate().rev() {
             let manifest = if server == 0 {
                 &manifest
@@ -473,15 +461,13 @@ impl PageStore {
                 .filter(|(on, _)| usize::from(*on) == server)
                 .map(|(_, id)| *id)
                 .collect();
-            if server == 0 || !held.is_empty() {
-                session.publish(name, &manifest, &held).map_err(|source| {
-                    PublishStoreError::Publish {
-                        region: self.region,
-                        name: name.to_owned(),
-                        source,
-                    }
-                })?;
-            }
+            session.publish(name, &manifest, &held).map_err(|source| {
+                PublishStoreError::Publish {
+                    region: self.region,
+                    name: name.to_owned(),
+                    source,
+                }
+            })?;
         }
         Ok(())
     }
@@ -527,6 +513,8 @@ fn map_slots(pool: &Pool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
 struct Held {
     manifest: RegionManifest,
     hold: Hold,
+    /// Let go after the extents.
+    claim: Claim,
 }
 
 struct Hold(Vec<(Arc<Session>, Vec<farpage_fabric::Extent>)>);
@@ -545,6 +533,9 @@ impl Drop for Hold {
 
 impl Held {
     fn open(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
+        let claim = Claim::here(cluster, name).ok_or_else(|| OpenStoreError::Held {
+            name: name.to_owned(),
+        })?;
         let mut hold = Hold(Vec::new());
         let mut region = None;
         for session in cluster.sessions() {
@@ -558,6 +549,7 @@ impl Held {
                     });
                 }
             };
+            claim.opened(session);
             hold.0.push((session.clone(), named.extents));
             match postcard::from_bytes(&named.manifest) {
                 Ok(Manifest::Region(manifest)) if manifest.version == VERSION => {
@@ -585,7 +577,17 @@ impl Held {
         let manifest = region.ok_or_else(|| OpenStoreError::NotFound {
             name: name.to_owned(),
         })?;
-        Ok(Self { manifest, hold })
+        // Also where it has nothing now: it may be published there again.
+        let failed = |source| OpenStoreError::Claim {
+            name: name.to_owned(),
+            source,
+        };
+        claim.take(true).map_err(failed)?;
+        Ok(Self {
+            manifest,
+            hold,
+            claim,
+        })
     }
 
     /// A pool that numbers servers and extents as the manifest does, and has the cluster's other servers behind them.

@@ -1,13 +1,91 @@
-//! The names that a user's key has on the servers of a cluster: listed and removed.
+//! The names that a user's key has on the servers of a cluster: held, listed and removed.
 //!
-//! The rule it keeps: a region that lies on several servers is one name. What a name is bound to is
+//! The rule it keeps: a region that lies on several servers is one name, and is held on all servers
+//! of the cluster while it is open, so that nobody else takes it on any of them. What a name is bound to is
 //! left to [`named`](crate::named).
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
-use farpage_fabric::{ControlError, OpenError};
+use farpage_fabric::{ControlError, OpenError, PublishError, Session};
+use parking_lot::Mutex;
 
-use crate::Cluster;
+use crate::{Cluster, CreateError};
+
+/// A name that is held for an open region, until it is let go or dropped.
+pub(crate) struct Claim {
+    name: String,
+    cluster: Arc<Cluster>,
+    /// Where a server holds it for this client; none once it was let go.
+    held: Mutex<Option<Vec<Arc<Session>>>>,
+}
+
+impl Claim {
+    /// Holds a name within this cluster; `None` if a region of that name is open. Servers cannot
+    /// tell the regions of one client apart.
+    pub(crate) fn here(cluster: &Arc<Cluster>, name: &str) -> Option<Self> {
+        let is_new = cluster.names_open.lock().insert(name.to_owned());
+        is_new.then(|| Self {
+            name: name.to_owned(),
+            cluster: cluster.clone(),
+            held: Mutex::new(Some(Vec::new())),
+        })
+    }
+
+    /// Holds the name of a new region on all servers.
+    pub(crate) fn on_all(
+        cluster: &Arc<Cluster>,
+        name: &str,
+        replace: bool,
+    ) -> Result<Self, CreateError> {
+        let claim = Self::here(cluster, name).ok_or_else(|| CreateError::Held {
+            name: name.to_owned(),
+        })?;
+        claim.take(replace).map_err(CreateError::Claim)?;
+        Ok(claim)
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The session has opened the name, and holds it by that.
+    pub(crate) fn opened(&self, session: &Arc<Session>) {
+        let mut held = self.held.lock();
+        let held = held.get_or_insert_default();
+        if !held.iter().any(|other| Arc::ptr_eq(other, session)) {
+            held.push(session.clone());
+        }
+    }
+
+    /// Holds the name on all servers until [`let_go`](Self::let_go), whatever the region has there.
+    pub(crate) fn take(&self, replace: bool) -> Result<(), PublishError> {
+        for session in self.cluster.sessions() {
+            session.claim(&self.name, replace)?;
+            self.opened(session);
+        }
+        Ok(())
+    }
+
+    /// Lets others have the name. What was published under it stays.
+    pub(crate) fn let_go(&self) {
+        let Some(held) = self.held.lock().take() else {
+            return;
+        };
+        for session in held {
+            if let Err(error) = session.disclaim(&self.name) {
+                // The session's end lets it go at the latest.
+                tracing::warn!(endpoint = %session.endpoint(), name = self.name, %error, "name not let go");
+            }
+        }
+        self.cluster.names_open.lock().remove(&self.name);
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
 
 /// A named region as its servers know it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -24,6 +24,7 @@ use crate::{
     codec::{self, Chooser, Scheme},
     entry::{Entry, PageTable, Place, Span},
     named::{Publications, map_bytes},
+    names::Claim,
 };
 
 /// A region, as errors and logs call it. The caller gives it.
@@ -59,9 +60,12 @@ pub struct RemoteOptions {
     pub layout: Layout,
     /// What is granted at once. Default: the full size.
     pub reserve: Reserve,
-    /// Whether the region can be published under a name; it then has extents of its own, and pages that change after a
-    /// publication are kept in both versions until the next one, for which [`Reserve::Full`] takes twice the size. Default: no.
-    pub named: bool,
+    /// The name that the region is published under. A named region has extents of its own, and pages
+    /// that change after a publication are kept in both versions until the next one, for which
+    /// [`Reserve::Full`] takes twice the size. Default: none.
+    pub name: Option<String>,
+    /// Whether a region that exists under the name is replaced by the first publication. Default: no.
+    pub replace: bool,
 }
 
 /// The pages of one region. Dropping it frees its remote memory, except what was published under a name.
@@ -90,7 +94,9 @@ pub(crate) struct RemoteStore {
     /// Where the codec is an adaptive one.
     pub(crate) chooser: Option<Box<Chooser>>,
     pub(crate) reservation: Option<Reservation>,
-    /// For regions with a pool of their own.
+    /// For regions with a name, which have a pool of their own.
+    pub(crate) claim: Option<Box<Claim>>,
+    /// As `claim`.
     pub(crate) publications: Option<Publications>,
 }
 
@@ -113,7 +119,14 @@ impl PageStore {
         }
         let scheme = Scheme::new(options.codec, options.layout.clone())
             .map_err(|source| CreateError::Codec { region, source })?;
-        let pool = if options.named {
+        // Before any memory is taken, and on all servers: a name that another has is no surprise at
+        // the first publication.
+        let claim = match &options.name {
+            Some(name) => Some(Claim::on_all(cluster, name, options.replace)?),
+            None => None,
+        };
+        let named = claim.is_some();
+        let pool = if named {
             Arc::new(cluster.new_pool(0..cluster.sessions().len()))
         } else {
             cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
@@ -121,18 +134,18 @@ impl PageStore {
         let reservation = match options.reserve {
             Reserve::OnDemand => None,
             Reserve::Full => {
-                let needed_bytes = reserved_bytes(bytes, page_bytes, options.named);
+                let needed_bytes = reserved_bytes(bytes, page_bytes, named);
                 let failed = |source| CreateError::Alloc {
                     region,
                     bytes,
                     needed_bytes,
-                    named: options.named,
+                    named,
                     source,
                 };
                 Some(pool.reserve(needed_bytes, page_bytes).map_err(failed)?)
             }
         };
-        let publications = options.named.then(Publications::default);
+        let publications = named.then(Publications::default);
         if let (Some(publications), Some(_)) = (&publications, &reservation) {
             publications.set_aside(&pool, map_bytes(bytes, page_bytes), 2);
         }
@@ -143,6 +156,7 @@ impl PageStore {
             page_bytes,
             chooser: chooser.map(Box::new),
             reservation,
+            claim: claim.map(Box::new),
             publications,
         };
         Ok(Self::new(
@@ -327,6 +341,8 @@ impl PageStore {
         }
         if remote.publications.is_some() {
             remote.pool.release_all();
+            // Last: whoever opens the name next finds nothing of it held.
+            remote.claim.as_ref().inspect(|claim| claim.let_go());
             return;
         }
         for page in 0..self.pages() {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    AllocError, Endpoint, Op, Session, SessionOptions, Verb,
+    AllocError, Endpoint, ExtentId, Op, PublishError, Session, SessionOptions, Verb,
     server::{Listener, Shutdown, SocketAccess, Traffic, serve},
     sim::{SimConfig, SimHost, SimServer},
 };
@@ -894,11 +894,11 @@ fn field(first: usize, len: usize) -> Vec<u8> {
         .collect()
 }
 
-fn lossy(cluster: &Arc<Cluster>, mode: ZfpMode, named: bool) -> Arc<PageStore> {
+fn lossy(cluster: &Arc<Cluster>, mode: ZfpMode, name: Option<&str>) -> Arc<PageStore> {
     let options = RemoteOptions {
         codec: Codec::zfp(mode),
         layout: Layout::new(Element::F64, [64, 64]),
-        named,
+        name: name.map(str::to_owned),
         ..RemoteOptions::default()
     };
     PageStore::remote(cluster, REGION, 8 * 4096, 4096, &options).unwrap()
@@ -912,7 +912,7 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
         ZfpMode::Rate(10.0),
         ZfpMode::Precision(16),
     ] {
-        let store = lossy(&cluster, mode, false);
+        let store = lossy(&cluster, mode, None);
         let mut lane = Lane::new(&cluster).unwrap();
         let exact = field(0, 8 * 512);
         write_run(&mut lane, &store, 0, &exact);
@@ -945,7 +945,7 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
 #[test]
 fn a_page_that_cannot_meet_its_bound_is_stored_without_loss() {
     let cluster = cluster(1);
-    let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), false);
+    let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), None);
     let mut lane = Lane::new(&cluster).unwrap();
     let mut pages = field(0, 8 * 512);
     for (page, odd) in [(1, f64::NAN), (3, f64::INFINITY), (4, 1e300)] {
@@ -968,10 +968,10 @@ fn a_lossy_region_is_opened_with_its_codec_and_shape() {
     let servers = servers();
     let rounded = {
         let cluster = client(&servers);
-        let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), true);
+        let store = lossy(&cluster, ZfpMode::Accuracy(1e-3), Some("field"));
         let mut lane = Lane::new(&cluster).unwrap();
         write_run(&mut lane, &store, 0, &field(0, 8 * 512));
-        store.publish("field").unwrap();
+        store.publish().unwrap();
         read_run(&mut lane, &store, 0, 8).frame.bytes
     };
     let cluster = client(&servers);
@@ -1552,10 +1552,10 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
     assert_eq!(write_run(&mut lane, &store, 0, &model).outcome.written, 3);
 }
 
-fn named(cluster: &Arc<Cluster>, pages: u64, codec: Codec) -> Arc<PageStore> {
+fn named(cluster: &Arc<Cluster>, name: &str, pages: u64, codec: Codec) -> Arc<PageStore> {
     let options = RemoteOptions {
         codec,
-        named: true,
+        name: Some(name.to_owned()),
         ..RemoteOptions::default()
     };
     PageStore::remote(cluster, REGION, pages * 4096, 4096, &options).expect("it fits")
@@ -1581,9 +1581,9 @@ fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
         let mut servers = servers();
         let mut model = vec![0; 60 * 4096];
         let first = client(&servers);
-        let store = named(&first, 60, codec);
+        let store = named(&first, "field", 60, codec);
         conform(&first, &store, &mut model, 1, 1000);
-        store.publish("field").unwrap();
+        store.publish().unwrap();
         let second = client(&servers);
         assert!(
             matches!(
@@ -1606,7 +1606,7 @@ fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
                 (60 * 4096, 4096, Some(codec))
             );
             conform(&cluster, &store, &mut model, round, 1000);
-            store.publish("field").unwrap();
+            store.publish().unwrap();
             conform(&cluster, &store, &mut model.clone(), round + 100, 500);
         }
         let missing = client(&servers[..1]);
@@ -1621,13 +1621,13 @@ fn a_client_that_dies_between_publications_leaves_the_last_one() {
     for round in 0..8 {
         let cluster = client(&servers);
         let store = if round == 0 {
-            named(&cluster, 60, Codec::Lz4)
+            named(&cluster, "x", 60, Codec::Lz4)
         } else {
             PageStore::open(&cluster, REGION, "x").unwrap()
         };
         for publication in 0..3 {
             conform(&cluster, &store, &mut model, round * 10 + publication, 400);
-            store.publish("x").unwrap();
+            store.publish().unwrap();
         }
         // Overwritten after the last publication, many times over: nothing of it may show.
         conform(&cluster, &store, &mut model.clone(), round * 10 + 5, 1500);
@@ -1643,12 +1643,12 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     let cluster = client(std::slice::from_ref(&server));
     let options = RemoteOptions {
         reserve: Reserve::OnDemand,
-        named: true,
+        name: Some("x".to_owned()),
         ..RemoteOptions::default()
     };
     let store = PageStore::remote(&cluster, REGION, 64 * 4096, 4096, &options).unwrap();
     assert!(matches!(
-        remote(&cluster, 4, 4096, Codec::Raw).publish("x"),
+        remote(&cluster, 4, 4096, Codec::Raw).publish(),
         Err(PublishStoreError::NotNamed { .. })
     ));
     let mut lane = Lane::new(&cluster).unwrap();
@@ -1661,11 +1661,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
         (0..pages).for_each(|p| assert!(write(&mut lane, &store, p, &page(i)).is_ok()))
     };
     write_all(64, 1);
-    store.publish("x").unwrap();
-    assert!(matches!(
-        store.publish("y"),
-        Err(PublishStoreError::OtherName { .. })
-    ));
+    store.publish().unwrap();
     // Someone takes what there is but for 48 pages, which leaves no room for a map.
     let session = &cluster.sessions()[0];
     let available = match session.grant(1 << 30) {
@@ -1676,7 +1672,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     write_all(47, 2);
     for _ in 0..3 {
         assert!(matches!(
-            store.publish("x"),
+            store.publish(),
             Err(PublishStoreError::Alloc { .. })
         ));
         write_all(47, 3);
@@ -1693,7 +1689,7 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     session.release(rest.id).unwrap();
     // A server that was full is not asked again at once.
     let limit = Instant::now() + Duration::from_secs(10);
-    while store.publish("x").is_err() {
+    while store.publish().is_err() {
         assert!(Instant::now() < limit, "there is room now");
     }
     write_all(47, 4);
@@ -1709,12 +1705,12 @@ fn a_publication_whose_answer_was_lost_can_be_opened_whichever_it_is() {
     for round in 0..4 {
         let cluster = client(&servers);
         let store = if round == 0 {
-            named(&cluster, 60, Codec::Raw)
+            named(&cluster, "x", 60, Codec::Raw)
         } else {
             PageStore::open(&cluster, REGION, "x").unwrap()
         };
         conform(&cluster, &store, &mut model, round * 10, 600);
-        store.publish("x").unwrap();
+        store.publish().unwrap();
         conform(&cluster, &store, &mut model, round * 10 + 1, 600);
         for server in &servers {
             server.lose_next_publish_answer();
@@ -1722,7 +1718,7 @@ fn a_publication_whose_answer_was_lost_can_be_opened_whichever_it_is() {
         // The second server's manifest is no publication yet, the first one's is.
         for _ in 0..2 {
             assert!(matches!(
-                store.publish("x"),
+                store.publish(),
                 Err(PublishStoreError::Publish { .. })
             ));
         }
@@ -1740,24 +1736,110 @@ fn a_named_region_without_content_is_let_go_when_it_is_closed() {
     let cluster = client(&servers);
     let options = RemoteOptions {
         reserve: Reserve::OnDemand,
-        named: true,
+        name: Some("empty".to_owned()),
         ..RemoteOptions::default()
     };
     let store = PageStore::remote(&cluster, REGION, 8 << 20, 4096, &options).unwrap();
-    store.publish("empty").unwrap();
-    let held = cluster.sessions()[0].stat().unwrap();
-    assert_eq!(held.extents, 1, "servers let a name go with its extents");
+    store.publish().unwrap();
     drop(store);
     let store = PageStore::open(&client(&servers), REGION, "empty").unwrap();
     assert_eq!(store.bytes(), 8 << 20);
 }
 
 #[test]
+fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
+    let servers = servers();
+    let (first, second) = (client(&servers), client(&servers));
+    let options = |replace| RemoteOptions {
+        reserve: Reserve::OnDemand,
+        name: Some("x".to_owned()),
+        replace,
+        ..RemoteOptions::default()
+    };
+    let create = |cluster: &Arc<Cluster>, pages: u64, replace| {
+        PageStore::remote(cluster, REGION, pages * 4096, 4096, &options(replace))
+    };
+    let held = create(&first, 1, false).unwrap();
+    // 1. Nobody else has it, with or without `replace`, in the same program neither, nor by way of one server.
+    for replace in [false, true] {
+        assert!(matches!(
+            create(&first, 1, replace),
+            Err(CreateError::Held { .. })
+        ));
+        for other in [&second, &client(&servers[..1]), &client(&servers[1..])] {
+            assert!(matches!(
+                create(other, 1, replace),
+                Err(CreateError::Claim(PublishError::InUse { .. }))
+            ));
+        }
+    }
+    assert!(matches!(
+        PageStore::open(&first, REGION, "x"),
+        Err(OpenStoreError::Held { .. })
+    ));
+    // 2. What was never published leaves no name.
+    drop(held);
+    let published = create(&second, 2, false).unwrap();
+    published.publish().unwrap();
+    drop(published);
+    // 3. What was published is replaced only when that is asked for, and only by a publication.
+    for other in [&first, &client(&servers[..1]), &client(&servers[1..])] {
+        let error = create(other, 3, false).err().unwrap();
+        assert!(
+            matches!(error, CreateError::Claim(PublishError::Exists { .. })),
+            "{error}"
+        );
+    }
+    drop(create(&first, 3, true).unwrap());
+    assert_eq!(PageStore::open(&second, REGION, "x").unwrap().pages(), 2);
+    let replacing = create(&first, 3, true).unwrap();
+    replacing.publish().unwrap();
+    drop(replacing);
+    assert_eq!(PageStore::open(&second, REGION, "x").unwrap().pages(), 3);
+    // 4. What the old one had anywhere is free.
+    first.remove("x").unwrap();
+    for session in first.sessions() {
+        assert_eq!(session.stat().unwrap().granted_bytes, 0);
+    }
+}
+
+#[test]
+fn a_region_that_left_a_server_is_published_there_again() {
+    let servers = servers();
+    let first = client(&servers);
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        name: Some("x".to_owned()),
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&first, REGION, 60 * 4096, 4096, &options).unwrap();
+    store.publish().unwrap();
+    // As a process that dies between the servers leaves it: the second one keeps what no map needs.
+    let session = &first.sessions()[1];
+    let extent = session.grant(1 << 20).unwrap().id;
+    session.publish("x", &[1], &[extent]).unwrap();
+    drop((store, first));
+    let second = client(&servers);
+    let store = PageStore::open(&second, REGION, "x").unwrap();
+    let Backing::Remote(remote) = &store.backing else {
+        panic!("remote")
+    };
+    let is_on_second = |(server, _): &(u8, ExtentId)| *server == 1;
+    assert!(!remote.pool.extents().iter().flatten().any(is_on_second));
+    while !remote.pool.extents().iter().flatten().any(is_on_second) {
+        remote.pool.grow(4096).unwrap();
+    }
+    store.publish().unwrap();
+    drop((store, second));
+    PageStore::open(&client(&servers), REGION, "x").unwrap();
+}
+
+#[test]
 fn what_a_publication_that_did_not_end_had_added_is_not_held() {
     let servers = servers();
     let first = client(&servers);
-    let store = named(&first, 60, Codec::Raw);
-    store.publish("x").unwrap();
+    let store = named(&first, "x", 60, Codec::Raw);
+    store.publish().unwrap();
     // As a process that dies between the servers leaves it: the second one keeps more than the first one's map says.
     let Backing::Remote(remote) = &store.backing else {
         panic!("remote")
@@ -1802,7 +1884,7 @@ fn pages_may_move_while_a_region_is_being_published() {
     for round in 0..6 {
         let cluster = client(&servers);
         let store = if round == 0 {
-            named(&cluster, 2000, Codec::Lz4)
+            named(&cluster, "busy", 2000, Codec::Lz4)
         } else {
             PageStore::open(&cluster, REGION, "busy").unwrap()
         };
@@ -1816,7 +1898,7 @@ fn pages_may_move_while_a_region_is_being_published() {
                 }
             });
             for _ in 0..10 {
-                store.publish("busy").unwrap();
+                store.publish().unwrap();
             }
             stop.store(true, Ordering::Relaxed);
         });

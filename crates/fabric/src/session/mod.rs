@@ -216,7 +216,9 @@ pub enum AllocError {
 #[non_exhaustive]
 pub enum PublishError {
     /// Another client holds the region of that name.
-    #[error("cannot publish `{name}` on {endpoint}: the region is in use by another client")]
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
+    )]
     InUse {
         /// The server's endpoint.
         endpoint: String,
@@ -225,7 +227,7 @@ pub enum PublishError {
     },
     /// The name is bound, and this session neither opened it nor claimed it to replace it.
     #[error(
-        "cannot publish `{name}` on {endpoint}: a region of that name exists already; open it, remove it, or ask for it to be replaced"
+        "a region named `{name}` exists on {endpoint} already: open it, remove it, or ask for it to be replaced"
     )]
     Exists {
         /// The server's endpoint.
