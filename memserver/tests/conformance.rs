@@ -35,6 +35,7 @@ fn against_a_server_in_this_process(endpoint: impl Fn(&Both) -> &Endpoint) {
     conformance::check(Fabric {
         connect: &|| connect(&endpoint),
         kill: Box::new(move || drop(both)),
+        memory_stays: false,
     });
 }
 
@@ -47,6 +48,7 @@ fn against_the_binary(endpoint: impl Fn(&Daemon) -> &Endpoint) {
             daemon.child.kill().unwrap();
             daemon.wait();
         }),
+        memory_stays: matches!(endpoint, Endpoint::Shm(_)),
     });
 }
 

@@ -3,11 +3,19 @@
 
 mod common;
 
-use std::{path::Path, process::Output, sync::Arc, time::Duration};
+use std::{
+    path::Path,
+    process::Output,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
-use common::{Both, Daemon, command, raw, read, wait_until, write};
-use farpage_fabric::{Endpoint, OpenError, PublishError, Session, SessionOptions, Visit, key::Key};
+use common::{Both, Daemon, command, raw, read, transfer, wait_until, write};
+use farpage_fabric::{
+    Endpoint, OpenError, PublishError, Session, SessionOptions, Verb, Visit, key::Key,
+};
 use farpage_wire::{NamedRegion, PublicKey, Refusal, Request, Response, Signature};
+use nix::sys::signal::Signal;
 
 const MIB: u64 = 1 << 20;
 
@@ -148,6 +156,49 @@ fn stdout(output: &Output) -> String {
         String::from_utf8_lossy(&output.stderr)
     );
     String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Over a Unix socket, which stays open: closing it would end the session.
+#[test]
+fn what_a_stopped_server_grants_too_late_is_given_back() {
+    let lease = Duration::from_secs(3);
+    let daemon = Daemon::start(&["--capacity", "64MiB", "--lease", "3s"]);
+    let keys = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(keys.path().join("key")),
+        deadline: Duration::from_secs(1),
+        ..SessionOptions::default()
+    };
+    let session = Session::connect(&daemon.shm, &options).unwrap();
+    let extent = session.grant(MIB).unwrap();
+    session.claim("before", false).unwrap();
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    let requests: [&dyn Fn() -> bool; 2] = [&|| session.grant(16 * MIB).is_err(), &|| {
+        session.claim("late", false).is_err()
+    }];
+    for fails in requests {
+        daemon.signal(Signal::SIGSTOP);
+        let since = Instant::now();
+        assert!(fails(), "nobody is there to say yes");
+        // The second one is not even asked: the first answer is still to come.
+        assert!(session.grant(MIB).is_err());
+        while since.elapsed() < 2 * lease {
+            transfer(&mut *channel, Verb::Write, extent.id, 0, vec![7; 4096]).unwrap();
+        }
+        daemon.signal(Signal::SIGCONT);
+        wait_until("what came too late is given back", || {
+            session
+                .stat()
+                .is_ok_and(|stat| (stat.granted_bytes, stat.sessions) == (MIB, 1))
+        });
+        assert!(read(&session, extent.id, 0, 4096).unwrap() == [7; 4096]);
+    }
+    let other = connect_as(&daemon.tcp, &keys.path().join("key"));
+    wait_until("the name is free", || other.claim("late", false).is_ok());
+    assert!(matches!(
+        other.claim("before", false),
+        Err(PublishError::InUse { .. })
+    ));
 }
 
 #[test]

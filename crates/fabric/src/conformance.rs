@@ -30,6 +30,8 @@ pub struct Fabric<'a> {
     pub connect: &'a (dyn Fn() -> Arc<Session> + Sync),
     /// Kills the server without a goodbye. The suite connects no more after that.
     pub kill: Box<dyn FnOnce() + 'a>,
+    /// Whether what a killed server lent stays: over shared memory, when its process is another one.
+    pub memory_stays: bool,
 }
 
 /// Runs the suite, each part in sessions of its own; ends with the server's death.
@@ -53,7 +55,10 @@ pub fn check(fabric: Fabric<'_>) {
     compare_and_swap_makes_a_lock(&connect());
     a_named_region_outlives_its_session(connect);
     an_idle_channel_asks_for_no_wake_up(&connect());
-    death_ends_everything_in_bounded_time(&connect(), fabric.kill);
+    match fabric.memory_stays {
+        true => memory_stays_when_its_server_dies(&connect(), fabric.kill),
+        false => death_ends_everything_in_bounded_time(&connect(), fabric.kill),
+    }
 }
 
 /// Bytes that say where they belong.
@@ -686,6 +691,26 @@ fn an_idle_channel_asks_for_no_wake_up(session: &Arc<Session>) {
         "{wait:?}"
     );
     assert_eq!(channel.poll(&mut Vec::new()), 0);
+}
+
+fn memory_stays_when_its_server_dies(session: &Arc<Session>, kill: Box<dyn FnOnce() + '_>) {
+    let extent = grant(session, 1 << 20);
+    let mut channel_before = channel(session);
+    let bytes = pattern(7, 4096);
+    write(&mut *channel_before, extent.id, 0, bytes.clone());
+    kill();
+    let begun = Instant::now();
+    for _ in 0..3 {
+        // Fails only once the death is known.
+        session.grant(4096).expect_err("the server is dead");
+        let mut channel_after = channel(session);
+        for channel in [&mut channel_before, &mut channel_after] {
+            assert_eq!(read(&mut **channel, extent.id, 0, 4096), bytes);
+            write(&mut **channel, extent.id, 8192, bytes.clone());
+            assert_eq!(read(&mut **channel, extent.id, 8192, 4096), bytes);
+        }
+    }
+    assert!(begun.elapsed() < PATIENCE);
 }
 
 fn death_ends_everything_in_bounded_time(session: &Arc<Session>, kill: Box<dyn FnOnce() + '_>) {

@@ -2,7 +2,14 @@
 //! in each poll, so that the caller can use what was copied while it is in the caches.
 //!
 //! The law of this file: a mapping holds bytes that others may change, so no reference to them is made; they are copied
-//! through bounds-checked raw pointers. The server takes no part: its death is a flag that the session sets.
+//! through bounds-checked raw pointers.
+//!
+//! The server takes no part, so channels go on while it is stopped, and after its process has ended:
+//! nobody else can come by the memory then. They stop when the server ends the session, which the
+//! session says by its [`Death`]. A client that was stopped for longer than its lease may copy into
+//! memory that is no longer its own before it hears of that. Memory of an unnamed region is never lent
+//! twice, so that nobody else reads it. Of a named one, the next holder checks what it reads against
+//! the hashes of its page map.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -113,7 +120,7 @@ impl<B: Buf> ShmChannel<B> {
     }
 
     fn copy(&mut self, op: &mut Op<B>) -> Result<(), ChannelError> {
-        if let Some(reason) = self.death.reason() {
+        if let Some(reason) = self.death.loss() {
             return Err(ChannelError::Disconnected {
                 endpoint: self.endpoint.clone(),
                 reason,

@@ -25,8 +25,9 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::socket::{
         AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-        connect, recvmsg, sendmsg, setsockopt, socket, sockopt,
+        connect, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
     },
+    unistd::Pid,
 };
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -272,6 +273,37 @@ impl Stream {
         Ok(control::decode(&body)?)
     }
 
+    /// Receives a message of at most `limit` bytes. What had come of it keeps in `frame` when the
+    /// rest comes too late.
+    pub(crate) fn receive_on<T: DeserializeOwned>(
+        &self,
+        frame: &mut Vec<u8>,
+        limit: usize,
+        until: Instant,
+    ) -> Result<T, ReceiveError> {
+        loop {
+            let have = frame.len();
+            let whole = match frame.first_chunk::<PREFIX_BYTES>() {
+                Some(prefix) => PREFIX_BYTES + control::frame_bytes(*prefix, limit)?,
+                None => PREFIX_BYTES,
+            };
+            if have >= PREFIX_BYTES && have == whole {
+                let message = control::decode(&frame[PREFIX_BYTES..]);
+                frame.clear();
+                return Ok(message?);
+            }
+            frame.resize(have + (whole - have).min(PIECE_BYTES), 0);
+            let read = self.read(&mut frame[have..]);
+            frame.truncate(have + *read.as_ref().unwrap_or(&0));
+            match read {
+                Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+                Ok(_) => {}
+                Err(error) if retry(&error) => self.wait(PollFlags::POLLIN, until)?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
     /// Says hello first and checks the answer: what a client does.
     pub(crate) fn greet(&self, purpose: Purpose, until: Instant) -> Result<(), ReceiveError> {
         self.write_all(&Hello::new(purpose).encode(), until)?;
@@ -307,9 +339,14 @@ impl Stream {
         Ok(())
     }
 
-    /// Receives the descriptors that [`send_fds`](Self::send_fds) passed.
-    pub(crate) fn receive_fds(&self, count: usize, until: Instant) -> io::Result<Vec<OwnedFd>> {
-        let mut received = Vec::new();
+    /// Receives the descriptors that [`send_fds`](Self::send_fds) passed, until `received` has
+    /// `count`. What had come keeps in `received` when the rest comes too late.
+    pub(crate) fn receive_fds(
+        &self,
+        received: &mut Vec<OwnedFd>,
+        count: usize,
+        until: Instant,
+    ) -> io::Result<()> {
         let mut space = nix::cmsg_space!([RawFd; FDS_PER_MESSAGE]);
         while received.len() < count {
             let mut byte = [0];
@@ -344,7 +381,39 @@ impl Stream {
             }
             received.append(&mut batch);
         }
-        Ok(received)
+        Ok(())
+    }
+}
+
+/// The process on the other side of a Unix socket.
+#[derive(Debug)]
+pub(crate) struct PeerProcess(OwnedFd);
+
+impl PeerProcess {
+    /// The process that listens there; `None` when it is this one, or cannot be seen from here.
+    pub(crate) fn of(stream: &Stream) -> Option<Self> {
+        let Stream::Unix(socket) = stream else {
+            return None;
+        };
+        let pid = getsockopt(socket, sockopt::PeerCredentials).ok()?.pid();
+        if pid == Pid::this().as_raw() {
+            return None;
+        }
+        // SAFETY: the call takes two numbers and returns a descriptor of our own, or -1.
+        let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }).ok()?;
+        // SAFETY: the kernel made the descriptor for this call, and nobody else knows it.
+        Some(Self(unsafe { OwnedFd::from_raw_fd(fd as RawFd) }))
+    }
+
+    /// Whether it ends until then.
+    pub(crate) fn ends(&self, until: Instant) -> bool {
+        let mut fds = [PollFd::new(self.0.as_fd(), PollFlags::POLLIN)];
+        loop {
+            match poll(&mut fds, timeout_until(until)) {
+                Err(Errno::EINTR) => {}
+                other => return other == Ok(1),
+            }
+        }
     }
 }
 

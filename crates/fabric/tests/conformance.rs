@@ -54,6 +54,7 @@ fn check(endpoint: &Endpoint, options: SessionOptions) {
     conformance::check(Fabric {
         connect: &connect,
         kill: Box::new(|| server.stop()),
+        memory_stays: false,
     });
 }
 
@@ -67,6 +68,7 @@ fn check_sim(config: SimConfig) {
     conformance::check(Fabric {
         connect: &connect,
         kill: Box::new(|| server.kill()),
+        memory_stays: false,
     });
 }
 

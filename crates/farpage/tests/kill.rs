@@ -1,7 +1,7 @@
 //! A memory server that dies or stalls in the middle of things, as a real process and by real signals.
 //!
 //! The rule it keeps: a program learns of lost memory by a typed error or by SIGBUS within its deadline; it never hangs, and never reads
-//! anything but what it wrote.
+//! anything but what it wrote. Memory over shm is not lost with the server.
 
 #![expect(
     clippy::unwrap_used,
@@ -37,7 +37,14 @@ const MARGIN: Duration = Duration::from_secs(4);
 const SERVING: &str = "touching_lost_memory_raises_sigbus_within_the_deadline";
 
 fn server(fabric: Fabric) -> ServerProcess {
-    ServerProcess::start(SERVING, fabric, 256 * MIB)
+    ServerProcess::start(SERVING, fabric, 512 * MIB)
+}
+
+/// Those over which memory is lost with the server.
+fn networks() -> impl Iterator<Item = Fabric> {
+    fabrics()
+        .into_iter()
+        .filter(|fabric| *fabric != Fabric::Shm)
 }
 
 fn runtime(url: &str, budget_bytes: usize) -> Runtime {
@@ -79,7 +86,7 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
     if !can_page(test) {
         return;
     }
-    for (fabric, changed) in fabrics().into_iter().flat_map(|f| [(f, false), (f, true)]) {
+    for (fabric, changed) in networks().flat_map(|f| [(f, false), (f, true)]) {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
         let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
@@ -119,14 +126,14 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
     if !can_page(test) {
         return;
     }
-    for fabric in fabrics() {
+    for fabric in networks() {
         let mut server = server(fabric);
         let runtime = runtime(&server.url, 4 * MIB);
         let mut array = runtime.array::<u64>(MIB / 8).unwrap();
         array.fill(7);
         array.flush().unwrap();
         server.kill();
-        // All of it is resident: this is no fault. A WRITE over shm needs no server, so that a flush may still succeed before the death is noticed.
+        // All of it is resident: this is no fault.
         fill(&mut array);
         let mut turn = 7;
         wait_until("a flush fails", || {
@@ -233,7 +240,7 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
         return;
     }
     let mut rng = Rng(seed(test));
-    for fabric in fabrics() {
+    for fabric in networks() {
         for _ in 0..3 {
             let mut server = server(fabric);
             let mut victim = Kin::start(test, &[(VICTIM, &server.url)]);
@@ -328,6 +335,105 @@ fn a_server_that_stalls_for_less_than_the_deadline_does_no_harm() {
     }
 }
 
+/// Asserts that what needs a server fails in time and says why.
+fn assert_needs_server(since: Instant, error: &dyn std::error::Error, why: &str) {
+    let took = since.elapsed();
+    assert!(took < DEADLINE + MARGIN, "{error}: after {took:?}");
+    let mut said = String::new();
+    let mut cause = Some(error);
+    while let Some(error) = cause {
+        said += &format!("{error}\n");
+        cause = error.source();
+    }
+    assert!(said.contains(why), "{said}");
+}
+
+#[test]
+fn memory_over_shm_outlives_a_killed_server() {
+    let test = "memory_over_shm_outlives_a_killed_server";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+        return;
+    }
+    let mut server = server(Fabric::Shm);
+    let runtime = runtime(&server.url, MIB);
+    let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
+    let mut named = runtime
+        .array_with::<u64>(4 * MIB / 8, RegionOptions::new().name("kept"))
+        .unwrap();
+    fill(&mut array);
+    fill(&mut named);
+    server.kill();
+    let ended = "the server's process has ended";
+    for turn in 0..4 {
+        // Each page comes, goes and changes, also once everybody knows that nobody serves.
+        assert_filled(&array);
+        assert_filled(&named);
+        for array in [&mut array, &mut named] {
+            array.iter_mut().for_each(|word| *word = !*word);
+            array.iter_mut().for_each(|word| *word = !*word);
+        }
+        array.flush().unwrap();
+        array.prefetch_now(..MIB / 16).unwrap();
+        let since = Instant::now();
+        let error = named.flush().unwrap_err();
+        assert_needs_server(since, &error, ended);
+        let since = Instant::now();
+        let error = runtime.array::<u64>(64 * MIB / 8).unwrap_err();
+        assert_needs_server(since, &error, ended);
+        println!("turn {turn}: {error}");
+    }
+    let since = Instant::now();
+    let error = named.close().unwrap_err();
+    assert_needs_server(since, &error, ended);
+    let named = error.into_inner();
+    assert_filled(&named);
+    assert_filled(&array);
+    assert_eq!(runtime.stats().pager.poisoned, 0);
+    let since = Instant::now();
+    drop((named, array, runtime));
+    assert!(since.elapsed() < DEADLINE + MARGIN, "{:?}", since.elapsed());
+}
+
+#[test]
+fn a_server_that_is_stopped_for_longer_than_its_lease_goes_on_over_shm() {
+    let test = "a_server_that_is_stopped_for_longer_than_its_lease_goes_on_over_shm";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+        return;
+    }
+    let lease = Duration::from_secs(3);
+    let server = ServerProcess::start_leasing(SERVING, Fabric::Shm, 256 * MIB, lease);
+    let runtime = runtime(&server.url, MIB);
+    let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
+    fill(&mut array);
+    let work = |array: &mut RemoteArray<u64>, time: Duration| {
+        let since = Instant::now();
+        while since.elapsed() < time {
+            assert_filled(array);
+            array.iter_mut().for_each(|word| *word = !*word);
+            array.iter_mut().for_each(|word| *word = !*word);
+            array.flush().unwrap();
+        }
+    };
+    for _ in 0..2 {
+        server.signal(Signal::SIGSTOP);
+        work(&mut array, lease + 2 * DEADLINE);
+        let since = Instant::now();
+        let error = runtime.array::<u64>(64 * MIB / 8).unwrap_err();
+        assert_needs_server(since, &error, "the server has not answered in time");
+        work(&mut array, DEADLINE);
+        server.signal(Signal::SIGCONT);
+        wait_until("the server grants again", || {
+            runtime.array::<u64>(64 * MIB / 8).is_ok()
+        });
+        // A lease that nobody renews would end meanwhile.
+        work(&mut array, 2 * lease);
+        drop(runtime.array::<u64>(64 * MIB / 8).unwrap());
+    }
+    assert_eq!(runtime.stats().pager.poisoned, 0);
+}
+
 #[test]
 fn another_server_serves_the_same_process_after_a_death() {
     let test = "another_server_serves_the_same_process_after_a_death";
@@ -343,7 +449,7 @@ fn another_server_serves_the_same_process_after_a_death() {
         // Changed pages that cannot be written back stay, and here they would be all of the budget.
         lost.flush().unwrap();
         first.kill();
-        lost.prefetch_now(..).unwrap_err();
+        assert_eq!(lost.prefetch_now(..).is_ok(), fabric == Fabric::Shm);
 
         let second = server(fabric);
         let after = runtime(&second.url, MIB);
@@ -352,7 +458,7 @@ fn another_server_serves_the_same_process_after_a_death() {
         assert_filled(&array);
         array.flush().unwrap();
         // While the dead one's region is still there.
-        assert!(lost.prefetch_now(..).is_err());
+        assert_eq!(lost.prefetch_now(..).is_ok(), fabric == Fabric::Shm);
         // What the first runtime keeps in a store of its own goes on.
         let options = RegionOptions::new()
             .page_size(ByteSize::kib(4))

@@ -159,7 +159,7 @@ pub enum ConnectError {
 #[non_exhaustive]
 pub enum ControlError {
     /// The connection broke, or the server did not answer in time.
-    #[error("connection to {endpoint} lost while trying to {attempt}: {reason}")]
+    #[error("cannot {attempt} at {endpoint}: {reason}")]
     Disconnected {
         /// The server's endpoint.
         endpoint: String,
@@ -681,23 +681,34 @@ impl Patience {
 /// The end of one control connection, shared with the channels that depend on it.
 #[derive(Debug, Default)]
 pub(crate) struct Death {
-    /// Looked at per operation. Release, after the reason is written; acquire, before it is read.
-    happened: AtomicBool,
     reason: OnceLock<String>,
+    /// Whether the memory is out of reach, too. Looked at per operation. Release, after the reason is
+    /// written; acquire, before it is read.
+    memory_lost: AtomicBool,
 }
 
 impl Death {
     /// Says that the peer is gone. The first reason counts.
     pub(crate) fn declare(&self, reason: &str) {
         let _ = self.reason.set(reason.to_owned());
-        self.happened.store(true, Ordering::Release);
+        self.memory_lost.store(true, Ordering::Release);
+    }
+
+    /// Says that the peer is gone, and that its memory is there all the same.
+    pub(crate) fn declare_but_for_memory(&self, reason: &str) {
+        let _ = self.reason.set(reason.to_owned());
     }
 
     /// Why the peer is gone, if it is.
     pub(crate) fn reason(&self) -> Option<String> {
-        self.happened
+        self.reason.get().cloned()
+    }
+
+    /// Why the peer's memory is out of reach, if it is.
+    pub(crate) fn loss(&self) -> Option<String> {
+        self.memory_lost
             .load(Ordering::Acquire)
-            .then(|| self.reason.get().cloned().unwrap_or_default())
+            .then(|| self.reason().unwrap_or_default())
     }
 }
 

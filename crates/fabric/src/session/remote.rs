@@ -1,8 +1,12 @@
 //! The client half of a session at a server process: the control connection and the thread that keeps it.
 //!
 //! The rule it keeps: whoever finds the connection broken declares its [`Death`] before anything else, so that channels
-//! stop at once. A TCP session is resumed within its lease, by the thread or by the next call; a Unix socket that closed
-//! is the server's death, and the session stays dead.
+//! stop at once. A TCP session is resumed within its lease, by the thread or by the next call.
+//!
+//! A Unix socket is never connected again. A server that does not answer on it in time owes the
+//! answer, which is taken when it comes: closing the socket would end the session. When it closes, the
+//! server has ended the session, or its process has ended. In the latter case only the calls end:
+//! nobody else can come by the memory that it passed.
 
 use std::{
     path::PathBuf,
@@ -16,7 +20,9 @@ use std::{
 
 use farpage_wire::{
     Endpoint, ExtentId, Refusal, Request, Response, Secret, SessionId,
-    control::{ControlDecodeError, Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose, RemoteKey},
+    control::{
+        self, ControlDecodeError, Lease, MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose, RemoteKey,
+    },
 };
 use nix::{
     errno::Errno,
@@ -24,7 +30,7 @@ use nix::{
     sys::eventfd::{EfdFlags, EventFd},
 };
 use parking_lot::Mutex;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use super::{CallError, ConnectError, Death, Patience, Session, SessionOptions};
 use crate::{
@@ -33,7 +39,7 @@ use crate::{
     rdma,
     regmem::{NullRegistrar, Registrar},
     shm::{Directory, ShmChannel},
-    stream::{ReceiveError, Stream, timeout_until},
+    stream::{PeerProcess, ReceiveError, Stream, retry, timeout_until},
     tcp::TcpChannel,
 };
 
@@ -46,6 +52,16 @@ const RESUME_EVERY: Duration = Duration::from_millis(100);
 
 /// So that a connection that is refused at once is not asked for all the time.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
+
+/// How long a server's process may live on after it closed a Unix socket, or it has ended the session.
+/// Short, since what is written meanwhile is lost in that case.
+const PARTING: Duration = Duration::from_secs(1);
+
+const SILENT: &str = "the server has not answered in time; its memory can be read and written all the \
+                      same, and what it owes is taken when it goes on";
+const ENDED: &str = "the server's process has ended; what it lent can be read and written until this \
+                     program ends, but nothing more can be asked of it: start a server, and this \
+                     program again";
 
 /// The longest that a goodbye may hold up a program that is ending.
 const GOODBYE: Duration = Duration::from_secs(1);
@@ -66,11 +82,15 @@ struct Shared {
     line: Mutex<Line>,
     /// The extents of a session over shared memory.
     directory: Arc<Directory>,
+    /// What ends the channels over shared memory: there is never another connection.
+    local: Option<Arc<Death>>,
+    /// The server's process, where it can be seen.
+    peer: Option<PeerProcess>,
     /// The extents of a session over RDMA.
     rdma: Arc<rdma::Client>,
     closing: AtomicBool,
-    /// Extents to release that the server was not told of, or did not answer for.
-    unreleased: Mutex<Vec<ExtentId>>,
+    /// What gives back to the server, and it was not told of or did not answer for.
+    untold: Mutex<Vec<Request>>,
     /// Bytes of the pages that are kept there, and bytes that they take.
     held: [AtomicU64; 2],
     /// Wakes the keeper: closing, or a new connection to watch.
@@ -91,6 +111,59 @@ struct Line {
     held: usize,
     /// The server has forgotten the session: resuming is pointless.
     over: bool,
+    talk: Talk,
+}
+
+/// What is under way on a control connection: a request, and then its answer. Each step goes on where
+/// the one before it ran out of time.
+#[derive(Debug, Default)]
+struct Talk {
+    request: Vec<u8>,
+    sent: usize,
+    /// Of the answer's frame, what has come.
+    frame: Vec<u8>,
+    answer: Option<Response>,
+    fds: Vec<OwnedFd>,
+    /// Set while an answer is owed that nobody waits for: what takes the request back.
+    owed: Option<Option<Request>>,
+}
+
+impl Talk {
+    fn say(&mut self, request: Vec<u8>) {
+        (self.request, self.sent) = (request, 0);
+    }
+
+    /// The answer to what was said, and the descriptors that come with it.
+    fn hear(
+        &mut self,
+        stream: &Stream,
+        until: Instant,
+    ) -> Result<(Response, Vec<OwnedFd>), ReceiveError> {
+        while self.sent < self.request.len() {
+            match stream.write(&self.request[self.sent..]) {
+                Ok(n) => self.sent += n,
+                Err(error) if retry(&error) => stream.wait(PollFlags::POLLOUT, until)?,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        if self.answer.is_none() {
+            self.answer = Some(stream.receive_on(&mut self.frame, MAX_FRAME_BYTES, until)?);
+        }
+        if let (Stream::Unix(_), Some(answer)) = (stream, &self.answer) {
+            stream.receive_fds(&mut self.fds, leases_of(answer).len(), until)?;
+        }
+        let answer = self.answer.take().expect("received just now");
+        Ok((answer, std::mem::take(&mut self.fds)))
+    }
+}
+
+/// The memory that an answer speaks of.
+fn leases_of(answer: &Response) -> &[Lease] {
+    match answer {
+        Response::Granted { extent } => std::slice::from_ref(extent),
+        Response::Opened { extents, .. } => extents,
+        _ => &[],
+    }
 }
 
 impl Remote {
@@ -108,17 +181,20 @@ impl Remote {
             source,
         };
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK);
+        let local = matches!(endpoint, Endpoint::Shm(_)).then(|| Arc::clone(&line.death));
         let shared = Arc::new(Shared {
             endpoint: endpoint.clone(),
             name: endpoint.to_string(),
             deadline: options.deadline,
             client,
             key_file: options.key_file.clone(),
+            peer: PeerProcess::of(&line.stream),
             line: Mutex::new(line),
             directory: Arc::default(),
+            local,
             rdma,
             closing: AtomicBool::new(false),
-            unreleased: Mutex::default(),
+            untold: Mutex::default(),
             held: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
@@ -196,11 +272,18 @@ impl Remote {
             return rdma::channel(route);
         }
         let shared = &self.shared;
-        let (id, secret, death) = shared.claim(until)?;
-        if let Endpoint::Shm(_) = shared.endpoint {
-            let directory = Arc::clone(&shared.directory);
-            return Ok(Box::new(ShmChannel::new(session, directory, death)));
+        if let Some(death) = &shared.local {
+            // No server is needed for it.
+            return match death.loss() {
+                Some(reason) => Err(shared.ended(&reason)),
+                None => Ok(Box::new(ShmChannel::new(
+                    session,
+                    Arc::clone(&shared.directory),
+                    Arc::clone(death),
+                ))),
+            };
         }
+        let (id, secret, death) = shared.claim(until)?;
         let request = Request::Attach {
             session: id,
             secret,
@@ -276,18 +359,18 @@ impl Remote {
         let request = Request::Release { extent: id };
         let line = shared.line.try_lock_until(until);
         let answer = match line {
-            Some(mut line) if line.death.reason().is_none() => {
+            Some(mut line) if line.death.reason().is_none() && line.talk.owed.is_none() => {
                 shared.exchange(&mut line, &request, until)
             }
-            Some(line) if !shared.can_resume(&line) => {
+            Some(line) if line.death.reason().is_some() && !shared.can_resume(&line) => {
                 let reason = line.death.reason().unwrap_or_default();
                 return Err(CallError::Disconnected(reason));
             }
             _ => Err(CallError::Disconnected(String::new())),
         };
         match answer {
-            Err(CallError::Disconnected(_)) if !matches!(shared.endpoint, Endpoint::Shm(_)) => {
-                shared.unreleased.lock().push(id);
+            Err(CallError::Disconnected(_)) => {
+                shared.untold.lock().push(request);
                 Ok(Response::Done)
             }
             other => other,
@@ -327,13 +410,14 @@ impl Shared {
         let mut told = [0; 2];
         loop {
             // 1. What to watch.
-            let (stream, death, lease, over) = {
+            let (stream, death, lease, over, owed) = {
                 let line = self.line.lock();
                 (
                     Arc::clone(&line.stream),
                     Arc::clone(&line.death),
                     line.lease,
                     line.over,
+                    line.talk.owed.is_some(),
                 )
             };
             let alive = death.reason().is_none();
@@ -344,8 +428,10 @@ impl Shared {
                 (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
                 (false, false) => PollTimeout::NONE,
             };
-            // 2. Sleep. Answers to calls are none of our business: only the end of the connection wakes us.
-            let (end, flags) = stream.end();
+            // 2. Sleep. Answers to calls are none of our business, except for those that nobody waits for: else only the
+            // end of the connection wakes us.
+            let (end, mut flags) = stream.end();
+            flags.set(PollFlags::POLLIN, owed || flags.contains(PollFlags::POLLIN));
             let mut fds = [
                 PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
                 PollFd::new(end, flags),
@@ -356,7 +442,9 @@ impl Shared {
                 return;
             }
             // `None` stands for a bit that nix has no name for, which is ours.
-            let ended = alive && fds[1].any() != Some(false) && stream.has_ended();
+            let seen = fds[1].revents();
+            let answers = alive && owed && seen == Some(PollFlags::POLLIN);
+            let ended = alive && !answers && seen != Some(PollFlags::empty()) && stream.has_ended();
             if fds[0].any() == Some(true) {
                 // Empty when somebody else's wake was counted into an earlier read.
                 let _ = self.wake.read();
@@ -364,7 +452,12 @@ impl Shared {
             let until = Instant::now() + self.silence();
             if ended {
                 // Before the lock: a call may hold it until its own deadline.
-                death.declare("the server closed the connection");
+                self.declare(&death, "the server closed the connection");
+            } else if answers {
+                let mut line = self.line.lock();
+                if line.talk.owed.is_some() && self.settle(&mut line, until).is_ok() {
+                    let _ = self.catch_up(&mut line, until);
+                }
             } else if woken == Ok(0) {
                 let mut line = self.line.lock();
                 if self.closing.load(Ordering::Acquire) {
@@ -376,20 +469,7 @@ impl Shared {
                         let _ = self.catch_up(&mut line, until);
                     }
                 } else if line.death.reason().is_none() {
-                    let _ = self.exchange(&mut line, &Request::Renew, until);
-                    let held = self
-                        .held
-                        .each_ref()
-                        .map(|bytes| bytes.load(Ordering::Relaxed));
-                    if held != told {
-                        told = held;
-                        let [plain_bytes, stored_bytes] = held;
-                        let hold = Request::Hold {
-                            plain_bytes,
-                            stored_bytes,
-                        };
-                        let _ = self.exchange(&mut line, &hold, until);
-                    }
+                    told = self.renew(&mut line, told, until).unwrap_or(told);
                 }
                 renewed = Instant::now();
             } else if let Err(errno) = woken
@@ -398,6 +478,30 @@ impl Shared {
                 death.declare(&format!("cannot wait for the server: {errno}"));
             }
         }
+    }
+
+    /// Renews the lease and tells what was not told yet. Returns the figures that the server has now.
+    fn renew(
+        &self,
+        line: &mut Line,
+        told: [u64; 2],
+        until: Instant,
+    ) -> Result<[u64; 2], CallError> {
+        self.exchange(line, &Request::Renew, until)?;
+        let held = self
+            .held
+            .each_ref()
+            .map(|bytes| bytes.load(Ordering::Relaxed));
+        if held != told {
+            let [plain_bytes, stored_bytes] = held;
+            let hold = Request::Hold {
+                plain_bytes,
+                stored_bytes,
+            };
+            self.exchange(line, &hold, until)?;
+        }
+        self.catch_up(line, until)?;
+        Ok(held)
     }
 
     /// What a data connection says of whom it belongs to, and where it hears of the server's death. Resumes the session first when its connection broke.
@@ -459,15 +563,17 @@ impl Shared {
 
     /// Tells the server what it was not told when it could not be reached.
     fn catch_up(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
-        let mut unreleased = self.unreleased.lock();
-        while let Some(&extent) = unreleased.last() {
-            // It refuses what it has released already, where only the answer was lost.
-            match self.exchange(line, &Request::Release { extent }, until) {
-                Err(error @ CallError::Disconnected(_)) => return Err(error),
-                _ => unreleased.pop(),
+        loop {
+            // Not held while it is asked: what an answer owes is put here, too.
+            let Some(request) = self.untold.lock().pop() else {
+                return Ok(());
             };
+            // It refuses what it has taken back already, where only the answer was lost.
+            if let Err(error @ CallError::Disconnected(_)) = self.exchange(line, &request, until) {
+                self.untold.lock().push(request);
+                return Err(error);
+            }
         }
-        Ok(())
     }
 
     /// Brings a broken connection back, if there is a way.
@@ -476,14 +582,7 @@ impl Shared {
             return Ok(());
         };
         if !self.can_resume(line) {
-            let source = std::io::Error::new(
-                std::io::ErrorKind::ConnectionAborted,
-                format!("the session ended: {reason}"),
-            );
-            return Err(ConnectError::Unreachable {
-                endpoint: self.name.clone(),
-                source,
-            });
+            return Err(self.ended(&reason));
         }
         match begin(
             &self.endpoint,
@@ -549,15 +648,20 @@ impl Shared {
         request: &Request,
         until: Instant,
     ) -> Result<Response, CallError> {
-        match self.converse(&line.stream, request, until) {
-            Ok(Response::Refused(refusal)) => {
-                if refusal == Refusal::NoSession {
-                    line.over = true;
-                    self.give_up(line, "the server has ended the session");
+        let bytes = match control::encode(request) {
+            Ok(bytes) => bytes,
+            // Nothing was sent, so nothing is broken.
+            Err(error) => return Err(CallError::Refused(Refusal::Invalid(error.to_string()))),
+        };
+        self.settle(line, until)?;
+        line.talk.say(bytes);
+        match self.hear(line, until) {
+            Ok((answer, fds)) => {
+                self.keep_leases(line, &answer, fds, until)
+                    .map_err(|error| self.broken(line, &error))?;
+                if let Response::Refused(refusal) = answer {
+                    return Err(CallError::Refused(refusal));
                 }
-                Err(CallError::Refused(refusal))
-            }
-            Ok(answer) => {
                 line.held = match (request, &answer) {
                     (Request::Claim { .. }, _) | (_, Response::Granted { .. }) => line.held + 1,
                     (_, Response::Opened { extents, .. }) => line.held + extents.len().max(1),
@@ -568,39 +672,76 @@ impl Shared {
                 };
                 Ok(answer)
             }
-            // Nothing was sent, so nothing is broken.
-            Err(ReceiveError::Decode(error @ ControlDecodeError::TooLong { .. })) => {
-                Err(CallError::Refused(Refusal::Invalid(error.to_string())))
-            }
             Err(error) => {
-                let reason = error.to_string();
-                self.give_up(line, &reason);
-                Err(CallError::Disconnected(reason))
+                if line.death.reason().is_none() {
+                    line.talk.owed = Some(taking_back(request));
+                    tracing::warn!(endpoint = self.name, "{SILENT}");
+                    self.wake_keeper();
+                }
+                Err(error)
             }
         }
     }
 
-    fn converse(
+    /// Takes the answer that is owed, if one is: the next one would meet the wrong request. What it gave
+    /// is given back, since whoever asked for it was told that it failed.
+    fn settle(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
+        if line.talk.owed.is_none() {
+            return Ok(());
+        }
+        let (answer, _) = self.hear(line, until)?;
+        tracing::info!(endpoint = self.name, "the server answers again");
+        let taking_back = line.talk.owed.take().flatten();
+        let mut untold = self.untold.lock();
+        if !matches!(answer, Response::Refused(_)) {
+            untold.extend(taking_back);
+        }
+        // Told before what is above: the last is told first.
+        untold.extend(
+            leases_of(&answer)
+                .iter()
+                .map(|lease| Request::Release { extent: lease.id }),
+        );
+        Ok(())
+    }
+
+    /// Waits for the answer to what was said last. A silent server owes it if nothing can be resumed.
+    fn hear(&self, line: &mut Line, until: Instant) -> Result<(Response, Vec<OwnedFd>), CallError> {
+        match line.talk.hear(&line.stream, until) {
+            Ok((answer, fds)) => {
+                if answer == Response::Refused(Refusal::NoSession) {
+                    line.over = true;
+                    line.death.declare("the server has ended the session");
+                    self.close(line);
+                }
+                Ok((answer, fds))
+            }
+            Err(ReceiveError::Io(error))
+                if self.local.is_some() && error.kind() == std::io::ErrorKind::TimedOut =>
+            {
+                Err(CallError::Disconnected(SILENT.to_owned()))
+            }
+            Err(error) => Err(self.broken(line, &error)),
+        }
+    }
+
+    /// Keeps the memory that an answer speaks of.
+    fn keep_leases(
         &self,
-        stream: &Stream,
-        request: &Request,
+        line: &Line,
+        answer: &Response,
+        fds: Vec<OwnedFd>,
         until: Instant,
-    ) -> Result<Response, ReceiveError> {
-        stream.send(request, until)?;
-        let answer = stream.receive(MAX_FRAME_BYTES, until)?;
-        let leases: &[Lease] = match &answer {
-            Response::Granted { extent } => std::slice::from_ref(extent),
-            Response::Opened { extents, .. } => extents,
-            _ => &[],
-        };
+    ) -> Result<(), ReceiveError> {
+        let leases = leases_of(answer);
         match self.endpoint {
             Endpoint::Shm(_) => {
-                for (lease, fd) in leases.iter().zip(stream.receive_fds(leases.len(), until)?) {
+                for (lease, fd) in leases.iter().zip(fds) {
                     self.directory.insert(*lease, fd)?;
                 }
             }
             Endpoint::Rdma { .. } if !leases.is_empty() => {
-                let keys: Vec<RemoteKey> = stream.receive(MAX_FRAME_BYTES, until)?;
+                let keys: Vec<RemoteKey> = line.stream.receive(MAX_FRAME_BYTES, until)?;
                 if keys.len() != leases.len() {
                     return Err(ControlDecodeError::Frame.into());
                 }
@@ -610,19 +751,63 @@ impl Shared {
             }
             _ => {}
         }
-        Ok(answer)
+        Ok(())
+    }
+
+    fn broken(&self, line: &Line, error: &ReceiveError) -> CallError {
+        let reason = error.to_string();
+        self.give_up(line, &reason);
+        CallError::Disconnected(line.death.reason().unwrap_or(reason))
     }
 
     fn give_up(&self, line: &Line, reason: &str) {
-        line.death.declare(reason);
+        self.declare(&line.death, reason);
+        self.close(line);
+    }
+
+    fn close(&self, line: &Line) {
         // After a missed answer the next one would meet the wrong request.
         line.stream.close();
         self.wake_keeper();
     }
 
+    /// Says that a connection has ended, and what that means for the memory behind it.
+    fn declare(&self, death: &Death, reason: &str) {
+        if death.reason().is_some() {
+            return;
+        }
+        let ends = |peer: &PeerProcess| peer.ends(Instant::now() + PARTING);
+        if self.peer.as_ref().is_some_and(ends) {
+            death.declare_but_for_memory(ENDED);
+        } else {
+            death.declare(reason);
+        }
+    }
+
+    /// The session cannot be had back.
+    fn ended(&self, reason: &str) -> ConnectError {
+        ConnectError::Unreachable {
+            endpoint: self.name.clone(),
+            source: std::io::Error::new(
+                std::io::ErrorKind::ConnectionAborted,
+                format!("the session ended: {reason}"),
+            ),
+        }
+    }
+
     fn wake_keeper(&self) {
         // Fails only when the counter is full, and then the keeper is awake.
         let _ = self.wake.write(1);
+    }
+}
+
+/// What takes a request back that succeeded when nobody waited for its answer any more, memory apart.
+fn taking_back(request: &Request) -> Option<Request> {
+    match request {
+        Request::Claim { name, .. } | Request::Open { name } => {
+            Some(Request::Disclaim { name: name.clone() })
+        }
+        _ => None,
     }
 }
 
@@ -703,6 +888,7 @@ fn begin(
             identified: false,
             held: 0,
             over: false,
+            talk: Talk::default(),
         }),
         answer => Err(turned_away(&name, answer)),
     }

@@ -163,9 +163,20 @@ impl ServerProcess {
     /// `test` is a test of this program that calls [`serve_if_asked`] first. It tests something
     /// itself, so that no server is counted as a test.
     pub fn start(test: &str, fabric: Fabric, capacity_bytes: usize) -> ServerProcess {
+        Self::start_leasing(test, fabric, capacity_bytes, Duration::from_secs(60))
+    }
+
+    /// As [`start`](Self::start), with leases of that length.
+    pub fn start_leasing(
+        test: &str,
+        fabric: Fabric,
+        capacity_bytes: usize,
+        lease: Duration,
+    ) -> ServerProcess {
         let directory = tempfile::tempdir().unwrap();
         let listen = fabric.listen(&directory);
-        let mut child = Kin::start(test, &[(SERVE, &format!("{listen} {capacity_bytes}"))]);
+        let what = format!("{listen} {capacity_bytes} {}", lease.as_millis());
+        let mut child = Kin::start(test, &[(SERVE, &what)]);
         ServerProcess {
             url: child.wait_for_line("serving at "),
             child,
@@ -189,10 +200,13 @@ pub fn serve_if_asked() -> bool {
     let Ok(what) = env::var(SERVE) else {
         return false;
     };
-    let (listen, capacity_bytes) = what.split_once(' ').unwrap();
+    let [listen, capacity_bytes, lease_ms] = what.split(' ').collect::<Vec<_>>()[..] else {
+        panic!("{SERVE}={what}")
+    };
     let server = Server::builder()
         .listen(listen.parse().unwrap())
         .capacity(capacity_bytes.parse().unwrap())
+        .lease(Duration::from_millis(lease_ms.parse().unwrap()))
         .start()
         .unwrap();
     say(&format!("serving at {}", server.endpoints()[0]));
