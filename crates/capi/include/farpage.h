@@ -430,6 +430,23 @@ farpage_code farpage_region_open(const struct farpage_runtime *runtime,
                                  struct farpage_region **region);
 
 /**
+ * Splits the region in two at `offset`, a multiple of its page size: `*region` ends there, and
+ * `*rest` begins there. All bytes keep their addresses, and each part is unmapped for itself. Only
+ * a region with a store or a file can be split. Changes are written back first, as
+ * `farpage_region_unmap` does. Advice and pins end.
+ *
+ * On failure `*rest` is null. `*region` is as it was if the arguments were wrong or writing back
+ * failed. It is null if the parts could not be mapped (no memory, or too many mappings): then the
+ * store has all bytes, and touching the addresses raises SIGSEGV.
+ *
+ * `*region` came from a function that maps, and has not been unmapped; nobody else uses it or
+ * touches its memory meanwhile; `rest` may be written.
+ */
+farpage_code farpage_region_split(struct farpage_region **region,
+                                  uint64_t offset,
+                                  struct farpage_region **rest);
+
+/**
  * The first byte of the region, aligned to its page size; null for null.
  *
  * `region` is null or came from a function that maps, and has not been unmapped.
@@ -537,6 +554,15 @@ farpage_code farpage_region_unmap(struct farpage_region *region);
  * As `farpage_region_unmap`.
  */
 farpage_code farpage_region_discard(struct farpage_region *region);
+
+/**
+ * Unmaps the region as `farpage_region_unmap` does, but keeps its addresses: touching them raises
+ * SIGSEGV until the program maps something over them, for example another region, or unmaps them.
+ * So no other thread's memory can come there in between.
+ *
+ * As `farpage_region_unmap`.
+ */
+farpage_code farpage_region_vacate(struct farpage_region *region);
 
 /**
  * The version of this library, for example "0.1.0".

@@ -2,13 +2,18 @@
 
 use std::{
     ffi::{c_char, c_int, c_void},
+    io,
+    num::NonZero,
     ops::Range,
     ptr, slice,
+    sync::Arc,
 };
 
-use farpage::{Advice, ByteSize, Region, RegionOptions, Reserve, Store};
+use farpage::{Advice, ByteSize, Region, RegionOptions, Reserve, Runtime, Store};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
 use crate::{
+    FARPAGE_SYSTEM,
     error::{Failure, farpage_code, guard},
     file::FdStore,
     handle::Handle,
@@ -26,6 +31,23 @@ struct Mapped {
     region: Region,
     read_only: bool,
     at_end: AtEnd,
+    kept: Option<Kept>,
+}
+
+/// What a region that keeps its pages in a store is mapped from, so that parts of it can be.
+#[derive(Clone)]
+struct Kept {
+    runtime: Runtime,
+    options: RegionOptions,
+    store: Arc<dyn Store>,
+    /// Where the region begins in the store.
+    offset: u64,
+}
+
+/// What of a store lies behind `offset`.
+struct Behind {
+    store: Arc<dyn Store>,
+    offset: u64,
 }
 
 /// What becomes of a region's changes when it is unmapped.
@@ -81,6 +103,18 @@ pub const FARPAGE_ADVICE_WILL_NEED: u32 = 3;
 /// The range is not needed soon: written back where it changed, and given up. The data stays.
 pub const FARPAGE_ADVICE_DONT_NEED: u32 = 4;
 
+impl Mapped {
+    /// Writes back what outlives the region.
+    fn keep_changes(&self) -> Result<(), Failure> {
+        match self.at_end {
+            AtEnd::Drop => {}
+            AtEnd::WriteBack => self.region.advise(.., Advice::DontNeed)?,
+            AtEnd::Flush => self.region.flush()?,
+        }
+        Ok(())
+    }
+}
+
 impl farpage_region {
     /// # Safety
     /// `region` is null or came from one of the functions that map, and has not been unmapped.
@@ -126,7 +160,7 @@ pub unsafe extern "C" fn farpage_region_map(
             return create(runtime, bytes, &given, None, AtEnd::Drop);
         }
         let store = CStore::new(given.store, read_only)?;
-        with_store(runtime, bytes, &given, store, AtEnd::Flush)
+        create(runtime, bytes, &given, Some(Arc::new(store)), AtEnd::Flush)
     };
     // SAFETY: as above.
     guard(|| unsafe { put(region, map) })
@@ -157,7 +191,8 @@ pub unsafe extern "C" fn farpage_region_map_fd(
             ));
         }
         let store = FdStore::new(fd, offset, bytes, given.read_only != 0)?;
-        with_store(runtime, bytes, &given, store, AtEnd::WriteBack)
+        let store: Arc<dyn Store> = Arc::new(store);
+        create(runtime, bytes, &given, Some(store), AtEnd::WriteBack)
     };
     // SAFETY: as above.
     guard(|| unsafe { put(region, map) })
@@ -181,6 +216,7 @@ pub unsafe extern "C" fn farpage_region_open(
             region: farpage_runtime::get(runtime)?.open_region(name)?,
             read_only: false,
             at_end: AtEnd::Flush,
+            kept: None,
         })
     };
     // SAFETY: as above.
@@ -189,29 +225,11 @@ pub unsafe extern "C" fn farpage_region_open(
 
 /// # Safety
 /// `runtime` as in `farpage_region_map`, and `given` was read from its options.
-unsafe fn with_store(
-    runtime: *const farpage_runtime,
-    bytes: u64,
-    given: &farpage_region_options,
-    store: impl Store,
-    at_end: AtEnd,
-) -> Result<Mapped, Failure> {
-    let options = RegionOptions::new().store(store);
-    let (options, at_end) = match given.read_only {
-        0 => (options, at_end),
-        _ => (options.read_only(), AtEnd::Drop),
-    };
-    // SAFETY: the caller's promise.
-    unsafe { create(runtime, bytes, given, Some(options), at_end) }
-}
-
-/// # Safety
-/// `runtime` as in `farpage_region_map`, and `given` was read from its options.
 unsafe fn create(
     runtime: *const farpage_runtime,
     bytes: u64,
     given: &farpage_region_options,
-    with_store: Option<RegionOptions>,
+    store: Option<Arc<dyn Store>>,
     at_end: AtEnd,
 ) -> Result<Mapped, Failure> {
     // SAFETY: the caller's promise.
@@ -223,8 +241,14 @@ unsafe fn create(
         )
     };
     let bytes = bytes as usize;
-    let has_store = with_store.is_some();
-    let mut options = with_store.unwrap_or_default();
+    let read_only = given.read_only != 0;
+    let mut options = RegionOptions::new();
+    if let Some(store) = &store {
+        options = options.store(store.clone());
+    }
+    if read_only {
+        options = options.read_only();
+    }
     if given.page_bytes > 0 {
         options = options.page_size(ByteSize(given.page_bytes));
     }
@@ -242,18 +266,148 @@ unsafe fn create(
         options = unsafe { options.address(given.address.addr()) };
     }
     if let Some(name) = name {
-        if has_store {
+        if store.is_some() {
             return Err(Failure::invalid(
                 "a name, and a store or descriptor: only what servers keep has a name",
             ));
         }
         options = options.name(name).replace(given.replace != 0);
     }
+    let at_end = match name {
+        Some(_) => AtEnd::Flush,
+        None if read_only => AtEnd::Drop,
+        None => at_end,
+    };
+    let kept = store.map(|store| Kept {
+        runtime: runtime.clone(),
+        options: options.clone(),
+        store,
+        offset: 0,
+    });
     Ok(Mapped {
         region: runtime.region_with(bytes, options)?,
-        read_only: given.read_only != 0,
-        at_end: if name.is_some() { AtEnd::Flush } else { at_end },
+        read_only,
+        at_end,
+        kept,
     })
+}
+
+impl Store for Behind {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.store.read(self.offset + offset, buf)
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.store.write(self.offset + offset, buf)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.store.flush()
+    }
+
+    fn may_block(&self) -> bool {
+        self.store.may_block()
+    }
+
+    fn name(&self) -> String {
+        self.store.name()
+    }
+}
+
+/// Splits the region in two at `offset`, a multiple of its page size: `*region` ends there, and
+/// `*rest` begins there. All bytes keep their addresses, and each part is unmapped for itself. Only
+/// a region with a store or a file can be split. Changes are written back first, as
+/// `farpage_region_unmap` does. Advice and pins end.
+///
+/// On failure `*rest` is null. `*region` is as it was if the arguments were wrong or writing back
+/// failed. It is null if the parts could not be mapped (no memory, or too many mappings): then the
+/// store has all bytes, and touching the addresses raises SIGSEGV.
+///
+/// # Safety
+/// `*region` came from a function that maps, and has not been unmapped; nobody else uses it or
+/// touches its memory meanwhile; `rest` may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_split(
+    region: *mut *mut farpage_region,
+    offset: u64,
+    rest: *mut *mut farpage_region,
+) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let (region, rest) = unsafe { (options::out(region)?, options::out(rest)?) };
+        *rest = ptr::null_mut();
+        // SAFETY: the caller's promise.
+        let whole = unsafe { farpage_region::get(*region) }?;
+        let Some(kept) = whole.kept.clone() else {
+            return Err(Failure::invalid(
+                "a region without a store or a file cannot be split: servers keep it as a whole",
+            ));
+        };
+        let (bytes, page_bytes) = (whole.region.len(), whole.region.page_bytes());
+        if offset == 0 || offset >= bytes as u64 || !offset.is_multiple_of(page_bytes as u64) {
+            return Err(Failure::invalid(format!(
+                "a region of {bytes} bytes cannot be split at {offset}: need a multiple of its page size, {page_bytes}, inside it"
+            )));
+        }
+        let (at, offset) = (whole.region.as_ptr().addr(), offset as usize);
+        let (read_only, at_end) = (whole.read_only, whole.at_end);
+        whole.keep_changes()?;
+        keep_addresses(&whole.region)?;
+        // SAFETY: the caller's promise.
+        unsafe { give_up(*region) }?;
+        *region = ptr::null_mut();
+        let map = |part: Range<usize>| {
+            let kept = Kept {
+                offset: kept.offset + part.start as u64,
+                ..kept.clone()
+            };
+            let store = Behind {
+                store: kept.store.clone(),
+                offset: kept.offset,
+            };
+            let options = kept
+                .options
+                .clone()
+                .store(store)
+                .page_size(ByteSize(page_bytes as u64));
+            // SAFETY: nothing but the pages of no access is there, see `keep_addresses`.
+            let options = unsafe { options.address(at + part.start) };
+            Ok::<_, Failure>(Mapped {
+                region: kept.runtime.region_with(part.len(), options)?,
+                read_only,
+                at_end,
+                kept: Some(kept),
+            })
+        };
+        let (first, second) = (map(0..offset)?, map(offset..bytes)?);
+        *region = boxed(first);
+        *rest = boxed(second);
+        Ok(())
+    })
+}
+
+/// Takes a region's pages away. Its addresses stay taken, without access: another thread's `mmap`
+/// cannot be given them.
+fn keep_addresses(region: &Region) -> Result<(), Failure> {
+    let bytes = region.len().next_multiple_of(region.page_bytes());
+    let (at, bytes) = (
+        NonZero::new(region.as_ptr().addr()),
+        NonZero::new(bytes).expect("no region is empty"),
+    );
+    let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;
+    // SAFETY: the region's own addresses, which its holder gives up.
+    let mapped = unsafe { mmap_anonymous(at, bytes, ProtFlags::PROT_NONE, flags) };
+    match mapped {
+        Ok(_) => Ok(()),
+        Err(errno) => Err(Failure::new(
+            FARPAGE_SYSTEM,
+            format!("cannot keep the addresses of a region: {errno}"),
+        )),
+    }
+}
+
+fn boxed(mapped: Mapped) -> *mut farpage_region {
+    Box::into_raw(Box::new(farpage_region(Handle::new(mapped))))
 }
 
 /// # Safety
@@ -265,7 +419,7 @@ unsafe fn put(
     // SAFETY: the caller's promise.
     let place = unsafe { options::out(region) }?;
     *place = ptr::null_mut();
-    *place = Box::into_raw(Box::new(farpage_region(Handle::new(map()?))));
+    *place = boxed(map()?);
     Ok(())
 }
 
@@ -482,11 +636,7 @@ pub unsafe extern "C" fn farpage_region_unmap(region: *mut farpage_region) -> fa
         }
         // SAFETY: the caller's promise.
         let mapped = unsafe { farpage_region::get(region) }?;
-        match mapped.at_end {
-            AtEnd::Drop => {}
-            AtEnd::WriteBack => mapped.region.advise(.., Advice::DontNeed)?,
-            AtEnd::Flush => mapped.region.flush()?,
-        }
+        mapped.keep_changes()?;
         // SAFETY: as above, and nobody uses it any more.
         unsafe { give_up(region) }
     })
@@ -503,6 +653,24 @@ pub unsafe extern "C" fn farpage_region_discard(region: *mut farpage_region) -> 
             return Ok(());
         }
         // SAFETY: the caller's promise.
+        unsafe { give_up(region) }
+    })
+}
+
+/// Unmaps the region as `farpage_region_unmap` does, but keeps its addresses: touching them raises
+/// SIGSEGV until the program maps something over them, for example another region, or unmaps them.
+/// So no other thread's memory can come there in between.
+///
+/// # Safety
+/// As `farpage_region_unmap`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_vacate(region: *mut farpage_region) -> farpage_code {
+    guard(|| {
+        // SAFETY: the caller's promise.
+        let mapped = unsafe { farpage_region::get(region) }?;
+        mapped.keep_changes()?;
+        keep_addresses(&mapped.region)?;
+        // SAFETY: as above, and nobody uses it any more.
         unsafe { give_up(region) }
     })
 }

@@ -160,6 +160,9 @@ fn null_is_an_error_everywhere_and_freeing_it_is_none() {
             FARPAGE_INVALID
         );
         assert_eq!(farpage_region_flush(ptr::null()), FARPAGE_INVALID);
+        assert_eq!(farpage_region_vacate(ptr::null_mut()), FARPAGE_INVALID);
+        let split = farpage_region_split(&raw mut region, 0, &raw mut region);
+        assert_eq!(split, FARPAGE_INVALID);
         assert_eq!(farpage_region_prefetch(ptr::null(), 0, 0), FARPAGE_INVALID);
         assert_eq!(message(), "no region: it is null");
         assert!(farpage_region_address(ptr::null()).is_null());
@@ -392,6 +395,40 @@ fn region_at_an_address_replaces_what_is_there_and_nothing_beside_it() {
     let region = runtime.map(PAGE, &options).expect("a region");
     // SAFETY: as above.
     assert_eq!(unsafe { farpage_region_unmap(region) }, FARPAGE_OK);
+    assert!(neighbours_are_intact());
+
+    // A part of a region gives its place to another one; the rest of it stays.
+    let mut region = runtime.map(bytes, &options).expect("a region");
+    let mut rest = ptr::null_mut();
+    let half = count / 2 * PAGE;
+    // SAFETY: mapped until it is unmapped, and touched by this thread alone.
+    unsafe {
+        for wrong in [0, 8, bytes, bytes + PAGE] {
+            let code = farpage_region_split(&raw mut region, wrong as u64, &raw mut rest);
+            assert_eq!(code, FARPAGE_INVALID);
+            assert!(message().contains("need a multiple of its page size"));
+        }
+        inside.add(half).write_volatile(99);
+        let writes = pages.writes.load(Ordering::SeqCst);
+        let code = farpage_region_split(&raw mut region, half as u64, &raw mut rest);
+        assert_eq!(code, FARPAGE_OK, "{}", message());
+        assert_eq!(farpage_region_address(region), inside.cast());
+        assert_eq!(farpage_region_bytes(region), half as u64);
+        assert_eq!(farpage_region_address(rest), inside.add(half).cast());
+        assert_eq!(farpage_region_bytes(rest), (bytes - half) as u64);
+        // The change went to the store, which tells its pages' numbers from their offsets.
+        assert_eq!(pages.writes.load(Ordering::SeqCst), writes + 1);
+        for page in [0, count / 2 - 1, count / 2, count - 1] {
+            let byte = inside.add(page * PAGE).read_volatile();
+            assert_eq!(byte, 1 + page as u8);
+        }
+        assert_eq!(farpage_region_vacate(rest), FARPAGE_OK, "{}", message());
+        assert!(!can_write(inside.add(half)) && can_write(inside));
+        options.address = inside.add(half).cast();
+        let second = runtime.map(PAGE, &options).expect("a region");
+        assert_eq!(farpage_region_unmap(second), FARPAGE_OK);
+        assert_eq!(farpage_region_unmap(region), FARPAGE_OK);
+    }
     assert!(neighbours_are_intact());
 }
 

@@ -104,6 +104,8 @@ cases![
     sparse_store_from_several_threads,
     network_client_without_a_server_throws,
     fixed_region_keeps_its_neighbours,
+    fixed_region_replaces_a_part_of_another,
+    fixed_regions_of_several_files_replace_one_from_its_beginning,
     write_to_a_read_only_region_is_a_segmentation_fault,
     munmap_by_the_application,
     munmap_of_parts_of_pages,

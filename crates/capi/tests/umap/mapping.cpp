@@ -194,6 +194,111 @@ CASE(fixed_region_keeps_its_neighbours) {
   }
 }
 
+CASE(fixed_region_replaces_a_part_of_another) {
+  constexpr std::size_t PAGES = 96, WORDS = PAGE / 8;
+  constexpr int RW = PROT_READ | PROT_WRITE, FIXED = UMAP_PRIVATE | UMAP_FIXED;
+  CountingStore old_store(PAGES * PAGE), new_store(PAGES * PAGE);
+  auto *words = map_store<std::uint64_t>(&old_store, PAGES * PAGE);
+  auto *bytes = reinterpret_cast<char *>(words);
+  auto put = [&](std::size_t first, std::size_t end, std::uint64_t seed) {
+    for (std::size_t page = first; page < end; ++page) words[page * WORDS + 3] = mix(seed + page);
+  };
+  auto is = [&](std::size_t first, std::size_t end, std::uint64_t seed) {
+    for (std::size_t page = first; page < end; ++page) {
+      if (words[page * WORDS + 3] != mix(seed + page)) return false;
+    }
+    return true;
+  };
+  put(0, PAGES, 1000);
+  umap_fetch_and_pin(bytes + 2 * PAGE, PAGE);
+  // What cannot be mapped replaces nothing.
+  CHECK(umap(bytes + 32 * PAGE, 8 * PAGE, RW, FIXED, -1, 0) == UMAP_FAILED && errno == EBADF);
+  CHECK(is(0, PAGES, 1000));
+  // Nor does anything while the old store fails.
+  put(0, PAGES, 1500);
+  old_store.fails_writes = true;
+  CHECK(Umap::umap_ex(bytes + 32 * PAGE, 32 * PAGE, RW, FIXED, -1, 0, &new_store) == UMAP_FAILED && errno == EIO);
+  old_store.fails_writes = false;
+  CHECK(is(0, PAGES, 1500));
+  put(0, PAGES, 2000);
+
+  // In the middle: the old store has what was there, and both sides go on.
+  CHECK(Umap::umap_ex(bytes + 32 * PAGE, 32 * PAGE, RW, FIXED, -1, 0, &new_store) == bytes + 32 * PAGE);
+  for (std::size_t page = 32; page < 64; ++page) CHECK(words[page * WORDS + 3] == 0);
+  CHECK(is(0, 32, 2000) && is(64, PAGES, 2000));
+  for (std::size_t page = 32; page < 64; ++page) CHECK(old_store.word(page * WORDS + 3) == mix(2000 + page));
+  // Still pinned, on the side where it is left.
+  for (int round = 0; round < 3; ++round) put(3, PAGES, 3000);
+  int reads = old_store.reads;
+  CHECK(words[2 * WORDS + 3] == mix(2002));
+  CHECK(old_store.reads == reads);
+  put(0, PAGES, 3000);
+  CHECK(is(0, PAGES, 3000));
+  CHECK(umap_flush() == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) {
+    bool is_new = 32 <= page && page < 64;
+    CHECK(old_store.word(page * WORDS + 3) == mix((is_new ? 2000 : 3000) + page));
+    CHECK(new_store.word(page * WORDS + 3) == (page < 32 ? mix(3000 + page + 32) : 0));
+  }
+  // Each begins where it begins.
+  put(0, PAGES, 4000);
+  CHECK(uunmap(bytes + 32 * PAGE, 32 * PAGE) == 0);
+  CHECK(raises(SIGSEGV, [&] { bytes[40 * PAGE] = 1; }));
+  CHECK(is(0, 32, 4000) && is(64, PAGES, 4000));
+  CHECK(uunmap(bytes + 64 * PAGE, 32 * PAGE) == 0);
+  CHECK(is(0, 32, 4000));
+  CHECK(uunmap(bytes, 32 * PAGE) == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) {
+    CHECK(old_store.word(page * WORDS + 3) == mix((32 <= page && page < 64 ? 2000 : 4000) + page));
+  }
+  CHECK(new_store.word(3) == mix(4032));
+
+  // A region that is unmapped as it was mapped goes on both sides, and what replaced a part stays.
+  // At addresses of its own: a thread's stack may have come to the old ones.
+  words = map_store<std::uint64_t>(&old_store, PAGES * PAGE);
+  bytes = reinterpret_cast<char *>(words);
+  put(0, PAGES, 5000);
+  CHECK(Umap::umap_ex(bytes + 90 * PAGE, 2 * PAGE, RW, FIXED, -1, 0, &new_store) == bytes + 90 * PAGE);
+  CHECK(uunmap(bytes, PAGES * PAGE) == 0);
+  CHECK(uunmap(bytes + 92 * PAGE, 0) == -1 && errno == EINVAL);
+  CHECK(words[90 * WORDS + 3] == mix(4032));
+  CHECK(uunmap(bytes + 90 * PAGE, 2 * PAGE) == 0);
+  for (std::size_t page = 0; page < PAGES; ++page) CHECK(old_store.word(page * WORDS + 3) == mix(5000 + page));
+
+  // Pages of the old region stay whole.
+  CountingStore big(4 * 16 * PAGE);
+  big.page_size_hint = 16 * PAGE;
+  auto *wide = map_store<char>(&big, 4 * 16 * PAGE);
+  wide[0] = 7;
+  CHECK(Umap::umap_ex(wide + PAGE, PAGE, RW, FIXED, -1, 0, &new_store) == UMAP_FAILED && errno == EINVAL);
+  CHECK(wide[0] == 7);
+  CHECK(uunmap(wide, 4 * 16 * PAGE) == 0);
+}
+
+CASE(fixed_regions_of_several_files_replace_one_from_its_beginning) {
+  constexpr std::size_t FILES = 4, PAGES = 48, WORDS = PAGE / 8;
+  int whole = new_file("whole", FILES * PAGES * PAGE);
+  auto *words = map_file<std::uint64_t>(whole, FILES * PAGES * PAGE);
+  for (std::size_t page = 0; page < FILES * PAGES; ++page) words[page * WORDS] = mix(page);
+  std::vector<int> files;
+  for (std::size_t i = 0; i < FILES; ++i) {
+    files.push_back(new_file(std::to_string(i), PAGES * PAGE));
+    auto *at = words + i * PAGES * WORDS;
+    CHECK(umap(at, PAGES * PAGE, PROT_READ | PROT_WRITE, UMAP_PRIVATE | UMAP_FIXED, files[i], 0) == at);
+    // The others' pages are as they were.
+    for (std::size_t page = 0; page < FILES * PAGES; ++page) CHECK(words[page * WORDS] == (page < (i + 1) * PAGES ? 0 : mix(page)));
+  }
+  for (std::size_t page = 0; page < FILES * PAGES; ++page) {
+    CHECK(word_in_file(whole, page * WORDS) == mix(page));
+    words[page * WORDS] = mix(page + 1);
+  }
+  for (std::size_t i = 0; i < FILES; ++i) {
+    CHECK(uunmap(words + i * PAGES * WORDS, PAGES * PAGE) == 0);
+    for (std::size_t page = 0; page < PAGES; ++page) CHECK(word_in_file(files[i], page * WORDS) == mix(i * PAGES + page + 1));
+  }
+  CHECK(uunmap(words, 0) == -1 && errno == EINVAL);
+}
+
 CASE(files_opened_for_appending_and_for_direct_access) {
   constexpr std::size_t BYTES = 40 * PAGE + 100;
   for (int flag : {O_APPEND, O_DIRECT}) {

@@ -16,6 +16,7 @@ namespace {
 struct Process {
   std::shared_mutex lock;
   std::map<std::uintptr_t, std::shared_ptr<Mapping>> mappings;
+  std::mutex replacing;
   std::mutex runtime_lock;
   farpage_runtime *runtime = nullptr;
 };
@@ -35,14 +36,22 @@ Process &process() {
   return *current;
 }
 
+std::uint64_t next_origin() {
+  static std::atomic<std::uint64_t> next{0};
+  return next++;
+}
+
 }  // namespace
 
-Mapping::Mapping(std::unique_ptr<Backing> from, std::size_t length)
+Mapping::Mapping(std::unique_ptr<Backing> from, std::size_t length) : Mapping(std::move(from), length, next_origin()) {}
+
+Mapping::Mapping(std::unique_ptr<Backing> from, std::size_t length, std::uint64_t origin)
     : address(reinterpret_cast<std::uintptr_t>(farpage_region_address(from->region()))),
       page_bytes(farpage_region_page_bytes(from->region())),
       bytes(length),
       mapped_bytes((bytes + page_bytes - 1) / page_bytes * page_bytes),
-      backing(std::move(from)) {}
+      backing(std::move(from)),
+      origin(origin) {}
 
 farpage_code Mapping::pin(std::uint64_t offset, std::uint64_t length) {
   std::lock_guard<std::mutex> lock(pinning);
@@ -70,6 +79,17 @@ farpage_code Mapping::pin(std::uint64_t offset, std::uint64_t length) {
     for (std::uint64_t page = at; page < at + pages; ++page) pinned[page] = true;
   }
   return FARPAGE_OK;
+}
+
+void Mapping::take_pins_of(const Mapping &whole) {
+  for (std::size_t page = 0; page < whole.pinned.size(); ++page) {
+    std::uintptr_t at = whole.address + page * page_bytes;
+    if (!whole.pinned[page] || at - address >= mapped_bytes) continue;
+    if (pin(at - address, 1) != FARPAGE_OK) {
+      log_failure("umap: pages beside a new region are not pinned any more");
+      return;
+    }
+  }
 }
 
 farpage_runtime *runtime(farpage_code *code) {
@@ -111,5 +131,7 @@ std::vector<std::shared_ptr<Mapping>> all() {
   for (const auto &entry : p.mappings) list.push_back(entry.second);
   return list;
 }
+
+std::unique_lock<std::mutex> replacing() { return std::unique_lock<std::mutex>(process().replacing); }
 
 }  // namespace Umap::shim

@@ -20,11 +20,18 @@ namespace Umap::shim {
 class Backing {
  public:
   virtual ~Backing() = default;
+  /* Null once its addresses are vacated. */
   virtual farpage_region *region() = 0;
   /* Writes changes back, if that is meant. */
   virtual farpage_code flush() { return farpage_region_flush(region()); }
   /* Writes back and gives up the addresses. If that fails the region is as it was. */
   virtual farpage_code close() = 0;
+  /* Whether another region may take its addresses, all of them or a part. */
+  virtual bool is_replaceable() const { return false; }
+  /* Ends before `offset`, a multiple of the page size; what begins there is `*rest`. */
+  virtual farpage_code split(std::uint64_t, std::unique_ptr<Backing> *) { return FARPAGE_INVALID; }
+  /* As `close`, but no other memory comes to the addresses. */
+  virtual farpage_code vacate() { return FARPAGE_INVALID; }
 };
 
 /* A region of its own: a file's, or a program's store's. */
@@ -34,6 +41,18 @@ class OwnRegion : public Backing {
   farpage_region *region() override { return it; }
   farpage_code flush() override { return read_only ? FARPAGE_OK : farpage_region_flush(it); }
   farpage_code close() override { return read_only ? farpage_region_discard(it) : farpage_region_unmap(it); }
+  bool is_replaceable() const override { return true; }
+  farpage_code split(std::uint64_t offset, std::unique_ptr<Backing> *rest) override {
+    farpage_region *behind = nullptr;
+    farpage_code code = farpage_region_split(&it, offset, &behind);
+    if (behind != nullptr) *rest = std::make_unique<OwnRegion>(behind, read_only);
+    return code;
+  }
+  farpage_code vacate() override {
+    farpage_code code = farpage_region_vacate(it);
+    if (code == FARPAGE_OK) it = nullptr;
+    return code;
+  }
 
  private:
   farpage_region *it;
@@ -55,7 +74,15 @@ struct Mapping {
   /* Pins all pages that the range touches and that are not pinned yet, or none. */
   farpage_code pin(std::uint64_t offset, std::uint64_t length);
 
+  /* Pins the pages that lie in both regions and that `whole` had pinned, as far as there is room. */
+  void take_pins_of(const Mapping &whole);
+
+  /* What a program mapped in one call; the same for what is left of it on either side of another
+   * region. */
+  const std::uint64_t origin;
+
   Mapping(std::unique_ptr<Backing> backing, std::size_t bytes);
+  Mapping(std::unique_ptr<Backing> backing, std::size_t bytes, std::uint64_t origin);
 
  private:
   std::mutex pinning;
@@ -73,5 +100,7 @@ void remove(const std::shared_ptr<Mapping> &mapping);
 /* The region that the address lies in. */
 std::shared_ptr<Mapping> find(std::uintptr_t address);
 std::vector<std::shared_ptr<Mapping>> all();
+/* Held by the one call that may replace regions. */
+std::unique_lock<std::mutex> replacing();
 
 }  // namespace Umap::shim

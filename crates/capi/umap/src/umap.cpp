@@ -69,6 +69,64 @@ class Wish {
   std::size_t bytes;
 };
 
+/* Whether regions have addresses there. */
+bool is_occupied(std::uintptr_t start, std::size_t bytes) {
+  for (const auto &mapping : all()) {
+    if (mapping->address < start + bytes && mapping->address + mapping->mapped_bytes > start) return true;
+  }
+  return false;
+}
+
+/* Makes room for a region that replaces what is mapped there, as mmap does with MAP_FIXED. What
+ * regions hold in the range goes to their stores; what is left of them on either side goes on. No
+ * other memory comes to the addresses meanwhile. Returns an errno; whatever failed, no bytes are
+ * lost. */
+int make_room(std::uintptr_t start, std::size_t bytes) {
+  std::uintptr_t end = start + bytes;
+  std::vector<std::shared_ptr<Mapping>> there;
+  for (auto &mapping : all()) {
+    std::uintptr_t mapping_end = mapping->address + mapping->mapped_bytes;
+    if (mapping->address >= end || mapping_end <= start) continue;
+    std::size_t page_bytes = mapping->page_bytes;
+    bool is_cut_well = (start <= mapping->address || start % page_bytes == 0) && (end >= mapping_end || end % page_bytes == 0);
+    if (!mapping->backing->is_replaceable() || !is_cut_well) {
+      std::ostringstream text;
+      text << "umap: the region at " << reinterpret_cast<void *>(mapping->address) << " is in the way: ";
+      if (is_cut_well) text << "a network store's array keeps its addresses";
+      else text << "what is left of it must be whole pages of " << page_bytes << " bytes";
+      log(FARPAGE_LOG_ERROR, text.str());
+      return EINVAL;
+    }
+    there.push_back(std::move(mapping));
+  }
+  for (const auto &mapping : there) {
+    std::unique_lock<std::shared_mutex> alone(mapping->use);
+    if (mapping->closed) continue;
+    std::size_t from = std::max(start, mapping->address) - mapping->address;
+    std::size_t to = std::min(end - mapping->address, mapping->mapped_bytes);
+    remove(mapping);
+    mapping->closed = true;
+    std::unique_ptr<Backing> before, inside = std::move(mapping->backing), behind;
+    farpage_code code = FARPAGE_OK;
+    if (to < mapping->mapped_bytes) code = inside->split(to, &behind);
+    if (code == FARPAGE_OK && from > 0) {
+      before = std::move(inside);
+      code = before->split(from, &inside);
+    }
+    if (code == FARPAGE_OK) code = inside->vacate();
+    if (code != FARPAGE_OK) log_failure("umap: a region that is in the way");
+    for (auto *part : {&before, &inside, &behind}) {
+      if (*part == nullptr || (*part)->region() == nullptr) continue;
+      std::size_t length = farpage_region_bytes((*part)->region());
+      auto left = std::make_shared<Mapping>(std::move(*part), length, mapping->origin);
+      left->take_pins_of(*mapping);
+      add(std::move(left));
+    }
+    if (code != FARPAGE_OK) return errno_of(code);
+  }
+  return 0;
+}
+
 void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, off_t offset, Umap::Store *store) {
   // 1. What cannot be meant.
   if (length == 0) return refuse(EINVAL, "a length of 0");
@@ -93,6 +151,8 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
   bool wished = !fixed && addr != nullptr && reinterpret_cast<std::uintptr_t>(addr) % page_bytes == 0;
   Wish wish(wished ? addr : nullptr, wished ? mapped_bytes : 0);
   void *place = fixed ? addr : wish.address();
+  std::unique_lock<std::mutex> alone;
+  if (fixed) alone = replacing();
 
   // 2. A server's array is mapped already, or will be by its client's runtime.
   bool read_only = (prot & PROT_WRITE) == 0;
@@ -112,15 +172,28 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
     options.read_only = read_only;
     options.address = place;
     farpage_region *region = nullptr;
-    if (store != nullptr) {
+    auto map = [&] {
+      if (store == nullptr) return farpage_region_map_fd(with, fd, static_cast<std::uint64_t>(offset), length, &options, &region);
       farpage_store table = store_calls(store, page_bytes);
       options.store = &table;
-      code = farpage_region_map(with, length, &options, &region);
+      return farpage_region_map(with, length, &options, &region);
+    };
+    if (fixed && is_occupied(reinterpret_cast<std::uintptr_t>(addr), mapped_bytes)) {
+      // Elsewhere first: what cannot be mapped replaces nothing.
+      options.address = nullptr;
+      code = map();
+      if (code == FARPAGE_OK) {
+        farpage_region_discard(region);
+        int number = make_room(reinterpret_cast<std::uintptr_t>(addr), mapped_bytes);
+        if (number != 0) return refuse(number, "a region that is there cannot be replaced");
+        options.address = addr;
+        code = map();
+      }
     } else {
-      code = farpage_region_map_fd(with, fd, static_cast<std::uint64_t>(offset), length, &options, &region);
-      if (code == FARPAGE_DENIED) return refuse(EACCES, farpage_error_message());
-      if (code == FARPAGE_INVALID && fcntl(fd, F_GETFD) < 0) return refuse(EBADF, farpage_error_message());
+      code = map();
     }
+    if (store == nullptr && code == FARPAGE_DENIED) return refuse(EACCES, farpage_error_message());
+    if (store == nullptr && code == FARPAGE_INVALID && fcntl(fd, F_GETFD) < 0) return refuse(EBADF, farpage_error_message());
     if (code != FARPAGE_OK) return refuse(errno_of(code), farpage_error_message());
     backing = std::make_unique<OwnRegion>(region, read_only);
   }
@@ -136,16 +209,7 @@ void *map_region(void *addr, std::size_t length, int prot, int flags, int fd, of
   return address;
 }
 
-int unmap_region(void *addr, std::size_t length) {
-  auto address = reinterpret_cast<std::uintptr_t>(addr);
-  auto mapping = find(address);
-  // Programs pass 0, and lengths that are not rounded up.
-  bool is_all = mapping != nullptr && mapping->address == address && (length == 0 || length > mapping->mapped_bytes - mapping->page_bytes);
-  if (!is_all) {
-    log(FARPAGE_LOG_ERROR, "uunmap: no region begins there, or it goes on behind the length given: a region is unmapped as a whole");
-    errno = EINVAL;
-    return -1;
-  }
+int unmap(const std::shared_ptr<Mapping> &mapping) {
   std::unique_lock<std::shared_mutex> alone(mapping->use);
   if (mapping->closed) {
     errno = EINVAL;
@@ -162,6 +226,24 @@ int unmap_region(void *addr, std::size_t length) {
   }
   mapping->closed = true;
   return 0;
+}
+
+int unmap_region(void *addr, std::size_t length) {
+  auto address = reinterpret_cast<std::uintptr_t>(addr);
+  auto mapping = find(address);
+  // Programs pass 0, and lengths that are not rounded up.
+  bool is_all = mapping != nullptr && mapping->address == address && (length == 0 || length > mapping->mapped_bytes - mapping->page_bytes);
+  if (!is_all) {
+    log(FARPAGE_LOG_ERROR, "uunmap: no region begins there, or it goes on behind the length given: a region is unmapped as a whole");
+    errno = EINVAL;
+    return -1;
+  }
+  // With what is left of it behind regions that replaced a part: the program's store may end now.
+  for (const auto &part : all()) {
+    bool is_behind = part->origin == mapping->origin && part->address > address && part->address - address < length;
+    if (is_behind && unmap(part) != 0) return -1;
+  }
+  return unmap(mapping);
 }
 
 int flush_all() {

@@ -68,6 +68,12 @@ extern "C" {
  * there if nothing is mapped there yet, and elsewhere if something is. With UMAP_FIXED it is there
  * or nowhere.
  *
+ * With UMAP_FIXED it replaces what is mapped there, also a part of another region. Bytes of that
+ * part go to their store first. What is left of the other region on either side is as it was, in
+ * whole pages: uunmap takes it by its own first address, and with the first part those behind it as
+ * far as `length` reaches. No thread may touch the other region meanwhile, not even outside of the
+ * part. Arrays of a network store keep their addresses and are not replaced: EINVAL.
+ *
  * errno: EINVAL arguments, EACCES the file is not open for this, EPERM no permission to handle page
  * faults, ENOMEM, EIO. */
 void *umap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
