@@ -123,12 +123,25 @@ struct ExtentRecord {
     origin: Origin,
 }
 
-/// Memory on its way out. Unmapping gigabytes takes milliseconds, so it is [given back](give_back) after the ledger is unlocked.
-type Freed = Vec<Arc<ExtentMemory>>;
+/// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
+/// it is [given back](give_back) after the ledger is unlocked. Until then its handle keeps others
+/// from [opening](State::free_and_quiet) the name that it belongs to.
+struct Leaving {
+    memory: Arc<ExtentMemory>,
+    /// Whether a name keeps its bytes.
+    is_kept: bool,
+}
 
-/// Gives memory back to the system, also what a client over shared memory still maps.
-fn give_back(freed: impl IntoIterator<Item = Arc<ExtentMemory>>) {
-    for memory in freed {
+type Freed = Vec<Leaving>;
+
+/// Takes memory from its adapter and, unless it is kept, gives it back to the system, also what a
+/// client over shared memory still maps.
+fn give_back(freed: impl IntoIterator<Item = Leaving>) {
+    for Leaving { memory, is_kept } in freed {
+        memory.deregister();
+        if is_kept {
+            continue;
+        }
         if let Err(error) = memory.punch() {
             warn!(extent = %memory.id(), %error, "an extent's memory stays for as long as a client maps it");
         }
@@ -210,7 +223,7 @@ impl State {
         let freed: Freed = session
             .extents
             .iter()
-            .filter_map(|extent| self.let_go(ledger, *extent))
+            .map(|extent| self.let_go(ledger, *extent))
             .collect();
         self.ended.notify_all();
         Some(Ended {
@@ -222,8 +235,8 @@ impl State {
         })
     }
 
-    /// Takes an extent from its lessee; returns its memory if no name keeps it.
-    fn let_go(&self, ledger: &mut Ledger, id: ExtentId) -> Option<Arc<ExtentMemory>> {
+    /// Takes an extent from its lessee; forgets it if no name keeps it.
+    fn let_go(&self, ledger: &mut Ledger, id: ExtentId) -> Leaving {
         let record = ledger
             .extents
             .get_mut(&id)
@@ -231,13 +244,12 @@ impl State {
         record.lessee = None;
         // The data connections that hold this handle in mid-operation stop, too.
         record.memory.revoke();
-        let named = record.name.is_some();
+        let (memory, is_kept) = (record.memory.clone(), record.name.is_some());
         self.leases.remove(id);
-        if named {
-            None
-        } else {
-            ledger.forget_extent(id)
+        if !is_kept {
+            ledger.forget_extent(id);
         }
+        Leaving { memory, is_kept }
     }
 
     /// Waits for operations that began under an earlier lease of the name's extents and have not ended: a late WRITE
@@ -325,8 +337,11 @@ struct Ended {
 
 impl Ended {
     fn finish(self) {
-        let (client, held_extents, freed_extents) =
-            (self.client, self.held_extents, self.freed.len());
+        let (client, held_extents, freed_extents) = (
+            self.client,
+            self.held_extents,
+            self.freed.iter().filter(|leaving| !leaving.is_kept).count(),
+        );
         info!(session = %self.id, client, held_extents, freed_extents, "session ended: {}", self.why);
         give_back(self.freed);
     }
@@ -542,10 +557,10 @@ impl Host for State {
         if !Self::known(&mut ledger, session)?.extents.remove(&extent) {
             return Err(Refusal::NotLeased(extent));
         }
-        let freed = self.let_go(&mut ledger, extent);
+        let leaving = self.let_go(&mut ledger, extent);
         ledger.let_go_of_name(extent);
         drop(ledger);
-        give_back(freed);
+        give_back([leaving]);
         Ok(())
     }
 

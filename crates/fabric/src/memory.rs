@@ -138,10 +138,15 @@ impl ExtentMemory {
         ExtentFile(Arc::clone(&self.memory))
     }
 
-    /// Ends this lease: accesses through this handle fail from now on. One that has begun may still end. An adapter reaches the memory no more
-    /// when this returns.
+    /// Ends this lease: accesses through this handle fail from now on. One that has begun may still
+    /// end. Waits for nothing: an adapter reaches the memory until [`deregister`](Self::deregister).
     pub fn revoke(&self) {
         self.revoked.store(true, Ordering::Relaxed);
+    }
+
+    /// Takes the memory from the adapter that knows it, after [`revoke`](Self::revoke). Adapters
+    /// take milliseconds per GiB for that, so no lock that others need is held meanwhile.
+    pub fn deregister(&self) {
         *self.registration() = None;
     }
 
@@ -160,7 +165,8 @@ impl ExtentMemory {
         let map = self.memory.map()?;
         let first = NonNull::new(map.as_mut_ptr()).expect("a mapping is not at address 0");
         let (told, made) = register(NonNull::slice_from_raw_parts(first, map.len()))?;
-        // Under the lock that `revoke` takes after its flag: either it finds the registration, or we find the flag.
+        // Under the lock that `deregister` takes after the flag is set: either it finds the
+        // registration, or we find the flag.
         let mut registration = self.registration();
         if self.is_revoked() {
             return Err(io::ErrorKind::NotFound.into());
@@ -420,6 +426,23 @@ mod tests {
             assert!(ftruncate(memory.as_fd(), bytes).is_err(), "{bytes}");
         }
         assert!(ExtentMemory::create(ExtentId(1), 0).is_err());
+    }
+
+    #[test]
+    fn revoking_does_not_wait_for_an_adapter() {
+        let memory = extent(8);
+        let busy = memory.registration();
+        let (revoked, is_revoked) = std::sync::mpsc::channel();
+        let same = Arc::clone(&memory);
+        let revoking = std::thread::spawn(move || {
+            same.revoke();
+            revoked.send(()).expect("the test waits");
+        });
+        let outcome = is_revoked.recv_timeout(std::time::Duration::from_secs(10));
+        drop(busy);
+        revoking.join().expect("it does not panic");
+        outcome.expect("whoever revokes holds locks that all clients wait for");
+        assert!(memory.copy_in(0, b"lost").is_err());
     }
 
     #[test]

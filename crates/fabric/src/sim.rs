@@ -503,6 +503,7 @@ impl SimState {
     fn unlease(&mut self, id: ExtentId) {
         if let Some(extent) = self.extents.get_mut(&id) {
             extent.memory.revoke();
+            extent.memory.deregister();
             extent.owner = None;
         }
         self.extents

@@ -15,7 +15,7 @@ use std::{
 use farpage_fabric::host::{Asker, Origin, Refusal};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
-use super::{Freed, Ledger, charge_of};
+use super::{Freed, Leaving, Ledger, charge_of};
 
 /// No more names than this; each costs an entry and its manifest, which counts against the
 /// capacity.
@@ -228,7 +228,11 @@ impl Ledger {
             let record = self.extents.get_mut(id).expect("a name keeps its extents");
             record.name = None;
             if record.lessee.is_none() {
-                freed.extend(self.forget_extent(*id));
+                let memory = self.forget_extent(*id);
+                freed.extend(memory.map(|memory| Leaving {
+                    memory,
+                    is_kept: false,
+                }));
             }
         }
         freed
