@@ -428,8 +428,7 @@ impl Shared {
                 (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
                 (false, false) => PollTimeout::NONE,
             };
-            // 2. Sleep. Answers to calls are none of our business, except for those that nobody waits for: else only the
-            // end of the connection wakes us.
+            // 2. Sleep. Only the end of the connection wakes us, and an answer that nobody waits for.
             let (end, mut flags) = stream.end();
             flags.set(PollFlags::POLLIN, owed || flags.contains(PollFlags::POLLIN));
             let mut fds = [
