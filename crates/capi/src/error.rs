@@ -136,7 +136,7 @@ impl From<CreateError> for Failure {
             CreateError::Store(StoreCreateError::Claim(PublishError::Control(
                 ControlError::Disconnected { .. },
             ))) => FARPAGE_UNREACHABLE,
-            CreateError::Store(_) => FARPAGE_INVALID,
+            CreateError::Store(_) | CreateError::Name(_) => FARPAGE_INVALID,
             CreateError::Map(error) => map_code(error),
             _ => FARPAGE_SYSTEM,
         };

@@ -10,7 +10,7 @@ pub use farpage_store::{
     PublishStoreError, StoreError, TableError,
 };
 pub use farpage_vm::OpenError as UserfaultfdError;
-pub use farpage_wire::EndpointError;
+pub use farpage_wire::{EndpointError, control::NameError};
 
 /// A runtime could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +43,9 @@ pub enum CreateError {
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
+    /// It cannot have the name that it was given.
+    #[error(transparent)]
+    Name(#[from] NameError),
     /// This process is a child of the one that built the runtime.
     #[error("{FORKED}")]
     Forked,
@@ -79,17 +82,17 @@ pub enum OpenError {
     /// This process is a child of the one that built the runtime.
     #[error("{FORKED}")]
     Forked,
-    /// It does not hold a whole number of elements.
+    /// It holds elements of another type, or bytes that are no whole number of elements.
     #[error(
-        "region `{name}` of {bytes} bytes is no array of elements of {element_bytes} bytes: open it with the type it was created with"
+        "`{name}` holds {stored}, and is no array of {asked}: open it with the type that it was created with, or as bytes by `open_region`"
     )]
     Type {
-        /// The region's name.
+        /// The array's name.
         name: String,
-        /// Its length.
-        bytes: u64,
-        /// Bytes of one element.
-        element_bytes: usize,
+        /// What it holds.
+        stored: String,
+        /// The type that was asked for.
+        asked: String,
     },
 }
 

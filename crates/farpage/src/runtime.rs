@@ -5,8 +5,11 @@ use std::{mem, sync::Arc};
 use bytemuck::Pod;
 use bytesize::ByteSize;
 use farpage_pager::Pager;
-use farpage_store::{BlockingOptions, Element, Layout, PageStore, RegionId, RemoteOptions};
+use farpage_store::{
+    BlockingOptions, Element, ElementType, Elements, Layout, PageStore, RegionId, RemoteOptions,
+};
 use farpage_vm::KernelSpace;
+use farpage_wire::control::check_name;
 
 use crate::{
     Builder, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session,
@@ -92,26 +95,45 @@ impl Runtime {
             return Err(CreateError::Shape { shape, len });
         }
         // A region has at least one byte; an empty array just does not use it.
-        let region = self.create(bytes.max(1), options, Element::of::<T>())?;
+        let layout = Layout::new(Element::of::<T>(), sides(&options.shape));
+        let layout = layout.elements(Elements::new::<T>(len));
+        let region = self.create(bytes.max(1), options, layout)?;
         Ok(RemoteArray::new(region, len))
     }
 
     /// Opens the array that was published under `name`. No other program can open it until it is
     /// closed.
     ///
+    /// `T` must be the type that the array was created with: the same number type, or, for other
+    /// types, one of the same size and alignment. A region that was created as bytes opens as any
+    /// type that it holds a whole number of. [`open_region`](Self::open_region) opens each as
+    /// bytes; an array without elements is one byte there.
+    ///
     /// # Errors
     /// See [`OpenError`].
     pub fn open_array<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
-        let region = self.open_region(name)?;
-        let (bytes, element_bytes) = (region.len(), mem::size_of::<T>());
-        if bytes % element_bytes != 0 {
+        let (pages, asked) = (self.open(name)?, ElementType::of::<T>());
+        let elements = pages.layout().and_then(|layout| layout.elements.clone());
+        let (len, stored) = match elements {
+            Some(elements) if elements.of == asked => (Some(elements.len), elements.to_string()),
+            Some(elements) => (None, elements.to_string()),
+            None => {
+                let (bytes, one) = (pages.bytes(), asked.bytes);
+                let len = bytes.is_multiple_of(one).then(|| bytes / one);
+                (len, format!("{bytes} bytes"))
+            }
+        };
+        let Some(len) = len else {
             return Err(OpenError::Type {
                 name: name.to_owned(),
-                bytes: bytes as u64,
-                element_bytes,
+                stored,
+                asked: asked.to_string(),
             });
-        }
-        Ok(RemoteArray::new(region, bytes / element_bytes))
+        };
+        Ok(RemoteArray::new(
+            self.map_opened(name, pages)?,
+            len as usize,
+        ))
     }
 
     /// The arrays and regions that this user has published under names on the runtime's servers, in
@@ -146,17 +168,21 @@ impl Runtime {
     /// # Errors
     /// See [`CreateError`].
     pub fn region_with(&self, bytes: usize, options: RegionOptions) -> Result<Region, CreateError> {
-        self.create(bytes, options, Element::of::<u8>())
+        let layout = Layout::new(Element::of::<u8>(), sides(&options.shape));
+        self.create(bytes, options, layout)
     }
 
     fn create(
         &self,
         bytes: usize,
         options: RegionOptions,
-        element: Element,
+        layout: Layout,
     ) -> Result<Region, CreateError> {
         if self.pager.is_parents() {
             return Err(CreateError::Forked);
+        }
+        if let Some(name) = &options.name {
+            check_name(name)?;
         }
         let id = RegionId(self.pager.next_region());
         let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
@@ -174,7 +200,7 @@ impl Runtime {
             None => {
                 let remote = RemoteOptions {
                     codec: options.codec.unwrap_or(self.defaults.codec),
-                    layout: Layout::new(element, sides(&options.shape)),
+                    layout,
                     reserve: options.reserve,
                     name: options.name.clone(),
                     replace: options.replace,
@@ -194,14 +220,18 @@ impl Runtime {
     /// # Errors
     /// See [`OpenError`].
     pub fn open_region(&self, name: &str) -> Result<Region, OpenError> {
+        self.map_opened(name, self.open(name)?)
+    }
+
+    fn open(&self, name: &str) -> Result<Arc<PageStore>, OpenError> {
         if self.pager.is_parents() {
             return Err(OpenError::Forked);
         }
-        let pages = PageStore::open(
-            self.pager.cluster(),
-            RegionId(self.pager.next_region()),
-            name,
-        )?;
+        let id = RegionId(self.pager.next_region());
+        Ok(PageStore::open(self.pager.cluster(), id, name)?)
+    }
+
+    fn map_opened(&self, name: &str, pages: Arc<PageStore>) -> Result<Region, OpenError> {
         let label = label(Some(name), pages.bytes());
         let options = self.pager_options(&RegionOptions::new(), label);
         let mapped = self.pager.map(pages, options)?;

@@ -857,6 +857,78 @@ fn named_region_outlives_its_program_and_has_one_owner() {
 }
 
 #[test]
+fn a_named_array_opens_with_the_element_type_and_length_it_was_created_with() {
+    let test = "a_named_array_opens_with_the_element_type_and_length_it_was_created_with";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let mut words = runtime
+        .array_with::<u64>(6, RegionOptions::new().name("words"))
+        .unwrap();
+    words[5] = 7;
+    words.close().unwrap();
+    let says = [
+        ("f32", runtime.open_array::<f32>("words").map(drop)),
+        ("f64", runtime.open_array::<f64>("words").map(drop)),
+        ("u8", runtime.open_array::<u8>("words").map(drop)),
+        (
+            "16 bytes, aligned to 8",
+            runtime.open_array::<[u64; 2]>("words").map(drop),
+        ),
+    ];
+    for (asked, result) in says {
+        let error = result.expect_err(asked).to_string();
+        for part in [asked, "6 elements of type u64", "open_region"] {
+            assert!(error.contains(part), "{part} is not in: {error}");
+        }
+    }
+    // Refused openings leave it to the next.
+    let bytes = runtime.open_region("words").unwrap();
+    assert_eq!((bytes.len(), bytes[40]), (48, 7));
+    bytes.close().unwrap();
+    assert_eq!(runtime.open_array::<u64>("words").unwrap()[5], 7);
+
+    // It kept one byte, which is no word: it could not be opened as any array of words.
+    let none = runtime.array_with::<u64>(0, RegionOptions::new().name("none"));
+    none.unwrap().close().unwrap();
+    assert_eq!(runtime.open_array::<u64>("none").unwrap().len(), 0);
+    assert_eq!(runtime.open_array::<u64>("none").unwrap().shape(), [0]);
+
+    // Bytes have no type: they open as whatever they are a whole number of, as those of C do.
+    let bytes = runtime.region_with(48, RegionOptions::new().name("bytes"));
+    bytes.unwrap().close().unwrap();
+    assert_eq!(runtime.open_array::<f32>("bytes").unwrap().len(), 12);
+    let error = runtime.open_array::<[u8; 7]>("bytes").unwrap_err();
+    assert!(error.to_string().contains("48 bytes"), "{error}");
+}
+
+#[test]
+fn names_are_checked_when_an_array_is_created() {
+    let test = "names_are_checked_when_an_array_is_created";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let create = |name: &str| runtime.array_with::<u64>(9, RegionOptions::new().name(name));
+    for name in ["", "two\nlines", "bell\u{7}", &"n".repeat(256)] {
+        let error = create(name).expect_err(name).to_string();
+        for part in ["name", "255", "control"] {
+            assert!(error.contains(part), "{part} is not in: {error}");
+        }
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+    }
+    for name in [" ", "Feld/Höhe 2", &"n".repeat(255)] {
+        create(name).unwrap().close().unwrap();
+        assert_eq!(runtime.open_array::<u64>(name).unwrap().len(), 9);
+    }
+}
+
+#[test]
 fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
     let test = "region_too_large_for_its_server_is_an_error_and_others_go_on";
     if !can_page(test) {

@@ -12,6 +12,7 @@
 mod blocking;
 mod cluster;
 mod codec;
+mod elements;
 mod entry;
 mod error;
 mod file;
@@ -27,6 +28,7 @@ mod tests;
 pub use blocking::{BlockingOptions, Store};
 pub use cluster::{Cluster, ClusterOptions};
 pub use codec::{Block, Codec, CodecError, Element, Layout, Trial, ZfpMode};
+pub use elements::{ElementType, Elements};
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};

@@ -38,13 +38,13 @@ use crate::{
 };
 
 const PIECE_BYTES: usize = 1 << 20;
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// What a name is bound to, on each server of the region.
 #[derive(Serialize, Deserialize)]
 enum Manifest {
     /// On the first server: the region.
-    Region(RegionManifest),
+    Region(Box<RegionManifest>),
     /// On the others: they only keep extents.
     Part,
 }
@@ -254,6 +254,10 @@ impl PageStore {
             .map_err(|error| damaged(&error.to_string()))?;
         let page_bytes = usize::try_from(manifest.page_bytes).unwrap_or(usize::MAX);
         check_page_bytes(region, page_bytes).map_err(|_| damaged("its page size is impossible"))?;
+        let elements = manifest.layout.elements.as_ref();
+        if elements.is_some_and(|elements| !elements.fit(manifest.bytes)) {
+            return Err(damaged("it is shorter than its elements"));
+        }
         // 2. The map.
         let pages = manifest.bytes.div_ceil(manifest.page_bytes);
         let map = opened.read_map(&pool, name)?;
@@ -428,7 +432,7 @@ impl PageStore {
     ) -> Result<(), PublishStoreError> {
         let pool = &remote.pool;
         let extents = pool.extents();
-        let manifest = Manifest::Region(RegionManifest {
+        let manifest = Manifest::Region(Box::new(RegionManifest {
             version: VERSION,
             bytes: self.bytes,
             page_bytes: self.page_bytes as u64,
@@ -444,7 +448,7 @@ impl PageStore {
             extents: extents.clone(),
             map_bytes,
             map,
-        });
+        }));
         // The first server last: its manifest is the publication. The others hold at least what any
         // of its maps needs. A server that holds nothing is told so, too: what the name kept there
         // before is free then.
@@ -511,7 +515,7 @@ fn map_slots(pool: &Pool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
 
 /// An opened name, given back unless a store takes it over.
 struct Held {
-    manifest: RegionManifest,
+    manifest: Box<RegionManifest>,
     hold: Hold,
     /// Let go after the extents.
     claim: Claim,

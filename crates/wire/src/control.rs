@@ -44,6 +44,26 @@ pub const MAX_EXTENTS: usize = 1 << 18;
 /// The longest name of a region.
 pub const MAX_NAME_BYTES: usize = 255;
 
+/// Checks a region's name. Names are printed in messages and lists, so none has control characters.
+///
+/// # Errors
+/// Which names there can be.
+pub fn check_name(name: &str) -> Result<(), NameError> {
+    let good = (1..=MAX_NAME_BYTES).contains(&name.len()) && !name.chars().any(char::is_control);
+    if good {
+        Ok(())
+    } else {
+        Err(NameError(name.chars().take(40).collect()))
+    }
+}
+
+/// What was given is no name; it holds how that begins.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is no name for an array: it has 1 to {MAX_NAME_BYTES} bytes, none of them control characters"
+)]
+pub struct NameError(String);
+
 /// The longest description that a client gives of itself.
 pub const MAX_CLIENT_BYTES: usize = 255;
 

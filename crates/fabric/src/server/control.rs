@@ -9,8 +9,8 @@ use std::{
 use farpage_wire::{
     Challenge, PublicKey, Refusal, Request, Response, Secret, ServerStat, SessionId, Signature,
     control::{
-        Lease, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES, MAX_MANIFEST_BYTES,
-        MAX_NAME_BYTES, RemoteKey,
+        self as wire, Lease, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES,
+        MAX_MANIFEST_BYTES, RemoteKey,
     },
 };
 
@@ -345,12 +345,7 @@ fn lease_of(memory: &Arc<ExtentMemory>) -> Lease {
 }
 
 fn check_name(name: &str) -> Result<(), Refusal> {
-    match name.len() {
-        1..=MAX_NAME_BYTES => Ok(()),
-        bytes => Err(Refusal::Invalid(format!(
-            "a name has 1 to {MAX_NAME_BYTES} bytes, not {bytes}"
-        ))),
-    }
+    wire::check_name(name).map_err(|error| Refusal::Invalid(error.to_string()))
 }
 
 fn check_manifest(manifest: &[u8]) -> Result<(), Refusal> {

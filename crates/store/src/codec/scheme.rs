@@ -12,6 +12,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Codec, CodecError, Element, ZfpMode, coder::Form};
+use crate::Elements;
 
 /// The shape and the elements of a region.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,13 +22,25 @@ pub struct Layout {
     pub element: Element,
     /// Elements per dimension, the slowest first, as in C. Empty: one dimension.
     pub shape: Vec<u64>,
+    /// What an array holds; `None` for bytes without a type.
+    pub elements: Option<Elements>,
 }
 
 impl Layout {
     /// An array of this shape.
     pub fn new(element: Element, shape: impl Into<Vec<u64>>) -> Self {
         let shape = shape.into();
-        Self { element, shape }
+        Self {
+            element,
+            shape,
+            elements: None,
+        }
+    }
+
+    /// As before, for a typed array.
+    pub fn elements(mut self, elements: Elements) -> Self {
+        self.elements = Some(elements);
+        self
     }
 }
 
