@@ -179,6 +179,10 @@ typedef struct farpage_region_options {
    * beside it; but not another region, that is FARPAGE_INVALID.
    */
   void *address;
+  /**
+   * 1: `name` may exist already; what is published under it stays until this region is published. Otherwise mapping fails with FARPAGE_EXISTS then.
+   */
+  uint32_t replace;
 } farpage_region_options;
 
 /**
@@ -354,6 +358,11 @@ typedef struct farpage_stats {
  * A bug in farpage; the message is worth a report.
  */
 #define FARPAGE_INTERNAL 9
+
+/**
+ * A region of that name exists already: open it, remove it, or set `replace`.
+ */
+#define FARPAGE_EXISTS 10
 
 #ifdef __cplusplus
 extern "C" {
