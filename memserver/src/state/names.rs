@@ -20,6 +20,11 @@ use super::{Freed, Leaving, Ledger, charge_of};
 /// No more names than this; each costs an entry and its manifest, which counts against the
 /// capacity.
 const NAMES_MAX: usize = 65_536;
+/// No more names of one key, so that one user cannot take the names of all.
+pub(super) const NAMES_PER_KEY: usize = 4096;
+/// No more names that one session claims and has published nothing under: no manifest pays for
+/// them.
+pub(super) const CLAIMS_PER_SESSION: usize = 1024;
 
 /// A name and whose it is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -76,6 +81,12 @@ impl Ledger {
             Err(Refusal::Exists) if replace => {}
             other => other?,
         }
+        if !self.names.contains_key(&id) && self.claims_of(session) >= CLAIMS_PER_SESSION {
+            return Err(Refusal::Invalid(format!(
+                "this client claims {CLAIMS_PER_SESSION} names that it has published nothing \
+                 under, the most that one client may: publish or close some of its regions"
+            )));
+        }
         let record = self.names.entry(id.clone()).or_default();
         if record.manifest.is_some() && !replace {
             return Err(Refusal::Exists);
@@ -100,6 +111,10 @@ impl Ledger {
             None if self.names.len() >= NAMES_MAX => Err(Refusal::Invalid(format!(
                 "this server keeps {NAMES_MAX} named regions, its most: remove some"
             ))),
+            None if self.names_of(id.owner) >= NAMES_PER_KEY => Err(Refusal::Invalid(format!(
+                "this server keeps {NAMES_PER_KEY} named regions of this key, the most that one \
+                 key may have here: remove some"
+            ))),
             None => Ok(()),
             Some(record) => match record.holder {
                 Some(holder) if holder == session => Ok(()),
@@ -107,6 +122,20 @@ impl Ledger {
                 None => Err(Refusal::Exists),
             },
         }
+    }
+
+    fn names_of(&self, key: PublicKey) -> usize {
+        let behind = (Excluded(NameId::new(key, "")), Unbounded);
+        let its = self.names.range(behind);
+        its.take_while(|(id, _)| id.owner == key).count()
+    }
+
+    /// Names that the session claims and has published nothing under.
+    fn claims_of(&self, session: SessionId) -> usize {
+        let names = self.sessions[&session].names.iter();
+        names
+            .filter(|id| self.names[*id].manifest.is_none())
+            .count()
     }
 
     /// Binds the name, which the session may, to extents of the session. Returns what only the old

@@ -506,6 +506,49 @@ fn creating_a_name_is_exclusive_unless_replacing_was_asked_for() {
 }
 
 #[test]
+fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
+    let state = state(1 << 20);
+    let greedy: Vec<_> = [(); 4].map(|()| client(&state, Transport::Tcp)).into();
+    // 1. One session: so many that it has published nothing under.
+    let most = super::names::CLAIMS_PER_SESSION;
+    let claim = |session, i: usize| state.claim(session, &format!("{session} {i}"), false);
+    (0..most).for_each(|i| claim(greedy[0], i).unwrap());
+    let refused = claim(greedy[0], most).unwrap_err();
+    assert!(
+        matches!(&refused, Refusal::Invalid(why) if why.contains("publish or close")),
+        "{refused:?}"
+    );
+    let first = format!("{} 0", greedy[0]);
+    state.publish(greedy[0], &first, vec![], &[]).unwrap();
+    claim(greedy[0], most).unwrap();
+    // 2. All sessions of one key.
+    let left = super::names::NAMES_PER_KEY - most - 1;
+    let mut others = (1..4).flat_map(|at| (0..most).map(move |i| (at, i)));
+    for (at, i) in others.by_ref().take(left) {
+        claim(greedy[at], i).unwrap();
+    }
+    let (at, i) = others.next().unwrap();
+    for refused in [
+        claim(greedy[at], i).unwrap_err(),
+        state.publish(greedy[at], "more", vec![], &[]).unwrap_err(),
+    ] {
+        assert!(
+            matches!(&refused, Refusal::Invalid(why) if why.contains("of this key")),
+            "{refused:?}"
+        );
+    }
+    // 3. Another key has its own, and what is gone makes room.
+    let other = state.admit("test", Transport::Tcp, HERE, None).unwrap();
+    state.identify(other.session, OPERATOR).unwrap();
+    state.claim(other.session, "x", false).unwrap();
+    remove(&state, greedy[0], &first).unwrap();
+    claim(greedy[at], i).unwrap();
+    greedy.iter().for_each(|session| state.close(*session));
+    assert_eq!(state.ledger.lock().names.len(), 1);
+    state.check();
+}
+
+#[test]
 fn publishing_again_frees_what_only_the_old_binding_kept() {
     let state = state(1 << 30);
     let session = client(&state, Transport::Shm);
