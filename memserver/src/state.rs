@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: every byte that is granted belongs to exactly one session or one published name, and is given
 //! back when the last of both lets go. Memory is always fresh: an extent is a new sealed file that reads as zeros, and
-//! freeing it closes the file, so nobody sees what another client left behind.
+//! freeing it closes the file, so nobody sees what another client left behind. A published extent whose file another
+//! user was given is copied into a new one when it is opened.
 //!
 //! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only control messages
 //! and the reaper come here. The *leases* are what a READ or WRITE looks at: extent to owner and memory, in
@@ -121,6 +122,8 @@ struct ExtentRecord {
     name: Option<NameId>,
     /// Who its bytes are put on: where its last lessee connected from.
     origin: Origin,
+    /// Who was given the memory's descriptor over shared memory, and may map it for ever.
+    mapped_by: Option<Origin>,
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
@@ -278,6 +281,63 @@ impl State {
         }
     }
 
+    /// As [`free_and_quiet`](Self::free_and_quiet), with memory that nobody but the session's user maps.
+    ///
+    /// Who was lent memory over shared memory may map it ever after. The next holder who is not that
+    /// user, or whom the system does not say, gets copies, one extent after the other, made while the
+    /// ledger is unlocked: one extent at a time exists twice. The handles that are kept meanwhile
+    /// make other sessions wait.
+    fn free_and_private(
+        &self,
+        session: SessionId,
+        id: &NameId,
+    ) -> Result<MutexGuard<'_, Ledger>, Refusal> {
+        loop {
+            let mut ledger = self.free_and_quiet(id)?;
+            let user = Self::known(&mut ledger, session)?.origin;
+            let is_foreign = |extent: &&ExtentRecord| {
+                let by = extent.mapped_by;
+                by.is_some_and(|by| by != user || by == Origin::Unknown)
+            };
+            let foreign: Vec<Arc<ExtentMemory>> = (ledger.names[id].extents.iter())
+                .map(|id| &ledger.extents[id])
+                .filter(is_foreign)
+                .map(|extent| extent.memory.clone())
+                .collect();
+            if foreign.is_empty() {
+                return Ok(ledger);
+            }
+            drop(ledger);
+            for memory in foreign {
+                self.replace_memory(session, memory)?;
+            }
+        }
+    }
+
+    /// Puts a copy in the place of an extent's memory that nobody leases.
+    fn replace_memory(&self, session: SessionId, old: Arc<ExtentMemory>) -> Result<(), Refusal> {
+        let fresh = old.copy_afresh().map_err(|error| {
+            let extent = old.id();
+            warn!(%session, %extent, %error, "cannot copy an extent for another user");
+            Refusal::Invalid(format!(
+                "the server cannot copy extent {extent}, which another user may still map: {error}"
+            ))
+        })?;
+        let mut ledger = self.ledger.lock();
+        // Copying is no silence of the client, whose renewals wait behind this request.
+        Self::known(&mut ledger, session)?.renewed = Instant::now();
+        let record = ledger.extents.get_mut(&old.id());
+        // The name may have been removed meanwhile; it cannot have been opened.
+        let Some(record) = record.filter(|record| Arc::ptr_eq(&record.memory, &old)) else {
+            return Ok(());
+        };
+        (record.memory, record.mapped_by) = (fresh, None);
+        drop(ledger);
+        let (memory, is_kept) = (old, false);
+        give_back([Leaving { memory, is_kept }]);
+        Ok(())
+    }
+
     fn known(ledger: &mut Ledger, id: SessionId) -> Result<&mut SessionRecord, Refusal> {
         ledger.sessions.get_mut(&id).ok_or(Refusal::NoSession)
     }
@@ -323,6 +383,11 @@ impl State {
 impl SessionRecord {
     fn holds_nothing(&self) -> bool {
         self.extents.is_empty() && self.names.is_empty()
+    }
+
+    /// Who maps what the session is lent, if its transport hands out descriptors.
+    fn maps_as(&self) -> Option<Origin> {
+        (self.transport == Transport::Shm).then_some(self.origin)
     }
 }
 
@@ -498,6 +563,7 @@ impl Host for State {
         let mut ledger = self.ledger.lock();
         let record = Self::known(&mut ledger, session)?;
         let (held_extents, origin) = (record.extents.len(), record.origin);
+        let mapped_by = record.maps_as();
         if bytes == 0 {
             return Err(Refusal::Invalid(
                 "an extent of 0 bytes was asked for".to_owned(),
@@ -543,6 +609,7 @@ impl Host for State {
                 lessee: Some(session),
                 name: None,
                 origin,
+                mapped_by,
             },
         );
         Self::known(&mut ledger, session)?.extents.insert(id);
@@ -644,9 +711,10 @@ impl Host for State {
 
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
         let id = self.ledger.lock().name_of(session, name)?;
-        let mut ledger = self.free_and_quiet(&id)?;
+        let mut ledger = self.free_and_private(session, &id)?;
         let record = Self::known(&mut ledger, session)?;
         let (held_extents, origin) = (record.extents.len(), record.origin);
+        let mapped_by = record.maps_as();
         let record = &ledger.names[&id];
         if held_extents + record.extents.len() > self.limits.extents_per_session {
             return Err(Refusal::Invalid(format!(
@@ -679,6 +747,7 @@ impl Host for State {
                 .expect("a name keeps its extents");
             record.lessee = Some(session);
             record.memory = record.memory.lease_anew();
+            record.mapped_by = record.mapped_by.or(mapped_by);
             let before = std::mem::replace(&mut record.origin, origin);
             let bytes = charge_of(record.memory.bytes());
             self.leases.insert(*id, session, record.memory.clone());

@@ -8,7 +8,7 @@ use std::{
     fs::File,
     io,
     os::fd::{AsFd, BorrowedFd},
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{FileExt, MetadataExt},
     ptr::NonNull,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
@@ -20,15 +20,21 @@ use crate::rdma::Registration;
 use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::{
+    errno::Errno,
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
     sys::memfd::{MFdFlags, memfd_create},
+    unistd::{Whence, lseek},
 };
+
+/// How much is copied at once into fresh memory: small, so that holes stay holes.
+const COPY_BYTES: u64 = 64 << 10;
 
 /// One lease of an extent: zeroed memory that nobody can resize, mapped here on first use.
 ///
 /// Each lease has a handle of its own, so that [`revoke`](Self::revoke) ends one lease and
 /// [`lease_anew`](Self::lease_anew) hands the same bytes to the next. A client that was given the descriptor over
-/// shared memory may keep its own mapping after the lease: bytes that must be out of its reach need a new extent.
+/// shared memory may keep its own mapping after the lease: bytes that must be out of its reach are
+/// [copied afresh](Self::copy_afresh).
 #[derive(Debug)]
 pub struct ExtentMemory {
     /// What makes the memory known to an adapter; ends with the lease. Dropped before the mapping.
@@ -184,6 +190,34 @@ impl ExtentMemory {
     /// A handle of its own on the same bytes, for the next lease.
     pub fn lease_anew(&self) -> Arc<Self> {
         Self::lease(Arc::clone(&self.memory))
+    }
+
+    /// Memory of its own with the same id and bytes, which nobody else maps.
+    ///
+    /// Whoever maps the old one may write meanwhile, so that some mix of old and new bytes is
+    /// copied. Nothing is backed where nothing was.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn copy_afresh(&self) -> io::Result<Arc<Self>> {
+        let (old, fresh) = (&self.memory, Self::create(self.id(), self.bytes())?);
+        let mut buf = vec![0; COPY_BYTES.min(old.bytes) as usize];
+        let mut at = 0;
+        while at < old.bytes {
+            // Clients share the file's position: only what each call returns counts.
+            at = match lseek(&old.file, at as i64, Whence::SeekData) {
+                Ok(data) => data as u64,
+                // Nothing from here on.
+                Err(Errno::ENXIO) => break,
+                Err(errno) => return Err(errno.into()),
+            };
+            let len = (buf.len() as u64).min(old.bytes - at) as usize;
+            let piece = &mut buf[..len];
+            old.file.read_exact_at(piece, at)?;
+            fresh.memory.file.write_all_at(piece, at)?;
+            at += len as u64;
+        }
+        Ok(fresh)
     }
 
     /// Gives the physical memory back now, even while somebody still maps the extent. Its bytes become zero.

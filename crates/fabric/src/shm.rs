@@ -8,8 +8,9 @@
 //! nobody else can come by the memory then. They stop when the server ends the session, which the
 //! session says by its [`Death`]. A client that was stopped for longer than its lease may copy into
 //! memory that is no longer its own before it hears of that. Memory of an unnamed region is never lent
-//! twice, so that nobody else reads it. Of a named one, the next holder checks what it reads against
-//! the hashes of its page map.
+//! twice, so that nobody else reads it. That of a named one is copied for the next holder where that is
+//! another user; the same user's next process checks what it reads against the hashes of its page
+//! map.
 
 use std::{
     collections::{HashMap, VecDeque},

@@ -1,5 +1,7 @@
 //! Tests of the books: what clients ask for, in order and out of it, and that nothing is left at the end.
 
+use std::os::unix::fs::FileExt;
+
 use proptest::{collection::vec, prelude::*};
 
 use super::*;
@@ -349,6 +351,79 @@ fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended
         drop(operation);
         assert_eq!(opened.join().unwrap().extents[0].id(), id);
     });
+    state.check();
+}
+
+/// What a client over shared memory was given, and keeps for as long as it likes.
+fn descriptor_of(memory: &ExtentMemory) -> std::fs::File {
+    use std::os::fd::AsFd;
+    memory.as_fd().try_clone_to_owned().unwrap().into()
+}
+
+#[test]
+fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it() {
+    let state = state(4 << 20);
+    let at = |transport, origin| {
+        let begun = state.admit("test", transport, origin, None).unwrap();
+        state.identify(begun.session, KEY).unwrap();
+        begun.session
+    };
+    let [one, two] = [1, 2].map(Origin::User);
+    let machine = Origin::Address(std::net::Ipv4Addr::LOCALHOST.into());
+    let first = at(Transport::Shm, one);
+    let memory = state.grant(first, 1 << 20).unwrap();
+    let (id, kept) = (memory.id(), descriptor_of(&memory));
+    memory.copy_in(500_000, b"published").unwrap();
+    drop(memory);
+    state.publish(first, "x", vec![], &[id]).unwrap();
+    state.close(first);
+    // 1. The same user: the same memory.
+    let again = at(Transport::Shm, one);
+    let same = state.open(again, "x").unwrap().extents.remove(0);
+    same.copy_in(0, b"own").unwrap();
+    let seen = |file: &std::fs::File| {
+        let mut byte = [0xa5];
+        file.read_exact_at(&mut byte, 0).unwrap();
+        byte[0]
+    };
+    assert_eq!(seen(&kept), b'o');
+    drop(same);
+    state.close(again);
+    // 2. Another user or machine: what was published, out of reach of all who had it before.
+    let mut kept = vec![kept];
+    for (transport, origin) in [
+        (Transport::Shm, two),
+        (Transport::Tcp, machine),
+        (Transport::Shm, one),
+        (Transport::Shm, Origin::Unknown),
+        (Transport::Shm, Origin::Unknown),
+    ] {
+        let next = at(transport, origin);
+        let opened = state.open(next, "x").unwrap().extents.remove(0);
+        assert_eq!(opened.id(), id);
+        let mut found = [0; 9];
+        opened.copy_out(500_000, &mut found).unwrap();
+        assert_eq!(&found, b"published");
+        assert!(opened.resident_bytes() < 1 << 20, "holes stay holes");
+        opened.copy_in(0, b"secret").unwrap();
+        for old in &kept {
+            assert_eq!(seen(old), 0, "seen by who had it");
+            old.write_all_at(b"!", 500_000).unwrap();
+        }
+        opened.copy_out(500_000, &mut found).unwrap();
+        assert_eq!(&found, b"published", "{origin:?}: changed by who had it");
+        state.check();
+        if transport == Transport::Shm {
+            kept.push(descriptor_of(&opened));
+        }
+        drop(opened);
+        state.close(next);
+    }
+    let last = at(Transport::Tcp, machine);
+    state.open(last, "x").unwrap();
+    remove(&state, last, "x").unwrap();
+    state.close(last);
+    assert_eq!(state.stat().granted_bytes, 0);
     state.check();
 }
 
