@@ -4,6 +4,7 @@
 mod common;
 
 use std::{
+    os::unix::fs::FileExt,
     path::Path,
     process::Output,
     sync::Arc,
@@ -147,6 +148,57 @@ fn a_user_without_a_place_for_a_key_is_told_so_when_a_name_is_used() {
     assert!(error.contains("/proc/nobody/key"), "{error}");
     assert!(error.contains("FARPAGE_KEY_FILE"), "{error}");
     session.grant(MIB).unwrap();
+}
+
+/// Makes this thread another user to whom it connects to; files it opens as before.
+fn become_another_user() {
+    // SAFETY: these calls take numbers alone, and as raw system calls they change this thread alone.
+    unsafe {
+        assert_eq!(libc::syscall(libc::SYS_setresuid, -1, 12_345, -1), 0);
+        libc::syscall(libc::SYS_setfsuid, 0);
+    }
+}
+
+#[test]
+fn another_user_of_the_socket_gets_memory_that_the_one_before_does_not_reach() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("NOT TRIED: only root can become another user");
+        return;
+    }
+    let daemon = Daemon::start(&["--capacity", "64MiB", "--lease", "1h"]);
+    let keys = tempfile::tempdir().unwrap();
+    let key = keys.path().join("key");
+    let publisher = connect_as(&daemon.shm, &key);
+    let extent = publisher.grant(MIB).unwrap();
+    write(&publisher, &extent, 0, b"published").unwrap();
+    publisher.publish("x", b"", &[extent.id]).unwrap();
+    // What the publisher was given, kept beyond its session.
+    let files = std::fs::read_dir(format!("/proc/{}/fd", daemon.child.id())).unwrap();
+    let memory = (files.map(|file| file.unwrap().path()))
+        .find(|path| {
+            let is_memory = |to: &Path| to.to_string_lossy().contains("farpage-extent");
+            std::fs::read_link(path).is_ok_and(|to| is_memory(&to))
+        })
+        .unwrap();
+    let mut options = std::fs::OpenOptions::new();
+    let kept = options.read(true).write(true).open(memory).unwrap();
+    drop(publisher);
+    let opened = std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            become_another_user();
+            let session = connect_as(&daemon.shm, &key);
+            wait_until("the name is free", || session.open("x").is_ok());
+            session
+        });
+        other.join().unwrap()
+    });
+    write(&opened, &extent, 100, b"secret").unwrap();
+    kept.write_all_at(b"overwrites", 0).unwrap();
+    let mut seen = [0xa5; 6];
+    kept.read_exact_at(&mut seen, 100).unwrap();
+    assert_eq!(seen, [0; 6], "the next user's bytes are seen");
+    assert_eq!(read(&opened, extent.id, 0, 9).unwrap(), b"published");
+    assert_eq!(read(&opened, extent.id, 100, 6).unwrap(), b"secret");
 }
 
 fn stdout(output: &Output) -> String {
