@@ -152,7 +152,7 @@ fn a_user_without_a_place_for_a_key_is_told_so_when_a_name_is_used() {
 
 /// Makes this thread another user to whom it connects to; files it opens as before.
 fn become_another_user() {
-    // SAFETY: these calls take numbers alone, and as raw system calls they change this thread alone.
+    // SAFETY: raw system calls that take numbers alone and change this thread alone.
     unsafe {
         assert_eq!(libc::syscall(libc::SYS_setresuid, -1, 12_345, -1), 0);
         libc::syscall(libc::SYS_setfsuid, 0);
