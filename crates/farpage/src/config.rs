@@ -185,8 +185,7 @@ impl Builder {
     }
 
     /// Before SIGBUS ends a program that touches lost memory, a line on standard error says which
-    /// array, page and server, why, and what to do: once for each cause, and not where the program
-    /// has a subscriber of `tracing`.
+    /// array, page and server, why, and what to do: once for each cause.
     ///
     /// `FARPAGE_LAST_WORDS` (`1` or `0`). Default: true.
     pub fn last_words(mut self, last_words: bool) -> Self {

@@ -289,7 +289,8 @@ fn label(name: Option<&str>, bytes: u64) -> String {
 /// The page size where nobody has chosen one: 64 KiB, and less for what has less than
 /// `PAGES_MIN` such pages, since a page moves and is reserved whole.
 fn default_page_bytes(bytes: usize) -> usize {
-    (bytes.next_power_of_two() / PAGES_MIN).clamp(4 << 10, 64 << 10)
+    // Rounding up a larger one may overflow, and would change nothing.
+    (bytes.min(PAGES_MIN * (64 << 10)).next_power_of_two() / PAGES_MIN).clamp(4 << 10, 64 << 10)
 }
 
 /// Of a small array, as many pages at least, as far as pages can be as small: a sixteenth of it may

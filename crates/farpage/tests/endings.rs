@@ -328,44 +328,83 @@ fn a_program_that_a_killed_server_ends_reads_why_once() {
         return;
     }
     for (mode, wanted) in [("filler", "1"), ("in-thread", "1"), ("filler", "0")] {
-        let mut server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
-        let stderr = tempfile::NamedTempFile::new().unwrap();
-        let mut victim = process::Command::new(env::current_exe().unwrap())
-            .args(["--exact", test, "--nocapture", "--test-threads=1"])
-            .env(VICTIM, format!("{mode} {}", server.url))
-            .env("FARPAGE_LAST_WORDS", wanted)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(stderr.reopen().unwrap())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
-        assert!(lines.any(|line| line.unwrap() == "ready"));
-        server.kill();
-        drop(victim.stdin.take());
-        let status = victim.wait().unwrap();
-        assert_eq!(status.signal(), Some(Signal::SIGBUS as i32), "{status}");
-        let said = fs::read_to_string(stderr.path()).unwrap();
+        let server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
+        let url = server.url.clone();
+        let said = words_of_the_dying(test, mode, server, wanted);
         let words: Vec<_> = said.lines().filter(|l| l.starts_with("farpage:")).collect();
         if wanted == "0" {
             assert!(words.is_empty(), "{said}");
             continue;
         }
         assert_eq!(words.len(), 1, "{mode}: {said}");
-        for part in [
-            "array `squares`",
-            "page ",
-            &server.url,
-            "SIGBUS",
-            "prefetch_now",
-        ] {
+        for part in ["array `squares`", "page ", &url, "SIGBUS", "prefetch_now"] {
             assert!(words[0].contains(part), "{part} is not in: {}", words[0]);
         }
     }
 }
 
+/// Runs `test` in a process of its own, which names itself ready, and kills its server then. What
+/// it says until SIGBUS ends it.
+fn words_of_the_dying(test: &str, mode: &str, mut server: ServerProcess, wanted: &str) -> String {
+    let stderr = tempfile::NamedTempFile::new().unwrap();
+    let mut victim = process::Command::new(env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture", "--test-threads=1"])
+        .env(VICTIM, format!("{mode} {}", server.url))
+        .env("FARPAGE_LAST_WORDS", wanted)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(stderr.reopen().unwrap())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
+    assert!(lines.any(|line| line.unwrap() == "ready"));
+    server.kill();
+    drop(victim.stdin.take());
+    let until = Instant::now() + Duration::from_secs(40);
+    let status = loop {
+        if let Some(status) = victim.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > until {
+            victim.kill().unwrap();
+            victim.wait().unwrap();
+            panic!("{mode}: the program hangs");
+        }
+        thread::sleep(Duration::from_millis(10));
+    };
+    assert_eq!(status.signal(), Some(Signal::SIGBUS as i32), "{status}");
+    fs::read_to_string(stderr.path()).unwrap()
+}
+
+#[test]
+fn a_program_that_prints_a_lost_page_reads_why() {
+    let test = "a_program_that_prints_a_lost_page_reads_why";
+    if let Ok(what) = env::var(VICTIM) {
+        let (mode, url) = what.split_once(' ').unwrap();
+        let (_runtime, array) = remote_squares(mode, url);
+        // The page is touched while the lock of standard error is held.
+        return eprintln!("read {}", array[32 * PAGE_WORDS]);
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) {
+        return;
+    }
+    for mode in ["filler", "in-thread"] {
+        let server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
+        let said = words_of_the_dying(test, mode, server, "1");
+        assert!(said.contains("farpage: page "), "{mode}: {said}");
+    }
+}
+
 /// Touches pages whose server was killed, after many of them were asked for in vain.
 fn die_of_lost_memory(mode: &str, url: &str) {
+    let (_runtime, array) = remote_squares(mode, url);
+    assert!(array.prefetch_now(..).is_err());
+    panic!("read {}", array[32 * PAGE_WORDS]);
+}
+
+/// An array whose pages are all with the server, which is killed before this returns.
+fn remote_squares(mode: &str, url: &str) -> (Runtime, RemoteArray<u64>) {
     let runtime = builder(MIB, PAGE)
         .server(url)
         .fault_mode(mode.parse().unwrap())
@@ -381,8 +420,21 @@ fn die_of_lost_memory(mode: &str, url: &str) {
     array.advise(.., Advice::DontNeed).unwrap();
     common::say("ready");
     io::stdin().read_to_end(&mut Vec::new()).unwrap();
-    assert!(array.prefetch_now(..).is_err());
-    panic!("read {}", array[32 * PAGE_WORDS]);
+    (runtime, array)
+}
+
+#[test]
+fn a_region_as_large_as_the_address_space_is_refused() {
+    let test = "a_region_as_large_as_the_address_space_is_refused";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = Runtime::builder().server(&memory.url).build().unwrap();
+    for bytes in [usize::MAX, usize::MAX / 2 + 2] {
+        assert!(runtime.region(bytes).is_err());
+    }
 }
 
 #[test]

@@ -110,13 +110,14 @@ impl<A: AddressSpace> Evictor<A> {
     fn take_handed_over(&mut self) -> bool {
         let (shared, mut any) = (self.shared.clone(), false);
         let hand_over = &shared.hand_over;
-        let waiting = hand_over.len();
-        if waiting == 0 {
+        if hand_over.len() == 0 {
             return false;
         }
         // A flush has its share, however fast pages are handed over.
         let share = if shared.jobs.is_empty() { 1 } else { 2 };
+        // Before they are counted: what a call is for is among them.
         let called = hand_over.answer();
+        let waiting = hand_over.len();
         for _ in 0..waiting {
             let has_room = self.write_backs.has_room(share);
             if !has_room && !called {

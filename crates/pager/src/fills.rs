@@ -445,8 +445,14 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             .into_iter()
             .partition(|(waiting, _)| waiting.region.id == region.id);
         self.backlog = backlog;
+        if waiting.is_empty() {
+            return;
+        }
         for (waiting, since) in waiting {
             self.starve(waiting, since);
+        }
+        if self.backlog.is_empty() {
+            self.shared.frames.budget().end_starving();
         }
     }
 

@@ -97,7 +97,7 @@ impl<F> HandOver<F> {
     }
 
     /// All evictors, since some may be busy with a store that stalls.
-    fn call(&self) {
+    pub(crate) fn call(&self) {
         self.is_wanted.store(true, Ordering::SeqCst);
         self.doors.ring_evictors();
     }

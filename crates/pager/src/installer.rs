@@ -12,7 +12,7 @@ use crate::{
     PageError,
     clock::FillClock,
     frames::Frames,
-    last_words::LastWords,
+    last_words::{self, LastWords},
     mapper::Mapper,
     proof::{Back, Proof},
     protocol::{self, HEAT_MAX, OnFailed, State, Word},
@@ -165,9 +165,11 @@ impl<A: AddressSpace> Installer<A> {
         match region.words.apply(page, protocol::fill_failed) {
             OnFailed::Dropped => false,
             OnFailed::MustPoison => {
-                tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
                 self.last_words.say(region, page, &error);
                 self.poison(region, page, protocol::poisoned);
+                // Not before: the program's subscriber may wait for a lock that is held by who
+                // waits for the page.
+                tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
                 true
             }
         }
@@ -184,11 +186,11 @@ impl<A: AddressSpace> Installer<A> {
                 why: why.to_string(),
             },
         };
-        tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost; touching it raises SIGBUS");
         self.last_words.say(region, page, &error);
         region.record(error.clone());
         region.lose(page, error.clone());
         self.poison(region, page, protocol::lost);
+        tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost; touching it raises SIGBUS");
         error
     }
 
@@ -196,7 +198,7 @@ impl<A: AddressSpace> Installer<A> {
     fn poison(&self, region: &Region, page: usize, published: impl Fn(Word) -> Word) {
         if let Err(error) = self.mapper.poison(region, page) {
             // Nothing else can stop a thread that waits for it from sleeping for ever.
-            tracing::error!(%error, "cannot poison a lost page");
+            last_words::write(&format!("farpage: cannot poison a lost page: {error}\n"));
             std::process::abort();
         }
         region.words.apply(page, |w| (published(w), ()));

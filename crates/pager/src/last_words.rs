@@ -1,19 +1,16 @@
 //! What a program reads before SIGBUS ends it: [`LastWords`], one line on standard error.
 //!
-//! The rule it keeps: one line for each cause and region, however many pages it costs, and none
-//! where a subscriber of `tracing` gets the same as an event. It never waits: what standard error
-//! has no room for is left out.
+//! The rule it keeps: one line for each cause and region, however many pages it costs. It never
+//! waits: what standard error has no room for is left out, and the standard library's lock of it is
+//! not taken. A thread that prints what lies in a lost page holds that lock while it waits for us.
 
-use std::{
-    collections::HashSet,
-    io::{self, Write},
-    mem,
-    os::fd::AsFd,
-    time::Duration,
-};
+use std::{collections::HashSet, io, mem, os::fd::AsFd, time::Duration};
 
 use farpage_store::StoreError;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    unistd,
+};
 use parking_lot::Mutex;
 
 use crate::{PageError, region::Region};
@@ -37,25 +34,26 @@ impl LastWords {
 
     /// Before a page is poisoned: who touches it is ended by a signal that says nothing.
     pub(crate) fn say(&self, region: &Region, page: usize, error: &PageError) {
-        if !self.wanted
-            || tracing::dispatcher::has_been_set()
-            || !self.told.lock().insert((region.id.0, cause(error)))
-        {
+        if !self.wanted || !self.told.lock().insert((region.id.0, cause(error))) {
             return;
         }
-        let line = format!(
+        write(&format!(
             "farpage: page {page} of {} is not to be had: {error}. Touching it raises SIGBUS (\"Bus \
              error\"). See whether the server runs and can be reached; `prefetch_now` returns such \
              errors and tries again, FARPAGE_DEADLINE waits longer than {:?}. \
              (FARPAGE_LAST_WORDS=0 turns this line off.)\n",
             region.label, self.deadline
-        );
-        let stderr = io::stderr();
-        let mut fds = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
-        // A pipe that nobody reads must not keep the page from being poisoned.
-        if poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
-            let _ = stderr.lock().write_all(line.as_bytes());
-        }
+        ));
+    }
+}
+
+/// Writes a line to standard error without waiting for anybody.
+pub(crate) fn write(line: &str) {
+    let stderr = io::stderr();
+    let mut fds = [PollFd::new(stderr.as_fd(), PollFlags::POLLOUT)];
+    // A pipe that nobody reads must not keep the page from being poisoned.
+    if poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
+        let _ = unistd::write(stderr.as_fd(), line.as_bytes());
     }
 }
 

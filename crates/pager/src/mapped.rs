@@ -150,10 +150,15 @@ impl<A: AddressSpace> Mapped<A> {
     /// A frame for one page. Waits for it until the deadline.
     fn frame_for(&self, page: usize) -> Result<A::Frame, PageError> {
         let (frames, since) = (&self.shared().frames, Instant::now());
+        let mut starved = false;
         loop {
             if let Some(frame) = frames.for_demand(self.page_bytes(), 0) {
+                if starved {
+                    frames.budget().end_starving();
+                }
                 return Ok(frame);
             }
+            starved = true;
             let waited = since.elapsed();
             if waited > self.pager.deadline() {
                 frames.budget().end_starving();
@@ -415,7 +420,8 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         shared.regions.remove(region.address);
         region.close();
         (shared.doors).tell_fillers(|| Command::Settle(region.clone()));
-        shared.doors.ring_evictors();
+        // What was handed over of it must not wait for another region's store.
+        shared.hand_over.call();
         region.wait_until_quiet();
         // Nobody but us owns a page of it from here on. Its frames go on to other regions.
         let mut chunk = region.next_touched(0);

@@ -32,8 +32,8 @@ pub struct PagerOptions {
     pub in_thread: usize,
     /// A page that cannot be brought in within this time is poisoned. Default: 10 s.
     pub deadline: Duration,
-    /// Before pages are poisoned, a line on standard error says why, once for each cause, unless
-    /// the program has a subscriber of `tracing`. Default: true.
+    /// Before pages are poisoned, a line on standard error says why, once for each cause. Default:
+    /// true.
     pub last_words: bool,
 }
 
