@@ -175,6 +175,8 @@ pub(crate) struct Pool {
 struct Extents {
     by_index: Vec<Option<(u8, ExtentId)>>,
     vacant: Vec<u32>,
+    /// All were given back, and none is added any more.
+    closed: bool,
 }
 
 /// What came of asking for memory without waiting.
@@ -314,14 +316,20 @@ impl Pool {
             Err(AllocError::Full { .. }) if least < EXTENT_BYTES_MIN => session.grant(least)?,
             other => other?,
         };
-        self.add(server as u8, extent.id, extent.bytes);
+        if self.add(server as u8, extent.id, extent.bytes).is_none() {
+            // Nobody wants it any more, and nobody else would give it back.
+            self.release(server, extent.id);
+        }
         Ok(extent.bytes)
     }
 
-    /// Adds an extent and returns its index.
-    pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> u32 {
+    /// Adds an extent and returns its index; `None` after [`release_all`](Self::release_all).
+    pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> Option<u32> {
         let index = {
             let mut extents = self.extents.write().expect(NO_PANIC);
+            if extents.closed {
+                return None;
+            }
             let index = extents.vacant.pop().unwrap_or_else(|| {
                 extents.by_index.push(None);
                 extents.by_index.len() as u32 - 1
@@ -334,7 +342,7 @@ impl Pool {
             index
         };
         self.arenas[server as usize].lock().add(index, bytes);
-        index
+        Some(index)
     }
 
     /// An index that a published map does not use.
@@ -386,12 +394,14 @@ impl Pool {
         }
     }
 
-    /// Gives all extents back: the end of a region with a pool of its own.
+    /// Gives all extents back: the end of a region with a pool of its own. What a server grants from here on goes back at once.
     pub(crate) fn release_all(&self) {
-        for (server, id) in std::mem::take(&mut self.extents.write().expect(NO_PANIC).by_index)
-            .into_iter()
-            .flatten()
-        {
+        let extents = {
+            let mut extents = self.extents.write().expect(NO_PANIC);
+            extents.closed = true;
+            std::mem::take(&mut extents.by_index)
+        };
+        for (server, id) in extents.into_iter().flatten() {
             self.release(server as usize, id);
         }
     }

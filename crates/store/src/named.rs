@@ -31,7 +31,7 @@ use crate::{
     Cluster, Codec, Layout, OpenStoreError, PageStore, PublishStoreError, RegionId,
     cluster::Pool,
     codec::{self, Chooser, Form, Scheme},
-    entry::{Entry, Place, Span, Words, portable},
+    entry::{Entry, PageTable, Place, Span, Words, portable},
     names::Claim,
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
     slots::GRANULE_BYTES,
@@ -278,6 +278,8 @@ impl PageStore {
             map: slots,
             ..Last::default()
         };
+        // Before memory is reserved: nobody would take that back.
+        let table = PageTable::new(manifest.bytes, page_bytes)?;
         let reservation = if manifest.reserved {
             let bytes = reserved_bytes(manifest.bytes, page_bytes, true);
             let failed = |source| OpenStoreError::Alloc {
@@ -303,9 +305,10 @@ impl PageStore {
             region,
             manifest.bytes,
             page_bytes,
+            table,
             manifest.seed,
             Backing::Remote(remote),
-        )?;
+        );
         // From here on the store gives the extents back. What a publication that did not come to its end had added goes now.
         let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
         for (session, extents) in &mut opened.hold.0 {

@@ -18,7 +18,6 @@ use farpage_fabric::{AllocError, MAX_OP_BYTES};
 
 use crate::{
     BlockingOptions, Cluster, Codec, CreateError, Layout, Store, StoreStats, StoreStatsSnapshot,
-    TableError,
     blocking::BlockingStore,
     cluster::{Growth, Pool, Reservation},
     codec::{self, Chooser, Scheme},
@@ -131,6 +130,8 @@ impl PageStore {
         } else {
             cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
         };
+        // Before memory is reserved: nobody would take that back.
+        let table = PageTable::new(bytes, page_bytes)?;
         let reservation = match options.reserve {
             Reserve::OnDemand => None,
             Reserve::Full => {
@@ -159,14 +160,11 @@ impl PageStore {
             claim: claim.map(Box::new),
             publications,
         };
+        let seed = RandomState::new().hash_one(region);
+        let backing = Backing::Remote(remote);
         Ok(Self::new(
-            cluster,
-            region,
-            bytes,
-            page_bytes,
-            RandomState::new().hash_one(region),
-            Backing::Remote(remote),
-        )?)
+            cluster, region, bytes, page_bytes, table, seed, backing,
+        ))
     }
 
     /// A region over a store of the user's own. What the store holds is the region's content.
@@ -183,15 +181,12 @@ impl PageStore {
     ) -> Result<Arc<Self>, CreateError> {
         check_page_bytes(region, page_bytes)?;
         check_bytes(region, bytes)?;
+        let table = PageTable::new(bytes, page_bytes)?;
         let backing = Backing::Blocking(BlockingStore::new(store, options));
+        let seed = RandomState::new().hash_one(region);
         Ok(Self::new(
-            cluster,
-            region,
-            bytes,
-            page_bytes,
-            RandomState::new().hash_one(region),
-            backing,
-        )?)
+            cluster, region, bytes, page_bytes, table, seed, backing,
+        ))
     }
 
     pub(crate) fn new(
@@ -199,13 +194,13 @@ impl PageStore {
         region: RegionId,
         bytes: u64,
         page_bytes: usize,
+        table: PageTable,
         seed: u64,
         backing: Backing,
-    ) -> Result<Arc<Self>, TableError> {
-        let table = PageTable::new(bytes, page_bytes)?;
+    ) -> Arc<Self> {
         let stats = Arc::<StoreStats>::default();
         cluster.opened(&stats);
-        Ok(Arc::new(Self {
+        Arc::new(Self {
             region,
             bytes,
             page_bytes,
@@ -215,7 +210,7 @@ impl PageStore {
             backing,
             cluster: cluster.clone(),
             retired: AtomicBool::new(false),
-        }))
+        })
     }
 
     /// Makes what has been written back durable in a user's own store. Remote memory has nothing to do here.

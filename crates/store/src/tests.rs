@@ -1835,6 +1835,26 @@ fn a_region_that_left_a_server_is_published_there_again() {
 }
 
 #[test]
+fn what_a_server_grants_after_the_region_is_gone_goes_back() {
+    let cluster = client(&servers());
+    let options = RemoteOptions {
+        name: Some("x".to_owned()),
+        reserve: Reserve::OnDemand,
+        ..RemoteOptions::default()
+    };
+    let store = PageStore::remote(&cluster, REGION, 60 * 4096, 4096, &options).unwrap();
+    let Backing::Remote(remote) = &store.backing else {
+        panic!("remote")
+    };
+    let pool = remote.pool.clone();
+    drop(store);
+    // As a thread that had asked before.
+    let _ = pool.grow(4096);
+    assert!(pool.extents().is_empty(), "nobody gives it back");
+    assert_eq!(pool.granted_bytes(), 0);
+}
+
+#[test]
 fn what_a_publication_that_did_not_end_had_added_is_not_held() {
     let servers = servers();
     let first = client(&servers);

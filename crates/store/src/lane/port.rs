@@ -134,8 +134,12 @@ impl<B: Buf> Port<B> {
         !self.backlog.is_empty() || !self.in_doubt.is_empty()
     }
 
-    /// A WRITE to these slots was given up; it may still land.
+    /// A WRITE to these slots that seemed lost was given up; it may still land, unless a channel was opened since: what seems lost
+    /// breaks the channel that it was on.
     pub(super) fn doubt(&mut self, pool: &Arc<Pool>, slots: Vec<Span>) {
+        if self.is_open() {
+            return pool.abandon(&slots);
+        }
         self.in_doubt.push((pool.clone(), slots));
     }
 
