@@ -546,7 +546,11 @@ fn share(text: &str) -> Result<f64, String> {
         .parse()
         .ok()
         .filter(|share: &f64| *share > 0.0 && *share <= 100.0)
-        .ok_or("a share is a percentage above 0 and up to 100, such as 12.5".into())
+        .ok_or_else(|| {
+            format!(
+                "`{text}` is no share: write a percentage above 0 and up to 100, like `10%` or `12.5`"
+            )
+        })
 }
 
 #[cfg(test)]
@@ -555,6 +559,16 @@ mod tests {
 
     pub(crate) fn team() -> Team {
         Team::new(2, Arc::default()).unwrap()
+    }
+
+    #[test]
+    fn a_share_is_a_percentage_and_what_is_none_is_repeated() {
+        assert_eq!((share("10%"), share("12.5")), (Ok(10.0), Ok(12.5)));
+        for given in ["nonsense", "", "0", "101%"] {
+            let error = share(given).unwrap_err();
+            assert!(error.contains(&format!("`{given}`")), "{error}");
+            assert!(error.contains("`10%`"), "{error}");
+        }
     }
 
     #[test]

@@ -627,8 +627,13 @@ impl FromStr for Budget {
         match text.strip_suffix('%') {
             Some(percent) => match percent.trim().parse() {
                 Ok(percent) if percent > 0.0 && percent <= 1000.0 => Ok(Self::Percent(percent)),
-                _ => Err("a share is a number above 0 before the %, such as 25%".into()),
+                _ => Err(format!(
+                    "`{text}` is no share: write a number above 0 and up to 1000 before the %, like `10%`"
+                )),
             },
+            None if farpage_wire::parse_size(text).is_err() => Err(format!(
+                "`{text}` is no size and no share: write it like `64KiB`, `4GiB` or `10%`"
+            )),
             None => some_bytes(text).map(Self::Bytes),
         }
     }
@@ -682,10 +687,12 @@ pub(crate) enum Format {
 }
 
 pub(crate) fn some_bytes(text: &str) -> Result<ByteSize, String> {
-    match text.parse::<ByteSize>() {
+    match farpage_wire::parse_size(text) {
         Ok(size) if size.as_u64() > 0 => Ok(size),
-        Ok(_) => Err("must be more than nothing".into()),
-        Err(_) => Err("write a size such as 512MiB or 4GiB".into()),
+        Ok(_) => Err(format!(
+            "`{text}` is nothing: write more, like `64KiB` or `4GiB`"
+        )),
+        Err(error) => Err(error.to_string()),
     }
 }
 
@@ -694,7 +701,9 @@ pub(crate) fn page_size(text: &str) -> Result<ByteSize, String> {
     if size.as_u64().is_power_of_two() && (4 << 10..=2 << 20).contains(&size.as_u64()) {
         Ok(size)
     } else {
-        Err("a page size is a power of two from 4KiB to 2MiB".into())
+        Err(format!(
+            "`{text}` is no page size: write a power of two from 4KiB to 2MiB, like `64KiB`"
+        ))
     }
 }
 
@@ -736,6 +745,25 @@ mod tests {
         assert_eq!("12.5%".parse(), Ok(Budget::Percent(12.5)));
         for wrong in ["", "%", "0%", "-1%", "many", "0"] {
             assert!(wrong.parse::<Budget>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size_is_repeated_beside_an_example() {
+        fn repeats(given: &str, example: &str, error: &str) {
+            assert!(error.contains(&format!("`{given}`")), "{error}");
+            assert!(error.contains(&format!("like `{example}`")), "{error}");
+        }
+        for given in ["nonsense", "", "-1", "0", "64 Kirby"] {
+            repeats(given, "64KiB", &some_bytes(given).unwrap_err());
+            repeats(given, "64KiB", &page_size(given).unwrap_err());
+            repeats(given, "64KiB", &given.parse::<Budget>().unwrap_err());
+        }
+        repeats("3KiB", "64KiB", &page_size("3KiB").unwrap_err());
+        let error = "nonsense".parse::<Budget>().unwrap_err();
+        assert!(error.contains("`10%`"), "{error}");
+        for given in ["0%", "lots%", "%"] {
+            repeats(given, "10%", &given.parse::<Budget>().unwrap_err());
         }
     }
 }

@@ -13,7 +13,7 @@ use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use farpage_fabric::{Allowance, server::SocketAccess};
 use farpage_wire::{Endpoint, PublicKey};
-use serde::Deserialize;
+use serde::{Deserialize, Deserializer, de};
 
 use crate::server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE};
 
@@ -93,7 +93,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = farpage_wire::parse_time)]
     pub lease: Option<Duration>,
     /// A client over tcp or rdma whose connection was closed without a goodbye loses its memory if it does not come back for so long; over shm at once [default: 10s].
-    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = farpage_wire::parse_time)]
     pub reconnect_grace: Option<Duration>,
     /// What clients get to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
@@ -110,7 +110,8 @@ pub struct ServeArgs {
     #[arg(
         long,
         value_name = "SIZE",
-        env = "FARPAGE_MEMSERVER_CAPACITY_PER_ADDRESS"
+        env = "FARPAGE_MEMSERVER_CAPACITY_PER_ADDRESS",
+        value_parser = farpage_wire::parse_size
     )]
     pub capacity_per_address: Option<ByteSize>,
     /// The most connections from one address, or over shm of one user. A program has one, and one per worker thread [default: three quarters of what there may be].
@@ -222,17 +223,38 @@ impl From<Access> for SocketAccess {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct File {
     listen: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "size")]
     capacity: Option<ByteSize>,
     socket_access: Option<Access>,
     lease: Option<String>,
     reconnect_grace: Option<String>,
     grace: Option<String>,
     operator_key: Option<Vec<String>>,
+    #[serde(default, deserialize_with = "size")]
     capacity_per_address: Option<ByteSize>,
     connections_per_address: Option<usize>,
     connections_per_client: Option<usize>,
     log: Option<LogFormat>,
     log_level: Option<String>,
+}
+
+/// A size in the file: text with a unit, or a number of bytes.
+fn size<'de, D: Deserializer<'de>>(value: D) -> Result<Option<ByteSize>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "a size is text like \"8GiB\", or a number of bytes"
+    )]
+    enum Written {
+        Bytes(u64),
+        Text(String),
+    }
+    match Written::deserialize(value)? {
+        Written::Bytes(bytes) => Ok(Some(ByteSize::b(bytes))),
+        Written::Text(text) => farpage_wire::parse_size(&text)
+            .map(Some)
+            .map_err(de::Error::custom),
+    }
 }
 
 /// Everything that `serve` needs, settled.
@@ -505,6 +527,37 @@ mod tests {
         .unwrap();
         assert_eq!(config.listen.len(), 2);
         assert_eq!(config.log, LogFormat::Human);
+    }
+
+    #[test]
+    fn a_size_or_a_time_that_is_none_is_repeated_beside_an_example() {
+        for (key, example) in [
+            ("capacity", "`64KiB`"),
+            ("capacity-per-address", "`64KiB`"),
+            ("lease", "`5s`"),
+            ("reconnect-grace", "`5s`"),
+            ("grace", "`5s`"),
+        ] {
+            let flag = format!("--{key}=nonsense");
+            let flag = Cli::try_parse_from(["farpage-memserver", "serve", &flag]).unwrap_err();
+            let file = settle(&[], Some(&format!("{key} = 'nonsense'"))).unwrap_err();
+            for error in [flag.to_string(), file.to_string()] {
+                assert!(
+                    error.contains("`nonsense` is no") && error.contains(example),
+                    "{error}"
+                );
+                assert!(error.contains(key), "{error}");
+            }
+        }
+        let file = "capacity = 4096\ncapacity-per-address = '2 KiB'\nreconnect-grace = '2'\n";
+        let config = settle(&[], Some(file)).unwrap();
+        assert_eq!(
+            (config.capacity_bytes, config.capacity_per_address),
+            (4096, Some(2048))
+        );
+        assert_eq!(config.reconnect_grace, Duration::from_secs(2));
+        let error = settle(&[], Some("capacity = true")).unwrap_err();
+        assert!(error.to_string().contains("8GiB"), "{error}");
     }
 
     #[test]

@@ -9,7 +9,8 @@
 mod log;
 
 use std::{
-    io::{self, Write},
+    env,
+    io::{self, IsTerminal, Write},
     process::ExitCode,
     sync::{Arc, atomic::AtomicBool},
     time::Duration,
@@ -215,11 +216,12 @@ fn table(figures: &ServerStat) -> String {
         ("resident", size(figures.resident_bytes)),
         (
             "pages of clients",
-            format!(
-                "{} stored in {}",
-                size(figures.logical_bytes),
-                size(figures.stored_bytes)
-            ),
+            match (figures.logical_bytes, figures.stored_bytes) {
+                (0, 0) if figures.granted_bytes > 0 => {
+                    "none reported yet (clients report with each renewal of their lease)".to_owned()
+                }
+                (logical, stored) => format!("{} stored in {}", size(logical), size(stored)),
+            },
         ),
         ("sessions", figures.sessions.to_string()),
         ("extents", figures.extents.to_string()),
@@ -254,8 +256,11 @@ fn start_log(
         value: format!("{level:?} ({error})"),
         reason: "give it error, warn, info, debug or trace",
     })?;
+    // As https://no-color.org asks.
+    let colours = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(colours && io::stderr().is_terminal())
         .with_writer(writer);
     match format {
         LogFormat::Human => log.init(),

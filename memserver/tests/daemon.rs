@@ -5,6 +5,7 @@ mod common;
 
 use std::{
     fs,
+    io::{BufRead, BufReader},
     process::{Output, Stdio},
     sync::{
         Arc,
@@ -245,10 +246,28 @@ fn figures_that_nobody_reads_are_no_failure_and_a_full_disk_is_one() {
 }
 
 #[test]
+fn a_log_that_no_terminal_shows_has_no_colours() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut server = command()
+        .args(["serve", "--listen", &socket_in(&directory).to_string()])
+        .env_remove("NO_COLOR")
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(server.stderr.take().unwrap()).lines();
+    let listens = lines.find(|line| line.as_ref().unwrap().contains("shm://"));
+    server.kill().unwrap();
+    server.wait().unwrap();
+    let line = listens.unwrap().unwrap();
+    assert!(!line.contains('\u{1b}'), "{line:?}");
+}
+
+#[test]
 fn stat_prints_json_for_machines_and_a_table_for_people() {
-    let daemon = Daemon::start(&["--capacity", "64MiB"]);
+    let (daemon, mut log) = Daemon::unread(&["--capacity", "64MiB"]);
     let client = connect(&daemon.shm);
     client.grant(8 << 20).unwrap();
+    let came = log.next().unwrap().unwrap();
     for endpoint in [&daemon.shm, &daemon.tcp] {
         let output = command()
             .args(["stat", "--json", "--endpoint", &endpoint.to_string()])
@@ -260,6 +279,7 @@ fn stat_prints_json_for_machines_and_a_table_for_people() {
             (stat.capacity_bytes, stat.granted_bytes, stat.extents),
             (64 << 20, 8 << 20, 1)
         );
+        assert_eq!(stat.sessions, 1, "who looks is no client");
         let output = command()
             .args(["stat", "--endpoint", &endpoint.to_string()])
             .output()
@@ -269,7 +289,17 @@ fn stat_prints_json_for_machines_and_a_table_for_people() {
             table.contains("64.0 MiB") && table.contains("8.0 MiB"),
             "{table}"
         );
+        // The client has not said what it keeps: that is not told as nothing.
+        assert!(
+            table.contains("none reported") && !table.contains("0 B stored"),
+            "{table}"
+        );
     }
+    drop(client);
+    let next = log.next().unwrap().unwrap();
+    let left = |line: &str| line.contains("session") && !line.contains(r#""level":"WARN""#);
+    assert!(left(&came) && left(&next), "{came}\n{next}");
+    thread::spawn(move || log.for_each(drop));
     let output = command()
         .args(["stat", "--endpoint", "tcp://127.0.0.1:1"])
         .output()
