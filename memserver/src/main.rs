@@ -164,7 +164,11 @@ fn names(flags: &NamesArgs, log: &LogArgs) -> anyhow::Result<()> {
 fn line(named: &NamedRegion) -> String {
     let size = ByteSize::b(named.bytes).to_string();
     let state = if named.in_use { "in use" } else { "free" };
-    format!("{}  {size:>10}  {state:<6}  {}\n", named.owner, named.name)
+    format!(
+        "{}  {size:>10}  {state:<6}  {}\n",
+        named.owner,
+        named.name.escape_debug()
+    )
 }
 
 fn remove(flags: &RemoveArgs, log: &LogArgs) -> anyhow::Result<()> {

@@ -140,11 +140,13 @@ type Freed = Vec<Leaving>;
 /// Takes memory from its adapter and, unless it is kept, gives it back to the system, also what a
 /// client over shared memory still maps.
 fn give_back(freed: impl IntoIterator<Item = Leaving>) {
-    for Leaving { memory, is_kept } in freed {
+    // What is kept first: its name is free, and cannot be opened before its handles are gone.
+    let (kept, freed): (Freed, Freed) = freed.into_iter().partition(|leaving| leaving.is_kept);
+    for Leaving { memory, .. } in kept {
         memory.deregister();
-        if is_kept {
-            continue;
-        }
+    }
+    for Leaving { memory, .. } in freed {
+        memory.deregister();
         if let Err(error) = memory.punch() {
             warn!(extent = %memory.id(), %error, "an extent's memory stays for as long as a client maps it");
         }
@@ -183,6 +185,7 @@ impl State {
     /// To be called several times per [shortest](Limits::shortest) time. If it was not, this process was stopped or starved, and renewals that
     /// clients sent in time may be unread: everyone gets a fresh lease then instead of losing memory through our fault.
     pub fn reap(&self, now: Instant) -> usize {
+        let began = Instant::now();
         let mut ledger = self.ledger.lock();
         let overslept = ledger.reaped.is_some_and(|before| {
             now.saturating_duration_since(before) > self.limits.shortest() / 2
@@ -213,7 +216,12 @@ impl State {
             .filter_map(|(id, why)| self.end(&mut ledger, *id, why))
             .collect();
         drop(ledger);
-        ended.into_iter().map(Ended::finish).count()
+        let count = ended.len();
+        // All together: what is kept of the last comes before what is freed of the first.
+        give_back(ended.into_iter().flat_map(Ended::finish).collect::<Freed>());
+        // Our own work is no time in which this process did not run.
+        self.ledger.lock().reaped = Some(now + began.elapsed());
+        count
     }
 
     /// Ends a session: what it leased is freed, unless a published name still refers to it.
@@ -401,14 +409,15 @@ struct Ended {
 }
 
 impl Ended {
-    fn finish(self) {
+    /// Says so; what it held is to be [given back](give_back).
+    fn finish(self) -> Freed {
         let (client, held_extents, freed_extents) = (
             self.client,
             self.held_extents,
             self.freed.iter().filter(|leaving| !leaving.is_kept).count(),
         );
         info!(session = %self.id, client, held_extents, freed_extents, "session ended: {}", self.why);
-        give_back(self.freed);
+        self.freed
     }
 }
 
@@ -551,12 +560,12 @@ impl Host for State {
         };
         let ended = self.end(&mut ledger, session, why);
         drop(ledger);
-        ended.into_iter().for_each(Ended::finish);
+        give_back(ended.into_iter().flat_map(Ended::finish));
     }
 
     fn close(&self, session: SessionId) {
         let ended = self.end(&mut self.ledger.lock(), session, "the client closed it");
-        ended.into_iter().for_each(Ended::finish);
+        give_back(ended.into_iter().flat_map(Ended::finish));
     }
 
     fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {

@@ -36,13 +36,18 @@ fn sigterm_under_load_exits_0_and_removes_the_socket() {
     for signal in [Signal::SIGTERM, Signal::SIGINT] {
         let mut daemon = Daemon::start(&["--capacity", "64MiB", "--grace", "200ms"]);
         let working = Arc::new(AtomicBool::new(false));
+        let ended = Arc::new(AtomicBool::new(false));
         let load: Vec<_> = [&daemon.shm, &daemon.tcp]
             .map(|endpoint| {
-                let (session, working) = (connect(endpoint), working.clone());
+                let session = connect(endpoint);
+                let (working, ended) = (working.clone(), ended.clone());
                 thread::spawn(move || {
                     let extent = session.grant(1 << 20).unwrap();
                     let mut rounds = 0u64;
-                    while let Ok(mut channel) = session.channel::<Vec<u8>>() {
+                    // Over shared memory it goes on without the server.
+                    while !ended.load(Ordering::Relaxed)
+                        && let Ok(mut channel) = session.channel::<Vec<u8>>()
+                    {
                         let bytes = vec![1; 65536];
                         if transfer(&mut *channel, Verb::Write, extent.id, 0, bytes).is_err() {
                             break;
@@ -58,6 +63,7 @@ fn sigterm_under_load_exits_0_and_removes_the_socket() {
         let asked = Instant::now();
         daemon.signal(signal);
         assert_eq!(daemon.wait().code(), Some(0), "{signal}");
+        ended.store(true, Ordering::Relaxed);
         assert!(asked.elapsed() < Duration::from_secs(10));
         assert!(!path(&daemon.shm).exists());
         load.into_iter()

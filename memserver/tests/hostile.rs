@@ -15,7 +15,7 @@ use std::{
 
 use common::{
     Both, Daemon, connect,
-    raw::{Stream, begin, greet, hear, raw, say},
+    raw::{Stream, begin, begin_as, greet, hear, raw, say},
     read, wait_until, write,
 };
 use farpage_fabric::Session;
@@ -386,6 +386,23 @@ fn peak_bytes(daemon: &Daemon) -> u64 {
         .and_then(|line| line.split_whitespace().nth(1))
         .unwrap();
     kib.parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn a_request_that_was_cut_off_is_not_executed_after_its_session_was_resumed() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let (mut old, session, secret) = begin(&both.tcp);
+    let request = control::encode(&Request::Grant { bytes: MIB }).unwrap();
+    let (last, most) = request.split_last().unwrap();
+    old.write_all(most).unwrap();
+    let resume = Some((session, secret));
+    let (mut new, ..) = begin_as(greet(&both.tcp, Purpose::Control), resume).unwrap();
+    is_closed_on(&mut *old, &[*last]);
+    say(&mut *new, &Request::Stat);
+    let Response::Stat(stat) = hear(&mut *new) else {
+        panic!("no figures")
+    };
+    assert_eq!((stat.sessions, stat.granted_bytes), (1, 0));
 }
 
 #[test]

@@ -6,7 +6,8 @@
 //!
 //! The server takes no part, so channels go on while it is stopped, and after its process has ended:
 //! nobody else can come by the memory then. They stop when the server ends the session, which the
-//! session says by its [`Death`]. A client that was stopped for longer than its lease may copy into
+//! session says by its [`Death`]; and when the server's process has ended and the last renewal that it
+//! answered is older than the lease, since it may have ended the session before. A client that was stopped for longer than its lease may copy into
 //! memory that is no longer its own before it hears of that. Memory of an unnamed region is never lent
 //! twice, so that nobody else reads it. That of a named one is copied for the next holder where that is
 //! another user; the same user's next process checks what it reads against the hashes of its page

@@ -20,7 +20,7 @@ use std::{
 
 use common::{
     Fabric, HookedStore, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page, fabrics,
-    get, mix, seed, serve_if_asked, set, shared, wait_until,
+    get, mix, say, seed, serve_if_asked, set, shared, wait_until,
 };
 use farpage::{Advice, ByteSize, FlushError, PageError, RegionOptions, RemoteArray, Runtime};
 use farpage_pager::FlushError as PagesError;
@@ -350,7 +350,21 @@ fn assert_needs_server(since: Instant, error: &dyn std::error::Error, why: &str)
 
 #[test]
 fn memory_over_shm_outlives_a_killed_server() {
-    let test = "memory_over_shm_outlives_a_killed_server";
+    outlives(
+        "memory_over_shm_outlives_a_killed_server",
+        ServerProcess::kill,
+    );
+}
+
+#[test]
+fn memory_over_shm_outlives_a_server_that_ends_in_good_order() {
+    outlives(
+        "memory_over_shm_outlives_a_server_that_ends_in_good_order",
+        ServerProcess::stop,
+    );
+}
+
+fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     let _watchdog = Watchdog::new(test, Duration::from_secs(120));
     if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
         return;
@@ -363,7 +377,7 @@ fn memory_over_shm_outlives_a_killed_server() {
         .unwrap();
     fill(&mut array);
     fill(&mut named);
-    server.kill();
+    end(&mut server);
     let ended = "the server's process has ended";
     for turn in 0..4 {
         // Each page comes, goes and changes, also once everybody knows that nobody serves.
@@ -393,6 +407,40 @@ fn memory_over_shm_outlives_a_killed_server() {
     let since = Instant::now();
     drop((named, array, runtime));
     assert!(since.elapsed() < DEADLINE + MARGIN, "{:?}", since.elapsed());
+}
+
+const CLIENT: &str = "FARPAGE_TEST_CLIENT";
+
+#[test]
+fn a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memory() {
+    let test = "a_client_that_was_stopped_beyond_its_lease_does_not_keep_a_dead_servers_memory";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if let Ok(url) = env::var(CLIENT) {
+        let runtime = runtime(&url, MIB);
+        let mut array = runtime.array::<u64>(8 * MIB / 8).unwrap();
+        fill(&mut array);
+        array.flush().unwrap();
+        say("filled");
+        io::stdin().read_line(&mut String::new()).unwrap();
+        wait_until("the memory is lost", || array.prefetch_now(..).is_err());
+        say("lost");
+        return;
+    }
+    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+        return;
+    }
+    let lease = Duration::from_secs(2);
+    let mut server = ServerProcess::start_leasing(SERVING, Fabric::Shm, 256 * MIB, lease);
+    let mut client = Kin::start(test, &[(CLIENT, &server.url)]);
+    client.wait_for_line("filled");
+    client.signal(Signal::SIGSTOP);
+    // The server may have ended the session by then.
+    thread::sleep(2 * lease);
+    server.kill();
+    client.signal(Signal::SIGCONT);
+    client.hang_up();
+    client.wait_for_line("lost");
+    client.must_pass(Duration::from_secs(30));
 }
 
 #[test]

@@ -14,7 +14,7 @@ use farpage_wire::{
     },
 };
 
-use super::{Connection, Fault, places::Aim};
+use super::{Connection, Fault, Held, places::Aim};
 use crate::{
     host::{Asker, Host, Origin, Transport},
     key,
@@ -86,16 +86,25 @@ impl Connection {
             secret: admission.secret,
             lease_ms,
         };
-        let ended = self.stream.send(&begun, until).map_err(Fault::from);
-        let ended = ended.and_then(|()| self.requests(session, admission.lease));
-        if !matches!(ended, Ok(true)) {
+        // A resumed session's older connection executes nothing once its client is answered here.
+        let ended = self.take((session, None), until).and_then(|held| {
+            self.stream.send(&begun, until)?;
+            self.requests(session, admission.lease, &held)
+        });
+        // A server that ends has not lost its clients: over shared memory they keep what they map.
+        if !matches!(ended, Ok(true)) && !self.shutdown.has_begun() {
             self.host.lost(session);
         }
         ended.map(|_| ())
     }
 
     /// Answers until the client says goodbye (true) or closes the connection without (false).
-    fn requests(&self, session: SessionId, lease: Duration) -> Result<bool, Fault> {
+    fn requests(
+        &self,
+        session: SessionId,
+        lease: Duration,
+        held: &Held<'_>,
+    ) -> Result<bool, Fault> {
         let mut asked = None;
         loop {
             // A client that lives renews well within its lease: silence is a peer that vanished without a word.
@@ -123,6 +132,9 @@ impl Connection {
                 }
                 other => other?,
             };
+            if held.is_replaced() {
+                return Err(Fault::replaced());
+            }
             // Decoded: what it holds is bounded by what the host charges for it.
             drop(frame);
             let goodbye = request == Request::Goodbye;

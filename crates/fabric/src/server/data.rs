@@ -208,9 +208,7 @@ impl Connection {
             still_leased(checked)?;
             // What has arrived could still be read from a socket that was closed: the newer connection waits for this one.
             if held.is_replaced() {
-                return Err(Fault::Violation(
-                    "its client has opened another in its place".to_owned(),
-                ));
+                return Err(Fault::replaced());
             }
             // SAFETY:
             // - every vector lies in a span of `checked`: bytes of a mapping that live as long as the span, writable, to which no reference exists

@@ -1,4 +1,4 @@
-//! [`Lines`]: which data connections of a daemon are which lines of which sessions.
+//! [`Lines`]: which connections of a daemon are which lines of which sessions.
 //!
 //! The rule it keeps: of each line at most one connection serves operations. A newer one closes the older ones and waits until
 //! they have left their last operation, so that a client that is answered knows: what was under way before has taken place, or
@@ -18,14 +18,14 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::stream::Stream;
 
-/// A line: its session, and the number that the client gave it.
-type Name = (SessionId, u64);
+/// A line: its session, and the number that the client gave it; none for the control connection.
+pub(super) type LineName = (SessionId, Option<u64>);
 
-/// The data connections of a daemon, over all its listeners. A line is known for as long as it has connections.
+/// The connections of a daemon, over all its listeners. A line is known for as long as it has connections.
 #[derive(Debug, Default)]
 pub struct Lines {
     /// Of each line, oldest first. The first one serves; those behind it wait until they are first.
-    table: Mutex<HashMap<Name, Vec<Arc<Place>>>>,
+    table: Mutex<HashMap<LineName, Vec<Arc<Place>>>>,
     /// Signalled when a connection has left.
     left: Condvar,
 }
@@ -42,7 +42,7 @@ struct Place {
 #[derive(Debug)]
 pub(super) struct Held<'a> {
     lines: &'a Lines,
-    name: Name,
+    name: LineName,
     place: Arc<Place>,
 }
 
@@ -51,7 +51,7 @@ impl Lines {
     /// `until`, or when a newer one has come meanwhile.
     pub(super) fn take(
         &self,
-        name: Name,
+        name: LineName,
         stream: &Arc<Stream>,
         until: Instant,
     ) -> Option<Held<'_>> {

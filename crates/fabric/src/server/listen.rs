@@ -22,7 +22,7 @@ use nix::sys::socket::{
 use crate::{
     host::{Host, Origin, Transport},
     rdma,
-    stream::Stream,
+    stream::{Stream, keep_alive},
 };
 
 /// A bound endpoint, ready for [`serve`](super::serve). Dropping it removes the file of its Unix socket.
@@ -233,6 +233,7 @@ impl Listener {
             Socket::Tcp(listener) => listener.accept().and_then(|(stream, address)| {
                 stream.set_nonblocking(true)?;
                 stream.set_nodelay(true)?;
+                keep_alive(&stream)?;
                 Ok((Stream::Tcp(stream), Peer::at(address)))
             }),
         };

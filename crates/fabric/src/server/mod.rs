@@ -34,14 +34,14 @@ use nix::{
 };
 
 pub(crate) use self::{control::answer, listen::Peer};
-use self::{
-    lines::Held,
-    places::{Aim, Place, Places},
-};
 pub use self::{
     lines::Lines,
     listen::{BindError, Listener, SocketAccess},
     places::ConnectionLimits,
+};
+use self::{
+    lines::{Held, LineName},
+    places::{Aim, Place, Places},
 };
 use crate::{
     host::{Host, Transport},
@@ -233,6 +233,12 @@ enum Fault {
     Violation(String),
 }
 
+impl Fault {
+    fn replaced() -> Self {
+        Self::Violation("its client has opened another in its place".to_owned())
+    }
+}
+
 impl From<io::Error> for Fault {
     fn from(error: io::Error) -> Self {
         Self::Receive(error.into())
@@ -258,7 +264,7 @@ impl Connection {
             self.place
                 .settle(Aim::Data(session))
                 .map_err(Fault::Refused)?;
-            let held = self.take((session, line), until)?;
+            let held = self.take((session, Some(line)), until)?;
             stream.accept()?;
             let ended = self.attend(session, &secret);
             // Destroys the queue pair: only then is the line free.
@@ -309,7 +315,7 @@ impl Connection {
                 if let Err(refusal) = self.place.settle(Aim::Data(session)) {
                     return self.turn_away(refusal, until);
                 }
-                let held = self.take((session, line), until)?;
+                let held = self.take((session, Some(line)), until)?;
                 self.stream.send(&Response::Done, until)?;
                 self.data(session, &secret, &held)
             }
@@ -320,7 +326,7 @@ impl Connection {
     }
 
     /// Takes a line over for this connection. The client is not answered before its older ones have ended.
-    fn take(&self, line: (SessionId, u64), until: Instant) -> Result<Held<'_>, Fault> {
+    fn take(&self, line: LineName, until: Instant) -> Result<Held<'_>, Fault> {
         self.host
             .lines()
             .take(line, &self.stream, until)

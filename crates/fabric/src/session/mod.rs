@@ -600,6 +600,9 @@ impl Session {
     }
 }
 
+/// More names than this are taken for a server that does not end.
+const MAX_NAMES: usize = 1 << 16;
+
 /// Asks for names until all have come; gives back an answer that is none.
 fn all_names<E>(
     mut call: impl FnMut(Request) -> Result<Response, E>,
@@ -609,6 +612,13 @@ fn all_names<E>(
         let after = (all.last()).map(|last: &NamedRegion| (last.owner, last.name.clone()));
         match call(Request::Names { after }) {
             Ok(Response::Names(names)) => {
+                let key = |named: &NamedRegion| (named.owner, named.name.clone());
+                let ascend =
+                    (all.last().into_iter().chain(&names)).is_sorted_by(|a, b| key(a) < key(b));
+                // Else a server that answers for ever is asked for ever.
+                if !ascend || all.len() + names.len() > MAX_NAMES {
+                    return Err(Ok(Response::Names(names)));
+                }
                 let is_last = names.len() < NAMES_PER_ANSWER;
                 all.extend(names);
                 if is_last {

@@ -6,7 +6,9 @@
 //! A Unix socket is never connected again. A server that does not answer on it in time owes the
 //! answer, which is taken when it comes: closing the socket would end the session. When it closes, the
 //! server has ended the session, or its process has ended. In the latter case only the calls end:
-//! nobody else can come by the memory that it passed.
+//! nobody else can come by the memory that it passed. If this program was stopped for longer than its
+//! lease, the memory is lost in both cases: before its process ended the server may have ended the
+//! session, and lent the memory of a named region to another.
 
 use std::{
     path::PathBuf,
@@ -47,6 +49,9 @@ use crate::{
 /// forgotten it, which nobody is told.
 const ATTEMPTS: u32 = 4;
 
+/// What a shorter lease counts as.
+const SHORTEST_LEASE: Duration = Duration::from_millis(100);
+
 /// How often a lost connection is tried again. Short against any lease, long against the cost of a try.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
@@ -62,6 +67,9 @@ const SILENT: &str = "the server has not answered in time; its memory can be rea
 const ENDED: &str = "the server's process has ended; what it lent can be read and written until this \
                      program ends, but nothing more can be asked of it: start a server, and this \
                      program again";
+
+const OVERDUE: &str = "the server's process has ended, and it had not renewed this program's lease in time: \
+                       what it lent may have been lent to others since";
 
 /// The longest that a goodbye may hold up a program that is ending.
 const GOODBYE: Duration = Duration::from_secs(1);
@@ -86,6 +94,10 @@ struct Shared {
     local: Option<Arc<Death>>,
     /// The server's process, where it can be seen.
     peer: Option<PeerProcess>,
+    /// When the last renewal that was answered was begun: until a lease later the session is ours.
+    renewed: Mutex<Instant>,
+    /// How long that is over shared memory, where a session is never resumed.
+    local_lease: Duration,
     /// The extents of a session over RDMA.
     rdma: Arc<rdma::Client>,
     closing: AtomicBool,
@@ -122,6 +134,8 @@ struct Talk {
     sent: usize,
     /// Of the answer's frame, what has come.
     frame: Vec<u8>,
+    /// When the request was begun, if it renews the lease.
+    renewing: Option<Instant>,
     answer: Option<Response>,
     fds: Vec<OwnedFd>,
     /// Set while an answer is owed that nobody waits for: what takes the request back.
@@ -129,8 +143,9 @@ struct Talk {
 }
 
 impl Talk {
-    fn say(&mut self, request: Vec<u8>) {
+    fn say(&mut self, request: Vec<u8>, renews: bool) {
         (self.request, self.sent) = (request, 0);
+        self.renewing = renews.then(Instant::now);
     }
 
     /// The answer to what was said, and the descriptors that come with it.
@@ -175,6 +190,7 @@ impl Remote {
         let mut client = options.client.clone();
         client.truncate(client.floor_char_boundary(MAX_CLIENT_BYTES));
         let rdma = Arc::new(rdma::Client::new(options.rdma));
+        let begun = Instant::now();
         let line = begin(endpoint, &rdma, &client, None, until)?;
         let no_resources = |source| ConnectError::Unreachable {
             endpoint: endpoint.to_string(),
@@ -189,6 +205,8 @@ impl Remote {
             client,
             key_file: options.key_file.clone(),
             peer: PeerProcess::of(&line.stream),
+            renewed: Mutex::new(begun),
+            local_lease: line.lease,
             line: Mutex::new(line),
             directory: Arc::default(),
             local,
@@ -653,7 +671,7 @@ impl Shared {
             Err(error) => return Err(CallError::Refused(Refusal::Invalid(error.to_string()))),
         };
         self.settle(line, until)?;
-        line.talk.say(bytes);
+        line.talk.say(bytes, *request == Request::Renew);
         match self.hear(line, until) {
             Ok((answer, fds)) => {
                 self.keep_leases(line, &answer, fds, until)
@@ -708,6 +726,10 @@ impl Shared {
     fn hear(&self, line: &mut Line, until: Instant) -> Result<(Response, Vec<OwnedFd>), CallError> {
         match line.talk.hear(&line.stream, until) {
             Ok((answer, fds)) => {
+                // Not when the answer was read: it may have lain there while this program was stopped.
+                if let Some(asked) = line.talk.renewing.take() {
+                    *self.renewed.lock() = asked;
+                }
                 if answer == Response::Refused(Refusal::NoSession) {
                     line.over = true;
                     line.death.declare("the server has ended the session");
@@ -777,7 +799,12 @@ impl Shared {
         }
         let ends = |peer: &PeerProcess| peer.ends(Instant::now() + PARTING);
         if self.peer.as_ref().is_some_and(ends) {
-            death.declare_but_for_memory(ENDED);
+            // Looked at last: this program may have been stopped until just now.
+            if self.renewed.lock().elapsed() > self.local_lease {
+                death.declare(OVERDUE);
+            } else {
+                death.declare_but_for_memory(ENDED);
+            }
         } else {
             death.declare(reason);
         }
@@ -883,7 +910,8 @@ fn begin(
             death: Arc::default(),
             session,
             secret,
-            lease: Duration::from_millis(lease_ms),
+            // A server that says 0 must not make the keeper spin.
+            lease: Duration::from_millis(lease_ms).max(SHORTEST_LEASE),
             identified: false,
             held: 0,
             over: false,

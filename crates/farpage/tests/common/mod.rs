@@ -193,6 +193,12 @@ impl ServerProcess {
         self.signal(Signal::SIGKILL);
         self.child.wait(Duration::from_secs(10));
     }
+
+    /// Ends it as a daemon ends whose grace is over: in good order, with clients that are left.
+    pub fn stop(&mut self) {
+        self.child.hang_up();
+        self.child.wait(Duration::from_secs(20));
+    }
 }
 
 /// In the process that [`ServerProcess`] starts: serves until standard input ends. Returns whether it was asked to.
