@@ -180,8 +180,14 @@ impl Daemon {
         (daemon, log)
     }
 
+    /// Sends a signal. After SIGSTOP it returns when all threads have stopped.
     pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.child.id() as i32), signal).unwrap();
+        let pid = nix::unistd::Pid::from_raw(self.child.id() as i32);
+        nix::sys::signal::kill(pid, signal).unwrap();
+        if signal == nix::sys::signal::Signal::SIGSTOP {
+            let stopped = nix::sys::wait::WaitPidFlag::WSTOPPED;
+            nix::sys::wait::waitid(nix::sys::wait::Id::Pid(pid), stopped).unwrap();
+        }
     }
 
     pub fn wait(&mut self) -> ExitStatus {

@@ -30,7 +30,10 @@ use std::{
 use farpage::{BuildError, Builder, ByteSize, RemoteArray, Runtime, Store};
 use farpage_memserver::{RunningServer, Server};
 use nix::{
-    sys::signal::{Signal, kill},
+    sys::{
+        signal::{Signal, kill},
+        wait::{Id, WaitPidFlag, waitid},
+    },
     unistd::Pid,
 };
 use tempfile::TempDir;
@@ -272,8 +275,13 @@ impl Kin {
         self.stdin = None;
     }
 
+    /// Sends a signal. After SIGSTOP it returns when all threads have stopped.
     pub fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+        let pid = Pid::from_raw(self.child.id() as i32);
+        kill(pid, signal).unwrap();
+        if signal == Signal::SIGSTOP {
+            waitid(Id::Pid(pid), WaitPidFlag::WSTOPPED).unwrap();
+        }
     }
 
     /// How it ended; fails the test when it has not within `patience`.
