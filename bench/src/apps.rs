@@ -1,8 +1,10 @@
-//! The field's own yardstick: whole applications with a part of their memory local, against the same code with all of it local.
+//! The field's own yardstick: whole applications with a part of their memory local, against the
+//! same code with all of it local.
 //!
-//! The rule it keeps: an application is written once and cannot tell where its arrays are; every result is verified, and what is timed is its work
-//! alone, neither making nor loading nor verifying its data. Each timed run has a local one right before it, so that what else goes on on the
-//! machine meets both.
+//! The rule it keeps: an application is written once and cannot tell where its arrays are; every
+//! result is verified, and what is timed is its work alone, neither making nor loading nor
+//! verifying its data. Each timed run has a local one right before it, so that what else goes on on
+//! the machine meets both.
 
 mod bfs;
 mod graph;
@@ -52,27 +54,31 @@ use crate::{
 
 /// Whole applications with 100 to 12.5 % of their memory local, against the same code all local.
 ///
-/// What counts: the local share of an application's memory is the budget of its remote arrays together with everything that it
-/// keeps local by design and that grows with its data, over all of its data. 100 % means that everything fits. Performance is the time of the same
-/// code on ordinary vectors (in huge pages, if the kernel has them), run right before, over the time with paging: the median of --repeat such pairs.
-/// Making, loading and verifying the data is not timed. Every result is verified, each time.
+/// What counts: the local share of an application's memory is the budget of its remote arrays
+/// together with everything that it keeps local by design and that grows with its data, over all of
+/// its data. 100 % means that everything fits. Performance is the time of the same code on ordinary
+/// vectors (in huge pages, if the kernel has them), run right before, over the time with paging:
+/// the median of --repeat such pairs. Making, loading and verifying the data is not timed. Every
+/// result is verified, each time.
 ///
-/// Floor: the performance that the same bytes would leave without a pager, if the local run's CPU time and the work on the pages that moved (READ, hash,
-/// moving in and out, WRITE, measured right before) were spread perfectly over the threads. Only moving fewer bytes leads beyond it.
+/// Floor: the performance that the same bytes would leave without a pager, if the local run's CPU
+/// time and the work on the pages that moved (READ, hash, moving in and out, WRITE, measured right
+/// before) were spread perfectly over the threads. Only moving fewer bytes leads beyond it.
 #[derive(Args, Debug)]
 pub(crate) struct AppsOptions {
     /// Applications to run, separated by commas [default: all]
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',')]
     apps: Vec<AppName>,
-    /// Shares of local memory in percent, separated by commas [default: 100,75,50,25,12.5, with --smoke 100,25]
+    /// Shares of local memory in percent, separated by commas [default: 100,75,50,25,12.5, with
+    /// --smoke 100,25]
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = share)]
     shares: Vec<f64>,
-    /// Data of each application; graphs have powers of two of vertices, so that theirs are up to 1.4 times larger or smaller
-    /// [default: 256MiB, with --smoke 4MiB]
+    /// Data of each application; graphs have powers of two of vertices, so that theirs are up to
+    /// 1.4 times larger or smaller [default: 256MiB, with --smoke 4MiB]
     #[arg(long, value_name = "SIZE", value_parser = options::some_bytes)]
     size: Option<ByteSize>,
-    /// Page size of all applications: a power of two, 4KiB to 2MiB [default: what suits each, as in the list above; smaller
-    /// where there would be fewer than 160 pages, 4KiB with --smoke]
+    /// Page size of all applications: a power of two, 4KiB to 2MiB [default: what suits each, as in
+    /// the list above; smaller where there would be fewer than 160 pages, 4KiB with --smoke]
     #[arg(long, value_name = "SIZE", value_parser = options::page_size)]
     page_size: Option<ByteSize>,
     /// Memory server to use, such as tcp://10.0.0.2:7400 [default: starts its own on this machine]
@@ -96,7 +102,8 @@ pub(crate) struct AppsOptions {
     /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
     #[arg(long)]
     smoke: bool,
-    /// Starts even if the data and its own memory server do not fit into memory: the kernel may then end programs to make room
+    /// Starts even if the data and its own memory server do not fit into memory: the kernel may
+    /// then end programs to make room
     #[arg(long)]
     force: bool,
 }
@@ -106,23 +113,30 @@ pub(crate) struct AppsOptions {
 enum AppName {
     /// GAP's PageRank on a Kronecker graph: rows read in order, ranks local. Pages of 1MiB
     Pagerank,
-    /// GAP's direction-optimising breadth-first search on the same graph: rows in order with gaps. Pages of 1MiB
+    /// GAP's direction-optimising breadth-first search on the same graph: rows in order with gaps.
+    /// Pages of 1MiB
     Bfs,
     /// Parallel quicksort of 64-bit keys, in place. Pages of 2MiB
     Sort,
-    /// Lloyd's k-means, 16 clusters of points with 16 coordinates: points read in order. Pages of 1MiB
+    /// Lloyd's k-means, 16 clusters of points with 16 coordinates: points read in order. Pages of
+    /// 1MiB
     Kmeans,
-    /// h2o.ai's db-benchmark, group-by questions 1 to 5, 7 and 9: columns read in order. Pages of 2MiB
+    /// h2o.ai's db-benchmark, group-by questions 1 to 5, 7 and 9: columns read in order. Pages of
+    /// 2MiB
     Groupby,
-    /// Two tables of the same size joined: scattered into 64 partitions, then joined one by one. Pages of 64KiB
+    /// Two tables of the same size joined: scattered into 64 partitions, then joined one by one.
+    /// Pages of 64KiB
     Join,
-    /// Sparse matrix times vector, 32 entries per row at random columns: the matrix read in order, vectors local. Pages of 2MiB
+    /// Sparse matrix times vector, 32 entries per row at random columns: the matrix read in order,
+    /// vectors local. Pages of 2MiB
     Spmv,
     /// XSBench's lookups in batches sorted by energy: 70 sequences at a time. Pages of 64KiB
     Xsbench,
-    /// XSBench's lookups as they are drawn: small accesses anywhere. The worst case for pages; shown, but not in the mean. Pages of 4KiB
+    /// XSBench's lookups as they are drawn: small accesses anywhere. The worst case for pages;
+    /// shown, but not in the mean. Pages of 4KiB
     XsbenchRandom,
-    /// Heat in a plate, Jacobi's five points, 16 steps per pass: one grid read and one written, in order. Pages of 1MiB
+    /// Heat in a plate, Jacobi's five points, 16 steps per pass: one grid read and one written, in
+    /// order. Pages of 1MiB
     Stencil,
 }
 
@@ -150,9 +164,11 @@ impl AppName {
     /// What suits its accesses.
     fn page_size(self) -> ByteSize {
         match self {
-            // A few sequences, in a sort from both ends at once: what costs most is moving small page-table entries, of which pages of 2 MiB have none.
+            // A few sequences, in a sort from both ends at once: what costs most is moving small
+            // page-table entries, of which pages of 2 MiB have none.
             Self::Sort | Self::Groupby | Self::Spmv => ByteSize::mib(2),
-            // The same, or gaps between the rows that are looked at; here the larger ones gained nothing.
+            // The same, or gaps between the rows that are looked at; here the larger ones gained
+            // nothing.
             Self::Pagerank | Self::Kmeans | Self::Stencil | Self::Bfs => ByteSize::mib(1),
             // Dozens of places at once, whose pages have to be local together.
             Self::Join | Self::Xsbench => ByteSize::kib(64),
@@ -269,8 +285,8 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     let run = Run {
         options,
         team: Team::new(options::threads(options.threads), stop)?,
-        // Pages are written out of place, a graph may be larger than asked for, pages that only come and leave take half a gigabyte, and nothing is
-        // taken before it is written to.
+        // Pages are written out of place, a graph may be larger than asked for, pages that only
+        // come and leave take half a gigabyte, and nothing is taken before it is written to.
         server: MemoryServer::connect_or_start(
             options.server.as_ref(),
             options.fabric,
@@ -417,8 +433,9 @@ impl Run<'_> {
     }
 
     fn page_bytes(&self, name: AppName, remote_bytes: u64) -> u64 {
-        /// With fewer, the smallest share, an eighth, would not have enough of them for read-ahead and for all threads. With many more, pages are small, and what
-        /// small ones cost is larger than what a few more of them save.
+        /// With fewer, the smallest share, an eighth, would not have enough of them for read-ahead
+        /// and for all threads. With many more, pages are small, and what small ones cost is larger
+        /// than what a few more of them save.
         const PAGES_MIN: u64 = 160;
         let limit = (remote_bytes / PAGES_MIN + 1)
             .next_power_of_two()
@@ -432,7 +449,8 @@ impl Run<'_> {
     }
 }
 
-/// What remote arrays may hold of their pages locally, so that all local memory is the share of all memory.
+/// What remote arrays may hold of their pages locally, so that all local memory is the share of all
+/// memory.
 fn budget_bytes(share: f64, remote_bytes: u64, local_bytes: u64, page_bytes: u64) -> Result<u64> {
     /// Below this, evictors start at the latest; what is to fit has to fit below.
     const HIGH_WATER: f64 = 0.95;

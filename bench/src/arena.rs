@@ -1,4 +1,5 @@
-//! Where a benchmark's arrays are: remote under a budget, or in ordinary memory, which is what paging is compared with.
+//! Where a benchmark's arrays are: remote under a budget, or in ordinary memory, which is what
+//! paging is compared with.
 //!
 //! The rule it keeps: a benchmark runs the same loops over the same slices in both.
 

@@ -1,7 +1,9 @@
-//! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one handler thread, or with none.
+//! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one
+//! handler thread, or with none.
 //!
-//! The rule it keeps: all of this program's `unsafe` that concerns mappings is here, and each measurement owns its mappings from beginning to
-//! end. It knows nothing of farpage's pager; that is the point.
+//! The rule it keeps: all of this program's `unsafe` that concerns mappings is here, and each
+//! measurement owns its mappings from beginning to end. It knows nothing of farpage's pager; that
+//! is the point.
 
 use std::{
     io,
@@ -36,11 +38,13 @@ use crate::{
 const KERNEL_PAGE_BYTES: usize = 4096;
 /// Where larger pages begin to be possible.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
-/// Faults on pages that are read from memory that no cache has are spread over so many bytes at most, as many as `targets` has,
+/// Faults on pages that are read from memory that no cache has are spread over so many bytes at
+/// most, as many as `targets` has,
 const COLD_BYTES_MAX: usize = 256 << 20;
 /// and over so many pages for each fault that is measured.
 const COLD_PAGES_PER_FAULT: usize = 16;
-/// A part of them is there at first when pages leave, too: those that leave have been in no cache for a while.
+/// A part of them is there at first when pages leave, too: those that leave have been in no cache
+/// for a while.
 const RESIDENT_SHARE: usize = 4;
 
 /// How a handler resolves a fault.
@@ -50,10 +54,11 @@ pub(crate) enum How {
     Copy,
     /// `UFFDIO_MOVE` from a pool of pages that are there.
     Move,
-    /// The same when the page's bytes have been copied out of memory that no cache has, and their hash has been verified: what nobody can leave out who pages over
-    /// shared memory.
+    /// The same when the page's bytes have been copied out of memory that no cache has, and their
+    /// hash has been verified: what nobody can leave out who pages over shared memory.
     Read,
-    /// The same, and a page that came in long before is moved out; its hash says that it did not change.
+    /// The same, and a page that came in long before is moved out; its hash says that it did not
+    /// change.
     Replace,
 }
 
@@ -75,8 +80,8 @@ pub(crate) fn kernel_faults(count: usize) -> Result<Histogram<u64>> {
     Ok(histogram)
 }
 
-/// Nanoseconds of `count` faults, one at a time, each served by one handler thread that sleeps in `read`. `None` when the kernel
-/// cannot do it that way.
+/// Nanoseconds of `count` faults, one at a time, each served by one handler thread that sleeps in
+/// `read`. `None` when the kernel cannot do it that way.
 pub(crate) fn round_trips(
     how: How,
     page_bytes: usize,
@@ -90,12 +95,13 @@ pub(crate) fn round_trips(
 pub(crate) enum Cpus {
     /// Both on one: no other CPU has to be woken.
     One,
-    /// Each on one of its own, which goes idle while the other works. To wake it can cost more than all else on virtual machines.
+    /// Each on one of its own, which goes idle while the other works. To wake it can cost more than
+    /// all else on virtual machines.
     Two,
 }
 
-/// The same with the threads kept in their places, where otherwise the kernel chooses and may change its mind. `None` also when there is only one CPU
-/// for two.
+/// The same with the threads kept in their places, where otherwise the kernel chooses and may
+/// change its mind. `None` also when there is only one CPU for two.
 pub(crate) fn round_trips_on(
     cpus: Cpus,
     how: How,
@@ -149,8 +155,8 @@ fn served_by(
     })
 }
 
-/// Nanoseconds of `count` faults, one at a time, each of which raises SIGBUS in the thread itself, whose handler resolves it: no hand-over at all. `None`
-/// when the kernel cannot do it that way.
+/// Nanoseconds of `count` faults, one at a time, each of which raises SIGBUS in the thread itself,
+/// whose handler resolves it: no hand-over at all. `None` when the kernel cannot do it that way.
 pub(crate) fn in_thread_round_trips(
     how: How,
     page_bytes: usize,
@@ -165,7 +171,8 @@ pub(crate) fn in_thread_round_trips(
     bare.touch().map(Some)
 }
 
-/// When its handler ends, however it does, nobody waits for it any more: pages that are still absent are zeros then.
+/// When its handler ends, however it does, nobody waits for it any more: pages that are still
+/// absent are zeros then.
 struct GivenUp<'a>(&'a Bare);
 
 impl Drop for GivenUp<'_> {
@@ -187,7 +194,8 @@ struct Bare {
     /// Of the pool's addresses, where pages move out to.
     pool_uffd: Uffd,
     page_bytes: usize,
-    /// Pages of the region in the order in which they come in. Those before `first` are there already.
+    /// Pages of the region in the order in which they come in. Those before `first` are there
+    /// already.
     order: Vec<usize>,
     first: usize,
     /// Faults that have been resolved.
@@ -318,7 +326,8 @@ impl Bare {
             self.pool.address() + slot * len,
         );
         if self.how.reads() {
-            // SAFETY: faults are resolved one at a time, and nobody else touches the slot, or writes to remote memory; they do not overlap.
+            // SAFETY: faults are resolved one at a time, and nobody else touches the slot, or
+            // writes to remote memory; they do not overlap.
             let (there, here) = unsafe {
                 (
                     self.remote.bytes_mut(page * len, len),
@@ -340,7 +349,8 @@ impl Bare {
         if self.how == How::Replace {
             let leaving = self.order[served];
             let address = self.region.address() + leaving * len;
-            // SAFETY: the slot is vacant since the call above, and nobody touches the page again: it came before those that are touched.
+            // SAFETY: the slot is vacant since the call above, and nobody touches the page again:
+            // it came before those that are touched.
             unsafe { self.pool_uffd.move_pages(from, address, len, false) }?;
             // SAFETY: as above.
             let bytes = unsafe { self.pool.bytes_mut(slot * len, len) };
@@ -350,7 +360,8 @@ impl Bare {
     }
 }
 
-// SAFETY: system calls, which touch the pool and the region alone, copies and hashes: unless it fails it allocates nothing and takes no lock.
+// SAFETY: system calls, which touch the pool and the region alone, copies and hashes: unless it
+// fails it allocates nothing and takes no lock.
 unsafe impl FaultHandler for Bare {
     fn fault(&self, fault: Fault) -> Served {
         match self.resolve(fault) {
@@ -363,7 +374,8 @@ unsafe impl FaultHandler for Bare {
 /// The elements of a run of pages that a space has installed at `address`.
 ///
 /// # Safety
-/// All of it is mapped, whole and aligned, and nobody else touches it as long as the slice is in use.
+/// All of it is mapped, whole and aligned, and nobody else touches it as long as the slice is in
+/// use.
 pub(crate) unsafe fn installed<'a>(address: usize, bytes: usize) -> &'a mut [f64] {
     let elements = bytes / size_of::<f64>();
     // SAFETY: the caller promises all of it; any bytes are numbers.
@@ -388,7 +400,8 @@ struct Mapping {
     whole_bytes: usize,
 }
 
-// SAFETY: plain memory that is accessed by volatile reads and writes of single bytes; the threads above take turns.
+// SAFETY: plain memory that is accessed by volatile reads and writes of single bytes; the threads
+// above take turns.
 unsafe impl Sync for Mapping {}
 // SAFETY: nothing about it belongs to a thread.
 unsafe impl Send for Mapping {}
@@ -420,13 +433,15 @@ impl Mapping {
             whole,
             whole_bytes,
         };
-        // Whether pages of 2 MiB are huge is part of the measurement; smaller ones must not be, or one fault would serve many.
+        // Whether pages of 2 MiB are huge is part of the measurement; smaller ones must not be, or
+        // one fault would serve many.
         let advice = if align >= HUGE_PAGE_BYTES {
             libc::MADV_HUGEPAGE
         } else {
             libc::MADV_NOHUGEPAGE
         };
-        // SAFETY: advice on the mapping made above. A kernel without huge pages says EINVAL, which is as good.
+        // SAFETY: advice on the mapping made above. A kernel without huge pages says EINVAL, which
+        // is as good.
         unsafe { libc::madvise(whole.as_ptr(), whole_bytes, advice) };
         Ok(mapping)
     }
@@ -436,7 +451,8 @@ impl Mapping {
     }
 
     /// # Safety
-    /// The pages are there, nobody else writes to them as long as the slice is in use, and nobody reads them while they are written to by it.
+    /// The pages are there, nobody else writes to them as long as the slice is in use, and nobody
+    /// reads them while they are written to by it.
     #[expect(
         clippy::mut_from_ref,
         reason = "the mapping is shared by those who take turns"
@@ -460,12 +476,14 @@ impl Mapping {
     }
 
     fn read(&self, offset: usize) -> u8 {
-        // SAFETY: `at` gives an address inside the mapping, which is readable; absent pages are filled by the handler.
+        // SAFETY: `at` gives an address inside the mapping, which is readable; absent pages are
+        // filled by the handler.
         unsafe { self.at(offset).read_volatile() }
     }
 
     fn write(&self, offset: usize, value: u8) {
-        // SAFETY: `at` gives an address inside the mapping, which is writable and of which no reference exists.
+        // SAFETY: `at` gives an address inside the mapping, which is writable and of which no
+        // reference exists.
         unsafe { self.at(offset).write_volatile(value) }
     }
 }

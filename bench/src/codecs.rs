@@ -1,7 +1,9 @@
-//! What compression is held to: LZ4 against raw, the codec that chooses for itself against every other, ZFP against LZ4.
+//! What compression is held to: LZ4 against raw, the codec that chooses for itself against every
+//! other, ZFP against LZ4.
 //!
-//! The rule it keeps: what is compared was measured moments apart, over the same link, with the same data, and again until noise no longer decides (see
-//! [`verdict`]) or there have been enough repetitions. A check that is missed makes the command fail; one that stays undecided is named.
+//! The rule it keeps: what is compared was measured moments apart, over the same link, with the
+//! same data, and again until noise no longer decides (see [`verdict`]) or there have been enough
+//! repetitions. A check that is missed makes the command fail; one that stays undecided is named.
 
 mod verdict;
 
@@ -67,8 +69,9 @@ struct Trial {
 }
 
 impl Trial {
-    /// What is to run for the next repetition, of which there have been so many: what is judged is in the middle of its rivals, who take turns in being next to it. Those
-    /// who are far behind are left out.
+    /// What is to run for the next repetition, of which there have been so many: what is judged is
+    /// in the middle of its rivals, who take turns in being next to it. Those who are far behind
+    /// are left out.
     fn commands(&self, points: &Points, repetition: usize) -> Vec<&String> {
         let (_, mut figures) = self.figures(points);
         figures
@@ -123,7 +126,8 @@ impl Check {
     }
 }
 
-/// A field over a link: the throughput with each codec, in the order of the codecs, where the codec serves the field.
+/// A field over a link: the throughput with each codec, in the order of the codecs, where the codec
+/// serves the field.
 #[derive(Serialize)]
 struct Point {
     data: String,
@@ -217,7 +221,8 @@ pub(crate) fn run(options: &CodecsOptions) -> Result<()> {
 fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial> {
     let mut trials = Vec::new();
     for &rate in &plan.rates {
-        // A gigabit is slower than any LZ4; how fast a link LZ4 still gains on depends on the machine.
+        // A gigabit is slower than any LZ4; how fast a link LZ4 still gains on depends on the
+        // machine.
         let gains = (rate == Rate(Some(1)) || plan.smoke).then_some((COMPRESSIBLE, 1.5));
         for (data, least) in gains.into_iter().chain([(Contents::Random, 0.97)]) {
             let what = |links: String| format!("STREAM triad, {}, {links}: LZ4 / raw", data.name());
@@ -261,7 +266,8 @@ fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial>
     trials
 }
 
-/// Runs what has not run yet: a repetition of all trials, then the next of those that are not decided.
+/// Runs what has not run yet: a repetition of all trials, then the next of those that are not
+/// decided.
 ///
 /// # Errors
 /// A benchmark fails, or Ctrl-C: what has ended is kept.
@@ -289,7 +295,8 @@ fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan
     Ok(())
 }
 
-/// What noise leaves undecided point by point: the geometric mean of the points that belong together, held to the same bound.
+/// What noise leaves undecided point by point: the geometric mean of the points that belong
+/// together, held to the same bound.
 fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
     let mut names: Vec<&String> = trials.iter().filter_map(|t| t.mean.as_ref()).collect();
     names.sort();
@@ -307,8 +314,8 @@ fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
     names.into_iter().filter_map(check).collect()
 }
 
-/// The codec that chooses for itself against each other one: the mean over all fields and links, in each of which neighbouring runs are compared. What a codec cannot serve it
-/// is not compared on.
+/// The codec that chooses for itself against each other one: the mean over all fields and links, in
+/// each of which neighbouring runs are compared. What a codec cannot serve it is not compared on.
 fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Check> {
     let check = |codec: &&str| {
         let ratios: Vec<Ratio> = cells

@@ -1,7 +1,7 @@
 //! Two sets of results, figure by figure.
 //!
-//! The rule it keeps: only what was measured by the same command with the same parameters is compared, and a change
-//! counts only outside of what the repetitions themselves show to be noise.
+//! The rule it keeps: only what was measured by the same command with the same parameters is
+//! compared, and a change counts only outside of what the repetitions themselves show to be noise.
 
 use std::{
     collections::BTreeMap,
@@ -19,8 +19,8 @@ use crate::{
     report::{self, median},
 };
 
-/// Repetitions on both sides from which on their ranges say what noise is. Two sets of three from one distribution have
-/// disjoint ranges once in 10 times, of five once in 126.
+/// Repetitions on both sides from which on their ranges say what noise is. Two sets of three from
+/// one distribution have disjoint ranges once in 10 times, of five once in 126.
 const REPETITIONS_MIN: usize = 3;
 /// With fewer, medians that differ by less than this share are called noise.
 const NOISE_SHARE: f64 = 0.1;

@@ -1,6 +1,7 @@
 //! On which CPUs threads run.
 //!
-//! The rule it keeps: a restriction is never lifted, so that whoever restricts a thread that others use too does it before there are others.
+//! The rule it keeps: a restriction is never lifted, so that whoever restricts a thread that others
+//! use too does it before there are others.
 
 use std::io;
 
@@ -11,7 +12,8 @@ use nix::{
 
 const THIS_THREAD: Pid = Pid::from_raw(0);
 
-/// Keeps this thread, and all threads and processes that it starts from now on, to the CPU that it is on.
+/// Keeps this thread, and all threads and processes that it starts from now on, to the CPU that it
+/// is on.
 pub(crate) fn stay_here() -> io::Result<()> {
     stay_on(sched_getcpu()?)
 }

@@ -1,9 +1,12 @@
-//! What the arrays hold at first: fields that stand in for scientific data, or a file with the real thing.
+//! What the arrays hold at first: fields that stand in for scientific data, or a file with the real
+//! thing.
 //!
-//! The rule it keeps: every value is a function of the seed and the element's index alone, so that verification computes it again or looks
-//! it up. A field has about a million elements and goes on from its beginning where an array is longer, far beyond what any codec
-//! remembers. Nothing here is a copy of data: the generators imitate what a compressor sees (smoothness, spectra, magnitudes, order), after the
-//! public descriptions of the data sets of SDRBench, <https://sdrbench.github.io>.
+//! The rule it keeps: every value is a function of the seed and the element's index alone, so that
+//! verification computes it again or looks it up. A field has about a million elements and goes on
+//! from its beginning where an array is longer, far beyond what any codec remembers. Nothing here
+//! is a copy of data: the generators imitate what a compressor sees (smoothness, spectra,
+//! magnitudes, order), after the public descriptions of the data sets of SDRBench,
+//! <https://sdrbench.github.io>.
 
 mod file;
 mod formula;
@@ -27,11 +30,12 @@ use self::formula::Formula;
 /// What an array holds.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct DataOptions {
-    /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value cost no transfer here,
-    /// so it says little about the network
+    /// What the arrays hold at first. `constant` is McCalpin's choice; pages of one repeated value
+    /// cost no transfer here, so it says little about the network
     #[arg(long, value_enum, default_value_t = Contents::Random)]
     pub(crate) data: Contents,
-    /// Holds the values of this file instead: numbers in the machine's byte order and nothing else, as in SDRBench. Needs --dtype and --shape
+    /// Holds the values of this file instead: numbers in the machine's byte order and nothing else,
+    /// as in SDRBench. Needs --dtype and --shape
     #[arg(long, value_name = "FILE", conflicts_with = "data", requires_all = ["dtype", "shape"])]
     pub(crate) data_file: Option<PathBuf>,
     /// What elements are [default: what --data has by nature]
@@ -42,7 +46,8 @@ pub(crate) struct DataOptions {
     pub(crate) shape: Option<Shape>,
 }
 
-/// The fields. SDRBench's data set that each imitates is named, with the shape and type that it has there.
+/// The fields. SDRBench's data set that each imitates is named, with the shape and type that it has
+/// there.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Contents {
@@ -135,8 +140,9 @@ impl Contents {
         self.about().dtype
     }
 
-    /// An error that hurts no use of the field: about a ten-thousandth of what its values range over, as evaluations of lossy compressors often choose.
-    /// Integrals of all magnitudes are usually bounded more tightly. Integers and text are not for loss.
+    /// An error that hurts no use of the field: about a ten-thousandth of what its values range
+    /// over, as evaluations of lossy compressors often choose. Integrals of all magnitudes are
+    /// usually bounded more tightly. Integers and text are not for loss.
     pub(crate) fn error_bound(self) -> f64 {
         match self {
             Self::Integrals => 1e-10,

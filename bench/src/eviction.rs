@@ -1,7 +1,7 @@
 //! What it costs to send away a page that did not change.
 //!
-//! The rule it keeps: CPU time of the evictors alone, over a phase in which nothing was written; fillers and the program
-//! pay for bringing pages in, which is measured elsewhere.
+//! The rule it keeps: CPU time of the evictors alone, over a phase in which nothing was written;
+//! fillers and the program pay for bringing pages in, which is measured elsewhere.
 
 use std::fs;
 

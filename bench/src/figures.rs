@@ -1,8 +1,10 @@
-//! The evaluation of the poster "Exploring Userspace Memory Mapping for RDMA-Enabled Network-Attached Memory" (Wahlgren, Faj, Green, Gokhale and Peng,
-//! SC23), measured again with farpage on this machine: figures as tables (CSV) and pictures (SVG, PNG).
+//! The evaluation of the poster "Exploring Userspace Memory Mapping for RDMA-Enabled
+//! Network-Attached Memory" (Wahlgren, Faj, Green, Gokhale and Peng, SC23), measured again with
+//! farpage on this machine: figures as tables (CSV) and pictures (SVG, PNG).
 //!
-//! The rule it keeps: a picture shows what was measured on the machine that it names, beside what the poster found on its own; nothing is scaled, left out or
-//! taken from elsewhere. What was measured stays in the directory, so that a run that was interrupted goes on.
+//! The rule it keeps: a picture shows what was measured on the machine that it names, beside what
+//! the poster found on its own; nothing is scaled, left out or taken from elsewhere. What was
+//! measured stays in the directory, so that a run that was interrupted goes on.
 
 mod draw;
 pub(crate) mod plan;
@@ -37,7 +39,8 @@ pub(crate) fn run(options: &FiguresOptions) -> Result<()> {
     Ok(())
 }
 
-/// Runs what has not run yet: all commands once, then all of them again, so that what is compared was measured side by side.
+/// Runs what has not run yet: all commands once, then all of them again, so that what is compared
+/// was measured side by side.
 ///
 /// # Errors
 /// A benchmark fails, or Ctrl-C: what has ended is kept.

@@ -1,4 +1,5 @@
-//! What this machine does without paging, in one run, so that the other figures can be read as ratios.
+//! What this machine does without paging, in one run, so that the other figures can be read as
+//! ratios.
 //!
 //! The rule it keeps: nothing of the pager takes part.
 

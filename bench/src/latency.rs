@@ -1,7 +1,8 @@
 //! The time of one page fault, one at a time, seen by the program.
 //!
-//! The rule it keeps: a sample is an access to a page that is on the server, none that happens to be here; pages are
-//! visited in an order that no read-ahead can guess; and the bytes that a fault brings are checked.
+//! The rule it keeps: a sample is an access to a page that is on the server, none that happens to
+//! be here; pages are visited in an order that no read-ahead can guess; and the bytes that a fault
+//! brings are checked.
 
 use std::time::Instant;
 
@@ -18,7 +19,8 @@ use crate::{
     report::{Figures, Percentiles, Report, new_histogram},
 };
 
-/// Of the budget, as a fraction, that the first state touches: below the high-water mark, so that nothing is evicted.
+/// Of the budget, as a fraction, that the first state touches: below the high-water mark, so that
+/// nothing is evicted.
 const ROOM: f64 = 0.8;
 
 pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
@@ -53,7 +55,8 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
         .context("cannot advise")?;
     progress.step(1);
 
-    // 1. All pages are remote and changed by nobody; each read brings one in, into a budget with room.
+    // 1. All pages are remote and changed by nobody; each read brings one in, into a budget with
+    //    room.
     progress.phase("room in the budget");
     pages
         .array
@@ -109,10 +112,11 @@ impl Pages<'_> {
         }
     }
 
-    /// Reads or writes one element in each of `count` pages of an endless random round, of which the first `skip` are left out.
+    /// Reads or writes one element in each of `count` pages of an endless random round, of which
+    /// the first `skip` are left out.
     ///
-    /// A round visits each page once, so a page is touched again only when as many others have been as there are pages:
-    /// it left long before that.
+    /// A round visits each page once, so a page is touched again only when as many others have been
+    /// as there are pages: it left long before that.
     fn touch(&mut self, count: u64, skip: u64, write: bool) -> Histogram<u64> {
         let mut histogram = new_histogram();
         let (pages, page_elements) = (self.count(), self.page_elements);

@@ -1,7 +1,7 @@
 //! `farpage-bench`: STREAM on remote arrays, and everything else that farpage says about its speed.
 //!
-//! The rule it keeps: a figure counts only if the data behind it was verified in the same run. Exit status 0: done and
-//! verified; 1: a verification or something in the world failed; 2: wrong usage.
+//! The rule it keeps: a figure counts only if the data behind it was verified in the same run. Exit
+//! status 0: done and verified; 1: a verification or something in the world failed; 2: wrong usage.
 
 // `println!` panics when nobody reads any more: what is found goes through `out::say`.
 #![deny(clippy::print_stdout)]
@@ -134,7 +134,8 @@ fn done(result: anyhow::Result<()>) -> ExitCode {
 }
 
 fn failure(error: &anyhow::Error) -> ExitCode {
-    // farpage's errors name their cause themselves, so that they can be printed alone: what has been said is not said again.
+    // farpage's errors name their cause themselves, so that they can be printed alone: what has
+    // been said is not said again.
     let mut said = String::new();
     for cause in error.chain().map(ToString::to_string) {
         if !said.contains(&cause) {

@@ -1,7 +1,7 @@
 //! The command line.
 //!
-//! The rule it keeps: every option says its unit and its default, and what cannot work is refused here, with status 2,
-//! before anything is started.
+//! The rule it keeps: every option says its unit and its default, and what cannot work is refused
+//! here, with status 2, before anything is started.
 
 use std::{fmt, path::PathBuf, str::FromStr, thread};
 
@@ -17,10 +17,12 @@ use crate::{
     figures::plan::Extent,
 };
 
-/// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all of them.
+/// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all
+/// of them.
 ///
-/// Each benchmark starts a memory server of its own, a separate process on this machine, unless --server names one.
-/// Every run verifies its data. Exit status: 0 verified, 1 failed, 2 wrong usage.
+/// Each benchmark starts a memory server of its own, a separate process on this machine, unless
+/// --server names one. Every run verifies its data. Exit status: 0 verified, 1 failed, 2 wrong
+/// usage.
 #[derive(Debug, Parser)]
 #[command(name = "farpage-bench", version)]
 pub(crate) struct Cli {
@@ -48,7 +50,8 @@ pub(crate) enum Command {
     /// Random 8-byte reads and updates, uniform or Zipf
     #[command(after_help = WORDS)]
     Random(RandomOptions),
-    /// Steps of a field that is written and read back whole: throughput and bytes on the network, by what the field holds and by codec
+    /// Steps of a field that is written and read back whole: throughput and bytes on the network,
+    /// by what the field holds and by codec
     #[command(after_help = WORDS)]
     Traffic(TrafficOptions),
     /// One page fault at a time: with room in the budget, and while dirty pages have to leave
@@ -57,64 +60,81 @@ pub(crate) enum Command {
     /// CPU time of the evictors for a page that did not change
     #[command(after_help = WORDS)]
     Eviction(EvictionOptions),
-    /// A large region of which few pages are used: their cost, and the memory that the region takes beside them
+    /// A large region of which few pages are used: their cost, and the memory that the region takes
+    /// beside them
     #[command(after_help = WORDS)]
     Sparse(SparseOptions),
-    /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw fabric
+    /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw
+    /// fabric
     #[command(after_help = WORDS)]
     Floor(FloorOptions),
-    /// What it costs to have registered memory for a transfer: from a pool, by registering each time, from a cache by address
+    /// What it costs to have registered memory for a transfer: from a pool, by registering each
+    /// time, from a cache by address
     ///
-    /// Registration is that of the fabric's adapter. Where there is none, memory is locked and unlocked, which is the pinning part of a
-    /// registration alone, and the report says so.
+    /// Registration is that of the fabric's adapter. Where there is none, memory is locked and
+    /// unlocked, which is the pinning part of a registration alone, and the report says so.
     Regmem(RegmemOptions),
-    /// Messages through a ring in the receiver's memory: against a buffer for one message, woken by events or looking for them
+    /// Messages through a ring in the receiver's memory: against a buffer for one message, woken by
+    /// events or looking for them
     ///
-    /// Sender and receiver are threads of this program, and the fabric between them is the real one.
+    /// Sender and receiver are threads of this program, and the fabric between them is the real
+    /// one.
     Ring(RingOptions),
-    /// A million hostile requests from another loopback address, beside a victim that works and checks each word
+    /// A million hostile requests from another loopback address, beside a victim that works and
+    /// checks each word
     ///
-    /// Garbage, half frames, wrong secrets, floods of connections, requests for what belongs to others. Server, attacker and victim are
-    /// processes of this machine; nothing leaves it. The victim is measured twice: beside the attacker, and beside a program that burns as
-    /// much CPU. Exit status 1: somebody saw or changed bytes that are not his, or the server died. Whether the victim's faults met their
-    /// target is reported. Takes some minutes.
+    /// Garbage, half frames, wrong secrets, floods of connections, requests for what belongs to
+    /// others. Server, attacker and victim are processes of this machine; nothing leaves it. The
+    /// victim is measured twice: beside the attacker, and beside a program that burns as much CPU.
+    /// Exit status 1: somebody saw or changed bytes that are not his, or the server died. Whether
+    /// the victim's faults met their target is reported. Takes some minutes.
     Hostile(HostileOptions),
-    /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and plain LZ4
+    /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and
+    /// plain LZ4
     Pages(PagesOptions),
     /// Measures the figures of the poster that farpage realises: CSV, SVG and PNG
     ///
-    /// Workers, LZ4 on and off over links of several rates, network traffic with and without loss, fields that grow under LZ4, and DEFLATE against
-    /// the other codecs. Ctrl-C keeps what has been measured; the same command goes on from there.
+    /// Workers, LZ4 on and off over links of several rates, network traffic with and without loss,
+    /// fields that grow under LZ4, and DEFLATE against the other codecs. Ctrl-C keeps what has been
+    /// measured; the same command goes on from there.
     Figures(FiguresOptions),
-    /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and what compression is held to
+    /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and what
+    /// compression is held to
     ///
-    /// Each check is measured five times, or more until noise no longer decides it: an hour or more on two cores. Exit status 1: a check is missed; what is
-    /// not decided is named in the last line. Ctrl-C keeps what has been measured; the same command goes on from there.
+    /// Each check is measured five times, or more until noise no longer decides it: an hour or more
+    /// on two cores. Exit status 1: a check is missed; what is not decided is named in the last
+    /// line. Ctrl-C keeps what has been measured; the same command goes on from there.
     Codecs(CodecsOptions),
-    /// What an RDMA adapter gains by several READs in flight, by one doorbell for several operations, and by one completion queue for several connections
+    /// What an RDMA adapter gains by several READs in flight, by one doorbell for several
+    /// operations, and by one completion queue for several connections
     Verbs(VerbsOptions),
     #[command(after_help = WORDS)]
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met
     ///
-    /// Each target is a ratio of two figures that are measured one right after the other. A repetition goes through all of them;
-    /// what is printed is the median of the repetitions. Takes some minutes per repetition.
+    /// Each target is a ratio of two figures that are measured one right after the other. A
+    /// repetition goes through all of them; what is printed is the median of the repetitions. Takes
+    /// some minutes per repetition.
     Targets(TargetsOptions),
     /// Compares earlier results figure by figure: B / A
     ///
-    /// A and B are what `--format json` printed or `targets --record` wrote: a file, or a directory of such files. A file may hold
-    /// several results, one after the other: those of the same command and parameters count as repetitions of each other.
+    /// A and B are what `--format json` printed or `targets --record` wrote: a file, or a directory
+    /// of such files. A file may hold several results, one after the other: those of the same
+    /// command and parameters count as repetitions of each other.
     ///
-    /// What is noise: where both sides have three repetitions or more, a figure has changed when their ranges do not overlap;
-    /// with fewer, when the medians differ by more than 10 %.
+    /// What is noise: where both sides have three repetitions or more, a figure has changed when
+    /// their ranges do not overlap; with fewer, when the medians differ by more than 10 %.
     Compare(CompareOptions),
-    /// Tries counts of workers and read-ahead lengths: the best point for STREAM triad and random access, and how close the defaults come
+    /// Tries counts of workers and read-ahead lengths: the best point for STREAM triad and random
+    /// access, and how close the defaults come
     Sweep(SweepOptions),
-    /// Compares with the kernel's own swap to compressed memory (zram, lz4) in a memory cgroup; needs root
+    /// Compares with the kernel's own swap to compressed memory (zram, lz4) in a memory cgroup;
+    /// needs root
     ///
-    /// Runs `stream` and `random` with ordinary arrays in a cgroup whose memory.max is the budget, swapping to a zram device, and the same
-    /// with remote arrays. Sets cgroup and device up, and takes them down again however it ends; what a killed run left behind is
-    /// removed by the next one.
+    /// Runs `stream` and `random` with ordinary arrays in a cgroup whose memory.max is the budget,
+    /// swapping to a zram device, and the same with remote arrays. Sets cgroup and device up, and
+    /// takes them down again however it ends; what a killed run left behind is removed by the next
+    /// one.
     VersusSwap(VersusSwapOptions),
     /// Says what this machine lacks for farpage, and how to mend it
     Doctor,
@@ -166,8 +186,9 @@ pub(crate) struct Common {
     /// Adds so many microseconds to every operation on the fabric
     #[arg(long, value_name = "US", value_parser = not_negative)]
     pub(crate) link_us: Option<f64>,
-    /// Keeps all threads and its own memory server to one CPU. Otherwise the kernel puts threads that wait for each other on one CPU at times and on two
-    /// at others, which can change the time of a fault several times over
+    /// Keeps all threads and its own memory server to one CPU. Otherwise the kernel puts threads
+    /// that wait for each other on one CPU at times and on two at others, which can change the time
+    /// of a fault several times over
     #[arg(long)]
     pub(crate) one_cpu: bool,
     /// Human: a table; json: one object on standard output
@@ -176,7 +197,8 @@ pub(crate) struct Common {
     /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
     #[arg(long)]
     pub(crate) smoke: bool,
-    /// Starts even if the arrays and its own memory server do not fit into memory: the kernel may then end programs to make room
+    /// Starts even if the arrays and its own memory server do not fit into memory: the kernel may
+    /// then end programs to make room
     #[arg(long)]
     pub(crate) force: bool,
 }
@@ -241,7 +263,8 @@ pub(crate) struct RandomOptions {
     /// The array in ordinary memory that is never paged: what paging is compared with
     #[arg(long, conflicts_with = "server")]
     pub(crate) plain: bool,
-    /// Does not tell farpage that accesses are random: it has to find out that reading ahead is of no use
+    /// Does not tell farpage that accesses are random: it has to find out that reading ahead is of
+    /// no use
     #[arg(long)]
     pub(crate) no_advice: bool,
     /// Zipf exponent below 1, such as 0.99: few elements get most accesses [default: uniform]
@@ -292,7 +315,8 @@ pub(crate) struct SparseOptions {
     pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
-    /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384, with --smoke 256]
+    /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384,
+    /// with --smoke 256]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) touches: Option<u64>,
 }
@@ -314,7 +338,8 @@ pub(crate) struct VerbsOptions {
 pub(crate) struct PagesOptions {
     #[command(flatten)]
     pub(crate) data: DataOptions,
-    /// Codecs with plus signs between them: raw, lz4, shuffle, zfp:accuracy=1e-6, ..., and for comparison deflate1 to deflate9 and plain-lz4
+    /// Codecs with plus signs between them: raw, lz4, shuffle, zfp:accuracy=1e-6, ..., and for
+    /// comparison deflate1 to deflate9 and plain-lz4
     #[arg(
         long,
         value_name = "LIST",
@@ -346,7 +371,8 @@ pub(crate) struct FiguresOptions {
 pub(crate) struct CodecsOptions {
     #[command(flatten)]
     pub(crate) extent: Extent,
-    /// How often what noise could decide is measured at most; more than before goes on from there [default: 7, with --quick 3]
+    /// How often what noise could decide is measured at most; more than before goes on from there
+    /// [default: 7, with --quick 3]
     #[arg(long, value_name = "N", conflicts_with = "smoke", value_parser = clap::value_parser!(u16).range(3..=99))]
     pub(crate) repetitions: Option<u16>,
     /// Human: tables; json: one object on standard output
@@ -365,7 +391,8 @@ pub(crate) struct TargetsOptions {
     /// Measures only targets whose name contains this
     #[arg(long, value_name = "TEXT", default_value = "")]
     pub(crate) only: String,
-    /// Also writes the results, with date, machine, kernel and commit, to a JSON file in this directory, and the table beside it
+    /// Also writes the results, with date, machine, kernel and commit, to a JSON file in this
+    /// directory, and the table beside it
     #[arg(long, value_name = "DIR")]
     pub(crate) record: Option<PathBuf>,
     /// Human: a table; json: one object on standard output
@@ -392,7 +419,8 @@ pub(crate) struct SweepOptions {
     /// Page size: a power of two, 4KiB to 2MiB
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
     pub(crate) page_size: ByteSize,
-    /// Size of all remote arrays together, of which a quarter fits into the budget [default: 256MiB]
+    /// Size of all remote arrays together, of which a quarter fits into the budget [default:
+    /// 256MiB]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     pub(crate) size: Option<ByteSize>,
     /// Makes the fabric behave like a link of so many gigabits per second in each direction

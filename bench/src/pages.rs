@@ -1,8 +1,11 @@
-//! Codecs by themselves: a field is encoded and decoded page by page, in this process, without paging or a network.
+//! Codecs by themselves: a field is encoded and decoded page by page, in this process, without
+//! paging or a network.
 //!
-//! The rule it keeps: every page is compared after it was decoded, and what is timed is the CPU time of one thread, so that
-//! other programs on the machine count as little as can be. DEFLATE (zlib-rs, the fastest that is well kept) is here for comparison only: farpage does not
-//! offer it. `plain-lz4` is LZ4 as the published prototype uses it: whatever comes out is taken, larger or not.
+//! The rule it keeps: every page is compared after it was decoded, and what is timed is the CPU
+//! time of one thread, so that other programs on the machine count as little as can be. DEFLATE
+//! (zlib-rs, the fastest that is well kept) is here for comparison only: farpage does not offer it.
+//! `plain-lz4` is LZ4 as the published prototype uses it: whatever comes out is taken, larger or
+//! not.
 
 use std::time::Duration;
 

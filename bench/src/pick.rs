@@ -31,7 +31,8 @@ impl Shuffle {
         }
     }
 
-    /// Bijections of the numbers up to `mask`: adding, multiplying with an odd number, folding high bits onto low ones.
+    /// Bijections of the numbers up to `mask`: adding, multiplying with an odd number, folding high
+    /// bits onto low ones.
     fn place(&self, x: u64) -> u64 {
         let half = self.mask.count_ones().div_ceil(2).max(1);
         let mut x = x.wrapping_add(self.offset) & self.mask;
@@ -94,8 +95,8 @@ fn scale(random: u64, count: u64) -> u64 {
     ((u128::from(random) * u128::from(count)) >> 64) as u64
 }
 
-/// Zipf's law with an exponent below 1, after Gray et al., "Quickly generating billion-record synthetic databases"
-/// (SIGMOD 1994), the generator of YCSB.
+/// Zipf's law with an exponent below 1, after Gray et al., "Quickly generating billion-record
+/// synthetic databases" (SIGMOD 1994), the generator of YCSB.
 pub(crate) struct Zipf {
     count: u64,
     theta: f64,
@@ -133,7 +134,8 @@ impl Zipf {
     }
 }
 
-/// The sum of `1 / k^theta` for k from 1 to `count`: the head term by term, the tail by the Euler-Maclaurin formula.
+/// The sum of `1 / k^theta` for k from 1 to `count`: the head term by term, the tail by the
+/// Euler-Maclaurin formula.
 fn zeta(count: u64, theta: f64) -> f64 {
     let term = |k: f64| k.powf(-theta);
     let head = count.min(10_000);

@@ -1,6 +1,7 @@
 //! Pictures: what all of them have in common, and bars.
 //!
-//! The rule it keeps: a picture looks the same on every machine. The font of the PNG is in this program; an SVG names a family that every viewer has.
+//! The rule it keeps: a picture looks the same on every machine. The font of the PNG is in this
+//! program; an SVG names a family that every viewer has.
 
 use std::{ops::RangeInclusive, path::Path, sync::Once};
 

@@ -1,7 +1,9 @@
-//! Results that outlive an interrupted run: a file in a directory, a line for each benchmark that has ended.
+//! Results that outlive an interrupted run: a file in a directory, a line for each benchmark that
+//! has ended.
 //!
-//! The rule it keeps: what is in the file was measured by the command that stands beside it, on the machine that stands at its beginning. A line is
-//! written when its benchmark has ended, at once and whole; one that was torn by a crash is measured again.
+//! The rule it keeps: what is in the file was measured by the command that stands beside it, on the
+//! machine that stands at its beginning. A line is written when its benchmark has ended, at once
+//! and whole; one that was torn by a crash is measured again.
 
 use std::{
     collections::HashMap,
@@ -129,7 +131,8 @@ impl Points {
         Ok(())
     }
 
-    /// A figure of a command in all its repetitions: a path such as `/kernels/3/mb_per_s` in its results.
+    /// A figure of a command in all its repetitions: a path such as `/kernels/3/mb_per_s` in its
+    /// results.
     ///
     /// # Errors
     /// It was not measured.

@@ -1,6 +1,7 @@
 //! A progress bar on standard error, for people.
 //!
-//! The rule it keeps: it appears on a terminal only, and never on standard output, where the results go.
+//! The rule it keeps: it appears on a terminal only, and never on standard output, where the
+//! results go.
 
 use std::{borrow::Cow, time::Duration};
 

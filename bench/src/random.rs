@@ -1,7 +1,8 @@
 //! Random 8-byte reads and updates, uniform or after Zipf's law, by several threads.
 //!
-//! The rule it keeps: every element says what it is. Its high bits are a function of its index and never change, its
-//! low bits count its updates: a wrong page shows at once, a lost update in the sum of all counts, and no shadow copy is needed.
+//! The rule it keeps: every element says what it is. Its high bits are a function of its index and
+//! never change, its low bits count its updates: a wrong page shows at once, a lost update in the
+//! sum of all counts, and no shadow copy is needed.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
@@ -37,7 +38,8 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let mut array = arena.array::<u64>(len, Advice::Sequential)?;
     let threads = threads(options.threads);
     let accesses = options.accesses();
-    // A thread's share of the accesses, and of the array: updates of one element by two threads would be a race.
+    // A thread's share of the accesses, and of the array: updates of one element by two threads
+    // would be a race.
     let accesses_per_thread = accesses.div_ceil(threads as u64);
     let share = array.len().div_ceil(threads);
     let (source, seed) = (paging.source()?, paging.seed);

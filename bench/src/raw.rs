@@ -1,11 +1,13 @@
 //! The fabric without paging: how fast pages could come and go if nothing else had to be done.
 //!
-//! The rule it keeps: as many threads and as large operations as the pager uses, each thread with a channel and memory
-//! of its own on the server, and every READ is checked against what was written there.
+//! The rule it keeps: as many threads and as large operations as the pager uses, each thread with a
+//! channel and memory of its own on the server, and every READ is checked against what was written
+//! there.
 //!
-//! Each direction is measured twice. *Hot*: few buffers, used again at once, which stay in the caches: as fast as the fabric
-//! gets. *Cold*: buffers take turns, [`LOCAL_BYTES`] of them, as frames do: paging exists to fill local memory, which is as
-//! large as its budget, and no transfer to or from so much memory can be faster. Paging is compared with the cold ones.
+//! Each direction is measured twice. *Hot*: few buffers, used again at once, which stay in the
+//! caches: as fast as the fabric gets. *Cold*: buffers take turns, [`LOCAL_BYTES`] of them, as
+//! frames do: paging exists to fill local memory, which is as large as its budget, and no transfer
+//! to or from so much memory can be faster. Paging is compared with the cold ones.
 
 use std::{
     collections::VecDeque,
@@ -27,7 +29,8 @@ use crate::{
     server::MemoryServer,
 };
 
-/// Operations that each thread keeps in flight: enough to hide a network's latency, as many as the pager may have.
+/// Operations that each thread keeps in flight: enough to hide a network's latency, as many as the
+/// pager may have.
 const QUEUE_DEPTH: usize = 16;
 /// Server memory that all threads together go over, larger than caches are.
 const AREA_BYTES: u64 = 256 << 20;
@@ -36,7 +39,8 @@ const SMOKE_AREA_BYTES: u64 = 8 << 20;
 /// Server memory, and local memory, of a brief look: larger than caches are, and soon gone over.
 const YARDSTICK_BYTES: u64 = 64 << 20;
 
-/// Local memory that all threads together go over when buffers are cold: the budget of the STREAM that is compared with it.
+/// Local memory that all threads together go over when buffers are cold: the budget of the STREAM
+/// that is compared with it.
 pub(crate) const LOCAL_BYTES: u64 = 96 << 20;
 pub(crate) const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
 
@@ -55,7 +59,8 @@ pub(crate) struct Rates {
 /// What is posted in a phase.
 #[derive(Clone, Copy)]
 enum Mix {
-    /// Once over the area, however long it takes: afterwards all of it is physical memory with known bytes.
+    /// Once over the area, however long it takes: afterwards all of it is physical memory with
+    /// known bytes.
     Prepare,
     Read,
     Write,
@@ -112,7 +117,8 @@ struct Team {
 }
 
 impl Team {
-    /// All together go over `area` bytes of the server and `local` bytes here, and have done so once.
+    /// All together go over `area` bytes of the server and `local` bytes here, and have done so
+    /// once.
     fn start(common: &Common, server: &MemoryServer, area: u64, local: u64) -> Result<Self> {
         let options = SessionOptions {
             link: remote::link(common),
@@ -194,7 +200,8 @@ struct Worker {
 }
 
 impl Worker {
-    /// Keeps the queue full until time is up, then waits for what is in flight; returns the bytes moved.
+    /// Keeps the queue full until time is up, then waits for what is in flight; returns the bytes
+    /// moved.
     fn run(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<u64> {
         (self.next, self.bytes) = (0, 0);
         let end = Instant::now() + time;

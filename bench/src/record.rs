@@ -1,6 +1,7 @@
 //! Results that are kept: with the day, the machine, its kernel and the commit.
 //!
-//! The rule it keeps: every figure that a finding was computed from is in the record, so that `compare` can use it.
+//! The rule it keeps: every figure that a finding was computed from is in the record, so that
+//! `compare` can use it.
 
 use std::{fs, path::Path, process::Command, thread, time::SystemTime};
 

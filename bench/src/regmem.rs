@@ -1,8 +1,9 @@
-//! What it costs to have registered memory for a transfer: from the pool, by registering each transfer's memory, and by a cache of
-//! registrations by address; and what that means for a READ.
+//! What it costs to have registered memory for a transfer: from the pool, by registering each
+//! transfer's memory, and by a cache of registrations by address; and what that means for a READ.
 //!
-//! The rule it keeps: the ways take turns in one run and the median of the rounds counts, so that their ratios hold on a machine that does
-//! other things too. The pool must not register anything while it is measured, or the run counts as failed.
+//! The rule it keeps: the ways take turns in one run and the median of the rounds counts, so that
+//! their ratios hold on a machine that does other things too. The pool must not register anything
+//! while it is measured, or the run counts as failed.
 
 mod pinning;
 
@@ -100,7 +101,8 @@ pub(crate) fn run(options: &RegmemOptions) -> Result<Report> {
         .collect::<Result<_>>()?;
     let slabs = pool.stats().slabs;
     let read = reads.measure(acquisitions)?;
-    // Imports register, which is what they are there for here; slabs would be the pool's own registrations.
+    // Imports register, which is what they are there for here; slabs would be the pool's own
+    // registrations.
     let steady = pool.stats().slabs - warm.slabs;
     ensure!(slabs > 0, "the pool was not used");
     Ok(Report {

@@ -1,6 +1,7 @@
 //! A runtime with its memory server, as the options say.
 //!
-//! The rule it keeps: the runtime is closed before its server ends. What is done with the arrays is left to the benchmarks.
+//! The rule it keeps: the runtime is closed before its server ends. What is done with the arrays is
+//! left to the benchmarks.
 
 use std::sync::Arc;
 
@@ -24,7 +25,8 @@ pub(crate) struct Remote {
 pub(crate) struct Mark(Stats);
 
 impl Remote {
-    /// Starts the server, if it is to be our own, and the runtime, for arrays that are used in full.
+    /// Starts the server, if it is to be our own, and the runtime, for arrays that are used in
+    /// full.
     pub(crate) fn start(common: &Common, paging: &Paging) -> Result<Self> {
         Self::for_pages(common, paging, paging.size_bytes(common))
     }
@@ -36,8 +38,8 @@ impl Remote {
             let budget_bytes = paging.budget_bytes(common);
             server::ensure_room(used_bytes.saturating_add(budget_bytes), common.force)?;
         }
-        // Pages are written out of place, so a server holds more than the arrays for a while; it takes no memory
-        // before it is written to.
+        // Pages are written out of place, so a server holds more than the arrays for a while; it
+        // takes no memory before it is written to.
         let capacity_bytes = size_bytes.saturating_mul(2).saturating_add(256 << 20);
         let server = MemoryServer::start(common, capacity_bytes)?;
         let mut builder = Runtime::builder()

@@ -1,7 +1,7 @@
 //! What a run found, as JSON and as tables.
 //!
-//! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are 10^6 bytes, as STREAM
-//! counts them.
+//! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are
+//! 10^6 bytes, as STREAM counts them.
 
 use std::fmt;
 
@@ -171,7 +171,8 @@ pub(crate) struct Figures {
     /// The same in a signal handler.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_in_thread_read_round_trip_us: Option<Percentiles>,
-    /// A handler thread resolves the fault in the same way and takes an unchanged page out: time by faults.
+    /// A handler thread resolves the fault in the same way and takes an unchanged page out: time by
+    /// faults.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) uffd_replace_us: Option<f64>,
     /// The largest difference between an element written and the same element read.

@@ -1,8 +1,10 @@
-//! Messages from one thread to another over the fabric, in the steps of Yamabe's case study ("RDMA programming design and case studies"): without a
-//! ring, with one, with a thread that looks for arrivals instead of being woken, and with several messages to a WRITE.
+//! Messages from one thread to another over the fabric, in the steps of Yamabe's case study ("RDMA
+//! programming design and case studies"): without a ring, with one, with a thread that looks for
+//! arrivals instead of being woken, and with several messages to a WRITE.
 //!
-//! The rule it keeps: every message is checked, in its order. The steps take turns in one run and the median of the rounds counts, so that
-//! their ratios hold where absolute figures do not: sender, receiver and, over TCP, two server threads share this machine.
+//! The rule it keeps: every message is checked, in its order. The steps take turns in one run and
+//! the median of the rounds counts, so that their ratios hold where absolute figures do not:
+//! sender, receiver and, over TCP, two server threads share this machine.
 
 use std::{
     io,
@@ -378,7 +380,8 @@ impl Outgoing<'_> {
         Ok(())
     }
 
-    /// Asks what the receiver has taken; if that is not enough, sleeps until it has taken more, or looks again soon.
+    /// Asks what the receiver has taken; if that is not enough, sleeps until it has taken more, or
+    /// looks again soon.
     fn rest(&mut self, enough: impl Fn(&RingSender) -> bool) -> Result<()> {
         if let Some(room) = self.room {
             room.hush();

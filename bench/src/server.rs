@@ -1,8 +1,9 @@
-//! The memory server that a benchmark starts for itself: this program once more, as `serve`, so that there is no
-//! second program to find and the server is a process of its own, as in real use.
+//! The memory server that a benchmark starts for itself: this program once more, as `serve`, so
+//! that there is no second program to find and the server is a process of its own, as in real use.
 //!
-//! The rule it keeps: the server ends with the benchmark, however that ends. It lives as long as its standard input,
-//! whose other end only the benchmark holds; at its end the server removes its socket and exits.
+//! The rule it keeps: the server ends with the benchmark, however that ends. It lives as long as
+//! its standard input, whose other end only the benchmark holds; at its end the server removes its
+//! socket and exits.
 
 use std::{
     env,
@@ -23,7 +24,8 @@ use crate::{
     options::{Common, Fabric, ServeOptions},
 };
 
-/// Whether a benchmark that takes so many bytes on this machine, in its own process and its server's, may start.
+/// Whether a benchmark that takes so many bytes on this machine, in its own process and its
+/// server's, may start.
 ///
 /// # Errors
 /// They are not there, and nobody forces it.
@@ -182,7 +184,8 @@ pub(crate) fn serve(options: &ServeOptions) -> Result<()> {
     writeln!(stdout, "{endpoint}")
         .and_then(|()| stdout.flush())
         .context("cannot say where the server listens")?;
-    // Nobody writes here: it ends when the other end is closed, by the benchmark's end at the latest.
+    // Nobody writes here: it ends when the other end is closed, by the benchmark's end at the
+    // latest.
     io::stdin()
         .read_to_end(&mut Vec::new())
         .context("cannot wait on standard input")?;

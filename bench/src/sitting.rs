@@ -1,8 +1,8 @@
-//! Several benchmarks in one sitting: each is this program once more, a fresh process whose figures are the ones that a user
-//! sees who types the same command.
+//! Several benchmarks in one sitting: each is this program once more, a fresh process whose figures
+//! are the ones that a user sees who types the same command.
 //!
-//! The rule it keeps: no benchmark outlives the sitting, and Ctrl-C ends one as an error, so that whoever set something up
-//! takes it down again.
+//! The rule it keeps: no benchmark outlives the sitting, and Ctrl-C ends one as an error, so that
+//! whoever set something up takes it down again.
 
 use std::{
     collections::HashMap,
@@ -61,7 +61,8 @@ impl Sitting {
         self.results.remove(command);
     }
 
-    /// A figure of a command: a path such as `/fault_us/p50` in its result. A command runs once in a repetition.
+    /// A figure of a command: a path such as `/fault_us/p50` in its result. A command runs once in
+    /// a repetition.
     pub(crate) fn figure(&mut self, command: &str, path: &str) -> Result<f64> {
         if !self.results.contains_key(command) {
             let result = self.run(command)?;
@@ -141,7 +142,8 @@ struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Nothing happens to one that has ended already, and of one that cannot be ended nothing better is known.
+        // Nothing happens to one that has ended already, and of one that cannot be ended nothing
+        // better is known.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

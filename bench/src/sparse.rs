@@ -1,7 +1,8 @@
-//! A large region of which few pages are used: what a page costs, and what the region takes beside its pages.
+//! A large region of which few pages are used: what a page costs, and what the region takes beside
+//! its pages.
 //!
-//! The rule it keeps: the frames that hold pages are made before the clock and the memory count start, by another
-//! array, so that what is counted belongs to the region's size alone.
+//! The rule it keeps: the frames that hold pages are made before the clock and the memory count
+//! start, by another array, so that what is counted belongs to the region's size alone.
 
 use std::{fs, time::Instant};
 

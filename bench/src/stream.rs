@@ -1,7 +1,9 @@
-//! STREAM by McCalpin's rules (<https://www.cs.virginia.edu/stream/ref.html>) on three arrays, remote or plain.
+//! STREAM by McCalpin's rules (<https://www.cs.virginia.edu/stream/ref.html>) on three arrays,
+//! remote or plain.
 //!
-//! The rule it keeps: bytes are those that the kernels read and write, not those that paging moves; the best iteration
-//! after the first counts; and every element is compared bit by bit with what the kernels must have made of it.
+//! The rule it keeps: bytes are those that the kernels read and write, not those that paging moves;
+//! the best iteration after the first counts; and every element is compared bit by bit with what
+//! the kernels must have made of it.
 
 use std::{
     fmt,
@@ -25,7 +27,8 @@ use crate::{
 
 const SCALAR: f32 = 3.0;
 
-/// An array of plain memory that STREAM is compared with, beyond any cache, and how often the triad runs over three of them: a tenth of a second.
+/// An array of plain memory that STREAM is compared with, beyond any cache, and how often the triad
+/// runs over three of them: a tenth of a second.
 const PLAIN_BYTES: usize = 64 << 20;
 const PLAIN_TIMES: usize = 4;
 
@@ -201,7 +204,8 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     })
 }
 
-/// MB/s of the triad on arrays of ordinary memory that are larger than caches, by so many threads: the best of a few times.
+/// MB/s of the triad on arrays of ordinary memory that are larger than caches, by so many threads:
+/// the best of a few times.
 fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
     let bytes = if common.smoke { 1 << 20 } else { PLAIN_BYTES };
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];
@@ -217,7 +221,8 @@ fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
     kernel_figures(name, (arrays * bytes) as u64, &seconds[1..]).mb_per_s
 }
 
-/// Gives each thread its share of the arrays, always the same one, with the index of its first element.
+/// Gives each thread its share of the arrays, always the same one, with the index of its first
+/// element.
 fn for_each_part<T: Number>(
     arrays: [&mut [T]; 3],
     threads: usize,

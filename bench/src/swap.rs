@@ -1,8 +1,10 @@
 //! Swap to compressed memory for one program: a zram device and a memory cgroup.
 //!
-//! The rule it keeps: whatever is set up is owned by a guard from that moment on, and taken down when the guard is dropped: at the end,
-//! on an error, in a panic. What a killed run left behind carries that run's process id, so that the next one finds and removes it.
-//! (A zram device is anonymous for the milliseconds before `mkswap` labels it; only a kill just then leaves one that nobody claims.)
+//! The rule it keeps: whatever is set up is owned by a guard from that moment on, and taken down
+//! when the guard is dropped: at the end, on an error, in a panic. What a killed run left behind
+//! carries that run's process id, so that the next one finds and removes it. (A zram device is
+//! anonymous for the milliseconds before `mkswap` labels it; only a kill just then leaves one that
+//! nobody claims.)
 
 use std::{
     env, fs, io,
@@ -20,7 +22,8 @@ use nix::{
 
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 const TOOLS: [&str; 3] = ["mkswap", "swapon", "swapoff"];
-/// With the process id, the name of a cgroup and the label of a device; labels are cut after 15 bytes.
+/// With the process id, the name of a cgroup and the label of a device; labels are cut after 15
+/// bytes.
 const NAME: &str = "farpage-";
 /// How long the kernel, or udev, may take to let go of something.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -32,7 +35,8 @@ pub(crate) struct Swap {
     _device: Zram,
 }
 
-/// Where a cgroup of our own can be made, and by which of the two interfaces: a machine has its memory controller in one of them.
+/// Where a cgroup of our own can be made, and by which of the two interfaces: a machine has its
+/// memory controller in one of them.
 #[derive(Debug, PartialEq)]
 struct Parent {
     path: PathBuf,
@@ -46,10 +50,12 @@ enum Version {
 }
 
 impl Swap {
-    /// Sets up a cgroup with `memory_bytes`, and `swap_bytes` of swap, which all programs may use: only this one should need any.
+    /// Sets up a cgroup with `memory_bytes`, and `swap_bytes` of swap, which all programs may use:
+    /// only this one should need any.
     ///
     /// # Errors
-    /// What this machine lacks, all of it at once; or what could not be done, with everything taken down again.
+    /// What this machine lacks, all of it at once; or what could not be done, with everything taken
+    /// down again.
     pub(crate) fn set_up(memory_bytes: u64, swap_bytes: u64) -> Result<Self> {
         let parent = check()?;
         Zram::remove_leftovers()?;
@@ -65,7 +71,8 @@ impl Swap {
     /// Runs this program inside, whatever arguments are added.
     pub(crate) fn command(&self) -> Result<Command> {
         let this_program = env::current_exe().context("cannot find this program's own file")?;
-        // A shell moves itself before it becomes the program: not a byte of the program is allocated outside.
+        // A shell moves itself before it becomes the program: not a byte of the program is
+        // allocated outside.
         let mut command = Command::new("/bin/sh");
         command
             .args(["-c", r#"echo $$ >"$0" && exec "$@""#])
@@ -149,7 +156,8 @@ fn parent_v1(mounts: &str, own: &str) -> Option<PathBuf> {
     Some(Path::new(mount).join(below))
 }
 
-/// The cgroup that our own one is in, where cgroup v2 has the memory controller: there, one with processes has none below it.
+/// The cgroup that our own one is in, where cgroup v2 has the memory controller: there, one with
+/// processes has none below it.
 fn parent_v2(mounts: &str, own: &str) -> Result<PathBuf> {
     let root = mounts
         .lines()

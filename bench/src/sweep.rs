@@ -1,7 +1,9 @@
-//! Every combination of worker counts, run lengths and read-ahead lengths, and how close farpage comes without being told.
+//! Every combination of worker counts, run lengths and read-ahead lengths, and how close farpage
+//! comes without being told.
 //!
-//! The rule it keeps: the best of many noisy points looks better than it is, so the grid only says which points to look at: those, and
-//! farpage left to itself, are then measured afresh in turns, and only these figures are compared.
+//! The rule it keeps: the best of many noisy points looks better than it is, so the grid only says
+//! which points to look at: those, and farpage left to itself, are then measured afresh in turns,
+//! and only these figures are compared.
 
 use std::{fmt, thread};
 
@@ -18,7 +20,8 @@ use crate::{
     sitting::Sitting,
 };
 
-/// Bytes that move together: a page of the usual size, what farpage chooses for fast links, and more than that.
+/// Bytes that move together: a page of the usual size, what farpage chooses for fast links, and
+/// more than that.
 const RUN_LENGTHS: [u64; 3] = [64 << 10, 512 << 10, 2 << 20];
 /// Bytes to read ahead. 0: never; more than the last is more than fits into small budgets.
 const READ_AHEAD: [u64; 3] = [0, 1 << 20, 4 << 20];

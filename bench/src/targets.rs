@@ -1,7 +1,8 @@
 //! What farpage is held to, beside what bounds it.
 //!
-//! The rule it keeps: a target is a ratio of two figures of one sitting, the one measured right after the other; the median
-//! of all repetitions counts. What the targets are stands in `targets/rows.rs`.
+//! The rule it keeps: a target is a ratio of two figures of one sitting, the one measured right
+//! after the other; the median of all repetitions counts. What the targets are stands in
+//! `targets/rows.rs`.
 
 mod rows;
 
@@ -27,7 +28,8 @@ pub(crate) struct Row {
 
 type Measure = Box<dyn Fn(&mut Sitting) -> Result<Measured>>;
 
-/// The figure, what it is divided by, and, where it is known, what the figure would be without a pager.
+/// The figure, what it is divided by, and, where it is known, what the figure would be without a
+/// pager.
 #[derive(Clone, Copy)]
 struct Measured {
     figure: f64,

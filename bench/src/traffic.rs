@@ -1,7 +1,9 @@
-//! Fields that change step by step, as a simulation's do: each step writes the whole field to a remote array, then reads it back.
+//! Fields that change step by step, as a simulation's do: each step writes the whole field to a
+//! remote array, then reads it back.
 //!
-//! The rule it keeps: the data stays of its kind. STREAM's arithmetic would turn integers and text into noise; here the next step is the same field,
-//! moved by a plane. What is read is compared with what was written while the clock runs, which costs a tenth of what paging does.
+//! The rule it keeps: the data stays of its kind. STREAM's arithmetic would turn integers and text
+//! into noise; here the next step is the same field, moved by a plane. What is read is compared
+//! with what was written while the clock runs, which costs a tenth of what paging does.
 
 use std::{
     ops::AddAssign,

@@ -1,8 +1,10 @@
-//! What an RDMA adapter gains by what farpage lets it do: several READs (and atomics) in flight on one connection, and one ring of its doorbell for several
-//! operations; and what a thread gains that serves several connections from one completion queue.
+//! What an RDMA adapter gains by what farpage lets it do: several READs (and atomics) in flight on
+//! one connection, and one ring of its doorbell for several operations; and what a thread gains
+//! that serves several connections from one completion queue.
 //!
-//! The rule it keeps: both ways take turns over connections of the same kind, and the median of the rounds counts, so that their ratio holds on a
-//! machine that does other things too. Every READ and every old value is checked.
+//! The rule it keeps: both ways take turns over connections of the same kind, and the median of the
+//! rounds counts, so that their ratio holds on a machine that does other things too. Every READ and
+//! every old value is checked.
 
 use std::{sync::Arc, time::Instant};
 

@@ -1,7 +1,8 @@
-//! farpage against the kernel's own way to have more memory than there is: swap, to compressed memory, under a cgroup.
+//! farpage against the kernel's own way to have more memory than there is: swap, to compressed
+//! memory, under a cgroup.
 //!
-//! The rule it keeps: both run the same loops over arrays of the same size and contents with the same local memory, in turns.
-//! Setting swap up and taking it down is left to [`crate::swap`].
+//! The rule it keeps: both run the same loops over arrays of the same size and contents with the
+//! same local memory, in turns. Setting swap up and taking it down is left to [`crate::swap`].
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
@@ -15,7 +16,8 @@ use crate::{
     swap::Swap,
 };
 
-/// For the program itself, its stacks and tables, beside the arrays; given to the swapping program only, farpage's budget is for pages alone.
+/// For the program itself, its stacks and tables, beside the arrays; given to the swapping program
+/// only, farpage's budget is for pages alone.
 const PROGRAM_BYTES: u64 = 16 << 20;
 
 /// A figure of both sides.
@@ -126,7 +128,8 @@ pub(crate) fn run(options: &VersusSwapOptions) -> Result<()> {
             let paged = format!("{command} {paged} {page_size}");
             Ok((swapped, take(name, sitting.run(&paged))?))
         };
-        // As who touches small pages here and there would have it: swap serves faults in the thread that raises them, too.
+        // As who touches small pages here and there would have it: swap serves faults in the thread
+        // that raises them, too.
         let in_thread = "--page-size 4KiB --fault-mode in-thread";
         for commands in Commands::ALL {
             let (swapped, paged) = match commands {

@@ -1,11 +1,14 @@
-//! STREAM's triad without a pager: what the work itself costs on this machine's cores. And pages that only come and leave.
+//! STREAM's triad without a pager: what the work itself costs on this machine's cores. And pages
+//! that only come and leave.
 //!
-//! Per page that comes in: READ, verification of its hash, arithmetic, its hash again, which is how changes are found, and a WRITE of the third of
-//! them that changed. The same layers do it, in runs of the same length, with as much local memory and one thread per core, but no page ever faults: there is no
-//! userfaultfd in it, no wake-up and no guess. Once more with each run moved into the program's memory and out of it, still without a fault.
+//! Per page that comes in: READ, verification of its hash, arithmetic, its hash again, which is how
+//! changes are found, and a WRITE of the third of them that changed. The same layers do it, in runs
+//! of the same length, with as much local memory and one thread per core, but no page ever faults:
+//! there is no userfaultfd in it, no wake-up and no guess. Once more with each run moved into the
+//! program's memory and out of it, still without a fault.
 //!
-//! The rule it keeps: every thread has memory of its own and knows beforehand what it needs next, so that nothing is faster unless it does less
-//! work; and what comes in is what was written.
+//! The rule it keeps: every thread has memory of its own and knows beforehand what it needs next,
+//! so that nothing is faster unless it does less work; and what comes in is what was written.
 
 use std::{
     collections::VecDeque,
@@ -34,7 +37,8 @@ use crate::{
     server::MemoryServer,
 };
 
-/// Of each of a thread's three arrays, together with those of the other threads: what STREAM has in `targets`.
+/// Of each of a thread's three arrays, together with those of the other threads: what STREAM has in
+/// `targets`.
 const ARRAY_BYTES: usize = 128 << 20;
 const SMOKE_ARRAY_BYTES: usize = 4 << 20;
 /// As the pager's.
@@ -69,7 +73,8 @@ impl Setting {
 /// What becomes of pages that have come in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Job {
-    /// STREAM's triad, which changes a third of them. With runs that move into a region and out of it, or in local memory that stays where it is.
+    /// STREAM's triad, which changes a third of them. With runs that move into a region and out of
+    /// it, or in local memory that stays where it is.
     Triad { moving: bool },
     /// They move in and out as they are, or with one element of each changed.
     Pass { changed: bool },
@@ -142,7 +147,8 @@ fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)
         shards: threads,
         // Tiny local memory is less than what travels.
         frame_bytes_max: 2 * local + threads * 3 * (STEPS_AHEAD + 2) * run_bytes(page_bytes),
-        // Nobody serves faults: one would be a mistake, and has to end instead of sleeping for ever.
+        // Nobody serves faults: one would be a mistake, and has to end instead of sleeping for
+        // ever.
         in_thread: true,
         ..KernelSpaceOptions::default()
     })?;
@@ -304,7 +310,8 @@ impl<'a> Worker<'a> {
         Ok(())
     }
 
-    /// The job, again and again from the beginning, each time with other values, so that what is to change does. Returns bytes per second, after the first time.
+    /// The job, again and again from the beginning, each time with other values, so that what is to
+    /// change does. Returns bytes per second, after the first time.
     fn run(&mut self, time: Duration) -> Result<f64> {
         let mut resident: VecDeque<Step> = VecDeque::new();
         let mut coming: VecDeque<Step> = VecDeque::new();
@@ -442,7 +449,8 @@ impl<'a> Worker<'a> {
         done: &mut Vec<Done<Local>>,
     ) -> Result<()> {
         let first = run * (self.run_bytes / self.page_bytes) as u64;
-        // Changed pages whose slots do not lie in a row are a WRITE each, for which a lane may have no room yet.
+        // Changed pages whose slots do not lie in a row are a WRITE each, for which a lane may have
+        // no room yet.
         while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {
             frame = refused;
             self.poll(done)?;
@@ -463,7 +471,8 @@ impl<'a> Worker<'a> {
                     .map_err(|error| error.kind)?;
             }
             let addresses = [0, 1, 2].map(|array| self.address_of(self.run_of(step.number, array)));
-            // SAFETY: three runs of this worker's region that were installed above; nobody else touches them before `write` takes them out.
+            // SAFETY: three runs of this worker's region that were installed above; nobody else
+            // touches them before `write` takes them out.
             let arrays =
                 addresses.map(|address| unsafe { bare::installed(address, self.run_bytes) });
             self.wrong += self.work(step.number, arrays);
@@ -523,7 +532,8 @@ fn original(thread: usize, run: u64, at: usize) -> f64 {
     (mix(run << 32 | (thread << 24) as u64 ^ at as u64) >> 24) as f64
 }
 
-/// Changes the first of every `step` elements, if any. Looks at the first and the last elements that came in, and returns how many are wrong.
+/// Changes the first of every `step` elements, if any. Looks at the first and the last elements
+/// that came in, and returns how many are wrong.
 fn pass(
     arrays: [&mut [f64]; 3],
     round: u64,
@@ -545,7 +555,8 @@ fn pass(
     wrong
 }
 
-/// `a = b + (round + 1) * c`. Looks at the first and the last elements that came in, and returns how many are wrong.
+/// `a = b + (round + 1) * c`. Looks at the first and the last elements that came in, and returns
+/// how many are wrong.
 fn triad([a, b, c]: [&mut [f64]; 3], round: u64, original: impl Fn(usize, usize) -> f64) -> u64 {
     let last = a.len() - 1;
     let mut wrong = 0;

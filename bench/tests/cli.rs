@@ -1,5 +1,6 @@
-//! The program as people and scripts use it: each benchmark in its `--smoke` form, as a process, against the memory server
-//! that it starts itself. That each works with other options, too, is for `cargo xtask bench --smoke` to see.
+//! The program as people and scripts use it: each benchmark in its `--smoke` form, as a process,
+//! against the memory server that it starts itself. That each works with other options, too, is for
+//! `cargo xtask bench --smoke` to see.
 
 mod common;
 
@@ -292,7 +293,8 @@ fn eviction_counts_the_evictors_time_by_clean_pages() {
     }
     let report = report("eviction", &["--page-size", "4KiB"]);
     assert_positive(&report, &["/evictor_cpu_us_per_page"]);
-    // Two rounds over three quarters and more of 3072 pages, and nothing was written but what the filling left.
+    // Two rounds over three quarters and more of 3072 pages, and nothing was written but what the
+    // filling left.
     let clean = report["clean_evictions"].as_u64().unwrap();
     assert!(clean > 4000, "{report}");
 }
@@ -557,7 +559,8 @@ fn doctor_says_what_the_programs_of_this_user_meet() {
     );
 }
 
-/// More than this machine has, so that nothing may be started: it would fill memory until the kernel kills somebody.
+/// More than this machine has, so that nothing may be started: it would fill memory until the
+/// kernel kills somebody.
 #[test]
 fn what_does_not_fit_into_memory_is_refused_before_anything_starts() {
     if !can_page("what_does_not_fit_into_memory_is_refused_before_anything_starts") {

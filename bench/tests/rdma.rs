@@ -1,7 +1,9 @@
-//! STREAM over RDMA, as a program against a memory server of its own: on one machine, and from one host to another whose link is cut.
+//! STREAM over RDMA, as a program against a memory server of its own: on one machine, and from one
+//! host to another whose link is cut.
 //!
-//! The rule it keeps: nothing is said about speed in figures of time; what is emulated is compared with what is emulated beside it.
-//! `cargo xtask test --rdma` runs these tests where there is a device.
+//! The rule it keeps: nothing is said about speed in figures of time; what is emulated is compared
+//! with what is emulated beside it. `cargo xtask test --rdma` runs these tests where there is a
+//! device.
 #![cfg(feature = "rdma")]
 
 use std::{
@@ -130,7 +132,8 @@ fn stream_over_rdma_verifies_raw_and_compressed() {
     }
 }
 
-/// What a server pays for the bytes of a run: between a short run and a long one, so that connecting and leasing do not count.
+/// What a server pays for the bytes of a run: between a short run and a long one, so that
+/// connecting and leasing do not count.
 fn server_ms_per_mb(listen: &str) -> f64 {
     let server = Serving::start(HERE, listen);
     let [short, long] = ["2", "8"].map(|iterations| {
@@ -154,7 +157,8 @@ fn rdma_leaves_the_servers_processor_alone() {
     let tcp = server_ms_per_mb("tcp://127.0.0.1:0");
     let rdma = server_ms_per_mb(&format!("rdma://{address}:0"));
     println!("ms of the server's processor per MB moved: tcp {tcp:.3}, rdma {rdma:.3}");
-    // Nothing but keeping sessions alive is left, and a tick of the clock by which processor time is counted.
+    // Nothing but keeping sessions alive is left, and a tick of the clock by which processor time
+    // is counted.
     assert!(rdma < tcp / 10.0, "rdma {rdma}, tcp {tcp}");
 }
 

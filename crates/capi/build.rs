@@ -1,4 +1,5 @@
-//! Gives the shared library the name that programs linked with it ask for. The number changes with the binary interface.
+//! Gives the shared library the name that programs linked with it ask for. The number changes with
+//! the binary interface.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libfarpage.so.0");

@@ -1,7 +1,8 @@
 //! What the daemon is told to do: command line, environment, file, defaults.
 //!
-//! The rule it keeps: a flag beats the environment, which beats the file, which beats the default, and a key that
-//! nobody knows is an error instead of a setting that silently does nothing. Opening sockets is left to [`crate::Server`].
+//! The rule it keeps: a flag beats the environment, which beats the file, which beats the default,
+//! and a key that nobody knows is an error instead of a setting that silently does nothing. Opening
+//! sockets is left to [`crate::Server`].
 
 use std::{
     fs, io,
@@ -74,8 +75,8 @@ pub struct ServeArgs {
     /// TOML file with settings.
     #[arg(long, value_name = "FILE", env = "FARPAGE_MEMSERVER_CONFIG")]
     pub config: Option<PathBuf>,
-    /// Where clients may connect: shm:///path, tcp://host:port or rdma://host:port; repeat it for several [default: the socket
-    /// farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
+    /// Where clients may connect: shm:///path, tcp://host:port or rdma://host:port; repeat it for
+    /// several [default: the socket farpage.sock in /run for root, in $XDG_RUNTIME_DIR for others].
     #[arg(
         long,
         value_name = "URL",
@@ -89,16 +90,19 @@ pub struct ServeArgs {
     /// Who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
     pub socket_access: Option<Access>,
-    /// A client that is silent for so long loses its memory, also one that is stopped in a debugger [default: 60s].
+    /// A client that is silent for so long loses its memory, also one that is stopped in a debugger
+    /// [default: 60s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_LEASE", value_parser = farpage_wire::parse_time)]
     pub lease: Option<Duration>,
-    /// A client over tcp or rdma whose connection was closed without a goodbye loses its memory if it does not come back for so long; over shm at once [default: 10s].
+    /// A client over tcp or rdma whose connection was closed without a goodbye loses its memory if
+    /// it does not come back for so long; over shm at once [default: 10s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_RECONNECT_GRACE", value_parser = farpage_wire::parse_time)]
     pub reconnect_grace: Option<Duration>,
     /// What clients get to finish after SIGTERM [default: 5s].
     #[arg(long, value_name = "DURATION", env = "FARPAGE_MEMSERVER_GRACE", value_parser = farpage_wire::parse_time)]
     pub grace: Option<Duration>,
-    /// Who may list and remove all named regions: a public key as `farpage-memserver key` prints it, or a file with one in each line; repeat it for several [default: nobody].
+    /// Who may list and remove all named regions: a public key as `farpage-memserver key` prints
+    /// it, or a file with one in each line; repeat it for several [default: nobody].
     #[arg(
         long,
         value_name = "KEY|FILE",
@@ -106,7 +110,8 @@ pub struct ServeArgs {
         value_delimiter = ','
     )]
     pub operator_key: Vec<String>,
-    /// The most memory to lend to clients of one address, or over shm of one user, together [default: all of the capacity].
+    /// The most memory to lend to clients of one address, or over shm of one user, together
+    /// [default: all of the capacity].
     #[arg(
         long,
         value_name = "SIZE",
@@ -114,14 +119,16 @@ pub struct ServeArgs {
         value_parser = farpage_wire::parse_size
     )]
     pub capacity_per_address: Option<ByteSize>,
-    /// The most connections from one address, or over shm of one user. A program has one, and one per worker thread [default: three quarters of what there may be].
+    /// The most connections from one address, or over shm of one user. A program has one, and one
+    /// per worker thread [default: three quarters of what there may be].
     #[arg(
         long,
         value_name = "NUMBER",
         env = "FARPAGE_MEMSERVER_CONNECTIONS_PER_ADDRESS"
     )]
     pub connections_per_address: Option<usize>,
-    /// The most data connections of one client [default: a quarter of what there may be, which is 4096 or a quarter of `ulimit -n`].
+    /// The most data connections of one client [default: a quarter of what there may be, which is
+    /// 4096 or a quarter of `ulimit -n`].
     #[arg(
         long,
         value_name = "NUMBER",
@@ -182,7 +189,8 @@ pub struct LogArgs {
     /// How log lines look [default: human].
     #[arg(long, value_enum, global = true, env = "FARPAGE_MEMSERVER_LOG")]
     pub log: Option<LogFormat>,
-    /// error, warn, info, debug, trace, or per module as in farpage_memserver=debug [default: info].
+    /// error, warn, info, debug, trace, or per module as in farpage_memserver=debug [default:
+    /// info].
     #[arg(long, value_name = "LEVEL", global = true, env = "FARPAGE_LOG")]
     pub log_level: Option<String>,
 }
@@ -336,7 +344,8 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Settles `flags` (in which the environment is merged already), the file that they name, and the defaults.
+    /// Settles `flags` (in which the environment is merged already), the file that they name, and
+    /// the defaults.
     pub fn settle(flags: &ServeArgs, log: &LogArgs) -> Result<Self, ConfigError> {
         let file = match &flags.config {
             Some(path) => File::read(path)?,
@@ -424,7 +433,8 @@ impl Config {
     }
 }
 
-/// Clients renew a few times per lease from a thread that competes for a core: below this, scheduling delays alone end sessions.
+/// Clients renew a few times per lease from a thread that competes for a core: below this,
+/// scheduling delays alone end sessions.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
 impl File {
@@ -469,7 +479,8 @@ fn operators(given: &[String]) -> Result<Vec<PublicKey>, ConfigError> {
     Ok(keys)
 }
 
-/// Where a server listens when nobody says: a socket that only this user (root: this host's root) can create.
+/// Where a server listens when nobody says: a socket that only this user (root: this host's root)
+/// can create.
 pub fn default_endpoint() -> Option<Endpoint> {
     let directory = match nix::unistd::geteuid().is_root() {
         true => PathBuf::from("/run"),
@@ -480,7 +491,8 @@ pub fn default_endpoint() -> Option<Endpoint> {
         .ok()
 }
 
-/// Memory that could be lent now without swapping: what the kernel calls available, within the limits of this process's control groups.
+/// Memory that could be lent now without swapping: what the kernel calls available, within the
+/// limits of this process's control groups.
 pub fn available_bytes() -> u64 {
     Allowance::of_this_process().available_bytes
 }

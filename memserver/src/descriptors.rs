@@ -1,7 +1,8 @@
-//! How many files this process may hold open, and what follows for the number of extents and clients.
+//! How many files this process may hold open, and what follows for the number of extents and
+//! clients.
 //!
-//! The rule it keeps: a client is refused before the process runs out, since a server without descriptors can not even
-//! accept the connection that would tell it to stop.
+//! The rule it keeps: a client is refused before the process runs out, since a server without
+//! descriptors can not even accept the connection that would tell it to stop.
 
 use std::fs;
 
@@ -50,13 +51,15 @@ fn mappings() -> u64 {
     text.trim().parse().unwrap_or(65_530)
 }
 
-/// Half of the files are for extents and half for connections; half of the mappings are for threads, heap and code.
+/// Half of the files are for extents and half for connections; half of the mappings are for
+/// threads, heap and code.
 fn share_out(files: u64, mappings: u64) -> Budget {
     let half = files.saturating_sub(RESERVED).max(8) / 2;
     let extents = half.min(mappings / 2);
     Budget {
         extents: extents as usize,
-        // A client alone on a server should get far, and must not keep the last quarter from the others.
+        // A client alone on a server should get far, and must not keep the last quarter from the
+        // others.
         extents_per_session: (extents * 3 / 4).max(1) as usize,
         sessions: (half / 4).max(1) as usize,
     }

@@ -1,7 +1,9 @@
-//! The memory server: lends its machine's memory to farpage clients, in a process of its own or inside another.
+//! The memory server: lends its machine's memory to farpage clients, in a process of its own or
+//! inside another.
 //!
-//! The rule it keeps: it decides who may have which memory and nothing else. Moving bytes and parsing frames is the work
-//! of `farpage_fabric::server`; what the bytes mean is known to clients only.
+//! The rule it keeps: it decides who may have which memory and nothing else. Moving bytes and
+//! parsing frames is the work of `farpage_fabric::server`; what the bytes mean is known to clients
+//! only.
 //!
 //! ```
 //! use farpage_memserver::Server;

@@ -1,7 +1,7 @@
 //! `farpage-memserver`: the daemon, and the commands that look at one or manage its names.
 //!
-//! The rule it keeps: exit 0 for success and for a drain on request, 1 for what the world refused, 2 for wrong usage.
-//! Everything else is left to the library.
+//! The rule it keeps: exit 0 for success and for a drain on request, 1 for what the world refused,
+//! 2 for wrong usage. Everything else is left to the library.
 
 // `println!` panics when nobody reads any more.
 #![deny(clippy::print_stdout)]
@@ -102,7 +102,8 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first signal is for the caller to read; the second ends the process on the spot, with the status a shell gives for it.
+/// The first signal is for the caller to read; the second ends the process on the spot, with the
+/// status a shell gives for it.
 fn stop_signals() -> std::io::Result<Signals> {
     let stopping = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
@@ -260,7 +261,7 @@ fn start_log(
         value: format!("{level:?} ({error})"),
         reason: "give it error, warn, info, debug or trace",
     })?;
-    // As https://no-color.org asks.
+    // As the NO_COLOR convention asks.
     let colours = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)

@@ -1,7 +1,8 @@
 //! [`Server`]: binds endpoints, runs the threads that serve them and the reaper, and ends it all.
 //!
-//! The rule it keeps: whatever was started is joined before [`RunningServer`] is gone, however it goes, so that a test
-//! or a program that embeds a server has no thread, socket file or lent memory left afterwards.
+//! The rule it keeps: whatever was started is joined before [`RunningServer`] is gone, however it
+//! goes, so that a test or a program that embeds a server has no thread, socket file or lent memory
+//! left afterwards.
 
 use std::{
     io,
@@ -23,14 +24,17 @@ use crate::{
     state::{Limits, State},
 };
 
-/// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network hiccup, short enough that the
-/// memory of a dead one is missed for a minute only (over shared memory it is back at once).
+/// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network
+/// hiccup, short enough that the memory of a dead one is missed for a minute only (over shared
+/// memory it is back at once).
 pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
-/// Long enough for a network that was cut to be back, short enough that somebody who ended a program can soon start it again.
+/// Long enough for a network that was cut to be back, short enough that somebody who ended a
+/// program can soon start it again.
 pub(crate) const DEFAULT_RECONNECT_GRACE: Duration = Duration::from_secs(10);
 /// Under the 10 seconds that service managers and container runtimes wait before they kill.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
-/// The reaper looks so often per lease: the memory of a silent client is back at most this fraction late.
+/// The reaper looks so often per lease: the memory of a silent client is back at most this fraction
+/// late.
 const LOOKS_PER_LEASE: u32 = 8;
 
 /// What a server is to be; made by [`Server::builder`].
@@ -84,13 +88,15 @@ impl Server {
         }
     }
 
-    /// Adds a place to listen: `shm:///path`, `tcp://host:port` or `rdma://host:port`, where port 0 finds a free one.
+    /// Adds a place to listen: `shm:///path`, `tcp://host:port` or `rdma://host:port`, where port 0
+    /// finds a free one.
     pub fn listen(mut self, endpoint: Endpoint) -> Self {
         self.listen.push(endpoint);
         self
     }
 
-    /// The most bytes lent at any time. Default 1 GiB. Nothing is set aside: memory is taken when clients write.
+    /// The most bytes lent at any time. Default 1 GiB. Nothing is set aside: memory is taken when
+    /// clients write.
     pub fn capacity(mut self, bytes: u64) -> Self {
         self.capacity_bytes = bytes;
         self
@@ -102,8 +108,9 @@ impl Server {
         self
     }
 
-    /// A client whose connection was closed without a goodbye, because it died or the network was cut, and that does not come back for so long, loses what it
-    /// borrowed; over shared memory at once. Default 10 s.
+    /// A client whose connection was closed without a goodbye, because it died or the network was
+    /// cut, and that does not come back for so long, loses what it borrowed; over shared memory at
+    /// once. Default 10 s.
     pub fn reconnect_grace(mut self, grace: Duration) -> Self {
         self.reconnect_grace = grace;
         self
@@ -115,7 +122,8 @@ impl Server {
         self
     }
 
-    /// Who may connect to the sockets of `shm://` endpoints. Default: the user that the server runs as.
+    /// Who may connect to the sockets of `shm://` endpoints. Default: the user that the server runs
+    /// as.
     pub fn access(mut self, access: SocketAccess) -> Self {
         self.access = access;
         self
@@ -127,13 +135,15 @@ impl Server {
         self
     }
 
-    /// The most bytes lent to clients of one address, or over shared memory of one user, together. Default: all of the capacity.
+    /// The most bytes lent to clients of one address, or over shared memory of one user, together.
+    /// Default: all of the capacity.
     pub fn capacity_per_address(mut self, bytes: u64) -> Self {
         self.capacity_per_address = Some(bytes);
         self
     }
 
-    /// The most connections from one address, or over shared memory from one user. Default: three quarters of what there may be.
+    /// The most connections from one address, or over shared memory from one user. Default: three
+    /// quarters of what there may be.
     pub fn connections_per_address(mut self, connections: usize) -> Self {
         self.connections_per_address = Some(connections);
         self
@@ -200,7 +210,8 @@ impl Server {
     }
 }
 
-/// A server at work. Dropping it ends it at once; [`shutdown`](Self::shutdown) lets clients finish first.
+/// A server at work. Dropping it ends it at once; [`shutdown`](Self::shutdown) lets clients finish
+/// first.
 #[must_use = "the server ends when this is dropped"]
 pub struct RunningServer {
     endpoints: Vec<Endpoint>,
@@ -213,7 +224,8 @@ pub struct RunningServer {
 }
 
 impl RunningServer {
-    /// Where it listens, in the order they were given, with the ports that were found where 0 was asked for.
+    /// Where it listens, in the order they were given, with the ports that were found where 0 was
+    /// asked for.
     pub fn endpoints(&self) -> &[Endpoint] {
         &self.endpoints
     }
@@ -227,8 +239,8 @@ impl RunningServer {
         }
     }
 
-    /// Drains: nobody new is admitted; returns when the last client has left, or cuts off those that are still there
-    /// after the grace.
+    /// Drains: nobody new is admitted; returns when the last client has left, or cuts off those
+    /// that are still there after the grace.
     pub fn shutdown(self) {
         self.state.drain();
         let left = self.state.wait_until_empty(Instant::now() + self.grace);

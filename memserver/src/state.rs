@@ -1,14 +1,16 @@
 //! Who may have which memory: the daemon's side of [`Host`].
 //!
-//! The rule it keeps: every byte that is granted belongs to exactly one session or one published name, and is given
-//! back when the last of both lets go. Memory is always fresh: an extent is a new sealed file that reads as zeros, and
-//! freeing it closes the file, so nobody sees what another client left behind. A published extent whose file another
-//! user was given is copied into a new one when it is opened.
+//! The rule it keeps: every byte that is granted belongs to exactly one session or one published
+//! name, and is given back when the last of both lets go. Memory is always fresh: an extent is a
+//! new sealed file that reads as zeros, and freeing it closes the file, so nobody sees what another
+//! client left behind. A published extent whose file another user was given is copied into a new
+//! one when it is opened.
 //!
-//! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only control messages
-//! and the reaper come here. The *leases* are what a READ or WRITE looks at: extent to owner and memory, in
-//! shards that are only read-locked, and written while the ledger is held, so that both never disagree for long.
-//! The downside: control messages of all clients take turns. They are rare, and none of them does I/O while it holds the lock.
+//! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only
+//! control messages and the reaper come here. The *leases* are what a READ or WRITE looks at:
+//! extent to owner and memory, in shards that are only read-locked, and written while the ledger is
+//! held, so that both never disagree for long. The downside: control messages of all clients take
+//! turns. They are rare, and none of them does I/O while it holds the lock.
 //!
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
@@ -37,13 +39,16 @@ use names::{NameId, NameRecord};
 pub struct Limits {
     /// The most bytes granted at any time, manifests of named regions included.
     pub capacity_bytes: u64,
-    /// The most bytes granted to clients of one address, or over shared memory of one user, together.
+    /// The most bytes granted to clients of one address, or over shared memory of one user,
+    /// together.
     pub capacity_per_address: u64,
     /// A session that is silent for so long ends.
     pub lease: Duration,
-    /// A session whose connection was closed without a goodbye, and that does not come back for so long, ends. Over shared memory it ends at once.
+    /// A session whose connection was closed without a goodbye, and that does not come back for so
+    /// long, ends. Over shared memory it ends at once.
     pub reconnect_grace: Duration,
-    /// The most extents that one session may hold: each costs the server a descriptor and a mapping.
+    /// The most extents that one session may hold: each costs the server a descriptor and a
+    /// mapping.
     pub extents_per_session: usize,
     /// The most extents altogether.
     pub extents: usize,
@@ -60,7 +65,8 @@ impl Limits {
     }
 }
 
-/// A connection that waits for its client looks once a second whether its leases have ended; this is a second more.
+/// A connection that waits for its client looks once a second whether its leases have ended; this
+/// is a second more.
 const QUIET: Duration = Duration::from_secs(2);
 /// What an extent takes, whatever its length: whole pages of the server's memory.
 const PAGE_BYTES: u64 = 4096;
@@ -86,7 +92,8 @@ struct Ledger {
     sessions_ever: u64,
     extents_ever: u64,
     draining: bool,
-    /// When the reaper last looked; a long gap means that this process did not run, not that the clients were silent.
+    /// When the reaper last looked; a long gap means that this process did not run, not that the
+    /// clients were silent.
     reaped: Option<Instant>,
 }
 
@@ -180,10 +187,12 @@ impl State {
         ledger.sessions.len()
     }
 
-    /// Ends the sessions whose lease has run out at `now`, or whose client is gone and has not come back. Returns how many.
+    /// Ends the sessions whose lease has run out at `now`, or whose client is gone and has not come
+    /// back. Returns how many.
     ///
-    /// To be called several times per [shortest](Limits::shortest) time. If it was not, this process was stopped or starved, and renewals that
-    /// clients sent in time may be unread: everyone gets a fresh lease then instead of losing memory through our fault.
+    /// To be called several times per [shortest](Limits::shortest) time. If it was not, this
+    /// process was stopped or starved, and renewals that clients sent in time may be unread:
+    /// everyone gets a fresh lease then instead of losing memory through our fault.
     pub fn reap(&self, now: Instant) -> usize {
         let began = Instant::now();
         let mut ledger = self.ledger.lock();
@@ -263,8 +272,9 @@ impl State {
         Leaving { memory, is_kept }
     }
 
-    /// Waits for operations that began under an earlier lease of the name's extents and have not ended: a late WRITE
-    /// must not land among the next holder's bytes, nor a late READ see them. Returns the ledger in which the name is free and quiet.
+    /// Waits for operations that began under an earlier lease of the name's extents and have not
+    /// ended: a late WRITE must not land among the next holder's bytes, nor a late READ see them.
+    /// Returns the ledger in which the name is free and quiet.
     ///
     /// # Errors
     /// Somebody holds it, or the operations do not end in time.
@@ -289,12 +299,13 @@ impl State {
         }
     }
 
-    /// As [`free_and_quiet`](Self::free_and_quiet), with memory that nobody but the session's user maps.
+    /// As [`free_and_quiet`](Self::free_and_quiet), with memory that nobody but the session's user
+    /// maps.
     ///
-    /// Who was lent memory over shared memory may map it ever after. The next holder who is not that
-    /// user, or whom the system does not say, gets copies, one extent after the other, made while the
-    /// ledger is unlocked: one extent at a time exists twice. The handles that are kept meanwhile
-    /// make other sessions wait.
+    /// Who was lent memory over shared memory may map it ever after. The next holder who is not
+    /// that user, or whom the system does not say, gets copies, one extent after the other, made
+    /// while the ledger is unlocked: one extent at a time exists twice. The handles that are kept
+    /// meanwhile make other sessions wait.
     fn free_and_private(
         &self,
         session: SessionId,
@@ -421,7 +432,8 @@ impl Ended {
     }
 }
 
-/// What one address may have of something that the server has so many of: the others are left a quarter.
+/// What one address may have of something that the server has so many of: the others are left a
+/// quarter.
 fn most_of_one(all: usize) -> usize {
     (all * 3 / 4).max(1)
 }
@@ -447,7 +459,8 @@ impl Ledger {
         }
     }
 
-    /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the capacity.
+    /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the
+    /// capacity.
     fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
         let record = self.extents.remove(&id)?;
         self.take_off(record.origin, charge_of(record.memory.bytes()));
@@ -597,7 +610,8 @@ impl Host for State {
                 },
                 other => other,
             })?;
-        // Making the file and its mapping costs microseconds whatever its size: no page of it exists before the first WRITE.
+        // Making the file and its mapping costs microseconds whatever its size: no page of it
+        // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
         let memory = match ExtentMemory::create(id, bytes) {
             Ok(memory) => memory,

@@ -1,4 +1,5 @@
-//! What clients of a running server get: their capacity, their memory and nobody else's, and names that stay.
+//! What clients of a running server get: their capacity, their memory and nobody else's, and names
+//! that stay.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -108,7 +109,8 @@ fn a_client_cannot_read_or_write_the_memory_of_another() {
 
 #[test]
 fn memory_is_zero_whoever_had_it_before() {
-    // The capacity holds one extent, so that the second client's memory is what the first gave back.
+    // The capacity holds one extent, so that the second client's memory is what the first gave
+    // back.
     let both = Both::start(MIB, LEASE);
     for first in both.endpoints() {
         for second in both.endpoints() {

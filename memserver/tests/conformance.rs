@@ -1,5 +1,5 @@
-//! The suite that every fabric must pass, against this crate's server: in this process, and as the real binary that is
-//! really killed.
+//! The suite that every fabric must pass, against this crate's server: in this process, and as the
+//! real binary that is really killed.
 
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 

@@ -1,6 +1,7 @@
 //! 200 clients that die holding memory: real processes, really killed. Nothing of theirs may stay.
 //!
-//! This test program runs itself as the client: with [`ENDPOINT`] set, the test named [`HOLDING_TEST`] becomes one.
+//! This test program runs itself as the client: with [`ENDPOINT`] set, the test named
+//! [`HOLDING_TEST`] becomes one.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -60,7 +61,8 @@ fn wait_until_holding(client: &mut Child) {
     );
 }
 
-/// Kills [`DEATHS`] clients of `endpoint`, `at_once` in each round. Returns how long the last of their memory stayed, in the worst round.
+/// Kills [`DEATHS`] clients of `endpoint`, `at_once` in each round. Returns how long the last of
+/// their memory stayed, in the worst round.
 fn die(both: &Both, endpoint: &Endpoint, at_once: usize) -> Duration {
     let mut worst = Duration::ZERO;
     for _ in 0..DEATHS / at_once {
@@ -129,7 +131,8 @@ fn a_killed_tcp_client_leaves_nothing_after_its_grace() {
 #[test]
 fn two_hundred_dead_tcp_clients_leave_nothing_after_their_lease() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    // Short, and long enough for 50 clients that start together on a loaded machine to renew in time.
+    // Short, and long enough for 50 clients that start together on a loaded machine to renew in
+    // time.
     let lease = Duration::from_secs(2);
     let both = Both::start(1 << 30, lease);
     let before = open_descriptors();

@@ -1,4 +1,5 @@
-//! Peers that send what no client sends: each loses its own connection, and a client next to them notices nothing.
+//! Peers that send what no client sends: each loses its own connection, and a client next to them
+//! notices nothing.
 #![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
 
 mod common;
@@ -35,7 +36,8 @@ use proptest::{
 
 const MIB: u64 = 1 << 20;
 
-/// Sends `bytes` and waits until the server has closed the connection. A reset is as good as an end.
+/// Sends `bytes` and waits until the server has closed the connection. A reset is as good as an
+/// end.
 fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
     // The server may have closed before all of it was sent.
     let _ = stream.write_all(bytes);

@@ -1,7 +1,8 @@
 //! The processes that a command starts.
 //!
-//! The rule it keeps: none of them outlives `xtask`. Each runs in a process group of its own, so that one signal
-//! reaches it together with everything that it started in turn (cargo, compilers, test programs, memory servers).
+//! The rule it keeps: none of them outlives `xtask`. Each runs in a process group of its own, so
+//! that one signal reaches it together with everything that it started in turn (cargo, compilers,
+//! test programs, memory servers).
 
 use std::{
     env,
@@ -18,10 +19,12 @@ use signal_hook::{
     iterator::Signals,
 };
 
-/// The process group of the child that runs now, 0 if there is none. Commands run one child at a time.
+/// The process group of the child that runs now, 0 if there is none. Commands run one child at a
+/// time.
 static RUNNING: AtomicI32 = AtomicI32::new(0);
 
-/// From now on Ctrl-C, SIGTERM and SIGHUP end the running child with all its descendants, then this process.
+/// From now on Ctrl-C, SIGTERM and SIGHUP end the running child with all its descendants, then this
+/// process.
 pub(crate) fn end_with_us() -> Result<()> {
     let mut signals =
         Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen for signals")?;
@@ -29,7 +32,8 @@ pub(crate) fn end_with_us() -> Result<()> {
         if let Some(signal) = signals.forever().next() {
             let group = RUNNING.load(SeqCst);
             if group > 0 {
-                // SAFETY: plain system call without pointers; the group is that of a child that has not been waited for.
+                // SAFETY: plain system call without pointers; the group is that of a child that has
+                // not been waited for.
                 unsafe { libc::kill(-group, libc::SIGTERM) };
             }
             eprintln!("\ninterrupted");
@@ -70,7 +74,8 @@ pub(crate) fn status(command: &mut Command) -> Result<ExitStatus> {
     wait(spawn(command)?)
 }
 
-/// The same for a child that has so long; one that has not ended by then is ended, with all its descendants, and has no status.
+/// The same for a child that has so long; one that has not ended by then is ended, with all its
+/// descendants, and has no status.
 pub(crate) fn status_within(time: Duration, command: &mut Command) -> Result<Option<ExitStatus>> {
     wait_within(time, spawn(command)?)
 }
@@ -88,7 +93,8 @@ pub(crate) fn wait_within(time: Duration, mut child: Child) -> Result<Option<Exi
         }
         thread::sleep(Duration::from_millis(5));
     }
-    // SAFETY: plain system call without pointers; the group is that of a child that has not been waited for.
+    // SAFETY: plain system call without pointers; the group is that of a child that has not been
+    // waited for.
     unsafe { libc::kill(-(child.id() as i32), libc::SIGKILL) };
     wait(child).map(|_| None)
 }

@@ -1,7 +1,9 @@
-//! `cargo xtask install`: the libraries for C and C++ with their headers, where compilers find them.
+//! `cargo xtask install`: the libraries for C and C++ with their headers, where compilers find
+//! them.
 //!
-//! The rule it keeps: a file that is there is replaced whole and at once, so that a program that runs with the old library goes on with it.
-//! What is installed can be moved: nothing in it names the prefix.
+//! The rule it keeps: a file that is there is replaced whole and at once, so that a program that
+//! runs with the old library goes on with it. What is installed can be moved: nothing in it names
+//! the prefix.
 
 use std::{
     fs, io,
@@ -15,7 +17,8 @@ use anyhow::{Context, Result, bail};
 use crate::children;
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// The number in the libraries' `soname`: it changes with the binary interface. `crates/capi/build.rs` has it, too.
+/// The number in the libraries' `soname`: it changes with the binary interface.
+/// `crates/capi/build.rs` has it, too.
 const INTERFACE: &str = "0";
 
 /// What `install` was told.
@@ -85,7 +88,8 @@ impl Install {
         Ok(())
     }
 
-    /// The interface of Umap is C++ with virtual functions: its library is made by the compiler that makes its users.
+    /// The interface of Umap is C++ with virtual functions: its library is made by the compiler
+    /// that makes its users.
     fn build_umap(&self, capi: &Path) -> Result<()> {
         let lib = fs::canonicalize(self.prefix.join("lib"))?;
         let include = fs::canonicalize(self.prefix.join("include"))?;
@@ -124,7 +128,8 @@ impl Install {
             script += &format!("addmod {}\n", object.display());
         }
         fs::write(work.0.join("script"), script + "save\nend\n")?;
-        // Not `ar`: where clang's plugin for it is installed, the index leaves out what the plugin cannot read.
+        // Not `ar`: where clang's plugin for it is installed, the index leaves out what the plugin
+        // cannot read.
         work.run(Command::new("sh").args(["-c", "gcc-ar -M <script"]))?;
         put(&work.0.join("libumap.a"), &lib.join("libumap.a"))?;
         self.put_shared(&work.0.join("libumap.so"), "libumap")

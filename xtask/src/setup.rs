@@ -1,8 +1,11 @@
-//! What a machine needs before farpage builds and runs: a C compiler and libclang (the bindings of the userfaultfd crate
-//! and of ZFP are generated from C headers), CMake and make (ZFP is built with them), what the libraries for C++ are built and tested with, and the permission to handle page faults.
+//! What a machine needs before farpage builds and runs: a C compiler and libclang (the bindings of
+//! the userfaultfd crate and of ZFP are generated from C headers), CMake and make (ZFP is built
+//! with them), what the libraries for C++ are built and tested with, and the permission to handle
+//! page faults.
 //!
-//! The rule it keeps: what is there is found by looking for the thing itself, not for a package's name, so that other
-//! distributions and hand-made installations count; nothing is installed without root or a `sudo` that asks nothing.
+//! The rule it keeps: what is there is found by looking for the thing itself, not for a package's
+//! name, so that other distributions and hand-made installations count; nothing is installed
+//! without root or a `sudo` that asks nothing.
 
 use std::{
     env,
@@ -163,7 +166,8 @@ pub(crate) fn has_header(header: &str) -> bool {
     direct.is_file() || matches_of("/usr/include", &["*-linux-gnu", header]) > 0
 }
 
-/// Whether a shared library is where the distribution keeps them; the last component of the path may have a `*`.
+/// Whether a shared library is where the distribution keeps them; the last component of the path
+/// may have a `*`.
 pub(crate) fn has_library(path: &str) -> bool {
     let parts = || path.split('/');
     ["*-linux-gnu", "."].iter().any(|dir| {
@@ -172,7 +176,8 @@ pub(crate) fn has_library(path: &str) -> bool {
     }) || matches_of("/usr/lib64", &parts().collect::<Vec<_>>()) > 0
 }
 
-/// Looks where bindgen looks. The library alone is not enough: it cannot find `stddef.h` without its own headers.
+/// Looks where bindgen looks. The library alone is not enough: it cannot find `stddef.h` without
+/// its own headers.
 fn has_libclang() -> bool {
     if env::var_os("LIBCLANG_PATH").is_some() {
         return true;
@@ -188,7 +193,8 @@ fn has_libclang() -> bool {
     library > 0 && headers > 0
 }
 
-/// How many paths below `dir` match, one pattern per path component; a `*` stands for any characters.
+/// How many paths below `dir` match, one pattern per path component; a `*` stands for any
+/// characters.
 fn matches_of(dir: impl AsRef<Path>, patterns: &[&str]) -> usize {
     let Some((pattern, rest)) = patterns.split_first() else {
         return usize::from(dir.as_ref().exists());
@@ -212,7 +218,8 @@ fn matches_pattern(name: &str, pattern: &str) -> bool {
     }
 }
 
-/// Checks that this process may create a userfaultfd that also serves faults raised inside system calls.
+/// Checks that this process may create a userfaultfd that also serves faults raised inside system
+/// calls.
 ///
 /// # Errors
 /// Why it may not, with the line that mends it.

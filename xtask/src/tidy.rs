@@ -1,7 +1,8 @@
 //! `cargo xtask tidy`: rules of form that no compiler checks, and the test of that name.
 //!
-//! The rule it keeps: a finding names file and line and says what to do. Rules read the text as it lies in the checkout,
-//! apart from what `.gitignore` names. What comments say is left to their readers.
+//! The rule it keeps: a finding names file and line and says what to do. Rules read the text as it
+//! lies in the checkout, apart from what `.gitignore` names. What comments say is left to their
+//! readers.
 
 mod circles;
 mod comments;

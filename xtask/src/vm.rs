@@ -1,8 +1,9 @@
-//! `cargo xtask vm`: a command in a virtual machine that has RDMA, whatever this machine has: Debian's kernel with its software
-//! implementation (`rdma_rxe`) under QEMU.
+//! `cargo xtask vm`: a command in a virtual machine that has RDMA, whatever this machine has:
+//! Debian's kernel with its software implementation (`rdma_rxe`) under QEMU.
 //!
-//! The rule it keeps: the command runs on this machine's own files, which it cannot change, with the caller's folder and environment; its
-//! output and status come back unchanged; and it is over when its time is. What is not installed is fetched, nothing else of this machine is touched.
+//! The rule it keeps: the command runs on this machine's own files, which it cannot change, with
+//! the caller's folder and environment; its output and status come back unchanged; and it is over
+//! when its time is. What is not installed is fetched, nothing else of this machine is touched.
 
 mod archive;
 mod kernel;
@@ -71,7 +72,8 @@ pub(crate) struct Options {
 }
 
 impl Default for Options {
-    /// The kernel is the oldest that can have one RDMA device per network namespace, and so hosts. Linux 6.8 and newer move pages (`UFFDIO_MOVE`).
+    /// The kernel is the oldest that can have one RDMA device per network namespace, and so hosts.
+    /// Linux 6.8 and newer move pages (`UFFDIO_MOVE`).
     fn default() -> Options {
         Options {
             time_max: Duration::from_secs(600),
@@ -203,7 +205,8 @@ impl Machine {
     }
 }
 
-/// Lines for the guest's shell, which begin with this process's environment. The first that fails ends it, but for [`attempt`](Self::attempt)s.
+/// Lines for the guest's shell, which begin with this process's environment. The first that fails
+/// ends it, but for [`attempt`](Self::attempt)s.
 pub(crate) struct Script {
     text: Vec<u8>,
 }
@@ -235,7 +238,8 @@ impl Script {
         self.text.push(b'\n');
     }
 
-    /// Adds a test program. If it fails, the script goes on, and fails at its end with that status; with [`TESTS_FAILED`] only if no other failed worse.
+    /// Adds a test program. If it fails, the script goes on, and fails at its end with that status;
+    /// with [`TESTS_FAILED`] only if no other failed worse.
     pub(crate) fn attempt<'a>(&mut self, words: impl IntoIterator<Item = &'a OsStr>) {
         self.words(words);
         let keep = format!(
@@ -268,7 +272,8 @@ impl Script {
     }
 }
 
-/// The guest runs on this machine's files, so it is here that its programs and libraries are installed.
+/// The guest runs on this machine's files, so it is here that its programs and libraries are
+/// installed.
 const NEEDS: [Need; 8] = [
     Need {
         what: "QEMU",

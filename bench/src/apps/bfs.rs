@@ -1,8 +1,9 @@
-//! Breadth-first search from several vertices, direction-optimising as GAP's (Beamer, Asanovic, Patterson, "Direction-Optimizing
-//! Breadth-First Search", SC 2012).
+//! Breadth-first search from several vertices, direction-optimising as GAP's (Beamer, Asanovic,
+//! Patterson, "Direction-Optimizing Breadth-First Search", SC 2012).
 //!
-//! Remote are the graph's rows. The frontier is a bitmap, so that its vertices are expanded in the order of their rows: a queue would
-//! touch a random page for each. Parents and bitmaps are local and count as local memory.
+//! Remote are the graph's rows. The frontier is a bitmap, so that its vertices are expanded in the
+//! order of their rows: a queue would touch a random page for each. Parents and bitmaps are local
+//! and count as local memory.
 
 use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
 
@@ -17,7 +18,8 @@ use super::{
 
 /// Searches in one measurement.
 const SOURCES: usize = 4;
-/// When to turn round, from the paper: fewer than 1/15 of the edges left to look at, and 1/18 of the vertices found.
+/// When to turn round, from the paper: fewer than 1/15 of the edges left to look at, and 1/18 of
+/// the vertices found.
 const ALPHA: i64 = 15;
 const BETA: usize = 18;
 /// Words of a bitmap per piece of work: about a megabyte of neighbours.
@@ -45,7 +47,8 @@ impl App for Bfs {
         vertices * size_of::<i32>() as u64 + 2 * vertices / 8
     }
 
-    /// Windows of neighbours are skipped as often as they are read, so that no advice is better than `Sequential`.
+    /// Windows of neighbours are skipped as often as they are read, so that no advice is better
+    /// than `Sequential`.
     fn load<P: Place>(&self, place: &P) -> Result<GraphOn<P>> {
         self.graph.load(place, Advice::Normal)
     }
@@ -90,7 +93,8 @@ impl Bfs {
 /// The tree of a search; what is not reached has a negative number.
 fn search(offsets: &[u64], neighbours: &[u32], source: usize, team: &Team) -> Vec<i32> {
     let vertices = offsets.len() - 1;
-    // Until it is reached, a vertex holds its degree, negative: how many edges a new frontier has is known without its rows.
+    // Until it is reached, a vertex holds its degree, negative: how many edges a new frontier has
+    // is known without its rows.
     let mut parents = vec![0; vertices];
     const VERTICES: usize = PIECE * 64;
     team.each(
@@ -169,7 +173,8 @@ struct Step<'a> {
 }
 
 impl Step<'_> {
-    /// From every vertex of the frontier to those that are not reached. Returns how many were found and how many edges they have.
+    /// From every vertex of the frontier to those that are not reached. Returns how many were found
+    /// and how many edges they have.
     fn look_for_children(&self) -> (usize, i64) {
         let pieces = self.frontier.chunks(PIECE).enumerate();
         let counts = self.team.fold(
@@ -259,8 +264,8 @@ fn distances(graph: &Graph, source: usize) -> Vec<u32> {
     distances
 }
 
-/// Graph500's rules: the source is its own parent; what is reached is exactly what can be; every parent is a neighbour and one step
-/// nearer to the source.
+/// Graph500's rules: the source is its own parent; what is reached is exactly what can be; every
+/// parent is a neighbour and one step nearer to the source.
 fn verify(graph: &Graph, source: usize, tree: &[i32], distances: &[u32]) -> Verdict {
     ensure(tree.len() == distances.len(), || {
         format!("a tree of {} vertices", tree.len())

@@ -1,5 +1,6 @@
-//! The graph that GAP's benchmarks run on (Beamer, Asanovic, Patterson, "The GAP Benchmark Suite", 2015): a Kronecker graph with Graph500's
-//! parameters, undirected, its vertices permuted, without loops and double edges, as compressed sparse rows.
+//! The graph that GAP's benchmarks run on (Beamer, Asanovic, Patterson, "The GAP Benchmark Suite",
+//! 2015): a Kronecker graph with Graph500's parameters, undirected, its vertices permuted, without
+//! loops and double edges, as compressed sparse rows.
 //!
 //! The rule it keeps: the graph is a function of its scale alone, whatever the number of threads.
 
@@ -30,7 +31,8 @@ pub(crate) struct GraphOn<P: Place> {
 }
 
 impl Graph {
-    /// The graph of this family that is nearest to `bytes`: 2^scale vertices of about 128 bytes each.
+    /// The graph of this family that is nearest to `bytes`: 2^scale vertices of about 128 bytes
+    /// each.
     pub(crate) fn of_size(bytes: u64, team: &Team) -> Self {
         Self::kronecker(
             (bytes as f64 / 128.0).log2().round().clamp(4.0, 31.0) as u32,
@@ -48,7 +50,8 @@ impl Graph {
             .collect();
         team.sort(&mut order);
 
-        // 2. Each edge as two arcs, source in the upper half and target in the lower. A loop becomes a pair of equals.
+        // 2. Each edge as two arcs, source in the upper half and target in the lower. A loop
+        //    becomes a pair of equals.
         let mut arcs = vec![[0_u64; 2]; vertices * EDGE_FACTOR];
         team.each(
             arcs.chunks_mut(PIECE).zip((0..).step_by(PIECE)),
@@ -154,7 +157,8 @@ mod tests {
         for (share, expected) in shares.into_iter().zip([0.57, 0.19, 0.19, 0.05]) {
             assert!((share - expected).abs() < 0.02, "{shares:?}");
         }
-        // Unpermuted, vertex 0 has by far the most neighbours and they thin out: the heavy ones must be anywhere.
+        // Unpermuted, vertex 0 has by far the most neighbours and they thin out: the heavy ones
+        // must be anywhere.
         let graph = graph(12, 1);
         let half: u64 = graph.offsets[graph.vertices() / 2];
         let share = half as f64 / graph.neighbours.len() as f64;

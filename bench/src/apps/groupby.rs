@@ -1,7 +1,9 @@
-//! The group-by half of h2o.ai's db-benchmark: questions 1 to 5, 7 and 9 on its table of nine columns, [`K`] = 100.
+//! The group-by half of h2o.ai's db-benchmark: questions 1 to 5, 7 and 9 on its table of nine
+//! columns, [`K`] = 100.
 //!
-//! Remote are the columns; each question reads those that it names in order. Each thread aggregates into a hash table of its own, and
-//! these are merged; the tables are local and count as local memory.
+//! Remote are the columns; each question reads those that it names in order. Each thread aggregates
+//! into a hash table of its own, and these are merged; the tables are local and count as local
+//! memory.
 
 use std::{
     collections::HashMap,
@@ -25,8 +27,8 @@ pub(crate) struct GroupBy {
     rows: usize,
 }
 
-/// The table. Strings are codes, as data frames hold categories. `v3` goes in steps of 2^-20 where the original rounds to six digits, so that
-/// sums are exact in any order.
+/// The table. Strings are codes, as data frames hold categories. `v3` goes in steps of 2^-20 where
+/// the original rounds to six digits, so that sums are exact in any order.
 pub(crate) struct Columns<P: Place> {
     ids: [P::Array<u32>; 6],
     v1: P::Array<u32>,
@@ -48,7 +50,8 @@ impl App for GroupBy {
     }
 
     fn local_bytes(&self, team: &Team) -> u64 {
-        // The largest question has rows / K groups; a table is up to twice as large as what it holds, and grows by copying.
+        // The largest question has rows / K groups; a table is up to twice as large as what it
+        // holds, and grows by copying.
         let group_bytes = size_of::<(u64, [f64; 2])>() as u64 + 1;
         3 * self.rows as u64 / K * group_bytes * team.threads() as u64
     }
@@ -180,7 +183,8 @@ struct Questions<'a> {
 }
 
 impl Questions<'_> {
-    /// Groups rows by `key`, adds each row to its group's figures, which start at zero, and merges what the threads have.
+    /// Groups rows by `key`, adds each row to its group's figures, which start at zero, and merges
+    /// what the threads have.
     fn ask<const N: usize>(
         &mut self,
         key: impl Fn(usize) -> u64 + Sync,

@@ -1,9 +1,10 @@
-//! The join half of h2o.ai's db-benchmark, the question with two tables of the same size: every row of `left` finds the row of `right` with
-//! its key, and their values are put side by side.
+//! The join half of h2o.ai's db-benchmark, the question with two tables of the same size: every row
+//! of `left` finds the row of `right` with its key, and their values are put side by side.
 //!
-//! A Grace hash join (Kitsuregawa and others, 1983), the way to join what does not fit into memory: both tables are first scattered into
-//! [`PARTITIONS`] by their keys, in order and to as many places as there are partitions, then joined partition by partition in a hash table
-//! that fits into a cache. Tables, partitions and the result are remote.
+//! A Grace hash join (Kitsuregawa and others, 1983), the way to join what does not fit into memory:
+//! both tables are first scattered into [`PARTITIONS`] by their keys, in order and to as many
+//! places as there are partitions, then joined partition by partition in a hash table that fits
+//! into a cache. Tables, partitions and the result are remote.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -11,7 +12,8 @@ use farpage::Advice;
 use super::{App, Place, Team, Verdict, ensure, random};
 use crate::pick::mix;
 
-/// As many pages are written to at the same time, by each thread: they must stay in local memory together.
+/// As many pages are written to at the same time, by each thread: they must stay in local memory
+/// together.
 const PARTITIONS: usize = 64;
 /// Rows per piece of work.
 const PIECE: usize = 1 << 17;
@@ -29,7 +31,8 @@ pub(crate) struct Join {
 pub(crate) struct Tables<P: Place> {
     left: [P::Array<u32>; 2],
     right: [P::Array<u32>; 2],
-    /// Keys above, values below, by partition. The left one becomes the result: left's value above, right's below.
+    /// Keys above, values below, by partition. The left one becomes the result: left's value above,
+    /// right's below.
     partitioned: [P::Array<u64>; 2],
 }
 
@@ -69,8 +72,8 @@ impl App for Join {
             }
             anyhow::Ok(column)
         };
-        // Written at many places: what follows a page is not wanted with it. Touched, as in local memory, so that pages that were never
-        // written are not what is measured.
+        // Written at many places: what follows a page is not wanted with it. Touched, as in local
+        // memory, so that pages that were never written are not what is measured.
         let partitions = || {
             let mut partitions = place.array(self.rows, Advice::Normal)?;
             partitions.fill(0);
@@ -145,7 +148,8 @@ impl Joined {
     }
 }
 
-/// Multiplying spreads neighbouring keys; the partition is the product's highest bits, the slot in a table the next.
+/// Multiplying spreads neighbouring keys; the partition is the product's highest bits, the slot in
+/// a table the next.
 fn spread(key: u32) -> u32 {
     key.wrapping_mul(0x9e37_79b1)
 }

@@ -1,7 +1,8 @@
-//! Lloyd's k-means: [`ROUNDS`] rounds over points of [`DIMENSIONS`] coordinates around [`CLUSTERS`] centres.
+//! Lloyd's k-means: [`ROUNDS`] rounds over points of [`DIMENSIONS`] coordinates around [`CLUSTERS`]
+//! centres.
 //!
-//! Remote are the points, read once per round in order. Each piece's sums are added up in the order of the pieces, so that the result does
-//! not depend on who did which.
+//! Remote are the points, read once per round in order. Each piece's sums are added up in the order
+//! of the pieces, so that the result does not depend on who did which.
 
 use anyhow::Result;
 use farpage::Advice;

@@ -1,7 +1,8 @@
-//! PageRank as GAP does it: each vertex gathers from its neighbours until the scores move by less than [`TOLERANCE`], at most 20 rounds.
+//! PageRank as GAP does it: each vertex gathers from its neighbours until the scores move by less
+//! than [`TOLERANCE`], at most 20 rounds.
 //!
-//! Remote are the graph's rows, read once per round in order; the two vectors that are gathered from at random are local and count
-//! as local memory.
+//! Remote are the graph's rows, read once per round in order; the two vectors that are gathered
+//! from at random are local and count as local memory.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -88,8 +89,9 @@ impl App for PageRank {
     }
 }
 
-/// Equal to the local run's in the sum of differences, and stable: one more round, computed the other way round (each vertex gives)
-/// and in double precision, moves them by little more than the tolerance.
+/// Equal to the local run's in the sum of differences, and stable: one more round, computed the
+/// other way round (each vertex gives) and in double precision, moves them by little more than the
+/// tolerance.
 fn verify(graph: &Graph, scores: &[f32], local: &[f32]) -> Verdict {
     let vertices = graph.vertices();
     ensure(scores.len() == vertices, || {

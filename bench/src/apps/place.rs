@@ -1,7 +1,7 @@
 //! Where an application's big arrays live: [`Local`] or [`Far`].
 //!
-//! The rule it keeps: an application sees slices and cannot tell the two apart; what it says about its accesses reaches the pager
-//! and does nothing to a vector.
+//! The rule it keeps: an application sees slices and cannot tell the two apart; what it says about
+//! its accesses reaches the pager and does nothing to a vector.
 
 use std::{
     cell::Cell,
@@ -32,8 +32,8 @@ pub(crate) trait Place {
     }
 }
 
-/// Ordinary memory, in huge pages where the kernel has them: with the kernel's small ones the comparison would flatter remote
-/// arrays, whose large pages are huge pages.
+/// Ordinary memory, in huge pages where the kernel has them: with the kernel's small ones the
+/// comparison would flatter remote arrays, whose large pages are huge pages.
 #[derive(Debug, Default)]
 pub(crate) struct Local {
     bytes: Cell<u64>,
@@ -65,8 +65,9 @@ impl Place for Local {
                 .wrapping_add(first - start);
             let first_page = std::ptr::NonNull::new(first_page.cast())
                 .context("a vector with capacity has an address")?;
-            // SAFETY: the range lies inside the vector's own allocation, and this advice changes no contents. A kernel
-            // without huge pages refuses it, and then there are none for anybody.
+            // SAFETY: the range lies inside the vector's own allocation, and this advice changes no
+            // contents. A kernel without huge pages refuses it, and then there are none for
+            // anybody.
             let _ = unsafe { madvise(first_page, end - first, MmapAdvise::MADV_HUGEPAGE) };
         }
         elements.resize(len, T::zeroed());

@@ -1,6 +1,7 @@
 //! What a run of the applications found, as JSON, as tables, and what the picture is drawn from.
 //!
-//! The rule it keeps: performance is the local run's time over the run's, so that 1 is as fast as local memory, whatever was measured.
+//! The rule it keeps: performance is the local run's time over the run's, so that 1 is as fast as
+//! local memory, whatever was measured.
 
 use anyhow::Result;
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
@@ -63,7 +64,8 @@ pub(crate) struct ShareFigures {
     pub(crate) performance: f64,
     pub(crate) performance_min: f64,
     pub(crate) performance_max: f64,
-    /// The highest performance with the bytes that moved, if nothing but computing and the work on these pages took time.
+    /// The highest performance with the bytes that moved, if nothing but computing and the work on
+    /// these pages took time.
     pub(crate) floor: f64,
     #[serde(flatten)]
     pub(crate) paging: Paging,

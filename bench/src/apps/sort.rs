@@ -1,7 +1,7 @@
 //! Sorting 64-bit keys in place, by rayon's parallel quicksort.
 //!
-//! A quicksort suits paging without knowing of it: each partition walks through its keys from both ends, and as soon as a part fits
-//! into local memory it is sorted there to the end.
+//! A quicksort suits paging without knowing of it: each partition walks through its keys from both
+//! ends, and as soon as a part fits into local memory it is sorted there to the end.
 
 use anyhow::Result;
 use farpage::Advice;

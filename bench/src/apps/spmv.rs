@@ -1,13 +1,16 @@
-//! Sparse matrix times vector, [`ROUNDS`] steps of the power method, with a matrix like that of NAS CG: [`ROW`] entries per row, at random columns.
+//! Sparse matrix times vector, [`ROUNDS`] steps of the power method, with a matrix like that of NAS
+//! CG: [`ROW`] entries per row, at random columns.
 //!
-//! Remote are the columns and values of the matrix, read once per round in order; the two vectors are local and count as local memory.
+//! Remote are the columns and values of the matrix, read once per round in order; the two vectors
+//! are local and count as local memory.
 
 use anyhow::Result;
 use farpage::Advice;
 
 use super::{App, Place, Team, Verdict, random, there_and_back};
 
-/// Entries per row. All rows have as many, so that no offsets are needed to know where one starts; they are there as in any CSR matrix.
+/// Entries per row. All rows have as many, so that no offsets are needed to know where one starts;
+/// they are there as in any CSR matrix.
 const ROW: usize = 32;
 const ROUNDS: usize = 8;
 /// Rows per piece of work: 1.5 MiB of the matrix.

@@ -1,7 +1,8 @@
 //! The threads of an application: [`Team`].
 //!
-//! The rule it keeps: pieces of work are handed out in the order that they are given in, so that all threads walk through memory
-//! close together and what one of them causes to be read ahead is of use to all.
+//! The rule it keeps: pieces of work are handed out in the order that they are given in, so that
+//! all threads walk through memory close together and what one of them causes to be read ahead is
+//! of use to all.
 
 use std::{
     iter::Rev,
@@ -108,8 +109,9 @@ impl Team {
     }
 }
 
-/// Front to back in even passes and back to front in odd ones: a pass begins with what the last one left in local memory, where
-/// passes that all begin at the front find none of it. Each piece is still walked through from its front.
+/// Front to back in even passes and back to front in odd ones: a pass begins with what the last one
+/// left in local memory, where passes that all begin at the front find none of it. Each piece is
+/// still walked through from its front.
 pub(crate) fn there_and_back<I: DoubleEndedIterator>(pass: usize, work: I) -> ThereAndBack<I> {
     if pass.is_multiple_of(2) {
         ThereAndBack::There(work)

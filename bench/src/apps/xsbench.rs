@@ -1,10 +1,13 @@
-//! Macroscopic cross-section lookups after XSBench (Tramm and others, "XSBench - The Development and Verification of a Performance Abstraction for
-//! Monte Carlo Reactor Analysis", PHYSOR 2014), the small Hoogenboom-Martin reactor with a unionised energy grid: a binary search for a
-//! particle's energy, then for each nuclide of its material two points of that nuclide's grid, interpolated.
+//! Macroscopic cross-section lookups after XSBench (Tramm and others, "XSBench - The Development
+//! and Verification of a Performance Abstraction for Monte Carlo Reactor Analysis", PHYSOR 2014),
+//! the small Hoogenboom-Martin reactor with a unionised energy grid: a binary search for a
+//! particle's energy, then for each nuclide of its material two points of that nuclide's grid,
+//! interpolated.
 //!
-//! All grids are remote. [`ByEnergy`] is XSBench's event-based form with its accelerator kernels' optimisation: lookups are done in batches,
-//! sorted by energy, so that each batch walks through the grids once. The batch is local and counts as local memory. [`AsDrawn`] does
-//! each lookup as it is drawn, dozens of scattered accesses: the worst that paging can meet.
+//! All grids are remote. [`ByEnergy`] is XSBench's event-based form with its accelerator kernels'
+//! optimisation: lookups are done in batches, sorted by energy, so that each batch walks through
+//! the grids once. The batch is local and counts as local memory. [`AsDrawn`] does each lookup as
+//! it is drawn, dozens of scattered accesses: the worst that paging can meet.
 
 use anyhow::Result;
 use farpage::Advice;
@@ -13,9 +16,11 @@ use super::{App, Place, Team, Verdict, ensure, random, there_and_back};
 use crate::pick::mix;
 
 const NUCLIDES: usize = 68;
-/// Of the grids, per grid point of a nuclide: its energy and cross sections, its energy again and a row of indices in the unionised grid.
+/// Of the grids, per grid point of a nuclide: its energy and cross sections, its energy again and a
+/// row of indices in the unionised grid.
 const POINT_BYTES: u64 = (6 * 8 + 8 + NUCLIDES * 4) as u64;
-/// Batches of lookups, of twice as many lookups as the unionised grid has points. XSBench does 22 lookups per point.
+/// Batches of lookups, of twice as many lookups as the unionised grid has points. XSBench does 22
+/// lookups per point.
 const BATCHES: usize = 4;
 /// Lookups per piece of work.
 const PIECE: usize = 1 << 12;
@@ -44,7 +49,8 @@ const MATERIALS: [&[u8]; 12] = [
 const STEEL: &[u8] = &[
     24, 41, 4, 5, 19, 20, 21, 22, 35, 36, 37, 38, 39, 25, 49, 50, 51, 11, 12, 13, 14,
 ];
-/// How often a particle is in each material, in thousandths. XSBench's, which leave one in a thousand to the first.
+/// How often a particle is in each material, in thousandths. XSBench's, which leave one in a
+/// thousand to the first.
 const CHANCES: [u64; 12] = [140, 52, 275, 134, 154, 64, 66, 55, 8, 15, 25, 13];
 
 /// Energy and five cross sections.
@@ -65,11 +71,13 @@ pub(crate) struct Grids<P: Place> {
     points: P::Array<Point>,
     union_energies: P::Array<f64>,
     union_points: P::Array<u32>,
-    /// How often it was reset. As drawn, each run does other lookups: the pages of the same ones would still be local.
+    /// How often it was reset. As drawn, each run does other lookups: the pages of the same ones
+    /// would still be local.
     run: usize,
 }
 
-/// XSBench's verification hash (which cross section is the largest, summed up over all lookups), and a hash of all cross sections bit by bit.
+/// XSBench's verification hash (which cross section is the largest, summed up over all lookups),
+/// and a hash of all cross sections bit by bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Hash {
     largest: u64,
@@ -121,7 +129,8 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
     }
 
     fn load<P: Place>(&self, place: &P) -> Result<Grids<P>> {
-        // By energy, every grid is walked through in order, 68 of them at once: sequences are found as they come.
+        // By energy, every grid is walked through in order, 68 of them at once: sequences are found
+        // as they come.
         let advice = if RANDOM {
             Advice::Random
         } else {
@@ -160,7 +169,8 @@ impl<const RANDOM: bool> App for XsBench<RANDOM> {
             if !RANDOM {
                 team.sort(&mut batch);
             }
-            // In random order a lookup may wait for dozens of pages: pieces are small, so that no thread ends long after the other.
+            // In random order a lookup may wait for dozens of pages: pieces are small, so that no
+            // thread ends long after the other.
             let pieces = batch.chunks(if RANDOM { 16 } else { PIECE });
             let hashes = team.fold(
                 there_and_back(pass, pieces),

@@ -1,13 +1,17 @@
-//! Whether a ratio that was measured several times meets a bound, misses it, or cannot be told from it.
+//! Whether a ratio that was measured several times meets a bound, misses it, or cannot be told from
+//! it.
 //!
 //! The rule it keeps: **noise decides nothing.** Three things keep it out:
 //!
-//! - Ratios are of neighbours: in each repetition the two runs that are compared were measured moments apart, so that what slows the whole machine down
-//!   for a while cancels out. Their geometric mean counts.
-//! - The best of several rivals is chosen by the *other* repetitions. The largest of several noisy figures is too large by about the noise, and the more so the more
-//!   there are; what the others chose is as noisy in this repetition as anything else.
-//! - How far a mean may be off follows from how the repetitions differ, by Student's t: each time that a hundred checks are looked at, noise decides one wrongly. An outlier
-//!   makes it larger. What is further than that from the bound is decided.
+//! - Ratios are of neighbours: in each repetition the two runs that are compared were measured
+//!   moments apart, so that what slows the whole machine down for a while cancels out. Their
+//!   geometric mean counts.
+//! - The best of several rivals is chosen by the *other* repetitions. The largest of several noisy
+//!   figures is too large by about the noise, and the more so the more there are; what the others
+//!   chose is as noisy in this repetition as anything else.
+//! - How far a mean may be off follows from how the repetitions differ, by Student's t: each time
+//!   that a hundred checks are looked at, noise decides one wrongly. An outlier makes it larger.
+//!   What is further than that from the bound is decided.
 //!
 //! What noise leaves undecided point by point may be decided for the mean of many.
 
@@ -61,7 +65,8 @@ pub(super) struct Ratio {
     freedom: usize,
 }
 
-/// Student's t, 98 % of both sides, for 1 to 16 degrees of freedom; for more the last is too careful by a tenth.
+/// Student's t, 98 % of both sides, for 1 to 16 degrees of freedom; for more the last is too
+/// careful by a tenth.
 const STUDENT: [f64; 16] = [
     31.82, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821, 2.764, 2.72, 2.681, 2.650,
     2.624, 2.602, 2.583,
@@ -83,8 +88,9 @@ impl Ratio {
         }
     }
 
-    /// The geometric mean of ratios that were measured apart: what they are off by adds up as independent errors do. One that was measured once is taken to be off by as much
-    /// as the worst of the others.
+    /// The geometric mean of ratios that were measured apart: what they are off by adds up as
+    /// independent errors do. One that was measured once is taken to be off by as much as the worst
+    /// of the others.
     pub(super) fn mean(ratios: &[Self]) -> Self {
         let count = ratios.len().max(1) as f64;
         let logs: f64 = ratios.iter().map(|ratio| ratio.mean.ln()).sum();
@@ -122,7 +128,8 @@ impl Ratio {
     }
 }
 
-/// In each repetition: `judged` over that rival which is best in all others, on the median. One repetition alone chooses by itself.
+/// In each repetition: `judged` over that rival which is best in all others, on the median. One
+/// repetition alone chooses by itself.
 ///
 /// Rivals that were not measured in every repetition are left out.
 pub(super) fn against_best(judged: &[f64], rivals: &[Vec<f64>]) -> Vec<f64> {
@@ -155,8 +162,8 @@ pub(super) fn against_best(judged: &[f64], rivals: &[Vec<f64>]) -> Vec<f64> {
         .collect()
 }
 
-/// Which rivals are worth another repetition: whoever was more than a fifth behind the best of them in two repetitions is not, nor who had less than a fifth of its speed in
-/// one.
+/// Which rivals are worth another repetition: whoever was more than a fifth behind the best of them
+/// in two repetitions is not, nor who had less than a fifth of its speed in one.
 pub(super) fn contenders(rivals: &[Vec<f64>]) -> Vec<bool> {
     let repetitions = rivals.iter().map(Vec::len).max().unwrap_or(0);
     // How often it had less than this part of the best.
@@ -195,7 +202,8 @@ mod tests {
         }
     }
 
-    /// How many of 400 checks are met, missed and undecided where `judged` is truly so much of three rivals that are alike.
+    /// How many of 400 checks are met, missed and undecided where `judged` is truly so much of
+    /// three rivals that are alike.
     fn verdicts(truth: f64, parts: f64, repetitions: usize) -> [usize; 3] {
         let mut noise = noise(parts);
         let mut counts = [0; 3];
@@ -216,7 +224,8 @@ mod tests {
         assert!(met > 390 && missed == 0, "{met} {missed}");
         let [met, missed, _] = verdicts(0.85, 0.02, 5);
         assert!(met == 0 && missed > 390, "{met} {missed}");
-        // Noise that is larger than what there is to see; whoever is as good as the best of three is seldom called worse.
+        // Noise that is larger than what there is to see; whoever is as good as the best of three
+        // is seldom called worse.
         for repetitions in [5, 7] {
             let [met, missed, undecided] = verdicts(1.0, 0.1, repetitions);
             assert!(undecided > 300 && missed < 12, "{met} {missed} {undecided}");

@@ -1,6 +1,8 @@
-//! Files as SDRBench has them: numbers one after the other, in the byte order of x86, without a header.
+//! Files as SDRBench has them: numbers one after the other, in the byte order of x86, without a
+//! header.
 //!
-//! The rule it keeps: a file that is not exactly of the shape and type that were said is refused, since every value would be another.
+//! The rule it keeps: a file that is not exactly of the shape and type that were said is refused,
+//! since every value would be another.
 
 use std::{fs, path::Path};
 

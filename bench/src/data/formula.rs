@@ -1,5 +1,5 @@
-//! Contents that need no memory: each element is computed from its index. No SDRBench data set is behind them; they are the best
-//! case, the worst case, and the simplest case between.
+//! Contents that need no memory: each element is computed from its index. No SDRBench data set is
+//! behind them; they are the best case, the worst case, and the simplest case between.
 
 use crate::pick::{ODD, mix};
 

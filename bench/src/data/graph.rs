@@ -1,11 +1,13 @@
-//! The two arrays of a graph in compressed rows. SDRBench has no graphs; this is what the GAP benchmark suite's programs hold.
+//! The two arrays of a graph in compressed rows. SDRBench has no graphs; this is what the GAP
+//! benchmark suite's programs hold.
 
 use super::noise::Noise;
 
 /// Vertices of the graph.
 const VERTICES: usize = 1 << 20;
 
-/// The neighbours of each vertex, ascending: few vertices have many neighbours, and half of them are near.
+/// The neighbours of each vertex, ascending: few vertices have many neighbours, and half of them
+/// are near.
 pub(super) fn columns(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     let mut field = Vec::with_capacity(count);

@@ -1,4 +1,5 @@
-//! Numbers that look random, and sums of waves with a given spectrum: what the fields are made from.
+//! Numbers that look random, and sums of waves with a given spectrum: what the fields are made
+//! from.
 //!
 //! The rule it keeps: the seed decides everything.
 
@@ -47,8 +48,9 @@ impl Noise {
     }
 }
 
-/// Waves whose energy falls with their wave number as `number ^ -slope`, on a periodic grid of this shape (z, y, x), normalised to a
-/// variance of one. The wave numbers go up to a `1 / finest` of the grid's: what is below that many points is smooth.
+/// Waves whose energy falls with their wave number as `number ^ -slope`, on a periodic grid of this
+/// shape (z, y, x), normalised to a variance of one. The wave numbers go up to a `1 / finest` of
+/// the grid's: what is below that many points is smooth.
 pub(super) fn spectrum(
     seed: u64,
     shape: [usize; 3],
@@ -63,7 +65,8 @@ pub(super) fn spectrum(
     let mut sum = vec![0.0; planes * rows * columns];
     let mut energy = 0.0;
     for _ in 0..waves {
-        // Numbers are spread evenly in their logarithm, so that a wave stands for an interval as wide as its number.
+        // Numbers are spread evenly in their logarithm, so that a wave stands for an interval as
+        // wide as its number.
         let number = (noise.unit() * numbers).exp();
         let amplitude = number.powf((1.0 - slope) / 2.0);
         energy += amplitude * amplitude / 2.0;

@@ -1,4 +1,5 @@
-//! Particles in the order in which a simulation keeps them: neighbours in memory are near each other, and yet hardly alike.
+//! Particles in the order in which a simulation keeps them: neighbours in memory are near each
+//! other, and yet hardly alike.
 
 use super::noise::Noise;
 

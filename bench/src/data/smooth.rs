@@ -1,10 +1,12 @@
-//! Fields of models of the atmosphere, of flames and of atoms: smooth between grid points, with detail that only simulations have.
+//! Fields of models of the atmosphere, of flames and of atoms: smooth between grid points, with
+//! detail that only simulations have.
 
 use std::f64::consts::{PI, TAU};
 
 use super::noise::{Noise, spectrum};
 
-/// The sum of ever smaller steps of random direction: SDRBench's Brown samples, which are made like this.
+/// The sum of ever smaller steps of random direction: SDRBench's Brown samples, which are made like
+/// this.
 pub(super) fn brown(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     let mut at = 0.0;
@@ -45,7 +47,8 @@ pub(super) fn hurricane(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Temperature around a wrinkled flame, in kelvin: unburnt on one side, burnt on the other, exactly even far away from the front.
+/// Temperature around a wrinkled flame, in kelvin: unburnt on one side, burnt on the other, exactly
+/// even far away from the front.
 pub(super) fn combustion(seed: u64, shape: [usize; 3]) -> Vec<f64> {
     let [planes, rows, columns] = shape;
     let wrinkle = spectrum(seed, [1, planes, rows], 3.0, 6.0, 32);

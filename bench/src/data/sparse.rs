@@ -30,7 +30,8 @@ pub(super) fn detector(seed: u64, [_, rows, columns]: [usize; 3]) -> Vec<f64> {
     field
 }
 
-/// Integrals between pairs of electrons: of either sign and of all magnitudes, the most of them negligible and set to zero.
+/// Integrals between pairs of electrons: of either sign and of all magnitudes, the most of them
+/// negligible and set to zero.
 pub(super) fn integrals(seed: u64, [_, _, count]: [usize; 3]) -> Vec<f64> {
     let mut noise = Noise::new(seed);
     // Integrals over one pair of shells lie together and are alike in magnitude.

@@ -1,4 +1,5 @@
-//! Text: words of a made-up language that are as frequent as words are. SDRBench has none; logs and documents are like it.
+//! Text: words of a made-up language that are as frequent as words are. SDRBench has none; logs and
+//! documents are like it.
 
 use super::noise::Noise;
 use crate::pick::Picker;

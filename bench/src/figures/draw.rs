@@ -1,6 +1,7 @@
 //! The figures: which results each needs, what it shows, and what is said below it.
 //!
-//! The rule it keeps: what a caption says about this machine is computed from the results; what it says about the poster is what its authors publish.
+//! The rule it keeps: what a caption says about this machine is computed from the results; what it
+//! says about the poster is what its authors publish.
 
 use anyhow::{Context, Result};
 
@@ -155,7 +156,8 @@ fn lz4_throughput(plan: &Plan) -> Figure {
     }
 }
 
-/// Bytes that a traffic command sent and received, by the bytes of the field that it wrote and read.
+/// Bytes that a traffic command sent and received, by the bytes of the field that it wrote and
+/// read.
 fn network_share(points: &Points, command: &str) -> Result<f64> {
     let both = figure(points, command, "/kernels/2/mb_per_s")?
         * figure(points, command, "/kernels/2/min_s")?

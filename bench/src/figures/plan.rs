@@ -1,6 +1,7 @@
 //! What is measured: the commands, for a full run, a quick one and a smoke test.
 //!
-//! The rule it keeps: a command says everything, so that a point of a figure can be measured again by typing it.
+//! The rule it keeps: a command says everything, so that a point of a figure can be measured again
+//! by typing it.
 
 use std::{fmt, path::PathBuf, thread};
 
@@ -14,7 +15,8 @@ pub(crate) struct Extent {
     /// Directory for the results; what an earlier run measured there is not measured again
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
-    /// Smaller arrays, fewer repetitions: `figures` takes two minutes on two cores, `codecs` several
+    /// Smaller arrays, fewer repetitions: `figures` takes two minutes on two cores, `codecs`
+    /// several
     #[arg(long)]
     pub(crate) quick: bool,
     /// Tiny sizes, few points, afresh: checks that everything works; the figures mean nothing
@@ -53,13 +55,15 @@ pub(crate) struct Plan {
     pub(crate) rates: Vec<Rate>,
     pub(crate) fields: Vec<Contents>,
     pub(crate) workers: Vec<usize>,
-    /// Of the arrays of STREAM, and of a field whose traffic is measured; how often a figure's goes over it.
+    /// Of the arrays of STREAM, and of a field whose traffic is measured; how often a figure's goes
+    /// over it.
     stream: &'static str,
     field: &'static str,
     steps: u16,
 }
 
-/// What STREAM computes with where compression is of use: f32 of which most are small whole numbers.
+/// What STREAM computes with where compression is of use: f32 of which most are small whole
+/// numbers.
 pub(crate) const COMPRESSIBLE: Contents = Contents::Detector;
 /// The codecs that every field is measured with; those that cannot serve its elements are left out.
 pub(crate) const STATIC_CODECS: [&str; 4] = ["raw", "lz4", "shuffle", "zfp:reversible"];
@@ -114,7 +118,8 @@ impl Plan {
         }
     }
 
-    /// STREAM with so many workers over a network like the poster's: 106 Gbit/s, a few microseconds.
+    /// STREAM with so many workers over a network like the poster's: 106 Gbit/s, a few
+    /// microseconds.
     pub(crate) fn workers(&self, fillers: usize, evictors: usize) -> String {
         format!(
             "stream --fillers {fillers} --evictors {evictors} --link-gbps 106 --link-us 5{}",
@@ -131,8 +136,9 @@ impl Plan {
         self.traffic_of(data, codec, rate, self.steps)
     }
 
-    /// The same with so many steps that a step that the machine disturbs counts little, and that a codec that learns has learnt: a step of 64 MiB takes a tenth of a
-    /// second over a fast link, up to a second over a gigabit. ZFP takes ten times as long.
+    /// The same with so many steps that a step that the machine disturbs counts little, and that a
+    /// codec that learns has learnt: a step of 64 MiB takes a tenth of a second over a fast link,
+    /// up to a second over a gigabit. ZFP takes ten times as long.
     pub(crate) fn steps(&self, data: Contents, codec: &str, rate: Rate) -> String {
         let steps = match rate {
             _ if self.smoke || codec.starts_with("zfp") => 1,

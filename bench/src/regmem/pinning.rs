@@ -1,7 +1,9 @@
-//! What registration costs: a registrar that pins, and the cache by address that farpage does not have.
+//! What registration costs: a registrar that pins, and the cache by address that farpage does not
+//! have.
 //!
-//! The rule it keeps: with an adapter, memory is registered with it; without one it is locked and unlocked, which is the part of a registration
-//! that any kernel can do, and the report says so. Nothing is modelled.
+//! The rule it keeps: with an adapter, memory is registered with it; without one it is locked and
+//! unlocked, which is the part of a registration that any kernel can do, and the report says so.
+//! Nothing is modelled.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -17,7 +19,8 @@ use farpage_fabric::{
 };
 use nix::sys::mman::{mlock, munlock};
 
-/// Registrations that a cache keeps: more than any of the patterns has addresses would measure nothing else.
+/// Registrations that a cache keeps: more than any of the patterns has addresses would measure
+/// nothing else.
 const CACHED_MAX: usize = 1024;
 
 /// The registrar of the session's adapter, or else [`Locks`]; and what a report calls it.
@@ -56,12 +59,14 @@ unsafe impl Sync for Locked {}
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // SAFETY: unlocking changes nothing about bytes. What a cache by address holds on to may be unmapped by now: then it fails.
+        // SAFETY: unlocking changes nothing about bytes. What a cache by address holds on to may be
+        // unmapped by now: then it fails.
         let _ = unsafe { munlock(self.0.cast(), self.0.len()) };
     }
 }
 
-/// Registers the whole capacity of a vector, and ends the registration: what a single transfer costs.
+/// Registers the whole capacity of a vector, and ends the registration: what a single transfer
+/// costs.
 pub(super) fn register_once(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<()> {
     // SAFETY: borrowed for longer than the registration lasts.
     let registration = unsafe { register(registrar, buf)? };
@@ -78,8 +83,9 @@ unsafe fn register(registrar: &dyn Registrar, buf: &mut Vec<u8>) -> io::Result<R
     unsafe { registrar.register(memory, Access::Local) }
 }
 
-/// A cache of registrations by address, as message-passing libraries have: what is freed stays registered, and what comes to the same
-/// address later is taken for it. The oldest goes when there are too many.
+/// A cache of registrations by address, as message-passing libraries have: what is freed stays
+/// registered, and what comes to the same address later is taken for it. The oldest goes when there
+/// are too many.
 pub(super) struct ByAddress {
     registrar: Arc<dyn Registrar>,
     known: HashMap<usize, (usize, Registration)>,
@@ -95,7 +101,8 @@ impl ByAddress {
         }
     }
 
-    /// Sees to it that something is registered at this address that is as long as the vector's capacity.
+    /// Sees to it that something is registered at this address that is as long as the vector's
+    /// capacity.
     pub(super) fn look_up(&mut self, buf: &mut Vec<u8>) -> io::Result<Keys> {
         let (at, bytes) = (buf.as_ptr() as usize, buf.capacity());
         if let Some((known_bytes, registration)) = self.known.get(&at)
@@ -103,8 +110,8 @@ impl ByAddress {
         {
             return Ok(registration.keys());
         }
-        // SAFETY: this is the promise that such a cache breaks: the memory is freed long before the registration ends. Here it harms nobody, since
-        // no operation ever uses the keys.
+        // SAFETY: this is the promise that such a cache breaks: the memory is freed long before the
+        // registration ends. Here it harms nobody, since no operation ever uses the keys.
         let registration = unsafe { register(&*self.registrar, buf)? };
         let keys = registration.keys();
         if self.known.insert(at, (bytes, registration)).is_none() {

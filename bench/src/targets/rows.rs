@@ -1,7 +1,8 @@
 //! The targets, one entry each: name, bound, and the two commands whose figures are divided.
 //!
-//! The rule it keeps: every figure is one that a command prints, so that a target that is missed can be looked into by
-//! typing the command. A command that several targets need runs once in a repetition.
+//! The rule it keeps: every figure is one that a command prints, so that a target that is missed
+//! can be looked into by typing the command. A command that several targets need runs once in a
+//! repetition.
 
 use anyhow::Result;
 
@@ -96,8 +97,8 @@ fn row_with_floor(
     }
 }
 
-/// A page fault against what the kernel needs for the same hand-over without a pager. All of it on one CPU: on two, both sides are mostly the time that
-/// it takes to wake an idle one.
+/// A page fault against what the kernel needs for the same hand-over without a pager. All of it on
+/// one CPU: on two, both sides are mostly the time that it takes to wake an idle one.
 fn faults(sizes: Sizes) -> Vec<Row> {
     let size = sizes.size("256MiB");
     let latency = format!("latency --fabric shm --page-size 4KiB --one-cpu {size}");
@@ -145,8 +146,8 @@ fn faults(sizes: Sizes) -> Vec<Row> {
     ]
 }
 
-/// A figure against the bare round trip right before and right after it, which is not the same a minute later. `floor` is what it would be if
-/// only what nobody can leave out took time.
+/// A figure against the bare round trip right before and right after it, which is not the same a
+/// minute later. `floor` is what it would be if only what nobody can leave out took time.
 fn against_bare(sitting: &mut Sitting, command: &str, path: &str, floor: &str) -> Result<Measured> {
     let bare = |sitting: &mut Sitting| -> Result<_> {
         sitting.forget(BARE);
@@ -165,8 +166,9 @@ fn against_bare(sitting: &mut Sitting, command: &str, path: &str, floor: &str) -
     })
 }
 
-/// STREAM triad on a shaped link. Each of its three pages has to come in over the same direction, so that STREAM's bytes per
-/// second are more than the link's by no more than the pages that it finds in memory.
+/// STREAM triad on a shaped link. Each of its three pages has to come in over the same direction,
+/// so that STREAM's bytes per second are more than the link's by no more than the pages that it
+/// finds in memory.
 fn link(sizes: Sizes) -> Vec<Row> {
     let (small, large) = ([("4KiB", 0.85)], ["64KiB", "1MiB"]);
     let large = large
@@ -187,8 +189,9 @@ fn link(sizes: Sizes) -> Vec<Row> {
         .collect()
 }
 
-/// STREAM triad against the fabric alone, with the same threads and pages, and as much local memory. The floor is triad with all that has to be done for
-/// each page, done by the same threads without a pager.
+/// STREAM triad against the fabric alone, with the same threads and pages, and as much local
+/// memory. The floor is triad with all that has to be done for each page, done by the same threads
+/// without a pager.
 fn triad(sizes: Sizes, fabric: &'static str, best: f64, at_64_kib: f64, at_4_kib: f64) -> Vec<Row> {
     let against_raw = move |sitting: &mut Sitting, page_size: &str| -> Result<Measured> {
         let triad = sitting.figure(&sizes.stream(fabric, page_size), TRIAD)?;
@@ -232,8 +235,9 @@ fn triad(sizes: Sizes, fabric: &'static str, best: f64, at_64_kib: f64, at_4_kib
     ]
 }
 
-/// STREAM's bytes per second if nothing but the fabric took time: for three pages that triad counts, three come in (the
-/// one that it overwrites, too) and one goes out. Pages that triad finds in memory are counted as if they came in.
+/// STREAM's bytes per second if nothing but the fabric took time: for three pages that triad
+/// counts, three come in (the one that it overwrites, too) and one goes out. Pages that triad finds
+/// in memory are counted as if they came in.
 fn raw_triad(read: f64, write: f64) -> f64 {
     3.0 / (3.0 / read + 1.0 / write)
 }
@@ -289,8 +293,9 @@ fn resident(sizes: Sizes) -> Vec<Row> {
     )]
 }
 
-/// Regions of which the same number of pages is used; all of the small one's. On one CPU, since pages of that one leave with their neighbours, which would spare
-/// another CPU interruptions, whatever the region's size.
+/// Regions of which the same number of pages is used; all of the small one's. On one CPU, since
+/// pages of that one leave with their neighbours, which would spare another CPU interruptions,
+/// whatever the region's size.
 fn growth(sizes: Sizes) -> Vec<Row> {
     let (small, large, small_bytes, budget) = match sizes.smoke {
         true => ("64MiB", "256MiB", 64 << 20, "4MiB"),

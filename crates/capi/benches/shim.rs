@@ -1,6 +1,8 @@
-//! What libumap costs over farpage itself: the same sweeps over a file in memory, by `umap` and by `FileStore`, in turn.
+//! What libumap costs over farpage itself: the same sweeps over a file in memory, by `umap` and by
+//! `FileStore`, in turn.
 //!
-//! The rule it keeps: both have the same buffer, workers and pages, and what is compared is a ratio within one run. `cargo bench -p farpage-capi`.
+//! The rule it keeps: both have the same buffer, workers and pages, and what is compared is a ratio
+//! within one run. `cargo bench -p farpage-capi`.
 #![expect(
     clippy::unwrap_used,
     reason = "a benchmark that cannot run fails by panicking"
@@ -116,7 +118,8 @@ impl Shim {
     fn load(path: &Path) -> Shim {
         let library = common::prefix().join("lib/libumap.so");
         let library = CString::new(library.as_os_str().as_bytes()).unwrap();
-        // SAFETY: the library's initialisers are ours; the names are those of functions of these types.
+        // SAFETY: the library's initialisers are ours; the names are those of functions of these
+        // types.
         unsafe {
             let handle = libc::dlopen(library.as_ptr(), libc::RTLD_NOW);
             assert!(!handle.is_null(), "{library:?} cannot be loaded");
@@ -136,7 +139,8 @@ impl Shim {
 
     fn sweep(&mut self) {
         self.seed += 2;
-        // SAFETY: the region is as long as asked for, aligned, ours, and not used after it is unmapped.
+        // SAFETY: the region is as long as asked for, aligned, ours, and not used after it is
+        // unmapped.
         unsafe {
             let protection = libc::PROT_READ | libc::PROT_WRITE;
             let at = (self.umap)(

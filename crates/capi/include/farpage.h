@@ -1,7 +1,8 @@
 /* farpage: memory that lives on other machines, used like ordinary memory.
  *
- * Functions return FARPAGE_OK or a code, and then farpage_error_message() says in words what went wrong. All may be called from any thread.
- * Made by cbindgen: do not edit; `FARPAGE_RENEW=1 cargo test -p farpage-capi --test header` makes it anew. */
+ * Functions return FARPAGE_OK or a code, and then farpage_error_message() says in words what went
+ * wrong. All may be called from any thread. Made by cbindgen: do not edit;
+ * `FARPAGE_RENEW=1 cargo test -p farpage-capi --test header` makes it anew. */
 
 #ifndef FARPAGE_H
 #define FARPAGE_H
@@ -70,34 +71,43 @@
 #define FARPAGE_FAULTS_FILLER 1
 
 /**
- * The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is given absent memory fails with EFAULT, a thread that blocks SIGBUS is
- * killed by its first fault, and a handler that the program installs afterwards has to pass on what is not its own. What a device writes into memory that is not
- * pinned may be lost, and what other threads write to addresses that one is about to unmap from a region and that they have been given for something else.
+ * The thread that faults, in a handler of SIGBUS: faster on small pages. A system call that is
+ * given absent memory fails with EFAULT, a thread that blocks SIGBUS is killed by its first fault,
+ * and a handler that the program installs afterwards has to pass on what is not its own. What a
+ * device writes into memory that is not pinned may be lost, and what other threads write to
+ * addresses that one is about to unmap from a region and that they have been given for something
+ * else.
  */
 #define FARPAGE_FAULTS_IN_THREAD 2
 
 /**
- * Memory whose pages come and go, from `farpage_region_address` on. A program may unmap parts of it, or map over them: the pages that have addresses there are gone then, and the store
- * keeps what was written back last; but `mremap` leaves zeros for what is not in memory. Its functions may be called from any thread, except that nothing else may be
- * called, and its memory not be touched, during and after `farpage_region_unmap`.
+ * Memory whose pages come and go, from `farpage_region_address` on. A program may unmap parts of
+ * it, or map over them: the pages that have addresses there are gone then, and the store keeps
+ * what was written back last; but `mremap` leaves zeros for what is not in memory. Its functions
+ * may be called from any thread, except that nothing else may be called, and its memory not be
+ * touched, during and after `farpage_region_unmap`.
  */
 typedef struct farpage_region farpage_region;
 
 /**
- * Connections to memory servers, a budget, and the threads that move pages. All functions on it may be called from any thread.
+ * Connections to memory servers, a budget, and the threads that move pages. All functions on it
+ * may be called from any thread.
  */
 typedef struct farpage_runtime farpage_runtime;
 
 /**
- * What a function says: `FARPAGE_OK`, or one of the codes below and a message for `farpage_error_message`.
+ * What a function says: `FARPAGE_OK`, or one of the codes below and a message for
+ * `farpage_error_message`.
  */
 typedef int32_t farpage_code;
 
 /**
- * Where a region's pages are kept: functions of the program. They are called from several threads at once, but never twice at once for the same page, and
- * must not touch the region that they serve. No exception may leave them.
+ * Where a region's pages are kept: functions of the program. They are called from several threads
+ * at once, but never twice at once for the same page, and must not touch the region that they
+ * serve. No exception may leave them.
  *
- * farpage copies this struct; `context` stays the program's. Set all of it to zero, then `struct_bytes`, then the rest.
+ * farpage copies this struct; `context` stays the program's. Set all of it to zero, then
+ * `struct_bytes`, then the rest.
  */
 typedef struct farpage_store {
   /**
@@ -109,13 +119,15 @@ typedef struct farpage_store {
    */
   void *context;
   /**
-   * Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one page or several, of which the region's last may be shorter.
-   * Returns 0 or an errno, which counts for all of them. A page that has not been written since must read the same every time.
+   * Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one
+   * page or several, of which the region's last may be shorter. Returns 0 or an errno, which
+   * counts for all of them. A page that has not been written since must read the same every
+   * time.
    */
   int (*read)(void *context, uint64_t offset, void *buffer, size_t bytes);
   /**
-   * Writes all of `buffer` at `offset`. Returns 0 or an errno: then the page stays in memory, and flushing the region says so. May be null if the region
-   * is `read_only`.
+   * Writes all of `buffer` at `offset`. Returns 0 or an errno: then the page stays in memory,
+   * and flushing the region says so. May be null if the region is `read_only`.
    */
   int (*write)(void *context, uint64_t offset, const void *buffer, size_t bytes);
   /**
@@ -123,8 +135,8 @@ typedef struct farpage_store {
    */
   int (*flush)(void *context);
   /**
-   * Called once when no other call runs and none will come, perhaps a moment after the region was unmapped, on any thread; also when the region could
-   * not be mapped. May be null.
+   * Called once when no other call runs and none will come, perhaps a moment after the region
+   * was unmapped, on any thread; also when the region could not be mapped. May be null.
    */
   void (*release)(void *context);
   /**
@@ -138,7 +150,8 @@ typedef struct farpage_store {
 } farpage_store;
 
 /**
- * How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the runtime's choice.
+ * How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero
+ * and null mean the runtime's choice.
  */
 typedef struct farpage_region_options {
   /**
@@ -158,16 +171,18 @@ typedef struct farpage_region_options {
    */
   const char *codec;
   /**
-   * 1: take remote memory when pages need it instead of all of it at once (twice the size where there is a name); then evictions may fail for lack of it. Not for
-   * stores and files.
+   * 1: take remote memory when pages need it instead of all of it at once (twice the size where
+   * there is a name); then evictions may fail for lack of it. Not for stores and files.
    */
   uint32_t on_demand;
   /**
-   * 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for servers.
+   * 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for
+   * servers.
    */
   uint32_t read_only;
   /**
-   * Publishes the region on its servers under this name at each flush and when it is unmapped: it outlives the program. Not for stores and files.
+   * Publishes the region on its servers under this name at each flush and when it is unmapped:
+   * it outlives the program. Not for stores and files.
    */
   const char *name;
   /**
@@ -175,18 +190,21 @@ typedef struct farpage_region_options {
    */
   const struct farpage_store *store;
   /**
-   * Maps the region here and nowhere else: a multiple of its page size. What is mapped there is replaced, all of it up to the end of the region's last page and nothing
-   * beside it; but not another region, that is FARPAGE_INVALID.
+   * Maps the region here and nowhere else: a multiple of its page size. What is mapped there is
+   * replaced, all of it up to the end of the region's last page and nothing beside it; but not
+   * another region, that is FARPAGE_INVALID.
    */
   void *address;
   /**
-   * 1: `name` may exist already; what is published under it stays until this region is published. Otherwise mapping fails with FARPAGE_EXISTS then.
+   * 1: `name` may exist already; what is published under it stays until this region is
+   * published. Otherwise mapping fails with FARPAGE_EXISTS then.
    */
   uint32_t replace;
 } farpage_region_options;
 
 /**
- * How a runtime is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the environment variable named, else the default.
+ * How a runtime is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero
+ * and null mean the environment variable named, else the default.
  */
 typedef struct farpage_runtime_options {
   /**
@@ -194,21 +212,23 @@ typedef struct farpage_runtime_options {
    */
   size_t struct_bytes;
   /**
-   * Memory servers, separated by commas: `shm:///run/farpage.sock` or `tcp://host:7400`. FARPAGE_SERVER. Default: none, so that only regions with a
-   * store or a file work.
+   * Memory servers, separated by commas: `shm:///run/farpage.sock` or `tcp://host:7400`.
+   * FARPAGE_SERVER. Default: none, so that only regions with a store or a file work.
    */
   const char *servers;
   /**
-   * Bytes of pages that may be in local memory at once, over all regions; never exceeded, and at most what `farpage_memory` says. FARPAGE_BUDGET.
-   * Default: a quarter of what is available.
+   * Bytes of pages that may be in local memory at once, over all regions; never exceeded, and at
+   * most what `farpage_memory` says. FARPAGE_BUDGET. Default: a quarter of what is available.
    */
   uint64_t budget_bytes;
   /**
-   * Page size of regions that do not set their own: a power of two, 4096 to 2097152. FARPAGE_PAGE_SIZE. Default: 65536, less for regions below 1 MiB.
+   * Page size of regions that do not set their own: a power of two, 4096 to 2097152.
+   * FARPAGE_PAGE_SIZE. Default: 65536, less for regions below 1 MiB.
    */
   uint64_t page_bytes;
   /**
-   * Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at most.
+   * Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at
+   * most.
    */
   uint32_t fillers;
   /**
@@ -224,14 +244,18 @@ typedef struct farpage_runtime_options {
    */
   double low_water;
   /**
-   * Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF. FARPAGE_READ_AHEAD. Default: a megabyte, or what the link needs.
+   * Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
+   * FARPAGE_READ_AHEAD. Default: a megabyte, or what the link needs.
    */
   uint32_t read_ahead;
   /**
-   * How pages are encoded on servers, by name: "raw", "lz4", "shuffle4" (bytes of elements of 2, 4 or 8 bytes are sorted before LZ4), "zfp:accuracy=1e-6,f64"
-   * (numbers of f32 or f64, each within this error or stored without loss), "zfp:precision=20,f32" (bits), "zfp:rate=8,f32" (bits per value),
-   * "zfp:reversible,f32" (nothing is lost; the last three also with i32 and i64), "adaptive,f32" (whatever makes the program fastest of all that loses
-   * nothing; without the element, of raw and LZ4), or "adaptive:accuracy=1e-6,f64" (the same, and ZFP within this error). FARPAGE_CODEC. Default: "raw".
+   * How pages are encoded on servers, by name: "raw", "lz4", "shuffle4" (bytes of elements of 2,
+   * 4 or 8 bytes are sorted before LZ4), "zfp:accuracy=1e-6,f64" (numbers of f32 or f64, each
+   * within this error or stored without loss), "zfp:precision=20,f32" (bits), "zfp:rate=8,f32"
+   * (bits per value), "zfp:reversible,f32" (nothing is lost; the last three also with i32 and
+   * i64), "adaptive,f32" (whatever makes the program fastest of all that loses nothing; without
+   * the element, of raw and LZ4), or "adaptive:accuracy=1e-6,f64" (the same, and ZFP within this
+   * error). FARPAGE_CODEC. Default: "raw".
    */
   const char *codec;
   /**
@@ -239,17 +263,18 @@ typedef struct farpage_runtime_options {
    */
   double deadline_seconds;
   /**
-   * 1: catch only faults of the program's own instructions. Needs no permission, but a system call that is given absent memory fails with EFAULT.
-   * FARPAGE_USER_MODE_ONLY. Default: 0.
+   * 1: catch only faults of the program's own instructions. Needs no permission, but a system
+   * call that is given absent memory fails with EFAULT. FARPAGE_USER_MODE_ONLY. Default: 0.
    */
   uint32_t user_mode_only;
   /**
-   * Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default: threads of the runtime.
+   * Who serves page faults: one of the FARPAGE_FAULTS_ constants. FARPAGE_FAULT_MODE. Default:
+   * threads of the runtime.
    */
   uint32_t fault_mode;
   /**
-   * The user's key file, to whose key named regions belong; made when a name is first used. FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or
-   * `~/.config`.
+   * The user's key file, to whose key named regions belong; made when a name is first used.
+   * FARPAGE_KEY_FILE. Default: `farpage/key` in `$XDG_CONFIG_HOME` or `~/.config`.
    */
   const char *key_file;
 } farpage_runtime_options;
@@ -319,7 +344,8 @@ typedef struct farpage_stats {
 #define FARPAGE_INVALID 1
 
 /**
- * This process may not handle its own page faults, or not use that file in this way; the message says what mends it.
+ * This process may not handle its own page faults, or not use that file in this way; the message
+ * says what mends it.
  */
 #define FARPAGE_DENIED 2
 
@@ -339,8 +365,9 @@ typedef struct farpage_stats {
 #define FARPAGE_NOT_FOUND 5
 
 /**
- * Pages could not be brought in or written back. What had changed is still in memory, unless the message says that a page's newest bytes are lost: then
- * `farpage_region_overwrite` brings the page back.
+ * Pages could not be brought in or written back. What had changed is still in memory, unless the
+ * message says that a page's newest bytes are lost: then `farpage_region_overwrite` brings the
+ * page back.
  */
 #define FARPAGE_PAGES 6
 
@@ -369,14 +396,16 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * What went wrong in the last function of farpage that failed in this thread, in words that say what to do. Never null; empty when nothing has.
+ * What went wrong in the last function of farpage that failed in this thread, in words that say
+ * what to do. Never null; empty when nothing has.
  *
  * The text belongs to farpage and stays as it is until the next function fails in this thread.
  */
 const char *farpage_error_message(void);
 
 /**
- * Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now on. Without it nothing is printed. It can be called once.
+ * Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now
+ * on. Without it nothing is printed. It can be called once.
  */
 farpage_code farpage_log_to_stderr(uint32_t level);
 
@@ -404,10 +433,11 @@ farpage_code farpage_names(const struct farpage_runtime *runtime,
 farpage_code farpage_name_remove(const struct farpage_runtime *runtime, const char *name);
 
 /**
- * Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`: the caller's until `farpage_region_unmap`. On failure
- * `*region` is null.
+ * Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`:
+ * the caller's until `farpage_region_unmap`. On failure `*region` is null.
  *
- * `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to as many bytes as it says; `region` may be written.
+ * `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to
+ * as many bytes as it says; `region` may be written.
  */
 farpage_code farpage_region_map(const struct farpage_runtime *runtime,
                                 uint64_t bytes,
@@ -415,10 +445,12 @@ farpage_code farpage_region_map(const struct farpage_runtime *runtime,
                                 struct farpage_region **region);
 
 /**
- * Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`, which the caller may close afterwards, and puts the region into `*region`.
+ * Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`,
+ * which the caller may close afterwards, and puts the region into `*region`.
  *
- * What lies beyond the end of the file reads as zeros; the file grows only when others than zeros are stored there. `fd` must be open for reading and writing;
- * reading is enough with `options->read_only`.
+ * What lies beyond the end of the file reads as zeros; the file grows only when others than zeros
+ * are stored there. `fd` must be open for reading and writing; reading is enough with
+ * `options->read_only`.
  *
  * As `farpage_region_map`.
  */
@@ -430,9 +462,11 @@ farpage_code farpage_region_map_fd(const struct farpage_runtime *runtime,
                                    struct farpage_region **region);
 
 /**
- * Opens the region that was published under `name` and puts it into `*region`. It is this program's alone until it is unmapped.
+ * Opens the region that was published under `name` and puts it into `*region`. It is this
+ * program's alone until it is unmapped.
  *
- * `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region` may be written.
+ * `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region`
+ * may be written.
  */
 farpage_code farpage_region_open(const struct farpage_runtime *runtime,
                                  const char *name,
@@ -484,17 +518,21 @@ uint64_t farpage_region_page_bytes(const struct farpage_region *region);
 uint64_t farpage_region_resident_pages(const struct farpage_region *region);
 
 /**
- * Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication under its name follows.
+ * Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication
+ * under its name follows.
  *
  * As `farpage_region_address`.
  */
 farpage_code farpage_region_flush(const struct farpage_region *region);
 
 /**
- * Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were lost (the store failed, and the kernel refused the page) and that they cover
- * wholly. Until then touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if such a page is covered in part only: nothing was copied.
+ * Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were
+ * lost (the store failed, and the kernel refused the page) and that they cover wholly. Until then
+ * touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if
+ * such a page is covered in part only: nothing was copied.
  *
- * As `farpage_region_address`; `data` points to `bytes` readable bytes outside the region; nobody else uses the region's bytes meanwhile.
+ * As `farpage_region_address`; `data` points to `bytes` readable bytes outside the region; nobody
+ * else uses the region's bytes meanwhile.
  */
 farpage_code farpage_region_overwrite(struct farpage_region *region,
                                       uint64_t offset,
@@ -502,8 +540,8 @@ farpage_code farpage_region_overwrite(struct farpage_region *region,
                                       const void *data);
 
 /**
- * Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written
- * back, and fails if that fails.
+ * Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants.
+ * FARPAGE_ADVICE_DONT_NEED waits until what had changed is written back, and fails if that fails.
  *
  * As `farpage_region_address`.
  */
@@ -513,8 +551,8 @@ farpage_code farpage_region_advise(const struct farpage_region *region,
                                    uint32_t advice);
 
 /**
- * Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So a program learns of a dead server by a code
- * instead of SIGBUS.
+ * Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So
+ * a program learns of a dead server by a code instead of SIGBUS.
  *
  * As `farpage_region_address`.
  */
@@ -523,8 +561,10 @@ farpage_code farpage_region_prefetch(const struct farpage_region *region,
                                      uint64_t bytes);
 
 /**
- * Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or until the region is unmapped. All pages that the range touches are pinned; pins are
- * counted, up to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On failure nothing more is pinned than before.
+ * Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or
+ * until the region is unmapped. All pages that the range touches are pinned; pins are counted, up
+ * to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On
+ * failure nothing more is pinned than before.
  *
  * As `farpage_region_address`.
  */
@@ -542,23 +582,28 @@ farpage_code farpage_region_unpin(const struct farpage_region *region,
                                   uint64_t bytes);
 
 /**
- * The first error of work in the background since this was last called, an eviction or a fill that failed, as this function's own. FARPAGE_OK if there was none.
+ * The first error of work in the background since this was last called, an eviction or a fill that
+ * failed, as this function's own. FARPAGE_OK if there was none.
  *
  * As `farpage_region_address`.
  */
 farpage_code farpage_region_error(const struct farpage_region *region);
 
 /**
- * Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
- * `farpage_region_flush` before if its changes must survive a power failure. If writing back fails, the region stays as it was, so that this can be called again or the
- * changes be given up by `farpage_region_discard`. Null is allowed.
+ * Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses
+ * up and frees it. A store is flushed; a file is not, so call `farpage_region_flush` before if its
+ * changes must survive a power failure. If writing back fails, the region stays as it was, so that
+ * this can be called again or the changes be given up by `farpage_region_discard`. Null is
+ * allowed.
  *
- * `region` is null or came from a function that maps; if this succeeds, neither it nor its memory may be used again.
+ * `region` is null or came from a function that maps; if this succeeds, neither it nor its memory
+ * may be used again.
  */
 farpage_code farpage_region_unmap(struct farpage_region *region);
 
 /**
- * Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since the last flush is lost. Null is allowed.
+ * Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since
+ * the last flush is lost. Null is allowed.
  *
  * As `farpage_region_unmap`.
  */
@@ -579,31 +624,34 @@ farpage_code farpage_region_vacate(struct farpage_region *region);
 const char *farpage_version(void);
 
 /**
- * The memory that this process may have, as the machine and its control groups (v1 or v2) allow: all in all, and now without swapping. Either pointer may be null.
+ * The memory that this process may have, as the machine and its control groups (v1 or v2) allow:
+ * all in all, and now without swapping. Either pointer may be null.
  *
  * Each pointer is null or may be written.
  */
-void farpage_memory(uint64_t *bytes,
-                    uint64_t *available_bytes);
+void farpage_memory(uint64_t *bytes, uint64_t *available_bytes);
 
 /**
- * Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the caller's until `farpage_runtime_free`. On failure `*runtime` is null.
+ * Connects to the servers, starts the threads and puts the runtime into `*runtime`, which is the
+ * caller's until `farpage_runtime_free`. On failure `*runtime` is null.
  *
- * `options` is null (all defaults) or points to as many bytes as it says; `runtime` may be written.
+ * `options` is null (all defaults) or points to as many bytes as it says; `runtime` may be
+ * written.
  */
 farpage_code farpage_runtime_new(const struct farpage_runtime_options *options,
                                  struct farpage_runtime **runtime);
 
 /**
- * Gives a runtime back. Regions that are still mapped go on working: its threads end with the last of them. Null is allowed; a child made by `fork`
- * frees nothing.
+ * Gives a runtime back. Regions that are still mapped go on working: its threads end with the last
+ * of them. Null is allowed; a child made by `fork` frees nothing.
  *
  * `runtime` is null or came from `farpage_runtime_new`; it must not be used after this.
  */
 void farpage_runtime_free(struct farpage_runtime *runtime);
 
 /**
- * Puts the figures of a runtime into `*stats`. `stats_bytes` is `sizeof(farpage_stats)` of the program's header: fields that this library does not have are zero.
+ * Puts the figures of a runtime into `*stats`. `stats_bytes` is `sizeof(farpage_stats)` of the
+ * program's header: fields that this library does not have are zero.
  *
  * `runtime` came from `farpage_runtime_new` and has not been freed; `stats` may be written.
  */

@@ -14,14 +14,16 @@ use farpage::{
     error::{ControlError, MapError, NamesError, OpenStoreError, PublishError, StoreCreateError},
 };
 
-/// What a function says: `FARPAGE_OK`, or one of the codes below and a message for `farpage_error_message`.
+/// What a function says: `FARPAGE_OK`, or one of the codes below and a message for
+/// `farpage_error_message`.
 pub type farpage_code = i32;
 
 /// It worked.
 pub const FARPAGE_OK: farpage_code = 0;
 /// An argument or an option makes no sense; nothing was done.
 pub const FARPAGE_INVALID: farpage_code = 1;
-/// This process may not handle its own page faults, or not use that file in this way; the message says what mends it.
+/// This process may not handle its own page faults, or not use that file in this way; the message
+/// says what mends it.
 pub const FARPAGE_DENIED: farpage_code = 2;
 /// A memory server cannot be reached.
 pub const FARPAGE_UNREACHABLE: farpage_code = 3;
@@ -29,8 +31,9 @@ pub const FARPAGE_UNREACHABLE: farpage_code = 3;
 pub const FARPAGE_NO_MEMORY: farpage_code = 4;
 /// No server has a region of that name.
 pub const FARPAGE_NOT_FOUND: farpage_code = 5;
-/// Pages could not be brought in or written back. What had changed is still in memory, unless the message says that a page's newest bytes are lost: then
-/// `farpage_region_overwrite` brings the page back.
+/// Pages could not be brought in or written back. What had changed is still in memory, unless the
+/// message says that a page's newest bytes are lost: then `farpage_region_overwrite` brings the
+/// page back.
 pub const FARPAGE_PAGES: farpage_code = 6;
 /// This process is a child of the one that made the runtime: it does not have the regions.
 pub const FARPAGE_FORKED: farpage_code = 7;
@@ -45,7 +48,8 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// What went wrong in the last function of farpage that failed in this thread, in words that say what to do. Never null; empty when nothing has.
+/// What went wrong in the last function of farpage that failed in this thread, in words that say
+/// what to do. Never null; empty when nothing has.
 ///
 /// The text belongs to farpage and stays as it is until the next function fails in this thread.
 #[unsafe(no_mangle)]

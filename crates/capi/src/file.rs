@@ -1,7 +1,9 @@
 //! [`FdStore`]: what is behind a descriptor of the program as the store of a region.
 //!
-//! The rule it keeps: bytes beyond the end of a file are zeros, and a file grows only when others than zeros are stored beyond its end: the part of a page that
-//! sticks out of the file is not added to it. The program may close its descriptor; files are kept open once, however many regions they have.
+//! The rule it keeps: bytes beyond the end of a file are zeros, and a file grows only when others
+//! than zeros are stored beyond its end: the part of a page that sticks out of the file is not
+//! added to it. The program may close its descriptor; files are kept open once, however many
+//! regions they have.
 
 use std::{
     collections::HashMap,
@@ -37,7 +39,8 @@ pub(crate) struct FdStore {
 }
 
 impl FdStore {
-    /// The `bytes` bytes at `offset` of what `fd` refers to: a regular file, which may be shorter, or a block device.
+    /// The `bytes` bytes at `offset` of what `fd` refers to: a regular file, which may be shorter,
+    /// or a block device.
     pub(crate) fn new(
         fd: RawFd,
         offset: u64,
@@ -101,7 +104,8 @@ struct OpenFile {
     identity: Identity,
     name: String,
     in_memory: bool,
-    /// The longest that the file was ever seen; `u64::MAX` for a device, which has no end that could move.
+    /// The longest that the file was ever seen; `u64::MAX` for a device, which has no end that
+    /// could move.
     length: AtomicU64,
     /// Whether something was written since the last `sync`.
     written: AtomicBool,
@@ -116,7 +120,8 @@ impl OpenFile {
         let fail = |attempt: &str, error: &dyn std::fmt::Display| {
             Failure::new(FARPAGE_SYSTEM, format!("cannot {attempt} {name}: {error}"))
         };
-        // SAFETY: borrowed for this call; a descriptor that is not open is an error of the first system call.
+        // SAFETY: borrowed for this call; a descriptor that is not open is an error of the first
+        // system call.
         let theirs = unsafe { BorrowedFd::borrow_raw(fd) };
         let flags = fcntl(theirs, FcntlArg::F_GETFL)
             .map_err(|e| Failure::invalid(format!("{fd} is no open descriptor: {e}")))?;
@@ -137,7 +142,8 @@ impl OpenFile {
         }
         let direct = flags.contains(OFlag::O_DIRECT);
         let plain = if direct || flags.contains(OFlag::O_APPEND) {
-            // Another open file: appending and direct access belong to the open file, and `pwrite` obeys them.
+            // Another open file: appending and direct access belong to the open file, and `pwrite`
+            // obeys them.
             OpenOptions::new()
                 .read(true)
                 .write(access == OFlag::O_RDWR)

@@ -1,7 +1,7 @@
 //! What a C program holds: a boxed value, and the process that it belongs to.
 //!
-//! The rule it keeps: a child made by `fork` has a copy of the handle but neither the threads nor the mappings behind it, so it gets an error, never a
-//! hang, and what it frees is left alone.
+//! The rule it keeps: a child made by `fork` has a copy of the handle but neither the threads nor
+//! the mappings behind it, so it gets an error, never a hang, and what it frees is left alone.
 
 use std::process;
 

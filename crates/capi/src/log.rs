@@ -13,7 +13,8 @@ pub const FARPAGE_LOG_INFO: u32 = 3;
 /// And what happens often.
 pub const FARPAGE_LOG_DEBUG: u32 = 4;
 
-/// Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now on. Without it nothing is printed. It can be called once.
+/// Prints messages up to this level, one of the FARPAGE_LOG_ constants, to standard error from now
+/// on. Without it nothing is printed. It can be called once.
 #[unsafe(no_mangle)]
 pub extern "C" fn farpage_log_to_stderr(level: u32) -> farpage_code {
     guard(|| {

@@ -1,4 +1,5 @@
-//! Options that C programs pass: structs that may grow, whose zero bytes mean "default", and the strings in them.
+//! Options that C programs pass: structs that may grow, whose zero bytes mean "default", and the
+//! strings in them.
 
 use std::{
     ffi::{CStr, c_char},
@@ -31,7 +32,8 @@ pub(crate) fn read_ahead(pages: u32) -> Option<usize> {
     }
 }
 
-/// A struct that begins with its own length in bytes (`size_t`), so that programs compiled against an older or newer header are understood.
+/// A struct that begins with its own length in bytes (`size_t`), so that programs compiled against
+/// an older or newer header are understood.
 ///
 /// # Safety
 /// All of it may be zero bytes, its first field is `struct_bytes: usize`, and it is `repr(C)`.
@@ -55,7 +57,8 @@ pub(crate) unsafe fn read<T: Growing>(options: *const T) -> Result<T, Failure> {
         )));
     }
     let common = given.min(mem::size_of::<T>());
-    // SAFETY: the caller vouches for `given` bytes; ours has `size_of::<T>()`, any of which may be any of a `T` that the program wrote.
+    // SAFETY: the caller vouches for `given` bytes; ours has `size_of::<T>()`, any of which may be
+    // any of a `T` that the program wrote.
     let beyond = unsafe {
         ptr::copy_nonoverlapping(
             options.cast::<u8>(),

@@ -22,9 +22,11 @@ use crate::{
     store::{CStore, farpage_store},
 };
 
-/// Memory whose pages come and go, from `farpage_region_address` on. A program may unmap parts of it, or map over them: the pages that have addresses there are gone then, and the store
-/// keeps what was written back last; but `mremap` leaves zeros for what is not in memory. Its functions may be called from any thread, except that nothing else may be
-/// called, and its memory not be touched, during and after `farpage_region_unmap`.
+/// Memory whose pages come and go, from `farpage_region_address` on. A program may unmap parts of
+/// it, or map over them: the pages that have addresses there are gone then, and the store keeps
+/// what was written back last; but `mremap` leaves zeros for what is not in memory. Its functions
+/// may be called from any thread, except that nothing else may be called, and its memory not be
+/// touched, during and after `farpage_region_unmap`.
 pub struct farpage_region(Box<Handle<Mapped>>);
 
 struct Mapped {
@@ -61,7 +63,8 @@ enum AtEnd {
     Flush,
 }
 
-/// How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero and null mean the runtime's choice.
+/// How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero
+/// and null mean the runtime's choice.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct farpage_region_options {
@@ -73,19 +76,23 @@ pub struct farpage_region_options {
     pub read_ahead: u32,
     /// How pages are encoded on servers: as of the runtime. Not for stores and files.
     pub codec: *const c_char,
-    /// 1: take remote memory when pages need it instead of all of it at once (twice the size where there is a name); then evictions may fail for lack of it. Not for
-    /// stores and files.
+    /// 1: take remote memory when pages need it instead of all of it at once (twice the size where
+    /// there is a name); then evictions may fail for lack of it. Not for stores and files.
     pub on_demand: u32,
-    /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for servers.
+    /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for
+    /// servers.
     pub read_only: u32,
-    /// Publishes the region on its servers under this name at each flush and when it is unmapped: it outlives the program. Not for stores and files.
+    /// Publishes the region on its servers under this name at each flush and when it is unmapped:
+    /// it outlives the program. Not for stores and files.
     pub name: *const c_char,
     /// Keeps the pages here instead of on the servers. Copied.
     pub store: *const farpage_store,
-    /// Maps the region here and nowhere else: a multiple of its page size. What is mapped there is replaced, all of it up to the end of the region's last page and nothing
-    /// beside it; but not another region, that is FARPAGE_INVALID.
+    /// Maps the region here and nowhere else: a multiple of its page size. What is mapped there is
+    /// replaced, all of it up to the end of the region's last page and nothing beside it; but not
+    /// another region, that is FARPAGE_INVALID.
     pub address: *mut c_void,
-    /// 1: `name` may exist already; what is published under it stays until this region is published. Otherwise mapping fails with FARPAGE_EXISTS then.
+    /// 1: `name` may exist already; what is published under it stays until this region is
+    /// published. Otherwise mapping fails with FARPAGE_EXISTS then.
     pub replace: u32,
 }
 
@@ -137,11 +144,12 @@ impl farpage_region {
     }
 }
 
-/// Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`: the caller's until `farpage_region_unmap`. On failure
-/// `*region` is null.
+/// Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`:
+/// the caller's until `farpage_region_unmap`. On failure `*region` is null.
 ///
 /// # Safety
-/// `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to as many bytes as it says; `region` may be written.
+/// `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to
+/// as many bytes as it says; `region` may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_map(
     runtime: *const farpage_runtime,
@@ -166,10 +174,12 @@ pub unsafe extern "C" fn farpage_region_map(
     guard(|| unsafe { put(region, map) })
 }
 
-/// Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`, which the caller may close afterwards, and puts the region into `*region`.
+/// Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`,
+/// which the caller may close afterwards, and puts the region into `*region`.
 ///
-/// What lies beyond the end of the file reads as zeros; the file grows only when others than zeros are stored there. `fd` must be open for reading and writing;
-/// reading is enough with `options->read_only`.
+/// What lies beyond the end of the file reads as zeros; the file grows only when others than zeros
+/// are stored there. `fd` must be open for reading and writing; reading is enough with
+/// `options->read_only`.
 ///
 /// # Safety
 /// As `farpage_region_map`.
@@ -198,10 +208,12 @@ pub unsafe extern "C" fn farpage_region_map_fd(
     guard(|| unsafe { put(region, map) })
 }
 
-/// Opens the region that was published under `name` and puts it into `*region`. It is this program's alone until it is unmapped.
+/// Opens the region that was published under `name` and puts it into `*region`. It is this
+/// program's alone until it is unmapped.
 ///
 /// # Safety
-/// `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region` may be written.
+/// `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region`
+/// may be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_open(
     runtime: *const farpage_runtime,
@@ -479,7 +491,8 @@ pub unsafe extern "C" fn farpage_region_resident_pages(region: *const farpage_re
     region.map_or(0, |it| it.region.resident_pages() as u64)
 }
 
-/// Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication under its name follows.
+/// Writes all changes back and keeps the pages; a store's `flush`, `fdatasync`, or the publication
+/// under its name follows.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -489,11 +502,14 @@ pub unsafe extern "C" fn farpage_region_flush(region: *const farpage_region) -> 
     unsafe { with(region, |it| Ok(it.flush()?)) }
 }
 
-/// Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were lost (the store failed, and the kernel refused the page) and that they cover
-/// wholly. Until then touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if such a page is covered in part only: nothing was copied.
+/// Copies `bytes` bytes from `data` to `offset`, and so brings pages back whose newest bytes were
+/// lost (the store failed, and the kernel refused the page) and that they cover wholly. Until then
+/// touching such a page raises SIGBUS, and functions that flush the region fail. FARPAGE_PAGES if
+/// such a page is covered in part only: nothing was copied.
 ///
 /// # Safety
-/// As `farpage_region_address`; `data` points to `bytes` readable bytes outside the region; nobody else uses the region's bytes meanwhile.
+/// As `farpage_region_address`; `data` points to `bytes` readable bytes outside the region; nobody
+/// else uses the region's bytes meanwhile.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_overwrite(
     region: *mut farpage_region,
@@ -520,8 +536,8 @@ pub unsafe extern "C" fn farpage_region_overwrite(
     })
 }
 
-/// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants. FARPAGE_ADVICE_DONT_NEED waits until what had changed is written
-/// back, and fails if that fails.
+/// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants.
+/// FARPAGE_ADVICE_DONT_NEED waits until what had changed is written back, and fails if that fails.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -551,8 +567,8 @@ pub unsafe extern "C" fn farpage_region_advise(
     unsafe { with(region, advise) }
 }
 
-/// Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So a program learns of a dead server by a code
-/// instead of SIGBUS.
+/// Brings `bytes` bytes at `offset` in and waits for them; pages that were lost are tried again. So
+/// a program learns of a dead server by a code instead of SIGBUS.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -566,8 +582,10 @@ pub unsafe extern "C" fn farpage_region_prefetch(
     unsafe { with(region, |it| Ok(it.prefetch_now(range(it, offset, bytes)?)?)) }
 }
 
-/// Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or until the region is unmapped. All pages that the range touches are pinned; pins are
-/// counted, up to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On failure nothing more is pinned than before.
+/// Brings `bytes` bytes at `offset` in and keeps them in memory until `farpage_region_unpin`, or
+/// until the region is unmapped. All pages that the range touches are pinned; pins are counted, up
+/// to 255 per page. FARPAGE_NO_MEMORY if too little of the budget were left for all others. On
+/// failure nothing more is pinned than before.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -611,7 +629,8 @@ fn range(region: &Region, offset: u64, bytes: u64) -> Result<Range<usize>, Failu
     }
 }
 
-/// The first error of work in the background since this was last called, an eviction or a fill that failed, as this function's own. FARPAGE_OK if there was none.
+/// The first error of work in the background since this was last called, an eviction or a fill that
+/// failed, as this function's own. FARPAGE_OK if there was none.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -622,12 +641,15 @@ pub unsafe extern "C" fn farpage_region_error(region: *const farpage_region) -> 
     unsafe { with(region, take) }
 }
 
-/// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses up and frees it. A store is flushed; a file is not, so call
-/// `farpage_region_flush` before if its changes must survive a power failure. If writing back fails, the region stays as it was, so that this can be called again or the
-/// changes be given up by `farpage_region_discard`. Null is allowed.
+/// Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses
+/// up and frees it. A store is flushed; a file is not, so call `farpage_region_flush` before if its
+/// changes must survive a power failure. If writing back fails, the region stays as it was, so that
+/// this can be called again or the changes be given up by `farpage_region_discard`. Null is
+/// allowed.
 ///
 /// # Safety
-/// `region` is null or came from a function that maps; if this succeeds, neither it nor its memory may be used again.
+/// `region` is null or came from a function that maps; if this succeeds, neither it nor its memory
+/// may be used again.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn farpage_region_unmap(region: *mut farpage_region) -> farpage_code {
     guard(|| {
@@ -642,7 +664,8 @@ pub unsafe extern "C" fn farpage_region_unmap(region: *mut farpage_region) -> fa
     })
 }
 
-/// Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since the last flush is lost. Null is allowed.
+/// Gives the region up as `farpage_region_unmap` does, but writes nothing back: what changed since
+/// the last flush is lost. Null is allowed.
 ///
 /// # Safety
 /// As `farpage_region_unmap`.

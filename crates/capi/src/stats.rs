@@ -37,7 +37,8 @@ pub struct farpage_stats {
     pub bytes_written: u64,
 }
 
-/// Puts the figures of a runtime into `*stats`. `stats_bytes` is `sizeof(farpage_stats)` of the program's header: fields that this library does not have are zero.
+/// Puts the figures of a runtime into `*stats`. `stats_bytes` is `sizeof(farpage_stats)` of the
+/// program's header: fields that this library does not have are zero.
 ///
 /// # Safety
 /// `runtime` came from `farpage_runtime_new` and has not been freed; `stats` may be written.

@@ -12,10 +12,12 @@ use crate::{
     options::{self, Growing},
 };
 
-/// Where a region's pages are kept: functions of the program. They are called from several threads at once, but never twice at once for the same page, and
-/// must not touch the region that they serve. No exception may leave them.
+/// Where a region's pages are kept: functions of the program. They are called from several threads
+/// at once, but never twice at once for the same page, and must not touch the region that they
+/// serve. No exception may leave them.
 ///
-/// farpage copies this struct; `context` stays the program's. Set all of it to zero, then `struct_bytes`, then the rest.
+/// farpage copies this struct; `context` stays the program's. Set all of it to zero, then
+/// `struct_bytes`, then the rest.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct farpage_store {
@@ -23,8 +25,10 @@ pub struct farpage_store {
     pub struct_bytes: usize,
     /// Passed to each function.
     pub context: *mut c_void,
-    /// Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one page or several, of which the region's last may be shorter.
-    /// Returns 0 or an errno, which counts for all of them. A page that has not been written since must read the same every time.
+    /// Reads exactly `bytes` bytes at `offset`, a multiple of the page size, into `buffer`: one
+    /// page or several, of which the region's last may be shorter. Returns 0 or an errno, which
+    /// counts for all of them. A page that has not been written since must read the same every
+    /// time.
     pub read: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -33,8 +37,8 @@ pub struct farpage_store {
             bytes: usize,
         ) -> c_int,
     >,
-    /// Writes all of `buffer` at `offset`. Returns 0 or an errno: then the page stays in memory, and flushing the region says so. May be null if the region
-    /// is `read_only`.
+    /// Writes all of `buffer` at `offset`. Returns 0 or an errno: then the page stays in memory,
+    /// and flushing the region says so. May be null if the region is `read_only`.
     pub write: Option<
         unsafe extern "C" fn(
             context: *mut c_void,
@@ -45,8 +49,8 @@ pub struct farpage_store {
     >,
     /// Makes all that was written durable. Returns 0 or an errno. May be null.
     pub flush: Option<unsafe extern "C" fn(context: *mut c_void) -> c_int>,
-    /// Called once when no other call runs and none will come, perhaps a moment after the region was unmapped, on any thread; also when the region could
-    /// not be mapped. May be null.
+    /// Called once when no other call runs and none will come, perhaps a moment after the region
+    /// was unmapped, on any thread; also when the region could not be mapped. May be null.
     pub release: Option<unsafe extern "C" fn(context: *mut c_void)>,
     /// How errors call the store; copied. May be null.
     pub name: *const c_char,
@@ -70,7 +74,8 @@ unsafe impl Sync for CStore {}
 
 impl CStore {
     /// # Safety
-    /// `store` points to as many bytes as it says, and its functions are what their documentation says.
+    /// `store` points to as many bytes as it says, and its functions are what their documentation
+    /// says.
     pub(crate) unsafe fn new(
         store: *const farpage_store,
         read_only: bool,

@@ -1,4 +1,5 @@
-//! The C examples: compiled as C by gcc and as C++ by g++, against the shared and the static library, by pkg-config and by CMake, and run.
+//! The C examples: compiled as C by gcc and as C++ by g++, against the shared and the static
+//! library, by pkg-config and by CMake, and run.
 
 mod common;
 

@@ -1,6 +1,7 @@
 //! The functions of `farpage.h` with arguments that are wrong, stores that fail, and names.
 //!
-//! The rule it keeps: whatever is passed, short of a wild pointer, the answer is a code and a message.
+//! The rule it keeps: whatever is passed, short of a wild pointer, the answer is a code and a
+//! message.
 
 mod common;
 
@@ -612,7 +613,8 @@ fn child_of_fork_gets_a_code_and_frees_nothing() {
     let mut options: farpage_region_options = blank();
     options.store = &store;
     let region = runtime.map(PAGE, &options).expect("a region");
-    // SAFETY: the child calls nothing but these functions, which take no lock that another thread of this process holds, and ends.
+    // SAFETY: the child calls nothing but these functions, which take no lock that another thread
+    // of this process holds, and ends.
     match unsafe { fork() }.expect("a child") {
         // SAFETY: handles that the parent made.
         ForkResult::Child => unsafe {

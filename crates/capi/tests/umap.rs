@@ -54,7 +54,8 @@ fn case(name: &str) -> Option<Command> {
         .env("UMAP_PAGE_FILLERS", "2")
         .env("UMAP_PAGE_EVICTORS", "2")
         .env("FARPAGE_DEADLINE", "2")
-        // The C library gives new threads arenas of 64 MiB of addresses each, which would look like growth.
+        // The C library gives new threads arenas of 64 MiB of addresses each, which would look like
+        // growth.
         .env("MALLOC_ARENA_MAX", "1");
     Some(command)
 }

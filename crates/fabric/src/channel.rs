@@ -1,7 +1,8 @@
 //! The seam of this crate: [`Channel`], one queue pair with its completion queue.
 //!
-//! The rule it keeps: a buffer moves into the operation and comes back in its completion, so that no code can
-//! touch memory that the transport is using. What the bytes mean is left to the callers.
+//! The rule it keeps: a buffer moves into the operation and comes back in its completion, so that
+//! no code can touch memory that the transport is using. What the bytes mean is left to the
+//! callers.
 
 use std::{
     os::fd::BorrowedFd,
@@ -14,8 +15,9 @@ use crate::regmem::RegBuf;
 
 /// Bytes that can take part in an operation: the same bytes until the buffer is dropped.
 pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
-    /// The registered buffer that these bytes are, from its first byte on. A channel over an adapter moves them as they lie; others it has to
-    /// copy. Channels without an adapter do not ask.
+    /// The registered buffer that these bytes are, from its first byte on. A channel over an
+    /// adapter moves them as they lie; others it has to copy. Channels without an adapter do not
+    /// ask.
     fn registered(&self) -> Option<&RegBuf> {
         None
     }
@@ -30,17 +32,20 @@ pub enum Verb {
     Read,
     /// The buffer to remote memory.
     Write,
-    /// A step on the 8 bytes of remote memory at a multiple of 8. The word's old value comes back in the buffer: 8 bytes, little-endian as on the processors
-    /// that farpage runs on.
+    /// A step on the 8 bytes of remote memory at a multiple of 8. The word's old value comes back
+    /// in the buffer: 8 bytes, little-endian as on the processors that farpage runs on.
     ///
-    /// It is atomic with all other atomics that go through the same server's adapter, or else through processors: with those of all channels of the session in
-    /// any case. Over shared memory, TCP and the simulation a processor does it, so that threads of the server may use the word too
-    /// (`lock` instructions); an adapter promises nothing to processors (`IBV_ATOMIC_HCA`), nor do WRITEs of the same word on any fabric. A READ of the word
-    /// alone may be torn by contract, and is not on any machine that we know.
+    /// It is atomic with all other atomics that go through the same server's adapter, or else
+    /// through processors: with those of all channels of the session in any case. Over shared
+    /// memory, TCP and the simulation a processor does it, so that threads of the server may use
+    /// the word too (`lock` instructions); an adapter promises nothing to processors
+    /// (`IBV_ATOMIC_HCA`), nor do WRITEs of the same word on any fabric. A READ of the word alone
+    /// may be torn by contract, and is not on any machine that we know.
     ///
-    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after those that were posted before it; operations that are posted after it may
-    /// take place before it, unless they wait for its end. An atomic that ends in
-    /// [`Disconnected`](ChannelError::Disconnected) or [`TimedOut`](ChannelError::TimedOut) may have taken place, or still take place at a server
+    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after those that were
+    /// posted before it; operations that are posted after it may take place before it, unless they
+    /// wait for its end. An atomic that ends in [`Disconnected`](ChannelError::Disconnected) or
+    /// [`TimedOut`](ChannelError::TimedOut) may have taken place, or still take place at a server
     /// that was only slow, once: nothing repeats it by itself, and who does has to know which.
     Atomic(Atomic),
 }
@@ -63,7 +68,8 @@ pub struct Op<B> {
     pub extent: ExtentId,
     /// Where in the extent, in bytes.
     pub offset: u64,
-    /// How many bytes; at most the buffer's length and [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), and 8 of an atomic.
+    /// How many bytes; at most the buffer's length and
+    /// [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), and 8 of an atomic.
     pub len: u32,
     /// Moves in here and comes back in the [`Completion`].
     pub buf: B,
@@ -90,8 +96,8 @@ pub struct Completion<B> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
-    /// The peer is gone or the connection broke. This channel is dead: every operation on it fails so from now on.
-    /// A channel opened anew from the same session may work.
+    /// The peer is gone or the connection broke. This channel is dead: every operation on it fails
+    /// so from now on. A channel opened anew from the same session may work.
     #[error("connection to {endpoint} lost: {reason}")]
     Disconnected {
         /// The server's endpoint.
@@ -107,7 +113,8 @@ pub enum ChannelError {
         /// The deadline that passed.
         deadline: Duration,
     },
-    /// The address is not in a lease of this client, or an atomic's is no multiple of 8; repeating the operation does not help.
+    /// The address is not in a lease of this client, or an atomic's is no multiple of 8; repeating
+    /// the operation does not help.
     #[error(
         "{endpoint} refused {len} bytes at {offset} of extent {extent}: not leased to this client, out of its range, or for an atomic no multiple of 8"
     )]
@@ -132,7 +139,8 @@ pub enum ChannelError {
 }
 
 impl ChannelError {
-    /// Whether the same operation may succeed on a new channel. READs and WRITEs may be repeated then; an atomic may have taken place already.
+    /// Whether the same operation may succeed on a new channel. READs and WRITEs may be repeated
+    /// then; an atomic may have taken place already.
     pub fn is_transient(&self) -> bool {
         !matches!(self, Self::Refused { .. } | Self::NoAtomics { .. })
     }
@@ -147,7 +155,8 @@ pub struct Wait<'a> {
     pub readable: bool,
     /// Wake when the descriptor is writable (bytes of posted operations are still to be sent).
     pub writable: bool,
-    /// Poll again at this time at the latest (operation deadline, or a completion that a shaped link holds back).
+    /// Poll again at this time at the latest (operation deadline, or a completion that a shaped
+    /// link holds back).
     pub until: Option<Instant>,
 }
 
@@ -156,14 +165,16 @@ pub trait Channel<B: Buf>: Send {
     /// Hands an operation over. Does not wait for the peer.
     ///
     /// # Errors
-    /// [`Busy`] with the operation when the queue is full. On a dead channel the operation is accepted and completes with an error.
+    /// [`Busy`] with the operation when the queue is full. On a dead channel the operation is
+    /// accepted and completes with an error.
     ///
     /// # Panics
-    /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES) holds, or an atomic's is not 8.
+    /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES)
+    /// holds, or an atomic's is not 8.
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
 
-    /// As [`post`](Self::post); and the peer is woken when a WRITE has been placed, where the fabric can do that and the peer is made for it (immediate data).
-    /// Default: nobody is woken.
+    /// As [`post`](Self::post); and the peer is woken when a WRITE has been placed, where the
+    /// fabric can do that and the peer is made for it (immediate data). Default: nobody is woken.
     ///
     /// # Errors
     /// As [`post`](Self::post).
@@ -174,12 +185,14 @@ pub trait Channel<B: Buf>: Send {
         self.post(op)
     }
 
-    /// Moves bytes as far as possible without blocking, appends what has ended to `done` and returns how many that were.
+    /// Moves bytes as far as possible without blocking, appends what has ended to `done` and
+    /// returns how many that were.
     ///
     /// Every posted operation ends exactly once, on a dead channel with an error.
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize;
 
-    /// Whether WRITEs are placed in the order in which they were posted, each with all bytes before the next. Default: no.
+    /// Whether WRITEs are placed in the order in which they were posted, each with all bytes before
+    /// the next. Default: no.
     fn writes_in_order(&self) -> bool {
         false
     }
@@ -191,7 +204,8 @@ pub trait Channel<B: Buf>: Send {
     fn wait(&self) -> Wait<'_>;
 }
 
-/// Several channels with what they share: posted to one by one, polled and waited for together, by one thread at a time.
+/// Several channels with what they share: posted to one by one, polled and waited for together, by
+/// one thread at a time.
 pub(crate) trait Channels<B: Buf>: Send {
     /// As [`Channel::post`], on the channel of this number.
     fn post(&mut self, number: usize, op: Op<B>) -> Result<(), Busy<B>>;
@@ -249,7 +263,8 @@ impl<B: Buf> Channels<B> for Alone<B> {
     }
 }
 
-/// Asserts what every caller of [`Channel::post`] promises; a longer operation would read beyond its buffer.
+/// Asserts what every caller of [`Channel::post`] promises; a longer operation would read beyond
+/// its buffer.
 pub(crate) fn check_len<B: Buf>(op: &Op<B>) {
     let most = op
         .buf

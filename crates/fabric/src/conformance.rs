@@ -1,8 +1,9 @@
 //! The suite that every fabric must pass.
 //!
-//! The rule it keeps: it knows nothing about a fabric but how to begin a session, so that a new transport adds one line to
-//! the tests. A test calls [`check`] with a [`Fabric`]; a failed expectation panics with its story. What a server's policy
-//! is (leases that expire, capacity over several clients) is left to the server's tests.
+//! The rule it keeps: it knows nothing about a fabric but how to begin a session, so that a new
+//! transport adds one line to the tests. A test calls [`check`] with a [`Fabric`]; a failed
+//! expectation panics with its story. What a server's policy is (leases that expire, capacity over
+//! several clients) is left to the server's tests.
 
 use std::{
     collections::HashSet,
@@ -30,7 +31,8 @@ pub struct Fabric<'a> {
     pub connect: &'a (dyn Fn() -> Arc<Session> + Sync),
     /// Kills the server without a goodbye. The suite connects no more after that.
     pub kill: Box<dyn FnOnce() + 'a>,
-    /// Whether what a killed server lent stays: over shared memory, when its process is another one.
+    /// Whether what a killed server lent stays: over shared memory, when its process is another
+    /// one.
     pub memory_stays: bool,
 }
 
@@ -362,7 +364,8 @@ fn another_clients_extent_is_refused(session: &Arc<Session>, other: &Arc<Session
         &mut *channel(other),
         op(Verb::Read, ExtentId(u64::MAX), 0, vec![9; 4096]),
     );
-    // One refused WRITE among good ones: the others end one way or the other, and the buffers come back.
+    // One refused WRITE among good ones: the others end one way or the other, and the buffers come
+    // back.
     let own = grant(other, 8 << 20);
     let mut channel = channel(other);
     for i in 0..8 {

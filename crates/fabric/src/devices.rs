@@ -1,4 +1,5 @@
-//! [`rdma_devices`]: the network adapters of this machine that the fabric `rdma` can use, for people and for tests.
+//! [`rdma_devices`]: the network adapters of this machine that the fabric `rdma` can use, for
+//! people and for tests.
 //!
 //! The rule it keeps: it asks and changes nothing; connections find their device by themselves.
 
@@ -15,7 +16,8 @@ use crate::rdma;
 pub struct RdmaDevice {
     /// As `ibv_devices` calls it.
     pub name: String,
-    /// Where servers on it can be reached, as far as its ports' identifiers (GIDs) are addresses: those of RoCE are. Link-local ones are left out.
+    /// Where servers on it can be reached, as far as its ports' identifiers (GIDs) are addresses:
+    /// those of RoCE are. Link-local ones are left out.
     pub addresses: Vec<IpAddr>,
 }
 
@@ -33,7 +35,8 @@ pub fn rdma_devices() -> Result<Vec<RdmaDevice>, String> {
         .collect())
 }
 
-/// Every port has a folder `gids` with a file per identifier, in the notation of IPv6 without abbreviations.
+/// Every port has a folder `gids` with a file per identifier, in the notation of IPv6 without
+/// abbreviations.
 fn addresses(ports: impl AsRef<Path>) -> Vec<IpAddr> {
     let files = fs::read_dir(ports).into_iter().flatten().flatten();
     let gids = files.flat_map(|port| fs::read_dir(port.path().join("gids")).into_iter().flatten());

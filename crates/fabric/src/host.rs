@@ -1,7 +1,8 @@
 //! The seam between a transport's server half and the daemon: [`Host`].
 //!
-//! The server halves in this crate move bytes and parse frames; who may have which memory is decided behind this trait.
-//! The rule it keeps: a transport never touches memory that [`Host::extent`] did not hand out for that very session.
+//! The server halves in this crate move bytes and parse frames; who may have which memory is
+//! decided behind this trait. The rule it keeps: a transport never touches memory that
+//! [`Host::extent`] did not hand out for that very session.
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
 
@@ -28,8 +29,9 @@ pub enum Transport {
     Shm,
     /// A network: a closed connection may come back within the lease.
     Tcp,
-    /// A network adapter that reads and writes the memory itself. As above; and a lease's memory is known to the adapter from its grant to
-    /// [`ExtentMemory::revoke`], so it is physically backed all that time.
+    /// A network adapter that reads and writes the memory itself. As above; and a lease's memory is
+    /// known to the adapter from its grant to [`ExtentMemory::revoke`], so it is physically backed
+    /// all that time.
     Rdma,
 }
 
@@ -38,7 +40,8 @@ pub enum Transport {
 pub enum Origin {
     /// A user of this machine, over a Unix socket.
     User(u32),
-    /// Another machine, or this one over the network. Of IPv6 the first half: the rest is every client's own choice.
+    /// Another machine, or this one over the network. Of IPv6 the first half: the rest is every
+    /// client's own choice.
     Address(IpAddr),
     /// The system did not say.
     Unknown,
@@ -74,7 +77,8 @@ pub enum Asker {
     Key(PublicKey),
 }
 
-/// Who may have which memory. Implemented by the daemon; called by the server half of every transport, from any thread.
+/// Who may have which memory. Implemented by the daemon; called by the server half of every
+/// transport, from any thread.
 pub trait Host: Send + Sync + 'static {
     /// A client's control connection begins a session, or resumes one after a loss.
     fn admit(
@@ -97,26 +101,31 @@ pub trait Host: Send + Sync + 'static {
     fn drop_frame(&self, _origin: Origin, _bytes: u64) {}
     /// The client lives.
     fn renew(&self, session: SessionId) -> Result<(), Refusal>;
-    /// A control connection ended without a goodbye: its client is dead, or was cut off and may come back.
+    /// A control connection ended without a goodbye: its client is dead, or was cut off and may
+    /// come back.
     fn lost(&self, session: SessionId);
-    /// The client closed its session in an orderly way: what it held is freed, named regions that it published stay.
+    /// The client closed its session in an orderly way: what it held is freed, named regions that
+    /// it published stay.
     fn close(&self, session: SessionId);
 
     /// Leases zeroed memory to the session.
     fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal>;
     /// Ends the lease of one extent. Published names keep theirs.
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal>;
-    /// The memory of an extent, if it is leased to the session. On the data path: called per operation.
+    /// The memory of an extent, if it is leased to the session. On the data path: called per
+    /// operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
-    /// The session's client proved that it holds `key`: names belong to keys. For good, also after a resumption.
+    /// The session's client proved that it holds `key`: names belong to keys. For good, also after
+    /// a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
-    /// Holds a name for the session, which nobody holds and, unless `replace`, which is not bound. It stays bound to what it is.
+    /// Holds a name for the session, which nobody holds and, unless `replace`, which is not bound.
+    /// It stays bound to what it is.
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal>;
     /// Ends a claim. A name that is not bound is free again.
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
-    /// Binds a name to a manifest and extents of the session, replacing what it was bound to before, atomically. The session holds the
-    /// name, or it is not bound.
+    /// Binds a name to a manifest and extents of the session, replacing what it was bound to
+    /// before, atomically. The session holds the name, or it is not bound.
     fn publish(
         &self,
         session: SessionId,
@@ -128,8 +137,8 @@ pub trait Host: Send + Sync + 'static {
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal>;
     /// Forgets a name and frees its memory. The operator says whose with `owner`.
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
-    /// The names of the asker's key, of all keys where it is the operator's: in their order, those behind `after`,
-    /// [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at most.
+    /// The names of the asker's key, of all keys where it is the operator's: in their order, those
+    /// behind `after`, [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at most.
     fn names(
         &self,
         asker: Asker,

@@ -1,8 +1,9 @@
-//! One-sided READ, WRITE and atomics on remote memory, over shared memory, TCP, RDMA or a seeded simulation.
+//! One-sided READ, WRITE and atomics on remote memory, over shared memory, TCP, RDMA or a seeded
+//! simulation.
 //!
-//! The rule it keeps: a transport moves bytes and never learns what they mean. A client holds a [`Session`] per server
-//! and a [`Channel`] per worker thread; a daemon implements [`host::Host`] and runs [`server::serve`]. Pages, slots and
-//! retries are left to the callers above.
+//! The rule it keeps: a transport moves bytes and never learns what they mean. A client holds a
+//! [`Session`] per server and a [`Channel`] per worker thread; a daemon implements [`host::Host`]
+//! and runs [`server::serve`]. Pages, slots and retries are left to the callers above.
 
 mod allowance;
 pub mod channel;

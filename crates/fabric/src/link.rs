@@ -1,7 +1,8 @@
 //! [`Link`]: makes a fast local fabric behave like a slower network.
 //!
-//! The rule it keeps: operations go ahead at once and only their completions are held back, so that what is measured
-//! is the link's rate and not the shaper's. The downside: remote bytes change earlier than on a real slow link.
+//! The rule it keeps: operations go ahead at once and only their completions are held back, so that
+//! what is measured is the link's rate and not the shaper's. The downside: remote bytes change
+//! earlier than on a real slow link.
 
 use std::{
     cmp::Reverse,
@@ -12,21 +13,24 @@ use std::{
 
 use crate::{Buf, Busy, Channel, Completion, Op, Verb, Wait};
 
-/// Operations in flight at most, held back ones included: without a bound a fast fabric would pile them up.
+/// Operations in flight at most, held back ones included: without a bound a fast fabric would pile
+/// them up.
 const DEPTH: usize = 64;
 
-/// A full-duplex link that the channels of a runtime share: READs and atomics fill one direction, WRITEs the other.
+/// A full-duplex link that the channels of a runtime share: READs and atomics fill one direction,
+/// WRITEs the other.
 #[derive(Debug)]
 pub struct Link {
     bytes_per_s: f64,
     latency: Duration,
-    /// When the direction has moved everything that was given to it: inbound, outbound. A signal handler may post, and the standard library's
-    /// locks never allocate.
+    /// When the direction has moved everything that was given to it: inbound, outbound. A signal
+    /// handler may post, and the standard library's locks never allocate.
     free_at: [Mutex<Instant>; 2],
 }
 
 impl Link {
-    /// A link that moves `gbps` gigabits per second in each direction and adds `latency_us` microseconds to every operation.
+    /// A link that moves `gbps` gigabits per second in each direction and adds `latency_us`
+    /// microseconds to every operation.
     ///
     /// # Panics
     /// When `gbps` is not above zero or `latency_us` is below zero.

@@ -1,8 +1,9 @@
 //! [`ExtentMemory`]: the memory of one extent on the server's side, a sealed memfd.
 //!
-//! The law of this file: the bytes are changed at any time by clients that share them, so no reference to them is ever
-//! made; they are touched only through bounds-checked raw copies and by system calls that are given raw addresses.
-//! Who may use which extent is left to the [`Host`](crate::host::Host).
+//! The law of this file: the bytes are changed at any time by clients that share them, so no
+//! reference to them is ever made; they are touched only through bounds-checked raw copies and by
+//! system calls that are given raw addresses. Who may use which extent is left to the
+//! [`Host`](crate::host::Host).
 
 use std::{
     fs::File,
@@ -32,9 +33,9 @@ const COPY_BYTES: u64 = 64 << 10;
 /// One lease of an extent: zeroed memory that nobody can resize, mapped here on first use.
 ///
 /// Each lease has a handle of its own, so that [`revoke`](Self::revoke) ends one lease and
-/// [`lease_anew`](Self::lease_anew) hands the same bytes to the next. A client that was given the descriptor over
-/// shared memory may keep its own mapping after the lease: bytes that must be out of its reach are
-/// [copied afresh](Self::copy_afresh).
+/// [`lease_anew`](Self::lease_anew) hands the same bytes to the next. A client that was given the
+/// descriptor over shared memory may keep its own mapping after the lease: bytes that must be out
+/// of its reach are [copied afresh](Self::copy_afresh).
 #[derive(Debug)]
 pub struct ExtentMemory {
     /// What makes the memory known to an adapter; ends with the lease. Dropped before the mapping.
@@ -66,7 +67,8 @@ impl ExtentFile {
     }
 }
 
-/// An address that is not in the extent, or a lease that has ended, or a word that is not at a multiple of 8.
+/// An address that is not in the extent, or a lease that has ended, or a word that is not at a
+/// multiple of 8.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended, or an atomic is not at a multiple of 8"
@@ -145,7 +147,8 @@ impl ExtentMemory {
     }
 
     /// Ends this lease: accesses through this handle fail from now on. One that has begun may still
-    /// end. Waits for nothing: an adapter reaches the memory until [`deregister`](Self::deregister).
+    /// end. Waits for nothing: an adapter reaches the memory until
+    /// [`deregister`](Self::deregister).
     pub fn revoke(&self) {
         self.revoked.store(true, Ordering::Relaxed);
     }
@@ -156,7 +159,8 @@ impl ExtentMemory {
         *self.registration() = None;
     }
 
-    /// Makes the memory known to an adapter by `register`, which is given all of it, until the lease ends.
+    /// Makes the memory known to an adapter by `register`, which is given all of it, until the
+    /// lease ends.
     ///
     /// # Errors
     /// What `register` or the kernel says; `NotFound` when the lease has ended meanwhile.
@@ -220,7 +224,8 @@ impl ExtentMemory {
         Ok(fresh)
     }
 
-    /// Gives the physical memory back now, even while somebody still maps the extent. Its bytes become zero.
+    /// Gives the physical memory back now, even while somebody still maps the extent. Its bytes
+    /// become zero.
     ///
     /// # Errors
     /// What the kernel says.
@@ -243,8 +248,9 @@ impl ExtentMemory {
         // SAFETY:
         // - source: checked against the mapping, which lives as long as `self`;
         // - destination: an exclusive slice of the same length, so the two cannot overlap;
-        // - others may change the source meanwhile: then some mix of old and new bytes is copied, which is what a
-        //   READ that races with a WRITE gives, and no reference to the shared bytes exists.
+        // - others may change the source meanwhile: then some mix of old and new bytes is copied,
+        //   which is what a READ that races with a WRITE gives, and no reference to the shared
+        //   bytes exists.
         unsafe { std::ptr::copy_nonoverlapping(shared.cast_const(), to.as_mut_ptr(), to.len()) };
         Ok(())
     }
@@ -255,7 +261,8 @@ impl ExtentMemory {
     /// [`OutOfLease`]; nothing is copied.
     pub fn copy_in(&self, offset: u64, from: &[u8]) -> Result<(), OutOfLease> {
         let shared = self.address(offset, from.len() as u64)?;
-        // SAFETY: as in `copy_out`, with the roles of source and destination exchanged; the mapping is writable.
+        // SAFETY: as in `copy_out`, with the roles of source and destination exchanged; the mapping
+        // is writable.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), shared, from.len()) };
         Ok(())
     }
@@ -270,7 +277,8 @@ impl ExtentMemory {
         if !word.is_aligned() {
             return Err(self.outside(offset, len));
         }
-        // SAFETY: eight bytes of the mapping, aligned as looked at above, and mapped as long as `self`.
+        // SAFETY: eight bytes of the mapping, aligned as looked at above, and mapped as long as
+        // `self`.
         Ok(unsafe { apply(word, atomic) })
     }
 
@@ -321,10 +329,11 @@ impl ExtentMemory {
 pub(crate) unsafe fn apply(word: *mut u64, atomic: Atomic) -> u64 {
     // SAFETY:
     // - aligned and mapped, as the caller promises;
-    // - shared memory has no other references than such; whoever WRITEs the word meanwhile, as nobody should, changes only which number is found.
+    // - shared memory has no other references than such; whoever WRITEs the word meanwhile, as
+    //   nobody should, changes only which number is found.
     let word = unsafe { AtomicU64::from_ptr(word) };
-    // Memory holds little-endian numbers, as this processor does. Ordered as operations over a network are: after what was done before, and before
-    // what is done once the old value is known.
+    // Memory holds little-endian numbers, as this processor does. Ordered as operations over a
+    // network are: after what was done before, and before what is done once the old value is known.
     match atomic {
         Atomic::FetchAdd(summand) => word.fetch_add(summand, Ordering::AcqRel),
         Atomic::CompareSwap { expected, new } => {

@@ -1,4 +1,5 @@
-//! What stands for the fabric `rdma` in a build without it: types that have no values, and the reason.
+//! What stands for the fabric `rdma` in a build without it: types that have no values, and the
+//! reason.
 
 use std::{
     io,

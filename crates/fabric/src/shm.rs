@@ -1,17 +1,18 @@
-//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's mapping, and atomics the processor's own, one
-//! in each poll, so that the caller can use what was copied while it is in the caches.
+//! The client half of shared memory: READ and WRITE are copies between a buffer and the extent's
+//! mapping, and atomics the processor's own, one in each poll, so that the caller can use what was
+//! copied while it is in the caches.
 //!
-//! The law of this file: a mapping holds bytes that others may change, so no reference to them is made; they are copied
-//! through bounds-checked raw pointers.
+//! The law of this file: a mapping holds bytes that others may change, so no reference to them is
+//! made; they are copied through bounds-checked raw pointers.
 //!
-//! The server takes no part, so channels go on while it is stopped, and after its process has ended:
-//! nobody else can come by the memory then. They stop when the server ends the session, which the
-//! session says by its [`Death`]; and when the server's process has ended and the last renewal that it
-//! answered is older than the lease, since it may have ended the session before. A client that was stopped for longer than its lease may copy into
-//! memory that is no longer its own before it hears of that. Memory of an unnamed region is never lent
-//! twice, so that nobody else reads it. That of a named one is copied for the next holder where that is
-//! another user; the same user's next process checks what it reads against the hashes of its page
-//! map.
+//! The server takes no part, so channels go on while it is stopped, and after its process has
+//! ended: nobody else can come by the memory then. They stop when the server ends the session,
+//! which the session says by its [`Death`]; and when the server's process has ended and the last
+//! renewal that it answered is older than the lease, since it may have ended the session before. A
+//! client that was stopped for longer than its lease may copy into memory that is no longer its own
+//! before it hears of that. Memory of an unnamed region is never lent twice, so that nobody else
+//! reads it. That of a named one is copied for the next holder where that is another user; the same
+//! user's next process checks what it reads against the hashes of its page map.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -39,7 +40,8 @@ use crate::{
 /// How many operations may wait: enough for any caller's batch.
 const DEPTH: usize = 64;
 
-/// Extents that a channel remembers without allocating, as a signal handler must: 16 GiB to 1 TiB, as a region asks for them.
+/// Extents that a channel remembers without allocating, as a signal handler must: 16 GiB to 1 TiB,
+/// as a region asks for them.
 const CACHED: usize = 1024;
 
 const NO_PANIC: &str = "nothing panics under this lock";
@@ -49,12 +51,13 @@ const NO_PANIC: &str = "nothing panics under this lock";
 pub(crate) struct Mapped {
     id: ExtentId,
     map: MmapRaw,
-    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards nothing else.
+    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
+    /// nothing else.
     released: AtomicBool,
 }
 
-/// The extents of one session; channels keep copies, so that its lock is not on the data path. It is the standard library's, which never
-/// allocates: a signal handler may look an extent up.
+/// The extents of one session; channels keep copies, so that its lock is not on the data path. It
+/// is the standard library's, which never allocates: a signal handler may look an extent up.
 #[derive(Debug, Default)]
 pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<Mapped>>>);
 
@@ -85,7 +88,8 @@ impl Directory {
         Ok(())
     }
 
-    /// Forgets a lease. Channels unmap it when they next look one up; the server takes its memory back at once.
+    /// Forgets a lease. Channels unmap it when they next look one up; the server takes its memory
+    /// back at once.
     pub(crate) fn remove(&self, id: ExtentId) {
         if let Some(mapped) = self.0.write().expect(NO_PANIC).remove(&id) {
             mapped.released.store(true, Ordering::Relaxed);
@@ -140,18 +144,21 @@ impl<B: Buf> ShmChannel<B> {
         let Some(mapped) = mapped else {
             return Err(refused(&self.endpoint, op));
         };
-        // SAFETY: the filter above checked `offset + len` against the mapping, so `offset` is inside or at its end.
+        // SAFETY: the filter above checked `offset + len` against the mapping, so `offset` is
+        // inside or at its end.
         let shared = unsafe { mapped.map.as_mut_ptr().add(offset as usize) };
         match op.verb {
             Verb::Read => {
                 let local = &mut op.buf.as_mut()[..len];
                 // SAFETY:
-                // - source: `len` bytes of the mapping, checked above, kept mapped by the `Arc` in the cache;
-                // - destination: an exclusive slice of `len` bytes; memory of the server's extents is never a buffer
-                //   of ours, so the two do not overlap;
+                // - source: `len` bytes of the mapping, checked above, kept mapped by the `Arc` in
+                //   the cache;
+                // - destination: an exclusive slice of `len` bytes; memory of the server's extents
+                //   is never a buffer of ours, so the two do not overlap;
                 // - a peer may change the source meanwhile, which only changes which bytes arrive.
                 unsafe { std::ptr::copy_nonoverlapping(shared, local.as_mut_ptr(), len) };
-                // Pairs with a release store by the memory's owner: what it did before is seen by what follows.
+                // Pairs with a release store by the memory's owner: what it did before is seen by
+                // what follows.
                 fence(Ordering::Acquire);
             }
             Verb::Write => {
@@ -162,7 +169,8 @@ impl<B: Buf> ShmChannel<B> {
                 unsafe { std::ptr::copy_nonoverlapping(local.as_ptr(), shared, len) };
             }
             Verb::Atomic(atomic) => {
-                // SAFETY: 8 bytes of the mapping, as above, and aligned, since its first byte and the offset are.
+                // SAFETY: 8 bytes of the mapping, as above, and aligned, since its first byte and
+                // the offset are.
                 let old = unsafe { memory::apply(shared.cast(), atomic) };
                 op.buf.as_mut()[..len].copy_from_slice(&old.to_le_bytes());
             }

@@ -1,8 +1,9 @@
 //! A simulated server and its faults, inside this process: seeded, in virtual steps, no wall clock.
 //!
-//! The rule it keeps: what happens depends on the seed and on the order of calls alone. A step is one
-//! [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost operations (which may have taken
-//! place or not, and WRITEs among them may yet, until their line has a new channel), the server's death. Not injected: corrupted bytes.
+//! The rule it keeps: what happens depends on the seed and on the order of calls alone. A step is
+//! one [`poll`](Channel::poll) of a channel. Injected: delay, reordering, a link rate, lost
+//! operations (which may have taken place or not, and WRITEs among them may yet, until their line
+//! has a new channel), the server's death. Not injected: corrupted bytes.
 
 use std::{
     collections::HashMap,
@@ -40,7 +41,8 @@ pub struct SimConfig {
     pub delay_steps: u64,
     /// Whether completions come in the order of their delays rather than of their operations.
     pub reorder: bool,
-    /// One operation in so many is lost and ends in `TimedOut` after [`timeout_steps`](Self::timeout_steps).
+    /// One operation in so many is lost and ends in `TimedOut` after
+    /// [`timeout_steps`](Self::timeout_steps).
     pub lose_one_in: Option<u64>,
     /// The operation deadline.
     pub timeout_steps: u64,
@@ -53,7 +55,8 @@ pub struct SimConfig {
 }
 
 impl SimConfig {
-    /// Delays of up to 8 steps with reordering, no loss, no death, no rate, 64 operations deep, 1 GiB.
+    /// Delays of up to 8 steps with reordering, no loss, no death, no rate, 64 operations deep, 1
+    /// GiB.
     pub fn new(seed: u64) -> Self {
         Self {
             seed,
@@ -350,7 +353,8 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
 }
 
 impl<B: Buf> SimChannel<B> {
-    /// The channel is dead: the operation has taken place, and what it would have said matters to nobody; or it has not; or it may yet.
+    /// The channel is dead: the operation has taken place, and what it would have said matters to
+    /// nobody; or it has not; or it may yet.
     fn lose(&mut self, op: &mut Op<B>) {
         match (self.random.below(3), op.verb) {
             (0, _) => {
@@ -409,7 +413,8 @@ impl Random {
     }
 }
 
-/// The plainest [`Host`]: everybody is admitted, names are everybody's, and leases do not expire. For simulations and for tests of transports.
+/// The plainest [`Host`]: everybody is admitted, names are everybody's, and leases do not expire.
+/// For simulations and for tests of transports.
 #[derive(Debug)]
 pub struct SimHost {
     capacity_bytes: u64,

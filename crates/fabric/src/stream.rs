@@ -1,7 +1,9 @@
-//! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has an end.
+//! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has
+//! an end.
 //!
-//! The rule it keeps: sockets are non-blocking and each blocking-looking call takes the time at which it gives up. What
-//! the bytes mean is left to the callers, except for the hello and the control frames, which both sides share.
+//! The rule it keeps: sockets are non-blocking and each blocking-looking call takes the time at
+//! which it gives up. What the bytes mean is left to the callers, except for the hello and the
+//! control frames, which both sides share.
 
 use std::{
     io::{self, IoSlice, IoSliceMut, Read, Write},
@@ -89,7 +91,8 @@ impl Stream {
         }
     }
 
-    /// A descriptor and what to wait for on it to hear of the connection's end, and of nothing that the peer says.
+    /// A descriptor and what to wait for on it to hear of the connection's end, and of nothing that
+    /// the peer says.
     pub(crate) fn end(&self) -> (BorrowedFd<'_>, PollFlags) {
         match self {
             Self::Unix(_) | Self::Tcp(_) => {
@@ -193,7 +196,8 @@ impl Stream {
     pub(crate) fn wait(&self, events: PollFlags, until: Instant) -> io::Result<()> {
         let (events, again) = match self {
             Self::Unix(_) | Self::Tcp(_) => (events, None),
-            // What it wakes for is readable whatever it is. A peer does not say when it has room again: it is asked.
+            // What it wakes for is readable whatever it is. A peer does not say when it has room
+            // again: it is asked.
             Self::Rdma(_) => {
                 let asks = events.contains(PollFlags::POLLOUT);
                 (PollFlags::POLLIN, asks.then(|| Instant::now() + ASK_AGAIN))
@@ -365,7 +369,8 @@ impl Stream {
             let mut batch = Vec::new();
             for message in message.cmsgs()? {
                 if let ControlMessageOwned::ScmRights(fds) = message {
-                    // SAFETY: the kernel made these descriptors for this call, and nobody else knows them.
+                    // SAFETY: the kernel made these descriptors for this call, and nobody else
+                    // knows them.
                     batch.extend(
                         fds.into_iter()
                             .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
@@ -433,12 +438,14 @@ impl AsRawFd for Stream {
     }
 }
 
-/// A `msghdr` with nothing but its vectors: `writev` would raise SIGPIPE in a program that has not masked it.
+/// A `msghdr` with nothing but its vectors: `writev` would raise SIGPIPE in a program that has not
+/// masked it.
 pub(crate) struct Message(libc::msghdr);
 
 impl Message {
     pub(crate) fn new(vectors: *mut libc::iovec, count: usize) -> Self {
-        // SAFETY: a `msghdr` is plain data, and all zeros is one without name, vectors and control data.
+        // SAFETY: a `msghdr` is plain data, and all zeros is one without name, vectors and control
+        // data.
         let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
         header.msg_iov = vectors;
         header.msg_iovlen = count as _;
@@ -484,7 +491,8 @@ fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
     let addresses = resolve(host, port, until)?;
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for (tried, address) in addresses.iter().enumerate() {
-        // Those that are left get their part of the time: the first may be one that answers nothing.
+        // Those that are left get their part of the time: the first may be one that answers
+        // nothing.
         let left =
             until.saturating_duration_since(Instant::now()) / (addresses.len() - tried) as u32;
         match TcpStream::connect_timeout(address, left.max(Duration::from_millis(1))) {
@@ -500,7 +508,8 @@ fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// The addresses of a host. The system's resolver takes its time, and cannot be stopped: it is asked on a thread of its own.
+/// The addresses of a host. The system's resolver takes its time, and cannot be stopped: it is
+/// asked on a thread of its own.
 pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<SocketAddr>> {
     if let Ok(address) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
@@ -533,7 +542,8 @@ fn ask_until<T: Send + 'static>(
     receiver.recv_timeout(left).ok()
 }
 
-/// An idle connection says something after [`IDLE`], so that routers remember it, and so that its end is known before it is needed.
+/// An idle connection says something after [`IDLE`], so that routers remember it, and so that its
+/// end is known before it is needed.
 pub(crate) fn keep_alive(socket: &TcpStream) -> io::Result<()> {
     setsockopt(socket, sockopt::KeepAlive, &true)?;
     setsockopt(socket, sockopt::TcpKeepIdle, &(IDLE.as_secs() as u32))?;

@@ -1,10 +1,11 @@
-//! The client half of TCP: pipelined operations on one connection, received straight into their buffers.
+//! The client half of TCP: pipelined operations on one connection, received straight into their
+//! buffers.
 //!
-//! The rule it keeps: the server answers in the order of the operations, so the bytes that come next always have a known
-//! place, and no byte is copied here. Nothing in this file waits or spins.
+//! The rule it keeps: the server answers in the order of the operations, so the bytes that come
+//! next always have a known place, and no byte is copied here. Nothing in this file waits or spins.
 //!
-//! Operations queue in `ops`, oldest first: the first `sent` are on the wire and wait for their answers, the next `batch`
-//! are being sent, the rest will make the next batch.
+//! Operations queue in `ops`, oldest first: the first `sent` are on the wire and wait for their
+//! answers, the next `batch` are being sent, the rest will make the next batch.
 
 use std::{
     array,
@@ -30,8 +31,9 @@ use crate::{
 /// Operations in flight at most.
 const DEPTH: usize = MAX_BATCH;
 
-/// A batch is closed at so many payload bytes, so that the server can answer its first operations while later ones
-/// still travel. Measured from 64 KiB to 1 MiB: below, 64 KiB operations pay for more system calls than they gain.
+/// A batch is closed at so many payload bytes, so that the server can answer its first operations
+/// while later ones still travel. Measured from 64 KiB to 1 MiB: below, 64 KiB operations pay for
+/// more system calls than they gain.
 const BATCH_BYTES: usize = 1 << 20;
 
 /// One connection.
@@ -194,7 +196,8 @@ impl<B: Buf> TcpChannel<B> {
             match self.stream.write_vectored(&slices[..count]) {
                 Ok(bytes) => self.batch_sent_bytes += bytes,
                 Err(error) if retry(&error) => return Ok(()),
-                // The reason of a refusal may still wait to be read, so receiving decides what this means.
+                // The reason of a refusal may still wait to be read, so receiving decides what this
+                // means.
                 Err(_) if self.sent > 0 => return Ok(()),
                 Err(error) => return Err(self.lost(describe(&error))),
             }
@@ -294,7 +297,8 @@ impl<B: Buf> TcpChannel<B> {
                     status: Status::Refused,
                     ..
                 }) => {
-                    // The server closes after a refusal: this operation learns why, the others that the line is gone.
+                    // The server closes after a refusal: this operation learns why, the others that
+                    // the line is gone.
                     let error = refused(&self.endpoint, &oldest.op);
                     let refused = self.ops.pop_front().expect("looked at above");
                     done.push(refused.complete(Err(error)));

@@ -1,4 +1,5 @@
-//! What the conformance suite cannot see of atomics: the server's side of the memory, and what a connection that ends leaves.
+//! What the conformance suite cannot see of atomics: the server's side of the memory, and what a
+//! connection that ends leaves.
 
 use std::{
     sync::Arc,
@@ -15,7 +16,8 @@ use farpage_fabric::{
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs `test` with a server; whoever calls its third argument has ended the server when that returns.
+/// Runs `test` with a server; whoever calls its third argument has ended the server when that
+/// returns.
 fn with_server(
     endpoint: &Endpoint,
     test: impl FnOnce(&dyn Fn() -> Arc<Session>, &SimHost, &(dyn Fn() + Sync)),
@@ -132,7 +134,8 @@ fn what_was_in_flight_when_the_server_ended_took_place_at_most_once() {
         with_server(&tcp(), |connect, host, end| {
             let session = connect();
             let extent = session.grant(4096).expect("room").id;
-            // The lease ends with the session, whose end the server cannot hear any more; the handle stays.
+            // The lease ends with the session, whose end the server cannot hear any more; the
+            // handle stays.
             let memory = host.memory(extent).expect("granted").lease_anew();
             let mut channel = session.channel().expect("a live server");
             thread::scope(|scope| {

@@ -1,6 +1,7 @@
 //! What a machine or a server without RDMA says, and what `auto://` takes then.
 //!
-//! The rule it keeps: each test runs with the feature `rdma` and without it; those that need a device, or that there is none, say when they skip.
+//! The rule it keeps: each test runs with the feature `rdma` and without it; those that need a
+//! device, or that there is none, say when they skip.
 
 use std::{
     env,
@@ -16,7 +17,8 @@ use farpage_fabric::{
     sim::SimHost,
 };
 
-/// What a build without the feature, or a machine without a device, has to say: the state of things and the way out of it.
+/// What a build without the feature, or a machine without a device, has to say: the state of things
+/// and the way out of it.
 const REASON: [&str; 2] = if cfg!(feature = "rdma") {
     ["no RDMA device found", "modprobe rdma_rxe"]
 } else {
@@ -69,7 +71,8 @@ impl Write for Log {
     }
 }
 
-/// The session that `auto://` makes with a server at `at`, what was logged, and the server's endpoint.
+/// The session that `auto://` makes with a server at `at`, what was logged, and the server's
+/// endpoint.
 fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
     let listener = Listener::bind(at, SocketAccess::Owner).expect("a free port");
     let served = listener.endpoint().clone();

@@ -1,5 +1,6 @@
-//! The patterns: rings against a plain queue over a fabric that places bytes as late and as torn as it likes, rings and engines over the real
-//! fabrics, and what becomes of the others when one sender dies or lies.
+//! The patterns: rings against a plain queue over a fabric that places bytes as late and as torn as
+//! it likes, rings and engines over the real fabrics, and what becomes of the others when one
+//! sender dies or lies.
 
 #![expect(
     clippy::unwrap_used,
@@ -578,7 +579,8 @@ fn an_engine_hands_back_what_its_channels_finish_however_it_waits() {
     check(&sim.session(&SessionOptions::default()).unwrap());
 }
 
-/// READs what they have written over three channels to each of two servers, of which one dies half way.
+/// READs what they have written over three channels to each of two servers, of which one dies half
+/// way.
 fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
     const PAGES: usize = 16;
     const OPS: usize = 1000;

@@ -1,6 +1,8 @@
-//! Registered memory: what is registered when, who owns which bytes, and what is said when there is none.
+//! Registered memory: what is registered when, who owns which bytes, and what is said when there is
+//! none.
 //!
-//! The rule: a registrar that records what it is told stands in for a network adapter, so that all of it runs anywhere.
+//! The rule: a registrar that records what it is told stands in for a network adapter, so that all
+//! of it runs anywhere.
 
 use std::{
     io,
@@ -289,7 +291,8 @@ fn threads_never_share_a_buffer() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Against the plainest model: buffers that are out do not overlap and keep their bytes; memory grows with the peak and not with time.
+    /// Against the plainest model: buffers that are out do not overlap and keep their bytes; memory
+    /// grows with the peak and not with time.
     #[test]
     fn buffers_that_are_out_do_not_overlap(steps in prop::collection::vec((1usize..300_000, any::<bool>()), 1..200)) {
         let pool = RegPool::new([], RegPoolOptions::default());

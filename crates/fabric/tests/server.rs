@@ -542,7 +542,8 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     };
     assert!(channel.post(op).is_ok());
     finish(&mut *channel).expect("leased");
-    // One after another, whatever had been sent before the lease ended may arrive; then comes the end.
+    // One after another, whatever had been sent before the lease ended may arrive; then comes the
+    // end.
     let sent = closed(data, "a READ whose lease has ended");
     let headers = usize::from(count) * ANSWER_HEADER_BYTES;
     let foreign = sent.iter().filter(|&&byte| byte == 0xbb).count();

@@ -1,7 +1,9 @@
-//! Why registrations are not cached by address: memory that is freed and mapped again has the old address and other pages.
+//! Why registrations are not cached by address: memory that is freed and mapped again has the old
+//! address and other pages.
 //!
-//! The rule: the adapter here is a model that does what real ones do. When memory is registered it looks up which physical pages lie
-//! there, once, and from then on it moves bytes to and from these. Physical memory is a memfd that the adapter maps for itself. Where there is an RDMA
+//! The rule: the adapter here is a model that does what real ones do. When memory is registered it
+//! looks up which physical pages lie there, once, and from then on it moves bytes to and from
+//! these. Physical memory is a memfd that the adapter maps for itself. Where there is an RDMA
 //! device, the same is shown with it.
 
 #![expect(
@@ -56,12 +58,14 @@ fn map(memory: &File, at: Option<usize>, pages: usize, first: usize) -> usize {
     let mut flags = MapFlags::MAP_SHARED;
     flags.set(MapFlags::MAP_FIXED, at.is_some());
     let (at, offset) = (at.and_then(NonZeroUsize::new), (first * PAGE_BYTES) as i64);
-    // SAFETY: it replaces nothing, or an address that the machine has reserved and that nobody uses.
+    // SAFETY: it replaces nothing, or an address that the machine has reserved and that nobody
+    // uses.
     let mapped = unsafe { mmap(at, length, protection, flags, memory, offset).unwrap() };
     mapped.as_ptr() as usize
 }
 
-/// Takes addresses, or takes them back: nobody else gets them, whatever other threads map meanwhile.
+/// Takes addresses, or takes them back: nobody else gets them, whatever other threads map
+/// meanwhile.
 fn reserve(at: Option<usize>, pages: usize) -> usize {
     let length = NonZeroUsize::new(pages * PAGE_BYTES).unwrap();
     let mut flags = MapFlags::MAP_PRIVATE;
@@ -138,7 +142,8 @@ impl Registrar for Machine {
 
 impl AsRef<[u8]> for Page {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: mapped until `self` is dropped; the adapter writes only while the test does not look.
+        // SAFETY: mapped until `self` is dropped; the adapter writes only while the test does not
+        // look.
         unsafe { slice::from_raw_parts(self.at as *const u8, PAGE_BYTES) }
     }
 }
@@ -170,7 +175,8 @@ impl ByAddress {
         let register = || {
             let start = NonNull::new(page.at as *mut u8).expect("not address zero");
             let memory = NonNull::slice_from_raw_parts(start, PAGE_BYTES);
-            // SAFETY: not kept, which is the mistake; this adapter has its own mapping of the pages.
+            // SAFETY: not kept, which is the mistake; this adapter has its own mapping of the
+            // pages.
             unsafe { self.machine.register(memory, Access::Local) }.expect("mapped")
         };
         let registration = self.known.entry(page.at).or_insert_with(register);
@@ -298,7 +304,8 @@ mod rdma {
             let mut known = self.known.lock().unwrap();
             let registration = match known.entry(memory.as_ptr().cast::<u8>() as usize) {
                 Entry::Occupied(known) => known.into_mut(),
-                // SAFETY: not kept, which is the mistake. The kernel keeps pages that an adapter knows, so that nothing else is harmed.
+                // SAFETY: not kept, which is the mistake. The kernel keeps pages that an adapter
+                // knows, so that nothing else is harmed.
                 Entry::Vacant(new) => new.insert(unsafe { self.adapter.register(memory, access) }?),
             };
             Ok(Registration::new(registration.keys(), ()))
@@ -327,8 +334,9 @@ mod rdma {
         done.buf
     }
 
-    /// READs 1 into a page, frees it, maps its address again and READs 2 into that, then WRITEs 3 from it: what is in the buffer after each READ,
-    /// and what is at the server at last. Everything goes through buffers of a pool before which `registrar` stands.
+    /// READs 1 into a page, frees it, maps its address again and READs 2 into that, then WRITEs 3
+    /// from it: what is in the buffer after each READ, and what is at the server at last.
+    /// Everything goes through buffers of a pool before which `registrar` stands.
     fn received_and_sent(
         test: &str,
         registrar: impl FnOnce(Arc<dyn Registrar>) -> Arc<dyn Registrar>,
@@ -394,7 +402,8 @@ mod rdma {
             },
         );
         if let Some(found) = found {
-            // The second READ has gone to the freed page, nothing has come into the buffer, and that freed page is what was sent.
+            // The second READ has gone to the freed page, nothing has come into the buffer, and
+            // that freed page is what was sent.
             assert_eq!(found, [1, 9, 2]);
         }
     }

@@ -73,8 +73,9 @@ impl RegionOptions {
 
     /// Names the region. Every flush and the close publish it on its servers under this name, where
     /// it outlives the program. The name is the region's from its creation on, which fails if the
-    /// name exists already: [open](crate::Runtime::open_region) it, [remove](crate::Runtime::remove)
-    /// it, or [replace](Self::replace) it. Does nothing for a region with a store of its own.
+    /// name exists already: [open](crate::Runtime::open_region) it,
+    /// [remove](crate::Runtime::remove) it, or [replace](Self::replace) it. Does nothing for a
+    /// region with a store of its own.
     pub fn name(mut self, name: impl Into<String>) -> Self {
         self.name = Some(name.into());
         self

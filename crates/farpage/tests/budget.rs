@@ -1,7 +1,9 @@
-//! The residency budget, seen from the kernel: the anonymous memory of a process that pages under pressure.
+//! The residency budget, seen from the kernel: the anonymous memory of a process that pages under
+//! pressure.
 //!
-//! The rule it keeps: measured in a process of its own that does nothing else, and whose server is in another one. Memory that a server
-//! lends over shm is shared memory and not anonymous, so that it is not counted.
+//! The rule it keeps: measured in a process of its own that does nothing else, and whose server is
+//! in another one. Memory that a server lends over shm is shared memory and not anonymous, so that
+//! it is not counted.
 
 #![expect(
     clippy::unwrap_used,
@@ -26,9 +28,11 @@ use farpage::{Allowance, ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 const THREADS: usize = 4;
 const ROUNDS: usize = 10;
 const CHILD: &str = "FARPAGE_TEST_BUDGET";
-/// What is not pages: words and entries of pages, page tables, heaps of threads. Measured at 0.5 to 2 MiB.
+/// What is not pages: words and entries of pages, page tables, heaps of threads. Measured at 0.5 to
+/// 2 MiB.
 const SLACK_BYTES: usize = 4 * MIB;
-/// Encoded pages travel in buffers beside the budget, up to so much per worker. Measured at 10 MiB for four.
+/// Encoded pages travel in buffers beside the budget, up to so much per worker. Measured at 10 MiB
+/// for four.
 const STAGING_BYTES: usize = 4 * 4 * MIB;
 
 #[test]
@@ -105,8 +109,9 @@ fn in_a_process_of_its_own(test: &'static str, body: fn(&str, u64)) {
     }
 }
 
-/// Random reads and writes on all regions from several threads while another watches the kernel's counter of anonymous pages. `smaps_rollup`
-/// is read between rounds: it walks the mappings one after the other, and would count a page twice that moves meanwhile.
+/// Random reads and writes on all regions from several threads while another watches the kernel's
+/// counter of anonymous pages. `smaps_rollup` is read between rounds: it walks the mappings one
+/// after the other, and would count a page twice that moves meanwhile.
 fn pressure(
     runtime: &Runtime,
     regions: &[(usize, usize, Codec)],

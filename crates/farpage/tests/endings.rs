@@ -1,6 +1,8 @@
-//! How arrays end when things go wrong: a panic, a close that fails, a fork, a server that is killed.
+//! How arrays end when things go wrong: a panic, a close that fails, a fork, a server that is
+//! killed.
 //!
-//! The rule it keeps: what was published last stays whole, what was not made safe stays with the program, and the program is told.
+//! The rule it keeps: what was published last stays whole, what was not made safe stays with the
+//! program, and the program is told.
 
 #![expect(
     clippy::unwrap_used,
@@ -172,7 +174,8 @@ fn a_named_array_reserves_both_versions_or_is_refused() {
         .array_with::<u64>(words, on_demand)
         .unwrap();
 
-    // What it asks for is enough: for both versions, their maps, and pages that leave while one is published. The server keeps the name besides.
+    // What it asks for is enough: for both versions, their maps, and pages that leave while one is
+    // published. The server keeps the name besides.
     let enough = Memory::start(Fabric::Shm, needed_bytes as usize + 64 * KIB);
     let runtime = enough.runtime(2 * MIB, PAGE);
     let mut field: RemoteArray<u64> = runtime.array_with(words, named("field")).unwrap();
@@ -280,7 +283,8 @@ fn fork_children(mode: &str) {
     assert_eq!(runtime.open_array::<u64>("ledger").unwrap()[0], 4);
 }
 
-/// Runs `child` in a child made by `fork`, and says how it ended. A child that hangs fails the test.
+/// Runs `child` in a child made by `fork`, and says how it ended. A child that hangs fails the
+/// test.
 fn in_child(child: impl FnOnce()) -> ExitStatus {
     // SAFETY: the child uses what the test is about, and ends itself.
     match unsafe { fork() }.unwrap() {

@@ -1,7 +1,8 @@
-//! Faults served by the threads that raise them: the same memory as ever, nothing that a signal handler must not do, and every other SIGBUS where it belongs.
+//! Faults served by the threads that raise them: the same memory as ever, nothing that a signal
+//! handler must not do, and every other SIGBUS where it belongs.
 //!
-//! The rule it keeps: the program's own handler of SIGBUS is there before the first runtime is, and returns once what it was called for has been mended, so
-//! that all tests share a process.
+//! The rule it keeps: the program's own handler of SIGBUS is there before the first runtime is, and
+//! returns once what it was called for has been mended, so that all tests share a process.
 
 #![expect(
     clippy::unwrap_used,
@@ -149,7 +150,8 @@ fn threads_see_the_same_array_as_without_paging() {
             let runtime = runtime(budget, Some(&memory.url));
             let mut array: RemoteArray<u64> = runtime.array(len).unwrap();
             let (_, words) = shared(&mut array);
-            // Each thread has its words in all pages, so that they want the same ones at the same time.
+            // Each thread has its words in all pages, so that they want the same ones at the same
+            // time.
             let models: Vec<_> = thread::scope(|scope| {
                 let threads: Vec<_> = (0..threads)
                     .map(|thread| scope.spawn(move || exercise(words, thread, threads, seed)))
@@ -216,7 +218,8 @@ fn handler_neither_allocates_nor_frees() {
         let (_, words) = shared(&mut array);
         let pass = |thread: usize| {
             let mut rng = Rng(thread as u64);
-            // In order, where pages come in runs; and in none, where threads now and then want the same page.
+            // In order, where pages come in runs; and in none, where threads now and then want the
+            // same page.
             for at in (0..len).step_by(PAGE_WORDS / 2) {
                 black_box(get(words, at));
             }
@@ -253,7 +256,8 @@ fn pages_that_threads_have_taken_out_come_back_when_they_are_wanted() {
         let mut array: RemoteArray<u64> = runtime.array(2 * MIB / 8).unwrap();
         array.advise(.., Advice::Random).unwrap();
         let (_, words) = shared(&mut array);
-        // Up to between the marks: threads take pages out, all of them changed, and no evictor has been called for.
+        // Up to between the marks: threads take pages out, all of them changed, and no evictor has
+        // been called for.
         for pages in 230..=242 {
             for page in 0..pages {
                 set(words, page * PAGE_WORDS, pages as u64);
@@ -528,7 +532,8 @@ fn pages_that_the_program_unmaps_leave_the_budget_at_once() {
     });
 }
 
-/// What a program does that uses addresses of a region for something else; returns what is there then.
+/// What a program does that uses addresses of a region for something else; returns what is there
+/// then.
 fn map_over(address: usize, bytes: usize) -> &'static mut [u8] {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
     let (at, rw) = (address as *mut _, libc::PROT_READ | libc::PROT_WRITE);

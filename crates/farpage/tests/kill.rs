@@ -1,7 +1,9 @@
-//! A memory server that dies or stalls in the middle of things, as a real process and by real signals.
+//! A memory server that dies or stalls in the middle of things, as a real process and by real
+//! signals.
 //!
-//! The rule it keeps: a program learns of lost memory by a typed error or by SIGBUS within its deadline; it never hangs, and never reads
-//! anything but what it wrote. Memory over shm is not lost with the server.
+//! The rule it keeps: a program learns of lost memory by a typed error or by SIGBUS within its
+//! deadline; it never hangs, and never reads anything but what it wrote. Memory over shm is not
+//! lost with the server.
 
 #![expect(
     clippy::unwrap_used,
@@ -103,7 +105,8 @@ fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
                 "{fabric}: {:?}",
                 since.elapsed()
             );
-            // Where all of the budget is taken by pages that cannot be written back, that may be found out first.
+            // Where all of the budget is taken by pages that cannot be written back, that may be
+            // found out first.
             if !(changed && matches!(error, PageError::NoFrame { .. })) {
                 assert_names_server(&error, &server.url);
             }
@@ -174,8 +177,9 @@ fn changed_pages_of_a_killed_server_stay_and_flush_names_it() {
     }
 }
 
-/// Of a server that was killed, and of one that says nothing any more, of which clients learn by waiting alone. What changed fills many windows of the
-/// evictors, of which each would wait on its own.
+/// Of a server that was killed, and of one that says nothing any more, of which clients learn by
+/// waiting alone. What changed fills many windows of the evictors, of which each would wait on its
+/// own.
 #[test]
 fn a_job_ends_at_its_first_lost_server() {
     let test = "a_job_ends_at_its_first_lost_server";
@@ -263,7 +267,8 @@ fn touching_lost_memory_raises_sigbus_within_the_deadline() {
     }
 }
 
-/// Four threads read and write remote memory until it is lost. A word that is not what was written ends the process with status 3.
+/// Four threads read and write remote memory until it is lost. A word that is not what was written
+/// ends the process with status 3.
 fn be_the_victim(url: &str) {
     let runtime = runtime(url, MIB);
     let mut array: RemoteArray<u64> = runtime.array(16 * MIB / 8).unwrap();

@@ -1,6 +1,8 @@
-//! Regions coming and going while everything else goes on, sizes and uses at the edges, and what regions promise by name and by advice.
+//! Regions coming and going while everything else goes on, sizes and uses at the edges, and what
+//! regions promise by name and by advice.
 //!
-//! The rule it keeps: what is checked is what the program sees (bytes, typed errors, figures), over shm and tcp where a server takes part.
+//! The rule it keeps: what is checked is what the program sees (bytes, typed errors, figures), over
+//! shm and tcp where a server takes part.
 
 #![expect(
     clippy::unwrap_used,
@@ -214,7 +216,8 @@ fn flush_takes_what_was_written_a_moment_ago() {
     let mut array: RemoteArray<u64> = runtime
         .array_with(64 * PAGE_WORDS, pages(0).store(store))
         .unwrap();
-    // Each page is flushed as soon as its first word is written, when its filler has hardly mapped it.
+    // Each page is flushed as soon as its first word is written, when its filler has hardly mapped
+    // it.
     for round in 1..20 {
         for page in 0..64 {
             let before = stored.load(Ordering::Relaxed);
@@ -457,7 +460,8 @@ fn system_calls_read_into_absent_pages_and_write_from_them() {
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 64 * MIB);
         for page_bytes in [PAGE, 64 * KIB] {
-            // One system call goes over many times what the budget holds. Only filler threads can serve its faults.
+            // One system call goes over many times what the budget holds. Only filler threads can
+            // serve its faults.
             let runtime = builder(512 * KIB, page_bytes)
                 .server(&memory.url)
                 .fault_mode(FaultMode::Filler)
@@ -518,7 +522,8 @@ fn children_come_and_go_while_the_parent_pages() {
             }
             for _ in 0..20 {
                 let mut command = Command::new("true");
-                // SAFETY: nothing is done between fork and exec; that something could be makes it a real fork.
+                // SAFETY: nothing is done between fork and exec; that something could be makes it a
+                // real fork.
                 unsafe { command.pre_exec(|| Ok(())) };
                 assert!(command.status().unwrap().success());
                 // SAFETY: the child calls only functions that are safe in a signal handler.

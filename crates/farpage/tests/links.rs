@@ -1,6 +1,7 @@
 //! Connections that break, fall silent or take too long, between a program and servers that live.
 //!
-//! The rule it keeps: a network that comes back within the deadline costs time and nothing else: no memory, no page, no room.
+//! The rule it keeps: a network that comes back within the deadline costs time and nothing else: no
+//! memory, no page, no room.
 
 mod common;
 

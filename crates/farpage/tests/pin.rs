@@ -1,6 +1,8 @@
-//! Pinned pages: there at every moment, seen from the kernel's page map and by system calls that are given them, whatever else goes on.
+//! Pinned pages: there at every moment, seen from the kernel's page map and by system calls that
+//! are given them, whatever else goes on.
 //!
-//! The rule it keeps: presence is looked up (`/proc/self/pagemap`), never concluded from how long an access took.
+//! The rule it keeps: presence is looked up (`/proc/self/pagemap`), never concluded from how long
+//! an access took.
 
 #![expect(
     clippy::unwrap_used,
@@ -68,13 +70,15 @@ fn sweep(words: &[u64], stop: &AtomicBool) {
     }
 }
 
-/// An array that is not read ahead: after it was given up, pages that were planned before do not come back.
+/// An array that is not read ahead: after it was given up, pages that were planned before do not
+/// come back.
 fn array(runtime: &Runtime, words: usize) -> RemoteArray<u64> {
     let options = RegionOptions::new().read_ahead(0);
     runtime.array_with(words, options).unwrap()
 }
 
-/// The words whose pages can be pinned at once, as the error says that comes when all of a larger array shall be.
+/// The words whose pages can be pinned at once, as the error says that comes when all of a larger
+/// array shall be.
 fn most_words(array: &RemoteArray<u64>) -> usize {
     match array.pin(..).unwrap_err() {
         PinError::Budget { most_bytes, .. } => most_bytes as usize / PAGE * PAGE_WORDS,
@@ -168,7 +172,8 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
                     let mut rng = Rng(seed ^ thread);
                     let file = tempfile::tempfile().unwrap();
                     for _ in 0..700 {
-                        // Ranges of several threads overlap, and have their pages in common at the edges.
+                        // Ranges of several threads overlap, and have their pages in common at the
+                        // edges.
                         let first = rng.below(pages - 8) * PAGE + rng.below(PAGE);
                         let range = first..first + 1 + rng.below(7 * PAGE);
                         array.region().pin(range.clone()).unwrap();
@@ -189,7 +194,8 @@ fn system_calls_find_pinned_pages_whatever_leaves() {
             assert!(results.iter().all(Result::is_ok), "a pinner has failed");
         });
         assert_filled(array);
-        // Nothing of all this is pinned any more: all of the room is there again, and nothing is held.
+        // Nothing of all this is pinned any more: all of the room is there again, and nothing is
+        // held.
         array.pin(..most_words(array)).unwrap();
         array.unpin(..);
         array.advise(.., Advice::DontNeed).unwrap();
@@ -429,7 +435,8 @@ fn pin_of_what_a_dead_server_holds_names_it() {
         fill(&mut array);
         array.advise(.., Advice::DontNeed).unwrap();
         server.kill();
-        // A READ over shm needs no server, so that a pin may still succeed before the death is noticed.
+        // A READ over shm needs no server, so that a pin may still succeed before the death is
+        // noticed.
         wait_until("a pin fails", || {
             let pinned = array.pin(..);
             array.unpin(..);

@@ -13,7 +13,8 @@ use common::{KIB, MIB, Memory, builder, can_page, fabrics};
 use farpage::{ByteSize, Codec, RegionOptions, RemoteArray, Runtime};
 
 const PAGE_BYTES: usize = 4 * KIB;
-/// No more than 256 pages can travel at once: their buffers, of 5 KiB each, fit into one slab of 2 MiB however the workers race.
+/// No more than 256 pages can travel at once: their buffers, of 5 KiB each, fit into one slab of 2
+/// MiB however the workers race.
 const BUDGET_BYTES: usize = MIB;
 const ELEMENTS: usize = MIB / size_of::<f64>();
 const ITERATIONS: usize = 5;

@@ -1,7 +1,7 @@
 //! Stores that users bring: an ordinary file, and stores that fail, stall and panic.
 //!
-//! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost that it has not lost itself, and other regions
-//! do not notice.
+//! The rule it keeps: whatever a store does, the error reaches the program, nothing is lost that it
+//! has not lost itself, and other regions do not notice.
 
 #![expect(
     clippy::unwrap_used,
@@ -165,7 +165,8 @@ fn errors_of_a_store_reach_the_program_and_pass() {
         }
         Ok(())
     });
-    // The budget has room for all: nothing leaves that is not told to, so that no plain access meets a failing read.
+    // The budget has room for all: nothing leaves that is not told to, so that no plain access
+    // meets a failing read.
     let runtime = runtime(4 * MIB, 16 * KIB);
     let options = RegionOptions::new().read_ahead(0).store(store);
     let mut array: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
@@ -372,7 +373,8 @@ fn stalling_store_does_not_slow_other_regions_down() {
                     let (stop, turns, mut rng) = (&stop, &turns, rng.clone());
                     scope.spawn(move || {
                         while !stop.load(Ordering::Relaxed) {
-                            // The first touch costs nothing; a page that was changed and left costs 20 ms each way.
+                            // The first touch costs nothing; a page that was changed and left costs
+                            // 20 ms each way.
                             set(slow_words, rng.below(slow_words.len()), thread);
                             turns.fetch_add(1, Ordering::Relaxed);
                             if rng.one_in(50) {
@@ -391,7 +393,8 @@ fn stalling_store_does_not_slow_other_regions_down() {
             println!(
                 "{fabric}, attempt {attempt}: p99 of faults {alone:?} alone, {beside:?} beside a store that stalls 20 ms"
             );
-            // A thousandth of a second, unless the machine is too busy for that even without the slow store.
+            // A thousandth of a second, unless the machine is too busy for that even without the
+            // slow store.
             held = beside
                 < (4 * alone)
                     .max(Duration::from_millis(1))

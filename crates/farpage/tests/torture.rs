@@ -1,8 +1,9 @@
-//! Eight threads against a shadow copy: random reads, writes and atomic additions on an array twenty times the budget, for every page size,
-//! over both fabrics, raw and compressed.
+//! Eight threads against a shadow copy: random reads, writes and atomic additions on an array
+//! twenty times the budget, for every page size, over both fabrics, raw and compressed.
 //!
-//! The rule it keeps: a thread reads and writes only words of its own, so that it knows what each of them must be; words of all share every page.
-//! `FARPAGE_TORTURE_OPS` sets the number of operations in all (the long form is ten million), `FARPAGE_TEST_SEED` repeats a run.
+//! The rule it keeps: a thread reads and writes only words of its own, so that it knows what each
+//! of them must be; words of all share every page. `FARPAGE_TORTURE_OPS` sets the number of
+//! operations in all (the long form is ten million), `FARPAGE_TEST_SEED` repeats a run.
 
 #![expect(
     clippy::unwrap_used,
@@ -30,7 +31,8 @@ const DEAL: usize = THREADS + 1;
 const DATA_PER_BUDGET: usize = 20;
 /// Four tests, each over all page sizes; some ten seconds in all on two cores.
 const OPS_DEFAULT: u64 = 200_000;
-/// Over RDMA, whose adapter is emulated in a machine that is emulated: the same time for a tenth of the operations and pages that are not so large.
+/// Over RDMA, whose adapter is emulated in a machine that is emulated: the same time for a tenth of
+/// the operations and pages that are not so large.
 const OPS_DEFAULT_RDMA: u64 = 20_000;
 const PAGE_BYTES_MAX_RDMA: usize = 128 * KIB;
 
@@ -103,7 +105,8 @@ fn torture(test: &'static str, fabric: Fabric, codec: Codec) {
     }) / 4;
     let _watchdog = Watchdog::new(test, Duration::from_secs(120 + ops / 500));
     let seed = seed(test);
-    // About the same time for every page size: an operation costs a fill and an eviction of its page.
+    // About the same time for every page size: an operation costs a fill and an eviction of its
+    // page.
     let weight = |page_bytes: usize| 1.0 / (20.0 + page_bytes as f64 / 2000.0);
     let page_sizes = || common::page_sizes().filter(|&bytes| bytes <= page_bytes_max);
     let weights: f64 = page_sizes().map(weight).sum();
@@ -176,7 +179,8 @@ fn one_page_size(
     );
 }
 
-/// Pages of all kinds that a store treats differently: never written, one repeated value, noise, smooth, zeros that were written.
+/// Pages of all kinds that a store treats differently: never written, one repeated value, noise,
+/// smooth, zeros that were written.
 fn lay_out(remote: &[AtomicU64], shadow: &[AtomicU64], page_words: usize) {
     for at in 0..remote.len() {
         let page = at / page_words;

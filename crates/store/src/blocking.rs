@@ -1,7 +1,9 @@
-//! Stores that users bring: the [`Store`] trait, and the threads that call one so that no worker ever waits for it.
+//! Stores that users bring: the [`Store`] trait, and the threads that call one so that no worker
+//! ever waits for it.
 //!
-//! The rule it keeps: every job that was handed in comes back exactly once, also when the store fails or panics. A call
-//! that never returns keeps its own page waiting, and one of the store's threads; no other region notices.
+//! The rule it keeps: every job that was handed in comes back exactly once, also when the store
+//! fails or panics. A call that never returns keeps its own page waiting, and one of the store's
+//! threads; no other region notices.
 
 use std::{
     any::Any,
@@ -20,12 +22,14 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
-/// What a user plugs in: the bytes of a region by offset. Called from several threads at once, never twice at once for
-/// the same page. Each call is about one or more whole pages (the region's last one may be shorter), so that `offset` is a multiple of the page
-/// size. A call that fails fails for all of its pages.
+/// What a user plugs in: the bytes of a region by offset. Called from several threads at once,
+/// never twice at once for the same page. Each call is about one or more whole pages (the region's
+/// last one may be shorter), so that `offset` is a multiple of the page size. A call that fails
+/// fails for all of its pages.
 ///
-/// A page that nobody has written to may be dropped and read again at any time, so a store must return the same bytes for it: a program holds
-/// slices of this memory, which must not change by themselves.
+/// A page that nobody has written to may be dropped and read again at any time, so a store must
+/// return the same bytes for it: a program holds slices of this memory, which must not change by
+/// themselves.
 pub trait Store: Send + Sync + 'static {
     /// Reads exactly `buf.len()` bytes at `offset`.
     ///
@@ -36,7 +40,8 @@ pub trait Store: Send + Sync + 'static {
     /// Writes all of `buf` at `offset`.
     ///
     /// # Errors
-    /// Whatever went wrong; the page stays in local memory and the error surfaces when the region is flushed.
+    /// Whatever went wrong; the page stays in local memory and the error surfaces when the region
+    /// is flushed.
     fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()>;
 
     /// Makes everything written so far durable.
@@ -47,7 +52,8 @@ pub trait Store: Send + Sync + 'static {
         Ok(())
     }
 
-    /// False: `read` and `write` return without waiting for anything and are called on the worker's own thread.
+    /// False: `read` and `write` return without waiting for anything and are called on the worker's
+    /// own thread.
     fn may_block(&self) -> bool {
         true
     }
@@ -79,7 +85,8 @@ impl<S: Store + ?Sized> Store for Arc<S> {
 /// How a user's store is driven.
 #[derive(Clone, Debug)]
 pub struct BlockingOptions {
-    /// At most so many calls at once, each on a thread of its own that exists while there is work. Default: 8.
+    /// At most so many calls at once, each on a thread of its own that exists while there is work.
+    /// Default: 8.
     pub threads: usize,
 }
 
@@ -110,8 +117,8 @@ struct Crew {
     count: Mutex<Count>,
 }
 
-/// At any time `threads >= min(outstanding, threads_max)`, so that no job waits for a thread that is busy with another
-/// while one more may be started.
+/// At any time `threads >= min(outstanding, threads_max)`, so that no job waits for a thread that
+/// is busy with another while one more may be started.
 #[derive(Default)]
 struct Count {
     threads: usize,
@@ -221,14 +228,16 @@ impl Bell {
     /// Call after what is to be found was put where the lane looks.
     pub(crate) fn ring(&self) {
         if !self.rung.swap(true, Ordering::AcqRel) {
-            // It can only fail when the counter is full, and then the descriptor is readable anyway.
+            // It can only fail when the counter is full, and then the descriptor is readable
+            // anyway.
             let _ = self.event.write(1);
         }
     }
 
     /// Call before looking: what is put after the look rings again.
     pub(crate) fn hush(&self) {
-        // Read first: whoever rings in between finds the flag set and does not write, but is found by the look.
+        // Read first: whoever rings in between finds the flag set and does not write, but is found
+        // by the look.
         let _ = self.event.read();
         self.rung.swap(false, Ordering::AcqRel);
     }

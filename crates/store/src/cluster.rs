@@ -1,11 +1,14 @@
 //! [`Cluster`]: the memory servers of a runtime, and the [`Pool`]s of slots that its regions share.
 //!
-//! The rule it keeps: what was reserved for a region is granted before the region exists and is given back only after
-//! it, so that writing back a page of a fully reserved raw region never waits for a server's memory. For compressed
-//! pages this holds as long as slots of many sizes do not fragment the space; then the pool grows, and says so if it cannot.
+//! The rule it keeps: what was reserved for a region is granted before the region exists and is
+//! given back only after it, so that writing back a page of a fully reserved raw region never waits
+//! for a server's memory. For compressed pages this holds as long as slots of many sizes do not
+//! fragment the space; then the pool grows, and says so if it cannot.
 //!
-//! Regions of one page size share a pool, those with a codec and those without apart, so that small regions share extents and raw pages, all of one size,
-//! never fragment. Regions that reserve nothing have pools of their own: they must not use up what others were promised. A region that can be published has a pool of its own.
+//! Regions of one page size share a pool, those with a codec and those without apart, so that small
+//! regions share extents and raw pages, all of one size, never fragment. Regions that reserve
+//! nothing have pools of their own: they must not use up what others were promised. A region that
+//! can be published has a pool of its own.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -32,7 +35,8 @@ use crate::{
 
 /// The longest extent asked for: what a server may have to find in one piece.
 const EXTENT_BYTES_MAX: u64 = 1 << 30;
-/// Asked for at least, if the server has it: many small regions then share few extents. Servers back extents lazily.
+/// Asked for at least, if the server has it: many small regions then share few extents. Servers
+/// back extents lazily.
 const EXTENT_BYTES_MIN: u64 = 16 << 20;
 /// A full server is not asked again for so long.
 const FULL_PAUSE: Duration = Duration::from_millis(50);
@@ -42,8 +46,9 @@ const NO_PANIC: &str = "nothing panics under this lock";
 /// How a cluster behaves.
 #[derive(Clone, Debug)]
 pub struct ClusterOptions {
-    /// A page operation that fails for a transient reason is repeated for so long, counted from its start. Default: 10 s.
-    /// The sessions' own deadline should be shorter, or a lost message leaves no time to repeat it.
+    /// A page operation that fails for a transient reason is repeated for so long, counted from its
+    /// start. Default: 10 s. The sessions' own deadline should be shorter, or a lost message leaves
+    /// no time to repeat it.
     pub deadline: Duration,
 }
 
@@ -112,13 +117,14 @@ impl Cluster {
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot())
     }
 
-    /// What was registered for the buffers that encoded pages and page maps travel in. Its `registrations` stand still once every worker has
-    /// had its most in flight.
+    /// What was registered for the buffers that encoded pages and page maps travel in. Its
+    /// `registrations` stand still once every worker has had its most in flight.
     pub fn registered_memory(&self) -> RegPoolStats {
         self.registered.stats()
     }
 
-    /// Bytes granted by all servers to pools that regions share: at least what open regions reserved.
+    /// Bytes granted by all servers to pools that regions share: at least what open regions
+    /// reserved.
     pub fn granted_bytes(&self) -> u64 {
         let pools: Vec<_> = self.pools.lock().values().cloned().collect();
         pools.iter().map(|pool| pool.granted_bytes()).sum()
@@ -154,7 +160,8 @@ impl Cluster {
 
 /// Slots on all servers for the regions that share it.
 pub(crate) struct Pool {
-    /// The servers as this pool numbers them: a published region keeps its own numbers. With the port of every lane.
+    /// The servers as this pool numbers them: a published region keeps its own numbers. With the
+    /// port of every lane.
     servers: Vec<(usize, Arc<Session>)>,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
@@ -240,19 +247,21 @@ impl Pool {
         self.unsettled.load(Ordering::Relaxed) > 0
     }
 
-    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for so many slots: they are now in pages'
-    /// entries, were freed, or are given up with their lane.
+    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for so many
+    /// slots: they are now in pages' entries, were freed, or are given up with their lane.
     pub(crate) fn settle(&self, slots: usize) {
         self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
     }
 
-    /// Ends a write that did not take place and never will: nothing arrives in these slots any more.
+    /// Ends a write that did not take place and never will: nothing arrives in these slots any
+    /// more.
     pub(crate) fn abandon(&self, slots: &[Span]) {
         self.free(slots);
         self.settle(slots.len());
     }
 
-    /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing was taken.
+    /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing
+    /// was taken.
     pub(crate) fn reserve(&self, bytes: u64, page_bytes: usize) -> Result<Reservation, AllocError> {
         let _one_at_a_time = self.growing.lock();
         let unit = GRANULE_BYTES.max(page_bytes as u64);
@@ -283,7 +292,8 @@ impl Pool {
         Ok(Reservation(promised))
     }
 
-    /// Takes a promise back and gives surplus extents to their servers. The region's slots must be freed.
+    /// Takes a promise back and gives surplus extents to their servers. The region's slots must be
+    /// freed.
     pub(crate) fn unreserve(&self, reservation: &Reservation) {
         let _one_at_a_time = self.growing.lock();
         self.take_back(&reservation.0);
@@ -394,7 +404,8 @@ impl Pool {
         }
     }
 
-    /// Gives all extents back: the end of a region with a pool of its own. What a server grants from here on goes back at once.
+    /// Gives all extents back: the end of a region with a pool of its own. What a server grants
+    /// from here on goes back at once.
     pub(crate) fn release_all(&self) {
         let extents = {
             let mut extents = self.extents.write().expect(NO_PANIC);
@@ -406,7 +417,8 @@ impl Pool {
         }
     }
 
-    /// A slot for `bytes`, on the server that `wish` (a page's number) falls on if it has room. [`settle`](Self::settle) it.
+    /// A slot for `bytes`, on the server that `wish` (a page's number) falls on if it has room.
+    /// [`settle`](Self::settle) it.
     pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<Place> {
         let servers = self.arenas.len();
         let place = (0..servers)
@@ -423,8 +435,8 @@ impl Pool {
         Some(place)
     }
 
-    /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for; one run after another falls on
-    /// one server after another. [`settle`](Self::settle) them.
+    /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for;
+    /// one run after another falls on one server after another. [`settle`](Self::settle) them.
     pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<Place>) {
         let (before, end) = (places.len(), places.len() + count);
         let first = self.next_run.fetch_add(1, Ordering::Relaxed);
@@ -480,8 +492,8 @@ impl Pool {
         arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
     }
 
-    /// Has the servers asked for another extent that holds a slot of `bytes`, by a thread of its own:
-    /// see [`grow`](Self::grow). Waits for nothing.
+    /// Has the servers asked for another extent that holds a slot of `bytes`, by a thread of its
+    /// own: see [`grow`](Self::grow). Waits for nothing.
     pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32) -> Growth {
         let Some(refused) = self.growing.try_lock() else {
             return Growth::UnderWay(None);
@@ -518,7 +530,8 @@ impl Pool {
         self.growing.lock()
     }
 
-    /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits for its answer.
+    /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits
+    /// for its answer.
     pub(crate) fn grow(&self, bytes: u32) -> Result<(), AllocError> {
         let mut refused = self.growing.lock();
         if let Some((at, error)) = &*refused

@@ -1,8 +1,10 @@
-//! [`PageTable`]: one entry of 32 bytes per page that says where its bytes are and what they hash to.
+//! [`PageTable`]: one entry of 32 bytes per page that says where its bytes are and what they hash
+//! to.
 //!
-//! The rule it keeps: **only the page's owner writes its entry** (page protocol), so an entry needs no lock. Whoever
-//! becomes the owner next sees it whole: the word `form` is stored last with Release and loaded first with Acquire.
-//! Entries are zero pages of the system until they are first written, so a table costs memory only for pages in use.
+//! The rule it keeps: **only the page's owner writes its entry** (page protocol), so an entry needs
+//! no lock. Whoever becomes the owner next sees it whole: the word `form` is stored last with
+//! Release and loaded first with Acquire. Entries are zero pages of the system until they are first
+//! written, so a table costs memory only for pages in use.
 //!
 //! | word | bits | |
 //! |---|---|---|
@@ -87,13 +89,15 @@ pub(crate) enum Entry {
         stored_bytes: u32,
         form: Form,
         hash: u128,
-        /// The last published map refers to the slot: it must not be reused before the next publication.
+        /// The last published map refers to the slot: it must not be reused before the next
+        /// publication.
         published: bool,
     },
     /// In a user's store.
     Kept {
         hash: u128,
-        /// We wrote it, so it has to come back the same; otherwise it is what the store had when we read it.
+        /// We wrote it, so it has to come back the same; otherwise it is what the store had when we
+        /// read it.
         written: bool,
         /// The last write failed, so what the store holds is unknown.
         unsure: bool,
@@ -101,7 +105,8 @@ pub(crate) enum Entry {
 }
 
 impl Entry {
-    /// Whether it says that this value is all over the page, which is what a page in remote memory has that was never written, too.
+    /// Whether it says that this value is all over the page, which is what a page in remote memory
+    /// has that was never written, too.
     pub(crate) fn repeats(self, value: u64) -> bool {
         self == Self::Repeated { value } || (self == Self::Never && value == 0)
     }
@@ -193,7 +198,8 @@ pub(crate) struct PageTable {
 }
 
 impl PageTable {
-    /// The entries of a region's pages. They are memory only once they are written, but the system may refuse to promise it.
+    /// The entries of a region's pages. They are memory only once they are written, but the system
+    /// may refuse to promise it.
     pub(crate) fn new(bytes: u64, page_bytes: usize) -> Result<Self, TableError> {
         let words = bytes.div_ceil(page_bytes as u64) * 4;
         let words_here =
@@ -234,7 +240,8 @@ impl PageTable {
         words[1].store(new[1], Ordering::Release);
     }
 
-    /// Notes that the last published map refers to the page's slot. Only while no owner can store entries.
+    /// Notes that the last published map refers to the page's slot. Only while no owner can store
+    /// entries.
     pub(crate) fn mark_published(&self, page: u64) {
         self.words(page)[1].fetch_or(PUBLISHED, Ordering::Relaxed);
     }

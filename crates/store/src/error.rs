@@ -1,6 +1,8 @@
-//! What can go wrong with a region's store, per operation, with the place and whether trying again helps.
+//! What can go wrong with a region's store, per operation, with the place and whether trying again
+//! helps.
 //!
-//! The rule it keeps: every error about a page names its region, its page and the server or store that it concerns.
+//! The rule it keeps: every error about a page names its region, its page and the server or store
+//! that it concerns.
 
 use std::sync::Arc;
 
@@ -9,11 +11,13 @@ use farpage_wire::ExtentId;
 
 use crate::{CodecError, RegionId};
 
-/// Why a page could not be filled or written back. After a failed write-back the last good copy is still there.
+/// Why a page could not be filled or written back. After a failed write-back the last good copy is
+/// still there.
 #[derive(Clone, Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoreError {
-    /// What came back is not what was written. Never handed out as data; reading it again does not help.
+    /// What came back is not what was written. Never handed out as data; reading it again does not
+    /// help.
     #[error(
         "page {page} of region {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy"
     )]
@@ -55,7 +59,8 @@ pub enum StoreError {
         /// What the last server asked said.
         source: AllocError,
     },
-    /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved once there is.
+    /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved
+    /// once there is.
     #[error("no buffer for page {page} of region {region}: {source}")]
     Memory {
         /// The region.
@@ -100,7 +105,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Whether a server could not be reached until the deadline: for now, other pages would fare no better.
+    /// Whether a server could not be reached until the deadline: for now, other pages would fare no
+    /// better.
     pub fn is_lost_server(&self) -> bool {
         matches!(
             self,
@@ -192,7 +198,8 @@ pub enum CreateError {
     /// A server would not keep the name for the region.
     #[error(transparent)]
     Claim(farpage_fabric::PublishError),
-    /// The servers would not grant the memory that the region needs. Nothing was taken, and the runtime goes on.
+    /// The servers would not grant the memory that the region needs. Nothing was taken, and the
+    /// runtime goes on.
     #[error(
         "no remote memory for region {region} of {bytes} bytes, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
          turn out to need (`Reserve::OnDemand`)",
@@ -212,12 +219,13 @@ pub enum CreateError {
     },
 }
 
-/// Why a named region could not be published. The previous publication, if there is one, is still there, unless the
-/// connection broke in the last step: then it may be the new one.
+/// Why a named region could not be published. The previous publication, if there is one, is still
+/// there, unless the connection broke in the last step: then it may be the new one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishStoreError {
-    /// The region was created without [`RemoteOptions::name`](crate::RemoteOptions::name), or is kept by a store of its own.
+    /// The region was created without [`RemoteOptions::name`](crate::RemoteOptions::name), or is
+    /// kept by a store of its own.
     #[error("region {region} cannot be published: it was not created as a named region")]
     NotNamed {
         /// The region.

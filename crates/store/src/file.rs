@@ -1,6 +1,7 @@
 //! [`FileStore`]: a range of an ordinary file as the store of a region.
 //!
-//! The rule it keeps: the file never changes its length. Reads beyond the range are zeros, writes beyond it are not made.
+//! The rule it keeps: the file never changes its length. Reads beyond the range are zeros, writes
+//! beyond it are not made.
 
 use std::{
     fs::{File, OpenOptions},
@@ -13,7 +14,8 @@ use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 use crate::Store;
 
-/// A range of an ordinary file. `flush` is `fdatasync`. Files on tmpfs are read and written by the workers themselves.
+/// A range of an ordinary file. `flush` is `fdatasync`. Files on tmpfs are read and written by the
+/// workers themselves.
 #[derive(Debug)]
 pub struct FileStore {
     file: File,

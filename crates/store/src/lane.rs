@@ -1,16 +1,19 @@
-//! [`Lane`]: what one worker thread moves pages with. One channel per server, many operations in flight.
+//! [`Lane`]: what one worker thread moves pages with. One channel per server, many operations in
+//! flight.
 //!
-//! The rule it keeps: every accepted operation ends exactly once, in [`Lane::poll`], with its frame, before the
-//! cluster's deadline and the operation deadline of the session have passed; no call waits for a server or for a
-//! user's store. Where a region has used up what was granted, a thread of its own asks for more, and the run waits.
+//! The rule it keeps: every accepted operation ends exactly once, in [`Lane::poll`], with its
+//! frame, before the cluster's deadline and the operation deadline of the session have passed; no
+//! call waits for a server or for a user's store. Where a region has used up what was granted, a
+//! thread of its own asks for more, and the run waits.
 //!
-//! An operation is about a *run* of pages. It is cut into parts that move on their own: pages that are next to each other on
-//! their server too by one READ or WRITE, encoded ones one by one (`lane/run.rs`). A page that fails takes no other with
-//! it, except those of the same request.
+//! An operation is about a *run* of pages. It is cut into parts that move on their own: pages that
+//! are next to each other on their server too by one READ or WRITE, encoded ones one by one
+//! (`lane/run.rs`). A page that fails takes no other with it, except those of the same request.
 //!
-//! A transient failure (connection lost, no answer) opens a new channel, on a thread of its own since that may take
-//! time, and repeats the request there: a READ changes nothing, and a WRITE goes to slots that nothing refers to yet.
-//! A WRITE that seemed lost may still arrive until the new channel is open, so its slots are used for nothing else before (`lane/port.rs`).
+//! A transient failure (connection lost, no answer) opens a new channel, on a thread of its own
+//! since that may take time, and repeats the request there: a READ changes nothing, and a WRITE
+//! goes to slots that nothing refers to yet. A WRITE that seemed lost may still arrive until the
+//! new channel is open, so its slots are used for nothing else before (`lane/port.rs`).
 //!
 //! Deliberately absent: fairness between regions, and priorities. The pager decides what to start.
 
@@ -46,14 +49,16 @@ use crate::{
     remote::{Backing, RemoteStore},
 };
 
-/// Requests in flight per lane before it takes no more runs: more than the queues of its channels hold makes no difference.
-/// Calls of users' stores are counted apart, so that a store that stalls leaves room for everything else.
+/// Requests in flight per lane before it takes no more runs: more than the queues of its channels
+/// hold makes no difference. Calls of users' stores are counted apart, so that a store that stalls
+/// leaves room for everything else.
 const OPS_MAX: usize = 128;
 /// When another lane's writes must end before there is room, look again after so long.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
-/// A local buffer that holds the bytes of a run of pages and can be cut between them and put together again.
-/// Never registered with a network adapter: its pages circulate, and pinned pages do not move.
+/// A local buffer that holds the bytes of a run of pages and can be cut between them and put
+/// together again. Never registered with a network adapter: its pages circulate, and pinned pages
+/// do not move.
 pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Sized + Send + 'static {
     /// Keeps the first `bytes` (whole pages, not all, not none) and returns the rest.
     fn split_off(&mut self, bytes: usize) -> Self;
@@ -81,7 +86,8 @@ impl Frame for Vec<u8> {
 pub struct Done<F> {
     /// As given.
     pub tag: u64,
-    /// As given. The bytes of pages whose fill failed are unspecified; a write-back leaves all bytes alone.
+    /// As given. The bytes of pages whose fill failed are unspecified; a write-back leaves all
+    /// bytes alone.
     pub frame: F,
     /// What became of the pages that did not fail.
     pub outcome: Outcome,
@@ -170,8 +176,8 @@ impl<F: Frame> Lane<F> {
         })
     }
 
-    /// A lane for signal handlers: it starts no thread. What needs a channel that was lost fails at once, until [`reopen`](Self::reopen) has opened a new
-    /// one. Only for pages in remote memory.
+    /// A lane for signal handlers: it starts no thread. What needs a channel that was lost fails at
+    /// once, until [`reopen`](Self::reopen) has opened a new one. Only for pages in remote memory.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -188,7 +194,8 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// From now on one fill at a time of up to `pages` pages of this store allocates nothing unless it fails.
+    /// From now on one fill at a time of up to `pages` pages of this store allocates nothing unless
+    /// it fails.
     pub fn prepare(&mut self, store: &PageStore, pages: usize) {
         self.runs.reserve(1);
         self.vacant.reserve(1);
@@ -210,8 +217,9 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// Starts to bring `page` and the pages behind it into `frame`, as many as it holds. Pages that were never written or
-    /// repeat one value need no request. The caller owns the pages until the operation has ended.
+    /// Starts to bring `page` and the pages behind it into `frame`, as many as it holds. Pages that
+    /// were never written or repeat one value need no request. The caller owns the pages until the
+    /// operation has ended.
     ///
     /// # Errors
     /// The frame: too much is in flight. Nothing was started; poll and try again.
@@ -226,8 +234,9 @@ impl<F: Frame> Lane<F> {
         }
     }
 
-    /// Starts to write back those of the pages in `frame`, the first of which is `page`, whose hash says that they changed. The caller
-    /// owns the pages until the operation has ended. What fails leaves the last good copy of its pages in place.
+    /// Starts to write back those of the pages in `frame`, the first of which is `page`, whose hash
+    /// says that they changed. The caller owns the pages until the operation has ended. What fails
+    /// leaves the last good copy of its pages in place.
     ///
     /// # Errors
     /// The frame: too much is in flight. Nothing was started; poll and try again.
@@ -277,8 +286,9 @@ impl<F: Frame> Lane<F> {
         self.runs.len() - self.vacant.len() + self.ready.len()
     }
 
-    /// Appends the descriptors to sleep on and returns when to [`poll`](Self::poll) at the latest; a time in the past
-    /// means at once. With nothing in flight and nothing refused there is nothing to sleep on.
+    /// Appends the descriptors to sleep on and returns when to [`poll`](Self::poll) at the latest;
+    /// a time in the past means at once. With nothing in flight and nothing refused there is
+    /// nothing to sleep on.
     pub fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
         if !self.ready.is_empty() {
             return Some(Instant::now());
@@ -416,8 +426,8 @@ impl<F: Frame> Lane<F> {
 
     /// Lets one port make progress.
     fn drive(&mut self, at: usize) {
-        // 1. What has ended. Failed requests go to the backlog or end. A run that is complete is handed out first: what it brought is in the
-        //    caches now.
+        // 1. What has ended. Failed requests go to the backlog or end. A run that is complete is
+        //    handed out first: what it brought is in the caches now.
         while self.poll_channel(at) && self.ready.is_empty() {}
         // 2. From a broken channel to a new one.
         let port = &mut self.ports[at];
@@ -544,7 +554,8 @@ impl<F: Frame> Lane<F> {
 }
 
 impl<F: Frame> Drop for Lane<F> {
-    /// What is still in flight is given up: its frames go with it, and slots that were being written, or that a lost WRITE may still reach, are not used again.
+    /// What is still in flight is given up: its frames go with it, and slots that were being
+    /// written, or that a lost WRITE may still reach, are not used again.
     fn drop(&mut self) {
         for run in self.runs.iter().flatten() {
             let Backing::Remote(remote) = &run.store.backing else {

@@ -1,12 +1,14 @@
 //! Named regions: the page map in remote memory, so that another process can open the region.
 //!
-//! The rule it keeps: **until the last step of a publication, the previous one is whole.** The map goes to blocks of its
-//! own, slots that the published map refers to are not reused before the next publication has succeeded, and the name is
-//! bound last, on the region's first server. A process that dies on the way leaves what was published before.
+//! The rule it keeps: **until the last step of a publication, the previous one is whole.** The map
+//! goes to blocks of its own, slots that the published map refers to are not reused before the next
+//! publication has succeeded, and the name is bound last, on the region's first server. A process
+//! that dies on the way leaves what was published before.
 //!
-//! The map is the entries of all pages, four little-endian words each, and zeros up to a whole granule; it is
-//! cut into pieces of [`PIECE_BYTES`], each with an entry of its own in the manifest, so that the manifest stays small and
-//! stretches without entries cost nothing. Entries name servers and extents by their index in the manifest.
+//! The map is the entries of all pages, four little-endian words each, and zeros up to a whole
+//! granule; it is cut into pieces of [`PIECE_BYTES`], each with an entry of its own in the
+//! manifest, so that the manifest stays small and stretches without entries cost nothing. Entries
+//! name servers and extents by their index in the manifest.
 
 use std::{
     collections::HashSet,
@@ -67,7 +69,8 @@ struct RegionManifest {
     map: Vec<Words>,
 }
 
-/// Bytes of the map of a region: whole granules, so that its slots leave no odd holes between pages.
+/// Bytes of the map of a region: whole granules, so that its slots leave no odd holes between
+/// pages.
 pub(crate) fn map_bytes(bytes: u64, page_bytes: usize) -> u64 {
     (bytes.div_ceil(page_bytes as u64) * 32).next_multiple_of(GRANULE_BYTES)
 }
@@ -75,8 +78,8 @@ pub(crate) fn map_bytes(bytes: u64, page_bytes: usize) -> u64 {
 /// What a region remembers about its publications.
 #[derive(Default)]
 pub(crate) struct Publications {
-    /// Shared by whoever replaces an entry; exclusive while a map is copied or marked, which takes milliseconds per GiB
-    /// of map. Whether a publication runs.
+    /// Shared by whoever replaces an entry; exclusive while a map is copied or marked, which takes
+    /// milliseconds per GiB of map. Whether a publication runs.
     commits: RwLock<bool>,
     /// Slots that the last published map refers to and that are not used any more.
     deferred: Mutex<Vec<Span>>,
@@ -93,8 +96,8 @@ pub(crate) struct Publications {
 struct Last {
     /// The slots of its map.
     map: Vec<Span>,
-    /// Slots for whole maps to come, where the region reserves its memory: between the many holes of a region that has been in use for
-    /// long there may be none for a piece of a map.
+    /// Slots for whole maps to come, where the region reserves its memory: between the many holes
+    /// of a region that has been in use for long there may be none for a piece of a map.
     spare: Vec<Vec<Span>>,
     /// How many of these are kept.
     spares_max: usize,
@@ -107,7 +110,8 @@ pub(crate) struct Commit<'a> {
 }
 
 impl Publications {
-    /// Takes slots for maps to come, as far as there is room: what is missing is asked for when it is needed.
+    /// Takes slots for maps to come, as far as there is room: what is missing is asked for when it
+    /// is needed.
     pub(crate) fn set_aside(&self, pool: &Pool, map_bytes: u64, maps: usize) {
         let mut last = self.last.lock();
         last.spares_max = maps;
@@ -134,7 +138,8 @@ impl Publications {
 }
 
 impl Commit<'_> {
-    /// Whether a slot that goes out of use has to be kept; then it will be freed by a later publication.
+    /// Whether a slot that goes out of use has to be kept; then it will be freed by a later
+    /// publication.
     pub(crate) fn keep(&self, slot: Span, published: bool) -> bool {
         let list = match (published, *self.publishing) {
             (true, _) => &self.publications.deferred,
@@ -147,9 +152,10 @@ impl Commit<'_> {
 }
 
 impl PageStore {
-    /// Publishes what has been written back so far under the region's name, atomically: whoever opens the name gets this state or,
-    /// if this call fails or the process dies in it, the previous one. (If the connection breaks in the last step, either of
-    /// the two.) Pages may be filled and written back meanwhile.
+    /// Publishes what has been written back so far under the region's name, atomically: whoever
+    /// opens the name gets this state or, if this call fails or the process dies in it, the
+    /// previous one. (If the connection breaks in the last step, either of the two.) Pages may be
+    /// filled and written back meanwhile.
     ///
     /// # Errors
     /// [`PublishStoreError`].
@@ -193,13 +199,15 @@ impl PageStore {
             Ok(entries) => (area, self.bind(remote, name, map_bytes, entries)),
             Err(failure) => {
                 let (failed, error) = *failure;
-                // The write may arrive later: its slot is given up, and what is left of the area is none.
+                // The write may arrive later: its slot is given up, and what is left of the area is
+                // none.
                 let others = area.into_iter().filter(|&slot| Some(slot) != failed);
                 pool.free(&others.collect::<Vec<_>>());
                 (Vec::new(), Err(error))
             }
         };
-        // 3. What only the previous map referred to is free now; after a failure, what only this one refers to.
+        // 3. What only the previous map referred to is free now; after a failure, what only this
+        //    one refers to.
         let mut publishing = publications.commits.write();
         *publishing = false;
         publications.ended.fetch_add(1, Ordering::Release);
@@ -232,8 +240,8 @@ impl PageStore {
         result
     }
 
-    /// Opens the region that was last published under `name`. Its length, page size and codec are those it was published
-    /// with. Nobody else can open it before this store is dropped.
+    /// Opens the region that was last published under `name`. Its length, page size and codec are
+    /// those it was published with. Nobody else can open it before this store is dropped.
     ///
     /// # Errors
     /// [`OpenStoreError`].
@@ -309,7 +317,8 @@ impl PageStore {
             manifest.seed,
             Backing::Remote(remote),
         );
-        // From here on the store gives the extents back. What a publication that did not come to its end had added goes now.
+        // From here on the store gives the extents back. What a publication that did not come to
+        // its end had added goes now.
         let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
         for (session, extents) in &mut opened.hold.0 {
             let same = |(_, other): &(usize, Arc<Session>)| Arc::ptr_eq(other, session);
@@ -370,7 +379,8 @@ impl PageStore {
         Ok(store)
     }
 
-    /// Writes the map's pieces to the slots of `area`; what is all zeros needs no write. An error comes with the slot whose write failed.
+    /// Writes the map's pieces to the slots of `area`; what is all zeros needs no write. An error
+    /// comes with the slot whose write failed.
     fn write_map(
         &self,
         pool: &Pool,
@@ -597,7 +607,8 @@ impl Held {
         })
     }
 
-    /// A pool that numbers servers and extents as the manifest does, and has the cluster's other servers behind them.
+    /// A pool that numbers servers and extents as the manifest does, and has the cluster's other
+    /// servers behind them.
     fn pool(&self, cluster: &Cluster, name: &str) -> Result<Pool, OpenStoreError> {
         let sessions = cluster.sessions();
         let port_of = |endpoint: &String| {

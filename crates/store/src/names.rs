@@ -1,8 +1,8 @@
 //! The names that a user's key has on the servers of a cluster: held, listed and removed.
 //!
 //! The rule it keeps: a region that lies on several servers is one name, and is held on all servers
-//! of the cluster while it is open, so that nobody else takes it on any of them. What a name is bound to is
-//! left to [`named`](crate::named).
+//! of the cluster while it is open, so that nobody else takes it on any of them. What a name is
+//! bound to is left to [`named`](crate::named).
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -1,7 +1,8 @@
 //! [`PageStore`]: the pages of one region, in slots on memory servers or in a user's own store.
 //!
-//! The rule it keeps: an entry is replaced only when the new bytes are complete, and the old slot is freed only after
-//! that; whatever fails on the way leaves the last good copy. Moving the bytes is left to the [`Lane`](crate::Lane).
+//! The rule it keeps: an entry is replaced only when the new bytes are complete, and the old slot
+//! is freed only after that; whatever fails on the way leaves the last good copy. Moving the bytes
+//! is left to the [`Lane`](crate::Lane).
 
 use std::{
     fmt,
@@ -40,13 +41,14 @@ impl fmt::Display for RegionId {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reserve {
-    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are full. A region that can be published takes twice
-    /// its size and two page maps (32 bytes per page), since the last publication stays whole until the next one is. More is asked for,
-    /// and may not be had, only where compressed pages of many sizes fragment the space.
+    /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are
+    /// full. A region that can be published takes twice its size and two page maps (32 bytes per
+    /// page), since the last publication stays whole until the next one is. More is asked for, and
+    /// may not be had, only where compressed pages of many sizes fragment the space.
     #[default]
     Full,
-    /// What its pages turn out to need: compressed regions take less, and when all servers are full a write-back fails
-    /// with [`StoreError::Full`](crate::StoreError::Full).
+    /// What its pages turn out to need: compressed regions take less, and when all servers are full
+    /// a write-back fails with [`StoreError::Full`](crate::StoreError::Full).
     OnDemand,
 }
 
@@ -59,15 +61,17 @@ pub struct RemoteOptions {
     pub layout: Layout,
     /// What is granted at once. Default: the full size.
     pub reserve: Reserve,
-    /// The name that the region is published under. A named region has extents of its own, and pages
-    /// that change after a publication are kept in both versions until the next one, for which
-    /// [`Reserve::Full`] takes twice the size. Default: none.
+    /// The name that the region is published under. A named region has extents of its own, and
+    /// pages that change after a publication are kept in both versions until the next one, for
+    /// which [`Reserve::Full`] takes twice the size. Default: none.
     pub name: Option<String>,
-    /// Whether a region that exists under the name is replaced by the first publication. Default: no.
+    /// Whether a region that exists under the name is replaced by the first publication. Default:
+    /// no.
     pub replace: bool,
 }
 
-/// The pages of one region. Dropping it frees its remote memory, except what was published under a name.
+/// The pages of one region. Dropping it frees its remote memory, except what was published under a
+/// name.
 pub struct PageStore {
     pub(crate) region: RegionId,
     pub(crate) bytes: u64,
@@ -213,7 +217,8 @@ impl PageStore {
         })
     }
 
-    /// Makes what has been written back durable in a user's own store. Remote memory has nothing to do here.
+    /// Makes what has been written back durable in a user's own store. Remote memory has nothing to
+    /// do here.
     ///
     /// # Errors
     /// The store's own.
@@ -272,14 +277,15 @@ impl PageStore {
         matches!(self.backing, Backing::Blocking(_))
     }
 
-    /// Whether a fill of this page ends at once, without a request: there is nothing to read ahead. A hint, since the
-    /// page may be written back meanwhile.
+    /// Whether a fill of this page ends at once, without a request: there is nothing to read ahead.
+    /// A hint, since the page may be written back meanwhile.
     pub fn is_immediate(&self, page: u64) -> bool {
         matches!(self.backing, Backing::Remote(_)) && !self.table.is_stored(page)
     }
 
-    /// Whether remote memory has the page with these bytes, as far as a hash of 128 bits tells; then there is nothing to write back. For the page's owner, and
-    /// for signal handlers too: it allocates nothing. Of a page in a user's own store it says no.
+    /// Whether remote memory has the page with these bytes, as far as a hash of 128 bits tells;
+    /// then there is nothing to write back. For the page's owner, and for signal handlers too: it
+    /// allocates nothing. Of a page in a user's own store it says no.
     pub fn is_unchanged(&self, page: u64, bytes: &[u8]) -> bool {
         match (&self.backing, self.table.load(page)) {
             (Backing::Blocking(_), _) => false,
@@ -288,8 +294,9 @@ impl PageStore {
         }
     }
 
-    /// The page will be filled at once: its entry, which is rarely in a cache, begins to come out of memory, while the caller looks at other things that are not there
-    /// either. For anyone, since it is looked at by its owner only later.
+    /// The page will be filled at once: its entry, which is rarely in a cache, begins to come out
+    /// of memory, while the caller looks at other things that are not there either. For anyone,
+    /// since it is looked at by its owner only later.
     pub fn expect(&self, page: u64) {
         // The processor waits for a value only where it is used.
         black_box(self.table.is_stored(page));
@@ -306,7 +313,8 @@ impl PageStore {
         self.stats.snapshot()
     }
 
-    /// Nobody will ask for the page's bytes any more: gives its remote memory back, except what was published under a name. For the page's owner.
+    /// Nobody will ask for the page's bytes any more: gives its remote memory back, except what was
+    /// published under a name. For the page's owner.
     pub fn forget(&self, page: u64) {
         if let Backing::Remote(remote) = &self.backing
             && self.table.is_stored(page)
@@ -319,8 +327,9 @@ impl PageStore {
         }
     }
 
-    /// Gives the region's remote memory back, except what was published under a name, now and on this thread. Nobody uses the region's pages any
-    /// more. Dropping does the same, but on whichever thread comes last, and it may have to ask a server.
+    /// Gives the region's remote memory back, except what was published under a name, now and on
+    /// this thread. Nobody uses the region's pages any more. Dropping does the same, but on
+    /// whichever thread comes last, and it may have to ask a server.
     pub fn retire(&self) {
         if self.retired.swap(true, Ordering::AcqRel) {
             return;
@@ -416,14 +425,16 @@ impl RemoteStore {
         })
     }
 
-    /// Puts new entries of pages in place and frees the slots that they had before. `freed` is scratch.
+    /// Puts new entries of pages in place and frees the slots that they had before. `freed` is
+    /// scratch.
     pub(crate) fn commit(
         &self,
         table: &PageTable,
         entries: impl Iterator<Item = (u64, Entry)>,
         freed: &mut Vec<Span>,
     ) {
-        // A map that is being published must see each entry whole and must keep the slots that it refers to.
+        // A map that is being published must see each entry whole and must keep the slots that it
+        // refers to.
         let commits = self
             .publications
             .as_ref()
@@ -467,8 +478,9 @@ pub(crate) enum NoRoom {
     },
 }
 
-/// What a fully reserved region is granted: its pages and, since they are written out of place, some on their way. `named`: twice its pages, and two page
-/// maps, since a publication is whole until the next one is.
+/// What a fully reserved region is granted: its pages and, since they are written out of place,
+/// some on their way. `named`: twice its pages, and two page maps, since a publication is whole
+/// until the next one is.
 pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize, named: bool) -> u64 {
     let whole = bytes.next_multiple_of(page_bytes as u64);
     let on_their_way = whole.min((16 * page_bytes as u64).max(1 << 20));
@@ -480,8 +492,8 @@ pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize, named: bool) -> u64 
     whole + on_their_way + published
 }
 
-/// The addresses of a program with four levels of page tables, the fewest there are: a region of more could not be mapped, and even the tables of its pages
-/// could not be had.
+/// The addresses of a program with four levels of page tables, the fewest there are: a region of
+/// more could not be mapped, and even the tables of its pages could not be had.
 const REGION_BYTES_MAX: u64 = 1 << 47;
 
 fn check_bytes(region: RegionId, bytes: u64) -> Result<(), CreateError> {

@@ -1,18 +1,22 @@
 //! [`Arena`]: slots of all lengths carved out of the extents that one server granted.
 //!
-//! The rule it keeps: no two live slots overlap, and what is freed joins the free space on both sides. Which server, when to ask it for more, and what is
-//! in the slots is left to the [`Pool`](crate::cluster::Pool).
+//! The rule it keeps: no two live slots overlap, and what is freed joins the free space on both
+//! sides. Which server, when to ask it for more, and what is in the slots is left to the
+//! [`Pool`](crate::cluster::Pool).
 //!
-//! **Best fit.** A slot is the front of the shortest hole that is long enough, in units of 64 bytes. There are no size classes: with those, pages whose lengths
-//! change left 12 to 25 % unused (padding, ends of blocks, and blocks of a length that went out of fashion), where this leaves 2 to 7 %
-//! (4000 pages of 16 to 48 KiB, rewritten ten times in order, and at random). First fit leaves 11 to 14 %. Pages of one length leave nothing at all: every hole is a
-//! multiple of it.
+//! **Best fit.** A slot is the front of the shortest hole that is long enough, in units of 64
+//! bytes. There are no size classes: with those, pages whose lengths change left 12 to 25 % unused
+//! (padding, ends of blocks, and blocks of a length that went out of fashion), where this leaves 2
+//! to 7 % (4000 pages of 16 to 48 KiB, rewritten ten times in order, and at random). First fit
+//! leaves 11 to 14 %. Pages of one length leave nothing at all: every hole is a multiple of it.
 //!
-//! Pages that are written together get slots next to each other ([`Arena::alloc_run`]): in the shortest hole that holds them all, else in the longest ones.
-//! Rows are freed as rows, too. Nothing is moved to make rows: a run that is rewritten in part is in pieces until it is written as a whole.
+//! Pages that are written together get slots next to each other ([`Arena::alloc_run`]): in the
+//! shortest hole that holds them all, else in the longest ones. Rows are freed as rows, too.
+//! Nothing is moved to make rows: a run that is rewritten in part is in pieces until it is written
+//! as a whole.
 //!
-//! One lock per arena is enough: it is held for a fraction of a microsecond per slot, against microseconds of hashing
-//! and moving its page.
+//! One lock per arena is enough: it is held for a fraction of a microsecond per slot, against
+//! microseconds of hashing and moving its page.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -76,7 +80,8 @@ impl Arena {
         }
     }
 
-    /// Takes out extents that nothing uses, as long as what was promised stays covered. Their indices.
+    /// Takes out extents that nothing uses, as long as what was promised stays covered. Their
+    /// indices.
     pub(crate) fn take_surplus(&mut self) -> Vec<u32> {
         let mut taken = Vec::new();
         for index in 0..self.extents.len() as u32 {
@@ -106,8 +111,8 @@ impl Arena {
         Some(slot)
     }
 
-    /// Hands out up to `count` slots for pages of `bytes`, a multiple of 64, as many in a row as possible: fewer if no extent
-    /// has room for more.
+    /// Hands out up to `count` slots for pages of `bytes`, a multiple of 64, as many in a row as
+    /// possible: fewer if no extent has room for more.
     pub(crate) fn alloc_run(&mut self, bytes: u32, count: usize, mut each: impl FnMut(Slot)) {
         let bytes = slot_bytes(bytes);
         let mut wanted = count as u64;
@@ -125,8 +130,9 @@ impl Arena {
         }
     }
 
-    /// The shortest hole for a run, or the longest there is. The very longest is spared, for as long as another takes a page, once more than a sixteenth
-    /// of what is used (and [`SCATTERED_BYTES`]) lies in the other holes: rows are not worth room without end.
+    /// The shortest hole for a run, or the longest there is. The very longest is spared, for as
+    /// long as another takes a page, once more than a sixteenth of what is used (and
+    /// [`SCATTERED_BYTES`]) lies in the other holes: rows are not worth room without end.
     fn hole_for_run(&self, run: u64, page: u64) -> Option<(u64, Slot)> {
         let &longest = self.by_length.last()?;
         let found = self.shortest(run).unwrap_or(longest);
@@ -321,8 +327,8 @@ mod tests {
         }
     }
 
-    /// Pages that are rewritten with other lengths again and again, in order and at random, alone and in runs, some of them raw: the space that
-    /// was ever needed against the bytes stored.
+    /// Pages that are rewritten with other lengths again and again, in order and at random, alone
+    /// and in runs, some of them raw: the space that was ever needed against the bytes stored.
     #[test]
     fn rewriting_pages_with_changing_lengths_keeps_the_space_compact() {
         for (page_bytes, run_max, raw_in_ten, at_random) in [

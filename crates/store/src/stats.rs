@@ -73,10 +73,12 @@ counters! {
     write_backs_shuffled,
     /// Write-backs stored as ZFP blocks.
     write_backs_zfp,
-    /// Write-backs that ZFP was asked for and could not serve, so that they were stored without loss (and are counted there): values that are not
-    /// finite, a bound that would not hold, or no gain.
+    /// Write-backs that ZFP was asked for and could not serve, so that they were stored without
+    /// loss (and are counted there): values that are not finite, a bound that would not hold, or no
+    /// gain.
     zfp_declined,
-    /// Time that encoding took, all codecs and threads together, with what it takes to certify a loss.
+    /// Time that encoding took, all codecs and threads together, with what it takes to certify a
+    /// loss.
     encode_ns,
     /// Time that decoding took.
     decode_ns,
@@ -84,7 +86,8 @@ counters! {
     bytes_plain,
     /// Bytes of the same pages as stored; a repeated value counts nothing.
     bytes_stored,
-    /// Operations (of one page, or of several in a row) that were posted again after a transient failure.
+    /// Operations (of one page, or of several in a row) that were posted again after a transient
+    /// failure.
     retries,
     /// Pages that came back other than they were written.
     corrupt,
@@ -93,7 +96,8 @@ counters! {
 }
 
 impl StoreStatsSnapshot {
-    /// The largest difference between a value that was written back and the same value as it comes back; 0 without lossy codecs.
+    /// The largest difference between a value that was written back and the same value as it comes
+    /// back; 0 without lossy codecs.
     pub fn largest_error(&self) -> f64 {
         f64::from_bits(self.error_bits)
     }

@@ -256,8 +256,9 @@ fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Vec<u8> {
     page
 }
 
-/// The suite: random fills and write-backs of runs of up to 40 pages, many in flight over several lanes, against a plain
-/// array, page by page. What fails for a reason that may pass is no error here. Returns how many pages failed.
+/// The suite: random fills and write-backs of runs of up to 40 pages, many in flight over several
+/// lanes, against a plain array, page by page. What fails for a reason that may pass is no error
+/// here. Returns how many pages failed.
 fn conform(
     cluster: &Arc<Cluster>,
     store: &Arc<PageStore>,
@@ -691,7 +692,8 @@ fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
     assert_eq!(read(&mut lane, &store, 0).unwrap(), odd_page(4096, 1));
 }
 
-/// Whether a WRITE that was given up lands is not known until there is a new channel: until then its slot is nobody's.
+/// Whether a WRITE that was given up lands is not known until there is a new channel: until then
+/// its slot is nobody's.
 #[test]
 fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     let server = SimServer::new(SimConfig {
@@ -936,7 +938,8 @@ fn a_page_that_lost_is_clean_when_it_comes_back_and_never_drifts() {
             assert_eq!(write_run(&mut lane, &store, 0, &again).outcome.clean, 8);
         }
         assert_eq!(store.stats().bytes_stored, written.bytes_stored);
-        // Written as it was at first, it is the same again: what a flush of a page that stays in memory does.
+        // Written as it was at first, it is the same again: what a flush of a page that stays in
+        // memory does.
         write_run(&mut lane, &store, 0, &exact);
         assert!(read_run(&mut lane, &store, 0, 8).frame.bytes == rounded);
     }
@@ -1448,7 +1451,8 @@ fn errors_and_panics_of_a_users_store_reach_the_caller_and_pass() {
         Err(StoreError::User { page: 1, .. })
     ));
     user.fail.store(false, Ordering::Relaxed);
-    // What the store has is unknown after a failed write, so going back to the old bytes is no clean page.
+    // What the store has is unknown after a failed write, so going back to the old bytes is no
+    // clean page.
     assert!(matches!(
         write(&mut lane, &store, 1, &page),
         Ok(Outcome { written: 1, .. })
@@ -1760,7 +1764,8 @@ fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
         PageStore::remote(cluster, REGION, pages * 4096, 4096, &options(replace))
     };
     let held = create(&first, 1, false).unwrap();
-    // 1. Nobody else has it, with or without `replace`, in the same program neither, nor by way of one server.
+    // 1. Nobody else has it, with or without `replace`, in the same program neither, nor by way of
+    //    one server.
     for replace in [false, true] {
         assert!(matches!(
             create(&first, 1, replace),
@@ -1860,7 +1865,8 @@ fn what_a_publication_that_did_not_end_had_added_is_not_held() {
     let first = client(&servers);
     let store = named(&first, "x", 60, Codec::Raw);
     store.publish().unwrap();
-    // As a process that dies between the servers leaves it: the second one keeps more than the first one's map says.
+    // As a process that dies between the servers leaves it: the second one keeps more than the
+    // first one's map says.
     let Backing::Remote(remote) = &store.backing else {
         panic!("remote")
     };
@@ -1922,7 +1928,8 @@ fn pages_may_move_while_a_region_is_being_published() {
             }
             stop.store(true, Ordering::Relaxed);
         });
-        // The last publication was overtaken by writes, and the client dies: each page is as it once was.
+        // The last publication was overtaken by writes, and the client dies: each page is as it
+        // once was.
         drop((store, cluster));
         let cluster = client(&servers);
         vec_of(
@@ -1932,7 +1939,8 @@ fn pages_may_move_while_a_region_is_being_published() {
     }
 }
 
-/// Room for one page more than the region has, twice, and one WRITE in four seems lost: of those some land late.
+/// Room for one page more than the region has, twice, and one WRITE in four seems lost: of those
+/// some land late.
 #[test]
 fn slots_of_writes_that_seemed_lost_are_used_again_and_nothing_lands_there() {
     for seed in 0..20 {

@@ -1,4 +1,5 @@
-//! What this machine allows: kernel, userfaultfd, limits, and for each thing that is missing the command that mends it.
+//! What this machine allows: kernel, userfaultfd, limits, and for each thing that is missing the
+//! command that mends it.
 //!
 //! The rule it keeps: it tries things rather than believing version numbers, and changes nothing.
 
@@ -110,8 +111,8 @@ const PERMIT_DEVICE: &str = "sudo setfacl -m u:$USER:rw /dev/userfaultfd";
 const PERMIT_OR_DO_WITHOUT: &str = "sudo sysctl -w vm.unprivileged_userfaultfd=1; or do without, for one program: \
                                     FARPAGE_USER_MODE_ONLY=1 in its environment";
 
-/// Looks at this machine, for a program that is content with its own instructions' faults (`user_mode_only`), or wants those of
-/// system calls, too, as programs do by default.
+/// Looks at this machine, for a program that is content with its own instructions' faults
+/// (`user_mode_only`), or wants those of system calls, too, as programs do by default.
 pub fn probe(user_mode_only: bool) -> Probe {
     let mut checks = Vec::new();
     let by_syscall = sys::open_by_syscall(false).map(drop);

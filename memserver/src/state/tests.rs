@@ -1,4 +1,5 @@
-//! Tests of the books: what clients ask for, in order and out of it, and that nothing is left at the end.
+//! Tests of the books: what clients ask for, in order and out of it, and that nothing is left at
+//! the end.
 
 use std::os::unix::fs::FileExt;
 
@@ -762,7 +763,8 @@ proptest! {
         let mut sessions = [SessionId(0); 4];
         let mut next = 0;
         for step in steps {
-            // Mostly what the client holds, so that requests succeed; now and then what it does not.
+            // Mostly what the client holds, so that requests succeed; now and then what it does
+            // not.
             let pick = |who: usize, number: u64| match state.held(sessions[who]) {
                 held if !held.is_empty() && number < 16 => held[number as usize % held.len()],
                 _ => ExtentId(number),

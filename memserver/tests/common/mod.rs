@@ -1,6 +1,8 @@
-//! What the tests of this crate share: servers in and out of this process, and remote bytes without ceremony.
+//! What the tests of this crate share: servers in and out of this process, and remote bytes without
+//! ceremony.
 //!
-//! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its test.
+//! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its
+//! test.
 #![allow(
     dead_code,
     unreachable_pub,

@@ -1,6 +1,7 @@
 //! Which parts of a program's text are comments.
 //!
-//! The rule it keeps: what stands in a string is no comment. It knows as much of each language as that takes.
+//! The rule it keeps: what stands in a string is no comment. It knows as much of each language as
+//! that takes.
 
 use super::{COLUMNS, Source};
 
@@ -135,7 +136,8 @@ fn hashes_at(bytes: &[u8]) -> usize {
     bytes.iter().take_while(|byte| **byte == b'#').count()
 }
 
-/// Whether the `r` at `at` may begin a raw string: nothing stands before it, or the `b` or `c` of such a string.
+/// Whether the `r` at `at` may begin a raw string: nothing stands before it, or the `b` or `c` of
+/// such a string.
 fn begins_word(bytes: &[u8], at: usize) -> bool {
     let word = |at: usize| bytes[at].is_ascii_alphanumeric() || bytes[at] == b'_';
     at == 0 || !word(at - 1) || matches!(bytes[at - 1], b'b' | b'c') && (at == 1 || !word(at - 2))
@@ -155,7 +157,8 @@ fn character(rest: &[u8]) -> usize {
     }
 }
 
-/// Where the comment of a line begins in a language with `#`: not in quotes, and as a word of its own.
+/// Where the comment of a line begins in a language with `#`: not in quotes, and as a word of its
+/// own.
 fn hash_start(line: &str) -> Option<usize> {
     let mut quote = None;
     let mut before = b' ';

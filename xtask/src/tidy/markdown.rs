@@ -1,6 +1,7 @@
 //! Rules of Markdown: prose is wrapped, links lead somewhere, named source files are there.
 //!
-//! The rule it keeps: blocks of code and rows of tables are no prose, and what stands in code is no link.
+//! The rule it keeps: blocks of code and rows of tables are no prose, and what stands in code is no
+//! link.
 
 use std::{fs, path::Path};
 

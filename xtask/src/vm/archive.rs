@@ -1,7 +1,9 @@
 //! An archive in the form that Linux unpacks into its first file system (cpio, "newc").
 //!
-//! The rule it keeps: what is in it comes from this process alone, so that nothing has to be laid out in a folder first and no root is
-//! needed. Archives may follow one another in one file; the kernel unpacks them in turn. The form: `Documentation/driver-api/early-userspace/buffer-format.rst`.
+//! The rule it keeps: what is in it comes from this process alone, so that nothing has to be laid
+//! out in a folder first and no root is needed. Archives may follow one another in one file; the
+//! kernel unpacks them in turn. The form:
+//! `Documentation/driver-api/early-userspace/buffer-format.rst`.
 
 /// An archive that grows by one entry at a time.
 #[derive(Default)]

@@ -1,7 +1,7 @@
 //! The guest's kernel: one of Debian's, downloaded and unpacked, never installed.
 //!
-//! The rule it keeps: what apt downloads is verified with Debian's keys, and a kernel in the cache is whole; one that was being made ready
-//! when its maker was ended is made anew.
+//! The rule it keeps: what apt downloads is verified with Debian's keys, and a kernel in the cache
+//! is whole; one that was being made ready when its maker was ended is made anew.
 
 use std::{
     collections::BTreeSet,
@@ -20,8 +20,8 @@ use anyhow::{Context, Result, bail};
 use super::archive::Archive;
 use crate::children;
 
-/// What the guest needs beyond what its kernel has built in, with what that needs in turn. All of it is loaded at each boot, so that
-/// nothing has to be found later.
+/// What the guest needs beyond what its kernel has built in, with what that needs in turn. All of
+/// it is loaded at each boot, so that nothing has to be found later.
 const MODULES: [&str; 10] = [
     "virtio_pci",
     "virtio_console",
@@ -43,7 +43,8 @@ pub(crate) const KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 /// A kernel that is ready to boot.
 pub(crate) struct Kernel {
     pub(crate) image: PathBuf,
-    /// [`MODULES`] as an archive for the first file system: files in `/modules`, in the order of `/modules/order`.
+    /// [`MODULES`] as an archive for the first file system: files in `/modules`, in the order of
+    /// `/modules/order`.
     pub(crate) modules: PathBuf,
 }
 
@@ -153,7 +154,8 @@ impl Making<'_> {
         fs::write(apt.join("config"), self.apt_config()).context("cannot write apt's settings")?;
         self.step(self.apt("apt-get").arg("update"))?;
 
-        // The meta package names the newest kernel, which from 7.x on is several packages of one version.
+        // The meta package names the newest kernel, which from 7.x on is several packages of one
+        // version.
         let mut packages = BTreeSet::new();
         let mut unseen = vec!["linux-image-amd64".to_owned()];
         while let Some(package) = unseen.pop() {
@@ -183,7 +185,8 @@ impl Making<'_> {
         Ok(())
     }
 
-    /// apt with sources, lists and downloads of its own, so that it neither needs root nor changes anything of the machine's.
+    /// apt with sources, lists and downloads of its own, so that it neither needs root nor changes
+    /// anything of the machine's.
     fn apt(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command
@@ -275,7 +278,8 @@ fn output(command: &mut Command) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The packages with a number in the name that a kernel consists of, from what `apt-cache depends` prints.
+/// The packages with a number in the name that a kernel consists of, from what `apt-cache depends`
+/// prints.
 fn parts_of_kernel(depends: &str) -> impl Iterator<Item = &str> {
     let depends = depends.lines().filter_map(|line| {
         let package = line.trim_start().strip_prefix("Depends: ")?;

@@ -1,7 +1,8 @@
 //! One run of the virtual machine, from boot to end.
 //!
-//! The rule it keeps: the machine leaves nothing behind. What the guest needs it gets through inherited descriptors, what it says comes back
-//! through pipes, what it writes to disk is in its own memory; and it does not outlive us, however we end.
+//! The rule it keeps: the machine leaves nothing behind. What the guest needs it gets through
+//! inherited descriptors, what it says comes back through pipes, what it writes to disk is in its
+//! own memory; and it does not outlive us, however we end.
 
 use std::{
     fs::{self, File},
@@ -24,7 +25,8 @@ use crate::children;
 const INIT: &str = include_str!("init.sh");
 const RUN: &str = include_str!("run.sh");
 
-/// An emulated machine is up after 6 s, on a busy host after 20 s, and one with KVM after 2 s: who takes longer never will be.
+/// An emulated machine is up after 6 s, on a busy host after 20 s, and one with KVM after 2 s: who
+/// takes longer never will be.
 const BOOT_EMULATED_MAX: Duration = Duration::from_secs(120);
 const BOOT_KVM_MAX: Duration = Duration::from_secs(20);
 /// For the guest, which has reported the end, to be gone.
@@ -43,7 +45,8 @@ pub(crate) type Sink<'a> = &'a mut (dyn FnMut(&[u8]) + Send);
 /// Boots a machine and runs a shell script in it.
 ///
 /// # Errors
-/// When the machine does not come up twice in a row, or dies. What it said last is part of the message.
+/// When the machine does not come up twice in a row, or dies. What it said last is part of the
+/// message.
 pub(crate) fn run(
     options: &Options,
     kernel: &Kernel,
@@ -108,7 +111,8 @@ fn boot(
     let (console_pipe, console_guest) = console_pipe.context("cannot make a pipe")?;
 
     let mut command = emulator(options, kernel, files, accelerator);
-    // The port of the console and of qemu's own complaints are one: both are of interest only when the machine fails.
+    // The port of the console and of qemu's own complaints are one: both are of interest only when
+    // the machine fails.
     command
         .stdout(Stdio::null())
         .stderr(console_guest.try_clone().context("cannot share a pipe")?);
@@ -253,13 +257,15 @@ fn inherit(command: &mut Command, descriptors: Vec<RawFd>) {
                 return Err(io::Error::last_os_error());
             }
         }
-        // SAFETY: plain system call without pointers. A parent that is killed cannot end its children itself.
+        // SAFETY: plain system call without pointers. A parent that is killed cannot end its
+        // children itself.
         if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) } < 0 {
             return Err(io::Error::last_os_error());
         }
         Ok(())
     };
-    // SAFETY: between fork and exec it makes system calls only and allocates nothing (`last_os_error` reads errno).
+    // SAFETY: between fork and exec it makes system calls only and allocates nothing
+    // (`last_os_error` reads errno).
     unsafe { command.pre_exec(inherit) };
 }
 

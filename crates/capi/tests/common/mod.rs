@@ -1,4 +1,5 @@
-//! What these tests share: the libraries, installed once below the target directory, and compilers for programs that use them.
+//! What these tests share: the libraries, installed once below the target directory, and compilers
+//! for programs that use them.
 //!
 //! The rule it keeps: what is tested is what `cargo xtask install` gives to users.
 #![allow(dead_code, reason = "each test program uses its own part")]

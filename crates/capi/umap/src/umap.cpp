@@ -45,7 +45,8 @@ void *refuse(int number, const std::string &why) {
 /* Addresses that a program would like, held while a region is made of them. */
 class Wish {
  public:
-  /* Nothing that is mapped is touched: then, and where the kernel is too old to say, nothing is held. */
+  /* Nothing that is mapped is touched: then, and where the kernel is too old to say, nothing is
+   * held. */
   Wish(void *addr, std::size_t bytes) : bytes(bytes) {
     void *at = mmap(addr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
     if (at == addr) {

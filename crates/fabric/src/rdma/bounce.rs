@@ -1,6 +1,7 @@
 //! [`Bounce`]: registered memory that operations pass through, as a ring.
 //!
-//! The rule it keeps: places never overlap, and when all are given back there is room for any operation that fits at all.
+//! The rule it keeps: places never overlap, and when all are given back there is room for any
+//! operation that fits at all.
 
 use std::ops::Range;
 
@@ -15,7 +16,8 @@ pub(super) struct Place {
     cost: usize,
 }
 
-/// The bounce memory as a ring: operations end in their order, so it is given back in the order that it was taken.
+/// The bounce memory as a ring: operations end in their order, so it is given back in the order
+/// that it was taken.
 #[derive(Debug)]
 pub(super) struct Bounce {
     capacity: usize,

@@ -1,8 +1,11 @@
-//! [`Bundle`]: data connections that report to one completion queue, and [`RdmaChannel`], a bundle of one.
+//! [`Bundle`]: data connections that report to one completion queue, and [`RdmaChannel`], a bundle
+//! of one.
 //!
-//! The rule it keeps: no wake-up is lost, and no completion. A bundle is one value, so that the queue is polled, armed and slept on by the one
-//! thread that has it, and nobody takes a wake-up that another waits for. The queue has room for every work request of all its queue pairs. What
-//! completes carries the number of its [`Lane`]; a lane that fails ends its own operations, and what is still reported of it afterwards is nobody's.
+//! The rule it keeps: no wake-up is lost, and no completion. A bundle is one value, so that the
+//! queue is polled, armed and slept on by the one thread that has it, and nobody takes a wake-up
+//! that another waits for. The queue has room for every work request of all its queue pairs. What
+//! completes carries the number of its [`Lane`]; a lane that fails ends its own operations, and
+//! what is still reported of it afterwards is nobody's.
 
 use std::{io, os::fd::AsFd, sync::Arc, time::Instant};
 
@@ -14,7 +17,8 @@ use super::{
 };
 use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, stream::describe};
 
-/// What became readable, in the bundle's own epoll: the queue, or the connection of the lane of this number.
+/// What became readable, in the bundle's own epoll: the queue, or the connection of the lane of
+/// this number.
 const COMPLETED: u64 = u64::MAX;
 
 /// Events that one look brings; what is left comes with the next.
@@ -24,7 +28,8 @@ const EVENTS: usize = 8;
 pub(super) struct Bundle<B> {
     lanes: Vec<Lane<B>>,
     queue: Arc<Cq>,
-    /// Readable when the armed queue has completions, or the connection manager has something to say.
+    /// Readable when the armed queue has completions, or the connection manager has something to
+    /// say.
     ready: Epoll,
     /// Whether the next completion will make `ready` readable, or has.
     is_armed: bool,
@@ -85,7 +90,8 @@ impl<B: Buf> Bundle<B> {
         }
     }
 
-    /// Nothing has completed: makes sure that the next completion wakes, and hears what became of the connections.
+    /// Nothing has completed: makes sure that the next completion wakes, and hears what became of
+    /// the connections.
     fn look(&mut self, ended: &mut impl FnMut(usize, Completion<B>)) -> io::Result<()> {
         let mut events = [EpollEvent::empty(); EVENTS];
         // An interrupted look is as good as one that saw nothing.

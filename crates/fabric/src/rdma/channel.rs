@@ -1,12 +1,16 @@
-//! [`Lane`]: the client's end of a data connection, without the completion queue, of which a [`Bundle`](super::bundle::Bundle) has one for all its lanes.
+//! [`Lane`]: the client's end of a data connection, without the completion queue, of which a
+//! [`Bundle`](super::bundle::Bundle) has one for all its lanes.
 //!
-//! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done with the memory that stands for it, and the send
-//! queue cannot fill. Buffers that are registered move as they lie; others are copied through registered memory of the channel's own,
-//! because a page that is pinned for the adapter could not be moved into the program's address space.
+//! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done
+//! with the memory that stands for it, and the send queue cannot fill. Buffers that are registered
+//! move as they lie; others are copied through registered memory of the channel's own, because a
+//! page that is pinned for the adapter could not be moved into the program's address space.
 //!
-//! Operations are gathered and handed over with one ring of the doorbell per list of up to [`POSTLIST`], or when the caller polls. A READ reports its end,
-//! since somebody waits for its bytes, and so does an atomic; of WRITEs the last of each list does, and work completes in the order of posting, so one report stands for
-//! all before it. READ and WRITE of the same bytes at the same time are in no order, as everywhere in this crate.
+//! Operations are gathered and handed over with one ring of the doorbell per list of up to
+//! [`POSTLIST`], or when the caller polls. A READ reports its end, since somebody waits for its
+//! bytes, and so does an atomic; of WRITEs the last of each list does, and work completes in the
+//! order of posting, so one report stands for all before it. READ and WRITE of the same bytes at
+//! the same time are in no order, as everywhere in this crate.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -29,10 +33,12 @@ use crate::{
     stream::describe,
 };
 
-/// Operations in flight at most; at least twice [`POSTLIST`], so that one list can travel while the next is gathered.
+/// Operations in flight at most; at least twice [`POSTLIST`], so that one list can travel while the
+/// next is gathered.
 const DEPTH: usize = 64;
 
-/// Registered memory that operations pass through: eight of the longest runs that the pager asks for, twice the longest operation.
+/// Registered memory that operations pass through: eight of the longest runs that the pager asks
+/// for, twice the longest operation.
 pub(super) const BOUNCE_BYTES: usize = 4 << 20;
 
 /// Extents that a channel remembers without allocating, as a signal handler must.
@@ -44,8 +50,8 @@ pub(super) const CHANNEL: Depths = Depths {
     reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
-/// The lane's number stands in the upper bits of what marks its operations, so that completions find the way back; there are enough lower ones for
-/// any life of a process.
+/// The lane's number stands in the upper bits of what marks its operations, so that completions
+/// find the way back; there are enough lower ones for any life of a process.
 const NUMBER_SHIFT: u32 = 52;
 
 /// Lanes that can be told apart.
@@ -76,7 +82,8 @@ pub(super) struct Lane<B> {
     /// Of the next operation.
     sequence: u64,
     bounce: Bounce,
-    /// Refused without asking the server: not in any lease of this client, or nothing that the adapter can do.
+    /// Refused without asking the server: not in any lease of this client, or nothing that the
+    /// adapter can do.
     refused: VecDeque<Completion<B>>,
     client: Arc<Client>,
     /// What [`Client`] held when it was last asked.
@@ -194,7 +201,8 @@ impl<B: Buf> Lane<B> {
         self.ring();
     }
 
-    /// The second half, after it: looks at the clock and at the session. A lane that is dead hands everything back.
+    /// The second half, after it: looks at the clock and at the session. A lane that is dead hands
+    /// everything back.
     pub(super) fn end_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         if let Err(error) = self.check() {
             self.dead.get_or_insert(error);
@@ -303,15 +311,17 @@ impl<B: Buf> Lane<B> {
             if let Some(last) = works.last_mut() {
                 last.signalled = true;
             }
-            // SAFETY: what is not in the pair's slab is a registered buffer, which stays in `ops` until its operation has completed or the
-            // pair was killed; the pair is dropped before `ops`.
+            // SAFETY: what is not in the pair's slab is a registered buffer, which stays in `ops`
+            // until its operation has completed or the pair was killed; the pair is dropped before
+            // `ops`.
             let posted = unsafe { self.pair.post(works) };
             self.handed += count;
             self.dead = posted.err().map(|error| self.lost(describe(&error)));
         }
     }
 
-    /// One of its operations has completed. What a queue pair that was destroyed has left in the queue stands for nothing any more.
+    /// One of its operations has completed. What a queue pair that was destroyed has left in the
+    /// queue stands for nothing any more.
     pub(super) fn complete(&mut self, done: Done, ended: &mut impl FnMut(Completion<B>)) {
         if self.is_dead() {
             return;

@@ -40,7 +40,8 @@ pub(super) struct Leased {
     pub(super) id: ExtentId,
     pub(super) bytes: u64,
     pub(super) key: RemoteKey,
-    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards nothing else.
+    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
+    /// nothing else.
     pub(super) released: AtomicBool,
 }
 
@@ -56,7 +57,8 @@ pub(crate) struct Client {
     plain: RegPool,
 }
 
-/// The protection domain of a session's channels, and registered memory in it: what one channel leaves, the next one takes.
+/// The protection domain of a session's channels, and registered memory in it: what one channel
+/// leaves, the next one takes.
 #[derive(Clone, Debug)]
 struct Home {
     domain: Domain,
@@ -132,7 +134,8 @@ impl Client {
         }
     }
 
-    /// One domain per session, so that what is registered once serves all its channels; another one when the way to the server changed.
+    /// One domain per session, so that what is registered once serves all its channels; another one
+    /// when the way to the server changed.
     fn home(&self, device: Device) -> io::Result<Home> {
         let mut known = self.home.lock().expect(NO_PANIC);
         if let Some(home) = known
@@ -172,7 +175,8 @@ pub(crate) struct Route {
 }
 
 impl Route {
-    /// Opens the connection; what is done there is reported to the queue, as the work of the lane of this number.
+    /// Opens the connection; what is done there is reported to the queue, as the work of the lane
+    /// of this number.
     fn open<B: Buf>(self, queue: &Arc<Cq>, number: usize) -> Result<Lane<B>, ConnectError> {
         let endpoint = self.session.endpoint();
         let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
@@ -210,7 +214,8 @@ pub(crate) fn channel<B: Buf>(route: Route) -> Result<Box<dyn Channel<B>>, Conne
     Ok(Box::new(RdmaChannel(bundle(vec![route])?)))
 }
 
-/// Opens data connections with one completion queue per adapter. Each route has the number that its channel gets.
+/// Opens data connections with one completion queue per adapter. Each route has the number that its
+/// channel gets.
 pub(crate) fn channels<B: Buf>(routes: Vec<(usize, Route)>) -> Result<Vec<Group<B>>, ConnectError> {
     let mut by_device: Vec<(Device, Vec<usize>, Vec<Route>)> = Vec::new();
     for (number, route) in routes {
@@ -246,7 +251,8 @@ fn bundle<B: Buf>(routes: Vec<Route>) -> Result<Bundle<B>, ConnectError> {
     Bundle::new(Arc::clone(&queue), lanes.collect::<Result<_, _>>()?).map_err(no_pair)
 }
 
-/// Completions that so many channels may leave in their queue, if a device whose queues hold `most` can have that.
+/// Completions that so many channels may leave in their queue, if a device whose queues hold `most`
+/// can have that.
 fn queue_depth(channels: usize, most: usize) -> Result<usize, String> {
     let fit = (most / CHANNEL.completions()).min(LANES_MAX);
     if channels > fit {
@@ -257,7 +263,8 @@ fn queue_depth(channels: usize, most: usize) -> Result<usize, String> {
     Ok(channels * CHANNEL.completions())
 }
 
-/// A control connection on which nothing was said; `tell` is what the server is told of our ring, which tests lie about.
+/// A control connection on which nothing was said; `tell` is what the server is told of our ring,
+/// which tests lie about.
 pub(super) fn control(
     endpoint: &Endpoint,
     plain: &RegPool,
@@ -276,8 +283,9 @@ pub(super) fn control(
     Ok(control)
 }
 
-/// How long one question for the way to a server may take before it is asked anew. Kernels (7.2, adapters in network namespaces) have been seen to
-/// miss the neighbour's answer to the first question, and then to know it at once.
+/// How long one question for the way to a server may take before it is asked anew. Kernels (7.2,
+/// adapters in network namespaces) have been seen to miss the neighbour's answer to the first
+/// question, and then to know it at once.
 const RESOLVE_AGAIN: Duration = Duration::from_secs(1);
 
 /// Finds the device and the way to the server.

@@ -1,12 +1,16 @@
-//! [`Control`]: what is said on a control connection, in both directions through a ring at the receiver.
+//! [`Control`]: what is said on a control connection, in both directions through a ring at the
+//! receiver.
 //!
-//! The rule it keeps: nothing is sent that the peer has no room for, and nothing that the peer places harms anybody but itself. A connection has a
-//! protection domain of its own on either side, so that its key opens its ring and nothing else; what is sent passes through memory without a key. Where the rings are and what opens them is said with
-//! the request for the connection and with its acceptance: when it is there, both can WRITE at once.
+//! The rule it keeps: nothing is sent that the peer has no room for, and nothing that the peer
+//! places harms anybody but itself. A connection has a protection domain of its own on either side,
+//! so that its key opens its ring and nothing else; what is sent passes through memory without a
+//! key. Where the rings are and what opens them is said with the request for the connection and
+//! with its acceptance: when it is there, both can WRITE at once.
 //!
-//! A receiver sleeps until a completion wakes it, since the WRITE of a tail carries immediate data. That takes a receive request at the
-//! receiver, of which there are [`ANNOUNCEMENTS`]: a sender makes no more announcements until it knows that all before were taken, and the receiver
-//! takes a message only after it has replaced the receive that its announcement took.
+//! A receiver sleeps until a completion wakes it, since the WRITE of a tail carries immediate data.
+//! That takes a receive request at the receiver, of which there are [`ANNOUNCEMENTS`]: a sender
+//! makes no more announcements until it knows that all before were taken, and the receiver takes a
+//! message only after it has replaced the receive that its announcement took.
 
 use std::{
     collections::VecDeque,
@@ -32,7 +36,8 @@ use crate::{
     regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
 };
 
-/// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth of it; a manifest goes through many times.
+/// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth
+/// of it; a manifest goes through many times.
 const RING_BYTES: usize = 64 << 10;
 
 /// Both rings of a connection look like this; where they are, the peers tell each other.
@@ -51,7 +56,8 @@ const BOUNCE_BYTES: usize = 32 << 10;
 /// Announcements that the peer may not have heard yet.
 const ANNOUNCEMENTS: usize = 32;
 
-/// A message takes two WRITEs, or three around the end of the ring; a full queue is taken up again when something has ended.
+/// A message takes two WRITEs, or three around the end of the ring; a full queue is taken up again
+/// when something has ended.
 const SENDS: usize = 16;
 
 /// How long a peer that has taken too little is left alone before it is asked again.
@@ -76,7 +82,8 @@ pub(super) struct Control {
 }
 
 impl Control {
-    /// An end for a connection that is resolved or asked for; `plain` is memory of this process to gather messages in.
+    /// An end for a connection that is resolved or asked for; `plain` is memory of this process to
+    /// gather messages in.
     ///
     /// # Errors
     /// In words for whoever wants the connection.
@@ -119,7 +126,8 @@ impl Control {
         self.key
     }
 
-    /// Where this end finds the peer's ring. A peer that lies gets its own connection closed, by the adapter.
+    /// Where this end finds the peer's ring. A peer that lies gets its own connection closed, by
+    /// the adapter.
     pub(super) fn meet(&mut self, peer: RemoteKey) {
         self.sender.channel_mut().peer = peer;
     }
@@ -137,7 +145,8 @@ impl Control {
         self.sender.is_idle()
     }
 
-    /// Reads what is there of what the peer has said; `None` when nothing is, and then a completion wakes.
+    /// Reads what is there of what the peer has said; `None` when nothing is, and then a completion
+    /// wakes.
     ///
     /// # Errors
     /// The peer broke the protocol.
@@ -154,8 +163,10 @@ impl Control {
         Ok(Some(bytes))
     }
 
-    /// Takes the next message that was announced, if there is one. An announcement without one is not the peer's fault: the tail of the next may be
-    /// in the middle of being placed, and its own announcement, which is still to come, wakes. More of them than a peer may make before all were taken are.
+    /// Takes the next message that was announced, if there is one. An announcement without one is
+    /// not the peer's fault: the tail of the next may be in the middle of being placed, and its own
+    /// announcement, which is still to come, wakes. More of them than a peer may make before all
+    /// were taken are.
     fn take(&mut self) -> io::Result<bool> {
         self.advance()?;
         match self.sender.channel().arrivals {
@@ -179,14 +190,16 @@ impl Control {
         Ok(is_there)
     }
 
-    /// Sends what fits into one message; `None` while the peer has no room, which is asked for again after [`ASK_AGAIN`].
+    /// Sends what fits into one message; `None` while the peer has no room, which is asked for
+    /// again after [`ASK_AGAIN`].
     ///
     /// # Errors
     /// No memory. A connection that is lost is a [`failure`](Self::failure).
     pub(super) fn write(&mut self, buf: &[u8]) -> io::Result<Option<usize>> {
         self.advance_or_arm(Self::has_room)?;
         if !self.has_room() {
-            // At once if it has taken something since it was asked; a peer that takes nothing costs little.
+            // At once if it has taken something since it was asked; a peer that takes nothing costs
+            // little.
             let consumed = self.sender.consumed();
             let is_time = |(at, then): (Instant, u64)| consumed > then || at.elapsed() >= ASK_AGAIN;
             if self.asked.is_none_or(is_time) {
@@ -249,7 +262,8 @@ impl fmt::Debug for Control {
     }
 }
 
-/// What a ring's sender needs of a queue pair: WRITEs and READs of the peer's ring, in their order. All of them report their end.
+/// What a ring's sender needs of a queue pair: WRITEs and READs of the peer's ring, in their order.
+/// All of them report their end.
 struct Carrier {
     pair: Pair,
     peer: RemoteKey,

@@ -1,10 +1,13 @@
-//! The fabric for which the others stand in: one-sided READ, WRITE and atomics by a network adapter (InfiniBand, RoCE, and iWARP with immediate data).
+//! The fabric for which the others stand in: one-sided READ, WRITE and atomics by a network adapter
+//! (InfiniBand, RoCE, and iWARP with immediate data).
 //!
-//! The rule it keeps: the server's processor takes no part in them, and a key opens only what is leased to the client that was given
-//! it. Connections are made by the connection manager, so that addresses, path and MTU are found and never assumed. Each session has a
-//! protection domain at the server, in which its extents are registered for as long as they are leased; data connections belong to
-//! the domain of their session. The control connection is a byte stream through two rings ([`control`]), on which control messages travel
-//! as on any other; behind an answer that leases memory come its [`RemoteKey`]s.
+//! The rule it keeps: the server's processor takes no part in them, and a key opens only what is
+//! leased to the client that was given it. Connections are made by the connection manager, so that
+//! addresses, path and MTU are found and never assumed. Each session has a protection domain at the
+//! server, in which its extents are registered for as long as they are leased; data connections
+//! belong to the domain of their session. The control connection is a byte stream through two rings
+//! ([`control`]), on which control messages travel as on any other; behind an answer that leases
+//! memory come its [`RemoteKey`]s.
 //!
 //! All calls into C are in [`verbs`], which hands safe types to the rest.
 
@@ -33,13 +36,16 @@ pub(crate) use self::{
     stream::RdmaStream,
 };
 
-/// The most bytes that a rejection can carry: what is left of a management datagram of InfiniBand, the least of the networks.
+/// The most bytes that a rejection can carry: what is left of a management datagram of InfiniBand,
+/// the least of the networks.
 const REJECT_BYTES: usize = 148;
 
-/// What a client says with its request for a connection, behind the hello. 56 bytes is what the connection manager leaves us.
+/// What a client says with its request for a connection, behind the hello. 56 bytes is what the
+/// connection manager leaves us.
 #[derive(Debug, PartialEq, Eq)]
 enum Greeting {
-    /// A control connection, and where the server finds the client's ring. The acceptance says where the server's is.
+    /// A control connection, and where the server finds the client's ring. The acceptance says
+    /// where the server's is.
     Control(RemoteKey),
     /// A data connection, the session that it belongs to, and its line.
     Data(SessionId, Secret, u64),
@@ -111,7 +117,8 @@ fn decode_key(bytes: &[u8]) -> Result<RemoteKey, ControlDecodeError> {
     })
 }
 
-/// Why RDMA is of no use on this machine, with what to do; `Ok` with the names of its devices otherwise.
+/// Why RDMA is of no use on this machine, with what to do; `Ok` with the names of its devices
+/// otherwise.
 pub(crate) fn devices() -> Result<Vec<String>, String> {
     match verbs::device_names() {
         names if names.is_empty() => Err(

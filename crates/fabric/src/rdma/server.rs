@@ -1,7 +1,9 @@
-//! The server half: listens, gives each session a protection domain, and registers what is leased to it.
+//! The server half: listens, gives each session a protection domain, and registers what is leased
+//! to it.
 //!
-//! The rule it keeps: a data connection belongs to the domain of the session that its client proved to hold, and an extent is registered in that
-//! domain alone, for as long as the lease lasts. What one client was told opens nothing for another.
+//! The rule it keeps: a data connection belongs to the domain of the session that its client proved
+//! to hold, and an extent is registered in that domain alone, for as long as the lease lasts. What
+//! one client was told opens nothing for another.
 
 use std::{
     collections::HashMap,
@@ -65,7 +67,8 @@ pub(crate) struct Registration {
 
 impl Registration {
     /// # Safety
-    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is dropped.
+    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is
+    /// dropped.
     unsafe fn new(pd: &Arc<Pd>, memory: NonNull<[u8]>) -> io::Result<Self> {
         // SAFETY: promised by the caller.
         let mr = unsafe { Mr::register(pd, memory, Access::Remote) }?;
@@ -82,7 +85,8 @@ impl Registration {
 }
 
 impl RdmaStream {
-    /// Makes memory that was just leased known to the adapter; its keys, in the order of `memories`.
+    /// Makes memory that was just leased known to the adapter; its keys, in the order of
+    /// `memories`.
     ///
     /// # Errors
     /// In words for the client; what was registered goes with its leases.
@@ -96,7 +100,8 @@ impl RdmaStream {
         let pd = domains.of(session, device)?;
         let keys = memories.iter().map(|memory| {
             let registered = memory.register(|slice| {
-                // SAFETY: the lease keeps the mapping, drops the registration before it, and gives no page of it back meanwhile.
+                // SAFETY: the lease keeps the mapping, drops the registration before it, and gives
+                // no page of it back meanwhile.
                 let registration = unsafe { Registration::new(&pd, slice) }?;
                 Ok((registration.key(), registration))
             });
@@ -160,7 +165,8 @@ impl Listener {
         self.port
     }
 
-    /// The next connection and its peer's name, `None` when nobody waits or who waited was turned away.
+    /// The next connection and its peer's name, `None` when nobody waits or who waited was turned
+    /// away.
     pub(crate) fn accept(&self, host: &dyn Host) -> io::Result<Option<(RdmaStream, Peer)>> {
         let Some(event) = self.id.next_event()? else {
             return Ok(None);
@@ -244,7 +250,8 @@ impl Listener {
                 })?)
             }
         };
-        // 3. The client of a data connection is answered, and may WRITE, when its line is free: `RdmaStream::accept`.
+        // 3. The client of a data connection is answered, and may WRITE, when its line is free:
+        //    `RdmaStream::accept`.
         let side = Side::Server {
             domains: Arc::clone(&self.domains),
             claim,

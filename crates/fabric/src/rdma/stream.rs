@@ -1,5 +1,6 @@
-//! [`RdmaStream`]: a connection with an adapter on each side, as sessions and servers know it: a byte stream for control messages, or
-//! the server's end of a data connection, on which nothing is said.
+//! [`RdmaStream`]: a connection with an adapter on each side, as sessions and servers know it: a
+//! byte stream for control messages, or the server's end of a data connection, on which nothing is
+//! said.
 //!
 //! The rule it keeps: whoever sleeps on it wakes when it ends, whichever side ended it.
 
@@ -119,7 +120,8 @@ impl RdmaStream {
         self.with_pair(|pair| pair.accept(&hello))
     }
 
-    /// The session that the client of a data connection claimed and proved, and the line; on the server only.
+    /// The session that the client of a data connection claimed and proved, and the line; on the
+    /// server only.
     pub(crate) fn claim(&self) -> Option<(SessionId, Secret, u64)> {
         match &self.side {
             Side::Server { claim, .. } => *claim,
@@ -134,7 +136,8 @@ impl RdmaStream {
         }
     }
 
-    /// Reads what is there; `WouldBlock` when nothing is, and then the stream wakes who sleeps on it; 0 at the end.
+    /// Reads what is there; `WouldBlock` when nothing is, and then the stream wakes who sleeps on
+    /// it; 0 at the end.
     pub(crate) fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         let mut line = self.line.lock();
         let control = line.control();
@@ -144,7 +147,8 @@ impl RdmaStream {
         let failure = control.failure();
         drop(line);
         match failure {
-            // A peer that closes flushes our receives, which is the end that a socket reports as 0 bytes.
+            // A peer that closes flushes our receives, which is the end that a socket reports as 0
+            // bytes.
             Some(failure) if failure.is_flush() => Ok(0),
             Some(failure) => Err(io::Error::new(
                 io::ErrorKind::ConnectionReset,
@@ -186,7 +190,8 @@ impl RdmaStream {
         self.over.load(Ordering::Acquire)
     }
 
-    /// Closes the connection, after what was written has arrived or [`LINGER`]; whoever sleeps on it wakes.
+    /// Closes the connection, after what was written has arrived or [`LINGER`]; whoever sleeps on
+    /// it wakes.
     pub(crate) fn close(&self) {
         let until = Instant::now() + LINGER;
         loop {

@@ -1,4 +1,5 @@
-//! What only a client that cheats, or looks inside, can find out. Needs a device: `FARPAGE_TEST_RDMA_ADDRESS` names its address.
+//! What only a client that cheats, or looks inside, can find out. Needs a device:
+//! `FARPAGE_TEST_RDMA_ADDRESS` names its address.
 
 use std::{
     sync::Arc,
@@ -81,7 +82,8 @@ fn a_key_opens_nothing_for_another_client_and_nothing_after_its_lease() {
             let error = read(&thief, extent).expect_err("another domain's key");
             assert!(error.to_string().contains("out of reach"), "{error}");
             assert_eq!(read(&owner, extent), Ok(vec![0; 4096]));
-            // The owner goes on with what it has given back; what else it has keeps its domain, so that nothing but the key can end.
+            // The owner goes on with what it has given back; what else it has keeps its domain, so
+            // that nothing but the key can end.
             let kept = owner.grant(MIB as u64).expect("room");
             assert_eq!(read(&owner, kept), Ok(vec![0; 4096]));
             owner.release(extent.id).expect("leased");

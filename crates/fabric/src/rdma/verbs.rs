@@ -1,7 +1,9 @@
-//! The verbs and connection-manager libraries, made safe: one owner per object, in an order of dropping that the adapter allows.
+//! The verbs and connection-manager libraries, made safe: one owner per object, in an order of
+//! dropping that the adapter allows.
 //!
-//! The law of this module: memory that an adapter may touch outlives the queue pair that may tell it to. A [`Pair`] owns its [`Slab`] and
-//! destroys the queue pair first; for memory of others their owner promises it. All calls into C are here.
+//! The law of this module: memory that an adapter may touch outlives the queue pair that may tell
+//! it to. A [`Pair`] owns its [`Slab`] and destroys the queue pair first; for memory of others
+//! their owner promises it. All calls into C are here.
 
 mod connection;
 mod memory;
@@ -36,7 +38,8 @@ pub(super) fn device_names() -> Vec<String> {
     };
     let names = (0..count as usize)
         .map(|i| {
-            // SAFETY: the list has `count` entries, and a device's name is a C string that lives as long as the list.
+            // SAFETY: the list has `count` entries, and a device's name is a C string that lives as
+            // long as the list.
             let name = unsafe { CStr::from_ptr(sys::ibv_get_device_name(*list.as_ptr().add(i))) };
             name.to_string_lossy().into_owned()
         })

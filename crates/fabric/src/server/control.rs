@@ -107,7 +107,8 @@ impl Connection {
     ) -> Result<bool, Fault> {
         let mut asked = None;
         loop {
-            // A client that lives renews well within its lease: silence is a peer that vanished without a word.
+            // A client that lives renews well within its lease: silence is a peer that vanished
+            // without a word.
             let mut frame = Frame {
                 host: &*self.host,
                 origin: self.peer.origin,
@@ -243,7 +244,8 @@ impl Connection {
     }
 }
 
-/// Puts a request to the host: the answer and the memory that it speaks of, or why no client says such a thing here.
+/// Puts a request to the host: the answer and the memory that it speaks of, or why no client says
+/// such a thing here.
 pub(crate) fn answer(
     host: &dyn Host,
     session: SessionId,

@@ -1,7 +1,9 @@
-//! The data connection, server side: a software NIC that serves READs and WRITEs straight from and into extents, and does atomics on them.
+//! The data connection, server side: a software NIC that serves READs and WRITEs straight from and
+//! into extents, and does atomics on them.
 //!
-//! The rule it keeps: every operation is checked against the leases of its session before a byte of it moves, and no
-//! byte is copied in user space: payloads go between the socket and the mapping by vectored system calls.
+//! The rule it keeps: every operation is checked against the leases of its session before a byte of
+//! it moves, and no byte is copied in user space: payloads go between the socket and the mapping by
+//! vectored system calls.
 
 use std::{
     io,
@@ -25,8 +27,8 @@ use crate::{
     stream::{Message, retry},
 };
 
-/// How long a refused client may take to read why. Its bytes that are under way are thrown away meanwhile, or the
-/// kernel would throw the answer away.
+/// How long a refused client may take to read why. Its bytes that are under way are thrown away
+/// meanwhile, or the kernel would throw the answer away.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// One operation of a batch, checked.
@@ -101,7 +103,8 @@ impl Connection {
                     *word = old.map_err(|_| lease_ended(op))?.to_le_bytes();
                 }
             }
-            // 5. The answers, those of READs with the payload behind them and those of atomics with the old value.
+            // 5. The answers, those of READs with the payload behind them and those of atomics with
+            //    the old value.
             vectors.clear();
             for ((op, bytes), word) in checked.iter().zip(&mut answers).zip(&mut words) {
                 let fetched = match op.header.kind {
@@ -139,7 +142,8 @@ impl Connection {
         }
     }
 
-    /// Answers that an operation was refused, and ends the connection so that the client can still read it.
+    /// Answers that an operation was refused, and ends the connection so that the client can still
+    /// read it.
     fn refuse(&self, header: &OpHeader) -> Result<(), Fault> {
         let answer = AnswerHeader {
             status: Status::Refused,
@@ -206,13 +210,15 @@ impl Connection {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             still_leased(checked)?;
-            // What has arrived could still be read from a socket that was closed: the newer connection waits for this one.
+            // What has arrived could still be read from a socket that was closed: the newer
+            // connection waits for this one.
             if held.is_replaced() {
                 return Err(Fault::replaced());
             }
             // SAFETY:
-            // - every vector lies in a span of `checked`: bytes of a mapping that live as long as the span, writable, to which no reference exists
-            //   anywhere; or is the place of an operand, kept by the caller, which does not look at it meanwhile.
+            // - every vector lies in a span of `checked`: bytes of a mapping that live as long as
+            //   the span, writable, to which no reference exists anywhere; or is the place of an
+            //   operand, kept by the caller, which does not look at it meanwhile.
             let received =
                 unsafe { libc::recvmsg(self.stream.as_raw_fd(), rest.message().get(), 0) };
             match Errno::result(received) {
@@ -235,9 +241,11 @@ impl Connection {
     ) -> Result<(), Fault> {
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
-            // A client that is slow to read must not be sent what the next holder of the extent writes.
+            // A client that is slow to read must not be sent what the next holder of the extent
+            // writes.
             still_leased(checked)?;
-            // SAFETY: every vector is an answer header, an old value or lies in a span, all kept by the caller; they are only read.
+            // SAFETY: every vector is an answer header, an old value or lies in a span, all kept by
+            // the caller; they are only read.
             let sent = unsafe {
                 libc::sendmsg(
                     self.stream.as_raw_fd(),
@@ -255,7 +263,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for the socket, and no longer than until it is time to look whether the session and its leases still live.
+    /// Waits for the socket, and no longer than until it is time to look whether the session and
+    /// its leases still live.
     fn pause(&self, events: PollFlags, alive: &dyn Fn() -> Result<(), Fault>) -> Result<(), Fault> {
         match self.stream.wait(events, Instant::now() + LOOK) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => alive(),

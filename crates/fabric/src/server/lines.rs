@@ -1,8 +1,9 @@
 //! [`Lines`]: which connections of a daemon are which lines of which sessions.
 //!
-//! The rule it keeps: of each line at most one connection serves operations. A newer one closes the older ones and waits until
-//! they have left their last operation, so that a client that is answered knows: what was under way before has taken place, or
-//! never will. Without that, a WRITE that seemed lost could land among bytes that were written to the same place later.
+//! The rule it keeps: of each line at most one connection serves operations. A newer one closes the
+//! older ones and waits until they have left their last operation, so that a client that is
+//! answered knows: what was under way before has taken place, or never will. Without that, a WRITE
+//! that seemed lost could land among bytes that were written to the same place later.
 
 use std::{
     collections::HashMap,
@@ -21,7 +22,8 @@ use crate::stream::Stream;
 /// A line: its session, and the number that the client gave it; none for the control connection.
 pub(super) type LineName = (SessionId, Option<u64>);
 
-/// The connections of a daemon, over all its listeners. A line is known for as long as it has connections.
+/// The connections of a daemon, over all its listeners. A line is known for as long as it has
+/// connections.
 #[derive(Debug, Default)]
 pub struct Lines {
     /// Of each line, oldest first. The first one serves; those behind it wait until they are first.
@@ -34,7 +36,8 @@ pub struct Lines {
 #[derive(Debug)]
 struct Place {
     stream: Weak<Stream>,
-    /// A newer connection has come. Looked at between system calls; what it orders is ordered by the lock.
+    /// A newer connection has come. Looked at between system calls; what it orders is ordered by
+    /// the lock.
     replaced: AtomicBool,
 }
 
@@ -47,8 +50,8 @@ pub(super) struct Held<'a> {
 }
 
 impl Lines {
-    /// Takes a line over for `stream`: closes its older connections and waits until they have left. `None` when they have not at
-    /// `until`, or when a newer one has come meanwhile.
+    /// Takes a line over for `stream`: closes its older connections and waits until they have left.
+    /// `None` when they have not at `until`, or when a newer one has come meanwhile.
     pub(super) fn take(
         &self,
         name: LineName,

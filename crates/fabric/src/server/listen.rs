@@ -25,7 +25,8 @@ use crate::{
     stream::{Stream, keep_alive},
 };
 
-/// A bound endpoint, ready for [`serve`](super::serve). Dropping it removes the file of its Unix socket.
+/// A bound endpoint, ready for [`serve`](super::serve). Dropping it removes the file of its Unix
+/// socket.
 #[derive(Debug)]
 pub struct Listener {
     endpoint: Endpoint,
@@ -100,7 +101,8 @@ pub enum BindError {
         /// What the system said.
         source: io::Error,
     },
-    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said no.
+    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
+    /// no.
     #[error("cannot listen on {endpoint}: {reason}")]
     NoRdma {
         /// The endpoint.
@@ -125,8 +127,8 @@ pub enum BindError {
 }
 
 impl Listener {
-    /// Binds `endpoint`. The file of a Unix socket whose server is dead is replaced; `access` says who may use the new
-    /// one and does nothing for TCP.
+    /// Binds `endpoint`. The file of a Unix socket whose server is dead is replaced; `access` says
+    /// who may use the new one and does nothing for TCP.
     ///
     /// # Errors
     /// [`BindError`]

@@ -1,7 +1,8 @@
 //! The server half of every transport: accepts connections, parses frames, moves bytes.
 //!
-//! The rule it keeps: nothing that a peer sends can do more than close its own connection, with one logged line that names the
-//! peer and the reason. Who may have which memory is left to the [`Host`].
+//! The rule it keeps: nothing that a peer sends can do more than close its own connection, with one
+//! logged line that names the peer and the reason. Who may have which memory is left to the
+//! [`Host`].
 
 mod control;
 mod data;
@@ -48,23 +49,27 @@ use crate::{
     stream::{ReceiveError, Stream, timeout_until},
 };
 
-/// How long a stranger may take to say who it is. Generous for a slow network, short for one that only holds a thread.
+/// How long a stranger may take to say who it is. Generous for a slow network, short for one that
+/// only holds a thread.
 const HANDSHAKE: Duration = Duration::from_secs(2);
 
 /// How often a thread that waits for a client looks whether its session still lives.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// How long the end of a server waits for the threads of its connections, whose sockets are closed by then.
+/// How long the end of a server waits for the threads of its connections, whose sockets are closed
+/// by then.
 const JOIN: Duration = Duration::from_secs(5);
 
-/// Threads whose connections have been closed may be this many beyond the limit before no more are accepted.
+/// Threads whose connections have been closed may be this many beyond the limit before no more are
+/// accepted.
 const ENDING: usize = 64;
 
-/// Connections of a listener at once, of which each has a thread: more is refused rather than suffered.
+/// Connections of a listener at once, of which each has a thread: more is refused rather than
+/// suffered.
 const MAX_CONNECTIONS: usize = 4096;
 
-/// Of the files that the process may open, connections of a listener take at most one in so many: a daemon may have two
-/// listeners, and needs as many files for the memory that it lends.
+/// Of the files that the process may open, connections of a listener take at most one in so many: a
+/// daemon may have two listeners, and needs as many files for the memory that it lends.
 const OPEN_FILES_PER_CONNECTION: u64 = 4;
 
 /// Payload bytes moved by the server's CPU; one for all listeners of a daemon.
@@ -114,7 +119,8 @@ impl Shutdown {
     }
 }
 
-/// Accepts and serves connections until `shutdown` begins; then closes them, joins their threads and returns.
+/// Accepts and serves connections until `shutdown` begins; then closes them, joins their threads
+/// and returns.
 ///
 /// [`Host::stat`] is completed with the bytes of `traffic`.
 pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shutdown: Shutdown) {
@@ -135,7 +141,8 @@ pub fn serve_within(
     traffic: Arc<Traffic>,
     shutdown: Shutdown,
 ) {
-    // The threads own their sockets: what has ended is closed at once and not when the next client comes.
+    // The threads own their sockets: what has ended is closed at once and not when the next client
+    // comes.
     let mut connections: HashMap<u64, (Weak<Stream>, JoinHandle<()>)> = HashMap::new();
     let places = Places::new(limits);
     let mut count = 0;
@@ -155,7 +162,8 @@ pub fn serve_within(
             Ok(None) => continue,
             Err(error) => {
                 tracing::warn!(endpoint = %listener.endpoint(), %error, "cannot accept a connection");
-                // Out of descriptors: the client stays in the backlog, and spinning would not help it.
+                // Out of descriptors: the client stays in the backlog, and spinning would not help
+                // it.
                 let _ = poll(&mut fds[1..], PollTimeout::from(50u8));
                 continue;
             }
@@ -325,7 +333,8 @@ impl Connection {
         }
     }
 
-    /// Takes a line over for this connection. The client is not answered before its older ones have ended.
+    /// Takes a line over for this connection. The client is not answered before its older ones have
+    /// ended.
     fn take(&self, line: LineName, until: Instant) -> Result<Held<'_>, Fault> {
         self.host
             .lines()

@@ -1,7 +1,8 @@
 //! [`Session`]: a client's stay at one memory server.
 //!
-//! The rule it keeps: the server's death is noticed by a thread of the session, so that no operation and no call hangs on
-//! a server that is gone. Which bytes mean what is left to the callers.
+//! The rule it keeps: the server's death is noticed by a thread of the session, so that no
+//! operation and no call hangs on a server that is gone. Which bytes mean what is left to the
+//! callers.
 
 mod remote;
 mod visit;
@@ -34,8 +35,8 @@ use crate::{
 
 /// A client's stay at one server: leases memory and opens channels to it. Shared by threads.
 ///
-/// Dropping it closes it in an orderly way: its extents are freed at once, except those that a published name refers to.
-/// Channels keep their session alive.
+/// Dropping it closes it in an orderly way: its extents are freed at once, except those that a
+/// published name refers to. Channels keep their session alive.
 #[derive(Debug)]
 pub struct Session {
     endpoint: Endpoint,
@@ -49,7 +50,8 @@ pub struct Session {
     lines: AtomicU64,
 }
 
-/// A place for one channel after another of a session, such as what a worker thread moves bytes through.
+/// A place for one channel after another of a session, such as what a worker thread moves bytes
+/// through.
 #[derive(Clone, Debug)]
 pub struct Line {
     session: Arc<Session>,
@@ -65,27 +67,32 @@ enum Backend {
 /// How a session behaves.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// The longest that one operation or one control call may take. A connection that is silent for a quarter of it while an answer is
-    /// expected is taken for dead: its operations end, and control calls and new channels try another one.
+    /// The longest that one operation or one control call may take. A connection that is silent for
+    /// a quarter of it while an answer is expected is taken for dead: its operations end, and
+    /// control calls and new channels try another one.
     pub deadline: Duration,
-    /// Makes channels behave like a slower network; shared by all sessions that are to share the link.
+    /// Makes channels behave like a slower network; shared by all sessions that are to share the
+    /// link.
     pub link: Option<Arc<Link>>,
     /// Who we are, for the server's log.
     pub client: String,
-    /// The user's key file: names belong to keys. Read, or made, when a name is first used. Default: [`Key::default_file`](crate::key::Key::default_file).
+    /// The user's key file: names belong to keys. Read, or made, when a name is first used.
+    /// Default: [`Key::default_file`](crate::key::Key::default_file).
     pub key_file: Option<PathBuf>,
     /// For channels over RDMA.
     pub rdma: RdmaOptions,
 }
 
-/// How a channel uses an RDMA adapter. The defaults are right for all that we know of: this is here to measure what they bring, and for
-/// adapters that would rather have less.
+/// How a channel uses an RDMA adapter. The defaults are right for all that we know of: this is here
+/// to measure what they bring, and for adapters that would rather have less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RdmaOptions {
-    /// READs of one channel that may be on their way at a time, as far as both devices can; at 1 each waits for the one before. (`initiator_depth` of
-    /// the connection manager, `max_rd_atomic` of the queue pair.) Default: 255, which is what the devices can.
+    /// READs of one channel that may be on their way at a time, as far as both devices can; at 1
+    /// each waits for the one before. (`initiator_depth` of the connection manager, `max_rd_atomic`
+    /// of the queue pair.) Default: 255, which is what the devices can.
     pub reads_in_flight: u8,
-    /// Operations that are handed to the adapter with one ring of its doorbell; what is beyond 1 to 16 counts as these. Default: 16.
+    /// Operations that are handed to the adapter with one ring of its doorbell; what is beyond 1 to
+    /// 16 counts as these. Default: 16.
     pub doorbell: usize,
 }
 
@@ -128,7 +135,8 @@ pub enum ConnectError {
         /// What the system said.
         source: io::Error,
     },
-    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said no.
+    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
+    /// no.
     #[error("cannot use {endpoint}: {reason}")]
     NoRdma {
         /// The server's endpoint.
@@ -268,8 +276,9 @@ pub enum OpenError {
 }
 
 impl Session {
-    /// Begins a session at the server at `endpoint`. `sim:seed` makes a new simulated server of its own. `auto://host:port` takes rdma or, where
-    /// that cannot be had, tcp; which it was, [`endpoint`](Self::endpoint), [`fallback`](Self::fallback) and the log say.
+    /// Begins a session at the server at `endpoint`. `sim:seed` makes a new simulated server of its
+    /// own. `auto://host:port` takes rdma or, where that cannot be had, tcp; which it was,
+    /// [`endpoint`](Self::endpoint), [`fallback`](Self::fallback) and the log say.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadline of `options`.
@@ -288,7 +297,8 @@ impl Session {
         Ok(Arc::new(Self::new(endpoint.clone(), options, backend)))
     }
 
-    /// Rdma, or tcp where that cannot be had. A server that answers over rdma and says no is not asked again.
+    /// Rdma, or tcp where that cannot be had. A server that answers over rdma and says no is not
+    /// asked again.
     fn choose(host: &str, port: u16, options: &SessionOptions) -> Result<Arc<Self>, ConnectError> {
         let rdma = Endpoint::Rdma {
             host: host.to_owned(),
@@ -299,7 +309,8 @@ impl Session {
             port,
         };
         let begun = Instant::now();
-        // Half of the time, so that some is left: an adapter on the other side that is not there is only noticed by its silence.
+        // Half of the time, so that some is left: an adapter on the other side that is not there is
+        // only noticed by its silence.
         let reason = match Remote::connect(&rdma, options, begun + options.deadline / 2) {
             Ok(remote) => {
                 tracing::info!(endpoint = %rdma, "auto: taking rdma");
@@ -362,8 +373,8 @@ impl Session {
         }
     }
 
-    /// Ends the lease of an extent; its bytes are gone unless a published name refers to them. A server that cannot be reached now is told when it can be,
-    /// if the session goes on then.
+    /// Ends the lease of an extent; its bytes are gone unless a published name refers to them. A
+    /// server that cannot be reached now is told when it can be, if the session goes on then.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -378,7 +389,8 @@ impl Session {
         }
     }
 
-    /// Opens a channel: one per worker thread. Resumes the session first when its control connection broke.
+    /// Opens a channel: one per worker thread. Resumes the session first when its control
+    /// connection broke.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadline of the session's options.
@@ -395,7 +407,8 @@ impl Session {
         }
     }
 
-    /// Opens a channel of each of these sessions, numbered in their order; those that go through one adapter report to one completion queue.
+    /// Opens a channel of each of these sessions, numbered in their order; those that go through
+    /// one adapter report to one completion queue.
     pub(crate) fn channels<B: Buf>(sessions: &[Arc<Self>]) -> Result<Vec<Group<B>>, ConnectError> {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
@@ -415,7 +428,8 @@ impl Session {
         Ok(groups)
     }
 
-    /// Makes memory known to the adapter that this session's channels use; the null one where there is none.
+    /// Makes memory known to the adapter that this session's channels use; the null one where there
+    /// is none.
     pub fn registrar(&self) -> Arc<dyn Registrar> {
         match &self.backend {
             Backend::Remote(remote) => remote.registrar(),
@@ -432,7 +446,8 @@ impl Session {
         }
     }
 
-    /// Counts pages that are kept on the server from now on, or (by negative figures) no more, for its figures: it is told with every renewal of the lease.
+    /// Counts pages that are kept on the server from now on, or (by negative figures) no more, for
+    /// its figures: it is told with every renewal of the lease.
     pub fn hold(&self, plain_bytes: i64, stored_bytes: i64) {
         match &self.backend {
             Backend::Remote(remote) => remote.hold(plain_bytes, stored_bytes),
@@ -451,11 +466,13 @@ impl Session {
         }
     }
 
-    /// Holds a name for this session, so that nobody else publishes it before this session does. With `replace` also a name that is bound
-    /// already, whose binding stays until this session publishes.
+    /// Holds a name for this session, so that nobody else publishes it before this session does.
+    /// With `replace` also a name that is bound already, whose binding stays until this session
+    /// publishes.
     ///
     /// # Errors
-    /// [`PublishError::Exists`] without `replace`, [`PublishError::InUse`] when another client holds it.
+    /// [`PublishError::Exists`] without `replace`, [`PublishError::InUse`] when another client
+    /// holds it.
     pub fn claim(&self, name: &str, replace: bool) -> Result<(), PublishError> {
         let request = Request::Claim {
             name: name.to_owned(),
@@ -464,7 +481,8 @@ impl Session {
         self.bind("claim", name, request)
     }
 
-    /// Ends a [`claim`](Self::claim): a name that was never published is free again, and one that was can be opened once its extents are released.
+    /// Ends a [`claim`](Self::claim): a name that was never published is free again, and one that
+    /// was can be opened once its extents are released.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -475,12 +493,13 @@ impl Session {
         self.done(format!("disclaim `{name}`"), request)
     }
 
-    /// Binds a name to a manifest and the extents that it refers to, atomically replacing what it was bound to. Both
-    /// outlive this session. A manifest has at most [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES).
+    /// Binds a name to a manifest and the extents that it refers to, atomically replacing what it
+    /// was bound to. Both outlive this session. A manifest has at most
+    /// [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES).
     ///
     /// # Errors
-    /// [`PublishError::InUse`] when another client holds the region of that name, [`PublishError::Exists`] when it is bound and this session
-    /// neither opened nor claimed it.
+    /// [`PublishError::InUse`] when another client holds the region of that name,
+    /// [`PublishError::Exists`] when it is bound and this session neither opened nor claimed it.
     pub fn publish(
         &self,
         name: &str,
@@ -550,7 +569,8 @@ impl Session {
         }
     }
 
-    /// The names of this user's key on this server, in their order; of all keys if it is the operator's.
+    /// The names of this user's key on this server, in their order; of all keys if it is the
+    /// operator's.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -631,8 +651,9 @@ fn all_names<E>(
 }
 
 impl Line {
-    /// Opens a channel in the place of the line's earlier ones, which end. Once it is open, each operation of theirs has taken place or
-    /// never will: a WRITE that seemed lost lands no more. Resumes the session first when its control connection broke.
+    /// Opens a channel in the place of the line's earlier ones, which end. Once it is open, each
+    /// operation of theirs has taken place or never will: a WRITE that seemed lost lands no more.
+    /// Resumes the session first when its control connection broke.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadline of the session's options.
@@ -673,7 +694,8 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Until when a connection is waited for whose oldest operation was posted then, and of which was last heard then.
+    /// Until when a connection is waited for whose oldest operation was posted then, and of which
+    /// was last heard then.
     pub(crate) fn until(self, posted: Instant, heard: Instant) -> Instant {
         (posted + self.deadline).min(posted.max(heard) + self.silence)
     }
@@ -692,8 +714,8 @@ impl Patience {
 #[derive(Debug, Default)]
 pub(crate) struct Death {
     reason: OnceLock<String>,
-    /// Whether the memory is out of reach, too. Looked at per operation. Release, after the reason is
-    /// written; acquire, before it is read.
+    /// Whether the memory is out of reach, too. Looked at per operation. Release, after the reason
+    /// is written; acquire, before it is read.
     memory_lost: AtomicBool,
 }
 

@@ -1,14 +1,16 @@
-//! The client half of a session at a server process: the control connection and the thread that keeps it.
+//! The client half of a session at a server process: the control connection and the thread that
+//! keeps it.
 //!
-//! The rule it keeps: whoever finds the connection broken declares its [`Death`] before anything else, so that channels
-//! stop at once. A TCP session is resumed within its lease, by the thread or by the next call.
+//! The rule it keeps: whoever finds the connection broken declares its [`Death`] before anything
+//! else, so that channels stop at once. A TCP session is resumed within its lease, by the thread or
+//! by the next call.
 //!
 //! A Unix socket is never connected again. A server that does not answer on it in time owes the
-//! answer, which is taken when it comes: closing the socket would end the session. When it closes, the
-//! server has ended the session, or its process has ended. In the latter case only the calls end:
-//! nobody else can come by the memory that it passed. If this program was stopped for longer than its
-//! lease, the memory is lost in both cases: before its process ended the server may have ended the
-//! session, and lent the memory of a named region to another.
+//! answer, which is taken when it comes: closing the socket would end the session. When it closes,
+//! the server has ended the session, or its process has ended. In the latter case only the calls
+//! end: nobody else can come by the memory that it passed. If this program was stopped for longer
+//! than its lease, the memory is lost in both cases: before its process ended the server may have
+//! ended the session, and lent the memory of a named region to another.
 
 use std::{
     path::PathBuf,
@@ -45,21 +47,22 @@ use crate::{
     tcp::TcpChannel,
 };
 
-/// A connection on which the server says nothing for this part of the deadline is taken for dead, so that there is time to try others: a router may have
-/// forgotten it, which nobody is told.
+/// A connection on which the server says nothing for this part of the deadline is taken for dead,
+/// so that there is time to try others: a router may have forgotten it, which nobody is told.
 const ATTEMPTS: u32 = 4;
 
 /// What a shorter lease counts as.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
-/// How often a lost connection is tried again. Short against any lease, long against the cost of a try.
+/// How often a lost connection is tried again. Short against any lease, long against the cost of a
+/// try.
 const RESUME_EVERY: Duration = Duration::from_millis(100);
 
 /// So that a connection that is refused at once is not asked for all the time.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
-/// How long a server's process may live on after it closed a Unix socket, or it has ended the session.
-/// Short, since what is written meanwhile is lost in that case.
+/// How long a server's process may live on after it closed a Unix socket, or it has ended the
+/// session. Short, since what is written meanwhile is lost in that case.
 const PARTING: Duration = Duration::from_secs(1);
 
 const SILENT: &str = "the server has not answered in time; its memory can be read and written all the \
@@ -126,8 +129,8 @@ struct Line {
     talk: Talk,
 }
 
-/// What is under way on a control connection: a request, and then its answer. Each step goes on where
-/// the one before it ran out of time.
+/// What is under way on a control connection: a request, and then its answer. Each step goes on
+/// where the one before it ran out of time.
 #[derive(Debug, Default)]
 struct Talk {
     request: Vec<u8>,
@@ -402,11 +405,13 @@ impl Drop for Remote {
         self.shared.wake_keeper();
         let until = Instant::now() + self.shared.deadline.min(GOODBYE);
         let Some(mut line) = self.shared.line.try_lock_until(until) else {
-            // The keeper waits for a server that is stuck. It ends at its deadline, and the connection with it.
+            // The keeper waits for a server that is stuck. It ends at its deadline, and the
+            // connection with it.
             return;
         };
         if line.death.reason().is_none() {
-            // Waits for the answer, so that the memory is free when the drop is over. A server that is gone frees it itself.
+            // Waits for the answer, so that the memory is free when the drop is over. A server that
+            // is gone frees it itself.
             let _ = self.shared.exchange(&mut line, &Request::Goodbye, until);
         }
         line.stream.close();
@@ -422,7 +427,8 @@ impl Drop for Remote {
 }
 
 impl Shared {
-    /// The keeper thread: renews the lease, notices the end of the connection, resumes it where that is possible.
+    /// The keeper thread: renews the lease, notices the end of the connection, resumes it where
+    /// that is possible.
     fn keep(&self) {
         let mut renewed = Instant::now();
         let mut told = [0; 2];
@@ -446,7 +452,8 @@ impl Shared {
                 (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
                 (false, false) => PollTimeout::NONE,
             };
-            // 2. Sleep. Only the end of the connection wakes us, and an answer that nobody waits for.
+            // 2. Sleep. Only the end of the connection wakes us, and an answer that nobody waits
+            //    for.
             let (end, mut flags) = stream.end();
             flags.set(PollFlags::POLLIN, owed || flags.contains(PollFlags::POLLIN));
             let mut fds = [
@@ -497,7 +504,8 @@ impl Shared {
         }
     }
 
-    /// Renews the lease and tells what was not told yet. Returns the figures that the server has now.
+    /// Renews the lease and tells what was not told yet. Returns the figures that the server has
+    /// now.
     fn renew(
         &self,
         line: &mut Line,
@@ -521,7 +529,8 @@ impl Shared {
         Ok(held)
     }
 
-    /// What a data connection says of whom it belongs to, and where it hears of the server's death. Resumes the session first when its connection broke.
+    /// What a data connection says of whom it belongs to, and where it hears of the server's death.
+    /// Resumes the session first when its connection broke.
     fn claim(&self, until: Instant) -> Result<(SessionId, Secret, Arc<Death>), ConnectError> {
         // Connecting takes its time, and calls need not wait for it: the lock ends here.
         let mut line =
@@ -540,7 +549,8 @@ impl Shared {
         self.deadline / ATTEMPTS
     }
 
-    /// Connects by `attempt`, which is given its own end, again and again until the deadline: for as long as nobody says no.
+    /// Connects by `attempt`, which is given its own end, again and again until the deadline: for
+    /// as long as nobody says no.
     fn persist<T>(
         &self,
         attempt: impl Fn(Instant) -> Result<T, ConnectError>,
@@ -568,7 +578,8 @@ impl Shared {
         }
     }
 
-    /// Makes sure that the control connection works: what is asked next may take place only once, so that it cannot be asked again when no answer comes.
+    /// Makes sure that the control connection works: what is asked next may take place only once,
+    /// so that it cannot be asked again when no answer comes.
     fn probe(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
         match self.endpoint {
             // The end of a local connection is always seen.
@@ -700,8 +711,8 @@ impl Shared {
         }
     }
 
-    /// Takes the answer that is owed, if one is: the next one would meet the wrong request. What it gave
-    /// is given back, since whoever asked for it was told that it failed.
+    /// Takes the answer that is owed, if one is: the next one would meet the wrong request. What it
+    /// gave is given back, since whoever asked for it was told that it failed.
     fn settle(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
         if line.talk.owed.is_none() {
             return Ok(());
@@ -722,11 +733,13 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits for the answer to what was said last. A silent server owes it if nothing can be resumed.
+    /// Waits for the answer to what was said last. A silent server owes it if nothing can be
+    /// resumed.
     fn hear(&self, line: &mut Line, until: Instant) -> Result<(Response, Vec<OwnedFd>), CallError> {
         match line.talk.hear(&line.stream, until) {
             Ok((answer, fds)) => {
-                // Not when the answer was read: it may have lain there while this program was stopped.
+                // Not when the answer was read: it may have lain there while this program was
+                // stopped.
                 if let Some(asked) = line.talk.renewing.take() {
                     *self.renewed.lock() = asked;
                 }
@@ -827,7 +840,8 @@ impl Shared {
     }
 }
 
-/// What takes a request back that succeeded when nobody waited for its answer any more, memory apart.
+/// What takes a request back that succeeded when nobody waited for its answer any more, memory
+/// apart.
 fn taking_back(request: &Request) -> Option<Request> {
     match request {
         Request::Claim { name, .. } | Request::Open { name } => {
@@ -848,7 +862,8 @@ fn is_about_a_name(request: &Request) -> bool {
     )
 }
 
-/// Whether asking twice does what asking once does. The binding that a lost answer was about is this client's own.
+/// Whether asking twice does what asking once does. The binding that a lost answer was about is
+/// this client's own.
 fn may_repeat(request: &Request) -> bool {
     matches!(
         request,

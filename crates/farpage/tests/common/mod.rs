@@ -1,7 +1,8 @@
-//! What these tests share: servers in and out of this process, this test program run once more as another process,
-//! watchdogs and seeds.
+//! What these tests share: servers in and out of this process, this test program run once more as
+//! another process, watchdogs and seeds.
 //!
-//! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its test.
+//! The rule it keeps: nothing waits without a bound, and nothing that was started outlives its
+//! test.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -57,7 +58,8 @@ pub enum Fabric {
 /// The address of an RDMA device of this machine.
 const RDMA_ADDRESS: &str = "FARPAGE_TEST_RDMA_ADDRESS";
 
-/// What a test runs over: shm and tcp, and in a build with RDMA, where a device is named, rdma alone.
+/// What a test runs over: shm and tcp, and in a build with RDMA, where a device is named, rdma
+/// alone.
 pub fn fabrics() -> Vec<Fabric> {
     match cfg!(feature = "rdma") && env::var_os(RDMA_ADDRESS).is_some() {
         true => vec![Fabric::Rdma],
@@ -129,7 +131,8 @@ impl Memory {
     }
 }
 
-/// Two workers of each kind whatever the machine, so that shards and races between workers are there everywhere.
+/// Two workers of each kind whatever the machine, so that shards and races between workers are
+/// there everywhere.
 pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
     Runtime::builder()
         .budget(ByteSize(budget_bytes as u64))
@@ -140,7 +143,8 @@ pub fn builder(budget_bytes: usize, page_bytes: usize) -> Builder {
 
 /// Whether this process may page its own memory; if not, says that `test` is skipped, and why.
 pub fn can_page(test: &str) -> bool {
-    // A lost page ends the whole program by SIGBUS: why it was lost is in the log alone. An error means that another test has done it.
+    // A lost page ends the whole program by SIGBUS: why it was lost is in the log alone. An error
+    // means that another test has done it.
     let log = tracing_subscriber::fmt().with_max_level(tracing::Level::ERROR);
     let _ = log.with_ansi(false).with_writer(io::stderr).try_init();
     match builder(MIB, 4 * KIB).build() {
@@ -204,7 +208,8 @@ impl ServerProcess {
     }
 }
 
-/// In the process that [`ServerProcess`] starts: serves until standard input ends. Returns whether it was asked to.
+/// In the process that [`ServerProcess`] starts: serves until standard input ends. Returns whether
+/// it was asked to.
 pub fn serve_if_asked() -> bool {
     let Ok(what) = env::var(SERVE) else {
         return false;
@@ -323,7 +328,8 @@ pub fn say(line: &str) {
     io::stdout().flush().unwrap();
 }
 
-/// Ends this process with a message if it is not dropped in time: a test of something that must not hang hangs for good when it does.
+/// Ends this process with a message if it is not dropped in time: a test of something that must not
+/// hang hangs for good when it does.
 pub struct Watchdog {
     _leash: Sender<()>,
 }
@@ -355,7 +361,8 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// The seed of a test: `FARPAGE_TEST_SEED`, else a new one. Printed, so that a failure can be repeated.
+/// The seed of a test: `FARPAGE_TEST_SEED`, else a new one. Printed, so that a failure can be
+/// repeated.
 pub fn seed(test: &str) -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let seed = env::var("FARPAGE_TEST_SEED").map_or(now.as_nanos() as u64, |seed| {
@@ -384,7 +391,8 @@ impl Rng {
     }
 }
 
-/// A value that looks random and depends on all bits of `x`; never 0 for the numbers that tests use.
+/// A value that looks random and depends on all bits of `x`; never 0 for the numbers that tests
+/// use.
 pub fn mix(x: u64) -> u64 {
     let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -394,8 +402,9 @@ pub fn mix(x: u64) -> u64 {
 /// The array, and its words for threads that write at the same time.
 pub fn shared(array: &mut RemoteArray<u64>) -> (&RemoteArray<u64>, &[AtomicU64]) {
     let (words, len) = (array.as_mut_ptr(), array.len());
-    // SAFETY: aligned and mapped for as long as the array is borrowed, and borrowed exclusively: nobody makes a plain slice of it
-    // meanwhile, for which a caller would have to dereference the array that it gets back.
+    // SAFETY: aligned and mapped for as long as the array is borrowed, and borrowed exclusively:
+    // nobody makes a plain slice of it meanwhile, for which a caller would have to dereference the
+    // array that it gets back.
     let words = unsafe { slice::from_raw_parts(words.cast::<AtomicU64>(), len) };
     (array, words)
 }

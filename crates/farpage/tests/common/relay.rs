@@ -68,7 +68,8 @@ impl Relay {
         self.turn_to(CUT);
     }
 
-    /// Lets nothing more pass on the connections that there are, and leaves them open. New ones are served.
+    /// Lets nothing more pass on the connections that there are, and leaves them open. New ones are
+    /// served.
     pub fn silence(&self) {
         self.turn_to(SILENT);
     }

@@ -1,7 +1,9 @@
-//! Fills from and write-backs to a user's own store: one call per stretch of pages, on a thread of the store.
+//! Fills from and write-backs to a user's own store: one call per stretch of pages, on a thread of
+//! the store.
 //!
-//! The rule it keeps: what was written must come back; what others put into the store is theirs to change. After a write that
-//! failed, what the store holds is unknown, and the page is never again clean before a write succeeds.
+//! The rule it keeps: what was written must come back; what others put into the store is theirs to
+//! change. After a write that failed, what the store holds is unknown, and the page is never again
+//! clean before a write succeeds.
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Fills from memory servers: made on the spot, read into the frame, or read into a staging buffer and decoded.
+//! Fills from memory servers: made on the spot, read into the frame, or read into a staging buffer
+//! and decoded.
 //!
 //! The rule it keeps: each page that is handed out as filled has the hash that its entry says.
 

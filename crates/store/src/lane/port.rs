@@ -1,10 +1,12 @@
 //! [`Port`]: the way to one server, a channel or how to get a new one.
 //!
-//! The rule it keeps: no operation is lost on the way. What is not posted yet waits here, in order; what was posted comes
-//! back from the channel. Whether an operation is repeated or given up is left to the lane.
+//! The rule it keeps: no operation is lost on the way. What is not posted yet waits here, in order;
+//! what was posted comes back from the channel. Whether an operation is repeated or given up is
+//! left to the lane.
 //!
-//! All channels of a port are on one [`Line`], so that an open one says that nothing of the earlier ones is under way any more. Until
-//! then WRITEs that were given up may still land: their slots wait here, and are freed by the next channel, which is opened for that.
+//! All channels of a port are on one [`Line`], so that an open one says that nothing of the earlier
+//! ones is under way any more. Until then WRITEs that were given up may still land: their slots
+//! wait here, and are freed by the next channel, which is opened for that.
 
 use std::{
     collections::VecDeque,
@@ -134,8 +136,8 @@ impl<B: Buf> Port<B> {
         !self.backlog.is_empty() || !self.in_doubt.is_empty()
     }
 
-    /// A WRITE to these slots that seemed lost was given up; it may still land, unless a channel was opened since: what seems lost
-    /// breaks the channel that it was on.
+    /// A WRITE to these slots that seemed lost was given up; it may still land, unless a channel
+    /// was opened since: what seems lost breaks the channel that it was on.
     pub(super) fn doubt(&mut self, pool: &Arc<Pool>, slots: Vec<Span>) {
         if self.is_open() {
             return pool.abandon(&slots);

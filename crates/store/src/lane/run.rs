@@ -1,7 +1,8 @@
-//! [`Run`]: pages next to each other that one operation of a lane moves, cut into parts that move on their own.
+//! [`Run`]: pages next to each other that one operation of a lane moves, cut into parts that move
+//! on their own.
 //!
-//! The rule it keeps: the parts are cut out of one frame and cover it; when the last of them has ended they are put together
-//! again, in page order. How a part moves is left to the lane.
+//! The rule it keeps: the parts are cut out of one frame and cover it; when the last of them has
+//! ended they are put together again, in page order. How a part moves is left to the lane.
 
 use std::{sync::Arc, time::Instant};
 
@@ -15,9 +16,10 @@ use crate::{
     remote::RemoteStore,
 };
 
-/// Neighbouring pages are read in operations of so many bytes at most, so that what arrives is hashed while it is in the second-level
-/// cache. Larger pages are one operation each. Measured over shm: READ and hash of 512 KiB take a quarter less time in pieces of 64 to
-/// 128 KiB than as a whole; over tcp the pieces travel as one batch, and it makes no difference.
+/// Neighbouring pages are read in operations of so many bytes at most, so that what arrives is
+/// hashed while it is in the second-level cache. Larger pages are one operation each. Measured over
+/// shm: READ and hash of 512 KiB take a quarter less time in pieces of 64 to 128 KiB than as a
+/// whole; over tcp the pieces travel as one batch, and it makes no difference.
 const READ_BYTES_MAX: u32 = 128 << 10;
 
 /// Which way the pages of a run move.
@@ -53,7 +55,8 @@ impl Way {
     }
 }
 
-/// What one call of [`Lane::fill`](super::Lane::fill) or [`Lane::write_back`](super::Lane::write_back) began.
+/// What one call of [`Lane::fill`](super::Lane::fill) or
+/// [`Lane::write_back`](super::Lane::write_back) began.
 pub(super) struct Run<F> {
     pub(super) tag: u64,
     pub(super) store: Arc<PageStore>,
@@ -61,7 +64,8 @@ pub(super) struct Run<F> {
     /// The first page.
     pub(super) page: u64,
     pub(super) started: Instant,
-    /// In page order at first; those that are split off later follow in any order, since tags refer to positions.
+    /// In page order at first; those that are split off later follow in any order, since tags refer
+    /// to positions.
     pub(super) parts: Vec<Part<F>>,
     /// Of each page: what a fill has to bring, or what a write-back stores.
     pub(super) hashes: Vec<u128>,

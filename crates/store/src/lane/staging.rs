@@ -1,7 +1,8 @@
 //! [`Staging`]: buffers that encoded pages travel in, and [`IoBuf`], what travels.
 //!
-//! The rule it keeps: the buffers are registered memory, made once and used again, so that an adapter moves them as they lie. Those that are out hold at most [`BYTES_MAX`] together, or one page: they are local memory beside
-//! the budget. Whoever takes one puts it back.
+//! The rule it keeps: the buffers are registered memory, made once and used again, so that an
+//! adapter moves them as they lie. Those that are out hold at most [`BYTES_MAX`] together, or one
+//! page: they are local memory beside the budget. Whoever takes one puts it back.
 
 use std::{array, sync::Arc};
 
@@ -17,8 +18,8 @@ const BYTES_MAX: usize = 4 << 20;
 /// Buffers for encoded pages, by page size; made once and used again.
 pub(super) struct Staging {
     pool: RegPool,
-    /// Kept for this lane, as many as were [`prepare`](Self::prepare)d: taking one takes no lock and allocates nothing. All others go back to
-    /// the pool, so that lanes share the memory.
+    /// Kept for this lane, as many as were [`prepare`](Self::prepare)d: taking one takes no lock
+    /// and allocates nothing. All others go back to the pool, so that lanes share the memory.
     free: [Vec<RegBuf>; 32],
     /// Plain lengths of the pages whose buffers are out.
     bytes_out: usize,
@@ -33,7 +34,8 @@ impl Staging {
         }
     }
 
-    /// From now on so many buffers are at hand, if they can be had; what cannot is asked for again by [`take`](Self::take).
+    /// From now on so many buffers are at hand, if they can be had; what cannot is asked for again
+    /// by [`take`](Self::take).
     pub(super) fn prepare(&mut self, page_bytes: usize, pages: usize) {
         self.free[page_bytes.ilog2() as usize].reserve_exact(pages);
         let taken: Vec<_> = (0..pages)

@@ -1,7 +1,8 @@
-//! Write-backs to memory servers: what changed goes out of place, encoded if that saves a size class.
+//! Write-backs to memory servers: what changed goes out of place, encoded if that saves a size
+//! class.
 //!
-//! The rule it keeps: a page's entry changes when its new bytes are complete, and not before; what fails on the way
-//! leaves the last good copy.
+//! The rule it keeps: a page's entry changes when its new bytes are complete, and not before; what
+//! fails on the way leaves the last good copy.
 
 use std::{mem, sync::Arc, time::Instant};
 

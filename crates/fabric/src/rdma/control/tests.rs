@@ -1,4 +1,5 @@
-//! Control connections whose client cheats: its own connection ends, and others do not notice. Needs a device, as `rdma/tests.rs` does.
+//! Control connections whose client cheats: its own connection ends, and others do not notice.
+//! Needs a device, as `rdma/tests.rs` does.
 
 use std::{
     sync::Arc,
@@ -89,7 +90,8 @@ fn is_closed(control: &mut Control) -> bool {
     control.failure().is_some() || event.is_some_and(|event| event.kind != EventKind::Established)
 }
 
-/// Does what `cheat` does, while an honest client goes on; in the end the cheat's connection is closed and the honest one is not.
+/// Does what `cheat` does, while an honest client goes on; in the end the cheat's connection is
+/// closed and the honest one is not.
 fn cheat(name: &str, cheat: impl FnOnce(&Endpoint) -> Control) {
     with_server(name, |connect: &dyn Fn() -> Arc<Session>| {
         let honest = connect();

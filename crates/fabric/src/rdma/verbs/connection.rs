@@ -1,4 +1,5 @@
-//! The connection manager: [`Id`], one end of a connection or a listener, and what is reported about it.
+//! The connection manager: [`Id`], one end of a connection or a listener, and what is reported
+//! about it.
 
 use std::{
     ffi::{CStr, c_int},
@@ -18,8 +19,8 @@ use rdma_sys as sys;
 use super::{Device, check, not_null, set_nonblocking};
 use crate::{rdma::REJECT_BYTES, stream::timeout_until};
 
-/// The adapter waits 4.096 us * 2^17, about half a second, for an acknowledgement before it sends again; a loaded peer needs that long.
-/// The connection manager's own choice is four times as long.
+/// The adapter waits 4.096 us * 2^17, about half a second, for an acknowledgement before it sends
+/// again; a loaded peer needs that long. The connection manager's own choice is four times as long.
 const ACK_TIMEOUT: u8 = 17;
 
 /// Where the connection manager reports what happens to the ids that belong to it. Never blocks.
@@ -110,8 +111,8 @@ pub(in crate::rdma) struct Id {
     events: EventChannel,
 }
 
-// SAFETY: the library locks what ids share; what an id owns is changed only through `&mut self`, but for the calls that the library says
-// may come from any thread (events, disconnect).
+// SAFETY: the library locks what ids share; what an id owns is changed only through `&mut self`,
+// but for the calls that the library says may come from any thread (events, disconnect).
 unsafe impl Send for Id {}
 // SAFETY: as above.
 unsafe impl Sync for Id {}
@@ -128,7 +129,8 @@ impl Id {
         let events = EventChannel::new()?;
         let mut raw = ptr::null_mut();
         let (channel, space) = (events.0.as_ptr(), sys::rdma_port_space::RDMA_PS_TCP);
-        // SAFETY: the channel lives as long as the id: `Drop` destroys the id, and the field is dropped after that.
+        // SAFETY: the channel lives as long as the id: `Drop` destroys the id, and the field is
+        // dropped after that.
         check(unsafe { sys::rdma_create_id(channel, &raw mut raw, ptr::null_mut(), space) })?;
         Ok(Self {
             raw: not_null(raw)?,
@@ -157,15 +159,17 @@ impl Id {
             let left = until.saturating_duration_since(Instant::now());
             left.as_millis().clamp(1, 60_000) as c_int
         };
-        // SAFETY: the address is a valid `sockaddr` of its family, only read during the call; no source address is given.
+        // SAFETY: the address is a valid `sockaddr` of its family, only read during the call; no
+        // source address is given.
         check(unsafe {
             sys::rdma_resolve_addr(self.raw.as_ptr(), ptr::null_mut(), address.get(), left_ms())
         })?;
         self.expect(EventKind::AddressResolved, until)?;
-        // Before the route, which the timeout becomes a part of. Kernels before 5.3 have no such option: their own timeout is longer, and
-        // the operation deadline comes first.
+        // Before the route, which the timeout becomes a part of. Kernels before 5.3 have no such
+        // option: their own timeout is longer, and the operation deadline comes first.
         let mut timeout = ACK_TIMEOUT;
-        // SAFETY: level 0 (the id) option 3 (acknowledgement timeout) takes one byte, which is only read.
+        // SAFETY: level 0 (the id) option 3 (acknowledgement timeout) takes one byte, which is only
+        // read.
         let _ =
             unsafe { sys::rdma_set_option(self.raw.as_ptr(), 0, 3, (&raw mut timeout).cast(), 1) };
         // SAFETY: the id is ours and its address resolved.
@@ -210,13 +214,15 @@ impl Id {
         // SAFETY: an event that the library made, ours until it is acknowledged.
         let event = unsafe { &*raw };
         let kind = EventKind::new(event.event);
-        // SAFETY: the events of connections (`RDMA_PS_TCP`) carry this arm of the union; the others carry zeros there.
+        // SAFETY: the events of connections (`RDMA_PS_TCP`) carry this arm of the union; the others
+        // carry zeros there.
         let conn = unsafe { event.param.conn };
         let said = match kind {
             EventKind::Request | EventKind::Established | EventKind::Rejected
                 if !conn.private_data.is_null() =>
             {
-                // SAFETY: the library says how many bytes there are; they live until the event is acknowledged.
+                // SAFETY: the library says how many bytes there are; they live until the event is
+                // acknowledged.
                 unsafe {
                     std::slice::from_raw_parts(
                         conn.private_data.cast::<u8>(),
@@ -263,7 +269,8 @@ impl AsFd for Id {
 impl Drop for Id {
     fn drop(&mut self) {
         // SAFETY:
-        // - the id is ours; its queue pair is destroyed first, as the library wants it, if it still has one;
+        // - the id is ours; its queue pair is destroyed first, as the library wants it, if it still
+        //   has one;
         // - every event was acknowledged where it was taken, so the call does not wait.
         unsafe {
             if !self.raw.as_ref().qp.is_null() {
@@ -287,7 +294,8 @@ impl Request {
         let storage = unsafe { &self.0.as_ref().route.addr.dst_addr_union.dst_storage };
         match c_int::from(storage.ss_family) {
             libc::AF_INET => {
-                // SAFETY: this family has this layout, which `sockaddr_storage` is large enough and aligned for.
+                // SAFETY: this family has this layout, which `sockaddr_storage` is large enough and
+                // aligned for.
                 let v4 = unsafe { &*ptr::from_ref(storage).cast::<libc::sockaddr_in>() };
                 let ip = Ipv4Addr::from(u32::from_be(v4.sin_addr.s_addr));
                 Some((ip, u16::from_be(v4.sin_port)).into())
@@ -305,7 +313,8 @@ impl Request {
     /// Takes it out of its listener's event channel into one of its own.
     pub(in crate::rdma) fn into_id(self) -> io::Result<Id> {
         let events = EventChannel::new()?;
-        // SAFETY: both are ours, and the listener's thread, which runs this, acknowledged all events of its channel.
+        // SAFETY: both are ours, and the listener's thread, which runs this, acknowledged all
+        // events of its channel.
         check(unsafe { sys::rdma_migrate_id(self.0.as_ptr(), events.0.as_ptr()) })?;
         let raw = self.0;
         std::mem::forget(self);

@@ -1,4 +1,5 @@
-//! What an adapter knows of this process: [`Device`], protection domains ([`Pd`]), registrations ([`Mr`]), and memory cut from them.
+//! What an adapter knows of this process: [`Device`], protection domains ([`Pd`]), registrations
+//! ([`Mr`]), and memory cut from them.
 
 use std::{
     ffi::{CStr, c_int, c_void},
@@ -23,7 +24,8 @@ unsafe impl Send for Device {}
 unsafe impl Sync for Device {}
 
 impl Device {
-    /// Whether the adapter does atomics. That they are atomic for processors too, as with few adapters, is not asked for.
+    /// Whether the adapter does atomics. That they are atomic for processors too, as with few
+    /// adapters, is not asked for.
     fn has_atomics(self) -> io::Result<bool> {
         Ok(self.attributes()?.atomic_cap != sys::ibv_atomic_cap::IBV_ATOMIC_NONE)
     }
@@ -117,7 +119,8 @@ impl Mr {
     /// Registers memory.
     ///
     /// # Safety
-    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is dropped.
+    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is
+    /// dropped.
     pub(in crate::rdma) unsafe fn register(
         pd: &Arc<Pd>,
         memory: NonNull<[u8]>,
@@ -155,7 +158,8 @@ impl Mr {
 
 impl Drop for Mr {
     fn drop(&mut self) {
-        // SAFETY: made by `register` and dropped once. When it returns, the keys open nothing any more.
+        // SAFETY: made by `register` and dropped once. When it returns, the keys open nothing any
+        // more.
         let left = unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) };
         if left != 0 {
             tracing::error!(errno = left, device = ?self.pd.device, "memory could not be deregistered");
@@ -189,7 +193,8 @@ impl Registrar for Domain {
     }
 }
 
-/// A pair's own registered memory. Reached by bounds-checked copies only: the adapter changes it when it likes.
+/// A pair's own registered memory. Reached by bounds-checked copies only: the adapter changes it
+/// when it likes.
 #[derive(Debug)]
 pub(in crate::rdma) struct Slab {
     memory: RegBuf,
@@ -213,8 +218,9 @@ impl Slab {
     /// Copies bytes out; panics outside of the slab.
     pub(in crate::rdma) fn copy_out(&self, offset: usize, to: &mut [u8]) {
         let from = self.place(offset, to.len());
-        // SAFETY: `place` checked the source; the destination is an exclusive slice elsewhere. If the adapter writes meanwhile, some mix
-        // of old and new bytes is copied, and no reference to them exists.
+        // SAFETY: `place` checked the source; the destination is an exclusive slice elsewhere. If
+        // the adapter writes meanwhile, some mix of old and new bytes is copied, and no reference
+        // to them exists.
         unsafe { ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
     }
 

@@ -10,12 +10,14 @@ use super::{Cq, Id, Local, Pd, Slab, check};
 /// Work requests that are handed to the adapter with one ring of its doorbell, at most.
 pub(in crate::rdma) const POSTLIST: usize = 16;
 
-/// Times that the adapter sends again: with the timeout above, a dead peer is an error within four seconds. 7 would mean for ever with
-/// some adapters.
+/// Times that the adapter sends again: with the timeout above, a dead peer is an error within four
+/// seconds. 7 would mean for ever with some adapters.
 const RETRIES: u8 = 6;
 
-/// For peers that have no receive ready, which a peer that keeps the protocol of control connections always has. Here, too, 7 means for ever. The
-/// accepting side's own queue pair gets the connecting side's number, which may be a lie: nothing there waits for an adapter without a deadline.
+/// For peers that have no receive ready, which a peer that keeps the protocol of control
+/// connections always has. Here, too, 7 means for ever. The accepting side's own queue pair gets
+/// the connecting side's number, which may be a lie: nothing there waits for an adapter without a
+/// deadline.
 const RNR_RETRIES: u8 = 6;
 
 /// What is asked for: WRITEs that fit cost no read of local memory by the adapter.
@@ -40,7 +42,8 @@ impl Depths {
     }
 }
 
-/// A reliable-connected queue pair with its memory and its connection, and the completion queue that it may share. When it is dropped, the peer hears of it.
+/// A reliable-connected queue pair with its memory and its connection, and the completion queue
+/// that it may share. When it is dropped, the peer hears of it.
 #[derive(Debug)]
 pub(in crate::rdma) struct Pair {
     /// Destroys the queue pair, so that what follows is out of the adapter's reach when it goes.
@@ -71,7 +74,8 @@ pub(in crate::rdma) enum Verb {
         rkey: u32,
         atomic: Atomic,
     },
-    /// A WRITE with immediate data: it takes a receive of the peer's, whose completion says that the bytes are placed.
+    /// A WRITE with immediate data: it takes a receive of the peer's, whose completion says that
+    /// the bytes are placed.
     WriteNotify {
         address: u64,
         rkey: u32,
@@ -107,7 +111,8 @@ impl Work {
 }
 
 impl Pair {
-    /// Makes a queue pair for a connection that is resolved or asked for. The queue is of the same device, and has room for so much work.
+    /// Makes a queue pair for a connection that is resolved or asked for. The queue is of the same
+    /// device, and has room for so much work.
     pub(in crate::rdma) fn new(
         id: Id,
         pd: Arc<Pd>,
@@ -130,7 +135,8 @@ impl Pair {
                 max_recv_sge: 1,
                 max_inline_data: inline_bytes,
             };
-            // SAFETY: id, domain and queue are alive and of one device; the queue pair is destroyed with the id, before them.
+            // SAFETY: id, domain and queue are alive and of one device; the queue pair is destroyed
+            // with the id, before them.
             let made = check(unsafe {
                 sys::rdma_create_qp(id.raw.as_ptr(), pd.raw.as_ptr(), &raw mut attributes)
             });
@@ -154,7 +160,8 @@ impl Pair {
     /// Asks the peer for the connection; what comes of it is an event.
     pub(in crate::rdma) fn connect(&self, words: &[u8]) -> io::Result<()> {
         let mut parameters = parameters(words, self.reads_in_flight_max);
-        // SAFETY: the id is ours and resolved; the parameters and the bytes that they point to are only read during the call.
+        // SAFETY: the id is ours and resolved; the parameters and the bytes that they point to are
+        // only read during the call.
         check(unsafe { sys::rdma_connect(self.id.raw.as_ptr(), &raw mut parameters) })
     }
 
@@ -210,8 +217,8 @@ impl Pair {
     /// Hands work to the adapter, all with one ring of its doorbell.
     ///
     /// # Safety
-    /// Local memory outside of the pair's slab stays registered and nobody else's until the work has completed or [`kill`](Self::kill) has
-    /// returned.
+    /// Local memory outside of the pair's slab stays registered and nobody else's until the work
+    /// has completed or [`kill`](Self::kill) has returned.
     ///
     /// # Errors
     /// What the library says; the connection is then of no use.
@@ -291,11 +298,13 @@ impl Pair {
         let mut refused = ptr::null_mut();
         // SAFETY:
         // - the queue pair is alive, and the list is ours for the call, which copies what it keeps;
-        // - the memory lies in the slab, which outlives the queue pair, or the caller promises for it.
+        // - the memory lies in the slab, which outlives the queue pair, or the caller promises for
+        //   it.
         check(unsafe { sys::ibv_post_send(qp, first, &raw mut refused) })
     }
 
-    /// Makes ready for one WRITE of the peer's that notifies. It has no buffer: a message that brings bytes of its own ends the connection.
+    /// Makes ready for one WRITE of the peer's that notifies. It has no buffer: a message that
+    /// brings bytes of its own ends the connection.
     pub(in crate::rdma) fn post_receive(&mut self, tag: u64) -> io::Result<()> {
         let qp = self.qp()?;
         let mut request = sys::ibv_recv_wr {
@@ -321,7 +330,8 @@ impl Pair {
         }
     }
 
-    /// Destroys the queue pair: when this returns, the adapter touches none of our memory any more, and nothing completes.
+    /// Destroys the queue pair: when this returns, the adapter touches none of our memory any more,
+    /// and nothing completes.
     pub(in crate::rdma) fn kill(&mut self) {
         if std::mem::take(&mut self.alive) {
             self.id.disconnect();

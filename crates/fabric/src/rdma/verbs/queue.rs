@@ -15,7 +15,8 @@ use super::{Device, check, not_null, set_nonblocking};
 /// Completions that one look at a completion queue may bring.
 pub(in crate::rdma) const COMPLETIONS: usize = 32;
 
-/// A completion queue that can be slept on. Whoever makes it polls it, for all queue pairs that report to it.
+/// A completion queue that can be slept on. Whoever makes it polls it, for all queue pairs that
+/// report to it.
 #[derive(Debug)]
 pub(in crate::rdma) struct Cq {
     pub(super) raw: NonNull<sys::ibv_cq>,
@@ -28,7 +29,8 @@ unsafe impl Send for Cq {}
 unsafe impl Sync for Cq {}
 
 impl Cq {
-    /// A queue for so many completions that were not taken, which is as many as all work requests of its queue pairs: it must never overflow.
+    /// A queue for so many completions that were not taken, which is as many as all work requests
+    /// of its queue pairs: it must never overflow.
     pub(in crate::rdma) fn new(device: Device, depth: usize) -> io::Result<Arc<Self>> {
         let context = device.0.as_ptr();
         // SAFETY: the context is open.
@@ -81,18 +83,21 @@ impl Cq {
         Ok(count)
     }
 
-    /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed before does not wake.
+    /// Asks for one wake-up at the next completion. Poll once more afterwards: what completed
+    /// before does not wake.
     pub(in crate::rdma) fn arm(&self) -> io::Result<()> {
         // SAFETY: the queue is ours.
         check(unsafe { sys::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
     }
 
-    /// Takes wake-ups out of the descriptor; whether there was one, so that the queue has to be armed anew.
+    /// Takes wake-ups out of the descriptor; whether there was one, so that the queue has to be
+    /// armed anew.
     pub(in crate::rdma) fn take_wakeups(&self) -> bool {
         let mut count = 0;
         loop {
             let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: the channel is ours, non-blocking, and both pointers are written only on success.
+            // SAFETY: the channel is ours, non-blocking, and both pointers are written only on
+            // success.
             let taken = unsafe {
                 sys::ibv_get_cq_event(self.events.as_ptr(), &raw mut queue, &raw mut context)
             };
@@ -119,7 +124,8 @@ impl AsFd for Cq {
 
 impl Drop for Cq {
     fn drop(&mut self) {
-        // SAFETY: its queue pairs are gone (each [`Pair`](super::Pair) holds the queue until after its own) and every event was acknowledged where it was taken.
+        // SAFETY: its queue pairs are gone (each [`Pair`](super::Pair) holds the queue until after
+        // its own) and every event was acknowledged where it was taken.
         unsafe {
             sys::ibv_destroy_cq(self.raw.as_ptr());
             sys::ibv_destroy_comp_channel(self.events.as_ptr());
