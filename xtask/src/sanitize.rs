@@ -41,6 +41,15 @@ const TESTS: [&str; 16] = [
     "--test=bounded",
 ];
 
+/// Tests of how much memory a server takes. The sanitizer keeps freed memory for a while, and takes
+/// several times as much.
+const PASSED_OVER: [&str; 4] = [
+    "--skip",
+    "a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others",
+    "--skip",
+    "requests_that_are_half_sent_are_charged_to_their_senders",
+];
+
 /// The programs that libFuzzer drives.
 const TARGETS: [&str; 4] = [
     "wire_control",
@@ -73,7 +82,7 @@ pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
     let tests = programs::build(instrumented("test").arg("--no-run").args(TESTS))?;
     for program in &tests {
         println!("\n{}", program.label);
-        run_program(program, &[], &mut tally)?;
+        run_program(program, &PASSED_OVER.map(str::to_owned), &mut tally)?;
     }
     fuzz(seconds, &mut tally)?;
     Ok(tally.close())
