@@ -1,7 +1,8 @@
 /* farpage: memory that lives on other machines, used like ordinary memory.
  *
- * Functions return FARPAGE_OK or a code, and then farpage_error_message() says in words what went wrong. All may be called from any thread.
- * Made by cbindgen: do not edit; `FARPAGE_RENEW=1 cargo test -p farpage-capi --test header` makes it anew. */
+ * Functions return FARPAGE_OK or a code, and then farpage_error_message() says in words what went
+ * wrong. All may be called from any thread. Made by cbindgen: do not edit;
+ * `FARPAGE_RENEW=1 cargo test -p farpage-capi --test header` makes it anew. */
 
 #ifndef FARPAGE_H
 #define FARPAGE_H
