@@ -664,7 +664,10 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
             assert_eq!(in_flight, [0; 6], "{waiting:?}");
         }
         assert!(ended.iter().flatten().all(|ended| *ended), "{waiting:?}");
-        assert_eq!(failed.map(|failed| failed > 0), dies, "{waiting:?}");
+        // Memory over shm outlives its server: what was posted may all have ended well.
+        let stays = matches!(a.endpoint(), Endpoint::Shm(_)) && failed == [0; 6];
+        let failed = failed.map(|failed| failed > 0);
+        assert!(stays || failed == dies, "{waiting:?}: {failed:?}");
         assert_eq!(engine.wait(&mut done, Some(until)).unwrap(), 0);
     }
 }
