@@ -298,7 +298,7 @@ impl SimSpace {
         self.frames.pages.load(Ordering::Relaxed)
     }
 
-    /// Pages that went out by [`detach_scattered`](AddressSpace::detach_scattered) so far.
+    /// Pages that went out one by one, each at an address of its own, so far.
     pub fn scattered_pages(&self) -> usize {
         self.scattered.load(Ordering::Relaxed)
     }
