@@ -306,7 +306,7 @@ pub enum ConfigError {
         /// The file.
         path: PathBuf,
         /// Why.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// The file is not TOML, has a key that nobody knows, or a value of the wrong kind.
     #[error("the configuration file {path} is wrong: {reason}")]

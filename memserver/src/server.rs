@@ -68,7 +68,13 @@ pub enum StartError {
     #[error(
         "cannot start the server's threads: {0}; are the limits of processes or open files used up?"
     )]
-    System(#[from] io::Error),
+    System(io::Error),
+}
+
+impl From<io::Error> for StartError {
+    fn from(error: io::Error) -> Self {
+        Self::System(error)
+    }
 }
 
 impl Server {

@@ -77,7 +77,7 @@ impl Failure {
     }
 
     fn of(code: farpage_code, error: &dyn Error) -> Failure {
-        Failure::new(code, in_full(error))
+        Failure::new(code, error.to_string())
     }
 }
 
@@ -99,20 +99,6 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
     text.or_else(|| panic.downcast_ref::<&str>().copied())
         .unwrap_or("a panic without a message")
         .to_owned()
-}
-
-/// An error with its causes, except those whose text it repeats.
-fn in_full(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        let more = error.to_string();
-        if !text.contains(&more) {
-            text = format!("{text}: {more}");
-        }
-        cause = error.source();
-    }
-    text
 }
 
 impl From<BuildError> for Failure {

@@ -39,7 +39,7 @@ pub enum KeyError {
         /// "read" or "made".
         attempt: &'static str,
         /// What the system said.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// Others could take the key.
     #[error(

@@ -93,7 +93,7 @@ pub enum RegError {
         /// Bytes asked for.
         bytes: usize,
         /// What the system said.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// The adapter did not take the memory.
     #[error("cannot register {bytes} bytes with {registrar}: {source}{advice}")]
@@ -103,7 +103,7 @@ pub enum RegError {
         /// Who was asked.
         registrar: String,
         /// What the system said.
-        source: io::Error,
+        r#source: io::Error,
         /// What to do, if that is known.
         advice: String,
     },

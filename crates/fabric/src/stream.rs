@@ -63,12 +63,18 @@ pub(crate) enum Stream {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiveError {
     #[error("{}", describe(.0))]
-    Io(#[from] io::Error),
+    Io(io::Error),
     #[error(transparent)]
     Decode(#[from] ControlDecodeError),
     /// The message was thrown away; the connection goes on.
     #[error("{0}")]
     Refused(Refusal),
+}
+
+impl From<io::Error> for ReceiveError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
 }
 
 /// What an I/O error means to somebody who waits for a peer.

@@ -1,4 +1,7 @@
 //! What can go wrong, per operation, and the errors of the layers below that say why.
+//!
+//! An error's text is whole: it holds its cause's, and says what to do. Printing it with `{}` is
+//! enough, and [`Error::source`] has nothing to add. Which cause it was, the variants' fields say.
 
 use std::{error::Error, fmt};
 
@@ -143,15 +146,11 @@ impl<C> fmt::Debug for CloseError<C> {
     }
 }
 
+/// The reason's text.
 impl<C> fmt::Display for CloseError<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(&self.0.why, f)
     }
 }
 
-/// Its text and its source are those of the reason.
-impl<C> Error for CloseError<C> {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        self.0.why.source()
-    }
-}
+impl<C> Error for CloseError<C> {}

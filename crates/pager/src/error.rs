@@ -118,11 +118,17 @@ pub enum StartError {
     #[error("{0}")]
     Option(String),
     /// A worker could not connect to a memory server.
-    #[error("a worker could not connect")]
+    #[error(transparent)]
     Connect(#[from] farpage_fabric::ConnectError),
     /// The operating system gave no thread or descriptor.
     #[error("cannot start a worker: {0}")]
-    Os(#[from] io::Error),
+    Os(io::Error),
+}
+
+impl From<io::Error> for StartError {
+    fn from(error: io::Error) -> Self {
+        Self::Os(error)
+    }
 }
 
 /// A region could not be mapped.
@@ -151,7 +157,7 @@ pub enum MapError {
         /// The region's size.
         bytes: u64,
         /// The reason.
-        source: io::Error,
+        r#source: io::Error,
     },
 }
 

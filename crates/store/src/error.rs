@@ -47,7 +47,7 @@ pub enum StoreError {
         /// Whether the same operation may succeed later.
         retry: bool,
         /// The last failure.
-        source: ChannelError,
+        r#source: ChannelError,
     },
     /// No server has room for the page. It may be written back once memory is free again.
     #[error("no remote memory for page {page} of region {region}: {source}")]
@@ -57,7 +57,7 @@ pub enum StoreError {
         /// The page in the region.
         page: u64,
         /// What the last server asked said.
-        source: AllocError,
+        r#source: AllocError,
     },
     /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved
     /// once there is.
@@ -68,7 +68,7 @@ pub enum StoreError {
         /// The page in the region.
         page: u64,
         /// What is lacking.
-        source: Arc<RegError>,
+        r#source: Arc<RegError>,
     },
     /// The region's own store returned an error.
     #[error("{operation} of page {page} of region {region} failed in its store {store}: {message}")]
@@ -156,7 +156,7 @@ pub enum CreateError {
         /// The region.
         region: RegionId,
         /// What does not fit, and what would.
-        source: CodecError,
+        r#source: CodecError,
     },
     /// The runtime has no memory server.
     #[error(
@@ -215,7 +215,7 @@ pub enum CreateError {
         /// Whether it reserves room for two versions.
         named: bool,
         /// What the server said.
-        source: AllocError,
+        r#source: AllocError,
     },
 }
 
@@ -239,7 +239,7 @@ pub enum PublishStoreError {
         /// The name.
         name: String,
         /// What the server said.
-        source: AllocError,
+        r#source: AllocError,
     },
     /// There is no local memory for the page map to travel in.
     #[error("writing the page map of region {region} ({name}): {source}")]
@@ -249,7 +249,7 @@ pub enum PublishStoreError {
         /// The name.
         name: String,
         /// What is lacking.
-        source: RegError,
+        r#source: RegError,
     },
     /// A data connection could not be opened.
     #[error("writing the page map of region {region} ({name}): {source}")]
@@ -259,7 +259,7 @@ pub enum PublishStoreError {
         /// The name.
         name: String,
         /// What happened.
-        source: ConnectError,
+        r#source: ConnectError,
     },
     /// The page map could not be written.
     #[error("writing the page map of region {region} ({name}): {source}")]
@@ -269,7 +269,7 @@ pub enum PublishStoreError {
         /// The name.
         name: String,
         /// What happened.
-        source: ChannelError,
+        r#source: ChannelError,
     },
     /// A server would not bind the name.
     #[error("publishing region {region} as {name}: {source}")]
@@ -279,7 +279,7 @@ pub enum PublishStoreError {
         /// The name.
         name: String,
         /// What the server said.
-        source: farpage_fabric::PublishError,
+        r#source: farpage_fabric::PublishError,
     },
 }
 
@@ -301,7 +301,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// What the server said.
-        source: farpage_fabric::OpenError,
+        r#source: farpage_fabric::OpenError,
     },
     /// The cluster has it open.
     #[error("region `{name}` is open in this program already: close it first")]
@@ -315,7 +315,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// What the server said.
-        source: farpage_fabric::PublishError,
+        r#source: farpage_fabric::PublishError,
     },
     /// The region's pages lie on a server that the runtime does not have.
     #[error(
@@ -333,7 +333,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// What the server said.
-        source: AllocError,
+        r#source: AllocError,
     },
     /// This process has no room for it.
     #[error(transparent)]
@@ -362,7 +362,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// What is lacking.
-        source: RegError,
+        r#source: RegError,
     },
     /// A data connection could not be opened.
     #[error("reading the page map of region {name}: {source}")]
@@ -370,7 +370,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// What happened.
-        source: ConnectError,
+        r#source: ConnectError,
     },
     /// The page map could not be read.
     #[error("reading the page map of region {name}: {source}")]
@@ -378,6 +378,6 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
         /// What happened.
-        source: ChannelError,
+        r#source: ChannelError,
     },
 }

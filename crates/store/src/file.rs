@@ -37,7 +37,7 @@ pub enum FileStoreError {
         /// The file.
         path: PathBuf,
         /// What the system said.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// The file does not have the bytes asked for.
     #[error("{} has {file_bytes} bytes, but {bytes} at offset {offset} were asked for: ask for fewer, or create the file", path.display())]

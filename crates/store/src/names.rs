@@ -120,7 +120,7 @@ pub enum NamesError {
         /// The name.
         name: String,
         /// What the server said.
-        source: OpenError,
+        r#source: OpenError,
     },
     /// A server did not tell its names.
     #[error(transparent)]

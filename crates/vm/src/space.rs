@@ -140,8 +140,8 @@ pub enum DetachError {
     #[error("the page is not mapped")]
     Absent,
     /// Anything else; the page stays mapped.
-    #[error("cannot take a page out of the address space")]
-    Os(#[source] io::Error),
+    #[error("cannot take a page out of the address space: {0}")]
+    Os(io::Error),
 }
 
 /// A page could not be mapped. The pages of the run before it are mapped, and their threads woken.
@@ -164,8 +164,8 @@ pub enum InstallErrorKind {
     #[error("the program has unmapped the addresses")]
     Gone,
     /// Anything else.
-    #[error("cannot map a page")]
-    Os(#[source] io::Error),
+    #[error("cannot map a page: {0}")]
+    Os(io::Error),
 }
 
 /// How a region of a new mapping is laid out.

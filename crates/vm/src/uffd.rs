@@ -354,8 +354,8 @@ pub enum OpenError {
         since: &'static str,
     },
     /// `/proc/self/pagemap` can not be read.
-    #[error("cannot open /proc/self/pagemap: {}", pagemap::remedy(.0))]
-    Pagemap(#[source] io::Error),
+    #[error("cannot open /proc/self/pagemap: {0}; {remedy}", remedy = pagemap::remedy(.0))]
+    Pagemap(io::Error),
     /// The kernel's page is not 4 KiB.
     #[error(
         "the kernel's page is {bytes} bytes, only 4096 is supported: use a kernel with 4 KiB pages"
@@ -365,8 +365,8 @@ pub enum OpenError {
         bytes: usize,
     },
     /// Anything else.
-    #[error("cannot open a userfaultfd (descriptors: see `ulimit -n`)")]
-    Os(#[source] io::Error),
+    #[error("cannot open a userfaultfd: {0} (descriptors: see `ulimit -n`)")]
+    Os(io::Error),
 }
 
 /// Opens a descriptor by the system call first: it needs no file, and containers often lack

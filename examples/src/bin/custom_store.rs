@@ -125,7 +125,7 @@ fn main() -> Result<()> {
     squares[0] = 7;
     match squares.flush() {
         Ok(()) => anyhow::bail!("flush hid an error of the store"),
-        Err(error) => println!("flush: {:#}", anyhow::Error::from(error)),
+        Err(error) => println!("flush: {error}"),
     }
     store.0.writes_fail.store(false, Ordering::Relaxed);
     squares.flush()?;
@@ -136,7 +136,7 @@ fn main() -> Result<()> {
     store.0.reads_fail.store(true, Ordering::Relaxed);
     match squares.prefetch_now(..step) {
         Ok(()) => anyhow::bail!("prefetch_now hid an error of the store"),
-        Err(error) => println!("prefetch: {:#}", anyhow::Error::from(error)),
+        Err(error) => println!("prefetch: {error}"),
     }
     store.0.reads_fail.store(false, Ordering::Relaxed);
     squares.prefetch_now(..step)?;

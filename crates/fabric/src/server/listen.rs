@@ -99,7 +99,7 @@ pub enum BindError {
         /// The endpoint.
         endpoint: String,
         /// What the system said.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
     /// no.

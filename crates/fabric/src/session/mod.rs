@@ -133,7 +133,7 @@ pub enum ConnectError {
         /// The server's endpoint.
         endpoint: String,
         /// What the system said.
-        source: io::Error,
+        r#source: io::Error,
     },
     /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
     /// no.

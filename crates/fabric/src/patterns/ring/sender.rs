@@ -36,7 +36,7 @@ pub enum SendError {
     /// The connection is lost, with all messages that were not taken. A new channel needs a new
     /// ring.
     #[error("the ring's connection is lost: {0}")]
-    Lost(#[from] ChannelError),
+    Lost(ChannelError),
     /// There is no memory to send from.
     #[error(transparent)]
     Memory(#[from] RegError),
@@ -265,7 +265,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     /// Elsewhere it waits until the bytes, and the tail before it, have been placed.
     fn announce(&mut self) -> Result<(), SendError> {
         if let Some(error) = &self.dead {
-            return Err(error.clone().into());
+            return Err(SendError::Lost(error.clone()));
         }
         let may_go =
             self.channel.writes_in_order() || self.data_in_flight + self.tails_in_flight == 0;

@@ -1,0 +1,313 @@
+//! The texts of errors, as programs print them: with `{}`, and with all their sources as `anyhow`
+//! and `eyre` do.
+//!
+//! The rule it keeps: an error's text is whole, so that `{}` is enough, and no cause is said twice
+//! where sources are printed, too. Each error that has a cause is made here with one.
+
+use std::{error::Error, io, path::PathBuf, sync::Arc};
+
+use farpage::{BuildError, Codec, Runtime, error as errors};
+use farpage_fabric::{
+    AllocError, ChannelError, ConnectError, ControlError, OpenError, PublishError, key::KeyError,
+    patterns::SendError, regmem::RegError, server::BindError,
+};
+use farpage_memserver::{StartError as ServerError, config::ConfigError};
+use farpage_pager::{FlushError, MapError, PageError, PinError, StartError};
+use farpage_store::{
+    CodecError, CreateError, FileStoreError, NamesError, OpenStoreError, PublishStoreError,
+    RegionId, StoreError,
+};
+use farpage_vm::{DetachError, InstallErrorKind, OpenError as UserfaultfdError};
+
+/// What every cause says.
+const CAUSE: &str = "the moon is full";
+
+/// Asserts that an error says `cause` once, alone and with its sources.
+fn says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
+    let told = error.to_string();
+    assert_eq!(told.matches(cause).count(), 1, "alone: {told}\n{error:?}");
+    let told = format!("{:#}", anyhow::Error::new(error));
+    assert_eq!(told.matches(cause).count(), 1, "with sources: {told}");
+}
+
+fn io_error() -> io::Error {
+    io::Error::other(CAUSE)
+}
+
+fn path() -> PathBuf {
+    "/nowhere".into()
+}
+
+fn name() -> String {
+    "squares".to_owned()
+}
+
+fn endpoint() -> String {
+    "tcp://10.0.0.2:7400".to_owned()
+}
+
+fn channel() -> ChannelError {
+    ChannelError::Disconnected {
+        endpoint: endpoint(),
+        reason: CAUSE.to_owned(),
+    }
+}
+
+fn control() -> ControlError {
+    ControlError::Refused {
+        endpoint: endpoint(),
+        attempt: "lend memory".to_owned(),
+        reason: CAUSE.to_owned(),
+    }
+}
+
+fn alloc() -> AllocError {
+    control().into()
+}
+
+fn publish() -> PublishError {
+    control().into()
+}
+
+fn open() -> OpenError {
+    control().into()
+}
+
+fn connect() -> ConnectError {
+    ConnectError::Unreachable {
+        endpoint: endpoint(),
+        source: io_error(),
+    }
+}
+
+fn registered() -> RegError {
+    RegError::Map {
+        bytes: 4096,
+        source: io_error(),
+    }
+}
+
+fn region() -> RegionId {
+    RegionId(3)
+}
+
+fn remote() -> StoreError {
+    StoreError::Remote {
+        region: region(),
+        page: 5,
+        server: endpoint(),
+        operation: "fill",
+        attempts: 3,
+        retry: true,
+        source: channel(),
+    }
+}
+
+fn page() -> PageError {
+    remote().into()
+}
+
+fn map() -> MapError {
+    MapError::Os {
+        bytes: 4096,
+        source: io_error(),
+    }
+}
+
+#[test]
+fn errors_of_transports_and_servers_say_their_cause_once() {
+    says_once(CAUSE, connect());
+    says_once(CAUSE, alloc());
+    says_once(CAUSE, publish());
+    says_once(CAUSE, open());
+    says_once(CAUSE, registered());
+    let (bytes, source) = (4096, io_error());
+    let (registrar, advice) = ("mlx5_0".to_owned(), String::new());
+    says_once(
+        CAUSE,
+        RegError::Register {
+            bytes,
+            registrar,
+            source,
+            advice,
+        },
+    );
+    says_once(CAUSE, SendError::Lost(channel()));
+    says_once(CAUSE, SendError::from(registered()));
+    let (path, source) = (path(), io_error());
+    let attempt = "read";
+    says_once(
+        CAUSE,
+        KeyError::Io {
+            path,
+            attempt,
+            source,
+        },
+    );
+    let bind = || BindError::Io {
+        endpoint: endpoint(),
+        source: io_error(),
+    };
+    says_once(CAUSE, bind());
+    says_once(CAUSE, ServerError::from(bind()));
+    says_once(CAUSE, ServerError::from(io_error()));
+    let (path, source) = (self::path(), io_error());
+    says_once(CAUSE, ConfigError::Read { path, source });
+}
+
+#[test]
+fn errors_of_the_kernels_memory_say_their_cause_once() {
+    says_once(CAUSE, UserfaultfdError::Os(io_error()));
+    says_once(CAUSE, UserfaultfdError::Pagemap(io_error()));
+    says_once(CAUSE, DetachError::Os(io_error()));
+    says_once(CAUSE, InstallErrorKind::Os(io_error()));
+}
+
+#[test]
+fn errors_of_stores_say_their_cause_once() {
+    says_once(CAUSE, remote());
+    let (region, page) = (region(), 5);
+    let source = alloc();
+    says_once(
+        CAUSE,
+        StoreError::Full {
+            region,
+            page,
+            source,
+        },
+    );
+    let source = Arc::new(registered());
+    says_once(
+        CAUSE,
+        StoreError::Memory {
+            region,
+            page,
+            source,
+        },
+    );
+    let (attempt, path, source) = ("open", path(), io_error());
+    says_once(
+        CAUSE,
+        FileStoreError::Io {
+            attempt,
+            path,
+            source,
+        },
+    );
+    let source = open();
+    says_once(
+        CAUSE,
+        NamesError::Remove {
+            name: name(),
+            source,
+        },
+    );
+    says_once(CAUSE, NamesError::from(control()));
+    for create in [no_memory(), CreateError::Claim(publish())] {
+        says_once(CAUSE, create);
+    }
+    let codec: CodecError = "zip".parse::<Codec>().expect_err("no codec of that name");
+    let cause = codec.to_string();
+    let source = codec;
+    says_once(&cause, CreateError::Codec { region, source });
+}
+
+fn no_memory() -> CreateError {
+    CreateError::Alloc {
+        region: region(),
+        bytes: 4096,
+        needed_bytes: 8192,
+        named: true,
+        source: alloc(),
+    }
+}
+
+#[test]
+fn errors_of_named_regions_say_their_cause_once() {
+    let region = region();
+    let name = name();
+    macro_rules! publishing {
+        ($variant:ident, $source:expr) => {
+            says_once(
+                CAUSE,
+                PublishStoreError::$variant {
+                    region,
+                    name: name.clone(),
+                    source: $source,
+                },
+            )
+        };
+    }
+    publishing!(Alloc, alloc());
+    publishing!(Memory, registered());
+    publishing!(Connect, connect());
+    publishing!(Map, channel());
+    publishing!(Publish, publish());
+    macro_rules! opening {
+        ($variant:ident, $source:expr) => {
+            says_once(
+                CAUSE,
+                OpenStoreError::$variant {
+                    name: name.clone(),
+                    source: $source,
+                },
+            )
+        };
+    }
+    opening!(Open, open());
+    opening!(Claim, publish());
+    opening!(Alloc, alloc());
+    opening!(Memory, registered());
+    opening!(Connect, connect());
+    opening!(Map, channel());
+}
+
+#[test]
+fn errors_of_paging_say_their_cause_once() {
+    says_once(CAUSE, page());
+    says_once(CAUSE, StartError::from(connect()));
+    says_once(CAUSE, StartError::from(io_error()));
+    says_once(CAUSE, map());
+    says_once(CAUSE, FlushError::from(page()));
+    says_once(CAUSE, FlushError::Durable(io_error()));
+    says_once(CAUSE, PinError::from(page()));
+}
+
+#[test]
+fn errors_that_a_program_meets_say_their_cause_once() {
+    says_once(CAUSE, BuildError::from(connect()));
+    says_once(CAUSE, BuildError::from(UserfaultfdError::Os(io_error())));
+    says_once(CAUSE, BuildError::from(StartError::from(connect())));
+    says_once(CAUSE, errors::CreateError::from(no_memory()));
+    says_once(CAUSE, errors::CreateError::from(map()));
+    let (name, source) = (name(), open());
+    says_once(
+        CAUSE,
+        errors::OpenError::from(OpenStoreError::Open { name, source }),
+    );
+    says_once(CAUSE, errors::OpenError::from(map()));
+    says_once(CAUSE, errors::FlushError::from(FlushError::from(page())));
+    let (region, name, source) = (region(), self::name(), alloc());
+    says_once(
+        CAUSE,
+        errors::FlushError::from(PublishStoreError::Alloc {
+            region,
+            name,
+            source,
+        }),
+    );
+}
+
+#[test]
+fn server_that_is_not_there_is_said_once() {
+    // The port of a listener that is gone.
+    let port = std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("loopback has ports")
+        .port();
+    let built = Runtime::builder()
+        .server(format!("tcp://127.0.0.1:{port}"))
+        .build();
+    let error = built.expect_err("nobody listens there");
+    says_once(&io::Error::from_raw_os_error(111).to_string(), error);
+}
