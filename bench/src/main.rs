@@ -43,6 +43,7 @@ mod targets;
 mod traffic;
 mod verbs;
 mod versus_swap;
+mod versus_umap;
 mod work;
 
 use std::process::ExitCode;
@@ -110,6 +111,7 @@ fn main() -> ExitCode {
         Command::Compare(options) => return done(compare::run(options)),
         Command::Sweep(options) => return done(sweep::run(options)),
         Command::VersusSwap(options) => return done(versus_swap::run(options)),
+        Command::VersusUmap(options) => return done(versus_umap::run(options)),
         Command::Hostile(options) => {
             return done(hostile::run(options).and_then(|report| {
                 report.print(options.format)?;

@@ -15,6 +15,7 @@ use crate::{
     apps::AppsOptions,
     data::{Contents, DataOptions, Source},
     figures::plan::Extent,
+    versus_umap::VersusUmapOptions,
 };
 
 /// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all
@@ -136,6 +137,15 @@ pub(crate) enum Command {
     /// takes them down again however it ends; what a killed run left behind is removed by the next
     /// one.
     VersusSwap(VersusSwapOptions),
+    /// Compares with LLNL's Umap, through Umap's own interface
+    ///
+    /// Builds one C++ driver, which needs a C++ compiler, against an installed Umap and against
+    /// farpage's libumap, and runs both in turns: single faults, random reads and updates, nine
+    /// accesses of ten in a tenth of the pages, everything in order, STREAM, and unmapping. Every
+    /// word is verified.
+    ///
+    /// A whole run takes an hour or so; --page-sizes, --stores, --parts and --repeat take a part.
+    VersusUmap(VersusUmapOptions),
     /// Says what this machine lacks for farpage, and how to mend it
     Doctor,
     /// The memory server that the benchmarks start

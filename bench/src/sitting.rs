@@ -90,31 +90,38 @@ impl Sitting {
 
     /// The same with `program` in front, which has to run what its arguments say.
     pub(crate) fn run_as(&self, mut program: Command, command: &str) -> Result<Value> {
-        let mut child = program
+        program
             .args(command.split_whitespace())
             .args(["--format", "json"])
-            .args(self.smoke.then_some("--smoke"))
+            .args(self.smoke.then_some("--smoke"));
+        let stdout = self.output(program, &format!("farpage-bench {command}"))?;
+        serde_json::from_str(&stdout)
+            .with_context(|| format!("`farpage-bench {command}` printed no result"))
+    }
+
+    /// Runs a program, called `name` in errors, to its end; returns what it printed.
+    ///
+    /// # Errors
+    /// It failed, took too long, or the sitting was interrupted.
+    pub(crate) fn output(&self, mut program: Command, name: &str) -> Result<String> {
+        let mut child = program
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .with_context(|| format!("cannot start `farpage-bench {command}`"))?;
+            .with_context(|| format!("cannot start `{name}`"))?;
         let stdout = child.stdout.take().map(collect);
         let stderr = child.stderr.take().map(collect);
         let mut child = Running(child);
         let status = self
             .wait(&mut child.0)
-            .with_context(|| format!("`farpage-bench {command}` was ended"))?;
+            .with_context(|| format!("`{name}` was ended"))?;
         let [stdout, stderr] =
             [stdout, stderr].map(|text| text.and_then(|text| text.join().ok()).unwrap_or_default());
         if !status.success() {
-            bail!(
-                "`farpage-bench {command}` failed ({status}): {}",
-                stderr.trim()
-            );
+            bail!("`{name}` failed ({status}): {}", stderr.trim());
         }
-        serde_json::from_str(&stdout)
-            .with_context(|| format!("`farpage-bench {command}` printed no result"))
+        Ok(stdout)
     }
 
     fn wait(&self, child: &mut Child) -> Result<ExitStatus> {

@@ -16,7 +16,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
-const RUNS: [&str; 33] = [
+const RUNS: [&str; 34] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -42,6 +42,7 @@ const RUNS: [&str; 33] = [
     "hostile",
     "targets",
     "sweep",
+    "versus-umap",
     "stream --data turbulence --dtype f32 --codec shuffle",
     "traffic --data climate --codec zfp:accuracy=1e-2",
     "traffic --data graph-columns --codec lz4 --fabric tcp",
