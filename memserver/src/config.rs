@@ -119,8 +119,17 @@ pub struct ServeArgs {
         value_parser = farpage_wire::parse_size
     )]
     pub capacity_per_address: Option<ByteSize>,
+    /// The most extents of clients of one address, or over shm of one user, together. An array
+    /// takes one per GiB, and at least one [default: three quarters of what there may be, which
+    /// is half of `ulimit -n`].
+    #[arg(
+        long,
+        value_name = "NUMBER",
+        env = "FARPAGE_MEMSERVER_EXTENTS_PER_ADDRESS"
+    )]
+    pub extents_per_address: Option<usize>,
     /// The most connections from one address, or over shm of one user. A program has one, and one
-    /// per worker thread [default: three quarters of what there may be].
+    /// per worker thread [default: three quarters of what there may be, over all endpoints].
     #[arg(
         long,
         value_name = "NUMBER",
@@ -240,6 +249,7 @@ struct File {
     operator_key: Option<Vec<String>>,
     #[serde(default, deserialize_with = "size")]
     capacity_per_address: Option<ByteSize>,
+    extents_per_address: Option<usize>,
     connections_per_address: Option<usize>,
     connections_per_client: Option<usize>,
     log: Option<LogFormat>,
@@ -286,6 +296,8 @@ pub struct Config {
     pub operators: Vec<PublicKey>,
     /// The most memory to lend to clients of one address.
     pub capacity_per_address: Option<u64>,
+    /// The most extents of clients of one address.
+    pub extents_per_address: Option<usize>,
     /// The most connections from one address.
     pub connections_per_address: Option<usize>,
     /// The most data connections of one client.
@@ -394,6 +406,7 @@ impl Config {
             capacity_per_address: (flags.capacity_per_address)
                 .or(file.capacity_per_address)
                 .map(|size| size.as_u64()),
+            extents_per_address: flags.extents_per_address.or(file.extents_per_address),
             connections_per_address: (flags.connections_per_address)
                 .or(file.connections_per_address),
             connections_per_client: flags.connections_per_client.or(file.connections_per_client),
@@ -413,6 +426,35 @@ impl Config {
                 setting: "capacity",
                 value: "0".to_owned(),
                 reason: "there would be nothing to lend; give it a size such as 8GiB",
+            });
+        }
+        let limits = [
+            (
+                "capacity-per-address",
+                self.capacity_per_address == Some(0),
+                "no client could be lent anything; give it a size such as 8GiB, or leave it out",
+            ),
+            (
+                "extents-per-address",
+                self.extents_per_address == Some(0),
+                "no client could be lent anything; give it 1 or more, or leave it out",
+            ),
+            (
+                "connections-per-address",
+                self.connections_per_address == Some(0),
+                "no client could connect; give it 1 or more, or leave it out",
+            ),
+            (
+                "connections-per-client",
+                self.connections_per_client == Some(0),
+                "no client could read or write; give it 1 or more, or leave it out",
+            ),
+        ];
+        if let Some((setting, _, reason)) = limits.into_iter().find(|(_, is_none, _)| *is_none) {
+            return Err(ConfigError::Value {
+                setting,
+                value: "0".to_owned(),
+                reason,
             });
         }
         if self.lease < SHORTEST_LEASE {
@@ -594,6 +636,26 @@ mod tests {
             assert!(settle(&arguments, file).is_err(), "{arguments:?} {file:?}");
         }
         assert!(Cli::try_parse_from(["farpage-memserver", "serve", "--capacity", "many"]).is_err());
+    }
+
+    #[test]
+    fn a_limit_that_lets_nobody_in_is_refused_and_says_what_to_give() {
+        for limit in [
+            "capacity-per-address",
+            "extents-per-address",
+            "connections-per-address",
+            "connections-per-client",
+        ] {
+            let flag = settle(&[&format!("--{limit}=0")], None);
+            let file = settle(&[], Some(&format!("{limit} = 0")));
+            for refused in [flag, file] {
+                let error = refused.expect_err(limit).to_string();
+                let advice = format!("{limit} is 0: no client could");
+                assert!(error.contains(&advice), "{error}");
+            }
+            let one = format!("--{limit}=1");
+            assert!(settle(&[&one], None).is_ok(), "{limit}");
+        }
     }
 
     #[test]

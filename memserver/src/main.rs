@@ -78,6 +78,9 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     if let Some(bytes) = config.capacity_per_address {
         server = server.capacity_per_address(bytes);
     }
+    if let Some(extents) = config.extents_per_address {
+        server = server.extents_per_address(extents);
+    }
     if let Some(connections) = config.connections_per_address {
         server = server.connections_per_address(connections);
     }
@@ -228,6 +231,7 @@ fn table(figures: &ServerStat) -> String {
                 (logical, stored) => format!("{} stored in {}", size(logical), size(stored)),
             },
         ),
+        ("long requests", size(figures.request_bytes)),
         ("sessions", figures.sessions.to_string()),
         ("extents", figures.extents.to_string()),
         ("named regions", figures.named_regions.to_string()),

@@ -13,7 +13,7 @@ use std::{
 
 use farpage_fabric::host::Host;
 use farpage_fabric::server::{
-    BindError, ConnectionLimits, Listener, Shutdown, SocketAccess, Traffic, serve_within,
+    BindError, ConnectionLimits, Listener, Service, Shutdown, SocketAccess, Traffic,
 };
 use farpage_wire::{Endpoint, PublicKey, ServerStat};
 use parking_lot::{Condvar, Mutex};
@@ -50,6 +50,7 @@ pub struct Server {
     connections_per_address: Option<usize>,
     connections_per_client: Option<usize>,
     capacity_per_address: Option<u64>,
+    extents_per_address: Option<usize>,
 }
 
 /// Why a server did not start.
@@ -91,6 +92,7 @@ impl Server {
             connections_per_address: None,
             connections_per_client: None,
             capacity_per_address: None,
+            extents_per_address: None,
         }
     }
 
@@ -148,6 +150,13 @@ impl Server {
         self
     }
 
+    /// The most extents of clients of one address, or over shared memory of one user, together.
+    /// Default: three quarters of what there may be.
+    pub fn extents_per_address(mut self, extents: usize) -> Self {
+        self.extents_per_address = Some(extents);
+        self
+    }
+
     /// The most connections from one address, or over shared memory from one user. Default: three
     /// quarters of what there may be.
     pub fn connections_per_address(mut self, connections: usize) -> Self {
@@ -177,6 +186,7 @@ impl Server {
             reconnect_grace: self.reconnect_grace,
             extents_per_session: budget.extents_per_session,
             extents: budget.extents,
+            extents_per_address: (self.extents_per_address).unwrap_or(budget.extents_per_session),
             sessions: budget.sessions,
             operators: self.operators,
         };
@@ -193,21 +203,23 @@ impl Server {
             .map(|listener| listener.endpoint().clone())
             .collect();
         // 2. From here on `running` ends what was started, also when a later thread cannot be.
+        let mut limits = ConnectionLimits::default();
+        limits.per_address = self.connections_per_address.unwrap_or(limits.per_address);
+        limits.per_session = self.connections_per_client.unwrap_or(limits.per_session);
+        let shutdown = Shutdown::new()?;
+        let host: Arc<dyn Host> = state.clone();
         let mut running = RunningServer {
             endpoints,
             state,
-            traffic: Arc::default(),
-            shutdown: Shutdown::new()?,
+            service: Service::new(host, limits, Arc::<Traffic>::default(), shutdown.clone()),
+            shutdown,
             reaper_stops: Arc::default(),
             threads: Vec::new(),
             grace: self.grace,
         };
         running.spawn_reaper(look_every)?;
-        let mut limits = ConnectionLimits::default();
-        limits.per_address = self.connections_per_address.unwrap_or(limits.per_address);
-        limits.per_session = self.connections_per_client.unwrap_or(limits.per_session);
         for listener in listeners {
-            running.spawn_listener(listener, limits)?;
+            running.spawn_listener(listener)?;
         }
         for endpoint in &running.endpoints {
             info!(%endpoint, capacity_bytes = self.capacity_bytes, lease_ms = self.lease.as_millis() as u64, "listening");
@@ -222,7 +234,7 @@ impl Server {
 pub struct RunningServer {
     endpoints: Vec<Endpoint>,
     state: Arc<State>,
-    traffic: Arc<Traffic>,
+    service: Arc<Service>,
     shutdown: Shutdown,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,
     threads: Vec<JoinHandle<()>>,
@@ -238,11 +250,7 @@ impl RunningServer {
 
     /// Its figures now.
     pub fn stat(&self) -> ServerStat {
-        ServerStat {
-            bytes_read: self.traffic.bytes_read(),
-            bytes_written: self.traffic.bytes_written(),
-            ..self.state.stat()
-        }
+        self.service.stat()
     }
 
     /// Drains: nobody new is admitted; returns when the last client has left, or cuts off those
@@ -258,12 +266,11 @@ impl RunningServer {
         }
     }
 
-    fn spawn_listener(&mut self, listener: Listener, limits: ConnectionLimits) -> io::Result<()> {
-        let host: Arc<dyn Host> = self.state.clone();
-        let (traffic, shutdown) = (self.traffic.clone(), self.shutdown.clone());
+    fn spawn_listener(&mut self, listener: Listener) -> io::Result<()> {
+        let service = self.service.clone();
         let thread = thread::Builder::new().name("farpage-listen".to_owned());
         self.threads
-            .push(thread.spawn(move || serve_within(limits, listener, host, traffic, shutdown))?);
+            .push(thread.spawn(move || service.serve(listener))?);
         Ok(())
     }
 

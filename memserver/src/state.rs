@@ -15,7 +15,7 @@
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
 use std::{
-    collections::{BTreeMap, HashMap, HashSet, hash_map::Entry},
+    collections::{BTreeMap, HashMap, HashSet},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -24,14 +24,15 @@ use std::{
 use farpage_fabric::{
     host::{Admission, Asker, Host, Opened, Origin, Refusal, Transport},
     memory::{ExtentFile, ExtentMemory},
-    server::Lines,
 };
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
 use parking_lot::{Condvar, Mutex, MutexGuard, RwLock};
 use tracing::{debug, info, warn};
 
+mod accounts;
 mod names;
 
+use accounts::{Accounts, charge_of, charge_of_name};
 use names::{NameId, NameRecord};
 
 /// What a server may give away.
@@ -52,6 +53,8 @@ pub struct Limits {
     pub extents_per_session: usize,
     /// The most extents altogether.
     pub extents: usize,
+    /// The most extents of clients of one address, or over shared memory of one user, together.
+    pub extents_per_address: usize,
     /// The most sessions at once.
     pub sessions: usize,
     /// Keys whose holders may list and remove all names.
@@ -68,15 +71,12 @@ impl Limits {
 /// A connection that waits for its client looks once a second whether its leases have ended; this
 /// is a second more.
 const QUIET: Duration = Duration::from_secs(2);
-/// What an extent takes, whatever its length: whole pages of the server's memory.
-const PAGE_BYTES: u64 = 4096;
 
 /// The state of one server; see the module's text.
 pub struct State {
     limits: Limits,
     started: Instant,
     leases: Leases,
-    lines: Lines,
     ledger: Mutex<Ledger>,
     /// Signalled when a session ends, for those who wait for the last one.
     ended: Condvar,
@@ -87,21 +87,13 @@ struct Ledger {
     sessions: HashMap<SessionId, SessionRecord>,
     extents: HashMap<ExtentId, ExtentRecord>,
     names: BTreeMap<NameId, NameRecord>,
-    by_origin: HashMap<Origin, Usage>,
-    granted_bytes: u64,
+    accounts: Accounts,
     sessions_ever: u64,
     extents_ever: u64,
     draining: bool,
     /// When the reaper last looked; a long gap means that this process did not run, not that the
     /// clients were silent.
     reaped: Option<Instant>,
-}
-
-/// What clients from one place have together.
-#[derive(Default, PartialEq, Eq)]
-struct Usage {
-    sessions: usize,
-    bytes: u64,
 }
 
 struct SessionRecord {
@@ -167,7 +159,6 @@ impl State {
             limits,
             started: Instant::now(),
             leases: Leases::default(),
-            lines: Lines::default(),
             ledger: Mutex::default(),
             ended: Condvar::new(),
         }
@@ -236,7 +227,7 @@ impl State {
     /// Ends a session: what it leased is freed, unless a published name still refers to it.
     fn end(&self, ledger: &mut Ledger, id: SessionId, why: &'static str) -> Option<Ended> {
         let session = ledger.sessions.remove(&id)?;
-        ledger.less_of(session.origin, |usage| usage.sessions -= 1);
+        ledger.accounts.end_session(session.origin);
         for name in &session.names {
             ledger.let_go_of(name);
         }
@@ -361,22 +352,6 @@ impl State {
         ledger.sessions.get_mut(&id).ok_or(Refusal::NoSession)
     }
 
-    /// Takes `bytes` out of what is available, or says how much is.
-    fn charge(&self, ledger: &mut Ledger, origin: Origin, bytes: u64) -> Result<(), Refusal> {
-        let used_bytes = (ledger.by_origin.get(&origin)).map_or(0, |usage| usage.bytes);
-        let available = (self.limits.capacity_bytes)
-            .saturating_sub(ledger.granted_bytes)
-            .min((self.limits.capacity_per_address).saturating_sub(used_bytes));
-        if bytes > available {
-            return Err(Refusal::Full {
-                asked: bytes,
-                available,
-            });
-        }
-        ledger.put_on(origin, bytes);
-        Ok(())
-    }
-
     fn resume(&self, id: SessionId, secret: &Secret) -> Result<Admission, Refusal> {
         let mut ledger = self.ledger.lock();
         let session = Self::known(&mut ledger, id)?;
@@ -432,38 +407,12 @@ impl Ended {
     }
 }
 
-/// What one address may have of something that the server has so many of: the others are left a
-/// quarter.
-fn most_of_one(all: usize) -> usize {
-    (all * 3 / 4).max(1)
-}
-
 impl Ledger {
-    fn put_on(&mut self, origin: Origin, bytes: u64) {
-        self.granted_bytes += bytes;
-        self.by_origin.entry(origin).or_default().bytes += bytes;
-    }
-
-    fn take_off(&mut self, origin: Origin, bytes: u64) {
-        self.granted_bytes -= bytes;
-        self.less_of(origin, |usage| usage.bytes -= bytes);
-    }
-
-    /// Lessens what an origin has; who has nothing is forgotten.
-    fn less_of(&mut self, origin: Origin, change: impl FnOnce(&mut Usage)) {
-        if let Entry::Occupied(mut usage) = self.by_origin.entry(origin) {
-            change(usage.get_mut());
-            if *usage.get() == Usage::default() {
-                usage.remove();
-            }
-        }
-    }
-
     /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the
     /// capacity.
     fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
         let record = self.extents.remove(&id)?;
-        self.take_off(record.origin, charge_of(record.memory.bytes()));
+        (self.accounts).take_extent_off(record.origin, record.memory.bytes());
         Some(record.memory)
     }
 }
@@ -484,20 +433,7 @@ impl Host for State {
         if ledger.draining {
             return Err(Refusal::Draining);
         }
-        if ledger.sessions.len() >= self.limits.sessions {
-            return Err(Refusal::Invalid(format!(
-                "{} clients are connected, which is this server's limit",
-                self.limits.sessions
-            )));
-        }
-        let usage = ledger.by_origin.entry(origin).or_default();
-        if usage.sessions >= most_of_one(self.limits.sessions) {
-            return Err(Refusal::Invalid(format!(
-                "{} clients from this address are connected, the most that one address may have here",
-                usage.sessions
-            )));
-        }
-        usage.sessions += 1;
+        ledger.accounts.begin_session(&self.limits, origin)?;
         ledger.sessions_ever += 1;
         let id = SessionId(ledger.sessions_ever);
         let record = SessionRecord {
@@ -529,18 +465,6 @@ impl Host for State {
             true => Ok(()),
             false => Err(Refusal::NoSession),
         }
-    }
-
-    fn lines(&self) -> &Lines {
-        &self.lines
-    }
-
-    fn hold_frame(&self, origin: Origin, bytes: u64) -> Result<(), Refusal> {
-        self.charge(&mut self.ledger.lock(), origin, bytes)
-    }
-
-    fn drop_frame(&self, origin: Origin, bytes: u64) {
-        self.ledger.lock().take_off(origin, bytes);
     }
 
     fn renew(&self, session: SessionId) -> Result<(), Refusal> {
@@ -596,27 +520,14 @@ impl Host for State {
                 "this client holds {held_extents} extents, the most that one client may: release some or ask for larger ones"
             )));
         }
-        if ledger.extents.len() >= self.limits.extents {
-            return Err(Refusal::Invalid(format!(
-                "this server holds {} extents, its most: ask for larger ones, or raise its limit of open files",
-                self.limits.extents
-            )));
-        }
-        self.charge(&mut ledger, origin, charge_of(bytes))
-            .map_err(|full| match full {
-                Refusal::Full { available, .. } => Refusal::Full {
-                    asked: bytes,
-                    available,
-                },
-                other => other,
-            })?;
+        ledger.accounts.lend(&self.limits, origin, bytes)?;
         // Making the file and its mapping costs microseconds whatever its size: no page of it
         // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
         let memory = match ExtentMemory::create(id, bytes) {
             Ok(memory) => memory,
             Err(error) => {
-                ledger.take_off(origin, charge_of(bytes));
+                ledger.accounts.take_extent_off(origin, bytes);
                 drop(ledger);
                 warn!(session = %session, bytes, %error, "cannot make an extent");
                 return Err(Refusal::Invalid(format!(
@@ -672,7 +583,7 @@ impl Host for State {
     }
 
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
-        self.ledger.lock().claim(session, name, replace)
+        (self.ledger.lock()).claim(&self.limits, session, name, replace)
     }
 
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
@@ -717,10 +628,11 @@ impl Host for State {
         }
         ledger.may_bind(session, &id)?;
         let origin = ledger.sessions[&session].origin;
-        let old = ledger.manifest_charge(&id);
-        old.inspect(|(origin, bytes)| ledger.take_off(*origin, *bytes));
-        if let Err(full) = self.charge(&mut ledger, origin, manifest.len() as u64) {
-            old.inspect(|(origin, bytes)| ledger.put_on(*origin, *bytes));
+        let old = ledger.charge_of(&id);
+        let accounts = &mut ledger.accounts;
+        old.inspect(|(origin, bytes)| accounts.take_off(*origin, *bytes));
+        if let Err(full) = accounts.charge(&self.limits, origin, charge_of_name(manifest.len())) {
+            old.inspect(|(origin, bytes)| accounts.put_on(*origin, *bytes));
             return Err(full);
         }
         // 2. The new binding, and what only the old one kept.
@@ -748,17 +660,13 @@ impl Host for State {
         }
         // What was published from elsewhere is this client's from now on.
         let ids = record.extents.clone();
-        let moving: u64 = (ids.iter())
+        let moving: Vec<u64> = (ids.iter())
             .map(|id| &ledger.extents[id])
             .filter(|extent| extent.origin != origin)
             .map(|extent| charge_of(extent.memory.bytes()))
-            .sum();
-        let used_bytes = (ledger.by_origin.get(&origin)).map_or(0, |usage| usage.bytes);
-        let available = (self.limits.capacity_per_address).saturating_sub(used_bytes);
-        if moving > available {
-            let asked = moving;
-            return Err(Refusal::Full { asked, available });
-        }
+            .collect();
+        let (extents, bytes) = (moving.len(), moving.iter().sum());
+        (ledger.accounts).may_take_over(&self.limits, origin, extents, bytes)?;
         let record = ledger.names.get_mut(&id).expect("looked up above");
         record.holder = Some(session);
         let manifest = record.manifest.clone().unwrap_or_default();
@@ -772,11 +680,11 @@ impl Host for State {
             record.memory = record.memory.lease_anew();
             record.mapped_by = record.mapped_by.or(mapped_by);
             let before = std::mem::replace(&mut record.origin, origin);
-            let bytes = charge_of(record.memory.bytes());
+            let bytes = record.memory.bytes();
             self.leases.insert(*id, session, record.memory.clone());
             extents.push(record.memory.clone());
-            ledger.take_off(before, bytes);
-            ledger.put_on(origin, bytes);
+            ledger.accounts.take_extent_off(before, bytes);
+            ledger.accounts.put_extent_on(origin, bytes);
         }
         let holder = Self::known(&mut ledger, session)?;
         holder.extents.extend(ids);
@@ -831,7 +739,7 @@ impl Host for State {
             uptime_ms: self.started.elapsed().as_millis() as u64,
             draining: ledger.draining,
             capacity_bytes: self.limits.capacity_bytes,
-            granted_bytes: ledger.granted_bytes,
+            granted_bytes: ledger.accounts.all().bytes,
             sessions: ledger.sessions.len() as u64,
             extents: ledger.extents.len() as u64,
             named_regions: ledger.named_regions(),
@@ -847,13 +755,6 @@ impl Host for State {
             ..stat
         }
     }
-}
-
-/// What an extent of so many bytes takes out of the capacity.
-fn charge_of(bytes: u64) -> u64 {
-    bytes
-        .checked_next_multiple_of(PAGE_BYTES)
-        .unwrap_or(u64::MAX)
 }
 
 /// Guessing it must be hopeless: it comes from the kernel's random generator.

@@ -14,8 +14,8 @@ use std::{
 };
 
 use common::{
-    Daemon, connect,
-    raw::{Stream, ask, begin_as, greet_from, say},
+    Daemon, connect, connect_as,
+    raw::{Stream, ask, begin_as, greet, greet_from, hear, say},
     read, wait_until, write,
 };
 use farpage_fabric::{Endpoint, SessionOptions, Visit};
@@ -115,6 +115,95 @@ fn one_client_and_one_address_leave_places_to_others() {
     write(&other, &second, 0, b"other").unwrap();
     assert!(stat(endpoint).sessions > 2);
     drop(taken);
+}
+
+#[test]
+fn a_client_at_its_limit_replaces_its_own_connections_that_only_seem_alive() {
+    let daemon = Daemon::with_files(FILES, &["--lease", "1h", "--reconnect-grace", "1h"]);
+    let endpoint = &daemon.tcp;
+    // 1. All data connections that one client gets. A router forgets them: nobody closes them.
+    let (control, session, secret) = begin(VICTIM, endpoint).unwrap();
+    let mut forgotten = Vec::new();
+    while let Ok(stream) = data(VICTIM, endpoint, session, secret, forgotten.len() as u64) {
+        forgotten.push(stream);
+    }
+    assert_eq!(forgotten.len(), CONNECTIONS / 4);
+    // 2. All that the address gets beside them, and what is kept for those who come back.
+    let mut taken = Vec::new();
+    while let Some((mut stream, id, proof)) = begin(VICTIM, endpoint) {
+        say(&mut *stream, &Request::Grant { bytes: 4096 });
+        hear(&mut *stream);
+        taken.push((stream, id, proof));
+    }
+    let mut back = Vec::new();
+    while let Ok(stream) = {
+        let (_, id, proof) = &taken[back.len()];
+        data(VICTIM, endpoint, *id, *proof, 0)
+    } {
+        back.push(stream);
+    }
+    // 3. Its lines, twice each, and its control connection all the same.
+    for round in 0..2 {
+        for (line, old) in forgotten.iter_mut().enumerate() {
+            let new = data(VICTIM, endpoint, session, secret, line as u64);
+            *old = new.unwrap_or_else(|refused| panic!("line {line}, {round}: {refused:?}"));
+        }
+    }
+    let mut old = vec![control];
+    for round in 0..2 * taken.len() {
+        let new = greet_from(VICTIM, endpoint, Purpose::Control).unwrap();
+        let resumed = begin_as(new, Some((session, secret)));
+        old.push(resumed.unwrap_or_else(|| panic!("round {round}")).0);
+    }
+    // 4. A new line is still one too many.
+    let more = data(VICTIM, endpoint, session, secret, 1 << 20);
+    assert!(matches!(more, Err(Some(Refusal::Invalid(_)))));
+}
+
+#[test]
+fn the_listeners_of_a_server_share_its_connections() {
+    let daemon = Daemon::with_files(FILES, &["--lease", "1h"]);
+    let mut taken = Vec::new();
+    // 1. Over tcp three quarters, the most of one address.
+    while let Some((stream, session, secret)) = begin(VICTIM, &daemon.tcp) {
+        taken.push(stream);
+        for line in 0.. {
+            match data(VICTIM, &daemon.tcp, session, secret, line) {
+                Ok(stream) => taken.push(stream),
+                Err(_) => break,
+            }
+        }
+    }
+    assert!(taken.len() >= CONNECTIONS * 3 / 4, "{}", taken.len());
+    // 2. Over shm the rest, less what is kept.
+    let refused = loop {
+        let mut stream = greet(&daemon.shm, Purpose::Control);
+        let client = "by hand".to_owned();
+        let resume = None;
+        match ask(&mut *stream, &Request::Begin { client, resume }) {
+            Some(Response::Begun { .. }) => taken.push(stream),
+            other => break other,
+        }
+        assert!(taken.len() < CONNECTIONS);
+    };
+    let why = "this server serves 256 in all";
+    assert!(
+        matches!(&refused, Some(Response::Refused(Refusal::Invalid(text))) if text.contains(why)),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_full_server_takes_a_publication_that_needs_no_more_room() {
+    let daemon = Daemon::with_files(FILES, &["--capacity", "64MiB"]);
+    let directory = tempfile::tempdir().unwrap();
+    let session = connect_as(&daemon.tcp, &directory.path().join("key"));
+    let manifest = vec![7; 3 << 20];
+    session.publish("x", &manifest, &[]).unwrap();
+    let granted = stat(&daemon.tcp).granted_bytes;
+    session.grant(64 * MIB - granted).unwrap();
+    assert_eq!(stat(&daemon.tcp).granted_bytes, 64 * MIB);
+    session.publish("x", &manifest, &[]).unwrap();
 }
 
 #[test]

@@ -7,26 +7,15 @@ use std::{
     os::unix::fs::FileExt,
     path::Path,
     process::Output,
-    sync::Arc,
     time::{Duration, Instant},
 };
 
-use common::{Both, Daemon, command, raw, read, transfer, wait_until, write};
-use farpage_fabric::{
-    Endpoint, OpenError, PublishError, Session, SessionOptions, Verb, Visit, key::Key,
-};
+use common::{Both, Daemon, command, connect_as, raw, read, transfer, wait_until, write};
+use farpage_fabric::{OpenError, PublishError, Session, SessionOptions, Verb, Visit, key::Key};
 use farpage_wire::{NamedRegion, PublicKey, Refusal, Request, Response, Signature};
 use nix::sys::signal::Signal;
 
 const MIB: u64 = 1 << 20;
-
-fn connect_as(endpoint: &Endpoint, key_file: &Path) -> Arc<Session> {
-    let options = SessionOptions {
-        key_file: Some(key_file.to_owned()),
-        ..SessionOptions::default()
-    };
-    Session::connect(endpoint, &options).unwrap()
-}
 
 #[test]
 fn another_user_can_neither_read_replace_remove_list_nor_occupy_a_name() {
@@ -54,7 +43,7 @@ fn another_user_can_neither_read_replace_remove_list_nor_occupy_a_name() {
         let names: Vec<_> = (again.names().unwrap().into_iter())
             .map(|named| (named.name, named.bytes, named.in_use))
             .collect();
-        assert_eq!(names, [(name.to_owned(), MIB + 3, false)]);
+        assert_eq!(names, [(name.to_owned(), MIB + 4096 + 3, false)]);
         assert_eq!(again.open(name).unwrap().manifest, b"map");
         assert_eq!(read(&again, extent.id, 0, 6).unwrap(), b"secret");
         again.remove(name).unwrap();
@@ -241,7 +230,7 @@ fn what_a_stopped_server_grants_too_late_is_given_back() {
         wait_until("what came too late is given back", || {
             session
                 .stat()
-                .is_ok_and(|stat| (stat.granted_bytes, stat.sessions) == (MIB, 1))
+                .is_ok_and(|stat| (stat.granted_bytes, stat.sessions) == (MIB + 4096, 1))
         });
         assert!(read(&session, extent.id, 0, 4096).unwrap() == [7; 4096]);
     }

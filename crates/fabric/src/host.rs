@@ -9,7 +9,7 @@ use std::{net::IpAddr, sync::Arc, time::Duration};
 use farpage_wire::{ExtentId, PublicKey, Secret, ServerStat, SessionId};
 pub use farpage_wire::{NamedRegion, Refusal};
 
-use crate::{memory::ExtentMemory, server::Lines};
+use crate::memory::ExtentMemory;
 
 /// What a client is told when its session begins or is resumed.
 #[derive(Clone, Debug)]
@@ -90,15 +90,6 @@ pub trait Host: Send + Sync + 'static {
     ) -> Result<Admission, Refusal>;
     /// A data connection claims to belong to a session.
     fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal>;
-    /// Which data connections there are, over all listeners.
-    fn lines(&self) -> &Lines;
-    /// Takes memory for a long request, of which so many bytes more have come: charged to where its
-    /// sender connects from until [`drop_frame`](Self::drop_frame).
-    fn hold_frame(&self, _origin: Origin, _bytes: u64) -> Result<(), Refusal> {
-        Ok(())
-    }
-    /// Gives such memory back.
-    fn drop_frame(&self, _origin: Origin, _bytes: u64) {}
     /// The client lives.
     fn renew(&self, session: SessionId) -> Result<(), Refusal>;
     /// A control connection ended without a goodbye: its client is dead, or was cut off and may

@@ -19,7 +19,7 @@ use crate::{
     host::Host,
     memory::ExtentMemory,
     regmem::{NullRegistrar, Registrar},
-    server::{BindError, Peer},
+    server::{BindError, Peer, Place},
     session::{Death, Patience},
 };
 
@@ -34,6 +34,9 @@ pub(crate) enum RdmaStream {}
 
 #[derive(Debug)]
 pub(crate) enum Listener {}
+
+#[derive(Debug)]
+pub(crate) enum Call {}
 
 #[derive(Debug)]
 pub(crate) enum Registration {}
@@ -152,7 +155,22 @@ impl Listener {
         match *self {}
     }
 
-    pub(crate) fn accept(&self, _host: &dyn Host) -> io::Result<Option<(RdmaStream, Peer)>> {
+    pub(crate) fn accept(&self) -> io::Result<Option<Call>> {
+        match *self {}
+    }
+
+    pub(crate) fn answer(
+        &self,
+        _call: Call,
+        _host: &dyn Host,
+        _place: &Place,
+    ) -> Option<RdmaStream> {
+        match *self {}
+    }
+}
+
+impl Call {
+    pub(crate) fn peer(&self) -> &Peer {
         match *self {}
     }
 }

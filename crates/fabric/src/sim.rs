@@ -26,7 +26,7 @@ use crate::{
     channel::{check_len, refused},
     host::{Admission, Asker, Host, Opened, Origin, Transport},
     memory::ExtentMemory,
-    server::{Lines, answer},
+    server::answer,
     session::{CallError, Death},
 };
 
@@ -419,7 +419,6 @@ impl Random {
 pub struct SimHost {
     capacity_bytes: u64,
     state: Mutex<SimState>,
-    lines: Lines,
 }
 
 #[derive(Debug, Default)]
@@ -451,7 +450,6 @@ impl SimHost {
         Self {
             capacity_bytes,
             state: Mutex::default(),
-            lines: Lines::default(),
         }
     }
 
@@ -568,10 +566,6 @@ impl Host for SimHost {
         (*secret == secret_of(session))
             .then_some(())
             .ok_or(Refusal::NoSession)
-    }
-
-    fn lines(&self) -> &Lines {
-        &self.lines
     }
 
     fn renew(&self, session: SessionId) -> Result<(), Refusal> {

@@ -245,8 +245,8 @@ impl Stream {
         self.receive_charged(limit, until, &mut |_| Ok(()))
     }
 
-    /// As [`receive`](Self::receive). Of a frame of more than [`SMALL_FRAME_BYTES`], `charge` is
-    /// told how many bytes more are about to be held; once it refuses, the rest is thrown away.
+    /// As [`receive`](Self::receive). `charge` is told the length of a frame of more than
+    /// [`SMALL_FRAME_BYTES`] before it is held; if it refuses, the frame is thrown away.
     pub(crate) fn receive_charged<T: DeserializeOwned>(
         &self,
         limit: usize,
@@ -256,26 +256,25 @@ impl Stream {
         let mut prefix = [0; PREFIX_BYTES];
         self.read_exact(&mut prefix, until)?;
         let bytes = control::frame_bytes(prefix, limit)?;
+        let charged = match bytes > SMALL_FRAME_BYTES {
+            true => charge(bytes as u64),
+            false => Ok(()),
+        };
         let until = until.min(Instant::now() + FRAME);
+        if let Err(refusal) = charged {
+            let (mut rest, mut waste) = (bytes, [0; SMALL_FRAME_BYTES]);
+            while rest > 0 {
+                let part = rest.min(waste.len());
+                self.read_exact(&mut waste[..part], until)?;
+                rest -= part;
+            }
+            return Err(ReceiveError::Refused(refusal));
+        }
         // Grown as the bytes arrive, so that a peer that only announces much makes us hold little.
         let mut body = Vec::new();
         while body.len() < bytes {
             let have = body.len();
             let piece = (bytes - have).min(PIECE_BYTES);
-            if bytes > SMALL_FRAME_BYTES
-                && let Err(refusal) = charge(piece as u64)
-            {
-                let mut rest = bytes - have;
-                body.truncate(body.len().min(SMALL_FRAME_BYTES));
-                body.shrink_to_fit();
-                let mut waste = [0; SMALL_FRAME_BYTES];
-                while rest > 0 {
-                    let part = rest.min(waste.len());
-                    self.read_exact(&mut waste[..part], until)?;
-                    rest -= part;
-                }
-                return Err(ReceiveError::Refused(refusal));
-            }
             body.reserve_exact(piece);
             body.resize(have + piece, 0);
             self.read_exact(&mut body[have..], until)?;

@@ -13,7 +13,7 @@ pub struct ServerStat {
     pub draining: bool,
     /// The most that it grants.
     pub capacity_bytes: u64,
-    /// Granted now: leased to sessions or held by a name.
+    /// Granted now: leased to sessions, or held by a name or for it.
     pub granted_bytes: u64,
     /// Physically backed now: granted memory that has been written.
     pub resident_bytes: u64,
@@ -32,4 +32,6 @@ pub struct ServerStat {
     pub logical_bytes: u64,
     /// Bytes that these pages take on the server.
     pub stored_bytes: u64,
+    /// Held for long requests that are being received. Not part of what is granted.
+    pub request_bytes: u64,
 }

@@ -8,22 +8,23 @@
 //! leases any of its extents. What is neither bound nor held is gone.
 
 use std::{
-    collections::HashSet,
+    collections::{HashSet, btree_map::Entry},
     ops::Bound::{Excluded, Unbounded},
 };
 
 use farpage_fabric::host::{Asker, Origin, Refusal};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
-use super::{Freed, Leaving, Ledger, charge_of};
+use super::{
+    Freed, Leaving, Ledger, Limits,
+    accounts::{charge_of, charge_of_name},
+};
 
-/// No more names than this; each costs an entry and its manifest, which counts against the
-/// capacity.
-const NAMES_MAX: usize = 65_536;
-/// No more names of one key, so that one user cannot take the names of all.
+/// No more names of one key: whoever lists them waits for all. The names of all keys are bounded by
+/// the capacity, of which each takes a page.
 pub(super) const NAMES_PER_KEY: usize = 4096;
-/// No more names that one session claims and has published nothing under: no manifest pays for
-/// them.
+/// No more names that one session claims and has published nothing under, so that one program does
+/// not take all names of its user's key.
 pub(super) const CLAIMS_PER_SESSION: usize = 1024;
 
 /// A name and whose it is.
@@ -33,7 +34,6 @@ pub(super) struct NameId {
     pub(super) name: String,
 }
 
-#[derive(Default)]
 pub(super) struct NameRecord {
     /// What the last publisher stored; `None` while the name is only claimed.
     pub(super) manifest: Option<Vec<u8>>,
@@ -41,8 +41,8 @@ pub(super) struct NameRecord {
     pub(super) holder: Option<SessionId>,
     /// Whether the holder keeps the name also without leasing any of its extents.
     claimed: bool,
-    /// Who the manifest's bytes are put on: where its publisher connected from.
-    origin: Option<Origin>,
+    /// Who what it takes is put on: where its publisher connected from, or who claimed it first.
+    origin: Origin,
 }
 
 impl NameId {
@@ -51,6 +51,22 @@ impl NameId {
             owner,
             name: name.to_owned(),
         }
+    }
+}
+
+impl NameRecord {
+    fn new(origin: Origin) -> Self {
+        Self {
+            manifest: None,
+            extents: Vec::new(),
+            holder: None,
+            claimed: false,
+            origin,
+        }
+    }
+
+    fn charge(&self) -> u64 {
+        charge_of_name(self.manifest.as_ref().map_or(0, Vec::len))
     }
 }
 
@@ -72,6 +88,7 @@ impl Ledger {
 
     pub(super) fn claim(
         &mut self,
+        limits: &Limits,
         session: SessionId,
         name: &str,
         replace: bool,
@@ -87,7 +104,14 @@ impl Ledger {
                  under, the most that one client may: publish or close some of its regions"
             )));
         }
-        let record = self.names.entry(id.clone()).or_default();
+        let record = match self.names.entry(id.clone()) {
+            Entry::Occupied(record) => record.into_mut(),
+            Entry::Vacant(free) => {
+                let origin = self.sessions[&session].origin;
+                self.accounts.charge(limits, origin, charge_of_name(0))?;
+                free.insert(NameRecord::new(origin))
+            }
+        };
         if record.manifest.is_some() && !replace {
             return Err(Refusal::Exists);
         }
@@ -108,9 +132,6 @@ impl Ledger {
     /// Whether the session may publish under the name: it holds it, or it is free.
     pub(super) fn may_bind(&self, session: SessionId, id: &NameId) -> Result<(), Refusal> {
         match self.names.get(id) {
-            None if self.names.len() >= NAMES_MAX => Err(Refusal::Invalid(format!(
-                "this server keeps {NAMES_MAX} named regions, its most: remove some"
-            ))),
             None if self.names_of(id.owner) >= NAMES_PER_KEY => Err(Refusal::Invalid(format!(
                 "this server keeps {NAMES_PER_KEY} named regions of this key, the most that one \
                  key may have here: remove some"
@@ -138,8 +159,8 @@ impl Ledger {
             .count()
     }
 
-    /// Binds the name, which the session may, to extents of the session. Returns what only the old
-    /// binding kept.
+    /// Binds the name to extents of the session, which may do so and is charged for it. Returns
+    /// what only the old binding kept.
     pub(super) fn bind(
         &mut self,
         session: SessionId,
@@ -151,9 +172,10 @@ impl Ledger {
             let extent = self.extents.get_mut(extent);
             extent.expect("the session holds it").name = Some(id.clone());
         }
-        let record = self.names.entry(id.clone()).or_default();
+        let origin = self.sessions[&session].origin;
+        let record = (self.names.entry(id.clone())).or_insert_with(|| NameRecord::new(origin));
         record.manifest = Some(manifest);
-        record.origin = Some(self.sessions[&session].origin);
+        record.origin = origin;
         record.holder = Some(session);
         let old = std::mem::replace(&mut record.extents, extents.iter().copied().collect());
         let dropped: Vec<_> = (old.into_iter())
@@ -175,10 +197,7 @@ impl Ledger {
             }
             None => {}
         }
-        if let Some((origin, bytes)) = self.manifest_charge(id) {
-            self.take_off(origin, bytes);
-        }
-        let record = self.names.remove(id).expect("looked up above");
+        let record = self.forget_name(id).expect("looked up above");
         Ok(self.unname(&record.extents))
     }
 
@@ -201,7 +220,7 @@ impl Ledger {
                 bytes: (record.extents.iter())
                     .map(|extent| charge_of(self.extents[extent].memory.bytes()))
                     .sum::<u64>()
-                    + self.manifest_charge(id).map_or(0, |(_, bytes)| bytes),
+                    + record.charge(),
                 in_use: record.holder.is_some(),
             })
             .collect()
@@ -212,10 +231,16 @@ impl Ledger {
         self.names.values().filter(bound).count() as u64
     }
 
-    /// What the manifest takes out of the capacity, and who it is put on.
-    pub(super) fn manifest_charge(&self, id: &NameId) -> Option<(Origin, u64)> {
+    /// What the name takes out of the capacity beside its extents, and who that is put on.
+    pub(super) fn charge_of(&self, id: &NameId) -> Option<(Origin, u64)> {
         let record = self.names.get(id)?;
-        Some((record.origin?, record.manifest.as_ref()?.len() as u64))
+        Some((record.origin, record.charge()))
+    }
+
+    fn forget_name(&mut self, id: &NameId) -> Option<NameRecord> {
+        let record = self.names.remove(id)?;
+        self.accounts.take_off(record.origin, record.charge());
+        Some(record)
     }
 
     /// An extent that its session gave back was perhaps the last by which the session held a name.
@@ -231,7 +256,7 @@ impl Ledger {
         if let Some(record) = self.names.get_mut(id) {
             (record.holder, record.claimed) = (None, false);
             if record.manifest.is_none() {
-                self.names.remove(id);
+                self.forget_name(id);
             }
         }
     }

@@ -18,6 +18,7 @@ fn state(capacity_bytes: u64) -> State {
         reconnect_grace: RECONNECT_GRACE,
         extents_per_session: 6,
         extents: 16,
+        extents_per_address: 16,
         sessions: 7,
         operators: vec![OPERATOR],
     })
@@ -53,22 +54,18 @@ impl State {
     /// The two structures agree, and the sums are what they are sums of.
     fn check(&self) {
         let ledger = self.ledger.lock();
-        let extents: u64 = ledger
-            .extents
-            .values()
-            .map(|extent| charge_of(extent.memory.bytes()))
+        let extents = ledger.extents.values();
+        let bytes: u64 = extents.map(|extent| charge_of(extent.memory.bytes())).sum();
+        let names = ledger.names.values();
+        let named: u64 = names
+            .map(|name| 4096 + name.manifest.as_ref().map_or(0, Vec::len) as u64)
             .sum();
-        let manifests: u64 = ledger
-            .names
-            .values()
-            .map(|name| name.manifest.as_ref().map_or(0, Vec::len) as u64)
-            .sum();
-        assert_eq!(ledger.granted_bytes, extents + manifests);
-        assert!(ledger.granted_bytes <= self.limits.capacity_bytes);
-        let put_on: u64 = ledger.by_origin.values().map(|usage| usage.bytes).sum();
-        assert_eq!(ledger.granted_bytes, put_on);
-        let sessions: usize = ledger.by_origin.values().map(|usage| usage.sessions).sum();
-        assert_eq!(ledger.sessions.len(), sessions);
+        let all = ledger.accounts.all();
+        assert_eq!(all.bytes, bytes + named);
+        assert!(all.bytes <= self.limits.capacity_bytes);
+        assert_eq!(all.extents, ledger.extents.len());
+        assert_eq!(all.sessions, ledger.sessions.len());
+        assert_eq!(all, ledger.accounts.sum());
         let leased: usize = self
             .leases
             .shards
@@ -161,17 +158,18 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
     };
     let greedy = [at(HERE), at(HERE)];
     let named = state.grant(greedy[0], 2 << 20).unwrap().id();
-    state.grant(greedy[1], 1 << 20).unwrap();
+    let small = state.grant(greedy[1], 1 << 20).unwrap().id();
     let full = Refusal::Full {
         asked: 4096,
         available: 0,
     };
     assert_eq!(state.grant(greedy[1], 4096).unwrap_err(), full);
+    state.release(greedy[1], small).unwrap();
     state.publish(greedy[0], "x", vec![], &[named]).unwrap();
     greedy.iter().for_each(|session| state.close(*session));
-    // What stays under a name is still put on the address that left it.
+    // What stays under a name, and the name, is still put on the address that left it.
     let session = at(HERE);
-    state.grant(session, 1 << 20).unwrap();
+    state.grant(session, (1 << 20) - 4096).unwrap();
     assert_eq!(state.grant(session, 4096).unwrap_err(), full);
     let modest = at(there);
     state.grant(modest, 1 << 20).unwrap();
@@ -179,7 +177,38 @@ fn one_address_cannot_take_all_memory_nor_leave_it_behind_under_names() {
     state.close(session);
     // Whoever opens it takes it over.
     state.open(modest, "x").unwrap();
-    state.grant(at(HERE), 1 << 20).unwrap();
+    state.grant(at(HERE), (1 << 20) - 4096).unwrap();
+    state.check();
+}
+
+#[test]
+fn one_address_cannot_take_all_extents() {
+    let state = State::new(Limits {
+        extents_per_address: 3,
+        ..state(1 << 30).limits
+    });
+    let at = |origin| {
+        let begun = state.admit("test", Transport::Tcp, origin, None).unwrap();
+        state.identify(begun.session, KEY).unwrap();
+        begun.session
+    };
+    let (one, two, other) = (at(HERE), at(HERE), at(Origin::User(1)));
+    let named = state.grant(one, 4096).unwrap().id();
+    state.grant(one, 4096).unwrap();
+    state.grant(two, 4096).unwrap();
+    let is_told = |refused: Refusal| matches!(&refused, Refusal::Invalid(why) if why.contains("--extents-per-address"));
+    assert!(is_told(state.grant(two, 4096).unwrap_err()));
+    // Whoever opens what another left behind takes it over, if there is room.
+    state.publish(one, "x", vec![], &[named]).unwrap();
+    state.release(one, named).unwrap();
+    assert!(is_told(state.grant(two, 4096).unwrap_err()));
+    let own: Vec<_> = [(); 3]
+        .map(|()| state.grant(other, 4096).unwrap().id())
+        .into();
+    assert!(is_told(state.open(other, "x").unwrap_err()));
+    state.release(other, own[0]).unwrap();
+    state.open(other, "x").unwrap();
+    state.grant(two, 4096).unwrap();
     state.check();
 }
 
@@ -445,7 +474,7 @@ fn a_named_region_outlives_its_publisher_and_is_open_once() {
     state.lost(publisher);
     assert_eq!(
         (state.stat().granted_bytes, state.stat().named_regions),
-        (4096 + 3, 1)
+        (2 * 4096 + 3, 1)
     );
     assert!(memory.copy_in(7, b"late").is_err());
     let id = memory.id();
@@ -513,7 +542,7 @@ fn names_belong_to_keys_and_only_the_operator_reaches_all() {
     let of = |named: &NamedRegion| (named.owner, named.bytes, named.in_use);
     assert_eq!(
         names.iter().map(of).collect::<Vec<_>>(),
-        [(KEY, 4097, false), (other, 1, true)]
+        [(KEY, 2 * 4096 + 1, false), (other, 4096 + 1, true)]
     );
     assert_eq!(
         state.remove(operator, "x", Some(other)),
@@ -583,7 +612,7 @@ fn creating_a_name_is_exclusive_unless_replacing_was_asked_for() {
 
 #[test]
 fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
-    let state = state(1 << 20);
+    let state = state(1 << 30);
     let greedy: Vec<_> = [(); 4].map(|()| client(&state, Transport::Tcp)).into();
     // 1. One session: so many that it has published nothing under.
     let most = super::names::CLAIMS_PER_SESSION;
@@ -625,6 +654,43 @@ fn claims_alone_take_neither_the_names_of_others_nor_of_the_own_key() {
 }
 
 #[test]
+fn names_take_room_also_those_that_are_only_claimed_by_ever_new_keys() {
+    let state = state(16 * 4096);
+    let (there, mut keys) = (Origin::User(1), 3..);
+    let mut at = |origin| {
+        let session = state.admit("test", Transport::Tcp, origin, None).unwrap();
+        let key = PublicKey([keys.next().unwrap(); 32]);
+        state.identify(session.session, key).unwrap();
+        session.session
+    };
+    let sessions = [at(HERE), at(HERE), at(there), at(there)];
+    let full = Refusal::Full {
+        asked: 4096,
+        available: 0,
+    };
+    // 1. Claims, whosever they are, take a page each.
+    for i in 0..16 {
+        let claimed = state.claim(sessions[i % 4], &i.to_string(), false);
+        claimed.unwrap();
+        state.check();
+    }
+    assert_eq!(state.stat().granted_bytes, 16 * 4096);
+    assert_eq!(state.claim(sessions[0], "more", false), Err(full.clone()));
+    assert_eq!(state.publish(sessions[1], "more", vec![], &[]), Err(full));
+    // 2. A claim that is published without a manifest costs no more, and once it is removed there
+    //    is room.
+    state.publish(sessions[0], "0", vec![], &[]).unwrap();
+    state.disclaim(sessions[3], "3").unwrap();
+    state.claim(sessions[2], "more", false).unwrap();
+    remove(&state, sessions[0], "0").unwrap();
+    state.claim(sessions[2], "even more", false).unwrap();
+    state.check();
+    sessions.iter().for_each(|session| state.close(*session));
+    assert_eq!(state.stat().granted_bytes, 0);
+    state.check();
+}
+
+#[test]
 fn publishing_again_frees_what_only_the_old_binding_kept() {
     let state = state(1 << 30);
     let session = client(&state, Transport::Shm);
@@ -640,7 +706,7 @@ fn publishing_again_frees_what_only_the_old_binding_kept() {
     state
         .publish(session, "x", vec![0; 20], &[new.id()])
         .unwrap();
-    assert_eq!(state.stat().granted_bytes, 8192 + 20);
+    assert_eq!(state.stat().granted_bytes, 8192 + 4096 + 20);
     assert!(matches!(
         state.publish(session, "y", vec![], &[new.id()]),
         Err(Refusal::Invalid(_))
@@ -650,7 +716,7 @@ fn publishing_again_frees_what_only_the_old_binding_kept() {
 
 #[test]
 fn a_manifest_that_does_not_fit_leaves_the_old_binding_whole() {
-    let state = state(8192);
+    let state = state(3 * 4096);
     let session = client(&state, Transport::Shm);
     let extent = state.grant(session, 4096).unwrap();
     state
@@ -659,8 +725,8 @@ fn a_manifest_that_does_not_fit_leaves_the_old_binding_whole() {
     assert_eq!(
         state.publish(session, "x", vec![2; 5000], &[]).unwrap_err(),
         Refusal::Full {
-            asked: 5000,
-            available: 4096
+            asked: 4096 + 5000,
+            available: 2 * 4096
         }
     );
     state.close(session);

@@ -14,6 +14,7 @@ pub mod raw;
 
 use std::{
     io::{BufRead, BufReader, Lines},
+    path::Path,
     process::{Child, ChildStderr, Command, ExitStatus, Stdio},
     sync::Arc,
     thread,
@@ -212,6 +213,15 @@ impl Drop for Daemon {
 pub fn connect(endpoint: &Endpoint) -> Arc<Session> {
     let options = SessionOptions {
         client: "test".to_owned(),
+        ..SessionOptions::default()
+    };
+    Session::connect(endpoint, &options).unwrap()
+}
+
+/// With a key of one's own.
+pub fn connect_as(endpoint: &Endpoint, key_file: &Path) -> Arc<Session> {
+    let options = SessionOptions {
+        key_file: Some(key_file.to_owned()),
         ..SessionOptions::default()
     };
     Session::connect(endpoint, &options).unwrap()

@@ -31,7 +31,7 @@ use crate::{
     host::Host,
     memory::ExtentMemory,
     regmem::{Access, RegPool, RegPoolOptions},
-    server::{BindError, Peer},
+    server::{Aim, BindError, Peer, Place},
 };
 
 /// The domains of the sessions of one listener. Registrations and connections hold them.
@@ -111,6 +111,20 @@ impl RdmaStream {
     }
 }
 
+/// A client that asks for a connection.
+#[derive(Debug)]
+pub(crate) struct Call {
+    request: Request,
+    greeting: Greeting,
+    peer: Peer,
+}
+
+impl Call {
+    pub(crate) fn peer(&self) -> &Peer {
+        &self.peer
+    }
+}
+
 /// A place where clients connect.
 #[derive(Debug)]
 pub(crate) struct Listener {
@@ -165,9 +179,8 @@ impl Listener {
         self.port
     }
 
-    /// The next connection and its peer's name, `None` when nobody waits or who waited was turned
-    /// away.
-    pub(crate) fn accept(&self, host: &dyn Host) -> io::Result<Option<(RdmaStream, Peer)>> {
+    /// Who wants to connect next, `None` when nobody does, or who did was turned away.
+    pub(crate) fn accept(&self) -> io::Result<Option<Call>> {
         let Some(event) = self.id.next_event()? else {
             return Ok(None);
         };
@@ -192,21 +205,31 @@ impl Listener {
                 return Ok(None);
             }
         };
-        match self.admit(request, &greeting, host) {
-            Ok(admitted) => Ok(Some(admitted)),
+        let peer = request.peer().map_or_else(Peer::unknown, Peer::at);
+        Ok(Some(Call {
+            request,
+            greeting,
+            peer,
+        }))
+    }
+
+    /// Makes the connection, or turns its client away.
+    pub(crate) fn answer(&self, call: Call, host: &dyn Host, place: &Place) -> Option<RdmaStream> {
+        match self.admit(call, host, place) {
+            Ok(admitted) => Some(admitted),
             Err(reason) => {
                 tracing::warn!(reason, "connection refused");
-                Ok(None)
+                None
             }
         }
     }
 
-    fn admit(
-        &self,
-        request: Request,
-        greeting: &Greeting,
-        host: &dyn Host,
-    ) -> Result<(RdmaStream, Peer), String> {
+    fn admit(&self, call: Call, host: &dyn Host, place: &Place) -> Result<RdmaStream, String> {
+        let Call {
+            request,
+            greeting,
+            peer: Peer { name, .. },
+        } = call;
         let refuse = |request: Request, reason: String| {
             request.reject(&rejection(&reason));
             Err(reason)
@@ -214,15 +237,14 @@ impl Listener {
         let Some(device) = request.device() else {
             return refuse(request, "no device".to_owned());
         };
-        let peer = request.peer().map_or_else(Peer::unknown, Peer::at);
-        let name = &peer.name;
-        // 1. Whose it is.
-        let claim = match greeting {
+        // 1. Whose it is, and whether there is a place for it: both before anything is made.
+        let claim = match &greeting {
             Greeting::Control(_) => None,
             Greeting::Data(session, secret, line) => Some((*session, *secret, *line)),
         };
-        let domain = claim.map(|(session, secret, _)| {
+        let domain = claim.map(|(session, secret, line)| {
             host.attach(session, &secret)
+                .and_then(|()| place.settle(Aim::Data(session, line)))
                 .map_err(|refusal| refusal.to_string())
                 .and_then(|()| self.domains.of(session, device))
         });
@@ -233,7 +255,7 @@ impl Listener {
         // 2. Its queue pair, and where its ring is.
         let id = request.into_id().map_err(|error| explain_pair(&error))?;
         let mut words = greeting.hello().encode().to_vec();
-        let line = match (greeting, domain) {
+        let line = match (&greeting, domain) {
             (Greeting::Control(ring), _) => {
                 let mut control = Control::new(id, &self.plain)
                     .map_err(|reason| format!("{name} cannot be served: {reason}"))?;
@@ -263,7 +285,7 @@ impl Listener {
                 .with_pair(|pair| pair.accept(&words))
                 .map_err(|error| format!("{name} could not be accepted: {error}"))?;
         }
-        Ok((stream, peer))
+        Ok(stream)
     }
 }
 

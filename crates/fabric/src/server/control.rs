@@ -7,16 +7,20 @@ use std::{
 };
 
 use farpage_wire::{
-    Challenge, PublicKey, Refusal, Request, Response, Secret, ServerStat, SessionId, Signature,
+    Challenge, PublicKey, Refusal, Request, Response, Secret, SessionId, Signature,
     control::{
         self as wire, Lease, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES,
         MAX_MANIFEST_BYTES, RemoteKey,
     },
 };
 
-use super::{Connection, Fault, Held, places::Aim};
+use super::{
+    connection::{Connection, Fault},
+    lines::Held,
+    places::Aim,
+};
 use crate::{
-    host::{Asker, Host, Origin, Transport},
+    host::{Admission, Asker, Host, Transport},
     key,
     memory::ExtentMemory,
     stream::{ReceiveError, Stream},
@@ -25,33 +29,13 @@ use crate::{
 /// How long a client may take to receive an answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
+/// How long a long request may wait for room: less than most clients wait for its answer.
+const ROOM: Duration = Duration::from_secs(5);
+
 /// How long a client without a session may take from one request to the next.
 const VISIT: Duration = Duration::from_secs(2);
 
 const NEEDS_A_SESSION: &str = "a request that needs a session, or a key, without one";
-
-/// What is charged for a request that is being received.
-struct Frame<'a> {
-    host: &'a dyn Host,
-    origin: Origin,
-    bytes: u64,
-}
-
-impl Frame<'_> {
-    fn grow(&mut self, bytes: u64) -> Result<(), Refusal> {
-        self.host.hold_frame(self.origin, bytes)?;
-        self.bytes += bytes;
-        Ok(())
-    }
-}
-
-impl Drop for Frame<'_> {
-    fn drop(&mut self) {
-        if self.bytes > 0 {
-            self.host.drop_frame(self.origin, self.bytes);
-        }
-    }
-}
 
 impl Connection {
     pub(super) fn control(
@@ -65,17 +49,7 @@ impl Connection {
                 "the client's name for itself is too long".to_owned(),
             ));
         }
-        let aim = match resume {
-            Some(_) => Aim::Resume,
-            None => Aim::Begin,
-        };
-        if let Err(refusal) = self.place.settle(aim) {
-            return self.turn_away(refusal, until);
-        }
-        let admission = match self
-            .host
-            .admit(client, self.transport, self.peer.origin, resume)
-        {
+        let admission = match self.admit(client, resume) {
             Ok(admission) => admission,
             Err(refusal) => return self.turn_away(refusal, until),
         };
@@ -92,10 +66,31 @@ impl Connection {
             self.requests(session, admission.lease, &held)
         });
         // A server that ends has not lost its clients: over shared memory they keep what they map.
-        if !matches!(ended, Ok(true)) && !self.shutdown.has_begun() {
-            self.host.lost(session);
+        if !matches!(ended, Ok(true)) && !self.service.shutdown.has_begun() {
+            self.service.host.lost(session);
         }
         ended.map(|_| ())
+    }
+
+    /// Gives the connection its place and its session.
+    fn admit(
+        &self,
+        client: &str,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal> {
+        let host = &self.service.host;
+        let aim = match &resume {
+            Some((session, secret)) => {
+                // Proved first: it takes the place of the session's older connection.
+                host.attach(*session, secret)?;
+                Aim::Resume(*session)
+            }
+            None => Aim::Begin,
+        };
+        self.place.settle(aim)?;
+        let admission = host.admit(client, self.transport, self.peer.origin, resume)?;
+        self.place.belongs_to(admission.session);
+        Ok(admission)
     }
 
     /// Answers until the client says goodbye (true) or closes the connection without (false).
@@ -109,15 +104,15 @@ impl Connection {
         loop {
             // A client that lives renews well within its lease: silence is a peer that vanished
             // without a word.
-            let mut frame = Frame {
-                host: &*self.host,
-                origin: self.peer.origin,
-                bytes: 0,
-            };
+            let mut room = None;
             let received = self.stream.receive_charged(
                 MAX_FRAME_BYTES,
                 Instant::now() + lease,
-                &mut |bytes| frame.grow(bytes),
+                &mut |bytes| {
+                    let until = Instant::now() + ROOM;
+                    room = Some(self.service.frames.room(self.peer.origin, bytes, until)?);
+                    Ok(())
+                },
             );
             let request: Request = match received {
                 Err(ReceiveError::Io(error))
@@ -126,7 +121,6 @@ impl Connection {
                     return Ok(false);
                 }
                 Err(ReceiveError::Refused(refusal)) => {
-                    drop(frame);
                     let until = Instant::now() + ANSWER;
                     self.stream.send(&Response::Refused(refusal), until)?;
                     continue;
@@ -136,28 +130,26 @@ impl Connection {
             if held.is_replaced() {
                 return Err(Fault::replaced());
             }
-            // Decoded: what it holds is bounded by what the host charges for it.
-            drop(frame);
             let goodbye = request == Request::Goodbye;
             let (mut response, memories) = match request {
                 Request::Challenge => (challenge(&mut asked)?, Vec::new()),
                 Request::Identify { key, signature } => {
                     let shown = prove(&mut asked, key, signature)
-                        .and_then(|()| self.host.identify(session, key));
+                        .and_then(|()| self.service.host.identify(session, key));
                     (done_or_refused(shown), Vec::new())
                 }
-                other => answer(&*self.host, session, other).map_err(Fault::Violation)?,
+                Request::Stat => (Response::Stat(self.service.stat()), Vec::new()),
+                other => answer(&*self.service.host, session, other).map_err(Fault::Violation)?,
             };
-            if let Response::Stat(stat) = &mut response {
-                self.complete(stat);
-            }
+            // The host keeps of the request what it has charged for.
+            drop(room);
             let keys = match self.register(session, &memories) {
                 Ok(keys) => keys,
                 Err(reason) => {
                     tracing::warn!(peer = self.peer.name, reason, "memory was not lent");
                     for memory in &memories {
                         // Refused only when the session has ended, and the lease with it.
-                        let _ = self.host.release(session, memory.id());
+                        let _ = self.service.host.release(session, memory.id());
                     }
                     response = Response::Refused(Refusal::Invalid(reason));
                     None
@@ -192,11 +184,7 @@ impl Connection {
         let (mut request, mut asked, mut asker) = (first, None, None);
         loop {
             let response = match request {
-                Request::Stat => {
-                    let mut stat = self.host.stat();
-                    self.complete(&mut stat);
-                    Response::Stat(stat)
-                }
+                Request::Stat => Response::Stat(self.service.stat()),
                 Request::Challenge => challenge(&mut asked)?,
                 Request::Identify { key, signature } => {
                     let shown = prove(&mut asked, key, signature);
@@ -204,7 +192,7 @@ impl Connection {
                     done_or_refused(shown)
                 }
                 other => match asker {
-                    Some(asker) => answer_about_names(&*self.host, asker, other)
+                    Some(asker) => answer_about_names(&*self.service.host, asker, other)
                         .map_err(|_| Fault::Violation(NEEDS_A_SESSION.to_owned()))?,
                     None => return Err(Fault::Violation(NEEDS_A_SESSION.to_owned())),
                 },
@@ -222,11 +210,6 @@ impl Connection {
                 other => other?,
             };
         }
-    }
-
-    fn complete(&self, stat: &mut ServerStat) {
-        stat.bytes_read = self.traffic.bytes_read();
-        stat.bytes_written = self.traffic.bytes_written();
     }
 
     /// Makes memory that was just leased known to the adapter, where there is one.

@@ -21,7 +21,11 @@ use farpage_wire::{
 use nix::{errno::Errno, poll::PollFlags};
 use std::sync::atomic::Ordering;
 
-use super::{Connection, Fault, Held, LOOK};
+use super::{
+    LOOK,
+    connection::{Connection, Fault},
+    lines::Held,
+};
 use crate::{
     memory::Span,
     stream::{Message, retry},
@@ -51,7 +55,12 @@ impl Connection {
         let mut answers = [[0; ANSWER_HEADER_BYTES]; MAX_BATCH];
         let mut words = [[0; WORD_BYTES as usize]; MAX_BATCH];
         let mut vectors: Vec<libc::iovec> = Vec::with_capacity(2 * MAX_BATCH);
-        let alive = || self.host.attach(session, secret).map_err(Fault::Refused);
+        let alive = || {
+            self.service
+                .host
+                .attach(session, secret)
+                .map_err(Fault::Refused)
+        };
         let mut sequence = 0;
         loop {
             // 1. The headers: the first says how many follow.
@@ -70,7 +79,7 @@ impl Connection {
                     return Err(Fault::Violation("operations out of order".to_owned()));
                 }
                 sequence = sequence.wrapping_add(1);
-                let lease = self.host.extent(session, header.extent);
+                let lease = self.service.host.extent(session, header.extent);
                 let span =
                     lease.and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
                 match span.filter(|_| header.is_aligned()) {
@@ -128,10 +137,12 @@ impl Connection {
                 let moved = checked.iter().filter(|op| op.header.kind == kind);
                 moved.map(|op| u64::from(op.header.len)).sum()
             };
-            self.traffic
+            self.service
+                .traffic
                 .read_bytes
                 .fetch_add(moved_bytes(OpKind::Read), Ordering::Relaxed);
-            self.traffic
+            self.service
+                .traffic
                 .written_bytes
                 .fetch_add(moved_bytes(OpKind::Write), Ordering::Relaxed);
             // The spans keep leases that may end before the next batch comes.

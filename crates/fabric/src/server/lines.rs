@@ -1,4 +1,4 @@
-//! [`Lines`]: which connections of a daemon are which lines of which sessions.
+//! [`Lines`]: which connections of a server are which lines of which sessions.
 //!
 //! The rule it keeps: of each line at most one connection serves operations. A newer one closes the
 //! older ones and waits until they have left their last operation, so that a client that is
@@ -22,10 +22,10 @@ use crate::stream::Stream;
 /// A line: its session, and the number that the client gave it; none for the control connection.
 pub(super) type LineName = (SessionId, Option<u64>);
 
-/// The connections of a daemon, over all its listeners. A line is known for as long as it has
+/// The connections of a server, over all its listeners. A line is known for as long as it has
 /// connections.
 #[derive(Debug, Default)]
-pub struct Lines {
+pub(super) struct Lines {
     /// Of each line, oldest first. The first one serves; those behind it wait until they are first.
     table: Mutex<HashMap<LineName, Vec<Arc<Place>>>>,
     /// Signalled when a connection has left.

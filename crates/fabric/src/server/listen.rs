@@ -19,13 +19,14 @@ use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, getsockopt, listen, socket, sockopt,
 };
 
+use super::Place;
 use crate::{
     host::{Host, Origin, Transport},
     rdma,
     stream::{Stream, keep_alive},
 };
 
-/// A bound endpoint, ready for [`serve`](super::serve). Dropping it removes the file of its Unix
+/// A bound endpoint, ready for [`serve`](super::serve()). Dropping it removes the file of its Unix
 /// socket.
 #[derive(Debug)]
 pub struct Listener {
@@ -73,6 +74,14 @@ impl Peer {
             origin: Origin::Unknown,
         }
     }
+}
+
+/// Somebody who wants to connect.
+pub(super) enum Call {
+    /// The kernel has connected it.
+    Socket(Stream, Peer),
+    /// Nothing was made for it yet.
+    Rdma(rdma::Call),
 }
 
 /// Why a server cannot listen.
@@ -214,13 +223,10 @@ impl Listener {
         }
     }
 
-    /// The next connection and its peer's name, `None` when nobody waits.
-    pub(super) fn accept(&self, host: &dyn Host) -> io::Result<Option<(Stream, Peer)>> {
+    /// Who wants to connect next, `None` when nobody does.
+    pub(super) fn accept(&self) -> io::Result<Option<Call>> {
         let accepted = match &self.socket {
-            Socket::Rdma(listener) => {
-                let accepted = listener.accept(host)?;
-                return Ok(accepted.map(|(stream, peer)| (Stream::Rdma(Box::new(stream)), peer)));
-            }
+            Socket::Rdma(listener) => return Ok(listener.accept()?.map(Call::Rdma)),
             Socket::Unix(listener, _) => listener.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(true)?;
                 let peer = match getsockopt(&stream, sockopt::PeerCredentials) {
@@ -240,13 +246,34 @@ impl Listener {
             }),
         };
         match accepted {
-            Ok(accepted) => Ok(Some(accepted)),
+            Ok((stream, peer)) => Ok(Some(Call::Socket(stream, peer))),
             Err(error) => match error.kind() {
                 io::ErrorKind::WouldBlock
                 | io::ErrorKind::Interrupted
                 | io::ErrorKind::ConnectionAborted => Ok(None),
                 _ => Err(error),
             },
+        }
+    }
+
+    /// Makes the connection, which has its place now. `None` when its client was turned away.
+    pub(super) fn answer(&self, call: Call, host: &dyn Host, place: &Place) -> Option<Stream> {
+        match (call, &self.socket) {
+            (Call::Socket(stream, _), _) => Some(stream),
+            (Call::Rdma(call), Socket::Rdma(listener)) => {
+                let stream = listener.answer(call, host, place)?;
+                Some(Stream::Rdma(Box::new(stream)))
+            }
+            (Call::Rdma(_), _) => unreachable!("accepted by a listener of this kind"),
+        }
+    }
+}
+
+impl Call {
+    pub(super) fn peer(&self) -> &Peer {
+        match self {
+            Self::Socket(_, peer) => peer,
+            Self::Rdma(call) => call.peer(),
         }
     }
 }

@@ -1,31 +1,43 @@
-//! [`Places`]: how many connections a listener serves, and whose.
+//! [`Places`]: how many connections a server serves, and whose.
 //!
 //! The rule it keeps: no address, no session and no crowd of silent connections takes the places of
 //! the others. A connection is a *stranger* until it has said what it is for. Strangers share what
 //! is left, at least [`Places::kept`] places, and give way to newer ones: the oldest is closed when
 //! there is no place. What has begun, resumed or joined a session is *settled*, and counts against
-//! its address and its session.
+//! its address and its session. A line's newer connection takes the place of its older one, so that
+//! a client at its limit can replace connections that only seem alive.
 //!
 //! Deliberately absent: fairness among clients behind one address, which cannot be told apart.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, hash_map::Entry},
+    hash::Hash,
     sync::{Arc, Weak},
 };
 
 use farpage_wire::{Refusal, SessionId};
+use nix::sys::resource::{Resource, getrlimit};
 use parking_lot::Mutex;
 
+use super::lines::LineName;
 use crate::{host::Origin, stream::Stream};
 
 /// Of all places, one in so many is kept from new sessions: for resuming, for a session's first
 /// data connection, and for strangers.
 const KEPT_ONE_IN: usize = 8;
 
+/// Connections of a server at once, of which each has a thread: more is refused rather than
+/// suffered.
+const MAX_CONNECTIONS: usize = 4096;
+
+/// Of the files that the process may open, one in so many is for a connection: one over RDMA takes
+/// several, and the memory that is lent takes as many.
+const OPEN_FILES_PER_CONNECTION: u64 = 4;
+
 /// How many connections there may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// Of a listener: each takes a thread and a descriptor.
+    /// Of a server, over all of its listeners: each takes a thread and a descriptor.
     pub connections: usize,
     /// Of one address, or over shared memory of one user. Default: three quarters.
     pub per_address: usize,
@@ -46,17 +58,32 @@ impl ConnectionLimits {
 }
 
 impl Default for ConnectionLimits {
+    /// 4096 connections, or a quarter of the files that this process may open.
     fn default() -> Self {
-        Self::new(super::connections_max())
+        let open_files = getrlimit(Resource::RLIMIT_NOFILE).map_or(1024, |(soft, _)| soft);
+        let connections = usize::try_from(open_files / OPEN_FILES_PER_CONNECTION);
+        Self::new(connections.unwrap_or(usize::MAX).clamp(1, MAX_CONNECTIONS))
     }
 }
 
-/// What a connection turns out to be for.
+/// What a connection turns out to be for. Its client has proved that the session is its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Aim {
+pub(crate) enum Aim {
     Begin,
-    Resume,
-    Data(SessionId),
+    Resume(SessionId),
+    /// With the line's number.
+    Data(SessionId, u64),
+}
+
+impl Aim {
+    /// The line whose older connection it replaces.
+    fn line(self) -> Option<LineName> {
+        match self {
+            Self::Begin => None,
+            Self::Resume(session) => Some((session, None)),
+            Self::Data(session, line) => Some((session, Some(line))),
+        }
+    }
 }
 
 pub(super) struct Places {
@@ -66,19 +93,36 @@ pub(super) struct Places {
 
 #[derive(Default)]
 struct State {
-    /// By the order in which they came.
+    /// By the order in which they came. Those that are only being made have no stream yet.
     strangers: BTreeMap<u64, Weak<Stream>>,
-    settled: usize,
+    settled: HashMap<u64, Settled>,
     by_origin: HashMap<Origin, usize>,
+    /// Data connections.
     by_session: HashMap<SessionId, usize>,
+    /// The newest connection of each line.
+    by_line: HashMap<LineName, u64>,
+}
+
+/// What a settled connection counts as.
+#[derive(Clone, Copy)]
+struct Settled {
+    origin: Origin,
+    line: Option<LineName>,
+}
+
+impl Settled {
+    /// The session of a data connection.
+    fn data(&self) -> Option<SessionId> {
+        let (session, line) = self.line?;
+        line.map(|_| session)
+    }
 }
 
 /// One connection's place, until it is dropped.
-pub(super) struct Place {
+pub(crate) struct Place {
     places: Arc<Places>,
     number: u64,
     origin: Origin,
-    aim: Mutex<Option<Aim>>,
 }
 
 impl Places {
@@ -93,18 +137,13 @@ impl Places {
         (self.limits.connections / KEPT_ONE_IN).max(1)
     }
 
-    /// A place for a connection that has said nothing yet. Closes the strangers that are too many,
-    /// the oldest first.
-    pub(super) fn arrive(
-        self: &Arc<Self>,
-        number: u64,
-        origin: Origin,
-        stream: &Arc<Stream>,
-    ) -> Place {
+    /// A place for a connection that has said nothing yet, and that nothing was made for. Closes
+    /// the strangers that are too many, the oldest first.
+    pub(super) fn arrive(self: &Arc<Self>, number: u64, origin: Origin) -> Place {
         let mut state = self.state.lock();
-        state.strangers.insert(number, Arc::downgrade(stream));
+        state.strangers.insert(number, Weak::new());
         let mut evicted = Vec::new();
-        while state.settled + state.strangers.len() > self.limits.connections.max(2) {
+        while state.settled.len() + state.strangers.len() > self.limits.connections.max(2) {
             let Some((_, oldest)) = state.strangers.pop_first() else {
                 break;
             };
@@ -118,54 +157,110 @@ impl Places {
             places: Arc::clone(self),
             number,
             origin,
-            aim: Mutex::new(None),
         }
     }
 }
 
 impl Place {
+    /// The connection exists now: its stream is closed when it has to give way, at once if it had
+    /// to already.
+    pub(super) fn occupy(&self, stream: &Arc<Stream>) {
+        let mut state = self.places.state.lock();
+        if let Some(place) = state.strangers.get_mut(&self.number) {
+            *place = Arc::downgrade(stream);
+        } else if !state.settled.contains_key(&self.number) {
+            drop(state);
+            stream.close();
+        }
+    }
+
     /// The connection has said what it is for.
     ///
     /// # Errors
     /// In words for the client: there are too many of its kind.
-    pub(super) fn settle(&self, aim: Aim) -> Result<(), Refusal> {
+    pub(crate) fn settle(&self, aim: Aim) -> Result<(), Refusal> {
         let (limits, kept) = (&self.places.limits, self.places.kept());
         let mut state = self.places.state.lock();
-        let of_origin = state.by_origin.get(&self.origin).copied().unwrap_or(0);
+        // 1. How many there are beside the one that it replaces.
+        let line = aim.line();
+        let older = line.and_then(|line| state.by_line.get(&line).copied());
+        let replaced = older.map(|older| state.settled[&older]);
+        let of_all = state.settled.len() - usize::from(replaced.is_some());
+        let from_here = replaced.is_some_and(|older| older.origin == self.origin);
+        let of_origin = count(&state.by_origin, &self.origin) - usize::from(from_here);
         let mut of_session = 0;
-        if let Aim::Data(session) = aim {
-            of_session = state.by_session.get(&session).copied().unwrap_or(0);
+        if let Aim::Data(session, _) = aim {
+            of_session = count(&state.by_session, &session) - usize::from(replaced.is_some());
             if of_session >= limits.per_session {
                 return Err(Refusal::Invalid(format!(
                     "this client has {of_session} data connections, the most that one may have (--connections-per-client)"
                 )));
             }
         }
-        // Who has lost a connection must be able to come back, or it loses its memory.
+        // 2. Who has lost a connection must be able to come back, or it loses its memory.
         let extra = match aim {
-            Aim::Resume => kept,
-            Aim::Data(_) if of_session == 0 => kept,
-            Aim::Begin | Aim::Data(_) => 0,
+            _ if replaced.is_some() => kept,
+            Aim::Resume(_) => kept,
+            Aim::Data(..) if of_session == 0 => kept,
+            Aim::Begin | Aim::Data(..) => 0,
         };
-        if of_origin >= limits.per_address + extra {
+        if of_origin >= limits.per_address + extra && !from_here {
             return Err(Refusal::Invalid(format!(
-                "there are {of_origin} connections from this client's address, the most that one may have (--connections-per-address)"
+                "there are {of_origin} connections from this client's address, the most that one address may have (--connections-per-address)"
             )));
         }
-        if state.settled >= (limits.connections + extra).saturating_sub(kept).max(1) {
+        let is_one_more = replaced.is_none();
+        if of_all >= (limits.connections + extra).saturating_sub(kept).max(1) && is_one_more {
             return Err(Refusal::Invalid(format!(
-                "there are {} connections, and this server serves {} in all, which its limit of open files (ulimit -n) allows",
-                state.settled, limits.connections
+                "there are {of_all} connections, and this server serves {} in all, which its limit of open files (ulimit -n) allows",
+                limits.connections
             )));
         }
+        // 3. From stranger to settled.
         state.strangers.remove(&self.number);
-        state.settled += 1;
-        *state.by_origin.entry(self.origin).or_default() += 1;
-        if let Aim::Data(session) = aim {
-            *state.by_session.entry(session).or_default() += 1;
+        if let Some(older) = older {
+            state.leave(older);
         }
-        *self.aim.lock() = Some(aim);
+        let origin = self.origin;
+        state.enter(self.number, Settled { origin, line });
         Ok(())
+    }
+
+    /// The session that this connection began.
+    pub(super) fn belongs_to(&self, session: SessionId) {
+        let mut state = self.places.state.lock();
+        let line = Some((session, None));
+        if let Some(settled) = state.leave(self.number) {
+            state.enter(self.number, Settled { line, ..settled });
+        }
+    }
+}
+
+impl State {
+    fn enter(&mut self, number: u64, settled: Settled) {
+        *self.by_origin.entry(settled.origin).or_default() += 1;
+        if let Some(session) = settled.data() {
+            *self.by_session.entry(session).or_default() += 1;
+        }
+        if let Some(line) = settled.line {
+            self.by_line.insert(line, number);
+        }
+        self.settled.insert(number, settled);
+    }
+
+    fn leave(&mut self, number: u64) -> Option<Settled> {
+        let settled = self.settled.remove(&number)?;
+        one_less(&mut self.by_origin, settled.origin);
+        if let Some(session) = settled.data() {
+            one_less(&mut self.by_session, session);
+        }
+        // Not where a newer one has taken it already.
+        if let Some(line) = settled.line
+            && self.by_line.get(&line) == Some(&number)
+        {
+            self.by_line.remove(&line);
+        }
+        Some(settled)
     }
 }
 
@@ -173,18 +268,17 @@ impl Drop for Place {
     fn drop(&mut self) {
         let mut state = self.places.state.lock();
         state.strangers.remove(&self.number);
-        let Some(aim) = *self.aim.lock() else { return };
-        state.settled -= 1;
-        leave(&mut state.by_origin, self.origin);
-        if let Aim::Data(session) = aim {
-            leave(&mut state.by_session, session);
-        }
+        state.leave(self.number);
     }
 }
 
+fn count<K: Eq + Hash>(counts: &HashMap<K, usize>, key: &K) -> usize {
+    counts.get(key).copied().unwrap_or(0)
+}
+
 /// One less; an entry for nobody is dropped.
-fn leave<K: Eq + std::hash::Hash>(counts: &mut HashMap<K, usize>, key: K) {
-    if let std::collections::hash_map::Entry::Occupied(mut count) = counts.entry(key) {
+fn one_less<K: Eq + Hash>(counts: &mut HashMap<K, usize>, key: K) {
+    if let Entry::Occupied(mut count) = counts.entry(key) {
         *count.get_mut() -= 1;
         if *count.get() == 0 {
             count.remove();
@@ -210,20 +304,23 @@ mod tests {
     #[test]
     fn no_address_and_no_session_takes_all_and_who_was_cut_off_comes_back() {
         let places = Places::new(ConnectionLimits::new(16));
-        let (socket, _peer) = stream();
-        let mut number = 0;
+        let (mut number, mut line) = (0, 0);
         let mut place = |origin, aim| {
             number += 1;
-            let place = places.arrive(number, origin, &socket);
+            let place = places.arrive(number, origin);
             place.settle(aim).map(|()| place)
+        };
+        let mut data = |session| {
+            line += 1;
+            Aim::Data(session, line)
         };
         let (victim, attacker) = (SessionId(1), SessionId(2));
         let control = place(address(1), Aim::Begin).expect("room");
         // 1. One session gets a quarter, one address three.
         let mut taken: Vec<_> = (0..4)
-            .map(|_| place(address(2), Aim::Data(attacker)).expect("room"))
+            .map(|_| place(address(2), data(attacker)).expect("room"))
             .collect();
-        let refused = place(address(2), Aim::Data(attacker)).err();
+        let refused = place(address(2), data(attacker)).err();
         assert!(matches!(refused, Some(Refusal::Invalid(why)) if why.contains("per-client")));
         taken.extend((4..12).map(|_| place(address(2), Aim::Begin).expect("room")));
         let refused = place(address(2), Aim::Begin).err();
@@ -234,8 +331,8 @@ mod tests {
         // 3. Who was there before comes back, with a first data connection; also from the crowded
         //    address.
         drop(control);
-        let _back = place(address(1), Aim::Resume).expect("a place is kept");
-        let _data = place(address(1), Aim::Data(victim)).expect("a place is kept");
+        let _back = place(address(1), Aim::Resume(victim)).expect("a place is kept");
+        let _data = place(address(1), data(victim)).expect("a place is kept");
         drop(taken);
         assert!(place(address(2), Aim::Begin).is_ok(), "places come back");
     }
@@ -246,7 +343,9 @@ mod tests {
         let mut held = Vec::new();
         for number in 0..20 {
             let (socket, peer) = stream();
-            held.push((places.arrive(number, address(1), &socket), socket, peer));
+            let place = places.arrive(number, address(1));
+            place.occupy(&socket);
+            held.push((place, socket, peer));
         }
         for (i, (_, _, peer)) in held.iter_mut().enumerate() {
             peer.set_nonblocking(true).expect("a socket");
@@ -254,5 +353,43 @@ mod tests {
             assert_eq!(is_closed, i < 12, "{i}");
         }
         assert!(held[19].0.settle(Aim::Begin).is_ok());
+        // Who had to give way before its connection was made is closed as soon as it is.
+        let late = places.arrive(100, address(1));
+        let _newer: Vec<_> = (101..109).map(|i| places.arrive(i, address(1))).collect();
+        let (socket, mut peer) = stream();
+        late.occupy(&socket);
+        assert!(matches!(peer.read(&mut [0]), Ok(0)));
+    }
+
+    #[test]
+    fn a_newer_connection_of_a_line_takes_the_place_of_the_older_one() {
+        let places = Places::new(ConnectionLimits::new(8));
+        let mut numbers = 0..;
+        let mut place = |origin, aim| {
+            let place = places.arrive(numbers.next().expect("endless"), origin);
+            place.settle(aim).map(|()| place)
+        };
+        let session = SessionId(1);
+        let control = place(address(1), Aim::Begin).expect("room");
+        control.belongs_to(session);
+        let _full: Vec<_> = (0..2)
+            .map(|line| place(address(1), Aim::Data(session, line)).expect("room"))
+            .collect();
+        let mut all = vec![control];
+        for round in 0..20 {
+            // From another address, too: a router may have given it a new one.
+            let aim = Aim::Data(session, round % 2);
+            all.push(place(address(2 + round as u8 % 2), aim).expect("its own place"));
+            assert!(place(address(1), Aim::Data(session, 7)).is_err());
+            all.push(place(address(1), Aim::Resume(session)).expect("its own place"));
+        }
+        let state = places.state.lock();
+        assert_eq!((state.settled.len(), state.by_session[&session]), (3, 2));
+        drop(state);
+        drop(all);
+        drop(_full);
+        let state = places.state.lock();
+        assert!(state.settled.is_empty() && state.by_origin.is_empty());
+        assert!(state.by_session.is_empty() && state.by_line.is_empty());
     }
 }

@@ -576,7 +576,7 @@ impl Session {
     /// [`ControlError`]
     pub fn names(&self) -> Result<Vec<NamedRegion>, ControlError> {
         all_names(|request| self.call(request))
-            .map_err(|error| self.failed("list names".to_owned(), error))
+            .map_err(|error| self.failed("list names".to_owned(), *error))
     }
 
     fn call(&self, request: Request) -> Result<Response, CallError> {
@@ -621,12 +621,12 @@ impl Session {
 }
 
 /// More names than this are taken for a server that does not end.
-const MAX_NAMES: usize = 1 << 16;
+const MAX_NAMES: usize = 1 << 20;
 
 /// Asks for names until all have come; gives back an answer that is none.
 fn all_names<E>(
     mut call: impl FnMut(Request) -> Result<Response, E>,
-) -> Result<Vec<NamedRegion>, Result<Response, E>> {
+) -> Result<Vec<NamedRegion>, Box<Result<Response, E>>> {
     let mut all = Vec::new();
     loop {
         let after = (all.last()).map(|last: &NamedRegion| (last.owner, last.name.clone()));
@@ -637,7 +637,7 @@ fn all_names<E>(
                     (all.last().into_iter().chain(&names)).is_sorted_by(|a, b| key(a) < key(b));
                 // Else a server that answers for ever is asked for ever.
                 if !ascend || all.len() + names.len() > MAX_NAMES {
-                    return Err(Ok(Response::Names(names)));
+                    return Err(Box::new(Ok(Response::Names(names))));
                 }
                 let is_last = names.len() < NAMES_PER_ANSWER;
                 all.extend(names);
@@ -645,7 +645,7 @@ fn all_names<E>(
                     return Ok(all);
                 }
             }
-            other => return Err(other),
+            other => return Err(Box::new(other)),
         }
     }
 }

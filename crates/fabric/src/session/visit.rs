@@ -93,7 +93,7 @@ impl Visit {
     pub fn names(&mut self) -> Result<Vec<NamedRegion>, ConnectError> {
         let names = all_names(|request| self.ask(&request));
         names.map_err(|other| {
-            other.map_or_else(
+            (*other).map_or_else(
                 |error| error,
                 |other| remote::turned_away(&self.endpoint, other),
             )

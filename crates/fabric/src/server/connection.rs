@@ -1,0 +1,178 @@
+//! [`Connection`]: one accepted connection, from its hello to its end.
+//!
+//! The rule it keeps: a peer is a stranger until it has said what the connection is for and, for a
+//! session that exists, proved that it holds it. Requests are answered in [`super::control`], data
+//! is moved in [`super::data`].
+
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    Refusal, Request, Response, Secret, SessionId,
+    control::{HELLO_BYTES, Hello, MAX_FIRST_FRAME_BYTES, Purpose},
+};
+use nix::poll::{PollFd, poll};
+
+use super::{
+    LOOK, Peer, Service,
+    lines::{Held, LineName},
+    places::{Aim, Place},
+};
+use crate::{
+    host::Transport,
+    stream::{ReceiveError, Stream, timeout_until},
+};
+
+/// How long a stranger may take to say who it is. Generous for a slow network, short for one that
+/// only holds a thread.
+const HANDSHAKE: Duration = Duration::from_secs(2);
+
+/// One accepted connection and what its thread needs.
+pub(super) struct Connection {
+    pub(super) stream: Arc<Stream>,
+    pub(super) transport: Transport,
+    pub(super) peer: Peer,
+    pub(super) place: Place,
+    pub(super) service: Arc<Service>,
+}
+
+/// Why a connection is closed before its client closed it.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Fault {
+    #[error(transparent)]
+    Receive(#[from] ReceiveError),
+    #[error(transparent)]
+    Header(#[from] farpage_wire::data::DataDecodeError),
+    #[error("{0}")]
+    Refused(Refusal),
+    #[error("{0}")]
+    Violation(String),
+}
+
+impl Fault {
+    pub(super) fn replaced() -> Self {
+        Self::Violation("its client has opened another in its place".to_owned())
+    }
+}
+
+impl From<io::Error> for Fault {
+    fn from(error: io::Error) -> Self {
+        Self::Receive(error.into())
+    }
+}
+
+impl Connection {
+    pub(super) fn run(&self) {
+        let ended = self.converse();
+        if let Err(fault) = ended
+            && !self.service.shutdown.has_begun()
+        {
+            tracing::warn!(peer = self.peer.name, reason = %fault, "connection closed");
+        }
+        self.stream.close();
+    }
+
+    fn converse(&self) -> Result<(), Fault> {
+        if let Stream::Rdma(stream) = &*self.stream
+            && let Some((session, secret, line)) = stream.claim()
+        {
+            let until = Instant::now() + HANDSHAKE;
+            let held = self.take((session, Some(line)), until)?;
+            stream.accept()?;
+            let ended = self.attend(session, &secret);
+            // Destroys the queue pair: only then is the line free.
+            self.stream.close();
+            drop(held);
+            return ended;
+        }
+        let until = Instant::now() + HANDSHAKE;
+        let mut bytes = [0; HELLO_BYTES];
+        match self.stream.read_exact(&mut bytes, until) {
+            // Somebody looked whether we are there.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            other => other?,
+        }
+        let hello = Hello::decode(&bytes);
+        // Said even to another version, which then can tell its user.
+        let purpose = hello
+            .as_ref()
+            .map_or(Purpose::Control, |hello| hello.purpose);
+        if !matches!(
+            hello,
+            Err(farpage_wire::control::ControlDecodeError::NotFarpage)
+        ) {
+            self.stream
+                .write_all(&Hello::new(purpose).encode(), until)?;
+        }
+        hello.map_err(ReceiveError::from)?;
+        let first: Request = self.stream.receive(MAX_FIRST_FRAME_BYTES, until)?;
+        match (purpose, first, self.transport) {
+            (Purpose::Control, Request::Begin { client, resume }, _) => {
+                self.control(&client, resume, until)
+            }
+            (Purpose::Control, first @ (Request::Stat | Request::Challenge), _) => {
+                self.visit(first)
+            }
+            (
+                Purpose::Data,
+                Request::Attach {
+                    session,
+                    secret,
+                    line,
+                },
+                Transport::Tcp,
+            ) => {
+                if let Err(refusal) = self.service.host.attach(session, &secret) {
+                    return self.turn_away(refusal, until);
+                }
+                if let Err(refusal) = self.place.settle(Aim::Data(session, line)) {
+                    return self.turn_away(refusal, until);
+                }
+                let held = self.take((session, Some(line)), until)?;
+                self.stream.send(&Response::Done, until)?;
+                self.data(session, &secret, &held)
+            }
+            _ => Err(Fault::Violation(
+                "the first request does not fit the hello".to_owned(),
+            )),
+        }
+    }
+
+    /// Takes a line over for this connection. The client is not answered before its older ones have
+    /// ended.
+    pub(super) fn take(&self, line: LineName, until: Instant) -> Result<Held<'_>, Fault> {
+        (self.service.lines)
+            .take(line, &self.stream, until)
+            .ok_or_else(|| {
+                Fault::Violation(
+                    "its line has an older connection that does not end, or a newer one".to_owned(),
+                )
+            })
+    }
+
+    /// Waits for the end of a connection whose data is moved by an adapter, or of its session.
+    fn attend(&self, session: SessionId, secret: &Secret) -> Result<(), Fault> {
+        let (end, flags) = self.stream.end();
+        loop {
+            let mut fds = [PollFd::new(end, flags)];
+            // An interrupted poll is as good as one that found nothing.
+            let _ = poll(&mut fds, timeout_until(Instant::now() + LOOK));
+            if self.stream.has_ended() {
+                return Ok(());
+            }
+            self.service
+                .host
+                .attach(session, secret)
+                .map_err(Fault::Refused)?;
+        }
+    }
+
+    pub(super) fn turn_away(&self, refusal: Refusal, until: Instant) -> Result<(), Fault> {
+        self.stream
+            .send(&Response::Refused(refusal.clone()), until)?;
+        Err(Fault::Refused(refusal))
+    }
+}

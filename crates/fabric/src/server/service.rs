@@ -1,0 +1,212 @@
+//! [`Service`]: what the listeners of one server share, and the loop that accepts.
+//!
+//! The rule it keeps: a connection has its place among all of the server before anything is made
+//! for it, whichever listener it came through.
+
+use std::{
+    collections::HashMap,
+    io,
+    os::fd::AsFd,
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use farpage_wire::ServerStat;
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::eventfd::{EfdFlags, EventFd},
+};
+
+use super::{
+    connection::Connection,
+    frames::Frames,
+    lines::Lines,
+    listen::Listener,
+    places::{ConnectionLimits, Places},
+};
+use crate::{host::Host, stream::Stream};
+
+/// How long the end of a server waits for the threads of its connections, whose sockets are closed
+/// by then.
+const JOIN: Duration = Duration::from_secs(5);
+
+/// Threads whose connections have been closed may be this many beyond the limit before no more are
+/// accepted.
+const ENDING: usize = 64;
+
+/// Payload bytes moved by the server's CPU; one for all listeners of a daemon.
+#[derive(Debug, Default)]
+pub struct Traffic {
+    /// Only ever added to; read for display, so relaxed.
+    pub(super) read_bytes: AtomicU64,
+    pub(super) written_bytes: AtomicU64,
+}
+
+impl Traffic {
+    /// Payload bytes of READs.
+    pub fn bytes_read(&self) -> u64 {
+        self.read_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Payload bytes of WRITEs.
+    pub fn bytes_written(&self) -> u64 {
+        self.written_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// Ends [`serve`]; clones are the same switch.
+#[derive(Clone, Debug)]
+pub struct Shutdown(Arc<(AtomicBool, EventFd)>);
+
+impl Shutdown {
+    /// A switch that is off.
+    ///
+    /// # Errors
+    /// What the kernel says: no descriptors left.
+    pub fn new() -> io::Result<Self> {
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        Ok(Self(Arc::new((AtomicBool::new(false), wake))))
+    }
+
+    /// Switches on, for good. Safe to call in a signal handler.
+    pub fn begin(&self) {
+        self.0.0.store(true, Ordering::Release);
+        // Never read again, so it stays readable for everybody who sleeps on it.
+        let _ = self.0.1.write(1);
+    }
+
+    /// Whether it is on.
+    pub fn has_begun(&self) -> bool {
+        self.0.0.load(Ordering::Acquire)
+    }
+}
+
+/// A server's connections, over all of its listeners.
+pub struct Service {
+    pub(super) host: Arc<dyn Host>,
+    pub(super) traffic: Arc<Traffic>,
+    pub(super) shutdown: Shutdown,
+    pub(super) lines: Lines,
+    pub(super) frames: Frames,
+    places: Arc<Places>,
+    limits: ConnectionLimits,
+    accepted: AtomicU64,
+}
+
+/// Serves one listener with the default limits until `shutdown` begins, and returns when all of its
+/// connections have ended.
+///
+/// [`Host::stat`] is completed with the bytes of `traffic`.
+pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shutdown: Shutdown) {
+    Service::new(host, ConnectionLimits::default(), traffic, shutdown).serve(listener);
+}
+
+impl Service {
+    /// A service that nobody can connect to before it [serves](Self::serve) a listener.
+    pub fn new(
+        host: Arc<dyn Host>,
+        limits: ConnectionLimits,
+        traffic: Arc<Traffic>,
+        shutdown: Shutdown,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            host,
+            traffic,
+            shutdown,
+            lines: Lines::default(),
+            frames: Frames::default(),
+            places: Places::new(limits),
+            limits,
+            accepted: AtomicU64::new(0),
+        })
+    }
+
+    /// The host's figures, and those of the connections.
+    pub fn stat(&self) -> ServerStat {
+        ServerStat {
+            bytes_read: self.traffic.bytes_read(),
+            bytes_written: self.traffic.bytes_written(),
+            request_bytes: self.frames.bytes(),
+            ..self.host.stat()
+        }
+    }
+
+    /// Accepts and serves connections until the shutdown begins; then closes them, joins their
+    /// threads and returns. Several threads may serve a listener each.
+    pub fn serve(self: &Arc<Self>, listener: Listener) {
+        // The threads own their sockets: what has ended is closed at once and not when the next
+        // client comes.
+        let mut connections: HashMap<u64, (Weak<Stream>, JoinHandle<()>)> = HashMap::new();
+        while !self.shutdown.has_begun() {
+            let mut fds = [listener.as_fd(), self.shutdown.0.1.as_fd()]
+                .map(|fd| PollFd::new(fd, PollFlags::POLLIN));
+            // An interrupted poll is as good as one that found nothing.
+            let _ = poll(&mut fds, PollTimeout::NONE);
+            connections.retain(|_, (_, thread)| !thread.is_finished());
+            if connections.len() >= self.limits.connections + ENDING {
+                // Those that were closed end at once: who comes next waits for that in the backlog.
+                let _ = poll(&mut fds[1..], PollTimeout::from(5u8));
+                continue;
+            }
+            let call = match listener.accept() {
+                Ok(Some(call)) => call,
+                Ok(None) => continue,
+                Err(error) => {
+                    tracing::warn!(endpoint = %listener.endpoint(), %error, "cannot accept a connection");
+                    // Out of descriptors: the client stays in the backlog, and spinning would not
+                    // help it.
+                    let _ = poll(&mut fds[1..], PollTimeout::from(50u8));
+                    continue;
+                }
+            };
+            let number = self.accepted.fetch_add(1, Ordering::Relaxed);
+            let peer = call.peer().clone();
+            let place = self.places.arrive(number, peer.origin);
+            let Some(stream) = listener.answer(call, &*self.host, &place) else {
+                continue;
+            };
+            let stream = Arc::new(stream);
+            place.occupy(&stream);
+            let socket = Arc::downgrade(&stream);
+            let connection = Connection {
+                stream,
+                transport: listener.transport(),
+                peer,
+                place,
+                service: Arc::clone(self),
+            };
+            match thread::Builder::new()
+                .name(format!("farpage-conn-{number}"))
+                .spawn(move || connection.run())
+            {
+                Ok(thread) => drop(connections.insert(number, (socket, thread))),
+                Err(error) => {
+                    tracing::warn!(%error, "connection closed: cannot start a thread for it");
+                }
+            }
+        }
+        drop(listener);
+        self.frames.close();
+        let until = Instant::now() + JOIN;
+        for stream in (connections.values()).filter_map(|(socket, _)| socket.upgrade()) {
+            stream.close();
+        }
+        for (_, thread) in connections.into_values() {
+            // There is no join with an end; a closed socket wakes the threads at once.
+            while !thread.is_finished() && Instant::now() < until {
+                thread::sleep(Duration::from_millis(1));
+            }
+            match thread.is_finished().then(|| thread.join()) {
+                Some(Ok(())) => {}
+                Some(Err(_)) => {
+                    tracing::error!("a connection's thread panicked; its message is above");
+                }
+                None => tracing::warn!("a connection's thread did not end within {JOIN:?}"),
+            }
+        }
+    }
+}

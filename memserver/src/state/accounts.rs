@@ -1,0 +1,191 @@
+//! [`Accounts`]: how much of its limits the server has given away, and on whom it is put.
+//!
+//! The rule it keeps: what is put on an origin is taken off the same origin, and no more is put on
+//! one than [`Limits`] allow, except where memory that exists already changes hands.
+
+use std::collections::{HashMap, hash_map::Entry};
+
+use farpage_fabric::host::{Origin, Refusal};
+
+use super::Limits;
+
+/// What an extent takes, whatever its length: whole pages of the server's memory. A name takes one
+/// beside its manifest: more than its entry, so that the capacity bounds the table of names.
+const PAGE_BYTES: u64 = 4096;
+
+#[derive(Default)]
+pub(super) struct Accounts {
+    all: Usage,
+    by_origin: HashMap<Origin, Usage>,
+}
+
+/// What clients have: all of them, or those from one place.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Usage {
+    pub(super) sessions: usize,
+    pub(super) extents: usize,
+    pub(super) bytes: u64,
+}
+
+impl Accounts {
+    pub(super) fn all(&self) -> Usage {
+        self.all
+    }
+
+    pub(super) fn of(&self, origin: Origin) -> Usage {
+        self.by_origin.get(&origin).copied().unwrap_or_default()
+    }
+
+    /// Counts a session, or says why there is none for this origin.
+    pub(super) fn begin_session(&mut self, limits: &Limits, origin: Origin) -> Result<(), Refusal> {
+        if self.all.sessions >= limits.sessions {
+            return Err(Refusal::Invalid(format!(
+                "{} clients are connected, which is this server's limit",
+                limits.sessions
+            )));
+        }
+        let sessions = self.of(origin).sessions;
+        if sessions >= most_of_one(limits.sessions) {
+            return Err(Refusal::Invalid(format!(
+                "{sessions} clients from this address are connected, the most that one address may have here"
+            )));
+        }
+        self.change(origin, |usage| usage.sessions += 1);
+        Ok(())
+    }
+
+    pub(super) fn end_session(&mut self, origin: Origin) {
+        self.change(origin, |usage| usage.sessions -= 1);
+    }
+
+    /// Counts an extent of `bytes` bytes, or says what there is too little of.
+    pub(super) fn lend(
+        &mut self,
+        limits: &Limits,
+        origin: Origin,
+        bytes: u64,
+    ) -> Result<(), Refusal> {
+        if self.all.extents >= limits.extents {
+            return Err(Refusal::Invalid(format!(
+                "this server holds {} extents, its most: ask for larger ones, or raise its limit of open files",
+                limits.extents
+            )));
+        }
+        self.may_have(limits, origin, 1)?;
+        let (asked, available) = (bytes, self.available(limits, origin));
+        if charge_of(bytes) > available {
+            return Err(Refusal::Full { asked, available });
+        }
+        self.put_extent_on(origin, bytes);
+        Ok(())
+    }
+
+    /// Whether one origin may have so many extents more.
+    fn may_have(&self, limits: &Limits, origin: Origin, more: usize) -> Result<(), Refusal> {
+        let extents = self.of(origin).extents;
+        match extents + more > limits.extents_per_address {
+            false => Ok(()),
+            true => Err(Refusal::Invalid(format!(
+                "clients from this address hold {extents} extents, and {} are the most that one address may have here (--extents-per-address): release some or ask for larger ones",
+                limits.extents_per_address
+            ))),
+        }
+    }
+
+    /// Whether extents that exist may be put on another origin.
+    pub(super) fn may_take_over(
+        &self,
+        limits: &Limits,
+        origin: Origin,
+        extents: usize,
+        asked: u64,
+    ) -> Result<(), Refusal> {
+        self.may_have(limits, origin, extents)?;
+        let available = (limits.capacity_per_address).saturating_sub(self.of(origin).bytes);
+        match asked > available {
+            false => Ok(()),
+            true => Err(Refusal::Full { asked, available }),
+        }
+    }
+
+    pub(super) fn put_extent_on(&mut self, origin: Origin, bytes: u64) {
+        self.change(origin, |usage| {
+            usage.extents += 1;
+            usage.bytes += charge_of(bytes);
+        });
+    }
+
+    pub(super) fn take_extent_off(&mut self, origin: Origin, bytes: u64) {
+        self.change(origin, |usage| {
+            usage.extents -= 1;
+            usage.bytes -= charge_of(bytes);
+        });
+    }
+
+    /// Takes `bytes` out of what is available, or says how much is.
+    pub(super) fn charge(
+        &mut self,
+        limits: &Limits,
+        origin: Origin,
+        asked: u64,
+    ) -> Result<(), Refusal> {
+        let available = self.available(limits, origin);
+        if asked > available {
+            return Err(Refusal::Full { asked, available });
+        }
+        self.put_on(origin, asked);
+        Ok(())
+    }
+
+    pub(super) fn put_on(&mut self, origin: Origin, bytes: u64) {
+        self.change(origin, |usage| usage.bytes += bytes);
+    }
+
+    pub(super) fn take_off(&mut self, origin: Origin, bytes: u64) {
+        self.change(origin, |usage| usage.bytes -= bytes);
+    }
+
+    fn available(&self, limits: &Limits, origin: Origin) -> u64 {
+        let of_all = (limits.capacity_bytes).saturating_sub(self.all.bytes);
+        of_all.min((limits.capacity_per_address).saturating_sub(self.of(origin).bytes))
+    }
+
+    /// Changes what all and one origin have; who has nothing is forgotten.
+    fn change(&mut self, origin: Origin, change: impl Fn(&mut Usage)) {
+        change(&mut self.all);
+        let usage = self.by_origin.entry(origin).or_default();
+        change(usage);
+        if *usage == Usage::default()
+            && let Entry::Occupied(entry) = self.by_origin.entry(origin)
+        {
+            entry.remove();
+        }
+    }
+
+    #[cfg(test)]
+    pub(super) fn sum(&self) -> Usage {
+        (self.by_origin.values()).fold(Usage::default(), |sum, usage| Usage {
+            sessions: sum.sessions + usage.sessions,
+            extents: sum.extents + usage.extents,
+            bytes: sum.bytes + usage.bytes,
+        })
+    }
+}
+
+/// What one address may have of something that the server has so many of: the others are left a
+/// quarter.
+fn most_of_one(all: usize) -> usize {
+    (all * 3 / 4).max(1)
+}
+
+/// What an extent of so many bytes takes out of the capacity.
+pub(super) fn charge_of(bytes: u64) -> u64 {
+    bytes
+        .checked_next_multiple_of(PAGE_BYTES)
+        .unwrap_or(u64::MAX)
+}
+
+/// What a name with a manifest of so many bytes takes out of the capacity, beside its extents.
+pub(super) fn charge_of_name(manifest_bytes: usize) -> u64 {
+    PAGE_BYTES + manifest_bytes as u64
+}
