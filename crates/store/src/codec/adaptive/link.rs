@@ -180,25 +180,29 @@ impl Watch {
 /// The rate of one direction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Rate {
+    /// What was waited for, and how long: the older, the less it counts.
     bytes: f64,
     ns: f64,
+    /// All bytes that were ever waited for.
+    bytes_ever: f64,
 }
 
 impl Rate {
     /// Counts `bytes` that came while lanes waited for `ns`, in an epoch of `wall_ns`.
     pub(super) fn see(&mut self, bytes: f64, ns: f64, wall_ns: f64) {
         let unknown_ns = (wall_ns - ns).max(0.0);
-        self.ns *= 0.5f64.powf(unknown_ns / DOUBT.as_nanos() as f64);
-        self.bytes += bytes;
-        self.ns += ns;
-        if self.ns > RATE_NS {
-            (self.bytes, self.ns) = (self.bytes / 2.0, self.ns / 2.0);
-        }
+        let doubt = 0.5f64.powf(unknown_ns / DOUBT.as_nanos() as f64);
+        // An epoch may wait for many times `RATE_NS`. Something is left even after an outage, so
+        // that the rate stays a number.
+        let weight = 0.5f64.powf((ns / RATE_NS).min(20.0));
+        self.bytes = self.bytes * weight + bytes;
+        self.ns = self.ns * weight * doubt + ns;
+        self.bytes_ever += bytes;
     }
 
     /// Time per byte. `None`: nobody had to wait.
     pub(super) fn ns_per_byte(&self) -> Option<f64> {
-        (self.bytes >= RATE_BYTES).then(|| self.ns / self.bytes)
+        (self.bytes_ever >= RATE_BYTES).then(|| self.ns / self.bytes)
     }
 }
 
@@ -327,5 +331,38 @@ mod tests {
             rate.see(0.0, 0.0, second);
         }
         assert!((rate.ns_per_byte().expect("seen") - 40.0).abs() < 2.0);
+    }
+
+    #[test]
+    fn the_rate_of_a_slow_link_stays_known() {
+        // 16 Mb/s, in epochs of 10 ms that waited all the time.
+        let mut rate = Rate::default();
+        for epoch in 0..1000 {
+            rate.see(20e3, 10e6, 10e6);
+            if epoch > 20 {
+                let ns = rate.ns_per_byte().expect("more than enough was waited for");
+                assert!((ns - 500.0).abs() < 1.0, "{ns}");
+            }
+        }
+    }
+
+    #[test]
+    fn after_an_outage_the_rate_is_a_number_and_soon_the_right_one() {
+        let mut rate = Rate::default();
+        rate.see(2.5e6, 20e6, 20e6);
+        rate.see(0.0, 1e12, 1e12);
+        assert!(rate.ns_per_byte().expect("seen").is_finite());
+        (0..10).for_each(|_| rate.see(25e6, 200e6, 200e6));
+        assert!((rate.ns_per_byte().expect("seen") - 8.0).abs() < 0.1);
+    }
+
+    #[test]
+    fn time_that_nobody_waited_does_not_make_a_link_faster_that_is_waited_for_again_and_again() {
+        for (wait_ns, idle_ns) in [(9e6, 1e6), (1250e6, 140e6)] {
+            let mut rate = Rate::default();
+            (0..100).for_each(|_| rate.see(wait_ns / 800.0, wait_ns, wait_ns + idle_ns));
+            let ns = rate.ns_per_byte().expect("seen");
+            assert!((ns / 800.0 - 1.0).abs() < 0.005, "{ns}");
+        }
     }
 }
