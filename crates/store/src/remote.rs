@@ -283,14 +283,18 @@ impl PageStore {
         matches!(self.backing, Backing::Remote(_)) && !self.table.is_stored(page)
     }
 
-    /// Whether remote memory has the page with these bytes, as far as a hash of 128 bits tells;
-    /// then there is nothing to write back. For the page's owner, and for signal handlers too: it
-    /// allocates nothing. Of a page in a user's own store it says no.
+    /// Whether the store has the page with these bytes, as far as a hash of 128 bits tells; then
+    /// there is nothing to write back. `bytes` is a whole page: beyond the region's end they count
+    /// for nothing in a user's own store. For the page's owner, and for signal handlers too: it
+    /// allocates nothing and calls nobody.
     pub fn is_unchanged(&self, page: u64, bytes: &[u8]) -> bool {
-        match (&self.backing, self.table.load(page)) {
-            (Backing::Blocking(_), _) => false,
-            (_, Entry::Stored { hash, .. }) => hash == codec::hash(bytes, self.seed),
-            (_, entry) => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
+        match self.table.load(page) {
+            Entry::Stored { hash, .. } => hash == codec::hash(bytes, self.seed),
+            Entry::Kept { hash, unsure, .. } => {
+                !unsure && hash == codec::hash(&bytes[..self.page_len(page)], self.seed)
+            }
+            Entry::Never if self.is_users_own() => false,
+            entry => codec::repeated(bytes).is_some_and(|value| entry.repeats(value)),
         }
     }
 

@@ -1434,6 +1434,31 @@ fn a_users_store_is_read_first_and_clean_pages_are_not_written() {
 }
 
 #[test]
+fn a_users_page_is_unchanged_as_long_as_its_store_has_it() {
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let (user, store) = unruly(&cluster, 4096 + 100);
+    let mut lane = Lane::new(&cluster).expect("no server to connect to");
+    assert!(!store.is_unchanged(0, &[0; 4096]), "never read");
+    // Read, changed, written.
+    let mut page = read(&mut lane, &store, 0).expect("the store reads");
+    assert!(store.is_unchanged(0, &page));
+    page[4095] ^= 1;
+    assert!(!store.is_unchanged(0, &page));
+    write(&mut lane, &store, 0, &page).expect("the store writes");
+    assert!(store.is_unchanged(0, &page));
+    // Of the last page only what belongs to the region.
+    let mut last = read(&mut lane, &store, 1).expect("the store reads");
+    last[100] ^= 1;
+    assert!(store.is_unchanged(1, &last));
+    last[99] ^= 1;
+    assert!(!store.is_unchanged(1, &last));
+    // A write that failed: nobody knows what the store has.
+    user.fail.store(true, Ordering::Relaxed);
+    write(&mut lane, &store, 0, &[1; 4096]).expect_err("told to fail");
+    assert!(!store.is_unchanged(0, &page) && !store.is_unchanged(0, &[1; 4096]));
+}
+
+#[test]
 fn errors_and_panics_of_a_users_store_reach_the_caller_and_pass() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 8192);
