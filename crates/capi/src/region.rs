@@ -116,7 +116,7 @@ impl Mapped {
         match self.at_end {
             AtEnd::Drop => {}
             AtEnd::WriteBack => self.region.advise(.., Advice::DontNeed)?,
-            AtEnd::Flush => self.region.flush()?,
+            AtEnd::Flush => self.region.flush_out()?,
         }
         Ok(())
     }

@@ -301,10 +301,25 @@ impl Region {
     /// See [`FlushError`]. Nothing is lost, and `flush` may be called again.
     pub fn flush(&self) -> Result<(), FlushError> {
         self.mapped.flush()?;
+        self.publish()
+    }
+
+    fn publish(&self) -> Result<(), FlushError> {
         match &self.name {
             Some(_) => Ok(self.mapped.store().publish()?),
             None => Ok(()),
         }
+    }
+
+    /// Writes all changes back as [`flush`](Self::flush) does, and gives up all pages but pinned
+    /// ones: what [`close`](Self::close) does first. Each page moves once, where a flush that keeps
+    /// it takes it out and maps it again.
+    ///
+    /// # Errors
+    /// As `flush`. The pages that could not be written back stay.
+    pub fn flush_out(&self) -> Result<(), FlushError> {
+        self.mapped.flush_out()?;
+        self.publish()
     }
 
     /// Closes the region. A named region, or one with a store of its own, is flushed first; the
@@ -321,7 +336,7 @@ impl Region {
     /// if this fails: the caller has the error.
     pub(crate) fn end(&mut self) -> Result<(), FlushError> {
         self.closed = true;
-        if self.keeps { self.flush() } else { Ok(()) }
+        if self.keeps { self.flush_out() } else { Ok(()) }
     }
 
     /// Undoes [`end`](Self::end): dropping the region writes back what outlives it.
@@ -427,7 +442,7 @@ impl Drop for Region {
             );
             return;
         }
-        if let Err(error) = self.flush() {
+        if let Err(error) = self.flush_out() {
             tracing::error!(%error, name = self.name, "a region that was dropped could not be flushed; its last changes are lost");
         }
     }

@@ -351,9 +351,22 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Errors
     /// See [`FlushError`].
     pub fn flush(&self) -> Result<(), FlushError> {
+        self.write_back(true)
+    }
+
+    /// The same for a region that ends next: its pages are given up as they are written back, so
+    /// that they move once. Pinned pages, and those whose write-back failed, stay.
+    ///
+    /// # Errors
+    /// See [`FlushError`]. The region goes on with all its contents.
+    pub fn flush_out(&self) -> Result<(), FlushError> {
+        self.write_back(false)
+    }
+
+    fn write_back(&self, keep: bool) -> Result<(), FlushError> {
         self.check_process()?;
         let pages = 0..self.region.pages();
-        self.run(pages.clone(), true)?;
+        self.run(pages.clone(), keep)?;
         // What would be published or made durable holds an older state of these.
         if let Some((_, error)) = self.region.lost(&pages).into_iter().next() {
             return Err(error.into());
@@ -382,6 +395,41 @@ impl<A: AddressSpace> Mapped<A> {
         self.shared().jobs.add(job.clone());
         self.shared().doors.ring_evictors();
         job.wait()
+    }
+
+    /// Gives up those of `pages` that are mapped, without writing back. The region is closing and
+    /// quiet. Neighbours leave together, and their frames go on to other regions.
+    fn give_up(&self, pages: Range<usize>) {
+        let (frames, region) = (&self.shared().frames, &self.region);
+        let page_bytes = region.page_bytes();
+        let own = |page: &usize| region.words.try_apply(*page, protocol::borrow).is_some();
+        let mut page = pages.start;
+        while page < pages.end {
+            let stretch = region.in_one_stripe(&(page..pages.end), false);
+            let mut owned = page..page + stretch.take_while(own).count();
+            page = owned.end.max(page + 1);
+            while !owned.is_empty() {
+                let left = match self.shared().mapper.detach(region, owned.clone()) {
+                    Ok(run) => {
+                        let pages = run.len();
+                        frames.release(run.into_frame(), page_bytes);
+                        pages
+                    }
+                    // Taken by the program before.
+                    Err(DetachError::Absent) => {
+                        frames.budget().lose(page_bytes);
+                        1
+                    }
+                    // Lost together with the mapping.
+                    Err(_) => {
+                        region.count_out(&(owned.start..owned.start + 1));
+                        frames.budget().lose(page_bytes);
+                        1
+                    }
+                };
+                owned.start += left;
+            }
+        }
     }
 
     fn shared(&self) -> &Shared<A> {
@@ -416,35 +464,22 @@ impl<A: AddressSpace> Drop for Mapped<A> {
             return;
         }
         let (shared, region) = (self.shared(), &self.region);
-        let budget = shared.frames.budget();
         shared.regions.remove(region.address);
         region.close();
         (shared.doors).tell_fillers(|| Command::Settle(region.clone()));
         // What was handed over of it must not wait for another region's store.
         shared.hand_over.call();
         region.wait_until_quiet();
-        // Nobody but us owns a page of it from here on. Its frames go on to other regions.
+        // Nobody but us owns a page of it from here on.
         let mut chunk = region.next_touched(0);
-        while let Some(at) = chunk {
-            for page in region.chunk(at).filter(|_| region.resident() > 0) {
-                if region.words.try_apply(page, protocol::borrow).is_none() {
-                    continue;
-                }
-                let page_bytes = region.page_bytes();
-                match shared.mapper.detach(region, page..page + 1) {
-                    Ok(run) => shared.frames.release(run.into_frame(), page_bytes),
-                    // Taken by the program before.
-                    Err(DetachError::Absent) => budget.lose(page_bytes),
-                    // Lost together with the mapping.
-                    Err(_) => {
-                        region.count_out(&(page..page + 1));
-                        budget.lose(page_bytes);
-                    }
-                }
-            }
+        while let Some(at) = chunk
+            && region.resident() > 0
+        {
+            self.give_up(region.chunk(at));
             chunk = region.next_touched(at + 1);
         }
-        budget.unpin(region.pinned() as u64 * region.page_bytes() as u64);
+        let pinned_bytes = region.pinned() as u64 * region.page_bytes() as u64;
+        shared.frames.budget().unpin(pinned_bytes);
         shared.mapper.unmap(region);
         // Now and here: a worker may hold the region for a moment longer, and must not be the one
         // to give remote memory back.

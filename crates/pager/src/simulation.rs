@@ -7,7 +7,9 @@
 //! are delayed, reordered and lost. What a load returns is compared with a plain array at once, and
 //! the budget is checked after each step.
 
+mod closing;
 mod lost;
+mod plain;
 mod tight;
 mod wide;
 mod world;
@@ -36,8 +38,14 @@ use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
-    Advice, InThread, Mapped, PageError, Pager, PagerOptions, RegionOptions, ahead::Plan,
-    doors::Command, evictor::Evictor, filler::Filler, job::Job, pager::Parts, region::Region,
+    Advice, InThread, Mapped, PageError, Pager, PagerOptions, RegionOptions,
+    ahead::Plan,
+    doors::Command,
+    evictor::Evictor,
+    filler::Filler,
+    job::Job,
+    pager::Parts,
+    region::{CHUNK_PAGES, Region},
 };
 
 const THREADS: usize = 4;

@@ -87,6 +87,7 @@ pub struct SimSpace {
     state: Mutex<State>,
     shards: usize,
     frames: Arc<Frames>,
+    moves: AtomicUsize,
     scattered: AtomicUsize,
 }
 
@@ -218,6 +219,7 @@ impl SimSpace {
             state: Mutex::new(state),
             shards,
             frames: Arc::default(),
+            moves: AtomicUsize::new(0),
             scattered: AtomicUsize::new(0),
         }
     }
@@ -298,6 +300,11 @@ impl SimSpace {
         self.frames.pages.load(Ordering::Relaxed)
     }
 
+    /// How often pages were moved in or out so far; a run counts once.
+    pub fn moves(&self) -> usize {
+        self.moves.load(Ordering::Relaxed)
+    }
+
     /// Pages that went out one by one, each at an address of its own, so far.
     pub fn scattered_pages(&self) -> usize {
         self.scattered.load(Ordering::Relaxed)
@@ -335,6 +342,7 @@ impl SimSpace {
 
     fn move_in(&self, pages: Pages, mut frame: SimFrame) -> Result<(), InstallError<SimFrame>> {
         assert_eq!(frame.bytes.len(), pages.bytes(), "as long as its pages");
+        self.moves.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
         let mut rest = Some(pages);
         while let Some(here) = rest {
@@ -353,6 +361,7 @@ impl SimSpace {
     }
 
     fn move_out(&self, pages: Pages) -> Result<SimFrame, DetachError> {
+        self.moves.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
         let held_probability = state.options.held_probability;
         let mut out = Vec::new();

@@ -1,0 +1,70 @@
+//! The end of a region: what moves, what is written back, and what a failed end leaves.
+
+use super::{plain::Plain, *};
+
+/// All of them fit.
+const REGION_PAGES: usize = 256;
+
+/// A region whose pages are all there. Each holds its number plus `add`.
+fn full(add: u64) -> Plain {
+    let mut plain = Plain::new(REGION_PAGES, 2 * REGION_PAGES, RegionOptions::default());
+    for page in 0..REGION_PAGES {
+        plain.access(page, Some(page as u64 + add));
+    }
+    assert_eq!(plain.space.resident_pages(), REGION_PAGES);
+    plain
+}
+
+/// What a `close` of the program does first.
+fn flush_out(plain: &mut Plain) -> Result<(), crate::FlushError> {
+    let mapped = &*plain.mapped;
+    let (fillers, evictors) = (&mut plain.fillers, &mut plain.evictors);
+    std::thread::scope(|scope| {
+        let flush = scope.spawn(|| mapped.flush_out());
+        while !flush.is_finished() {
+            fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
+        }
+        flush.join().expect("a flush does not panic")
+    })
+}
+
+#[test]
+fn a_closing_region_moves_each_page_once_and_neighbours_together() {
+    let mut plain = full(1);
+    let before = plain.space.moves();
+    flush_out(&mut plain).expect("the store takes every page");
+    let moves = plain.space.moves() - before;
+    assert_eq!(moves, REGION_PAGES / CHUNK_PAGES, "to write all back");
+    assert_eq!(plain.space.resident_pages(), 0);
+    let stored = (0..REGION_PAGES).map(|page| plain.stored(page));
+    assert!(stored.eq((0..REGION_PAGES as u64).map(|page| page + 1)));
+    assert_eq!(plain.end(), 0, "nothing was left to take out");
+}
+
+#[test]
+fn a_dropped_region_gives_its_frames_back_in_runs() {
+    let plain = full(1);
+    assert_eq!(plain.end(), REGION_PAGES / CHUNK_PAGES);
+}
+
+#[test]
+fn a_region_whose_close_fails_goes_on_with_all_its_contents() {
+    let mut plain = full(7);
+    let rate = |plain: &Plain, one_in| {
+        (plain.store.fail_one_in).store(one_in, Ordering::Relaxed);
+    };
+    rate(&plain, 1);
+    flush_out(&mut plain).expect_err("the store takes nothing");
+    assert_eq!(plain.space.resident_pages(), REGION_PAGES);
+    rate(&plain, 2);
+    flush_out(&mut plain).expect_err("the store takes a part");
+    rate(&plain, 0);
+    for page in 0..REGION_PAGES {
+        assert_eq!(plain.access(page, None), page as u64 + 7);
+    }
+    flush_out(&mut plain).expect("the store takes every page");
+    let stored = (0..REGION_PAGES).map(|page| plain.stored(page));
+    assert!(stored.eq((0..REGION_PAGES as u64).map(|page| page + 7)));
+    plain.end();
+}
