@@ -25,7 +25,7 @@ use crate::{
 pub(crate) enum Heat {
     /// Somebody wanted it while it was leaving.
     Hot,
-    /// Somebody faulted on it; it is warm if it had left only recently.
+    /// Somebody faulted on it; it is as hot if it had left only recently.
     Refault,
     /// Brought in ahead of need.
     Cold,
@@ -139,8 +139,8 @@ impl<A: AddressSpace> Installer<A> {
             let before = region.words.apply(page, |w| {
                 let heat = match heat {
                     Heat::Hot => HEAT_MAX,
-                    Heat::Refault => u8::from(self.clock.is_recent(w.stamp(), now)),
-                    Heat::Cold => 0,
+                    Heat::Refault if self.clock.is_recent(w.stamp(), now) => HEAT_MAX,
+                    Heat::Refault | Heat::Cold => 0,
                 };
                 (protocol::installed(w, heat, now), w)
             });

@@ -41,8 +41,8 @@
 //! | 0 - 2 | state | see [`State`] |
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
 //! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
-//! | 4 - 5 | heat | how many sweeps the page survives |
 //! | 8 - 15 | pins | how often the program has pinned the page: unless 0 it comes back when taken out |
+//! | 16 - 19 | heat | how many sweeps the page survives |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
 //!
 //! A word changes by compare-and-swap only. The swap into an owned state is an acquire and the one
@@ -70,15 +70,17 @@ pub enum State {
 
 const STATE: u64 = 0b111;
 const WANTED: u64 = 1 << 3;
-const HEAT_SHIFT: u32 = 4;
-const HEAT: u64 = 0b11 << HEAT_SHIFT;
 const INSTALLING: u64 = 1 << 6;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xff << 8;
+const HEAT_SHIFT: u32 = 16;
+const HEAT: u64 = 0b1111 << HEAT_SHIFT;
 const STAMP_SHIFT: u32 = 32;
 
-/// The highest heat: a page survives so many sweeps at most.
-pub const HEAT_MAX: u8 = 3;
+/// The highest heat: a page survives so many sweeps at most. With less, pages that are hot leave so
+/// often that a small budget is worse off than by least recently used; with more, little is gained,
+/// and what was hot once stays longer.
+pub const HEAT_MAX: u8 = 15;
 
 /// A page's word, as a value. `Word::default()` is `Remote`, never touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

@@ -8,6 +8,7 @@
 //! the budget is checked after each step.
 
 mod closing;
+mod hot;
 mod lost;
 mod plain;
 mod tight;

@@ -11,7 +11,7 @@
 //! first in, first out; it falls when a sweep finds too few.
 //!
 //! The downside: a page that is hot without ever leaving is not known to be hot, so that it leaves
-//! and comes back once in a while.
+//! and comes back once. What was hot stays for a while after it has cooled.
 
 use std::{
     ops::Bound,
