@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
-use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageStore, RegionId, RemoteOptions};
+use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageStore, RemoteOptions};
 use farpage_vm::{
     AddressSpace, Frame, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Left, Out,
     Pages, Shard,
@@ -256,10 +256,9 @@ impl<'a> Worker<'a> {
         // Steps that are on their way somewhere must not be wanted again.
         let runs = array.div_ceil(run_bytes).max(4 * STEPS_AHEAD);
         let bytes = 3 * runs * run_bytes;
-        let id = RegionId(thread as u64 + 1);
         let store = PageStore::remote(
             cluster,
-            id,
+            format!("arrays of thread {thread}"),
             bytes as u64,
             page_bytes,
             &RemoteOptions::default(),

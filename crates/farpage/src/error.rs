@@ -2,6 +2,9 @@
 //!
 //! An error's text is whole: it holds its cause's, and says what to do. Printing it with `{}` is
 //! enough, and [`Error::source`] has nothing to add. Which cause it was, the variants' fields say.
+//!
+//! Texts call a region or an array by its name, and one without a name by a number: "array 3 (f64,
+//! 12.0 MiB)" is the third that the runtime created without one.
 
 use std::{error::Error, fmt};
 

@@ -1,12 +1,18 @@
 //! [`Runtime`]: memory servers, a budget, and the workers that move pages between them.
 
-use std::{mem, sync::Arc};
+use std::{
+    mem,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use bytemuck::Pod;
 use bytesize::ByteSize;
 use farpage_pager::Pager;
 use farpage_store::{
-    BlockingOptions, Element, ElementType, Elements, Layout, PageStore, RegionId, RemoteOptions,
+    BlockingOptions, Element, ElementType, Elements, Layout, PageStore, RemoteOptions,
 };
 use farpage_vm::KernelSpace;
 use farpage_wire::control::check_name;
@@ -22,6 +28,8 @@ use crate::{
 pub struct Runtime {
     pager: Arc<Pager<KernelSpace>>,
     defaults: Defaults,
+    /// Regions without a name that were created.
+    unnamed: Arc<AtomicU64>,
 }
 
 impl Runtime {
@@ -31,7 +39,11 @@ impl Runtime {
     }
 
     pub(crate) fn new(pager: Arc<Pager<KernelSpace>>, defaults: Defaults) -> Runtime {
-        Runtime { pager, defaults }
+        Runtime {
+            pager,
+            defaults,
+            unnamed: Arc::default(),
+        }
     }
 
     /// An array of `len` zeroed elements on the memory servers.
@@ -112,7 +124,7 @@ impl Runtime {
     /// # Errors
     /// See [`OpenError`].
     pub fn open_array<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
-        let (pages, asked) = (self.open(name)?, ElementType::of::<T>());
+        let (pages, asked) = (self.open("array", name)?, ElementType::of::<T>());
         let elements = pages.layout().and_then(|layout| layout.elements.clone());
         let (len, stored) = match elements {
             Some(elements) if elements.of == asked => (Some(elements.len), elements.to_string()),
@@ -148,8 +160,8 @@ impl Runtime {
     /// Removes what this user has published under `name`, and frees its memory.
     ///
     /// # Errors
-    /// [`NamesError::NotFound`] if there is none, [`NamesError::Remove`] if another program has it
-    /// open or a server cannot be reached.
+    /// [`NamesError::NotFound`] if there is none, [`NamesError::Held`] if this runtime has it open,
+    /// [`NamesError::Remove`] if another program has or a server cannot be reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
         self.pager.cluster().remove(name)
     }
@@ -184,14 +196,14 @@ impl Runtime {
         if let Some(name) = &options.name {
             check_name(name)?;
         }
-        let id = RegionId(self.pager.next_region());
+        let label = self.label(&options, bytes as u64, layout.elements.as_ref());
         let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
             .unwrap_or_else(|| default_page_bytes(bytes));
         let cluster = self.pager.cluster();
         let pages = match options.store.clone() {
             Some(store) => PageStore::blocking(
                 cluster,
-                id,
+                label,
                 bytes as u64,
                 page_bytes,
                 store,
@@ -205,12 +217,11 @@ impl Runtime {
                     name: options.name.clone(),
                     replace: options.replace,
                 };
-                PageStore::remote(cluster, id, bytes as u64, page_bytes, &remote)?
+                PageStore::remote(cluster, label, bytes as u64, page_bytes, &remote)?
             }
         };
         let keeps = options.name.is_some() || options.store.is_some();
-        let label = label(options.name.as_deref(), bytes as u64);
-        let mapped = (self.pager).map(pages, self.pager_options(&options, label))?;
+        let mapped = (self.pager).map(pages, self.pager_options(&options))?;
         Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
     }
 
@@ -220,34 +231,39 @@ impl Runtime {
     /// # Errors
     /// See [`OpenError`].
     pub fn open_region(&self, name: &str) -> Result<Region, OpenError> {
-        self.map_opened(name, self.open(name)?)
+        self.map_opened(name, self.open("region", name)?)
     }
 
-    fn open(&self, name: &str) -> Result<Arc<PageStore>, OpenError> {
+    fn open(&self, kind: &str, name: &str) -> Result<Arc<PageStore>, OpenError> {
         if self.pager.is_parents() {
             return Err(OpenError::Forked);
         }
-        let id = RegionId(self.pager.next_region());
-        Ok(PageStore::open(self.pager.cluster(), id, name)?)
+        let label = format!("{kind} `{name}`");
+        Ok(PageStore::open(self.pager.cluster(), label, name)?)
     }
 
     fn map_opened(&self, name: &str, pages: Arc<PageStore>) -> Result<Region, OpenError> {
-        let label = label(Some(name), pages.bytes());
-        let options = self.pager_options(&RegionOptions::new(), label);
+        let options = self.pager_options(&RegionOptions::new());
         let mapped = self.pager.map(pages, options)?;
         Ok(Region::new(mapped, Some(name.to_owned()), true, false)?)
     }
 
-    fn pager_options(
-        &self,
-        options: &RegionOptions,
-        label: String,
-    ) -> farpage_pager::RegionOptions {
+    /// What messages call a new region.
+    fn label(&self, options: &RegionOptions, bytes: u64, elements: Option<&Elements>) -> String {
+        let kind = elements.map_or("region", |_| "array");
+        if let Some(name) = &options.name {
+            return format!("{kind} `{name}`");
+        }
+        let number = 1 + self.unnamed.fetch_add(1, Ordering::Relaxed);
+        let of = elements.map_or(String::new(), |elements| format!("{}, ", elements.of));
+        format!("{kind} {number} ({of}{})", ByteSize(bytes))
+    }
+
+    fn pager_options(&self, options: &RegionOptions) -> farpage_pager::RegionOptions {
         let mut pager = farpage_pager::RegionOptions::default();
         pager.read_ahead = options.read_ahead.or(self.defaults.read_ahead);
         pager.address = options.address;
         pager.read_only = options.read_only;
-        pager.label = Some(label);
         pager
     }
 
@@ -275,14 +291,6 @@ impl Runtime {
             return &[];
         }
         self.pager.cluster().sessions()
-    }
-}
-
-/// What messages call a region.
-fn label(name: Option<&str>, bytes: u64) -> String {
-    match name {
-        Some(name) => format!("array `{name}` ({})", ByteSize(bytes)),
-        None => format!("an array of {}", ByteSize(bytes)),
     }
 }
 

@@ -396,7 +396,7 @@ fn a_program_that_prints_a_lost_page_reads_why() {
     for mode in ["filler", "in-thread"] {
         let server = ServerProcess::start("serve_until_killed", Fabric::Tcp, 64 * MIB);
         let said = words_of_the_dying(test, mode, server, "1");
-        assert!(said.contains("farpage: page "), "{mode}: {said}");
+        assert!(said.contains("farpage: fill of page "), "{mode}: {said}");
     }
 }
 

@@ -4,9 +4,12 @@
 //! The rule it keeps: an error's text is whole, so that `{}` is enough, and no cause is said twice
 //! where sources are printed, too. Each error that has a cause is made here with one.
 
-use std::{error::Error, io, path::PathBuf, sync::Arc};
+mod common;
 
-use farpage::{BuildError, Codec, Runtime, error as errors};
+use std::{error::Error, io, path::PathBuf, sync::Arc, time::Duration};
+
+use common::{Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page};
+use farpage::{BuildError, Codec, RegionOptions, Runtime, error as errors};
 use farpage_fabric::{
     AllocError, ChannelError, ConnectError, ControlError, OpenError, PublishError, key::KeyError,
     patterns::SendError, regmem::RegError, server::BindError,
@@ -15,7 +18,7 @@ use farpage_memserver::{StartError as ServerError, config::ConfigError};
 use farpage_pager::{FlushError, MapError, PageError, PinError, StartError};
 use farpage_store::{
     CodecError, CreateError, FileStoreError, NamesError, OpenStoreError, PublishStoreError,
-    RegionId, StoreError,
+    StoreError,
 };
 use farpage_vm::{DetachError, InstallErrorKind, OpenError as UserfaultfdError};
 
@@ -87,15 +90,15 @@ fn registered() -> RegError {
     }
 }
 
-fn region() -> RegionId {
-    RegionId(3)
+fn region() -> Arc<str> {
+    "array 3 (f64, 12.0 MiB)".into()
 }
 
 fn remote() -> StoreError {
     StoreError::Remote {
         region: region(),
         page: 5,
-        server: endpoint(),
+        server: endpoint().into(),
         operation: "fill",
         attempts: 3,
         retry: true,
@@ -171,7 +174,7 @@ fn errors_of_stores_say_their_cause_once() {
     says_once(
         CAUSE,
         StoreError::Full {
-            region,
+            region: region.clone(),
             page,
             source,
         },
@@ -180,7 +183,7 @@ fn errors_of_stores_say_their_cause_once() {
     says_once(
         CAUSE,
         StoreError::Memory {
-            region,
+            region: region.clone(),
             page,
             source,
         },
@@ -224,14 +227,12 @@ fn no_memory() -> CreateError {
 
 #[test]
 fn errors_of_named_regions_say_their_cause_once() {
-    let region = region();
     let name = name();
     macro_rules! publishing {
         ($variant:ident, $source:expr) => {
             says_once(
                 CAUSE,
                 PublishStoreError::$variant {
-                    region,
                     name: name.clone(),
                     source: $source,
                 },
@@ -287,14 +288,10 @@ fn errors_that_a_program_meets_say_their_cause_once() {
     );
     says_once(CAUSE, errors::OpenError::from(map()));
     says_once(CAUSE, errors::FlushError::from(FlushError::from(page())));
-    let (region, name, source) = (region(), self::name(), alloc());
+    let (name, source) = (self::name(), alloc());
     says_once(
         CAUSE,
-        errors::FlushError::from(PublishStoreError::Alloc {
-            region,
-            name,
-            source,
-        }),
+        errors::FlushError::from(PublishStoreError::Alloc { name, source }),
     );
 }
 
@@ -310,4 +307,47 @@ fn server_that_is_not_there_is_said_once() {
         .build();
     let error = built.expect_err("nobody listens there");
     says_once(&io::Error::from_raw_os_error(111).to_string(), error);
+}
+
+#[test]
+fn what_has_no_name_is_called_by_its_kind_its_number_and_its_size() {
+    let test = "what_has_no_name_is_called_by_its_kind_its_number_and_its_size";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let runtime = builder(MIB, 4 * KIB)
+        .deadline(Duration::from_secs(2))
+        .build()
+        .unwrap();
+    // What is not created for want of a server has a number as well.
+    let said = runtime.array::<f64>(1 << 20).unwrap_err().to_string();
+    assert!(said.starts_with("array 1 (f64, 8.0 MiB) needs"), "{said}");
+    let said = runtime.region(5000).unwrap_err().to_string();
+    assert!(said.starts_with("region 2 (4.9 KiB) needs"), "{said}");
+
+    let broken = || RegionOptions::new().store(HookedStore::new(MIB, |_, _| Err(io_error())));
+    let array = runtime.array_with::<u32>(1 << 18, broken()).unwrap();
+    let said = array.prefetch_now(..1).unwrap_err().to_string();
+    let page = "page 0 of array 3 (u32, 1.0 MiB) failed";
+    assert!(said.contains(page) && said.contains(CAUSE), "{said}");
+}
+
+#[test]
+fn what_has_a_name_is_called_by_it() {
+    let test = "what_has_a_name_is_called_by_it";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let server = Memory::start(Fabric::Tcp, 4 * MIB);
+    let runtime = server.runtime(MIB, 4 * KIB);
+    let named = || RegionOptions::new().name("squares");
+    let said = runtime.array_with::<f64>(1 << 20, named()).unwrap_err();
+    let said = said.to_string();
+    assert!(said.contains("for array `squares`, which"), "{said}");
+    let said = runtime.region_with(8 * MIB, named()).unwrap_err();
+    let said = said.to_string();
+    assert!(said.contains("for region `squares`, which"), "{said}");
+    runtime.array::<f64>(1).unwrap().close().unwrap();
 }

@@ -72,7 +72,7 @@ fn assert_filled(array: &[u64]) {
 /// Asserts that an error is about the server at `url`, and says so.
 fn assert_names_server(error: &PageError, url: &str) {
     assert!(
-        matches!(error, PageError::Store(StoreError::Remote { server, .. }) if server == url),
+        matches!(error, PageError::Store(StoreError::Remote { server, .. }) if **server == *url),
         "{error:?}"
     );
     assert!(

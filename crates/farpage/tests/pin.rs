@@ -457,7 +457,7 @@ fn pin_of_what_a_dead_server_holds_names_it() {
             since.elapsed()
         );
         assert!(
-            matches!(&error, PinError::Page(PageError::Store(StoreError::Remote { server: at, .. })) if *at == server.url),
+            matches!(&error, PinError::Page(PageError::Store(StoreError::Remote { server: at, .. })) if **at == *server.url),
             "{error:?}"
         );
         assert!(error.to_string().contains(&server.url), "{error}");

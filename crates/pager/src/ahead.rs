@@ -15,7 +15,7 @@
 
 use std::ops::Range;
 
-use farpage_store::RegionId;
+use crate::region::RegionId;
 
 /// Pages of a stream's first window.
 const FIRST_WINDOW: usize = 4;

@@ -3,9 +3,9 @@
 //!
 //! The rule it keeps: each text says what was tried, why it failed, and what to do.
 
-use std::{io, time::Duration};
+use std::{io, sync::Arc, time::Duration};
 
-use farpage_store::{RegionId, StoreError};
+use farpage_store::StoreError;
 
 /// What a child of `fork` is told.
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
@@ -21,12 +21,12 @@ pub enum PageError {
     Store(#[from] StoreError),
     /// No frame came free within the deadline.
     #[error(
-        "page {page} of region {region} found no frame within {waited:?}: all of the budget is pinned, or held by pages that cannot be \
+        "page {page} of {region} found no frame within {waited:?}: all of the budget is pinned, or held by pages that cannot be \
          written back; raise the budget or look at the errors before this one"
     )]
     NoFrame {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// How long it waited.
@@ -34,19 +34,19 @@ pub enum PageError {
     },
     /// The kernel, a device or another worker held the page until the deadline.
     #[error(
-        "page {page} of region {region} could not be written back in time: the kernel or a device holds it (direct I/O?), or a worker is still busy with it (a slow store?); try again later"
+        "page {page} of {region} could not be written back in time: the kernel or a device holds it (direct I/O?), or a worker is still busy with it (a slow store?); try again later"
     )]
     Held {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
     },
     /// The program has unmapped the page's addresses, or part of them, itself.
-    #[error("page {page} of region {region} is gone: the program has unmapped its addresses")]
+    #[error("page {page} of {region} is gone: the program has unmapped its addresses")]
     Unmapped {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
     },
@@ -54,12 +54,12 @@ pub enum PageError {
     /// it, which is never taken for the page. Touching the page raises SIGBUS, and flushing the
     /// region fails, until the program overwrites the whole page.
     #[error(
-        "the newest bytes of page {page} of region {region} are lost, and the older ones are not put in their place: {why}; overwrite the whole page \
+        "the newest bytes of page {page} of {region} are lost, and the older ones are not put in their place: {why}; overwrite the whole page \
          (`overwrite`), or discard the region"
     )]
     Lost {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// Why it could not stay.
@@ -70,12 +70,12 @@ pub enum PageError {
     #[error("{FORKED}")]
     Forked,
     /// The operating system refused to map or take out a page.
-    #[error("cannot {what} page {page} of region {region}: {message}")]
+    #[error("cannot {what} page {page} of {region}: {message}")]
     Os {
         /// "map" or "take out".
         what: &'static str,
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The operating system's words.
@@ -91,7 +91,7 @@ impl PageError {
     }
 
     /// The operating system refused to map a page.
-    pub(crate) fn cannot_map(region: RegionId, page: usize, error: &io::Error) -> PageError {
+    pub(crate) fn cannot_map(region: Arc<str>, page: usize, error: &io::Error) -> PageError {
         PageError::Os {
             what: "map",
             region,
@@ -189,12 +189,10 @@ pub enum PinError {
         most_bytes: u64,
     },
     /// The page is pinned 255 times.
-    #[error(
-        "page {page} of region {region} is pinned 255 times already: every pin needs its unpin"
-    )]
+    #[error("page {page} of {region} is pinned 255 times already: every pin needs its unpin")]
     TooOften {
-        /// The region's number.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page's index in it.
         page: u64,
     },

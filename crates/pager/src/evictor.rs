@@ -309,7 +309,7 @@ impl<A: AddressSpace> Evictor<A> {
                 }
                 Begun::NotNow(error) if later.since.elapsed() > self.deadline => {
                     let held = PageError::Held {
-                        region: region.id,
+                        region: region.label(),
                         page: later.page as u64,
                     };
                     later.job.close_one(Some(error.unwrap_or(held)));
@@ -361,7 +361,7 @@ impl<A: AddressSpace> Evictor<A> {
 
 /// Why a page could not be taken out, as the program is told.
 fn refused(region: &Region, page: usize, error: DetachError) -> PageError {
-    let (region, page) = (region.id, page as u64);
+    let (region, page) = (region.label(), page as u64);
     match error {
         DetachError::Held => PageError::Held { region, page },
         other => PageError::Os {

@@ -372,7 +372,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     /// A fill found no frame for too long.
     fn starve(&mut self, waiting: Waiting, since: Instant) {
         let error = PageError::NoFrame {
-            region: waiting.region.id,
+            region: waiting.region.label(),
             page: waiting.page as u64,
             waited: since.elapsed(),
         };

@@ -177,7 +177,7 @@ impl<A: AddressSpace> Landing<A> for Alone<A> {
         let refused = |page, frame, error: io::Error| {
             filled -= 1;
             shared.frames.release(frame, region.page_bytes());
-            let error = PageError::cannot_map(region.id, page, &error);
+            let error = PageError::cannot_map(region.label(), page, &error);
             self.refuse(&region, page, unsaved, error);
         };
         if is_alone {

@@ -115,7 +115,7 @@ impl<A: AddressSpace> Installer<A> {
         // Before the word says so: whoever sees the page poisoned looks for the reason.
         if wanted {
             region.record(PageError::Unmapped {
-                region: region.id,
+                region: region.label(),
                 page: page as u64,
             });
         }
@@ -181,7 +181,7 @@ impl<A: AddressSpace> Installer<A> {
         let error = match why {
             PageError::Lost { .. } => why.clone(),
             why => PageError::Lost {
-                region: region.id,
+                region: region.label(),
                 page: page as u64,
                 why: why.to_string(),
             },

@@ -38,11 +38,10 @@ impl LastWords {
             return;
         }
         write(&format!(
-            "farpage: page {page} of {} is not to be had: {error}. Touching it raises SIGBUS (\"Bus \
-             error\"). See whether the server runs and can be reached; `prefetch_now` returns such \
-             errors and tries again, FARPAGE_DEADLINE waits longer than {:?}. \
-             (FARPAGE_LAST_WORDS=0 turns this line off.)\n",
-            region.label, self.deadline
+            "farpage: {error}. Touching page {page} raises SIGBUS (\"Bus error\"). See whether the \
+             server runs and can be reached; `prefetch_now` returns such errors and tries again, \
+             FARPAGE_DEADLINE waits longer than {:?}. (FARPAGE_LAST_WORDS=0 turns this line off.)\n",
+            self.deadline
         ));
     }
 }
@@ -62,7 +61,7 @@ fn cause(error: &PageError) -> String {
     match error {
         PageError::Store(
             StoreError::Remote { server, .. } | StoreError::Corrupt { server, .. },
-        ) => server.clone(),
+        ) => server.to_string(),
         PageError::Store(StoreError::User { store, .. } | StoreError::Panicked { store, .. }) => {
             store.clone()
         }

@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use farpage_store::{PageStore, RegionId};
+use farpage_store::PageStore;
 use farpage_vm::{AddressSpace, Layout};
 
 use crate::{
     MapError, Mapped, Pager, RegionOptions,
-    region::{CHUNK_PAGES, Region},
+    region::{CHUNK_PAGES, Region, RegionId},
     wishes::BYTES_AHEAD_MAX,
 };
 
@@ -50,7 +50,7 @@ impl<A: AddressSpace> Pager<A> {
             });
         }
         self.shared().frames.expect(page_bytes);
-        let id = store.region();
+        let id = self.next_region();
         let layout = Layout {
             address: options.address,
             read_only: options.read_only,
@@ -71,15 +71,7 @@ impl<A: AddressSpace> Pager<A> {
             }
         };
         let run_pages = (self.run_bytes_max() / page_bytes).clamp(1, CHUNK_PAGES);
-        let region = Region::new(
-            id,
-            options.label.unwrap_or_else(|| format!("region {id}")),
-            mapping,
-            layout,
-            store,
-            read_ahead,
-            run_pages,
-        );
+        let region = Region::new(id, mapping, layout, store, read_ahead, run_pages);
         let region = Arc::new(region);
         if let Some(in_thread) = self.in_thread() {
             in_thread.prepare(&region);

@@ -163,7 +163,7 @@ impl<A: AddressSpace> Mapped<A> {
             if waited > self.pager.deadline() {
                 frames.budget().end_starving();
                 return Err(PageError::NoFrame {
-                    region: self.region.id,
+                    region: self.region.label(),
                     page: page as u64,
                     waited,
                 });
@@ -239,7 +239,7 @@ impl<A: AddressSpace> Mapped<A> {
                 State::Poisoned if is_new => {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
-                        region: self.region.id,
+                        region: self.region.label(),
                         page: page as u64,
                         waited,
                     };
@@ -292,7 +292,7 @@ impl<A: AddressSpace> Mapped<A> {
             let seen = region.words.load(page);
             if protocol::pin(seen).is_none() {
                 return Err(PinError::TooOften {
-                    region: region.id,
+                    region: region.label(),
                     page: page as u64,
                 });
             }

@@ -95,6 +95,4 @@ pub struct RegionOptions {
     pub address: Option<usize>,
     /// The program may only read: a write raises SIGSEGV. Default: false.
     pub read_only: bool,
-    /// What messages call the region, such as "array `x`". Default: its number.
-    pub label: Option<String>,
 }

@@ -27,6 +27,7 @@ use crate::{
     in_thread::InThread,
     last_words::LastWords,
     pace::Pace,
+    region::RegionId,
     run::RUN_BYTES_MAX,
     shared::{Shared, Workers},
     team::Team,
@@ -178,9 +179,8 @@ impl<A: AddressSpace> Pager<A> {
         self.in_thread.as_ref()
     }
 
-    /// A number for the next region, by which errors call it.
-    pub fn next_region(&self) -> u64 {
-        self.next_id.fetch_add(1, Ordering::Relaxed)
+    pub(crate) fn next_region(&self) -> RegionId {
+        RegionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
     /// What happened so far.

@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use farpage_store::{PageStore, RegionId};
+use farpage_store::PageStore;
 use farpage_vm::{Layout, Mapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
@@ -25,11 +25,13 @@ pub(crate) const CHUNK_PAGES: usize = 64;
 /// some of them are gone.
 const OVERDUE_RUNS_MAX: usize = 8;
 
+/// A region of a pager. Nobody else sees the number: messages say the region's label.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct RegionId(pub(crate) u64);
+
 /// A mapped region, shared by the program and the workers.
 pub(crate) struct Region {
     pub(crate) id: RegionId,
-    /// What the program calls it.
-    pub(crate) label: String,
     pub(crate) address: usize,
     /// Whether pages may come and go as copies.
     pub(crate) can_copy: bool,
@@ -66,7 +68,6 @@ pub(crate) struct Region {
 impl Region {
     pub(crate) fn new(
         id: RegionId,
-        label: String,
         mapping: Mapping,
         layout: Layout,
         store: Arc<PageStore>,
@@ -76,7 +77,6 @@ impl Region {
         let pages = layout.bytes / layout.page_bytes;
         Region {
             id,
-            label,
             address: mapping.address,
             can_copy: mapping.can_copy,
             layout,
@@ -96,6 +96,11 @@ impl Region {
             error: Mutex::new(None),
             lost: Mutex::default(),
         }
+    }
+
+    /// What messages call it.
+    pub(crate) fn label(&self) -> Arc<str> {
+        self.store.label().clone()
     }
 
     pub(crate) fn pages(&self) -> usize {
@@ -335,7 +340,7 @@ fn by_chunk(pages: &Range<usize>) -> impl Iterator<Item = (usize, i8)> {
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Region")
-            .field("id", &self.id)
+            .field("label", self.store.label())
             .field("layout", &self.layout)
             .finish_non_exhaustive()
     }

@@ -32,8 +32,8 @@ use farpage_fabric::{
     sim::{SimConfig, SimServer},
 };
 use farpage_store::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageStore, RegionId, RemoteOptions,
-    Store, ZfpMode,
+    BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageStore, RemoteOptions, Store,
+    ZfpMode,
 };
 use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};

@@ -258,7 +258,7 @@ mod tests {
         SessionOptions,
         sim::{SimConfig, SimServer},
     };
-    use farpage_store::{Cluster, ClusterOptions, PageStore, RegionId, RemoteOptions};
+    use farpage_store::{Cluster, ClusterOptions, PageStore, RemoteOptions};
     use farpage_vm::{Faulted, SimOptions, SimSpace};
 
     use super::*;
@@ -336,7 +336,7 @@ mod tests {
             threads.push(worker::spawn("evictor".to_owned(), serve).expect("a thread starts"));
         }
         let options = RemoteOptions::default();
-        let store = PageStore::remote(&cluster, RegionId(1), BYTES, PAGE_BYTES, &options)
+        let store = PageStore::remote(&cluster, "a region", BYTES, PAGE_BYTES, &options)
             .expect("the server has room");
         let mapped = (Arc::new(pager).map(store, RegionOptions::default()))
             .expect("the budget holds the pages of all fillers");

@@ -246,7 +246,7 @@ impl<A: AddressSpace> WriteBacks<A> {
             let is_stored = written && failed.is_none()
                 || region.store.is_unchanged(page as u64, frame.as_ref());
             self.shared.frames.release(frame, region.page_bytes());
-            let os = PageError::cannot_map(region.id, page, &os);
+            let os = PageError::cannot_map(region.label(), page, &os);
             // Where the write-back has failed too, its error goes first.
             let why = failed.unwrap_or(os);
             if is_stored {

@@ -216,8 +216,12 @@ impl Pool {
         &self.servers
     }
 
-    pub(crate) fn endpoint(&self, server: u8) -> String {
-        self.servers[server as usize].1.endpoint().to_string()
+    pub(crate) fn endpoint(&self, server: u8) -> Arc<str> {
+        self.servers[server as usize]
+            .1
+            .endpoint()
+            .to_string()
+            .into()
     }
 
     pub(crate) fn port(&self, server: u8) -> usize {
@@ -515,7 +519,7 @@ impl Pool {
             if let Err(error) = thread.spawn(ask) {
                 self.is_growing.store(false, Ordering::Relaxed);
                 return Growth::Refused(AllocError::Control(ControlError::Disconnected {
-                    endpoint: self.endpoint(0),
+                    endpoint: self.endpoint(0).to_string(),
                     attempt: "start a thread that asks for memory".to_owned(),
                     reason: error.to_string(),
                 }));

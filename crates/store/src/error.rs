@@ -9,7 +9,7 @@ use std::sync::Arc;
 use farpage_fabric::{AllocError, ChannelError, ConnectError, ControlError, regmem::RegError};
 use farpage_wire::ExtentId;
 
-use crate::{CodecError, RegionId};
+use crate::CodecError;
 
 /// Why a page could not be filled or written back. After a failed write-back the last good copy is
 /// still there.
@@ -19,27 +19,27 @@ pub enum StoreError {
     /// What came back is not what was written. Never handed out as data; reading it again does not
     /// help.
     #[error(
-        "page {page} of region {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy"
+        "page {page} of {region} came back from {server} damaged: {detail}; it is lost unless its server has another copy"
     )]
     Corrupt {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The endpoint of the server, or the name of the store.
-        server: String,
+        server: Arc<str>,
         /// What does not match.
         detail: &'static str,
     },
     /// The server could not be reached, or did not answer, until the deadline.
-    #[error("{operation} of page {page} of region {region} failed after {attempts} attempts: {source}; {}", if *.retry { "trying again may help once the server answers" } else { "trying again does not help" })]
+    #[error("{operation} of page {page} of {region} failed after {attempts} attempts: {source}; {}", if *.retry { "trying again may help once the server answers" } else { "trying again does not help" })]
     Remote {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The endpoint of the server.
-        server: String,
+        server: Arc<str>,
         /// "fill" or "write-back".
         operation: &'static str,
         /// How often it was tried.
@@ -50,10 +50,10 @@ pub enum StoreError {
         r#source: ChannelError,
     },
     /// No server has room for the page. It may be written back once memory is free again.
-    #[error("no remote memory for page {page} of region {region}: {source}")]
+    #[error("no remote memory for page {page} of {region}: {source}")]
     Full {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// What the last server asked said.
@@ -61,20 +61,20 @@ pub enum StoreError {
     },
     /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved
     /// once there is.
-    #[error("no buffer for page {page} of region {region}: {source}")]
+    #[error("no buffer for page {page} of {region}: {source}")]
     Memory {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// What is lacking.
         r#source: Arc<RegError>,
     },
     /// The region's own store returned an error.
-    #[error("{operation} of page {page} of region {region} failed in its store {store}: {message}")]
+    #[error("{operation} of page {page} of {region} failed in its store {store}: {message}")]
     User {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The name of the store.
@@ -87,12 +87,10 @@ pub enum StoreError {
         message: String,
     },
     /// The region's own store panicked.
-    #[error(
-        "store {store} panicked in the {operation} of page {page} of region {region}: {message}"
-    )]
+    #[error("store {store} panicked in the {operation} of page {page} of {region}: {message}")]
     Panicked {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The page in the region.
         page: u64,
         /// The name of the store.
@@ -151,36 +149,36 @@ pub struct TableError {
 #[non_exhaustive]
 pub enum CreateError {
     /// The codec makes no sense, or does not fit the array.
-    #[error("region {region}: {source}")]
+    #[error("{region}: {source}")]
     Codec {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// What does not fit, and what would.
         r#source: CodecError,
     },
     /// The runtime has no memory server.
     #[error(
-        "region {region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own"
+        "{region} needs remote memory, but the runtime has no server: name one, or give the region a store of its own"
     )]
     NoServer {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
     },
     /// The page size is none that this crate can handle.
     #[error(
-        "page size of {page_bytes} bytes for region {region}: it must be a power of two from 4 KiB to 2 MiB"
+        "page size of {page_bytes} bytes for {region}: it must be a power of two from 4 KiB to 2 MiB"
     )]
     PageSize {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The size asked for.
         page_bytes: usize,
     },
     /// A process cannot have so many bytes, or there are none.
-    #[error("region {region} of {bytes} bytes: need 1 to {most}")]
+    #[error("{region} has {bytes} bytes: need 1 to {most}")]
     Size {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The size asked for.
         bytes: u64,
         /// The largest size.
@@ -201,13 +199,13 @@ pub enum CreateError {
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the
     /// runtime goes on.
     #[error(
-        "no remote memory for region {region} of {bytes} bytes, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
+        "no remote memory for {region}, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
          turn out to need (`Reserve::OnDemand`)",
         if *.named { " since a named region keeps two versions while it is published" } else { "" }
     )]
     Alloc {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
         /// The region's size.
         bytes: u64,
         /// What it reserves.
@@ -226,56 +224,46 @@ pub enum CreateError {
 pub enum PublishStoreError {
     /// The region was created without [`RemoteOptions::name`](crate::RemoteOptions::name), or is
     /// kept by a store of its own.
-    #[error("region {region} cannot be published: it was not created as a named region")]
+    #[error("{region} cannot be published: it was not created as a named region")]
     NotNamed {
-        /// The region.
-        region: RegionId,
+        /// What the program calls the region.
+        region: Arc<str>,
     },
     /// No room for the page map.
-    #[error("no remote memory for the page map of region {region} ({name}): {source}")]
+    #[error("no remote memory for the page map of region `{name}`: {source}")]
     Alloc {
-        /// The region.
-        region: RegionId,
         /// The name.
         name: String,
         /// What the server said.
         r#source: AllocError,
     },
     /// There is no local memory for the page map to travel in.
-    #[error("writing the page map of region {region} ({name}): {source}")]
+    #[error("writing the page map of region `{name}`: {source}")]
     Memory {
-        /// The region.
-        region: RegionId,
         /// The name.
         name: String,
         /// What is lacking.
         r#source: RegError,
     },
     /// A data connection could not be opened.
-    #[error("writing the page map of region {region} ({name}): {source}")]
+    #[error("writing the page map of region `{name}`: {source}")]
     Connect {
-        /// The region.
-        region: RegionId,
         /// The name.
         name: String,
         /// What happened.
         r#source: ConnectError,
     },
     /// The page map could not be written.
-    #[error("writing the page map of region {region} ({name}): {source}")]
+    #[error("writing the page map of region `{name}`: {source}")]
     Map {
-        /// The region.
-        region: RegionId,
         /// The name.
         name: String,
         /// What happened.
         r#source: ChannelError,
     },
     /// A server would not bind the name.
-    #[error("publishing region {region} as {name}: {source}")]
+    #[error("publishing region `{name}`: {source}")]
     Publish {
-        /// The region.
-        region: RegionId,
         /// The name.
         name: String,
         /// What the server said.
@@ -289,14 +277,14 @@ pub enum PublishStoreError {
 pub enum OpenStoreError {
     /// No server knows the name.
     #[error(
-        "no server of this runtime has a region named {name}: publish it first, or add the server that has it"
+        "no server of this runtime has a region named `{name}`: publish it first, or add the server that has it"
     )]
     NotFound {
         /// The name.
         name: String,
     },
     /// A server would not open it.
-    #[error("opening region {name}: {source}")]
+    #[error("opening region `{name}`: {source}")]
     Open {
         /// The name.
         name: String,
@@ -310,7 +298,7 @@ pub enum OpenStoreError {
         name: String,
     },
     /// A server that has nothing of it would not keep its name for it.
-    #[error("opening region {name}: {source}")]
+    #[error("opening region `{name}`: {source}")]
     Claim {
         /// The name.
         name: String,
@@ -319,7 +307,7 @@ pub enum OpenStoreError {
     },
     /// The region's pages lie on a server that the runtime does not have.
     #[error(
-        "region {name} also lies on {endpoint}, which this runtime does not use: add that server"
+        "region `{name}` also lies on {endpoint}, which this runtime does not use: add that server"
     )]
     ServerMissing {
         /// The name.
@@ -328,7 +316,7 @@ pub enum OpenStoreError {
         endpoint: String,
     },
     /// The region is fully reserved, and the servers would not grant what it lacks.
-    #[error("no remote memory for region {name}: {source}")]
+    #[error("no remote memory for region `{name}`: {source}")]
     Alloc {
         /// The name.
         name: String,
@@ -339,7 +327,7 @@ pub enum OpenStoreError {
     #[error(transparent)]
     Table(#[from] TableError),
     /// The manifest or the page map is not what was published.
-    #[error("region {name} is damaged: {detail}")]
+    #[error("region `{name}` is damaged: {detail}")]
     Damaged {
         /// The name.
         name: String,
@@ -347,7 +335,7 @@ pub enum OpenStoreError {
         detail: String,
     },
     /// The manifest refers to an extent that the server no longer has.
-    #[error("region {name} is damaged: {endpoint} no longer has extent {extent}")]
+    #[error("region `{name}` is damaged: {endpoint} no longer has extent {extent}")]
     ExtentMissing {
         /// The name.
         name: String,
@@ -357,7 +345,7 @@ pub enum OpenStoreError {
         extent: ExtentId,
     },
     /// There is no local memory for the page map to travel in.
-    #[error("reading the page map of region {name}: {source}")]
+    #[error("reading the page map of region `{name}`: {source}")]
     Memory {
         /// The name.
         name: String,
@@ -365,7 +353,7 @@ pub enum OpenStoreError {
         r#source: RegError,
     },
     /// A data connection could not be opened.
-    #[error("reading the page map of region {name}: {source}")]
+    #[error("reading the page map of region `{name}`: {source}")]
     Connect {
         /// The name.
         name: String,
@@ -373,7 +361,7 @@ pub enum OpenStoreError {
         r#source: ConnectError,
     },
     /// The page map could not be read.
-    #[error("reading the page map of region {name}: {source}")]
+    #[error("reading the page map of region `{name}`: {source}")]
     Map {
         /// The name.
         name: String,

@@ -36,5 +36,5 @@ pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
 pub use lane::{Done, Frame, Lane, Outcome};
 pub use names::{NamedRegion, NamesError};
-pub use remote::{PageStore, RegionId, RemoteOptions, Reserve};
+pub use remote::{PageStore, RemoteOptions, Reserve};
 pub use stats::{StoreStats, StoreStatsSnapshot};

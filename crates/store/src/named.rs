@@ -30,7 +30,7 @@ use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Cluster, Codec, Layout, OpenStoreError, PageStore, PublishStoreError, RegionId,
+    Cluster, Codec, Layout, OpenStoreError, PageStore, PublishStoreError,
     cluster::Pool,
     codec::{self, Chooser, Form, Scheme},
     entry::{Entry, PageTable, Place, Span, Words, portable},
@@ -160,7 +160,6 @@ impl PageStore {
     /// # Errors
     /// [`PublishStoreError`].
     pub fn publish(&self) -> Result<(), PublishStoreError> {
-        let region = self.region;
         let Backing::Remote(
             remote @ RemoteStore {
                 claim: Some(claim),
@@ -169,7 +168,9 @@ impl PageStore {
             },
         ) = &self.backing
         else {
-            return Err(PublishStoreError::NotNamed { region });
+            return Err(PublishStoreError::NotNamed {
+                region: self.label.clone(),
+            });
         };
         let (pool, name) = (&remote.pool, claim.name());
         let mut last = publications.last.lock();
@@ -178,7 +179,6 @@ impl PageStore {
         let area = match last.spare.pop() {
             Some(area) => area,
             None => map_slots(pool, map_bytes).map_err(|source| PublishStoreError::Alloc {
-                region,
                 name: name.to_owned(),
                 source,
             })?,
@@ -240,16 +240,18 @@ impl PageStore {
         result
     }
 
-    /// Opens the region that was last published under `name`. Its length, page size and codec are
+    /// Opens the region that was last published under `name`, and which errors call `region`. Its
+    /// length, page size and codec are
     /// those it was published with. Nobody else can open it before this store is dropped.
     ///
     /// # Errors
     /// [`OpenStoreError`].
     pub fn open(
         cluster: &Arc<Cluster>,
-        region: RegionId,
+        region: impl Into<Arc<str>>,
         name: &str,
     ) -> Result<Arc<Self>, OpenStoreError> {
+        let region = region.into();
         let mut opened = Held::open(cluster, name)?;
         let damaged = |detail: &str| OpenStoreError::Damaged {
             name: name.to_owned(),
@@ -261,7 +263,8 @@ impl PageStore {
         let scheme = Scheme::new(manifest.codec, manifest.layout.clone())
             .map_err(|error| damaged(&error.to_string()))?;
         let page_bytes = usize::try_from(manifest.page_bytes).unwrap_or(usize::MAX);
-        check_page_bytes(region, page_bytes).map_err(|_| damaged("its page size is impossible"))?;
+        check_page_bytes(&region, page_bytes)
+            .map_err(|_| damaged("its page size is impossible"))?;
         let elements = manifest.layout.elements.as_ref();
         if elements.is_some_and(|elements| !elements.fit(manifest.bytes)) {
             return Err(damaged("it is shorter than its elements"));
@@ -388,7 +391,7 @@ impl PageStore {
         map: &[u8],
         area: &[Span],
     ) -> Result<Vec<Words>, Box<(Option<Span>, PublishStoreError)>> {
-        let (region, name) = (self.region, || name.to_owned());
+        let name = || name.to_owned();
         let mut mover = Mover::new(pool);
         let mut entries: Vec<Words> = Vec::new();
         for (piece, &slot) in map.chunks(PIECE_BYTES).zip(area) {
@@ -402,7 +405,6 @@ impl PageStore {
                 MoveError::Memory(source) => failed(
                     None,
                     PublishStoreError::Memory {
-                        region,
                         name: name(),
                         source,
                     },
@@ -410,7 +412,6 @@ impl PageStore {
                 MoveError::Connect(source) => failed(
                     None,
                     PublishStoreError::Connect {
-                        region,
                         name: name(),
                         source,
                     },
@@ -418,7 +419,6 @@ impl PageStore {
                 MoveError::Channel(source) => failed(
                     Some(slot),
                     PublishStoreError::Map {
-                        region,
                         name: name(),
                         source,
                     },
@@ -480,7 +480,6 @@ impl PageStore {
                 .collect();
             session.publish(name, &manifest, &held).map_err(|source| {
                 PublishStoreError::Publish {
-                    region: self.region,
                     name: name.to_owned(),
                     source,
                 }

@@ -113,6 +113,12 @@ pub enum NamesError {
         /// The name.
         name: String,
     },
+    /// The cluster has it open.
+    #[error("region `{name}` is open in this program: close it before it is removed")]
+    Held {
+        /// The name.
+        name: String,
+    },
     /// A server would not remove it. What it has on other servers may be gone: removing it once
     /// more ends that.
     #[error("removing region `{name}`: {source}")]
@@ -155,11 +161,15 @@ impl Cluster {
             .collect())
     }
 
-    /// Forgets a region of the user's key that no other program has open, and frees its memory.
+    /// Forgets a region of the user's key that no program has open, and frees its memory.
     ///
     /// # Errors
-    /// [`NamesError::NotFound`], [`NamesError::Remove`].
-    pub fn remove(&self, name: &str) -> Result<(), NamesError> {
+    /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::Remove`].
+    pub fn remove(self: &Arc<Self>, name: &str) -> Result<(), NamesError> {
+        // Servers would take it from a region of this cluster. Nobody here opens it meanwhile.
+        let _held = Claim::here(self, name).ok_or_else(|| NamesError::Held {
+            name: name.to_owned(),
+        })?;
         let mut found = false;
         for session in self.sessions() {
             match session.remove(name) {

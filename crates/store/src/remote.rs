@@ -5,7 +5,6 @@
 //! is left to the [`Lane`](crate::Lane).
 
 use std::{
-    fmt,
     hash::{BuildHasher, RandomState},
     hint::black_box,
     io,
@@ -26,16 +25,6 @@ use crate::{
     named::{Publications, map_bytes},
     names::Claim,
 };
-
-/// A region, as errors and logs call it. The caller gives it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct RegionId(pub u64);
-
-impl fmt::Display for RegionId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(&self.0, f)
-    }
-}
 
 /// How much remote memory a region takes when it is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -73,7 +62,8 @@ pub struct RemoteOptions {
 /// The pages of one region. Dropping it frees its remote memory, except what was published under a
 /// name.
 pub struct PageStore {
-    pub(crate) region: RegionId,
+    /// What messages call the region.
+    pub(crate) label: Arc<str>,
     pub(crate) bytes: u64,
     pub(crate) page_bytes: usize,
     pub(crate) table: PageTable,
@@ -104,24 +94,27 @@ pub(crate) struct RemoteStore {
 }
 
 impl PageStore {
-    /// A region of zeros in remote memory.
+    /// A region of zeros in remote memory, which errors call `region`: "array 3 of 12 MiB".
     ///
     /// # Errors
     /// [`CreateError`]; nothing was taken then.
     pub fn remote(
         cluster: &Arc<Cluster>,
-        region: RegionId,
+        region: impl Into<Arc<str>>,
         bytes: u64,
         page_bytes: usize,
         options: &RemoteOptions,
     ) -> Result<Arc<Self>, CreateError> {
-        check_page_bytes(region, page_bytes)?;
-        check_bytes(region, bytes)?;
+        let region = region.into();
+        check_page_bytes(&region, page_bytes)?;
+        check_bytes(&region, bytes)?;
         if cluster.sessions().is_empty() {
             return Err(CreateError::NoServer { region });
         }
-        let scheme = Scheme::new(options.codec, options.layout.clone())
-            .map_err(|source| CreateError::Codec { region, source })?;
+        let scheme = match Scheme::new(options.codec, options.layout.clone()) {
+            Ok(scheme) => scheme,
+            Err(source) => return Err(CreateError::Codec { region, source }),
+        };
         // Before any memory is taken, and on all servers: a name that another has is no surprise at
         // the first publication.
         let claim = match &options.name {
@@ -141,7 +134,7 @@ impl PageStore {
             Reserve::Full => {
                 let needed_bytes = reserved_bytes(bytes, page_bytes, named);
                 let failed = |source| CreateError::Alloc {
-                    region,
+                    region: region.clone(),
                     bytes,
                     needed_bytes,
                     named,
@@ -164,30 +157,32 @@ impl PageStore {
             claim: claim.map(Box::new),
             publications,
         };
-        let seed = RandomState::new().hash_one(region);
+        let seed = RandomState::new().hash_one(&region);
         let backing = Backing::Remote(remote);
         Ok(Self::new(
             cluster, region, bytes, page_bytes, table, seed, backing,
         ))
     }
 
-    /// A region over a store of the user's own. What the store holds is the region's content.
+    /// A region over a store of the user's own, which errors call `region`. What the store holds is
+    /// the region's content.
     ///
     /// # Errors
     /// [`CreateError::PageSize`], [`CreateError::Size`] and [`CreateError::Table`].
     pub fn blocking(
         cluster: &Arc<Cluster>,
-        region: RegionId,
+        region: impl Into<Arc<str>>,
         bytes: u64,
         page_bytes: usize,
         store: Arc<dyn Store>,
         options: &BlockingOptions,
     ) -> Result<Arc<Self>, CreateError> {
-        check_page_bytes(region, page_bytes)?;
-        check_bytes(region, bytes)?;
+        let region = region.into();
+        check_page_bytes(&region, page_bytes)?;
+        check_bytes(&region, bytes)?;
         let table = PageTable::new(bytes, page_bytes)?;
         let backing = Backing::Blocking(BlockingStore::new(store, options));
-        let seed = RandomState::new().hash_one(region);
+        let seed = RandomState::new().hash_one(&region);
         Ok(Self::new(
             cluster, region, bytes, page_bytes, table, seed, backing,
         ))
@@ -195,7 +190,7 @@ impl PageStore {
 
     pub(crate) fn new(
         cluster: &Arc<Cluster>,
-        region: RegionId,
+        label: Arc<str>,
         bytes: u64,
         page_bytes: usize,
         table: PageTable,
@@ -205,7 +200,7 @@ impl PageStore {
         let stats = Arc::<StoreStats>::default();
         cluster.opened(&stats);
         Arc::new(Self {
-            region,
+            label,
             bytes,
             page_bytes,
             table,
@@ -236,9 +231,9 @@ impl PageStore {
         }
     }
 
-    /// The region's id, as given.
-    pub fn region(&self) -> RegionId {
-        self.region
+    /// What errors call the region, as given.
+    pub fn label(&self) -> &Arc<str> {
+        &self.label
     }
 
     /// The region's length in bytes.
@@ -500,22 +495,25 @@ pub(crate) fn reserved_bytes(bytes: u64, page_bytes: usize, named: bool) -> u64 
 /// more could not be mapped, and even the tables of its pages could not be had.
 const REGION_BYTES_MAX: u64 = 1 << 47;
 
-fn check_bytes(region: RegionId, bytes: u64) -> Result<(), CreateError> {
+fn check_bytes(region: &Arc<str>, bytes: u64) -> Result<(), CreateError> {
     match bytes {
         1..=REGION_BYTES_MAX => Ok(()),
         _ => Err(CreateError::Size {
-            region,
+            region: region.clone(),
             bytes,
             most: REGION_BYTES_MAX,
         }),
     }
 }
 
-pub(crate) fn check_page_bytes(region: RegionId, page_bytes: usize) -> Result<(), CreateError> {
+pub(crate) fn check_page_bytes(region: &Arc<str>, page_bytes: usize) -> Result<(), CreateError> {
     let good = page_bytes.is_power_of_two() && (4096..=MAX_OP_BYTES as usize).contains(&page_bytes);
     if good {
         Ok(())
     } else {
-        Err(CreateError::PageSize { region, page_bytes })
+        Err(CreateError::PageSize {
+            region: region.clone(),
+            page_bytes,
+        })
     }
 }

@@ -23,7 +23,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::{
     BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
     FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageStore, PublishStoreError,
-    RegionId, RemoteOptions, Reserve, Store, StoreError, ZfpMode,
+    RemoteOptions, Reserve, Store, StoreError, ZfpMode,
     cluster::Pool,
     entry::{Entry, Place},
     remote::Backing,
@@ -94,7 +94,7 @@ fn written(wire_bytes: u64) -> Outcome {
     }
 }
 
-const REGION: RegionId = RegionId(7);
+const REGION: &str = "array 7 of 12 MiB";
 
 fn session(server: &Arc<SimServer>) -> Arc<Session> {
     server
@@ -1211,7 +1211,7 @@ fn damaged_remote_bytes_are_an_error_and_never_data() {
             });
             let error = read(&mut lane, &store, page).unwrap_err();
             assert!(
-                matches!(&error, StoreError::Corrupt { region: REGION, page: p, server, .. } if *p == page && server.starts_with("sim:")),
+                matches!(&error, StoreError::Corrupt { region, page: p, server, .. } if **region == *REGION && *p == page && server.starts_with("sim:")),
                 "{error}"
             );
             assert!(!error.may_retry());
@@ -1629,7 +1629,7 @@ fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
                 PageStore::open(&cluster, REGION, "other"),
                 Err(OpenStoreError::NotFound { .. })
             ));
-            let store = PageStore::open(&cluster, RegionId(round), "field").unwrap();
+            let store = PageStore::open(&cluster, REGION, "field").unwrap();
             assert_eq!(
                 (store.bytes(), store.page_bytes(), store.codec()),
                 (60 * 4096, 4096, Some(codec))
@@ -1919,7 +1919,7 @@ fn regions_without_a_reservation_leave_what_others_were_promised() {
         reserve: Reserve::OnDemand,
         ..RemoteOptions::default()
     };
-    let greedy = PageStore::remote(&cluster, RegionId(8), 64 << 20, 4096, &options).unwrap();
+    let greedy = PageStore::remote(&cluster, "array 8", 64 << 20, 4096, &options).unwrap();
     let mut lane = Lane::new(&cluster).unwrap();
     let page = |i: u64| (0..4096u64).map(|j| (j / 5 + i) as u8).collect::<Vec<_>>();
     let full = (0..greedy.pages()).find(|&i| write(&mut lane, &greedy, i, &page(i)).is_err());

@@ -34,7 +34,7 @@ impl Tiny {
         });
         let pages = PageStore::blocking(
             &cluster,
-            RegionId(1),
+            "a region",
             bytes as u64,
             PAGE_BYTES,
             store.clone(),

@@ -36,8 +36,8 @@ impl Plain {
             fail_one_in: AtomicU64::new(0),
         });
         let (kept, blocking) = (store.clone(), BlockingOptions::default());
-        let (id, bytes) = (RegionId(1), bytes as u64);
-        let pages = PageStore::blocking(&cluster, id, bytes, PAGE_BYTES, kept, &blocking)
+        let (region, bytes) = ("a region", bytes as u64);
+        let pages = PageStore::blocking(&cluster, region, bytes, PAGE_BYTES, kept, &blocking)
             .expect("the page size is sound");
         let mapped = Arc::new(pager).map(pages, options);
         Plain {

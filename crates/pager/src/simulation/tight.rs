@@ -42,11 +42,12 @@ impl Tight {
         )
         .expect("the options are sound");
         let pager = Arc::new(pager);
-        let regions = (page_bytes.iter().zip(1..))
-            .map(|(&page_bytes, id)| {
+        let regions = page_bytes
+            .iter()
+            .map(|&page_bytes| {
                 let bytes = (pages * page_bytes) as u64;
                 let options = RemoteOptions::default();
-                let store = PageStore::remote(&cluster, RegionId(id), bytes, page_bytes, &options)
+                let store = PageStore::remote(&cluster, "a region", bytes, page_bytes, &options)
                     .expect("the server has room");
                 pager
                     .map(store, RegionOptions::default())
@@ -157,7 +158,7 @@ fn runs_in_pieces_for_a_store_that_stalls_hold_up_no_other_region() {
     let bytes = 15_000 * 4096;
     let store = PageStore::blocking(
         pager.cluster(),
-        RegionId(9),
+        "a region",
         bytes,
         4096,
         stalled.clone(),

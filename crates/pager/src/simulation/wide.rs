@@ -103,7 +103,7 @@ impl Wide {
                     });
                     flaky = Some(store.clone());
                     let options = BlockingOptions::default();
-                    PageStore::blocking(&cluster, RegionId(id), bytes, page_bytes, store, &options)
+                    PageStore::blocking(&cluster, "a region", bytes, page_bytes, store, &options)
                 } else {
                     let codecs = [
                         Codec::Raw,
@@ -121,7 +121,7 @@ impl Wide {
                         codec,
                         ..RemoteOptions::default()
                     };
-                    PageStore::remote(&cluster, RegionId(id), bytes, page_bytes, &options)
+                    PageStore::remote(&cluster, "a region", bytes, page_bytes, &options)
                 };
                 pager
                     .map(

@@ -64,7 +64,7 @@ impl World {
         let bytes = (PAGES * page_bytes) as u64;
         let store = PageStore::remote(
             &cluster,
-            RegionId(1),
+            "a region",
             bytes,
             page_bytes,
             &RemoteOptions::default(),

@@ -158,9 +158,9 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
                     } if old != hash => {
                         run.tally.corrupt += 1;
                         let error = StoreError::Corrupt {
-                            region: store.region,
+                            region: store.label.clone(),
                             page,
-                            server: user.name(),
+                            server: user.name().into(),
                             detail: "its hash does not match what was last written",
                         };
                         run.fail_page(number, error);
@@ -223,10 +223,10 @@ fn failure(
     way: Way,
     error: CallError,
 ) -> impl Fn(u64) -> StoreError + use<> {
-    let (region, store, operation) = (store.region, user.name(), way.operation());
+    let (region, store, operation) = (store.label.clone(), user.name(), way.operation());
     move |page| match &error {
         CallError::Io(error) => StoreError::User {
-            region,
+            region: region.clone(),
             page,
             store: store.clone(),
             operation,
@@ -234,7 +234,7 @@ fn failure(
             message: error.to_string(),
         },
         CallError::Panic(message) => StoreError::Panicked {
-            region,
+            region: region.clone(),
             page,
             store: store.clone(),
             operation,

@@ -71,7 +71,7 @@ impl<F: Frame> Lane<F> {
                 _ => match self.staging.take(run.store.page_bytes) {
                     Ok(block) => block.map(IoBuf::Staging),
                     Err(error) => {
-                        run.fail(part, no_memory(run.store.region, error));
+                        run.fail(part, no_memory(&run.store, error));
                         continue;
                     }
                 },
@@ -134,7 +134,7 @@ impl<F: Frame> Run<F> {
             };
             self.tally.corrupt += 1;
             let error = StoreError::Corrupt {
-                region: store.region,
+                region: store.label.clone(),
                 page: page + number as u64,
                 server: remote.pool.endpoint(transfer.place.server),
                 detail,

@@ -280,11 +280,11 @@ impl<F: Frame> Run<F> {
         transfer: Transfer,
         source: ChannelError,
     ) -> impl Fn(u64) -> StoreError + use<F> {
-        let region = self.store.region;
+        let region = self.store.label.clone();
         let server = remote.pool.endpoint(transfer.place.server);
         let operation = self.way.operation();
         move |page| StoreError::Remote {
-            region,
+            region: region.clone(),
             page,
             server: server.clone(),
             operation,

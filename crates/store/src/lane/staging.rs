@@ -11,7 +11,7 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use crate::{Frame, RegionId, StoreError, codec::Coder};
+use crate::{Frame, PageStore, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;
 
@@ -75,10 +75,11 @@ impl Staging {
 }
 
 /// Why pages stay where they are.
-pub(super) fn no_memory(region: RegionId, error: RegError) -> impl Fn(u64) -> StoreError {
+pub(super) fn no_memory(store: &PageStore, error: RegError) -> impl Fn(u64) -> StoreError + use<> {
+    let region = store.label.clone();
     let source = Arc::new(error);
     move |page| StoreError::Memory {
-        region,
+        region: region.clone(),
         page,
         source: source.clone(),
     }

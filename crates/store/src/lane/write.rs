@@ -14,7 +14,7 @@ use super::{
     staging::{IoBuf, no_memory},
 };
 use crate::{
-    PageStore, RegionId, StoreError, StoreStatsSnapshot,
+    PageStore, StoreError, StoreStatsSnapshot,
     codec::{self, Chooser, Coder, Form, Page},
     entry::{Entry, Place, Span},
     remote::{NoRoom, RemoteStore},
@@ -130,7 +130,7 @@ impl<F: Frame> Lane<F> {
                         run.parts[part].task = task;
                         run.hashes[number] = hash;
                     }
-                    Err(error) => run.fail(part, no_memory(run.store.region, error)),
+                    Err(error) => run.fail(part, no_memory(&run.store, error)),
                 }
             }
         }
@@ -173,7 +173,7 @@ impl<F: Frame> Lane<F> {
         };
         for part in 0..run.parts.len() {
             if is_raw(&&run.parts[part]) {
-                run.fail(part, full(run.store.region, source.clone()));
+                run.fail(part, full(&run.store, source.clone()));
             }
         }
         true
@@ -206,7 +206,7 @@ impl<F: Frame> Lane<F> {
                 }
                 Err(source) => {
                     self.staging.put(block, run.store.page_bytes);
-                    run.fail(part, full(run.store.region, source));
+                    run.fail(part, full(&run.store, source));
                 }
             }
         }
@@ -283,9 +283,10 @@ impl<F: Frame> Lane<F> {
     }
 }
 
-fn full(region: RegionId, source: AllocError) -> impl Fn(u64) -> StoreError {
+fn full(store: &PageStore, source: AllocError) -> impl Fn(u64) -> StoreError + use<> {
+    let region = store.label.clone();
     move |page| StoreError::Full {
-        region,
+        region: region.clone(),
         page,
         source: source.clone(),
     }

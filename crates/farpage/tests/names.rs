@@ -1,0 +1,264 @@
+//! What regions promise by name: who has a name, what is found under it, and how it goes.
+//!
+//! The rule it keeps: what is checked is what programs see of each other, over shm and tcp where it
+//! may differ.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Fabric, KIB, MIB, Memory, Watchdog, can_page, fabrics, mix};
+use farpage::{OpenError, RegionOptions};
+use farpage_store::{NamesError, OpenStoreError};
+
+const PAGE: usize = 4 * KIB;
+
+#[test]
+fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
+    let test = "named_arrays_are_listed_and_removed_by_their_owner_alone";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let keys = tempfile::tempdir().unwrap();
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let runtime = |user: &str| {
+            let builder = common::builder(MIB, PAGE).server(&memory.url);
+            builder.key_file(keys.path().join(user)).build().unwrap()
+        };
+        let (ours, theirs) = (runtime("ours"), runtime("theirs"));
+        let options = RegionOptions::new().name("field");
+        let array = ours.array_with::<u64>(PAGE, options).unwrap();
+        array.flush().unwrap();
+        let listed = ours.names().unwrap();
+        assert_eq!((listed.len(), listed[0].name.as_str()), (1, "field"));
+        assert!(listed[0].in_use && listed[0].bytes > 0, "{listed:?}");
+        array.close().unwrap();
+        assert!(!ours.names().unwrap()[0].in_use);
+
+        assert_eq!(theirs.names().unwrap(), []);
+        assert!(matches!(
+            theirs.remove("field"),
+            Err(NamesError::NotFound { .. })
+        ));
+        assert!(theirs.open_array::<u64>("field").is_err());
+        ours.remove("field").unwrap();
+        assert_eq!(ours.names().unwrap(), []);
+        assert!(ours.open_array::<u64>("field").is_err());
+    }
+}
+
+#[test]
+fn a_name_that_is_taken_is_refused_when_the_array_is_created() {
+    let test = "a_name_that_is_taken_is_refused_when_the_array_is_created";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
+        let named = || RegionOptions::new().name("field");
+        let open = first.array_with::<u64>(PAGE, named()).unwrap();
+        // Twice in one program, and in another, with or without `replace`.
+        for runtime in [&first, &second] {
+            for replace in [false, true] {
+                let refused = runtime.array_with::<u64>(PAGE, named().replace(replace));
+                assert!(refused.is_err(), "{refused:?}");
+            }
+        }
+        // Never flushed, never closed: the name is free.
+        let closed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+            let _dropped_without_publishing = open;
+            panic!("a bug of the program's");
+        }));
+        assert!(closed.is_err());
+        let mut array = second.array_with::<u64>(PAGE, named()).unwrap();
+        array.fill(1);
+        array.close().unwrap();
+        let error = first.array_with::<u64>(PAGE, named()).unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("`field`") && text.contains("open it"),
+            "{text}"
+        );
+        let mut array = first
+            .array_with::<u64>(PAGE / 2, named().replace(true))
+            .unwrap();
+        array.fill(2);
+        array.close().unwrap();
+        let array = second.open_array::<u64>("field").unwrap();
+        assert_eq!((array.len(), array[0]), (PAGE / 2, 2));
+    }
+}
+
+#[test]
+fn named_region_outlives_its_program_and_has_one_owner() {
+    let test = "named_region_outlives_its_program_and_has_one_owner";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let len = 3 * MIB / 8 + 5;
+        let runtime = || memory.runtime(MIB, PAGE);
+        let missing = runtime().open_array::<u64>("field").unwrap_err();
+        assert!(
+            matches!(missing, OpenError::Store(OpenStoreError::NotFound { .. })),
+            "{missing:?}"
+        );
+
+        let mut array = runtime()
+            .array_with::<u64>(len, RegionOptions::new().name("field"))
+            .unwrap();
+        for (at, word) in array.iter_mut().enumerate() {
+            *word = mix(at as u64);
+        }
+        array.close().unwrap();
+
+        let owner = runtime();
+        let mut array = owner.open_array::<u64>("field").unwrap();
+        assert_eq!(array.len(), len);
+        for (at, &word) in array.iter().enumerate() {
+            assert_eq!(word, mix(at as u64), "word {at}");
+        }
+        let refused = runtime().open_array::<u64>("field").unwrap_err();
+        let in_use = matches!(
+            &refused,
+            OpenError::Store(OpenStoreError::Open {
+                source: farpage_fabric::OpenError::InUse { .. },
+                ..
+            })
+        );
+        assert!(in_use, "{refused:?}");
+        // What is not flushed is not published; what is, is.
+        array[0] = 1;
+        array.flush().unwrap();
+        array[len - 1] = 2;
+        array.close().unwrap();
+        drop(owner);
+
+        let other = runtime();
+        let wrong_type = other.open_array::<[u8; 7]>("field").unwrap_err();
+        assert!(
+            matches!(wrong_type, OpenError::Type { .. }),
+            "{wrong_type:?}"
+        );
+        let array = other.open_array::<u64>("field").unwrap();
+        assert_eq!((array[0], array[len - 1]), (1, 2));
+        for at in 1..len - 1 {
+            assert_eq!(array[at], mix(at as u64), "word {at}");
+        }
+    }
+}
+
+#[test]
+fn a_named_array_opens_with_the_element_type_and_length_it_was_created_with() {
+    let test = "a_named_array_opens_with_the_element_type_and_length_it_was_created_with";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let mut words = runtime
+        .array_with::<u64>(6, RegionOptions::new().name("words"))
+        .unwrap();
+    words[5] = 7;
+    words.close().unwrap();
+    let says = [
+        ("f32", runtime.open_array::<f32>("words").map(drop)),
+        ("f64", runtime.open_array::<f64>("words").map(drop)),
+        ("u8", runtime.open_array::<u8>("words").map(drop)),
+        (
+            "16 bytes, aligned to 8",
+            runtime.open_array::<[u64; 2]>("words").map(drop),
+        ),
+    ];
+    for (asked, result) in says {
+        let error = result.expect_err(asked).to_string();
+        for part in [asked, "6 elements of type u64", "open_region"] {
+            assert!(error.contains(part), "{part} is not in: {error}");
+        }
+    }
+    // Refused openings leave it to the next.
+    let bytes = runtime.open_region("words").unwrap();
+    assert_eq!((bytes.len(), bytes[40]), (48, 7));
+    bytes.close().unwrap();
+    assert_eq!(runtime.open_array::<u64>("words").unwrap()[5], 7);
+
+    // It kept one byte, which is no word: it could not be opened as any array of words.
+    let none = runtime.array_with::<u64>(0, RegionOptions::new().name("none"));
+    none.unwrap().close().unwrap();
+    assert_eq!(runtime.open_array::<u64>("none").unwrap().len(), 0);
+    assert_eq!(runtime.open_array::<u64>("none").unwrap().shape(), [0]);
+
+    // Bytes have no type: they open as whatever they are a whole number of, as those of C do.
+    let bytes = runtime.region_with(48, RegionOptions::new().name("bytes"));
+    bytes.unwrap().close().unwrap();
+    assert_eq!(runtime.open_array::<f32>("bytes").unwrap().len(), 12);
+    let error = runtime.open_array::<[u8; 7]>("bytes").unwrap_err();
+    assert!(error.to_string().contains("48 bytes"), "{error}");
+}
+
+#[test]
+fn names_are_checked_when_an_array_is_created() {
+    let test = "names_are_checked_when_an_array_is_created";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(MIB, PAGE);
+    let create = |name: &str| runtime.array_with::<u64>(9, RegionOptions::new().name(name));
+    for name in ["", "two\nlines", "bell\u{7}", &"n".repeat(256)] {
+        let error = create(name).expect_err(name).to_string();
+        for part in ["name", "255", "control"] {
+            assert!(error.contains(part), "{part} is not in: {error}");
+        }
+        assert!(!error.chars().any(char::is_control), "{error:?}");
+    }
+    for name in [" ", "Feld/Höhe 2", &"n".repeat(255)] {
+        create(name).unwrap().close().unwrap();
+        assert_eq!(runtime.open_array::<u64>(name).unwrap().len(), 9);
+    }
+}
+
+#[test]
+fn an_array_that_its_own_program_has_open_is_not_removed() {
+    let test = "an_array_that_its_own_program_has_open_is_not_removed";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        let (first, second) = (memory.runtime(MIB, PAGE), memory.runtime(MIB, PAGE));
+        let named = || RegionOptions::new().name("field");
+        let mut array = first.array_with::<u64>(PAGE, named()).unwrap();
+        // Before anything was published under the name, and after.
+        for flushed in [false, true] {
+            let refused = first.remove("field").unwrap_err();
+            assert!(
+                matches!(refused, NamesError::Held { .. }),
+                "{fabric}, {flushed}: {refused}"
+            );
+            assert!(refused.to_string().contains("`field` is open"), "{refused}");
+            let taken = second.array_with::<u64>(PAGE, named().replace(true));
+            assert!(taken.is_err(), "{fabric}, {flushed}: {taken:?}");
+            array[0] = 7;
+            array.flush().unwrap();
+        }
+        array.close().unwrap();
+        assert_eq!(second.open_array::<u64>("field").unwrap()[0], 7);
+        // Closed, it goes, and the name is free.
+        first.remove("field").unwrap();
+        first
+            .array_with::<u64>(1, named())
+            .unwrap()
+            .close()
+            .unwrap();
+    }
+}
