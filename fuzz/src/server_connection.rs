@@ -64,7 +64,11 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Hello::new(Purpose::Control).encode().to_vec(),
         frame(&hello()),
         frame(&Request::Stat),
-        frame(&Request::Grant { bytes: 1 << 16 }),
+        frame(&Request::Grant {
+            bytes: 1 << 16,
+            atomics: false,
+            serial: None,
+        }),
         [&op.encode()[..], &[1; 64]].concat(),
     ];
     let choices = 0..2 * DEPTHS;
@@ -203,7 +207,11 @@ fn attach(endpoint: &Endpoint) -> std::io::Result<Stream> {
     else {
         return Ok(control);
     };
-    control.say(&Request::Grant { bytes: 1 << 16 })?;
+    control.say(&Request::Grant {
+        bytes: 1 << 16,
+        atomics: false,
+        serial: None,
+    })?;
     if matches!(endpoint, Endpoint::Shm(_)) {
         return Ok(control);
     }

@@ -2,8 +2,9 @@
 //! encoded again.
 
 use farpage_wire::{
-    ExtentId, Refusal, Request, Response, Secret, SessionId,
-    control::{self, HELLO_BYTES, Hello, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose},
+    Challenge, ExtentId, NamedRegion, PublicKey, Refusal, Request, Response, Secret, ServerStat,
+    SessionId, Signature,
+    control::{self, HELLO_BYTES, Hello, Lease, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose},
 };
 
 /// Decodes `bytes` as a hello, as a prefix, as a request and as a response.
@@ -45,10 +46,42 @@ pub fn seeds() -> Vec<Vec<u8>> {
             line: 300,
         },
         Request::Renew,
-        Request::Grant { bytes: 1 << 20 },
+        Request::Grant {
+            bytes: 1 << 20,
+            atomics: false,
+            serial: None,
+        },
         Request::Release {
             extent: ExtentId(300),
         },
+        Request::Open {
+            name: "squares".to_owned(),
+            serial: Some(7),
+        },
+        Request::Remove {
+            name: "squares".to_owned(),
+            owner: Some(PublicKey([0x5a; 32])),
+        },
+        Request::Claim {
+            name: "squares".to_owned(),
+            replace: true,
+        },
+        Request::Disclaim {
+            name: "squares".to_owned(),
+        },
+        Request::Challenge,
+        Request::Identify {
+            key: PublicKey([0x5a; 32]),
+            signature: Signature([[1; 32], [2; 32]]),
+        },
+        Request::Names {
+            after: Some((PublicKey([0x5a; 32]), "squares".to_owned())),
+        },
+        Request::Hold {
+            plain_bytes: 1 << 20,
+            stored_bytes: 300,
+        },
+        Request::Goodbye,
         Request::Publish {
             name: "squares".to_owned(),
             manifest: vec![1, 2, 3],
@@ -56,6 +89,11 @@ pub fn seeds() -> Vec<Vec<u8>> {
         },
         Request::Stat,
     ];
+    let lease = Lease {
+        id: ExtentId(300),
+        bytes: 1 << 20,
+        atomics: true,
+    };
     let responses = [
         Response::Begun {
             session: SessionId(7),
@@ -63,6 +101,24 @@ pub fn seeds() -> Vec<Vec<u8>> {
             lease_ms: 60_000,
         },
         Response::Done,
+        Response::Granted { extent: lease },
+        Response::Opened {
+            manifest: vec![1, 2, 3],
+            extents: vec![lease; 2],
+        },
+        Response::Stat(ServerStat {
+            version: "0.1.0".to_owned(),
+            ..ServerStat::default()
+        }),
+        Response::Challenge(Challenge([0xa5; 32])),
+        Response::Names(vec![NamedRegion {
+            owner: PublicKey([0x5a; 32]),
+            name: "squares".to_owned(),
+            bytes: 4096,
+            in_use: true,
+        }]),
+        Response::Refused(Refusal::Exists),
+        Response::Refused(Refusal::Unidentified),
         Response::Refused(Refusal::Full {
             asked: 1 << 40,
             available: 4096,

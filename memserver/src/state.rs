@@ -112,6 +112,15 @@ struct SessionRecord {
     key: Option<PublicKey>,
     /// Bytes of the pages that it keeps, and bytes that they take, as it says.
     held: [u64; 2],
+    /// The last request that had a number and gave something, and what.
+    given: Option<(u64, Given)>,
+}
+
+/// What a request gave: not given twice where only the answer was lost.
+#[derive(Clone, PartialEq, Eq)]
+enum Given {
+    Extent(ExtentId),
+    Name(NameId),
 }
 
 struct ExtentRecord {
@@ -375,6 +384,10 @@ impl State {
 }
 
 impl SessionRecord {
+    fn remember(&mut self, serial: Option<u64>, given: Given) {
+        self.given = serial.map(|serial| (serial, given));
+    }
+
     fn holds_nothing(&self) -> bool {
         self.extents.is_empty() && self.names.is_empty()
     }
@@ -408,6 +421,12 @@ impl Ended {
 }
 
 impl Ledger {
+    /// What the session's request of that number gave, if it was the last that gave something.
+    fn given(&self, session: SessionId, serial: Option<u64>) -> Option<Given> {
+        let (last, given) = self.sessions.get(&session)?.given.as_ref()?;
+        (Some(*last) == serial).then(|| given.clone())
+    }
+
     /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the
     /// capacity.
     fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
@@ -448,6 +467,7 @@ impl Host for State {
             names: HashSet::new(),
             key: None,
             held: [0; 2],
+            given: None,
         };
         ledger.sessions.insert(id, record);
         drop(ledger);
@@ -505,8 +525,20 @@ impl Host for State {
         give_back(ended.into_iter().flat_map(Ended::finish));
     }
 
-    fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
+    fn grant(
+        &self,
+        session: SessionId,
+        bytes: u64,
+        atomics: bool,
+        serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal> {
         let mut ledger = self.ledger.lock();
+        if let Some(Given::Extent(id)) = ledger.given(session, serial)
+            && let Some(record) = ledger.extents.get(&id)
+            && record.lessee == Some(session)
+        {
+            return Ok(record.memory.clone());
+        }
         let record = Self::known(&mut ledger, session)?;
         let (held_extents, origin) = (record.extents.len(), record.origin);
         let mapped_by = record.maps_as();
@@ -524,7 +556,7 @@ impl Host for State {
         // Making the file and its mapping costs microseconds whatever its size: no page of it
         // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
-        let memory = match ExtentMemory::create(id, bytes) {
+        let memory = match ExtentMemory::create(id, bytes, atomics) {
             Ok(memory) => memory,
             Err(error) => {
                 ledger.accounts.take_extent_off(origin, bytes);
@@ -546,7 +578,9 @@ impl Host for State {
                 mapped_by,
             },
         );
-        Self::known(&mut ledger, session)?.extents.insert(id);
+        let record = Self::known(&mut ledger, session)?;
+        record.extents.insert(id);
+        record.remember(serial, Given::Extent(id));
         self.leases.insert(id, session, memory.clone());
         drop(ledger);
         debug!(session = %session, extent = %id, bytes, "extent granted");
@@ -637,15 +671,22 @@ impl Host for State {
         }
         // 2. The new binding, and what only the old one kept.
         let extents = distinct.len();
-        let freed = ledger.bind(session, id, manifest, distinct);
+        let freed = ledger.bind(session, id, Arc::new(manifest), distinct);
         drop(ledger);
         give_back(freed);
         debug!(session = %session, name, extents, "named region published");
         Ok(())
     }
 
-    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
-        let id = self.ledger.lock().name_of(session, name)?;
+    fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal> {
+        let ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        if ledger.given(session, serial) == Some(Given::Name(id.clone()))
+            && let Some(opened) = ledger.opened(session, &id)
+        {
+            return Ok(opened);
+        }
+        drop(ledger);
         let mut ledger = self.free_and_private(session, &id)?;
         let record = Self::known(&mut ledger, session)?;
         let (held_extents, origin) = (record.extents.len(), record.origin);
@@ -669,8 +710,6 @@ impl Host for State {
         (ledger.accounts).may_take_over(&self.limits, origin, extents, bytes)?;
         let record = ledger.names.get_mut(&id).expect("looked up above");
         record.holder = Some(session);
-        let manifest = record.manifest.clone().unwrap_or_default();
-        let mut extents = Vec::with_capacity(ids.len());
         for id in &ids {
             let record = ledger
                 .extents
@@ -682,16 +721,17 @@ impl Host for State {
             let before = std::mem::replace(&mut record.origin, origin);
             let bytes = record.memory.bytes();
             self.leases.insert(*id, session, record.memory.clone());
-            extents.push(record.memory.clone());
             ledger.accounts.take_extent_off(before, bytes);
             ledger.accounts.put_extent_on(origin, bytes);
         }
         let holder = Self::known(&mut ledger, session)?;
         holder.extents.extend(ids);
-        holder.names.insert(id);
+        holder.names.insert(id.clone());
+        holder.remember(serial, Given::Name(id.clone()));
+        let opened = ledger.opened(session, &id).expect("opened just now");
         drop(ledger);
-        info!(session = %session, name, extents = extents.len(), "named region opened");
-        Ok(Opened { manifest, extents })
+        info!(session = %session, name, extents = opened.extents.len(), "named region opened");
+        Ok(opened)
     }
 
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal> {

@@ -57,7 +57,14 @@ fn is_closed_on(stream: &mut dyn Stream, bytes: &[u8]) {
 /// A data connection by hand, with an extent of 1 MiB. The first stream keeps the session alive.
 fn attach(endpoint: &Endpoint) -> (Box<dyn Stream>, Box<dyn Stream>, ExtentId) {
     let (mut control, session, secret) = begin(endpoint);
-    say(&mut *control, &Request::Grant { bytes: MIB });
+    say(
+        &mut *control,
+        &Request::Grant {
+            bytes: MIB,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent } = hear(&mut *control) else {
         panic!("no memory")
     };
@@ -157,7 +164,12 @@ fn frames_that_no_client_sends_close_only_their_own_connection() {
         );
         is_closed_on(
             &mut *greet(endpoint, Purpose::Control),
-            &control::encode(&Request::Grant { bytes: 1 }).unwrap(),
+            &control::encode(&Request::Grant {
+                bytes: 1,
+                atomics: false,
+                serial: None,
+            })
+            .unwrap(),
         );
 
         // In a session: a frame too long, one that is none.
@@ -394,7 +406,12 @@ fn peak_bytes(daemon: &Daemon) -> u64 {
 fn a_request_that_was_cut_off_is_not_executed_after_its_session_was_resumed() {
     let both = Both::start(64 * MIB, Duration::from_secs(60));
     let (mut old, session, secret) = begin(&both.tcp);
-    let request = control::encode(&Request::Grant { bytes: MIB }).unwrap();
+    let request = control::encode(&Request::Grant {
+        bytes: MIB,
+        atomics: false,
+        serial: None,
+    })
+    .unwrap();
     let (last, most) = request.split_last().unwrap();
     old.write_all(most).unwrap();
     let resume = Some((session, secret));
@@ -411,7 +428,14 @@ fn a_request_that_was_cut_off_is_not_executed_after_its_session_was_resumed() {
 fn a_publication_of_millions_of_ids_takes_no_memory_and_no_time_of_others() {
     let daemon = Daemon::start(&["--capacity", "16MiB", "--lease", "1h"]);
     let (mut stream, ..) = begin(&daemon.tcp);
-    say(&mut *stream, &Request::Grant { bytes: MIB });
+    say(
+        &mut *stream,
+        &Request::Grant {
+            bytes: MIB,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent } = hear(&mut *stream) else {
         panic!("no memory")
     };

@@ -86,7 +86,14 @@ fn one_client_and_one_address_leave_places_to_others() {
     write(&victim, &extent, 0, b"mine").unwrap();
     // 1. As many data connections as one client gets.
     let (mut control, session, secret) = begin(ATTACKER, endpoint).unwrap();
-    say(&mut *control, &Request::Grant { bytes: MIB });
+    say(
+        &mut *control,
+        &Request::Grant {
+            bytes: MIB,
+            atomics: false,
+            serial: None,
+        },
+    );
     let mut taken = Vec::new();
     let refused = loop {
         match data(ATTACKER, endpoint, session, secret, taken.len() as u64) {
@@ -131,7 +138,14 @@ fn a_client_at_its_limit_replaces_its_own_connections_that_only_seem_alive() {
     // 2. All that the address gets beside them, and what is kept for those who come back.
     let mut taken = Vec::new();
     while let Some((mut stream, id, proof)) = begin(VICTIM, endpoint) {
-        say(&mut *stream, &Request::Grant { bytes: 4096 });
+        say(
+            &mut *stream,
+            &Request::Grant {
+                bytes: 4096,
+                atomics: false,
+                serial: None,
+            },
+        );
         hear(&mut *stream);
         taken.push((stream, id, proof));
     }
@@ -212,7 +226,14 @@ fn who_was_cut_off_comes_back_though_the_own_address_is_crowded() {
     let endpoint = &daemon.tcp;
     let (mut stream, session, secret) = begin(VICTIM, endpoint).unwrap();
     assert!(matches!(
-        ask(&mut *stream, &Request::Grant { bytes: MIB }),
+        ask(
+            &mut *stream,
+            &Request::Grant {
+                bytes: MIB,
+                atomics: false,
+                serial: None
+            }
+        ),
         Some(Response::Granted { .. })
     ));
     drop(stream);

@@ -7,6 +7,7 @@ use std::{
     os::unix::fs::FileExt,
     path::Path,
     process::Output,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -188,6 +189,28 @@ fn another_user_of_the_socket_gets_memory_that_the_one_before_does_not_reach() {
     assert_eq!(seen, [0; 6], "the next user's bytes are seen");
     assert_eq!(read(&opened, extent.id, 0, 9).unwrap(), b"published");
     assert_eq!(read(&opened, extent.id, 100, 6).unwrap(), b"secret");
+}
+
+#[test]
+fn a_key_file_that_is_no_file_is_refused_and_holds_nobody_up() {
+    let both = Both::start(64 * MIB, Duration::from_secs(60));
+    let keys = tempfile::tempdir().unwrap();
+    let pipe = keys.path().join("pipe");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (key_file, endpoint) in [pipe.as_path(), Path::new("/dev/zero"), keys.path()]
+        .iter()
+        .zip(both.endpoints().into_iter().cycle())
+    {
+        let session = connect_as(endpoint, key_file);
+        let same = session.clone();
+        let (say, said) = std::sync::mpsc::channel();
+        thread::spawn(move || say.send(same.claim("x", false)));
+        let claimed = said.recv_timeout(common::PATIENCE);
+        let error = claimed.expect("an answer").unwrap_err().to_string();
+        let what = format!("{} is no key file", key_file.display());
+        assert!(error.contains(&what), "{error}");
+        session.grant(MIB).unwrap();
+    }
 }
 
 fn stdout(output: &Output) -> String {

@@ -339,7 +339,14 @@ impl Attacker {
         let name = "forged operations";
         let mut own = || -> io::Result<(TcpStream, SessionId, Secret, ExtentId)> {
             let (mut stream, session, secret) = self.begin()?;
-            match say(&mut stream, &Request::Grant { bytes: OWN_BYTES })? {
+            match say(
+                &mut stream,
+                &Request::Grant {
+                    bytes: OWN_BYTES,
+                    atomics: false,
+                    serial: None,
+                },
+            )? {
                 Response::Granted { extent } => Ok((stream, session, secret, extent.id)),
                 other => Err(refused(&other)),
             }
@@ -422,9 +429,12 @@ impl Attacker {
                 },
                 1 => Request::Grant {
                     bytes: u64::MAX >> 8,
+                    atomics: false,
+                    serial: None,
                 },
                 2 => Request::Open {
                     name: "squares".to_owned(),
+                    serial: None,
                 },
                 3 => Request::Publish {
                     name: "squares".to_owned(),
@@ -550,10 +560,11 @@ mod tests {
                     secret: Secret([1; 16]),
                     lease_ms: 60_000,
                 },
-                Request::Grant { bytes } => Response::Granted {
+                Request::Grant { bytes, atomics, .. } => Response::Granted {
                     extent: Lease {
                         id: ExtentId(1),
                         bytes,
+                        atomics,
                     },
                 },
                 _ => Response::Done,

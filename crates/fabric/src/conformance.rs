@@ -172,6 +172,11 @@ fn grant(session: &Session, bytes: u64) -> Extent {
     extent
 }
 
+fn grant_for_atomics(session: &Session, bytes: u64) -> Extent {
+    let extent = session.grant_for_atomics(bytes);
+    extent.expect("the server has room")
+}
+
 fn channel(session: &Arc<Session>) -> Box<dyn Channel<Vec<u8>>> {
     session.channel().expect("a live server")
 }
@@ -479,7 +484,7 @@ fn swap(expected: u64, new: u64) -> Atomic {
 
 fn atomics_return_the_old_value_and_change_their_word_alone(session: &Arc<Session>) {
     let mut channel = channel(session);
-    let extent = grant(session, 10_000);
+    let extent = grant_for_atomics(session, 10_000);
     let last = extent.bytes - 8;
     for offset in [0, 8, 4096, last] {
         let mut act = |what| atomic(&mut *channel, extent.id, offset, what);
@@ -535,8 +540,9 @@ fn atomics_outside_of_leases_or_between_words_are_refused(
     session: &Arc<Session>,
     other: &Arc<Session>,
 ) {
-    let extent = grant(session, 10_000);
-    let released = grant(other, 4096);
+    let extent = grant_for_atomics(session, 10_000);
+    let plain = grant(session, 4096);
+    let released = grant_for_atomics(other, 4096);
     other.release(released.id).expect("leased");
     write(
         &mut *channel(session),
@@ -554,9 +560,12 @@ fn atomics_outside_of_leases_or_between_words_are_refused(
     for offset in [1, 4, 4095, 9_996, 10_000, 1 << 40, u64::MAX - 15] {
         refused(session, extent.id, offset);
     }
+    refused(session, plain.id, 0);
     for id in [extent.id, released.id, ExtentId(u64::MAX)] {
         refused(other, id, 0);
     }
+    let after = read(&mut *channel(session), plain.id, 0, 8);
+    assert_eq!(after, [0; 8]);
     let after = read(&mut *channel(session), extent.id, 0, extent.bytes as usize);
     assert!(after == pattern(3, extent.bytes as usize));
 }
@@ -564,7 +573,7 @@ fn atomics_outside_of_leases_or_between_words_are_refused(
 fn counting_over_many_channels_loses_nothing(session: &Arc<Session>) {
     const THREADS: u64 = 4;
     const EACH: u64 = 300;
-    let extent = grant(session, 4096);
+    let extent = grant_for_atomics(session, 4096);
     let count = || {
         let (mut channel, mut found) = (channel(session), Vec::new());
         let mut done = Vec::new();
@@ -607,7 +616,7 @@ fn compare_and_swap_makes_a_lock(session: &Arc<Session>) {
     const LOCK: u64 = 0;
     /// A number that takes more than one step to change.
     const GUARDED: u64 = 64;
-    let extent = grant(session, 4096);
+    let extent = grant_for_atomics(session, 4096);
     let work = |me: u64| {
         let mut channel = channel(session);
         let begun = Instant::now();

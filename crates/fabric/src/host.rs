@@ -63,7 +63,7 @@ impl From<IpAddr> for Origin {
 #[derive(Clone, Debug)]
 pub struct Opened {
     /// What its last publisher stored.
-    pub manifest: Vec<u8>,
+    pub manifest: Arc<Vec<u8>>,
     /// The extents that it refers to, leased to the opener from now on.
     pub extents: Vec<Arc<ExtentMemory>>,
 }
@@ -99,8 +99,17 @@ pub trait Host: Send + Sync + 'static {
     /// it published stay.
     fn close(&self, session: SessionId);
 
-    /// Leases zeroed memory to the session.
-    fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal>;
+    /// Leases zeroed memory to the session, which takes `atomics` or none.
+    ///
+    /// Where the last request of the session that gave something had the same `serial`, what it
+    /// gave is given again and no more: its answer was lost.
+    fn grant(
+        &self,
+        session: SessionId,
+        bytes: u64,
+        atomics: bool,
+        serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal>;
     /// Ends the lease of one extent. Published names keep theirs.
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal>;
     /// The memory of an extent, if it is leased to the session. On the data path: called per
@@ -124,8 +133,9 @@ pub trait Host: Send + Sync + 'static {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<(), Refusal>;
-    /// Opens a named region, exclusively until the session closes or releases its extents.
-    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal>;
+    /// Opens a named region, exclusively until the session closes or releases its extents. What
+    /// `serial` is, [`grant`](Self::grant) says.
+    fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal>;
     /// Forgets a name and frees its memory. The operator says whose with `owner`.
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
     /// The names of the asker's key, of all keys where it is the operator's: in their order, those

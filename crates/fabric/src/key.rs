@@ -6,8 +6,8 @@
 
 use std::{
     env, fs,
-    io::{self, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt},
+    io::{self, Read, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -16,6 +16,9 @@ use farpage_wire::{Challenge, PublicKey, Signature, bytes_of_hex, hex_of};
 
 /// What a key file begins with, so that no other file is taken for one.
 const HEADER: &str = "farpage-key-ed25519 ";
+
+/// More than a key file has: what is longer is none, and is not read to its end.
+const KEY_FILE_BYTES: u64 = 1024;
 
 /// A private key. Never printed.
 pub struct Key(SigningKey);
@@ -52,7 +55,9 @@ pub enum KeyError {
         mode: u32,
     },
     /// It is something else.
-    #[error("{path} is no key file: it must have one line, as farpage makes it")]
+    #[error(
+        "{path} is no key file: it must be a file of one line, as farpage makes it; set FARPAGE_KEY_FILE to name another"
+    )]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -102,19 +107,34 @@ impl Key {
             attempt: "read",
             source,
         };
-        let metadata = fs::metadata(file).map_err(failed)?;
+        let damaged = || KeyError::Damaged {
+            path: file.to_owned(),
+        };
+        // A pipe would be waited for.
+        let options = fs::File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .clone();
+        let opened = options.open(file).map_err(failed)?;
+        let metadata = opened.metadata().map_err(failed)?;
+        if !metadata.is_file() {
+            return Err(damaged());
+        }
         let mode = metadata.mode() & 0o777;
-        if metadata.is_file() && mode & 0o077 != 0 {
+        if mode & 0o077 != 0 {
             let path = file.to_owned();
             return Err(KeyError::Shared { path, mode });
         }
-        let text = fs::read_to_string(file).map_err(failed)?;
+        let mut text = String::new();
+        let mut beginning = opened.take(KEY_FILE_BYTES);
+        match beginning.read_to_string(&mut text) {
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => return Err(damaged()),
+            read => read.map_err(failed)?,
+        };
         text.strip_prefix(HEADER)
             .and_then(|digits| bytes_of_hex(digits.trim_end()))
             .map(|bytes| Self(SigningKey::from_bytes(&bytes)))
-            .ok_or_else(|| KeyError::Damaged {
-                path: file.to_owned(),
-            })
+            .ok_or_else(damaged)
     }
 
     /// Makes the file unless it exists: written under another name, which only its owner may read,

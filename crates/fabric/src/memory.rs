@@ -49,6 +49,7 @@ pub struct ExtentMemory {
 struct Memory {
     id: ExtentId,
     bytes: u64,
+    atomics: bool,
     file: File,
     map: OnceLock<MmapRaw>,
 }
@@ -67,11 +68,11 @@ impl ExtentFile {
     }
 }
 
-/// An address that is not in the extent, or a lease that has ended, or a word that is not at a
-/// multiple of 8.
+/// An address that is not in the extent, or a lease that has ended, or an atomic on a word that is
+/// not at a multiple of 8, or on an extent that takes none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended, or an atomic is not at a multiple of 8"
+    "{len} bytes at {offset} are not in extent {extent} of {bytes} bytes, or its lease has ended, or an atomic is not at a multiple of 8, or the extent takes none"
 )]
 pub struct OutOfLease {
     extent: ExtentId,
@@ -90,10 +91,11 @@ pub(crate) struct Span {
 
 impl ExtentMemory {
     /// Makes zeroed memory of `bytes` bytes. Nothing is physically backed until it is written.
+    /// `atomics` says whether it takes them.
     ///
     /// # Errors
     /// What the kernel says: no descriptors left, or `bytes` is 0 or absurd.
-    pub fn create(id: ExtentId, bytes: u64) -> io::Result<Arc<Self>> {
+    pub fn create(id: ExtentId, bytes: u64, atomics: bool) -> io::Result<Arc<Self>> {
         if bytes == 0 || bytes > isize::MAX as u64 {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -112,6 +114,7 @@ impl ExtentMemory {
         let memory = Memory {
             id,
             bytes,
+            atomics,
             file,
             map: OnceLock::new(),
         };
@@ -134,6 +137,11 @@ impl ExtentMemory {
     /// The extent's length in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes
+    }
+
+    /// Whether it takes atomics.
+    pub fn has_atomics(&self) -> bool {
+        self.memory.atomics
     }
 
     /// How many bytes are physically backed, whoever wrote them.
@@ -204,7 +212,10 @@ impl ExtentMemory {
     /// # Errors
     /// What the kernel says.
     pub fn copy_afresh(&self) -> io::Result<Arc<Self>> {
-        let (old, fresh) = (&self.memory, Self::create(self.id(), self.bytes())?);
+        let (old, fresh) = (
+            &self.memory,
+            Self::create(self.id(), self.bytes(), self.has_atomics())?,
+        );
         let mut buf = vec![0; COPY_BYTES.min(old.bytes) as usize];
         let mut at = 0;
         while at < old.bytes {
@@ -274,7 +285,7 @@ impl ExtentMemory {
     pub fn atomic(&self, offset: u64, atomic: Atomic) -> Result<u64, OutOfLease> {
         let len = u64::from(WORD_BYTES);
         let word = self.address(offset, len)?.cast::<u64>();
-        if !word.is_aligned() {
+        if !word.is_aligned() || !self.has_atomics() {
             return Err(self.outside(offset, len));
         }
         // SAFETY: eight bytes of the mapping, aligned as looked at above, and mapped as long as
@@ -393,7 +404,7 @@ mod tests {
     use super::*;
 
     fn extent(bytes: u64) -> Arc<ExtentMemory> {
-        ExtentMemory::create(ExtentId(1), bytes).expect("a memfd")
+        ExtentMemory::create(ExtentId(1), bytes, true).expect("a memfd")
     }
 
     #[test]
@@ -468,7 +479,7 @@ mod tests {
         for bytes in [0, 4096, 1 << 20] {
             assert!(ftruncate(memory.as_fd(), bytes).is_err(), "{bytes}");
         }
-        assert!(ExtentMemory::create(ExtentId(1), 0).is_err());
+        assert!(ExtentMemory::create(ExtentId(1), 0, true).is_err());
     }
 
     #[test]

@@ -78,9 +78,11 @@ pub enum Access {
     /// Operations of this process only. A peer that guesses a key cannot reach the memory.
     #[default]
     Local,
-    /// Peers, too, by READ, WRITE and atomics. The bytes may change at any time: touch them through
-    /// raw pointers only.
+    /// Peers, too, by READ and WRITE. The bytes may change at any time: touch them through raw
+    /// pointers only.
     Remote,
+    /// As above, and by atomics.
+    RemoteAtomic,
 }
 
 /// Why there is no registered memory.

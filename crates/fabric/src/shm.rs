@@ -51,6 +51,7 @@ const NO_PANIC: &str = "nothing panics under this lock";
 pub(crate) struct Mapped {
     id: ExtentId,
     map: MmapRaw,
+    atomics: bool,
     /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
     /// nothing else.
     released: AtomicBool,
@@ -79,6 +80,7 @@ impl Directory {
         let mapped = Mapped {
             id: lease.id,
             map,
+            atomics: lease.atomics,
             released: AtomicBool::new(false),
         };
         self.0
@@ -135,8 +137,10 @@ impl<B: Buf> ShmChannel<B> {
         let len = op.len as usize;
         let (offset, extent) = (op.offset, op.extent);
         let aligned = is_aligned(op);
+        let is_atomic = matches!(op.verb, Verb::Atomic(_));
         let mapped = self.mapped(extent).filter(|mapped| {
             aligned
+                && (!is_atomic || mapped.atomics)
                 && offset
                     .checked_add(len as u64)
                     .is_some_and(|end| end <= mapped.map.len() as u64)

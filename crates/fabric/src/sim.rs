@@ -583,7 +583,13 @@ impl Host for SimHost {
         self.state.lock().end(session);
     }
 
-    fn grant(&self, session: SessionId, bytes: u64) -> Result<Arc<ExtentMemory>, Refusal> {
+    fn grant(
+        &self,
+        session: SessionId,
+        bytes: u64,
+        atomics: bool,
+        _serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal> {
         let mut state = self.state.lock();
         state.known(session)?;
         let available = self.capacity_bytes - state.granted_bytes();
@@ -595,8 +601,8 @@ impl Host for SimHost {
         }
         state.last_id += 1;
         let id = ExtentId(state.last_id);
-        let memory =
-            ExtentMemory::create(id, bytes).map_err(|error| Refusal::Invalid(error.to_string()))?;
+        let memory = ExtentMemory::create(id, bytes, atomics)
+            .map_err(|error| Refusal::Invalid(error.to_string()))?;
         state.extents.insert(
             id,
             SimExtent {
@@ -684,7 +690,12 @@ impl Host for SimHost {
         Ok(())
     }
 
-    fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
+    fn open(
+        &self,
+        session: SessionId,
+        name: &str,
+        _serial: Option<u64>,
+    ) -> Result<Opened, Refusal> {
         let mut state = self.state.lock();
         state.known(session)?;
         let named = state.names.get(name).ok_or(Refusal::NotFound)?;
@@ -705,7 +716,10 @@ impl Host for SimHost {
             extent.memory = extent.memory.lease_anew();
             extents.push(Arc::clone(&extent.memory));
         }
-        Ok(Opened { manifest, extents })
+        Ok(Opened {
+            manifest: Arc::new(manifest),
+            extents,
+        })
     }
 
     fn remove(&self, asker: Asker, name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {

@@ -108,7 +108,7 @@ fn atomics_of_clients_and_of_the_servers_own_threads_do_not_get_lost() {
     for endpoint in [tcp(), Endpoint::Shm(folder.path().join("socket"))] {
         with_server(&endpoint, |connect, host, _| {
             let session = connect();
-            let extent = session.grant(4096).expect("room").id;
+            let extent = session.grant_for_atomics(4096).expect("room").id;
             let memory = host.memory(extent).expect("granted");
             thread::scope(|scope| {
                 for _ in 0..2 {
@@ -133,7 +133,7 @@ fn what_was_in_flight_when_the_server_ended_took_place_at_most_once() {
     for round in 0..20 {
         with_server(&tcp(), |connect, host, end| {
             let session = connect();
-            let extent = session.grant(4096).expect("room").id;
+            let extent = session.grant_for_atomics(4096).expect("room").id;
             // The lease ends with the session, whose end the server cannot hear any more; the
             // handle stays.
             let memory = host.memory(extent).expect("granted").lease_anew();
@@ -165,7 +165,7 @@ fn what_a_simulation_loses_took_place_once_or_not_at_all() {
             ..SimConfig::new(seed)
         });
         let session = server.session(&SessionOptions::default()).expect("alive");
-        let extent = session.grant(4096).expect("room").id;
+        let extent = session.grant_for_atomics(4096).expect("room").id;
         let mut channel = session.channel().expect("alive");
         let done = add(&mut *channel, extent, 100);
         // A new channel sees what became of them.

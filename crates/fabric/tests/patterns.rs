@@ -128,7 +128,7 @@ fn ring(
         offset: 64,
         capacity,
     };
-    let memory = ExtentMemory::create(EXTENT, 64 + place.bytes() as u64).unwrap();
+    let memory = ExtentMemory::create(EXTENT, 64 + place.bytes() as u64, false).unwrap();
     let receiver = RingReceiver::new(Landing::extent(&memory).unwrap(), place);
     let channel = Scrambled {
         memory,
@@ -401,7 +401,7 @@ fn a_sender_that_dies_half_way_holds_up_nobody_and_its_ring_serves_the_next() {
         offset: 0,
         capacity: 256,
     };
-    let memory = ExtentMemory::create(EXTENT, place.bytes() as u64).unwrap();
+    let memory = ExtentMemory::create(EXTENT, place.bytes() as u64, false).unwrap();
     let landing = Landing::extent(&memory).unwrap();
     let sender = |seed| {
         let channel = Scrambled {
@@ -462,7 +462,7 @@ fn a_sender_that_lies_loses_its_ring_and_the_others_go_on() {
             offset: 0,
             capacity: 64,
         };
-        let memory = ExtentMemory::create(EXTENT, 192).unwrap();
+        let memory = ExtentMemory::create(EXTENT, 192, false).unwrap();
         let receiver = RingReceiver::new(Landing::extent(&memory).unwrap(), place);
         let channel = Scrambled {
             memory: Arc::clone(&memory),

@@ -271,7 +271,15 @@ fn strangers_that_speak_something_else_are_closed_and_others_go_on() {
         ),
         (
             "a request before the session",
-            [hello.to_vec(), frame(&Request::Grant { bytes: 1 })].concat(),
+            [
+                hello.to_vec(),
+                frame(&Request::Grant {
+                    bytes: 1,
+                    atomics: false,
+                    serial: None,
+                }),
+            ]
+            .concat(),
         ),
         (
             "attach on a control connection",
@@ -340,7 +348,14 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     let theirs = victim.grant(1 << 20).expect("room").id;
     write_and_read(&victim, theirs);
     let (mut control, session, secret) = server.begin();
-    say(&mut control, &Request::Grant { bytes: 10_000 });
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 10_000,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent: own } = hear(&mut control) else {
         panic!("no grant")
     };
@@ -494,7 +509,14 @@ fn data_connections_end_with_their_session() {
 fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(&mut control, &Request::Grant { bytes: 2 << 20 });
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 2 << 20,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent } = hear(&mut control) else {
         panic!("no grant")
     };
@@ -554,7 +576,14 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
 fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(&mut control, &Request::Grant { bytes: 4096 });
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 4096,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent } = hear(&mut control) else {
         panic!("no grant")
     };
@@ -581,7 +610,14 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
 fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(&mut control, &Request::Grant { bytes: 4096 });
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 4096,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent } = hear(&mut control) else {
         panic!("no grant")
     };
@@ -820,7 +856,14 @@ fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
 fn a_refusal_reaches_a_client_that_is_slow_to_read_and_still_sending() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(&mut control, &Request::Grant { bytes: 2 << 20 });
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 2 << 20,
+            atomics: false,
+            serial: None,
+        },
+    );
     let Response::Granted { extent } = hear(&mut control) else {
         panic!("no grant")
     };
@@ -876,7 +919,14 @@ fn a_client_that_dies_without_a_goodbye_holds_nothing_over_shared_memory() {
             },
         );
         hear(&mut stream);
-        say(&mut stream, &Request::Grant { bytes: 1 << 20 });
+        say(
+            &mut stream,
+            &Request::Grant {
+                bytes: 1 << 20,
+                atomics: false,
+                serial: None,
+            },
+        );
         assert!(matches!(hear(&mut stream), Response::Granted { .. }));
     }
     until("200 dead clients are forgotten", || {

@@ -198,6 +198,11 @@ pub enum Request {
     Grant {
         /// How much.
         bytes: u64,
+        /// Whether there will be atomics on it: else they are refused.
+        atomics: bool,
+        /// The number of this request, where its answer may be asked for again: see
+        /// [`Open`](Self::Open).
+        serial: Option<u64>,
     },
     /// Ends the lease of an extent.
     Release {
@@ -218,6 +223,10 @@ pub enum Request {
     Open {
         /// The name.
         name: String,
+        /// The number of this request, where its answer may be asked for again. A session's last
+        /// request that gave something and has a number is not executed a second time: what it gave
+        /// is said again.
+        serial: Option<u64>,
     },
     /// Forgets a name and frees its memory.
     Remove {
@@ -247,7 +256,7 @@ pub enum Request {
         signature: Signature,
     },
     /// Holds a name for this session, which nobody has published or opened; it is bound by the
-    /// first `Publish`.
+    /// first `Publish`. A session may hold a name once more.
     Claim {
         /// The name.
         name: String,
@@ -352,6 +361,8 @@ pub struct Lease {
     pub id: ExtentId,
     /// Its length.
     pub bytes: u64,
+    /// Whether it takes atomics.
+    pub atomics: bool,
 }
 
 /// An extent's address and key for an adapter, in the meaning of the InfiniBand specification.
@@ -502,7 +513,14 @@ mod tests {
             ),
             (Request::Renew, vec![2]),
             (Request::Goodbye, vec![3]),
-            (Request::Grant { bytes }, vec![4, 0xac, 2]),
+            (
+                Request::Grant {
+                    bytes,
+                    atomics: true,
+                    serial: Some(300),
+                },
+                vec![4, 0xac, 2, 1, 1, 0xac, 2],
+            ),
             (Request::Release { extent: id }, vec![5, 5]),
             (
                 Request::Publish {
@@ -512,7 +530,13 @@ mod tests {
                 },
                 vec![6, 1, b'n', 1, 9, 1, 5],
             ),
-            (Request::Open { name: name.clone() }, vec![7, 1, b'n']),
+            (
+                Request::Open {
+                    name: name.clone(),
+                    serial: None,
+                },
+                vec![7, 1, b'n', 0],
+            ),
             (
                 Request::Remove {
                     name: name.clone(),
@@ -584,6 +608,11 @@ mod tests {
             asked: 2,
             available: 1,
         };
+        let lease = Lease {
+            id,
+            bytes,
+            atomics: true,
+        };
         let responses = [
             (
                 Response::Begun {
@@ -594,18 +623,13 @@ mod tests {
                 [&[0, 0xac, 2][..], &sevens, &[1]].concat(),
             ),
             (Response::Done, vec![1]),
-            (
-                Response::Granted {
-                    extent: Lease { id, bytes },
-                },
-                vec![2, 5, 0xac, 2],
-            ),
+            (Response::Granted { extent: lease }, vec![2, 5, 0xac, 2, 1]),
             (
                 Response::Opened {
                     manifest,
-                    extents: vec![Lease { id, bytes }],
+                    extents: vec![lease],
                 },
-                vec![3, 1, 9, 1, 5, 0xac, 2],
+                vec![3, 1, 9, 1, 5, 0xac, 2, 1],
             ),
             (
                 Response::Stat(stat),
@@ -704,7 +728,13 @@ mod tests {
                 stored_bytes
             }),
             Just(Request::Goodbye),
-            any::<u64>().prop_map(|bytes| Request::Grant { bytes }),
+            (any::<u64>(), any::<bool>(), option::of(any::<u64>())).prop_map(
+                |(bytes, atomics, serial)| Request::Grant {
+                    bytes,
+                    atomics,
+                    serial
+                }
+            ),
             any::<u64>().prop_map(|id| Request::Release {
                 extent: ExtentId(id)
             }),
@@ -718,7 +748,8 @@ mod tests {
                     manifest,
                     extents
                 }),
-            any::<String>().prop_map(|name| Request::Open { name }),
+            (any::<String>(), option::of(any::<u64>()))
+                .prop_map(|(name, serial)| Request::Open { name, serial }),
             (any::<String>(), option::of(key.clone()))
                 .prop_map(|(name, owner)| Request::Remove { name, owner }),
             Just(Request::Stat),

@@ -85,6 +85,14 @@ impl Atomic {
 }
 
 impl OpKind {
+    /// Whether it is one of the atomics.
+    pub fn is_atomic(self) -> bool {
+        match self {
+            Self::Read | Self::Write => false,
+            Self::FetchAdd | Self::CompareSwap => true,
+        }
+    }
+
     /// The atomic of this kind with `operands`. `None` for READ and WRITE.
     pub fn atomic(self, operands: &[u8; OPERAND_BYTES]) -> Option<Atomic> {
         let (first, second) = (u64_at(operands, 0), u64_at(operands, 8));
@@ -189,12 +197,7 @@ impl OpHeader {
     /// Whether the offset is allowed: an atomic's is a multiple of [`WORD_BYTES`], others begin
     /// anywhere.
     pub fn is_aligned(&self) -> bool {
-        match self.kind {
-            OpKind::Read | OpKind::Write => true,
-            OpKind::FetchAdd | OpKind::CompareSwap => {
-                self.offset.is_multiple_of(u64::from(WORD_BYTES))
-            }
-        }
+        !self.kind.is_atomic() || self.offset.is_multiple_of(u64::from(WORD_BYTES))
     }
 
     /// Reads a header.

@@ -10,9 +10,10 @@
 use std::{
     collections::{HashSet, btree_map::Entry},
     ops::Bound::{Excluded, Unbounded},
+    sync::Arc,
 };
 
-use farpage_fabric::host::{Asker, Origin, Refusal};
+use farpage_fabric::host::{Asker, Opened, Origin, Refusal};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
 use super::{
@@ -36,7 +37,7 @@ pub(super) struct NameId {
 
 pub(super) struct NameRecord {
     /// What the last publisher stored; `None` while the name is only claimed.
-    pub(super) manifest: Option<Vec<u8>>,
+    pub(super) manifest: Option<Arc<Vec<u8>>>,
     pub(super) extents: Vec<ExtentId>,
     pub(super) holder: Option<SessionId>,
     /// Whether the holder keeps the name also without leasing any of its extents.
@@ -66,7 +67,7 @@ impl NameRecord {
     }
 
     fn charge(&self) -> u64 {
-        charge_of_name(self.manifest.as_ref().map_or(0, Vec::len))
+        charge_of_name(self.manifest.as_ref().map_or(0, |manifest| manifest.len()))
     }
 }
 
@@ -165,7 +166,7 @@ impl Ledger {
         &mut self,
         session: SessionId,
         id: NameId,
-        manifest: Vec<u8>,
+        manifest: Arc<Vec<u8>>,
         extents: HashSet<ExtentId>,
     ) -> Freed {
         for extent in &extents {
@@ -184,6 +185,20 @@ impl Ledger {
         let session = self.sessions.get_mut(&session);
         session.expect("it has a key").names.insert(id);
         self.unname(&dropped)
+    }
+
+    /// What the session has of a name that it has open.
+    pub(super) fn opened(&self, session: SessionId, id: &NameId) -> Option<Opened> {
+        let record = self.names.get(id)?;
+        let is_whole = |id| self.extents[id].lessee == Some(session);
+        let is_open = record.holder == Some(session) && record.extents.iter().all(is_whole);
+        is_open.then(|| Opened {
+            // Only counted: others wait for the ledger.
+            manifest: record.manifest.clone().unwrap_or_default(),
+            extents: (record.extents.iter())
+                .map(|id| self.extents[id].memory.clone())
+                .collect(),
+        })
     }
 
     /// Forgets a name that nobody but the asker holds. Returns what it alone kept.

@@ -69,9 +69,9 @@ impl Registration {
     /// # Safety
     /// `memory` stays mapped where it is, by the same physical pages, until the returned value is
     /// dropped.
-    unsafe fn new(pd: &Arc<Pd>, memory: NonNull<[u8]>) -> io::Result<Self> {
+    unsafe fn new(pd: &Arc<Pd>, memory: NonNull<[u8]>, access: Access) -> io::Result<Self> {
         // SAFETY: promised by the caller.
-        let mr = unsafe { Mr::register(pd, memory, Access::Remote) }?;
+        let mr = unsafe { Mr::register(pd, memory, access) }?;
         let address = memory.as_ptr().cast::<u8>() as u64;
         Ok(Self { mr, address })
     }
@@ -99,10 +99,14 @@ impl RdmaStream {
         let device = self.with_pair(|pair| pair.pd().device());
         let pd = domains.of(session, device)?;
         let keys = memories.iter().map(|memory| {
+            let access = match memory.has_atomics() {
+                true => Access::RemoteAtomic,
+                false => Access::Remote,
+            };
             let registered = memory.register(|slice| {
                 // SAFETY: the lease keeps the mapping, drops the registration before it, and gives
                 // no page of it back meanwhile.
-                let registration = unsafe { Registration::new(&pd, slice) }?;
+                let registration = unsafe { Registration::new(&pd, slice, access) }?;
                 Ok((registration.key(), registration))
             });
             registered.map_err(|error| explain_registration(memory.bytes(), &error))

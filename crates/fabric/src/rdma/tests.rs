@@ -76,6 +76,7 @@ fn a_key_opens_nothing_for_another_client_and_nothing_after_its_lease() {
             let lease = farpage_wire::control::Lease {
                 id: extent.id,
                 bytes: extent.bytes,
+                atomics: false,
             };
             // The thief knows all that the owner knows.
             thief.rdma().insert(lease, leased.key);

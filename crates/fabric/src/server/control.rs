@@ -251,7 +251,11 @@ pub(crate) fn answer(
             host.close(session);
             Ok(done(()))
         }
-        Request::Grant { bytes } => host.grant(session, bytes).map(|memory| {
+        Request::Grant {
+            bytes,
+            atomics,
+            serial,
+        } => host.grant(session, bytes, atomics, serial).map(|memory| {
             let lease = lease_of(&memory);
             (Response::Granted { extent: lease }, vec![memory])
         }),
@@ -264,13 +268,13 @@ pub(crate) fn answer(
             .and_then(|()| check_manifest(&manifest))
             .and_then(|()| host.publish(session, &name, manifest, &extents))
             .map(done),
-        Request::Open { name } => check_name(&name)
-            .and_then(|()| host.open(session, &name))
+        Request::Open { name, serial } => check_name(&name)
+            .and_then(|()| host.open(session, &name, serial))
             .map(|opened| {
                 let extents = opened.extents.iter().map(lease_of).collect();
                 (
                     Response::Opened {
-                        manifest: opened.manifest,
+                        manifest: Arc::unwrap_or_clone(opened.manifest),
                         extents,
                     },
                     opened.extents,
@@ -338,6 +342,7 @@ fn lease_of(memory: &Arc<ExtentMemory>) -> Lease {
     Lease {
         id: memory.id(),
         bytes: memory.bytes(),
+        atomics: memory.has_atomics(),
     }
 }
 

@@ -8,6 +8,7 @@
 use std::{
     io,
     os::fd::AsRawFd,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -19,7 +20,6 @@ use farpage_wire::{
     },
 };
 use nix::{errno::Errno, poll::PollFlags};
-use std::sync::atomic::Ordering;
 
 use super::{
     LOOK,
@@ -27,7 +27,7 @@ use super::{
     lines::Held,
 };
 use crate::{
-    memory::Span,
+    memory::{ExtentMemory, Span},
     stream::{Message, retry},
 };
 
@@ -80,9 +80,12 @@ impl Connection {
                 }
                 sequence = sequence.wrapping_add(1);
                 let lease = self.service.host.extent(session, header.extent);
-                let span =
-                    lease.and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
-                match span.filter(|_| header.is_aligned()) {
+                let takes = |lease: &Arc<ExtentMemory>| {
+                    header.is_aligned() && (!header.kind.is_atomic() || lease.has_atomics())
+                };
+                let span = (lease.filter(takes))
+                    .and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
+                match span {
                     Some(span) => checked.push(Checked { header, span }),
                     None => {
                         refused = Some(header);
@@ -182,7 +185,7 @@ impl Connection {
             ..
         } = header;
         let reason = format!(
-            "{kind:?} of {len} bytes at {offset} of extent {extent}: not leased, out of its range, or for an atomic no multiple of 8"
+            "{kind:?} of {len} bytes at {offset} of extent {extent}: not leased, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
         );
         Err(Fault::Violation(reason))
     }

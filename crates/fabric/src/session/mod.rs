@@ -48,6 +48,8 @@ pub struct Session {
     backend: Backend,
     /// How many lines have been given out.
     lines: AtomicU64,
+    /// How many requests have been numbered.
+    serials: AtomicU64,
 }
 
 /// A place for one channel after another of a session, such as what a worker thread moves bytes
@@ -343,6 +345,7 @@ impl Session {
             fallback: None,
             backend,
             lines: AtomicU64::new(0),
+            serials: AtomicU64::new(0),
         }
     }
 
@@ -356,13 +359,31 @@ impl Session {
         self.fallback.as_deref()
     }
 
-    /// Leases zeroed memory.
+    /// Leases zeroed memory, for READ and WRITE.
     ///
     /// # Errors
     /// [`AllocError::Full`] when the server has no room; the session goes on.
     pub fn grant(&self, bytes: u64) -> Result<Extent, AllocError> {
+        self.grant_memory(bytes, false)
+    }
+
+    /// As [`grant`](Self::grant), for [`Verb::Atomic`](crate::Verb::Atomic), too: who needs no
+    /// atomics gives nobody the right to them.
+    ///
+    /// # Errors
+    /// As of [`grant`](Self::grant).
+    pub fn grant_for_atomics(&self, bytes: u64) -> Result<Extent, AllocError> {
+        self.grant_memory(bytes, true)
+    }
+
+    fn grant_memory(&self, bytes: u64, atomics: bool) -> Result<Extent, AllocError> {
         let attempt = format!("grant {bytes} bytes");
-        match self.call(Request::Grant { bytes }) {
+        let serial = self.serial();
+        match self.call(Request::Grant {
+            bytes,
+            atomics,
+            serial,
+        }) {
             Ok(Response::Granted { extent }) => Ok(extent.into()),
             Err(CallError::Refused(Refusal::Full { asked, available })) => Err(AllocError::Full {
                 endpoint: self.name.clone(),
@@ -536,7 +557,11 @@ impl Session {
     /// [`OpenError::NotFound`], [`OpenError::InUse`].
     pub fn open(&self, name: &str) -> Result<Named, OpenError> {
         let (endpoint, name) = (self.name.clone(), name.to_owned());
-        match self.call(Request::Open { name: name.clone() }) {
+        let request = Request::Open {
+            name: name.clone(),
+            serial: self.serial(),
+        };
+        match self.call(request) {
             Ok(Response::Opened { manifest, extents }) => Ok(Named {
                 manifest,
                 extents: extents.into_iter().map(Extent::from).collect(),
@@ -577,6 +602,12 @@ impl Session {
     pub fn names(&self) -> Result<Vec<NamedRegion>, ControlError> {
         all_names(|request| self.call(request))
             .map_err(|error| self.failed("list names".to_owned(), *error))
+    }
+
+    /// The number of a request that gives something: asked again, it gives no more.
+    fn serial(&self) -> Option<u64> {
+        // Numbers differ, which is all that matters of them.
+        Some(self.serials.fetch_add(1, Ordering::Relaxed))
     }
 
     fn call(&self, request: Request) -> Result<Response, CallError> {

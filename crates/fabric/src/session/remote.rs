@@ -15,7 +15,7 @@
 use std::{
     path::PathBuf,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
@@ -90,6 +90,7 @@ struct Shared {
     deadline: Duration,
     client: String,
     key_file: Option<PathBuf>,
+    key: OnceLock<Key>,
     line: Mutex<Line>,
     /// The extents of a session over shared memory.
     directory: Arc<Directory>,
@@ -207,6 +208,7 @@ impl Remote {
             deadline: options.deadline,
             client,
             key_file: options.key_file.clone(),
+            key: OnceLock::new(),
             peer: PeerProcess::of(&line.stream),
             renewed: Mutex::new(begun),
             local_lease: line.lease,
@@ -242,24 +244,32 @@ impl Remote {
     /// Asks the server; resumes the session first if its connection broke, or is silent.
     pub(super) fn call(&self, request: Request) -> Result<Response, CallError> {
         let shared = &self.shared;
+        if is_about_a_name(&request) {
+            // Not while others wait for the line: a file may be far away.
+            shared.key()?;
+        }
         let until = Instant::now() + shared.deadline;
         let Some(mut line) = shared.line.try_lock_until(until) else {
             let reason = "the server did not answer an earlier call in time";
             return Err(CallError::Disconnected(reason.to_owned()));
         };
-        loop {
+        let mut was_sent = false;
+        let answer = loop {
             let soon = until.min(Instant::now() + shared.silence());
             let asked = match shared.mend(&mut line, soon) {
                 // Nobody is there: trying again would only take longer.
                 Err(error) if is_refused(&error) => {
-                    return Err(CallError::Disconnected(error.to_string()));
+                    break Err(CallError::Disconnected(error.to_string()));
                 }
                 Err(error) => Err(CallError::Disconnected(error.to_string())),
                 Ok(()) => match shared.ready(&mut line, &request, soon) {
-                    Ok(()) => match shared.exchange(&mut line, &request, until) {
-                        Err(error) if may_repeat(&request) => Err(error),
-                        other => return other,
-                    },
+                    Ok(()) => {
+                        was_sent = true;
+                        match shared.exchange(&mut line, &request, until) {
+                            Err(error) if may_repeat(&request) => Err(error),
+                            other => break other,
+                        }
+                    }
                     Err(error) => Err(error),
                 },
             };
@@ -269,9 +279,16 @@ impl Remote {
                 {
                     thread::sleep(BETWEEN_TRIES);
                 }
-                other => return other,
+                other => break other,
             }
+        };
+        // Over a Unix socket the answer is owed; elsewhere it is asked for again, and what it gives
+        // is given back.
+        let is_lost = was_sent && matches!(answer, Err(CallError::Disconnected(_)));
+        if is_lost && shared.local.is_none() && gives(&request) {
+            shared.untold.lock().push(request);
         }
+        answer
     }
 
     pub(super) fn channel<B: Buf>(
@@ -596,10 +613,19 @@ impl Shared {
             let Some(request) = self.untold.lock().pop() else {
                 return Ok(());
             };
-            // It refuses what it has taken back already, where only the answer was lost.
-            if let Err(error @ CallError::Disconnected(_)) = self.exchange(line, &request, until) {
-                self.untold.lock().push(request);
-                return Err(error);
+            match self.exchange(line, &request, until) {
+                Ok(answer) => {
+                    for lease in leases_of(&answer) {
+                        self.rdma.remove(lease.id);
+                    }
+                    self.give_back(taking_back(&request), &answer);
+                }
+                Err(error @ CallError::Disconnected(_)) => {
+                    self.untold.lock().push(request);
+                    return Err(error);
+                }
+                // It refuses what it has taken back already, where only the answer was lost.
+                Err(_) => {}
             }
         }
     }
@@ -644,15 +670,24 @@ impl Shared {
         }
     }
 
-    /// Shows our key, once per session: names belong to keys.
-    fn identify(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
-        if line.identified {
-            return Ok(());
+    /// The user's key. Reads the file where nobody has yet, which may take its time.
+    fn key(&self) -> Result<&Key, CallError> {
+        if let Some(key) = self.key.get() {
+            return Ok(key);
         }
         let file = self.key_file.clone().map_or_else(Key::default_file, Ok);
         let key = file
             .and_then(|file| Key::load_or_make(&file))
             .map_err(|error| CallError::Key(error.to_string()))?;
+        Ok(self.key.get_or_init(|| key))
+    }
+
+    /// Shows our key, once per session: names belong to keys.
+    fn identify(&self, line: &mut Line, until: Instant) -> Result<(), CallError> {
+        if line.identified {
+            return Ok(());
+        }
+        let key = self.key()?;
         let Response::Challenge(challenge) = self.exchange(line, &Request::Challenge, until)?
         else {
             self.give_up(line, "the server answered something else than a challenge");
@@ -720,17 +755,19 @@ impl Shared {
         let (answer, _) = self.hear(line, until)?;
         tracing::info!(endpoint = self.name, "the server answers again");
         let taking_back = line.talk.owed.take().flatten();
-        let mut untold = self.untold.lock();
         if !matches!(answer, Response::Refused(_)) {
-            untold.extend(taking_back);
+            self.give_back(taking_back, &answer);
         }
-        // Told before what is above: the last is told first.
-        untold.extend(
-            leases_of(&answer)
-                .iter()
-                .map(|lease| Request::Release { extent: lease.id }),
-        );
         Ok(())
+    }
+
+    /// Has the server told that nobody wants what an answer gave.
+    fn give_back(&self, taking_back: Option<Request>, answer: &Response) {
+        let mut untold = self.untold.lock();
+        untold.extend(taking_back);
+        // Told before what is above: the last is told first.
+        let leases = leases_of(answer).iter();
+        untold.extend(leases.map(|lease| Request::Release { extent: lease.id }));
     }
 
     /// Waits for the answer to what was said last. A silent server owes it if nothing can be
@@ -844,7 +881,7 @@ impl Shared {
 /// apart.
 fn taking_back(request: &Request) -> Option<Request> {
     match request {
-        Request::Claim { name, .. } | Request::Open { name } => {
+        Request::Claim { name, .. } | Request::Open { name, .. } => {
             Some(Request::Disclaim { name: name.clone() })
         }
         _ => None,
@@ -862,13 +899,26 @@ fn is_about_a_name(request: &Request) -> bool {
     )
 }
 
-/// Whether asking twice does what asking once does. The binding that a lost answer was about is
-/// this client's own.
-fn may_repeat(request: &Request) -> bool {
+/// Whether a request gives memory or a name, which somebody has to give back.
+fn gives(request: &Request) -> bool {
     matches!(
         request,
-        Request::Renew | Request::Hold { .. } | Request::Stat | Request::Publish { .. }
+        Request::Grant { .. } | Request::Open { .. } | Request::Claim { .. }
     )
+}
+
+/// Whether asking twice does what asking once does. The binding that a lost answer was about is
+/// this client's own; so is a claim, and what is given has a number.
+fn may_repeat(request: &Request) -> bool {
+    gives(request)
+        || matches!(
+            request,
+            Request::Renew
+                | Request::Hold { .. }
+                | Request::Stat
+                | Request::Publish { .. }
+                | Request::Disclaim { .. }
+        )
 }
 
 /// Whether nobody listens there.

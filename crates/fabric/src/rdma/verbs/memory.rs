@@ -127,11 +127,11 @@ impl Mr {
         access: Access,
     ) -> io::Result<Self> {
         let mut flags = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
-        if access == Access::Remote {
+        if access != Access::Local {
             flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
                 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
             // Devices that have none may refuse the whole registration.
-            if pd.has_atomics {
+            if access == Access::RemoteAtomic && pd.has_atomics {
                 flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
             }
         }
