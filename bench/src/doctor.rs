@@ -8,7 +8,7 @@ use std::io;
 use anyhow::{Context, Result, bail, ensure};
 use farpage::{BuildError, RegionOptions, Runtime, Store};
 
-use crate::out::say;
+use farpage_bench_kit::out::say;
 
 pub(crate) fn run() -> Result<()> {
     let tried = one_page();

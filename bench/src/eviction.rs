@@ -3,13 +3,14 @@
 //! The rule it keeps: CPU time of the evictors alone, over a phase in which nothing was written;
 //! fillers and the program pay for bringing pages in, which is measured elsewhere.
 
+use clap::Args;
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use farpage::Advice;
 
-use crate::{
-    options::EvictionOptions,
+use farpage_bench_kit::options::{Common, Paging};
+use farpage_bench_kit::{
     progress::Progress,
     remote::Remote,
     report::{Figures, Report},
@@ -19,6 +20,14 @@ use crate::{
 const ROUNDS: u64 = 2;
 /// How farpage names these threads.
 const EVICTOR_NAME: &str = "evictor-";
+
+#[derive(Args, Debug)]
+pub(crate) struct EvictionOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+}
 
 pub(crate) fn run(options: &EvictionOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);

@@ -3,6 +3,7 @@
 //!
 //! The rule it keeps: nothing of the pager takes part.
 
+use clap::Args;
 use std::{
     hint::black_box,
     time::{Duration, Instant},
@@ -10,9 +11,9 @@ use std::{
 
 use anyhow::Result;
 
-use crate::{
+use farpage_bench_kit::{
     bare::{self, Cpus, How},
-    options::{Common, FloorOptions},
+    options::Common,
     progress::Progress,
     raw,
     report::{Config, Figures, Percentiles, Report},
@@ -23,6 +24,15 @@ use crate::{
 /// Bytes that a measurement of faults goes over at most, in memory that exists twice.
 const FAULT_BYTES: usize = 128 << 20;
 const MEMCPY_BYTES: usize = 64 << 20;
+
+#[derive(Args, Debug)]
+pub(crate) struct FloorOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    /// Only the faults: neither memory nor the fabric, and no memory server
+    #[arg(long, conflicts_with = "server")]
+    pub(crate) faults: bool,
+}
 
 pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
     let common = &options.common;
@@ -49,7 +59,7 @@ pub(crate) fn run(options: &FloorOptions) -> Result<Report> {
 /// One page fault at a time.
 fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
     let page_bytes = common.page_size.as_u64() as usize;
-    let samples_max = if common.smoke { 200 } else { 4096 };
+    let samples_max = if common.run.smoke { 200 } else { 4096 };
     let samples = samples_max.min(FAULT_BYTES / page_bytes);
 
     progress.phase("the kernel's own fault");
@@ -90,15 +100,15 @@ fn faults(common: &Common, progress: &Progress) -> Result<Figures> {
 /// Memory, the fabric, and both together. Returns how many pages were wrong, and the server.
 fn bytes(common: &Common, progress: &Progress, figures: &mut Figures) -> Result<(u64, String)> {
     progress.phase("memcpy");
-    figures.memcpy_mb_per_s = Some(memcpy_mb_per_s(if common.smoke {
+    figures.memcpy_mb_per_s = Some(memcpy_mb_per_s(if common.run.smoke {
         MEMCPY_BYTES / 16
     } else {
         MEMCPY_BYTES
     }));
     progress.step(1);
     progress.phase("the raw fabric");
-    let server = MemoryServer::start(common, 2 << 30)?;
-    let time = Duration::from_millis(if common.smoke { 50 } else { 1000 });
+    let server = MemoryServer::start(&common.at, 2 << 30)?;
+    let time = Duration::from_millis(if common.run.smoke { 50 } else { 1000 });
     let rates = raw::rates(common, &server, time)?;
     figures.raw_read_mb_per_s = Some(rates.read);
     figures.raw_write_mb_per_s = Some(rates.write);

@@ -10,8 +10,9 @@ mod attack;
 mod burn;
 mod victim;
 
+use clap::Args;
 use std::{
-    env, fs,
+    env,
     io::{self, Read, Write},
     process::{Child, Command, Stdio},
     sync::atomic::{AtomicBool, Ordering::Relaxed},
@@ -25,14 +26,17 @@ use farpage_wire::Endpoint;
 use nix::sys::resource::{UsageWho, getrusage};
 use serde::{Serialize, de::DeserializeOwned};
 
-pub(crate) use self::{attack::attack, burn::burn};
 use self::{
     attack::{ATTACKER, Attack},
     burn::Burnt,
     victim::Victim,
 };
-use crate::{
-    options::{Fabric, Format, HostileOptions},
+pub(crate) use self::{
+    attack::{AttackOptions, attack},
+    burn::{BurnOptions, burn},
+};
+use farpage_bench_kit::{
+    options::{Fabric, Run},
     report::{self, Percentiles, right, table},
     server::{MemoryServer, ensure_room},
 };
@@ -47,10 +51,10 @@ const MARGIN: Duration = Duration::from_secs(60);
 
 /// What was found.
 #[derive(Debug, Serialize)]
-pub(crate) struct Report {
+struct Report {
     benchmark: &'static str,
     /// Whether nobody saw or changed bytes that are not his, and the server lives.
-    pub(crate) verified: bool,
+    verified: bool,
     config: Config,
     attack: Attack,
     /// Words of the victim that were not what it had written.
@@ -88,12 +92,40 @@ struct Arm {
     words_checked: u64,
 }
 
-pub(crate) fn run(options: &HostileOptions) -> Result<Report> {
+#[derive(Args, Debug)]
+pub(crate) struct HostileOptions {
+    /// Hostile requests [default: 1000000, with --smoke 3000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
+    pub(crate) requests: Option<u64>,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) seed: u64,
+    #[command(flatten)]
+    pub(crate) run: Run,
+}
+
+impl HostileOptions {
+    pub(crate) fn requests(&self) -> u64 {
+        let default = if self.run.smoke { 3_000 } else { 1_000_000 };
+        self.requests.unwrap_or(default)
+    }
+}
+
+pub(crate) fn run(options: &HostileOptions) -> Result<()> {
+    let report = measure(options)?;
+    report::conclude(
+        &report,
+        report.verified,
+        options.run.printing.format,
+        Report::human,
+    )
+}
+
+fn measure(options: &HostileOptions) -> Result<Report> {
     let requests = options.requests();
-    let sizes = victim::Sizes::of(options.smoke);
+    let sizes = victim::Sizes::of(options.run.smoke);
     ensure_room(sizes.array_bytes * 3 + sizes.budget_bytes, false)?;
-    let mut server =
-        MemoryServer::connect_or_start(None, Fabric::Tcp, sizes.array_bytes * 6 + (64 << 20))?;
+    let mut server = MemoryServer::own(Fabric::Tcp, sizes.array_bytes * 6 + (64 << 20))?;
     let mut victim = Victim::start(server.endpoint(), sizes)?;
 
     // 1. Beside the attacker, until it has sent its requests.
@@ -122,7 +154,7 @@ pub(crate) fn run(options: &HostileOptions) -> Result<Report> {
         config: Config {
             server: server.endpoint().to_string(),
             attacker: ATTACKER.to_string(),
-            smoke: options.smoke,
+            smoke: options.run.smoke,
             requests,
             array_bytes: sizes.array_bytes,
             budget_bytes: sizes.budget_bytes,
@@ -263,31 +295,7 @@ fn own_cpu_s() -> Result<f64> {
     Ok(of(usage.user_time()) + of(usage.system_time()))
 }
 
-/// CPU time of a process of this machine.
-///
-/// # Errors
-/// It has ended.
-pub(crate) fn cpu_s_of(pid: u32) -> Result<f64> {
-    let path = format!("/proc/{pid}/stat");
-    let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-    // The name in parentheses may hold spaces; user and system time are the 12th and 13th fields
-    // behind it.
-    let fields = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
-    let ticks = |field| fields.split(' ').nth(field)?.parse::<f64>().ok();
-    let (user, system) = ticks(11)
-        .zip(ticks(12))
-        .context("the kernel's figures are cut off")?;
-    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)
-        .context("cannot ask for the length of a tick")?;
-    Ok((user + system) / per_second.context("a tick has no length")? as f64)
-}
-
 impl Report {
-    /// Prints the report to standard output.
-    pub(crate) fn print(&self, format: Format) -> Result<()> {
-        report::print(self, format, Self::human)
-    }
-
     fn human(&self) -> String {
         let mut kinds = table([
             "what was sent",

@@ -4,15 +4,16 @@
 //! be here; pages are visited in an order that no read-ahead can guess; and the bytes that a fault
 //! brings are checked.
 
+use clap::Args;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use farpage::{Advice, RemoteArray};
 use hdrhistogram::Histogram;
 
-use crate::{
+use farpage_bench_kit::options::{Common, Paging};
+use farpage_bench_kit::{
     data::Source,
-    options::LatencyOptions,
     pick::{Shuffle, mix},
     progress::Progress,
     remote::Remote,
@@ -22,6 +23,17 @@ use crate::{
 /// Of the budget, as a fraction, that the first state touches: below the high-water mark, so that
 /// nothing is evicted.
 const ROOM: f64 = 0.8;
+
+#[derive(Args, Debug)]
+pub(crate) struct LatencyOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Faults to time in each state, as far as there are pages [default: 20000, with --smoke 200]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) samples: Option<u64>,
+}
 
 pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
@@ -35,7 +47,7 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     );
     let samples = options
         .samples
-        .unwrap_or(if common.smoke { 200 } else { 20_000 });
+        .unwrap_or(if common.run.smoke { 200 } else { 20_000 });
     let mut array = remote.array::<u64>(pages * page_elements, Advice::Sequential)?;
     let source = paging.source()?;
     let mut pages = Pages {

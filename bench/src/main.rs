@@ -6,54 +6,29 @@
 // `println!` panics when nobody reads any more: what is found goes through `out::say`.
 #![deny(clippy::print_stdout)]
 
-mod apps;
-mod arena;
-mod bare;
-mod codecs;
-mod compare;
-mod cpus;
-mod data;
+mod cli;
 mod doctor;
 mod eviction;
-mod figures;
 mod floor;
 mod hostile;
 mod latency;
-mod options;
-mod out;
-mod pages;
-mod pick;
-mod plot;
-mod points;
-mod progress;
 mod random;
-mod raw;
-mod record;
-mod regmem;
-mod remote;
-mod report;
-mod ring;
-mod server;
-mod sitting;
 mod sparse;
 mod stream;
-mod swap;
-mod sweep;
-mod targets;
 mod traffic;
-mod verbs;
-mod versus_swap;
-mod versus_umap;
-mod work;
 
 use std::process::ExitCode;
 
+use anyhow::Result;
 use clap::Parser;
 
-use crate::{
-    options::{Cli, Command},
-    report::ensure_verified,
-};
+use farpage_bench_apps as apps;
+use farpage_bench_judge::{codecs, compare, figures, sweep, targets, versus_swap, versus_umap};
+use farpage_bench_kit::{cpus, options::Common, report::Report, server};
+use farpage_fabric_measure::{regmem, ring, verbs};
+use farpage_store_measure::pages;
+
+use crate::cli::{Cli, Command};
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -62,77 +37,40 @@ fn main() -> ExitCode {
     {
         return failure(&anyhow::Error::new(error).context("cannot stay on one CPU"));
     }
-    let measured = match &cli.command {
-        Command::Stream(options) => {
-            stream::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Random(options) => {
-            random::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Traffic(options) => {
-            traffic::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Latency(options) => {
-            latency::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Eviction(options) => {
-            eviction::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Sparse(options) => {
-            sparse::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Floor(options) => {
-            floor::run(options).map(|report| (report, options.common.format))
-        }
-        Command::Regmem(options) => {
-            return done(regmem::run(options).and_then(|report| {
-                report.print(options.format)?;
-                ensure_verified(report.verified)
-            }));
-        }
-        Command::Verbs(options) => {
-            return done(verbs::run(options).and_then(|report| {
-                report.print(options.format)?;
-                ensure_verified(report.verified)
-            }));
-        }
-        Command::Ring(options) => {
-            return done(ring::run(options).and_then(|report| {
-                report.print(options.format)?;
-                ensure_verified(report.verified)
-            }));
-        }
-        Command::Doctor => return done(doctor::run()),
-        Command::Apps(options) => return done(apps::run(options)),
-        Command::Targets(options) => return done(targets::run(options)),
-        Command::Pages(options) => return done(pages::run(options)),
-        Command::Codecs(options) => return done(codecs::run(options)),
-        Command::Figures(options) => return done(figures::run(options)),
-        Command::Compare(options) => return done(compare::run(options)),
-        Command::Sweep(options) => return done(sweep::run(options)),
-        Command::VersusSwap(options) => return done(versus_swap::run(options)),
-        Command::VersusUmap(options) => return done(versus_umap::run(options)),
-        Command::Hostile(options) => {
-            return done(hostile::run(options).and_then(|report| {
-                report.print(options.format)?;
-                ensure_verified(report.verified)
-            }));
-        }
-        Command::Serve(options) => return done(server::serve(options)),
-        Command::HostileAttack(options) => return done(hostile::attack(options)),
-        Command::HostileBurn(options) => return done(hostile::burn(options)),
+    let result = match &cli.command {
+        Command::Stream(options) => conclude(&options.common, stream::run(options)),
+        Command::Random(options) => conclude(&options.common, random::run(options)),
+        Command::Traffic(options) => conclude(&options.common, traffic::run(options)),
+        Command::Latency(options) => conclude(&options.common, latency::run(options)),
+        Command::Eviction(options) => conclude(&options.common, eviction::run(options)),
+        Command::Sparse(options) => conclude(&options.common, sparse::run(options)),
+        Command::Floor(options) => conclude(&options.common, floor::run(options)),
+        Command::Doctor => doctor::run(),
+        Command::Regmem(options) => regmem::run(options),
+        Command::Verbs(options) => verbs::run(options),
+        Command::Ring(options) => ring::run(options),
+        Command::Apps(options) => apps::run(options),
+        Command::Targets(options) => targets::run(options),
+        Command::Pages(options) => pages::run(options),
+        Command::Codecs(options) => codecs::run(options),
+        Command::Figures(options) => figures::run(options),
+        Command::Compare(options) => compare::run(options),
+        Command::Sweep(options) => sweep::run(options),
+        Command::VersusSwap(options) => versus_swap::run(options),
+        Command::VersusUmap(options) => versus_umap::run(options),
+        Command::Hostile(options) => hostile::run(options),
+        Command::Serve(options) => server::serve(options),
+        Command::HostileAttack(options) => hostile::attack(options),
+        Command::HostileBurn(options) => hostile::burn(options),
     };
-    done(measured.and_then(|(report, format)| {
-        report.print(format)?;
-        ensure_verified(report.verified)
-    }))
-}
-
-fn done(result: anyhow::Result<()>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => failure(&error),
     }
+}
+
+fn conclude(common: &Common, report: Result<Report>) -> Result<()> {
+    report?.conclude(common.run.printing.format)
 }
 
 fn failure(error: &anyhow::Error) -> ExitCode {

@@ -4,6 +4,7 @@
 //! never change, its low bits count its updates: a wrong page shows at once, a lost update in the
 //! sum of all counts, and no shadow copy is needed.
 
+use clap::Args;
 use std::{
     sync::atomic::{AtomicU64, Ordering::Relaxed},
     thread,
@@ -13,10 +14,10 @@ use std::{
 use anyhow::Result;
 use farpage::Advice;
 
-use crate::{
+use farpage_bench_kit::options::{Common, Paging, Threads};
+use farpage_bench_kit::{
     arena::Arena,
     data::Source,
-    options::{RandomOptions, threads},
     pick::{Picker, mix},
     progress::Progress,
     report::{Figures, Report},
@@ -31,12 +32,55 @@ fn fresh(source: &Source, index: u64) -> u64 {
     source.word(index) & !COUNT_MASK
 }
 
+#[derive(Args, Debug)]
+pub(crate) struct RandomOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    #[command(flatten)]
+    pub(crate) threads: Threads,
+    /// The array in ordinary memory that is never paged: what paging is compared with
+    #[arg(long, conflicts_with = "server")]
+    pub(crate) plain: bool,
+    /// Does not tell farpage that accesses are random: it has to find out that reading ahead is of
+    /// no use
+    #[arg(long)]
+    pub(crate) no_advice: bool,
+    /// Zipf exponent below 1, such as 0.99: few elements get most accesses [default: uniform]
+    #[arg(long, value_name = "THETA", value_parser = zipf_theta)]
+    pub(crate) zipf: Option<f64>,
+    /// Reads, and as many updates, by all threads together [default: 200000, fewer of
+    /// pages above 64KiB; with --smoke 2000]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) accesses: Option<u64>,
+}
+
+impl RandomOptions {
+    /// Reads, and as many updates.
+    pub(crate) fn accesses(&self) -> u64 {
+        let default = match self.common.run.smoke {
+            true => 2_000,
+            // A run should take less than a minute, and the time of a miss grows with its page.
+            false => (200_000 * (64 << 10) / self.common.page_size.as_u64()).min(200_000),
+        };
+        self.accesses.unwrap_or(default)
+    }
+}
+
+fn zipf_theta(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| *x > 0.0 && *x < 1.0)
+        .ok_or("must be a number between 0 and 1".into())
+}
+
 pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
     let arena = Arena::start(options.plain, common, paging)?;
     let len = paging.size_bytes(common) / size_of::<u64>() as u64;
     let mut array = arena.array::<u64>(len, Advice::Sequential)?;
-    let threads = threads(options.threads);
+    let threads = options.threads.count();
     let accesses = options.accesses();
     // A thread's share of the accesses, and of the array: updates of one element by two threads
     // would be a race.
@@ -150,7 +194,7 @@ fn for_each_share(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::DataOptions;
+    use farpage_bench_kit::data::DataOptions;
 
     #[test]
     fn an_update_leaves_the_mark_of_its_element() {

@@ -4,13 +4,14 @@
 //! The rule it keeps: the frames that hold pages are made before the clock and the memory count
 //! start, by another array, so that what is counted belongs to the region's size alone.
 
+use clap::Args;
 use std::{fs, time::Instant};
 
 use anyhow::{Context, Result, ensure};
 use farpage::Advice;
 
-use crate::{
-    options::SparseOptions,
+use farpage_bench_kit::options::{Common, Paging};
+use farpage_bench_kit::{
     pick::{Shuffle, mix},
     progress::Progress,
     remote::Remote,
@@ -20,6 +21,18 @@ use crate::{
 /// The array that makes the frames is so many times the budget.
 const WARM_UP_BUDGETS: u64 = 3;
 
+#[derive(Args, Debug)]
+pub(crate) struct SparseOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    /// Pages to use, evenly spread over the region, as far as there are so many [default: 16384,
+    /// with --smoke 256]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    pub(crate) touches: Option<u64>,
+}
+
 pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     let (common, paging) = (&options.common, &options.paging);
     let page_bytes = common.page_size.as_u64();
@@ -28,7 +41,7 @@ pub(crate) fn run(options: &SparseOptions) -> Result<Report> {
     let budget_pages = paging.budget_bytes(common) / page_bytes;
     let touches = options
         .touches
-        .unwrap_or(if common.smoke { 256 } else { 16_384 })
+        .unwrap_or(if common.run.smoke { 256 } else { 16_384 })
         .min(pages);
     ensure!(
         touches > budget_pages,

@@ -5,6 +5,7 @@
 //! the best iteration after the first counts; and every element is compared bit by bit with what
 //! the kernels must have made of it.
 
+use clap::Args;
 use std::{
     fmt,
     ops::{Add, Mul},
@@ -17,10 +18,10 @@ use anyhow::{Result, bail};
 use bytemuck::bytes_of;
 use farpage::Advice;
 
-use crate::{
+use farpage_bench_kit::{
     arena::Arena,
     data::{Dtype, Element, Source},
-    options::{Common, StreamOptions, threads},
+    options::{Common, Paging, Threads},
     progress::Progress,
     report::{Figures, Report, Yardsticks, kernel_figures},
 };
@@ -83,6 +84,22 @@ fn expected<T: Number>(mut a: T, iterations: u16) -> [T; 3] {
     [a, b, c]
 }
 
+#[derive(Args, Debug)]
+pub(crate) struct StreamOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    #[command(flatten)]
+    pub(crate) threads: Threads,
+    /// Arrays in ordinary memory that is never paged: what paging is compared with
+    #[arg(long, conflicts_with = "server")]
+    pub(crate) plain: bool,
+    /// How often each kernel runs; the first time does not count
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u16).range(2..=100))]
+    pub(crate) iterations: u16,
+}
+
 pub(crate) fn run(options: &StreamOptions) -> Result<Report> {
     let source = options.paging.source()?;
     match source.dtype {
@@ -102,7 +119,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     let mut a = arena.array::<T>(len, Advice::Sequential)?;
     let mut b = arena.array::<T>(len, Advice::Sequential)?;
     let mut c = arena.array::<T>(len, Advice::Sequential)?;
-    let threads = threads(options.threads);
+    let threads = options.threads.count();
     let iterations = options.iterations;
     let kernels = kernels::<T>();
     let progress = Progress::new(2 + u64::from(iterations) * kernels.len() as u64);
@@ -207,7 +224,11 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 /// MB/s of the triad on arrays of ordinary memory that are larger than caches, by so many threads:
 /// the best of a few times.
 fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
-    let bytes = if common.smoke { 1 << 20 } else { PLAIN_BYTES };
+    let bytes = if common.run.smoke {
+        1 << 20
+    } else {
+        PLAIN_BYTES
+    };
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];
     let (mut a, mut b, mut c) = (array(), array(), array());
     let [.., (name, arrays, triad)] = kernels::<T>();

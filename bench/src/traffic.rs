@@ -5,6 +5,7 @@
 //! into noise; here the next step is the same field, moved by a plane. What is read is compared
 //! with what was written while the clock runs, which costs a tenth of what paging does.
 
+use clap::Args;
 use std::{
     ops::AddAssign,
     sync::Mutex,
@@ -15,9 +16,9 @@ use std::{
 use anyhow::{Context, Result};
 use farpage::Advice;
 
-use crate::{
+use farpage_bench_kit::{
     data::{Dtype, Element, Source},
-    options::{TrafficOptions, error_bound, threads},
+    options::{Common, Paging, Threads, error_bound},
     progress::Progress,
     remote::Remote,
     report::{Figures, Report, kernel_figures},
@@ -25,6 +26,19 @@ use crate::{
 
 /// By how many elements a line moves per step: about what a plane has, and no divisor of any page.
 const LINE_STEP: usize = 16_411;
+
+#[derive(Args, Debug)]
+pub(crate) struct TrafficOptions {
+    #[command(flatten)]
+    pub(crate) common: Common,
+    #[command(flatten)]
+    pub(crate) paging: Paging,
+    #[command(flatten)]
+    pub(crate) threads: Threads,
+    /// How often the field is written and read, after a first time that does not count
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..=100))]
+    pub(crate) steps: u16,
+}
 
 pub(crate) fn run(options: &TrafficOptions) -> Result<Report> {
     let source = options.paging.source()?;
@@ -65,7 +79,7 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
         .chain(shape[1..].iter().copied())
         .collect();
     let mut array = remote.array_of_shape::<T>(&shape, Advice::Sequential)?;
-    let threads = threads(options.threads);
+    let threads = options.threads.count();
     let share = array.len().div_ceil(threads);
     let step_elements = if slice == 1 { LINE_STEP } else { slice };
     let steps = usize::from(options.steps);

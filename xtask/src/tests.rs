@@ -27,8 +27,8 @@ use crate::{
 const LONG_S: [(&str, u64); 22] = [
     ("bench apps", 20),
     ("bench cli", 9),
-    ("bench farpage-bench", 19),
     ("bench figures", 39),
+    ("bench umap", 60),
     ("crates/capi examples", 60),
     ("crates/capi umap", 42),
     ("crates/fabric conformance", 9),
@@ -54,8 +54,8 @@ const SHORT: Duration = Duration::from_millis(500);
 /// themselves.
 const NOT_QUICK: [&str; 12] = [
     "bench apps",
-    "bench farpage-bench",
     "bench figures",
+    "bench umap",
     "crates/capi examples",
     "crates/capi umap",
     "crates/farpage budget",

@@ -3,6 +3,7 @@
 //! The rule it keeps: all of it comes from [`ATTACKER`], and whatever comes back is looked at. An
 //! answer that gives or changes what belongs to others is counted, never passed over.
 
+use clap::Args;
 use std::{
     collections::BTreeMap,
     io::{self, ErrorKind, Read, Write},
@@ -27,10 +28,7 @@ use serde::{Deserialize, Serialize};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{end_with_parent, own_cpu_s, tell};
-use crate::{
-    options::AttackOptions,
-    pick::{ODD, mix},
-};
+use farpage_bench_kit::pick::{ODD, mix};
 
 /// Where the attacker sits: another address of the loopback interface than the victim's.
 pub(super) const ATTACKER: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
@@ -76,6 +74,22 @@ impl Attack {
             unanswered: sum.unanswered + kind.unanswered,
         })
     }
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct AttackOptions {
+    /// Whom.
+    #[arg(long)]
+    pub(crate) endpoint: Endpoint,
+    /// How many requests.
+    #[arg(long)]
+    pub(crate) requests: u64,
+    /// Of everything random.
+    #[arg(long)]
+    pub(crate) seed: u64,
+    /// It ends then, whatever has been sent.
+    #[arg(long)]
+    pub(crate) seconds_max: u64,
 }
 
 /// The process that the benchmark starts.

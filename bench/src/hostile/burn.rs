@@ -2,6 +2,7 @@
 //!
 //! The rule it keeps: so much CPU time in so many seconds, spread evenly over both.
 
+use clap::Args;
 use std::{
     hint::black_box,
     thread,
@@ -12,7 +13,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 
 use super::{end_with_parent, own_cpu_s, tell};
-use crate::{options::BurnOptions, pick::mix};
+use farpage_bench_kit::pick::mix;
 
 /// As many as the attacker has, so that the kernel has as many to share the CPUs among.
 const THREADS: usize = super::attack::THREADS;
@@ -22,6 +23,16 @@ const SLICE: Duration = Duration::from_micros(200);
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Burnt {
     pub(super) cpu_s: f64,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct BurnOptions {
+    /// How long.
+    #[arg(long)]
+    pub(crate) seconds: f64,
+    /// How much CPU time in all.
+    #[arg(long)]
+    pub(crate) cpu_seconds: f64,
 }
 
 /// The process that the benchmark starts.

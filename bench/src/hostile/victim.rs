@@ -15,7 +15,7 @@ use farpage::{Advice, ByteSize, RemoteArray, Runtime};
 use farpage_wire::Endpoint;
 use hdrhistogram::Histogram;
 
-use crate::{
+use farpage_bench_kit::{
     pick::{Shuffle, mix},
     report::new_histogram,
 };

@@ -1,15 +1,23 @@
 //! Files of a crate that import each other in a circle: who reads one has to read all.
 //!
-//! The rule it keeps: it reads `use crate::...` alone, as text, and takes a folder for one file.
-//! Names that `lib.rs` hands on are followed to where they are defined. Tests may use what they
-//! like.
+//! The rule it keeps: it reads `use crate::...` alone, as text, and in files beside `lib.rs` `use
+//! super::...`, which is the same. It takes a folder for one file. Names that `lib.rs` hands on are
+//! followed to where they are defined. Tests may use what they like.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Finding, Source};
 
 /// Crates without circles. A crate that has lost its last one joins the list.
-const CRATES: [&str; 1] = ["crates/pager/src/"];
+const CRATES: [&str; 7] = [
+    "bench/apps/src/",
+    "bench/judge/src/",
+    "bench/kit/src/",
+    "bench/src/",
+    "crates/fabric/measure/src/",
+    "crates/pager/src/",
+    "crates/store/measure/src/",
+];
 
 /// What a file imports, and in which line.
 type Imports = BTreeMap<String, usize>;
@@ -26,8 +34,12 @@ pub(super) fn check(files: &[Source], findings: &mut Vec<Finding>) {
             .find(|(module, _)| *module == "lib")
             .map_or_else(BTreeMap::new, |(_, lib)| handed_on(&lib.text));
         let mut graph: BTreeMap<&str, Vec<(String, usize, &Source)>> = BTreeMap::new();
-        for (module, file) in of_crate.iter().filter(|(module, _)| *module != "lib") {
-            for (name, line) in imports(&file.text) {
+        for (module, file) in of_crate
+            .iter()
+            .filter(|(module, _)| !matches!(*module, "lib" | "main"))
+        {
+            let root_is_super = !file.path[root.len()..].contains('/');
+            for (name, line) in imports(&file.text, root_is_super) {
                 let to = handed_on.get(&name).unwrap_or(&name);
                 if modules.contains(to.as_str()) && to != module {
                     graph
@@ -68,15 +80,18 @@ fn handed_on(lib: &str) -> BTreeMap<String, String> {
     names
 }
 
-/// The first names behind `crate::` in the imports before the file's tests.
-fn imports(text: &str) -> Imports {
+/// The first names behind `crate::`, or what is the same, in the imports before the file's tests.
+fn imports(text: &str, root_is_super: bool) -> Imports {
     let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or(text);
     let mut names = Imports::new();
-    for (at, _) in text.match_indices("use crate::") {
-        let line = text[..at].lines().count() + 1;
-        let statement = text[at + "use crate::".len()..].split(';').next();
-        for item in items(statement.unwrap_or_default()) {
-            names.entry(item).or_insert(line);
+    let roots = ["use crate::", "use super::"];
+    for root in &roots[..1 + usize::from(root_is_super)] {
+        for (at, _) in text.match_indices(root) {
+            let line = text[..at].lines().count() + 1;
+            let statement = text[at + root.len()..].split(';').next();
+            for item in items(statement.unwrap_or_default()) {
+                names.entry(item).or_insert(line);
+            }
         }
     }
     names
@@ -161,5 +176,21 @@ mod tests {
         assert_eq!(found.len(), 2, "{found:?}");
         assert!(found[0].contains("a.rs:1: imports `b`"), "{found:?}");
         assert!(found[1].contains("b.rs:3: imports `a`"), "{found:?}");
+    }
+
+    #[test]
+    fn the_file_above_is_the_root_only_beside_it() {
+        let beside = [
+            ("lib.rs", "mod a;\nmod b;\n"),
+            ("a.rs", "use super::b;\n"),
+            ("b.rs", "use crate::a;\n"),
+        ];
+        assert_eq!(found(&beside).len(), 2);
+        let below = [
+            ("lib.rs", "mod a;\nmod b;\n"),
+            ("a/c.rs", "use super::b;\n"),
+            ("b.rs", "use crate::a;\n"),
+        ];
+        assert_eq!(found(&below), Vec::<String>::new());
     }
 }

@@ -1,0 +1,580 @@
+//! The field's own yardstick: whole applications with a part of their memory local, against the
+//! same code with all of it local.
+//!
+//! The rule it keeps: an application is written once and cannot tell where its arrays are; every
+//! result is verified, and what is timed is its work alone, neither making nor loading nor
+//! verifying its data. Each timed run has a local one right before it, so that what else goes on on
+//! the machine meets both.
+
+// `println!` panics when nobody reads any more: what is found goes through `out::say`.
+#![deny(clippy::print_stdout)]
+
+mod app;
+mod bfs;
+mod graph;
+mod groupby;
+mod join;
+mod kmeans;
+mod pagerank;
+mod picture;
+mod place;
+mod report;
+mod sort;
+mod spmv;
+mod stencil;
+mod team;
+mod xsbench;
+
+use std::{
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicBool},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use bytesize::ByteSize;
+use clap::{Args, ValueEnum};
+use farpage::{Runtime, Stats};
+use nix::time::{ClockId, clock_gettime};
+use signal_hook::{
+    consts::{SIGINT, SIGTERM},
+    flag,
+};
+
+use self::{
+    app::{App, Verdict},
+    place::{Far, Local},
+    report::{AppFigures, AppsReport, Config, Paging, ShareFigures, summarise},
+    team::Team,
+};
+use farpage_bench_kit::{
+    options::{self, ServerOptions, Threads},
+    progress::Progress,
+    server::{self, MemoryServer},
+    work::{self, PageRates},
+};
+
+/// Whole applications with 100 to 12.5 % of their memory local, against the same code all local.
+///
+/// What counts: the local share of an application's memory is the budget of its remote arrays
+/// together with everything that it keeps local by design and that grows with its data, over all of
+/// its data. 100 % means that everything fits. Performance is the time of the same code on ordinary
+/// vectors (in huge pages, if the kernel has them), run right before, over the time with paging:
+/// the median of --repeat such pairs. Making, loading and verifying the data is not timed. Every
+/// result is verified, each time.
+///
+/// Floor: the performance that the same bytes would leave without a pager, if the local run's CPU
+/// time and the work on the pages that moved (READ, hash, moving in and out, WRITE, measured right
+/// before) were spread perfectly over the threads. Only moving fewer bytes leads beyond it.
+#[derive(Args, Debug)]
+pub struct AppsOptions {
+    /// Applications to run, separated by commas [default: all]
+    #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',')]
+    apps: Vec<AppName>,
+    /// Shares of local memory in percent, separated by commas [default: 100,75,50,25,12.5, with
+    /// --smoke 100,25]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = share)]
+    shares: Vec<f64>,
+    /// Data of each application; graphs have powers of two of vertices, so that theirs are up to
+    /// 1.4 times larger or smaller [default: 256MiB, with --smoke 4MiB]
+    #[arg(long, value_name = "SIZE", value_parser = options::some_bytes)]
+    size: Option<ByteSize>,
+    /// Page size of all applications: a power of two, 4KiB to 2MiB [default: what suits each, as in
+    /// the list above; smaller where there would be fewer than 160 pages, 4KiB with --smoke]
+    #[arg(long, value_name = "SIZE", value_parser = options::page_size)]
+    page_size: Option<ByteSize>,
+    #[command(flatten)]
+    at: ServerOptions,
+    #[command(flatten)]
+    threads: Threads,
+    /// Timed runs of each application with each share [default: 3, with --smoke 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=99))]
+    repeat: Option<u16>,
+    /// Also draws performance over local memory to this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
+    #[command(flatten)]
+    run: options::Run,
+    /// Starts even if the data and its own memory server do not fit into memory: the kernel may
+    /// then end programs to make room
+    #[arg(long)]
+    force: bool,
+}
+
+/// An application, as on the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum AppName {
+    /// GAP's PageRank on a Kronecker graph: rows read in order, ranks local. Pages of 1MiB
+    Pagerank,
+    /// GAP's direction-optimising breadth-first search on the same graph: rows in order with gaps.
+    /// Pages of 1MiB
+    Bfs,
+    /// Parallel quicksort of 64-bit keys, in place. Pages of 2MiB
+    Sort,
+    /// Lloyd's k-means, 16 clusters of points with 16 coordinates: points read in order. Pages of
+    /// 1MiB
+    Kmeans,
+    /// h2o.ai's db-benchmark, group-by questions 1 to 5, 7 and 9: columns read in order. Pages of
+    /// 2MiB
+    Groupby,
+    /// Two tables of the same size joined: scattered into 64 partitions, then joined one by one.
+    /// Pages of 64KiB
+    Join,
+    /// Sparse matrix times vector, 32 entries per row at random columns: the matrix read in order,
+    /// vectors local. Pages of 2MiB
+    Spmv,
+    /// XSBench's lookups in batches sorted by energy: 70 sequences at a time. Pages of 64KiB
+    Xsbench,
+    /// XSBench's lookups as they are drawn: small accesses anywhere. The worst case for pages;
+    /// shown, but not in the mean. Pages of 4KiB
+    XsbenchRandom,
+    /// Heat in a plate, Jacobi's five points, 16 steps per pass: one grid read and one written, in
+    /// order. Pages of 1MiB
+    Stencil,
+}
+
+impl AppName {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Pagerank => "pagerank",
+            Self::Bfs => "bfs",
+            Self::Sort => "sort",
+            Self::Kmeans => "kmeans",
+            Self::Groupby => "groupby",
+            Self::Join => "join",
+            Self::Spmv => "spmv",
+            Self::Xsbench => "xsbench",
+            Self::XsbenchRandom => "xsbench-random",
+            Self::Stencil => "stencil",
+        }
+    }
+
+    /// The same application in another form must not count twice.
+    fn in_means(self) -> bool {
+        self != Self::XsbenchRandom
+    }
+
+    /// What suits its accesses.
+    fn page_size(self) -> ByteSize {
+        match self {
+            // A few sequences, in a sort from both ends at once: what costs most is moving small
+            // page-table entries, of which pages of 2 MiB have none.
+            Self::Sort | Self::Groupby | Self::Spmv => ByteSize::mib(2),
+            // The same, or gaps between the rows that are looked at; here the larger ones gained
+            // nothing.
+            Self::Pagerank | Self::Kmeans | Self::Stencil | Self::Bfs => ByteSize::mib(1),
+            // Dozens of places at once, whose pages have to be local together.
+            Self::Join | Self::Xsbench => ByteSize::kib(64),
+            Self::XsbenchRandom => ByteSize::kib(4),
+        }
+    }
+}
+
+/// What all applications of a run have in common.
+struct Run<'a> {
+    options: &'a AppsOptions,
+    team: Team,
+    server: MemoryServer,
+    progress: Progress,
+    size_bytes: u64,
+    shares: &'a [f64],
+    repeat: u16,
+}
+
+/// Runs the subcommand `apps` and prints what it found.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub fn run(options: &AppsOptions) -> Result<()> {
+    let report = measure(options)?;
+    if let Some(path) = &options.svg {
+        picture::draw(&report, path)?;
+    }
+    report.conclude(options.run.printing.format)
+}
+
+fn measure(options: &AppsOptions) -> Result<AppsReport> {
+    let names = match &*options.apps {
+        [] => AppName::value_variants(),
+        some => some,
+    };
+    // The first signal ends the run in good order, the second at once.
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        flag::register_conditional_default(signal, stop.clone())
+            .and_then(|_| flag::register(signal, stop.clone()))
+            .context("cannot watch for signals")?;
+    }
+    let size_bytes = match (options.size, options.run.smoke) {
+        (Some(size), _) => size.as_u64(),
+        (None, true) => 4 << 20,
+        (None, false) => 256 << 20,
+    };
+    let repeat = options
+        .repeat
+        .unwrap_or(if options.run.smoke { 1 } else { 3 });
+    let shares = match (&*options.shares, options.run.smoke) {
+        ([], true) => &[100.0, 25.0],
+        ([], false) => &[100.0, 75.0, 50.0, 25.0, 12.5][..],
+        (some, _) => some,
+    };
+    // All of an application may be local and, if the server is on this machine, there too.
+    let copies = if options.at.server.is_none() { 2 } else { 1 };
+    server::ensure_room(size_bytes.saturating_mul(copies), options.force)?;
+    let pairs = names.len() * shares.len() * usize::from(repeat);
+    let run = Run {
+        options,
+        team: Team::new(options.threads.count(), stop)?,
+        // Pages are written out of place, a graph may be larger than asked for, pages that only
+        // come and leave take half a gigabyte, and nothing is taken before it is written to.
+        server: MemoryServer::start(
+            &options.at,
+            size_bytes.saturating_mul(4).saturating_add(1 << 30),
+        )?,
+        progress: Progress::new(pairs as u64),
+        size_bytes,
+        shares,
+        repeat,
+    };
+    let mut apps = Vec::new();
+    for &name in names {
+        run.progress.phase(name.name());
+        apps.push(match name {
+            AppName::Pagerank => run.measure::<pagerank::PageRank>(name),
+            AppName::Bfs => run.measure::<bfs::Bfs>(name),
+            AppName::Sort => run.measure::<sort::Sort>(name),
+            AppName::Kmeans => run.measure::<kmeans::KMeans>(name),
+            AppName::Groupby => run.measure::<groupby::GroupBy>(name),
+            AppName::Join => run.measure::<join::Join>(name),
+            AppName::Spmv => run.measure::<spmv::Spmv>(name),
+            AppName::Xsbench => run.measure::<xsbench::ByEnergy>(name),
+            AppName::XsbenchRandom => run.measure::<xsbench::AsDrawn>(name),
+            AppName::Stencil => run.measure::<stencil::Stencil>(name),
+        }?);
+    }
+    Ok(AppsReport {
+        benchmark: "apps",
+        verified: apps.iter().all(|app| app.verified),
+        config: Config {
+            server: run.server.endpoint().to_string(),
+            size_bytes,
+            shares_percent: shares.to_vec(),
+            threads: run.team.threads(),
+            repeat,
+            smoke: options.run.smoke,
+        },
+        summary: summarise(&apps, shares),
+        apps,
+    })
+}
+
+impl Run<'_> {
+    /// An application with all shares.
+    fn measure<A: App>(&self, name: AppName) -> Result<AppFigures> {
+        let app = A::generate(self.size_bytes, &self.team);
+        let local = Local::default();
+        let mut data = app.load(&local)?;
+        let (remote_bytes, local_bytes) = (local.bytes(), app.local_bytes(&self.team));
+        let mut figures = AppFigures {
+            name: name.name(),
+            in_means: name.in_means(),
+            verified: true,
+            page_size_bytes: self.page_bytes(name, remote_bytes),
+            remote_bytes,
+            local_bytes,
+            shares: Vec::new(),
+        };
+        let pages = self.page_rates(figures.page_size_bytes)?;
+        if pages.wrong > 0 {
+            eprintln!(
+                "{} pages came back other than they were written",
+                pages.wrong
+            );
+            figures.verified = false;
+        }
+        let mut verify = |run: String, verdict: Verdict| {
+            if let Err(wrong) = verdict {
+                eprintln!("{}, {run}: {wrong}", name.name());
+                figures.verified = false;
+            }
+        };
+
+        // Also warms up what local runs are to find warm.
+        let (answer, ..) = self.time(&app, &mut data)?;
+        verify("local".into(), app.verify::<Local>(&data, &answer, &answer));
+
+        for &share in self.shares {
+            let budget_bytes =
+                budget_bytes(share, remote_bytes, local_bytes, figures.page_size_bytes)
+                    .with_context(|| format!("{} with {share} % local", name.name()))?;
+            let far = Far(Runtime::builder()
+                .server(self.server.endpoint().to_string())
+                .budget(ByteSize::b(budget_bytes))
+                .page_size(ByteSize::b(figures.page_size_bytes))
+                .build()
+                .context("cannot start farpage")?);
+            let mut far_data = app.load(&far)?;
+            let (mut pairs, mut paging) = (Vec::new(), Paging::default());
+            let mut local_cpu = Duration::ZERO;
+            for _ in 0..self.repeat {
+                let (local_answer, local_s, cpu) = self.time(&app, &mut data)?;
+                local_cpu += cpu;
+                verify(
+                    "local".into(),
+                    app.verify::<Local>(&data, &local_answer, &answer),
+                );
+
+                app.reset::<Far>(&mut far_data, &self.team);
+                let begin = far.0.stats();
+                let start = Instant::now();
+                let far_answer = app.work::<Far>(&mut far_data, &self.team);
+                let far_s = start.elapsed().as_secs_f64();
+                paging.add(&begin, &far.0.stats());
+                self.team.check()?;
+                let verdict = app.verify::<Far>(&far_data, &far_answer, &answer);
+                verify(format!("{share} % local"), verdict);
+                pairs.push((local_s, far_s));
+                self.progress.step(1);
+            }
+            let paging = paging.divided_by(u64::from(self.repeat));
+            let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
+            let work_s = cpu_s / self.team.threads() as f64 + moving_s(&paging, &pages);
+            figures
+                .shares
+                .push(share_figures(share, budget_bytes, &pairs, paging, work_s));
+        }
+        Ok(figures)
+    }
+
+    /// A local run, its seconds, and the CPU time of all its threads.
+    fn time<A: App>(&self, app: &A, data: &mut A::On<Local>) -> Result<(A::Answer, f64, Duration)> {
+        app.reset::<Local>(data, &self.team);
+        let cpu = cpu_time();
+        let start = Instant::now();
+        let answer = app.work::<Local>(data, &self.team);
+        let seconds = start.elapsed().as_secs_f64();
+        let cpu = cpu_time() - cpu;
+        self.team.check()?;
+        Ok((answer, seconds, cpu))
+    }
+
+    /// What it costs this machine now that pages come and leave.
+    fn page_rates(&self, page_bytes: u64) -> Result<PageRates> {
+        let smoke = self.options.run.smoke;
+        let setting = work::Setting {
+            link: None,
+            threads: self.team.threads(),
+            page_bytes: page_bytes as usize,
+            smoke,
+            time: Duration::from_millis(if smoke { 20 } else { 500 }),
+        };
+        work::page_rates(&setting, &self.server)
+    }
+
+    fn page_bytes(&self, name: AppName, remote_bytes: u64) -> u64 {
+        /// With fewer, the smallest share, an eighth, would not have enough of them for read-ahead
+        /// and for all threads. With many more, pages are small, and what small ones cost is larger
+        /// than what a few more of them save.
+        const PAGES_MIN: u64 = 160;
+        let limit = (remote_bytes / PAGES_MIN + 1)
+            .next_power_of_two()
+            .max(8 << 10)
+            / 2;
+        match self.options.page_size {
+            Some(page_size) => page_size.as_u64(),
+            None if self.options.run.smoke => 4 << 10,
+            None => name.page_size().as_u64().min(limit),
+        }
+    }
+}
+
+/// What remote arrays may hold of their pages locally, so that all local memory is the share of all
+/// memory.
+fn budget_bytes(share: f64, remote_bytes: u64, local_bytes: u64, page_bytes: u64) -> Result<u64> {
+    /// Below this, evictors start at the latest; what is to fit has to fit below.
+    const HIGH_WATER: f64 = 0.95;
+    /// A few pages for each array, thread and worker.
+    const PAGES_MIN: u64 = 8;
+    if share >= 100.0 {
+        // One more page for each array's end.
+        return Ok((remote_bytes as f64 / HIGH_WATER) as u64 + 16 * page_bytes);
+    }
+    let all = (remote_bytes + local_bytes) as f64 * share / 100.0;
+    let budget = (all as u64).saturating_sub(local_bytes);
+    ensure!(
+        budget >= PAGES_MIN * page_bytes,
+        "{} are left for pages of {}, which is too little: choose a larger --size, a smaller --page-size or a larger share",
+        ByteSize::b(budget),
+        ByteSize::b(page_bytes),
+    );
+    Ok(budget)
+}
+
+/// Of this process so far.
+fn cpu_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
+        .expect("every Linux has this clock")
+        .into()
+}
+
+/// Of all threads together, for the pages that came and left.
+fn moving_s(paging: &Paging, pages: &PageRates) -> f64 {
+    let mb = |bytes: u64| bytes as f64 / 1e6;
+    let writing_s_per_mb = (1.0 / pages.changed - 1.0 / pages.unchanged).max(0.0);
+    mb(paging.bytes_read) / pages.unchanged + mb(paging.bytes_written) * writing_s_per_mb
+}
+
+/// `work_s` is what all work takes if it is spread perfectly.
+fn share_figures(
+    share_percent: f64,
+    budget_bytes: u64,
+    pairs: &[(f64, f64)],
+    paging: Paging,
+    work_s: f64,
+) -> ShareFigures {
+    let sorted = |figure: fn(&(f64, f64)) -> f64| {
+        let mut figures: Vec<f64> = pairs.iter().map(figure).collect();
+        figures.sort_by(f64::total_cmp);
+        figures
+    };
+    let median = |sorted: &[f64]| (sorted[(sorted.len() - 1) / 2] + sorted[sorted.len() / 2]) / 2.0;
+    let performances = sorted(|(local_s, far_s)| local_s / far_s);
+    let local_seconds = median(&sorted(|pair| pair.0));
+    ShareFigures {
+        share_percent,
+        budget_bytes,
+        seconds: median(&sorted(|pair| pair.1)),
+        local_seconds,
+        performance: median(&performances),
+        performance_min: performances[0],
+        performance_max: performances[performances.len() - 1],
+        // Parts of a local run that one thread does alone have no floor below themselves.
+        floor: local_seconds / work_s.max(local_seconds),
+        paging,
+    }
+}
+
+impl Paging {
+    fn each(&mut self, other: impl IntoIterator<Item = u64>, f: impl Fn(&mut u64, u64)) {
+        let counts = [
+            &mut self.faults,
+            &mut self.fills,
+            &mut self.prefetches,
+            &mut self.starved,
+            &mut self.evictions,
+            &mut self.clean_evictions,
+            &mut self.steals,
+            &mut self.bytes_read,
+            &mut self.bytes_written,
+        ];
+        for (count, other) in counts.into_iter().zip(other) {
+            f(count, other);
+        }
+    }
+
+    /// Adds what happened from `begin` to `end`.
+    fn add(&mut self, begin: &Stats, end: &Stats) {
+        let counts = |stats: &Stats| {
+            let (pager, store) = (&stats.pager, &stats.store);
+            [
+                pager.faults,
+                pager.fills,
+                pager.prefetches,
+                pager.starved,
+                pager.evictions,
+                pager.clean_evictions,
+                pager.steals,
+                store.bytes_read,
+                store.bytes_written,
+            ]
+        };
+        let changes = counts(end).into_iter().zip(counts(begin));
+        self.each(changes.map(|(end, begin)| end - begin), |sum, x| *sum += x);
+    }
+
+    fn divided_by(mut self, runs: u64) -> Self {
+        self.each(std::iter::repeat(runs), |sum, runs| *sum /= runs);
+        self
+    }
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    text.trim_end_matches('%')
+        .parse()
+        .ok()
+        .filter(|share: &f64| *share > 0.0 && *share <= 100.0)
+        .ok_or_else(|| {
+            format!(
+                "`{text}` is no share: write a percentage above 0 and up to 100, like `10%` or `12.5`"
+            )
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::app::verify_bits;
+
+    pub(crate) fn team() -> Team {
+        Team::new(2, Arc::default()).unwrap()
+    }
+
+    #[test]
+    fn a_share_is_a_percentage_and_what_is_none_is_repeated() {
+        assert_eq!((share("10%"), share("12.5")), (Ok(10.0), Ok(12.5)));
+        for given in ["nonsense", "", "0", "101%"] {
+            let error = share(given).unwrap_err();
+            assert!(error.contains(&format!("`{given}`")), "{error}");
+            assert!(error.contains("`10%`"), "{error}");
+        }
+    }
+
+    #[test]
+    fn local_memory_counts_what_is_kept_local() {
+        let mib = |n: u64| n << 20;
+        assert_eq!(budget_bytes(50.0, mib(90), mib(10), 4096).unwrap(), mib(40));
+        assert_eq!(budget_bytes(25.0, mib(100), 0, 4096).unwrap(), mib(25));
+        assert!(budget_bytes(100.0, mib(100), mib(10), 4096).unwrap() > mib(105));
+        budget_bytes(12.5, mib(90), mib(20), 4096).unwrap_err();
+    }
+
+    #[test]
+    fn performance_is_the_median_of_pairs() {
+        let pairs = [(1.0, 2.0), (3.0, 3.0), (1.0, 4.0)];
+        let figures = share_figures(50.0, 1, &pairs, Paging::default(), 4.0);
+        assert_eq!(figures.performance, 0.5);
+        assert_eq!(
+            (figures.performance_min, figures.performance_max),
+            (0.25, 1.0)
+        );
+        assert_eq!((figures.local_seconds, figures.seconds), (1.0, 3.0));
+        assert_eq!(figures.floor, 0.25);
+        let idle = share_figures(50.0, 1, &pairs, Paging::default(), 0.5);
+        assert_eq!(idle.floor, 1.0);
+    }
+
+    #[test]
+    fn pages_that_changed_cost_more_to_move() {
+        let pages = PageRates {
+            unchanged: 1000.0,
+            changed: 500.0,
+            wrong: 0,
+        };
+        let paging = |bytes_read, bytes_written| Paging {
+            bytes_read,
+            bytes_written,
+            ..Paging::default()
+        };
+        assert_eq!(moving_s(&paging(2_000_000_000, 0), &pages), 2.0);
+        assert_eq!(moving_s(&paging(2_000_000_000, 1_000_000_000), &pages), 3.0);
+    }
+
+    #[test]
+    fn numbers_that_differ_in_one_bit_are_rejected() {
+        verify_bits(&[1.0, 2.0], &[1.0, 2.0]).unwrap();
+        for wrong in [&[1.0][..], &[1.0, 2.0_f64.next_up()], &[1.0, 2.0, 3.0]] {
+            verify_bits(wrong, &[1.0, 2.0]).unwrap_err();
+        }
+        verify_bits(&[-0.0], &[0.0]).unwrap_err();
+    }
+}

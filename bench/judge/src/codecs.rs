@@ -1,0 +1,391 @@
+//! What compression is held to: LZ4 against raw, the codec that chooses for itself against every
+//! other, ZFP against LZ4.
+//!
+//! The rule it keeps: what is compared was measured moments apart, over the same link, with the
+//! same data, and again until noise no longer decides (see `verdict`) or there have been enough
+//! repetitions. A check that is missed makes the command fail; one that stays undecided is named.
+
+mod verdict;
+
+use crate::figures::plan::Extent;
+use anyhow::{Result, ensure};
+use clap::Args;
+use serde::Serialize;
+use serde_json::json;
+
+use self::verdict::{Bound, Ratio, Verdict, against_best, contenders};
+use crate::{
+    figures::plan::{COMPRESSIBLE, Plan, Rate, STATIC_CODECS, fits, lossy},
+    points::Points,
+};
+use farpage_bench_kit::{
+    data::Contents,
+    options::{Format, Printing},
+    out::say,
+    progress::Progress,
+    report::{self, median},
+    sitting::Sitting,
+};
+
+/// The codec that chooses for itself.
+const ADAPTIVE: &str = "adaptive";
+/// Fields that are smooth enough for ZFP to beat LZ4 on each.
+const SMOOTH: [Contents; 5] = [
+    Contents::Smooth,
+    Contents::Climate,
+    Contents::Hurricane,
+    Contents::Turbulence,
+    Contents::Orbitals,
+];
+
+/// What is compared of runs.
+#[derive(Clone, Copy)]
+enum Figure {
+    Triad,
+    Steps,
+    BytesMoved,
+}
+
+impl Figure {
+    /// In all repetitions of a command; none if there was none.
+    fn of(self, points: &Points, command: &str) -> Vec<f64> {
+        let figures = |path| points.figures(command, path).unwrap_or_default();
+        match self {
+            Self::Triad => figures("/kernels/3/mb_per_s"),
+            Self::Steps => figures("/kernels/2/mb_per_s"),
+            Self::BytesMoved => {
+                let (read, written) = (figures("/bytes_read"), figures("/bytes_written"));
+                read.iter().zip(&written).map(|(a, b)| a + b).collect()
+            }
+        }
+    }
+}
+
+/// A command that is held to a bound against the best of its rivals.
+struct Trial {
+    what: String,
+    figure: Figure,
+    judged: String,
+    rivals: Vec<String>,
+    bound: Bound,
+    /// The check of the geometric mean that it is part of.
+    mean: Option<String>,
+}
+
+impl Trial {
+    /// What is to run for the next repetition, of which there have been so many: what is judged is
+    /// in the middle of its rivals, who take turns in being next to it. Those who are far behind
+    /// are left out.
+    fn commands(&self, points: &Points, repetition: usize) -> Vec<&String> {
+        let (_, mut figures) = self.figures(points);
+        figures
+            .iter_mut()
+            .for_each(|figures| figures.truncate(repetition));
+        let contends = contenders(&figures);
+        let rivals = self.rivals.iter().zip(contends);
+        let mut commands: Vec<&String> = rivals
+            .filter_map(|(rival, contends)| contends.then_some(rival))
+            .collect();
+        let turn = repetition % commands.len();
+        commands.rotate_left(turn);
+        commands.insert(commands.len() / 2, &self.judged);
+        commands
+    }
+
+    fn figures(&self, points: &Points) -> (Vec<f64>, Vec<Vec<f64>>) {
+        let of = |command: &String| self.figure.of(points, command);
+        (of(&self.judged), self.rivals.iter().map(of).collect())
+    }
+
+    fn ratio(&self, points: &Points) -> Ratio {
+        let (judged, rivals) = self.figures(points);
+        Ratio::of(&against_best(&judged, &rivals))
+    }
+
+    fn is_decided(&self, points: &Points) -> bool {
+        self.ratio(points).verdict(self.bound) != Verdict::Undecided
+    }
+}
+
+/// What became of a check.
+#[derive(Serialize)]
+struct Check {
+    what: String,
+    target: String,
+    ratio: f64,
+    /// How far the ratio may be off.
+    off: Option<f64>,
+    verdict: Verdict,
+}
+
+impl Check {
+    fn new(what: String, bound: Bound, ratio: Ratio) -> Self {
+        Self {
+            what,
+            target: bound.text(),
+            ratio: ratio.mean,
+            off: ratio.off(),
+            verdict: ratio.verdict(bound),
+        }
+    }
+}
+
+/// A field over a link: the throughput with each codec, in the order of the codecs, where the codec
+/// serves the field.
+#[derive(Serialize)]
+struct Point {
+    data: String,
+    link: String,
+    mb_per_s: Vec<Option<f64>>,
+}
+
+/// Options of `codecs`.
+#[derive(Args, Debug)]
+pub struct CodecsOptions {
+    #[command(flatten)]
+    extent: Extent,
+    /// How often what noise could decide is measured at most; more than before goes on from there
+    /// [default: 7, with --quick 3]
+    #[arg(long, value_name = "N", conflicts_with = "smoke", value_parser = clap::value_parser!(u16).range(3..=99))]
+    repetitions: Option<u16>,
+    #[command(flatten)]
+    printing: Printing,
+}
+
+/// Runs the subcommand `codecs` and prints what it found.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub fn run(options: &CodecsOptions) -> Result<()> {
+    let mut plan = Plan::new(&options.extent);
+    plan.repetitions[1] = options.repetitions.unwrap_or(plan.repetitions[1]);
+    let mut codecs = STATIC_CODECS.to_vec();
+    // A codec that this build does not have cannot be held to anything.
+    let adaptive = ADAPTIVE.parse::<farpage::Codec>().is_ok();
+    codecs.extend(adaptive.then_some(ADAPTIVE));
+    let cells: Vec<(Contents, Rate)> = plan
+        .fields
+        .iter()
+        .flat_map(|&data| plan.rates.iter().map(move |&rate| (data, rate)))
+        .collect();
+    let trials = trials(&plan, &cells, adaptive);
+
+    // 1. Measure.
+    let sitting = Sitting::new(plan.smoke)?;
+    let mut points = Points::open(&options.extent.out, plan.smoke)?;
+    measure(&sitting, &mut points, &trials, &plan)?;
+
+    // 2. Compare.
+    let mut checks: Vec<Check> = trials
+        .iter()
+        .map(|trial| Check::new(trial.what.clone(), trial.bound, trial.ratio(&points)))
+        .collect();
+    let table: Vec<Point> = cells
+        .iter()
+        .map(|&(data, rate)| Point {
+            data: data.name(),
+            link: rate.to_string(),
+            mb_per_s: codecs
+                .iter()
+                .map(|codec| {
+                    let figures = Figure::Steps.of(&points, &plan.steps(data, codec, rate));
+                    (!figures.is_empty()).then(|| median(&figures))
+                })
+                .collect(),
+        })
+        .collect();
+    checks.extend(means(&trials, &points));
+    if adaptive {
+        checks.extend(over_all(&points, &plan, &cells));
+    }
+
+    // 3. Say so.
+    let names = |verdict: Verdict| -> Vec<&str> {
+        let checks = checks.iter().filter(|check| check.verdict == verdict);
+        checks.map(|check| check.what.as_str()).collect()
+    };
+    let (missed, undecided) = (names(Verdict::Missed), names(Verdict::Undecided));
+    match options.printing.format {
+        Format::Human => {
+            say(sweep_table(&codecs, &table))?;
+            say(check_table(&checks))?;
+            if !adaptive {
+                say(format_args!(
+                    "This build has no codec `{ADAPTIVE}`: nothing is said about it."
+                ))?;
+            }
+            let list = |names: &[&str]| match names {
+                [] => "none".to_owned(),
+                names => names.join("; "),
+            };
+            say(format_args!("Missed: {}.", list(&missed)))?;
+            say(format_args!(
+                "Not decided within noise: {}.",
+                list(&undecided)
+            ))?;
+        }
+        Format::Json => say(
+            json!({ "benchmark": "codecs", "codecs": codecs, "sweep": table, "checks": checks }),
+        )?,
+    }
+    ensure!(
+        missed.is_empty() || plan.smoke,
+        "{} of {} checks are missed, {} not decided",
+        missed.len(),
+        checks.len(),
+        undecided.len()
+    );
+    Ok(())
+}
+
+/// All that is compared run by run.
+fn trials(plan: &Plan, cells: &[(Contents, Rate)], adaptive: bool) -> Vec<Trial> {
+    let mut trials = Vec::new();
+    for &rate in &plan.rates {
+        // A gigabit is slower than any LZ4; how fast a link LZ4 still gains on depends on the
+        // machine.
+        let gains = (rate == Rate(Some(1)) || plan.smoke).then_some((COMPRESSIBLE, 1.5));
+        for (data, least) in gains.into_iter().chain([(Contents::Random, 0.97)]) {
+            let what = |links: String| format!("STREAM triad, {}, {links}: LZ4 / raw", data.name());
+            let mean = (data == Contents::Random).then(|| what("all links".to_owned()));
+            trials.push(Trial {
+                what: what(rate.to_string()),
+                figure: Figure::Triad,
+                judged: plan.stream(data, "lz4", rate),
+                rivals: vec![plan.stream(data, "raw", rate)],
+                bound: Bound::AtLeast(least),
+                mean,
+            });
+        }
+    }
+    for &(data, rate) in cells.iter().filter(|_| adaptive) {
+        let rivals = STATIC_CODECS
+            .iter()
+            .filter(|codec| fits(codec, data.dtype()));
+        let rivals: Vec<String> = rivals.map(|codec| plan.steps(data, codec, rate)).collect();
+        trials.push(Trial {
+            what: format!("{}, {rate}: adaptive / best static", data.name()),
+            figure: Figure::Steps,
+            judged: plan.steps(data, ADAPTIVE, rate),
+            rivals,
+            bound: Bound::AtLeast(0.97),
+            mean: Some(format!("all fields, {rate}: adaptive / best static")),
+        });
+    }
+    let smooth = SMOOTH.into_iter().filter(|data| plan.fields.contains(data));
+    trials.extend(smooth.filter_map(|data| {
+        let zfp = lossy(data)?;
+        Some(Trial {
+            what: format!("bytes moved, {}: {zfp} / LZ4", data.name()),
+            figure: Figure::BytesMoved,
+            judged: plan.traffic(data, &zfp, Rate(None)),
+            rivals: vec![plan.traffic(data, "lz4", Rate(None))],
+            bound: Bound::Below(1.0),
+            mean: None,
+        })
+    }));
+    trials
+}
+
+/// Runs what has not run yet: a repetition of all trials, then the next of those that are not
+/// decided.
+///
+/// # Errors
+/// A benchmark fails, or Ctrl-C: what has ended is kept.
+fn measure(sitting: &Sitting, points: &mut Points, trials: &[Trial], plan: &Plan) -> Result<()> {
+    let [least, most] = plan.repetitions.map(usize::from);
+    let least = least.min(most);
+    for repetition in 0..most {
+        let trials = trials
+            .iter()
+            .filter(|trial| repetition < least || !trial.is_decided(points));
+        let trials: Vec<&Trial> = trials.collect();
+        let progress = Progress::new(trials.len() as u64);
+        for trial in trials {
+            progress.phase(format!(
+                "repetition {} of {least} to {most}: {}",
+                repetition + 1,
+                trial.what
+            ));
+            for command in trial.commands(points, repetition) {
+                points.measure(sitting, command, repetition as u16)?;
+            }
+            progress.step(1);
+        }
+    }
+    Ok(())
+}
+
+/// What noise leaves undecided point by point: the geometric mean of the points that belong
+/// together, held to the same bound.
+fn means(trials: &[Trial], points: &Points) -> Vec<Check> {
+    let mut names: Vec<&String> = trials.iter().filter_map(|t| t.mean.as_ref()).collect();
+    names.sort();
+    names.dedup();
+    let check = |name: &String| {
+        let parts = trials.iter().filter(|t| t.mean.as_ref() == Some(name));
+        let ratios: Vec<Ratio> = parts.clone().map(|trial| trial.ratio(points)).collect();
+        let bound = parts.map(|trial| trial.bound).next()?;
+        Some(Check::new(
+            format!("{name}, geometric mean"),
+            bound,
+            Ratio::mean(&ratios),
+        ))
+    };
+    names.into_iter().filter_map(check).collect()
+}
+
+/// The codec that chooses for itself against each other one: the mean over all fields and links, in
+/// each of which neighbouring runs are compared. What a codec cannot serve it is not compared on.
+fn over_all(points: &Points, plan: &Plan, cells: &[(Contents, Rate)]) -> Vec<Check> {
+    let check = |codec: &&str| {
+        let ratios: Vec<Ratio> = cells
+            .iter()
+            .filter(|(data, _)| fits(codec, data.dtype()))
+            .map(|&(data, rate)| {
+                let [mut judged, rival] = [ADAPTIVE, codec]
+                    .map(|codec| Figure::Steps.of(points, &plan.steps(data, codec, rate)));
+                judged.truncate(rival.len());
+                Ratio::of(&against_best(&judged, &[rival]))
+            })
+            .collect();
+        let what = format!("all fields and links: adaptive / {codec}, geometric mean");
+        Check::new(what, Bound::Above(1.0), Ratio::mean(&ratios))
+    };
+    STATIC_CODECS.iter().map(check).collect()
+}
+
+fn sweep_table(codecs: &[&str], table: &[Point]) -> comfy_table::Table {
+    let mut shown = report::table(["field", "link"]);
+    let unit = |codec: &&str| format!("{codec}, MB/s");
+    let header = ["field".to_owned(), "link".to_owned()]
+        .into_iter()
+        .chain(codecs.iter().map(unit));
+    shown.set_header(report::right(header));
+    for point in table {
+        let figures = point.mb_per_s.iter();
+        let figures = figures.map(|x| x.map_or("-".to_owned(), |x| format!("{x:.0}")));
+        let names = [point.data.clone(), point.link.clone()];
+        shown.add_row(report::right(names.into_iter().chain(figures)));
+    }
+    shown
+}
+
+fn check_table(checks: &[Check]) -> comfy_table::Table {
+    let mut shown = report::table(["check", "target", "measured", "may be off by", "met"]);
+    for check in checks {
+        shown.add_row(report::right([
+            check.what.clone(),
+            check.target.clone(),
+            format!("{:.3}", check.ratio),
+            check.off.map_or("-".to_owned(), |off| format!("{off:.3}")),
+            match check.verdict {
+                Verdict::Met => "yes",
+                Verdict::Missed => "NO",
+                Verdict::Undecided => "not decided",
+            }
+            .to_owned(),
+        ]));
+    }
+    shown
+}

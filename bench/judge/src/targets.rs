@@ -1,0 +1,242 @@
+//! What farpage is held to, beside what bounds it.
+//!
+//! The rule it keeps: a target is a ratio of two figures of one sitting, the one measured right
+//! after the other; the median of all repetitions counts. What the targets are stands in
+//! `targets/rows.rs`.
+
+mod rows;
+
+use anyhow::{Result, ensure};
+use clap::Args;
+use serde::Serialize;
+use std::path::PathBuf;
+
+use crate::record;
+use farpage_bench_kit::{
+    options::{Format, Printing},
+    out::say,
+    progress::Progress,
+    report::{self, median},
+    sitting::Sitting,
+};
+
+/// A target.
+pub(crate) struct Row {
+    what: String,
+    target: Target,
+    unit: &'static str,
+    measure: Measure,
+}
+
+type Measure = Box<dyn Fn(&mut Sitting) -> Result<Measured>>;
+
+/// The figure, what it is divided by, and, where it is known, what the figure would be without a
+/// pager.
+#[derive(Clone, Copy)]
+struct Measured {
+    figure: f64,
+    against: f64,
+    floor: Option<f64>,
+}
+
+impl From<[f64; 2]> for Measured {
+    fn from([figure, against]: [f64; 2]) -> Self {
+        Self {
+            figure,
+            against,
+            floor: None,
+        }
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Target {
+    AtMost(f64),
+    AtLeast(f64),
+}
+
+impl Target {
+    fn is_met(self, ratio: f64) -> bool {
+        match self {
+            Self::AtMost(most) => ratio <= most,
+            Self::AtLeast(least) => ratio >= least,
+        }
+    }
+
+    fn text(self) -> String {
+        match self {
+            Self::AtMost(most) => format!("at most {most}"),
+            Self::AtLeast(least) => format!("at least {least}"),
+        }
+    }
+}
+
+/// What became of a target. Medians of the repetitions.
+#[derive(Serialize)]
+pub(crate) struct Finding {
+    what: String,
+    target: String,
+    unit: &'static str,
+    measured: f64,
+    against: f64,
+    ratio: f64,
+    /// The ratio of the same work without a pager: who is beyond it would have to do less work.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    floor: Option<f64>,
+    /// Of each repetition.
+    ratios: Vec<f64>,
+    met: bool,
+}
+
+/// Options of `targets`.
+#[derive(Args, Debug)]
+pub struct TargetsOptions {
+    /// How often everything is measured; medians count
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
+    repeat: u16,
+    /// The same as --repeat 1
+    #[arg(long, conflicts_with = "repeat")]
+    quick: bool,
+    /// Measures only targets whose name contains this
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    only: String,
+    /// Also writes the results, with date, machine, kernel and commit, to a JSON file in this
+    /// directory, and the table beside it
+    #[arg(long, value_name = "DIR")]
+    record: Option<PathBuf>,
+    #[command(flatten)]
+    printing: Printing,
+    /// Tiny sizes, once: checks that everything works; the figures mean nothing
+    #[arg(long, conflicts_with_all = ["repeat", "record"])]
+    smoke: bool,
+}
+
+/// Runs the subcommand `targets` and prints what it found.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub fn run(options: &TargetsOptions) -> Result<()> {
+    let rows: Vec<Row> = rows::all(options.smoke)
+        .into_iter()
+        .filter(|row| row.what.contains(&options.only))
+        .collect();
+    ensure!(
+        !rows.is_empty(),
+        "no target's name contains `{}`",
+        options.only
+    );
+    let repeat = match options.quick || options.smoke {
+        true => 1,
+        false => options.repeat,
+    };
+    let mut sitting = Sitting::new(options.smoke)?;
+    let progress = Progress::new(u64::from(repeat) * rows.len() as u64);
+    let mut measured = vec![Vec::new(); rows.len()];
+    for _ in 0..repeat {
+        sitting.next_repetition();
+        for (row, measured) in rows.iter().zip(&mut measured) {
+            progress.phase(row.what.clone());
+            measured.push((row.measure)(&mut sitting)?);
+            progress.step(1);
+        }
+    }
+    drop(progress);
+
+    let findings: Vec<Finding> = rows
+        .iter()
+        .zip(&measured)
+        .map(|(row, values)| Finding::new(row, values))
+        .collect();
+    let table = table(&findings);
+    let record = record::Record::new(
+        serde_json::json!({ "repeat": repeat, "smoke": options.smoke }),
+        findings,
+        sitting.into_reports(),
+    );
+    if let Some(directory) = &options.record {
+        record.write(directory, &table)?;
+    }
+    match options.printing.format {
+        Format::Human => say(table),
+        Format::Json => say(record.json()),
+    }
+}
+
+impl Finding {
+    fn new(row: &Row, values: &[Measured]) -> Self {
+        let of = |pick: fn(&Measured) -> f64| -> Vec<f64> { values.iter().map(pick).collect() };
+        let ratios = of(|value| value.figure / value.against);
+        let ratio = median(&ratios);
+        let floors: Option<Vec<_>> = (values.iter())
+            .map(|value| Some(value.floor? / value.against))
+            .collect();
+        Self {
+            what: row.what.clone(),
+            target: row.target.text(),
+            unit: row.unit,
+            measured: median(&of(|value| value.figure)),
+            against: median(&of(|value| value.against)),
+            ratio,
+            floor: floors.map(|floors| median(&floors)),
+            ratios,
+            met: row.target.is_met(ratio),
+        }
+    }
+}
+
+/// What | target | measured | against | ratio | floor | met.
+fn table(findings: &[Finding]) -> comfy_table::Table {
+    let mut table = report::table([
+        "what", "target", "measured", "against", "ratio", "floor", "met",
+    ]);
+    for finding in findings {
+        let figure = |x: f64| match x {
+            x if x < 100.0 => format!("{x:.2} {}", finding.unit),
+            _ => format!("{x:.0} {}", finding.unit),
+        };
+        let digits = if finding.ratio < 0.1 { 5 } else { 3 };
+        let mut ratio = format!("{:.digits$}", finding.ratio);
+        if finding.ratios.len() > 1 {
+            let low = finding.ratios.iter().copied().fold(f64::MAX, f64::min);
+            let high = finding.ratios.iter().copied().fold(f64::MIN, f64::max);
+            ratio += &format!(" ({low:.digits$} to {high:.digits$})");
+        }
+        table.add_row(report::right([
+            finding.what.clone(),
+            finding.target.clone(),
+            figure(finding.measured),
+            figure(finding.against),
+            ratio,
+            (finding.floor).map_or_else(String::new, |floor| format!("{floor:.3}")),
+            if finding.met { "yes" } else { "NO" }.to_owned(),
+        ]));
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_of_the_ratios_decides() {
+        let row = Row {
+            what: "x".into(),
+            target: Target::AtMost(1.5),
+            unit: "us",
+            measure: Box::new(|_| unreachable!("the figures are given below")),
+        };
+        let finding = Finding::new(
+            &row,
+            &[[10.0, 1.0], [14.0, 10.0], [12.0, 10.0]].map(Measured::from),
+        );
+        assert_eq!((finding.ratio, finding.floor), (1.4, None));
+        assert!(finding.met);
+        assert!(!Finding::new(&row, &[[16.0, 10.0].into()]).met);
+        let floors = [20.0, 40.0, 30.0].map(|floor| Measured {
+            floor: Some(floor),
+            ..Measured::from([1.0, 10.0])
+        });
+        assert_eq!(Finding::new(&row, &floors).floor, Some(3.0));
+    }
+}

@@ -1,0 +1,721 @@
+//! farpage against LLNL's Umap: one C++ driver, written against Umap's interface alone, built
+//! against an installed Umap and against farpage's `libumap`.
+//!
+//! The rule it keeps: both builds do the same work on the same data with the same buffer, in turns,
+//! and a figure counts only if the driver has verified every word. What is measured is left to
+//! `versus_umap/driver.cpp`.
+
+use std::{
+    collections::BTreeMap,
+    env, fmt,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use bytesize::ByteSize;
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+use tempfile::TempDir;
+
+use farpage_bench_kit::{
+    options::{Format, Printing, page_size, some_bytes},
+    out::say,
+    progress::Progress,
+    report::{self, median},
+    sitting::Sitting,
+};
+
+const DRIVER: &str = include_str!("versus_umap/driver.cpp");
+
+/// How Umap comes to be at PREFIX.
+const HOW_TO_BUILD_UMAP: &str = "\
+To compare with LLNL's Umap, build and install it, and say where it is:
+  git clone https://github.com/LLNL/umap
+  cmake -S umap -B umap/build -DCMAKE_BUILD_TYPE=Release -DENABLE_TESTS=Off -DCMAKE_INSTALL_PREFIX=$HOME/umap-llnl
+  cmake --build umap/build --target install
+  farpage-bench versus-umap --umap $HOME/umap-llnl";
+
+/// Options of `versus-umap`.
+#[derive(Args, Debug)]
+pub struct VersusUmapOptions {
+    /// Where LLNL's Umap is installed [default: measures farpage alone, and says how to build Umap]
+    #[arg(long, value_name = "PREFIX")]
+    umap: Option<PathBuf>,
+    /// Where `cargo xtask install` put farpage's libumap [default: installs that of the source tree
+    /// which this program was built from in a temporary directory]
+    #[arg(long, value_name = "PREFIX")]
+    farpage: Option<PathBuf>,
+    /// Page sizes: powers of two, 4KiB to 2MiB
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "4KiB,64KiB,1MiB", value_parser = page_size)]
+    page_sizes: Vec<ByteSize>,
+    /// Where the data is kept
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "file,own"
+    )]
+    stores: Vec<Store>,
+    /// Threads of random accesses; what goes in order uses the most of these that have a CPU each
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,8", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Vec<u16>,
+    /// What is measured
+    #[arg(
+        long,
+        value_name = "LIST",
+        value_delimiter = ',',
+        default_value = "fault,random,sequential,stream,unmap"
+    )]
+    parts: Vec<Part>,
+    /// Size of the data [default: 1GiB, with --smoke a few pages]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    size: Option<ByteSize>,
+    /// Local memory for its pages [default: a quarter of the data]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    buffer: Option<ByteSize>,
+    /// Random accesses of each kind, by all threads together [default: 40000, fewer of pages above
+    /// 64KiB; with --smoke 400]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
+    accesses: Option<u64>,
+    /// Where the file store's file is: in memory by default, so that no disk is measured
+    #[arg(long, value_name = "DIR", default_value = "/dev/shm")]
+    folder: PathBuf,
+    /// How often everything is measured; medians count
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..=100))]
+    repeat: u16,
+    #[command(flatten)]
+    printing: Printing,
+    /// Tiny sizes, once: checks that everything works; the figures mean nothing
+    #[arg(long, conflicts_with = "repeat")]
+    smoke: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum Store {
+    /// A file
+    File,
+    /// A store of the program's own, which copies from memory and to it
+    Own,
+}
+
+impl fmt::Display for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::File => "file",
+            Self::Own => "own",
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum Part {
+    /// Single faults while there is room
+    Fault,
+    /// Random reads and updates, 90 % of the reads in 10 % of the pages, and a read-only region
+    Random,
+    /// Reading everything in order, also in a read-only region
+    Sequential,
+    /// McCalpin's STREAM
+    Stream,
+    /// Unmapping resident pages, none or all of them changed
+    Unmap,
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Fault => "fault",
+            Self::Random => "random",
+            Self::Sequential => "sequential",
+            Self::Stream => "stream",
+            Self::Unmap => "unmap",
+        })
+    }
+}
+
+impl VersusUmapOptions {
+    fn size_bytes(&self) -> u64 {
+        match self.size {
+            Some(size) => size.as_u64(),
+            None if self.smoke => 4 * self.buffer_pages_min() * self.largest_page_bytes(),
+            None => 1 << 30,
+        }
+    }
+
+    fn largest_page_bytes(&self) -> u64 {
+        let page_bytes = self.page_sizes.iter().map(ByteSize::as_u64);
+        page_bytes.max().expect("clap wants one at least")
+    }
+
+    /// LLNL's Umap 2.1 crashes in `evict_oldest_pages` with 32 pages and fewer.
+    fn buffer_pages_min(&self) -> u64 {
+        if self.umap.is_some() { 64 } else { 8 }
+    }
+
+    fn buffer_bytes(&self) -> u64 {
+        self.buffer
+            .map_or(self.size_bytes() / 4, |size| size.as_u64())
+    }
+
+    fn accesses(&self, page_bytes: u64) -> u64 {
+        self.accesses.unwrap_or(match self.smoke {
+            true => 400,
+            false => (40_000 * (64 << 10) / page_bytes).min(40_000),
+        })
+    }
+
+    fn repeat(&self) -> u16 {
+        if self.smoke { 1 } else { self.repeat }
+    }
+}
+
+/// What the driver prints, by name and threads.
+type Figures = BTreeMap<(String, u16), f64>;
+
+/// A figure of the driver.
+#[derive(Clone, Copy)]
+struct Kind {
+    name: &'static str,
+    what: &'static str,
+    more_is_better: bool,
+    /// Of a read-only region: the same of a writable one.
+    writable: Option<&'static str>,
+}
+
+const fn time(name: &'static str, what: &'static str) -> Kind {
+    Kind {
+        name,
+        what,
+        more_is_better: false,
+        writable: None,
+    }
+}
+
+const fn rate(name: &'static str, what: &'static str) -> Kind {
+    Kind {
+        more_is_better: true,
+        ..time(name, what)
+    }
+}
+
+const fn read_only(kind: Kind, writable: &'static str) -> Kind {
+    Kind {
+        writable: Some(writable),
+        ..kind
+    }
+}
+
+/// In the order of the table.
+const KINDS: [Kind; 20] = [
+    time("fault-p50-us", "single fault, p50, us"),
+    time("fault-p99-us", "single fault, p99, us"),
+    time("random-read-us", "random read, us"),
+    time("random-read-p99-us", "random read, p99, us"),
+    time(
+        "random-read-system-us",
+        "system CPU time of a random read, us",
+    ),
+    time(
+        "random-read-store-reads",
+        "reads of the store per random read",
+    ),
+    time("random-update-us", "random update, us"),
+    time("hot-cold-us", "90/10 hot-cold read, us"),
+    time("hot-cold-p99-us", "90/10 hot-cold read, p99, us"),
+    time(
+        "hot-cold-system-us",
+        "system CPU time of a hot-cold read, us",
+    ),
+    time(
+        "hot-cold-store-reads",
+        "reads of the store per hot-cold read",
+    ),
+    read_only(
+        time("read-only-random-us", "random read, read-only region, us"),
+        "random-read-us",
+    ),
+    rate("sequential-mb-per-s", "sequential read, MB/s"),
+    read_only(
+        rate(
+            "read-only-sequential-mb-per-s",
+            "sequential read, read-only region, MB/s",
+        ),
+        "sequential-mb-per-s",
+    ),
+    rate("stream-copy-mb-per-s", "STREAM copy, MB/s"),
+    rate("stream-scale-mb-per-s", "STREAM scale, MB/s"),
+    rate("stream-add-mb-per-s", "STREAM add, MB/s"),
+    rate("stream-triad-mb-per-s", "STREAM triad, MB/s"),
+    time("unmap-clean-ms", "unmapping clean pages, ms"),
+    time("unmap-changed-ms", "unmapping changed pages, ms"),
+];
+
+/// How many times as fast as Umap farpage is to be at least, where it is held to anything.
+fn target(name: &str, page_bytes: u64, threads: u16) -> Option<f64> {
+    const SMALL: u64 = 4 << 10;
+    const MIDDLE: u64 = 64 << 10;
+    const LARGE: u64 = 1 << 20;
+    match (name, page_bytes, threads) {
+        ("random-read-us" | "random-update-us", SMALL, 1) => Some(2.5),
+        ("random-read-us" | "random-update-us", SMALL, 2) => Some(1.5),
+        ("random-read-us" | "random-update-us" | "random-read-p99-us", SMALL, 8) => Some(1.3),
+        ("random-read-us" | "random-update-us", MIDDLE, 1 | 2) => Some(1.3),
+        ("hot-cold-us", SMALL | MIDDLE, 1 | 2) => Some(1.3),
+        ("random-read-system-us", SMALL, _) => Some(1.0),
+        ("stream-triad-mb-per-s", MIDDLE, _) => Some(3.0),
+        ("stream-triad-mb-per-s", LARGE, _) => Some(1.6),
+        ("unmap-clean-ms", _, _) => Some(0.7),
+        ("unmap-changed-ms", _, _) => Some(1.0),
+        _ => None,
+    }
+}
+
+/// A figure of both, or of farpage alone. Medians of the repetitions.
+#[derive(Debug, PartialEq, Serialize)]
+struct Finding {
+    what: String,
+    store: Store,
+    page_size_bytes: u64,
+    threads: u16,
+    /// What farpage is compared with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    against: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    other: Option<f64>,
+    farpage: f64,
+    /// How many times as fast as the other farpage is.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ratio: Option<f64>,
+    /// Of each repetition.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    ratios: Vec<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    target: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    met: Option<bool>,
+}
+
+/// All repetitions of a store and page size, Umap's and farpage's.
+struct Measured {
+    store: Store,
+    page_bytes: u64,
+    umap: Vec<Figures>,
+    farpage: Vec<Figures>,
+}
+
+/// Runs the subcommand `versus-umap` and prints what it found.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub fn run(options: &VersusUmapOptions) -> Result<()> {
+    let pages_min = options.buffer_pages_min();
+    ensure!(
+        options.buffer_bytes() >= pages_min * options.largest_page_bytes(),
+        "--buffer has to hold {pages_min} of the largest pages: LLNL's Umap crashes with few"
+    );
+    ensure!(
+        options.size_bytes() >= options.buffer_bytes(),
+        "--size has to be no less than --buffer"
+    );
+    let mut sitting = Sitting::new(options.smoke)?;
+    let folder = TempDir::new().context("cannot make a temporary directory")?;
+    let progress = Progress::new(
+        options.page_sizes.len() as u64
+            * options.stores.len() as u64
+            * u64::from(options.repeat())
+            * (1 + u64::from(options.umap.is_some())),
+    );
+    progress.phase("building");
+    // First, since farpage's takes longer to come by.
+    let theirs = (options.umap.as_deref())
+        .map(|prefix| build(&sitting, prefix, &folder.path().join("with-umap")))
+        .transpose()?;
+    let farpage = match &options.farpage {
+        Some(prefix) => prefix.clone(),
+        None => install(&sitting, folder.path())?,
+    };
+    let ours = build(&sitting, &farpage, &folder.path().join("with-farpage"))?;
+
+    let mut all: Vec<Measured> = (options.page_sizes.iter())
+        .flat_map(|page_size| {
+            options.stores.iter().map(|store| Measured {
+                store: *store,
+                page_bytes: page_size.as_u64(),
+                umap: Vec::new(),
+                farpage: Vec::new(),
+            })
+        })
+        .collect();
+    for _ in 0..options.repeat() {
+        sitting.next_repetition();
+        for measured in &mut all {
+            let take = |who: &str, program: &Path| -> Result<Figures> {
+                let page_size = ByteSize::b(measured.page_bytes);
+                progress.phase(format!("{who}, {page_size} pages, {}", measured.store));
+                let figures = drive(&sitting, options, program, measured)
+                    .with_context(|| format!("cannot measure {who} ({})", program.display()))?;
+                progress.step(1);
+                Ok(figures)
+            };
+            let of_umap = (theirs.as_deref())
+                .map(|theirs| take("Umap", theirs))
+                .transpose()?;
+            let of_farpage = take("farpage", &ours)?;
+            measured.umap.extend(of_umap);
+            measured.farpage.push(of_farpage);
+        }
+    }
+    drop(progress);
+
+    let findings: Vec<Finding> = all.iter().flat_map(findings).collect();
+    match options.printing.format {
+        Format::Json => say(serde_json::json!({
+            "benchmark": "versus-umap",
+            "verified": true,
+            "config": {
+                "size_bytes": options.size_bytes(),
+                "buffer_bytes": options.buffer_bytes(),
+                "repeat": options.repeat(),
+                "smoke": options.smoke,
+            },
+            "findings": findings,
+        })),
+        Format::Human => {
+            let mut text = format!(
+                "{}\n{} MiB of data, {} MiB of local memory; medians of {} repetitions; every word was verified.",
+                table(&findings),
+                options.size_bytes() >> 20,
+                options.buffer_bytes() >> 20,
+                options.repeat()
+            );
+            if options.umap.is_none() {
+                text += "\n\n";
+                text += HOW_TO_BUILD_UMAP;
+            }
+            say(text)
+        }
+    }
+}
+
+/// Installs the libumap of this program's source tree, built in this program's profile, below
+/// `folder`; returns its prefix.
+fn install(sitting: &Sitting, folder: &Path) -> Result<PathBuf> {
+    let tree = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let prefix = folder.join("farpage");
+    let cargo = || {
+        let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        cargo.current_dir(tree);
+        cargo
+    };
+    let mut install = cargo();
+    install
+        .args(["run", "--quiet", "--package", "xtask", "--"])
+        .arg("install")
+        .arg("--prefix")
+        .arg(&prefix);
+    let install_all = || -> Result<()> {
+        if cfg!(debug_assertions) {
+            let mut build = cargo();
+            build.args(["build", "--quiet", "--package", "farpage-capi"]);
+            sitting.output(build, "cargo build --package farpage-capi")?;
+            let program = env::current_exe().context("cannot find this program's own file")?;
+            let built = program.parent().context("it lies in no directory")?;
+            install.arg("--built").arg(built);
+        }
+        sitting.output(install, "cargo xtask install")?;
+        Ok(())
+    };
+    install_all().context(
+        "cannot install farpage's libumap; --farpage PREFIX takes one that is installed already",
+    )?;
+    Ok(prefix)
+}
+
+/// Builds the driver against the Umap or farpage at `prefix`.
+fn build(sitting: &Sitting, prefix: &Path, program: &Path) -> Result<PathBuf> {
+    let header = prefix.join("include/umap/umap.h");
+    ensure!(
+        header.is_file(),
+        "no Umap is installed at {}: it has no {}",
+        prefix.display(),
+        header.display()
+    );
+    let Some(lib) = ["lib", "lib64"]
+        .map(|lib| prefix.join(lib))
+        .into_iter()
+        .find(|lib| lib.join("libumap.so").is_file())
+    else {
+        bail!(
+            "no Umap is installed at {}: neither lib/ nor lib64/ there has a libumap.so",
+            prefix.display()
+        );
+    };
+    let lib = lib
+        .canonicalize()
+        .with_context(|| format!("cannot find {}", lib.display()))?;
+    let source = program.with_extension("cpp");
+    std::fs::write(&source, DRIVER)
+        .with_context(|| format!("cannot write {}", source.display()))?;
+    let mut compile = Command::new("c++");
+    compile
+        .args(["-std=c++17", "-O2", "-pthread", "-I"])
+        .arg(prefix.join("include"))
+        .arg(&source)
+        .arg("-L")
+        .arg(&lib)
+        .arg("-lumap")
+        .arg(format!("-Wl,-rpath,{}", lib.display()))
+        .arg("-o")
+        .arg(program);
+    sitting
+        .output(compile, "c++")
+        .with_context(|| format!("cannot build the driver against {}", prefix.display()))?;
+    Ok(program.to_owned())
+}
+
+/// Runs the driver for a store and page size.
+fn drive(
+    sitting: &Sitting,
+    options: &VersusUmapOptions,
+    program: &Path,
+    measured: &Measured,
+) -> Result<Figures> {
+    let Measured {
+        store, page_bytes, ..
+    } = measured;
+    let mut threads = options.threads.clone();
+    threads.sort_unstable();
+    threads.dedup();
+    let mut command = Command::new(program);
+    command
+        .env("UMAP_PAGESIZE", page_bytes.to_string())
+        .env(
+            "UMAP_BUFSIZE",
+            (options.buffer_bytes() / page_bytes).to_string(),
+        )
+        .env("UMAP_LOG_LEVEL", "ERROR")
+        .args([
+            store.to_string(),
+            options.size_bytes().to_string(),
+            options.buffer_bytes().to_string(),
+            options.accesses(*page_bytes).to_string(),
+            list(&threads),
+            list(&options.parts),
+        ])
+        .arg(&options.folder);
+    parse(&sitting.output(command, "the driver")?)
+}
+
+fn list(of: &[impl ToString]) -> String {
+    of.iter()
+        .map(ToString::to_string)
+        .collect::<Vec<_>>()
+        .join(",")
+}
+
+/// Lines of name, threads and value.
+fn parse(text: &str) -> Result<Figures> {
+    text.lines()
+        .map(|line| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let [name, threads, value] = words[..] else {
+                bail!("the driver printed `{line}`, which is no figure");
+            };
+            let known = KINDS.iter().any(|kind| kind.name == name);
+            ensure!(known, "the driver printed `{line}`, which nobody knows");
+            let number = || format!("the driver printed `{line}`, which is no number");
+            Ok((
+                (name.to_owned(), threads.parse().with_context(number)?),
+                value.parse().with_context(number)?,
+            ))
+        })
+        .collect()
+}
+
+/// Of a store and page size: every figure beside Umap's, then those of read-only regions beside
+/// those of writable ones.
+fn findings(measured: &Measured) -> Vec<Finding> {
+    let Measured {
+        store,
+        page_bytes,
+        umap,
+        farpage,
+    } = measured;
+    let Some(first) = farpage.first() else {
+        return Vec::new();
+    };
+    let mut findings = Vec::new();
+    for kind in KINDS {
+        for threads in first
+            .keys()
+            .filter(|(name, _)| name == kind.name)
+            .map(|(_, threads)| *threads)
+        {
+            let of = |all: &[Figures], name: &str| -> Vec<f64> {
+                all.iter()
+                    .filter_map(|figures| figures.get(&(name.to_owned(), threads)).copied())
+                    .collect()
+            };
+            let figures = of(farpage, kind.name);
+            let mut add =
+                |what: String, against: Option<&'static str>, others: Vec<f64>, target| {
+                    let ratios: Vec<f64> = (figures.iter().zip(&others))
+                        .map(|(ours, theirs)| match kind.more_is_better {
+                            true => ours / theirs,
+                            false => theirs / ours,
+                        })
+                        .collect();
+                    let ratio = (!ratios.is_empty()).then(|| median(&ratios));
+                    findings.push(Finding {
+                        what,
+                        store: *store,
+                        page_size_bytes: *page_bytes,
+                        threads,
+                        against: against.filter(|_| ratio.is_some()),
+                        other: ratio.map(|_| median(&others)),
+                        farpage: median(&figures),
+                        ratio,
+                        ratios,
+                        target,
+                        met: ratio.zip(target).map(|(ratio, least)| ratio >= least),
+                    });
+                };
+            add(
+                kind.what.to_owned(),
+                Some("Umap"),
+                of(umap, kind.name),
+                target(kind.name, *page_bytes, threads),
+            );
+            if let Some(writable) = kind.writable {
+                add(
+                    format!("{}, over a writable one", kind.what),
+                    Some("farpage, writable"),
+                    of(farpage, writable),
+                    Some(1.0),
+                );
+            }
+        }
+    }
+    findings
+}
+
+fn table(findings: &[Finding]) -> comfy_table::Table {
+    let mut table = report::table([
+        "what",
+        "store",
+        "pages",
+        "threads",
+        "Umap",
+        "farpage",
+        "times as fast",
+        "target",
+        "met",
+    ]);
+    let digits = |x: f64| match x {
+        x if x < 10.0 => format!("{x:.2}"),
+        x if x < 100.0 => format!("{x:.1}"),
+        x => format!("{x:.0}"),
+    };
+    let or_nothing = |text: Option<String>| text.unwrap_or_default();
+    for finding in findings {
+        let range = || {
+            let low = finding.ratios.iter().copied().fold(f64::MAX, f64::min);
+            let high = finding.ratios.iter().copied().fold(f64::MIN, f64::max);
+            format!(" ({low:.2} to {high:.2})")
+        };
+        table.add_row(report::right([
+            finding.what.clone(),
+            finding.store.to_string(),
+            ByteSize::b(finding.page_size_bytes).to_string(),
+            finding.threads.to_string(),
+            or_nothing(finding.other.map(digits)),
+            digits(finding.farpage),
+            or_nothing(finding.ratio.map(|ratio| {
+                let range = if finding.ratios.len() > 1 {
+                    range()
+                } else {
+                    String::new()
+                };
+                format!("{ratio:.2}{range}")
+            })),
+            or_nothing(finding.target.map(|target| target.to_string())),
+            or_nothing(
+                finding
+                    .met
+                    .map(|met| if met { "yes" } else { "NO" }.to_owned()),
+            ),
+        ]));
+    }
+    table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures(lines: &str) -> Figures {
+        parse(lines).expect("they are figures")
+    }
+
+    fn measured(umap: &[&str], farpage: &[&str]) -> Measured {
+        Measured {
+            store: Store::Own,
+            page_bytes: 4 << 10,
+            umap: umap.iter().map(|lines| figures(lines)).collect(),
+            farpage: farpage.iter().map(|lines| figures(lines)).collect(),
+        }
+    }
+
+    #[test]
+    fn a_ratio_says_how_many_times_as_fast_and_its_median_counts() {
+        let umap = "random-read-us 2 30\nstream-triad-mb-per-s 2 100";
+        let all = findings(&measured(
+            &[umap; 3],
+            &[
+                "random-read-us 2 20\nstream-triad-mb-per-s 2 250",
+                "random-read-us 2 10\nstream-triad-mb-per-s 2 150",
+                "random-read-us 2 60\nstream-triad-mb-per-s 2 300",
+            ],
+        ));
+        let [read, triad] = &all[..] else {
+            panic!("two figures: {all:?}");
+        };
+        assert_eq!(read.ratios, [1.5, 3.0, 0.5]);
+        assert_eq!((read.other, read.farpage), (Some(30.0), 20.0));
+        assert_eq!((read.ratio, read.target), (Some(1.5), Some(1.5)));
+        assert_eq!(read.met, Some(true));
+        assert_eq!((triad.ratio, triad.target), (Some(2.5), None));
+        assert_eq!(triad.met, None);
+    }
+
+    #[test]
+    fn without_umap_a_read_only_region_still_has_a_target() {
+        let all = findings(&measured(
+            &[],
+            &["random-read-us 1 20\nread-only-random-us 1 25"],
+        ));
+        let [read, read_only, over_writable] = &all[..] else {
+            panic!("three figures: {all:?}");
+        };
+        for alone in [read, read_only] {
+            assert_eq!((alone.ratio, alone.against, alone.met), (None, None, None));
+        }
+        assert_eq!(over_writable.against, Some("farpage, writable"));
+        assert_eq!(over_writable.ratio, Some(0.8));
+        assert_eq!(over_writable.met, Some(false));
+    }
+
+    #[test]
+    fn what_the_driver_prints_is_a_figure_or_an_error() {
+        assert_eq!(
+            figures("hot-cold-us 8 1.5")[&("hot-cold-us".to_owned(), 8)],
+            1.5
+        );
+        for wrong in ["random-read-us 1", "random-read-us x 1", "surprise 1 1"] {
+            let error = parse(wrong).expect_err("it is no figure").to_string();
+            assert!(error.contains(wrong), "{error}");
+        }
+    }
+}

@@ -1,0 +1,507 @@
+//! What the kernel does by itself: its own page fault, and a bare userfaultfd round trip with one
+//! handler thread, or with none.
+//!
+//! The rule it keeps: all of this program's `unsafe` that concerns mappings is here, and each
+//! measurement owns its mappings from beginning to end. It knows nothing of farpage's pager; that
+//! is the point.
+
+use std::{
+    io,
+    os::fd::AsFd,
+    ptr::{self, NonNull},
+    slice,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::Relaxed},
+        mpsc,
+    },
+    thread,
+    time::Instant,
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use farpage_vm::{
+    Fault, FaultBuffer, Features, RegisterMode, Stopped, Uffd,
+    sigbus::{FaultHandler, Registration, Served},
+};
+use hdrhistogram::Histogram;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use twox_hash::XxHash3_128;
+
+use crate::{
+    cpus,
+    pick::{Shuffle, mix},
+    report::new_histogram,
+};
+
+/// The kernel's own page; farpage requires this size.
+const KERNEL_PAGE_BYTES: usize = 4096;
+/// Where larger pages begin to be possible.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// Faults on pages that are read from memory that no cache has are spread over so many bytes at
+/// most, as many as `targets` has,
+const COLD_BYTES_MAX: usize = 256 << 20;
+/// and over so many pages for each fault that is measured.
+const COLD_PAGES_PER_FAULT: usize = 16;
+/// A part of them is there at first when pages leave, too: those that leave have been in no cache
+/// for a while.
+const RESIDENT_SHARE: usize = 4;
+
+/// How a handler resolves a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// `UFFDIO_COPY`.
+    Copy,
+    /// `UFFDIO_MOVE` from a pool of pages that are there.
+    Move,
+    /// The same when the page's bytes have been copied out of memory that no cache has, and their
+    /// hash has been verified: what nobody can leave out who pages over shared memory.
+    Read,
+    /// The same, and a page that came in long before is moved out; its hash says that it did not
+    /// change.
+    Replace,
+}
+
+impl How {
+    fn reads(self) -> bool {
+        matches!(self, Self::Read | Self::Replace)
+    }
+}
+
+/// Nanoseconds of first touches of fresh anonymous memory, one 4 KiB page each.
+pub fn kernel_faults(count: usize) -> Result<Histogram<u64>> {
+    let memory = Mapping::new(count * KERNEL_PAGE_BYTES, KERNEL_PAGE_BYTES)?;
+    let mut histogram = new_histogram();
+    for page in 0..count {
+        let begin = Instant::now();
+        memory.write(page * KERNEL_PAGE_BYTES, 1);
+        histogram.saturating_record(begin.elapsed().as_nanos() as u64);
+    }
+    Ok(histogram)
+}
+
+/// Nanoseconds of `count` faults, one at a time, each served by one handler thread that sleeps in
+/// `read`. `None` when the kernel cannot do it that way.
+pub fn round_trips(how: How, page_bytes: usize, count: usize) -> Result<Option<Histogram<u64>>> {
+    served_by(how, page_bytes, count, None)
+}
+
+/// On which CPUs the thread that faults and the handler are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cpus {
+    /// Both on one: no other CPU has to be woken.
+    One,
+    /// Each on one of its own, which goes idle while the other works. To wake it can cost more than
+    /// all else on virtual machines.
+    Two,
+}
+
+/// The same with the threads kept in their places, where otherwise the kernel chooses and may
+/// change its mind. `None` also when there is only one CPU for two.
+pub fn round_trips_on(
+    cpus: Cpus,
+    how: How,
+    page_bytes: usize,
+    count: usize,
+) -> Result<Option<Histogram<u64>>> {
+    // In a thread of its own, since the restriction is never lifted.
+    let kept = thread::spawn(move || {
+        let (here, another) = cpus::two()?;
+        let handler = match cpus {
+            Cpus::One => Some(here),
+            Cpus::Two => another,
+        };
+        if handler.is_none() {
+            return Ok(None);
+        }
+        cpus::stay_on(here)?;
+        served_by(how, page_bytes, count, handler)
+    });
+    kept.join()
+        .expect("the measurement does not panic")
+        .with_context(|| format!("cannot measure with threads kept to CPUs ({cpus:?})"))
+}
+
+fn served_by(
+    how: How,
+    page_bytes: usize,
+    count: usize,
+    cpu: Option<usize>,
+) -> Result<Option<Histogram<u64>>> {
+    let Some(bare) = Bare::new(how, Features::MISSING, page_bytes, count)? else {
+        return Ok(None);
+    };
+    // One system call per fault instead of two: the handler sleeps in `read` itself.
+    fcntl(bare.uffd.as_fd(), FcntlArg::F_SETFL(OFlag::empty()))
+        .context("cannot make a userfaultfd blocking")?;
+    let bare = &bare;
+    thread::scope(|scope| {
+        let (ready, is_ready) = mpsc::channel();
+        let handler = scope.spawn(move || -> Result<()> {
+            cpu.map_or(Ok(()), cpus::stay_on)?;
+            ready.send(()).expect("the thread below waits");
+            let _given_up = GivenUp(bare);
+            bare.serve()
+        });
+        // Without a handler nobody would end the first fault.
+        let histogram = is_ready.recv().map(|()| bare.touch());
+        let served = handler.join();
+        served.map_err(|_| anyhow!("the handler has panicked"))??;
+        Ok(Some(histogram.expect("a handler that failed has said so")?))
+    })
+}
+
+/// Nanoseconds of `count` faults, one at a time, each of which raises SIGBUS in the thread itself,
+/// whose handler resolves it: no hand-over at all. `None` when the kernel cannot do it that way.
+pub fn in_thread_round_trips(
+    how: How,
+    page_bytes: usize,
+    count: usize,
+) -> Result<Option<Histogram<u64>>> {
+    let Some(bare) = Bare::new(how, Features::SIGBUS, page_bytes, count)? else {
+        return Ok(None);
+    };
+    let bare = Arc::new(bare);
+    let addresses = bare.region.address()..bare.region.address() + bare.region.bytes;
+    let _registered = Registration::new(addresses, bare.clone()).context("cannot handle SIGBUS")?;
+    bare.touch().map(Some)
+}
+
+/// When its handler ends, however it does, nobody waits for it any more: pages that are still
+/// absent are zeros then.
+struct GivenUp<'a>(&'a Bare);
+
+impl Drop for GivenUp<'_> {
+    fn drop(&mut self) {
+        let region = &self.0.region;
+        self.0
+            .uffd
+            .unregister(region.address(), region.bytes)
+            .expect("it is registered");
+    }
+}
+
+/// Pages that are absent, and others to resolve their faults with.
+struct Bare {
+    uffd: Uffd,
+    how: How,
+    region: Mapping,
+    pool: Mapping,
+    /// Of the pool's addresses, where pages move out to.
+    pool_uffd: Uffd,
+    page_bytes: usize,
+    /// Pages of the region in the order in which they come in. Those before `first` are there
+    /// already.
+    order: Vec<usize>,
+    first: usize,
+    /// Faults that have been resolved.
+    served: AtomicUsize,
+    count: usize,
+    /// What the pages of the region shall have, and its hashes. Empty where the pool has it.
+    remote: Mapping,
+    hashes: Vec<u128>,
+}
+
+impl Bare {
+    fn new(how: How, reported: Features, page_bytes: usize, count: usize) -> Result<Option<Self>> {
+        let features = reported
+            | match how {
+                How::Copy => Features::MISSING,
+                How::Move | How::Read | How::Replace => Features::MOVE,
+            };
+        if !Uffd::supported(false)
+            .context("cannot measure bare userfaultfd")?
+            .contains(features)
+        {
+            return Ok(None);
+        }
+        let open =
+            |features| Uffd::open(features, false).context("cannot measure bare userfaultfd");
+        let uffd = open(features)?;
+        let pool_uffd = open(features | Features::SIGBUS)?;
+        let (order, first) = match how.reads() {
+            false => ((0..count).collect(), 0),
+            true => {
+                let pages = (count * COLD_PAGES_PER_FAULT).min(COLD_BYTES_MAX / page_bytes);
+                let order = Shuffle::new(pages as u64, 1).map(|page| page as usize);
+                (order.collect::<Vec<_>>(), pages / RESIDENT_SHARE)
+            }
+        };
+        let region = Mapping::new(order.len() * page_bytes, page_bytes)?;
+        let pool = Mapping::new(count.max(1) * page_bytes, page_bytes)?;
+        for page in 0..count {
+            for offset in (0..page_bytes).step_by(KERNEL_PAGE_BYTES) {
+                pool.write(page * page_bytes + offset, stamp(page));
+            }
+        }
+        let remote_pages = if how.reads() { order.len() } else { 0 };
+        let remote = Mapping::new(remote_pages * page_bytes, page_bytes)?;
+        let hashes = (0..remote_pages).map(|page| {
+            // SAFETY: nobody else knows the mapping yet.
+            let bytes = unsafe { remote.bytes_mut(page * page_bytes, page_bytes) };
+            for (number, word) in (0..).zip(bytes.as_chunks_mut().0) {
+                *word = mix(page as u64 ^ number << 32).to_le_bytes();
+            }
+            bytes[0] = stamp(page);
+            hash(bytes)
+        });
+        let hashes = hashes.collect();
+        let register = |uffd: &Uffd, memory: &Mapping| {
+            uffd.register(memory.address(), memory.bytes, RegisterMode::MISSING)
+                .context("cannot register memory")
+        };
+        if how == How::Replace {
+            // What shall leave comes in by the kernel's own faults.
+            for &page in &order[..first] {
+                // SAFETY: nobody else knows the mappings yet, and the pages do not overlap.
+                let [to, from] = [&region, &remote]
+                    .map(|memory| unsafe { memory.bytes_mut(page * page_bytes, page_bytes) });
+                to.copy_from_slice(from);
+            }
+            register(&pool_uffd, &pool)?;
+        }
+        register(&uffd, &region)?;
+        Ok(Some(Self {
+            uffd,
+            how,
+            region,
+            pool,
+            pool_uffd,
+            page_bytes,
+            order,
+            first,
+            served: AtomicUsize::new(0),
+            count,
+            remote,
+            hashes,
+        }))
+    }
+
+    /// Touches one page after the other.
+    ///
+    /// # Errors
+    /// A page has other bytes than it shall: a handler resolved it wrongly, or gave up.
+    fn touch(&self) -> Result<Histogram<u64>> {
+        let mut histogram = new_histogram();
+        for &page in &self.order[self.first..][..self.count] {
+            let begin = Instant::now();
+            let byte = self.region.read(page * self.page_bytes);
+            histogram.saturating_record(begin.elapsed().as_nanos() as u64);
+            ensure!(byte == stamp(page), "a page came with other bytes");
+        }
+        Ok(histogram)
+    }
+
+    /// Resolves the faults of all pages.
+    fn serve(&self) -> Result<()> {
+        let mut buffer = FaultBuffer::default();
+        let mut faults: Vec<Fault> = Vec::with_capacity(64);
+        let mut served = 0;
+        while served < self.count {
+            self.uffd.faults(&mut buffer, &mut faults)?;
+            for fault in faults.drain(..) {
+                self.resolve(fault).context("cannot resolve a fault")?;
+                served += 1;
+            }
+        }
+        Ok(())
+    }
+
+    fn resolve(&self, fault: Fault) -> Result<(), Stopped> {
+        let len = self.page_bytes;
+        let page = (fault.address - self.region.address()) / len;
+        let served = self.served.fetch_add(1, Relaxed);
+        let slot = match self.how {
+            How::Copy | How::Move => page,
+            How::Read => served,
+            // The page that left last has left its memory there.
+            How::Replace => 0,
+        };
+        let (to, from) = (
+            self.region.address() + page * len,
+            self.pool.address() + slot * len,
+        );
+        if self.how.reads() {
+            // SAFETY: faults are resolved one at a time, and nobody else touches the slot, or
+            // writes to remote memory; they do not overlap.
+            let (there, here) = unsafe {
+                (
+                    self.remote.bytes_mut(page * len, len),
+                    self.pool.bytes_mut(slot * len, len),
+                )
+            };
+            here.copy_from_slice(there);
+            assert_eq!(hash(here), self.hashes[page], "a page was read wrongly");
+        }
+        // SAFETY:
+        // - both ranges are whole pages of mappings that outlive this call
+        // - nobody reads the pool again, and the region's owner waits for exactly these bytes
+        unsafe {
+            match self.how {
+                How::Copy => self.uffd.copy(to, from, len),
+                _ => self.uffd.move_pages(to, from, len, false),
+            }
+        }?;
+        if self.how == How::Replace {
+            let leaving = self.order[served];
+            let address = self.region.address() + leaving * len;
+            // SAFETY: the slot is vacant since the call above, and nobody touches the page again:
+            // it came before those that are touched.
+            unsafe { self.pool_uffd.move_pages(from, address, len, false) }?;
+            // SAFETY: as above.
+            let bytes = unsafe { self.pool.bytes_mut(slot * len, len) };
+            assert_eq!(hash(bytes), self.hashes[leaving], "a page has changed");
+        }
+        Ok(())
+    }
+}
+
+// SAFETY: system calls, which touch the pool and the region alone, copies and hashes: unless it
+// fails it allocates nothing and takes no lock.
+unsafe impl FaultHandler for Bare {
+    fn fault(&self, fault: Fault) -> Served {
+        match self.resolve(fault) {
+            Ok(()) => Served::Retry,
+            Err(_) => Served::NotMine,
+        }
+    }
+}
+
+/// The elements of a run of pages that a space has installed at `address`.
+///
+/// # Safety
+/// All of it is mapped, whole and aligned, and nobody else touches it as long as the slice is in
+/// use.
+pub unsafe fn installed<'a>(address: usize, bytes: usize) -> &'a mut [f64] {
+    let elements = bytes / size_of::<f64>();
+    // SAFETY: the caller promises all of it; any bytes are numbers.
+    unsafe { slice::from_raw_parts_mut(address as *mut f64, elements) }
+}
+
+/// What farpage verifies.
+fn hash(page: &[u8]) -> u128 {
+    XxHash3_128::oneshot(page)
+}
+
+fn stamp(page: usize) -> u8 {
+    page as u8 | 1
+}
+
+/// Private anonymous memory, aligned to its page size, unmapped on drop.
+struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+    /// What was mapped, before alignment.
+    whole: NonNull<libc::c_void>,
+    whole_bytes: usize,
+}
+
+// SAFETY: plain memory that is accessed by volatile reads and writes of single bytes; the threads
+// above take turns.
+unsafe impl Sync for Mapping {}
+// SAFETY: nothing about it belongs to a thread.
+unsafe impl Send for Mapping {}
+
+impl Mapping {
+    fn new(bytes: usize, align: usize) -> Result<Self> {
+        let whole_bytes = bytes + align;
+        // SAFETY: a new mapping at an address of the kernel's choice touches nothing that exists.
+        let at = unsafe {
+            libc::mmap(
+                ptr::null_mut(),
+                whole_bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error()).context("cannot map memory");
+        }
+        let whole = NonNull::new(at).expect("mmap without MAP_FIXED never returns address zero");
+        let gap = whole.as_ptr().cast::<u8>().align_offset(align);
+        // SAFETY: `align` bytes more than asked for were mapped, and the gap is smaller.
+        let start = unsafe { whole.cast::<u8>().add(gap) };
+        let mapping = Self {
+            start,
+            bytes,
+            whole,
+            whole_bytes,
+        };
+        // Whether pages of 2 MiB are huge is part of the measurement; smaller ones must not be, or
+        // one fault would serve many.
+        let advice = if align >= HUGE_PAGE_BYTES {
+            libc::MADV_HUGEPAGE
+        } else {
+            libc::MADV_NOHUGEPAGE
+        };
+        // SAFETY: advice on the mapping made above. A kernel without huge pages says EINVAL, which
+        // is as good.
+        unsafe { libc::madvise(whole.as_ptr(), whole_bytes, advice) };
+        Ok(mapping)
+    }
+
+    fn address(&self) -> usize {
+        self.start.as_ptr() as usize
+    }
+
+    /// # Safety
+    /// The pages are there, nobody else writes to them as long as the slice is in use, and nobody
+    /// reads them while they are written to by it.
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "the mapping is shared by those who take turns"
+    )]
+    unsafe fn bytes_mut(&self, offset: usize, len: usize) -> &mut [u8] {
+        assert!(
+            len <= self.bytes - offset,
+            "{len} bytes at {offset} lie outside of the mapping"
+        );
+        // SAFETY: inside the mapping; the rest is the caller's promise.
+        unsafe { slice::from_raw_parts_mut(self.start.as_ptr().add(offset), len) }
+    }
+
+    fn at(&self, offset: usize) -> *mut u8 {
+        assert!(
+            offset < self.bytes,
+            "offset {offset} lies outside of the mapping"
+        );
+        // SAFETY: within the mapping, as checked above.
+        unsafe { self.start.as_ptr().add(offset) }
+    }
+
+    fn read(&self, offset: usize) -> u8 {
+        // SAFETY: `at` gives an address inside the mapping, which is readable; absent pages are
+        // filled by the handler.
+        unsafe { self.at(offset).read_volatile() }
+    }
+
+    fn write(&self, offset: usize, value: u8) {
+        // SAFETY: `at` gives an address inside the mapping, which is writable and of which no
+        // reference exists.
+        unsafe { self.at(offset).write_volatile(value) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `new`, and nothing refers to it any more.
+        unsafe { libc::munmap(self.whole.as_ptr(), self.whole_bytes) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_are_aligned_to_their_page() {
+        for page_bytes in [4096, 65536, 2 << 20] {
+            let mapping = Mapping::new(3 * page_bytes, page_bytes).unwrap();
+            assert_eq!(mapping.address() % page_bytes, 0);
+            mapping.write(3 * page_bytes - 1, 7);
+            assert_eq!(mapping.read(3 * page_bytes - 1), 7);
+        }
+    }
+}

@@ -1,0 +1,356 @@
+//! Options that several benchmarks have, and what their values look like.
+//!
+//! The rule it keeps: every option says its unit and its default, and what cannot work is refused
+//! here, with status 2, before anything is started. A benchmark's own options are beside its `run`.
+
+use std::{fmt, str::FromStr, sync::Arc, thread};
+
+use bytesize::ByteSize;
+use clap::{Args, ValueEnum};
+use farpage::{Codec, Link, ZfpMode};
+use farpage_wire::Endpoint;
+use serde::Serialize;
+
+use crate::data::{DataOptions, Source};
+
+/// How results are printed.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct Printing {
+    /// Human: a table; json: one object on standard output
+    #[arg(long, value_enum, default_value_t = Format::Human)]
+    pub format: Format,
+}
+
+/// The same, of a benchmark with a tiny form.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct Run {
+    /// How results are printed.
+    #[command(flatten)]
+    pub printing: Printing,
+    /// Tiny sizes: checks in seconds that everything works; the figures mean nothing
+    #[arg(long)]
+    pub smoke: bool,
+}
+
+/// The memory server that is measured.
+#[derive(Args, Clone, Debug)]
+pub struct ServerOptions {
+    /// Memory server to use, such as tcp://10.0.0.2:7400 [default: starts its own on this machine]
+    #[arg(long, value_name = "URL", conflicts_with = "fabric")]
+    pub server: Option<Endpoint>,
+    /// How its own memory server is reached
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    pub fabric: Fabric,
+}
+
+/// Of a benchmark whose work is divided.
+#[derive(Args, Clone, Copy, Debug)]
+pub struct Threads {
+    /// Threads that compute [default: one per CPU, at most 4]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+}
+
+impl Threads {
+    /// How many.
+    pub fn count(self) -> usize {
+        threads(self.threads)
+    }
+}
+
+/// What all benchmarks understand.
+#[derive(Args, Clone, Debug)]
+pub struct Common {
+    /// The memory server.
+    #[command(flatten)]
+    pub at: ServerOptions,
+    /// Page size: a power of two, 4KiB to 2MiB
+    #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
+    pub page_size: ByteSize,
+    /// Threads that bring pages in [default: as many as the load asks for]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub fillers: Option<u16>,
+    /// Makes the fabric behave like a link of so many gigabits per second in each direction
+    #[arg(long, value_name = "GBPS", value_parser = positive)]
+    pub link_gbps: Option<f64>,
+    /// Adds so many microseconds to every operation on the fabric
+    #[arg(long, value_name = "US", value_parser = not_negative)]
+    pub link_us: Option<f64>,
+    /// Keeps all threads and its own memory server to one CPU. Otherwise the kernel puts threads
+    /// that wait for each other on one CPU at times and on two at others, which can change the time
+    /// of a fault several times over
+    #[arg(long)]
+    pub one_cpu: bool,
+    /// How it runs.
+    #[command(flatten)]
+    pub run: Run,
+    /// Starts even if the arrays and its own memory server do not fit into memory: the kernel may
+    /// then end programs to make room
+    #[arg(long)]
+    pub force: bool,
+}
+
+impl Common {
+    /// The link that the options ask for.
+    pub fn link(&self) -> Option<Arc<Link>> {
+        let shaped = self.link_gbps.is_some() || self.link_us.is_some();
+        // Without a rate the link is as fast as a link can be said to be.
+        shaped.then(|| {
+            Arc::new(Link::new(
+                self.link_gbps.unwrap_or(1e6),
+                self.link_us.unwrap_or(0.0),
+            ))
+        })
+    }
+}
+
+/// What the benchmarks understand that page.
+#[derive(Args, Clone, Debug)]
+pub struct Paging {
+    /// Size of all remote arrays together [default: 768MiB, with --smoke a few pages]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    pub size: Option<ByteSize>,
+    /// Local memory for their pages: a size or a share of --size
+    #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
+    pub budget: Budget,
+    /// Threads that send pages away [default: as many as keep up]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub evictors: Option<u16>,
+    /// Neighbouring pages that move together at most, in bytes [default: what suits the link]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    pub run_length: Option<ByteSize>,
+    /// Pages to fetch ahead of a sequential reader; 0 turns it off [default: what suits the link]
+    #[arg(long, value_name = "PAGES")]
+    pub read_ahead: Option<u32>,
+    /// Who serves page faults
+    #[arg(long, value_enum, default_value_t = FaultMode::Filler)]
+    pub fault_mode: FaultMode,
+    /// How pages are compressed on their way: raw, lz4, shuffle, zfp:accuracy=1e-6, ...
+    #[arg(long, default_value_t = Codec::Raw)]
+    pub codec: Codec,
+    /// What the arrays hold at first.
+    #[command(flatten)]
+    pub data: DataOptions,
+    /// Seed of everything random
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+}
+
+impl Paging {
+    /// What the arrays hold at first.
+    pub fn source(&self) -> anyhow::Result<Source> {
+        Source::new(&self.data, self.seed)
+    }
+
+    /// Size of all arrays.
+    pub fn size_bytes(&self, common: &Common) -> u64 {
+        match (self.size, common.run.smoke) {
+            (Some(size), _) => size.as_u64(),
+            // A budget of a quarter then has dozens of pages, whatever their size.
+            (None, true) => (12 << 20).max(192 * common.page_size.as_u64()),
+            (None, false) => 768 << 20,
+        }
+    }
+
+    /// Local memory for pages.
+    pub fn budget_bytes(&self, common: &Common) -> u64 {
+        self.budget.bytes(self.size_bytes(common))
+    }
+}
+
+/// How far a value may be from what it was, with this codec.
+pub fn error_bound(codec: Codec) -> f64 {
+    match codec {
+        Codec::Zfp {
+            mode: ZfpMode::Accuracy(bound),
+            ..
+        }
+        | Codec::Adaptive {
+            accuracy: Some(bound),
+            ..
+        } => bound,
+        // They promise none.
+        Codec::Zfp {
+            mode: ZfpMode::Rate(_) | ZfpMode::Precision(_),
+            ..
+        } => f64::INFINITY,
+        _ => 0.0,
+    }
+}
+
+/// Threads that compute, of an option `--threads`.
+pub fn threads(option: Option<u16>) -> usize {
+    option.map_or_else(cpus, usize::from)
+}
+
+fn cpus() -> usize {
+    thread::available_parallelism().map_or(1, |n| n.get().min(4))
+}
+
+/// A size, or a share of the arrays' size.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Budget {
+    /// A size.
+    Bytes(ByteSize),
+    /// A share of the arrays, in percent.
+    Percent(f64),
+}
+
+impl Budget {
+    /// As a size, for arrays of `size_bytes`.
+    pub fn bytes(self, size_bytes: u64) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.as_u64(),
+            Self::Percent(percent) => (size_bytes as f64 * percent / 100.0) as u64,
+        }
+    }
+}
+
+impl FromStr for Budget {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.strip_suffix('%') {
+            Some(percent) => match percent.trim().parse() {
+                Ok(percent) if percent > 0.0 && percent <= 1000.0 => Ok(Self::Percent(percent)),
+                _ => Err(format!(
+                    "`{text}` is no share: write a number above 0 and up to 1000 before the %, like `10%`"
+                )),
+            },
+            None if farpage_wire::parse_size(text).is_err() => Err(format!(
+                "`{text}` is no size and no share: write it like `64KiB`, `4GiB` or `10%`"
+            )),
+            None => some_bytes(text).map(Self::Bytes),
+        }
+    }
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes(bytes) => bytes.fmt(f),
+            Self::Percent(percent) => write!(f, "{percent}%"),
+        }
+    }
+}
+
+/// How a memory server is reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Fabric {
+    /// Shared memory on this machine
+    Shm,
+    /// TCP over the loopback
+    Tcp,
+    /// RDMA over this machine's first device (needs a build with `--features rdma`)
+    Rdma,
+}
+
+/// Who serves page faults.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum FaultMode {
+    /// Threads of the runtime
+    Filler,
+    /// The thread that faults, in a signal handler
+    InThread,
+}
+
+impl fmt::Display for Fabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shm => "shm",
+            Self::Tcp => "tcp",
+            Self::Rdma => "rdma",
+        })
+    }
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// A table
+    Human,
+    /// One JSON object
+    Json,
+}
+
+/// A size above 0.
+///
+/// # Errors
+/// A text that repeats what was given and shows how it is written.
+pub fn some_bytes(text: &str) -> Result<ByteSize, String> {
+    match farpage_wire::parse_size(text) {
+        Ok(size) if size.as_u64() > 0 => Ok(size),
+        Ok(_) => Err(format!(
+            "`{text}` is nothing: write more, like `64KiB` or `4GiB`"
+        )),
+        Err(error) => Err(error.to_string()),
+    }
+}
+
+/// A page size.
+///
+/// # Errors
+/// As [`some_bytes`].
+pub fn page_size(text: &str) -> Result<ByteSize, String> {
+    let size = some_bytes(text)?;
+    if size.as_u64().is_power_of_two() && (4 << 10..=2 << 20).contains(&size.as_u64()) {
+        Ok(size)
+    } else {
+        Err(format!(
+            "`{text}` is no page size: write a power of two from 4KiB to 2MiB, like `64KiB`"
+        ))
+    }
+}
+
+/// A number above 0.
+///
+/// # Errors
+/// It is none.
+pub fn positive(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| x.is_finite() && *x > 0.0)
+        .ok_or("must be a number above 0".into())
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    text.parse()
+        .ok()
+        .filter(|x: &f64| x.is_finite() && *x >= 0.0)
+        .ok_or("must be a number, 0 or above".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_budget_is_a_size_or_a_share() {
+        assert_eq!("512MiB".parse(), Ok(Budget::Bytes(ByteSize::mib(512))));
+        assert_eq!("12.5%".parse(), Ok(Budget::Percent(12.5)));
+        for wrong in ["", "%", "0%", "-1%", "many", "0"] {
+            assert!(wrong.parse::<Budget>().is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_size_is_repeated_beside_an_example() {
+        fn repeats(given: &str, example: &str, error: &str) {
+            assert!(error.contains(&format!("`{given}`")), "{error}");
+            assert!(error.contains(&format!("like `{example}`")), "{error}");
+        }
+        for given in ["nonsense", "", "-1", "0", "64 Kirby"] {
+            repeats(given, "64KiB", &some_bytes(given).unwrap_err());
+            repeats(given, "64KiB", &page_size(given).unwrap_err());
+            repeats(given, "64KiB", &given.parse::<Budget>().unwrap_err());
+        }
+        repeats("3KiB", "64KiB", &page_size("3KiB").unwrap_err());
+        let error = "nonsense".parse::<Budget>().unwrap_err();
+        assert!(error.contains("`10%`"), "{error}");
+        for given in ["0%", "lots%", "%"] {
+            repeats(given, "10%", &given.parse::<Budget>().unwrap_err());
+        }
+    }
+}

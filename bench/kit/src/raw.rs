@@ -1,0 +1,307 @@
+//! The fabric without paging: how fast pages could come and go if nothing else had to be done.
+//!
+//! The rule it keeps: as many threads and as large operations as the pager uses, each thread with a
+//! channel and memory of its own on the server, and every READ is checked against what was written
+//! there.
+//!
+//! Each direction is measured twice. *Hot*: few buffers, used again at once, which stay in the
+//! caches: as fast as the fabric gets. *Cold*: buffers take turns, [`LOCAL_BYTES`] of them, as
+//! frames do: paging exists to fill local memory, which is as large as its budget, and no transfer
+//! to or from so much memory can be faster. Paging is compared with the cold ones.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Barrier},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow};
+use farpage_fabric::{Busy, Channel, Completion, Extent, Op, Session, SessionOptions, Verb, Wait};
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+
+use crate::{
+    options::{Common, threads},
+    pick::mix,
+    report::FabricRates,
+    server::MemoryServer,
+};
+
+/// Operations that each thread keeps in flight: enough to hide a network's latency, as many as the
+/// pager may have.
+const QUEUE_DEPTH: usize = 16;
+/// Server memory that all threads together go over, larger than caches are.
+const AREA_BYTES: u64 = 256 << 20;
+const SMOKE_AREA_BYTES: u64 = 8 << 20;
+
+/// Server memory, and local memory, of a brief look: larger than caches are, and soon gone over.
+const YARDSTICK_BYTES: u64 = 64 << 20;
+
+/// Local memory that all threads together go over when buffers are cold: the budget of the STREAM
+/// that is compared with it.
+pub const LOCAL_BYTES: u64 = 96 << 20;
+/// The same of a tiny run.
+pub const SMOKE_LOCAL_BYTES: u64 = 3 << 20;
+
+/// MB/s.
+pub struct Rates {
+    /// READ with hot buffers.
+    pub read: f64,
+    /// WRITE with hot buffers.
+    pub write: f64,
+    /// READ with cold buffers.
+    pub cold_read: f64,
+    /// WRITE with cold buffers.
+    pub cold_write: f64,
+    /// Both at once with hot buffers, bytes of both directions added up.
+    pub read_write: f64,
+    /// Pages that came back other than they were written.
+    pub wrong: u64,
+}
+
+/// What is posted in a phase.
+#[derive(Clone, Copy)]
+enum Mix {
+    /// Once over the area, however long it takes: afterwards all of it is physical memory with
+    /// known bytes.
+    Prepare,
+    Read,
+    Write,
+    /// READ and WRITE in turns.
+    Both,
+}
+
+/// Which buffer is used next.
+#[derive(Clone, Copy)]
+enum Buffers {
+    /// The one that came back last.
+    Hot,
+    /// The one that came back longest ago.
+    Cold,
+}
+
+/// Measures each mix for `time`.
+pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<Rates> {
+    let (area, local) = if common.run.smoke {
+        (SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES)
+    } else {
+        (AREA_BYTES, LOCAL_BYTES)
+    };
+    let mut team = Team::start(common, server, area, local)?;
+    Ok(Rates {
+        read: team.phase(Mix::Read, Buffers::Hot, time)?,
+        write: team.phase(Mix::Write, Buffers::Hot, time)?,
+        cold_read: team.phase(Mix::Read, Buffers::Cold, time)?,
+        cold_write: team.phase(Mix::Write, Buffers::Cold, time)?,
+        read_write: team.phase(Mix::Both, Buffers::Hot, time)?,
+        wrong: team.workers.iter().map(|worker| worker.wrong).sum(),
+    })
+}
+
+/// What a benchmark is measured by, briefly: with cold buffers, for a fraction of a second.
+pub fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> {
+    let (bytes, time) = if common.run.smoke {
+        (SMOKE_AREA_BYTES, Duration::from_millis(20))
+    } else {
+        (YARDSTICK_BYTES, Duration::from_millis(100))
+    };
+    let mut team = Team::start(common, server, bytes, bytes)?;
+    let mut rate = |mix| team.phase(mix, Buffers::Cold, time);
+    Ok(FabricRates {
+        raw_read_mb_per_s: rate(Mix::Read)?,
+        raw_write_mb_per_s: rate(Mix::Write)?,
+        raw_read_write_mb_per_s: rate(Mix::Both)?,
+    })
+}
+
+/// Threads with memory of their own on the server.
+struct Team {
+    workers: Vec<Worker>,
+}
+
+impl Team {
+    /// All together go over `area` bytes of the server and `local` bytes here, and have done so
+    /// once.
+    fn start(common: &Common, server: &MemoryServer, area: u64, local: u64) -> Result<Self> {
+        let options = SessionOptions {
+            link: common.link(),
+            ..SessionOptions::default()
+        };
+        let session = Session::connect(server.endpoint(), &options)?;
+        let page_bytes = common.page_size.as_u64();
+        // As many as a runtime has at most, unless it is told.
+        let threads = threads(common.fillers);
+        let buffers = (local / page_bytes) as usize / threads;
+        let area_per_thread = (area / threads as u64)
+            .next_multiple_of(page_bytes)
+            .max(QUEUE_DEPTH as u64 * page_bytes);
+
+        let mut workers = Vec::new();
+        for _ in 0..threads {
+            let extent = session.grant(area_per_thread)?;
+            let channel = session.channel::<Vec<u8>>()?;
+            // Written once, so that the measurement meets no fresh local memory.
+            let idle = vec![vec![1u8; page_bytes as usize]; buffers.max(QUEUE_DEPTH)].into();
+            let (done, pages) = (Vec::new(), area_per_thread / page_bytes);
+            workers.push(Worker {
+                channel,
+                extent,
+                page_bytes,
+                pages,
+                idle,
+                done,
+                next: 0,
+                bytes: 0,
+                wrong: 0,
+            });
+        }
+        let mut team = Self { workers };
+        team.phase(Mix::Prepare, Buffers::Cold, Duration::ZERO)?;
+        Ok(team)
+    }
+
+    /// MB/s of all.
+    fn phase(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<f64> {
+        let barrier = Arc::new(Barrier::new(self.workers.len() + 1));
+        thread::scope(|scope| {
+            let running: Vec<_> = self
+                .workers
+                .iter_mut()
+                .map(|worker| {
+                    let barrier = barrier.clone();
+                    scope.spawn(move || {
+                        barrier.wait();
+                        worker.run(mix, buffers, time)
+                    })
+                })
+                .collect();
+            barrier.wait();
+            let begin = Instant::now();
+            let mut bytes = 0;
+            for worker in running {
+                bytes += worker
+                    .join()
+                    .map_err(|_| anyhow!("a fabric worker panicked"))??;
+            }
+            Ok(bytes as f64 / begin.elapsed().as_secs_f64() / 1e6)
+        })
+    }
+}
+
+struct Worker {
+    channel: Box<dyn Channel<Vec<u8>>>,
+    extent: Extent,
+    page_bytes: u64,
+    pages: u64,
+    /// Buffers that are in no operation, in the order in which they came back.
+    idle: VecDeque<Vec<u8>>,
+    done: Vec<Completion<Vec<u8>>>,
+    /// Operations posted in this phase so far.
+    next: u64,
+    bytes: u64,
+    wrong: u64,
+}
+
+impl Worker {
+    /// Keeps the queue full until time is up, then waits for what is in flight; returns the bytes
+    /// moved.
+    fn run(&mut self, mix: Mix, buffers: Buffers, time: Duration) -> Result<u64> {
+        (self.next, self.bytes) = (0, 0);
+        let end = Instant::now() + time;
+        loop {
+            let more = match mix {
+                Mix::Prepare => self.next < self.pages,
+                _ => Instant::now() < end,
+            };
+            while more && self.channel.in_flight() < QUEUE_DEPTH {
+                let buf = match buffers {
+                    Buffers::Hot => self.idle.pop_back(),
+                    Buffers::Cold => self.idle.pop_front(),
+                };
+                let buf = buf.expect("no more are in flight than there are buffers");
+                let op = self.op(mix, buf);
+                if let Err(Busy(op)) = self.channel.post(op) {
+                    self.idle.push_back(op.buf);
+                    break;
+                }
+                self.next += 1;
+                if matches!(mix, Mix::Prepare) && self.next == self.pages {
+                    break;
+                }
+            }
+            if !more && self.channel.in_flight() == 0 {
+                return Ok(self.bytes);
+            }
+            if self.channel.poll(&mut self.done) == 0 {
+                sleep_on(&self.channel.wait())?;
+            }
+            self.take_completions()?;
+        }
+    }
+
+    fn op(&self, mix: Mix, mut buf: Vec<u8>) -> Op<Vec<u8>> {
+        let (verb, page) = match mix {
+            Mix::Read => (Verb::Read, self.next % self.pages),
+            Mix::Prepare | Mix::Write => (Verb::Write, self.next % self.pages),
+            // The halves of the area, so that no page is read and written at once.
+            Mix::Both if self.next.is_multiple_of(2) => {
+                (Verb::Read, self.next / 2 % (self.pages / 2))
+            }
+            Mix::Both => (
+                Verb::Write,
+                self.pages / 2 + self.next / 2 % (self.pages / 2),
+            ),
+        };
+        if verb == Verb::Write {
+            let stamp = self.stamp(page);
+            buf[..8].copy_from_slice(&stamp);
+            buf[self.page_bytes as usize - 8..].copy_from_slice(&stamp);
+        }
+        let (extent, len) = (self.extent.id, self.page_bytes as u32);
+        Op {
+            tag: page,
+            verb,
+            extent,
+            offset: page * self.page_bytes,
+            len,
+            buf,
+        }
+    }
+
+    fn take_completions(&mut self) -> Result<()> {
+        for completion in std::mem::take(&mut self.done) {
+            completion
+                .result
+                .context("an operation on the fabric failed")?;
+            self.bytes += self.page_bytes;
+            if completion.verb == Verb::Read {
+                let stamp = self.stamp(completion.tag);
+                let right = completion.buf.starts_with(&stamp) && completion.buf.ends_with(&stamp);
+                self.wrong += u64::from(!right);
+            }
+            self.idle.push_back(completion.buf);
+        }
+        Ok(())
+    }
+
+    /// The first and last bytes of a page.
+    fn stamp(&self, page: u64) -> [u8; 8] {
+        mix(page ^ mix(self.extent.id.0)).to_le_bytes()
+    }
+}
+
+/// Sleeps until a poll of the channel may have something to do.
+pub fn sleep_on(wait: &Wait<'_>) -> Result<()> {
+    let mut events = PollFlags::empty();
+    events.set(PollFlags::POLLIN, wait.readable);
+    events.set(PollFlags::POLLOUT, wait.writable);
+    let mut fds: Vec<PollFd<'_>> = wait.fd.iter().map(|fd| PollFd::new(*fd, events)).collect();
+    let timeout = wait
+        .until
+        .map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
+    match ppoll(&mut fds, timeout, None) {
+        Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+        Err(error) => Err(error).context("cannot wait for the fabric"),
+    }
+}

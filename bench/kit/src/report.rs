@@ -1,0 +1,648 @@
+//! What a run found, as JSON and as tables.
+//!
+//! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are
+//! 10^6 bytes, as STREAM counts them.
+
+use std::fmt;
+
+use anyhow::{Result, ensure};
+use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+use crate::{
+    data::Dtype,
+    options::{Common, FaultMode, Format, Paging},
+    out::say,
+};
+
+/// One run.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The subcommand.
+    pub benchmark: &'static str,
+    /// Whether all data was what it had to be.
+    pub verified: bool,
+    /// What it was told.
+    pub config: Config,
+    /// What it found.
+    #[serde(flatten)]
+    pub figures: Figures,
+    /// What the pager did meanwhile; none without one.
+    #[serde(flatten)]
+    pub paging: Option<PagingFigures>,
+}
+
+/// What the run was told to do, defaults included.
+#[derive(Debug, Serialize)]
+pub struct Config {
+    /// Its endpoint, or what was used instead.
+    pub server: String,
+    /// Bytes of a page.
+    pub page_size_bytes: u64,
+    /// None: as many as the load asks for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fillers: Option<u16>,
+    /// `--link-gbps`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub link_gbps: Option<f64>,
+    /// `--link-us`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub link_us: Option<f64>,
+    /// Whether all threads kept to one CPU.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub one_cpu: bool,
+    /// Whether sizes were tiny.
+    pub smoke: bool,
+    /// Of a benchmark that pages.
+    #[serde(flatten)]
+    pub paging: Option<PagingConfig>,
+    /// Threads that computed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub threads: Option<usize>,
+    /// How often each loop ran.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub iterations: Option<u16>,
+    /// The exponent of a Zipf distribution.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub zipf: Option<f64>,
+    /// Reads, and as many updates.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accesses: Option<u64>,
+    /// Faults timed in each state.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub samples: Option<u64>,
+}
+
+/// A count, or who chose it.
+fn told(count: Option<u16>) -> String {
+    count.map_or_else(|| "auto".to_owned(), |count| count.to_string())
+}
+
+/// The part of [`Config`] that benchmarks with paging have.
+#[derive(Debug, Serialize)]
+pub struct PagingConfig {
+    size_bytes: u64,
+    budget: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    evictors: Option<u16>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    run_length_bytes: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    read_ahead_pages: Option<u32>,
+    fault_mode: FaultMode,
+    codec: String,
+    data: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    dtype: Option<Dtype>,
+    seed: u64,
+}
+
+impl Config {
+    /// Of these options; a benchmark adds its own.
+    pub fn new(common: &Common, paging: Option<&Paging>, server: impl ToString) -> Self {
+        Self {
+            server: server.to_string(),
+            page_size_bytes: common.page_size.as_u64(),
+            fillers: common.fillers,
+            link_gbps: common.link_gbps,
+            link_us: common.link_us,
+            one_cpu: common.one_cpu,
+            smoke: common.run.smoke,
+            paging: paging.map(|paging| PagingConfig {
+                size_bytes: paging.size_bytes(common),
+                budget: paging.budget.to_string(),
+                evictors: paging.evictors,
+                run_length_bytes: paging.run_length.map(|length| length.as_u64()),
+                read_ahead_pages: paging.read_ahead,
+                fault_mode: paging.fault_mode,
+                codec: paging.codec.to_string(),
+                data: paging.data.name(),
+                dtype: paging.data.dtype,
+                seed: paging.seed,
+            }),
+            threads: None,
+            iterations: None,
+            zipf: None,
+            accesses: None,
+            samples: None,
+        }
+    }
+}
+
+/// The results proper; each benchmark fills in its own.
+#[derive(Debug, Default, Serialize)]
+pub struct Figures {
+    /// STREAM's, or a field's writes and reads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernels: Option<Vec<Kernel>>,
+    /// What the figures are measured by.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub yardsticks: Option<Yardsticks>,
+    /// Reads and updates together: wall time by accesses of all threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_per_access: Option<f64>,
+    /// Wall time by reads of all threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_per_read: Option<f64>,
+    /// Wall time by updates of all threads.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_per_update: Option<f64>,
+    /// The reading threads' time by the pages that they waited for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_per_read_miss: Option<f64>,
+    /// CPU time of the evictors by the unchanged pages that they sent away.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evictor_cpu_us_per_page: Option<f64>,
+    /// First write to and later read of pages far apart: time by pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub us_per_sparse_page: Option<f64>,
+    /// Private memory that the region took beside its pages.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub metadata_bytes: Option<u64>,
+    /// Reads of remote pages while the budget has room.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fault_us: Option<Percentiles>,
+    /// Writes to remote pages while each has to push a changed page out.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evicting_fault_us: Option<Percentiles>,
+    /// The kernel's own: first touch of ordinary memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kernel_fault_us: Option<Percentiles>,
+    /// Resolved by copying.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_round_trip_us: Option<Percentiles>,
+    /// The same with both threads on one CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_one_cpu_round_trip_us: Option<Percentiles>,
+    /// The same with each thread on a CPU of its own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_two_cpu_round_trip_us: Option<Percentiles>,
+    /// The same in a signal handler of the thread that faults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_in_thread_round_trip_us: Option<Percentiles>,
+    /// In a signal handler, too, by moving.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_in_thread_move_round_trip_us: Option<Percentiles>,
+    /// Resolved by moving a page that is there.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_move_round_trip_us: Option<Percentiles>,
+    /// The same with a READ of the page over shared memory, and its hash.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_read_round_trip_us: Option<Percentiles>,
+    /// The same in a signal handler.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_in_thread_read_round_trip_us: Option<Percentiles>,
+    /// A handler thread resolves the fault in the same way and takes an unchanged page out: time by
+    /// faults.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uffd_replace_us: Option<f64>,
+    /// The largest difference between an element written and the same element read.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error_max: Option<f64>,
+    /// Bytes copied within this process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memcpy_mb_per_s: Option<f64>,
+    /// With buffers that stay in the caches.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub raw_read_mb_per_s: Option<f64>,
+    /// The same of WRITEs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub raw_write_mb_per_s: Option<f64>,
+    /// With buffers that are in no cache, as frames are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub raw_cold_read_mb_per_s: Option<f64>,
+    /// The same of WRITEs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub raw_cold_write_mb_per_s: Option<f64>,
+    /// READ and WRITE of the same bytes by the same threads, bytes of both directions added up.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub raw_read_write_mb_per_s: Option<f64>,
+    /// STREAM's triad with all its transfers and hashes, but without a pager.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub work_mb_per_s: Option<f64>,
+    /// The same with every run moved into a region and out of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moved_work_mb_per_s: Option<f64>,
+}
+
+/// A loop over the arrays.
+#[derive(Debug, Serialize)]
+pub struct Kernel {
+    /// As in McCalpin's STREAM.
+    pub name: &'static str,
+    /// In the best time.
+    pub mb_per_s: f64,
+    /// The best time.
+    pub min_s: f64,
+    /// The mean time.
+    pub avg_s: f64,
+    /// The worst time.
+    pub max_s: f64,
+}
+
+/// Of a kernel that moved so many bytes each time, in these times.
+pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel {
+    let min_s = seconds.iter().copied().fold(f64::INFINITY, f64::min);
+    Kernel {
+        name,
+        mb_per_s: bytes as f64 / min_s / 1e6,
+        min_s,
+        avg_s: seconds.iter().sum::<f64>() / seconds.len() as f64,
+        max_s: seconds.iter().copied().fold(0.0, f64::max),
+    }
+}
+
+/// What STREAM can be measured by, from the same run, and how near it came.
+#[derive(Debug, Serialize)]
+pub struct Yardsticks {
+    /// The triad on small arrays in ordinary memory, by the same threads.
+    pub plain_triad_mb_per_s: f64,
+    /// The triad's rate by that one.
+    pub plain_share: f64,
+    /// READs and WRITEs of pages, each alone and both together.
+    pub fabric: FabricRates,
+    /// The least time in which the fabric moves what the kernels moved, by the time that they took.
+    pub fabric_share: f64,
+}
+
+/// MB/s of the raw fabric with buffers that are in no cache.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct FabricRates {
+    /// READs alone.
+    pub raw_read_mb_per_s: f64,
+    /// WRITEs alone.
+    pub raw_write_mb_per_s: f64,
+    /// Both at once, bytes of both directions added up.
+    pub raw_read_write_mb_per_s: f64,
+}
+
+impl FabricRates {
+    /// The least time for so many bytes in each direction.
+    pub fn seconds(&self, read_bytes: u64, written_bytes: u64) -> f64 {
+        let (read, written) = (read_bytes as f64 / 1e6, written_bytes as f64 / 1e6);
+        [
+            read / self.raw_read_mb_per_s,
+            written / self.raw_write_mb_per_s,
+            (read + written) / self.raw_read_write_mb_per_s,
+        ]
+        .into_iter()
+        .fold(0.0, f64::max)
+    }
+}
+
+/// One line under the tables: whether the figures are good.
+impl fmt::Display for Yardsticks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "triad: {:.0} % of plain memory ({:.0} MB/s). All kernels: {:.0} % of the raw fabric (READ {:.0}, WRITE {:.0}, both {:.0} MB/s). Measured just now.",
+            100.0 * self.plain_share,
+            self.plain_triad_mb_per_s,
+            100.0 * self.fabric_share,
+            self.fabric.raw_read_mb_per_s,
+            self.fabric.raw_write_mb_per_s,
+            self.fabric.raw_read_write_mb_per_s,
+        )
+    }
+}
+
+/// Microseconds.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Percentiles {
+    /// The median.
+    pub p50: f64,
+    /// The 90th percentile.
+    pub p90: f64,
+    /// The 99th percentile.
+    pub p99: f64,
+    /// The 99.9th percentile.
+    pub p999: f64,
+    /// How many were timed.
+    pub samples: u64,
+}
+
+impl Percentiles {
+    /// Of a histogram of nanoseconds.
+    pub fn of(histogram: &Histogram<u64>) -> Self {
+        let us = |percent| histogram.value_at_percentile(percent) as f64 / 1000.0;
+        Self {
+            p50: us(50.0),
+            p90: us(90.0),
+            p99: us(99.0),
+            p999: us(99.9),
+            samples: histogram.len(),
+        }
+    }
+}
+
+/// The one in the middle; of an even number, the mean of both.
+pub fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let half = sorted.len() / 2;
+    match sorted.len() % 2 {
+        1 => sorted[half],
+        _ => (sorted[half - 1] + sorted[half]) / 2.0,
+    }
+}
+
+/// The mean of ratios; 1 of none.
+pub fn geometric_mean(ratios: &[f64]) -> f64 {
+    let logs: f64 = ratios.iter().map(|ratio| ratio.ln()).sum();
+    (logs / ratios.len().max(1) as f64).exp()
+}
+
+/// For nanoseconds up to a minute, to three digits.
+pub fn new_histogram() -> Histogram<u64> {
+    Histogram::new_with_max(60_000_000_000, 3).expect("the bounds above are valid")
+}
+
+/// What the pager did during the measured part of the run.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct PagingFigures {
+    /// Accesses to pages that were not in local memory.
+    pub faults: u64,
+    /// Pages that came in.
+    pub fills: u64,
+    /// Pages that left.
+    pub evictions: u64,
+    /// Pages that were wanted again while they left.
+    pub steals: u64,
+    /// Of the fills, those ahead of a fault.
+    pub prefetches: u64,
+    /// Faults that had to wait for a frame.
+    pub starved: u64,
+    /// Of the evictions, those of pages that had not changed.
+    pub clean_evictions: u64,
+    /// Bytes that the fabric brought.
+    pub bytes_read: u64,
+    /// Bytes that the fabric took away.
+    pub bytes_written: u64,
+    /// Bytes of changed pages over bytes stored for them; absent when nothing was stored.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compression_ratio: Option<f64>,
+    /// Local memory for pages.
+    pub budget_bytes: u64,
+    /// Since the runtime was built.
+    pub peak_resident_bytes: u64,
+}
+
+/// Prints a report to standard output: one JSON object, or what it looks like for `human` readers.
+///
+/// # Errors
+/// As [`say`].
+pub fn print<R: Serialize>(report: &R, format: Format, human: impl Fn(&R) -> String) -> Result<()> {
+    say(match format {
+        Format::Json => {
+            serde_json::to_string(report).expect("a report has string keys and finite figures")
+        }
+        Format::Human => human(report),
+    })
+}
+
+/// Prints a report, as [`print`](print()) does, and says whether its figures mean anything.
+///
+/// # Errors
+/// They do not, since the data behind them was not what it had to be; and as [`say`].
+pub fn conclude<R: Serialize>(
+    report: &R,
+    verified: bool,
+    format: Format,
+    human: impl Fn(&R) -> String,
+) -> Result<()> {
+    print(report, format, human)?;
+    ensure!(
+        verified,
+        "verification FAILED: the figures above are worthless, and this is a bug to report"
+    );
+    Ok(())
+}
+
+impl Report {
+    /// As the function [`conclude`].
+    ///
+    /// # Errors
+    /// The same.
+    pub fn conclude(&self, format: Format) -> Result<()> {
+        conclude(self, self.verified, format, Self::human)
+    }
+
+    fn human(&self) -> String {
+        let mut tables = Vec::new();
+        if let Some(kernels) = &self.figures.kernels {
+            let mut table = table(["kernel", "MB/s", "best s", "mean s", "worst s"]);
+            for k in kernels {
+                let seconds = [k.min_s, k.avg_s, k.max_s].map(|s| format!("{s:.3}"));
+                table.add_row(right(
+                    [k.name.to_owned(), format!("{:.0}", k.mb_per_s)]
+                        .into_iter()
+                        .chain(seconds),
+                ));
+            }
+            tables.push(table);
+        }
+        tables.extend(self.percentile_table());
+        tables.extend(self.single_figures());
+        tables.push(self.circumstances());
+        let mut texts: Vec<_> = tables.iter().map(Table::to_string).collect();
+        texts.extend(self.figures.yardsticks.as_ref().map(ToString::to_string));
+        texts.join("\n")
+    }
+
+    fn percentile_table(&self) -> Option<Table> {
+        let figures = &self.figures;
+        let rows: Vec<_> = [
+            ("kernel's own 4 KiB fault", figures.kernel_fault_us),
+            ("bare userfaultfd, COPY", figures.uffd_round_trip_us),
+            (
+                "bare userfaultfd, COPY, one CPU",
+                figures.uffd_one_cpu_round_trip_us,
+            ),
+            (
+                "bare userfaultfd, COPY, two CPUs",
+                figures.uffd_two_cpu_round_trip_us,
+            ),
+            ("bare userfaultfd, MOVE", figures.uffd_move_round_trip_us),
+            (
+                "in the thread itself, COPY",
+                figures.uffd_in_thread_round_trip_us,
+            ),
+            (
+                "in the thread itself, MOVE",
+                figures.uffd_in_thread_move_round_trip_us,
+            ),
+            ("READ, hash, MOVE", figures.uffd_read_round_trip_us),
+            (
+                "in the thread itself, READ, hash, MOVE",
+                figures.uffd_in_thread_read_round_trip_us,
+            ),
+            ("read, room in the budget", figures.fault_us),
+            ("write, changed pages leave", figures.evicting_fault_us),
+        ]
+        .into_iter()
+        .filter_map(|(name, percentiles)| Some((name, percentiles?)))
+        .collect();
+        let mut table = table([
+            "fault, microseconds",
+            "p50",
+            "p90",
+            "p99",
+            "p99.9",
+            "samples",
+        ]);
+        for (name, p) in &rows {
+            let times = [p.p50, p.p90, p.p99, p.p999].map(|us| format!("{us:.1}"));
+            table.add_row(right(
+                [name.to_string()]
+                    .into_iter()
+                    .chain(times)
+                    .chain([p.samples.to_string()]),
+            ));
+        }
+        (!rows.is_empty()).then_some(table)
+    }
+
+    fn single_figures(&self) -> Option<Table> {
+        let f = &self.figures;
+        let mut table = table(["figure", ""]);
+        for (name, value, unit) in [
+            ("an access", f.us_per_access, "us"),
+            ("a read", f.us_per_read, "us"),
+            ("an update", f.us_per_update, "us"),
+            ("a read that misses", f.us_per_read_miss, "us"),
+            (
+                "evictors' CPU time, a clean page",
+                f.evictor_cpu_us_per_page,
+                "us",
+            ),
+            (
+                "READ, hash, MOVE; another MOVE and hash out",
+                f.uffd_replace_us,
+                "us",
+            ),
+            ("a page of a sparse region", f.us_per_sparse_page, "us"),
+            (
+                "page metadata",
+                f.metadata_bytes.map(|bytes| bytes as f64 / 1024.0),
+                "KiB",
+            ),
+            ("memcpy", f.memcpy_mb_per_s, "MB/s"),
+            ("fabric READ, hot buffers", f.raw_read_mb_per_s, "MB/s"),
+            ("fabric WRITE, hot buffers", f.raw_write_mb_per_s, "MB/s"),
+            (
+                "fabric READ, cold buffers",
+                f.raw_cold_read_mb_per_s,
+                "MB/s",
+            ),
+            (
+                "fabric WRITE, cold buffers",
+                f.raw_cold_write_mb_per_s,
+                "MB/s",
+            ),
+            (
+                "fabric READ + WRITE, hot buffers",
+                f.raw_read_write_mb_per_s,
+                "MB/s",
+            ),
+            ("triad's work without a pager", f.work_mb_per_s, "MB/s"),
+            ("the same, moved in and out", f.moved_work_mb_per_s, "MB/s"),
+        ] {
+            if let Some(value) = value {
+                let digits = if unit == "us" { 2 } else { 0 };
+                table.add_row(right([name.to_owned(), format!("{value:.digits$} {unit}")]));
+            }
+        }
+        (table.row_iter().next().is_some()).then_some(table)
+    }
+
+    fn circumstances(&self) -> Table {
+        let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
+        let mut rows = vec![
+            (
+                "verified",
+                if self.verified {
+                    "yes, every element"
+                } else {
+                    "NO: FAILED"
+                }
+                .to_owned(),
+            ),
+            ("server", self.config.server.clone()),
+            (
+                "page size",
+                format!("{} KiB", self.config.page_size_bytes >> 10),
+            ),
+        ];
+        if let Some(paging) = &self.config.paging {
+            rows.push((
+                "arrays",
+                format!("{}, {} data", mib(paging.size_bytes), paging.data),
+            ));
+            let threads = self.config.threads.unwrap_or(1);
+            rows.push((
+                "threads",
+                format!(
+                    "{threads} + {} fillers + {} evictors",
+                    told(self.config.fillers),
+                    told(paging.evictors)
+                ),
+            ));
+        }
+        if let Some(p) = &self.paging {
+            rows.push(("budget", mib(p.budget_bytes)));
+            rows.push(("peak resident", mib(p.peak_resident_bytes)));
+            rows.push((
+                "page faults",
+                format!("{}, {} waited for room", p.faults, p.starved),
+            ));
+            rows.push((
+                "pages brought in",
+                format!("{}, {} ahead of a fault", p.fills, p.prefetches),
+            ));
+            rows.push((
+                "pages sent away",
+                format!(
+                    "{}, {} unchanged, {} wanted again",
+                    p.evictions, p.clean_evictions, p.steals
+                ),
+            ));
+            rows.push((
+                "read / written remotely",
+                format!("{} / {}", mib(p.bytes_read), mib(p.bytes_written)),
+            ));
+            if let Some(ratio) = p.compression_ratio {
+                rows.push(("compression", format!("{ratio:.2} : 1")));
+            }
+        }
+        let mut table = table(["run", self.benchmark]);
+        for (name, value) in rows {
+            table.add_row(right([name.to_owned(), value]));
+        }
+        table
+    }
+}
+
+/// An empty table for people; the first column holds names.
+pub fn table<const N: usize>(header: [&str; N]) -> Table {
+    let mut table = Table::new();
+    table
+        .load_style(UTF8_FULL_CONDENSED)
+        .set_header(right(header.map(str::to_owned)));
+    table
+}
+
+/// A row whose first cell is a name and whose others are figures.
+pub fn right(row: impl IntoIterator<Item = String>) -> Vec<Cell> {
+    let align = |at| {
+        if at == 0 {
+            CellAlignment::Left
+        } else {
+            CellAlignment::Right
+        }
+    };
+    row.into_iter()
+        .enumerate()
+        .map(|(at, text)| Cell::new(text).set_alignment(align(at)))
+        .collect()
+}

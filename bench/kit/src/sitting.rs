@@ -1,0 +1,168 @@
+//! Several benchmarks in one sitting: each is this program once more, a fresh process whose figures
+//! are the ones that a user sees who types the same command.
+//!
+//! The rule it keeps: no benchmark outlives the sitting, and Ctrl-C ends one as an error, so that
+//! whoever set something up takes it down again.
+
+use std::{
+    collections::HashMap,
+    env,
+    io::Read,
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    flag,
+};
+
+/// Longer than any benchmark here takes; what takes longer hangs.
+const TIME_MAX: Duration = Duration::from_secs(900);
+
+/// A series of benchmarks.
+pub struct Sitting {
+    interrupted: Arc<AtomicBool>,
+    smoke: bool,
+    /// Results of this repetition, by command.
+    results: HashMap<String, Value>,
+    /// Of all repetitions.
+    reports: Vec<Value>,
+}
+
+impl Sitting {
+    /// From now on Ctrl-C, SIGTERM and SIGHUP end a benchmark instead of this process.
+    pub fn new(smoke: bool) -> Result<Self> {
+        let interrupted = Arc::new(AtomicBool::new(false));
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            flag::register(signal, interrupted.clone()).context("cannot listen for signals")?;
+        }
+        Ok(Self {
+            interrupted,
+            smoke,
+            results: HashMap::new(),
+            reports: Vec::new(),
+        })
+    }
+
+    /// Measures everything afresh from now on.
+    pub fn next_repetition(&mut self) {
+        self.results.clear();
+    }
+
+    /// Measures this command afresh from now on.
+    pub fn forget(&mut self, command: &str) {
+        self.results.remove(command);
+    }
+
+    /// A figure of a command: a path such as `/fault_us/p50` in its result. A command runs once in
+    /// a repetition.
+    pub fn figure(&mut self, command: &str, path: &str) -> Result<f64> {
+        if !self.results.contains_key(command) {
+            let result = self.run(command)?;
+            self.reports.push(result.clone());
+            self.results.insert(command.to_owned(), result);
+        }
+        self.results[command]
+            .pointer(path)
+            .and_then(Value::as_f64)
+            .with_context(|| {
+                format!("`farpage-bench {command}` cannot measure {path} on this machine")
+            })
+    }
+
+    /// All results so far.
+    pub fn into_reports(self) -> Vec<Value> {
+        self.reports
+    }
+
+    /// Runs a command to its end, whatever ran before.
+    pub fn run(&self, command: &str) -> Result<Value> {
+        let this_program = env::current_exe().context("cannot find this program's own file")?;
+        self.run_as(Command::new(this_program), command)
+    }
+
+    /// The same with `program` in front, which has to run what its arguments say.
+    pub fn run_as(&self, mut program: Command, command: &str) -> Result<Value> {
+        program
+            .args(command.split_whitespace())
+            .args(["--format", "json"])
+            .args(self.smoke.then_some("--smoke"));
+        let stdout = self.output(program, &format!("farpage-bench {command}"))?;
+        serde_json::from_str(&stdout)
+            .with_context(|| format!("`farpage-bench {command}` printed no result"))
+    }
+
+    /// Runs a program, called `name` in errors, to its end; returns what it printed.
+    ///
+    /// # Errors
+    /// It failed, took too long, or the sitting was interrupted.
+    pub fn output(&self, mut program: Command, name: &str) -> Result<String> {
+        let mut child = program
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .with_context(|| format!("cannot start `{name}`"))?;
+        let stdout = child.stdout.take().map(collect);
+        let stderr = child.stderr.take().map(collect);
+        let mut child = Running(child);
+        let status = self
+            .wait(&mut child.0)
+            .with_context(|| format!("`{name}` was ended"))?;
+        let [stdout, stderr] =
+            [stdout, stderr].map(|text| text.and_then(|text| text.join().ok()).unwrap_or_default());
+        if !status.success() {
+            bail!("`{name}` failed ({status}): {}", stderr.trim());
+        }
+        Ok(stdout)
+    }
+
+    fn wait(&self, child: &mut Child) -> Result<ExitStatus> {
+        let end = Instant::now() + TIME_MAX;
+        loop {
+            if let Some(status) = child.try_wait().context("cannot wait for it")? {
+                if self.interrupted.load(Relaxed) {
+                    bail!("interrupted");
+                }
+                return Ok(status);
+            }
+            if self.interrupted.load(Relaxed) {
+                bail!("interrupted");
+            }
+            if Instant::now() > end {
+                bail!("it took longer than {} s", TIME_MAX.as_secs());
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+/// A child that ends with its owner.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Nothing happens to one that has ended already, and of one that cannot be ended nothing
+        // better is known.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// All that a child writes, read while it runs, since a full pipe would stop it.
+fn collect(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        // A pipe that breaks has said all that it will.
+        let _ = from.read_to_end(&mut bytes);
+        String::from_utf8_lossy(&bytes).into_owned()
+    })
+}

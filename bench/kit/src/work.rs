@@ -1,0 +1,583 @@
+//! STREAM's triad without a pager: what the work itself costs on this machine's cores. And pages
+//! that only come and leave.
+//!
+//! Per page that comes in: READ, verification of its hash, arithmetic, its hash again, which is how
+//! changes are found, and a WRITE of the third of them that changed. The same layers do it, in runs
+//! of the same length, with as much local memory and one thread per core, but no page ever faults:
+//! there is no userfaultfd in it, no wake-up and no guess. Once more with each run moved into the
+//! program's memory and out of it, still without a fault.
+//!
+//! The rule it keeps: every thread has memory of its own and knows beforehand what it needs next,
+//! so that nothing is faster unless it does less work; and what comes in is what was written.
+
+use std::{
+    collections::VecDeque,
+    sync::{Arc, Barrier},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, ensure};
+use bytemuck::cast_slice_mut;
+use farpage_fabric::{Link, Session, SessionOptions};
+use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageStore, RemoteOptions};
+use farpage_vm::{
+    AddressSpace, Frame, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Left, Out,
+    Pages, Shard,
+};
+use nix::poll::{PollFd, ppoll};
+use nix::sys::time::TimeSpec;
+
+use crate::{
+    bare,
+    options::{Common, threads},
+    pick::mix,
+    raw::{LOCAL_BYTES, SMOKE_LOCAL_BYTES},
+    server::MemoryServer,
+};
+
+/// Of each of a thread's three arrays, together with those of the other threads: what STREAM has in
+/// `targets`.
+const ARRAY_BYTES: usize = 128 << 20;
+const SMOKE_ARRAY_BYTES: usize = 4 << 20;
+/// As the pager's.
+const RUN_BYTES_MAX: usize = 512 << 10;
+const RUN_PAGES_MAX: usize = 64;
+/// Steps that are read ahead: about what a thread of STREAM has in its windows.
+const STEPS_AHEAD: usize = 3;
+
+/// How it is done.
+pub struct Setting {
+    /// A slower network than there is.
+    pub link: Option<Arc<Link>>,
+    /// Threads that work.
+    pub threads: usize,
+    /// Bytes of a page.
+    pub page_bytes: usize,
+    /// Whether sizes are tiny.
+    pub smoke: bool,
+    /// Each rate is measured for so long.
+    pub time: Duration,
+}
+
+impl Setting {
+    /// As a benchmark's options say.
+    pub fn of(common: &Common, time: Duration) -> Self {
+        Self {
+            link: common.link(),
+            threads: threads(common.fillers),
+            page_bytes: common.page_size.as_u64() as usize,
+            smoke: common.run.smoke,
+            time,
+        }
+    }
+}
+
+/// What becomes of pages that have come in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Job {
+    /// STREAM's triad, which changes a third of them. With runs that move into a region and out of
+    /// it, or in local memory that stays where it is.
+    Triad { moving: bool },
+    /// They move in and out as they are, or with one element of each changed.
+    Pass { changed: bool },
+}
+
+impl Job {
+    fn moving(self) -> bool {
+        !matches!(self, Self::Triad { moving: false })
+    }
+}
+
+/// STREAM's MB/s.
+pub struct Rates {
+    /// In local memory that stays where it is.
+    pub work: f64,
+    /// With runs that move into a region and out of it.
+    pub moving: f64,
+    /// Elements that came back other than they were written.
+    pub wrong: u64,
+}
+
+/// Of the triad.
+pub fn rates(setting: &Setting, server: &MemoryServer) -> Result<Rates> {
+    let (work, wrong) = rate(setting, server, Job::Triad { moving: false })?;
+    let (moving, wrong_moving) = rate(setting, server, Job::Triad { moving: true })?;
+    Ok(Rates {
+        work,
+        moving,
+        wrong: wrong + wrong_moving,
+    })
+}
+
+/// MB/s of pages that come in, move into a region and out of it, and leave.
+pub struct PageRates {
+    /// Of pages that leave as they came.
+    pub unchanged: f64,
+    /// Of pages that are written back.
+    pub changed: f64,
+    /// Elements that came back other than they were written.
+    pub wrong: u64,
+}
+
+/// Of pages, whatever a program does with them.
+pub fn page_rates(setting: &Setting, server: &MemoryServer) -> Result<PageRates> {
+    let (unchanged, wrong) = rate(setting, server, Job::Pass { changed: false })?;
+    let (changed, wrong_changed) = rate(setting, server, Job::Pass { changed: true })?;
+    Ok(PageRates {
+        unchanged,
+        changed,
+        wrong: wrong + wrong_changed,
+    })
+}
+
+fn rate(setting: &Setting, server: &MemoryServer, job: Job) -> Result<(f64, u64)> {
+    let &Setting {
+        threads,
+        page_bytes,
+        time,
+        ..
+    } = setting;
+    let options = SessionOptions {
+        link: setting.link.clone(),
+        ..SessionOptions::default()
+    };
+    let session = Session::connect(server.endpoint(), &options)?;
+    let cluster = Cluster::new(vec![session], ClusterOptions::default());
+    let (array, local) = match setting.smoke {
+        true => (SMOKE_ARRAY_BYTES, SMOKE_LOCAL_BYTES as usize),
+        false => (ARRAY_BYTES, LOCAL_BYTES as usize),
+    };
+    let space = KernelSpace::new(KernelSpaceOptions {
+        shards: threads,
+        // Tiny local memory is less than what travels.
+        frame_bytes_max: 2 * local + threads * 3 * (STEPS_AHEAD + 2) * run_bytes(page_bytes),
+        // Nobody serves faults: one would be a mistake, and has to end instead of sleeping for
+        // ever.
+        in_thread: true,
+        ..KernelSpaceOptions::default()
+    })?;
+    let mut workers = (0..threads)
+        .map(|thread| {
+            let sizes = [array / threads, local / threads];
+            Worker::new(&space, &cluster, thread, page_bytes, sizes, job)
+        })
+        .collect::<Result<Vec<_>>>()?;
+
+    let barrier = Arc::new(Barrier::new(threads + 1));
+    let bytes_per_s = thread::scope(|scope| -> Result<f64> {
+        let running: Vec<_> = workers
+            .iter_mut()
+            .map(|worker| {
+                let barrier = barrier.clone();
+                scope.spawn(move || {
+                    let prepared = worker.prepare();
+                    barrier.wait();
+                    prepared.and_then(|()| worker.run(time))
+                })
+            })
+            .collect();
+        barrier.wait();
+        let mut bytes_per_s = 0.0;
+        for worker in running {
+            bytes_per_s += worker
+                .join()
+                .map_err(|_| anyhow!("a worker of the floor panicked"))??;
+        }
+        Ok(bytes_per_s)
+    })?;
+    let wrong = workers.iter().map(|worker| worker.wrong).sum();
+    Ok((bytes_per_s / 1e6, wrong))
+}
+
+fn run_bytes(page_bytes: usize) -> usize {
+    RUN_BYTES_MAX
+        .min(RUN_PAGES_MAX * page_bytes)
+        .max(page_bytes)
+}
+
+/// A frame, as the store wants it.
+struct Local(KernelFrame);
+
+impl AsRef<[u8]> for Local {
+    fn as_ref(&self) -> &[u8] {
+        self.0.as_ref()
+    }
+}
+
+impl AsMut<[u8]> for Local {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.0.as_mut()
+    }
+}
+
+impl farpage_store::Frame for Local {
+    fn split_off(&mut self, bytes: usize) -> Self {
+        Local(self.0.split_off(bytes))
+    }
+
+    fn join(&mut self, next: Self) -> Result<(), Self> {
+        self.0.join(next.0).map_err(Local)
+    }
+}
+
+/// Runs at the same place of a, b and c.
+struct Step {
+    /// Counted from the beginning of the phase.
+    number: u64,
+    frames: [Option<Local>; 3],
+    /// How many of them travel.
+    open: usize,
+}
+
+struct Worker<'a> {
+    space: &'a KernelSpace,
+    lane: Lane<Local>,
+    store: Arc<PageStore>,
+    thread: usize,
+    page_bytes: usize,
+    run_bytes: usize,
+    /// Runs of an array.
+    runs: u64,
+    /// Steps that fit into local memory.
+    steps: usize,
+    /// Where the arrays are mapped, one behind the other.
+    region: usize,
+    layout: Layout,
+    job: Job,
+    wrong: u64,
+}
+
+impl<'a> Worker<'a> {
+    fn new(
+        space: &'a KernelSpace,
+        cluster: &Arc<Cluster>,
+        thread: usize,
+        page_bytes: usize,
+        [array, local]: [usize; 2],
+        job: Job,
+    ) -> Result<Self> {
+        let run_bytes = run_bytes(page_bytes);
+        // Steps that are on their way somewhere must not be wanted again.
+        let runs = array.div_ceil(run_bytes).max(4 * STEPS_AHEAD);
+        let bytes = 3 * runs * run_bytes;
+        let store = PageStore::remote(
+            cluster,
+            format!("arrays of thread {thread}"),
+            bytes as u64,
+            page_bytes,
+            &RemoteOptions::default(),
+        )?;
+        let layout = Layout {
+            bytes,
+            page_bytes,
+            stripe_bytes: bytes,
+            first_shard: thread,
+            address: None,
+            read_only: false,
+        };
+        Ok(Self {
+            space,
+            lane: Lane::new(cluster)?,
+            store,
+            thread,
+            page_bytes,
+            run_bytes,
+            runs: runs as u64,
+            steps: (local / (3 * run_bytes)).clamp(1, runs - 2 * STEPS_AHEAD),
+            region: space.map(layout).context("cannot map memory")?.address,
+            layout,
+            job,
+            wrong: 0,
+        })
+    }
+
+    /// Writes all of the arrays.
+    fn prepare(&mut self) -> Result<()> {
+        let mut done = Vec::new();
+        for run in 0..3 * self.runs {
+            let frame = self
+                .space
+                .new_frame(self.page_bytes, self.run_bytes / self.page_bytes)?;
+            let mut frame = Local(frame);
+            for (at, element) in elements(&mut frame).iter_mut().enumerate() {
+                *element = original(self.thread, run, at);
+            }
+            self.write_back(run, frame, 0, &mut done)?;
+            while self.lane.in_flight() > 0 {
+                self.poll(&mut done)?;
+                for done in done.drain(..) {
+                    ensure!(done.failed.is_empty(), "cannot write: {:?}", done.failed);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The job, again and again from the beginning, each time with other values, so that what is to
+    /// change does. Returns bytes per second, after the first time.
+    fn run(&mut self, time: Duration) -> Result<f64> {
+        let mut resident: VecDeque<Step> = VecDeque::new();
+        let mut coming: VecDeque<Step> = VecDeque::new();
+        let mut leaving: Vec<Step> = Vec::new();
+        let mut free: Vec<[Option<Local>; 3]> = Vec::new();
+        for _ in 0..self.steps + STEPS_AHEAD {
+            let mut frames = [None, None, None];
+            for frame in &mut frames {
+                let pages = self.run_bytes / self.page_bytes;
+                *frame = Some(Local(self.space.new_frame(self.page_bytes, pages)?));
+            }
+            free.push(frames);
+        }
+        let (mut begun, mut computed) = (0, 0);
+        let mut start: Option<Instant> = None;
+        let mut done = Vec::new();
+        loop {
+            // 1. The clock starts when local memory has been used up once.
+            if start.is_none() && computed == self.runs {
+                start = Some(Instant::now());
+            }
+            let ends = start.is_some_and(|start| start.elapsed() >= time);
+            // 2. READs for the next steps.
+            while !ends && coming.len() < STEPS_AHEAD {
+                let Some(frames) = free.pop() else { break };
+                coming.push_back(self.read(begun, frames)?);
+                begun += 1;
+            }
+            // 3. What was used longest ago leaves.
+            if resident.len() > self.steps || ends && !resident.is_empty() {
+                let step = resident.pop_front().expect("there is one");
+                leaving.push(self.write(step, &mut done)?);
+            }
+            if ends && coming.is_empty() && leaving.is_empty() && resident.is_empty() {
+                break;
+            }
+            // 4. What has arrived, or has left.
+            self.poll(&mut done)?;
+            for done in done.drain(..) {
+                ensure!(
+                    done.failed.is_empty(),
+                    "cannot move pages: {:?}",
+                    done.failed
+                );
+                let (number, array) = (done.tag / 3, (done.tag % 3) as usize);
+                let step = coming
+                    .iter_mut()
+                    .chain(&mut leaving)
+                    .find(|step| step.number == number);
+                let step = step.expect("what is done was begun");
+                step.frames[array] = Some(done.frame);
+                step.open -= 1;
+            }
+            while let Some(at) = leaving.iter().position(|step| step.open == 0) {
+                free.push(leaving.swap_remove(at).frames);
+            }
+            // 5. The work.
+            if coming.front().is_some_and(|step| step.open == 0) {
+                let mut step = coming.pop_front().expect("there is one");
+                self.compute(&mut step)?;
+                computed += 1;
+                resident.push_back(step);
+            }
+        }
+        let start = start.expect("it does not end before");
+        let bytes = (computed - self.runs) * 3 * self.run_bytes as u64;
+        Ok(bytes as f64 / start.elapsed().as_secs_f64())
+    }
+
+    /// The run of an array in a step.
+    fn run_of(&self, number: u64, array: usize) -> u64 {
+        array as u64 * self.runs + number % self.runs
+    }
+
+    /// The pages of a run, in the region.
+    fn pages_of(&self, run: u64) -> Pages {
+        let count = self.run_bytes / self.page_bytes;
+        Pages::new(
+            Shard(self.thread),
+            self.address_of(run),
+            self.page_bytes,
+            count,
+        )
+    }
+
+    fn address_of(&self, run: u64) -> usize {
+        self.region + run as usize * self.run_bytes
+    }
+
+    fn read(&mut self, number: u64, mut frames: [Option<Local>; 3]) -> Result<Step> {
+        for (array, frame) in frames.iter_mut().enumerate() {
+            let first = self.run_of(number, array) * (self.run_bytes / self.page_bytes) as u64;
+            let frame = frame.take().expect("a free step has its frames");
+            let taken = self
+                .lane
+                .fill(&self.store, first, frame, number * 3 + array as u64);
+            ensure!(taken.is_ok(), "a lane does not take {STEPS_AHEAD} steps");
+        }
+        Ok(Step {
+            number,
+            frames,
+            open: 3,
+        })
+    }
+
+    /// Takes a step out, hashes it, and writes what has changed. What ends meanwhile is `done`.
+    fn write(&mut self, mut step: Step, done: &mut Vec<Done<Local>>) -> Result<Step> {
+        for array in 0..3 {
+            let run = self.run_of(step.number, array);
+            let frame = match self.job.moving() {
+                true => {
+                    let out = Out::Move(self.pages_of(run));
+                    let frame = self.space.detach(out).map(Left::into_frame)?;
+                    ensure!(
+                        frame.as_ref().len() == self.run_bytes,
+                        "a run came out in pieces"
+                    );
+                    Local(frame)
+                }
+                false => step.frames[array]
+                    .take()
+                    .expect("a resident step has its frames"),
+            };
+            self.write_back(run, frame, step.number * 3 + array as u64, done)?;
+        }
+        step.open = 3;
+        Ok(step)
+    }
+
+    fn write_back(
+        &mut self,
+        run: u64,
+        mut frame: Local,
+        tag: u64,
+        done: &mut Vec<Done<Local>>,
+    ) -> Result<()> {
+        let first = run * (self.run_bytes / self.page_bytes) as u64;
+        // Changed pages whose slots do not lie in a row are a WRITE each, for which a lane may have
+        // no room yet.
+        while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {
+            frame = refused;
+            self.poll(done)?;
+        }
+        Ok(())
+    }
+
+    fn compute(&mut self, step: &mut Step) -> Result<()> {
+        let mut frames = step
+            .frames
+            .each_mut()
+            .map(|frame| frame.take().expect("it has arrived"));
+        if self.job.moving() {
+            for (array, frame) in frames.into_iter().enumerate() {
+                let pages = self.pages_of(self.run_of(step.number, array));
+                self.space
+                    .install(pages, In::Move(frame.0))
+                    .map_err(|error| error.kind)?;
+            }
+            let addresses = [0, 1, 2].map(|array| self.address_of(self.run_of(step.number, array)));
+            // SAFETY: three runs of this worker's region that were installed above; nobody else
+            // touches them before `write` takes them out.
+            let arrays =
+                addresses.map(|address| unsafe { bare::installed(address, self.run_bytes) });
+            self.wrong += self.work(step.number, arrays);
+        } else {
+            self.wrong += self.work(step.number, frames.each_mut().map(elements));
+            step.frames = frames.map(Some);
+        }
+        Ok(())
+    }
+
+    /// Returns how many of the elements that it looks at are wrong.
+    fn work(&self, number: u64, arrays: [&mut [f64]; 3]) -> u64 {
+        let round = number / self.runs;
+        let original = |array, at| self.original(number, array, at);
+        match self.job {
+            Job::Triad { .. } => triad(arrays, round, original),
+            Job::Pass { changed } => {
+                let step = changed.then_some(self.page_bytes / size_of::<f64>());
+                pass(arrays, round, step, original)
+            }
+        }
+    }
+
+    fn original(&self, number: u64, array: usize, at: usize) -> f64 {
+        original(self.thread, self.run_of(number, array), at)
+    }
+
+    /// Lets the lane go on, and sleeps if there is nothing to do for it.
+    fn poll(&mut self, done: &mut Vec<Done<Local>>) -> Result<()> {
+        self.lane.poll(done);
+        if !done.is_empty() || self.lane.in_flight() == 0 {
+            return Ok(());
+        }
+        let mut fds: Vec<PollFd<'_>> = Vec::new();
+        let until = self.lane.wait(&mut fds);
+        let timeout =
+            until.map(|until| TimeSpec::from(until.saturating_duration_since(Instant::now())));
+        match ppoll(&mut fds, timeout, None) {
+            Ok(_) | Err(nix::errno::Errno::EINTR) => Ok(()),
+            Err(error) => Err(error).context("cannot wait for the fabric"),
+        }
+    }
+}
+
+impl Drop for Worker<'_> {
+    fn drop(&mut self) {
+        self.space.unmap(self.region, self.layout);
+    }
+}
+
+fn elements(frame: &mut Local) -> &mut [f64] {
+    cast_slice_mut(frame.as_mut())
+}
+
+/// What an array holds at first: whole numbers, so that arithmetic is exact.
+fn original(thread: usize, run: u64, at: usize) -> f64 {
+    (mix(run << 32 | (thread << 24) as u64 ^ at as u64) >> 24) as f64
+}
+
+/// Changes the first of every `step` elements, if any. Looks at the first and the last elements
+/// that came in, and returns how many are wrong.
+fn pass(
+    arrays: [&mut [f64]; 3],
+    round: u64,
+    step: Option<usize>,
+    original: impl Fn(usize, usize) -> f64,
+) -> u64 {
+    let mut wrong = 0;
+    for (array, elements) in arrays.into_iter().enumerate() {
+        let last = elements.len() - 1;
+        let first = original(array, 0) + step.map_or(0.0, |_| round as f64);
+        wrong += u64::from(elements[0] != first);
+        wrong += u64::from(elements[last] != original(array, last));
+        if let Some(step) = step {
+            for element in elements.iter_mut().step_by(step) {
+                *element += 1.0;
+            }
+        }
+    }
+    wrong
+}
+
+/// `a = b + (round + 1) * c`. Looks at the first and the last elements that came in, and returns
+/// how many are wrong.
+fn triad([a, b, c]: [&mut [f64]; 3], round: u64, original: impl Fn(usize, usize) -> f64) -> u64 {
+    let last = a.len() - 1;
+    let mut wrong = 0;
+    for at in [0, last] {
+        let [in_a, in_b, in_c] = [0, 1, 2].map(|array| original(array, at));
+        let in_a = match round {
+            0 => in_a,
+            _ => in_b + round as f64 * in_c,
+        };
+        wrong += [(a[at], in_a), (b[at], in_b), (c[at], in_c)]
+            .into_iter()
+            .filter(|(found, expected)| found != expected)
+            .count() as u64;
+    }
+    let scalar = (round + 1) as f64;
+    for ((a, b), c) in a.iter_mut().zip(&*b).zip(&*c) {
+        *a = b + scalar * c;
+    }
+    wrong
+}

@@ -1,0 +1,194 @@
+//! The command line: every subcommand, and what its help says.
+//!
+//! The rule it keeps: a subcommand's options are beside its `run`; what several have is in
+//! `farpage_bench_kit::options`.
+
+use clap::{Parser, Subcommand};
+use farpage_bench_apps::AppsOptions;
+use farpage_bench_judge::{
+    codecs::CodecsOptions, compare::CompareOptions, figures::FiguresOptions, sweep::SweepOptions,
+    targets::TargetsOptions, versus_swap::VersusSwapOptions, versus_umap::VersusUmapOptions,
+};
+use farpage_bench_kit::{options::Common, server::ServeOptions};
+use farpage_fabric_measure::{regmem::RegmemOptions, ring::RingOptions, verbs::VerbsOptions};
+use farpage_store_measure::pages::PagesOptions;
+
+use crate::{
+    eviction::EvictionOptions,
+    floor::FloorOptions,
+    hostile::{AttackOptions, BurnOptions, HostileOptions},
+    latency::LatencyOptions,
+    random::RandomOptions,
+    sparse::SparseOptions,
+    stream::StreamOptions,
+    traffic::TrafficOptions,
+};
+
+/// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all
+/// of them.
+///
+/// Each benchmark starts a memory server of its own, a separate process on this machine, unless
+/// --server names one. Every run verifies its data. Exit status: 0 verified, 1 failed, 2 wrong
+/// usage.
+#[derive(Debug, Parser)]
+#[command(name = "farpage-bench", version)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// What the tables' words mean.
+const WORDS: &str = "\
+Words of the tables:
+  page faults           accesses to a page that was not in local memory
+  pages brought in      for a fault, or ahead of one because accesses were in order
+  pages sent away       to make room; unchanged ones need no WRITE, and ones that were wanted again while they left came back without a READ
+  waited for room       faults that found the budget full: pages had to leave first, which costs time
+  peak resident         the most local memory that pages took; never more than the budget
+  plain memory          the same loop on ordinary arrays that fit into memory: what paging cannot beat
+  the raw fabric        READs and WRITEs of whole pages with nothing else to do: what paging can reach at most
+  floor, best possible  in other benchmarks, a figure of the same work without a pager: nothing can be faster on this machine";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// McCalpin's STREAM on three remote arrays: copy, scale, add, triad
+    #[command(after_help = WORDS)]
+    Stream(StreamOptions),
+    /// Random 8-byte reads and updates, uniform or Zipf
+    #[command(after_help = WORDS)]
+    Random(RandomOptions),
+    /// Steps of a field that is written and read back whole: throughput and bytes on the network,
+    /// by what the field holds and by codec
+    #[command(after_help = WORDS)]
+    Traffic(TrafficOptions),
+    /// One page fault at a time: with room in the budget, and while dirty pages have to leave
+    #[command(after_help = WORDS)]
+    Latency(LatencyOptions),
+    /// CPU time of the evictors for a page that did not change
+    #[command(after_help = WORDS)]
+    Eviction(EvictionOptions),
+    /// A large region of which few pages are used: their cost, and the memory that the region takes
+    /// beside them
+    #[command(after_help = WORDS)]
+    Sparse(SparseOptions),
+    /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw
+    /// fabric
+    #[command(after_help = WORDS)]
+    Floor(FloorOptions),
+    /// What it costs to have registered memory for a transfer: from a pool, by registering each
+    /// time, from a cache by address
+    ///
+    /// Registration is that of the fabric's adapter. Where there is none, memory is locked and
+    /// unlocked, which is the pinning part of a registration alone, and the report says so.
+    Regmem(RegmemOptions),
+    /// Messages through a ring in the receiver's memory: against a buffer for one message, woken by
+    /// events or looking for them
+    ///
+    /// Sender and receiver are threads of this program, and the fabric between them is the real
+    /// one.
+    Ring(RingOptions),
+    /// A million hostile requests from another loopback address, beside a victim that works and
+    /// checks each word
+    ///
+    /// Garbage, half frames, wrong secrets, floods of connections, requests for what belongs to
+    /// others. Server, attacker and victim are processes of this machine; nothing leaves it. The
+    /// victim is measured twice: beside the attacker, and beside a program that burns as much CPU.
+    /// Exit status 1: somebody saw or changed bytes that are not his, or the server died. Whether
+    /// the victim's faults met their target is reported. Takes some minutes.
+    Hostile(HostileOptions),
+    /// Codecs by themselves: ratio and CPU time, page by page, of farpage's codecs, DEFLATE and
+    /// plain LZ4
+    Pages(PagesOptions),
+    /// Measures the figures of the poster that farpage realises: CSV, SVG and PNG
+    ///
+    /// Workers, LZ4 on and off over links of several rates, network traffic with and without loss,
+    /// fields that grow under LZ4, and DEFLATE against the other codecs. Ctrl-C keeps what has been
+    /// measured; the same command goes on from there.
+    Figures(FiguresOptions),
+    /// Every codec with every field over links of 1, 10 and 40 Gbit/s and without limit, and what
+    /// compression is held to
+    ///
+    /// Each check is measured five times, or more until noise no longer decides it: an hour or more
+    /// on two cores. Exit status 1: a check is missed; what is not decided is named in the last
+    /// line. Ctrl-C keeps what has been measured; the same command goes on from there.
+    Codecs(CodecsOptions),
+    /// What an RDMA adapter gains by several READs in flight, by one doorbell for several
+    /// operations, and by one completion queue for several connections
+    Verbs(VerbsOptions),
+    #[command(after_help = WORDS)]
+    Apps(AppsOptions),
+    /// Measures farpage beside what bounds it, and says which of its targets are met
+    ///
+    /// Each target is a ratio of two figures that are measured one right after the other. A
+    /// repetition goes through all of them; what is printed is the median of the repetitions. Takes
+    /// some minutes per repetition.
+    Targets(TargetsOptions),
+    /// Compares earlier results figure by figure: B / A
+    ///
+    /// A and B are what `--format json` printed or `targets --record` wrote: a file, or a directory
+    /// of such files. A file may hold several results, one after the other: those of the same
+    /// command and parameters count as repetitions of each other.
+    ///
+    /// What is noise: where both sides have three repetitions or more, a figure has changed when
+    /// their ranges do not overlap; with fewer, when the medians differ by more than 10 %.
+    Compare(CompareOptions),
+    /// Tries counts of workers and read-ahead lengths: the best point for STREAM triad and random
+    /// access, and how close the defaults come
+    Sweep(SweepOptions),
+    /// Compares with the kernel's own swap to compressed memory (zram, lz4) in a memory cgroup;
+    /// needs root
+    ///
+    /// Runs `stream` and `random` with ordinary arrays in a cgroup whose memory.max is the budget,
+    /// swapping to a zram device, and the same with remote arrays. Sets cgroup and device up, and
+    /// takes them down again however it ends; what a killed run left behind is removed by the next
+    /// one.
+    VersusSwap(VersusSwapOptions),
+    /// Compares with LLNL's Umap, through Umap's own interface
+    ///
+    /// Builds one C++ driver, which needs a C++ compiler, against an installed Umap and against
+    /// farpage's libumap, and runs both in turns: single faults, random reads and updates, nine
+    /// accesses of ten in a tenth of the pages, everything in order, STREAM, and unmapping. Every
+    /// word is verified.
+    ///
+    /// A whole run takes an hour or so; --page-sizes, --stores, --parts and --repeat take a part.
+    VersusUmap(VersusUmapOptions),
+    /// Says what this machine lacks for farpage, and how to mend it
+    Doctor,
+    /// The memory server that the benchmarks start
+    #[command(hide = true)]
+    Serve(ServeOptions),
+    /// The attacker that `hostile` starts
+    #[command(hide = true)]
+    HostileAttack(AttackOptions),
+    /// What `hostile` compares the attacker with
+    #[command(hide = true)]
+    HostileBurn(BurnOptions),
+}
+
+impl Command {
+    /// Of a benchmark that has them.
+    pub(crate) fn common(&self) -> Option<&Common> {
+        match self {
+            Self::Stream(options) => Some(&options.common),
+            Self::Random(options) => Some(&options.common),
+            Self::Traffic(options) => Some(&options.common),
+            Self::Latency(options) => Some(&options.common),
+            Self::Eviction(options) => Some(&options.common),
+            Self::Sparse(options) => Some(&options.common),
+            Self::Floor(options) => Some(&options.common),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_well_formed() {
+        Cli::command().debug_assert();
+    }
+}

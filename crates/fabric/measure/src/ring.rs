@@ -1,0 +1,546 @@
+//! Messages from one thread to another over the fabric, in the steps of Yamabe's case study ("RDMA
+//! programming design and case studies"): without a ring, with one, with a thread that looks for
+//! arrivals instead of being woken, and with several messages to a WRITE.
+//!
+//! The rule it keeps: every message is checked, in its order. The steps take turns in one run and
+//! the median of the rounds counts, so that their ratios hold where absolute figures do not:
+//! sender, receiver and, over TCP, two server threads share this machine.
+
+use clap::Args;
+use std::{
+    io,
+    os::fd::AsFd,
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use farpage_fabric::{
+    Endpoint, Session, SessionOptions,
+    patterns::{
+        Bell, Landing, RingError, RingPlace, RingReceiver, RingSender, SendError, Source, Waiter,
+        Waiting,
+    },
+    regmem::{RegPool, RegPoolOptions},
+    server::{Listener, Shutdown, SocketAccess, serve},
+    sim::SimHost,
+};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, ppoll},
+    sys::time::TimeSpec,
+};
+use serde::Serialize;
+
+use farpage_bench_kit::{
+    options::{Fabric, Run},
+    raw::sleep_on,
+    report::{self, median, right, table},
+    server::own_endpoint,
+};
+
+/// Bytes of messages on their way at most.
+const CAPACITY: usize = 256 << 10;
+/// Messages to a WRITE in the last step.
+const BATCH: usize = 16;
+const SIZES: [usize; 5] = [8, 64, 512, 4096, 16 << 10];
+const SMOKE_SIZES: [usize; 2] = [8, 4096];
+/// Nothing takes so long; whoever waits for longer waits for somebody who has failed.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What was found.
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    verified: bool,
+    config: Config,
+    sizes: Vec<BySize>,
+}
+
+#[derive(Debug, Serialize)]
+struct Config {
+    smoke: bool,
+    endpoint: String,
+    /// What wakes a receiver that sleeps.
+    event: &'static str,
+    messages: u32,
+    rounds: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct BySize {
+    bytes: usize,
+    steps: Vec<Figures>,
+    /// Message rates: ring and event over no ring and event.
+    ring_over_no_ring: f64,
+    /// Message rates: ring and polling over ring and event.
+    polling_over_event: f64,
+    /// Message rates: 16 messages to a WRITE over one.
+    batch_over_single: f64,
+}
+
+#[derive(Debug, Serialize)]
+struct Figures {
+    step: &'static str,
+    messages_per_s: f64,
+    /// There and back, the median.
+    round_trip_us: f64,
+}
+
+/// A step of the case study.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    NoRing,
+    Ring,
+    Polling,
+    Batch,
+}
+
+const STEPS: [Step; 4] = [Step::NoRing, Step::Ring, Step::Polling, Step::Batch];
+
+impl Step {
+    fn name(self) -> &'static str {
+        match self {
+            Self::NoRing => "no ring, event",
+            Self::Ring => "ring, event",
+            Self::Polling => "ring, polling thread",
+            Self::Batch => "ring, polling thread, 16 per WRITE",
+        }
+    }
+
+    fn waiting(self) -> Waiting {
+        match self {
+            Self::NoRing | Self::Ring => Waiting::Event,
+            Self::Polling | Self::Batch => Waiting::Poll,
+        }
+    }
+}
+
+/// Options of `ring`.
+#[derive(Args, Debug)]
+pub struct RingOptions {
+    /// What lies between the two
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    fabric: Fabric,
+    /// Messages per round and direction [default: 2000, with --smoke 40]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    messages: Option<u32>,
+    #[command(flatten)]
+    run: Run,
+}
+
+/// Runs the subcommand `ring` and prints what it found.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub fn run(options: &RingOptions) -> Result<()> {
+    let report = measure(options)?;
+    report::conclude(
+        &report,
+        report.verified,
+        options.run.printing.format,
+        Report::human,
+    )
+}
+
+fn measure(options: &RingOptions) -> Result<Report> {
+    let (messages, rounds) = match (options.messages, options.run.smoke) {
+        (Some(messages), _) => (messages, 5),
+        (None, false) => (2_000, 5),
+        (None, true) => (40, 1),
+    };
+    let peers = [Peer::start(options, 0)?, Peer::start(options, 1)?];
+    let sizes = match options.run.smoke {
+        true => &SMOKE_SIZES[..],
+        false => &SIZES[..],
+    };
+    let mut by_size = Vec::new();
+    for &bytes in sizes {
+        let mut lines = Vec::new();
+        for step in STEPS {
+            lines.push((Line::new(&peers, step)?, Vec::new(), Vec::new()));
+        }
+        for _ in 0..rounds {
+            for (line, rates, round_trips) in &mut lines {
+                rates.push(line.rate(bytes, messages)?);
+                round_trips.push(line.round_trip(bytes, messages / 10 + 1)?);
+            }
+        }
+        let steps: Vec<_> = lines
+            .iter()
+            .map(|(line, rates, round_trips)| Figures {
+                step: line.step.name(),
+                messages_per_s: median(rates),
+                round_trip_us: median(round_trips),
+            })
+            .collect();
+        let over = |a: usize, b: usize| steps[a].messages_per_s / steps[b].messages_per_s;
+        by_size.push(BySize {
+            bytes,
+            ring_over_no_ring: over(1, 0),
+            polling_over_event: over(2, 1),
+            batch_over_single: over(3, 2),
+            steps,
+        });
+    }
+    Ok(Report {
+        benchmark: "ring",
+        // A message that is not what was sent ends the run.
+        verified: true,
+        config: Config {
+            smoke: options.run.smoke,
+            endpoint: peers[0].endpoint.to_string(),
+            event: "an eventfd that the sender writes when its WRITE has been placed",
+            messages,
+            rounds,
+        },
+        sizes: by_size,
+    })
+}
+
+/// One side: a server whose memory the other side WRITEs into.
+struct Peer {
+    endpoint: Endpoint,
+    host: Arc<SimHost>,
+    shutdown: Shutdown,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Peer {
+    fn start(options: &RingOptions, number: usize) -> Result<Self> {
+        let endpoint = own_endpoint(options.fabric, &format!("ring-{number}"))?;
+        let listener = Listener::bind(&endpoint, SocketAccess::Owner)?;
+        let endpoint = listener.endpoint().clone();
+        let shutdown = Shutdown::new().context("cannot start a server")?;
+        let host = Arc::new(SimHost::new(1 << 30));
+        let (served, switch) = (Arc::clone(&host), shutdown.clone());
+        let thread = thread::spawn(move || serve(listener, served, Arc::default(), switch));
+        Ok(Self {
+            endpoint,
+            host,
+            shutdown,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.shutdown.begin();
+        if let Some(thread) = self.thread.take() {
+            // It panicked, if at all, where it has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// One direction.
+struct Way {
+    sender: RingSender,
+    receiver: RingReceiver,
+    /// Rung when something has arrived, where somebody sleeps until then.
+    arrived: Option<Bell>,
+    /// Rung when there is room again.
+    room: Option<Bell>,
+}
+
+impl Way {
+    fn new(to: &Peer, step: Step) -> Result<Self> {
+        let session = Session::connect(&to.endpoint, &SessionOptions::default())?;
+        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+        let mut place = RingPlace {
+            extent: session.grant(2 * CAPACITY as u64)?.id,
+            offset: 0,
+            capacity: CAPACITY,
+        };
+        if step == Step::NoRing {
+            // The longest message; that it is one at a time is seen to below.
+            place.capacity = SIZES[SIZES.len() - 1] + 64;
+        }
+        let memory = to.host.memory(place.extent);
+        let memory = memory.context("the extent is gone")?;
+        let mut receiver = RingReceiver::new(Landing::extent(&memory)?, place);
+        let mut sender = RingSender::new(session.channel()?, &pool, place);
+        let bell = || -> Result<Option<Bell>> {
+            let sleeps = step.waiting() == Waiting::Event;
+            Ok(sleeps.then(Bell::new).transpose()?)
+        };
+        let (arrived, room) = (bell()?, bell()?);
+        if let (Some(arrived), Some(room)) = (&arrived, &room) {
+            sender = sender.with_bell(arrived.clone());
+            receiver = receiver.with_bell(room.clone());
+        }
+        Ok(Self {
+            sender,
+            receiver,
+            arrived,
+            room,
+        })
+    }
+}
+
+/// Both directions between two threads.
+struct Line {
+    step: Step,
+    there: Way,
+    back: Way,
+}
+
+impl Line {
+    fn new([near, far]: &[Peer; 2], step: Step) -> Result<Self> {
+        Ok(Self {
+            step,
+            there: Way::new(far, step)?,
+            back: Way::new(near, step)?,
+        })
+    }
+
+    /// Messages per second in one direction.
+    fn rate(&mut self, bytes: usize, count: u32) -> Result<f64> {
+        let step = self.step;
+        let way = &mut self.there;
+        let mut out = Outgoing {
+            step,
+            sender: &mut way.sender,
+            room: way.room.as_ref(),
+        };
+        let mut arriving = Incoming::new(step, &mut way.receiver, way.arrived.as_ref());
+        thread::scope(|scope| {
+            let receiver = scope.spawn(move || -> Result<Instant> {
+                for number in 0..count {
+                    arriving.next(number, bytes)?;
+                }
+                Ok(Instant::now())
+            });
+            let begin = Instant::now();
+            let mut message = Vec::new();
+            for number in 0..count {
+                write(&mut message, number, bytes);
+                let last = number + 1 == count;
+                let flush =
+                    step != Step::Batch || (number + 1).is_multiple_of(BATCH as u32) || last;
+                out.send(&message, flush)?;
+            }
+            out.finish()?;
+            let end = joined(receiver.join())?;
+            Ok(f64::from(count) / (end - begin).as_secs_f64())
+        })
+    }
+
+    /// Microseconds there and back.
+    fn round_trip(&mut self, bytes: usize, count: u32) -> Result<f64> {
+        let step = self.step;
+        let (there, back) = (&mut self.there, &mut self.back);
+        let mut out = Outgoing {
+            step,
+            sender: &mut there.sender,
+            room: there.room.as_ref(),
+        };
+        let mut arriving = Incoming::new(step, &mut there.receiver, there.arrived.as_ref());
+        let mut answer = Outgoing {
+            step,
+            sender: &mut back.sender,
+            room: back.room.as_ref(),
+        };
+        let mut answers = Incoming::new(step, &mut back.receiver, back.arrived.as_ref());
+        thread::scope(|scope| {
+            let echo = scope.spawn(move || -> Result<Instant> {
+                for number in 0..count {
+                    arriving.next(number, bytes)?;
+                    answer.send(&arriving.message, true)?;
+                    // The bell rings when the WRITE has been placed.
+                    answer.finish()?;
+                }
+                Ok(Instant::now())
+            });
+            let (mut message, mut times) = (Vec::new(), Vec::new());
+            for number in 0..count {
+                write(&mut message, number, bytes);
+                let begin = Instant::now();
+                out.send(&message, true)?;
+                out.finish()?;
+                answers.next(number, bytes)?;
+                times.push(begin.elapsed().as_nanos() as f64 / 1000.0);
+            }
+            joined(echo.join())?;
+            Ok(median(&times))
+        })
+    }
+}
+
+fn joined(thread: thread::Result<Result<Instant>>) -> Result<Instant> {
+    thread.map_err(|_| anyhow!("the receiving thread panicked"))?
+}
+
+fn write(message: &mut Vec<u8>, number: u32, bytes: usize) {
+    message.clear();
+    message.resize(bytes, number as u8);
+    message[..4].copy_from_slice(&number.to_ne_bytes());
+}
+
+struct Outgoing<'a> {
+    step: Step,
+    sender: &'a mut RingSender,
+    room: Option<&'a Bell>,
+}
+
+impl Outgoing<'_> {
+    fn send(&mut self, message: &[u8], flush: bool) -> Result<()> {
+        let until = Instant::now() + PATIENCE;
+        // Without a ring, the buffer is free when the last message was taken, and not before.
+        while self.step == Step::NoRing && !self.sender.is_taken() {
+            self.rest(RingSender::is_taken)?;
+            ensure!(Instant::now() < until, "the receiver takes nothing");
+        }
+        loop {
+            match self.sender.send(message) {
+                Ok(()) => break,
+                Err(SendError::Full) => {}
+                Err(error) => bail!(error),
+            }
+            self.rest(|sender| sender.free() >= message.len() + 16)?;
+            ensure!(Instant::now() < until, "the receiver takes nothing");
+        }
+        if flush {
+            self.sender.flush()?;
+        }
+        Ok(())
+    }
+
+    /// Asks what the receiver has taken; if that is not enough, sleeps until it has taken more, or
+    /// looks again soon.
+    fn rest(&mut self, enough: impl Fn(&RingSender) -> bool) -> Result<()> {
+        if let Some(room) = self.room {
+            room.hush();
+        }
+        self.sender.ask()?;
+        self.finish()?;
+        match self.room {
+            _ if enough(self.sender) => {}
+            Some(room) => sleep(room, Instant::now() + PATIENCE)?,
+            None => thread::yield_now(),
+        }
+        Ok(())
+    }
+
+    /// Waits until nothing is in flight.
+    fn finish(&mut self) -> Result<()> {
+        self.sender.progress()?;
+        while self.sender.in_flight() > 0 {
+            sleep_on(&self.sender.wait())?;
+            self.sender.progress()?;
+        }
+        Ok(())
+    }
+}
+
+struct Incoming<'a> {
+    ring: &'a mut RingReceiver,
+    bell: Option<&'a Bell>,
+    waiter: Waiter,
+    message: Vec<u8>,
+}
+
+impl<'a> Incoming<'a> {
+    fn new(step: Step, ring: &'a mut RingReceiver, bell: Option<&'a Bell>) -> Self {
+        Self {
+            ring,
+            bell,
+            waiter: Waiter::new(step.waiting()),
+            message: Vec::new(),
+        }
+    }
+
+    /// Waits for the message of this number.
+    fn next(&mut self, number: u32, bytes: usize) -> Result<()> {
+        let until = Some(Instant::now() + PATIENCE);
+        let mut waiter = std::mem::take(&mut self.waiter);
+        let arrived = waiter.wait(self, until);
+        self.waiter = waiter;
+        arrived?.context("no message came")??;
+        let right = self.message.len() == bytes
+            && self.message[..4] == number.to_ne_bytes()
+            && self.message[4..].iter().all(|byte| *byte == number as u8);
+        ensure!(
+            right,
+            "message {number} of {bytes} bytes is not what was sent"
+        );
+        Ok(())
+    }
+}
+
+impl Source for Incoming<'_> {
+    type Item = Result<(), RingError>;
+
+    fn poll(&mut self) -> Option<Self::Item> {
+        match self.ring.receive(&mut self.message) {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(())),
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    fn arm(&mut self) {
+        if let Some(bell) = self.bell {
+            bell.hush();
+        }
+    }
+
+    fn sleep(&mut self, until: Option<Instant>) -> io::Result<()> {
+        let bell = self.bell.expect("who sleeps has a bell");
+        sleep(bell, until.unwrap_or_else(|| Instant::now() + PATIENCE))
+    }
+}
+
+fn sleep(bell: &Bell, until: Instant) -> io::Result<()> {
+    let left = until.saturating_duration_since(Instant::now());
+    let mut fds = [PollFd::new(bell.as_fd(), PollFlags::POLLIN)];
+    match ppoll(&mut fds, Some(TimeSpec::from(left)), None) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+impl Report {
+    fn human(&self) -> String {
+        let mut steps = table(["bytes", "step", "messages/s", "round trip, us"]);
+        for size in &self.sizes {
+            for step in &size.steps {
+                steps.add_row(right([
+                    size.bytes.to_string(),
+                    step.step.to_owned(),
+                    format!("{:.0}", step.messages_per_s),
+                    format!("{:.1}", step.round_trip_us),
+                ]));
+            }
+        }
+        let mut ratios = table([
+            "message rates, bytes",
+            "ring / no ring",
+            "polling / event",
+            "16 per WRITE / 1",
+        ]);
+        for size in &self.sizes {
+            let figures = [
+                size.ring_over_no_ring,
+                size.polling_over_event,
+                size.batch_over_single,
+            ];
+            let figures = figures.map(|ratio| format!("{ratio:.2}"));
+            ratios.add_row(right([size.bytes.to_string()].into_iter().chain(figures)));
+        }
+        let mut run = table(["run", self.benchmark]);
+        let verified = if self.verified { "yes" } else { "NO: FAILED" };
+        for (name, value) in [
+            ("verified", verified),
+            ("endpoint", &self.config.endpoint),
+            ("an event is", self.config.event),
+        ] {
+            run.add_row(right([name.to_owned(), value.to_owned()]));
+        }
+        [steps, ratios, run]
+            .map(|table| table.to_string())
+            .join("\n")
+    }
+}
