@@ -13,6 +13,7 @@ mod devices;
 pub mod host;
 pub mod key;
 mod link;
+pub mod log;
 pub mod memory;
 pub mod patterns;
 #[cfg_attr(not(feature = "rdma"), path = "no_rdma.rs")]

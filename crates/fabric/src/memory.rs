@@ -17,7 +17,7 @@ use std::{
     },
 };
 
-use crate::rdma::Registration;
+use crate::{log::later, rdma::Registration};
 use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::{
@@ -312,7 +312,10 @@ impl ExtentMemory {
             return Err(outside);
         }
         let map = memory.map().map_err(|error| {
-            tracing::error!(extent = %memory.id, %error, "cannot map an extent; refusing access to it");
+            let extent = memory.id;
+            later(move || {
+                tracing::error!(%extent, %error, "cannot map an extent; refusing access to it");
+            });
             outside
         })?;
         // SAFETY: `offset + len` was checked against the length of the mapping.

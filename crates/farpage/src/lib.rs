@@ -35,6 +35,11 @@
 //! [`Builder::user_mode_only`] or [`FaultMode::InThread`] its pages must be in memory then:
 //! [`Region::pin`] brings them in and keeps them there.
 //!
+//! # Logging
+//!
+//! farpage logs by `tracing`. Threads that move pages leave their lines to a thread that is there
+//! while there are any, so a subscriber may touch remote memory, or wait for a thread that does.
+//!
 //! # Forking
 //!
 //! Runtimes and regions belong to the process that made them. A child made by `fork` does not have

@@ -14,6 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_fabric::log::later;
 use farpage_store::Lane;
 use farpage_vm::{AddressSpace, Events, Shard};
 use nix::poll::{PollFd, PollFlags};
@@ -134,7 +135,9 @@ impl<A: AddressSpace> Filler<A> {
     /// by `mremap`. Nobody is to sleep there for ever.
     fn on_stray_fault(&self, address: usize) {
         if let Err(error) = self.shared.mapper.poison_stray(self.shard, address) {
-            tracing::error!(%error, address = format_args!("{address:#x}"), "a fault at an address that is no region's cannot be ended");
+            later(move || {
+                tracing::error!(%error, address = format_args!("{address:#x}"), "a fault at an address that is no region's cannot be ended");
+            });
         }
     }
 

@@ -14,6 +14,7 @@ use std::sync::{
 };
 
 use crossbeam_utils::CachePadded;
+use farpage_fabric::log::later;
 use farpage_vm::{AddressSpace, Room};
 
 use crate::{
@@ -181,7 +182,9 @@ impl<A: AddressSpace> Frames<A> {
             room.keep(room.pages() / 2);
             if room.pages() == 0 {
                 if !self.failed_before.swap(true, Ordering::Relaxed) {
-                    tracing::error!(%error, page_bytes, "no memory for a frame although the budget allows it; lower the budget");
+                    later(move || {
+                        tracing::error!(%error, page_bytes, "no memory for a frame although the budget allows it; lower the budget");
+                    });
                 }
                 return None;
             }

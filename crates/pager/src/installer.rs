@@ -6,6 +6,7 @@
 
 use std::{io, ops::Range, sync::Arc};
 
+use farpage_fabric::log::later;
 use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 
 use crate::{
@@ -167,9 +168,10 @@ impl<A: AddressSpace> Installer<A> {
             OnFailed::MustPoison => {
                 self.last_words.say(region, page, &error);
                 self.poison(region, page, protocol::poisoned);
-                // Not before: the program's subscriber may wait for a lock that is held by who
-                // waits for the page.
-                tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost for now; touching it raises SIGBUS");
+                let address = region.address_of(page);
+                later(move || {
+                    tracing::error!(%error, page, address = format_args!("{address:#x}"), "page is lost for now; touching it raises SIGBUS");
+                });
                 true
             }
         }
@@ -190,7 +192,10 @@ impl<A: AddressSpace> Installer<A> {
         region.record(error.clone());
         region.lose(page, error.clone());
         self.poison(region, page, protocol::lost);
-        tracing::error!(%error, page, address = format_args!("{:#x}", region.address_of(page)), "page is lost; touching it raises SIGBUS");
+        let (address, told) = (region.address_of(page), error.clone());
+        later(move || {
+            tracing::error!(error = %told, page, address = format_args!("{address:#x}"), "page is lost; touching it raises SIGBUS");
+        });
         error
     }
 

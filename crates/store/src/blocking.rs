@@ -19,6 +19,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
+use farpage_fabric::log::later;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
@@ -152,7 +153,7 @@ impl BlockingStore {
             {
                 Ok(_) => count.threads += 1,
                 Err(error) => {
-                    tracing::warn!(%error, "no thread for a store");
+                    later(move || tracing::warn!(%error, "no thread for a store"));
                     if count.threads == 0 {
                         drop(count);
                         return work.run();

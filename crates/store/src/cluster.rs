@@ -22,6 +22,7 @@ use std::{
 
 use farpage_fabric::{
     AllocError, ControlError, ExtentId, Session,
+    log::later,
     regmem::{RegPool, RegPoolOptions, RegPoolStats},
 };
 use parking_lot::Mutex;
@@ -404,7 +405,10 @@ impl Pool {
         let session = &self.servers[server].1;
         if let Err(error) = session.release(id) {
             // The session's end frees it at the latest.
-            tracing::warn!(endpoint = %session.endpoint(), extent = %id, %error, "extent not given back");
+            let endpoint = session.endpoint().clone();
+            later(move || {
+                tracing::warn!(%endpoint, extent = %id, %error, "extent not given back");
+            });
         }
     }
 

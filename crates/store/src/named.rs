@@ -23,6 +23,7 @@ use std::{
 use farpage_fabric::{
     AllocError, Channel, ChannelError, ConnectError, ControlError, ExtentId, Op, OpenError,
     PublishError, Session, Verb,
+    log::later,
     regmem::{RegBuf, RegError},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout};
@@ -540,7 +541,10 @@ impl Drop for Hold {
         for (session, extents) in &self.0 {
             for extent in extents {
                 if let Err(error) = session.release(extent.id) {
-                    tracing::warn!(endpoint = %session.endpoint(), extent = %extent.id, %error, "extent not given back");
+                    let (endpoint, extent) = (session.endpoint().clone(), extent.id);
+                    later(move || {
+                        tracing::warn!(%endpoint, %extent, %error, "extent not given back");
+                    });
                 }
             }
         }

@@ -6,7 +6,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use farpage_fabric::{ControlError, OpenError, PublishError, Session};
+use farpage_fabric::{ControlError, OpenError, PublishError, Session, log::later};
 use parking_lot::Mutex;
 
 use crate::{Cluster, CreateError};
@@ -74,7 +74,8 @@ impl Claim {
         for session in held {
             if let Err(error) = session.disclaim(&self.name) {
                 // The session's end lets it go at the latest.
-                tracing::warn!(endpoint = %session.endpoint(), name = self.name, %error, "name not let go");
+                let (endpoint, name) = (session.endpoint().clone(), self.name.clone());
+                later(move || tracing::warn!(%endpoint, name, %error, "name not let go"));
             }
         }
         self.cluster.names_open.lock().remove(&self.name);

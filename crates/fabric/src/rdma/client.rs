@@ -27,6 +27,7 @@ use super::{
 use crate::{
     Buf, Channel, ConnectError, RdmaOptions, Session,
     channel::Group,
+    log::later,
     regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
     session::{Death, Patience},
     stream::{describe, resolve as look_up},
@@ -191,12 +192,16 @@ impl Route {
         let pair = pair.map_err(no_pair)?;
         let greeting = Greeting::Data(self.claim.0, self.claim.1, self.claim.2);
         establish(endpoint, &pair, &greeting, self.until)?;
-        tracing::debug!(
-            %endpoint,
-            reads_in_flight = pair.reads_in_flight().map_err(no_pair)?,
-            inline_bytes = pair.inline_bytes(),
-            "data connection established"
-        );
+        let (to, inline_bytes) = (endpoint.to_owned(), pair.inline_bytes());
+        let reads_in_flight = pair.reads_in_flight().map_err(no_pair)?;
+        later(move || {
+            tracing::debug!(
+                endpoint = %to,
+                reads_in_flight,
+                inline_bytes,
+                "data connection established"
+            );
+        });
         let (client, death) = (self.client, self.death);
         Ok(Lane::new(
             number,

@@ -40,6 +40,7 @@ use super::{CallError, ConnectError, Death, Patience, Session, SessionOptions};
 use crate::{
     Buf, Channel,
     key::Key,
+    log::later,
     rdma,
     regmem::{NullRegistrar, Registrar},
     shm::{Directory, ShmChannel},
@@ -435,10 +436,13 @@ impl Drop for Remote {
         drop(line);
         let keeper = self.keeper.take().expect("joined only here");
         if keeper.join().is_err() {
-            tracing::error!(
-                endpoint = self.shared.name,
-                "the thread of a session panicked; its message is above"
-            );
+            let endpoint = self.shared.name.clone();
+            later(move || {
+                tracing::error!(
+                    endpoint,
+                    "the thread of a session panicked; its message is above"
+                );
+            });
         }
     }
 }
@@ -646,11 +650,14 @@ impl Shared {
             until,
         ) {
             Ok(resumed) => {
-                tracing::info!(
-                    endpoint = self.name,
-                    reason,
-                    "session resumed after its connection was lost"
-                );
+                let endpoint = self.name.clone();
+                later(move || {
+                    tracing::info!(
+                        endpoint,
+                        reason,
+                        "session resumed after its connection was lost"
+                    );
+                });
                 let (identified, held) = (line.identified, line.held);
                 *line = resumed;
                 (line.identified, line.held) = (identified, held);
@@ -738,7 +745,8 @@ impl Shared {
             Err(error) => {
                 if line.death.reason().is_none() {
                     line.talk.owed = Some(taking_back(request));
-                    tracing::warn!(endpoint = self.name, "{SILENT}");
+                    let endpoint = self.name.clone();
+                    later(move || tracing::warn!(endpoint, "{SILENT}"));
                     self.wake_keeper();
                 }
                 Err(error)
@@ -753,7 +761,8 @@ impl Shared {
             return Ok(());
         }
         let (answer, _) = self.hear(line, until)?;
-        tracing::info!(endpoint = self.name, "the server answers again");
+        let endpoint = self.name.clone();
+        later(move || tracing::info!(endpoint, "the server answers again"));
         let taking_back = line.talk.owed.take().flatten();
         if !matches!(answer, Response::Refused(_)) {
             self.give_back(taking_back, &answer);

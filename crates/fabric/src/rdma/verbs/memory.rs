@@ -12,7 +12,10 @@ use std::{
 use rdma_sys as sys;
 
 use super::{check, not_null};
-use crate::regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration};
+use crate::{
+    log::later,
+    regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration},
+};
 
 /// An opened device. The connection manager keeps it open for the life of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,7 +101,9 @@ impl Drop for Pd {
         // SAFETY: registrations and queue pairs of the domain hold it, so they are gone.
         let left = unsafe { sys::ibv_dealloc_pd(self.raw.as_ptr()) };
         if left != 0 {
-            tracing::error!(errno = left, "a protection domain could not be given back");
+            later(move || {
+                tracing::error!(errno = left, "a protection domain could not be given back");
+            });
         }
     }
 }
@@ -162,7 +167,10 @@ impl Drop for Mr {
         // more.
         let left = unsafe { sys::ibv_dereg_mr(self.raw.as_ptr()) };
         if left != 0 {
-            tracing::error!(errno = left, device = ?self.pd.device, "memory could not be deregistered");
+            let device = format!("{:?}", self.pd.device);
+            later(move || {
+                tracing::error!(errno = left, device, "memory could not be deregistered");
+            });
         }
     }
 }
