@@ -221,6 +221,7 @@ fn table(figures: &ServerStat) -> String {
         ),
         ("capacity", size(figures.capacity_bytes)),
         ("granted", size(figures.granted_bytes)),
+        ("kept by clients", size(figures.retained_bytes)),
         ("resident", size(figures.resident_bytes)),
         (
             "pages of clients",

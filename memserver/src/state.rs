@@ -4,7 +4,8 @@
 //! name, and is given back when the last of both lets go. Memory is always fresh: an extent is a
 //! new sealed file that reads as zeros, and freeing it closes the file, so nobody sees what another
 //! client left behind. A published extent whose file another user was given is copied into a new
-//! one when it is opened.
+//! one when it is opened. What a client over shared memory gave back and did not let go of stays
+//! [charged](retained) to it.
 //!
 //! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only
 //! control messages and the reaper come here. The *leases* are what a READ or WRITE looks at:
@@ -31,9 +32,11 @@ use tracing::{debug, info, warn};
 
 mod accounts;
 mod names;
+mod retained;
 
 use accounts::{Accounts, charge_of, charge_of_name};
 use names::{NameId, NameRecord};
+use retained::Retained;
 
 /// What a server may give away.
 #[derive(Clone, Debug)]
@@ -78,6 +81,7 @@ pub struct State {
     started: Instant,
     leases: Leases,
     ledger: Mutex<Ledger>,
+    retained: Mutex<Vec<Retained>>,
     /// Signalled when a session ends, for those who wait for the last one.
     ended: Condvar,
 }
@@ -135,31 +139,17 @@ struct ExtentRecord {
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
-/// it is [given back](give_back) after the ledger is unlocked. Until then its handle keeps others
-/// from [opening](State::free_and_quiet) the name that it belongs to.
+/// it is [given back](State::give_back) after the ledger is unlocked. Until then its handle keeps
+/// others from [opening](State::free_and_quiet) the name that it belongs to.
 struct Leaving {
     memory: Arc<ExtentMemory>,
     /// Whether a name keeps its bytes.
     is_kept: bool,
+    /// Who it is still put on: a client that may have kept it.
+    charged: Option<Origin>,
 }
 
 type Freed = Vec<Leaving>;
-
-/// Takes memory from its adapter and, unless it is kept, gives it back to the system, also what a
-/// client over shared memory still maps.
-fn give_back(freed: impl IntoIterator<Item = Leaving>) {
-    // What is kept first: its name is free, and cannot be opened before its handles are gone.
-    let (kept, freed): (Freed, Freed) = freed.into_iter().partition(|leaving| leaving.is_kept);
-    for Leaving { memory, .. } in kept {
-        memory.deregister();
-    }
-    for Leaving { memory, .. } in freed {
-        memory.deregister();
-        if let Err(error) = memory.punch() {
-            warn!(extent = %memory.id(), %error, "an extent's memory stays for as long as a client maps it");
-        }
-    }
-}
 
 impl State {
     /// Nothing granted, nobody there.
@@ -169,6 +159,7 @@ impl State {
             started: Instant::now(),
             leases: Leases::default(),
             ledger: Mutex::default(),
+            retained: Mutex::default(),
             ended: Condvar::new(),
         }
     }
@@ -227,7 +218,8 @@ impl State {
         drop(ledger);
         let count = ended.len();
         // All together: what is kept of the last comes before what is freed of the first.
-        give_back(ended.into_iter().flat_map(Ended::finish).collect::<Freed>());
+        self.give_back(ended.into_iter().flat_map(Ended::finish));
+        self.sweep();
         // Our own work is no time in which this process did not run.
         self.ledger.lock().reaped = Some(now + began.elapsed());
         count
@@ -266,10 +258,14 @@ impl State {
         record.memory.revoke();
         let (memory, is_kept) = (record.memory.clone(), record.name.is_some());
         self.leases.remove(id);
-        if !is_kept {
-            ledger.forget_extent(id);
+        match is_kept {
+            true => Leaving {
+                memory,
+                is_kept,
+                charged: None,
+            },
+            false => ledger.forget_extent(id),
         }
-        Leaving { memory, is_kept }
     }
 
     /// Waits for operations that began under an earlier lease of the name's extents and have not
@@ -350,10 +346,17 @@ impl State {
         let Some(record) = record.filter(|record| Arc::ptr_eq(&record.memory, &old)) else {
             return Ok(());
         };
-        (record.memory, record.mapped_by) = (fresh, None);
+        record.memory = fresh;
+        let charged = record.mapped_by.take();
+        if let Some(holder) = charged {
+            ledger.accounts.put_extent_on(holder, old.bytes());
+        }
         drop(ledger);
-        let (memory, is_kept) = (old, false);
-        give_back([Leaving { memory, is_kept }]);
+        self.give_back([Leaving {
+            memory: old,
+            is_kept: false,
+            charged,
+        }]);
         Ok(())
     }
 
@@ -408,7 +411,7 @@ struct Ended {
 }
 
 impl Ended {
-    /// Says so; what it held is to be [given back](give_back).
+    /// Says so; what it held is to be [given back](State::give_back).
     fn finish(self) -> Freed {
         let (client, held_extents, freed_extents) = (
             self.client,
@@ -427,12 +430,19 @@ impl Ledger {
         (Some(*last) == serial).then(|| given.clone())
     }
 
-    /// Removes an extent that nobody leases and no name refers to, and gives its bytes back to the
-    /// capacity.
-    fn forget_extent(&mut self, id: ExtentId) -> Option<Arc<ExtentMemory>> {
-        let record = self.extents.remove(&id)?;
-        (self.accounts).take_extent_off(record.origin, record.memory.bytes());
-        Some(record.memory)
+    /// Removes an extent that nobody leases and no name refers to. Its bytes go back to the
+    /// capacity at once where no client can have kept it.
+    fn forget_extent(&mut self, id: ExtentId) -> Leaving {
+        let record = (self.extents.remove(&id)).expect("the caller found it");
+        let charged = record.mapped_by.map(|_| record.origin);
+        if charged.is_none() {
+            (self.accounts).take_extent_off(record.origin, record.memory.bytes());
+        }
+        Leaving {
+            memory: record.memory,
+            is_kept: false,
+            charged,
+        }
     }
 }
 
@@ -517,12 +527,12 @@ impl Host for State {
         };
         let ended = self.end(&mut ledger, session, why);
         drop(ledger);
-        give_back(ended.into_iter().flat_map(Ended::finish));
+        self.give_back(ended.into_iter().flat_map(Ended::finish));
     }
 
     fn close(&self, session: SessionId) {
         let ended = self.end(&mut self.ledger.lock(), session, "the client closed it");
-        give_back(ended.into_iter().flat_map(Ended::finish));
+        self.give_back(ended.into_iter().flat_map(Ended::finish));
     }
 
     fn grant(
@@ -532,6 +542,7 @@ impl Host for State {
         atomics: bool,
         serial: Option<u64>,
     ) -> Result<Arc<ExtentMemory>, Refusal> {
+        self.make_room(session, bytes);
         let mut ledger = self.ledger.lock();
         if let Some(Given::Extent(id)) = ledger.given(session, serial)
             && let Some(record) = ledger.extents.get(&id)
@@ -595,7 +606,7 @@ impl Host for State {
         let leaving = self.let_go(&mut ledger, extent);
         ledger.let_go_of_name(extent);
         drop(ledger);
-        give_back([leaving]);
+        self.give_back([leaving]);
         Ok(())
     }
 
@@ -617,6 +628,7 @@ impl Host for State {
     }
 
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+        self.make_room(session, charge_of_name(0));
         (self.ledger.lock()).claim(&self.limits, session, name, replace)
     }
 
@@ -634,6 +646,7 @@ impl Host for State {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<(), Refusal> {
+        self.make_room(session, charge_of_name(manifest.len()));
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
         let id = ledger.name_of(session, name)?;
@@ -673,7 +686,7 @@ impl Host for State {
         let extents = distinct.len();
         let freed = ledger.bind(session, id, Arc::new(manifest), distinct);
         drop(ledger);
-        give_back(freed);
+        self.give_back(freed);
         debug!(session = %session, name, extents, "named region published");
         Ok(())
     }
@@ -687,6 +700,8 @@ impl Host for State {
             return Ok(opened);
         }
         drop(ledger);
+        // What it takes over counts against its address, beside what was let go of meanwhile.
+        self.sweep();
         let mut ledger = self.free_and_private(session, &id)?;
         let record = Self::known(&mut ledger, session)?;
         let (held_extents, origin) = (record.extents.len(), record.origin);
@@ -744,7 +759,7 @@ impl Host for State {
         let id = NameId::new(owner, name);
         let freed = ledger.remove(asker, &id)?;
         drop(ledger);
-        give_back(freed);
+        self.give_back(freed);
         info!(%owner, name, "named region removed");
         Ok(())
     }
@@ -766,6 +781,9 @@ impl Host for State {
     }
 
     fn stat(&self) -> ServerStat {
+        self.sweep();
+        let retained = self.retained.lock();
+        let retained_bytes = retained.iter().map(Retained::charge).sum();
         let ledger = self.ledger.lock();
         // Clients say what they like: no sum of it may overflow.
         let held = |i: usize| {
@@ -773,7 +791,8 @@ impl Host for State {
         };
         let (logical_bytes, stored_bytes) = (held(0), held(1));
         let extents = ledger.extents.values();
-        let memories: Vec<_> = extents.map(|extent| extent.memory.file()).collect();
+        let mut memories: Vec<_> = extents.map(|extent| extent.memory.file()).collect();
+        memories.extend(retained.iter().map(Retained::file));
         let stat = ServerStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ms: self.started.elapsed().as_millis() as u64,
@@ -785,9 +804,11 @@ impl Host for State {
             named_regions: ledger.named_regions(),
             logical_bytes,
             stored_bytes,
+            retained_bytes,
             ..ServerStat::default()
         };
         drop(ledger);
+        drop(retained);
         // A system call for each extent.
         let resident = memories.iter().map(ExtentFile::resident_bytes);
         ServerStat {

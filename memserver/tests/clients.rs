@@ -71,6 +71,25 @@ fn memory_that_a_client_still_maps_is_back_when_it_is_released() {
 }
 
 #[test]
+fn a_client_lets_go_of_what_it_gives_back_though_a_channel_remembers_it() {
+    let both = Both::start(64 * MIB, LEASE);
+    let session = connect(&both.shm);
+    let kept = session.grant(MIB).unwrap();
+    let extent = session.grant(MIB).unwrap();
+    let mut idle = session.channel::<Vec<u8>>().unwrap();
+    transfer(&mut *idle, Verb::Write, extent.id, 0, vec![7; 4096]).unwrap();
+    session.release(extent.id).unwrap();
+    let stat = both.server.stat();
+    assert_eq!((stat.granted_bytes, stat.retained_bytes), (MIB, 0));
+    let late = transfer(&mut *idle, Verb::Read, extent.id, 0, vec![1; 4096]);
+    assert!(late.is_err());
+    transfer(&mut *idle, Verb::Write, kept.id, 0, vec![7; 4096]).unwrap();
+    drop((idle, session));
+    let stat = both.server.stat();
+    assert_eq!((stat.granted_bytes, stat.retained_bytes), (0, 0));
+}
+
+#[test]
 fn a_client_cannot_read_or_write_the_memory_of_another() {
     let both = Both::start(64 * MIB, LEASE);
     for owner_endpoint in both.endpoints() {

@@ -4,11 +4,16 @@
 //! reference to them is ever made; they are touched only through bounds-checked raw copies and by
 //! system calls that are given raw addresses. Who may use which extent is left to the
 //! [`Host`](crate::host::Host).
+//!
+//! The server and each client that is lent the memory over shared memory have *open file
+//! descriptions* of their own, made through `/proc/self/fd`. So the kernel knows whether a client
+//! has let go of it, its mappings, copies and children included: see
+//! [`ExtentFile::is_held_elsewhere`].
 
 use std::{
     fs::File,
     io,
-    os::fd::{AsFd, BorrowedFd},
+    os::fd::{AsRawFd, OwnedFd},
     os::unix::fs::{FileExt, MetadataExt},
     ptr::NonNull,
     sync::{
@@ -59,6 +64,49 @@ struct Memory {
 pub struct ExtentFile(Arc<Memory>);
 
 impl ExtentFile {
+    /// Whether another process, or another part of this one, can still reach the bytes: somebody
+    /// who was [lent](ExtentMemory::lend) the memory has it open or mapped.
+    ///
+    /// # Errors
+    /// What the kernel says where it has no file leases.
+    pub fn is_held_elsewhere(&self) -> io::Result<bool> {
+        let ask = |lease: libc::c_int| {
+            // SAFETY: the call takes three numbers, of which the first is a descriptor of ours.
+            let answer = unsafe { libc::fcntl(self.0.file.as_raw_fd(), libc::F_SETLEASE, lease) };
+            Errno::result(answer)
+        };
+        // A lease to write is given to who alone has a file open (fcntl(2)). Nobody is kept from
+        // opening it for longer than until the next line.
+        match ask(libc::F_WRLCK) {
+            Ok(_) => {
+                ask(libc::F_UNLCK)?;
+                Ok(false)
+            }
+            Err(Errno::EAGAIN) => Ok(true),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Gives the physical memory back now, even while somebody still maps it. Its bytes become
+    /// zero.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn punch(&self) -> io::Result<()> {
+        let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        Ok(fallocate(&self.0.file, how, 0, self.0.bytes as i64)?)
+    }
+
+    /// The extent's length in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.0.bytes
+    }
+
+    /// The extent's id.
+    pub fn id(&self) -> ExtentId {
+        self.0.id
+    }
+
     /// How many bytes are physically backed, whoever wrote them.
     pub fn resident_bytes(&self) -> u64 {
         // A block of `stat` has 512 bytes whatever the file system. fstat of a memfd has no way to
@@ -106,11 +154,13 @@ impl ExtentMemory {
             c"farpage-extent",
             MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING,
         )?;
-        let file = File::from(fd);
-        file.set_len(bytes)?;
+        let made = File::from(fd);
+        made.set_len(bytes)?;
         // A client that could shrink the file would turn the server's accesses into SIGBUS.
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
-        fcntl(&file, FcntlArg::F_ADD_SEALS(seals))?;
+        fcntl(&made, FcntlArg::F_ADD_SEALS(seals))?;
+        // What was made by the call above, and not by opening, counts for no lease.
+        let file = open_anew(&made)?;
         let memory = Memory {
             id,
             bytes,
@@ -235,19 +285,20 @@ impl ExtentMemory {
         Ok(fresh)
     }
 
-    /// Gives the physical memory back now, even while somebody still maps the extent. Its bytes
-    /// become zero.
+    /// A descriptor for a client that shares the memory, which it may keep for as long as it likes.
+    ///
+    /// # Errors
+    /// What the kernel says: no descriptors left, or no `/proc`.
+    pub fn lend(&self) -> io::Result<OwnedFd> {
+        open_anew(&self.memory.file).map(OwnedFd::from)
+    }
+
+    /// As [`ExtentFile::punch`].
     ///
     /// # Errors
     /// What the kernel says.
     pub fn punch(&self) -> io::Result<()> {
-        let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        Ok(fallocate(
-            &self.memory.file,
-            how,
-            0,
-            self.memory.bytes as i64,
-        )?)
+        self.file().punch()
     }
 
     /// Copies bytes out of the extent.
@@ -357,10 +408,14 @@ pub(crate) unsafe fn apply(word: *mut u64, atomic: Atomic) -> u64 {
     }
 }
 
-impl AsFd for ExtentMemory {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.memory.file.as_fd()
-    }
+/// The same file by a description of its own.
+fn open_anew(file: &File) -> io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let opened = File::options().read(true).write(true).open(path);
+    opened.map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => io::Error::new(error.kind(), "/proc is not mounted"),
+        _ => error,
+    })
 }
 
 impl Memory {
@@ -477,10 +532,32 @@ mod tests {
     }
 
     #[test]
+    fn the_kernel_says_whether_a_client_has_let_go() {
+        let memory = extent(8192);
+        memory.copy_in(0, b"mapped here").expect("in range");
+        let is_held = || memory.file().is_held_elsewhere().expect("file leases");
+        assert!(!is_held(), "the server's own mapping counts for nothing");
+        let lent = File::from(memory.lend().expect("a descriptor"));
+        assert!(is_held());
+        let copy = lent.try_clone().expect("a descriptor");
+        drop(lent);
+        assert!(is_held(), "a copy of the descriptor");
+        let read_only = File::open(format!("/proc/self/fd/{}", copy.as_raw_fd()));
+        let map = MmapOptions::new().map_raw_read_only(&read_only.expect("opened"));
+        drop(copy);
+        assert!(is_held(), "a mapping of a descriptor opened anew");
+        drop(map);
+        assert!(!is_held());
+    }
+
+    #[test]
     fn nobody_can_resize_an_extent() {
         let memory = extent(8192);
         for bytes in [0, 4096, 1 << 20] {
-            assert!(ftruncate(memory.as_fd(), bytes).is_err(), "{bytes}");
+            assert!(
+                ftruncate(memory.lend().expect("a descriptor"), bytes).is_err(),
+                "{bytes}"
+            );
         }
         assert!(ExtentMemory::create(ExtentId(1), 0, true).is_err());
     }

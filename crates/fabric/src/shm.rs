@@ -52,8 +52,8 @@ pub(crate) struct Mapped {
     id: ExtentId,
     map: MmapRaw,
     atomics: bool,
-    /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
-    /// nothing else.
+    /// Set when the lease is given back, before the memory is replaced: a channel that finds it
+    /// unset after a copy has copied the server's memory.
     released: AtomicBool,
 }
 
@@ -90,11 +90,46 @@ impl Directory {
         Ok(())
     }
 
-    /// Forgets a lease. Channels unmap it when they next look one up; the server takes its memory
-    /// back at once.
+    /// Lets go of a lease, also where a channel that is idle has cached it: the server charges this
+    /// program for the memory for as long as that is mapped.
     pub(crate) fn remove(&self, id: ExtentId) {
-        if let Some(mapped) = self.0.write().expect(NO_PANIC).remove(&id) {
-            mapped.released.store(true, Ordering::Relaxed);
+        let mapped = self.0.write().expect(NO_PANIC).remove(&id);
+        if let Some(mapped) = mapped {
+            mapped.let_go();
+        }
+    }
+
+    /// Lets go of all leases.
+    pub(crate) fn clear(&self) {
+        let all = std::mem::take(&mut *self.0.write().expect(NO_PANIC));
+        all.values().for_each(|mapped| mapped.let_go());
+    }
+}
+
+impl Mapped {
+    /// Puts memory of this process in the place of the server's. A copy that is under way goes on
+    /// there, and finds afterwards that it is refused.
+    fn let_go(&self) {
+        self.released.store(true, Ordering::Release);
+        let (address, bytes) = (self.map.as_mut_ptr().cast(), self.map.len());
+        // SAFETY:
+        // - the range is that of our own mapping, which lives as long as `self` and to which no
+        //   reference exists; it is unmapped by its owner, whatever is mapped there;
+        // - whoever copies from or to it meanwhile copies from or to memory of the same length.
+        let replaced = unsafe {
+            libc::mmap(
+                address,
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
+                -1,
+                0,
+            )
+        };
+        if replaced == libc::MAP_FAILED {
+            // Then it is unmapped when the last channel has forgotten it.
+            let error = io::Error::last_os_error();
+            tracing::warn!(extent = %self.id, %error, "cannot let go of an extent at once");
         }
     }
 }
@@ -179,7 +214,13 @@ impl<B: Buf> ShmChannel<B> {
                 op.buf.as_mut()[..len].copy_from_slice(&old.to_le_bytes());
             }
         }
-        Ok(())
+        // After the copy: the memory may have been replaced during it. Whoever copied from the
+        // replacement finds what was set before it was made.
+        fence(Ordering::Acquire);
+        match mapped.released.load(Ordering::Relaxed) {
+            true => Err(refused(&self.endpoint, op)),
+            false => Ok(()),
+        }
     }
 
     fn mapped(&mut self, id: ExtentId) -> Option<&Mapped> {

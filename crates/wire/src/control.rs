@@ -602,7 +602,8 @@ mod tests {
             bytes_written: 9,
             logical_bytes: 10,
             stored_bytes: 11,
-            request_bytes: 12,
+            retained_bytes: 12,
+            request_bytes: 13,
         };
         let full = Refusal::Full {
             asked: 2,
@@ -633,7 +634,7 @@ mod tests {
             ),
             (
                 Response::Stat(stat),
-                vec![4, 1, b'v', 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12],
+                vec![4, 1, b'v', 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],
             ),
             (Response::Refused(full), vec![5, 0, 2, 1]),
             (Response::Refused(Refusal::NoSession), vec![5, 1]),

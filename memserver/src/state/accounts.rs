@@ -80,6 +80,13 @@ impl Accounts {
         Ok(())
     }
 
+    /// Whether an extent of `bytes` bytes more would be lent.
+    pub(super) fn has_room(&self, limits: &Limits, origin: Origin, bytes: u64) -> bool {
+        self.all.extents < limits.extents
+            && self.of(origin).extents < limits.extents_per_address
+            && charge_of(bytes) <= self.available(limits, origin)
+    }
+
     /// Whether one origin may have so many extents more.
     fn may_have(&self, limits: &Limits, origin: Origin, more: usize) -> Result<(), Refusal> {
         let extents = self.of(origin).extents;

@@ -17,7 +17,7 @@ use farpage_fabric::host::{Asker, Opened, Origin, Refusal};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
 use super::{
-    Freed, Leaving, Ledger, Limits,
+    Freed, Ledger, Limits,
     accounts::{charge_of, charge_of_name},
 };
 
@@ -297,11 +297,7 @@ impl Ledger {
             let record = self.extents.get_mut(id).expect("a name keeps its extents");
             record.name = None;
             if record.lessee.is_none() {
-                let memory = self.forget_extent(*id);
-                freed.extend(memory.map(|memory| Leaving {
-                    memory,
-                    is_kept: false,
-                }));
+                freed.push(self.forget_extent(*id));
             }
         }
         freed

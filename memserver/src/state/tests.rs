@@ -62,6 +62,7 @@ impl State {
 
     /// The two structures agree, and the sums are what they are sums of.
     fn check(&self) {
+        let retained = self.retained.lock();
         let ledger = self.ledger.lock();
         let extents = ledger.extents.values();
         let bytes: u64 = extents.map(|extent| charge_of(extent.memory.bytes())).sum();
@@ -70,9 +71,10 @@ impl State {
             .map(|name| 4096 + name.manifest.as_ref().map_or(0, |manifest| manifest.len()) as u64)
             .sum();
         let all = ledger.accounts.all();
-        assert_eq!(all.bytes, bytes + named);
+        let kept: u64 = retained.iter().map(Retained::charge).sum();
+        assert_eq!(all.bytes, bytes + named + kept);
         assert!(all.bytes <= self.limits.capacity_bytes);
-        assert_eq!(all.extents, ledger.extents.len());
+        assert_eq!(all.extents, ledger.extents.len() + retained.len());
         assert_eq!(all.sessions, ledger.sessions.len());
         assert_eq!(all, ledger.accounts.sum());
         let leased: usize = self
@@ -395,13 +397,12 @@ fn a_named_region_is_not_opened_before_operations_under_its_old_lease_have_ended
 
 /// What a client over shared memory was given, and keeps for as long as it likes.
 fn descriptor_of(memory: &ExtentMemory) -> std::fs::File {
-    use std::os::fd::AsFd;
-    memory.as_fd().try_clone_to_owned().unwrap().into()
+    memory.lend().unwrap().into()
 }
 
 #[test]
 fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it() {
-    let state = state(4 << 20);
+    let state = state(16 << 20);
     let at = |transport, origin| {
         let begun = state.admit("test", transport, origin, None).unwrap();
         state.identify(begun.session, KEY).unwrap();
@@ -462,6 +463,59 @@ fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it()
     state.open(last, "x").unwrap();
     remove(&state, last, "x").unwrap();
     state.close(last);
+    // What they kept is charged to them.
+    let charged = kept.len() as u64 * (1 << 20);
+    assert_eq!(state.stat().granted_bytes, charged);
+    drop(kept);
+    assert_eq!(state.stat().granted_bytes, 0);
+    state.check();
+}
+
+#[test]
+fn memory_that_a_client_gave_back_and_kept_is_charged_until_it_lets_go() {
+    const PART: u64 = 1 << 20;
+    let state = state(4 * PART);
+    let session = client(&state, Transport::Shm);
+    // Given back extent by extent, and with the session; the second is removed with its name.
+    let kept: Vec<_> = (0..3)
+        .map(|_| state.grant(session, PART).unwrap())
+        .map(|memory| (memory.id(), descriptor_of(&memory)))
+        .collect();
+    state.publish(session, "x", vec![], &[kept[1].0]).unwrap();
+    state.release(session, kept[0].0).unwrap();
+    state.close(session);
+    let other = client(&state, Transport::Tcp);
+    remove(&state, other, "x").unwrap();
+    state.check();
+    for (_, file) in &kept {
+        file.write_all_at(&[7; 4096], 0).unwrap();
+    }
+    // Charged, and what was written to it is gone.
+    let stat = state.stat();
+    assert_eq!(
+        (stat.granted_bytes, stat.retained_bytes),
+        (3 * PART, 3 * PART)
+    );
+    assert_eq!((stat.extents, stat.resident_bytes), (0, 0));
+    for (_, file) in &kept {
+        let mut seen = [1];
+        file.read_exact_at(&mut seen, 0).unwrap();
+        assert_eq!(seen, [0]);
+    }
+    state.grant(other, PART).unwrap();
+    let full = Refusal::Full {
+        asked: PART,
+        available: 0,
+    };
+    assert_eq!(state.grant(other, PART).unwrap_err(), full);
+    // There is room as soon as it lets go.
+    for (_, file) in kept {
+        drop(file);
+        state.grant(other, PART).unwrap();
+        state.check();
+    }
+    assert_eq!(state.grant(other, PART).unwrap_err(), full);
+    state.close(other);
     assert_eq!(state.stat().granted_bytes, 0);
     state.check();
 }

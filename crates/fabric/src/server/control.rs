@@ -1,7 +1,7 @@
 //! The control connection, server side: one session's requests, answered in their order.
 
 use std::{
-    os::fd::{AsFd, AsRawFd},
+    os::fd::{AsRawFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -162,10 +162,9 @@ impl Connection {
             }
             if self.transport == Transport::Shm && !memories.is_empty() {
                 // Each lease's memory to its owner alone.
-                let fds: Vec<_> = memories
-                    .iter()
-                    .map(|memory| memory.as_fd().as_raw_fd())
-                    .collect();
+                let lent = memories.iter().map(|memory| memory.lend());
+                let lent: Vec<OwnedFd> = lent.collect::<Result<_, _>>()?;
+                let fds: Vec<_> = lent.iter().map(AsRawFd::as_raw_fd).collect();
                 self.stream.send_fds(&fds, until)?;
             }
             if goodbye {

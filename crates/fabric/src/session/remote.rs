@@ -427,6 +427,8 @@ impl Drop for Remote {
             // connection with it.
             return;
         };
+        // No channel is left, or the session would live.
+        self.shared.directory.clear();
         if line.death.reason().is_none() {
             // Waits for the answer, so that the memory is free when the drop is over. A server that
             // is gone frees it itself.
