@@ -350,8 +350,7 @@ impl PageStore {
                     let Backing::Remote(remote) = &store.backing else {
                         unreachable!("made so above")
                     };
-                    let possible =
-                        form.is_possible(&remote.scheme, stored_bytes as usize, page_bytes);
+                    let possible = (remote.scheme).allows(form, stored_bytes as usize, page_bytes);
                     let slot = Span {
                         place,
                         bytes: stored_bytes,

@@ -60,7 +60,8 @@ use self::{
     model::{Epoch, Forms, Model, Sample},
 };
 use super::{
-    coder::{Coder, Form, Page},
+    coder::Coder,
+    form::{Encoded, Form, Page},
     scheme::Scheme,
 };
 
@@ -183,49 +184,60 @@ impl Chooser {
         moved.bytes.fetch_add(bytes, Relaxed);
     }
 
-    /// The form for a changed page. A sample is tried in all forms first. `block` is scratch.
-    pub(super) fn decide(
+    /// Encodes a changed page that is a sample: tries it in all forms, twice, then takes the one
+    /// that is chosen. `block` as in [`Coder::encode`].
+    pub(crate) fn sample(
         &self,
         coder: &mut Coder,
         scheme: &Scheme,
         page: Page<'_>,
         limit: usize,
         block: &mut [u8],
-    ) -> Form {
-        if let Some(form) = self.form(page.number) {
-            return form;
-        }
+    ) -> Encoded {
         let class = self.class_of(page.number);
+        let chosen = || self.chosen(&self.classes[class]);
         // Another worker is sampling: this page takes the current form.
         let Some(mut learnt) = self.learnt.try_lock() else {
-            return self.chosen(&self.classes[class]);
+            return coder.encode(scheme, chosen(), page, limit, block);
         };
         let learnt = &mut *learnt;
         let began_ns = cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID);
-        let mut back = std::mem::take(&mut learnt.page);
-        back.resize(page.bytes.len(), 0);
-        let tries_all = learnt.model.pages_tried(class).is_multiple_of(ALL_FORMS);
         self.seen.fetch_or(self.part_of(page.number), Relaxed);
-        for (at, form) in self.forms.iter().enumerate() {
-            if !tries_all && !learnt.model.is_worth_a_trial(class, at) {
-                continue;
+        // The form that is chosen now comes last: its block can stay, if it is chosen again.
+        let last = chosen();
+        let mut left = None;
+        let all = (0..self.forms.len()).filter(|&at| self.forms[at] != last);
+        let last_at = self.forms.iter().position(|&form| form == last);
+        let tries_all = learnt.model.pages_tried(class).is_multiple_of(ALL_FORMS);
+        for at in all.chain(last_at) {
+            if tries_all || learnt.model.is_worth_a_trial(class, at) {
+                let mut tried = Tried::raw(page);
+                if self.forms[at] != Form::Raw {
+                    let mut attempt = Attempt {
+                        coder: &mut *coder,
+                        scheme,
+                        page,
+                        limit,
+                        back: &mut learnt.page,
+                    };
+                    tried = attempt.twice(self.forms[at], block);
+                }
+                learnt.model.samples[class][at].see(tried.sample);
+                left = Some((self.forms[at], tried.encoded));
             }
-            let mut sample = Sample {
-                bytes: page.bytes.len() as f64,
-                ..Sample::default()
-            };
-            if *form != Form::Raw {
-                // The shorter of two trials contains less of what the host's other guests take, and
-                // nothing of touching tables for the first time.
-                let mut again = || time(*form, coder, scheme, page, limit, block, &mut back);
-                sample = again().shorter(again());
-            }
-            learnt.model.samples[class][at].see(sample);
         }
-        learnt.page = back;
         let spent_ns = cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID) - began_ns;
         learnt.samples_ns += spent_ns;
         self.turn(learnt);
+        self.pause(class, spent_ns);
+        match left {
+            Some((form, Some(encoded))) if form == chosen() => encoded,
+            _ => coder.encode(scheme, chosen(), page, limit, block),
+        }
+    }
+
+    /// A sample of this stretch took `spent_ns`: when the next ones are due.
+    fn pause(&self, class: usize, spent_ns: u64) {
         let pause_ns = (spent_ns * SAMPLE_SHARE).max(EPOCH.as_nanos() as u64);
         let next_ns = self.traffic.now_ns() + pause_ns;
         // Stretches take turns, so that all of them together keep the share.
@@ -237,7 +249,6 @@ impl Chooser {
                 other.due_ns.fetch_max(next_ns, Relaxed);
             }
         }
-        self.chosen(&self.classes[class])
     }
 
     fn chosen(&self, class: &Class) -> Form {
@@ -322,36 +333,70 @@ impl Chooser {
     }
 }
 
-/// Times one page's encoding and decoding. A page that would be stored raw counts with its own
-/// length and the time of the attempt.
-fn time(
-    form: Form,
-    coder: &mut Coder,
-    scheme: &Scheme,
-    page: Page<'_>,
+/// What a form makes of a page.
+struct Tried {
+    sample: Sample,
+    /// `None`: the page would be stored raw.
+    encoded: Option<Encoded>,
+}
+
+impl Tried {
+    fn raw(page: Page<'_>) -> Self {
+        let bytes = page.bytes.len() as f64;
+        let sample = Sample {
+            bytes,
+            ..Sample::default()
+        };
+        Self {
+            sample,
+            encoded: Some(Encoded::raw(page)),
+        }
+    }
+}
+
+/// What trying a page takes.
+struct Attempt<'a> {
+    coder: &'a mut Coder,
+    scheme: &'a Scheme,
+    page: Page<'a>,
     limit: usize,
-    block: &mut [u8],
-    back: &mut [u8],
-) -> Sample {
-    let clock = || cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID);
-    let began = clock();
-    let encoded = coder.encode_as(scheme, form, page, limit, block);
-    let between = clock();
-    let Some(encoded) = encoded else {
-        return Sample {
+    /// Where the page is decoded to.
+    back: &'a mut Vec<u8>,
+}
+
+impl Attempt<'_> {
+    /// The shorter of two trials contains less of what the host's other guests take, and nothing of
+    /// touching tables for the first time.
+    fn twice(&mut self, form: Form, block: &mut [u8]) -> Tried {
+        let (first, second) = (self.once(form, block), self.once(form, block));
+        Tried {
+            sample: first.sample.shorter(second.sample),
+            encoded: second.encoded,
+        }
+    }
+
+    /// Times the page's encoding and decoding. A page that would be stored raw counts with its own
+    /// length and the time of the attempt.
+    fn once(&mut self, form: Form, block: &mut [u8]) -> Tried {
+        let clock = || cpu_ns(ClockId::CLOCK_THREAD_CPUTIME_ID);
+        let (coder, page) = (&mut *self.coder, self.page);
+        self.back.resize(page.bytes.len(), 0);
+        let began = clock();
+        let encoded = coder.encode_as(self.scheme, form, page, self.limit, block);
+        let between = clock();
+        let mut sample = Sample {
             bytes: page.bytes.len() as f64,
             encode_ns: (between - began) as f64,
             ..Sample::default()
         };
-    };
-    let block = &block[..encoded.bytes as usize];
-    // The result is verified when the page comes back; here only the time matters.
-    let _ = coder.decode(scheme, form, block, page.seed, page.number, back);
-    Sample {
-        bytes: f64::from(encoded.bytes),
-        encode_ns: (between - began) as f64,
-        decode_ns: (clock() - between) as f64,
-        ..Sample::default()
+        if let Some(encoded) = encoded {
+            let block = &block[..encoded.bytes as usize];
+            // The result is verified when the page comes back; here only the time matters.
+            let _ = coder.decode(self.scheme, form, block, page.seed, page.number, self.back);
+            sample.bytes = f64::from(encoded.bytes);
+            sample.decode_ns = (clock() - between) as f64;
+        }
+        Tried { sample, encoded }
     }
 }
 
@@ -373,8 +418,8 @@ mod tests {
         (chooser, scheme)
     }
 
-    /// Steps: LZ4 makes next to nothing of them.
-    fn decide(chooser: &Chooser, scheme: &Scheme, number: u64) -> Form {
+    /// Writes a page of steps, of which LZ4 makes next to nothing. Returns the form that comes out.
+    fn write(chooser: &Chooser, scheme: &Scheme, number: u64) -> Form {
         let values: Vec<f64> = (0..8192).map(|at| 1.0 + f64::from(at / 64)).collect();
         let bytes: &[u8] = bytemuck::cast_slice(&values);
         let mut block = vec![0; Coder::bound(PAGE)];
@@ -385,14 +430,26 @@ mod tests {
             seed: 1,
         };
         let limit = Coder::limit(PAGE);
-        chooser.decide(&mut Coder::new(), scheme, page, limit, &mut block)
+        let mut coder = Coder::new();
+        let encoded = match chooser.form(number) {
+            Some(form) => coder.encode(scheme, form, page, limit, &mut block),
+            None => chooser.sample(&mut coder, scheme, page, limit, &mut block),
+        };
+        if encoded.form != Form::Raw {
+            let (block, mut back) = (&block[..encoded.bytes as usize], vec![0; PAGE]);
+            coder
+                .decode(scheme, encoded.form, block, 1, number, &mut back)
+                .expect("it was just encoded");
+            assert!(back == bytes, "the block is that of {:?}", encoded.form);
+        }
+        encoded.form
     }
 
     #[test]
     fn samples_come_at_once_and_then_seldom() {
         let (chooser, scheme) = chooser(&Arc::default());
         assert_eq!(chooser.form(3), None, "never seen");
-        let form = decide(&chooser, &scheme, 3);
+        let form = write(&chooser, &scheme, 3);
         assert_eq!(form, Form::Raw, "nothing is known of the link yet");
         assert_eq!(chooser.form(3), Some(form));
         assert_eq!(chooser.form(999), None, "another stretch");
@@ -407,7 +464,7 @@ mod tests {
         // The last is tried again when everything is.
         samples.last_mut().expect("some").encode_ns = 1e9;
         drop(learnt);
-        decide(&chooser, &scheme, 20);
+        write(&chooser, &scheme, 20);
         assert_eq!(chooser.form(20), Some(form));
         let samples = &chooser.learnt.lock().model.samples[0];
         let tried = samples.iter().map(|sample| sample.pages);
@@ -419,7 +476,7 @@ mod tests {
     fn what_lanes_wait_for_decides() {
         let traffic = Arc::default();
         let (chooser, scheme) = chooser(&traffic);
-        decide(&chooser, &scheme, 3);
+        write(&chooser, &scheme, 3);
         let bytes = EPOCH_PAGES * PAGE as u64;
         let epoch = |waited_ns: u64| {
             chooser.moved(WRITE, Form::Raw, 3, EPOCH_PAGES as usize, bytes);
@@ -437,5 +494,14 @@ mod tests {
             assert_eq!(epoch(0), Form::Raw, "nobody waits");
         }
         assert_ne!(epoch(160_000_000), Form::Raw);
+        {
+            let mut learnt = chooser.learnt.lock();
+            // The clock has not gone on as far as the epochs above say.
+            learnt.marks.at_ns = 0;
+            chooser.turn(&mut learnt);
+        }
+        // Another part: a sample, whose block is kept where its form is chosen again.
+        assert_eq!(chooser.form(20), None);
+        assert_ne!(write(&chooser, &scheme, 20), Form::Raw);
     }
 }

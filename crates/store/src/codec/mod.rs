@@ -3,17 +3,20 @@
 //! The rule it keeps: **each page has a form of its own, which its entry remembers.** The region's
 //! codec says which forms may be tried; a page is stored in the [`Form`] that was found for it, raw
 //! if no other is shorter. This module holds the codecs' names and what they accept. `scheme` fits
-//! a codec to an array, `coder` decides and encodes, `shuffle` transposes bytes, `plain` is what
-//! every page goes through.
+//! a codec to an array, `coder` encodes, `adaptive` chooses forms, `shuffle` transposes bytes,
+//! `plain` is what every page goes through. Imports run in that direction alone: `adaptive` uses
+//! `coder`, and `coder` uses `form` and `scheme`.
 //!
 //! Why these implementations, with figures: `docs/decisions.md`, "Codecs".
 
 mod adaptive;
 mod coder;
+mod form;
 mod plain;
 mod scheme;
 mod shuffle;
 mod trial;
+mod zfp;
 
 use std::{any::TypeId, fmt, mem, str::FromStr};
 
@@ -21,7 +24,8 @@ use serde::{Deserialize, Serialize};
 
 pub(crate) use self::{
     adaptive::{Chooser, READ, Traffic, WRITE, Watch},
-    coder::{Coder, Form, Page},
+    coder::Coder,
+    form::{Form, Page},
     plain::{fill_repeated, hash, repeated},
     scheme::Scheme,
 };

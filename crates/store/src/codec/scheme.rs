@@ -11,8 +11,14 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Codec, CodecError, Element, ZfpMode, coder::Form};
+use super::{
+    Codec, CodecError, Element, ZfpMode,
+    form::{Form, Width},
+};
 use crate::Elements;
+
+/// Bytes before a ZFP block: the low half of its hash.
+pub(super) const ZFP_HEADER_BYTES: usize = 8;
 
 /// The shape and the elements of a region.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,30 +73,6 @@ pub(super) enum Plan {
     Shuffle(Width),
     Zfp(ZfpMode, Number),
     Adaptive(Option<Width>, Option<(ZfpMode, Number)>),
-}
-
-/// Bytes of an element that is shuffled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Width {
-    Two,
-    Four,
-    Eight,
-}
-
-impl Width {
-    fn of(bytes: usize) -> Option<Self> {
-        [Self::Two, Self::Four, Self::Eight]
-            .into_iter()
-            .find(|width| width.bytes() == bytes)
-    }
-
-    pub(crate) fn bytes(self) -> usize {
-        match self {
-            Self::Two => 2,
-            Self::Four => 4,
-            Self::Eight => 8,
-        }
-    }
 }
 
 /// What ZFP can compress.
@@ -165,6 +147,28 @@ impl Scheme {
     /// Whether all pages are stored as they are.
     pub(crate) fn is_raw(&self) -> bool {
         self.plan == Plan::Raw
+    }
+
+    /// The form that each page is tried in. `None`: an adaptive codec chooses it.
+    pub(crate) fn form(&self) -> Option<Form> {
+        match self.plan {
+            Plan::Raw => Some(Form::Raw),
+            Plan::Lz4 => Some(Form::Lz4),
+            Plan::Shuffle(width) => Some(Form::Shuffled(width)),
+            Plan::Zfp(..) => Some(Form::Zfp),
+            Plan::Adaptive(..) => None,
+        }
+    }
+
+    /// Whether a page of `page_bytes` can be stored as `stored_bytes` bytes of this form.
+    pub(crate) fn allows(&self, form: Form, stored_bytes: usize, page_bytes: usize) -> bool {
+        match form {
+            Form::Raw => stored_bytes == page_bytes,
+            Form::Lz4 | Form::Shuffled(_) => (1..page_bytes).contains(&stored_bytes),
+            Form::Zfp => {
+                self.zfp().is_some() && (ZFP_HEADER_BYTES..page_bytes).contains(&stored_bytes)
+            }
+        }
     }
 
     /// The forms that an adaptive codec chooses from, raw first. `None`: the codec is not adaptive.

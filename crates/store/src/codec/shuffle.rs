@@ -11,7 +11,7 @@
 
 use farpage_codec::interleave;
 
-use super::scheme::Width;
+use super::form::Width;
 
 type Vector = [u8; 16];
 

@@ -24,6 +24,8 @@ use super::{
 /// ```
 pub struct Trial {
     scheme: Scheme,
+    /// What pages are tried in.
+    wish: Form,
     coder: Coder,
     /// Where blocks are made.
     block: Vec<u8>,
@@ -68,16 +70,17 @@ impl Trial {
         page_bytes: usize,
     ) -> Result<Self, CodecError> {
         let scheme = Scheme::new(codec, Layout::new(element, shape))?;
-        if scheme.candidates().is_some() {
+        let Some(wish) = scheme.form() else {
             return Err(CodecError(format!(
                 "codec {codec} chooses by how a program runs, and here none does: try those that it chooses from"
             )));
-        }
+        };
         let mut coder = Coder::new();
         coder.prepare(&scheme, page_bytes);
         let block = vec![0; Coder::bound(page_bytes)];
         Ok(Self {
             scheme,
+            wish,
             coder,
             block,
         })
@@ -98,7 +101,7 @@ impl Trial {
         let limit = Coder::limit(bytes.len());
         let encoded = self
             .coder
-            .encode(&self.scheme, None, page, limit, &mut self.block);
+            .encode(&self.scheme, self.wish, page, limit, &mut self.block);
         let stored = match encoded.form {
             Form::Raw => bytes,
             _ => &self.block[..encoded.bytes as usize],

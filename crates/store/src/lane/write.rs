@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     PageStore, StoreError, StoreStatsSnapshot,
-    codec::{self, Chooser, Coder, Form, Page},
+    codec::{self, Coder, Form, Page},
     entry::{Entry, Place, Span},
     remote::{NoRoom, RemoteStore},
 };
@@ -81,18 +81,31 @@ impl<F: Frame> Lane<F> {
         page: Page<'_>,
         tally: &mut StoreStatsSnapshot,
     ) -> Result<(Task, u128), RegError> {
-        let chooser = remote.chooser.as_deref();
-        let passes = |chooser: &Chooser| chooser.form(page.number) == Some(Form::Raw);
-        if remote.scheme.is_raw() || chooser.is_some_and(passes) {
+        let (scheme, chooser) = (&remote.scheme, remote.chooser.as_deref());
+        // `None`: a sample, which the chooser tries in several forms.
+        let wish = match chooser {
+            Some(chooser) => chooser.form(page.number),
+            None => scheme.form(),
+        };
+        if wish == Some(Form::Raw) {
             return Ok((Task::Raw, page.hash));
         }
         let page_bytes = page.bytes.len();
         let Some(mut block) = self.staging.take(page_bytes)? else {
             return Ok((Task::Encode, page.hash));
         };
-        let limit = Coder::limit(page_bytes);
+        let (limit, coder) = (Coder::limit(page_bytes), &mut self.coder);
         let began = Instant::now();
-        let encoded = (self.coder).encode(&remote.scheme, chooser, page, limit, block.as_mut());
+        let encoded = match wish {
+            Some(wish) => coder.encode(scheme, wish, page, limit, block.as_mut()),
+            None => chooser.expect("an adaptive scheme has one").sample(
+                coder,
+                scheme,
+                page,
+                limit,
+                block.as_mut(),
+            ),
+        };
         tally.encode_ns += began.elapsed().as_nanos() as u64;
         tally.zfp_declined += u64::from(encoded.declined);
         tally.see_error(encoded.error);
