@@ -45,7 +45,8 @@ use crate::{
     Cluster, PageStore, StoreError,
     blocking::Bell,
     codec::{Coder, Watch},
-    entry::{Entry, Place, Span},
+    entry::Entry,
+    place::{Place, Span},
     remote::{Backing, RemoteStore},
 };
 

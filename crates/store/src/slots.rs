@@ -20,7 +20,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::entry::PLACE_UNIT;
+use crate::place::slot_bytes;
 
 /// Extents are used in multiples of this: a tail that is shorter stays unused.
 pub(crate) const GRANULE_BYTES: u64 = 64 << 10;
@@ -216,11 +216,6 @@ impl Arena {
     }
 }
 
-/// What a slot for so many bytes takes.
-pub(crate) fn slot_bytes(bytes: u32) -> u64 {
-    u64::from(bytes).max(1).next_multiple_of(PLACE_UNIT)
-}
-
 fn start_of(extent: u32) -> Slot {
     Slot { extent, offset: 0 }
 }
@@ -239,6 +234,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::place::PLACE_UNIT;
 
     #[test]
     fn raw_pages_fill_an_extent_to_its_last_granule() {

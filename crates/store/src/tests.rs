@@ -23,9 +23,7 @@ use rand_chacha::ChaCha8Rng;
 use crate::{
     BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
     FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageStore, PublishStoreError,
-    RemoteOptions, Reserve, Store, StoreError, ZfpMode,
-    cluster::Pool,
-    entry::{Entry, Place},
+    RemoteOptions, Reserve, Store, StoreError, ZfpMode, entry::Entry, place::Place, pool::Pool,
     remote::Backing,
 };
 

@@ -18,7 +18,7 @@ use std::{
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
 
-use crate::{blocking::Bell, cluster::Pool, entry::Span};
+use crate::{blocking::Bell, place::Span, pool::Pool};
 
 /// Between two attempts to open a channel: doubled from the first to the last.
 const BACKOFF_MIN: Duration = Duration::from_millis(1);

@@ -12,7 +12,7 @@ use super::{Done, Frame, Outcome};
 use crate::{
     PageStore, StoreError, StoreStatsSnapshot,
     codec::{Form, READ, WRITE},
-    entry::Place,
+    place::Place,
     remote::RemoteStore,
 };
 

@@ -16,7 +16,8 @@ use super::{
 use crate::{
     PageStore, StoreError, StoreStatsSnapshot,
     codec::{self, Coder, Form, Page},
-    entry::{Entry, Place, Span},
+    entry::Entry,
+    place::{Place, Span},
     remote::{NoRoom, RemoteStore},
 };
 

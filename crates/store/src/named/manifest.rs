@@ -1,0 +1,63 @@
+//! [`Manifest`]: what a name is bound to, and the words of a page map.
+//!
+//! The rule it keeps: published regions stay readable, so [`VERSION`] changes with every change of
+//! what is here.
+
+use farpage_fabric::ExtentId;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Codec, Layout,
+    entry::{Entry, Words},
+    place::Span,
+};
+
+pub(super) const VERSION: u32 = 3;
+
+/// What a name is bound to, on each server of the region.
+#[derive(Serialize, Deserialize)]
+pub(super) enum Manifest {
+    /// On the first server: the region.
+    Region(Box<RegionManifest>),
+    /// On the others: they only keep extents.
+    Part,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct RegionManifest {
+    pub(super) version: u32,
+    pub(super) bytes: u64,
+    pub(super) page_bytes: u64,
+    pub(super) codec: Codec,
+    pub(super) layout: Layout,
+    pub(super) seed: u64,
+    /// Whether its raw size is to be granted at once.
+    pub(super) reserved: bool,
+    /// Endpoints, by the servers' numbers in entries.
+    pub(super) servers: Vec<String>,
+    /// Server and extent, by the extents' indices in entries.
+    pub(super) extents: Vec<Option<(u8, ExtentId)>>,
+    pub(super) map_bytes: u64,
+    pub(super) map: Vec<Words>,
+}
+
+/// The slot that an entry of a map refers to.
+pub(super) fn span_of(words: &Words) -> Option<Span> {
+    Entry::decode(*words)?.slot()
+}
+
+pub(super) fn words_of(bytes: &[u8; 32]) -> Words {
+    let mut words = [0; 4];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    words
+}
+
+pub(super) fn bytes_of(words: Words) -> [u8; 32] {
+    let mut bytes = [0; 32];
+    for (bytes, word) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(words) {
+        *bytes = word.to_le_bytes();
+    }
+    bytes
+}

@@ -1,0 +1,16 @@
+//! Named regions: the page map in remote memory, so that another process can open the region.
+//!
+//! The rule it keeps: **until the last step of a publication, the previous one is whole.** The map
+//! goes to blocks of its own, slots that the published map refers to are not reused before the next
+//! publication has succeeded (`publications.rs`), and the name is bound last, on the region's first
+//! server. A process that dies on the way leaves what was published before.
+//!
+//! The map is the entries of all pages, four little-endian words each, and zeros up to a whole
+//! granule. It is cut into pieces of [`PIECE_BYTES`](crate::publications::PIECE_BYTES), each with
+//! an entry of its own in the manifest. So the manifest stays small, and stretches without entries
+//! cost nothing. Entries name servers and extents by their index in the manifest.
+
+mod manifest;
+mod mover;
+mod open;
+mod publish;

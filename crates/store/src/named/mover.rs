@@ -1,0 +1,92 @@
+//! [`Mover`]: reads and writes pieces of a page map.
+//!
+//! The rule it keeps: it waits for servers, so no worker uses it.
+
+use std::{os::fd::BorrowedFd, time::Instant};
+
+use farpage_fabric::{
+    Channel, ChannelError, ConnectError, Op, Verb,
+    regmem::{RegBuf, RegError},
+};
+use nix::poll::{PollFd, PollFlags, PollTimeout};
+
+use crate::{place::Place, pool::Pool};
+
+/// Moves pieces of a map one after another.
+pub(super) struct Mover<'a> {
+    pool: &'a Pool,
+    channels: Vec<Option<Box<dyn Channel<RegBuf>>>>,
+}
+
+pub(super) enum MoveError {
+    Memory(RegError),
+    Connect(ConnectError),
+    Channel(ChannelError),
+}
+
+impl<'a> Mover<'a> {
+    pub(super) fn new(pool: &'a Pool) -> Self {
+        Self {
+            pool,
+            channels: pool.servers().iter().map(|_| None).collect(),
+        }
+    }
+
+    pub(super) fn read(&mut self, place: Place, len: usize) -> Result<RegBuf, MoveError> {
+        let buf = (self.pool.registered.acquire(len)).map_err(MoveError::Memory)?;
+        self.transfer(Verb::Read, place, buf)
+    }
+
+    pub(super) fn write(&mut self, place: Place, piece: &[u8]) -> Result<(), MoveError> {
+        let mut buf = (self.pool.registered.acquire(piece.len())).map_err(MoveError::Memory)?;
+        buf.as_mut().copy_from_slice(piece);
+        self.transfer(Verb::Write, place, buf).map(drop)
+    }
+
+    fn transfer(&mut self, verb: Verb, place: Place, buf: RegBuf) -> Result<RegBuf, MoveError> {
+        let server = place.server as usize;
+        let channel = match &mut self.channels[server] {
+            Some(channel) => channel,
+            none => none.insert(
+                self.pool.servers()[server]
+                    .1
+                    .channel()
+                    .map_err(MoveError::Connect)?,
+            ),
+        };
+        let len = buf.as_ref().len() as u32;
+        let op = Op {
+            tag: 0,
+            verb,
+            extent: self.pool.extent(place),
+            offset: place.offset,
+            len,
+            buf,
+        };
+        assert!(channel.post(op).is_ok(), "a channel takes one operation");
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {
+            let wait = channel.wait();
+            sleep(wait.fd, wait.readable, wait.writable, wait.until);
+        }
+        let completion = done.pop().expect("poll returned one");
+        completion
+            .result
+            .map(|()| completion.buf)
+            .map_err(MoveError::Channel)
+    }
+}
+
+fn sleep(fd: Option<BorrowedFd<'_>>, readable: bool, writable: bool, until: Option<Instant>) {
+    let mut events = PollFlags::empty();
+    events.set(PollFlags::POLLIN, readable);
+    events.set(PollFlags::POLLOUT, writable);
+    let mut fds: Vec<_> = fd.map(|fd| PollFd::new(fd, events)).into_iter().collect();
+    let timeout = until.map_or(PollTimeout::NONE, |until| {
+        let left = until.saturating_duration_since(Instant::now());
+        PollTimeout::try_from(left.as_millis() + u128::from(!left.is_zero()))
+            .unwrap_or(PollTimeout::MAX)
+    });
+    // Whatever it says, the channel is polled next.
+    let _ = nix::poll::poll(&mut fds, timeout);
+}

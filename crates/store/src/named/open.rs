@@ -1,0 +1,366 @@
+//! [`PageStore::open`]: a region from what its servers keep under its name.
+//!
+//! The rule it keeps: nothing that a server says is trusted. A map whose entries overlap, or lie
+//! nowhere, is an error, and gives back what was opened.
+
+use std::{collections::HashSet, sync::Arc};
+
+use farpage_fabric::{Extent, OpenError, Session, log::later};
+
+use super::{
+    manifest::{Manifest, RegionManifest, VERSION, span_of, words_of},
+    mover::{MoveError, Mover},
+};
+use crate::{
+    Cluster, OpenStoreError, PageStore,
+    codec::{self, Chooser, Scheme},
+    entry::{Entry, PageTable},
+    names::Claim,
+    place::Span,
+    pool::{Pool, Reservation},
+    publications::{PIECE_BYTES, Publications, map_bytes},
+    remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
+};
+
+impl PageStore {
+    /// Opens the region that was last published under `name`, and which errors call `region`. Its
+    /// length, page size and codec are those it was published with. Nobody else can open it before
+    /// this store is dropped.
+    ///
+    /// # Errors
+    /// [`OpenStoreError`].
+    pub fn open(
+        cluster: &Arc<Cluster>,
+        region: impl Into<Arc<str>>,
+        name: &str,
+    ) -> Result<Arc<Self>, OpenStoreError> {
+        let region = region.into();
+        let opened = Opened::open(cluster, name)?;
+        let damaged = |detail: &str| damaged(name, detail);
+        // 1. The servers and extents under the numbers that the map uses.
+        let pool = Arc::new(opened.pool(cluster, name)?);
+        let scheme = opened.scheme(name)?;
+        let page_bytes = opened.page_bytes(&region, name)?;
+        // 2. The map, and the slots that it is in.
+        let map = opened.read_map(&pool, name)?;
+        let manifest = &opened.manifest;
+        let pages = manifest.bytes.div_ceil(manifest.page_bytes);
+        let entries = usize::try_from(pages)
+            .ok()
+            .and_then(|pages| map.get(..pages.checked_mul(32)?))
+            .ok_or_else(|| damaged("its page map is shorter than its pages"))?;
+        let slots: Vec<_> = manifest.map.iter().filter_map(span_of).collect();
+        if !slots.iter().all(|slot| pool.claim(*slot)) {
+            return Err(damaged("pieces of its map overlap, or lie nowhere"));
+        }
+        // 3. The store. Its table before memory is reserved: nobody would take that back.
+        let table = PageTable::new(manifest.bytes, page_bytes)?;
+        let reservation = opened.reserve(&pool, page_bytes, name)?;
+        let is_reserved = reservation.is_some();
+        let chooser = Chooser::new(&cluster.traffic, &scheme, pages);
+        let remote = RemoteStore {
+            pool: pool.clone(),
+            chooser: chooser.map(Box::new),
+            scheme: Box::new(scheme),
+            page_bytes,
+            reservation,
+            claim: Some(Box::new(opened.claim)),
+            publications: Some(Publications::of(slots)),
+        };
+        let (bytes, seed) = (manifest.bytes, manifest.seed);
+        let backing = Backing::Remote(remote);
+        let store = Self::new(cluster, region, bytes, page_bytes, table, seed, backing);
+        // From here on the store gives the extents back.
+        opened.extents.hand_over(&pool);
+        // 4. The entries.
+        let Backing::Remote(remote) = &store.backing else {
+            unreachable!("made so above")
+        };
+        for (page, words) in (0..).zip(entries.as_chunks::<32>().0) {
+            let entry = Entry::decode(words_of(words))
+                .ok_or_else(|| damaged("an entry of its page map is none"))?;
+            store.adopt(remote, page, entry).map_err(damaged)?;
+        }
+        // 5. Slots for maps to come, now that all slots of the pages are taken.
+        if is_reserved && let Some(publications) = &remote.publications {
+            publications.set_aside(&pool, map_bytes(bytes, page_bytes), 1);
+        }
+        Ok(store)
+    }
+
+    /// Takes over the entry of a published page. What is wrong with it, if something is.
+    fn adopt(&self, remote: &RemoteStore, page: u64, entry: Entry) -> Result<(), &'static str> {
+        let (page_bytes, pool) = (self.page_bytes, &remote.pool);
+        match entry {
+            Entry::Never => return Ok(()),
+            Entry::Repeated { .. } => {}
+            Entry::Kept { .. } => return Err("an entry refers to a store of its owner's"),
+            Entry::Stored {
+                place,
+                stored_bytes,
+                form,
+                ..
+            } => {
+                let slot = Span {
+                    place,
+                    bytes: stored_bytes,
+                };
+                let is_possible = (remote.scheme).allows(form, stored_bytes as usize, page_bytes);
+                if !(is_possible && pool.claim(slot)) {
+                    return Err(
+                        "two entries of its page map overlap, or one lies outside its extents",
+                    );
+                }
+            }
+        }
+        self.table.store(page, entry);
+        if let Some(slot) = entry.slot() {
+            pool.hold(slot, page_bytes, 1);
+            self.table.mark_published(page);
+        }
+        Ok(())
+    }
+}
+
+fn damaged(name: &str, detail: &str) -> OpenStoreError {
+    OpenStoreError::Damaged {
+        name: name.to_owned(),
+        detail: detail.to_owned(),
+    }
+}
+
+/// An opened name, given back unless a store takes it over.
+struct Opened {
+    manifest: Box<RegionManifest>,
+    extents: Extents,
+    /// Let go after the extents.
+    claim: Claim,
+}
+
+/// The extents of an opened name, by server. Dropping it gives them back.
+struct Extents(Vec<(Arc<Session>, Vec<Extent>)>);
+
+impl Drop for Extents {
+    fn drop(&mut self) {
+        for (session, extents) in &self.0 {
+            for extent in extents {
+                if let Err(error) = session.release(extent.id) {
+                    let (endpoint, extent) = (session.endpoint().clone(), extent.id);
+                    later(move || {
+                        tracing::warn!(%endpoint, %extent, %error, "extent not given back");
+                    });
+                }
+            }
+        }
+    }
+}
+
+impl Extents {
+    /// The pool's extents are its own from here on. What a publication that did not come to its end
+    /// had added goes back.
+    fn hand_over(mut self, pool: &Pool) {
+        let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
+        for (session, extents) in &mut self.0 {
+            let same = |(_, other): &(usize, Arc<Session>)| Arc::ptr_eq(other, session);
+            let server = pool.servers().iter().position(same);
+            let is_kept = |id| server.is_some_and(|server| kept.contains(&(server as u8, id)));
+            extents.retain(|extent| !is_kept(extent.id));
+        }
+    }
+}
+
+impl Opened {
+    fn open(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
+        let claim = Claim::here(cluster, name).ok_or_else(|| OpenStoreError::Held {
+            name: name.to_owned(),
+        })?;
+        let mut extents = Extents(Vec::new());
+        let mut region = None;
+        for session in cluster.sessions() {
+            let named = match session.open(name) {
+                Ok(named) => named,
+                Err(OpenError::NotFound { .. }) => continue,
+                Err(source) => {
+                    return Err(OpenStoreError::Open {
+                        name: name.to_owned(),
+                        source,
+                    });
+                }
+            };
+            claim.opened(session);
+            extents.0.push((session.clone(), named.extents));
+            match postcard::from_bytes(&named.manifest) {
+                Ok(Manifest::Region(manifest)) if manifest.version == VERSION => {
+                    if region.replace(manifest).is_some() {
+                        let detail = "several servers have a region of that name, published by clients of one of them: open it with that server alone";
+                        return Err(OpenStoreError::Damaged {
+                            name: name.to_owned(),
+                            detail: detail.to_owned(),
+                        });
+                    }
+                }
+                Ok(Manifest::Part) => {}
+                _ => {
+                    let detail = format!(
+                        "{} has a manifest for it that this version cannot read",
+                        session.endpoint()
+                    );
+                    return Err(OpenStoreError::Damaged {
+                        name: name.to_owned(),
+                        detail,
+                    });
+                }
+            }
+        }
+        let manifest = region.ok_or_else(|| OpenStoreError::NotFound {
+            name: name.to_owned(),
+        })?;
+        // Also where it has nothing now: it may be published there again.
+        let failed = |source| OpenStoreError::Claim {
+            name: name.to_owned(),
+            source,
+        };
+        claim.take(true).map_err(failed)?;
+        Ok(Self {
+            manifest,
+            extents,
+            claim,
+        })
+    }
+
+    fn scheme(&self, name: &str) -> Result<Scheme, OpenStoreError> {
+        let manifest = &self.manifest;
+        let elements = manifest.layout.elements.as_ref();
+        if elements.is_some_and(|elements| !elements.fit(manifest.bytes)) {
+            return Err(damaged(name, "it is shorter than its elements"));
+        }
+        Scheme::new(manifest.codec, manifest.layout.clone())
+            .map_err(|error| damaged(name, &error.to_string()))
+    }
+
+    fn page_bytes(&self, region: &Arc<str>, name: &str) -> Result<usize, OpenStoreError> {
+        let page_bytes = usize::try_from(self.manifest.page_bytes).unwrap_or(usize::MAX);
+        match check_page_bytes(region, page_bytes) {
+            Ok(()) => Ok(page_bytes),
+            Err(_) => Err(damaged(name, "its page size is impossible")),
+        }
+    }
+
+    /// What the region was promised, if it was promised its size.
+    fn reserve(
+        &self,
+        pool: &Pool,
+        page_bytes: usize,
+        name: &str,
+    ) -> Result<Option<Reservation>, OpenStoreError> {
+        if !self.manifest.reserved {
+            return Ok(None);
+        }
+        let bytes = reserved_bytes(self.manifest.bytes, page_bytes, true);
+        let failed = |source| OpenStoreError::Alloc {
+            name: name.to_owned(),
+            source,
+        };
+        pool.reserve(bytes, page_bytes).map_err(failed).map(Some)
+    }
+
+    /// A pool that numbers servers and extents as the manifest does, and has the cluster's other
+    /// servers behind them.
+    fn pool(&self, cluster: &Cluster, name: &str) -> Result<Pool, OpenStoreError> {
+        let sessions = cluster.sessions();
+        let port_of = |endpoint: &String| {
+            let missing = || OpenStoreError::ServerMissing {
+                name: name.to_owned(),
+                endpoint: endpoint.clone(),
+            };
+            sessions
+                .iter()
+                .position(|session| session.endpoint().to_string() == *endpoint)
+                .ok_or_else(missing)
+        };
+        let mut ports = self
+            .manifest
+            .servers
+            .iter()
+            .map(port_of)
+            .collect::<Result<Vec<_>, _>>()?;
+        ports.extend((0..sessions.len()).filter(|port| {
+            !self
+                .manifest
+                .servers
+                .contains(&sessions[*port].endpoint().to_string())
+        }));
+        let pool = cluster.new_pool(ports);
+        for extent in &self.manifest.extents {
+            let Some((server, id)) = *extent else {
+                pool.add_gap();
+                continue;
+            };
+            let endpoint = self
+                .manifest
+                .servers
+                .get(server as usize)
+                .cloned()
+                .unwrap_or_default();
+            let opened = self
+                .extents
+                .0
+                .iter()
+                .filter(|(session, _)| session.endpoint().to_string() == endpoint);
+            let found = opened
+                .flat_map(|(_, extents)| extents)
+                .find(|extent| extent.id == id);
+            let missing = || OpenStoreError::ExtentMissing {
+                name: name.to_owned(),
+                endpoint,
+                extent: id,
+            };
+            pool.add(server, id, found.ok_or_else(missing)?.bytes);
+        }
+        Ok(pool)
+    }
+
+    fn read_map(&self, pool: &Pool, name: &str) -> Result<Vec<u8>, OpenStoreError> {
+        let damaged = || damaged(name, "its page map is not what was published");
+        let name = || name.to_owned();
+        let map_bytes = usize::try_from(self.manifest.map_bytes).map_err(|_| damaged())?;
+        if map_bytes.div_ceil(PIECE_BYTES) != self.manifest.map.len() {
+            return Err(damaged());
+        }
+        let mut mover = Mover::new(pool);
+        let mut map = Vec::new();
+        for (i, words) in self.manifest.map.iter().enumerate() {
+            let len = (map_bytes - i * PIECE_BYTES).min(PIECE_BYTES);
+            match Entry::decode(*words) {
+                Some(Entry::Never) => map.resize(map.len() + len, 0),
+                Some(Entry::Stored {
+                    place,
+                    hash,
+                    stored_bytes,
+                    ..
+                }) if stored_bytes as usize == len && pool.holds(place) => {
+                    let piece = mover.read(place, len).map_err(|error| match error {
+                        MoveError::Memory(source) => OpenStoreError::Memory {
+                            name: name(),
+                            source,
+                        },
+                        MoveError::Connect(source) => OpenStoreError::Connect {
+                            name: name(),
+                            source,
+                        },
+                        MoveError::Channel(source) => OpenStoreError::Map {
+                            name: name(),
+                            source,
+                        },
+                    })?;
+                    if codec::hash(piece.as_ref(), self.manifest.seed) != hash {
+                        return Err(damaged());
+                    }
+                    map.extend_from_slice(piece.as_ref());
+                }
+                _ => return Err(damaged()),
+            }
+        }
+        Ok(map)
+    }
+}

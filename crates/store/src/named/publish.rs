@@ -1,0 +1,208 @@
+//! [`PageStore::publish`]: a region's page map to remote memory, and its name bound to it.
+//!
+//! The rule it keeps: until the last step, the previous publication is whole; and the last step is
+//! one request to the region's first server.
+
+use farpage_fabric::{ControlError, PublishError};
+
+use super::{
+    manifest::{Manifest, RegionManifest, VERSION, bytes_of, span_of, words_of},
+    mover::{MoveError, Mover},
+};
+use crate::{
+    PageStore, PublishStoreError,
+    codec::{self, Form},
+    entry::{Entry, Words, portable},
+    place::Span,
+    pool::Pool,
+    publications::{Ended, PIECE_BYTES, map_bytes},
+    remote::{Backing, RemoteStore},
+};
+
+impl PageStore {
+    /// Publishes what has been written back so far under the region's name, atomically: whoever
+    /// opens the name gets this state or, if this call fails or the process dies in it, the
+    /// previous one. (If the connection breaks in the last step, either of the two.) Pages may be
+    /// filled and written back meanwhile.
+    ///
+    /// # Errors
+    /// [`PublishStoreError`].
+    pub fn publish(&self) -> Result<(), PublishStoreError> {
+        let Backing::Remote(
+            remote @ RemoteStore {
+                claim: Some(claim),
+                publications: Some(publications),
+                ..
+            },
+        ) = &self.backing
+        else {
+            return Err(PublishStoreError::NotNamed {
+                region: self.label.clone(),
+            });
+        };
+        let (pool, name) = (&remote.pool, claim.name());
+        let map_bytes = map_bytes(self.bytes, self.page_bytes);
+        let full = |source| PublishStoreError::Alloc {
+            name: name.to_owned(),
+            source,
+        };
+        let mut publication = publications.begin(pool, map_bytes).map_err(full)?;
+        // 1. Copy the map.
+        let map = publication.copy(|| self.copy_map(map_bytes));
+        // 2. Write it, and bind the name to it.
+        let result = match self.write_map(pool, name, &map, publication.area()) {
+            Ok(entries) => self.bind(remote, name, map_bytes, entries),
+            Err(failure) => {
+                let (failed, error) = *failure;
+                publication.give_up_area(pool, failed);
+                Err(error)
+            }
+        };
+        // 3. What only the previous map referred to is free now; after a failure, what only this
+        //    one refers to.
+        let ended = match &result {
+            Ok(()) => Ended::Bound,
+            Err(error) if may_have_happened(error) => Ended::Unknown,
+            Err(_) => Ended::Failed,
+        };
+        publication.end(pool, ended, || self.mark_published(&map));
+        result
+    }
+
+    fn copy_map(&self, map_bytes: u64) -> Vec<u8> {
+        let mut map = Vec::with_capacity(map_bytes as usize);
+        for page in 0..self.pages() {
+            map.extend(bytes_of(portable(self.table.load_words(page))));
+        }
+        map.resize(map_bytes as usize, 0);
+        map
+    }
+
+    /// Marks the pages that are as the map says.
+    fn mark_published(&self, map: &[u8]) {
+        for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
+            if span_of(&words_of(words)).is_some()
+                && bytes_of(portable(self.table.load_words(page))) == *words
+            {
+                self.table.mark_published(page);
+            }
+        }
+    }
+
+    /// Writes the map's pieces to the slots of `area`; what is all zeros needs no write. An error
+    /// comes with the slot whose write failed.
+    fn write_map(
+        &self,
+        pool: &Pool,
+        name: &str,
+        map: &[u8],
+        area: &[Span],
+    ) -> Result<Vec<Words>, Box<(Option<Span>, PublishStoreError)>> {
+        let name = || name.to_owned();
+        let mut mover = Mover::new(pool);
+        let mut entries: Vec<Words> = Vec::new();
+        for (piece, &slot) in map.chunks(PIECE_BYTES).zip(area) {
+            if piece.iter().all(|&byte| byte == 0) {
+                entries.push(Entry::Never.encode());
+                continue;
+            }
+            let failed = |slot, error| Box::new((slot, error));
+            let written = mover.write(slot.place, piece);
+            written.map_err(|error| match error {
+                MoveError::Memory(source) => failed(
+                    None,
+                    PublishStoreError::Memory {
+                        name: name(),
+                        source,
+                    },
+                ),
+                MoveError::Connect(source) => failed(
+                    None,
+                    PublishStoreError::Connect {
+                        name: name(),
+                        source,
+                    },
+                ),
+                MoveError::Channel(source) => failed(
+                    Some(slot),
+                    PublishStoreError::Map {
+                        name: name(),
+                        source,
+                    },
+                ),
+            })?;
+            let entry = Entry::Stored {
+                place: slot.place,
+                stored_bytes: slot.bytes,
+                form: Form::Raw,
+                hash: codec::hash(piece, self.seed),
+                published: false,
+            };
+            entries.push(entry.encode());
+        }
+        Ok(entries)
+    }
+
+    fn bind(
+        &self,
+        remote: &RemoteStore,
+        name: &str,
+        map_bytes: u64,
+        map: Vec<Words>,
+    ) -> Result<(), PublishStoreError> {
+        let pool = &remote.pool;
+        let extents = pool.extents();
+        let manifest = Manifest::Region(Box::new(RegionManifest {
+            version: VERSION,
+            bytes: self.bytes,
+            page_bytes: self.page_bytes as u64,
+            codec: remote.scheme.codec,
+            layout: remote.scheme.layout.clone(),
+            seed: self.seed,
+            reserved: remote.reservation.is_some(),
+            servers: pool
+                .servers()
+                .iter()
+                .map(|(_, session)| session.endpoint().to_string())
+                .collect(),
+            extents: extents.clone(),
+            map_bytes,
+            map,
+        }));
+        // The first server last: its manifest is the publication. The others hold at least what any
+        // of its maps needs. A server that holds nothing is told so, too: what the name kept there
+        // before is free then.
+        for (server, (_, session)) in pool.servers().iter().enumerate().rev() {
+            let manifest = if server == 0 {
+                &manifest
+            } else {
+                &Manifest::Part
+            };
+            let manifest = postcard::to_stdvec(manifest).expect("a manifest is plain data");
+            let held: Vec<_> = extents
+                .iter()
+                .flatten()
+                .filter(|(on, _)| usize::from(*on) == server)
+                .map(|(_, id)| *id)
+                .collect();
+            session.publish(name, &manifest, &held).map_err(|source| {
+                PublishStoreError::Publish {
+                    name: name.to_owned(),
+                    source,
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Whether the name may be bound all the same: only the answer was lost.
+fn may_have_happened(error: &PublishStoreError) -> bool {
+    matches!(
+        error,
+        PublishStoreError::Publish {
+            source: PublishError::Control(ControlError::Disconnected { .. }),
+            ..
+        }
+    )
+}

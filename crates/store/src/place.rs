@@ -1,0 +1,58 @@
+//! [`Place`] and [`Span`]: where a slot is, and how long.
+//!
+//! The rule it keeps: a place fits one word, so that page entries stay short.
+
+/// Offsets are kept in this unit; slots are multiples of it.
+pub(crate) const PLACE_UNIT: u64 = 64;
+
+/// Where a slot begins. Server and extent are indices into the tables of the region's pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct Place {
+    pub(crate) server: u8,
+    pub(crate) extent: u32,
+    pub(crate) offset: u64,
+}
+
+impl Place {
+    pub(crate) const EXTENTS_MAX: u32 = 1 << 24;
+    pub(crate) const OFFSET_MAX: u64 = (u32::MAX as u64) * PLACE_UNIT;
+
+    pub(crate) fn pack(self) -> u64 {
+        assert!(
+            self.extent < Self::EXTENTS_MAX
+                && self.offset <= Self::OFFSET_MAX
+                && self.offset.is_multiple_of(PLACE_UNIT),
+            "{self:?} has no encoding"
+        );
+        (u64::from(self.server) << 56) | (u64::from(self.extent) << 32) | (self.offset / PLACE_UNIT)
+    }
+
+    pub(crate) fn unpack(word: u64) -> Self {
+        Self {
+            server: (word >> 56) as u8,
+            extent: (word >> 32) as u32 & (Self::EXTENTS_MAX - 1),
+            offset: (word & u64::from(u32::MAX)) * PLACE_UNIT,
+        }
+    }
+}
+
+/// A whole slot: where it begins, and the bytes that it was made for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) place: Place,
+    pub(crate) bytes: u32,
+}
+
+impl Span {
+    /// Whether `next` lies directly behind.
+    pub(crate) fn is_followed_by(&self, next: &Self) -> bool {
+        let (a, b) = (self.place, next.place);
+        let end = a.offset + slot_bytes(self.bytes);
+        (a.server, a.extent, end) == (b.server, b.extent, b.offset)
+    }
+}
+
+/// What a slot for so many bytes takes.
+pub(crate) fn slot_bytes(bytes: u32) -> u64 {
+    u64::from(bytes).max(1).next_multiple_of(PLACE_UNIT)
+}

@@ -1,0 +1,444 @@
+//! [`Pool`]: slots on all servers for the regions that share it, and the extents that they are
+//! carved out of.
+//!
+//! The rule it keeps: what was reserved for a region is granted before the region exists and is
+//! given back only after it, so that writing back a page of a fully reserved raw region never waits
+//! for a server's memory. For compressed pages this holds as long as slots of many sizes do not
+//! fragment the space; then the pool grows, and says so if it cannot.
+
+use std::{
+    sync::{
+        Arc, RwLock,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, regmem::RegPool};
+use parking_lot::Mutex;
+
+use crate::{
+    place::{Place, Span, slot_bytes},
+    slots::{Arena, GRANULE_BYTES, Slot},
+};
+
+/// The longest extent asked for: what a server may have to find in one piece.
+const EXTENT_BYTES_MAX: u64 = 1 << 30;
+/// Asked for at least, if the server has it: many small regions then share few extents. Servers
+/// back extents lazily.
+const EXTENT_BYTES_MIN: u64 = 16 << 20;
+/// A full server is not asked again for so long.
+const FULL_PAUSE: Duration = Duration::from_millis(50);
+
+const NO_PANIC: &str = "nothing panics under this lock";
+
+/// Slots on all servers for the regions that share it.
+pub(crate) struct Pool {
+    /// The servers as this pool numbers them: a published region keeps its own numbers. With the
+    /// port of every lane.
+    servers: Vec<(usize, Arc<Session>)>,
+    /// Buffers for page maps.
+    pub(crate) registered: RegPool,
+    arenas: Vec<Mutex<Arena>>,
+    /// The standard library's lock, which never allocates: a signal handler may look an extent up.
+    extents: RwLock<Extents>,
+    /// Held while servers are asked for memory; remembers who said no and when.
+    growing: Mutex<Option<(Instant, AllocError)>>,
+    /// A thread has been started that asks.
+    is_growing: AtomicBool,
+    next_server: AtomicUsize,
+    next_run: AtomicUsize,
+    /// Slots that were allocated for a write that has not ended.
+    unsettled: AtomicU64,
+}
+
+#[derive(Default)]
+struct Extents {
+    by_index: Vec<Option<(u8, ExtentId)>>,
+    vacant: Vec<u32>,
+    /// All were given back, and none is added any more.
+    closed: bool,
+}
+
+/// What came of asking for memory without waiting.
+pub(crate) enum Growth {
+    /// Servers are being asked; look again. With what they said before, if that was no.
+    UnderWay(Option<AllocError>),
+    /// They said no just now.
+    Refused(AllocError),
+}
+
+/// What a region was promised, per server.
+pub(crate) struct Reservation(Vec<u64>);
+
+impl Pool {
+    pub(crate) fn new(servers: Vec<(usize, Arc<Session>)>, registered: RegPool) -> Self {
+        Self {
+            arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
+            servers,
+            registered,
+            extents: RwLock::default(),
+            growing: Mutex::new(None),
+            is_growing: AtomicBool::new(false),
+            next_server: AtomicUsize::new(0),
+            next_run: AtomicUsize::new(0),
+            unsettled: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
+        &self.servers
+    }
+
+    pub(crate) fn endpoint(&self, server: u8) -> Arc<str> {
+        self.servers[server as usize]
+            .1
+            .endpoint()
+            .to_string()
+            .into()
+    }
+
+    pub(crate) fn port(&self, server: u8) -> usize {
+        self.servers[server as usize].0
+    }
+
+    pub(crate) fn extent(&self, place: Place) -> ExtentId {
+        let (_, id) = self.extents.read().expect(NO_PANIC).by_index[place.extent as usize]
+            .expect("an extent with live slots is kept");
+        id
+    }
+
+    /// Server and id of every extent, by index.
+    pub(crate) fn extents(&self) -> Vec<Option<(u8, ExtentId)>> {
+        self.extents.read().expect(NO_PANIC).by_index.clone()
+    }
+
+    pub(crate) fn granted_bytes(&self) -> u64 {
+        self.arenas
+            .iter()
+            .map(|arena| arena.lock().granted_bytes)
+            .sum()
+    }
+
+    /// Whether some slots are allocated whose writes have not ended: ending them frees others.
+    pub(crate) fn has_unsettled(&self) -> bool {
+        self.unsettled.load(Ordering::Relaxed) > 0
+    }
+
+    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for so many
+    /// slots: they are now in pages' entries, were freed, or are given up with their lane.
+    pub(crate) fn settle(&self, slots: usize) {
+        self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
+    }
+
+    /// Ends a write that did not take place and never will: nothing arrives in these slots any
+    /// more.
+    pub(crate) fn abandon(&self, slots: &[Span]) {
+        self.free(slots);
+        self.settle(slots.len());
+    }
+
+    /// Promises `bytes` in units of at least a page, spread over the servers. On an error nothing
+    /// was taken.
+    pub(crate) fn reserve(&self, bytes: u64, page_bytes: usize) -> Result<Reservation, AllocError> {
+        let _one_at_a_time = self.growing.lock();
+        let unit = GRANULE_BYTES.max(page_bytes as u64);
+        let servers = self.servers.len() as u64;
+        let units = bytes.div_ceil(unit);
+        let first = self.next_server.fetch_add(1, Ordering::Relaxed) as u64;
+        let mut promised = vec![0u64; self.servers.len()];
+        let mut failure = None;
+        for i in 0..servers {
+            let share = (units / servers + u64::from(i < units % servers)) * unit;
+            // The server whose turn it is first, then whoever has room.
+            for server in (0..servers).map(|other| ((first + i + other) % servers) as usize) {
+                match self.promise(server, share, unit) {
+                    Ok(()) => {
+                        promised[server] += share;
+                        failure = None;
+                        break;
+                    }
+                    Err(error) => failure = Some(error),
+                }
+            }
+            if let Some(error) = failure {
+                self.take_back(&promised);
+                self.release_surplus();
+                return Err(error);
+            }
+        }
+        Ok(Reservation(promised))
+    }
+
+    /// Takes a promise back and gives surplus extents to their servers. The region's slots must be
+    /// freed.
+    pub(crate) fn unreserve(&self, reservation: &Reservation) {
+        let _one_at_a_time = self.growing.lock();
+        self.take_back(&reservation.0);
+        self.release_surplus();
+    }
+
+    fn take_back(&self, promised: &[u64]) {
+        for (arena, bytes) in self.arenas.iter().zip(promised) {
+            arena.lock().reserved_bytes -= bytes;
+        }
+    }
+
+    fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
+        let mut missing = {
+            let arena = self.arenas[server].lock();
+            (arena.reserved_bytes + bytes).saturating_sub(arena.granted_bytes)
+        };
+        while missing > 0 {
+            let least = missing.min(EXTENT_BYTES_MAX).next_multiple_of(unit);
+            missing = missing.saturating_sub(self.grant(server, least)?);
+        }
+        self.arenas[server].lock().reserved_bytes += bytes;
+        Ok(())
+    }
+
+    /// Asks a server for an extent of at least `least` bytes.
+    fn grant(&self, server: usize, least: u64) -> Result<u64, AllocError> {
+        let session = &self.servers[server].1;
+        let extent = match session.grant(least.max(EXTENT_BYTES_MIN)) {
+            Err(AllocError::Full { .. }) if least < EXTENT_BYTES_MIN => session.grant(least)?,
+            other => other?,
+        };
+        if self.add(server as u8, extent.id, extent.bytes).is_none() {
+            // Nobody wants it any more, and nobody else would give it back.
+            self.release(server, extent.id);
+        }
+        Ok(extent.bytes)
+    }
+
+    /// Adds an extent and returns its index; `None` after [`release_all`](Self::release_all).
+    pub(crate) fn add(&self, server: u8, id: ExtentId, bytes: u64) -> Option<u32> {
+        let index = {
+            let mut extents = self.extents.write().expect(NO_PANIC);
+            if extents.closed {
+                return None;
+            }
+            let index = extents.vacant.pop().unwrap_or_else(|| {
+                extents.by_index.push(None);
+                extents.by_index.len() as u32 - 1
+            });
+            assert!(
+                index < Place::EXTENTS_MAX,
+                "a pool has at most 16 million extents"
+            );
+            extents.by_index[index as usize] = Some((server, id));
+            index
+        };
+        self.arenas[server as usize].lock().add(index, bytes);
+        Some(index)
+    }
+
+    /// An index that a published map does not use.
+    pub(crate) fn add_gap(&self) {
+        let mut extents = self.extents.write().expect(NO_PANIC);
+        let index = extents.by_index.len() as u32;
+        extents.by_index.push(None);
+        extents.vacant.push(index);
+    }
+
+    /// Whether the place is on an extent of this pool.
+    pub(crate) fn holds(&self, place: Place) -> bool {
+        let extents = self.extents.read().expect(NO_PANIC);
+        extents
+            .by_index
+            .get(place.extent as usize)
+            .is_some_and(|extent| extent.is_some_and(|(on, _)| on == place.server))
+    }
+
+    /// Gives surplus extents to their servers.
+    pub(crate) fn trim(&self) {
+        let _one_at_a_time = self.growing.lock();
+        self.release_surplus();
+    }
+
+    /// Gives back extents that nothing uses and nobody was promised.
+    fn release_surplus(&self) {
+        for (server, arena) in self.arenas.iter().enumerate() {
+            let surplus = arena.lock().take_surplus();
+            for index in surplus {
+                let id = {
+                    let mut extents = self.extents.write().expect(NO_PANIC);
+                    extents.vacant.push(index);
+                    extents.by_index[index as usize]
+                        .take()
+                        .expect("an arena's extents are in the table")
+                        .1
+                };
+                self.release(server, id);
+            }
+        }
+    }
+
+    fn release(&self, server: usize, id: ExtentId) {
+        let session = &self.servers[server].1;
+        if let Err(error) = session.release(id) {
+            // The session's end frees it at the latest.
+            let endpoint = session.endpoint().clone();
+            later(move || {
+                tracing::warn!(%endpoint, extent = %id, %error, "extent not given back");
+            });
+        }
+    }
+
+    /// Gives all extents back: the end of a region with a pool of its own. What a server grants
+    /// from here on goes back at once.
+    pub(crate) fn release_all(&self) {
+        let extents = {
+            let mut extents = self.extents.write().expect(NO_PANIC);
+            extents.closed = true;
+            std::mem::take(&mut extents.by_index)
+        };
+        for (server, id) in extents.into_iter().flatten() {
+            self.release(server as usize, id);
+        }
+    }
+
+    /// A slot for `bytes`, on the server that `wish` (a page's number) falls on if it has room.
+    /// [`settle`](Self::settle) it.
+    pub(crate) fn alloc(&self, bytes: u32, wish: u64) -> Option<Place> {
+        let servers = self.arenas.len();
+        let place = (0..servers)
+            .map(|other| (wish as usize + other) % servers)
+            .find_map(|server| {
+                let Slot { extent, offset } = self.arenas[server].lock().alloc(bytes)?;
+                Some(Place {
+                    server: server as u8,
+                    extent,
+                    offset,
+                })
+            })?;
+        self.unsettled.fetch_add(1, Ordering::Relaxed);
+        Some(place)
+    }
+
+    /// Appends up to `count` places for pages of `bytes`, as many in a row as there is room for;
+    /// one run after another falls on one server after another. [`settle`](Self::settle) them.
+    pub(crate) fn alloc_run(&self, bytes: u32, count: usize, places: &mut Vec<Place>) {
+        let (before, end) = (places.len(), places.len() + count);
+        let first = self.next_run.fetch_add(1, Ordering::Relaxed);
+        for other in 0..self.arenas.len() {
+            let server = (first + other) % self.arenas.len();
+            let place = |Slot { extent, offset }| Place {
+                server: server as u8,
+                extent,
+                offset,
+            };
+            let mut arena = self.arenas[server].lock();
+            arena.alloc_run(bytes, end - places.len(), |slot| places.push(place(slot)));
+            if places.len() == end {
+                break;
+            }
+        }
+        self.unsettled
+            .fetch_add((places.len() - before) as u64, Ordering::Relaxed);
+    }
+
+    /// Frees slots of one server after the other, each server's arena locked once per row of them.
+    pub(crate) fn free(&self, slots: &[Span]) {
+        for of_server in slots.chunk_by(|a, b| a.place.server == b.place.server) {
+            let mut arena = self.arenas[of_server[0].place.server as usize].lock();
+            for row in of_server.chunk_by(|a, b| a.is_followed_by(b)) {
+                let bytes = row.iter().map(|slot| slot_bytes(slot.bytes)).sum();
+                arena.free(slot_of(row[0].place), bytes);
+            }
+        }
+    }
+
+    /// Bytes in slots, on all servers.
+    #[cfg(test)]
+    pub(crate) fn used_bytes(&self) -> u64 {
+        self.arenas
+            .iter()
+            .map(|arena| arena.lock().used_bytes())
+            .sum()
+    }
+
+    /// Tells a server that a page is kept there from now on (`1`), or no more (`-1`).
+    pub(crate) fn hold(&self, slot: Span, page_bytes: usize, pages: i64) {
+        let session = &self.servers[slot.place.server as usize].1;
+        session.hold(
+            pages * page_bytes as i64,
+            pages * slot_bytes(slot.bytes) as i64,
+        );
+    }
+
+    /// Takes a slot that a published map refers to; false if it is nowhere, or any of it is taken.
+    pub(crate) fn claim(&self, slot: Span) -> bool {
+        let arena = self.arenas.get(slot.place.server as usize);
+        arena.is_some_and(|arena| arena.lock().claim(slot_of(slot.place), slot.bytes))
+    }
+
+    /// Has the servers asked for another extent that holds a slot of `bytes`, by a thread of its
+    /// own: see [`grow`](Self::grow). Waits for nothing.
+    pub(crate) fn grow_elsewhere(self: &Arc<Self>, bytes: u32) -> Growth {
+        let Some(refused) = self.growing.try_lock() else {
+            return Growth::UnderWay(None);
+        };
+        let said = match &*refused {
+            Some((at, error)) if at.elapsed() < FULL_PAUSE => {
+                return Growth::Refused(error.clone());
+            }
+            said => said.as_ref().map(|(_, error)| error.clone()),
+        };
+        if !self.is_growing.swap(true, Ordering::Relaxed) {
+            let pool = self.clone();
+            let ask = move || {
+                // What the servers say is remembered for those who wait.
+                let _ = pool.grow(bytes);
+                pool.is_growing.store(false, Ordering::Relaxed);
+            };
+            let thread = thread::Builder::new().name("farpage-grow".into());
+            if let Err(error) = thread.spawn(ask) {
+                self.is_growing.store(false, Ordering::Relaxed);
+                return Growth::Refused(AllocError::Control(ControlError::Disconnected {
+                    endpoint: self.endpoint(0).to_string(),
+                    attempt: "start a thread that asks for memory".to_owned(),
+                    reason: error.to_string(),
+                }));
+            }
+        }
+        Growth::UnderWay(said)
+    }
+
+    /// Nobody can ask servers for memory while this is held.
+    #[cfg(test)]
+    pub(crate) fn hold_growth(&self) -> impl Sized + '_ {
+        self.growing.lock()
+    }
+
+    /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits
+    /// for its answer.
+    pub(crate) fn grow(&self, bytes: u32) -> Result<(), AllocError> {
+        let mut refused = self.growing.lock();
+        if let Some((at, error)) = &*refused
+            && at.elapsed() < FULL_PAUSE
+        {
+            return Err(error.clone());
+        }
+        let least = u64::from(bytes).next_power_of_two().max(GRANULE_BYTES);
+        let first = self.next_server.fetch_add(1, Ordering::Relaxed);
+        let mut failure = None;
+        for other in 0..self.servers.len() {
+            match self.grant((first + other) % self.servers.len(), least) {
+                Ok(_) => {
+                    *refused = None;
+                    return Ok(());
+                }
+                Err(error) => failure = Some(error),
+            }
+        }
+        let error = failure.expect("a pool has at least one server");
+        *refused = Some((Instant::now(), error.clone()));
+        Err(error)
+    }
+}
+
+fn slot_of(Place { extent, offset, .. }: Place) -> Slot {
+    Slot { extent, offset }
+}

@@ -1,0 +1,266 @@
+//! [`Publications`]: which slots of a named region the published maps refer to.
+//!
+//! The rule it keeps: a slot that the last published map refers to, or that a running publication's
+//! map may refer to, is not free before the next publication has succeeded. After one of which
+//! nobody knows whether it took place, that holds for both maps.
+
+use std::{
+    mem,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use farpage_fabric::AllocError;
+use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
+
+use crate::{place::Span, pool::Pool, slots::GRANULE_BYTES};
+
+/// Maps are written and read in pieces of this length.
+pub(crate) const PIECE_BYTES: usize = 1 << 20;
+
+/// Bytes of the map of a region: whole granules, so that its slots leave no odd holes between
+/// pages.
+pub(crate) fn map_bytes(bytes: u64, page_bytes: usize) -> u64 {
+    (bytes.div_ceil(page_bytes as u64) * 32).next_multiple_of(GRANULE_BYTES)
+}
+
+/// What a region remembers about its publications.
+#[derive(Default)]
+pub(crate) struct Publications {
+    /// Shared by whoever replaces an entry; exclusive while a map is copied or marked, which takes
+    /// milliseconds per GiB of map. Whether a publication runs.
+    commits: RwLock<bool>,
+    /// Slots that the last published map refers to and that are not used any more.
+    deferred: Mutex<Vec<Span>>,
+    /// Slots that went out of use while a publication runs, whose map may refer to them.
+    undecided: Mutex<Vec<Span>>,
+    /// How many have ended.
+    ended: AtomicU64,
+    /// Locked by the one publication that runs.
+    last: Mutex<Last>,
+}
+
+/// The last publication.
+#[derive(Default)]
+struct Last {
+    /// The slots of its map.
+    map: Vec<Span>,
+    /// Slots for whole maps to come, where the region reserves its memory: between the many holes
+    /// of a region that has been in use for long there may be none for a piece of a map.
+    spare: Vec<Vec<Span>>,
+    /// How many of these are kept.
+    spares_max: usize,
+}
+
+/// The right to replace entries while no map is being copied.
+pub(crate) struct Commit<'a> {
+    publications: &'a Publications,
+    publishing: RwLockReadGuard<'a, bool>,
+}
+
+/// A publication that runs.
+pub(crate) struct Publication<'a> {
+    publications: &'a Publications,
+    last: MutexGuard<'a, Last>,
+    map_bytes: u64,
+    /// The slots of its map.
+    area: Vec<Span>,
+    /// Slots that only the previous map refers to.
+    stale: Vec<Span>,
+}
+
+/// What became of a publication.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// The name is bound to the new map.
+    Bound,
+    /// The name is bound to the previous map.
+    Failed,
+    /// The name is bound to either map.
+    Unknown,
+}
+
+impl Publications {
+    /// Those of a region whose published map is in these slots.
+    pub(crate) fn of(map: Vec<Span>) -> Self {
+        let publications = Self::default();
+        publications.last.lock().map = map;
+        publications
+    }
+
+    /// Takes slots for maps to come, as far as there is room: what is missing is asked for when it
+    /// is needed.
+    pub(crate) fn set_aside(&self, pool: &Pool, map_bytes: u64, maps: usize) {
+        let mut last = self.last.lock();
+        last.spares_max = maps;
+        let areas = (0..maps).map_while(|_| map_slots(pool, map_bytes).ok());
+        last.spare = areas.collect();
+    }
+
+    /// Whether one runs, at whose end slots come free.
+    pub(crate) fn is_running(&self) -> bool {
+        *self.commits.read()
+    }
+
+    /// How many have ended.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn commit(&self) -> Commit<'_> {
+        Commit {
+            publications: self,
+            publishing: self.commits.read(),
+        }
+    }
+
+    /// Begins a publication, once the one before has ended, and takes slots for its map.
+    ///
+    /// # Errors
+    /// No server has room for the map.
+    pub(crate) fn begin(&self, pool: &Pool, map_bytes: u64) -> Result<Publication<'_>, AllocError> {
+        let mut last = self.last.lock();
+        // Its slots before its content: what is evicted meanwhile must not take their room.
+        let area = match last.spare.pop() {
+            Some(area) => area,
+            None => map_slots(pool, map_bytes)?,
+        };
+        Ok(Publication {
+            publications: self,
+            last,
+            map_bytes,
+            area,
+            stale: Vec::new(),
+        })
+    }
+}
+
+impl Commit<'_> {
+    /// Whether a slot that goes out of use has to be kept; then it will be freed by a later
+    /// publication.
+    pub(crate) fn keep(&self, slot: Span, published: bool) -> bool {
+        let list = match (published, *self.publishing) {
+            (true, _) => &self.publications.deferred,
+            (false, true) => &self.publications.undecided,
+            (false, false) => return false,
+        };
+        list.lock().push(slot);
+        true
+    }
+}
+
+impl Publication<'_> {
+    /// The slots of its map.
+    pub(crate) fn area(&self) -> &[Span] {
+        &self.area
+    }
+
+    /// Has the map copied while no entry is replaced. From here on the slots that it refers to are
+    /// kept.
+    pub(crate) fn copy(&mut self, map: impl FnOnce() -> Vec<u8>) -> Vec<u8> {
+        let mut publishing = self.publications.commits.write();
+        *publishing = true;
+        self.stale = mem::take(&mut *self.publications.deferred.lock());
+        map()
+    }
+
+    /// The map was not written. A write to `failed` may arrive later: that slot is given up, and
+    /// what is left of the area is none.
+    pub(crate) fn give_up_area(&mut self, pool: &Pool, failed: Option<Span>) {
+        self.area.retain(|&slot| Some(slot) != failed);
+        pool.free(&mem::take(&mut self.area));
+    }
+
+    /// Frees what no map refers to any more. Unless it failed, `mark` marks the pages whose slots
+    /// the new map refers to; no entry is replaced meanwhile.
+    pub(crate) fn end(mut self, pool: &Pool, ended: Ended, mark: impl FnOnce()) {
+        let publications = self.publications;
+        let mut publishing = publications.commits.write();
+        *publishing = false;
+        publications.ended.fetch_add(1, Ordering::Release);
+        let undecided = mem::take(&mut *publications.undecided.lock());
+        let mut deferred = publications.deferred.lock();
+        match ended {
+            Ended::Bound => {
+                mark();
+                deferred.extend(undecided);
+                pool.free(&self.stale);
+                let before = mem::replace(&mut self.last.map, self.area);
+                self.last.give_back(pool, before, self.map_bytes);
+            }
+            Ended::Failed => {
+                deferred.extend(self.stale);
+                pool.free(&undecided);
+                self.last.give_back(pool, self.area, self.map_bytes);
+            }
+            // The next publication frees what both maps refer to.
+            Ended::Unknown => {
+                mark();
+                deferred.extend(undecided);
+                deferred.extend(self.stale);
+                self.last.map.extend(self.area);
+            }
+        }
+    }
+}
+
+impl Last {
+    /// These slots hold no map any more: they wait for the next one, if they are all that it takes.
+    fn give_back(&mut self, pool: &Pool, area: Vec<Span>, map_bytes: u64) {
+        let whole = area.len() == (map_bytes as usize).div_ceil(PIECE_BYTES);
+        if whole && self.spare.len() < self.spares_max {
+            self.spare.push(area);
+        } else {
+            pool.free(&area);
+        }
+    }
+}
+
+/// Slots for all pieces of a map.
+fn map_slots(pool: &Pool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
+    let pieces = map_bytes.div_ceil(PIECE_BYTES as u64);
+    let mut slots = Vec::with_capacity(pieces as usize);
+    for piece in 0..pieces {
+        let left = map_bytes - piece * PIECE_BYTES as u64;
+        let bytes = left.min(PIECE_BYTES as u64) as u32;
+        let place = loop {
+            match pool.alloc(bytes, piece) {
+                Some(place) => break place,
+                None => {
+                    if let Err(error) = pool.grow(bytes) {
+                        pool.free(&slots);
+                        return Err(error);
+                    }
+                }
+            }
+        };
+        pool.settle(1);
+        slots.push(Span { place, bytes });
+    }
+    Ok(slots)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::place::Place;
+
+    #[test]
+    fn a_slot_that_a_running_publication_may_refer_to_is_kept() {
+        let place = |offset| Span {
+            place: Place {
+                server: 0,
+                extent: 0,
+                offset,
+            },
+            bytes: 64,
+        };
+        let publications = Publications::default();
+        assert!(!publications.commit().keep(place(0), false));
+        assert!(publications.commit().keep(place(64), true));
+        *publications.commits.write() = true;
+        assert!(publications.commit().keep(place(128), false));
+        assert!(publications.commit().keep(place(192), true));
+        assert_eq!(*publications.deferred.lock(), [place(64), place(192)]);
+        assert_eq!(*publications.undecided.lock(), [place(128)]);
+    }
+}
