@@ -196,13 +196,50 @@ impl PageStore {
     }
 }
 
-/// Whether the name may be bound all the same: only the answer was lost.
+/// Whether the name may be bound all the same. A request whose connection broke is sent again on
+/// the next one, where proving the user's key may fail.
 fn may_have_happened(error: &PublishStoreError) -> bool {
     matches!(
         error,
         PublishStoreError::Publish {
-            source: PublishError::Control(ControlError::Disconnected { .. }),
+            source: PublishError::Control(
+                ControlError::Disconnected { .. } | ControlError::Key { .. }
+            ),
             ..
         }
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_answer_says_that_nothing_was_published() {
+        let (endpoint, name) = ("tcp://a:1".to_owned(), "x".to_owned());
+        let (attempt, reason) = ("publish".to_owned(), "because".to_owned());
+        let said = |source: PublishError| {
+            let name = "x".to_owned();
+            may_have_happened(&PublishStoreError::Publish { name, source })
+        };
+        let refused = ControlError::Refused {
+            endpoint: endpoint.clone(),
+            attempt: attempt.clone(),
+            reason: reason.clone(),
+        };
+        let disconnected = ControlError::Disconnected {
+            endpoint: endpoint.clone(),
+            attempt: attempt.clone(),
+            reason: reason.clone(),
+        };
+        let key = ControlError::Key {
+            endpoint: endpoint.clone(),
+            attempt,
+            reason,
+        };
+        assert!(!said(PublishError::InUse { endpoint, name }));
+        assert!(!said(refused.into()));
+        assert!(said(disconnected.into()));
+        assert!(said(key.into()));
+    }
 }
