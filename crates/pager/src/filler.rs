@@ -270,9 +270,12 @@ impl<A: AddressSpace> Filler<A> {
         !self.fills.is_idle() || !self.wishes.is_empty()
     }
 
-    /// Somebody asked for something that it has not looked at, or for what it holds back.
+    /// Somebody asked for something that it has not looked at, or for what it holds back; or there
+    /// are faults that no descriptor tells of.
     pub(crate) fn is_called(&self) -> bool {
-        !self.inbox.is_empty() || self.fills.landing.is_called()
+        !self.inbox.is_empty()
+            || self.fills.landing.is_called()
+            || self.shared.mapper.has_kept_events(self.shard)
     }
 
     /// Whether a descriptor tells when there are faults. It is the first one of

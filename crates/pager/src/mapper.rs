@@ -156,6 +156,11 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.events(shard, out)
     }
 
+    /// Whether [`events`](Self::events) has something to say that no descriptor tells of.
+    pub(crate) fn has_kept_events(&self, shard: Shard) -> bool {
+        self.space.has_kept_events(shard)
+    }
+
     /// Becomes readable when something has happened in a shard.
     pub(crate) fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>> {
         self.space.events_fd(shard)

@@ -373,6 +373,37 @@ mod tests {
     }
 
     #[test]
+    fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
+        let space = Arc::new(SimSpace::new(SimOptions::default()));
+        let session = SimServer::new(SimConfig::new(1))
+            .session(&SessionOptions::default())
+            .expect("the simulated server takes sessions");
+        let cluster = Cluster::new(vec![session], ClusterOptions::default());
+        let options = PagerOptions::new(8 * PAGE_BYTES as u64);
+        let Parts {
+            pager, mut fillers, ..
+        } = Pager::assemble(space.clone(), cluster.clone(), &options)
+            .expect("the options are sound");
+        let options = RemoteOptions::default();
+        let store = PageStore::remote(&cluster, RegionId(1), 1 << 20, PAGE_BYTES, &options)
+            .expect("the server has room");
+        let mapped = (Arc::new(pager).map(store, RegionOptions::default()))
+            .expect("the budget holds the pages of all fillers");
+        let mapped = ManuallyDrop::new(mapped);
+        assert!(!fillers[0].is_called());
+        assert_eq!(
+            space.try_load(0, mapped.address()),
+            Err(Faulted::Asleep),
+            "nobody has brought the page in"
+        );
+        space.keep_events(Shard(0));
+        assert!(fillers[0].is_called());
+        fillers[0].turn();
+        assert!(!fillers[0].is_called());
+        assert!(!space.is_asleep(0));
+    }
+
+    #[test]
     fn each_shard_is_served_by_one_thread_that_is_awake() {
         for shards in 1..=5 {
             for awake in 1..=shards {

@@ -277,6 +277,11 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// The operating system's.
     fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()>;
 
-    /// Becomes readable when something has happened in the shard.
+    /// Whether there are events that have been taken from the kernel, so that
+    /// [`events_fd`](Self::events_fd) does not tell of them any more. Installing pages may come
+    /// across some.
+    fn has_kept_events(&self, shard: Shard) -> bool;
+
+    /// Becomes readable when something has happened in the shard that is not kept yet.
     fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>>;
 }

@@ -160,6 +160,12 @@ impl Fence {
         Ok(())
     }
 
+    /// Whether [`events`](Self::events) has something to say that the descriptor does not tell of:
+    /// it was read before.
+    pub(super) fn has_kept_events(&self) -> bool {
+        self.has_news.load(Ordering::Acquire) || !self.early.lock().is_empty()
+    }
+
     fn read_unless_busy(&self, faults: &mut Vec<Fault>) -> io::Result<()> {
         let mut messages = match self.messages.try_write() {
             Ok(messages) => messages,

@@ -355,6 +355,10 @@ impl AddressSpace for KernelSpace {
         self.shard(shard).fence.events(out)
     }
 
+    fn has_kept_events(&self, shard: Shard) -> bool {
+        self.shard(shard).fence.has_kept_events()
+    }
+
     fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>> {
         Some(self.shard(shard).fence.uffd().as_fd())
     }

@@ -43,53 +43,58 @@ pub(super) fn install(
     let rest = pages
         .behind(whole_bytes)
         .expect("a move that stopped has not done all");
+    let frame = match moved_bytes {
+        0 => frame,
+        bytes => take_back(shard, rest.address(), bytes, frame)?,
+    };
     match why {
-        // Nothing of the page has moved. The page was poisoned, or `mlock` or `mprotect` has made
-        // its mapping differ from the pool's. Copying still works in both cases.
-        Refusal::Exists | Refusal::Invalid if moved_bytes == 0 => {
-            copying::install(shard, rest, frame)
-        }
-        why => take_back(shard, rest.address(), moved_bytes, frame, why),
+        // The page is poisoned, or what the program has left of its poison is. Or it is mapped,
+        // which copying is told as well.
+        Refusal::Exists => copying::install(shard, rest, frame),
+        // `mlock` or `mprotect` has made its mapping differ from the pool's.
+        Refusal::Invalid if moved_bytes == 0 => copying::install(shard, rest, frame),
+        why => Err(InstallError {
+            frame,
+            kind: why.into(),
+        }),
     }
 }
 
 /// Undoes the part of a frame's first page, to be mapped at `address`, that moved in before the
-/// rest was refused: a part of the page was mapped already.
+/// rest was refused: a part of the page was mapped or poisoned already. Returns the whole frame.
 fn take_back(
     shard: &KernelShard,
     address: usize,
     moved_bytes: usize,
     mut frame: KernelFrame,
-    why: Refusal,
-) -> Result<(), InstallError<KernelFrame>> {
-    let mut kind = why.into();
-    if moved_bytes > 0 {
-        let slot = frame.address();
-        let fenced = shard.fence.hold();
-        let there = fenced.gone.free_bytes(&(address..address + moved_bytes));
-        // SAFETY:
-        // - What moved in a moment ago moves back, except what the program has unmapped since: the
-        //   fence is held. The program's writes to it come along; what it dropped is a hole.
-        // - The slots are the frame's, and are absent since their pages moved away.
-        let back =
-            unsafe { move_pages(shard, &frame.pool().uffd, slot..slot + there, address, true) };
-        // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
-        let carried = back.or_else(|Stopped { done_bytes, .. }| {
-            copying::carry_back(
-                address + done_bytes,
-                there - done_bytes,
-                slot + done_bytes,
-                frame.pool(),
-            )
-        });
-        let filled = frame.fill_holes_with_zeros(0..moved_bytes);
+) -> Result<KernelFrame, InstallError<KernelFrame>> {
+    let slot = frame.address();
+    let fenced = shard.fence.hold();
+    let there = fenced.gone.free_bytes(&(address..address + moved_bytes));
+    // SAFETY:
+    // - What moved in a moment ago moves back, except what the program has unmapped since: the
+    //   fence is held. The program's writes to it come along; what it dropped is a hole.
+    // - The slots are the frame's, and are absent since their pages moved away.
+    let back = unsafe { move_pages(shard, &frame.pool().uffd, slot..slot + there, address, true) };
+    // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.
+    let carried = back.or_else(|Stopped { done_bytes, .. }| {
+        copying::carry_back(
+            address + done_bytes,
+            there - done_bytes,
+            slot + done_bytes,
+            frame.pool(),
+        )
+    });
+    let filled = frame.fill_holes_with_zeros(0..moved_bytes);
+    match carried.and(filled) {
+        Ok(()) => Ok(frame),
         // Not `Exists` or `Gone`, with which the owner would take a frame for whole that has zeros
         // where bytes are missing.
-        if let Err(error) = carried.and(filled) {
-            kind = InstallErrorKind::Os(error);
-        }
+        Err(error) => Err(InstallError {
+            frame,
+            kind: InstallErrorKind::Os(error),
+        }),
     }
-    Err(InstallError { frame, kind })
 }
 
 /// Takes the leading ones of `pages` out, to the slots of `frame`. `fenced` is the shard's fence.

@@ -21,7 +21,8 @@ use nix::{
 };
 
 use crate::common::{
-    BOTH, Filler, Moves, byte, events, layout, pages, set, space, system_call_can_read,
+    BOTH, Filler, Moves, byte, drop_range, events, layout, mapped, numbered, numbers, pages,
+    run_layout, set, space, system_call_can_read,
 };
 
 #[test]
@@ -113,6 +114,27 @@ fn poisoned_page_fails_and_install_heals_it() {
             assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
             let frame = space.move_out(pages(0, base, page_bytes, 1)).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 5));
+            space.unmap(base, layout);
+        }
+    }
+}
+
+#[test]
+fn poison_that_the_program_dropped_in_part_is_healed_whole() {
+    for transfer in BOTH {
+        for dropped in [0..4, 12..16, 4..12] {
+            let space = space(transfer, 1);
+            let layout = run_layout(3, 65536);
+            let base = space.map(layout).unwrap().address;
+            space.poison(pages(0, base + 65536, 65536, 1)).unwrap();
+            drop_range(base + 65536 + dropped.start * 4096, dropped.len() * 4096);
+            space
+                .move_in(0, base, 65536, numbered(&space, 65536, 3, 1))
+                .unwrap();
+            for part in (base..base + layout.bytes).step_by(4096) {
+                assert!(system_call_can_read(part), "{dropped:?} at {part:#x}");
+            }
+            assert_eq!(numbers(mapped(base, layout.bytes), 65536), [1, 2, 3]);
             space.unmap(base, layout);
         }
     }

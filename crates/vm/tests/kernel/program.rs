@@ -5,7 +5,8 @@ use std::{
     thread,
 };
 
-use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Layout, Transfer};
+use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Layout, Shard, Transfer};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::common::{
     BOTH, Moves, as_the_program, byte, events, layout, map_over, mapped, numbered, numbers, pages,
@@ -121,6 +122,47 @@ fn page_that_the_program_unmaps_in_part_is_gone_and_what_is_left_of_it_raises_si
         space.unmap(base, layout);
         assert_eq!(protection(base + 65536), None);
     }
+}
+
+#[test]
+fn faults_that_installing_came_across_are_kept_and_said_to_be() {
+    let space = space(Transfer::Move, 1);
+    let layout = run_layout(8, 4096);
+    let base = space.map(layout).unwrap().address;
+    let page = |number: usize| base + number * 4096;
+    // From now on this thread is the one that reads.
+    assert!(events(&space, 0).is_empty());
+    assert!(!space.has_kept_events(Shard(0)));
+    let told = || {
+        let fd = space.events_fd(Shard(0)).unwrap();
+        poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], PollTimeout::ZERO).unwrap() > 0
+    };
+    thread::scope(|scope| {
+        let reader = scope.spawn(|| byte(page(0)));
+        while !told() {
+            thread::yield_now();
+        }
+        let unmapper = scope.spawn(|| unmap_by_the_program(page(5), 4096));
+        // The mapping has ended, and its message waits to be read.
+        while protection(page(5)).is_some() {
+            thread::yield_now();
+        }
+        space
+            .move_in(0, page(1), 4096, numbered(&space, 4096, 1, 7))
+            .unwrap();
+        unmapper.join().unwrap();
+        assert!(!told(), "both messages have been read");
+        assert!(space.has_kept_events(Shard(0)));
+        let told = events(&space, 0);
+        assert_eq!((told.faults.len(), told.unmapped.len()), (1, 1));
+        assert_eq!(told.faults[0].address, page(0));
+        assert!(!space.has_kept_events(Shard(0)));
+        space
+            .move_in(0, page(0), 4096, numbered(&space, 4096, 1, 9))
+            .unwrap();
+        assert_eq!(reader.join().unwrap(), 9);
+    });
+    space.unmap(base, layout);
 }
 
 #[test]
