@@ -67,7 +67,7 @@ pub struct Common {
     /// Page size: a power of two, 4KiB to 2MiB
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = page_size)]
     pub page_size: ByteSize,
-    /// Threads that bring pages in [default: as many as the load asks for]
+    /// Shards that addresses are divided into to bring pages in [default: one per CPU, at most 4]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub fillers: Option<u16>,
     /// Makes the fabric behave like a link of so many gigabits per second in each direction

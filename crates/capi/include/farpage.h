@@ -227,8 +227,8 @@ typedef struct farpage_runtime_options {
    */
   uint64_t page_bytes;
   /**
-   * Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at
-   * most.
+   * Shards that addresses are divided into to bring pages in. FARPAGE_FILLERS. Default: one per
+   * CPU, 4 at most.
    */
   uint32_t fillers;
   /**

@@ -30,8 +30,8 @@ pub struct farpage_runtime_options {
     /// Page size of regions that do not set their own: a power of two, 4096 to 2097152.
     /// FARPAGE_PAGE_SIZE. Default: 65536, less for regions below 1 MiB.
     pub page_bytes: u64,
-    /// Threads that bring pages in. FARPAGE_FILLERS. Default: as many as the load asks for, 4 at
-    /// most.
+    /// Shards that addresses are divided into to bring pages in. FARPAGE_FILLERS. Default: one per
+    /// CPU, 4 at most.
     pub fillers: u32,
     /// Threads that take pages out. FARPAGE_EVICTORS. Default: as many as keep up, 4 at most.
     pub evictors: u32,

@@ -79,10 +79,11 @@ impl Builder {
         self
     }
 
-    /// Threads that bring pages in.
+    /// How many parts, called shards, the arrays' addresses are divided into to bring pages in.
     ///
-    /// `FARPAGE_FILLERS` (a number or `auto`). Default: as many as the load needs at the time, up
-    /// to one per core and 4.
+    /// Each shard has channels of its own, and one thread at a time serves it. There is one such
+    /// thread per CPU that the program may use; those of CPUs that fault serve.
+    /// `FARPAGE_FILLERS` (a number or `auto`). Default: one per core, and at most 4.
     pub fn fillers(mut self, fillers: usize) -> Self {
         self.fillers = Some(fillers);
         self
@@ -199,7 +200,7 @@ impl Builder {
     /// See [`BuildError`].
     pub fn build(self) -> Result<Runtime, BuildError> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let (fillers, tune_fillers) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
+        let (shards, _) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
         let (evictors, tune_evictors) = workers(self.evictors, "FARPAGE_EVICTORS", cores)?;
         let allowance = Allowance::of_this_process();
         let budget = parsed(self.budget, "FARPAGE_BUDGET", parse_size)?
@@ -221,7 +222,7 @@ impl Builder {
                 "a deadline of {deadline:?}: need more than zero and at most {DEADLINE_MAX:?}"
             )));
         }
-        for (workers, what) in [(fillers, "fillers"), (evictors, "evictors")] {
+        for (workers, what) in [(shards, "fillers"), (evictors, "evictors")] {
             if !(1..=64).contains(&workers) {
                 return Err(BuildError::Option(format!(
                     "{workers} {what}: need 1 to 64"
@@ -230,7 +231,7 @@ impl Builder {
         }
         let mut pager_options = PagerOptions::new(budget);
         pager_options.evictors = evictors;
-        (pager_options.tune_fillers, pager_options.tune_evictors) = (tune_fillers, tune_evictors);
+        pager_options.tune_evictors = tune_evictors;
         let run_length = parsed(self.run_length, "FARPAGE_RUN_LENGTH", parse_size)?;
         pager_options.run_bytes = run_length.map(|length| length.as_u64() as usize);
         pager_options.high_water = option(self.high_water, "FARPAGE_HIGH_WATER", || {
@@ -265,7 +266,7 @@ impl Builder {
         (defaults.codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
 
         let space = KernelSpace::new(KernelSpaceOptions {
-            shards: fillers,
+            shards,
             frame_bytes_max: budget as usize,
             transfer: self.transfer,
             user_mode_only: option(

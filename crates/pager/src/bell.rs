@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    os::fd::AsFd,
+    os::fd::{AsFd, BorrowedFd},
     sync::atomic::{AtomicBool, Ordering, fence},
     time::Instant,
 };
@@ -61,25 +61,25 @@ impl Bell {
         self.asleep.store(false, Ordering::Relaxed);
     }
 
+    /// Readable after a ring.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    /// To be told after a sleep on [`fd`](Self::fd) whether there was a ring.
+    pub(crate) fn hear(&self, rang: bool) {
+        if rang {
+            // Another ring that comes between only wakes once more.
+            let _ = self.event.read();
+        }
+    }
+
     /// Sleeps until a ring, an event on one of `fds`, or `until`. May wake for no reason.
     pub(crate) fn sleep<'a>(&'a self, mut fds: Vec<PollFd<'a>>, until: Option<Instant>) {
-        sleep_by(&[self], &mut fds, until);
-    }
-}
-
-/// Sleeps until a ring of one of several bells, all of them prepared, an event on one of `fds`, or
-/// `until`. May wake for no reason. What happened to the descriptors is found in `fds`, with some
-/// of the bells' own behind them.
-pub(crate) fn sleep_by<'a>(bells: &[&'a Bell], fds: &mut Vec<PollFd<'a>>, until: Option<Instant>) {
-    let others = fds.len();
-    fds.extend((bells.iter()).map(|bell| PollFd::new(bell.event.as_fd(), PollFlags::POLLIN)));
-    sleep_on(fds, until);
-    for (bell, fd) in bells.iter().zip(&fds[others..]) {
-        bell.asleep.store(false, Ordering::Relaxed);
-        if fd.any() == Some(true) {
-            // Another ring that comes between only wakes us once more.
-            let _ = bell.event.read();
-        }
+        fds.push(PollFd::new(self.fd(), PollFlags::POLLIN));
+        sleep_on(&mut fds, until);
+        self.cancel();
+        self.hear(fds.last().is_some_and(|fd| fd.any() == Some(true)));
     }
 }
 

@@ -199,6 +199,11 @@ impl Budget {
         self.held.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
+    /// Whether what fillers hold back is needed: some fill finds no frame.
+    pub(crate) fn wants_what_is_held(&self) -> bool {
+        self.is_starving() && self.held.load(Ordering::Relaxed) > 0
+    }
+
     /// Whether more is used than a mark allows. The first of `steps` marks is the high water mark;
     /// the others divide what lies between it and the budget. While a fill waits for a frame, all
     /// of them are passed.

@@ -6,6 +6,7 @@
 use std::{
     io,
     ops::Range,
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -15,6 +16,7 @@ use std::{
 
 use crossbeam_channel::{Receiver, Sender};
 use farpage_vm::Shard;
+use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::{PageError, ahead::Plan, bell::Bell, budget::Budget, region::Region};
 
@@ -59,14 +61,14 @@ pub(crate) struct Doors {
     /// Whether evictors that are not needed stay asleep.
     tuned_evictors: bool,
     stopping: AtomicBool,
+    /// Readable when fillers shall stop, to all threads that drive them.
+    stopped: EventFd,
 }
 
 /// How to reach a filler.
 #[derive(Debug)]
 pub(crate) struct FillerDoor {
     pub(crate) bell: Bell,
-    /// Wakes the thread of the filler's number, which sleeps while it is not needed.
-    pub(crate) rest: Bell,
     mail: Sender<Command>,
     /// Bounded, so that a thread in a signal handler can send.
     asks: Sender<Ask>,
@@ -84,13 +86,15 @@ impl Doors {
         fillers: Vec<FillerDoor>,
         evictors: Vec<Bell>,
         tuned_evictors: bool,
-    ) -> Doors {
-        Doors {
+    ) -> io::Result<Doors> {
+        let flags = EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK;
+        Ok(Doors {
             fillers,
             evictors,
             tuned_evictors,
             stopping: AtomicBool::new(false),
-        }
+            stopped: EventFd::from_value_and_flags(0, flags)?,
+        })
     }
 
     pub(crate) fn filler(&self, shard: Shard) -> &FillerDoor {
@@ -105,12 +109,15 @@ impl Doors {
         self.fillers.iter().for_each(|filler| filler.bell.ring());
     }
 
-    /// Also those whose threads are not needed.
-    pub(crate) fn ring_resting_fillers(&self) {
-        for filler in &self.fillers {
-            filler.bell.ring();
-            filler.rest.ring();
-        }
+    /// Whether a filler was asked for something that it has not looked at.
+    pub(crate) fn has_mail(&self, shard: Shard) -> bool {
+        let door = &self.fillers[shard.0];
+        !door.mail.is_empty() || !door.asks.is_empty()
+    }
+
+    /// Readable when fillers shall stop.
+    pub(crate) fn stopped(&self) -> BorrowedFd<'_> {
+        self.stopped.as_fd()
     }
 
     /// For what the program waits for.
@@ -163,7 +170,9 @@ impl Doors {
     /// All workers end after their turn.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
-        self.ring_resting_fillers();
+        self.stopped
+            .write(1)
+            .expect("one event does not overflow an eventfd");
         self.ring_evictors();
     }
 
@@ -178,16 +187,9 @@ impl FillerDoor {
         let (asks_sender, asks) = crossbeam_channel::bounded(ASKS_MAX);
         let door = FillerDoor {
             bell: Bell::new()?,
-            rest: Bell::new()?,
             mail: sender,
             asks: asks_sender,
         };
         Ok((door, Inbox { mail, asks }))
-    }
-}
-
-impl Inbox {
-    pub(crate) fn is_empty(&self) -> bool {
-        self.mail.is_empty() && self.asks.is_empty()
     }
 }

@@ -17,12 +17,11 @@ use std::{
 use farpage_fabric::log::later;
 use farpage_store::Lane;
 use farpage_vm::{AddressSpace, Events, Shard};
-use nix::poll::{PollFd, PollFlags};
+use nix::poll::PollFd;
 
 use crate::{
     PageError,
     ahead::Plan,
-    bell::Bell,
     doors::{Ask, Command, Inbox},
     fills::{Fills, Landing},
     held::Held,
@@ -37,6 +36,10 @@ use crate::{
     worker::RETRY,
 };
 
+/// For one of so many faults it is asked which thread raised it: finding out where a thread runs
+/// takes as long as serving a fault.
+const SAMPLED: u32 = 64;
+
 pub(crate) struct Filler<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     shard: Shard,
@@ -47,6 +50,9 @@ pub(crate) struct Filler<A: AddressSpace> {
     /// What threads of the program bring in themselves, where they do.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
+    /// Faults that were read, and the thread that raised one of them.
+    seen: u32,
+    sample: Option<u32>,
     /// Kept between turns, so that reading faults does not allocate.
     events: Events,
 }
@@ -72,6 +78,8 @@ impl<A: AddressSpace> Filler<A> {
             deadline,
             in_thread,
             last_region: None,
+            seen: 0,
+            sample: None,
             events: Events {
                 faults: Vec::with_capacity(64),
                 unmapped: Vec::new(),
@@ -108,6 +116,12 @@ impl<A: AddressSpace> Filler<A> {
         let any = !events.is_empty();
         for fault in events.faults.drain(..) {
             self.counters().faults.bump();
+            self.seen = self.seen.wrapping_add(1);
+            if self.seen.is_multiple_of(SAMPLED)
+                || self.seen < SAMPLED && self.seen.is_power_of_two()
+            {
+                self.sample = (fault.thread != 0).then_some(fault.thread);
+            }
             self.on_fault(fault.address);
         }
         for addresses in events.unmapped.drain(..) {
@@ -260,35 +274,19 @@ impl<A: AddressSpace> Filler<A> {
         self.fills.is_idle() && self.wishes.is_empty() && self.fills.landing.is_empty()
     }
 
-    /// What others wake it with.
-    pub(crate) fn bell<'a>(&self, shared: &'a Shared<A>) -> &'a Bell {
-        &shared.doors.filler(self.shard).bell
-    }
-
     /// Something is under way, so that the next turn may find something to do.
     pub(crate) fn has_work(&self) -> bool {
         !self.fills.is_idle() || !self.wishes.is_empty()
     }
 
-    /// Somebody asked for something that it has not looked at, or for what it holds back; or there
-    /// are faults that no descriptor tells of.
-    pub(crate) fn is_called(&self) -> bool {
-        !self.inbox.is_empty()
-            || self.fills.landing.is_called()
-            || self.shared.mapper.has_kept_events(self.shard)
+    /// A thread of the program that has faulted: one for each [`SAMPLED`] faults, and more at the
+    /// start.
+    pub(crate) fn sample(&mut self) -> Option<u32> {
+        self.sample.take()
     }
 
-    /// Whether a descriptor tells when there are faults. It is the first one of
-    /// [`wait`](Self::wait) then.
-    pub(crate) fn is_told_of_faults(&self) -> bool {
-        self.shared.mapper.events_fd(self.shard).is_some()
-    }
-
-    /// Appends the descriptors to sleep on; returns when to take a turn at the latest.
-    pub(crate) fn wait<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) -> Option<Instant> {
-        if let Some(fd) = self.shared.mapper.events_fd(self.shard) {
-            fds.push(PollFd::new(fd, PollFlags::POLLIN));
-        }
+    /// Appends the descriptors of channels to sleep on; returns when to take a turn at the latest.
+    pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
         self.fills.wait(fds, RETRY)
     }
 }

@@ -214,9 +214,10 @@ mod tests {
                 frame_pages_max,
                 ..SimOptions::default()
             }));
-            let doors = Arc::new(Doors::new(Vec::new(), Vec::new(), true));
+            let doors =
+                Doors::new(Vec::new(), Vec::new(), true).expect("a descriptor is to be had");
             let budget = Budget::new(64 * PAGE_BYTES as u64, 0.9, 0.95);
-            let frames = Frames::new(Arc::new(Mapper::new(space)), doors, budget);
+            let frames = Frames::new(Arc::new(Mapper::new(space)), Arc::new(doors), budget);
             frames.expect(PAGE_BYTES);
             let mut taken = Vec::new();
             while let Some(frame) = frames.for_demand(PAGE_BYTES, 15) {

@@ -156,6 +156,11 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.events(shard, out)
     }
 
+    /// The calling thread is the one that reads the events of a shard from now on.
+    pub(crate) fn attend(&self, shard: Shard) {
+        self.space.attend(shard);
+    }
+
     /// Whether [`events`](Self::events) has something to say that no descriptor tells of.
     pub(crate) fn has_kept_events(&self, shard: Shard) -> bool {
         self.space.has_kept_events(shard)

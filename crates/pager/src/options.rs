@@ -12,11 +12,9 @@ use std::time::Duration;
 pub struct PagerOptions {
     /// Bytes of pages that may be mapped or in flight at once, over all regions.
     pub budget_bytes: u64,
-    /// Evictor threads. Default: 2. (There is one filler per shard of the address space.)
+    /// Evictor threads. Default: 2. (There is one filler per shard of the address space, and one
+    /// thread that drives fillers per CPU.)
     pub evictors: usize,
-    /// Fillers share as many threads as the load needs. `false`: each filler has its own.
-    /// Default: true.
-    pub tune_fillers: bool,
     /// Evictors sleep while the load does not need them. `false`: all start at the high mark.
     /// Default: true.
     pub tune_evictors: bool,
@@ -43,7 +41,6 @@ impl PagerOptions {
         PagerOptions {
             budget_bytes,
             evictors: 2,
-            tune_fillers: true,
             tune_evictors: true,
             run_bytes: None,
             high_water: 0.95,

@@ -30,7 +30,7 @@ use crate::{
     region::RegionId,
     run::RUN_BYTES_MAX,
     shared::{Shared, Workers},
-    team::Team,
+    team::{self, Team},
     worker,
 };
 
@@ -48,8 +48,8 @@ pub struct Pager<A: AddressSpace> {
 }
 
 impl<A: AddressSpace> Pager<A> {
-    /// Starts one filler per shard of `space`, and the evictors. Regions keep their pages by stores
-    /// over `cluster`.
+    /// Starts the evictors and, for the fillers, one thread per CPU that the caller may use.
+    /// Regions keep their pages by stores over `cluster`.
     ///
     /// # Errors
     /// See [`StartError`].
@@ -63,7 +63,7 @@ impl<A: AddressSpace> Pager<A> {
             fillers,
             evictors,
         } = Pager::assemble(space, cluster, options)?;
-        pager.threads = Team::new(&pager.shared, fillers, options.tune_fillers).start()?;
+        pager.threads = Team::new(&pager.shared, fillers, &team::cpus())?.start()?;
         for (i, evictor) in evictors.into_iter().enumerate() {
             let serve = move || evictor.serve();
             (pager.threads).push(worker::spawn(format!("evictor-{i}"), serve)?);
@@ -236,7 +236,7 @@ fn doors(workers: &Workers, tuned_evictors: bool) -> io::Result<(Arc<Doors>, Vec
     let evictors = (0..workers.evictors)
         .map(|_| Bell::new())
         .collect::<io::Result<Vec<_>>>()?;
-    let doors = Doors::new(fillers, evictors, tuned_evictors);
+    let doors = Doors::new(fillers, evictors, tuned_evictors)?;
     Ok((Arc::new(doors), inboxes))
 }
 

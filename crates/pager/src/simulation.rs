@@ -112,7 +112,7 @@ fn close(
     ender.join().expect("dropping a region does not panic");
 }
 
-fn next(random: &mut u64) -> u64 {
+pub(crate) fn next(random: &mut u64) -> u64 {
     *random ^= *random << 13;
     *random ^= *random >> 7;
     *random ^= *random << 17;

@@ -1,23 +1,26 @@
-//! The threads of the fillers: [`Team`].
+//! The threads that drive the fillers: [`Team`].
 //!
-//! Each filler owns a shard for good, but no thread of its own. The load says how many threads are
-//! awake, and they share the fillers between them. One alone serves all shards, which saves
-//! wake-ups and leaves the cores to the program; the others sleep.
+//! Each filler owns a shard for good, but no thread of its own. There is one *handler* per CPU that
+//! the program may use, pinned there, and any of them drives any filler. A thread that faults gives
+//! its CPU up, so that the handler next to it runs at once, while any other CPU would have to be
+//! woken out of its halt.
 //!
-//! **The model.** One more thread helps only if those awake are limited by their own speed and
-//! there is a core for it. Both show in one figure, the share of the time in which a thread runs.
-//! Near all of it: the thread is always at work and nobody takes its core away. Waiting for a link,
-//! or for a core that others use, shows as less, and then one more thread would only wait as well.
-//! When what all of them use would fit well into one thread fewer, the last goes to sleep.
+//! Handlers of CPUs on which threads have lately faulted sleep in all shards' descriptors, as do
+//! the bells and the channels of fillers with something under way. Whoever wakes first takes the
+//! filler's lock. The others rest, so that a fault does not wake every CPU.
 //!
-//! The rule: whoever drives a filler holds its lock, takes its fillers in the order of their
-//! shards, and gives all of them back before it takes others.
+//! The rule: whoever drives a filler holds its lock, and leaves it only when it has told the post
+//! what to wake up for. At least one handler is not at rest.
 
 use std::{
-    io,
+    ffi::OsStr,
+    fs::File,
+    hint,
+    io::{self, Cursor, Read, Write},
+    os::{fd::AsFd, unix::ffi::OsStrExt},
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     thread::JoinHandle,
     time::{Duration, Instant},
@@ -25,229 +28,452 @@ use std::{
 
 use crossbeam_utils::CachePadded;
 use farpage_vm::{AddressSpace, Shard};
-use nix::time::{ClockId, clock_gettime};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags},
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+    unistd::Pid,
+};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use crate::{
-    bell::{Bell, sleep_by},
+    bell::{Bell, sleep_on},
     filler::Filler,
     shared::Shared,
-    worker,
+    worker::{self, RETRY},
 };
 
-/// Between two looks at the load: long against a fault, short against what a program does.
-const PERIOD: Duration = Duration::from_millis(2);
-/// Loads in thousandths of a core: of a thread that could use help, and of all threads when they
-/// would fit into one fewer.
-const BUSY: u32 = 900;
-const FITS: u32 = 600;
+/// A filler's lock is tried for so long before its handler sleeps: as long as a turn takes that
+/// brings one page in.
+const SPINS: u32 = 200;
+/// Handlers that are not at rest at once. Each fault wakes all of them.
+const AWAKE_MAX: usize = 8;
+/// A handler rests when none of so many faults whose CPU was looked for was on its own.
+const LATELY: u32 = 64;
+/// Handlers whose CPU refused them try again when they have slept so many times.
+const PIN_AGAIN: u32 = 1 << 12;
 
-/// All fillers with their threads, one per shard.
+/// All fillers, and the threads that drive them.
 pub(crate) struct Team<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     /// By shard.
-    fillers: Vec<CachePadded<Mutex<Filler<A>>>>,
-    /// Threads that serve, the first ones; the others sleep.
+    posts: Vec<CachePadded<Post<A>>>,
+    handlers: Vec<CachePadded<Handler>>,
+    /// Handlers that are not at rest.
     awake: AtomicUsize,
-    /// Of each thread, in thousandths of a core.
-    loads: Vec<AtomicU32>,
-    /// Whether threads may sleep.
-    tuned: bool,
+    /// Faults whose CPU was looked for.
+    looks: AtomicU32,
+    started: Instant,
 }
 
-/// The fillers that one thread drives.
-type Crew<'a, A> = Vec<MutexGuard<'a, Filler<A>>>;
-/// Places in a crew.
-type Quiet = SmallVec<[usize; 4]>;
+/// A filler, and what its handlers wake up for.
+struct Post<A: AddressSpace> {
+    filler: Mutex<Filler<A>>,
+    /// The channels that something is under way on. Each tells of one event, until it is armed
+    /// again.
+    channels: Epoll,
+    /// When to take a turn at the latest, in nanoseconds since the start. [`u64::MAX`]: whenever.
+    until_ns: AtomicU64,
+}
+
+/// What others know of a handler.
+struct Handler {
+    cpu: usize,
+    /// Calls it while it rests.
+    bell: Bell,
+    /// The team's `looks` when a fault was last seen on its CPU.
+    lately: AtomicU32,
+    rests: AtomicBool,
+}
+
+/// What a handler has to do for a shard.
+#[derive(Clone, Copy)]
+struct Due {
+    shard: usize,
+    /// Whether there may be faults.
+    faults: bool,
+    /// Whether channels have told of something.
+    channels: bool,
+}
+
+impl Due {
+    fn all(shard: usize) -> Due {
+        Due {
+            shard,
+            faults: true,
+            channels: false,
+        }
+    }
+}
+
+type Dues = SmallVec<[Due; 4]>;
 
 impl<A: AddressSpace> Team<A> {
-    /// All fillers. `tuned`: as many threads serve as the load asks for; otherwise all.
+    /// All fillers, and a handler for each of these CPUs.
     pub(crate) fn new(
         shared: &Arc<Shared<A>>,
         fillers: Vec<Filler<A>>,
-        tuned: bool,
-    ) -> Arc<Team<A>> {
-        let threads = fillers.len();
-        Arc::new(Team {
+        cpus: &[usize],
+    ) -> io::Result<Arc<Team<A>>> {
+        let posts = fillers.into_iter().map(Post::new);
+        let handlers = cpus.iter().enumerate().map(|(number, &cpu)| {
+            Ok(CachePadded::new(Handler {
+                cpu,
+                bell: Bell::new()?,
+                lately: AtomicU32::new(0),
+                rests: AtomicBool::new(number > 0),
+            }))
+        });
+        Ok(Arc::new(Team {
             shared: shared.clone(),
-            fillers: fillers
-                .into_iter()
-                .map(|filler| CachePadded::new(Mutex::new(filler)))
-                .collect(),
-            awake: AtomicUsize::new(if tuned { 1 } else { threads }),
-            loads: (0..threads).map(|_| AtomicU32::new(0)).collect(),
-            tuned,
-        })
+            posts: posts.collect::<io::Result<_>>()?,
+            handlers: handlers.collect::<io::Result<_>>()?,
+            awake: AtomicUsize::new(1),
+            looks: AtomicU32::new(0),
+            started: Instant::now(),
+        }))
     }
 
     /// Starts the threads.
     pub(crate) fn start(self: &Arc<Self>) -> io::Result<Vec<JoinHandle<()>>> {
-        (0..self.fillers.len())
-            .map(|thread| {
+        (0..self.handlers.len())
+            .map(|number| {
                 let team = self.clone();
-                worker::spawn(format!("filler-{thread}"), move || team.serve(thread))
+                worker::spawn(format!("filler-{number}"), move || team.serve(number))
             })
             .collect()
     }
 
-    fn serve(&self, thread: usize) {
-        let mut crew = Crew::new();
-        let mut seen = 0;
-        let mut watch = Watch::start();
-        // Those of the crew that are known to have no faults.
-        let mut quiet = Quiet::new();
+    fn serve(&self, number: usize) {
+        let mut pin = Pin::new(self.handlers[number].cpu, self.handlers.len() > 1);
+        let mut ears = Ears::new(self);
+        let mut dues = self.all();
         while !self.shared.doors.is_stopping() {
-            let awake = self.awake.load(Ordering::SeqCst);
-            if awake != seen {
-                // All of the old ones first: two threads would wait for each other.
-                crew.clear();
-                let mine = shards_of(thread, awake, self.fillers.len());
-                crew.extend(mine.map(|shard| self.fillers[shard].lock()));
-                (seen, watch) = (awake, Watch::start());
-                quiet.clear();
+            pin.hold();
+            let mut again = Dues::new();
+            for due in dues.drain(..) {
+                if self.drive(due) {
+                    again.push(Due::all(due.shard));
+                }
             }
-            if crew.is_empty() {
-                self.rest(thread, seen);
-                continue;
-            }
-            let mut again = false;
-            for (at, filler) in crew.iter_mut().enumerate() {
-                let busy = match quiet.contains(&at) {
-                    true => filler.turn_without_faults(),
-                    false => filler.turn(),
-                };
-                again |= busy && filler.has_work();
-            }
-            quiet.clear();
-            // Where nothing is under way, the descriptors tell of the next fault with one system
-            // call; looking for it first would take another.
-            if !again {
-                self.sleep(&crew, seen, &mut quiet);
-            }
-            if self.tuned
-                && let Some(load) = watch.look()
-            {
-                self.weigh(thread, seen, load);
+            dues = again;
+            if dues.is_empty() && self.goes_to_rest(number) {
+                self.rest(number);
+                dues = self.all();
+            } else {
+                ears.listen(&mut dues);
             }
         }
     }
 
-    /// Nothing to do until more threads are needed.
-    fn rest(&self, thread: usize, seen: usize) {
-        let bell = &self.shared.doors.filler(Shard(thread)).rest;
+    fn all(&self) -> Dues {
+        (0..self.posts.len()).map(Due::all).collect()
+    }
+
+    /// Takes a turn of a filler. Returns whether the next one may find something to do at once.
+    fn drive(&self, due: Due) -> bool {
+        let (post, shard) = (&self.posts[due.shard], Shard(due.shard));
+        let mut filler = post.lock();
+        self.shared.mapper.attend(shard);
+        if due.channels {
+            post.drain();
+        }
+        let busy = match due.faults {
+            true => filler.turn(),
+            false => filler.turn_without_faults(),
+        };
+        let again = busy && filler.has_work();
+        if !again {
+            post.arm(&filler, self.started);
+        }
+        let thread = filler.sample();
+        drop(filler);
+        if let Some(thread) = thread {
+            self.look_for(thread);
+        }
+        again
+    }
+
+    /// Whether a filler was asked for something that it has not looked at, or for what it holds
+    /// back; or there are faults that no descriptor tells of.
+    fn is_called(&self, shard: Shard) -> bool {
+        let shared = &self.shared;
+        shared.doors.has_mail(shard)
+            || shared.mapper.has_kept_events(shard)
+            || shared.frames.budget().wants_what_is_held()
+    }
+
+    /// A thread has faulted: the handler of its CPU is not to rest.
+    fn look_for(&self, thread: u32) {
+        let now = self.looks.fetch_add(1, Ordering::Relaxed) + 1;
+        let Some(cpu) = cpu_of(thread) else {
+            return;
+        };
+        let Some(number) = self.handlers.iter().position(|handler| handler.cpu == cpu) else {
+            return;
+        };
+        self.call(number, now);
+    }
+
+    /// A fault was on the CPU of this handler, when so many had been looked for.
+    fn call(&self, number: usize, now: u32) {
+        let handler = &self.handlers[number];
+        handler.lately.store(now, Ordering::Relaxed);
+        if self.awake.load(Ordering::Relaxed) < AWAKE_MAX
+            && handler.rests.swap(false, Ordering::SeqCst)
+        {
+            self.awake.fetch_add(1, Ordering::SeqCst);
+            handler.bell.ring();
+        }
+    }
+
+    /// Whether this handler is not needed, and another one is there.
+    fn goes_to_rest(&self, number: usize) -> bool {
+        let handler = &self.handlers[number];
+        if handler.rests.load(Ordering::SeqCst) {
+            return true;
+        }
+        let lately = handler.lately.load(Ordering::Relaxed);
+        if self.looks.load(Ordering::Relaxed).wrapping_sub(lately) < LATELY {
+            return false;
+        }
+        // Others that sleep do not know of a time that was set since.
+        if self.until_ns() != u64::MAX {
+            return false;
+        }
+        let one_fewer = |awake: usize| (awake > 1).then(|| awake - 1);
+        let goes = (self.awake)
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_fewer)
+            .is_ok();
+        if goes {
+            handler.rests.store(true, Ordering::SeqCst);
+        }
+        goes
+    }
+
+    /// Sleeps until it is called.
+    fn rest(&self, number: usize) {
+        let Handler { bell, rests, .. } = &*self.handlers[number];
         bell.prepare();
-        if self.awake.load(Ordering::SeqCst) != seen || self.shared.doors.is_stopping() {
+        if !rests.load(Ordering::SeqCst) {
             return bell.cancel();
         }
-        bell.sleep(Vec::new(), None);
+        let stopped = PollFd::new(self.shared.doors.stopped(), PollFlags::POLLIN);
+        bell.sleep(vec![stopped], None);
     }
 
-    /// Sleeps until one of the crew may have something to do, or there is a new division. Finds out
-    /// who has no faults.
-    fn sleep(&self, crew: &Crew<'_, A>, seen: usize, quiet: &mut Quiet) {
-        let bells: SmallVec<[&Bell; 4]> = crew
-            .iter()
-            .map(|filler| filler.bell(&self.shared))
-            .collect();
-        bells.iter().for_each(|bell| bell.prepare());
-        let called = self.shared.doors.is_stopping() || self.awake.load(Ordering::SeqCst) != seen;
-        if called || crew.iter().any(|filler| filler.is_called()) {
-            return bells.iter().for_each(|bell| bell.cancel());
-        }
-        let mut fds = Vec::with_capacity(4 * crew.len());
-        let mut until: Option<Instant> = None;
-        let mut told = SmallVec::<[(usize, usize); 4]>::new();
-        for (at, filler) in crew.iter().enumerate() {
-            if filler.is_told_of_faults() {
-                told.push((at, fds.len()));
+    fn bell(&self, shard: usize) -> &Bell {
+        &self.shared.doors.filler(Shard(shard)).bell
+    }
+
+    /// When some filler is to take a turn at the latest.
+    fn until_ns(&self) -> u64 {
+        let until_ns = |post: &CachePadded<Post<A>>| post.until_ns.load(Ordering::SeqCst);
+        self.posts.iter().map(until_ns).min().unwrap_or(u64::MAX)
+    }
+}
+
+impl<A: AddressSpace> Post<A> {
+    fn new(filler: Filler<A>) -> io::Result<CachePadded<Post<A>>> {
+        Ok(CachePadded::new(Post {
+            filler: Mutex::new(filler),
+            channels: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?,
+            until_ns: AtomicU64::new(u64::MAX),
+        }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Filler<A>> {
+        for _ in 0..SPINS {
+            if let Some(filler) = self.filler.try_lock() {
+                return filler;
             }
-            until = until.into_iter().chain(filler.wait(&mut fds)).min();
+            hint::spin_loop();
         }
-        sleep_by(&bells, &mut fds, until);
-        let has_no_event = |&(_, fd): &(usize, usize)| fds[fd].any() == Some(false);
-        quiet.extend(
-            told.iter()
-                .filter(|told| has_no_event(told))
-                .map(|(at, _)| *at),
+        self.filler.lock()
+    }
+
+    /// All handlers may wake up from now on for what this filler waits for.
+    fn arm(&self, filler: &Filler<A>, started: Instant) {
+        let mut fds = SmallVec::<[PollFd<'_>; 4]>::new();
+        let mut until = filler.wait(&mut fds);
+        for fd in &fds {
+            if self.arm_channel(fd).is_err() {
+                // Lack of memory: it is looked at now and then.
+                until = until.into_iter().chain([Instant::now() + RETRY]).min();
+            }
+        }
+        let until_ns = until.map_or(u64::MAX, |until| {
+            until.saturating_duration_since(started).as_nanos() as u64
+        });
+        self.until_ns.store(until_ns, Ordering::SeqCst);
+    }
+
+    fn arm_channel(&self, fd: &PollFd<'_>) -> nix::Result<()> {
+        let mut flags = EpollFlags::EPOLLONESHOT;
+        flags.set(EpollFlags::EPOLLIN, fd.events().contains(PollFlags::POLLIN));
+        flags.set(
+            EpollFlags::EPOLLOUT,
+            fd.events().contains(PollFlags::POLLOUT),
         );
-    }
-
-    /// Wakes one thread more, or sends the last one to sleep, if the load asks for it.
-    fn weigh(&self, thread: usize, awake: usize, load: u32) {
-        self.loads[thread].store(load, Ordering::Relaxed);
-        let in_all = self.loads[..awake]
-            .iter()
-            .map(|load| load.load(Ordering::Relaxed))
-            .sum();
-        let needed = needed(awake, self.fillers.len(), thread, load, in_all);
-        if needed > awake {
-            // Until it has been seen at work it counts as needed.
-            self.loads[awake].store(BUSY, Ordering::Relaxed);
-        }
-        if needed != awake {
-            self.divide(awake, needed);
+        let mut event = EpollEvent::new(flags, 0);
+        match self.channels.modify(fd.as_fd(), &mut event) {
+            Err(Errno::ENOENT) => self.channels.add(fd.as_fd(), event),
+            armed => armed,
         }
     }
 
-    /// `needed` threads are awake from now on, unless another number was set meanwhile.
-    fn divide(&self, awake: usize, needed: usize) {
-        let changed = (self.awake)
-            .compare_exchange(awake, needed, Ordering::SeqCst, Ordering::SeqCst)
-            .is_ok();
-        if changed {
-            self.shared.doors.ring_resting_fillers();
+    /// The filler is about to look at its channels.
+    fn drain(&self) {
+        // What does not fit tells of itself again.
+        let _ = self
+            .channels
+            .wait(&mut [EpollEvent::empty(); 4], EpollTimeout::ZERO);
+    }
+}
+
+/// What a handler sleeps on, made once.
+struct Ears<'a, A: AddressSpace> {
+    team: &'a Team<A>,
+    /// What says that fillers shall stop. Then of each shard its bell, its channels and, where the
+    /// address space has one, the descriptor of its faults.
+    fds: Vec<PollFd<'a>>,
+    has_faults_fd: bool,
+}
+
+impl<'a, A: AddressSpace> Ears<'a, A> {
+    fn new(team: &'a Team<A>) -> Self {
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = vec![readable(team.shared.doors.stopped())];
+        for (shard, post) in team.posts.iter().enumerate() {
+            let shard = Shard(shard);
+            fds.push(readable(team.bell(shard.0).fd()));
+            fds.push(readable(post.channels.0.as_fd()));
+            fds.extend(team.shared.mapper.events_fd(shard).map(readable));
+        }
+        Ears {
+            team,
+            fds,
+            has_faults_fd: team.shared.mapper.events_fd(Shard(0)).is_some(),
+        }
+    }
+
+    /// Sleeps until something is due, or looks what else is if `dues` is not empty. Appends it.
+    fn listen(&mut self, dues: &mut Dues) {
+        let until = self.prepare(dues);
+        self.sleep(until, dues);
+    }
+
+    /// From now on whatever happens wakes this handler. Appends what has happened before, which
+    /// nothing tells of. Returns until when to sleep.
+    fn prepare(&self, dues: &mut Dues) -> Option<Instant> {
+        let team = self.team;
+        // They stay so: others may be asleep when this handler wakes.
+        (0..team.posts.len()).for_each(|shard| team.bell(shard).prepare());
+        for shard in 0..team.posts.len() {
+            let is_known = dues.iter().any(|due| due.shard == shard);
+            if !is_known && team.is_called(Shard(shard)) {
+                dues.push(Due::all(shard));
+            }
+        }
+        if !dues.is_empty() {
+            return Some(team.started);
+        }
+        let until_ns = team.until_ns();
+        (until_ns != u64::MAX).then(|| team.started + Duration::from_nanos(until_ns))
+    }
+
+    /// Sleeps until something happens, and appends what.
+    fn sleep(&mut self, until: Option<Instant>, dues: &mut Dues) {
+        let team = self.team;
+        sleep_on(&mut self.fds, until);
+        let now_ns = match until {
+            Some(_) => team.started.elapsed().as_nanos() as u64,
+            None => 0,
+        };
+        let mut fds = self.fds[1..].iter();
+        let mut told = || fds.next().is_some_and(|fd| fd.any() == Some(true));
+        for shard in 0..team.posts.len() {
+            let rings = told();
+            team.bell(shard).hear(rings);
+            let channels = told();
+            let faults = self.has_faults_fd && told();
+            let is_late = team.posts[shard].until_ns.load(Ordering::SeqCst) <= now_ns;
+            if let Some(due) = dues.iter_mut().find(|due| due.shard == shard) {
+                due.channels |= channels;
+            } else if rings || channels || faults || is_late {
+                dues.push(Due {
+                    shard,
+                    // Faults that no descriptor tells of come with a ring.
+                    faults: faults || rings,
+                    channels,
+                });
+            }
         }
     }
 }
 
-/// The shards that a thread serves while `awake` threads are awake.
-fn shards_of(thread: usize, awake: usize, shards: usize) -> impl Iterator<Item = usize> {
-    let end = if thread < awake { shards } else { 0 };
-    (thread..end).step_by(awake)
+/// Keeps a handler on its CPU.
+struct Pin {
+    cpu: usize,
+    /// Turns until it is tried, where it was not done.
+    in_turns: Option<u32>,
 }
 
-/// How many threads shall be awake, after one of those that are found its load.
-fn needed(awake: usize, threads: usize, thread: usize, load: u32, in_all: u32) -> usize {
-    if load >= BUSY && awake < threads {
-        awake + 1
-    } else if thread + 1 == awake && awake > 1 && in_all < FITS * (awake as u32 - 1) {
-        awake - 1
-    } else {
-        awake
-    }
-}
-
-/// What part of the time a thread has run.
-struct Watch {
-    since: Instant,
-    cpu: Duration,
-}
-
-impl Watch {
-    fn start() -> Watch {
-        Watch {
-            since: Instant::now(),
-            cpu: cpu_time(),
+impl Pin {
+    /// `wanted`: there are others, on other CPUs.
+    fn new(cpu: usize, wanted: bool) -> Pin {
+        Pin {
+            cpu,
+            in_turns: wanted.then_some(0),
         }
     }
 
-    /// The load since the last look, once a period has passed.
-    fn look(&mut self) -> Option<u32> {
-        let passed = self.since.elapsed();
-        if passed < PERIOD {
-            return None;
-        }
-        let before = std::mem::replace(self, Watch::start());
-        let used = self.cpu.saturating_sub(before.cpu);
-        Some((used.as_nanos() * 1000 / passed.as_nanos()) as u32)
+    /// A CPU that is refused, because the program may not use it any more, is tried again later.
+    fn hold(&mut self) {
+        self.in_turns = match self.in_turns {
+            Some(0) => {
+                let mut cpus = CpuSet::new();
+                let pinned = cpus
+                    .set(self.cpu)
+                    .and_then(|()| sched_setaffinity(Pid::from_raw(0), &cpus));
+                pinned.is_err().then_some(PIN_AGAIN)
+            }
+            turns => turns.map(|turns| turns - 1),
+        };
     }
 }
 
-fn cpu_time() -> Duration {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
-        .expect("each thread has a clock")
-        .into()
+/// The CPUs that the calling thread may use. Unknown: one, on which no handler is held.
+pub(crate) fn cpus() -> Vec<usize> {
+    let cpus = sched_getaffinity(Pid::from_raw(0)).map_or(Vec::new(), |set| {
+        let is_set = |&cpu: &usize| set.is_set(cpu).unwrap_or(false);
+        (0..CpuSet::count()).filter(is_set).collect()
+    });
+    if cpus.is_empty() { vec![0] } else { cpus }
+}
+
+/// The CPU on which a thread has run last. Nothing is allocated.
+fn cpu_of(thread: u32) -> Option<usize> {
+    let mut path = Cursor::new([0; 40]);
+    write!(path, "/proc/self/task/{thread}/stat").ok()?;
+    let path_len = path.position() as usize;
+    let path = OsStr::from_bytes(&path.get_ref()[..path_len]);
+    let mut text = [0; 512];
+    let mut stat = File::open(path).ok()?;
+    let len = stat.read(&mut text).ok()?;
+    cpu_in(&text[..len])
+}
+
+/// What a line of `/proc/PID/stat` says of the CPU, its 39th field.
+fn cpu_in(stat: &[u8]) -> Option<usize> {
+    // The second field is a name in brackets, which may have any bytes.
+    let behind_name = stat.iter().rposition(|&byte| byte == b')')? + 2;
+    let field = stat[behind_name..]
+        .split(|&byte| byte == b' ')
+        .nth(39 - 3)?;
+    str::from_utf8(field).ok()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -262,9 +488,14 @@ mod tests {
     use farpage_vm::{Faulted, SimOptions, SimSpace};
 
     use super::*;
-    use crate::{Mapped, Pager, PagerOptions, RegionOptions, pager::Parts};
+    use crate::{
+        Mapped, Pager, PagerOptions, RegionOptions, evictor::Evictor, pager::Parts,
+        simulation::next,
+    };
 
     const SHARDS: usize = 4;
+    /// More than there are CPUs, which no handler minds.
+    const HANDLERS: [usize; 3] = [0, 1, 1 << 9];
     const PROGRAMS: usize = 3;
     const PAGE_BYTES: usize = 4096;
     /// Stripes are of 16 MiB: each shard has one.
@@ -308,16 +539,24 @@ mod tests {
         }
     }
 
-    #[test]
-    fn fillers_change_hands_while_programs_fault() {
+    /// A region of [`BYTES`] over simulated memory, and a team whose threads do not run.
+    struct World {
+        space: Arc<SimSpace>,
+        team: Arc<Team<SimSpace>>,
+        evictors: Vec<Evictor<SimSpace>>,
+        /// While a failed test unwinds nobody may serve what a drop waits for.
+        mapped: ManuallyDrop<Mapped<SimSpace>>,
+    }
+
+    fn world(seed: u64) -> World {
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: SHARDS,
-            seed: 1,
+            seed,
             held_probability: 0.0,
             duplicate_probability: 0.0,
             ..SimOptions::default()
         }));
-        let session = SimServer::new(SimConfig::new(1))
+        let session = SimServer::new(SimConfig::new(seed))
             .session(&SessionOptions::default())
             .expect("the simulated server takes sessions");
         let cluster = Cluster::new(vec![session], ClusterOptions::default());
@@ -328,29 +567,49 @@ mod tests {
             evictors,
         } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
-        let shared = pager.shared().clone();
-        let team = Team::new(&shared, fillers, true);
-        let mut threads = team.start().expect("threads start");
-        for evictor in evictors {
-            let serve = move || evictor.serve();
-            threads.push(worker::spawn("evictor".to_owned(), serve).expect("a thread starts"));
-        }
+        let team = Team::new(pager.shared(), fillers, &HANDLERS);
         let options = RemoteOptions::default();
         let store = PageStore::remote(&cluster, "a region", BYTES, PAGE_BYTES, &options)
             .expect("the server has room");
         let mapped = (Arc::new(pager).map(store, RegionOptions::default()))
             .expect("the budget holds the pages of all fillers");
-        // While a failed test unwinds nobody may serve what a drop waits for.
-        let mapped = ManuallyDrop::new(mapped);
+        World {
+            space,
+            team: team.expect("descriptors are to be had"),
+            evictors,
+            mapped: ManuallyDrop::new(mapped),
+        }
+    }
+
+    fn shard_at(mapped: &Mapped<SimSpace>, offset: usize) -> Shard {
+        mapped.region().shard_of(offset / PAGE_BYTES, SHARDS)
+    }
+
+    #[test]
+    fn fillers_change_hands_while_programs_fault() {
+        let World {
+            space,
+            team,
+            evictors,
+            mapped,
+        } = world(1);
+        let shared = team.shared.clone();
+        let mut threads = team.start().expect("threads start");
+        for evictor in evictors {
+            let serve = move || evictor.serve();
+            threads.push(worker::spawn("evictor".to_owned(), serve).expect("a thread starts"));
+        }
 
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                for needed in (1..=SHARDS).chain((1..SHARDS).rev()).cycle() {
+                for number in (0..HANDLERS.len()).cycle() {
                     if done.load(Ordering::Relaxed) {
                         break;
                     }
-                    team.divide(team.awake.load(Ordering::SeqCst), needed);
+                    // The others are to rest.
+                    let now = team.looks.fetch_add(LATELY, Ordering::Relaxed) + LATELY;
+                    team.call(number, now);
                     std::thread::yield_now();
                 }
             });
@@ -374,67 +633,118 @@ mod tests {
 
     #[test]
     fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
-        let space = Arc::new(SimSpace::new(SimOptions::default()));
-        let session = SimServer::new(SimConfig::new(1))
-            .session(&SessionOptions::default())
-            .expect("the simulated server takes sessions");
-        let cluster = Cluster::new(vec![session], ClusterOptions::default());
-        let options = PagerOptions::new(8 * PAGE_BYTES as u64);
-        let Parts {
-            pager, mut fillers, ..
-        } = Pager::assemble(space.clone(), cluster.clone(), &options)
-            .expect("the options are sound");
-        let options = RemoteOptions::default();
-        let store = PageStore::remote(&cluster, RegionId(1), 1 << 20, PAGE_BYTES, &options)
-            .expect("the server has room");
-        let mapped = (Arc::new(pager).map(store, RegionOptions::default()))
-            .expect("the budget holds the pages of all fillers");
-        let mapped = ManuallyDrop::new(mapped);
-        assert!(!fillers[0].is_called());
-        assert_eq!(
-            space.try_load(0, mapped.address()),
-            Err(Faulted::Asleep),
-            "nobody has brought the page in"
-        );
-        space.keep_events(Shard(0));
-        assert!(fillers[0].is_called());
-        fillers[0].turn();
-        assert!(!fillers[0].is_called());
-        assert!(!space.is_asleep(0));
+        let World {
+            space,
+            team,
+            mapped,
+            ..
+        } = world(1);
+        let mut ears = Ears::new(&team);
+        let mut dues = Dues::new();
+        ears.prepare(&mut dues);
+        assert!(dues.is_empty());
+        let absent = space.try_load(0, mapped.address());
+        assert_eq!(absent, Err(Faulted::Asleep));
+        let end = Instant::now() + Duration::from_secs(20);
+        while space.is_asleep(0) {
+            assert!(Instant::now() < end, "nobody looks for the fault");
+            ears.prepare(&mut dues);
+            ears.sleep(Some(Instant::now()), &mut dues);
+            dues.retain(|due| team.drive(*due));
+        }
     }
 
-    #[test]
-    fn each_shard_is_served_by_one_thread_that_is_awake() {
-        for shards in 1..=5 {
-            for awake in 1..=shards {
-                let mut served: Vec<_> = (0..shards)
-                    .flat_map(|thread| shards_of(thread, awake, shards))
-                    .collect();
-                served.sort_unstable();
-                assert!(served.into_iter().eq(0..shards));
-                assert_eq!(shards_of(awake, awake, shards).count(), 0);
+    /// A handler without a thread.
+    struct Puppet<'a> {
+        ears: Ears<'a, SimSpace>,
+        dues: Dues,
+        asleep: Option<Option<Instant>>,
+    }
+
+    impl Puppet<'_> {
+        /// Does the next thing that other handlers may come between.
+        fn step(&mut self) {
+            match (self.asleep, self.dues.pop()) {
+                (Some(until), _) => {
+                    let now = Instant::now();
+                    self.ears.sleep(Some(now), &mut self.dues);
+                    // In its sleep it has heard nothing before the time.
+                    if until.is_none_or(|until| now < until) && self.dues.is_empty() {
+                        return;
+                    }
+                    self.asleep = None;
+                }
+                (None, Some(due)) => {
+                    if self.ears.team.drive(due) {
+                        self.dues.push(Due::all(due.shard));
+                    }
+                }
+                (None, None) => {
+                    let until = self.ears.prepare(&mut self.dues);
+                    if self.dues.is_empty() {
+                        self.asleep = Some(until);
+                    }
+                }
             }
         }
     }
 
     #[test]
-    fn threads_come_for_load_and_go_without() {
-        assert_eq!(needed(1, 4, 0, 950, 950), 2);
-        assert_eq!(needed(4, 4, 0, 950, 3800), 4, "there are no more");
-        assert_eq!(needed(2, 4, 1, 450, 950), 2, "would be too much for one");
-        assert_eq!(needed(2, 4, 1, 250, 500), 1);
-        assert_eq!(needed(2, 4, 0, 250, 500), 2, "the last one decides");
-        assert_eq!(needed(1, 4, 0, 0, 0), 1);
-        // Waiting for a core or a link.
-        assert_eq!(needed(1, 4, 0, 600, 600), 1);
+    fn handlers_that_take_over_from_each_other_leave_no_fault_behind() {
+        for seed in 1..=20_u64 {
+            println!("seed {seed}");
+            let World {
+                space,
+                team,
+                mut evictors,
+                mapped,
+            } = world(seed);
+            let mut random = seed;
+            let mut below = |limit: usize| (next(&mut random) % limit as u64) as usize;
+            let mut puppets: Vec<_> = HANDLERS
+                .map(|_| Puppet {
+                    ears: Ears::new(&team),
+                    dues: team.all(),
+                    asleep: None,
+                })
+                .into();
+            let mut wants: [Option<usize>; PROGRAMS] = [None; PROGRAMS];
+            let mut accesses = 0;
+            let mut since = Instant::now();
+            while accesses < 2000 {
+                assert!(since.elapsed() < Duration::from_secs(20), "nobody gets on");
+                match below(10) {
+                    0..3 => {
+                        let thread = below(PROGRAMS);
+                        let page = *wants[thread].get_or_insert_with(|| below(16));
+                        if space.is_asleep(thread) {
+                            continue;
+                        }
+                        let offset = (page % SHARDS) * (16 << 20) + page / SHARDS * PAGE_BYTES;
+                        match space.try_load(thread, mapped.address() + offset) {
+                            Ok(_) => {
+                                (wants[thread], since) = (None, Instant::now());
+                                accesses += 1;
+                            }
+                            // As the kernel does: once for each fault.
+                            Err(Faulted::Asleep) => team.bell(shard_at(&mapped, offset).0).ring(),
+                            Err(other) => panic!("page {page}: {other}"),
+                        }
+                    }
+                    3 => _ = evictors[below(2)].turn(),
+                    _ => puppets[below(HANDLERS.len())].step(),
+                }
+            }
+        }
     }
 
     #[test]
-    fn a_thread_at_work_has_load_and_one_that_sleeps_has_none() {
-        let mut watch = Watch::start();
-        std::thread::sleep(20 * PERIOD);
-        let asleep = watch.look().expect("more than a period has passed");
-        assert!(asleep < 100, "{asleep}");
-        assert!(watch.look().is_none(), "a period has not passed");
+    fn cpu_of_a_thread_is_found_behind_any_name() {
+        let line = b"12 (a ) b) S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31 32 33 34 35 5 0 0\n";
+        assert_eq!(cpu_in(line), Some(5));
+        assert_eq!(cpu_in(b"12 (a) S 1"), None);
+        let cpu = cpu_of(nix::unistd::gettid().as_raw().cast_unsigned());
+        assert!(cpu.is_some_and(|cpu| cpu < CpuSet::count()), "{cpu:?}");
+        assert_eq!(cpu_of(0), None);
     }
 }

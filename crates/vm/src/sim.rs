@@ -108,8 +108,6 @@ struct State {
     queues: Vec<VecDeque<Message>>,
     /// Per shard, what the program has unmapped, until it is told.
     news: Vec<Vec<Range<usize>>>,
-    /// Per shard, faults that were taken from its queue and not handed on.
-    kept: Vec<Vec<Fault>>,
     /// Per thread, the page on whose fault it sleeps.
     asleep: BTreeMap<usize, usize>,
     /// Addresses at which no page can be mapped.
@@ -213,7 +211,6 @@ impl SimSpace {
             regions: BTreeMap::new(),
             queues: vec![VecDeque::new(); shards],
             news: vec![Vec::new(); shards],
-            kept: vec![Vec::new(); shards],
             asleep: BTreeMap::new(),
             refused: None,
             options,
@@ -278,15 +275,6 @@ impl SimSpace {
         for news in &mut state.news {
             news.push(page..page + page_bytes);
         }
-    }
-
-    /// What installing a page does while the program unmaps: the faults that wait are read, and
-    /// kept.
-    pub fn keep_events(&self, shard: Shard) {
-        let mut state = self.state.lock();
-        let State { queues, kept, .. } = &mut *state;
-        let faults = queues[shard.0].drain(..);
-        kept[shard.0].extend(faults.map(|message| message.fault));
     }
 
     /// From now on mapping a page at one of these addresses fails, as for lack of the kernel's
@@ -491,7 +479,11 @@ impl State {
             .next_back()
             .expect("the caller has found the region");
         let Shard(shard) = region.layout.shard_of(address - start, shards);
-        let fault = Fault { address, write };
+        let fault = Fault {
+            address,
+            write,
+            thread: 0,
+        };
         self.queues[shard].push_back(Message {
             thread: Some(thread),
             fault,
@@ -659,15 +651,18 @@ impl AddressSpace for SimSpace {
 
     fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
         let mut state = self.state.lock();
-        out.faults.append(&mut state.kept[shard.0]);
         let faults = state.queues[shard.0].drain(..);
         out.faults.extend(faults.map(|message| message.fault));
         out.unmapped.append(&mut state.news[shard.0]);
         Ok(())
     }
 
+    fn attend(&self, _shard: Shard) {}
+
+    /// No descriptor tells of any.
     fn has_kept_events(&self, shard: Shard) -> bool {
-        !self.state.lock().kept[shard.0].is_empty()
+        let state = self.state.lock();
+        !state.queues[shard.0].is_empty() || !state.news[shard.0].is_empty()
     }
 
     fn events_fd(&self, _shard: Shard) -> Option<BorrowedFd<'_>> {
@@ -725,7 +720,8 @@ mod tests {
             faults(&space, 1),
             [Fault {
                 address: base + 4096 + 8,
-                write: true
+                write: true,
+                thread: 0,
             }]
         );
         install(

@@ -21,6 +21,8 @@ pub struct Fault {
     pub address: usize,
     /// Whether it was touched by a write.
     pub write: bool,
+    /// The thread that touched it, as the kernel numbers threads; 0 where nobody knows.
+    pub thread: u32,
 }
 
 /// What happened to the pages of a shard.
@@ -206,7 +208,8 @@ pub struct Mapping {
 /// The program's memory, as far as paging is concerned: the kernel's in production, a model in
 /// simulations.
 ///
-/// All methods may be called from any thread. Each shard's events are read by one thread.
+/// All methods may be called from any thread. Each shard's events are read by one thread at a time,
+/// which says so by [`attend`](Self::attend) before it does anything else for the shard.
 pub trait AddressSpace: Send + Sync + 'static {
     /// What holds the bytes of pages that are not mapped.
     type Frame: Frame;
@@ -276,6 +279,9 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// # Errors
     /// The operating system's.
     fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()>;
+
+    /// From now on the calling thread is the one that reads the events of this shard.
+    fn attend(&self, shard: Shard);
 
     /// Whether there are events that have been taken from the kernel, so that
     /// [`events_fd`](Self::events_fd) does not tell of them any more. Installing pages may come

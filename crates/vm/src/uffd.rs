@@ -210,9 +210,15 @@ impl Uffd {
             for event in events {
                 count += 1;
                 match event.map_err(os_error)? {
-                    Event::Pagefault { rw, addr, .. } => each(Message::Fault(Fault {
+                    Event::Pagefault {
+                        rw,
+                        addr,
+                        thread_id,
+                        ..
+                    } => each(Message::Fault(Fault {
                         address: addr as usize,
                         write: rw == ReadWrite::Write,
+                        thread: thread_id.as_raw().cast_unsigned(),
                     })),
                     Event::Unmap { start, end } => {
                         each(Message::Unmapped(start as usize..end as usize));
@@ -270,6 +276,8 @@ impl Features {
     /// A message when the program unmaps what is registered, and its thread sleeps until that is
     /// read (kernel 4.11).
     pub const EVENT_UNMAP: Self = Self(raw::UFFD_FEATURE_EVENT_UNMAP as u64);
+    /// Messages say which thread has touched the page (kernel 4.14).
+    pub const THREAD_ID: Self = Self(raw::UFFD_FEATURE_THREAD_ID as u64);
     /// Write protection of anonymous memory (kernel 5.7).
     pub const WP: Self = Self(raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP as u64);
     /// Faults on pages that a shared memory object holds but that are not mapped (kernel 5.14).

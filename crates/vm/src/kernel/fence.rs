@@ -48,7 +48,7 @@ pub(super) struct Fence {
     messages: RwLock<Messages>,
     /// Set with `Release` after news were noted, and taken with `Acquire` before they are read.
     has_news: AtomicBool,
-    /// Which thread reads the messages.
+    /// Which thread reads the messages: the others wait for it.
     reader: AtomicUsize,
     /// Faults that it came across while it waited for a change to end.
     early: Mutex<Vec<Fault>>,
@@ -147,10 +147,15 @@ impl Fence {
         drop(self.hold());
     }
 
-    /// Appends the faults that wait, and what the program has unmapped; does not block. To be
-    /// called by one thread.
-    pub(super) fn events(&self, out: &mut Events) -> io::Result<()> {
+    /// This thread reads the messages from now on, and nobody waits for another that does.
+    pub(super) fn attend(&self) {
         self.reader.store(this_thread(), Ordering::Relaxed);
+    }
+
+    /// Appends the faults that wait, and what the program has unmapped; does not block. To be
+    /// called by one thread at a time.
+    pub(super) fn events(&self, out: &mut Events) -> io::Result<()> {
+        self.attend();
         out.faults.append(&mut self.early.lock());
         self.read_unless_busy(&mut out.faults)?;
         // Others may have read messages, too.

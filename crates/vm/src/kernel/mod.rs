@@ -138,7 +138,8 @@ impl KernelSpace {
             Transfer::Copy => Features::MISSING,
         };
         let poison = supported & Features::POISON;
-        let mut features = moving | poison | Features::EVENT_UNMAP;
+        let threads = supported & Features::THREAD_ID;
+        let mut features = moving | poison | threads | Features::EVENT_UNMAP;
         if scatters {
             features = features | Features::WP;
         }
@@ -353,6 +354,10 @@ impl AddressSpace for KernelSpace {
 
     fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
         self.shard(shard).fence.events(out)
+    }
+
+    fn attend(&self, shard: Shard) {
+        self.shard(shard).fence.attend();
     }
 
     fn has_kept_events(&self, shard: Shard) -> bool {

@@ -84,7 +84,11 @@ extern "C" fn on_sigbus(
         && table::find(address).is_some_and(|serving| {
             // SAFETY: the context that the kernel gave this handler, of a fault (`BUS_ADRERR`).
             let write = unsafe { is_write(context) };
-            serving.serve(Fault { address, write }) == Served::Retry
+            serving.serve(Fault {
+                address,
+                write,
+                thread: 0,
+            }) == Served::Retry
         });
     if !served {
         pass_on(signal, info, context);
