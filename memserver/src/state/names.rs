@@ -17,8 +17,9 @@ use farpage_fabric::host::{Asker, Opened, Origin, Refusal};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
 use super::{
-    Freed, Ledger, Limits,
+    Limits,
     accounts::{charge_of, charge_of_name},
+    ledger::{Freed, Ledger},
 };
 
 /// No more names of one key: whoever lists them waits for all. The names of all keys are bounded by

@@ -10,7 +10,11 @@ use farpage_fabric::{host::Origin, memory::ExtentFile};
 use farpage_wire::SessionId;
 use tracing::warn;
 
-use super::{Freed, Leaving, State, accounts::charge_of};
+use super::{
+    State,
+    accounts::charge_of,
+    ledger::{Freed, Leaving},
+};
 
 pub(super) struct Retained {
     file: ExtentFile,

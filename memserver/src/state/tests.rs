@@ -1,11 +1,16 @@
 //! Tests of the books: what clients ask for, in order and out of it, and that nothing is left at
 //! the end.
 
-use std::os::unix::fs::FileExt;
+use std::{os::unix::fs::FileExt, sync::Arc, thread, time::Duration};
 
+use farpage_fabric::{
+    host::{Asker, Host, Opened, Origin, Refusal, Transport},
+    memory::ExtentMemory,
+};
+use farpage_wire::{NamedRegion, PublicKey, Secret};
 use proptest::{collection::vec, prelude::*};
 
-use super::*;
+use super::{accounts::charge_of, *};
 
 const LEASE: Duration = Duration::from_secs(8);
 const RECONNECT_GRACE: Duration = Duration::from_secs(8);
@@ -77,12 +82,7 @@ impl State {
         assert_eq!(all.extents, ledger.extents.len() + retained.len());
         assert_eq!(all.sessions, ledger.sessions.len());
         assert_eq!(all, ledger.accounts.sum());
-        let leased: usize = self
-            .leases
-            .shards
-            .iter()
-            .map(|shard| shard.read().len())
-            .sum();
+        let leased = self.leases.count();
         assert_eq!(
             leased,
             ledger

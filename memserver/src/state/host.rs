@@ -1,0 +1,427 @@
+//! [`Host`] for [`State`]: what each request of a client does.
+//!
+//! The rule it keeps: everything that can be refused is, before anything changes; logging and
+//! giving back come after the ledger is unlocked.
+
+use std::{collections::HashSet, sync::Arc, time::Instant};
+
+use farpage_fabric::{
+    host::{Admission, Asker, Host, Opened, Origin, Refusal, Transport},
+    memory::{ExtentFile, ExtentMemory},
+};
+use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
+use tracing::{debug, info, warn};
+
+use super::{
+    Ended, State,
+    accounts::{charge_of, charge_of_name},
+    ledger::{ExtentRecord, Given, SessionRecord},
+    names::NameId,
+    retained::Retained,
+};
+
+impl Host for State {
+    fn admit(
+        &self,
+        client: &str,
+        transport: Transport,
+        origin: Origin,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal> {
+        if let Some((id, secret)) = resume {
+            return self.resume(id, &secret);
+        }
+        let secret = new_secret()?;
+        let mut ledger = self.ledger.lock();
+        if ledger.draining {
+            return Err(Refusal::Draining);
+        }
+        ledger.accounts.begin_session(&self.limits, origin)?;
+        ledger.sessions_ever += 1;
+        let id = SessionId(ledger.sessions_ever);
+        let record = SessionRecord {
+            client: client.to_owned(),
+            secret,
+            transport,
+            origin,
+            connections: 1,
+            renewed: Instant::now(),
+            lost: None,
+            extents: HashSet::new(),
+            names: HashSet::new(),
+            key: None,
+            held: [0; 2],
+            given: None,
+        };
+        ledger.sessions.insert(id, record);
+        drop(ledger);
+        info!(session = %id, client, ?transport, "session begun");
+        Ok(Admission {
+            session: id,
+            secret,
+            lease: self.limits.lease,
+        })
+    }
+
+    fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        match ledger.known(session)?.secret == *secret {
+            true => Ok(()),
+            false => Err(Refusal::NoSession),
+        }
+    }
+
+    fn renew(&self, session: SessionId) -> Result<(), Refusal> {
+        self.ledger.lock().known(session)?.renewed = Instant::now();
+        Ok(())
+    }
+
+    fn lost(&self, session: SessionId) {
+        let mut ledger = self.ledger.lock();
+        let Ok(record) = ledger.known(session) else {
+            return;
+        };
+        record.connections = record.connections.saturating_sub(1);
+        if record.connections > 0 {
+            return;
+        }
+        let why = match record.transport {
+            Transport::Shm => "its connection closed without a goodbye",
+            // Who holds nothing loses nothing, and would only take the place of another.
+            Transport::Tcp | Transport::Rdma if record.holds_nothing() => {
+                "its connection was lost, and it held nothing"
+            }
+            Transport::Tcp | Transport::Rdma => {
+                record.lost = Some(Instant::now());
+                let client = record.client.clone();
+                drop(ledger);
+                info!(session = %session, client, "connection lost: the client may return for a while");
+                return;
+            }
+        };
+        let ended = self.end(&mut ledger, session, why);
+        drop(ledger);
+        self.give_back(ended.into_iter().flat_map(Ended::finish));
+    }
+
+    fn close(&self, session: SessionId) {
+        let ended = self.end(&mut self.ledger.lock(), session, "the client closed it");
+        self.give_back(ended.into_iter().flat_map(Ended::finish));
+    }
+
+    fn grant(
+        &self,
+        session: SessionId,
+        bytes: u64,
+        atomics: bool,
+        serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal> {
+        self.make_room(session, bytes);
+        let mut ledger = self.ledger.lock();
+        if let Some(Given::Extent(id)) = ledger.given(session, serial)
+            && let Some(record) = ledger.extents.get(&id)
+            && record.lessee == Some(session)
+        {
+            return Ok(record.memory.clone());
+        }
+        let record = ledger.known(session)?;
+        let (held_extents, origin) = (record.extents.len(), record.origin);
+        let mapped_by = record.maps_as();
+        if bytes == 0 {
+            return Err(Refusal::Invalid(
+                "an extent of 0 bytes was asked for".to_owned(),
+            ));
+        }
+        if held_extents >= self.limits.extents_per_session {
+            return Err(Refusal::Invalid(format!(
+                "this client holds {held_extents} extents, the most that one client may: release some or ask for larger ones"
+            )));
+        }
+        ledger.accounts.lend(&self.limits, origin, bytes)?;
+        // Making the file and its mapping costs microseconds whatever its size: no page of it
+        // exists before the first WRITE.
+        let id = ExtentId(ledger.extents_ever + 1);
+        let memory = match ExtentMemory::create(id, bytes, atomics) {
+            Ok(memory) => memory,
+            Err(error) => {
+                ledger.accounts.take_extent_off(origin, bytes);
+                drop(ledger);
+                warn!(session = %session, bytes, %error, "cannot make an extent");
+                return Err(Refusal::Invalid(format!(
+                    "the server cannot make an extent of {bytes} bytes: {error}"
+                )));
+            }
+        };
+        ledger.extents_ever += 1;
+        ledger.extents.insert(
+            id,
+            ExtentRecord {
+                memory: memory.clone(),
+                lessee: Some(session),
+                name: None,
+                origin,
+                mapped_by,
+            },
+        );
+        let record = ledger.known(session)?;
+        record.extents.insert(id);
+        record.remember(serial, Given::Extent(id));
+        self.leases.insert(id, session, memory.clone());
+        drop(ledger);
+        debug!(session = %session, extent = %id, bytes, "extent granted");
+        Ok(memory)
+    }
+
+    fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        if !ledger.known(session)?.extents.remove(&extent) {
+            return Err(Refusal::NotLeased(extent));
+        }
+        let leaving = self.let_go(&mut ledger, extent);
+        ledger.let_go_of_name(extent);
+        drop(ledger);
+        self.give_back([leaving]);
+        Ok(())
+    }
+
+    fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        self.leases.get(session, extent)
+    }
+
+    fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        match &mut ledger.known(session)?.key {
+            Some(other) if *other != key => Err(Refusal::Invalid(
+                "this session belongs to another key already".to_owned(),
+            )),
+            place => {
+                *place = Some(key);
+                Ok(())
+            }
+        }
+    }
+
+    fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
+        self.make_room(session, charge_of_name(0));
+        (self.ledger.lock()).claim(&self.limits, session, name, replace)
+    }
+
+    fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        ledger.disclaim(session, &id);
+        Ok(())
+    }
+
+    fn publish(
+        &self,
+        session: SessionId,
+        name: &str,
+        manifest: Vec<u8>,
+        extents: &[ExtentId],
+    ) -> Result<(), Refusal> {
+        self.make_room(session, charge_of_name(manifest.len()));
+        let mut ledger = self.ledger.lock();
+        // 1. Everything that can be refused, before anything changes: the old binding stays whole.
+        let id = ledger.name_of(session, name)?;
+        let held = &ledger.sessions[&session].extents;
+        // No more are looked at than there can be: a client can say one id millions of times.
+        let possible = &extents[..extents.len().min(held.len() + 1)];
+        if let Some(stranger) = possible.iter().find(|id| !held.contains(id)) {
+            return Err(Refusal::NotLeased(*stranger));
+        }
+        if extents.len() > held.len() {
+            return Err(Refusal::Invalid(format!(
+                "{} extents were named, and this client holds {}",
+                extents.len(),
+                held.len()
+            )));
+        }
+        let distinct: HashSet<ExtentId> = extents.iter().copied().collect();
+        for extent in &distinct {
+            let bound = ledger.extents[extent].name.as_ref();
+            if let Some(other) = bound.filter(|other| **other != id) {
+                return Err(Refusal::Invalid(format!(
+                    "extent {extent} belongs to the named region {:?} already",
+                    other.name
+                )));
+            }
+        }
+        ledger.may_bind(session, &id)?;
+        let origin = ledger.sessions[&session].origin;
+        let old = ledger.charge_of(&id);
+        let accounts = &mut ledger.accounts;
+        old.inspect(|(origin, bytes)| accounts.take_off(*origin, *bytes));
+        if let Err(full) = accounts.charge(&self.limits, origin, charge_of_name(manifest.len())) {
+            old.inspect(|(origin, bytes)| accounts.put_on(*origin, *bytes));
+            return Err(full);
+        }
+        // 2. The new binding, and what only the old one kept.
+        let extents = distinct.len();
+        let freed = ledger.bind(session, id, Arc::new(manifest), distinct);
+        drop(ledger);
+        self.give_back(freed);
+        debug!(session = %session, name, extents, "named region published");
+        Ok(())
+    }
+
+    fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal> {
+        let ledger = self.ledger.lock();
+        let id = ledger.name_of(session, name)?;
+        if ledger.given(session, serial) == Some(Given::Name(id.clone()))
+            && let Some(opened) = ledger.opened(session, &id)
+        {
+            return Ok(opened);
+        }
+        drop(ledger);
+        // What it takes over counts against its address, beside what was let go of meanwhile.
+        self.sweep();
+        let mut ledger = self.free_and_private(session, &id)?;
+        let record = ledger.known(session)?;
+        let (held_extents, origin) = (record.extents.len(), record.origin);
+        let mapped_by = record.maps_as();
+        let record = &ledger.names[&id];
+        if held_extents + record.extents.len() > self.limits.extents_per_session {
+            return Err(Refusal::Invalid(format!(
+                "the region has {} extents and this client holds {held_extents} already, more than {} together: release some",
+                record.extents.len(),
+                self.limits.extents_per_session
+            )));
+        }
+        // What was published from elsewhere is this client's from now on.
+        let ids = record.extents.clone();
+        let moving: Vec<u64> = (ids.iter())
+            .map(|id| &ledger.extents[id])
+            .filter(|extent| extent.origin != origin)
+            .map(|extent| charge_of(extent.memory.bytes()))
+            .collect();
+        let (extents, bytes) = (moving.len(), moving.iter().sum());
+        (ledger.accounts).may_take_over(&self.limits, origin, extents, bytes)?;
+        let record = ledger.names.get_mut(&id).expect("looked up above");
+        record.holder = Some(session);
+        for id in &ids {
+            let record = ledger
+                .extents
+                .get_mut(id)
+                .expect("a name keeps its extents");
+            record.lessee = Some(session);
+            record.memory = record.memory.lease_anew();
+            record.mapped_by = record.mapped_by.or(mapped_by);
+            let before = std::mem::replace(&mut record.origin, origin);
+            let bytes = record.memory.bytes();
+            self.leases.insert(*id, session, record.memory.clone());
+            ledger.accounts.take_extent_off(before, bytes);
+            ledger.accounts.put_extent_on(origin, bytes);
+        }
+        let holder = ledger.known(session)?;
+        holder.extents.extend(ids);
+        holder.names.insert(id.clone());
+        holder.remember(serial, Given::Name(id.clone()));
+        let opened = ledger.opened(session, &id).expect("opened just now");
+        drop(ledger);
+        info!(session = %session, name, extents = opened.extents.len(), "named region opened");
+        Ok(opened)
+    }
+
+    fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal> {
+        let mut ledger = self.ledger.lock();
+        let key = ledger.key_of(asker)?;
+        let owner = owner.unwrap_or(key);
+        if owner != key && !self.limits.operators.contains(&key) {
+            return Err(Refusal::NotFound);
+        }
+        let id = NameId::new(owner, name);
+        let freed = ledger.remove(asker, &id)?;
+        drop(ledger);
+        self.give_back(freed);
+        info!(%owner, name, "named region removed");
+        Ok(())
+    }
+
+    fn names(
+        &self,
+        asker: Asker,
+        after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal> {
+        let ledger = self.ledger.lock();
+        let key = ledger.key_of(asker)?;
+        let of = (!self.limits.operators.contains(&key)).then_some(key);
+        Ok(ledger.list(of, after))
+    }
+
+    fn hold(&self, session: SessionId, plain_bytes: u64, stored_bytes: u64) -> Result<(), Refusal> {
+        self.ledger.lock().known(session)?.held = [plain_bytes, stored_bytes];
+        Ok(())
+    }
+
+    fn stat(&self) -> ServerStat {
+        self.sweep();
+        let retained = self.retained.lock();
+        let retained_bytes = retained.iter().map(Retained::charge).sum();
+        let ledger = self.ledger.lock();
+        // Clients say what they like: no sum of it may overflow.
+        let held = |i: usize| {
+            (ledger.sessions.values()).fold(0u64, |sum, record| sum.saturating_add(record.held[i]))
+        };
+        let (logical_bytes, stored_bytes) = (held(0), held(1));
+        let extents = ledger.extents.values();
+        let mut memories: Vec<_> = extents.map(|extent| extent.memory.file()).collect();
+        memories.extend(retained.iter().map(Retained::file));
+        let stat = ServerStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            uptime_ms: self.started.elapsed().as_millis() as u64,
+            draining: ledger.draining,
+            capacity_bytes: self.limits.capacity_bytes,
+            granted_bytes: ledger.accounts.all().bytes,
+            sessions: ledger.sessions.len() as u64,
+            extents: ledger.extents.len() as u64,
+            named_regions: ledger.named_regions(),
+            logical_bytes,
+            stored_bytes,
+            retained_bytes,
+            ..ServerStat::default()
+        };
+        drop(ledger);
+        drop(retained);
+        // A system call for each extent.
+        let resident = memories.iter().map(ExtentFile::resident_bytes);
+        ServerStat {
+            resident_bytes: resident.sum(),
+            ..stat
+        }
+    }
+}
+
+impl State {
+    fn resume(&self, id: SessionId, secret: &Secret) -> Result<Admission, Refusal> {
+        let mut ledger = self.ledger.lock();
+        let session = ledger.known(id)?;
+        if session.secret != *secret {
+            drop(ledger);
+            warn!(session = %id, "a client tried to resume a session with a wrong secret");
+            return Err(Refusal::NoSession);
+        }
+        session.renewed = Instant::now();
+        session.connections += 1;
+        session.lost = None;
+        let (secret, client) = (session.secret, session.client.clone());
+        drop(ledger);
+        info!(session = %id, client, "session resumed");
+        Ok(Admission {
+            session: id,
+            secret,
+            lease: self.limits.lease,
+        })
+    }
+}
+
+/// Guessing it must be hopeless: it comes from the kernel's random generator.
+fn new_secret() -> Result<Secret, Refusal> {
+    let mut bytes = [0; 16];
+    match getrandom::fill(&mut bytes) {
+        Ok(()) => Ok(Secret(bytes)),
+        Err(error) => Err(Refusal::Invalid(format!(
+            "the server cannot make a secret: {error}"
+        ))),
+    }
+}

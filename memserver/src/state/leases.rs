@@ -1,0 +1,54 @@
+//! [`Leases`]: extent to owner and memory, for the data path.
+//!
+//! The rule it keeps: a READ or WRITE never waits for the ledger. Written by whoever changes a
+//! lease in the ledger, while that is locked.
+
+use std::{collections::HashMap, sync::Arc};
+
+use farpage_fabric::memory::ExtentMemory;
+use farpage_wire::{ExtentId, SessionId};
+use parking_lot::RwLock;
+
+/// Enough that threads of a large machine rarely meet in one; each is a lock and a small table.
+const SHARDS: usize = 64;
+
+type Shard = RwLock<HashMap<ExtentId, (SessionId, Arc<ExtentMemory>)>>;
+
+/// Extent to owner and memory, for the data path.
+pub(super) struct Leases {
+    shards: [Shard; SHARDS],
+}
+
+impl Default for Leases {
+    fn default() -> Self {
+        Self {
+            shards: std::array::from_fn(|_| RwLock::default()),
+        }
+    }
+}
+
+impl Leases {
+    fn shard(&self, id: ExtentId) -> &Shard {
+        // Ids are handed out one after the other, which spreads them evenly.
+        &self.shards[(id.0 % SHARDS as u64) as usize]
+    }
+
+    pub(super) fn get(&self, session: SessionId, id: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let shard = self.shard(id).read();
+        let (owner, memory) = shard.get(&id)?;
+        (*owner == session).then(|| memory.clone())
+    }
+
+    pub(super) fn insert(&self, id: ExtentId, session: SessionId, memory: Arc<ExtentMemory>) {
+        self.shard(id).write().insert(id, (session, memory));
+    }
+
+    pub(super) fn remove(&self, id: ExtentId) {
+        self.shard(id).write().remove(&id);
+    }
+
+    #[cfg(test)]
+    pub(super) fn count(&self) -> usize {
+        self.shards.iter().map(|shard| shard.read().len()).sum()
+    }
+}

@@ -1,0 +1,128 @@
+//! [`Ledger`]: sessions, extents, names and sums, under the one lock of a [`State`](super::State).
+//!
+//! The rule it keeps: nothing here waits, does I/O or locks. What follows from a change outside,
+//! such as memory that is given back, is handed to the caller.
+
+use std::{
+    collections::{BTreeMap, HashMap, HashSet},
+    sync::Arc,
+    time::Instant,
+};
+
+use farpage_fabric::{
+    host::{Origin, Refusal, Transport},
+    memory::ExtentMemory,
+};
+use farpage_wire::{ExtentId, PublicKey, Secret, SessionId};
+
+use super::{
+    accounts::Accounts,
+    names::{NameId, NameRecord},
+};
+
+#[derive(Default)]
+pub(super) struct Ledger {
+    pub(super) sessions: HashMap<SessionId, SessionRecord>,
+    pub(super) extents: HashMap<ExtentId, ExtentRecord>,
+    pub(super) names: BTreeMap<NameId, NameRecord>,
+    pub(super) accounts: Accounts,
+    pub(super) sessions_ever: u64,
+    pub(super) extents_ever: u64,
+    pub(super) draining: bool,
+    /// When the reaper last looked; a long gap means that this process did not run, not that the
+    /// clients were silent.
+    pub(super) reaped: Option<Instant>,
+}
+
+pub(super) struct SessionRecord {
+    pub(super) client: String,
+    pub(super) secret: Secret,
+    pub(super) transport: Transport,
+    pub(super) origin: Origin,
+    /// Control connections that have not ended: a resumed session's old one may be noticed late.
+    pub(super) connections: usize,
+    pub(super) renewed: Instant,
+    /// When its connection was closed without a goodbye, if it was.
+    pub(super) lost: Option<Instant>,
+    pub(super) extents: HashSet<ExtentId>,
+    pub(super) names: HashSet<NameId>,
+    /// Whose the names are that it uses, once its client has shown its key.
+    pub(super) key: Option<PublicKey>,
+    /// Bytes of the pages that it keeps, and bytes that they take, as it says.
+    pub(super) held: [u64; 2],
+    /// The last request that had a number and gave something, and what.
+    pub(super) given: Option<(u64, Given)>,
+}
+
+/// What a request gave: not given twice where only the answer was lost.
+#[derive(Clone, PartialEq, Eq)]
+pub(super) enum Given {
+    Extent(ExtentId),
+    Name(NameId),
+}
+
+pub(super) struct ExtentRecord {
+    pub(super) memory: Arc<ExtentMemory>,
+    pub(super) lessee: Option<SessionId>,
+    /// At most one: two names with one extent could be open in two sessions at once.
+    pub(super) name: Option<NameId>,
+    /// Who its bytes are put on: where its last lessee connected from.
+    pub(super) origin: Origin,
+    /// Who was given the memory's descriptor over shared memory, and may map it for ever.
+    pub(super) mapped_by: Option<Origin>,
+}
+
+/// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
+/// it is [given back](State::give_back) after the ledger is unlocked. Until then its handle keeps
+/// others from [opening](State::free_and_quiet) the name that it belongs to.
+pub(super) struct Leaving {
+    pub(super) memory: Arc<ExtentMemory>,
+    /// Whether a name keeps its bytes.
+    pub(super) is_kept: bool,
+    /// Who it is still put on: a client that may have kept it.
+    pub(super) charged: Option<Origin>,
+}
+
+pub(super) type Freed = Vec<Leaving>;
+
+impl SessionRecord {
+    pub(super) fn remember(&mut self, serial: Option<u64>, given: Given) {
+        self.given = serial.map(|serial| (serial, given));
+    }
+
+    pub(super) fn holds_nothing(&self) -> bool {
+        self.extents.is_empty() && self.names.is_empty()
+    }
+
+    /// Who maps what the session is lent, if its transport hands out descriptors.
+    pub(super) fn maps_as(&self) -> Option<Origin> {
+        (self.transport == Transport::Shm).then_some(self.origin)
+    }
+}
+
+impl Ledger {
+    /// What the session's request of that number gave, if it was the last that gave something.
+    pub(super) fn given(&self, session: SessionId, serial: Option<u64>) -> Option<Given> {
+        let (last, given) = self.sessions.get(&session)?.given.as_ref()?;
+        (Some(*last) == serial).then(|| given.clone())
+    }
+
+    /// Removes an extent that nobody leases and no name refers to. Its bytes go back to the
+    /// capacity at once where no client can have kept it.
+    pub(super) fn forget_extent(&mut self, id: ExtentId) -> Leaving {
+        let record = (self.extents.remove(&id)).expect("the caller found it");
+        let charged = record.mapped_by.map(|_| record.origin);
+        if charged.is_none() {
+            (self.accounts).take_extent_off(record.origin, record.memory.bytes());
+        }
+        Leaving {
+            memory: record.memory,
+            is_kept: false,
+            charged,
+        }
+    }
+
+    pub(super) fn known(&mut self, id: SessionId) -> Result<&mut SessionRecord, Refusal> {
+        self.sessions.get_mut(&id).ok_or(Refusal::NoSession)
+    }
+}
