@@ -4,15 +4,21 @@
 //! operation and no call hangs on a server that is gone. Which bytes mean what is left to the
 //! callers.
 
+mod connect;
+mod death;
+mod errors;
+mod keeper;
 mod remote;
+mod requests;
+mod shared;
+mod talk;
 mod visit;
 
 use std::{
-    io,
     path::PathBuf,
     sync::{
-        Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc,
+        atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -23,9 +29,16 @@ use farpage_wire::{
 };
 
 use self::remote::Remote;
-pub use self::visit::Visit;
+pub(crate) use self::{
+    death::{Death, Patience},
+    errors::CallError,
+};
+pub use self::{
+    errors::{AllocError, ConnectError, ControlError, OpenError, PublishError},
+    visit::Visit,
+};
 use crate::{
-    Buf, Channel, ChannelError, Link,
+    Buf, Channel, Link,
     channel::{Alone, Group},
     link::Shaped,
     rdma,
@@ -123,158 +136,6 @@ pub struct Named {
     pub manifest: Vec<u8>,
     /// The extents that it refers to, leased to this session from now on.
     pub extents: Vec<Extent>,
-}
-
-/// Why no connection to a server came about.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConnectError {
-    /// Nothing answers there.
-    #[error("cannot connect to {endpoint}: {source}; is a memory server running there?")]
-    Unreachable {
-        /// The server's endpoint.
-        endpoint: String,
-        /// What the system said.
-        r#source: io::Error,
-    },
-    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
-    /// no.
-    #[error("cannot use {endpoint}: {reason}")]
-    NoRdma {
-        /// The server's endpoint.
-        endpoint: String,
-        /// Why, and what to do.
-        reason: String,
-    },
-    /// Something answers that is no server of this version.
-    #[error("{endpoint} answered, but {reason}")]
-    Protocol {
-        /// The server's endpoint.
-        endpoint: String,
-        /// What was wrong.
-        reason: String,
-    },
-    /// The server turned the client away.
-    #[error("{endpoint} refused: {reason}")]
-    Refused {
-        /// The server's endpoint.
-        endpoint: String,
-        /// The server's words.
-        reason: String,
-    },
-}
-
-/// Why a control call failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum ControlError {
-    /// The connection broke, or the server did not answer in time.
-    #[error("cannot {attempt} at {endpoint}: {reason}")]
-    Disconnected {
-        /// The server's endpoint.
-        endpoint: String,
-        /// What was asked.
-        attempt: String,
-        /// What was seen.
-        reason: String,
-    },
-    /// The server turned the request down; the session goes on.
-    #[error("{endpoint} refused to {attempt}: {reason}")]
-    Refused {
-        /// The server's endpoint.
-        endpoint: String,
-        /// What was asked.
-        attempt: String,
-        /// The server's words.
-        reason: String,
-    },
-    /// Nothing was asked: there is no key to ask with.
-    #[error("cannot {attempt} at {endpoint}: {reason}")]
-    Key {
-        /// The server's endpoint.
-        endpoint: String,
-        /// What was to be asked.
-        attempt: String,
-        /// What is wrong with the key file, and what to do.
-        reason: String,
-    },
-}
-
-/// Why no memory was granted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum AllocError {
-    /// The server's capacity: the session goes on, and a smaller request may succeed.
-    #[error(
-        "{endpoint} has no room for {asked} bytes ({available} available): free memory there, raise its capacity or add a server"
-    )]
-    Full {
-        /// The server's endpoint.
-        endpoint: String,
-        /// Bytes asked for.
-        asked: u64,
-        /// Bytes that could be granted.
-        available: u64,
-    },
-    /// Anything else.
-    #[error(transparent)]
-    Control(#[from] ControlError),
-}
-
-/// Why a name was not claimed or published.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum PublishError {
-    /// Another client holds the region of that name.
-    #[error(
-        "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
-    )]
-    InUse {
-        /// The server's endpoint.
-        endpoint: String,
-        /// The name.
-        name: String,
-    },
-    /// The name is bound, and this session neither opened it nor claimed it to replace it.
-    #[error(
-        "a region named `{name}` exists on {endpoint} already: open it, remove it, or ask for it to be replaced"
-    )]
-    Exists {
-        /// The server's endpoint.
-        endpoint: String,
-        /// The name.
-        name: String,
-    },
-    /// Anything else.
-    #[error(transparent)]
-    Control(#[from] ControlError),
-}
-
-/// Why a named region was not opened.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum OpenError {
-    /// No such name of this user's key.
-    #[error("{endpoint} has no region named `{name}` that belongs to this user's key")]
-    NotFound {
-        /// The server's endpoint.
-        endpoint: String,
-        /// The name.
-        name: String,
-    },
-    /// Another client holds it.
-    #[error(
-        "region `{name}` on {endpoint} is in use by another client: it can be opened when that client closes it"
-    )]
-    InUse {
-        /// The server's endpoint.
-        endpoint: String,
-        /// The name.
-        name: String,
-    },
-    /// Anything else.
-    #[error(transparent)]
-    Control(#[from] ControlError),
 }
 
 impl Session {
@@ -703,75 +564,6 @@ impl Line {
     /// Whose line it is.
     pub fn session(&self) -> &Arc<Session> {
         &self.session
-    }
-}
-
-/// Why a control call had no result.
-#[derive(Debug)]
-pub(crate) enum CallError {
-    Refused(Refusal),
-    Disconnected(String),
-    /// Nothing was sent: there is no key to show.
-    Key(String),
-}
-
-/// How long a channel waits for a server.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Patience {
-    /// The longest that an operation may take.
-    pub(crate) deadline: Duration,
-    /// The longest that nothing may come while something is expected.
-    pub(crate) silence: Duration,
-}
-
-impl Patience {
-    /// Until when a connection is waited for whose oldest operation was posted then, and of which
-    /// was last heard then.
-    pub(crate) fn until(self, posted: Instant, heard: Instant) -> Instant {
-        (posted + self.deadline).min(posted.max(heard) + self.silence)
-    }
-
-    /// What it means that it is too late.
-    pub(crate) fn end(self, endpoint: &str, posted: Instant) -> ChannelError {
-        let waited = posted.elapsed() >= self.deadline;
-        ChannelError::TimedOut {
-            endpoint: endpoint.to_owned(),
-            deadline: if waited { self.deadline } else { self.silence },
-        }
-    }
-}
-
-/// The end of one control connection, shared with the channels that depend on it.
-#[derive(Debug, Default)]
-pub(crate) struct Death {
-    reason: OnceLock<String>,
-    /// Whether the memory is out of reach, too. Looked at per operation. Release, after the reason
-    /// is written; acquire, before it is read.
-    memory_lost: AtomicBool,
-}
-
-impl Death {
-    /// Says that the peer is gone. The first reason counts.
-    pub(crate) fn declare(&self, reason: &str) {
-        let _ = self.reason.set(reason.to_owned());
-        self.memory_lost.store(true, Ordering::Release);
-    }
-
-    /// Says that the peer is gone, and that its memory is there all the same.
-    pub(crate) fn declare_but_for_memory(&self, reason: &str) {
-        let _ = self.reason.set(reason.to_owned());
-    }
-
-    /// Why the peer is gone, if it is.
-    pub(crate) fn reason(&self) -> Option<String> {
-        self.reason.get().cloned()
-    }
-
-    /// Why the peer's memory is out of reach, if it is.
-    pub(crate) fn loss(&self) -> Option<String> {
-        self.memory_lost
-            .load(Ordering::Acquire)
-            .then(|| self.reason().unwrap_or_default())
     }
 }
 

@@ -10,7 +10,10 @@ use farpage_wire::{
     control::{MAX_FRAME_BYTES, Purpose},
 };
 
-use super::{ConnectError, SessionOptions, all_names, remote};
+use super::{
+    ConnectError, SessionOptions, all_names,
+    connect::{not_connected, open, turned_away},
+};
 use crate::{
     key::Key,
     rdma,
@@ -50,7 +53,7 @@ impl Visit {
             other => other,
         };
         let rdma = rdma::Client::new(options.rdma);
-        let stream = remote::open(endpoint, &rdma, Purpose::Control, until)?;
+        let stream = open(endpoint, &rdma, Purpose::Control, until)?;
         Ok(Self {
             endpoint: endpoint.to_string(),
             stream,
@@ -66,7 +69,7 @@ impl Visit {
     pub fn identify(&mut self, key: &Key) -> Result<(), ConnectError> {
         let challenge = match self.ask(&Request::Challenge)? {
             Response::Challenge(challenge) => challenge,
-            other => return Err(remote::turned_away(&self.endpoint, other)),
+            other => return Err(turned_away(&self.endpoint, other)),
         };
         let identify = Request::Identify {
             key: key.public(),
@@ -82,7 +85,7 @@ impl Visit {
     pub fn stat(&mut self) -> Result<ServerStat, ConnectError> {
         match self.ask(&Request::Stat)? {
             Response::Stat(stat) => Ok(stat),
-            other => Err(remote::turned_away(&self.endpoint, other)),
+            other => Err(turned_away(&self.endpoint, other)),
         }
     }
 
@@ -93,10 +96,7 @@ impl Visit {
     pub fn names(&mut self) -> Result<Vec<NamedRegion>, ConnectError> {
         let names = all_names(|request| self.ask(&request));
         names.map_err(|other| {
-            (*other).map_or_else(
-                |error| error,
-                |other| remote::turned_away(&self.endpoint, other),
-            )
+            (*other).map_or_else(|error| error, |other| turned_away(&self.endpoint, other))
         })
     }
 
@@ -114,7 +114,7 @@ impl Visit {
     fn done(&mut self, request: &Request) -> Result<(), ConnectError> {
         match self.ask(request)? {
             Response::Done => Ok(()),
-            other => Err(remote::turned_away(&self.endpoint, other)),
+            other => Err(turned_away(&self.endpoint, other)),
         }
     }
 
@@ -123,6 +123,6 @@ impl Visit {
             self.stream.send(request, self.until)?;
             self.stream.receive(MAX_FRAME_BYTES, self.until)
         };
-        answer().map_err(|error| remote::not_connected(&self.endpoint, error))
+        answer().map_err(|error| not_connected(&self.endpoint, error))
     }
 }

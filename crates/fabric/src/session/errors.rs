@@ -1,0 +1,166 @@
+//! Why something that was asked of a server had no result: an enum per operation.
+
+use std::io;
+
+use farpage_wire::Refusal;
+
+/// Why no connection to a server came about.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// Nothing answers there.
+    #[error("cannot connect to {endpoint}: {source}; is a memory server running there?")]
+    Unreachable {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What the system said.
+        r#source: io::Error,
+    },
+    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
+    /// no.
+    #[error("cannot use {endpoint}: {reason}")]
+    NoRdma {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
+    },
+    /// Something answers that is no server of this version.
+    #[error("{endpoint} answered, but {reason}")]
+    Protocol {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was wrong.
+        reason: String,
+    },
+    /// The server turned the client away.
+    #[error("{endpoint} refused: {reason}")]
+    Refused {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The server's words.
+        reason: String,
+    },
+}
+
+/// Why a control call failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlError {
+    /// The connection broke, or the server did not answer in time.
+    #[error("cannot {attempt} at {endpoint}: {reason}")]
+    Disconnected {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was asked.
+        attempt: String,
+        /// What was seen.
+        reason: String,
+    },
+    /// The server turned the request down; the session goes on.
+    #[error("{endpoint} refused to {attempt}: {reason}")]
+    Refused {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was asked.
+        attempt: String,
+        /// The server's words.
+        reason: String,
+    },
+    /// Nothing was asked: there is no key to ask with.
+    #[error("cannot {attempt} at {endpoint}: {reason}")]
+    Key {
+        /// The server's endpoint.
+        endpoint: String,
+        /// What was to be asked.
+        attempt: String,
+        /// What is wrong with the key file, and what to do.
+        reason: String,
+    },
+}
+
+/// Why no memory was granted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum AllocError {
+    /// The server's capacity: the session goes on, and a smaller request may succeed.
+    #[error(
+        "{endpoint} has no room for {asked} bytes ({available} available): free memory there, raise its capacity or add a server"
+    )]
+    Full {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes that could be granted.
+        available: u64,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+/// Why a name was not claimed or published.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PublishError {
+    /// Another client holds the region of that name.
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
+    )]
+    InUse {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// The name is bound, and this session neither opened it nor claimed it to replace it.
+    #[error(
+        "a region named `{name}` exists on {endpoint} already: open it, remove it, or ask for it to be replaced"
+    )]
+    Exists {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+/// Why a named region was not opened.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OpenError {
+    /// No such name of this user's key.
+    #[error("{endpoint} has no region named `{name}` that belongs to this user's key")]
+    NotFound {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// Another client holds it.
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be opened when that client closes it"
+    )]
+    InUse {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The name.
+        name: String,
+    },
+    /// Anything else.
+    #[error(transparent)]
+    Control(#[from] ControlError),
+}
+
+/// Why a control call had no result.
+#[derive(Debug)]
+pub(crate) enum CallError {
+    Refused(Refusal),
+    Disconnected(String),
+    /// Nothing was sent: there is no key to show.
+    Key(String),
+}

@@ -1,0 +1,126 @@
+//! The thread of a session: renews the lease, and notices the end of the connection.
+//!
+//! The rule it keeps: whatever ends the connection is declared before anything waits for a lock.
+
+use std::{
+    os::fd::AsFd,
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{Endpoint, Request};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+};
+
+use super::{CallError, shared::Shared, talk::ControlLine};
+use crate::stream::timeout_until;
+
+/// How often a lost connection is tried again. Short against any lease, long against the cost of a
+/// try.
+const RESUME_EVERY: Duration = Duration::from_millis(100);
+
+impl Shared {
+    /// The keeper thread: renews the lease, notices the end of the connection, resumes it where
+    /// that is possible.
+    pub(super) fn keep(&self) {
+        let mut renewed = Instant::now();
+        let mut told = [0; 2];
+        loop {
+            // 1. What to watch.
+            let (stream, death, lease, over, owed) = {
+                let line = self.line.lock();
+                (
+                    Arc::clone(&line.stream),
+                    Arc::clone(&line.death),
+                    line.lease,
+                    line.over,
+                    line.talk.owed.is_some(),
+                )
+            };
+            let alive = death.reason().is_none();
+            let can_resume = !over && !matches!(self.endpoint, Endpoint::Shm(_));
+            let timeout = match (alive, can_resume) {
+                // A third of the lease, so that a renewal may fail once.
+                (true, _) => timeout_until(renewed + lease / 3),
+                (false, true) => timeout_until(Instant::now() + RESUME_EVERY),
+                (false, false) => PollTimeout::NONE,
+            };
+            // 2. Sleep. Only the end of the connection wakes us, and an answer that nobody waits
+            //    for.
+            let (end, mut flags) = stream.end();
+            flags.set(PollFlags::POLLIN, owed || flags.contains(PollFlags::POLLIN));
+            let mut fds = [
+                PollFd::new(self.wake.as_fd(), PollFlags::POLLIN),
+                PollFd::new(end, flags),
+            ];
+            let woken = poll(&mut fds[..if alive { 2 } else { 1 }], timeout);
+            // 3. What happened?
+            if self.closing.load(Ordering::Acquire) {
+                return;
+            }
+            // `None` stands for a bit that nix has no name for, which is ours.
+            let seen = fds[1].revents();
+            let answers = alive && owed && seen == Some(PollFlags::POLLIN);
+            let ended = alive && !answers && seen != Some(PollFlags::empty()) && stream.has_ended();
+            if fds[0].any() == Some(true) {
+                // Empty when somebody else's wake was counted into an earlier read.
+                let _ = self.wake.read();
+            }
+            let until = Instant::now() + self.silence();
+            if ended {
+                // Before the lock: a call may hold it until its own deadline.
+                self.declare(&death, "the server closed the connection");
+            } else if answers {
+                let mut line = self.line.lock();
+                if line.talk.owed.is_some() && self.settle(&mut line, until).is_ok() {
+                    let _ = self.catch_up(&mut line, until);
+                }
+            } else if woken == Ok(0) {
+                let mut line = self.line.lock();
+                if self.closing.load(Ordering::Acquire) {
+                    return;
+                }
+                if !alive {
+                    // Tried again after a while, and said by whatever needs the session.
+                    if self.mend(&mut line, until).is_ok() {
+                        let _ = self.catch_up(&mut line, until);
+                    }
+                } else if line.death.reason().is_none() {
+                    told = self.renew(&mut line, told, until).unwrap_or(told);
+                }
+                renewed = Instant::now();
+            } else if let Err(errno) = woken
+                && errno != Errno::EINTR
+            {
+                death.declare(&format!("cannot wait for the server: {errno}"));
+            }
+        }
+    }
+
+    /// Renews the lease and tells what was not told yet. Returns the figures that the server has
+    /// now.
+    fn renew(
+        &self,
+        line: &mut ControlLine,
+        told: [u64; 2],
+        until: Instant,
+    ) -> Result<[u64; 2], CallError> {
+        self.exchange(line, &Request::Renew, until)?;
+        let held = self
+            .held
+            .each_ref()
+            .map(|bytes| bytes.load(Ordering::Relaxed));
+        if held != told {
+            let [plain_bytes, stored_bytes] = held;
+            let hold = Request::Hold {
+                plain_bytes,
+                stored_bytes,
+            };
+            self.exchange(line, &hold, until)?;
+        }
+        self.catch_up(line, until)?;
+        Ok(held)
+    }
+}

@@ -1,0 +1,432 @@
+//! [`Shared`]: what the calls, the channels and the keeper of a session share; above all its
+//! control connection.
+//!
+//! The rule it keeps: requests take turns on the connection, and an answer that never came is asked
+//! for again, or what it gave is given back.
+
+use std::{
+    os::fd::OwnedFd,
+    path::PathBuf,
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicBool, AtomicU64},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    Endpoint, Refusal, Request, Response, Secret, SessionId,
+    control::{self, ControlDecodeError, MAX_FRAME_BYTES, RemoteKey},
+};
+use nix::sys::eventfd::EventFd;
+use parking_lot::Mutex;
+
+use super::{
+    CallError, ConnectError, Death,
+    connect::begin,
+    requests::{is_about_a_name, leases_of, taking_back},
+    talk::ControlLine,
+};
+use crate::{
+    key::Key,
+    log::later,
+    rdma,
+    shm::Directory,
+    stream::{PeerProcess, ReceiveError},
+};
+
+/// A connection on which the server says nothing for this part of the deadline is taken for dead,
+/// so that there is time to try others: a router may have forgotten it, which nobody is told.
+const ATTEMPTS: u32 = 4;
+
+/// How long a server's process may live on after it closed a Unix socket, or it has ended the
+/// session. Short, since what is written meanwhile is lost in that case.
+const PARTING: Duration = Duration::from_secs(1);
+
+const SILENT: &str = "the server has not answered in time; its memory can be read and written all the \
+                      same, and what it owes is taken when it goes on";
+const ENDED: &str = "the server's process has ended; what it lent can be read and written until this \
+                     program ends, but nothing more can be asked of it: start a server, and this \
+                     program again";
+
+const OVERDUE: &str = "the server's process has ended, and it had not renewed this program's lease in time: \
+                       what it lent may have been lent to others since";
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) endpoint: Endpoint,
+    pub(super) name: String,
+    pub(super) deadline: Duration,
+    pub(super) client: String,
+    pub(super) key_file: Option<PathBuf>,
+    pub(super) key: OnceLock<Key>,
+    pub(super) line: Mutex<ControlLine>,
+    /// The extents of a session over shared memory.
+    pub(super) directory: Arc<Directory>,
+    /// What ends the channels over shared memory: there is never another connection.
+    pub(super) local: Option<Arc<Death>>,
+    /// The server's process, where it can be seen.
+    pub(super) peer: Option<PeerProcess>,
+    /// When the last renewal that was answered was begun: until a lease later the session is ours.
+    pub(super) renewed: Mutex<Instant>,
+    /// How long that is over shared memory, where a session is never resumed.
+    pub(super) local_lease: Duration,
+    /// The extents of a session over RDMA.
+    pub(super) rdma: Arc<rdma::Client>,
+    pub(super) closing: AtomicBool,
+    /// What gives back to the server, and it was not told of or did not answer for.
+    pub(super) untold: Mutex<Vec<Request>>,
+    /// Bytes of the pages that are kept there, and bytes that they take.
+    pub(super) held: [AtomicU64; 2],
+    /// Wakes the keeper: closing, or a new connection to watch.
+    pub(super) wake: EventFd,
+}
+
+impl Shared {
+    /// What a data connection says of whom it belongs to, and where it hears of the server's death.
+    /// Resumes the session first when its connection broke.
+    pub(super) fn claim(
+        &self,
+        until: Instant,
+    ) -> Result<(SessionId, Secret, Arc<Death>), ConnectError> {
+        // Connecting takes its time, and calls need not wait for it: the lock ends here.
+        let mut line =
+            self.line
+                .try_lock_until(until)
+                .ok_or_else(|| ConnectError::Unreachable {
+                    endpoint: self.name.clone(),
+                    source: std::io::ErrorKind::TimedOut.into(),
+                })?;
+        self.mend(&mut line, until)?;
+        Ok((line.session, line.secret, Arc::clone(&line.death)))
+    }
+
+    /// How long a connection may be silent.
+    pub(super) fn silence(&self) -> Duration {
+        self.deadline / ATTEMPTS
+    }
+
+    /// Connects by `attempt`, which is given its own end, again and again until the deadline: for
+    /// as long as nobody says no.
+    pub(super) fn persist<T>(
+        &self,
+        attempt: impl Fn(Instant) -> Result<T, ConnectError>,
+    ) -> Result<T, ConnectError> {
+        let until = Instant::now() + self.deadline;
+        loop {
+            match attempt(until.min(Instant::now() + self.silence())) {
+                Err(ConnectError::Unreachable { source, .. })
+                    if source.kind() == std::io::ErrorKind::TimedOut && Instant::now() < until => {}
+                other => return other,
+            }
+        }
+    }
+
+    pub(super) fn can_resume(&self, line: &ControlLine) -> bool {
+        !line.over && !matches!(self.endpoint, Endpoint::Shm(_))
+    }
+
+    /// Makes the control connection ready for a request.
+    pub(super) fn ready(
+        &self,
+        line: &mut ControlLine,
+        request: &Request,
+        until: Instant,
+    ) -> Result<(), CallError> {
+        self.probe(line, until)?;
+        match is_about_a_name(request) {
+            true => self.identify(line, until),
+            false => Ok(()),
+        }
+    }
+
+    /// Makes sure that the control connection works: what is asked next may take place only once,
+    /// so that it cannot be asked again when no answer comes.
+    pub(super) fn probe(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+        match self.endpoint {
+            // The end of a local connection is always seen.
+            Endpoint::Shm(_) => {}
+            _ => self.exchange(line, &Request::Renew, until).map(drop)?,
+        }
+        self.catch_up(line, until)
+    }
+
+    /// Tells the server what it was not told when it could not be reached.
+    pub(super) fn catch_up(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+        loop {
+            // Not held while it is asked: what an answer owes is put here, too.
+            let Some(request) = self.untold.lock().pop() else {
+                return Ok(());
+            };
+            match self.exchange(line, &request, until) {
+                Ok(answer) => {
+                    for lease in leases_of(&answer) {
+                        self.rdma.remove(lease.id);
+                    }
+                    self.give_back(taking_back(&request), &answer);
+                }
+                Err(error @ CallError::Disconnected(_)) => {
+                    self.untold.lock().push(request);
+                    return Err(error);
+                }
+                // It refuses what it has taken back already, where only the answer was lost.
+                Err(_) => {}
+            }
+        }
+    }
+
+    /// Brings a broken connection back, if there is a way.
+    pub(super) fn mend(&self, line: &mut ControlLine, until: Instant) -> Result<(), ConnectError> {
+        let Some(reason) = line.death.reason() else {
+            return Ok(());
+        };
+        if !self.can_resume(line) {
+            return Err(self.ended(&reason));
+        }
+        match begin(
+            &self.endpoint,
+            &self.rdma,
+            &self.client,
+            Some((line.session, line.secret)),
+            until,
+        ) {
+            Ok(resumed) => {
+                let endpoint = self.name.clone();
+                later(move || {
+                    tracing::info!(
+                        endpoint,
+                        reason,
+                        "session resumed after its connection was lost"
+                    );
+                });
+                let (identified, held) = (line.identified, line.held);
+                *line = resumed;
+                (line.identified, line.held) = (identified, held);
+                self.wake_keeper();
+                Ok(())
+            }
+            // The server keeps no session that holds nothing, and nothing is lost by another.
+            Err(ConnectError::Refused { .. }) if line.held == 0 => {
+                *line = begin(&self.endpoint, &self.rdma, &self.client, None, until)?;
+                self.wake_keeper();
+                Ok(())
+            }
+            Err(error) => {
+                line.over |= matches!(error, ConnectError::Refused { .. });
+                Err(error)
+            }
+        }
+    }
+
+    /// The user's key. Reads the file where nobody has yet, which may take its time.
+    pub(super) fn key(&self) -> Result<&Key, CallError> {
+        if let Some(key) = self.key.get() {
+            return Ok(key);
+        }
+        let file = self.key_file.clone().map_or_else(Key::default_file, Ok);
+        let key = file
+            .and_then(|file| Key::load_or_make(&file))
+            .map_err(|error| CallError::Key(error.to_string()))?;
+        Ok(self.key.get_or_init(|| key))
+    }
+
+    /// Shows our key, once per session: names belong to keys.
+    pub(super) fn identify(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+        if line.identified {
+            return Ok(());
+        }
+        let key = self.key()?;
+        let Response::Challenge(challenge) = self.exchange(line, &Request::Challenge, until)?
+        else {
+            self.give_up(line, "the server answered something else than a challenge");
+            return Err(CallError::Disconnected(
+                "the server answered something else than a challenge".to_owned(),
+            ));
+        };
+        let identify = Request::Identify {
+            key: key.public(),
+            signature: key.sign(&challenge),
+        };
+        self.exchange(line, &identify, until)?;
+        line.identified = true;
+        Ok(())
+    }
+
+    /// One request and its answer, with the descriptors that follow it.
+    pub(super) fn exchange(
+        &self,
+        line: &mut ControlLine,
+        request: &Request,
+        until: Instant,
+    ) -> Result<Response, CallError> {
+        let bytes = match control::encode(request) {
+            Ok(bytes) => bytes,
+            // Nothing was sent, so nothing is broken.
+            Err(error) => return Err(CallError::Refused(Refusal::Invalid(error.to_string()))),
+        };
+        self.settle(line, until)?;
+        line.talk.say(bytes, *request == Request::Renew);
+        match self.hear(line, until) {
+            Ok((answer, fds)) => {
+                self.keep_leases(line, &answer, fds, until)
+                    .map_err(|error| self.broken(line, &error))?;
+                if let Response::Refused(refusal) = answer {
+                    return Err(CallError::Refused(refusal));
+                }
+                line.held = match (request, &answer) {
+                    (Request::Claim { .. }, _) | (_, Response::Granted { .. }) => line.held + 1,
+                    (_, Response::Opened { extents, .. }) => line.held + extents.len().max(1),
+                    (Request::Release { .. } | Request::Disclaim { .. }, _) => {
+                        line.held.saturating_sub(1)
+                    }
+                    _ => line.held,
+                };
+                Ok(answer)
+            }
+            Err(error) => {
+                if line.death.reason().is_none() {
+                    line.talk.owed = Some(taking_back(request));
+                    let endpoint = self.name.clone();
+                    later(move || tracing::warn!(endpoint, "{SILENT}"));
+                    self.wake_keeper();
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes the answer that is owed, if one is: the next one would meet the wrong request. What it
+    /// gave is given back, since whoever asked for it was told that it failed.
+    pub(super) fn settle(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
+        if line.talk.owed.is_none() {
+            return Ok(());
+        }
+        let (answer, _) = self.hear(line, until)?;
+        let endpoint = self.name.clone();
+        later(move || tracing::info!(endpoint, "the server answers again"));
+        let taking_back = line.talk.owed.take().flatten();
+        if !matches!(answer, Response::Refused(_)) {
+            self.give_back(taking_back, &answer);
+        }
+        Ok(())
+    }
+
+    /// Has the server told that nobody wants what an answer gave.
+    pub(super) fn give_back(&self, taking_back: Option<Request>, answer: &Response) {
+        let mut untold = self.untold.lock();
+        untold.extend(taking_back);
+        // Told before what is above: the last is told first.
+        let leases = leases_of(answer).iter();
+        untold.extend(leases.map(|lease| Request::Release { extent: lease.id }));
+    }
+
+    /// Waits for the answer to what was said last. A silent server owes it if nothing can be
+    /// resumed.
+    pub(super) fn hear(
+        &self,
+        line: &mut ControlLine,
+        until: Instant,
+    ) -> Result<(Response, Vec<OwnedFd>), CallError> {
+        match line.talk.hear(&line.stream, until) {
+            Ok((answer, fds)) => {
+                // Not when the answer was read: it may have lain there while this program was
+                // stopped.
+                if let Some(asked) = line.talk.renewing.take() {
+                    *self.renewed.lock() = asked;
+                }
+                if answer == Response::Refused(Refusal::NoSession) {
+                    line.over = true;
+                    line.death.declare("the server has ended the session");
+                    self.close(line);
+                }
+                Ok((answer, fds))
+            }
+            Err(ReceiveError::Io(error))
+                if self.local.is_some() && error.kind() == std::io::ErrorKind::TimedOut =>
+            {
+                Err(CallError::Disconnected(SILENT.to_owned()))
+            }
+            Err(error) => Err(self.broken(line, &error)),
+        }
+    }
+
+    /// Keeps the memory that an answer speaks of.
+    pub(super) fn keep_leases(
+        &self,
+        line: &ControlLine,
+        answer: &Response,
+        fds: Vec<OwnedFd>,
+        until: Instant,
+    ) -> Result<(), ReceiveError> {
+        let leases = leases_of(answer);
+        match self.endpoint {
+            Endpoint::Shm(_) => {
+                for (lease, fd) in leases.iter().zip(fds) {
+                    self.directory.insert(*lease, fd)?;
+                }
+            }
+            Endpoint::Rdma { .. } if !leases.is_empty() => {
+                let keys: Vec<RemoteKey> = line.stream.receive(MAX_FRAME_BYTES, until)?;
+                if keys.len() != leases.len() {
+                    return Err(ControlDecodeError::Frame.into());
+                }
+                for (lease, key) in leases.iter().zip(keys) {
+                    self.rdma.insert(*lease, key);
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    pub(super) fn broken(&self, line: &ControlLine, error: &ReceiveError) -> CallError {
+        let reason = error.to_string();
+        self.give_up(line, &reason);
+        CallError::Disconnected(line.death.reason().unwrap_or(reason))
+    }
+
+    pub(super) fn give_up(&self, line: &ControlLine, reason: &str) {
+        self.declare(&line.death, reason);
+        self.close(line);
+    }
+
+    pub(super) fn close(&self, line: &ControlLine) {
+        // After a missed answer the next one would meet the wrong request.
+        line.stream.close();
+        self.wake_keeper();
+    }
+
+    /// Says that a connection has ended, and what that means for the memory behind it.
+    pub(super) fn declare(&self, death: &Death, reason: &str) {
+        if death.reason().is_some() {
+            return;
+        }
+        let ends = |peer: &PeerProcess| peer.ends(Instant::now() + PARTING);
+        if self.peer.as_ref().is_some_and(ends) {
+            // Looked at last: this program may have been stopped until just now.
+            if self.renewed.lock().elapsed() > self.local_lease {
+                death.declare(OVERDUE);
+            } else {
+                death.declare_but_for_memory(ENDED);
+            }
+        } else {
+            death.declare(reason);
+        }
+    }
+
+    /// The session cannot be had back.
+    pub(super) fn ended(&self, reason: &str) -> ConnectError {
+        ConnectError::Unreachable {
+            endpoint: self.name.clone(),
+            source: std::io::Error::new(
+                std::io::ErrorKind::ConnectionAborted,
+                format!("the session ended: {reason}"),
+            ),
+        }
+    }
+
+    pub(super) fn wake_keeper(&self) {
+        // Fails only when the counter is full, and then the keeper is awake.
+        let _ = self.wake.write(1);
+    }
+}
