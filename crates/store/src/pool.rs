@@ -47,6 +47,8 @@ pub(crate) struct Pool {
     growing: Mutex<Option<(Instant, AllocError)>>,
     /// A thread has been started that asks.
     is_growing: AtomicBool,
+    /// How many regions have begun to give surplus back.
+    ended: AtomicU64,
     next_server: AtomicUsize,
     next_run: AtomicUsize,
     /// Slots that were allocated for a write that has not ended.
@@ -81,6 +83,7 @@ impl Pool {
             extents: RwLock::default(),
             growing: Mutex::new(None),
             is_growing: AtomicBool::new(false),
+            ended: AtomicU64::new(0),
             next_server: AtomicUsize::new(0),
             next_run: AtomicUsize::new(0),
             unsettled: AtomicU64::new(0),
@@ -174,6 +177,7 @@ impl Pool {
     /// Takes a promise back and gives surplus extents to their servers. The region's slots must be
     /// freed.
     pub(crate) fn unreserve(&self, reservation: &Reservation) {
+        self.ended.fetch_add(1, Ordering::Relaxed);
         let _one_at_a_time = self.growing.lock();
         self.take_back(&reservation.0);
         self.release_surplus();
@@ -251,8 +255,9 @@ impl Pool {
             .is_some_and(|extent| extent.is_some_and(|(on, _)| on == place.server))
     }
 
-    /// Gives surplus extents to their servers.
+    /// Gives surplus extents to their servers: a region without a reservation ends.
     pub(crate) fn trim(&self) {
+        self.ended.fetch_add(1, Ordering::Relaxed);
         let _one_at_a_time = self.growing.lock();
         self.release_surplus();
     }
@@ -387,10 +392,10 @@ impl Pool {
             said => said.as_ref().map(|(_, error)| error.clone()),
         };
         if !self.is_growing.swap(true, Ordering::Relaxed) {
-            let pool = self.clone();
+            let (pool, ended) = (self.clone(), self.ended());
             let ask = move || {
                 // What the servers say is remembered for those who wait.
-                let _ = pool.grow(bytes);
+                let _ = pool.grow_unless_ended(bytes, ended);
                 pool.is_growing.store(false, Ordering::Relaxed);
             };
             let thread = thread::Builder::new().name("farpage-grow".into());
@@ -415,6 +420,18 @@ impl Pool {
     /// Asks the servers for another extent that holds a slot of `bytes`. Calls a server and waits
     /// for its answer.
     pub(crate) fn grow(&self, bytes: u32) -> Result<(), AllocError> {
+        self.grow_unless_ended(bytes, self.ended())
+    }
+
+    /// How many regions have begun to give surplus back.
+    pub(crate) fn ended(&self) -> u64 {
+        self.ended.load(Ordering::Relaxed)
+    }
+
+    /// [`grow`](Self::grow) for who asked when `ended` regions had ended. If another has since, it
+    /// may have been the one that asked, and has looked for surplus before: what nothing uses goes
+    /// back now. Who still waits asks again.
+    pub(crate) fn grow_unless_ended(&self, bytes: u32, ended: u64) -> Result<(), AllocError> {
         let mut refused = self.growing.lock();
         if let Some((at, error)) = &*refused
             && at.elapsed() < FULL_PAUSE
@@ -428,6 +445,11 @@ impl Pool {
             match self.grant((first + other) % self.servers.len(), least) {
                 Ok(_) => {
                     *refused = None;
+                    // Counted before its region waits for this lock: one that is not seen here
+                    // looks for surplus later.
+                    if self.ended() != ended {
+                        self.release_surplus();
+                    }
                     return Ok(());
                 }
                 Err(error) => failure = Some(error),

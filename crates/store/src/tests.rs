@@ -1883,6 +1883,31 @@ fn what_a_server_grants_after_the_region_is_gone_goes_back() {
 }
 
 #[test]
+fn what_is_granted_to_a_shared_pool_for_a_region_that_is_gone_goes_back() {
+    let cluster = client(&servers());
+    let options = RemoteOptions {
+        reserve: Reserve::OnDemand,
+        ..RemoteOptions::default()
+    };
+    let region = || PageStore::remote(&cluster, REGION, 60 * 4096, 4096, &options).unwrap();
+    let (store, other) = (region(), region());
+    let Backing::Remote(remote) = &store.backing else {
+        panic!("remote")
+    };
+    let pool = remote.pool.clone();
+    // A thread asks for it, and comes to the server only when it has ended.
+    let ended = pool.ended();
+    drop(store);
+    pool.grow_unless_ended(4096, ended).unwrap();
+    assert_eq!(pool.granted_bytes(), 0, "nobody gives it back");
+    // One that still waits asks again.
+    pool.grow(4096).unwrap();
+    assert!(pool.granted_bytes() > 0);
+    drop(other);
+    assert_eq!(pool.granted_bytes(), 0);
+}
+
+#[test]
 fn what_a_publication_that_did_not_end_had_added_is_not_held() {
     let servers = servers();
     let first = client(&servers);
