@@ -108,8 +108,9 @@ impl RegionOptions {
     }
 
     /// Makes the region read-only: a write to its memory raises SIGSEGV, and taking a mutable slice
-    /// of it panics. Reads that miss are slower than on a writable region, because the kernel moves
-    /// pages between writable mappings only; farpage copies them instead. Default: off.
+    /// of it panics. Its pages are dropped when they leave, without being looked at. So a program
+    /// must not make the memory writable by itself (`mprotect`): what it writes then is lost.
+    /// Default: off.
     pub fn read_only(mut self) -> Self {
         self.read_only = true;
         self

@@ -14,6 +14,7 @@
 
 use std::{
     ops::Range,
+    slice,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -30,7 +31,7 @@ use crate::{
     region::Region,
     run::Local,
     shared::Shared,
-    victims::{Out, Walk},
+    victims::{Dropped, Out, Walk},
     worker::RETRY,
     write_backs::WriteBacks,
 };
@@ -167,6 +168,10 @@ impl<A: AddressSpace> Evictor<A> {
             if claim.region.is_stalled() {
                 continue;
             }
+            if claim.region.is_read_only() {
+                begun |= self.drop_claim(&claim);
+                continue;
+            }
             // What streams have gone through lies in rows, which move at once.
             if claim.found_by == FoundBy::Sweep && self.shared.scatter.is_better(&claim.region) {
                 match self.copy_out(claim) {
@@ -210,6 +215,24 @@ impl<A: AddressSpace> Evictor<A> {
         walk.end()
     }
 
+    /// The same where the program may only read.
+    fn drop_claim(&mut self, claim: &Claim) -> bool {
+        let page_bytes = claim.region.page_bytes() as u64;
+        let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
+        let dropped = self.shared.victims.drop_claim(claim, excess as usize);
+        self.count_dropped(&dropped);
+        if let Some(page) = dropped.refused {
+            self.begin_moving(&claim.region, page..page + 1, None, claim.found_by);
+        }
+        dropped.pages > 0
+    }
+
+    fn count_dropped(&self, dropped: &Dropped) {
+        let counters = &self.shared.counters[self.worker];
+        counters.evictions.add(dropped.pages);
+        counters.clean_evictions.add(dropped.pages);
+    }
+
     /// The same where pages leave by copying. `None`: somebody else takes pages out.
     fn copy_out(&mut self, claim: Claim) -> Option<bool> {
         let shared = self.shared.clone();
@@ -226,9 +249,31 @@ impl<A: AddressSpace> Evictor<A> {
         Some(any)
     }
 
-    /// Owns and detaches the leading ones of these pages, which lie in one stripe. Returns how many
-    /// of them are dealt with, at least one, and how.
+    /// Takes out the leading ones of these pages, which lie in one stripe. Returns how many are
+    /// dealt with, at least one, and how.
     fn begin(
+        &mut self,
+        region: &Arc<Region>,
+        pages: Range<usize>,
+        job: Option<&Arc<Job>>,
+        found_by: FoundBy,
+    ) -> (usize, Begun) {
+        if !region.is_read_only() {
+            return self.begin_moving(region, pages, job, found_by);
+        }
+        let dropped = (self.shared.victims).drop_runs(region, slice::from_ref(&pages), found_by);
+        self.count_dropped(&dropped);
+        match dropped.refused {
+            None => (pages.len(), Begun::NotHere),
+            Some(page) => {
+                let (_, begun) = self.begin_moving(region, page..page + 1, job, found_by);
+                (page + 1 - pages.start, begun)
+            }
+        }
+    }
+
+    /// Owns and detaches the leading ones of these pages. Returns as [`begin`](Self::begin) does.
+    fn begin_moving(
         &mut self,
         region: &Arc<Region>,
         pages: Range<usize>,

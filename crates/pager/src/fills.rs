@@ -333,7 +333,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         if let Some(rest) = keep_first(&mut frame, pages.len(), page_bytes) {
             self.shared.frames.release(rest, page_bytes);
         }
-        let fill = Fill::new(waiting.region, pages.clone(), Heat::Refault);
+        let heat = if with.ahead.is_empty() {
+            Heat::Refault
+        } else {
+            Heat::Along
+        };
+        let fill = Fill::new(waiting.region, pages.clone(), heat);
         self.post(fill, frame);
         Ok(pages)
     }

@@ -99,19 +99,29 @@ impl<A: AddressSpace> Frames<A> {
         self.tell_who_starves();
     }
 
-    /// Room for the copy of a page that is to be mapped beside its frame. If need be, and
-    /// `in_place_of_a_frame`, a free frame is given up for it. `None`: the budget has no room.
+    /// Room for copies of `pages` pages that are to be mapped beside their frame. If need be, and
+    /// `in_place_of_frames`, free frames are given up for it. `None`: the budget has no room.
     pub(crate) fn for_copy(
         &self,
         page_bytes: usize,
-        in_place_of_a_frame: bool,
+        pages: usize,
+        in_place_of_frames: bool,
     ) -> Option<Reservation<'_>> {
-        let reserve = || self.budget.reserve(page_bytes, 1);
-        reserve().or_else(|| {
-            (in_place_of_a_frame && self.give_up(page_bytes))
-                .then(reserve)
-                .flatten()
-        })
+        let reserve = || {
+            let room = self.budget.reserve(page_bytes, pages);
+            room.filter(|room| room.pages() == pages)
+        };
+        let mut room = reserve();
+        while room.is_none() && in_place_of_frames && self.give_up(page_bytes, pages) {
+            room = reserve();
+        }
+        room
+    }
+
+    /// Used pages have gone back to the kernel.
+    pub(crate) fn lose(&self, bytes: usize) {
+        self.budget.lose(bytes);
+        self.tell_who_starves();
     }
 
     /// A copy of this frame, for which room was reserved, is mapped: it is used in the frame's
@@ -151,13 +161,13 @@ impl<A: AddressSpace> Frames<A> {
     fn give_up_other(&self, page_bytes: usize) -> bool {
         let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
         let mut others = sizes.filter(|&size| size != page_bytes);
-        others.any(|size| self.give_up(size))
+        others.any(|size| self.give_up(size, 1))
     }
 
-    /// Gives up a free page. Returns whether there was one.
-    fn give_up(&self, page_bytes: usize) -> bool {
+    /// Gives up a free frame of at most so many pages. Returns whether there was one.
+    fn give_up(&self, page_bytes: usize, pages: usize) -> bool {
         // A statement of its own, so that the lock is given up.
-        let victim = self.free(page_bytes).take(page_bytes, 1, true);
+        let victim = self.free(page_bytes).take(page_bytes, pages, true);
         let Some(victim) = victim else {
             return false;
         };

@@ -185,7 +185,7 @@ impl<A: AddressSpace> Landing<A> for Alone<A> {
         } else {
             shared.installer.install(&region, run, heat, refused);
         }
-        self.counters().filled(filled, heat == Heat::Refault);
+        self.counters().filled(filled, heat != Heat::Cold);
         region.exit();
     }
 

@@ -102,7 +102,7 @@ impl<A: AddressSpace> Held<A> {
             self.refuse(&region, page, unsaved, error);
         };
         shared.installer.install(&region, run, heat, refused);
-        self.counters().filled(filled, heat == Heat::Refault);
+        self.counters().filled(filled, heat != Heat::Cold);
         region.exit();
     }
 }

@@ -26,8 +26,10 @@ use crate::{
 pub(crate) enum Heat {
     /// Somebody wanted it while it was leaving.
     Hot,
-    /// Somebody faulted on it; it is as hot if it had left only recently.
+    /// Somebody faulted on it alone; it is as hot if it had left only recently.
     Refault,
+    /// Somebody faulted on it on the way along a stream; it is warm if it had left only recently.
+    Along,
     /// Brought in ahead of need.
     Cold,
 }
@@ -52,6 +54,12 @@ impl<A: AddressSpace> Installer<A> {
         mut refused: impl FnMut(usize, A::Frame, io::Error),
     ) {
         self.announce(region, run.pages());
+        if region.is_read_only() {
+            run = match self.install_copy(region, run) {
+                Ok(pages) => return self.arrived(region, pages, heat),
+                Err(run) => run,
+            };
+        }
         let page_bytes = region.page_bytes();
         loop {
             let pages = run.pages();
@@ -69,6 +77,25 @@ impl<A: AddressSpace> Installer<A> {
                 None => return,
             }
         }
+    }
+
+    /// Maps a copy of a run that the program may only read: it leaves by being dropped, without a
+    /// frame. Returns its pages.
+    ///
+    /// # Errors
+    /// The run: there is no room beside its frame, or a page is refused, and moving says why.
+    fn install_copy(
+        &self,
+        region: &Region,
+        run: Run<A::Frame>,
+    ) -> Result<Range<usize>, Run<A::Frame>> {
+        let (page_bytes, pages) = (region.page_bytes(), run.pages());
+        let Some(mut room) = self.frames.for_copy(page_bytes, run.len(), true) else {
+            return Err(run);
+        };
+        let frame = self.mapper.install_copy(region, run, &mut room)?;
+        self.frames.copied(frame, page_bytes);
+        Ok(pages)
     }
 
     /// Before owned pages are mapped: from here on the program may have them and change them.
@@ -141,6 +168,7 @@ impl<A: AddressSpace> Installer<A> {
                 let heat = match heat {
                     Heat::Hot => HEAT_MAX,
                     Heat::Refault if self.clock.is_recent(w.stamp(), now) => HEAT_MAX,
+                    Heat::Along => u8::from(self.clock.is_recent(w.stamp(), now)),
                     Heat::Refault | Heat::Cold => 0,
                 };
                 (protocol::installed(w, heat, now), w)

@@ -366,7 +366,10 @@ impl<A: AddressSpace> Mapped<A> {
     fn write_back(&self, keep: bool) -> Result<(), FlushError> {
         self.check_process()?;
         let pages = 0..self.region.pages();
-        self.run(pages.clone(), keep)?;
+        // What the program may only read has not changed.
+        if !self.region.is_read_only() {
+            self.run(pages.clone(), keep)?;
+        }
         // What would be published or made durable holds an older state of these.
         if let Some((_, error)) = self.region.lost(&pages).into_iter().next() {
             return Err(error.into());
@@ -398,7 +401,8 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Gives up those of `pages` that are mapped, without writing back. The region is closing and
-    /// quiet. Neighbours leave together, and their frames go on to other regions.
+    /// quiet. Neighbours leave together, and their frames go on to other regions. What the program
+    /// may only read has none, and goes with the mapping.
     fn give_up(&self, pages: Range<usize>) {
         let (frames, region) = (&self.shared().frames, &self.region);
         let page_bytes = region.page_bytes();
@@ -408,6 +412,10 @@ impl<A: AddressSpace> Mapped<A> {
             let stretch = region.in_one_stripe(&(page..pages.end), false);
             let mut owned = page..page + stretch.take_while(own).count();
             page = owned.end.max(page + 1);
+            if region.is_read_only() {
+                region.count_out(&owned);
+                continue;
+            }
             while !owned.is_empty() {
                 let left = match self.shared().mapper.detach(region, owned.clone()) {
                     Ok(run) => {
@@ -471,6 +479,10 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         shared.hand_over.call();
         region.wait_until_quiet();
         // Nobody but us owns a page of it from here on.
+        let mut dropped_bytes = 0;
+        if region.is_read_only() {
+            dropped_bytes = region.resident() * region.page_bytes();
+        }
         let mut chunk = region.next_touched(0);
         while let Some(at) = chunk
             && region.resident() > 0
@@ -481,6 +493,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
         let pinned_bytes = region.pinned() as u64 * region.page_bytes() as u64;
         shared.frames.budget().unpin(pinned_bytes);
         shared.mapper.unmap(region);
+        shared.frames.lose(dropped_bytes);
         // Now and here: a worker may hold the region for a moment longer, and must not be the one
         // to give remote memory back.
         region.store.retire();

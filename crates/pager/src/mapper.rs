@@ -22,6 +22,8 @@ const KERNEL_PAGE_BYTES: usize = 4096;
 
 /// Pages that leave together by copying, ascending.
 pub(crate) type Scattered = SmallVec<[usize; SCATTERED_PAGES_MAX]>;
+/// Runs that leave together by being dropped, ascending.
+pub(crate) type Runs = SmallVec<[Range<usize>; SCATTERED_PAGES_MAX]>;
 
 /// The program's memory, by regions and pages.
 pub(crate) struct Mapper<A: AddressSpace> {
@@ -87,22 +89,22 @@ impl<A: AddressSpace> Mapper<A> {
         detached.map(|frame| Run::new(pages.start, frame, page_bytes))
     }
 
-    /// Maps a copy of `frame`, for which `room` is used up. Returns the frame, which is free again.
+    /// Maps a copy of a run, for which `room` is used up. Returns the frame, which is free again.
     ///
     /// # Errors
-    /// The frame: nothing has changed, and [`install`](Self::install) says why.
+    /// The run: nothing has changed, and [`install`](Self::install) says why.
     pub(crate) fn install_copy(
         &self,
         region: &Region,
-        page: usize,
-        frame: A::Frame,
+        run: Run<A::Frame>,
         room: &mut impl Room,
-    ) -> Result<A::Frame, A::Frame> {
-        let page = self.pages(region, page..page + 1);
-        let installed = self.space.install(page, In::Copy(frame, room));
+    ) -> Result<A::Frame, Run<A::Frame>> {
+        let first = run.first();
+        let pages = self.pages(region, run.pages());
+        let installed = self.space.install(pages, In::Copy(run.into_frame(), room));
         installed
             .map(|frame| frame.expect("a frame that was copied comes back"))
-            .map_err(|refused| refused.frame)
+            .map_err(|refused| Run::new(first, refused.frame, region.page_bytes()))
     }
 
     /// Copies the leading ones of `pages` to the first of `frames` and gives their memory back.
@@ -116,11 +118,22 @@ impl<A: AddressSpace> Mapper<A> {
         let page = |&page: &usize| self.pages(region, page..page + 1);
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = pages.iter().map(page).collect();
         let left = self.space.detach(Out::Copy(&out, frames));
-        let taken = left.map_or(0, |left| left.copied());
+        let taken = left.map_or(0, |left| left.count());
         for &page in &pages[..taken] {
             region.count_out(&(page..page + 1));
         }
         taken
+    }
+
+    /// Drops the leading ones of `runs`, of one stripe of a region that the program may only read.
+    /// Returns how many.
+    pub(crate) fn drop_runs(&self, region: &Region, runs: &[Range<usize>]) -> usize {
+        let pages = |run: &Range<usize>| self.pages(region, run.clone());
+        let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = runs.iter().map(pages).collect();
+        let left = self.space.detach(Out::Drop(&out));
+        let dropped = left.map_or(0, |left| left.count());
+        runs[..dropped].iter().for_each(|run| region.count_out(run));
+        dropped
     }
 
     /// Ends a write-protection that [`detach_copies`](Self::detach_copies) may have left on a page.

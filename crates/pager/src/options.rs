@@ -90,6 +90,7 @@ pub struct RegionOptions {
     /// The region's first address, a multiple of its page size. What is mapped there is replaced,
     /// and the caller vouches for it. Default: `None`, anywhere.
     pub address: Option<usize>,
-    /// The program may only read: a write raises SIGSEGV. Default: false.
+    /// The program may only read: a write raises SIGSEGV, and pages are dropped when they leave.
+    /// Default: false.
     pub read_only: bool,
 }

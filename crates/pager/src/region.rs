@@ -111,6 +111,11 @@ impl Region {
         self.layout.page_bytes
     }
 
+    /// Whether the program may only read, so that its pages are what they were filled with.
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.layout.read_only
+    }
+
     pub(crate) fn address_of(&self, page: usize) -> usize {
         self.address + page * self.layout.page_bytes
     }
@@ -126,6 +131,11 @@ impl Region {
 
     pub(crate) fn shard_of(&self, page: usize, shards: usize) -> Shard {
         self.layout.shard_of(page * self.layout.page_bytes, shards)
+    }
+
+    /// The number of the stripe that holds a page.
+    pub(crate) fn stripe_of(&self, page: usize) -> usize {
+        page * self.layout.page_bytes / self.layout.stripe_bytes
     }
 
     /// The part of `pages` in the same stripe as its first one, or as its last one when going

@@ -58,6 +58,10 @@ impl<A: AddressSpace> Relief<A> {
             if claim.region.is_stalled() {
                 continue;
             }
+            if claim.region.is_read_only() {
+                any |= self.drop_claim(&claim);
+                continue;
+            }
             // What streams have gone through lies in rows, which move at once.
             if claim.found_by == FoundBy::Sweep && self.shared.scatter.is_better(&claim.region) {
                 return self.copy_out(claim) || any;
@@ -65,6 +69,19 @@ impl<A: AddressSpace> Relief<A> {
             any |= self.move_out(&claim, &mut left);
         }
         any
+    }
+
+    /// Drops the claim's victims, which the program may only read.
+    fn drop_claim(&self, claim: &Claim) -> bool {
+        let page_bytes = claim.region.page_bytes() as u64;
+        let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
+        let dropped = self.shared.victims.drop_claim(claim, excess as usize);
+        self.counters().evictions.add(dropped.pages);
+        self.counters().clean_evictions.add(dropped.pages);
+        if let Some(page) = dropped.refused {
+            self.move_run_out(&claim.region, page..page + 1, claim.found_by);
+        }
+        dropped.pages > 0
     }
 
     /// Takes victims of the claim, and of some behind it, out by copying.

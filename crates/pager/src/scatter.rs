@@ -111,15 +111,14 @@ impl<A: AddressSpace> Scatter<A> {
     ) {
         let trial = self.costs.trial(count);
         let room = (region.can_copy && trial.copies)
-            .then(|| self.frames.for_copy(region.page_bytes(), trial.is_trial))
+            .then(|| (self.frames).for_copy(region.page_bytes(), 1, trial.is_trial))
             .flatten();
         let since = trial.is_timed.then(Instant::now);
         let (rest, cost) = match room {
             Some(mut room) => {
                 let page = run.first();
                 self.installer.announce(region, page..page + 1);
-                let frame = run.into_frame();
-                let copied = self.mapper.install_copy(region, page, frame, &mut room);
+                let copied = self.mapper.install_copy(region, run, &mut room);
                 let rest = match copied {
                     Ok(frame) => {
                         self.installer.arrived(region, page..page + 1, heat);
@@ -127,7 +126,7 @@ impl<A: AddressSpace> Scatter<A> {
                         None
                     }
                     // The page is refused: moving it says why.
-                    Err(frame) => Some(Run::new(page, frame, region.page_bytes())),
+                    Err(run) => Some(run),
                 };
                 (rest, &self.costs.copied_in)
             }

@@ -11,6 +11,7 @@ mod closing;
 mod hot;
 mod lost;
 mod plain;
+mod read_only;
 mod tight;
 mod wide;
 mod world;

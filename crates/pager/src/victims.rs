@@ -6,14 +6,14 @@
 
 use std::{ops::Range, sync::Arc};
 
-use farpage_vm::{AddressSpace, DetachError};
+use farpage_vm::{AddressSpace, DetachError, SCATTERED_PAGES_MAX};
 
 use crate::{
     behind::Behind,
     claim::{Claim, FoundBy},
     clock::FillClock,
     frames::Frames,
-    mapper::Mapper,
+    mapper::{Mapper, Runs},
     proof::Proof,
     protocol::{self, State, Word},
     region::Region,
@@ -32,6 +32,15 @@ pub(crate) enum Out<F> {
     Refused(DetachError),
     /// There is nothing to take out.
     NotHere,
+}
+
+/// What came of dropping pages.
+#[derive(Default)]
+pub(crate) struct Dropped {
+    /// How many are gone.
+    pub(crate) pages: usize,
+    /// The first one that the kernel does not drop. Taking it out says why, or does it.
+    pub(crate) refused: Option<usize>,
 }
 
 /// All pages, as far as they may leave.
@@ -131,6 +140,71 @@ impl<A: AddressSpace> Victims<A> {
         self.stay(region, first + taken..owned);
         region.exit();
         out
+    }
+
+    /// Owns what it can of `runs`, ascending runs of a region that the program may only read, and
+    /// drops it.
+    ///
+    /// A page is remote when it is gone, and not before. A thread that touches it in between finds
+    /// it there, or faults and leaves a note; it is woken, and its next fault fills the page.
+    pub(crate) fn drop_runs(
+        &self,
+        region: &Arc<Region>,
+        runs: &[Range<usize>],
+        found_by: FoundBy,
+    ) -> Dropped {
+        let mut dropped = Dropped::default();
+        if !region.enter() {
+            return dropped;
+        }
+        let mut owned = Runs::new();
+        let own = |page: &usize| region.words.try_apply(*page, protocol::leave).is_some();
+        for run in runs {
+            let mut page = run.start;
+            while page < run.end && owned.len() < SCATTERED_PAGES_MAX {
+                let mine = page..page + (page..run.end).take_while(own).count();
+                page = mine.end + 1;
+                if !mine.is_empty() {
+                    owned.push(mine);
+                }
+            }
+        }
+        for runs in owned.chunk_by(|a, b| region.stripe_of(a.start) == region.stripe_of(b.start)) {
+            let gone = self.mapper.drop_runs(region, runs);
+            for run in &runs[..gone] {
+                self.frames.lose(run.len() * region.page_bytes());
+                dropped.pages += run.len();
+                let stamp = self.stamp(found_by);
+                for page in run.clone() {
+                    if region.words.apply(page, |w| protocol::removed(w, stamp)) {
+                        self.mapper.wake(region, page..page + 1);
+                    }
+                }
+            }
+            for run in &runs[gone..] {
+                dropped.refused.get_or_insert(run.start);
+                self.stay(region, run.clone());
+            }
+        }
+        region.exit();
+        dropped
+    }
+
+    /// [`drop_runs`](Self::drop_runs) of a claim's victims, `most` pages at most.
+    pub(crate) fn drop_claim(&self, claim: &Claim, most: usize) -> Dropped {
+        let mut walk = Walk::new(self, claim);
+        let (mut runs, mut left) = (Runs::new(), most);
+        while left > 0
+            && runs.len() < SCATTERED_PAGES_MAX
+            && let Some(run) = walk.next(left)
+        {
+            left -= run.len();
+            runs.push(run);
+        }
+        let dropped = self.drop_runs(&claim.region, &runs, claim.found_by);
+        walk.took(dropped.pages);
+        walk.end();
+        dropped
     }
 
     /// Owned pages that were not taken out are mapped as before.

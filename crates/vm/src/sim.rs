@@ -77,8 +77,8 @@ pub enum Faulted {
     /// The page is poisoned.
     #[error("SIGBUS: the page is poisoned")]
     Sigbus,
-    /// No region is there.
-    #[error("SIGSEGV: no region is mapped there")]
+    /// No region is there, or it may only be read.
+    #[error("SIGSEGV: no region is mapped there that allows this")]
     Sigsegv,
 }
 
@@ -324,6 +324,9 @@ impl SimSpace {
             "thread {thread} touches {address:#x} in its sleep"
         );
         let (region, page) = state.region(address).ok_or(Faulted::Sigsegv)?;
+        if write && region.layout.read_only {
+            return Err(Faulted::Sigsegv);
+        }
         match region.pages.get_mut(&page) {
             Some(Content::Bytes(bytes)) => {
                 let word = bytes[address - page..][..8]
@@ -408,6 +411,30 @@ impl SimSpace {
         }
         self.scattered.fetch_add(taken, Ordering::Relaxed);
         taken
+    }
+
+    fn drop_runs(&self, runs: &[Pages]) -> usize {
+        let mut state = self.state.lock();
+        let held_probability = state.options.held_probability;
+        let mut dropped = 0;
+        for &run in runs {
+            if state.chance(held_probability) {
+                break;
+            }
+            let Some(region) = state.region_of(run) else {
+                break;
+            };
+            assert!(region.layout.read_only, "nobody knows what {run:x?} hold");
+            let is_gone = |page| matches!(region.pages.get(&page), Some(Content::Gone));
+            if run.addresses().any(is_gone) {
+                break;
+            }
+            for page in run.addresses() {
+                region.pages.remove(&page);
+            }
+            dropped += 1;
+        }
+        dropped
     }
 
     fn frame(&self, bytes: Vec<u8>, page_bytes: usize) -> SimFrame {
@@ -518,6 +545,13 @@ impl State {
         }
     }
 
+    /// Drops what was put at these addresses of one region a moment ago.
+    fn take_back(&mut self, addresses: Range<usize>) {
+        if let Some((region, _)) = self.region(addresses.start) {
+            region.pages.retain(|page, _| !addresses.contains(page));
+        }
+    }
+
     fn wake(&mut self, addresses: Range<usize>) {
         let woken: Vec<_> = self
             .asleep
@@ -596,10 +630,18 @@ impl AddressSpace for SimSpace {
         match how {
             In::Move(frame) => self.move_in(pages, frame).map(|()| None),
             In::Copy(frame, room) => {
-                assert_eq!(pages.count(), 1, "copied whole or not at all");
+                let page_bytes = pages.page_bytes();
                 let mut state = self.state.lock();
-                if let Err(kind) = state.put(pages, &frame.bytes) {
-                    return Err(InstallError { frame, kind });
+                let mut rest = Some(pages);
+                let bytes = frame.bytes.chunks_exact(page_bytes);
+                for bytes in bytes {
+                    let here = rest.expect("as long as its pages");
+                    let put = state.put(here.first(1), bytes);
+                    if let Err(kind) = put {
+                        state.take_back(pages.address()..here.address());
+                        return Err(InstallError { frame, kind });
+                    }
+                    rest = here.behind(page_bytes);
                 }
                 state.wake(pages.range());
                 room.use_up();
@@ -612,6 +654,7 @@ impl AddressSpace for SimSpace {
         match out {
             Out::Move(pages) => self.move_out(pages).map(Left::Moved),
             Out::Copy(pages, frames) => Ok(Left::Copied(self.copy_out(pages, frames))),
+            Out::Drop(runs) => Ok(Left::Dropped(self.drop_runs(runs))),
         }
     }
 

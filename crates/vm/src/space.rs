@@ -8,7 +8,8 @@
 //! There is one way in and one way out, and each says how: by moving, or by copying. Moving keeps
 //! the amount of memory: a frame's becomes the program's, or the other way round. Copying does not.
 //! A copy that comes in is a page more, for which the caller hands over [`Room`]; pages that are
-//! copied out go back to the kernel, and the frames that took their bytes stay.
+//! copied out go back to the kernel, and the frames that took their bytes stay. Pages that the
+//! program may only read come in as copies and are dropped: they hold what they were filled with.
 
 use std::{io, ops::Range, os::fd::BorrowedFd};
 
@@ -68,10 +69,10 @@ pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
     fn join(&mut self, next: Self) -> Result<(), Self>;
 }
 
-/// Memory that whoever keeps the budget has set aside for one page beside the frames. Dropped
-/// without having been used, it is free again.
+/// Memory that whoever keeps the budget has set aside for pages beside the frames. Dropped without
+/// having been used, it is free again.
 pub trait Room {
-    /// The page exists now.
+    /// The pages exist now.
     fn use_up(&mut self);
 }
 
@@ -79,9 +80,10 @@ pub trait Room {
 pub enum In<'a, F> {
     /// The frame's memory becomes the program's. Nothing is copied, where the kernel can.
     Move(F),
-    /// The program gets a copy of the frame, which is of one page, and uses up this room. Where
-    /// moving a page makes every processor that runs the program forget its old address, a copy
-    /// interrupts nobody. Only where [`Mapping::can_copy`] says so.
+    /// The program gets a copy of the frame, and uses up this room, which is for as many pages.
+    /// Where moving a page makes every processor that runs the program forget its old address, a
+    /// copy interrupts nobody. For runs of regions that the program may only read, and for single
+    /// pages where [`Mapping::can_copy`] says so.
     Copy(F, &'a mut dyn Room),
 }
 
@@ -97,6 +99,10 @@ pub enum Out<'a, F> {
     /// and a system call that writes there fails. What a device writes into one of the pages is
     /// lost. Calls must not overlap, or what the program writes to other pages is lost as well.
     Copy(&'a [Pages], &'a mut [F]),
+    /// Runs of one stripe of a region that the program may only read, ascending,
+    /// [`SCATTERED_PAGES_MAX`] at most: their memory goes back to the kernel, and their bytes are
+    /// kept nowhere. Processors are interrupted once for all of them together.
+    Drop(&'a [Pages]),
 }
 
 /// What went out: the leading pages of those that were asked for.
@@ -107,25 +113,27 @@ pub enum Left<F> {
     Moved(F),
     /// By copying: so many pages, whose bytes are in the first of the frames.
     Copied(usize),
+    /// By dropping: so many of the runs.
+    Dropped(usize),
 }
 
 impl<F> Left<F> {
     /// The frame of a run that moved.
     ///
     /// # Panics
-    /// If [`Out::Copy`] was asked for.
+    /// If another way out was asked for.
     pub fn into_frame(self) -> F {
         match self {
             Self::Moved(frame) => frame,
-            Self::Copied(pages) => panic!("{pages} pages were copied, not moved"),
+            Self::Copied(_) | Self::Dropped(_) => panic!("what did not move has no frame"),
         }
     }
 
-    /// How many pages were copied; 0 if they were moved.
-    pub fn copied(&self) -> usize {
+    /// How many pages were copied, or runs dropped; 0 if pages were moved.
+    pub fn count(&self) -> usize {
         match self {
             Self::Moved(_) => 0,
-            Self::Copied(pages) => *pages,
+            Self::Copied(count) | Self::Dropped(count) => *count,
         }
     }
 }
@@ -185,7 +193,8 @@ pub struct Layout {
     /// Its first address, a multiple of `page_bytes`: what is mapped there is replaced. `None`:
     /// anywhere.
     pub address: Option<usize>,
-    /// The program may only read: a write raises SIGSEGV.
+    /// The program may only read: a write raises SIGSEGV. It must not make the region writable by
+    /// itself: what it writes then is lost when the page leaves.
     pub read_only: bool,
 }
 
@@ -239,7 +248,8 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// them. Returns a frame that was copied: it is free again.
     ///
     /// # Errors
-    /// See [`InstallErrorKind`]. What was not mapped comes back, and room for it is not used up.
+    /// See [`InstallErrorKind`]. What was not mapped comes back. Of a run that was to be copied
+    /// nothing is mapped then, and the room for it is not used up.
     fn install(
         &self,
         pages: Pages,

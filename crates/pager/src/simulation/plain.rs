@@ -17,7 +17,17 @@ pub(super) struct Plain {
 impl Plain {
     /// A region of `pages` pages of zeros, of which `local` fit.
     pub(super) fn new(pages: usize, local: usize, options: RegionOptions) -> Plain {
-        let space = Arc::new(SimSpace::new(SimOptions::default()));
+        Plain::over(SimOptions::default(), pages, local, options)
+    }
+
+    /// The same in a space of this kind.
+    pub(super) fn over(
+        space: SimOptions,
+        pages: usize,
+        local: usize,
+        options: RegionOptions,
+    ) -> Plain {
+        let space = Arc::new(SimSpace::new(space));
         let session = SimServer::new(SimConfig::new(1))
             .session(&SessionOptions::default())
             .expect("the simulated server takes sessions");
@@ -74,6 +84,11 @@ impl Plain {
     pub(super) fn turn(&mut self) {
         self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
         (self.evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
+    }
+
+    /// Changes the first word of a page in the store.
+    pub(super) fn put(&self, page: usize, value: u64) {
+        self.store.bytes.lock()[page * PAGE_BYTES..][..8].copy_from_slice(&value.to_ne_bytes());
     }
 
     /// The first word of a page in the store.

@@ -42,19 +42,42 @@ pub(super) fn install(
     let copied_bytes = done_bytes % pages.page_bytes();
     let whole_bytes = done_bytes - copied_bytes;
     drop(frame.split_front(whole_bytes));
-    if copied_bytes > 0 {
-        let start = pages.address() + whole_bytes;
-        let fenced = shard.fence.hold();
-        let there = fenced.gone.free_bytes(&(start..start + copied_bytes));
-        // SAFETY:
-        // - These copies were made by this call, and the frame has their bytes.
-        // - The program has not unmapped them: the fence is held.
-        let _ = unsafe { sys::madvise(start, there, libc::MADV_DONTNEED) };
-    }
+    let start = pages.address() + whole_bytes;
+    take_back(shard, start..start + copied_bytes);
     Err(InstallError {
         frame,
         kind: why.into(),
     })
+}
+
+/// Maps copies of the frame's pages at `pages`, all of them or none. The frame stays as it is.
+pub(super) fn install_copy(
+    shard: &KernelShard,
+    pages: Pages,
+    frame: &KernelFrame,
+) -> Result<(), Refusal> {
+    assert_eq!(frame.len(), pages.bytes(), "as long as its pages");
+    // SAFETY:
+    // - The frame's pages are present, hence readable.
+    // - What a region's absent pages are filled with is the pager's decision.
+    let copied = unsafe { copy_in(shard, pages.range(), frame.address()) };
+    copied.map_err(|Stopped { done_bytes, why }| {
+        take_back(shard, pages.address()..pages.address() + done_bytes);
+        why
+    })
+}
+
+/// Drops copies that were mapped a moment ago, and whose bytes the frame has.
+fn take_back(shard: &KernelShard, copies: Range<usize>) {
+    if copies.is_empty() {
+        return;
+    }
+    let fenced = shard.fence.hold();
+    let there = fenced.gone.free_bytes(&copies);
+    // SAFETY:
+    // - The caller made these copies, and the frame has their bytes.
+    // - The program has not unmapped them: the fence is held.
+    let _ = unsafe { sys::madvise(copies.start, there, libc::MADV_DONTNEED) };
 }
 
 /// Takes the leading ones of `pages` out, to the slots of `frame`. `fenced` is the shard's fence.

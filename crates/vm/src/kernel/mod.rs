@@ -10,12 +10,14 @@
 //! | `messages`, `fence` | read faults and unmaps; keep unmaps and transfers apart |
 //! | `moving`, `holes` | move pages in and out (kernel 6.8); its arithmetic |
 //! | `copying` | copy them instead (kernel 5.7) |
-//! | `scattered` | copy single pages beside running threads (in-thread faults) |
+//! | `scattered` | copy single pages out beside running threads (in-thread faults) |
+//! | `dropping` | drop pages that the program may only read |
 //! | `poison` | make absent pages raise a signal |
 
 mod addresses;
 mod claims;
 mod copying;
+mod dropping;
 mod fence;
 mod holes;
 mod messages;
@@ -309,12 +311,13 @@ impl AddressSpace for KernelSpace {
         match how {
             In::Move(frame) => self.install_frame(pages, frame).map(|()| None),
             In::Copy(frame, room) => {
-                let copied = scattered::install(self.shard(pages.shard()), pages, &frame);
-                if let Err(why) = copied {
+                let shard = self.shard(pages.shard());
+                if let Err(why) = copying::install_copy(shard, pages, &frame) {
                     let kind = why.into();
                     return Err(InstallError { frame, kind });
                 }
                 room.use_up();
+                shard.poison.lift(pages);
                 Ok(Some(frame))
             }
         }
@@ -329,6 +332,15 @@ impl AddressSpace for KernelSpace {
                 };
                 let shard = self.shard(first.shard());
                 Ok(Left::Copied(scattered::detach(shard, pages, frames)))
+            }
+            Out::Drop(runs) => {
+                let Some(first) = runs.first() else {
+                    return Ok(Left::Dropped(0));
+                };
+                Ok(Left::Dropped(dropping::detach(
+                    self.shard(first.shard()),
+                    runs,
+                )))
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Single pages in and out by copying, beside running threads of the program.
+//! Single pages out by copying, beside running threads of the program.
 //!
 //! A page that moves leaves an address behind which every processor that runs the program has to
 //! forget. This shootdown takes several times as long as all else in the move. A run pays for one;
@@ -26,28 +26,12 @@ use std::{io, ops::Range};
 
 use nix::errno::Errno;
 
-use super::{copying, shard::KernelShard};
+use super::shard::KernelShard;
 use crate::{
     frame::KernelFrame,
     pages::Pages,
-    sys::{self, KERNEL_PAGE_BYTES, Refusal},
+    sys::{self, KERNEL_PAGE_BYTES},
 };
-
-/// Maps a copy of `frame` at `page`, a kernel page.
-pub(super) fn install(
-    shard: &KernelShard,
-    page: Pages,
-    frame: &KernelFrame,
-) -> Result<(), Refusal> {
-    assert!(
-        page.bytes() == KERNEL_PAGE_BYTES && frame.len() == KERNEL_PAGE_BYTES,
-        "copied whole or not at all"
-    );
-    // SAFETY:
-    // - The frame's page is present, hence readable.
-    // - What a region's absent pages are filled with is the pager's decision.
-    unsafe { copying::copy_in(shard, page.range(), frame.address()) }.map_err(|stopped| stopped.why)
-}
 
 /// Takes out the leading ones of `pages`, kernel pages in ascending order, each to its frame.
 /// Returns how many.
@@ -85,7 +69,7 @@ pub(super) fn detach(shard: &KernelShard, pages: &[Pages], frames: &mut [KernelF
         //   protected.
         // - They are the region's: the fence is held, and no mapping is changing.
         Ok(copied) if !uffd.is_changing() => unsafe {
-            sys::drop_each(&addresses[..copied], KERNEL_PAGE_BYTES)
+            sys::drop_each(pages[..copied].iter().map(Pages::range))
         },
         Ok(_) | Err(_) => Ok(0),
     };

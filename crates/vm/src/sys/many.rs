@@ -2,9 +2,9 @@
 //!
 //! The rule it keeps: neither call ever waits for a fault; an absent page ends it there.
 
-use nix::errno::Errno;
+use std::ops::Range;
 
-use super::KERNEL_PAGE_BYTES;
+use nix::errno::Errno;
 
 /// Ranges that one call of [`copy_each`] or [`drop_each`] takes.
 pub(crate) const RANGES_MAX: usize = 32;
@@ -19,7 +19,8 @@ const PIDFD_SELF: libc::c_int = -10_000;
 /// # Safety
 /// Each of `to` is the caller's to write.
 pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix::Result<usize> {
-    let (from, to) = (Vectors::new(from, len), Vectors::new(to, len));
+    let ranges = |starts: &[usize]| Vectors::new(starts.iter().map(|&start| start..start + len));
+    let (from, to) = (ranges(from), ranges(to));
     // SAFETY:
     // - Each of `to` may be written: this function's contract.
     // - What cannot be read is an error and no fault.
@@ -31,14 +32,14 @@ pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix:
     Ok(copied as usize / len)
 }
 
-/// `process_madvise` with `MADV_DONTNEED`: drops the `len` bytes at each address, at most
-/// [`RANGES_MAX`] of them. The processors that run the process are told once for all of them
-/// (kernel 6.16). Returns how many were dropped whole.
+/// `process_madvise` with `MADV_DONTNEED`: drops each of `ranges`, at most [`RANGES_MAX`]. The
+/// processors that run the process are told once for all of them (kernel 6.16). Returns how many
+/// were dropped whole.
 ///
 /// # Safety
 /// They lie in mappings of the caller's, and nothing relies on their bytes.
-pub(crate) unsafe fn drop_each(starts: &[usize], len: usize) -> nix::Result<usize> {
-    let ranges = Vectors::new(starts, len);
+pub(crate) unsafe fn drop_each(ranges: impl Iterator<Item = Range<usize>>) -> nix::Result<usize> {
+    let ranges = Vectors::new(ranges);
     // SAFETY:
     // - The ranges are the caller's, and nothing relies on their bytes: this function's contract.
     // - The vectors are an array of `count` ranges, for the length of the call.
@@ -52,7 +53,7 @@ pub(crate) unsafe fn drop_each(starts: &[usize], len: usize) -> nix::Result<usiz
             0,
         )
     })?;
-    Ok(dropped as usize / len)
+    Ok(ranges.within(dropped as usize))
 }
 
 /// Whether this process may use [`copy_each`] and [`drop_each`].
@@ -62,32 +63,44 @@ pub(crate) fn can_copy_and_drop_each() -> bool {
     // SAFETY: the second number is the first's to become; nothing is dropped.
     let (copied, dropped) = unsafe {
         let copied = copy_each(&[start], &[end], size_of_val(&from));
-        (copied, drop_each(&[], KERNEL_PAGE_BYTES))
+        (copied, drop_each(std::iter::empty()))
     };
     copied == Ok(1) && to == from && dropped.is_ok()
 }
 
-/// Ranges of one length, as the kernel wants them.
+/// Ranges, as the kernel wants them.
 struct Vectors {
     vectors: [libc::iovec; RANGES_MAX],
     count: libc::c_ulong,
 }
 
 impl Vectors {
-    fn new(starts: &[usize], len: usize) -> Vectors {
-        let vector = |at: usize| libc::iovec {
-            iov_base: starts.get(at).map_or(0, |&start| start) as *mut libc::c_void,
-            iov_len: len,
+    fn new(ranges: impl Iterator<Item = Range<usize>>) -> Vectors {
+        let vector = |range: Range<usize>| libc::iovec {
+            iov_base: range.start as *mut libc::c_void,
+            iov_len: range.len(),
         };
-        assert!(
-            starts.len() <= RANGES_MAX,
-            "{} ranges at once",
-            starts.len()
-        );
-        Vectors {
-            vectors: std::array::from_fn(vector),
-            count: starts.len() as libc::c_ulong,
+        let mut vectors = [vector(0..0); RANGES_MAX];
+        let mut count = 0;
+        for range in ranges {
+            assert!(count < RANGES_MAX, "more than {RANGES_MAX} ranges at once");
+            vectors[count] = vector(range);
+            count += 1;
         }
+        Vectors {
+            vectors,
+            count: count as libc::c_ulong,
+        }
+    }
+
+    /// How many of the leading ones lie within the first `bytes` of all.
+    fn within(&self, bytes: usize) -> usize {
+        let lengths = self.vectors[..self.count as usize].iter();
+        let ends = lengths.scan(0, |end, vector| {
+            *end += vector.iov_len;
+            Some(*end)
+        });
+        ends.take_while(|&end| end <= bytes).count()
     }
 
     fn start(&self) -> *const libc::iovec {

@@ -11,5 +11,6 @@ mod frames;
 mod pages;
 mod permissions;
 mod program;
+mod read_only;
 mod regions;
 mod runs;

@@ -174,7 +174,7 @@ impl Toy {
         let frame = |_: &Pages| self.space.new_frame(PAGE, 1).unwrap();
         let mut frames: Vec<_> = out.iter().map(frame).collect();
         let left = self.space.detach(Out::Copy(&out, &mut frames)).unwrap();
-        let taken = left.copied();
+        let taken = left.count();
         for ((_, away), frame) in away.iter_mut().zip(frames).take(taken) {
             **away = Some(frame);
         }
