@@ -23,9 +23,6 @@ const COLUMNS: usize = 100;
 /// Somebody new reads this file first, and whole.
 const ARCHITECTURE_LINES: usize = 200;
 
-/// Files whose lines are not wrapped yet. A file that keeps the rule has to leave the list.
-const UNWRAPPED: &str = "xtask/src/tidy/unwrapped.txt";
-
 /// Records are kept as the benchmark printed them.
 const RECORDS: &str = "bench/record/";
 
@@ -83,10 +80,9 @@ fn root() -> PathBuf {
 
 fn check(root: &Path) -> Result<Vec<Finding>> {
     let files = files(root).context("cannot read the checkout")?;
-    let unwrapped = fs::read_to_string(root.join(UNWRAPPED)).unwrap_or_default();
     let mut findings = Vec::new();
-    columns(&files, &unwrapped, &mut findings);
     for file in &files {
+        findings.extend(long_lines(file));
         words::check(file, &mut findings);
         if file.path.ends_with(".md") {
             markdown::links(file, root, &mut findings);
@@ -99,26 +95,7 @@ fn check(root: &Path) -> Result<Vec<Finding>> {
     Ok(findings)
 }
 
-/// Lines of comments and of prose that are too long, and files that are on the list for nothing.
-fn columns(files: &[Source], unwrapped: &str, findings: &mut Vec<Finding>) {
-    let listed: Vec<&str> = unwrapped.lines().collect();
-    let mut wrapped = vec![true; listed.len()];
-    for file in files {
-        let long = long_lines(file);
-        match listed.iter().position(|path| *path == file.path) {
-            Some(at) => wrapped[at] = long.is_empty(),
-            None => findings.extend(long),
-        }
-    }
-    for (at, path) in listed.iter().enumerate().filter(|(at, _)| wrapped[*at]) {
-        findings.push(Finding {
-            file: UNWRAPPED.to_owned(),
-            line: at + 1,
-            what: format!("{path} has no line that is too long: take it off the list"),
-        });
-    }
-}
-
+/// Lines of comments and of prose that are too long.
 fn long_lines(file: &Source) -> Vec<Finding> {
     let what = if file.path.ends_with(".md") {
         "prose"
@@ -212,33 +189,16 @@ mod tests {
     }
 
     #[test]
-    fn long_comment_is_found_unless_its_file_is_listed() {
+    fn long_comment_is_found() {
         let long = format!("let x = 1;\n// {}\n", "word ".repeat(20));
-        let files = [source("a.rs", &long), source("b.rs", "// short\n")];
-
-        let mut findings = Vec::new();
-        columns(&files, "", &mut findings);
+        let list: Vec<String> = (long_lines(&source("a.rs", &long)).iter())
+            .map(Finding::to_string)
+            .collect();
         assert_eq!(
-            findings[0].to_string(),
-            "a.rs:2: a comment of more than 100 columns: wrap it"
+            list,
+            ["a.rs:2: a comment of more than 100 columns: wrap it"]
         );
-        assert_eq!(findings.len(), 1);
-
-        findings.clear();
-        columns(&files, "a.rs\n", &mut findings);
-        assert_eq!(findings, []);
-    }
-
-    #[test]
-    fn listed_file_that_keeps_the_rule_or_is_gone_has_to_leave_the_list() {
-        let files = [source("b.rs", "// short\n")];
-        let mut findings = Vec::new();
-        columns(&files, "b.rs\ngone.rs\n", &mut findings);
-        let list: Vec<String> = findings.iter().map(Finding::to_string).collect();
-        assert_eq!(list.len(), 2);
-        for (found, path) in list.iter().zip(["b.rs", "gone.rs"]) {
-            assert!(found.contains(path) && found.contains("take it off the list"));
-        }
+        assert_eq!(long_lines(&source("b.rs", "// short\n")), []);
     }
 
     #[test]

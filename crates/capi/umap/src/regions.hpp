@@ -40,7 +40,9 @@ class OwnRegion : public Backing {
   OwnRegion(farpage_region *it, bool read_only) : it(it), read_only(read_only) {}
   farpage_region *region() override { return it; }
   farpage_code flush() override { return read_only ? FARPAGE_OK : farpage_region_flush(it); }
-  farpage_code close() override { return read_only ? farpage_region_discard(it) : farpage_region_unmap(it); }
+  farpage_code close() override {
+    return read_only ? farpage_region_discard(it) : farpage_region_unmap(it);
+  }
   bool is_replaceable() const override { return true; }
   farpage_code split(std::uint64_t offset, std::unique_ptr<Backing> *rest) override {
     farpage_region *behind = nullptr;
@@ -74,7 +76,8 @@ struct Mapping {
   /* Pins all pages that the range touches and that are not pinned yet, or none. */
   farpage_code pin(std::uint64_t offset, std::uint64_t length);
 
-  /* Pins the pages that lie in both regions and that `whole` had pinned, as far as there is room. */
+  /* Pins the pages that lie in both regions and that `whole` had pinned, as far as there is
+   * room. */
   void take_pins_of(const Mapping &whole);
 
   /* What a program mapped in one call; the same for what is left of it on either side of another
