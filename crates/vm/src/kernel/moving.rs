@@ -53,6 +53,9 @@ pub(super) fn install(
         Refusal::Exists => copying::install(shard, rest, frame),
         // `mlock` or `mprotect` has made its mapping differ from the pool's.
         Refusal::Invalid if moved_bytes == 0 => copying::install(shard, rest, frame),
+        // A pin on the frame's page, which direct I/O of a store leaves for a moment after it has
+        // ended, or a lock on it. Only copying passes them.
+        Refusal::Held | Refusal::Contended => copying::install(shard, rest, frame),
         why => Err(InstallError {
             frame,
             kind: why.into(),

@@ -162,6 +162,31 @@ fn pinned_page_stays_whole() {
     }
 }
 
+/// A store that reads by direct I/O leaves pins on the frame's pages for a moment after its reads
+/// have ended.
+#[test]
+fn frame_with_a_pinned_page_is_mapped_whole() {
+    let test = "frame_with_a_pinned_page_is_mapped_whole";
+    let space = space(Transfer::Move, 1);
+    for page_bytes in [4096, 65536] {
+        let layout = run_layout(3, page_bytes);
+        let base = space.map(layout).unwrap().address;
+        // The first kernel page of a page, and the last one, when the others have moved.
+        for at in [page_bytes, 2 * page_bytes - 4096] {
+            let frame = numbered(&space, page_bytes, 3, 1);
+            let address = frame.as_ref().as_ptr() as usize;
+            let Some(pinned) = Pinned::new(test, address + at, 4096) else {
+                return;
+            };
+            space.move_in(0, base, page_bytes, frame).unwrap();
+            drop(pinned);
+            let frame = space.move_out(pages(0, base, page_bytes, 3)).unwrap();
+            assert_eq!(numbers(frame.as_ref(), page_bytes), [1, 2, 3]);
+        }
+        space.unmap(base, layout);
+    }
+}
+
 #[test]
 fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
     let space = space(Transfer::Move, 1);
