@@ -201,7 +201,7 @@ impl Line {
         };
         let session: Arc<Session> = Session::connect(endpoint, &options)?;
         let mut line = Self {
-            extent: session.grant(AREA_BYTES as u64)?.id,
+            extent: session.grant_for_atomics(AREA_BYTES as u64)?.id,
             channel: session.channel()?,
             session,
             idle: Vec::new(),

@@ -252,7 +252,8 @@ impl<B: Buf> Lane<B> {
     fn address(&mut self, op: &Op<B>) -> Option<(u64, u32)> {
         let leased = self.leased(op.extent)?;
         let end = op.offset.checked_add(u64::from(op.len))?;
-        if end > leased.bytes || !is_aligned(op) {
+        let is_atomic = matches!(op.verb, Verb::Atomic(_));
+        if end > leased.bytes || !is_aligned(op) || is_atomic && !leased.atomics {
             return None;
         }
         Some((leased.key.address.checked_add(op.offset)?, leased.key.rkey))

@@ -40,6 +40,8 @@ const NO_PANIC: &str = "nothing panics under this lock";
 pub(super) struct Leased {
     pub(super) id: ExtentId,
     pub(super) bytes: u64,
+    /// Whether it takes atomics: an adapter that is asked for one on another ends the connection.
+    pub(super) atomics: bool,
     pub(super) key: RemoteKey,
     /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
     /// nothing else.
@@ -81,6 +83,7 @@ impl Client {
         let leased = Leased {
             id: lease.id,
             bytes: lease.bytes,
+            atomics: lease.atomics,
             key,
             released: AtomicBool::new(false),
         };

@@ -154,7 +154,7 @@ fn old_values_come_into_registered_buffers_whether_the_adapter_reaches_them_or_n
         "old_values_come_into_registered_buffers_whether_the_adapter_reaches_them_or_not",
         |connect| {
             let session = connect();
-            let extent = session.grant(4096).expect("room");
+            let extent = session.grant_for_atomics(4096).expect("room");
             let mut channel = session.channel::<RegBuf>().expect("a live server");
             let known = RegPool::new([session.registrar()], RegPoolOptions::default());
             let unknown = RegPool::new([], RegPoolOptions::default());
