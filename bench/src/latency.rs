@@ -8,7 +8,7 @@ use clap::Args;
 use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
-use farpage::{Advice, RemoteArray};
+use farpage::Advice;
 use hdrhistogram::Histogram;
 
 use farpage_bench_kit::options::{Common, Paging};
@@ -16,8 +16,10 @@ use farpage_bench_kit::{
     data::Source,
     pick::{Shuffle, mix},
     progress::Progress,
+    raw,
     remote::Remote,
     report::{Figures, Percentiles, Report, new_histogram},
+    yardsticks::{Yardsticks, plain_bytes},
 };
 
 /// Of the budget, as a fraction, that the first state touches: below the high-water mark, so that
@@ -51,7 +53,6 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     let mut array = remote.array::<u64>(pages * page_elements, Advice::Sequential)?;
     let source = paging.source()?;
     let mut pages = Pages {
-        array: &mut array,
         page_elements,
         source: &source,
         seed: paging.seed,
@@ -60,31 +61,47 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
     let progress = Progress::new(3);
 
     progress.phase("filling");
-    pages.fill();
-    pages
-        .array
-        .advise(.., Advice::Random)
-        .context("cannot advise")?;
+    pages.fill(&mut array);
+    array.advise(.., Advice::Random).context("cannot advise")?;
     progress.step(1);
 
     // 1. All pages are remote and changed by nobody; each read brings one in, into a budget with
     //    room.
     progress.phase("room in the budget");
-    pages
-        .array
+    array
         .advise(.., Advice::DontNeed)
         .context("cannot send all pages away")?;
     let begin = remote.mark();
-    let with_room = pages.touch(samples.min((budget_pages as f64 * ROOM) as u64), 0, false);
+    let with_room = pages.touch(
+        &mut array,
+        samples.min((budget_pages as f64 * ROOM) as u64),
+        0,
+        false,
+    );
     progress.step(1);
 
     // 2. The budget is full of changed pages; each write brings a page in and pushes one out.
     progress.phase("changed pages leave");
-    pages.touch(2 * budget_pages, 0, true);
-    let evicting = pages.touch(samples, 2 * budget_pages, true);
+    pages.touch(&mut array, 2 * budget_pages, 0, true);
+    let evicting = pages.touch(&mut array, samples, 2 * budget_pages, true);
     let end = remote.mark();
     progress.step(1);
     drop(progress);
+
+    // 3. What the figures are measured by: the same reads in ordinary memory, and a READ alone. The
+    //    array goes first, which makes room.
+    drop(array);
+    let fault = Percentiles::of(&with_room);
+    let yardsticks = remote.yardsticks(|server| {
+        let fabric_read_us = raw::read_us(common, server)?;
+        // Pages enough for an order that nobody can guess, whatever their size.
+        let bytes = plain_bytes(common).max(16 * common.page_size.as_u64() as usize);
+        let len = bytes / size_of::<u64>();
+        let mut plain = vec![0; len];
+        pages.fill(&mut plain);
+        let plain = Percentiles::of(&pages.touch(&mut plain, samples, 0, false));
+        Ok(Yardsticks::of_faults(fault.p50, plain.p50, fabric_read_us))
+    });
 
     let wrong = pages.wrong;
     if wrong > 0 {
@@ -97,7 +114,8 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
         verified: wrong == 0,
         config,
         figures: Figures {
-            fault_us: Some(Percentiles::of(&with_room)),
+            yardsticks,
+            fault_us: Some(fault),
             evicting_fault_us: Some(Percentiles::of(&evicting)),
             ..Figures::default()
         },
@@ -106,7 +124,6 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
 }
 
 struct Pages<'a> {
-    array: &'a mut RemoteArray<u64>,
     page_elements: u64,
     source: &'a Source,
     seed: u64,
@@ -114,12 +131,8 @@ struct Pages<'a> {
 }
 
 impl Pages<'_> {
-    fn count(&self) -> u64 {
-        self.array.len() as u64 / self.page_elements
-    }
-
-    fn fill(&mut self) {
-        for (index, element) in (0..).zip(self.array.iter_mut()) {
+    fn fill(&self, array: &mut [u64]) {
+        for (index, element) in (0..).zip(array) {
             *element = self.source.word(index);
         }
     }
@@ -129,14 +142,15 @@ impl Pages<'_> {
     ///
     /// A round visits each page once, so a page is touched again only when as many others have been
     /// as there are pages: it left long before that.
-    fn touch(&mut self, count: u64, skip: u64, write: bool) -> Histogram<u64> {
+    fn touch(&mut self, array: &mut [u64], count: u64, skip: u64, write: bool) -> Histogram<u64> {
         let mut histogram = new_histogram();
-        let (pages, page_elements) = (self.count(), self.page_elements);
+        let page_elements = self.page_elements;
+        let pages = array.len() as u64 / page_elements;
         let (source, seed) = (self.source, self.seed);
         let round = std::iter::repeat_with(|| Shuffle::new(pages, seed)).flatten();
         for page in round.skip(skip as usize).take(count as usize) {
             let index = page * page_elements + mix(page) % page_elements;
-            let element = &mut self.array[index as usize];
+            let element = &mut array[index as usize];
             let right = source.word(index);
             let begin = Instant::now();
             let found = if write {

@@ -20,7 +20,9 @@ use farpage_bench_kit::{
     data::Source,
     pick::{Picker, mix},
     progress::Progress,
+    raw,
     report::{Figures, Report},
+    yardsticks::{Plain, Yardsticks, plain_bytes},
 };
 
 /// Bits of an element that count its updates.
@@ -105,10 +107,9 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
 
     // The same picks in both phases, so that both see the same misses.
     let begin = arena.mark();
-    let mut phase = |what, update: bool| {
-        progress.phase(what);
+    let access = |array: &mut [u64], share: usize, update: bool| {
         let start = Instant::now();
-        for_each_share(&mut array, share, |thread, part| {
+        for_each_share(array, share, |thread, part| {
             let mut picker =
                 Picker::new(part.len() as u64, options.zipf, mix(seed) ^ thread as u64);
             let mut bad = 0u64;
@@ -123,8 +124,13 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
             }
             wrong.fetch_add(bad, Relaxed);
         });
-        progress.step(1);
         start.elapsed()
+    };
+    let mut phase = |what, update: bool| {
+        progress.phase(what);
+        let time = access(&mut array, share, update);
+        progress.step(1);
+        time
     };
     let reads = phase("reading", false);
     let between = arena.mark();
@@ -146,8 +152,9 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     progress.step(1);
     drop(progress);
     let done = accesses_per_thread * shares as u64;
-    let (wrong, counted) = (wrong.into_inner(), counted.into_inner());
-    if wrong > 0 || counted != done {
+    let counted = counted.into_inner();
+    if wrong.load(Relaxed) > 0 || counted != done {
+        let wrong = wrong.load(Relaxed);
         eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
     }
 
@@ -156,6 +163,26 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     config.zipf = options.zipf;
     config.accesses = Some(done);
     let us_per = |time: Duration, count: u64| time.as_secs_f64() * 1e6 / count as f64;
+    let paged = Arena::figures(&begin, &end);
+    let us_per_access = us_per(reads + updates, 2 * done);
+    let seconds = (reads + updates).as_secs_f64();
+    // The array goes first, which makes room.
+    drop(array);
+    let yardsticks = arena.yardsticks(&paged, seconds, |server, moved| {
+        let fabric = raw::yardstick(common, server)?;
+        let len = (plain_bytes(common) / size_of::<u64>()) as u64;
+        let mut plain: Vec<u64> = (0..len).map(|index| fresh(&source, index)).collect();
+        let share = plain.len().div_ceil(threads);
+        let [reads, updates] = [false, true].map(|update| access(&mut plain, share, update));
+        let plain = Plain::PlainUsPerAccess(us_per(reads + updates, 2 * done));
+        Ok(Yardsticks::of_transfers(
+            us_per_access,
+            plain,
+            moved,
+            fabric,
+        ))
+    });
+    let wrong = wrong.into_inner();
     // Pages that came ahead of a fault were not waited for.
     let misses =
         Arena::figures(&begin, &between).map_or(0, |paging| paging.fills - paging.prefetches);
@@ -164,13 +191,14 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
         verified: wrong == 0 && counted == done,
         config,
         figures: Figures {
-            us_per_access: Some(us_per(reads + updates, 2 * done)),
+            yardsticks,
+            us_per_access: Some(us_per_access),
             us_per_read: Some(us_per(reads, done)),
             us_per_update: Some(us_per(updates, done)),
             us_per_read_miss: (misses > 0).then(|| us_per(reads * shares as u32, misses)),
             ..Figures::default()
         },
-        paging: Arena::figures(&begin, &end),
+        paging: paged,
     })
 }
 

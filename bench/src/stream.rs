@@ -23,14 +23,15 @@ use farpage_bench_kit::{
     data::{Dtype, Element, Source},
     options::{Common, Paging, Threads},
     progress::Progress,
-    report::{Figures, Report, Yardsticks, kernel_figures},
+    raw,
+    report::{Figures, Report, kernel_figures},
+    yardsticks::{Plain, Yardsticks, plain_bytes},
 };
 
 const SCALAR: f32 = 3.0;
 
-/// An array of plain memory that STREAM is compared with, beyond any cache, and how often the triad
-/// runs over three of them: a tenth of a second.
-const PLAIN_BYTES: usize = 64 << 20;
+/// How often the triad runs over ordinary memory, which STREAM is compared with: a tenth of a
+/// second.
 const PLAIN_TIMES: usize = 4;
 
 /// Numbers that STREAM computes with.
@@ -179,26 +180,16 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
     drop((a, b, c));
     let paged = Arena::figures(&begin, &end);
     let triad = kernel_figures("triad", 3 * len * size_of::<T>() as u64, &seconds[3][1..]);
-    let yardsticks = match (&arena, &paged) {
-        (Arena::Remote(remote), Some(paged)) => match remote.yardstick(common) {
-            Ok(fabric) => {
-                let plain_triad_mb_per_s = plain_triad::<T>(common, threads);
-                let least_seconds = fabric.seconds(paged.bytes_read, paged.bytes_written);
-                Some(Yardsticks {
-                    plain_triad_mb_per_s,
-                    plain_share: triad.mb_per_s / plain_triad_mb_per_s,
-                    fabric,
-                    fabric_share: least_seconds / all_seconds,
-                })
-            }
-            // The figures are there; a full server has no room to measure it by.
-            Err(error) => {
-                eprintln!("not compared with anything: {error:#}");
-                None
-            }
-        },
-        _ => None,
-    };
+    let yardsticks = arena.yardsticks(&paged, all_seconds, |server, moved| {
+        let plain = Plain::PlainTriadMbPerS(plain_triad::<T>(common, threads));
+        let fabric = raw::yardstick(common, server)?;
+        Ok(Yardsticks::of_transfers(
+            triad.mb_per_s,
+            plain,
+            moved,
+            fabric,
+        ))
+    });
 
     let mut config = arena.config(common, paging);
     config.threads = Some(threads);
@@ -224,11 +215,7 @@ fn measure<T: Number>(options: &StreamOptions, source: &Source) -> Result<Report
 /// MB/s of the triad on arrays of ordinary memory that are larger than caches, by so many threads:
 /// the best of a few times.
 fn plain_triad<T: Number>(common: &Common, threads: usize) -> f64 {
-    let bytes = if common.run.smoke {
-        1 << 20
-    } else {
-        PLAIN_BYTES
-    };
+    let bytes = plain_bytes(common);
     let array = || vec![T::from(1.0); bytes / size_of::<T>()];
     let (mut a, mut b, mut c) = (array(), array(), array());
     let [.., (name, arrays, triad)] = kernels::<T>();

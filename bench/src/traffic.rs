@@ -20,8 +20,10 @@ use farpage_bench_kit::{
     data::{Dtype, Element, Source},
     options::{Common, Paging, Threads, error_bound},
     progress::Progress,
+    raw,
     remote::Remote,
     report::{Figures, Report, kernel_figures},
+    yardsticks::{Plain, Yardsticks, plain_bytes},
 };
 
 /// By how many elements a line moves per step: about what a plane has, and no divisor of any page.
@@ -80,13 +82,13 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
         .collect();
     let mut array = remote.array_of_shape::<T>(&shape, Advice::Sequential)?;
     let threads = options.threads.count();
-    let share = array.len().div_ceil(threads);
     let step_elements = if slice == 1 { LINE_STEP } else { slice };
     let steps = usize::from(options.steps);
     let progress = Progress::new(1 + steps as u64);
     let found = Mutex::new(Found::default());
-    let mut step = |step: usize| -> [Duration; 2] {
+    let both = |array: &mut [T], step: usize| -> [Duration; 2] {
         let (field, found) = (&field, &found);
+        let share = array.len().div_ceil(threads);
         let place = |thread: usize| (thread * share + step * step_elements) % field.len();
         let start = Instant::now();
         thread::scope(|scope| {
@@ -105,8 +107,12 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
                 });
             }
         });
-        progress.step(1);
         [written - start, written.elapsed()]
+    };
+    let mut step = |step: usize| {
+        let times = both(&mut array, step);
+        progress.step(1);
+        times
     };
 
     // 1. First touch, which brings nothing in.
@@ -122,6 +128,42 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     let end = remote.mark();
     drop(progress);
 
+    // 3. What the figures are measured by. The array goes first, which makes room.
+    drop(array);
+    let bytes = len * size_of::<T>() as u64;
+    let of_both: Vec<f64> = seconds.iter().map(|s| s[0] + s[1]).collect();
+    let kernels = {
+        let times = |of: usize| seconds.iter().map(|s| s[of]).collect::<Vec<f64>>();
+        vec![
+            kernel_figures("write", bytes, &times(0)),
+            kernel_figures("read", bytes, &times(1)),
+            kernel_figures("both", 2 * bytes, &of_both),
+        ]
+    };
+    let paged = Remote::figures(&begin, &end);
+    let yardsticks = remote.yardsticks(|server| {
+        let mut plain = vec![field[0]; plain_bytes(common) / size_of::<T>()];
+        let seconds: Vec<f64> = (0..=steps)
+            .map(|step| {
+                both(&mut plain, step)
+                    .iter()
+                    .map(Duration::as_secs_f64)
+                    .sum()
+            })
+            .collect();
+        let bytes = 2 * size_of_val(&plain[..]) as u64;
+        let plain = kernel_figures("both", bytes, &seconds[1..]).mb_per_s;
+        let moved = paged.moved(of_both.iter().sum());
+        let fabric = raw::yardstick(common, server)?;
+        let plain = Plain::PlainBothMbPerS(plain);
+        Ok(Yardsticks::of_transfers(
+            kernels[2].mb_per_s,
+            plain,
+            moved,
+            fabric,
+        ))
+    });
+
     let found = found
         .into_inner()
         .context("nothing panics under this lock")?;
@@ -132,8 +174,6 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
             found.wrong
         );
     }
-    let bytes = len * size_of::<T>() as u64;
-    let times = |of: fn(&[f64; 2]) -> f64| seconds.iter().map(of).collect::<Vec<f64>>();
     let mut config = remote.config(common, paging);
     config.threads = Some(threads);
     config.iterations = Some(options.steps);
@@ -142,15 +182,12 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
         verified: found.error_max <= bound && (bound > 0.0 || found.wrong == 0),
         config,
         figures: Figures {
-            kernels: Some(vec![
-                kernel_figures("write", bytes, &times(|s| s[0])),
-                kernel_figures("read", bytes, &times(|s| s[1])),
-                kernel_figures("both", 2 * bytes, &times(|s| s[0] + s[1])),
-            ]),
+            kernels: Some(kernels),
+            yardsticks,
             error_max: Some(found.error_max),
             ..Figures::default()
         },
-        paging: Some(Remote::figures(&begin, &end)),
+        paging: Some(paged),
     })
 }
 

@@ -448,6 +448,37 @@ fn the_human_form_is_a_table() {
     }
 }
 
+#[test]
+fn under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memory() {
+    let test = "under_the_tables_stands_how_near_a_figure_is_to_the_fabric_and_to_plain_memory";
+    if !can_page(test) {
+        return;
+    }
+    for (benchmark, page_size, plain, fabric) in [
+        ("stream", "64KiB", "triad: ", "All kernels: "),
+        ("random", "4KiB", "an access: ", "All accesses: "),
+        ("traffic", "64KiB", "both: ", "All steps: "),
+        ("latency", "4KiB", "a read, p50: ", "The same: "),
+        // More than the smallest array of plain memory holds.
+        ("latency", "2MiB", "a read, p50: ", "The same: "),
+    ] {
+        let output = run(&[benchmark, "--smoke", "--page-size", page_size]);
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{stdout}");
+        let line = stdout.lines().last().expect("a line");
+        let (before, after) = line
+            .split_once(" % of plain memory (")
+            .unwrap_or_else(|| panic!("no plain memory in\n{stdout}"));
+        assert!(before.starts_with(plain), "{line}");
+        let at = after.find(fabric).unwrap_or_else(|| panic!("{line}"));
+        assert!(after[at..].contains(" % of the raw fabric ("), "{line}");
+    }
+    // What is compared with nothing says nothing.
+    let output = run(&["random", "--smoke", "--plain"]);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    assert!(!stdout.contains("% of plain memory"), "{stdout}");
+}
+
 /// What the tables say, and what `--help` explains.
 #[test]
 fn words_of_the_tables_are_explained() {

@@ -12,7 +12,8 @@ use crate::{
     options::{Common, Paging},
     remote::{Mark, Remote},
     report::{Config, PagingFigures},
-    server,
+    server::{self, MemoryServer},
+    yardsticks::{Moved, Yardsticks},
 };
 
 /// Where arrays are.
@@ -58,6 +59,21 @@ impl Arena {
         match self {
             Self::Remote(remote) => remote.config(common, paging),
             Self::Plain => Config::new(common, Some(paging), "none, plain memory"),
+        }
+    }
+
+    /// As [`Remote::yardsticks`], for what paging moved; none of ordinary memory.
+    pub fn yardsticks(
+        &self,
+        paging: &Option<PagingFigures>,
+        seconds: f64,
+        measure: impl FnOnce(&MemoryServer, Moved) -> Result<Yardsticks>,
+    ) -> Option<Yardsticks> {
+        match (self, paging) {
+            (Self::Remote(remote), Some(paging)) => {
+                remote.yardsticks(|server| measure(server, paging.moved(seconds)))
+            }
+            _ => None,
         }
     }
 

@@ -22,3 +22,4 @@ pub mod report;
 pub mod server;
 pub mod sitting;
 pub mod work;
+pub mod yardsticks;

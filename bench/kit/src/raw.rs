@@ -24,8 +24,8 @@ use nix::sys::time::TimeSpec;
 use crate::{
     options::{Common, threads},
     pick::mix,
-    report::FabricRates,
     server::MemoryServer,
+    yardsticks::FabricRates,
 };
 
 /// Operations that each thread keeps in flight: enough to hide a network's latency, as many as the
@@ -88,7 +88,7 @@ pub fn rates(common: &Common, server: &MemoryServer, time: Duration) -> Result<R
     } else {
         (AREA_BYTES, LOCAL_BYTES)
     };
-    let mut team = Team::start(common, server, area, local)?;
+    let mut team = Team::start(common, server, threads(common.fillers), area, local)?;
     Ok(Rates {
         read: team.phase(Mix::Read, Buffers::Hot, time)?,
         write: team.phase(Mix::Write, Buffers::Hot, time)?,
@@ -106,13 +106,27 @@ pub fn yardstick(common: &Common, server: &MemoryServer) -> Result<FabricRates> 
     } else {
         (YARDSTICK_BYTES, Duration::from_millis(100))
     };
-    let mut team = Team::start(common, server, bytes, bytes)?;
+    let mut team = Team::start(common, server, threads(common.fillers), bytes, bytes)?;
     let mut rate = |mix| team.phase(mix, Buffers::Cold, time);
     Ok(FabricRates {
         raw_read_mb_per_s: rate(Mix::Read)?,
         raw_write_mb_per_s: rate(Mix::Write)?,
         raw_read_write_mb_per_s: rate(Mix::Both)?,
     })
+}
+
+/// Microseconds of a READ of one page with no other under way, briefly: with cold buffers.
+///
+/// # Errors
+/// The server cannot be reached or has no room.
+pub fn read_us(common: &Common, server: &MemoryServer) -> Result<f64> {
+    let mut team = Team::start(common, server, 1, SMOKE_AREA_BYTES, SMOKE_LOCAL_BYTES)?;
+    for worker in &mut team.workers {
+        worker.depth = 1;
+    }
+    let time = Duration::from_millis(if common.run.smoke { 20 } else { 100 });
+    let mb_per_s = team.phase(Mix::Read, Buffers::Cold, time)?;
+    Ok(common.page_size.as_u64() as f64 / mb_per_s)
 }
 
 /// Threads with memory of their own on the server.
@@ -123,15 +137,19 @@ struct Team {
 impl Team {
     /// All together go over `area` bytes of the server and `local` bytes here, and have done so
     /// once.
-    fn start(common: &Common, server: &MemoryServer, area: u64, local: u64) -> Result<Self> {
+    fn start(
+        common: &Common,
+        server: &MemoryServer,
+        threads: usize,
+        area: u64,
+        local: u64,
+    ) -> Result<Self> {
         let options = SessionOptions {
             link: common.link(),
             ..SessionOptions::default()
         };
         let session = Session::connect(server.endpoint(), &options)?;
         let page_bytes = common.page_size.as_u64();
-        // As many as a runtime has at most, unless it is told.
-        let threads = threads(common.fillers);
         let buffers = (local / page_bytes) as usize / threads;
         let area_per_thread = (area / threads as u64)
             .next_multiple_of(page_bytes)
@@ -149,6 +167,7 @@ impl Team {
                 extent,
                 page_bytes,
                 pages,
+                depth: QUEUE_DEPTH,
                 idle,
                 done,
                 next: 0,
@@ -194,6 +213,8 @@ struct Worker {
     extent: Extent,
     page_bytes: u64,
     pages: u64,
+    /// Operations in flight.
+    depth: usize,
     /// Buffers that are in no operation, in the order in which they came back.
     idle: VecDeque<Vec<u8>>,
     done: Vec<Completion<Vec<u8>>>,
@@ -214,7 +235,7 @@ impl Worker {
                 Mix::Prepare => self.next < self.pages,
                 _ => Instant::now() < end,
             };
-            while more && self.channel.in_flight() < QUEUE_DEPTH {
+            while more && self.channel.in_flight() < self.depth {
                 let buf = match buffers {
                     Buffers::Hot => self.idle.pop_back(),
                     Buffers::Cold => self.idle.pop_front(),

@@ -8,9 +8,9 @@ use farpage::{Advice, ByteSize, Pod, RegionOptions, RemoteArray, Runtime, Stats}
 
 use crate::{
     options::{Common, FaultMode, Paging},
-    raw,
-    report::{Config, FabricRates, PagingFigures},
+    report::{Config, PagingFigures},
     server::{self, MemoryServer},
+    yardsticks::Yardsticks,
 };
 
 /// Fields are dropped in this order.
@@ -98,9 +98,17 @@ impl Remote {
         Ok(array)
     }
 
-    /// The raw fabric to the same server.
-    pub fn yardstick(&self, common: &Common) -> Result<FabricRates> {
-        raw::yardstick(common, &self.server).context("cannot measure the raw fabric")
+    /// What `measure` makes of the server on the raw fabric; none, with a warning, if that fails.
+    /// The benchmark's own figures are there: a full server has no room to measure it by.
+    pub fn yardsticks(
+        &self,
+        measure: impl FnOnce(&MemoryServer) -> Result<Yardsticks>,
+    ) -> Option<Yardsticks> {
+        measure(&self.server)
+            .inspect_err(|error| {
+                eprintln!("not compared with anything: cannot measure the raw fabric: {error:#}");
+            })
+            .ok()
     }
 
     /// Remembers the counters.

@@ -3,8 +3,6 @@
 //! The rule it keeps: units are in the names, and a figure that does not apply is absent. MB are
 //! 10^6 bytes, as STREAM counts them.
 
-use std::fmt;
-
 use anyhow::{Result, ensure};
 use comfy_table::{Cell, CellAlignment, Table, presets::UTF8_FULL_CONDENSED};
 use hdrhistogram::Histogram;
@@ -14,6 +12,7 @@ use crate::{
     data::Dtype,
     options::{Common, FaultMode, Format, Paging},
     out::say,
+    yardsticks::{Moved, Yardsticks},
 };
 
 /// One run.
@@ -253,60 +252,6 @@ pub fn kernel_figures(name: &'static str, bytes: u64, seconds: &[f64]) -> Kernel
     }
 }
 
-/// What STREAM can be measured by, from the same run, and how near it came.
-#[derive(Debug, Serialize)]
-pub struct Yardsticks {
-    /// The triad on small arrays in ordinary memory, by the same threads.
-    pub plain_triad_mb_per_s: f64,
-    /// The triad's rate by that one.
-    pub plain_share: f64,
-    /// READs and WRITEs of pages, each alone and both together.
-    pub fabric: FabricRates,
-    /// The least time in which the fabric moves what the kernels moved, by the time that they took.
-    pub fabric_share: f64,
-}
-
-/// MB/s of the raw fabric with buffers that are in no cache.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct FabricRates {
-    /// READs alone.
-    pub raw_read_mb_per_s: f64,
-    /// WRITEs alone.
-    pub raw_write_mb_per_s: f64,
-    /// Both at once, bytes of both directions added up.
-    pub raw_read_write_mb_per_s: f64,
-}
-
-impl FabricRates {
-    /// The least time for so many bytes in each direction.
-    pub fn seconds(&self, read_bytes: u64, written_bytes: u64) -> f64 {
-        let (read, written) = (read_bytes as f64 / 1e6, written_bytes as f64 / 1e6);
-        [
-            read / self.raw_read_mb_per_s,
-            written / self.raw_write_mb_per_s,
-            (read + written) / self.raw_read_write_mb_per_s,
-        ]
-        .into_iter()
-        .fold(0.0, f64::max)
-    }
-}
-
-/// One line under the tables: whether the figures are good.
-impl fmt::Display for Yardsticks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "triad: {:.0} % of plain memory ({:.0} MB/s). All kernels: {:.0} % of the raw fabric (READ {:.0}, WRITE {:.0}, both {:.0} MB/s). Measured just now.",
-            100.0 * self.plain_share,
-            self.plain_triad_mb_per_s,
-            100.0 * self.fabric_share,
-            self.fabric.raw_read_mb_per_s,
-            self.fabric.raw_write_mb_per_s,
-            self.fabric.raw_read_write_mb_per_s,
-        )
-    }
-}
-
 /// Microseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Percentiles {
@@ -386,6 +331,17 @@ pub struct PagingFigures {
     pub budget_bytes: u64,
     /// Since the runtime was built.
     pub peak_resident_bytes: u64,
+}
+
+impl PagingFigures {
+    /// What went over the fabric meanwhile.
+    pub fn moved(&self, seconds: f64) -> Moved {
+        Moved {
+            bytes_read: self.bytes_read,
+            bytes_written: self.bytes_written,
+            seconds,
+        }
+    }
 }
 
 /// Prints a report to standard output: one JSON object, or what it looks like for `human` readers.

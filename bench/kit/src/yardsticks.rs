@@ -1,0 +1,252 @@
+//! What a figure can be measured by: the raw fabric and plain memory, from the same run.
+//!
+//! The rule it keeps: a share is at most what nobody can do better, so 100 % is all that there is to
+//! gain. Measuring them is left to `raw` and to the benchmarks.
+
+use std::fmt;
+
+use serde::Serialize;
+
+use crate::options::Common;
+
+/// An array of ordinary memory to compare with: larger than caches are.
+const PLAIN_BYTES: usize = 64 << 20;
+
+/// Bytes of such an array.
+pub fn plain_bytes(common: &Common) -> usize {
+    match common.run.smoke {
+        true => 1 << 20,
+        false => PLAIN_BYTES,
+    }
+}
+
+/// How near a benchmark came to what bounds it.
+#[derive(Debug, Serialize)]
+pub struct Yardsticks {
+    #[serde(flatten)]
+    plain: Plain,
+    plain_share: f64,
+    #[serde(flatten)]
+    fabric: Fabric,
+    fabric_share: f64,
+}
+
+/// The same work in ordinary memory, by the same threads.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Plain {
+    /// STREAM's triad.
+    PlainTriadMbPerS(f64),
+    /// A field that is written and read.
+    PlainBothMbPerS(f64),
+    /// A read or update anywhere.
+    PlainUsPerAccess(f64),
+    /// The median of single reads anywhere, each timed as faults are.
+    PlainP50Us(f64),
+}
+
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Fabric {
+    /// READs and WRITEs of pages, each alone and both together.
+    Fabric(FabricRates),
+    /// A READ of one page with no other under way.
+    FabricReadUs(f64),
+}
+
+/// What went over the fabric, in how long.
+#[derive(Clone, Copy, Debug)]
+pub struct Moved {
+    /// Bytes that READs brought.
+    pub bytes_read: u64,
+    /// Bytes that WRITEs took away.
+    pub bytes_written: u64,
+    /// Long enough for several operations at once.
+    pub seconds: f64,
+}
+
+/// MB/s of the raw fabric with buffers that are in no cache.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct FabricRates {
+    /// READs alone.
+    pub raw_read_mb_per_s: f64,
+    /// WRITEs alone.
+    pub raw_write_mb_per_s: f64,
+    /// Both at once, bytes of both directions added up.
+    pub raw_read_write_mb_per_s: f64,
+}
+
+impl Plain {
+    /// Of a rate, the share that was reached; of a time, the part that plain memory takes.
+    fn share_of(self, figure: f64) -> f64 {
+        match self {
+            Self::PlainTriadMbPerS(rate) | Self::PlainBothMbPerS(rate) => figure / rate,
+            Self::PlainUsPerAccess(time) | Self::PlainP50Us(time) => time / figure,
+        }
+    }
+}
+
+impl Yardsticks {
+    /// Of work that moved pages. `figure` is what is compared with plain memory.
+    pub fn of_transfers(figure: f64, plain: Plain, moved: Moved, fabric: FabricRates) -> Self {
+        let least_seconds = fabric.seconds(moved.bytes_read, moved.bytes_written);
+        Self {
+            plain,
+            plain_share: plain.share_of(figure),
+            fabric: Fabric::Fabric(fabric),
+            fabric_share: least_seconds / moved.seconds,
+        }
+    }
+
+    /// Of single faults, of which `p50_us` is the median.
+    pub fn of_faults(p50_us: f64, plain_p50_us: f64, fabric_read_us: f64) -> Self {
+        let plain = Plain::PlainP50Us(plain_p50_us);
+        Self {
+            plain,
+            plain_share: plain.share_of(p50_us),
+            fabric: Fabric::FabricReadUs(fabric_read_us),
+            fabric_share: fabric_read_us / p50_us,
+        }
+    }
+}
+
+impl FabricRates {
+    /// The least time for so many bytes in each direction.
+    fn seconds(&self, read_bytes: u64, written_bytes: u64) -> f64 {
+        let (read, written) = (read_bytes as f64 / 1e6, written_bytes as f64 / 1e6);
+        [
+            read / self.raw_read_mb_per_s,
+            written / self.raw_write_mb_per_s,
+            (read + written) / self.raw_read_write_mb_per_s,
+        ]
+        .into_iter()
+        .fold(0.0, f64::max)
+    }
+}
+
+/// One line under the tables: whether the figures are good.
+impl fmt::Display for Yardsticks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let plain = percent(self.plain_share);
+        let (all, unit) = match self.plain {
+            Plain::PlainTriadMbPerS(rate) => {
+                write!(f, "triad: {plain} % of plain memory ({rate:.0} MB/s). ")?;
+                ("All kernels", "")
+            }
+            Plain::PlainBothMbPerS(rate) => {
+                write!(f, "both: {plain} % of plain memory ({rate:.0} MB/s). ")?;
+                ("All steps", "")
+            }
+            Plain::PlainUsPerAccess(time) => {
+                write!(f, "an access: {plain} % of plain memory ({time:.3} us). ")?;
+                ("All accesses", "")
+            }
+            Plain::PlainP50Us(time) => {
+                write!(f, "a read, p50: {plain} % of plain memory ({time:.3} us). ")?;
+                ("The same", ", one READ of a page at a time")
+            }
+        };
+        let fabric = percent(self.fabric_share);
+        write!(f, "{all}: {fabric} % of the raw fabric ")?;
+        match &self.fabric {
+            Fabric::Fabric(rates) => write!(
+                f,
+                "(READ {:.0}, WRITE {:.0}, both {:.0} MB/s).",
+                rates.raw_read_mb_per_s, rates.raw_write_mb_per_s, rates.raw_read_write_mb_per_s,
+            )?,
+            Fabric::FabricReadUs(time) => write!(f, "({time:.2} us{unit}).")?,
+        }
+        f.write_str(" Measured just now.")
+    }
+}
+
+/// Whole percent, and two digits of small shares.
+fn percent(share: f64) -> String {
+    match 100.0 * share {
+        percent if percent < 0.95 => format!("{percent:.2}"),
+        percent => format!("{percent:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RATES: FabricRates = FabricRates {
+        raw_read_mb_per_s: 1000.0,
+        raw_write_mb_per_s: 500.0,
+        raw_read_write_mb_per_s: 1200.0,
+    };
+
+    fn moved(bytes_read: u64, bytes_written: u64, seconds: f64) -> Moved {
+        Moved {
+            bytes_read,
+            bytes_written,
+            seconds,
+        }
+    }
+
+    #[test]
+    fn the_slowest_of_reads_writes_and_both_bounds_a_transfer() {
+        assert_eq!(RATES.seconds(2_000_000_000, 0), 2.0);
+        assert_eq!(RATES.seconds(0, 1_000_000_000), 2.0);
+        assert_eq!(RATES.seconds(1_500_000_000, 900_000_000), 2.0);
+    }
+
+    #[test]
+    fn a_rate_is_a_share_of_plain_memory_and_a_time_holds_a_share_of_it() {
+        let stream = Yardsticks::of_transfers(
+            2_500.0,
+            Plain::PlainTriadMbPerS(10_000.0),
+            moved(2_000_000_000, 0, 4.0),
+            RATES,
+        );
+        assert_eq!(
+            stream.to_string(),
+            "triad: 25 % of plain memory (10000 MB/s). All kernels: 50 % of the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now."
+        );
+        let traffic = Yardsticks::of_transfers(
+            900.0,
+            Plain::PlainBothMbPerS(9_000.0),
+            moved(0, 500_000_000, 10.0),
+            RATES,
+        );
+        assert_eq!(
+            traffic.to_string(),
+            "both: 10 % of plain memory (9000 MB/s). All steps: 10 % of the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now."
+        );
+        let random = Yardsticks::of_transfers(
+            20.0,
+            Plain::PlainUsPerAccess(0.05),
+            moved(300_000_000, 0, 2.0),
+            RATES,
+        );
+        assert_eq!(
+            random.to_string(),
+            "an access: 0.25 % of plain memory (0.050 us). All accesses: 15 % of the raw fabric (READ 1000, WRITE 500, both 1200 MB/s). Measured just now."
+        );
+    }
+
+    #[test]
+    fn of_a_fault_one_read_of_its_page_is_all_that_the_fabric_needs() {
+        let latency = Yardsticks::of_faults(25.0, 0.1, 5.0);
+        assert_eq!(
+            latency.to_string(),
+            "a read, p50: 0.40 % of plain memory (0.100 us). The same: 20 % of the raw fabric (5.00 us, one READ of a page at a time). Measured just now."
+        );
+    }
+
+    #[test]
+    fn names_say_what_was_measured() {
+        let json = serde_json::to_value(Yardsticks::of_faults(25.0, 0.1, 5.0)).unwrap();
+        assert_eq!(json["plain_p50_us"], 0.1);
+        assert_eq!(json["fabric_read_us"], 5.0);
+        let stream =
+            Yardsticks::of_transfers(1.0, Plain::PlainTriadMbPerS(2.0), moved(0, 0, 1.0), RATES);
+        let json = serde_json::to_value(stream).unwrap();
+        assert_eq!(json["plain_triad_mb_per_s"], 2.0);
+        assert_eq!(json["plain_share"], 0.5);
+        assert_eq!(json["fabric"]["raw_write_mb_per_s"], 500.0);
+        assert_eq!(json["fabric_share"], 0.0);
+    }
+}
