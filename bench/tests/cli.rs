@@ -335,7 +335,7 @@ fn targets_keeps_every_figure_behind_a_ratio() {
     assert!(output.status.success(), "{output:?}");
     let record: Value = serde_json::from_slice(&output.stdout).unwrap();
     let targets = record["targets"].as_array().unwrap();
-    assert_eq!(targets.len(), 3, "{record}");
+    assert_eq!(targets.len(), 5, "{record}");
     for target in targets {
         assert_positive(target, &["/measured", "/against", "/ratio"]);
     }
@@ -346,10 +346,20 @@ fn targets_keeps_every_figure_behind_a_ratio() {
         .iter()
         .map(|report| report["benchmark"].as_str().unwrap())
         .collect();
-    assert_eq!(
-        names,
-        ["floor", "latency", "floor", "floor", "latency", "floor"]
-    );
+    let bracketed = ["floor", "latency", "floor"];
+    assert_eq!(names, [bracketed, bracketed, bracketed].concat());
+    // What a user gets who chooses nothing comes first: free threads, the default fault mode.
+    let configs: Vec<_> = record["reports"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|report| &report["config"])
+        .collect();
+    for (at, config) in configs.iter().enumerate() {
+        assert_eq!(config["one_cpu"] == true, at >= 3, "{config}");
+    }
+    let modes = [1, 4, 7].map(|at| configs[at]["fault_mode"].as_str().unwrap());
+    assert_eq!(modes, ["filler", "filler", "in-thread"]);
 }
 
 /// A file of results that is removed at the end.

@@ -43,21 +43,33 @@ enum Commands {
     /// Random accesses by one thread, and by as many as compute by default.
     RandomAlone,
     RandomByAll,
+    /// The same with faults served by the threads that raise them, as swap's are.
+    InThreadAlone,
+    InThreadByAll,
 }
 
 impl Commands {
-    const ALL: [Self; 3] = [Self::Stream, Self::RandomAlone, Self::RandomByAll];
+    /// What a user gets who chooses nothing comes first.
+    const ALL: [Self; 5] = [
+        Self::Stream,
+        Self::RandomAlone,
+        Self::RandomByAll,
+        Self::InThreadAlone,
+        Self::InThreadByAll,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Self::Stream => "stream",
             Self::RandomAlone => "random, one thread",
             Self::RandomByAll => "random, all threads",
+            Self::InThreadAlone => "random, one thread, in-thread faults",
+            Self::InThreadByAll => "random, all threads, in-thread faults",
         }
     }
 }
 
-const FIGURES: [Figure; 5] = [
+const FIGURES: [Figure; 9] = [
     Figure {
         what: "STREAM triad, MB/s",
         path: "/kernels/3/mb_per_s",
@@ -68,31 +80,59 @@ const FIGURES: [Figure; 5] = [
     random(
         "random read, one thread, us",
         "/us_per_read",
+        0.8,
         Commands::RandomAlone,
     ),
     random(
         "random update, one thread, us",
         "/us_per_update",
+        0.8,
         Commands::RandomAlone,
     ),
     random(
         "random read, all threads, us",
         "/us_per_read",
+        1.0,
         Commands::RandomByAll,
     ),
     random(
         "random update, all threads, us",
         "/us_per_update",
+        1.0,
         Commands::RandomByAll,
+    ),
+    random(
+        "random read, one thread, in-thread faults, us",
+        "/us_per_read",
+        1.3,
+        Commands::InThreadAlone,
+    ),
+    random(
+        "random update, one thread, in-thread faults, us",
+        "/us_per_update",
+        1.3,
+        Commands::InThreadAlone,
+    ),
+    random(
+        "random read, all threads, in-thread faults, us",
+        "/us_per_read",
+        1.3,
+        Commands::InThreadByAll,
+    ),
+    random(
+        "random update, all threads, in-thread faults, us",
+        "/us_per_update",
+        1.3,
+        Commands::InThreadByAll,
     ),
 ];
 
-const fn random(what: &'static str, path: &'static str, from: Commands) -> Figure {
+const fn random(what: &'static str, path: &'static str, target: f64, from: Commands) -> Figure {
     Figure {
         what,
         path,
         more_is_better: false,
-        target: 1.3,
+        target,
         from,
     }
 }
@@ -155,25 +195,26 @@ pub fn run(options: &VersusSwapOptions) -> Result<()> {
             progress.step(1);
             Ok(report)
         };
-        let mut both = |name: &'static str, command: &str, page_size: &str| -> Result<_> {
+        let mut both = |name: &'static str, command: &str, more: &str| -> Result<_> {
             progress.phase(format!("{name}, swap"));
             // More than fits is the point here: the rest is swapped.
             let swapped = format!("{command} --plain --force");
             let swapped = take(name, sitting.run_as(swap.command()?, &swapped))?;
             progress.phase(format!("{name}, farpage"));
-            let paged = format!("{command} {paged} {page_size}");
+            let paged = format!("{command} {paged} {more}");
             Ok((swapped, take(name, sitting.run(&paged))?))
         };
-        // As who touches small pages here and there would have it: swap serves faults in the thread
-        // that raises them, too.
+        let small = "--page-size 4KiB";
         let in_thread = "--page-size 4KiB --fault-mode in-thread";
+        let alone = format!("{random} --threads 1");
         for commands in Commands::ALL {
+            let name = commands.name();
             let (swapped, paged) = match commands {
-                Commands::Stream => both(commands.name(), &stream, &page_size),
-                Commands::RandomAlone => {
-                    both(commands.name(), &format!("{random} --threads 1"), in_thread)
-                }
-                Commands::RandomByAll => both(commands.name(), &random, in_thread),
+                Commands::Stream => both(name, &stream, &page_size),
+                Commands::RandomAlone => both(name, &alone, small),
+                Commands::RandomByAll => both(name, &random, small),
+                Commands::InThreadAlone => both(name, &alone, in_thread),
+                Commands::InThreadByAll => both(name, &random, in_thread),
             }?;
             let figures = FIGURES.iter().enumerate();
             for (at, figure) in figures.filter(|(_, figure)| figure.from == commands) {

@@ -1,7 +1,7 @@
 //! What a figure can be measured by: the raw fabric and plain memory, from the same run.
 //!
-//! The rule it keeps: a share is at most what nobody can do better, so 100 % is all that there is to
-//! gain. Measuring them is left to `raw` and to the benchmarks.
+//! The rule it keeps: what is compared with is what nobody can do better, so 100 % is all that
+//! there is to gain. Measuring them is left to `raw` and to the benchmarks.
 
 use std::fmt;
 

@@ -15,13 +15,16 @@ const LINK_MB_PER_S: f64 = 10_000.0 / 8.0;
 const LARGE_PAGES: [&str; 3] = ["64KiB", "1MiB", "2MiB"];
 /// Of `stream`'s kernels, the place of triad.
 const TRIAD: &str = "/kernels/3/mb_per_s";
-/// The kernel's part of a fault, with both threads on one CPU as the fault's are.
-const BARE: &str = "floor --faults --one-cpu --page-size 4KiB";
+/// The kernel's part of a fault, with threads wherever it puts them.
+const BARE: &str = "floor --faults --page-size 4KiB";
+/// The same with both threads on one CPU, as the fault's are then.
+const BARE_ONE_CPU: &str = "floor --faults --one-cpu --page-size 4KiB";
 
 /// All targets, in the order in which they are measured: what shares a command stands together.
 pub(super) fn all(smoke: bool) -> Vec<Row> {
     let sizes = Sizes { smoke };
-    let mut rows = faults(sizes);
+    let mut rows = defaults(sizes);
+    rows.extend(faults(sizes));
     rows.extend(link(sizes));
     for (fabric, best, at_64_kib, at_4_kib) in [("tcp", 0.8, 0.65, 0.5), ("shm", 0.55, 0.4, 0.3)] {
         rows.extend(triad(sizes, fabric, best, at_64_kib, at_4_kib));
@@ -97,6 +100,67 @@ fn row_with_floor(
     }
 }
 
+/// What a user gets who chooses no fault mode and no CPUs: a fault, and random access by one thread
+/// and by all.
+fn defaults(sizes: Sizes) -> Vec<Row> {
+    let latency = format!(
+        "latency --fabric shm --page-size 4KiB {}",
+        sizes.size("256MiB")
+    );
+    let evicting = latency.clone();
+    let mut rows = vec![
+        row_with_floor(
+            "fault, 4 KiB, shm, p50 / bare userfaultfd",
+            Target::AtMost(1.5),
+            "us",
+            move |sitting| {
+                against_bare(
+                    sitting,
+                    BARE,
+                    &latency,
+                    "/fault_us/p50",
+                    "/uffd_read_round_trip_us/p50",
+                )
+            },
+        ),
+        row(
+            "fault, p99 while changed pages leave / p99 with room",
+            Target::AtMost(1.5),
+            "us",
+            move |sitting| p99_while_pages_leave(sitting, &evicting),
+        ),
+    ];
+    for (fabric, threads, by, most) in [
+        ("shm", "--threads 1", "one thread", 2.0),
+        ("shm", "", "all threads", 2.0),
+        ("tcp", "--threads 1", "one thread", 1.3),
+        ("tcp", "", "all threads", 1.3),
+    ] {
+        let size = sizes.size("256MiB");
+        let default = format!("random --fabric {fabric} --page-size 4KiB {threads} {size}");
+        let in_thread = format!("{default} --fault-mode in-thread");
+        rows.push(row(
+            format!("random 4 KiB read, {fabric}, {by}, default / in-thread"),
+            Target::AtMost(most),
+            "us",
+            move |sitting| {
+                Ok([
+                    sitting.figure(&default, "/us_per_read")?,
+                    sitting.figure(&in_thread, "/us_per_read")?,
+                ])
+            },
+        ));
+    }
+    rows
+}
+
+fn p99_while_pages_leave(sitting: &mut Sitting, latency: &str) -> Result<[f64; 2]> {
+    Ok([
+        sitting.figure(latency, "/evicting_fault_us/p99")?,
+        sitting.figure(latency, "/fault_us/p99")?,
+    ])
+}
+
 /// A page fault against what the kernel needs for the same hand-over without a pager. All of it on
 /// one CPU: on two, both sides are mostly the time that it takes to wake an idle one.
 fn faults(sizes: Sizes) -> Vec<Row> {
@@ -107,7 +171,7 @@ fn faults(sizes: Sizes) -> Vec<Row> {
     let reads = format!("{} --one-cpu", sizes.small_reads());
     let against_bare = |what, most, command: String, path, floor| {
         row_with_floor(what, Target::AtMost(most), "us", move |sitting| {
-            against_bare(sitting, &command, path, floor)
+            against_bare(sitting, BARE_ONE_CPU, &command, path, floor)
         })
     };
     vec![
@@ -122,12 +186,7 @@ fn faults(sizes: Sizes) -> Vec<Row> {
             "fault, one CPU, p99 while changed pages leave / p99 with room",
             Target::AtMost(1.5),
             "us",
-            move |sitting| {
-                Ok([
-                    sitting.figure(&with_eviction, "/evicting_fault_us/p99")?,
-                    sitting.figure(&with_eviction, "/fault_us/p99")?,
-                ])
-            },
+            move |sitting| p99_while_pages_leave(sitting, &with_eviction),
         ),
         against_bare(
             "in-thread fault, one CPU, p50 / bare userfaultfd",
@@ -148,12 +207,18 @@ fn faults(sizes: Sizes) -> Vec<Row> {
 
 /// A figure against the bare round trip right before and right after it, which is not the same a
 /// minute later. `floor` is what it would be if only what nobody can leave out took time.
-fn against_bare(sitting: &mut Sitting, command: &str, path: &str, floor: &str) -> Result<Measured> {
+fn against_bare(
+    sitting: &mut Sitting,
+    bare_command: &str,
+    command: &str,
+    path: &str,
+    floor: &str,
+) -> Result<Measured> {
     let bare = |sitting: &mut Sitting| -> Result<_> {
-        sitting.forget(BARE);
-        let against = sitting.figure(BARE, "/uffd_round_trip_us/p50")?;
+        sitting.forget(bare_command);
+        let against = sitting.figure(bare_command, "/uffd_round_trip_us/p50")?;
         // Older kernels cannot move.
-        let floor = sitting.figure(BARE, floor).ok();
+        let floor = sitting.figure(bare_command, floor).ok();
         Ok((against, floor))
     };
     let before = bare(sitting)?;
