@@ -86,8 +86,8 @@ impl<S: Store + ?Sized> Store for Arc<S> {
 /// How a user's store is driven.
 #[derive(Clone, Debug)]
 pub struct BlockingOptions {
-    /// At most so many calls at once, each on a thread of its own that exists while there is work.
-    /// Default: 8.
+    /// Calls at once, at most. Each is made on a thread of its own, which ends when it has had no
+    /// work for two seconds. Default: 8.
     pub threads: usize,
 }
 

@@ -38,7 +38,7 @@ impl Elements {
         }
     }
 
-    /// Whether so many bytes hold them.
+    /// Whether `bytes` bytes hold them.
     pub(crate) fn fit(&self, bytes: u64) -> bool {
         (self.len.checked_mul(self.of.bytes)).is_some_and(|needed| needed <= bytes)
     }

@@ -174,7 +174,7 @@ pub enum CreateError {
         /// The size asked for.
         page_bytes: usize,
     },
-    /// A process cannot have so many bytes, or there are none.
+    /// The region has no bytes, or more than a process can address.
     #[error("{region} has {bytes} bytes: need 1 to {most}")]
     Size {
         /// What the program calls the region.

@@ -52,7 +52,7 @@ impl Span {
     }
 }
 
-/// What a slot for so many bytes takes.
+/// Bytes that a slot for `bytes` bytes takes.
 pub(crate) fn slot_bytes(bytes: u32) -> u64 {
     u64::from(bytes).max(1).next_multiple_of(PLACE_UNIT)
 }

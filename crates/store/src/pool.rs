@@ -129,7 +129,7 @@ impl Pool {
         self.unsettled.load(Ordering::Relaxed) > 0
     }
 
-    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for so many
+    /// Ends what [`alloc`](Self::alloc) and [`alloc_run`](Self::alloc_run) began, for `slots`
     /// slots: they are now in pages' entries, were freed, or are given up with their lane.
     pub(crate) fn settle(&self, slots: usize) {
         self.unsettled.fetch_sub(slots as u64, Ordering::Relaxed);
@@ -247,7 +247,7 @@ impl Pool {
     }
 
     /// Whether the place is on an extent of this pool.
-    pub(crate) fn holds(&self, place: Place) -> bool {
+    pub(crate) fn has_extent_of(&self, place: Place) -> bool {
         let extents = self.extents.read().expect(NO_PANIC);
         extents
             .by_index
@@ -364,7 +364,8 @@ impl Pool {
             .sum()
     }
 
-    /// Tells a server that a page is kept there from now on (`1`), or no more (`-1`).
+    /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
+    /// (-1). The server shows the sum.
     pub(crate) fn hold(&self, slot: Span, page_bytes: usize, pages: i64) {
         let session = &self.servers[slot.place.server as usize].1;
         session.hold(

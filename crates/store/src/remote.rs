@@ -262,15 +262,14 @@ impl PageStore {
         }
     }
 
-    /// The page will be filled at once: its entry, which is rarely in a cache, begins to come out
-    /// of memory, while the caller looks at other things that are not there either. For anyone,
-    /// since it is looked at by its owner only later.
+    /// Fetches the page's entry into the processor's cache. Call it before the page is filled, and
+    /// do something else meanwhile. For anyone: the page's owner reads the entry later.
     pub fn expect(&self, page: u64) {
         // The processor waits for a value only where it is used.
         black_box(self.table.is_stored(page));
     }
 
-    /// So many pages have left that had nothing to write back.
+    /// Counts `pages` pages that left unchanged, without a [`Lane`](crate::Lane).
     pub fn count_clean(&self, pages: usize) {
         let clean = &self.stats.write_backs_clean;
         clean.fetch_add(pages as u64, Ordering::Relaxed);

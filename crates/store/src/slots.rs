@@ -144,7 +144,7 @@ impl Arena {
         Some(found)
     }
 
-    /// Takes back slots in a row that have so many bytes together.
+    /// Takes back slots in a row, which have `bytes` bytes together.
     pub(crate) fn free(&mut self, slot: Slot, bytes: u64) {
         let (mut from, mut len) = (slot, bytes);
         let next = self.holes.range(slot..).next();

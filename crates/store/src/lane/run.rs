@@ -16,7 +16,7 @@ use crate::{
     remote::RemoteStore,
 };
 
-/// Neighbouring pages are read in operations of so many bytes at most, so that what arrives is
+/// Neighbouring pages are read in operations of at most this many bytes, so that what arrives is
 /// hashed while it is in the second-level cache. Larger pages are one operation each. Measured over
 /// shm: READ and hash of 512 KiB take a quarter less time in pieces of 64 to 128 KiB than as a
 /// whole; over tcp the pieces travel as one batch, and it makes no difference.

@@ -34,8 +34,8 @@ impl Staging {
         }
     }
 
-    /// From now on so many buffers are at hand, if they can be had; what cannot is asked for again
-    /// by [`take`](Self::take).
+    /// Keeps buffers for `pages` pages from now on, as far as they can be had. What is missing is
+    /// asked for again by [`take`](Self::take).
     pub(super) fn prepare(&mut self, page_bytes: usize, pages: usize) {
         self.free[page_bytes.ilog2() as usize].reserve_exact(pages);
         let taken: Vec<_> = (0..pages)
@@ -46,7 +46,7 @@ impl Staging {
         }
     }
 
-    /// Whether a buffer for a page of so many bytes may be taken.
+    /// Whether a buffer for a page of `page_bytes` may be taken.
     pub(super) fn has(&self, page_bytes: usize) -> bool {
         self.bytes_out == 0 || self.bytes_out + page_bytes <= BYTES_MAX
     }

@@ -338,7 +338,7 @@ impl Opened {
                     hash,
                     stored_bytes,
                     ..
-                }) if stored_bytes as usize == len && pool.holds(place) => {
+                }) if stored_bytes as usize == len && pool.has_extent_of(place) => {
                     let piece = mover.read(place, len).map_err(|error| match error {
                         MoveError::Memory(source) => OpenStoreError::Memory {
                             name: name(),

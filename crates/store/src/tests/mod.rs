@@ -1,0 +1,502 @@
+//! Tests of stores through lanes, by subject. Here is what they share: simulated servers, lanes
+//! that are driven to the end, and [`conform`], which compares any store with a plain array.
+
+mod lossy;
+mod named;
+mod own;
+mod pages;
+mod room;
+mod runs;
+
+use std::{
+    collections::HashMap,
+    io,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    AllocError, Endpoint, ExtentId, Op, PublishError, Session, SessionOptions, Verb,
+    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    sim::{SimConfig, SimHost, SimServer},
+};
+use parking_lot::Mutex;
+use rand::{Rng, RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+use crate::{
+    BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
+    FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageStore, PublishStoreError,
+    RemoteOptions, Reserve, Store, StoreError, ZfpMode, entry::Entry, place::Place, pool::Pool,
+    remote::Backing,
+};
+
+/// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
+#[derive(Debug)]
+struct Piece {
+    origin: usize,
+    at: usize,
+    bytes: Vec<u8>,
+}
+
+impl From<Vec<u8>> for Piece {
+    fn from(bytes: Vec<u8>) -> Self {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        let origin = NEXT.fetch_add(1, Ordering::Relaxed);
+        Self {
+            origin,
+            at: 0,
+            bytes,
+        }
+    }
+}
+
+impl AsRef<[u8]> for Piece {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl AsMut<[u8]> for Piece {
+    fn as_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl Frame for Piece {
+    fn split_off(&mut self, bytes: usize) -> Self {
+        assert!(bytes > 0 && bytes < self.bytes.len());
+        Self {
+            origin: self.origin,
+            at: self.at + bytes,
+            bytes: self.bytes.split_off(bytes),
+        }
+    }
+
+    fn join(&mut self, next: Self) -> Result<(), Self> {
+        if (self.origin, self.at + self.bytes.len()) != (next.origin, next.at) {
+            return Err(next);
+        }
+        self.bytes.extend(next.bytes);
+        Ok(())
+    }
+}
+
+const CLEAN: Outcome = Outcome {
+    clean: 1,
+    written: 0,
+    wire_bytes: 0,
+};
+
+fn written(wire_bytes: u64) -> Outcome {
+    Outcome {
+        clean: 0,
+        written: 1,
+        wire_bytes,
+    }
+}
+
+const REGION: &str = "array 7 of 12 MiB";
+
+fn session(server: &Arc<SimServer>) -> Arc<Session> {
+    server
+        .session(&SessionOptions::default())
+        .expect("the simulated server lives")
+}
+
+fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
+    let sessions = configs
+        .into_iter()
+        .map(|config| session(&SimServer::new(config)))
+        .collect();
+    Cluster::new(
+        sessions,
+        ClusterOptions {
+            deadline: Duration::from_secs(5),
+        },
+    )
+}
+
+/// Those that lose nothing: what comes back is compared with what was written.
+const CODECS: [Codec; 5] = [
+    Codec::Raw,
+    Codec::Adaptive {
+        accuracy: None,
+        element: Some(Element::I32),
+    },
+    Codec::Lz4,
+    Codec::Shuffle {
+        element_bytes: Some(4),
+    },
+    Codec::Zfp {
+        mode: ZfpMode::Reversible,
+        element: Some(Element::F64),
+    },
+];
+
+fn cluster(seed: u64) -> Arc<Cluster> {
+    cluster_of([SimConfig::new(seed), SimConfig::new(seed + 1000)])
+}
+
+fn remote(cluster: &Arc<Cluster>, pages: u64, page_bytes: usize, codec: Codec) -> Arc<PageStore> {
+    let options = RemoteOptions {
+        codec,
+        ..RemoteOptions::default()
+    };
+    PageStore::remote(
+        cluster,
+        REGION,
+        pages * page_bytes as u64,
+        page_bytes,
+        &options,
+    )
+    .expect("it fits")
+}
+
+/// Polls until something has ended.
+fn some(lane: &mut Lane<Piece>) -> Vec<Done<Piece>> {
+    let limit = Instant::now() + Duration::from_secs(20);
+    let mut done = Vec::new();
+    while done.is_empty() {
+        lane.poll(&mut done);
+        if done.is_empty() {
+            assert!(
+                Instant::now() < limit,
+                "{} operations never end",
+                lane.in_flight()
+            );
+            let mut fds = Vec::new();
+            let until = lane.wait(&mut fds);
+            assert!(
+                until.is_some() || !fds.is_empty(),
+                "nothing to sleep on with {} in flight",
+                lane.in_flight()
+            );
+            let left = until.map_or(100, |until| {
+                until
+                    .saturating_duration_since(Instant::now())
+                    .as_millis()
+                    .min(100)
+            });
+            nix::poll::poll(&mut fds, left as u16).expect("poll");
+        }
+    }
+    done
+}
+
+fn one(lane: &mut Lane<Piece>) -> Done<Piece> {
+    let mut done = some(lane);
+    assert_eq!(done.len(), 1);
+    done.pop().unwrap()
+}
+
+fn write(
+    lane: &mut Lane<Piece>,
+    store: &Arc<PageStore>,
+    page: u64,
+    bytes: &[u8],
+) -> Result<Outcome, StoreError> {
+    let mut done = write_run(lane, store, page, bytes);
+    match done.failed.pop() {
+        Some((_, error)) => Err(error),
+        None => Ok(done.outcome),
+    }
+}
+
+fn write_run(
+    lane: &mut Lane<Piece>,
+    store: &Arc<PageStore>,
+    page: u64,
+    bytes: &[u8],
+) -> Done<Piece> {
+    lane.write_back(store, page, bytes.to_vec().into(), page)
+        .unwrap();
+    let done = one(lane);
+    assert_eq!((done.tag, &done.frame.bytes[..]), (page, bytes));
+    done
+}
+
+fn read(lane: &mut Lane<Piece>, store: &Arc<PageStore>, page: u64) -> Result<Vec<u8>, StoreError> {
+    let mut done = read_run(lane, store, page, 1);
+    match done.failed.pop() {
+        Some((_, error)) => Err(error),
+        None => Ok(done.frame.bytes),
+    }
+}
+
+fn read_run(
+    lane: &mut Lane<Piece>,
+    store: &Arc<PageStore>,
+    page: u64,
+    pages: usize,
+) -> Done<Piece> {
+    let frame = vec![0xee; pages * store.page_bytes()];
+    lane.fill(store, page, frame.into(), page).unwrap();
+    let done = one(lane);
+    assert_eq!((done.tag, done.frame.at), (page, 0));
+    assert_eq!(done.frame.bytes.len(), pages * store.page_bytes());
+    done
+}
+
+/// A page of one of the kinds that codecs tell apart.
+fn random_page(random: &mut ChaCha8Rng, page_bytes: usize) -> Vec<u8> {
+    let mut page = vec![0; page_bytes];
+    match random.random_range(0..6) {
+        0 => {}
+        1 => crate::codec::fill_repeated(&mut page, random.random()),
+        2 => random.fill_bytes(&mut page),
+        3 => {
+            let random_bytes = random.random_range(1..=page_bytes);
+            random.fill_bytes(&mut page[..random_bytes]);
+        }
+        4 => page
+            .iter_mut()
+            .enumerate()
+            .for_each(|(i, byte)| *byte = (i / 7) as u8),
+        _ => page[random.random_range(0..page_bytes)] = 1,
+    }
+    page
+}
+
+/// The suite: random fills and write-backs of runs of up to 40 pages, many in flight over several
+/// lanes, against a plain array, page by page. What fails for a reason that may pass is no error
+/// here. Returns how many pages failed.
+fn conform(
+    cluster: &Arc<Cluster>,
+    store: &Arc<PageStore>,
+    model: &mut [u8],
+    seed: u64,
+    operations: usize,
+) -> usize {
+    println!("seed {seed}");
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    let page_bytes = store.page_bytes();
+    let mut lanes: Vec<Lane<Piece>> = (0..3)
+        .map(|_| Lane::new(cluster).expect("a lane"))
+        .collect();
+    let mut suite = Suite {
+        store,
+        model,
+        busy: HashMap::new(),
+        failed: 0,
+        seed,
+    };
+    for tag in 0..operations as u64 {
+        let lane = random.random_range(0..lanes.len());
+        let page = random.random_range(0..store.pages());
+        let pages = match random.random_range(0..3) {
+            0 => 1,
+            1 => random.random_range(1..=4),
+            _ => random.random_range(1..=40),
+        };
+        let pages = page..(page + pages).min(store.pages());
+        if suite.is_free(&pages) && random.random_bool(0.9) {
+            let lane = &mut lanes[lane];
+            let len = (pages.end - pages.start) as usize * page_bytes;
+            let (bytes, accepted) = if random.random_bool(0.5) {
+                let accepted = lane.fill(store, page, vec![0xee; len].into(), tag);
+                (None, accepted)
+            } else {
+                let mut bytes = Vec::new();
+                for page in pages.clone() {
+                    match random.random_range(0..3) {
+                        0 => bytes.extend(suite.page(page)),
+                        _ => bytes.extend(random_page(&mut random, page_bytes)),
+                    }
+                }
+                let accepted = lane.write_back(store, page, bytes.clone().into(), tag);
+                (Some(bytes), accepted)
+            };
+            match accepted {
+                Ok(()) => drop(suite.busy.insert(tag, (pages, bytes))),
+                Err(frame) => assert_eq!((frame.at, frame.bytes.len()), (0, len)),
+            }
+        } else {
+            let mut done = Vec::new();
+            lanes[lane].poll(&mut done);
+            done.into_iter().for_each(|done| suite.finish(done));
+        }
+    }
+    for lane in &mut lanes {
+        while lane.in_flight() > 0 {
+            some(lane).into_iter().for_each(|done| suite.finish(done));
+        }
+    }
+    assert!(suite.busy.is_empty());
+    for page in 0..store.pages() {
+        suite.busy.insert(page, (page..page + 1, None));
+        lanes[0]
+            .fill(store, page, vec![0xee; page_bytes].into(), page)
+            .unwrap();
+        some(&mut lanes[0])
+            .into_iter()
+            .for_each(|done| suite.finish(done));
+    }
+    suite.failed
+}
+
+struct Suite<'a> {
+    store: &'a PageStore,
+    model: &'a mut [u8],
+    /// Tag -> pages, and what is written, or None for a fill.
+    busy: HashMap<u64, (Range<u64>, Option<Vec<u8>>)>,
+    failed: usize,
+    seed: u64,
+}
+
+impl Suite<'_> {
+    fn is_free(&self, pages: &Range<u64>) -> bool {
+        let apart = |busy: &Range<u64>| busy.end <= pages.start || pages.end <= busy.start;
+        self.busy.values().all(|(busy, _)| apart(busy))
+    }
+
+    fn range(&self, page: u64) -> Range<usize> {
+        let from = page as usize * self.store.page_bytes();
+        from..(from + self.store.page_bytes()).min(self.model.len())
+    }
+
+    /// A whole page as it should be.
+    fn page(&self, page: u64) -> Vec<u8> {
+        let mut bytes = self.model[self.range(page)].to_vec();
+        bytes.resize(self.store.page_bytes(), 0);
+        bytes
+    }
+
+    fn finish(&mut self, done: Done<Piece>) {
+        let (pages, bytes) = self.busy.remove(&done.tag).expect("it was in flight");
+        let (seed, page_bytes) = (self.seed, self.store.page_bytes());
+        let count = (pages.end - pages.start) as usize;
+        assert_eq!(
+            (done.frame.at, done.frame.bytes.len()),
+            (0, count * page_bytes)
+        );
+        assert!(done.failed.is_sorted_by(|(a, _), (b, _)| a < b));
+        for (page, error) in &done.failed {
+            assert!(pages.contains(page) && error.may_retry(), "{seed}: {error}");
+        }
+        let Outcome { clean, written, .. } = done.outcome;
+        let ended = (clean + written) as usize;
+        assert_eq!(
+            ended,
+            if bytes.is_some() {
+                count - done.failed.len()
+            } else {
+                0
+            }
+        );
+        if let Some(bytes) = &bytes {
+            assert!(
+                *bytes == done.frame.bytes,
+                "seed {seed}: a write-back changed its frame"
+            );
+        }
+        self.failed += done.failed.len();
+        for (page, got) in pages.zip(done.frame.bytes.chunks(page_bytes)) {
+            if done.failed.iter().any(|(failed, _)| *failed == page) {
+                continue;
+            }
+            let range = self.range(page);
+            let len = range.len();
+            if bytes.is_some() {
+                self.model[range].copy_from_slice(&got[..len]);
+                continue;
+            }
+            assert!(
+                got[..len] == self.model[range],
+                "seed {seed}: page {page} is another"
+            );
+            assert!(
+                got[len..].iter().all(|&byte| byte == 0),
+                "bytes beyond the region"
+            );
+        }
+    }
+}
+
+/// Neither zeros nor one value, and no two alike.
+fn odd_page(page_bytes: usize, number: u64) -> Vec<u8> {
+    let mut page = vec![0; page_bytes];
+    ChaCha8Rng::seed_from_u64(number).fill_bytes(&mut page);
+    page
+}
+
+fn odd_pages(page_bytes: usize, numbers: Range<u64>) -> Vec<u8> {
+    numbers
+        .flat_map(|number| odd_page(page_bytes, number))
+        .collect()
+}
+
+fn pool(store: &PageStore) -> &Pool {
+    match &store.backing {
+        Backing::Remote(remote) => &remote.pool,
+        Backing::Blocking(_) => panic!("remote"),
+    }
+}
+
+/// Where a page's bytes are.
+fn place_of(store: &PageStore, page: u64) -> (Place, u32) {
+    match store.table.load(page) {
+        Entry::Stored {
+            place,
+            stored_bytes,
+            ..
+        } => (place, stored_bytes),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Changes a page's remote bytes behind the store's back.
+fn tamper(cluster: &Cluster, store: &PageStore, page: u64, change: impl FnOnce(&mut [u8])) {
+    let Backing::Remote(remote) = &store.backing else {
+        panic!("remote")
+    };
+    let (place, len) = place_of(store, page);
+    let mut channel = cluster.sessions()[remote.pool.port(place.server)]
+        .channel::<Vec<u8>>()
+        .unwrap();
+    let mut transfer = |verb, buf| {
+        let op = Op {
+            tag: 0,
+            verb,
+            extent: remote.pool.extent(place),
+            offset: place.offset,
+            len,
+            buf,
+        };
+        channel.post(op).unwrap();
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {}
+        let done = done.pop().unwrap();
+        done.result.unwrap();
+        done.buf
+    };
+    let mut bytes = transfer(Verb::Read, vec![0; len as usize]);
+    change(&mut bytes);
+    transfer(Verb::Write, bytes);
+}
+
+fn servers() -> [Arc<SimServer>; 2] {
+    [
+        SimServer::new(SimConfig::new(1)),
+        SimServer::new(SimConfig::new(2)),
+    ]
+}
+
+fn client(servers: &[Arc<SimServer>]) -> Arc<Cluster> {
+    Cluster::new(
+        servers.iter().map(session).collect(),
+        ClusterOptions::default(),
+    )
+}
+
+/// All bytes of a region.
+fn vec_of(cluster: &Arc<Cluster>, store: &Arc<PageStore>) -> Vec<u8> {
+    let mut lane = Lane::new(cluster).unwrap();
+    (0..store.pages())
+        .flat_map(|page| read(&mut lane, store, page).unwrap())
+        .collect()
+}
