@@ -158,7 +158,10 @@ fn more_than_the_server_has_is_an_error() {
         success,
     } = run(env!("CARGO_BIN_EXE_hello"), "8MiB", Some(&endpoint));
     assert!(!success, "{output}");
-    assert!(errors.contains("no remote memory for region"), "{errors}");
+    assert!(
+        errors.contains("no remote memory for array 1 (u64, 8.0 MiB)"),
+        "{errors}"
+    );
 }
 
 #[test]
