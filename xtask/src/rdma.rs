@@ -33,7 +33,7 @@ const PACKAGES: [&str; 4] = [
 /// Test programs that run over RDMA as a whole where there is a device.
 const WHOLE: [&str; 2] = ["kill", "registered"];
 
-/// For the boot and all tests together, in an emulated machine: some 150 s on two free cores, and
+/// For the boot and all tests together, in an emulated machine: some minutes on two free cores, and
 /// several times as long on busy ones.
 const TIME_MAX: Duration = Duration::from_secs(900);
 
