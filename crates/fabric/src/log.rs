@@ -51,11 +51,11 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
         waiting.lines.clear();
         (waiting.dropped, waiting.writer) = (0, None);
     }
-    if waiting.lines.len() == LINES_MAX {
+    if waiting.lines.len() < LINES_MAX {
+        waiting.lines.push_back((subscriber, Box::new(line)));
+    } else {
         waiting.dropped += 1;
-        return;
     }
-    waiting.lines.push_back((subscriber, Box::new(line)));
     if waiting.writer.is_none() {
         let writer = thread::Builder::new().name("farpage-log".to_owned());
         // Without a thread, the next line tries again.

@@ -59,6 +59,9 @@ struct Memory {
     map: OnceLock<MmapRaw>,
 }
 
+/// Names the signal that a file lease's owner gets (fcntl(2)); `libc` has it for some targets only.
+const F_SETSIG: libc::c_int = 10;
+
 /// An extent's file, to look at without a lease.
 #[derive(Clone, Debug)]
 pub struct ExtentFile(Arc<Memory>);
@@ -70,16 +73,20 @@ impl ExtentFile {
     /// # Errors
     /// What the kernel says where it has no file leases.
     pub fn is_held_elsewhere(&self) -> io::Result<bool> {
-        let ask = |lease: libc::c_int| {
+        let ask = |command: libc::c_int, number: libc::c_int| {
             // SAFETY: the call takes three numbers, of which the first is a descriptor of ours.
-            let answer = unsafe { libc::fcntl(self.0.file.as_raw_fd(), libc::F_SETLEASE, lease) };
+            let answer = unsafe { libc::fcntl(self.0.file.as_raw_fd(), command, number) };
             Errno::result(answer)
         };
+        // Who opens the file while the lease is held sends us a signal. SIGIO, the usual one, would
+        // end this process; SIGURG is ignored unless somebody asks for it. Ending a lease forgets
+        // the choice.
+        ask(F_SETSIG, libc::SIGURG)?;
         // A lease to write is given to who alone has a file open (fcntl(2)). Nobody is kept from
         // opening it for longer than until the next line.
-        match ask(libc::F_WRLCK) {
+        match ask(libc::F_SETLEASE, libc::F_WRLCK) {
             Ok(_) => {
-                ask(libc::F_UNLCK)?;
+                ask(libc::F_SETLEASE, libc::F_UNLCK)?;
                 Ok(false)
             }
             Err(Errno::EAGAIN) => Ok(true),
@@ -457,6 +464,8 @@ impl Span {
 
 #[cfg(test)]
 mod tests {
+    use std::{os::unix::fs::OpenOptionsExt, sync::atomic::AtomicBool, thread};
+
     use nix::unistd::ftruncate;
 
     use super::*;
@@ -548,6 +557,38 @@ mod tests {
         assert!(is_held(), "a mapping of a descriptor opened anew");
         drop(map);
         assert!(!is_held());
+    }
+
+    #[test]
+    fn a_client_that_opens_its_memory_while_it_is_asked_about_harms_nobody() {
+        let memory = extent(8192);
+        let lent = File::from(memory.lend().expect("a descriptor"));
+        // Neither open nor mapped, and a way to open it again.
+        let known = File::options()
+            .read(true)
+            .custom_flags(libc::O_PATH)
+            .open(format!("/proc/self/fd/{}", lent.as_raw_fd()))
+            .expect("a descriptor");
+        drop(lent);
+        let path = format!("/proc/self/fd/{}", known.as_raw_fd());
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(Ordering::Relaxed) {
+                    let again = File::options().read(true).write(true).open(&path);
+                    drop(again.expect("opened"));
+                }
+            });
+            // The kernel's signal to a lease's owner would end this process.
+            let (mut held, mut free) = (0, 0);
+            while held < 1000 || free < 1000 {
+                match memory.file().is_held_elsewhere().expect("file leases") {
+                    true => held += 1,
+                    false => free += 1,
+                }
+            }
+            done.store(true, Ordering::Relaxed);
+        });
     }
 
     #[test]

@@ -159,11 +159,13 @@ impl<A: AddressSpace> Team<A> {
                 }
             }
             dues = again;
+            // Before a rest, too: who sleeps beside it may have missed a ring that it has heard.
+            let until = ears.prepare(&mut dues);
             if dues.is_empty() && self.goes_to_rest(number) {
                 self.rest(number);
                 dues = self.all();
             } else {
-                ears.listen(&mut dues);
+                ears.sleep(until, &mut dues);
             }
         }
     }
@@ -231,16 +233,16 @@ impl<A: AddressSpace> Team<A> {
 
     /// Whether this handler is not needed, and another one is there.
     fn goes_to_rest(&self, number: usize) -> bool {
+        // Others that sleep do not know of a time that was set since.
+        if self.until_ns() != u64::MAX {
+            return false;
+        }
         let handler = &self.handlers[number];
         if handler.rests.load(Ordering::SeqCst) {
             return true;
         }
         let lately = handler.lately.load(Ordering::Relaxed);
         if self.looks.load(Ordering::Relaxed).wrapping_sub(lately) < LATELY {
-            return false;
-        }
-        // Others that sleep do not know of a time that was set since.
-        if self.until_ns() != u64::MAX {
             return false;
         }
         let one_fewer = |awake: usize| (awake > 1).then(|| awake - 1);
@@ -359,14 +361,8 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
         }
     }
 
-    /// Sleeps until something is due, or looks what else is if `dues` is not empty. Appends it.
-    fn listen(&mut self, dues: &mut Dues) {
-        let until = self.prepare(dues);
-        self.sleep(until, dues);
-    }
-
     /// From now on whatever happens wakes this handler. Appends what has happened before, which
-    /// nothing tells of. Returns until when to sleep.
+    /// nothing tells of. Returns until when to sleep: not at all if something is due.
     fn prepare(&self, dues: &mut Dues) -> Option<Instant> {
         let team = self.team;
         // They stay so: others may be asleep when this handler wakes.
@@ -636,8 +632,8 @@ mod tests {
         let World {
             space,
             team,
+            mut evictors,
             mapped,
-            ..
         } = world(1);
         let mut ears = Ears::new(&team);
         let mut dues = Dues::new();
@@ -652,6 +648,49 @@ mod tests {
             ears.sleep(Some(Instant::now()), &mut dues);
             dues.retain(|due| team.drive(*due));
         }
+        close(&team, &mut evictors, mapped);
+    }
+
+    /// Drops the region. All workers take turns until it is gone.
+    fn close(
+        team: &Team<SimSpace>,
+        evictors: &mut [Evictor<SimSpace>],
+        mapped: ManuallyDrop<Mapped<SimSpace>>,
+    ) {
+        let ender = std::thread::spawn(|| drop(ManuallyDrop::into_inner(mapped)));
+        while !ender.is_finished() {
+            (0..SHARDS).for_each(|shard| _ = team.drive(Due::all(shard)));
+            evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
+        }
+        ender.join().expect("dropping a region does not panic");
+    }
+
+    #[test]
+    fn handler_that_wakes_others_for_nothing_rests_only_when_nothing_is_asked_for() {
+        let World {
+            space: _space,
+            team,
+            mut evictors,
+            mapped,
+        } = world(1);
+        let ears = Ears::new(&team);
+        // As a handler's first turn: a ring would be swallowed, since nobody has prepared for it.
+        (0..SHARDS).for_each(|shard| _ = team.drive(Due::all(shard)));
+        let region = mapped.region().clone();
+        (team.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));
+        let mut dues = Dues::new();
+        ears.prepare(&mut dues);
+        assert_eq!(
+            dues.len(),
+            SHARDS,
+            "what was asked for is found before a rest"
+        );
+        // Marked as resting, but something is to be done at a time that nobody else knows of.
+        team.posts[0].until_ns.store(1, Ordering::SeqCst);
+        assert!(!team.goes_to_rest(1));
+        team.posts[0].until_ns.store(u64::MAX, Ordering::SeqCst);
+        assert!(team.goes_to_rest(1));
+        close(&team, &mut evictors, mapped);
     }
 
     /// A handler without a thread.
@@ -735,6 +774,8 @@ mod tests {
                     _ => puppets[below(HANDLERS.len())].step(),
                 }
             }
+            drop(puppets);
+            close(&team, &mut evictors, mapped);
         }
     }
 

@@ -29,7 +29,7 @@ impl Host for State {
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
         if let Some((id, secret)) = resume {
-            return self.resume(id, &secret);
+            return self.resume(id, &secret, transport);
         }
         let secret = new_secret()?;
         let mut ledger = self.ledger.lock();
@@ -393,12 +393,23 @@ impl Host for State {
 }
 
 impl State {
-    fn resume(&self, id: SessionId, secret: &Secret) -> Result<Admission, Refusal> {
+    fn resume(
+        &self,
+        id: SessionId,
+        secret: &Secret,
+        transport: Transport,
+    ) -> Result<Admission, Refusal> {
         let mut ledger = self.ledger.lock();
         let session = ledger.known(id)?;
         if session.secret != *secret {
             drop(ledger);
             warn!(session = %id, "a client tried to resume a session with a wrong secret");
+            return Err(Refusal::NoSession);
+        }
+        // Who maps what he is lent is charged for what he keeps of it.
+        if (session.transport == Transport::Shm) != (transport == Transport::Shm) {
+            drop(ledger);
+            warn!(session = %id, ?transport, "a client tried to resume a session elsewhere");
             return Err(Refusal::NoSession);
         }
         session.renewed = Instant::now();

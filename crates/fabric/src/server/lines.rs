@@ -83,6 +83,8 @@ impl Lines {
             }
         }
         let mut table = self.table.lock();
+        // Those of the older ones that wait here have nothing to wait for any more.
+        self.left.notify_all();
         while !Arc::ptr_eq(&table[&name][0], &held.place) {
             if held.is_replaced() || self.left.wait_until(&mut table, until).timed_out() {
                 drop(table);

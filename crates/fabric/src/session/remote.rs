@@ -124,7 +124,7 @@ impl Remote {
             let reason = "the server did not answer an earlier call in time";
             return Err(CallError::Disconnected(reason.to_owned()));
         };
-        let mut was_sent = false;
+        let mut sendings = 0;
         let answer = loop {
             let soon = until.min(Instant::now() + shared.silence());
             let asked = match shared.mend(&mut line, soon) {
@@ -135,7 +135,7 @@ impl Remote {
                 Err(error) => Err(CallError::Disconnected(error.to_string())),
                 Ok(()) => match shared.ready(&mut line, &request, soon) {
                     Ok(()) => {
-                        was_sent = true;
+                        sendings += 1;
                         match shared.exchange(&mut line, &request, until) {
                             Err(error) if may_repeat(&request) => Err(error),
                             other => break other,
@@ -153,9 +153,20 @@ impl Remote {
                 other => break other,
             }
         };
+        let answer = match answer {
+            // The first sending may have been done all the same.
+            Err(CallError::Refused(refusal))
+                if sendings > 1 && matches!(request, Request::Publish { .. }) =>
+            {
+                Err(CallError::Disconnected(format!(
+                    "its answer was lost, and the second time it was refused: {refusal}"
+                )))
+            }
+            answer => answer,
+        };
         // Over a Unix socket the answer is owed; elsewhere it is asked for again, and what it gives
         // is given back.
-        let is_lost = was_sent && matches!(answer, Err(CallError::Disconnected(_)));
+        let is_lost = sendings > 0 && matches!(answer, Err(CallError::Disconnected(_)));
         if is_lost && shared.local.is_none() && gives(&request) {
             shared.untold.lock().push(request);
         }

@@ -13,6 +13,10 @@
 use super::shard::KernelShard;
 use crate::{pages::Pages, sys};
 
+/// Also drops what the program has locked (`mlock`): a page of which a part is locked would be
+/// dropped up to there, and its front would be lost.
+const DROP: libc::c_int = libc::MADV_DONTNEED_LOCKED;
+
 /// Drops the leading ones of `runs`, which ascend. Returns how many.
 pub(super) fn detach(shard: &KernelShard, runs: &[Pages]) -> usize {
     let (Some(first), Some(last)) = (runs.first(), runs.last()) else {
@@ -28,12 +32,12 @@ pub(super) fn detach(shard: &KernelShard, runs: &[Pages]) -> usize {
     // SAFETY:
     // - The pager owns these pages, and what they held can be had again: nobody could write.
     // - They are the region's: the fence is held, and no mapping is changing.
-    let dropped = unsafe { sys::drop_each(runs.iter().map(Pages::range)) };
+    let dropped = unsafe { sys::drop_each(runs.iter().map(Pages::range), DROP) };
     // Before kernel 6.14, one by one.
     dropped.unwrap_or_else(|_| {
         let drop_alone = |run: &&Pages| {
             // SAFETY: as above.
-            unsafe { sys::madvise(run.address(), run.bytes(), libc::MADV_DONTNEED) }.is_ok()
+            unsafe { sys::madvise(run.address(), run.bytes(), DROP) }.is_ok()
         };
         runs.iter().take_while(drop_alone).count()
     })

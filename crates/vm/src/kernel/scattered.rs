@@ -69,7 +69,10 @@ pub(super) fn detach(shard: &KernelShard, pages: &[Pages], frames: &mut [KernelF
         //   protected.
         // - They are the region's: the fence is held, and no mapping is changing.
         Ok(copied) if !uffd.is_changing() => unsafe {
-            sys::drop_each(pages[..copied].iter().map(Pages::range))
+            sys::drop_each(
+                pages[..copied].iter().map(Pages::range),
+                libc::MADV_DONTNEED,
+            )
         },
         Ok(_) | Err(_) => Ok(0),
     };

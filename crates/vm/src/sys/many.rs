@@ -32,13 +32,16 @@ pub(crate) unsafe fn copy_each(from: &[usize], to: &[usize], len: usize) -> nix:
     Ok(copied as usize / len)
 }
 
-/// `process_madvise` with `MADV_DONTNEED`: drops each of `ranges`, at most [`RANGES_MAX`]. The
-/// processors that run the process are told once for all of them (kernel 6.16). Returns how many
-/// were dropped whole.
+/// `process_madvise` with `advice`, a kind of `MADV_DONTNEED`: drops each of `ranges`, at most
+/// [`RANGES_MAX`]. The processors that run the process are told once for all of them (kernel 6.16).
+/// Returns how many were dropped whole.
 ///
 /// # Safety
 /// They lie in mappings of the caller's, and nothing relies on their bytes.
-pub(crate) unsafe fn drop_each(ranges: impl Iterator<Item = Range<usize>>) -> nix::Result<usize> {
+pub(crate) unsafe fn drop_each(
+    ranges: impl Iterator<Item = Range<usize>>,
+    advice: libc::c_int,
+) -> nix::Result<usize> {
     let ranges = Vectors::new(ranges);
     // SAFETY:
     // - The ranges are the caller's, and nothing relies on their bytes: this function's contract.
@@ -49,7 +52,7 @@ pub(crate) unsafe fn drop_each(ranges: impl Iterator<Item = Range<usize>>) -> ni
             PIDFD_SELF,
             ranges.start(),
             ranges.count,
-            libc::MADV_DONTNEED,
+            advice,
             0,
         )
     })?;
@@ -63,7 +66,7 @@ pub(crate) fn can_copy_and_drop_each() -> bool {
     // SAFETY: the second number is the first's to become; nothing is dropped.
     let (copied, dropped) = unsafe {
         let copied = copy_each(&[start], &[end], size_of_val(&from));
-        (copied, drop_each(std::iter::empty()))
+        (copied, drop_each(std::iter::empty(), libc::MADV_DONTNEED))
     };
     copied == Ok(1) && to == from && dropped.is_ok()
 }

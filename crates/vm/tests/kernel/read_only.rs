@@ -91,6 +91,22 @@ fn runs_are_copied_in_and_dropped_together() {
 }
 
 #[test]
+fn page_of_which_a_part_is_locked_is_dropped_whole() {
+    let space = space(Transfer::Move, 1);
+    let layout = layout(1, 65536);
+    let base = space.map(layout).unwrap().address;
+    copy_in(&space, base, 65536, numbered(&space, 65536, 1, 1)).unwrap();
+    let locked = std::ptr::without_provenance_mut(base + 32768);
+    // SAFETY: mapped by this test, and locking changes no bytes.
+    assert_eq!(unsafe { libc::mlock(locked, 4096) }, 0);
+    let run = [pages(0, base, 65536, 1)];
+    assert_eq!(space.detach(Out::Drop(&run)).unwrap().count(), 1);
+    let parts = (base..base + 65536).step_by(4096);
+    assert!(parts.into_iter().all(|at| !space.is_present(at)));
+    space.unmap(base, layout);
+}
+
+#[test]
 fn what_the_program_has_unmapped_is_not_dropped() {
     let space = space(Transfer::Move, 1);
     let layout = layout(4, 4096);
