@@ -664,8 +664,8 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
             assert_eq!(in_flight, [0; 6], "{waiting:?}");
         }
         assert!(ended.iter().flatten().all(|ended| *ended), "{waiting:?}");
-        // Memory over shm outlives its server: what was posted may all have ended well.
-        let stays = matches!(a.endpoint(), Endpoint::Shm(_)) && failed == [0; 6];
+        // Memory over shm outlives its server: on each channel all may have ended well.
+        let stays = matches!(a.endpoint(), Endpoint::Shm(_));
         let failed = failed.map(|failed| failed > 0);
         assert!(stays || failed == dies, "{waiting:?}: {failed:?}");
         assert_eq!(engine.wait(&mut done, Some(until)).unwrap(), 0);
