@@ -664,10 +664,31 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
             assert_eq!(in_flight, [0; 6], "{waiting:?}");
         }
         assert!(ended.iter().flatten().all(|ended| *ended), "{waiting:?}");
-        // Memory over shm outlives its server: on each channel all may have ended well.
+        // Memory over shm outlives its server: on each channel all may end well.
         let stays = matches!(a.endpoint(), Endpoint::Shm(_));
-        let failed = failed.map(|failed| failed > 0);
-        assert!(stays || failed == dies, "{waiting:?}: {failed:?}");
+        // Elsewhere a channel may have been done before its server left, but does nothing more.
+        let silent = |channel: &usize| !stays && dies[*channel] && failed[*channel] == 0;
+        for channel in (0..6).filter(silent) {
+            let failed = loop {
+                let op = Op {
+                    tag: 0,
+                    verb: Verb::Read,
+                    extent: extents[channel],
+                    offset: 0,
+                    len: BYTES as u32,
+                    buf: vec![0; BYTES],
+                };
+                engine.post(1 + channel, op).unwrap();
+                while done.is_empty() {
+                    engine.wait(&mut done, Some(until)).unwrap();
+                    assert!(Instant::now() < until, "{waiting:?}: {channel}");
+                }
+                if let Err(error) = done.drain(..).next().unwrap().1.result {
+                    break error;
+                }
+            };
+            assert!(failed.is_transient(), "{failed}");
+        }
         assert_eq!(engine.wait(&mut done, Some(until)).unwrap(), 0);
     }
 }
