@@ -99,18 +99,24 @@ impl Guests {
     }
 }
 
-/// Drops regions on a thread of its own, since that waits for the workers that are driven here.
+/// Drops regions on a thread of its own, since that waits for the workers that `turn` drives here.
+pub(crate) fn drop_beside(regions: Vec<Mapped<SimSpace>>, mut turn: impl FnMut()) {
+    let ender = std::thread::spawn(move || drop(regions));
+    while !ender.is_finished() {
+        turn();
+    }
+    ender.join().expect("dropping a region does not panic");
+}
+
 fn close(
     regions: Vec<Mapped<SimSpace>>,
     fillers: &mut [Filler<SimSpace>],
     evictors: &mut [Evictor<SimSpace>],
 ) {
-    let ender = std::thread::spawn(move || drop(regions));
-    while !ender.is_finished() {
+    drop_beside(regions, || {
         fillers.iter_mut().for_each(|filler| _ = filler.turn());
         evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
-    }
-    ender.join().expect("dropping a region does not panic");
+    });
 }
 
 pub(crate) fn next(random: &mut u64) -> u64 {

@@ -485,8 +485,10 @@ mod tests {
 
     use super::*;
     use crate::{
-        Mapped, Pager, PagerOptions, RegionOptions, evictor::Evictor, pager::Parts,
-        simulation::next,
+        Mapped, Pager, PagerOptions, RegionOptions,
+        evictor::Evictor,
+        pager::Parts,
+        simulation::{self, next},
     };
 
     const SHARDS: usize = 4;
@@ -657,16 +659,14 @@ mod tests {
         evictors: &mut [Evictor<SimSpace>],
         mapped: ManuallyDrop<Mapped<SimSpace>>,
     ) {
-        let ender = std::thread::spawn(|| drop(ManuallyDrop::into_inner(mapped)));
-        while !ender.is_finished() {
+        simulation::drop_beside(vec![ManuallyDrop::into_inner(mapped)], || {
             (0..SHARDS).for_each(|shard| _ = team.drive(Due::all(shard)));
             evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
-        }
-        ender.join().expect("dropping a region does not panic");
+        });
     }
 
     #[test]
-    fn handler_that_wakes_others_for_nothing_rests_only_when_nothing_is_asked_for() {
+    fn handler_rests_only_where_nothing_is_asked_for_and_no_time_is_set() {
         let World {
             space: _space,
             team,
