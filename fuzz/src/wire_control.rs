@@ -77,7 +77,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Request::Names {
             after: Some((PublicKey([0x5a; 32]), "squares".to_owned())),
         },
-        Request::Hold {
+        Request::Contents {
             plain_bytes: 1 << 20,
             stored_bytes: 300,
         },

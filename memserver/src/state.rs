@@ -126,12 +126,12 @@ impl State {
         let session = ledger.sessions.remove(&id)?;
         ledger.accounts.end_session(session.origin);
         for name in &session.names {
-            ledger.let_go_of(name);
+            ledger.free_name(name);
         }
         let freed: Freed = session
             .extents
             .iter()
-            .map(|extent| self.let_go(ledger, *extent))
+            .map(|extent| self.end_lease(ledger, *extent))
             .collect();
         self.ended.notify_all();
         Some(Ended {
@@ -144,7 +144,7 @@ impl State {
     }
 
     /// Takes an extent from its lessee; forgets it if no name keeps it.
-    fn let_go(&self, ledger: &mut Ledger, id: ExtentId) -> Leaving {
+    fn end_lease(&self, ledger: &mut Ledger, id: ExtentId) -> Leaving {
         let record = ledger
             .extents
             .get_mut(&id)

@@ -146,7 +146,7 @@ pub trait Host: Send + Sync + 'static {
         after: Option<(PublicKey, String)>,
     ) -> Result<Vec<NamedRegion>, Refusal>;
     /// What the client says that its pages are and take, for the figures.
-    fn hold(
+    fn report_contents(
         &self,
         _session: SessionId,
         _plain_bytes: u64,

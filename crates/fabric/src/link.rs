@@ -23,9 +23,10 @@ const DEPTH: usize = 64;
 pub struct Link {
     bytes_per_s: f64,
     latency: Duration,
-    /// When the direction has moved everything that was given to it: inbound, outbound. A signal
-    /// handler may post, and the standard library's locks never allocate.
-    free_at: [Mutex<Instant>; 2],
+    /// When each direction has moved everything that was given to it. A signal handler may post,
+    /// and the standard library's locks never allocate.
+    inbound_free_at: Mutex<Instant>,
+    outbound_free_at: Mutex<Instant>,
 }
 
 impl Link {
@@ -43,16 +44,19 @@ impl Link {
         Self {
             bytes_per_s: gbps * 1e9 / 8.0,
             latency: Duration::from_secs_f64(latency_us / 1e6),
-            free_at: [Mutex::new(now), Mutex::new(now)],
+            inbound_free_at: Mutex::new(now),
+            outbound_free_at: Mutex::new(now),
         }
     }
 
     /// Takes the time that `bytes` need in the direction of `verb`; returns when they are through.
     fn reserve(&self, verb: Verb, bytes: u32, now: Instant) -> Instant {
         let moving = Duration::from_secs_f64(f64::from(bytes) / self.bytes_per_s);
-        let mut free_at = self.free_at[!verb.fetches() as usize]
-            .lock()
-            .expect("nothing panics under this lock");
+        let direction = match verb.fetches() {
+            true => &self.inbound_free_at,
+            false => &self.outbound_free_at,
+        };
+        let mut free_at = direction.lock().expect("nothing panics under this lock");
         *free_at = (*free_at).max(now) + moving;
         *free_at + self.latency
     }

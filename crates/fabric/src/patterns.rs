@@ -18,5 +18,5 @@ pub(crate) use self::ring::HEADER_BYTES;
 pub(crate) use self::ring::sealed;
 pub use self::{
     engine::{CompletionEngine, Source, Waiter, Waiting},
-    ring::{Bell, Inbox, Landing, RingError, RingPlace, RingReceiver, RingSender, SendError},
+    ring::{Inbox, Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError},
 };

@@ -95,21 +95,21 @@ impl Directory {
     pub(crate) fn remove(&self, id: ExtentId) {
         let mapped = self.0.write().expect(NO_PANIC).remove(&id);
         if let Some(mapped) = mapped {
-            mapped.let_go();
+            mapped.unmap();
         }
     }
 
     /// Lets go of all leases.
     pub(crate) fn clear(&self) {
         let all = std::mem::take(&mut *self.0.write().expect(NO_PANIC));
-        all.values().for_each(|mapped| mapped.let_go());
+        all.values().for_each(|mapped| mapped.unmap());
     }
 }
 
 impl Mapped {
     /// Puts memory of this process in the place of the server's. A copy that is under way goes on
     /// there, and finds afterwards that it is refused.
-    fn let_go(&self) {
+    fn unmap(&self) {
         self.released.store(true, Ordering::Release);
         let (address, bytes) = (self.map.as_mut_ptr().cast(), self.map.len());
         // SAFETY:

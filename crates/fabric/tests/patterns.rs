@@ -24,7 +24,7 @@ use farpage_fabric::{
     Wait,
     memory::ExtentMemory,
     patterns::{
-        Bell, CompletionEngine, Inbox, Landing, RingPlace, RingReceiver, RingSender, SendError,
+        CompletionEngine, Inbox, Landing, Notifier, RingPlace, RingReceiver, RingSender, SendError,
         Source, Waiter, Waiting,
     },
     regmem::{RegBuf, RegPool, RegPoolOptions},
@@ -286,11 +286,11 @@ fn on_real_fabrics(test: impl Fn(Server)) {
     test(Server::start(&"tcp://127.0.0.1:0".parse().unwrap()));
 }
 
-/// Sends, however long the receiver takes; it rings the bell when there is room.
-fn send(sender: &mut RingSender, message: &[u8], room: &Bell) {
+/// Sends, however long the receiver takes; it rings the notifier when there is room.
+fn send(sender: &mut RingSender, message: &[u8], room: &Notifier) {
     let until = Instant::now() + PATIENCE;
     loop {
-        room.hush();
+        room.clear();
         match sender.send(message) {
             Ok(()) => return,
             Err(SendError::Full) => rest(sender, room),
@@ -301,7 +301,7 @@ fn send(sender: &mut RingSender, message: &[u8], room: &Bell) {
 }
 
 /// Sleeps until the sender may have something to do.
-fn rest(sender: &RingSender, room: &Bell) {
+fn rest(sender: &RingSender, room: &Notifier) {
     let wait = sender.wait();
     let mut fds = vec![PollFd::new(room.as_fd(), PollFlags::POLLIN)];
     fds.extend(wait.fd.map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
@@ -311,7 +311,7 @@ fn rest(sender: &RingSender, room: &Bell) {
 /// The inbox as something to wait for.
 struct Arrivals<'a> {
     inbox: &'a mut Inbox,
-    bell: &'a Bell,
+    notifier: &'a Notifier,
 }
 
 impl Source for Arrivals<'_> {
@@ -324,14 +324,14 @@ impl Source for Arrivals<'_> {
     }
 
     fn arm(&mut self) {
-        self.bell.hush();
+        self.notifier.clear();
     }
 
     fn sleep(&mut self, until: Option<Instant>) -> io::Result<()> {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let timeout = left.map_or(PollTimeout::NONE, |left| left.try_into().unwrap());
         poll(
-            &mut [PollFd::new(self.bell.as_fd(), PollFlags::POLLIN)],
+            &mut [PollFd::new(self.notifier.as_fd(), PollFlags::POLLIN)],
             timeout,
         )?;
         Ok(())
@@ -343,14 +343,14 @@ fn many_senders_reach_one_receiver_that_waits_in_any_way() {
     const MESSAGES: u32 = 1000;
     on_real_fabrics(|server| {
         for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
-            let (mut inbox, bell) = (Inbox::new(), Bell::new().unwrap());
+            let (mut inbox, notifier) = (Inbox::new(), Notifier::new().unwrap());
             let mut senders = Vec::new();
             for name in 0..3 {
                 // Small enough to wrap often and to be full now and then.
                 let (sender, receiver) = server.ring(4096);
-                let room = Bell::new().unwrap();
-                inbox.add(name, receiver.with_bell(room.clone()));
-                senders.push((sender.with_bell(bell.clone()), room));
+                let room = Notifier::new().unwrap();
+                inbox.add(name, receiver.with_notifier(room.clone()));
+                senders.push((sender.with_notifier(notifier.clone()), room));
             }
             let threads = (0u64..).zip(senders).map(|(name, (mut sender, room))| {
                 thread::spawn(move || {
@@ -377,7 +377,7 @@ fn many_senders_reach_one_receiver_that_waits_in_any_way() {
             while expected != [MESSAGES; 3] {
                 let mut arrivals = Arrivals {
                     inbox: &mut inbox,
-                    bell: &bell,
+                    notifier: &notifier,
                 };
                 let until = Instant::now() + PATIENCE;
                 let arrived = waiter.wait(&mut arrivals, Some(until)).unwrap();
@@ -808,20 +808,20 @@ fn a_deadline_ends_every_way_of_waiting() {
 
 #[test]
 fn bells_are_shared_between_threads_and_remember_one_ring() {
-    let bell = Bell::new().unwrap();
+    let notifier = Notifier::new().unwrap();
     let rung = Arc::new(AtomicBool::new(false));
-    let (theirs, flag) = (bell.clone(), Arc::clone(&rung));
+    let (theirs, flag) = (notifier.clone(), Arc::clone(&rung));
     let thread = thread::spawn(move || {
         flag.store(true, Ordering::Relaxed);
-        theirs.ring();
+        theirs.notify();
     });
     let wait = |timeout: u16| {
-        let mut fds = [PollFd::new(bell.as_fd(), PollFlags::POLLIN)];
+        let mut fds = [PollFd::new(notifier.as_fd(), PollFlags::POLLIN)];
         poll(&mut fds, PollTimeout::from(timeout)).unwrap()
     };
     assert_eq!(wait(30_000), 1);
     assert!(rung.load(Ordering::Relaxed));
     thread.join().unwrap();
-    bell.hush();
+    notifier.clear();
     assert_eq!(wait(0), 0);
 }

@@ -368,7 +368,7 @@ impl Pool {
     /// (-1). The server shows the sum.
     pub(crate) fn hold(&self, slot: Span, page_bytes: usize, pages: i64) {
         let session = &self.servers[slot.place.server as usize].1;
-        session.hold(
+        session.add_contents(
             pages * page_bytes as i64,
             pages * slot_bytes(slot.bytes) as i64,
         );

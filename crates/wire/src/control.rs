@@ -239,7 +239,7 @@ pub enum Request {
     /// control connection.
     Stat,
     /// Tells what the client keeps in its extents now, for the server's figures.
-    Hold {
+    Contents {
         /// Bytes of its pages.
         plain_bytes: u64,
         /// Bytes that they take.
@@ -553,7 +553,7 @@ mod tests {
             ),
             (Request::Stat, vec![9]),
             (
-                Request::Hold {
+                Request::Contents {
                     plain_bytes: 300,
                     stored_bytes: 2,
                 },
@@ -724,9 +724,11 @@ mod tests {
                 line
             }),
             Just(Request::Renew),
-            (any::<u64>(), any::<u64>()).prop_map(|(plain_bytes, stored_bytes)| Request::Hold {
-                plain_bytes,
-                stored_bytes
+            (any::<u64>(), any::<u64>()).prop_map(|(plain_bytes, stored_bytes)| {
+                Request::Contents {
+                    plain_bytes,
+                    stored_bytes,
+                }
             }),
             Just(Request::Goodbye),
             (any::<u64>(), any::<bool>(), option::of(any::<u64>())).prop_map(

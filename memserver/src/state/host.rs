@@ -50,7 +50,7 @@ impl Host for State {
             extents: HashSet::new(),
             names: HashSet::new(),
             key: None,
-            held: [0; 2],
+            contents: [0; 2],
             given: None,
         };
         ledger.sessions.insert(id, record);
@@ -116,7 +116,7 @@ impl Host for State {
         atomics: bool,
         serial: Option<u64>,
     ) -> Result<Arc<ExtentMemory>, Refusal> {
-        self.make_room(session, bytes);
+        self.reclaim(session, bytes);
         let mut ledger = self.ledger.lock();
         if let Some(Given::Extent(id)) = ledger.given(session, serial)
             && let Some(record) = ledger.extents.get(&id)
@@ -177,8 +177,8 @@ impl Host for State {
         if !ledger.known(session)?.extents.remove(&extent) {
             return Err(Refusal::NotLeased(extent));
         }
-        let leaving = self.let_go(&mut ledger, extent);
-        ledger.let_go_of_name(extent);
+        let leaving = self.end_lease(&mut ledger, extent);
+        ledger.extent_released(extent);
         drop(ledger);
         self.give_back([leaving]);
         Ok(())
@@ -202,7 +202,7 @@ impl Host for State {
     }
 
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal> {
-        self.make_room(session, charge_of_name(0));
+        self.reclaim(session, charge_of_name(0));
         (self.ledger.lock()).claim(&self.limits, session, name, replace)
     }
 
@@ -220,7 +220,7 @@ impl Host for State {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<(), Refusal> {
-        self.make_room(session, charge_of_name(manifest.len()));
+        self.reclaim(session, charge_of_name(manifest.len()));
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
         let id = ledger.name_of(session, name)?;
@@ -349,8 +349,13 @@ impl Host for State {
         Ok(ledger.list(of, after))
     }
 
-    fn hold(&self, session: SessionId, plain_bytes: u64, stored_bytes: u64) -> Result<(), Refusal> {
-        self.ledger.lock().known(session)?.held = [plain_bytes, stored_bytes];
+    fn report_contents(
+        &self,
+        session: SessionId,
+        plain_bytes: u64,
+        stored_bytes: u64,
+    ) -> Result<(), Refusal> {
+        self.ledger.lock().known(session)?.contents = [plain_bytes, stored_bytes];
         Ok(())
     }
 
@@ -361,7 +366,8 @@ impl Host for State {
         let ledger = self.ledger.lock();
         // Clients say what they like: no sum of it may overflow.
         let held = |i: usize| {
-            (ledger.sessions.values()).fold(0u64, |sum, record| sum.saturating_add(record.held[i]))
+            (ledger.sessions.values())
+                .fold(0u64, |sum, record| sum.saturating_add(record.contents[i]))
         };
         let (logical_bytes, stored_bytes) = (held(0), held(1));
         let extents = ledger.extents.values();

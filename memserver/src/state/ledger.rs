@@ -49,7 +49,7 @@ pub(super) struct SessionRecord {
     /// Whose the names are that it uses, once its client has shown its key.
     pub(super) key: Option<PublicKey>,
     /// Bytes of the pages that it keeps, and bytes that they take, as it says.
-    pub(super) held: [u64; 2],
+    pub(super) contents: [u64; 2],
     /// The last request that had a number and gave something, and what.
     pub(super) given: Option<(u64, Given)>,
 }

@@ -260,7 +260,7 @@ impl Ledger {
     }
 
     /// An extent that its session gave back was perhaps the last by which the session held a name.
-    pub(super) fn let_go_of_name(&mut self, extent: ExtentId) {
+    pub(super) fn extent_released(&mut self, extent: ExtentId) {
         let record = self.extents.get(&extent);
         if let Some(id) = record.and_then(|record| record.name.clone()) {
             self.settle(&id);
@@ -268,7 +268,7 @@ impl Ledger {
     }
 
     /// The session that held the name has ended.
-    pub(super) fn let_go_of(&mut self, id: &NameId) {
+    pub(super) fn free_name(&mut self, id: &NameId) {
         if let Some(record) = self.names.get_mut(id) {
             (record.holder, record.claimed) = (None, false);
             if record.manifest.is_none() {
@@ -288,7 +288,7 @@ impl Ledger {
         if let Some(session) = holder {
             session.names.remove(id);
         }
-        self.let_go_of(id);
+        self.free_name(id);
     }
 
     /// The extents of a name that is no longer bound to them: freed where nobody leases them.

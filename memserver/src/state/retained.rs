@@ -91,7 +91,7 @@ impl State {
 
     /// Looks whether there is room for `bytes` bytes more, and for what has been let go of where
     /// there is none.
-    pub(super) fn make_room(&self, session: SessionId, bytes: u64) {
+    pub(super) fn reclaim(&self, session: SessionId, bytes: u64) {
         let has_room = {
             let ledger = self.ledger.lock();
             let origin = ledger.sessions.get(&session).map(|session| session.origin);

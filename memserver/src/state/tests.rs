@@ -322,15 +322,15 @@ fn figures_are_of_what_connected_clients_say_that_they_keep() {
         client(&state, Transport::Shm),
         client(&state, Transport::Tcp),
     );
-    state.hold(one, 1000, 400).unwrap();
-    state.hold(one, 3000, 500).unwrap();
-    state.hold(other, u64::MAX, 7).unwrap();
+    state.report_contents(one, 1000, 400).unwrap();
+    state.report_contents(one, 3000, 500).unwrap();
+    state.report_contents(other, u64::MAX, 7).unwrap();
     let stat = state.stat();
     assert_eq!((stat.logical_bytes, stat.stored_bytes), (u64::MAX, 507));
     state.close(other);
     let stat = state.stat();
     assert_eq!((stat.logical_bytes, stat.stored_bytes), (3000, 500));
-    assert_eq!(state.hold(other, 1, 1), Err(Refusal::NoSession));
+    assert_eq!(state.report_contents(other, 1, 1), Err(Refusal::NoSession));
 }
 
 #[test]

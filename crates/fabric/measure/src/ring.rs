@@ -19,8 +19,8 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use farpage_fabric::{
     Endpoint, Session, SessionOptions,
     patterns::{
-        Bell, Landing, RingError, RingPlace, RingReceiver, RingSender, SendError, Source, Waiter,
-        Waiting,
+        Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError, Source,
+        Waiter, Waiting,
     },
     regmem::{RegPool, RegPoolOptions},
     server::{Listener, Shutdown, SocketAccess, serve},
@@ -235,17 +235,17 @@ impl Drop for Peer {
     }
 }
 
-/// One direction.
-struct Way {
+/// A sender and its receiver.
+struct RingPair {
     sender: RingSender,
     receiver: RingReceiver,
-    /// Rung when something has arrived, where somebody sleeps until then.
-    arrived: Option<Bell>,
-    /// Rung when there is room again.
-    room: Option<Bell>,
+    /// Told when something has arrived, where somebody sleeps until then.
+    arrived: Option<Notifier>,
+    /// Told when there is room again.
+    room: Option<Notifier>,
 }
 
-impl Way {
+impl RingPair {
     fn new(to: &Peer, step: Step) -> Result<Self> {
         let session = Session::connect(&to.endpoint, &SessionOptions::default())?;
         let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
@@ -262,14 +262,14 @@ impl Way {
         let memory = memory.context("the extent is gone")?;
         let mut receiver = RingReceiver::new(Landing::extent(&memory)?, place);
         let mut sender = RingSender::new(session.channel()?, &pool, place);
-        let bell = || -> Result<Option<Bell>> {
+        let notifier = || -> Result<Option<Notifier>> {
             let sleeps = step.waiting() == Waiting::Event;
-            Ok(sleeps.then(Bell::new).transpose()?)
+            Ok(sleeps.then(Notifier::new).transpose()?)
         };
-        let (arrived, room) = (bell()?, bell()?);
+        let (arrived, room) = (notifier()?, notifier()?);
         if let (Some(arrived), Some(room)) = (&arrived, &room) {
-            sender = sender.with_bell(arrived.clone());
-            receiver = receiver.with_bell(room.clone());
+            sender = sender.with_notifier(arrived.clone());
+            receiver = receiver.with_notifier(room.clone());
         }
         Ok(Self {
             sender,
@@ -283,29 +283,29 @@ impl Way {
 /// Both directions between two threads.
 struct Line {
     step: Step,
-    there: Way,
-    back: Way,
+    there: RingPair,
+    back: RingPair,
 }
 
 impl Line {
     fn new([near, far]: &[Peer; 2], step: Step) -> Result<Self> {
         Ok(Self {
             step,
-            there: Way::new(far, step)?,
-            back: Way::new(near, step)?,
+            there: RingPair::new(far, step)?,
+            back: RingPair::new(near, step)?,
         })
     }
 
     /// Messages per second in one direction.
     fn rate(&mut self, bytes: usize, count: u32) -> Result<f64> {
         let step = self.step;
-        let way = &mut self.there;
+        let ring = &mut self.there;
         let mut out = Outgoing {
             step,
-            sender: &mut way.sender,
-            room: way.room.as_ref(),
+            sender: &mut ring.sender,
+            room: ring.room.as_ref(),
         };
-        let mut arriving = Incoming::new(step, &mut way.receiver, way.arrived.as_ref());
+        let mut arriving = Incoming::new(step, &mut ring.receiver, ring.arrived.as_ref());
         thread::scope(|scope| {
             let receiver = scope.spawn(move || -> Result<Instant> {
                 for number in 0..count {
@@ -349,7 +349,7 @@ impl Line {
                 for number in 0..count {
                     arriving.next(number, bytes)?;
                     answer.send(&arriving.message, true)?;
-                    // The bell rings when the WRITE has been placed.
+                    // The notifier rings when the WRITE has been placed.
                     answer.finish()?;
                 }
                 Ok(Instant::now())
@@ -382,7 +382,7 @@ fn write(message: &mut Vec<u8>, number: u32, bytes: usize) {
 struct Outgoing<'a> {
     step: Step,
     sender: &'a mut RingSender,
-    room: Option<&'a Bell>,
+    room: Option<&'a Notifier>,
 }
 
 impl Outgoing<'_> {
@@ -412,7 +412,7 @@ impl Outgoing<'_> {
     /// looks again soon.
     fn rest(&mut self, enough: impl Fn(&RingSender) -> bool) -> Result<()> {
         if let Some(room) = self.room {
-            room.hush();
+            room.clear();
         }
         self.sender.ask()?;
         self.finish()?;
@@ -437,16 +437,16 @@ impl Outgoing<'_> {
 
 struct Incoming<'a> {
     ring: &'a mut RingReceiver,
-    bell: Option<&'a Bell>,
+    notifier: Option<&'a Notifier>,
     waiter: Waiter,
     message: Vec<u8>,
 }
 
 impl<'a> Incoming<'a> {
-    fn new(step: Step, ring: &'a mut RingReceiver, bell: Option<&'a Bell>) -> Self {
+    fn new(step: Step, ring: &'a mut RingReceiver, notifier: Option<&'a Notifier>) -> Self {
         Self {
             ring,
-            bell,
+            notifier,
             waiter: Waiter::new(step.waiting()),
             message: Vec::new(),
         }
@@ -482,20 +482,20 @@ impl Source for Incoming<'_> {
     }
 
     fn arm(&mut self) {
-        if let Some(bell) = self.bell {
-            bell.hush();
+        if let Some(notifier) = self.notifier {
+            notifier.clear();
         }
     }
 
     fn sleep(&mut self, until: Option<Instant>) -> io::Result<()> {
-        let bell = self.bell.expect("who sleeps has a bell");
-        sleep(bell, until.unwrap_or_else(|| Instant::now() + PATIENCE))
+        let notifier = self.notifier.expect("who sleeps has a notifier");
+        sleep(notifier, until.unwrap_or_else(|| Instant::now() + PATIENCE))
     }
 }
 
-fn sleep(bell: &Bell, until: Instant) -> io::Result<()> {
+fn sleep(notifier: &Notifier, until: Instant) -> io::Result<()> {
     let left = until.saturating_duration_since(Instant::now());
-    let mut fds = [PollFd::new(bell.as_fd(), PollFlags::POLLIN)];
+    let mut fds = [PollFd::new(notifier.as_fd(), PollFlags::POLLIN)];
     match ppoll(&mut fds, Some(TimeSpec::from(left)), None) {
         Ok(_) | Err(Errno::EINTR) => Ok(()),
         Err(errno) => Err(errno.into()),

@@ -15,11 +15,11 @@
 //! ```
 //!
 //! A check value follows each of tail and consumed, because a word may be placed byte by byte. A
-//! receiver notices messages by looking at the tail. A receiver that sleeps is woken by a [`Bell`],
-//! which its senders ring when the tail has been placed. A sender on another host wakes it by the
-//! WRITE of the tail itself, where that can carry immediate data
-//! ([`Channel::post_notifying`](crate::Channel::post_notifying)), as on a control connection over
-//! RDMA.
+//! receiver notices messages by looking at the tail. A sender in the same process wakes a sleeping
+//! receiver by a [`Notifier`] once the tail has been placed. A sender on another host wakes it by
+//! the WRITE of the tail itself, where that can carry immediate data
+//! ([`Channel::post_notifying`](crate::Channel::post_notifying)). Control connections over RDMA do
+//! so.
 
 mod receiver;
 mod sender;
@@ -172,12 +172,12 @@ impl Landing {
     }
 }
 
-/// Wakes a receiver that sleeps. Clones ring the same bell.
+/// Wakes a thread of this process that sleeps on it (eventfd). Clones wake the same thread.
 #[derive(Clone, Debug)]
-pub struct Bell(Arc<EventFd>);
+pub struct Notifier(Arc<EventFd>);
 
-impl Bell {
-    /// A bell that has not been rung.
+impl Notifier {
+    /// A notifier that wakes nobody yet.
     ///
     /// # Errors
     /// What the system says: no descriptors left.
@@ -187,19 +187,19 @@ impl Bell {
     }
 
     /// Wakes the thread that sleeps on it, or the next one that would sleep.
-    pub fn ring(&self) {
-        // It fails only after 2^64 rings that nobody heard.
+    pub fn notify(&self) {
+        // It fails only after 2^64 notifications that nobody cleared.
         let _ = self.0.write(1);
     }
 
-    /// Clears the ring.
-    pub fn hush(&self) {
-        // It fails if the bell was not rung: then there is nothing to clear.
+    /// Forgets earlier notifications: the next sleep lasts until a new one.
+    pub fn clear(&self) {
+        // It fails if nobody notified: then there is nothing to forget.
         let _ = self.0.read();
     }
 }
 
-impl AsFd for Bell {
+impl AsFd for Notifier {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }

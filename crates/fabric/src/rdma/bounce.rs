@@ -1,23 +1,23 @@
 //! [`Bounce`]: registered memory that operations pass through, as a ring.
 //!
-//! The rule it keeps: places never overlap, and when all are given back there is room for any
-//! operation that fits at all.
+//! The rule it keeps: segments never overlap. When all have been given back there is room for any
+//! operation that is no longer than the ring.
 
 use std::ops::Range;
 
 /// Operations start at cache lines, so that no two share one.
 const ALIGN: usize = 64;
 
-/// Bytes of the bounce memory.
+/// The bytes of one operation in the bounce memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Segment {
     pub(super) bytes: Range<usize>,
-    /// What goes back with it: its own length and what was skipped to find it.
+    /// Bytes that go back with it: its own, and those that were skipped at the end of the ring.
     cost: usize,
 }
 
-/// The bounce memory as a ring: operations end in their order, so it is given back in the order
-/// that it was taken.
+/// The bounce memory as a ring. Operations end in the order of posting, so segments are given back
+/// in the order in which they were taken.
 #[derive(Debug)]
 pub(super) struct Bounce {
     capacity: usize,
@@ -34,7 +34,7 @@ impl Bounce {
         }
     }
 
-    pub(super) fn take(&mut self, len: usize) -> Option<Place> {
+    pub(super) fn take(&mut self, len: usize) -> Option<Segment> {
         let rounded = len.next_multiple_of(ALIGN);
         let skipped = match self.next + rounded > self.capacity {
             true => self.capacity - self.next,
@@ -42,7 +42,7 @@ impl Bounce {
         };
         let cost = skipped + rounded;
         if self.used + cost > self.capacity {
-            // With nothing in it, the place does not matter.
+            // The ring is empty: it may as well begin at 0.
             if self.used == 0 && self.next > 0 {
                 self.next = 0;
                 return self.take(len);
@@ -52,14 +52,14 @@ impl Bounce {
         let start = (self.next + skipped) % self.capacity;
         self.next = start + rounded;
         self.used += cost;
-        Some(Place {
+        Some(Segment {
             bytes: start..start + len,
             cost,
         })
     }
 
-    pub(super) fn give_back(&mut self, place: &Place) {
-        self.used -= place.cost;
+    pub(super) fn give_back(&mut self, segment: &Segment) {
+        self.used -= segment.cost;
     }
 }
 
@@ -80,23 +80,23 @@ mod tests {
             lens in prop::collection::vec(1..=MAX_OP_BYTES as usize, 1..200), keep in 0..12usize,
         ) {
             let mut bounce = Bounce::new(CAPACITY);
-            let mut out: VecDeque<Place> = VecDeque::new();
+            let mut out: VecDeque<Segment> = VecDeque::new();
             for len in lens {
-                let place = loop {
-                    if let Some(place) = bounce.take(len) {
-                        break place;
+                let segment = loop {
+                    if let Some(segment) = bounce.take(len) {
+                        break segment;
                     }
                     let oldest = out.pop_front().expect("an empty ring has room");
                     bounce.give_back(&oldest);
                 };
-                prop_assert!(place.bytes.len() == len && place.bytes.end <= CAPACITY);
+                prop_assert!(segment.bytes.len() == len && segment.bytes.end <= CAPACITY);
                 for other in &out {
                     prop_assert!(
-                        place.bytes.end <= other.bytes.start || other.bytes.end <= place.bytes.start,
-                        "{place:?} {other:?}"
+                        segment.bytes.end <= other.bytes.start || other.bytes.end <= segment.bytes.start,
+                        "{segment:?} {other:?}"
                     );
                 }
-                out.push_back(place);
+                out.push_back(segment);
                 while out.len() > keep {
                     bounce.give_back(&out.pop_front().expect("not empty"));
                 }

@@ -1,62 +1,62 @@
 //! [`Bundle`]: data connections that report to one completion queue, and [`RdmaChannel`], a bundle
 //! of one.
 //!
-//! The rule it keeps: no wake-up is lost, and no completion. A bundle is one value, so that the
-//! queue is polled, armed and slept on by the one thread that has it, and nobody takes a wake-up
-//! that another waits for. The queue has room for every work request of all its queue pairs. What
-//! completes carries the number of its [`Lane`]; a lane that fails ends its own operations, and
-//! what is still reported of it afterwards is nobody's.
+//! The rule it keeps: no wake-up is lost, and no completion. One thread at a time has the bundle.
+//! It polls, arms and sleeps on the completion queue, so nobody takes a wake-up that another thread
+//! waits for. The completion queue has room for every work request of all queue pairs. A completion
+//! carries the number of its [`SendQueue`]. A send queue that fails ends its own operations;
+//! completions that still come for it are thrown away.
 
 use std::{io, os::fd::AsFd, sync::Arc, time::Instant};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
 use super::{
-    channel::{Lane, lane_of},
+    channel::{SendQueue, number_of},
     verbs::{COMPLETIONS, Cq},
 };
 use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, stream::describe};
 
-/// What became readable, in the bundle's own epoll: the queue, or the connection of the lane of
-/// this number.
+/// In the bundle's own epoll this token stands for the completion queue. Any other token is the
+/// number of the send queue whose connection became readable.
 const COMPLETED: u64 = u64::MAX;
 
 /// Events that one look brings; what is left comes with the next.
 const EVENTS: usize = 8;
 
-/// Several lanes and their queue.
+/// Several send queues and their completion queue.
 pub(super) struct Bundle<B> {
-    lanes: Vec<Lane<B>>,
-    queue: Arc<Cq>,
-    /// Readable when the armed queue has completions, or the connection manager has something to
-    /// say.
+    queues: Vec<SendQueue<B>>,
+    cq: Arc<Cq>,
+    /// Readable when the armed completion queue has completions, or when the connection manager has
+    /// an event.
     ready: Epoll,
     /// Whether the next completion will make `ready` readable, or has.
     is_armed: bool,
 }
 
 impl<B: Buf> Bundle<B> {
-    /// The queue is that of all the lanes, which are numbered in their order.
-    pub(super) fn new(queue: Arc<Cq>, lanes: Vec<Lane<B>>) -> io::Result<Self> {
+    /// All `queues` report to `cq`. They are numbered in their order.
+    pub(super) fn new(cq: Arc<Cq>, queues: Vec<SendQueue<B>>) -> io::Result<Self> {
         let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let event = |token| EpollEvent::new(EpollFlags::EPOLLIN, token);
-        ready.add(&*queue, event(COMPLETED))?;
-        for (number, lane) in (0..).zip(&lanes) {
-            ready.add(lane.pair().id(), event(number))?;
+        ready.add(&*cq, event(COMPLETED))?;
+        for (number, queue) in (0..).zip(&queues) {
+            ready.add(queue.pair().id(), event(number))?;
         }
         Ok(Self {
-            lanes,
-            queue,
+            queues,
+            cq,
             ready,
             is_armed: false,
         })
     }
 
     fn turn(&mut self, ended: &mut impl FnMut(usize, Completion<B>)) {
-        for (number, lane) in self.lanes.iter_mut().enumerate() {
-            lane.begin_turn(&mut |completion| ended(number, completion));
+        for (number, queue) in self.queues.iter_mut().enumerate() {
+            queue.begin_turn(&mut |completion| ended(number, completion));
         }
-        if !self.lanes.iter().any(Lane::is_busy) {
+        if !self.queues.iter().any(SendQueue::is_busy) {
             return;
         }
         let moved = self
@@ -64,11 +64,11 @@ impl<B: Buf> Bundle<B> {
             .and_then(|any| if any { Ok(()) } else { self.look(ended) });
         if let Err(error) = moved {
             let reason = describe(&error);
-            self.lanes.iter_mut().for_each(|lane| lane.fail(&reason));
+            self.queues.iter_mut().for_each(|queue| queue.fail(&reason));
         }
-        for (number, lane) in self.lanes.iter_mut().enumerate() {
-            if lane.is_busy() {
-                lane.end_turn(&mut |completion| ended(number, completion));
+        for (number, queue) in self.queues.iter_mut().enumerate() {
+            if queue.is_busy() {
+                queue.end_turn(&mut |completion| ended(number, completion));
             }
         }
     }
@@ -78,11 +78,11 @@ impl<B: Buf> Bundle<B> {
         let mut any = false;
         loop {
             let mut reports = [None; COMPLETIONS];
-            let count = self.queue.poll(&mut reports)?;
+            let count = self.cq.poll(&mut reports)?;
             any |= count > 0;
             for done in reports.into_iter().flatten() {
-                let number = lane_of(&done);
-                self.lanes[number].complete(done, &mut |completion| ended(number, completion));
+                let number = number_of(&done);
+                self.queues[number].complete(done, &mut |completion| ended(number, completion));
             }
             if count < COMPLETIONS {
                 return Ok(any);
@@ -101,23 +101,24 @@ impl<B: Buf> Bundle<B> {
             .unwrap_or(0);
         for event in &events[..count] {
             match event.data() {
-                COMPLETED => self.is_armed &= !self.queue.take_wakeups(),
-                number => self.lanes[number as usize].hear(),
+                COMPLETED => self.is_armed &= !self.cq.take_wakeups(),
+                number => self.queues[number as usize].hear(),
             }
         }
         if !self.is_armed {
-            self.queue.arm()?;
+            self.cq.arm()?;
             self.is_armed = true;
-            // What completed before the queue was armed does not wake.
+            // What completed before `cq` was armed does not wake.
             self.collect(ended)?;
         }
         Ok(())
     }
 
     fn sleep_on(&self) -> Wait<'_> {
-        let busy = self.lanes.iter().any(Lane::is_busy);
-        // A queue that is not armed wakes nobody: the next turn arms it, or finds something.
-        if self.lanes.iter().any(Lane::is_ready) || busy && !self.is_armed {
+        let busy = self.queues.iter().any(SendQueue::is_busy);
+        // A completion queue that is not armed wakes nobody: the next turn arms it, or finds
+        // something.
+        if self.queues.iter().any(SendQueue::is_ready) || busy && !self.is_armed {
             return Wait {
                 until: Some(Instant::now()),
                 ..Wait::default()
@@ -130,14 +131,14 @@ impl<B: Buf> Bundle<B> {
             fd: Some(self.ready.0.as_fd()),
             readable: true,
             writable: false,
-            until: self.lanes.iter().filter_map(Lane::until).min(),
+            until: self.queues.iter().filter_map(SendQueue::until).min(),
         }
     }
 }
 
 impl<B: Buf> Channels<B> for Bundle<B> {
     fn post(&mut self, number: usize, op: Op<B>) -> Result<(), Busy<B>> {
-        self.lanes[number].post(op)
+        self.queues[number].post(op)
     }
 
     fn poll(&mut self, ended: &mut dyn FnMut(usize, Completion<B>)) {
@@ -145,7 +146,7 @@ impl<B: Buf> Channels<B> for Bundle<B> {
     }
 
     fn in_flight(&self) -> usize {
-        self.lanes.iter().map(Lane::in_flight).sum()
+        self.queues.iter().map(SendQueue::in_flight).sum()
     }
 
     fn wait(&self) -> Wait<'_> {
@@ -153,12 +154,12 @@ impl<B: Buf> Channels<B> for Bundle<B> {
     }
 }
 
-/// One queue pair with a queue of its own.
+/// One queue pair with a completion queue of its own.
 pub(super) struct RdmaChannel<B>(pub(super) Bundle<B>);
 
 impl<B: Buf> Channel<B> for RdmaChannel<B> {
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
-        self.0.lanes[0].post(op)
+        self.0.queues[0].post(op)
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
@@ -173,7 +174,7 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
     }
 
     fn in_flight(&self) -> usize {
-        self.0.lanes[0].in_flight()
+        self.0.queues[0].in_flight()
     }
 
     fn wait(&self) -> Wait<'_> {

@@ -1,5 +1,5 @@
-//! [`Lane`]: the client's end of a data connection, without the completion queue, of which a
-//! [`Bundle`](super::bundle::Bundle) has one for all its lanes.
+//! [`SendQueue`]: the client's end of a data connection. Its completion queue belongs to the
+//! [`Bundle`](super::bundle::Bundle) that it is in.
 //!
 //! The rule it keeps: an operation's buffer goes back to its owner only when the adapter is done
 //! with the memory that stands for it, and the send queue cannot fill. Buffers that are registered
@@ -21,7 +21,7 @@ use std::{
 use farpage_wire::ExtentId;
 
 use super::{
-    bounce::{Bounce, Place},
+    bounce::{Bounce, Segment},
     client::{Client, Leased},
     verbs::{self, Depths, Done, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
 };
@@ -50,20 +50,20 @@ pub(super) const CHANNEL: Depths = Depths {
     reads_in_flight: READS_IN_FLIGHT_MAX,
 };
 
-/// The lane's number stands in the upper bits of what marks its operations, so that completions
-/// find the way back; there are enough lower ones for any life of a process.
+/// A send queue's number stands in the upper bits of its operations' tags, so that completions find
+/// the way back. The lower bits count operations and last for any life of a process.
 const NUMBER_SHIFT: u32 = 52;
 
-/// Lanes that can be told apart.
-pub(super) const LANES_MAX: usize = 1 << (u64::BITS - NUMBER_SHIFT);
+/// Send queues that the upper bits of a tag can tell apart.
+pub(super) const QUEUES_MAX: usize = 1 << (u64::BITS - NUMBER_SHIFT);
 
-/// Whose operation it was.
-pub(super) fn lane_of(done: &Done) -> usize {
+/// The number of the send queue whose operation has ended.
+pub(super) fn number_of(done: &Done) -> usize {
     (done.tag >> NUMBER_SHIFT) as usize
 }
 
-/// One queue pair, and its operations.
-pub(super) struct Lane<B> {
+/// One queue pair and the operations that were posted to it.
+pub(super) struct SendQueue<B> {
     endpoint: String,
     pair: Pair,
     patience: Patience,
@@ -96,7 +96,7 @@ struct Flying<B> {
     op: Op<B>,
     sequence: u64,
     posted: Instant,
-    remote: verbs::Verb,
+    opcode: verbs::Opcode,
     /// What stands for the buffer, once the adapter has the operation.
     passage: Passage,
 }
@@ -109,11 +109,11 @@ enum Passage {
     /// The buffer is registered memory itself.
     Direct,
     /// Through the bounce memory.
-    Bounce(Place),
+    Bounce(Segment),
 }
 
-impl<B: Buf> Lane<B> {
-    /// The lane of this number, below [`LANES_MAX`]; `pair` is connected.
+impl<B: Buf> SendQueue<B> {
+    /// The send queue of this number, below [`QUEUES_MAX`]; `pair` is connected.
     pub(super) fn new(
         number: usize,
         session: Arc<Session>,
@@ -151,8 +151,8 @@ impl<B: Buf> Lane<B> {
             return Err(Busy(op));
         }
         check_len(&op);
-        let remote = match self.remote(&op) {
-            Ok(remote) => remote,
+        let opcode = match self.opcode(&op) {
+            Ok(opcode) => opcode,
             Err(error) => {
                 self.refused.push_back(complete(op, Err(error)));
                 return Ok(());
@@ -162,7 +162,7 @@ impl<B: Buf> Lane<B> {
             op,
             sequence: self.sequence,
             posted: Instant::now(),
-            remote,
+            opcode,
             passage: Passage::None,
         });
         self.sequence += 1;
@@ -176,7 +176,7 @@ impl<B: Buf> Lane<B> {
         self.ops.len() + self.refused.len()
     }
 
-    /// Whether there is something that the queue may tell of.
+    /// Whether a completion may come.
     pub(super) fn is_busy(&self) -> bool {
         !self.ops.is_empty()
     }
@@ -185,7 +185,7 @@ impl<B: Buf> Lane<B> {
         self.dead.is_some()
     }
 
-    /// Whether the next turn moves something whatever the queue says.
+    /// Whether the next turn moves something even if nothing has completed.
     pub(super) fn is_ready(&self) -> bool {
         !self.refused.is_empty() || self.is_busy() && (self.is_dead() || self.can_ring())
     }
@@ -195,13 +195,13 @@ impl<B: Buf> Lane<B> {
         (self.ops.front()).map(|oldest| self.patience.until(oldest.posted, self.heard))
     }
 
-    /// The first half of a turn, before the queue is looked at: what needs no adapter.
+    /// The first half of a turn, before completions are taken: what needs no adapter.
     pub(super) fn begin_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         self.refused.drain(..).for_each(ended);
         self.ring();
     }
 
-    /// The second half, after it: looks at the clock and at the session. A lane that is dead hands
+    /// The second half, after that: looks at the clock and at the session. A dead queue hands
     /// everything back.
     pub(super) fn end_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
         if let Err(error) = self.check() {
@@ -226,13 +226,13 @@ impl<B: Buf> Lane<B> {
     }
 
     /// What the adapter is to do, if the bytes are leased to this client.
-    fn remote(&mut self, op: &Op<B>) -> Result<verbs::Verb, ChannelError> {
+    fn opcode(&mut self, op: &Op<B>) -> Result<verbs::Opcode, ChannelError> {
         let (address, rkey) = self
             .address(op)
             .ok_or_else(|| refused(&self.endpoint, op))?;
         match op.verb {
-            Verb::Read => Ok(verbs::Verb::Read { address, rkey }),
-            Verb::Write => Ok(verbs::Verb::Write { address, rkey }),
+            Verb::Read => Ok(verbs::Opcode::Read { address, rkey }),
+            Verb::Write => Ok(verbs::Opcode::Write { address, rkey }),
             Verb::Atomic(_) if !self.pair.pd().has_atomics() => Err(ChannelError::NoAtomics {
                 endpoint: self.endpoint.clone(),
                 reason: format!(
@@ -240,7 +240,7 @@ impl<B: Buf> Lane<B> {
                     self.pair.pd().device().name()
                 ),
             }),
-            Verb::Atomic(atomic) => Ok(verbs::Verb::Atomic {
+            Verb::Atomic(atomic) => Ok(verbs::Opcode::Atomic {
                 address,
                 rkey,
                 atomic,
@@ -289,19 +289,19 @@ impl<B: Buf> Lane<B> {
                 let op = &flying.op;
                 let (local, passage) = if let Some(local) = direct(op, self.pair.pd().domain()) {
                     (local, Passage::Direct)
-                } else if let Some(place) = self.bounce.take(op.len as usize) {
-                    let slab = self.pair.slab();
+                } else if let Some(segment) = self.bounce.take(op.len as usize) {
+                    let memory = self.pair.memory();
                     if op.verb == Verb::Write {
-                        slab.copy_in(place.bytes.start, &op.buf.as_ref()[..op.len as usize]);
+                        memory.copy_in(segment.bytes.start, &op.buf.as_ref()[..op.len as usize]);
                     }
-                    (slab.local(&place.bytes), Passage::Bounce(place))
+                    (memory.local(&segment.bytes), Passage::Bounce(segment))
                 } else {
                     self.is_full = true;
                     break;
                 };
                 *work = Work {
                     tag: flying.sequence,
-                    verb: flying.remote,
+                    opcode: flying.opcode,
                     local,
                     signalled: op.verb.fetches(),
                 };
@@ -312,7 +312,7 @@ impl<B: Buf> Lane<B> {
             if let Some(last) = works.last_mut() {
                 last.signalled = true;
             }
-            // SAFETY: what is not in the pair's slab is a registered buffer, which stays in `ops`
+            // SAFETY: what is not in the pair's memory is a registered buffer, which stays in `ops`
             // until its operation has completed or the pair was killed; the pair is dropped before
             // `ops`.
             let posted = unsafe { self.pair.post(works) };
@@ -343,12 +343,12 @@ impl<B: Buf> Lane<B> {
             .ops
             .pop_front()
             .expect("a report belongs to an operation");
-        if let Passage::Bounce(place) = &flying.passage {
+        if let Passage::Bounce(segment) = &flying.passage {
             if flying.op.verb.fetches() {
                 let bytes = &mut flying.op.buf.as_mut()[..flying.op.len as usize];
-                self.pair.slab().copy_out(place.bytes.start, bytes);
+                self.pair.memory().copy_out(segment.bytes.start, bytes);
             }
-            self.bounce.give_back(place);
+            self.bounce.give_back(segment);
         }
         self.handed -= 1;
         self.is_full = false;

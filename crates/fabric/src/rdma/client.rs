@@ -18,11 +18,11 @@ use farpage_wire::{
 use super::{
     Greeting, address,
     bundle::{Bundle, RdmaChannel},
-    channel::{BOUNCE_BYTES, CHANNEL, LANES_MAX, Lane},
+    channel::{BOUNCE_BYTES, CHANNEL, QUEUES_MAX, SendQueue},
     control::Control,
     decode_key, devices, explain_pair, explain_start,
     stream::{Line, RdmaStream, Side},
-    verbs::{Cq, Depths, Device, Domain, EventKind, Id, Pair, Pd, Slab},
+    verbs::{Cq, Depths, Device, Domain, EventKind, Id, LocalMemory, Pair, Pd},
 };
 use crate::{
     Buf, Channel, ConnectError, RdmaOptions, Session,
@@ -179,19 +179,18 @@ pub(crate) struct Route {
 }
 
 impl Route {
-    /// Opens the connection; what is done there is reported to the queue, as the work of the lane
-    /// of this number.
-    fn open<B: Buf>(self, queue: &Arc<Cq>, number: usize) -> Result<Lane<B>, ConnectError> {
+    /// Opens the connection as send queue `number` of a bundle, whose completion queue is `cq`.
+    fn open<B: Buf>(self, cq: &Arc<Cq>, number: usize) -> Result<SendQueue<B>, ConnectError> {
         let endpoint = self.session.endpoint();
         let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
         let Home { domain, pool } = self.client.home(self.device).map_err(no_pair)?;
-        let slab = Slab::new(&pool, &domain.0, BOUNCE_BYTES)
+        let memory = LocalMemory::new(&pool, &domain.0, BOUNCE_BYTES)
             .map_err(|error| unusable(endpoint, error.to_string()))?;
         let depths = Depths {
             reads_in_flight: self.client.options.reads_in_flight,
             ..CHANNEL
         };
-        let pair = Pair::new(self.id, domain.0, Arc::clone(queue), depths, Some(slab));
+        let pair = Pair::new(self.id, domain.0, Arc::clone(cq), depths, Some(memory));
         let pair = pair.map_err(no_pair)?;
         let greeting = Greeting::Data(self.claim.0, self.claim.1, self.claim.2);
         establish(endpoint, &pair, &greeting, self.until)?;
@@ -206,7 +205,7 @@ impl Route {
             );
         });
         let (client, death) = (self.client, self.death);
-        Ok(Lane::new(
+        Ok(SendQueue::new(
             number,
             self.session,
             client,
@@ -253,16 +252,16 @@ fn bundle<B: Buf>(routes: Vec<Route>) -> Result<Bundle<B>, ConnectError> {
     let completions = device.completions_max().map_err(no_pair)?;
     let depth = queue_depth(count, completions)
         .map_err(|reason| unusable(&endpoint, format!("{}: {reason}", device.name())))?;
-    let queue = Cq::new(device, depth).map_err(no_pair)?;
-    let lanes = routes.into_iter().enumerate();
-    let lanes = lanes.map(|(number, route)| route.open(&queue, number));
-    Bundle::new(Arc::clone(&queue), lanes.collect::<Result<_, _>>()?).map_err(no_pair)
+    let cq = Cq::new(device, depth).map_err(no_pair)?;
+    let queues = routes.into_iter().enumerate();
+    let queues = queues.map(|(number, route)| route.open(&cq, number));
+    Bundle::new(Arc::clone(&cq), queues.collect::<Result<_, _>>()?).map_err(no_pair)
 }
 
 /// Completions that so many channels may leave in their queue, if a device whose queues hold `most`
 /// can have that.
 fn queue_depth(channels: usize, most: usize) -> Result<usize, String> {
-    let fit = (most / CHANNEL.completions()).min(LANES_MAX);
+    let fit = (most / CHANNEL.completions()).min(QUEUES_MAX);
     if channels > fit {
         return Err(format!(
             "{channels} channels cannot share one of its completion queues, which hold {most} completions: at most {fit} can"
@@ -394,7 +393,7 @@ mod tests {
         assert_eq!(queue_depth(511, 32_767), Ok(32_704));
         let refusal = queue_depth(512, 32_767).expect_err("one too many");
         assert!(refusal.contains("at most 511"), "{refusal}");
-        assert!(queue_depth(LANES_MAX, usize::MAX).is_ok());
-        assert!(queue_depth(LANES_MAX + 1, usize::MAX).is_err());
+        assert!(queue_depth(QUEUES_MAX, usize::MAX).is_ok());
+        assert!(queue_depth(QUEUES_MAX + 1, usize::MAX).is_err());
     }
 }

@@ -23,11 +23,11 @@ use std::{
 use farpage_wire::{ExtentId, control::RemoteKey};
 
 use super::{
-    bounce::{Bounce, Place},
+    bounce::{Bounce, Segment},
     explain_pair,
     verbs::{
-        self, COMPLETIONS, Cq, Depths, Domain, Failure, Id, Pair, Pd, READS_IN_FLIGHT_MAX, Slab,
-        Work,
+        self, COMPLETIONS, Cq, Depths, Domain, Failure, Id, LocalMemory, Pair, Pd,
+        READS_IN_FLIGHT_MAX, Work,
     },
 };
 use crate::{
@@ -108,8 +108,9 @@ impl Control {
             rkey: keys.expect("the pool serves the domain").rkey,
         };
         let bounce = pool(BOUNCE_BYTES, Access::Local);
-        let slab = Slab::new(&bounce, &pd, BOUNCE_BYTES).map_err(|error| error.to_string())?;
-        let carrier = Carrier::new(id, pd, slab)?;
+        let memory =
+            LocalMemory::new(&bounce, &pd, BOUNCE_BYTES).map_err(|error| error.to_string())?;
+        let carrier = Carrier::new(id, pd, memory)?;
         Ok(Self {
             sender: RingSender::new(Box::new(carrier), plain, PLACE),
             receiver: RingReceiver::new(Landing::registered(ring), PLACE),
@@ -269,21 +270,21 @@ struct Carrier {
     peer: RemoteKey,
     bounce: Bounce,
     /// With what stands for the buffer.
-    ops: VecDeque<(Op<RegBuf>, Place)>,
+    ops: VecDeque<(Op<RegBuf>, Segment)>,
     /// Announcements of the peer that were heard and whose messages were not taken.
     arrivals: usize,
     failed: Option<Failure>,
 }
 
 impl Carrier {
-    fn new(id: Id, pd: Arc<Pd>, slab: Slab) -> Result<Self, String> {
+    fn new(id: Id, pd: Arc<Pd>, memory: LocalMemory) -> Result<Self, String> {
         let depths = Depths {
             sends: SENDS,
             receives: ANNOUNCEMENTS,
             reads_in_flight: READS_IN_FLIGHT_MAX,
         };
         let mut pair = Cq::new(pd.device(), depths.completions())
-            .and_then(|queue| Pair::new(id, pd, queue, depths, Some(slab)))
+            .and_then(|queue| Pair::new(id, pd, queue, depths, Some(memory)))
             .map_err(|error| explain_pair(&error))?;
         for _ in 0..ANNOUNCEMENTS {
             pair.post_receive(ANNOUNCED).map_err(|error| {
@@ -307,50 +308,50 @@ impl Carrier {
         if self.ops.len() == SENDS {
             return Err(Busy(op));
         }
-        let Some(place) = self.bounce.take(op.len as usize) else {
+        let Some(segment) = self.bounce.take(op.len as usize) else {
             return Err(Busy(op));
         };
         if self.failed.is_some() {
             // It ends with the next poll. Nothing behind what was not sent may arrive.
-            self.ops.push_back((op, place));
+            self.ops.push_back((op, segment));
             return Ok(());
         }
         let (address, rkey) = (self.peer.address.wrapping_add(op.offset), self.peer.rkey);
-        let slab = self.pair.slab();
-        let verb = if op.verb == Verb::Write {
-            slab.copy_in(place.bytes.start, &op.buf.as_ref()[..op.len as usize]);
+        let memory = self.pair.memory();
+        let opcode = if op.verb == Verb::Write {
+            memory.copy_in(segment.bytes.start, &op.buf.as_ref()[..op.len as usize]);
             match notify {
-                true => verbs::Verb::WriteNotify { address, rkey },
-                false => verbs::Verb::Write { address, rkey },
+                true => verbs::Opcode::WriteNotify { address, rkey },
+                false => verbs::Opcode::Write { address, rkey },
             }
         } else {
-            verbs::Verb::Read { address, rkey }
+            verbs::Opcode::Read { address, rkey }
         };
         let work = Work {
             tag: 0,
-            verb,
-            local: slab.local(&place.bytes),
+            opcode,
+            local: memory.local(&segment.bytes),
             signalled: true,
         };
-        // SAFETY: the place lies in the pair's slab.
+        // SAFETY: the segment lies in the memory that the pair owns.
         if unsafe { self.pair.post(&[work]) }.is_err() {
             self.failed = Some(Failure::REFUSED);
         }
-        self.ops.push_back((op, place));
+        self.ops.push_back((op, segment));
         Ok(())
     }
 
     /// The oldest operation has ended.
     fn end(&mut self, done: &mut Vec<Completion<RegBuf>>, result: Result<(), ChannelError>) {
-        let (mut op, place) = self
+        let (mut op, segment) = self
             .ops
             .pop_front()
             .expect("a report belongs to an operation");
         if op.verb != Verb::Write && result.is_ok() {
             let bytes = &mut op.buf.as_mut()[..op.len as usize];
-            self.pair.slab().copy_out(place.bytes.start, bytes);
+            self.pair.memory().copy_out(segment.bytes.start, bytes);
         }
-        self.bounce.give_back(&place);
+        self.bounce.give_back(&segment);
         done.push(Completion {
             tag: op.tag,
             verb: op.verb,

@@ -47,7 +47,7 @@ pub(crate) struct RdmaStream {
     /// Closed here, or by the peer.
     over: AtomicBool,
     /// Readable when `over`.
-    bell: EventFd,
+    wake: EventFd,
     /// Readable when the connection manager has something to say, or `over`.
     ended: Epoll,
     /// As above, or when messages came or went.
@@ -94,15 +94,15 @@ impl RdmaStream {
     /// A stream over a line that is connected, or about to be.
     pub(super) fn new(line: Line, side: Side) -> io::Result<Self> {
         let (ended, ready) = (epoll()?, epoll()?);
-        let bell = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         watch(&ended, line.pair().id())?;
-        watch(&ended, &bell)?;
+        watch(&ended, &wake)?;
         watch(&ready, &ended.0)?;
         watch(&ready, line.pair().queue().as_fd())?;
         Ok(Self {
             line: Mutex::new(line),
             over: AtomicBool::new(false),
-            bell,
+            wake,
             ended,
             ready,
             side,
@@ -218,8 +218,8 @@ impl RdmaStream {
 
     fn end(&self) {
         self.over.store(true, Ordering::Release);
-        // Fails only when the counter is full, and then the bell is heard.
-        let _ = self.bell.write(1);
+        // Fails only when the counter is full, and then it is readable already.
+        let _ = self.wake.write(1);
     }
 
     /// Readable when [`has_ended`](Self::has_ended) may have become true.

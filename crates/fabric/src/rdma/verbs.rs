@@ -2,8 +2,8 @@
 //! dropping that the adapter allows.
 //!
 //! The law of this module: memory that an adapter may touch outlives the queue pair that may tell
-//! it to. A [`Pair`] owns its [`Slab`] and destroys the queue pair first; for memory of others
-//! their owner promises it. All calls into C are here.
+//! it to. A [`Pair`] owns its [`LocalMemory`] and destroys the queue pair first. Of other memory
+//! its owner promises the same. All calls into C are here.
 
 mod connection;
 mod memory;
@@ -22,8 +22,8 @@ use rdma_sys as sys;
 
 pub(super) use self::{
     connection::{Event, EventKind, Id, Request},
-    memory::{Device, Domain, Local, Mr, Pd, Slab},
-    pair::{Depths, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Verb, Work},
+    memory::{Device, Domain, Local, LocalMemory, Mr, Pd},
+    pair::{Depths, Opcode, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
     queue::{COMPLETIONS, Cq, Done, Failure},
 };
 

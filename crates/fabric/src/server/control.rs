@@ -242,10 +242,12 @@ pub(crate) fn answer(
             return Err("a session was begun within a session".to_owned());
         }
         Request::Renew => host.renew(session).map(done),
-        Request::Hold {
+        Request::Contents {
             plain_bytes,
             stored_bytes,
-        } => host.hold(session, plain_bytes, stored_bytes).map(done),
+        } => host
+            .report_contents(session, plain_bytes, stored_bytes)
+            .map(done),
         Request::Goodbye => {
             host.close(session);
             Ok(done(()))

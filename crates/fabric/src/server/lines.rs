@@ -27,14 +27,14 @@ pub(super) type LineName = (SessionId, Option<u64>);
 #[derive(Debug, Default)]
 pub(super) struct Lines {
     /// Of each line, oldest first. The first one serves; those behind it wait until they are first.
-    table: Mutex<HashMap<LineName, Vec<Arc<Place>>>>,
+    table: Mutex<HashMap<LineName, Vec<Arc<Member>>>>,
     /// Signalled when a connection has left.
     left: Condvar,
 }
 
-/// A connection's place in its line.
+/// A connection of a line.
 #[derive(Debug)]
-struct Place {
+struct Member {
     stream: Weak<Stream>,
     /// A newer connection has come. Looked at between system calls; what it orders is ordered by
     /// the lock.
@@ -46,7 +46,7 @@ struct Place {
 pub(super) struct Held<'a> {
     lines: &'a Lines,
     name: LineName,
-    place: Arc<Place>,
+    member: Arc<Member>,
 }
 
 impl Lines {
@@ -58,34 +58,34 @@ impl Lines {
         stream: &Arc<Stream>,
         until: Instant,
     ) -> Option<Held<'_>> {
-        let place = Arc::new(Place {
+        let member = Arc::new(Member {
             stream: Arc::downgrade(stream),
             replaced: AtomicBool::new(false),
         });
         let older = {
             let mut table = self.table.lock();
-            let places = table.entry(name).or_default();
-            let older = places.clone();
-            places.push(Arc::clone(&place));
+            let members = table.entry(name).or_default();
+            let older = members.clone();
+            members.push(Arc::clone(&member));
             older
         };
-        // From here on dropping it gives the place back.
+        // From here on dropping it leaves the line.
         let held = Held {
             lines: self,
             name,
-            place,
+            member,
         };
         // Not under the lock: closing may wait for an adapter.
-        for place in older {
-            place.replaced.store(true, Ordering::Relaxed);
-            if let Some(stream) = place.stream.upgrade() {
+        for member in older {
+            member.replaced.store(true, Ordering::Relaxed);
+            if let Some(stream) = member.stream.upgrade() {
                 stream.close();
             }
         }
         let mut table = self.table.lock();
         // Those of the older ones that wait here have nothing to wait for any more.
         self.left.notify_all();
-        while !Arc::ptr_eq(&table[&name][0], &held.place) {
+        while !Arc::ptr_eq(&table[&name][0], &held.member) {
             if held.is_replaced() || self.left.wait_until(&mut table, until).timed_out() {
                 drop(table);
                 return None;
@@ -99,18 +99,18 @@ impl Lines {
 impl Held<'_> {
     /// Whether a newer connection waits for this one to leave.
     pub(super) fn is_replaced(&self) -> bool {
-        self.place.replaced.load(Ordering::Relaxed)
+        self.member.replaced.load(Ordering::Relaxed)
     }
 }
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
         let mut table = self.lines.table.lock();
-        let places = table
+        let members = table
             .get_mut(&self.name)
             .expect("a line with a connection is known");
-        places.retain(|place| !Arc::ptr_eq(place, &self.place));
-        if places.is_empty() {
+        members.retain(|member| !Arc::ptr_eq(member, &self.member));
+        if members.is_empty() {
             table.remove(&self.name);
         }
         self.lines.left.notify_all();

@@ -108,19 +108,19 @@ impl Shared {
         until: Instant,
     ) -> Result<[u64; 2], CallError> {
         self.exchange(line, &Request::Renew, until)?;
-        let held = self
-            .held
+        let contents = self
+            .contents
             .each_ref()
             .map(|bytes| bytes.load(Ordering::Relaxed));
-        if held != told {
-            let [plain_bytes, stored_bytes] = held;
-            let hold = Request::Hold {
+        if contents != told {
+            let [plain_bytes, stored_bytes] = contents;
+            let report = Request::Contents {
                 plain_bytes,
                 stored_bytes,
             };
-            self.exchange(line, &hold, until)?;
+            self.exchange(line, &report, until)?;
         }
         self.catch_up(line, until)?;
-        Ok(held)
+        Ok(contents)
     }
 }

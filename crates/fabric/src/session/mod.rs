@@ -330,9 +330,9 @@ impl Session {
 
     /// Counts pages that are kept on the server from now on, or (by negative figures) no more, for
     /// its figures: it is told with every renewal of the lease.
-    pub fn hold(&self, plain_bytes: i64, stored_bytes: i64) {
+    pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
         match &self.backend {
-            Backend::Remote(remote) => remote.hold(plain_bytes, stored_bytes),
+            Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
             Backend::Sim(_) => {}
         }
     }

@@ -89,7 +89,7 @@ impl Remote {
             rdma,
             closing: AtomicBool::new(false),
             untold: Mutex::default(),
-            held: Default::default(),
+            contents: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,
         });
         let keeper = {
@@ -106,9 +106,9 @@ impl Remote {
     }
 
     /// Counts pages that are kept there from now on, or (by negative figures) no more.
-    pub(super) fn hold(&self, plain_bytes: i64, stored_bytes: i64) {
-        for (held, bytes) in self.shared.held.iter().zip([plain_bytes, stored_bytes]) {
-            held.fetch_add(bytes as u64, Ordering::Relaxed);
+    pub(super) fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
+        for (total, bytes) in self.shared.contents.iter().zip([plain_bytes, stored_bytes]) {
+            total.fetch_add(bytes as u64, Ordering::Relaxed);
         }
     }
 

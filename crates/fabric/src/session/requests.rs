@@ -48,7 +48,7 @@ pub(super) fn may_repeat(request: &Request) -> bool {
         || matches!(
             request,
             Request::Renew
-                | Request::Hold { .. }
+                | Request::Contents { .. }
                 | Request::Stat
                 | Request::Publish { .. }
                 | Request::Disclaim { .. }

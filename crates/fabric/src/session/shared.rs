@@ -77,7 +77,7 @@ pub(super) struct Shared {
     /// What gives back to the server, and it was not told of or did not answer for.
     pub(super) untold: Mutex<Vec<Request>>,
     /// Bytes of the pages that are kept there, and bytes that they take.
-    pub(super) held: [AtomicU64; 2],
+    pub(super) contents: [AtomicU64; 2],
     /// Wakes the keeper: closing, or a new connection to watch.
     pub(super) wake: EventFd,
 }

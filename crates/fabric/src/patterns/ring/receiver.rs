@@ -4,15 +4,15 @@
 //! whose sender breaks the protocol ends; the others go on.
 
 use super::{
-    Bell, CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, RingError, RingPlace, room_of,
+    CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Landing, Notifier, RingError, RingPlace, room_of,
 };
 
 /// The receiver's end of one sender's ring.
 pub struct RingReceiver {
     memory: Landing,
     place: RingPlace,
-    /// Rung when the sender gets room.
-    bell: Option<Bell>,
+    /// Told when the sender gets room.
+    notifier: Option<Notifier>,
     /// The last tail that the sender announced.
     tail: u64,
     taken: u64,
@@ -32,7 +32,7 @@ impl RingReceiver {
         let receiver = Self {
             memory,
             place,
-            bell: None,
+            notifier: None,
             tail: 0,
             taken: 0,
             published: 0,
@@ -42,9 +42,10 @@ impl RingReceiver {
         receiver
     }
 
-    /// Rings this bell whenever the sender gets room. Default: none, the sender asks.
-    pub fn with_bell(mut self, bell: Bell) -> Self {
-        self.bell = Some(bell);
+    /// Notifies by `notifier` whenever the sender gets room. Default: nobody is notified, and the
+    /// sender asks.
+    pub fn with_notifier(mut self, notifier: Notifier) -> Self {
+        self.notifier = Some(notifier);
         self
     }
 
@@ -91,8 +92,8 @@ impl RingReceiver {
     fn publish(&mut self) {
         self.memory.store(self.at(CONSUMED_AT), self.taken);
         self.published = self.taken;
-        if let Some(bell) = &self.bell {
-            bell.ring();
+        if let Some(notifier) = &self.notifier {
+            notifier.notify();
         }
     }
 

@@ -6,7 +6,8 @@
 use std::collections::VecDeque;
 
 use super::{
-    Bell, CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, RingPlace, WORD_BYTES, room_of, sealed, unsealed,
+    CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Notifier, RingPlace, WORD_BYTES, room_of, sealed,
+    unsealed,
 };
 use crate::{
     Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
@@ -47,8 +48,8 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     channel: Box<C>,
     pool: RegPool,
     place: RingPlace,
-    /// Rung when messages have been placed.
-    bell: Option<Bell>,
+    /// Told when messages have been placed.
+    notifier: Option<Notifier>,
     /// Bytes of all messages, ever.
     written: u64,
     /// Bytes of these that went into WRITEs; the rest is in `staged`.
@@ -87,7 +88,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
             channel,
             pool: pool.clone(),
             place,
-            bell: None,
+            notifier: None,
             written: 0,
             posted: 0,
             wanted: 0,
@@ -104,9 +105,9 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         }
     }
 
-    /// Rings this bell whenever messages have been placed. Default: none.
-    pub fn with_bell(mut self, bell: Bell) -> Self {
-        self.bell = Some(bell);
+    /// Notifies by `notifier` whenever messages have been placed. Default: nobody is notified.
+    pub fn with_notifier(mut self, notifier: Notifier) -> Self {
+        self.notifier = Some(notifier);
         self
     }
 
@@ -328,8 +329,8 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
             self.dead.get_or_insert(error);
             return;
         }
-        match (completion.tag, &self.bell) {
-            (TAIL, Some(bell)) => bell.ring(),
+        match (completion.tag, &self.notifier) {
+            (TAIL, Some(notifier)) => notifier.notify(),
             (CREDIT, _) => {
                 // A word that was just being placed is read again when it is needed. Bytes that
                 // were not announced cannot have been taken.

@@ -204,13 +204,13 @@ impl Registrar for Domain {
 /// A pair's own registered memory. Reached by bounds-checked copies only: the adapter changes it
 /// when it likes.
 #[derive(Debug)]
-pub(in crate::rdma) struct Slab {
+pub(in crate::rdma) struct LocalMemory {
     memory: RegBuf,
     bytes: usize,
     lkey: u32,
 }
 
-impl Slab {
+impl LocalMemory {
     /// Memory of a pool that serves the domain.
     pub(in crate::rdma) fn new(pool: &RegPool, pd: &Pd, bytes: usize) -> Result<Self, RegError> {
         let memory = pool.acquire(bytes)?;
@@ -223,7 +223,7 @@ impl Slab {
         })
     }
 
-    /// Copies bytes out; panics outside of the slab.
+    /// Copies bytes out; panics outside of this memory.
     pub(in crate::rdma) fn copy_out(&self, offset: usize, to: &mut [u8]) {
         let from = self.place(offset, to.len());
         // SAFETY: `place` checked the source; the destination is an exclusive slice elsewhere. If
@@ -232,14 +232,14 @@ impl Slab {
         unsafe { ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
     }
 
-    /// Copies bytes in; panics outside of the slab.
+    /// Copies bytes in; panics outside of this memory.
     pub(in crate::rdma) fn copy_in(&self, offset: usize, from: &[u8]) {
         let to = self.place(offset, from.len());
         // SAFETY: as above with source and destination exchanged.
         unsafe { ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
     }
 
-    /// What the adapter is told of a part of it; panics outside of the slab.
+    /// What the adapter is told of a part of it; panics outside of this memory.
     pub(in crate::rdma) fn local(&self, place: &Range<usize>) -> Local {
         Local {
             address: self.place(place.start, place.len()) as u64,
@@ -252,7 +252,7 @@ impl Slab {
         let end = offset.checked_add(len);
         assert!(
             end.is_some_and(|end| end <= self.bytes),
-            "{len} bytes at {offset} of a slab of {}",
+            "{len} bytes at {offset} of local memory of {}",
             self.bytes
         );
         // SAFETY: inside the buffer, or at its end.

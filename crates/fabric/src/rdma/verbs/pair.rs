@@ -5,7 +5,7 @@ use std::{ffi::c_int, io, ptr, sync::Arc};
 use farpage_wire::Atomic;
 use rdma_sys as sys;
 
-use super::{Cq, Id, Local, Pd, Slab, check};
+use super::{Cq, Id, Local, LocalMemory, Pd, check};
 
 /// Work requests that are handed to the adapter with one ring of its doorbell, at most.
 pub(in crate::rdma) const POSTLIST: usize = 16;
@@ -49,7 +49,7 @@ pub(in crate::rdma) struct Pair {
     /// Destroys the queue pair, so that what follows is out of the adapter's reach when it goes.
     id: Id,
     queue: Arc<Cq>,
-    slab: Option<Slab>,
+    memory: Option<LocalMemory>,
     pd: Arc<Pd>,
     inline_bytes: usize,
     /// Asked for.
@@ -59,7 +59,7 @@ pub(in crate::rdma) struct Pair {
 
 /// What the adapter is to do.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::rdma) enum Verb {
+pub(in crate::rdma) enum Opcode {
     Read {
         address: u64,
         rkey: u32,
@@ -87,7 +87,7 @@ pub(in crate::rdma) enum Verb {
 pub(in crate::rdma) struct Work {
     /// Comes back with the completion.
     pub(in crate::rdma) tag: u64,
-    pub(in crate::rdma) verb: Verb,
+    pub(in crate::rdma) opcode: Opcode,
     pub(in crate::rdma) local: Local,
     /// Whether its completion is reported when it succeeds. A failure always is.
     pub(in crate::rdma) signalled: bool,
@@ -97,7 +97,7 @@ impl Work {
     /// Fills lists.
     pub(in crate::rdma) const NONE: Self = Self {
         tag: 0,
-        verb: Verb::Read {
+        opcode: Opcode::Read {
             address: 0,
             rkey: 0,
         },
@@ -118,7 +118,7 @@ impl Pair {
         pd: Arc<Pd>,
         queue: Arc<Cq>,
         depths: Depths,
-        slab: Option<Slab>,
+        memory: Option<LocalMemory>,
     ) -> io::Result<Self> {
         // Inline is a favour: a device that has less, or none, says no to the whole queue pair.
         let mut inline_bytes = INLINE_BYTES;
@@ -149,7 +149,7 @@ impl Pair {
         Ok(Self {
             id,
             queue,
-            slab,
+            memory,
             pd,
             inline_bytes: inline_bytes as usize,
             reads_in_flight_max: depths.reads_in_flight,
@@ -181,8 +181,8 @@ impl Pair {
     }
 
     /// The memory that work requests refer to.
-    pub(in crate::rdma) fn slab(&self) -> &Slab {
-        self.slab
+    pub(in crate::rdma) fn memory(&self) -> &LocalMemory {
+        self.memory
             .as_ref()
             .expect("a pair that moves bytes was made with memory")
     }
@@ -210,14 +210,16 @@ impl Pair {
 
     /// Whether a WRITE of so many bytes can travel inside its work request.
     fn is_inline(&self, work: &Work) -> bool {
-        matches!(work.verb, Verb::Write { .. } | Verb::WriteNotify { .. })
-            && work.local.bytes as usize <= self.inline_bytes
+        matches!(
+            work.opcode,
+            Opcode::Write { .. } | Opcode::WriteNotify { .. }
+        ) && work.local.bytes as usize <= self.inline_bytes
     }
 
     /// Hands work to the adapter, all with one ring of its doorbell.
     ///
     /// # Safety
-    /// Local memory outside of the pair's slab stays registered and nobody else's until the work
+    /// Local memory that the pair does not own stays registered and nobody else's until the work
     /// has completed or [`kill`](Self::kill) has returned.
     ///
     /// # Errors
@@ -249,16 +251,16 @@ impl Pair {
                     rkey,
                 },
             };
-            match work.verb {
-                Verb::Read { address, rkey } => {
+            match work.opcode {
+                Opcode::Read { address, rkey } => {
                     request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_READ;
                     request.wr = remote(address, rkey);
                 }
-                Verb::Write { address, rkey } => {
+                Opcode::Write { address, rkey } => {
                     request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
                     request.wr = remote(address, rkey);
                 }
-                Verb::Atomic {
+                Opcode::Atomic {
                     address,
                     rkey,
                     atomic,
@@ -279,7 +281,7 @@ impl Pair {
                         rkey,
                     };
                 }
-                Verb::WriteNotify { address, rkey } => {
+                Opcode::WriteNotify { address, rkey } => {
                     request.opcode = sys::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM;
                     request.wr = remote(address, rkey);
                 }
@@ -298,7 +300,7 @@ impl Pair {
         let mut refused = ptr::null_mut();
         // SAFETY:
         // - the queue pair is alive, and the list is ours for the call, which copies what it keeps;
-        // - the memory lies in the slab, which outlives the queue pair, or the caller promises for
+        // - the pair owns the memory, which outlives the queue pair, or the caller promises for
         //   it.
         check(unsafe { sys::ibv_post_send(qp, first, &raw mut refused) })
     }
