@@ -25,6 +25,12 @@ pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
 
 impl Buf for Vec<u8> {}
 
+impl Buf for RegBuf {
+    fn registered(&self) -> Option<&RegBuf> {
+        Some(self)
+    }
+}
+
 /// What an operation does, seen from the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verb {

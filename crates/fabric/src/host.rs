@@ -4,7 +4,11 @@
 //! decided behind this trait. The rule it keeps: a transport never touches memory that
 //! [`Host::extent`] did not hand out for that very session.
 
-use std::{net::IpAddr, sync::Arc, time::Duration};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use farpage_wire::{ExtentId, PublicKey, Secret, ServerStat, SessionId};
 pub use farpage_wire::{NamedRegion, Refusal};
@@ -56,6 +60,30 @@ impl From<IpAddr> for Origin {
             }
             address => address,
         })
+    }
+}
+
+/// Who is at the other end.
+#[derive(Clone, Debug)]
+pub(crate) struct Peer {
+    /// For the log.
+    pub(crate) name: String,
+    pub(crate) origin: Origin,
+}
+
+impl Peer {
+    pub(crate) fn at(address: SocketAddr) -> Self {
+        Self {
+            name: address.to_string(),
+            origin: address.ip().into(),
+        }
+    }
+
+    pub(crate) fn unknown() -> Self {
+        Self {
+            name: "an unknown address".to_owned(),
+            origin: Origin::Unknown,
+        }
     }
 }
 

@@ -6,19 +6,26 @@
 //! and runs [`server::serve`]. Pages, slots and retries are left to the callers above.
 
 mod allowance;
+mod attachment;
 pub mod channel;
 #[cfg(feature = "conformance")]
 pub mod conformance;
 mod devices;
+mod engine;
+mod errors;
 pub mod host;
 pub mod key;
 mod link;
 pub mod log;
 pub mod memory;
+mod nonblocking;
+mod options;
 pub mod patterns;
 #[cfg_attr(not(feature = "rdma"), path = "no_rdma.rs")]
 mod rdma;
 pub mod regmem;
+mod resolver;
+mod ring;
 pub mod server;
 pub mod session;
 mod shm;
@@ -29,12 +36,11 @@ mod tcp;
 pub use allowance::Allowance;
 pub use channel::{Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait};
 pub use devices::{RdmaDevice, rdma_devices};
+pub use errors::{AllocError, ConnectError, ControlError, OpenError, PublishError};
 pub use farpage_wire::{
     Atomic, Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
     ServerStat, SessionId,
 };
 pub use link::Link;
-pub use session::{
-    AllocError, ConnectError, ControlError, Extent, Line, Named, OpenError, PublishError,
-    RdmaOptions, Session, SessionOptions, Visit,
-};
+pub use options::{RdmaOptions, SessionOptions};
+pub use session::{Extent, Line, Named, Session, Visit};

@@ -22,7 +22,7 @@ use std::{
     },
 };
 
-use crate::{log::later, rdma::Registration};
+use crate::{log::later, regmem::Registration};
 use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::{

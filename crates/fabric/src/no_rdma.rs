@@ -9,18 +9,18 @@ use std::{
 };
 
 use farpage_wire::{
-    Endpoint, ExtentId, Secret, SessionId,
+    Endpoint, ExtentId, Refusal, Secret, SessionId,
     control::{Lease, RemoteKey},
 };
 
 use crate::{
-    Buf, Channel, ConnectError, RdmaOptions, Session,
+    Buf, Channel, ConnectError, RdmaOptions,
+    attachment::Attachment,
     channel::Group,
-    host::Host,
+    errors::BindError,
+    host::Peer,
     memory::ExtentMemory,
     regmem::{NullRegistrar, Registrar},
-    server::{BindError, Peer, Place},
-    session::{Death, Patience},
 };
 
 const REASON: &str = "this program was built without RDMA: build it with `--features rdma` (which needs libibverbs-dev, librdmacm-dev and \
@@ -38,8 +38,7 @@ pub(crate) enum Listener {}
 #[derive(Debug)]
 pub(crate) enum Call {}
 
-#[derive(Debug)]
-pub(crate) enum Registration {}
+pub(crate) type AdmitData<'a> = dyn Fn(SessionId, &Secret, u64) -> Result<(), Refusal> + 'a;
 
 #[derive(Debug)]
 pub(crate) enum Route {}
@@ -77,14 +76,12 @@ impl Client {
 
     pub(crate) fn route(
         self: &Arc<Self>,
-        session: &Arc<Session>,
+        endpoint: &Endpoint,
         _claim: (SessionId, Secret, u64),
-        _death: Arc<Death>,
-        _patience: Patience,
+        _attachment: Attachment,
         until: Instant,
     ) -> Result<Route, ConnectError> {
-        self.connect(session.endpoint(), until)
-            .map(|none| match none {})
+        self.connect(endpoint, until).map(|none| match none {})
     }
 }
 
@@ -159,12 +156,7 @@ impl Listener {
         match *self {}
     }
 
-    pub(crate) fn answer(
-        &self,
-        _call: Call,
-        _host: &dyn Host,
-        _place: &Place,
-    ) -> Option<RdmaStream> {
+    pub(crate) fn answer(&self, _call: Call, _admit: &AdmitData<'_>) -> Option<RdmaStream> {
         match *self {}
     }
 }

@@ -9,14 +9,7 @@
 //! - [`RingSender`], [`RingReceiver`], [`Inbox`]: messages that senders WRITE into the receiver's
 //!   memory without waiting for it.
 
-mod engine;
-mod ring;
-
-#[cfg(feature = "rdma")]
-pub(crate) use self::ring::HEADER_BYTES;
-#[cfg(all(test, feature = "rdma"))]
-pub(crate) use self::ring::sealed;
-pub use self::{
+pub use crate::{
     engine::{CompletionEngine, Source, Waiter, Waiting},
     ring::{Inbox, Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError},
 };

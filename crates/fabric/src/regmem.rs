@@ -67,7 +67,6 @@ pub use self::{
     pool::{MAX_BUF_BYTES, RegPool, RegPoolOptions, RegPoolStats},
     registrar::{DomainId, Keys, NullRegistrar, Registrar, Registration},
 };
-use crate::Buf;
 
 /// The registrars of a pool, one per protection domain.
 type Registrars = Arc<[Arc<dyn Registrar>]>;
@@ -178,12 +177,6 @@ impl RegBuf {
     /// Valid until the buffer is dropped.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.as_ptr().cast()
-    }
-}
-
-impl Buf for RegBuf {
-    fn registered(&self) -> Option<&RegBuf> {
-        Some(self)
     }
 }
 

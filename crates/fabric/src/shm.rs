@@ -7,7 +7,8 @@
 //!
 //! The server takes no part, so channels go on while it is stopped, and after its process has
 //! ended: nobody else can come by the memory then. They stop when the server ends the session,
-//! which the session says by its [`Death`]; and when the server's process has ended and the last
+//! which the session says by its
+//! [`Death`](crate::attachment::Death); and when the server's process has ended and the last
 //! renewal that it answered is older than the lease, since it may have ended the session before. A
 //! client that was stopped for longer than its lease may copy into memory that is no longer its own
 //! before it hears of that. Memory of an unnamed region is never lent twice, so that nobody else
@@ -31,10 +32,10 @@ use memmap2::{MmapOptions, MmapRaw};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    attachment::Attachment,
     channel::{check_len, is_aligned, refused},
     memory,
-    session::Death,
 };
 
 /// How many operations may wait: enough for any caller's batch.
@@ -136,38 +137,26 @@ impl Mapped {
 
 /// Copies of one thread.
 pub(crate) struct ShmChannel<B> {
-    endpoint: String,
+    attachment: Attachment,
     directory: Arc<Directory>,
-    death: Arc<Death>,
     /// What [`Directory`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Mapped>>,
     ops: VecDeque<Op<B>>,
-    /// The leases live as long as the session does.
-    _session: Arc<Session>,
 }
 
 impl<B: Buf> ShmChannel<B> {
-    pub(crate) fn new(
-        session: &Arc<Session>,
-        directory: Arc<Directory>,
-        death: Arc<Death>,
-    ) -> Self {
+    pub(crate) fn new(attachment: Attachment, directory: Arc<Directory>) -> Self {
         Self {
-            endpoint: session.endpoint().to_string(),
+            attachment,
             directory,
-            death,
             cache: HashMap::with_capacity(CACHED),
             ops: VecDeque::with_capacity(DEPTH),
-            _session: Arc::clone(session),
         }
     }
 
     fn copy(&mut self, op: &mut Op<B>) -> Result<(), ChannelError> {
-        if let Some(reason) = self.death.loss() {
-            return Err(ChannelError::Disconnected {
-                endpoint: self.endpoint.clone(),
-                reason,
-            });
+        if let Some(reason) = self.attachment.death.loss() {
+            return Err(self.attachment.lost(reason));
         }
         let len = op.len as usize;
         let (offset, extent) = (op.offset, op.extent);
@@ -181,7 +170,7 @@ impl<B: Buf> ShmChannel<B> {
                     .is_some_and(|end| end <= mapped.map.len() as u64)
         });
         let Some(mapped) = mapped else {
-            return Err(refused(&self.endpoint, op));
+            return Err(refused(&self.attachment.endpoint, op));
         };
         // SAFETY: the filter above checked `offset + len` against the mapping, so `offset` is
         // inside or at its end.
@@ -218,7 +207,7 @@ impl<B: Buf> ShmChannel<B> {
         // replacement finds what was set before it was made.
         fence(Ordering::Acquire);
         match mapped.released.load(Ordering::Relaxed) {
-            true => Err(refused(&self.endpoint, op)),
+            true => Err(refused(&self.attachment.endpoint, op)),
             false => Ok(()),
         }
     }

@@ -21,13 +21,13 @@ use farpage_wire::{
 use parking_lot::Mutex;
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, Session, SessionOptions, Verb,
-    Wait,
+    Buf, Busy, Channel, ChannelError, Completion, ConnectError, Op, Verb, Wait,
+    attachment::{Death, KeepAlive},
     channel::{check_len, refused},
+    errors::CallError,
     host::{Admission, Asker, Host, Opened, Origin, Transport},
     memory::ExtentMemory,
     server::answer,
-    session::{CallError, Death},
 };
 
 /// What a simulated server does to operations.
@@ -109,19 +109,6 @@ impl SimServer {
         })
     }
 
-    /// Begins a session. The deadline of `options` does not apply: time is counted in steps.
-    ///
-    /// # Errors
-    /// [`ConnectError`] when the server is dead.
-    pub fn session(
-        self: &Arc<Self>,
-        options: &SessionOptions,
-    ) -> Result<Arc<Session>, ConnectError> {
-        self.alive()?;
-        let sim = SimSession::begin(Arc::clone(self), &options.client);
-        Ok(Session::simulated(self.config.seed, sim, options))
-    }
-
     /// Kills the server: whatever is in flight ends with an error at the next poll.
     pub fn kill(&self) {
         self.death.declare("the simulated server was killed");
@@ -145,11 +132,16 @@ impl SimServer {
         }
     }
 
+    /// The seed of its random numbers, which is also its endpoint.
+    pub(crate) fn seed(&self) -> u64 {
+        self.config.seed
+    }
+
     fn endpoint(&self) -> String {
         format!("sim:{}", self.config.seed)
     }
 
-    fn alive(&self) -> Result<(), ConnectError> {
+    pub(crate) fn alive(&self) -> Result<(), ConnectError> {
         match self.death.reason() {
             None => Ok(()),
             Some(reason) => {
@@ -176,7 +168,7 @@ impl SimSession {
         Self::begin(SimServer::new(SimConfig::new(seed)), client)
     }
 
-    fn begin(server: Arc<SimServer>, client: &str) -> Self {
+    pub(crate) fn begin(server: Arc<SimServer>, client: &str) -> Self {
         let admission = server
             .host
             .admit(client, Transport::Shm, Origin::Unknown, None)
@@ -203,7 +195,7 @@ impl SimSession {
 
     pub(crate) fn channel<B: Buf>(
         &self,
-        session: &Arc<Session>,
+        session: KeepAlive,
         line: u64,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
         self.server.alive()?;
@@ -227,7 +219,7 @@ impl SimSession {
             link_free_at: 0,
             flying: Vec::new(),
             dead: None,
-            _session: Arc::clone(session),
+            _session: session,
         }))
     }
 }
@@ -248,7 +240,7 @@ struct SimChannel<B> {
     /// In the order of their operations.
     flying: Vec<Flying<B>>,
     dead: Option<ChannelError>,
-    _session: Arc<Session>,
+    _session: KeepAlive,
 }
 
 struct Flying<B> {

@@ -6,15 +6,13 @@
 //! control frames, which both sides share.
 
 use std::{
-    collections::HashMap,
     io::{self, IoSlice, IoSliceMut, Read, Write},
-    net::{IpAddr, Shutdown, SocketAddr, TcpStream, ToSocketAddrs},
+    net::{Shutdown, TcpStream},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
     path::Path,
-    sync::{Arc, LazyLock},
     thread,
     time::{Duration, Instant},
 };
@@ -25,17 +23,20 @@ use farpage_wire::{
 };
 use nix::{
     errno::Errno,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
+    poll::{PollFd, PollFlags, poll},
     sys::socket::{
         AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
         connect, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
     },
     unistd::Pid,
 };
-use parking_lot::{Condvar, Mutex};
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::rdma::{ASK_AGAIN, RdmaStream};
+use crate::{
+    nonblocking::{describe, retry, timeout_until},
+    rdma::{ASK_AGAIN, RdmaStream},
+    resolver::resolve,
+};
 
 /// Routers forget connections that are idle for a minute or more.
 const IDLE: Duration = Duration::from_secs(15);
@@ -76,15 +77,6 @@ pub(crate) enum ReceiveError {
 impl From<io::Error> for ReceiveError {
     fn from(error: io::Error) -> Self {
         Self::Io(error)
-    }
-}
-
-/// What an I/O error means to somebody who waits for a peer.
-pub(crate) fn describe(error: &io::Error) -> String {
-    match error.kind() {
-        io::ErrorKind::UnexpectedEof => "the peer closed the connection".to_owned(),
-        io::ErrorKind::TimedOut => "the peer did not answer in time".to_owned(),
-        _ => error.to_string(),
     }
 }
 
@@ -464,22 +456,6 @@ impl Message {
     }
 }
 
-/// Whether a call on a non-blocking socket is to be repeated once the socket is ready.
-pub(crate) fn retry(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-    )
-}
-
-/// A poll timeout that does not end before `until`.
-pub(crate) fn timeout_until(until: Instant) -> PollTimeout {
-    let left = until.saturating_duration_since(Instant::now());
-    // Rounded up, or the last millisecond would be spent spinning.
-    let ms = left.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32;
-    PollTimeout::try_from(ms).expect("not negative")
-}
-
 fn connect_unix(path: &Path, until: Instant) -> io::Result<UnixStream> {
     let address = UnixAddr::new(path)?;
     loop {
@@ -515,82 +491,6 @@ fn connect_tcp(host: &str, port: u16, until: Instant) -> io::Result<TcpStream> {
     Err(last)
 }
 
-/// The addresses of a host. The system's resolver takes its time, and cannot be stopped: it is
-/// asked on a thread of its own, by whoever asks first.
-pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<SocketAddr>> {
-    static RESOLVER: LazyLock<Resolver> = LazyLock::new(Resolver::default);
-    if let Ok(address) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(address, port)]);
-    }
-    let name = host.to_owned();
-    let ask = move || Ok((name.as_str(), 0).to_socket_addrs()?.collect());
-    let answer = RESOLVER.ask(host, until, ask).unwrap_or_else(|| {
-        let why = format!("no name server answered for `{host}` in time");
-        Err(io::Error::new(io::ErrorKind::TimedOut, why))
-    });
-    answer.map(|mut addresses: Vec<SocketAddr>| {
-        addresses.iter_mut().for_each(|at| at.set_port(port));
-        addresses
-    })
-}
-
-/// Questions that were asked and not answered yet, each on one thread: asked again meanwhile, the
-/// same answer is waited for.
-#[derive(Default)]
-struct Resolver {
-    asked: Mutex<HashMap<String, Arc<Question>>>,
-}
-
-/// An error as its kind and its text: all who wait get it.
-type Answer = Result<Vec<SocketAddr>, (io::ErrorKind, String)>;
-
-#[derive(Default)]
-struct Question {
-    answer: Mutex<Option<Answer>>,
-    answered: Condvar,
-}
-
-impl Resolver {
-    /// What `ask` says of `host` on a thread of its own; `None` when it says nothing until then.
-    fn ask(
-        &'static self,
-        host: &str,
-        until: Instant,
-        ask: impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + 'static,
-    ) -> Option<io::Result<Vec<SocketAddr>>> {
-        let mut asked = self.asked.lock();
-        let question = match asked.get(host) {
-            Some(question) => Arc::clone(question),
-            None => {
-                let (question, host) = (Arc::<Question>::default(), host.to_owned());
-                let (asking, name) = (Arc::clone(&question), host.clone());
-                let thread = thread::Builder::new().name("farpage-resolve".to_owned());
-                let spawned = thread.spawn(move || {
-                    let answer = ask().map_err(|error| (error.kind(), error.to_string()));
-                    // Who asks from here on asks anew: addresses change.
-                    self.asked.lock().remove(&name);
-                    *asking.answer.lock() = Some(answer);
-                    asking.answered.notify_all();
-                });
-                if let Err(error) = spawned {
-                    return Some(Err(error));
-                }
-                asked.insert(host, Arc::clone(&question));
-                question
-            }
-        };
-        drop(asked);
-        let mut answer = question.answer.lock();
-        while answer.is_none() {
-            if (question.answered.wait_until(&mut answer, until)).timed_out() && answer.is_none() {
-                return None;
-            }
-        }
-        let answer = answer.clone().expect("waited for");
-        Some(answer.map_err(|(kind, why)| io::Error::new(kind, why)))
-    }
-}
-
 /// An idle connection says something after [`IDLE`], so that routers remember it, and so that its
 /// end is known before it is needed.
 pub(crate) fn keep_alive(socket: &TcpStream) -> io::Result<()> {
@@ -605,59 +505,4 @@ pub(crate) fn keep_alive(socket: &TcpStream) -> io::Result<()> {
         sockopt::TcpUserTimeout,
         &unacknowledged_ms,
     )?)
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::{
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
-    };
-
-    use super::*;
-
-    #[test]
-    fn a_resolver_that_does_not_answer_is_left_behind_and_asked_once() {
-        let resolver: &'static Resolver = Box::leak(Box::default());
-        let (leash, released) = mpsc::channel::<()>();
-        let released = Arc::new(Mutex::new(released));
-        let asked = Arc::new(AtomicUsize::new(0));
-        let ask = |until| {
-            let (released, asked) = (Arc::clone(&released), Arc::clone(&asked));
-            resolver.ask("far", until, move || {
-                asked.fetch_add(1, Ordering::SeqCst);
-                // Until the leash is dropped.
-                let _ = released.lock().recv();
-                Ok(vec![SocketAddr::from(([10, 0, 0, 7], 0))])
-            })
-        };
-        for _ in 0..5 {
-            let begun = Instant::now();
-            let answer = ask(begun + Duration::from_millis(20));
-            assert!(answer.is_none() && begun.elapsed() >= Duration::from_millis(20));
-        }
-        // Who still waits is answered by the one that was asked.
-        let until = Instant::now() + Duration::from_secs(20);
-        let answer = thread::scope(|scope| {
-            let waits = scope.spawn(|| ask(until));
-            drop(leash);
-            waits.join().expect("no panic")
-        });
-        let addresses = answer.expect("in time").expect("it answers");
-        assert_eq!(addresses.len(), 1);
-        assert!(
-            asked.load(Ordering::SeqCst) <= 2,
-            "a question beside one that is not answered yet"
-        );
-        let local = resolve("localhost", 5, until).expect("every machine knows itself");
-        assert!(
-            local
-                .iter()
-                .all(|address| address.port() == 5 && address.ip().is_loopback())
-        );
-        assert!(
-            resolve("[::1]", 5, Instant::now()).is_ok(),
-            "no question is asked"
-        );
-    }
 }

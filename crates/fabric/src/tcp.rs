@@ -12,7 +12,6 @@ use std::{
     collections::VecDeque,
     io::{IoSlice, IoSliceMut},
     os::fd::AsFd,
-    sync::Arc,
     time::Instant,
 };
 
@@ -22,10 +21,11 @@ use farpage_wire::data::{
 };
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Session, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    attachment::Attachment,
     channel::{check_len, refused},
-    session::{Death, Patience},
-    stream::{Stream, describe, retry},
+    nonblocking::{describe, retry},
+    stream::Stream,
 };
 
 /// Operations in flight at most.
@@ -38,10 +38,8 @@ const BATCH_BYTES: usize = 1 << 20;
 
 /// One connection.
 pub(crate) struct TcpChannel<B> {
-    endpoint: String,
+    attachment: Attachment,
     stream: Stream,
-    patience: Patience,
-    death: Arc<Death>,
     /// When something came last.
     heard: Instant,
     /// Set once; from then on every operation ends with it.
@@ -59,8 +57,6 @@ pub(crate) struct TcpChannel<B> {
     received_bytes: usize,
     /// Of the next operation.
     sequence: u32,
-    /// The leases live as long as the session does.
-    _session: Arc<Session>,
 }
 
 struct Flying<B> {
@@ -104,7 +100,10 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
             let moved = self
                 .send()
                 .and_then(|()| self.receive(done))
-                .and_then(|()| self.check());
+                .and_then(|()| {
+                    let posted = self.ops.front().map(|oldest| oldest.posted);
+                    self.attachment.check(posted, self.heard)
+                });
             self.dead = moved.err();
         }
         if let Some(error) = &self.dead {
@@ -139,7 +138,7 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
                 fd: Some(self.stream.as_fd()),
                 readable: true,
                 writable: self.sent < self.ops.len(),
-                until: Some(self.patience.until(oldest.posted, self.heard)),
+                until: Some(self.attachment.patience.until(oldest.posted, self.heard)),
             },
         }
     }
@@ -147,17 +146,10 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
 
 impl<B: Buf> TcpChannel<B> {
     /// `stream` has been attached to the session.
-    pub(crate) fn new(
-        session: &Arc<Session>,
-        stream: Stream,
-        death: Arc<Death>,
-        patience: Patience,
-    ) -> Self {
+    pub(crate) fn new(attachment: Attachment, stream: Stream) -> Self {
         Self {
-            endpoint: session.endpoint().to_string(),
+            attachment,
             stream,
-            patience,
-            death,
             heard: Instant::now(),
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
@@ -167,7 +159,6 @@ impl<B: Buf> TcpChannel<B> {
             batch_sent_bytes: 0,
             received_bytes: 0,
             sequence: 0,
-            _session: Arc::clone(session),
         }
     }
 
@@ -199,7 +190,7 @@ impl<B: Buf> TcpChannel<B> {
                 // The reason of a refusal may still wait to be read, so receiving decides what this
                 // means.
                 Err(_) if self.sent > 0 => return Ok(()),
-                Err(error) => return Err(self.lost(describe(&error))),
+                Err(error) => return Err(self.attachment.lost(describe(&error))),
             }
             if self.batch_sent_bytes == total_bytes {
                 self.sent += self.batch;
@@ -265,10 +256,14 @@ impl<B: Buf> TcpChannel<B> {
                 }
             }
             let bytes = match self.stream.read_vectored(&mut slices[..count]) {
-                Ok(0) => return Err(self.lost("the server closed the connection".to_owned())),
+                Ok(0) => {
+                    return Err(self
+                        .attachment
+                        .lost("the server closed the connection".to_owned()));
+                }
                 Ok(bytes) => bytes,
                 Err(error) if retry(&error) => return Ok(()),
-                Err(error) => return Err(self.lost(describe(&error))),
+                Err(error) => return Err(self.attachment.lost(describe(&error))),
             };
             self.received_bytes += bytes;
             self.heard = Instant::now();
@@ -299,7 +294,7 @@ impl<B: Buf> TcpChannel<B> {
                 }) => {
                     // The server closes after a refusal: this operation learns why, the others that
                     // the line is gone.
-                    let error = refused(&self.endpoint, &oldest.op);
+                    let error = refused(&self.attachment.endpoint, &oldest.op);
                     let refused = self.ops.pop_front().expect("looked at above");
                     done.push(refused.complete(Err(error)));
                     Some(
@@ -312,7 +307,7 @@ impl<B: Buf> TcpChannel<B> {
                 Ok(_) => None,
             };
             if let Some(reason) = wrong {
-                return Err(self.lost(reason));
+                return Err(self.attachment.lost(reason));
             }
             let answer_bytes = ANSWER_HEADER_BYTES + payload_bytes as usize;
             if self.received_bytes < answer_bytes {
@@ -324,26 +319,6 @@ impl<B: Buf> TcpChannel<B> {
             done.push(flying.complete(Ok(())));
         }
         Ok(())
-    }
-
-    /// Looks at the clock and at the session.
-    fn check(&self) -> Result<(), ChannelError> {
-        if let Some(reason) = self.death.reason() {
-            return Err(self.lost(reason));
-        }
-        match self.ops.front() {
-            Some(oldest) if Instant::now() >= self.patience.until(oldest.posted, self.heard) => {
-                Err(self.patience.end(&self.endpoint, oldest.posted))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn lost(&self, reason: String) -> ChannelError {
-        ChannelError::Disconnected {
-            endpoint: self.endpoint.clone(),
-            reason,
-        }
     }
 }
 

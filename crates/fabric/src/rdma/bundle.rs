@@ -15,7 +15,7 @@ use super::{
     channel::{SendQueue, number_of},
     verbs::{COMPLETIONS, Cq},
 };
-use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, stream::describe};
+use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, nonblocking::describe};
 
 /// In the bundle's own epoll this token stands for the completion queue. Any other token is the
 /// number of the send queue whose connection became readable.

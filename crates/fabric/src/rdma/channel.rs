@@ -26,11 +26,11 @@ use super::{
     verbs::{self, Depths, Done, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
 };
 use crate::{
-    Buf, Busy, ChannelError, Completion, Op, Session, Verb,
+    Buf, Busy, ChannelError, Completion, Op, Verb,
+    attachment::Attachment,
     channel::{check_len, is_aligned, refused},
+    nonblocking::describe,
     regmem::DomainId,
-    session::{Death, Patience},
-    stream::describe,
 };
 
 /// Operations in flight at most; at least twice [`POSTLIST`], so that one list can travel while the
@@ -64,10 +64,8 @@ pub(super) fn number_of(done: &Done) -> usize {
 
 /// One queue pair and the operations that were posted to it.
 pub(super) struct SendQueue<B> {
-    endpoint: String,
+    attachment: Attachment,
     pair: Pair,
-    patience: Patience,
-    death: Arc<Death>,
     /// When something completed last.
     heard: Instant,
     /// Set once; from then on every operation ends with it.
@@ -88,8 +86,6 @@ pub(super) struct SendQueue<B> {
     client: Arc<Client>,
     /// What [`Client`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Leased>>,
-    /// The leases live as long as the session does.
-    _session: Arc<Session>,
 }
 
 struct Flying<B> {
@@ -116,17 +112,13 @@ impl<B: Buf> SendQueue<B> {
     /// The send queue of this number, below [`QUEUES_MAX`]; `pair` is connected.
     pub(super) fn new(
         number: usize,
-        session: Arc<Session>,
+        attachment: Attachment,
         client: Arc<Client>,
         pair: Pair,
-        death: Arc<Death>,
-        patience: Patience,
     ) -> Self {
         Self {
-            endpoint: session.endpoint().to_string(),
+            attachment,
             pair,
-            patience,
-            death,
             heard: Instant::now(),
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
@@ -138,7 +130,6 @@ impl<B: Buf> SendQueue<B> {
             refused: VecDeque::with_capacity(DEPTH),
             client,
             cache: HashMap::with_capacity(CACHED),
-            _session: session,
         }
     }
 
@@ -192,7 +183,7 @@ impl<B: Buf> SendQueue<B> {
 
     /// When the oldest operation has taken too long.
     pub(super) fn until(&self) -> Option<Instant> {
-        (self.ops.front()).map(|oldest| self.patience.until(oldest.posted, self.heard))
+        (self.ops.front()).map(|oldest| self.attachment.patience.until(oldest.posted, self.heard))
     }
 
     /// The first half of a turn, before completions are taken: what needs no adapter.
@@ -204,7 +195,8 @@ impl<B: Buf> SendQueue<B> {
     /// The second half, after that: looks at the clock and at the session. A dead queue hands
     /// everything back.
     pub(super) fn end_turn(&mut self, ended: &mut impl FnMut(Completion<B>)) {
-        if let Err(error) = self.check() {
+        let posted = self.ops.front().map(|oldest| oldest.posted);
+        if let Err(error) = self.attachment.check(posted, self.heard) {
             self.dead.get_or_insert(error);
         }
         self.ring();
@@ -221,7 +213,7 @@ impl<B: Buf> SendQueue<B> {
     /// It is dead for this reason, unless it was before.
     pub(super) fn fail(&mut self, reason: &str) {
         if self.dead.is_none() {
-            self.dead = Some(self.lost(reason.to_owned()));
+            self.dead = Some(self.attachment.lost(reason.to_owned()));
         }
     }
 
@@ -229,12 +221,12 @@ impl<B: Buf> SendQueue<B> {
     fn opcode(&mut self, op: &Op<B>) -> Result<verbs::Opcode, ChannelError> {
         let (address, rkey) = self
             .address(op)
-            .ok_or_else(|| refused(&self.endpoint, op))?;
+            .ok_or_else(|| refused(&self.attachment.endpoint, op))?;
         match op.verb {
             Verb::Read => Ok(verbs::Opcode::Read { address, rkey }),
             Verb::Write => Ok(verbs::Opcode::Write { address, rkey }),
             Verb::Atomic(_) if !self.pair.pd().has_atomics() => Err(ChannelError::NoAtomics {
-                endpoint: self.endpoint.clone(),
+                endpoint: self.attachment.endpoint.clone(),
                 reason: format!(
                     "the RDMA device {} has none",
                     self.pair.pd().device().name()
@@ -317,7 +309,9 @@ impl<B: Buf> SendQueue<B> {
             // `ops`.
             let posted = unsafe { self.pair.post(works) };
             self.handed += count;
-            self.dead = posted.err().map(|error| self.lost(describe(&error)));
+            self.dead = posted
+                .err()
+                .map(|error| self.attachment.lost(describe(&error)));
         }
     }
 
@@ -362,26 +356,6 @@ impl<B: Buf> SendQueue<B> {
             if event.kind != EventKind::Established {
                 self.fail(&format!("the connection ended: {}", event.kind.describe()));
             }
-        }
-    }
-
-    /// Looks at the clock and at the session.
-    fn check(&self) -> Result<(), ChannelError> {
-        if let Some(reason) = self.death.reason() {
-            return Err(self.lost(reason));
-        }
-        match self.ops.front() {
-            Some(oldest) if Instant::now() >= self.patience.until(oldest.posted, self.heard) => {
-                Err(self.patience.end(&self.endpoint, oldest.posted))
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn lost(&self, reason: String) -> ChannelError {
-        ChannelError::Disconnected {
-            endpoint: self.endpoint.clone(),
-            reason,
         }
     }
 }

@@ -25,12 +25,13 @@ use super::{
     verbs::{Cq, Depths, Device, Domain, EventKind, Id, LocalMemory, Pair, Pd},
 };
 use crate::{
-    Buf, Channel, ConnectError, RdmaOptions, Session,
+    Buf, Channel, ConnectError, RdmaOptions,
+    attachment::Attachment,
     channel::Group,
     log::later,
+    nonblocking::describe,
     regmem::{NullRegistrar, RegPool, RegPoolOptions, Registrar},
-    session::{Death, Patience},
-    stream::{describe, resolve as look_up},
+    resolver::resolve as look_up,
 };
 
 const NO_PANIC: &str = "nothing panics under this lock";
@@ -107,21 +108,19 @@ impl Client {
     /// Finds the way for a data connection.
     pub(crate) fn route(
         self: &Arc<Self>,
-        session: &Arc<Session>,
+        endpoint: &Endpoint,
         claim: (SessionId, Secret, u64),
-        death: Arc<Death>,
-        patience: Patience,
+        attachment: Attachment,
         until: Instant,
     ) -> Result<Route, ConnectError> {
-        let id = resolve(session.endpoint(), until)?;
+        let id = resolve(endpoint, until)?;
         Ok(Route {
             device: id.device().expect("a resolved id has a device"),
             id,
-            session: Arc::clone(session),
+            endpoint: endpoint.clone(),
+            attachment,
             client: Arc::clone(self),
             claim,
-            death,
-            patience,
             until,
         })
     }
@@ -170,18 +169,17 @@ impl Client {
 pub(crate) struct Route {
     id: Id,
     device: Device,
-    session: Arc<Session>,
+    endpoint: Endpoint,
+    attachment: Attachment,
     client: Arc<Client>,
     claim: (SessionId, Secret, u64),
-    death: Arc<Death>,
-    patience: Patience,
     until: Instant,
 }
 
 impl Route {
     /// Opens the connection as send queue `number` of a bundle, whose completion queue is `cq`.
     fn open<B: Buf>(self, cq: &Arc<Cq>, number: usize) -> Result<SendQueue<B>, ConnectError> {
-        let endpoint = self.session.endpoint();
+        let endpoint = &self.endpoint;
         let no_pair = |error: io::Error| unusable(endpoint, explain_pair(&error));
         let Home { domain, pool } = self.client.home(self.device).map_err(no_pair)?;
         let memory = LocalMemory::new(&pool, &domain.0, BOUNCE_BYTES)
@@ -204,15 +202,7 @@ impl Route {
                 "data connection established"
             );
         });
-        let (client, death) = (self.client, self.death);
-        Ok(SendQueue::new(
-            number,
-            self.session,
-            client,
-            pair,
-            death,
-            self.patience,
-        ))
+        Ok(SendQueue::new(number, self.attachment, self.client, pair))
     }
 }
 
@@ -247,7 +237,7 @@ pub(crate) fn channels<B: Buf>(routes: Vec<(usize, Route)>) -> Result<Vec<Group<
 /// `routes` are at least one, of one device.
 fn bundle<B: Buf>(routes: Vec<Route>) -> Result<Bundle<B>, ConnectError> {
     let (device, count) = (routes[0].device, routes.len());
-    let endpoint = routes[0].session.endpoint().clone();
+    let endpoint = routes[0].endpoint.clone();
     let no_pair = |error: io::Error| unusable(&endpoint, explain_pair(&error));
     let completions = device.completions_max().map_err(no_pair)?;
     let depth = queue_depth(count, completions)

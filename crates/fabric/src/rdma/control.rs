@@ -32,8 +32,8 @@ use super::{
 };
 use crate::{
     Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
-    patterns::{HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, SendError},
     regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
+    ring::{HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, SendError},
 };
 
 /// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth

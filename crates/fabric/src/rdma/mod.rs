@@ -32,7 +32,7 @@ use farpage_wire::{
 pub(crate) use self::{
     client::{Client, Route, channel, channels},
     control::ASK_AGAIN,
-    server::{Call, Listener, Registration},
+    server::{Call, Listener},
     stream::RdmaStream,
 };
 

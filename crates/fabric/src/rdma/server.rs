@@ -10,12 +10,11 @@ use std::{
     io,
     net::ToSocketAddrs,
     os::fd::{AsFd, BorrowedFd},
-    ptr::NonNull,
     sync::{Arc, Weak},
 };
 
 use farpage_wire::{
-    Endpoint, SessionId,
+    Endpoint, Refusal, Secret, SessionId,
     control::{HELLO_BYTES, Hello, Purpose, RemoteKey},
 };
 use parking_lot::Mutex;
@@ -25,13 +24,13 @@ use super::{
     control::Control,
     devices, encode_key, explain_pair, explain_registration, explain_start,
     stream::{Line, PASSIVE, RdmaStream, Side},
-    verbs::{Cq, Device, Event, EventKind, Id, Mr, Pair, Pd, Request},
+    verbs::{Cq, Device, Domain, Event, EventKind, Id, Pair, Pd, Request},
 };
 use crate::{
-    host::Host,
+    errors::BindError,
+    host::Peer,
     memory::ExtentMemory,
-    regmem::{Access, RegPool, RegPoolOptions},
-    server::{Aim, BindError, Peer, Place},
+    regmem::{Access, RegPool, RegPoolOptions, Registrar},
 };
 
 /// The domains of the sessions of one listener. Registrations and connections hold them.
@@ -58,32 +57,6 @@ impl Domains {
     }
 }
 
-/// An extent that the adapter knows. Part of a lease.
-#[derive(Debug)]
-pub(crate) struct Registration {
-    mr: Mr,
-    address: u64,
-}
-
-impl Registration {
-    /// # Safety
-    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is
-    /// dropped.
-    unsafe fn new(pd: &Arc<Pd>, memory: NonNull<[u8]>, access: Access) -> io::Result<Self> {
-        // SAFETY: promised by the caller.
-        let mr = unsafe { Mr::register(pd, memory, access) }?;
-        let address = memory.as_ptr().cast::<u8>() as u64;
-        Ok(Self { mr, address })
-    }
-
-    fn key(&self) -> RemoteKey {
-        RemoteKey {
-            address: self.address,
-            rkey: self.mr.rkey(),
-        }
-    }
-}
-
 impl RdmaStream {
     /// Makes memory that was just leased known to the adapter; its keys, in the order of
     /// `memories`.
@@ -97,7 +70,7 @@ impl RdmaStream {
     ) -> Result<Vec<RemoteKey>, String> {
         let domains = self.domains().expect("only a server leases memory");
         let device = self.with_pair(|pair| pair.pd().device());
-        let pd = domains.of(session, device)?;
+        let domain = Domain(domains.of(session, device)?);
         let keys = memories.iter().map(|memory| {
             let access = match memory.has_atomics() {
                 true => Access::RemoteAtomic,
@@ -106,8 +79,12 @@ impl RdmaStream {
             let registered = memory.register(|slice| {
                 // SAFETY: the lease keeps the mapping, drops the registration before it, and gives
                 // no page of it back meanwhile.
-                let registration = unsafe { Registration::new(&pd, slice, access) }?;
-                Ok((registration.key(), registration))
+                let registration = unsafe { domain.register(slice, access) }?;
+                let key = RemoteKey {
+                    address: slice.as_ptr().cast::<u8>() as u64,
+                    rkey: registration.keys().rkey,
+                };
+                Ok((key, registration))
             });
             registered.map_err(|error| explain_registration(memory.bytes(), &error))
         });
@@ -128,6 +105,9 @@ impl Call {
         &self.peer
     }
 }
+
+/// Whether a data connection of this session, with this secret and on this line, may be made.
+pub(crate) type AdmitData<'a> = dyn Fn(SessionId, &Secret, u64) -> Result<(), Refusal> + 'a;
 
 /// A place where clients connect.
 #[derive(Debug)]
@@ -217,9 +197,9 @@ impl Listener {
         }))
     }
 
-    /// Makes the connection, or turns its client away.
-    pub(crate) fn answer(&self, call: Call, host: &dyn Host, place: &Place) -> Option<RdmaStream> {
-        match self.admit(call, host, place) {
+    /// Makes the connection, or turns its client away. A data connection has to be admitted.
+    pub(crate) fn answer(&self, call: Call, admit: &AdmitData<'_>) -> Option<RdmaStream> {
+        match self.connect(call, admit) {
             Ok(admitted) => Some(admitted),
             Err(reason) => {
                 tracing::warn!(reason, "connection refused");
@@ -228,7 +208,7 @@ impl Listener {
         }
     }
 
-    fn admit(&self, call: Call, host: &dyn Host, place: &Place) -> Result<RdmaStream, String> {
+    fn connect(&self, call: Call, admit: &AdmitData<'_>) -> Result<RdmaStream, String> {
         let Call {
             request,
             greeting,
@@ -247,8 +227,7 @@ impl Listener {
             Greeting::Data(session, secret, line) => Some((*session, *secret, *line)),
         };
         let domain = claim.map(|(session, secret, line)| {
-            host.attach(session, &secret)
-                .and_then(|()| place.settle(Aim::Data(session, line)))
+            admit(session, &secret, line)
                 .map_err(|refusal| refusal.to_string())
                 .and_then(|()| self.domains.of(session, device))
         });

@@ -17,13 +17,14 @@ use farpage_wire::{
 use nix::poll::{PollFd, poll};
 
 use super::{
-    LOOK, Peer, Service,
+    LOOK, Service,
     lines::{Held, LineName},
     places::{Aim, Place},
 };
 use crate::{
-    host::Transport,
-    stream::{ReceiveError, Stream, timeout_until},
+    host::{Peer, Transport},
+    nonblocking::timeout_until,
+    stream::{ReceiveError, Stream},
 };
 
 /// How long a stranger may take to say who it is. Generous for a slow network, short for one that

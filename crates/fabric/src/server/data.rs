@@ -28,7 +28,8 @@ use super::{
 };
 use crate::{
     memory::{ExtentMemory, Span},
-    stream::{Message, retry},
+    nonblocking::retry,
+    stream::Message,
 };
 
 /// How long a refused client may take to read why. Its bytes that are under way are thrown away

@@ -2,7 +2,7 @@
 
 use std::{
     fs, io,
-    net::{SocketAddr, TcpListener},
+    net::TcpListener,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd},
         unix::{
@@ -19,9 +19,10 @@ use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, getsockopt, listen, socket, sockopt,
 };
 
-use super::Place;
+use super::places::{Aim, Place};
 use crate::{
-    host::{Host, Origin, Transport},
+    errors::BindError,
+    host::{Host, Origin, Peer, Transport},
     rdma,
     stream::{Stream, keep_alive},
 };
@@ -52,87 +53,12 @@ pub enum SocketAccess {
     Group,
 }
 
-/// Who is at the other end.
-#[derive(Clone, Debug)]
-pub(crate) struct Peer {
-    /// For the log.
-    pub(crate) name: String,
-    pub(crate) origin: Origin,
-}
-
-impl Peer {
-    pub(crate) fn at(address: SocketAddr) -> Self {
-        Self {
-            name: address.to_string(),
-            origin: address.ip().into(),
-        }
-    }
-
-    pub(crate) fn unknown() -> Self {
-        Self {
-            name: "an unknown address".to_owned(),
-            origin: Origin::Unknown,
-        }
-    }
-}
-
 /// Somebody who wants to connect.
 pub(super) enum Call {
     /// The kernel has connected it.
     Socket(Stream, Peer),
     /// Nothing was made for it yet.
     Rdma(rdma::Call),
-}
-
-/// Why a server cannot listen.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum BindError {
-    /// Somebody else does.
-    #[error("cannot listen on {endpoint}: another server does; stop it or choose another address")]
-    InUse {
-        /// The endpoint.
-        endpoint: String,
-    },
-    /// Something that is no socket is at the path.
-    #[error(
-        "cannot listen on {endpoint}: there is a file at the path that is no socket; move it or choose another path"
-    )]
-    NotASocket {
-        /// The endpoint.
-        endpoint: String,
-    },
-    /// The system's reason.
-    #[error("cannot listen on {endpoint}: {source}")]
-    Io {
-        /// The endpoint.
-        endpoint: String,
-        /// What the system said.
-        r#source: io::Error,
-    },
-    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
-    /// no.
-    #[error("cannot listen on {endpoint}: {reason}")]
-    NoRdma {
-        /// The endpoint.
-        endpoint: String,
-        /// Why, and what to do.
-        reason: String,
-    },
-    /// Only clients choose.
-    #[error(
-        "cannot listen on {endpoint}: `auto` is a client's choice; listen on rdma:// and on tcp:// with the same port, so that clients can make it"
-    )]
-    Auto {
-        /// The endpoint.
-        endpoint: String,
-    },
-    /// Only clients know simulated servers.
-    #[error("cannot listen on {endpoint}: a simulated server lives in its client's process")]
-    Simulated {
-        /// The endpoint.
-        endpoint: String,
-    },
 }
 
 impl Listener {
@@ -261,7 +187,10 @@ impl Listener {
         match (call, &self.socket) {
             (Call::Socket(stream, _), _) => Some(stream),
             (Call::Rdma(call), Socket::Rdma(listener)) => {
-                let stream = listener.answer(call, host, place)?;
+                let stream = listener.answer(call, &|session, secret, line| {
+                    host.attach(session, secret)?;
+                    place.settle(Aim::Data(session, line))
+                })?;
                 Some(Stream::Rdma(Box::new(stream)))
             }
             (Call::Rdma(_), _) => unreachable!("accepted by a listener of this kind"),

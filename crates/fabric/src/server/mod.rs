@@ -15,14 +15,13 @@ mod service;
 
 use std::time::Duration;
 
-#[cfg(feature = "rdma")]
-pub(crate) use self::places::Aim;
-pub(crate) use self::{control::answer, listen::Peer, places::Place};
+pub(crate) use self::control::answer;
 pub use self::{
-    listen::{BindError, Listener, SocketAccess},
+    listen::{Listener, SocketAccess},
     places::ConnectionLimits,
     service::{Service, Shutdown, Traffic, serve},
 };
+pub use crate::errors::BindError;
 
 /// How often a thread that waits for a client looks whether its session still lives.
 const LOOK: Duration = Duration::from_secs(1);

@@ -68,7 +68,7 @@ impl Default for ConnectionLimits {
 
 /// What a connection turns out to be for. Its client has proved that the session is its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Aim {
+pub(super) enum Aim {
     Begin,
     Resume(SessionId),
     /// With the line's number.
@@ -119,7 +119,7 @@ impl Settled {
 }
 
 /// One connection's place, until it is dropped.
-pub(crate) struct Place {
+pub(super) struct Place {
     places: Arc<Places>,
     number: u64,
     origin: Origin,
@@ -178,7 +178,7 @@ impl Place {
     ///
     /// # Errors
     /// In words for the client: there are too many of its kind.
-    pub(crate) fn settle(&self, aim: Aim) -> Result<(), Refusal> {
+    pub(super) fn settle(&self, aim: Aim) -> Result<(), Refusal> {
         let (limits, kept) = (&self.places.limits, self.places.kept());
         let mut state = self.places.state.lock();
         // 1. How many there are beside the one that it replaces.

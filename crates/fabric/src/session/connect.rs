@@ -10,12 +10,9 @@ use farpage_wire::{
     control::{MAX_FRAME_BYTES, Purpose},
 };
 
-use super::{
-    ConnectError,
-    talk::{ControlLine, Talk},
-};
+use super::talk::{ControlLine, Talk};
 use crate::{
-    rdma,
+    ConnectError, rdma,
     stream::{ReceiveError, Stream},
 };
 

@@ -14,8 +14,8 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
 
-use super::{CallError, shared::Shared, talk::ControlLine};
-use crate::stream::timeout_until;
+use super::{shared::Shared, talk::ControlLine};
+use crate::{errors::CallError, nonblocking::timeout_until};
 
 /// How often a lost connection is tried again. Short against any lease, long against the cost of a
 /// try.

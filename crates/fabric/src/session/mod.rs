@@ -5,22 +5,20 @@
 //! callers.
 
 mod connect;
-mod death;
-mod errors;
 mod keeper;
 mod remote;
 mod requests;
 mod shared;
+mod simulated;
 mod talk;
 mod visit;
 
 use std::{
-    path::PathBuf,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use farpage_wire::{
@@ -29,17 +27,13 @@ use farpage_wire::{
 };
 
 use self::remote::Remote;
-pub(crate) use self::{
-    death::{Death, Patience},
-    errors::CallError,
-};
-pub use self::{
-    errors::{AllocError, ConnectError, ControlError, OpenError, PublishError},
-    visit::Visit,
-};
+pub use self::visit::Visit;
 use crate::{
-    Buf, Channel, Link,
+    AllocError, Buf, Channel, ConnectError, ControlError, Link, OpenError, PublishError,
+    SessionOptions,
+    attachment::KeepAlive,
     channel::{Alone, Group},
+    errors::CallError,
     link::Shaped,
     rdma,
     regmem::{NullRegistrar, Registrar},
@@ -77,47 +71,6 @@ pub struct Line {
 enum Backend {
     Remote(Remote),
     Sim(SimSession),
-}
-
-/// How a session behaves.
-#[derive(Clone, Debug)]
-pub struct SessionOptions {
-    /// The longest that one operation or one control call may take. A connection that is silent for
-    /// a quarter of it while an answer is expected is taken for dead: its operations end, and
-    /// control calls and new channels try another one.
-    pub deadline: Duration,
-    /// Makes channels behave like a slower network; shared by all sessions that are to share the
-    /// link.
-    pub link: Option<Arc<Link>>,
-    /// Who we are, for the server's log.
-    pub client: String,
-    /// The user's key file: names belong to keys. Read, or made, when a name is first used.
-    /// Default: [`Key::default_file`](crate::key::Key::default_file).
-    pub key_file: Option<PathBuf>,
-    /// For channels over RDMA.
-    pub rdma: RdmaOptions,
-}
-
-/// How a channel uses an RDMA adapter. The defaults are right for all that we know of: this is here
-/// to measure what they bring, and for adapters that would rather have less.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RdmaOptions {
-    /// READs of one channel that may be on their way at a time, as far as both devices can; at 1
-    /// each waits for the one before. (`initiator_depth` of the connection manager, `max_rd_atomic`
-    /// of the queue pair.) Default: 255, which is what the devices can.
-    pub reads_in_flight: u8,
-    /// Operations that are handed to the adapter with one ring of its doorbell; what is beyond 1 to
-    /// 16 counts as these. Default: 16.
-    pub doorbell: usize,
-}
-
-impl Default for RdmaOptions {
-    fn default() -> Self {
-        Self {
-            reads_in_flight: u8::MAX,
-            doorbell: 16,
-        }
-    }
 }
 
 /// Memory leased by a server.
@@ -188,14 +141,6 @@ impl Session {
         let mut session = Self::new(tcp, options, Backend::Remote(remote));
         session.fallback = Some(reason);
         Ok(Arc::new(session))
-    }
-
-    pub(crate) fn simulated(seed: u64, session: SimSession, options: &SessionOptions) -> Arc<Self> {
-        Arc::new(Self::new(
-            Endpoint::Sim(seed),
-            options,
-            Backend::Sim(session),
-        ))
     }
 
     fn new(endpoint: Endpoint, options: &SessionOptions, backend: Backend) -> Self {
@@ -553,7 +498,10 @@ impl Line {
         let session = &self.session;
         let channel = match &session.backend {
             Backend::Remote(remote) => remote.channel(session, self.number)?,
-            Backend::Sim(sim) => sim.channel(session, self.number)?,
+            Backend::Sim(sim) => {
+                let session: KeepAlive = Arc::clone(session) as _;
+                sim.channel(session, self.number)?
+            }
         };
         Ok(match &session.link {
             Some(link) => Box::new(Shaped::new(channel, Arc::clone(link))),
@@ -572,19 +520,6 @@ impl From<Lease> for Extent {
         Self {
             id: lease.id,
             bytes: lease.bytes,
-        }
-    }
-}
-
-impl Default for SessionOptions {
-    /// A deadline of 10 seconds, no shaping, the process's id as the client.
-    fn default() -> Self {
-        Self {
-            deadline: Duration::from_secs(10),
-            link: None,
-            client: format!("pid {}", std::process::id()),
-            key_file: None,
-            rdma: RdmaOptions::default(),
         }
     }
 }

@@ -29,13 +29,15 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use parking_lot::Mutex;
 
 use super::{
-    CallError, ConnectError, Patience, Session, SessionOptions,
+    Session,
     connect::{begin, is_refused, not_connected, open, turned_away},
     requests::{gives, is_about_a_name, may_repeat},
     shared::Shared,
 };
 use crate::{
-    Buf, Channel,
+    Buf, Channel, ConnectError, SessionOptions,
+    attachment::{Attachment, Death, Patience},
+    errors::CallError,
     log::later,
     rdma,
     regmem::{NullRegistrar, Registrar},
@@ -197,9 +199,8 @@ impl Remote {
             return match death.loss() {
                 Some(reason) => Err(shared.ended(&reason)),
                 None => Ok(Box::new(ShmChannel::new(
-                    session,
+                    self.attachment(session, Arc::clone(death)),
                     Arc::clone(&shared.directory),
-                    Arc::clone(death),
                 ))),
             };
         }
@@ -215,13 +216,8 @@ impl Remote {
             .and_then(|()| stream.receive(MAX_FRAME_BYTES, until));
         match asked.map_err(|error| not_connected(&shared.name, error))? {
             Response::Done => Ok(Box::new(TcpChannel::new(
-                session,
+                self.attachment(session, death),
                 stream,
-                death,
-                Patience {
-                    deadline: shared.deadline,
-                    silence: shared.silence(),
-                },
             ))),
             answer => Err(turned_away(&shared.name, answer)),
         }
@@ -248,13 +244,25 @@ impl Remote {
             return Ok(None);
         }
         let (id, secret, death) = shared.claim(until)?;
-        let patience = Patience {
-            deadline: shared.deadline,
-            silence: shared.silence(),
-        };
+        let attachment = self.attachment(session, death);
         let claim = (id, secret, line);
-        let route = shared.rdma.route(session, claim, death, patience, until)?;
+        let route = (shared.rdma).route(&shared.endpoint, claim, attachment, until)?;
         Ok(Some(route))
+    }
+
+    /// What a channel of `session` knows of it; `death` is that of the connection that the channel
+    /// depends on.
+    fn attachment(&self, session: &Arc<Session>, death: Arc<Death>) -> Attachment {
+        let shared = &self.shared;
+        Attachment {
+            endpoint: shared.name.clone(),
+            death,
+            patience: Patience {
+                deadline: shared.deadline,
+                silence: shared.silence(),
+            },
+            _session: Arc::clone(session) as _,
+        }
     }
 
     /// Makes memory known to the adapter of this session, if it has one.

@@ -22,12 +22,14 @@ use nix::sys::eventfd::EventFd;
 use parking_lot::Mutex;
 
 use super::{
-    CallError, ConnectError, Death,
     connect::begin,
     requests::{is_about_a_name, leases_of, taking_back},
     talk::ControlLine,
 };
 use crate::{
+    ConnectError,
+    attachment::Death,
+    errors::CallError,
     key::Key,
     log::later,
     rdma,

@@ -11,8 +11,12 @@ use std::{
 use farpage_wire::{Request, Response, Secret, SessionId, control::MAX_FRAME_BYTES};
 use nix::poll::PollFlags;
 
-use super::{Death, requests::leases_of};
-use crate::stream::{ReceiveError, Stream, retry};
+use super::requests::leases_of;
+use crate::{
+    attachment::Death,
+    nonblocking::retry,
+    stream::{ReceiveError, Stream},
+};
 
 /// The control connection. Held during a call, so that answers meet their requests.
 #[derive(Debug)]

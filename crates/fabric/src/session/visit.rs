@@ -11,10 +11,11 @@ use farpage_wire::{
 };
 
 use super::{
-    ConnectError, SessionOptions, all_names,
+    all_names,
     connect::{not_connected, open, turned_away},
 };
 use crate::{
+    ConnectError, SessionOptions,
     key::Key,
     rdma,
     stream::{ReceiveError, Stream},

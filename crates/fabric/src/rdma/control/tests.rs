@@ -150,7 +150,7 @@ fn a_tail_beyond_the_ring_over_rdma_ends_its_own_connection_only() {
             let mut control = open(endpoint, |key| key);
             greet(&mut control);
             // What was sent so far makes no difference to a position of so much.
-            place(&mut control, 0, &crate::patterns::sealed(1 << 40), true);
+            place(&mut control, 0, &crate::ring::sealed(1 << 40), true);
             control
         },
     );

@@ -17,7 +17,7 @@ use nix::{
 use rdma_sys as sys;
 
 use super::{Device, check, not_null, set_nonblocking};
-use crate::{rdma::REJECT_BYTES, stream::timeout_until};
+use crate::{nonblocking::timeout_until, rdma::REJECT_BYTES};
 
 /// The adapter waits 4.096 us * 2^17, about half a second, for an acknowledgement before it sends
 /// again; a loaded peer needs that long. The connection manager's own choice is four times as long.

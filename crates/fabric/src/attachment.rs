@@ -1,14 +1,61 @@
-//! When a server is given up ([`Patience`]), and that it was ([`Death`]).
+//! [`Attachment`]: what a channel knows of its session. It says when the channel gives its server
+//! up ([`Patience`]) and hears that the server is gone ([`Death`]).
+//!
+//! The rule it keeps: no operation outlasts the deadline, and none is waited for once the server is
+//! known to be gone. The session itself is only kept alive here.
 
 use std::{
+    any::Any,
     sync::{
-        OnceLock,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
 
 use crate::ChannelError;
+
+/// Keeps a session alive, and with it the leases of a channel's extents.
+pub(crate) type KeepAlive = Arc<dyn Any + Send + Sync>;
+
+/// What a channel knows of its session.
+pub(crate) struct Attachment {
+    pub(crate) endpoint: String,
+    pub(crate) death: Arc<Death>,
+    pub(crate) patience: Patience,
+    pub(crate) _session: KeepAlive,
+}
+
+impl Attachment {
+    /// Looks at the clock and at the session. `posted` is when the oldest operation was posted, if
+    /// there is one, and `heard` when the server last answered.
+    ///
+    /// # Errors
+    /// Why the channel is dead from now on.
+    pub(crate) fn check(
+        &self,
+        posted: Option<Instant>,
+        heard: Instant,
+    ) -> Result<(), ChannelError> {
+        if let Some(reason) = self.death.reason() {
+            return Err(self.lost(reason));
+        }
+        match posted {
+            Some(posted) if Instant::now() >= self.patience.until(posted, heard) => {
+                Err(self.patience.end(&self.endpoint, posted))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// What operations end with when the connection is lost.
+    pub(crate) fn lost(&self, reason: impl Into<String>) -> ChannelError {
+        ChannelError::Disconnected {
+            endpoint: self.endpoint.clone(),
+            reason: reason.into(),
+        }
+    }
+}
 
 /// How long a channel waits for a server.
 #[derive(Clone, Copy, Debug)]

@@ -156,6 +156,57 @@ pub enum OpenError {
     Control(#[from] ControlError),
 }
 
+/// Why a server cannot listen.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum BindError {
+    /// Somebody else does.
+    #[error("cannot listen on {endpoint}: another server does; stop it or choose another address")]
+    InUse {
+        /// The endpoint.
+        endpoint: String,
+    },
+    /// Something that is no socket is at the path.
+    #[error(
+        "cannot listen on {endpoint}: there is a file at the path that is no socket; move it or choose another path"
+    )]
+    NotASocket {
+        /// The endpoint.
+        endpoint: String,
+    },
+    /// The system's reason.
+    #[error("cannot listen on {endpoint}: {source}")]
+    Io {
+        /// The endpoint.
+        endpoint: String,
+        /// What the system said.
+        r#source: io::Error,
+    },
+    /// RDMA is of no use here: it was not built in, this machine has no device, or the device said
+    /// no.
+    #[error("cannot listen on {endpoint}: {reason}")]
+    NoRdma {
+        /// The endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
+    },
+    /// Only clients choose.
+    #[error(
+        "cannot listen on {endpoint}: `auto` is a client's choice; listen on rdma:// and on tcp:// with the same port, so that clients can make it"
+    )]
+    Auto {
+        /// The endpoint.
+        endpoint: String,
+    },
+    /// Only clients know simulated servers.
+    #[error("cannot listen on {endpoint}: a simulated server lives in its client's process")]
+    Simulated {
+        /// The endpoint.
+        endpoint: String,
+    },
+}
+
 /// Why a control call had no result.
 #[derive(Debug)]
 pub(crate) enum CallError {
