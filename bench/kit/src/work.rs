@@ -20,7 +20,7 @@ use std::{
 use anyhow::{Context, Result, anyhow, ensure};
 use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
-use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageStore, RemoteOptions};
+use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageIndex, PageStore, RemoteOptions};
 use farpage_vm::{
     AddressSpace, Frame, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Left, Out,
     Pages, Shard,
@@ -401,13 +401,17 @@ impl<'a> Worker<'a> {
         )
     }
 
+    fn first_of(&self, run: u64) -> PageIndex {
+        PageIndex(run as usize * (self.run_bytes / self.page_bytes))
+    }
+
     fn address_of(&self, run: u64) -> usize {
         self.region + run as usize * self.run_bytes
     }
 
     fn read(&mut self, number: u64, mut frames: [Option<Local>; 3]) -> Result<Step> {
         for (array, frame) in frames.iter_mut().enumerate() {
-            let first = self.run_of(number, array) * (self.run_bytes / self.page_bytes) as u64;
+            let first = self.first_of(self.run_of(number, array));
             let frame = frame.take().expect("a free step has its frames");
             let taken = self
                 .lane
@@ -452,7 +456,7 @@ impl<'a> Worker<'a> {
         tag: u64,
         done: &mut Vec<Done<Local>>,
     ) -> Result<()> {
-        let first = run * (self.run_bytes / self.page_bytes) as u64;
+        let first = self.first_of(run);
         // Changed pages whose slots do not lie in a row are a WRITE each, for which a lane may have
         // no room yet.
         while let Err(refused) = self.lane.write_back(&self.store, first, frame, tag) {

@@ -13,7 +13,7 @@
 //!
 //! The rule: this module decides; whoever asks it acts.
 
-use std::ops::Range;
+use farpage_store::{PageIndex, PageRange};
 
 use crate::region::RegionId;
 
@@ -47,13 +47,13 @@ impl Default for Streams {
 struct Stream {
     region: RegionId,
     /// The page of its first fault, until a second one tells the direction.
-    first: Option<usize>,
+    first: Option<PageIndex>,
     /// Through the region downwards, as `memmove` goes when it pleases.
     down: bool,
     /// What was planned last. A fault in it, or on the page behind it, is the program coming along.
-    ahead: Range<usize>,
+    ahead: PageRange,
     /// Where the program was when the last window was planned.
-    came_from: usize,
+    came_from: PageIndex,
     window: usize,
     worth: Worth,
 }
@@ -73,7 +73,7 @@ enum Worth {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     /// Pages to read ahead; the nearest to the fault is the trigger, to be held back.
-    pub(crate) ahead: Range<usize>,
+    pub(crate) ahead: PageRange,
     /// The program goes downwards: the nearest is the last.
     pub(crate) down: bool,
 }
@@ -81,17 +81,17 @@ pub(crate) struct Plan {
 impl Plan {
     /// Nothing to read ahead.
     pub(crate) const NONE: Plan = Plan {
-        ahead: 0..0,
+        ahead: PageRange::NONE,
         down: false,
     };
 
     /// Pages in order.
-    pub(crate) fn up(ahead: Range<usize>) -> Plan {
+    pub(crate) fn up(ahead: PageRange) -> Plan {
         Plan { ahead, down: false }
     }
 
     /// The page that the program comes to first. The plan has one.
-    pub(crate) fn nearest(&self) -> usize {
+    pub(crate) fn nearest(&self) -> PageIndex {
         if self.down {
             self.ahead.end - 1
         } else {
@@ -111,7 +111,7 @@ impl Plan {
 
 impl Stream {
     /// Which way the program goes if it came to `page`; `None`: this is another stream's.
-    fn direction(&self, page: usize) -> Option<bool> {
+    fn direction(&self, page: PageIndex) -> Option<bool> {
         let goes_on = if self.down {
             (self.ahead.start..=self.ahead.end).contains(&(page + 1))
         } else {
@@ -132,13 +132,13 @@ impl Streams {
     pub(crate) fn fault(
         &mut self,
         region: RegionId,
-        page: usize,
+        page: PageIndex,
         limit: usize,
         eager: bool,
         missed: bool,
-    ) -> (Plan, Range<usize>) {
+    ) -> (Plan, PageRange) {
         if limit == 0 {
-            return (Plan::NONE, 0..0);
+            return (Plan::NONE, PageRange::NONE);
         }
         let known = self.streams.iter().enumerate().find_map(|(at, stream)| {
             let down = (stream.region == region).then(|| stream.direction(page))??;
@@ -159,7 +159,7 @@ impl Streams {
                     region,
                     first: Some(page),
                     down: false,
-                    ahead: page + 1..page + 1,
+                    ahead: (page + 1).and_on(0),
                     came_from: page,
                     window: 0,
                     worth: Worth::Faults(0),
@@ -176,12 +176,12 @@ impl Streams {
             }
             Worth::Proven => Worth::Proven,
         };
-        let (mut plan, mut passed) = (Plan::NONE, 0..0);
+        let (mut plan, mut passed) = (Plan::NONE, PageRange::NONE);
         if let Worth::Faults(_) = stream.worth {
             stream.ahead = if stream.down {
-                page..page
+                page.and_on(0)
             } else {
-                page + 1..page + 1
+                (page + 1).and_on(0)
             };
         } else {
             stream.window = (stream.window * 2).clamp(FIRST_WINDOW.min(limit), limit);
@@ -191,23 +191,23 @@ impl Streams {
                 } else {
                     stream.ahead.start.min(page)
                 };
-                end.saturating_sub(stream.window)..end
+                PageIndex(end.0.saturating_sub(stream.window)).until(end)
             } else {
                 let start = if missed {
                     page + 1
                 } else {
                     stream.ahead.end.max(page + 1)
                 };
-                start..start + stream.window
+                start.and_on(stream.window)
             };
             let from = std::mem::replace(&mut stream.came_from, page);
             passed = if stream.down {
-                page + 1..from + 1
+                (page + 1).until(from + 1)
             } else {
-                from..page
+                from.until(page)
             };
             plan = Plan {
-                ahead: stream.ahead.clone(),
+                ahead: stream.ahead,
                 down: stream.down,
             };
         }
@@ -220,7 +220,7 @@ impl Streams {
     }
 
     /// These planned pages are not read after all: their stream goes on there.
-    pub(crate) fn gave_up(&mut self, region: RegionId, pages: &Range<usize>) {
+    pub(crate) fn gave_up(&mut self, region: RegionId, pages: PageRange) {
         for stream in self.streams.iter_mut().filter(|s| s.region == region) {
             if stream.down && stream.ahead.start == pages.start {
                 stream.ahead.start = pages.end;
@@ -233,14 +233,23 @@ impl Streams {
 
 #[cfg(test)]
 mod tests {
+    use std::ops::Range;
+
     use super::*;
 
+    fn pages(of: Range<usize>) -> PageRange {
+        PageIndex(of.start).until(PageIndex(of.end))
+    }
+
     fn up(ahead: Range<usize>) -> Plan {
-        Plan::up(ahead)
+        Plan::up(pages(ahead))
     }
 
     fn down(ahead: Range<usize>) -> Plan {
-        Plan { ahead, down: true }
+        Plan {
+            ahead: pages(ahead),
+            down: true,
+        }
     }
 
     fn fault(
@@ -252,7 +261,7 @@ mod tests {
         missed: bool,
     ) -> Plan {
         streams
-            .fault(RegionId(region), page, limit, eager, missed)
+            .fault(RegionId(region), PageIndex(page), limit, eager, missed)
             .0
     }
 
@@ -264,11 +273,12 @@ mod tests {
             let mut told = [0; 1000];
             let mut page = 10;
             for _ in 0..6 {
-                let (plan, passed) = streams.fault(RegionId(1), at(page), 64, false, false);
-                passed.for_each(|page| told[page] += 1);
+                let (plan, passed) =
+                    streams.fault(RegionId(1), PageIndex(at(page)), 64, false, false);
+                passed.iter().for_each(|page| told[page.0] += 1);
                 page = match plan {
                     Plan::NONE => page + 1,
-                    plan => at(plan.nearest()),
+                    plan => at(plan.nearest().0),
                 };
             }
             let last = (10..).find(|&page| told[at(page)] == 0).expect("it ends");
@@ -294,7 +304,7 @@ mod tests {
         fault(&mut streams, 1, 10, 64, false, true);
         fault(&mut streams, 1, 11, 64, false, true);
         assert_eq!(fault(&mut streams, 1, 13, 64, false, true), up(14..22));
-        streams.gave_up(RegionId(1), &(17..22));
+        streams.gave_up(RegionId(1), pages(17..22));
         assert_eq!(fault(&mut streams, 1, 14, 64, false, false), up(17..33));
     }
 
@@ -308,9 +318,13 @@ mod tests {
             assert_eq!(first, down(49 - window..49));
             let second = fault(&mut streams, 1, 48, 64, eager, false);
             assert_eq!(second, down(49 - 3 * window..49 - window));
-            streams.gave_up(RegionId(1), &(49 - 3 * window..30));
+            streams.gave_up(RegionId(1), pages(49 - 3 * window..30));
             let third = fault(&mut streams, 1, 48 - window, 64, eager, false);
-            assert_eq!(third.ahead.end, 30, "goes on where it was given up");
+            assert_eq!(
+                third.ahead.end,
+                PageIndex(30),
+                "goes on where it was given up"
+            );
         }
         let mut streams = Streams::default();
         fault(&mut streams, 1, 1, 64, false, true);

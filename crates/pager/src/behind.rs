@@ -15,6 +15,8 @@ use std::{
     sync::{Mutex, MutexGuard},
 };
 
+use farpage_store::PageIndex;
+
 use crate::{
     claim::{Claim, FoundBy},
     regions::RegionTable,
@@ -83,7 +85,8 @@ impl Behind {
             if !region.is_closing() && region.contains(addresses.end - 1) {
                 return Some(Claim {
                     region: region.clone(),
-                    pages: region.page_at(addresses.start)..region.page_at(addresses.end - 1) + 1,
+                    pages: (region.page_at(addresses.start))
+                        .until(region.page_at(addresses.end - 1) + 1),
                     age_floor: 0,
                     found_by: FoundBy::Stream,
                 });
@@ -93,7 +96,7 @@ impl Behind {
     }
 
     /// Enough pages leave: those of the claim from `page` on are still to come.
-    pub(crate) fn stop_at(&self, claim: &Claim, page: usize) {
+    pub(crate) fn stop_at(&self, claim: &Claim, page: PageIndex) {
         let rest = claim.region.address_of(page)..claim.region.address_of(claim.pages.end);
         let mut queue = self.queue();
         if queue.stretches.len() < STRETCHES_MAX {

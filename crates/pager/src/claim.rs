@@ -1,6 +1,8 @@
 //! Where victims may be: a [`Claim`], and what found it.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
+
+use farpage_store::PageRange;
 
 use crate::region::Region;
 
@@ -9,7 +11,7 @@ use crate::region::Region;
 pub(crate) struct Claim {
     pub(crate) region: Arc<Region>,
     /// Pages of one chunk, or what a stream has gone through.
-    pub(crate) pages: Range<usize>,
+    pub(crate) pages: PageRange,
     /// Pages younger than this stay.
     pub(crate) age_floor: u32,
     pub(crate) found_by: FoundBy,

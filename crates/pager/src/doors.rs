@@ -5,7 +5,6 @@
 
 use std::{
     io,
-    ops::Range,
     os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc,
@@ -15,6 +14,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender};
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Shard;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -28,17 +28,17 @@ const ASKS_MAX: usize = 64;
 #[derive(Debug)]
 pub(crate) enum Command {
     /// Bring these pages in when there is room. Pages of other shards are passed over.
-    Prefetch(Arc<Region>, Range<usize>),
+    Prefetch(Arc<Region>, PageRange),
     /// Bring these pages in even if they are poisoned or the budget is tight: the program waits for
     /// them. Each filler counts itself when it has taken its pages on. What is poisoned after that
     /// has failed again.
-    Demand(Arc<Region>, Range<usize>, Arc<AtomicUsize>),
+    Demand(Arc<Region>, PageRange, Arc<AtomicUsize>),
     /// A thread that has served its own fault since that time could not bring this page in. The
     /// page is the filler's from here on, and the region has been entered.
-    TakeOver(Arc<Region>, usize, PageError, Instant),
+    TakeOver(Arc<Region>, PageIndex, PageError, Instant),
     /// A thread that serves its own faults owns this page, and the page's newest bytes are gone.
     /// The page is the filler's from here on, and the region has been entered.
-    Lose(Arc<Region>, usize, PageError),
+    Lose(Arc<Region>, PageIndex, PageError),
     /// The region is closing: give up whatever is kept for it.
     Settle(Arc<Region>),
 }

@@ -5,7 +5,7 @@
 
 use std::{io, sync::Arc, time::Duration};
 
-use farpage_store::StoreError;
+use farpage_store::{PageIndex, StoreError};
 
 /// What a child of `fork` is told.
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
@@ -91,11 +91,11 @@ impl PageError {
     }
 
     /// The operating system refused to map a page.
-    pub(crate) fn cannot_map(region: Arc<str>, page: usize, error: &io::Error) -> PageError {
+    pub(crate) fn cannot_map(region: Arc<str>, page: PageIndex, error: &io::Error) -> PageError {
         PageError::Os {
             what: "map",
             region,
-            page: page as u64,
+            page: page.number(),
             message: error.to_string(),
         }
     }

@@ -13,13 +13,12 @@
 //! that stalls holds up its own region alone.
 
 use std::{
-    ops::Range,
     slice,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use farpage_store::Lane;
+use farpage_store::{Lane, PageIndex, PageRange};
 use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
@@ -58,7 +57,7 @@ pub(crate) struct Evictor<A: AddressSpace> {
 #[derive(Debug)]
 struct Later {
     job: Arc<Job>,
-    page: usize,
+    page: PageIndex,
     since: Instant,
 }
 
@@ -204,7 +203,7 @@ impl<A: AddressSpace> Evictor<A> {
             };
             let mut page = run.start;
             while page < run.end {
-                let pages = page..run.end;
+                let pages = page.until(run.end);
                 let (pages, begun) = self.begin(&claim.region, pages, None, claim.found_by);
                 if matches!(begun, Begun::Yes) {
                     walk.took(pages);
@@ -222,7 +221,7 @@ impl<A: AddressSpace> Evictor<A> {
         let dropped = self.shared.victims.drop_claim(claim, excess as usize);
         self.count_dropped(&dropped);
         if let Some(page) = dropped.refused {
-            self.begin_moving(&claim.region, page..page + 1, None, claim.found_by);
+            self.begin_moving(&claim.region, page.alone(), None, claim.found_by);
         }
         dropped.pages > 0
     }
@@ -243,7 +242,7 @@ impl<A: AddressSpace> Evictor<A> {
         })?;
         let mut any = outcome.any;
         for page in outcome.refused {
-            let (_, begun) = self.begin(&region, page..page + 1, None, found_by);
+            let (_, begun) = self.begin(&region, page.alone(), None, found_by);
             any |= matches!(begun, Begun::Yes);
         }
         Some(any)
@@ -254,7 +253,7 @@ impl<A: AddressSpace> Evictor<A> {
     fn begin(
         &mut self,
         region: &Arc<Region>,
-        pages: Range<usize>,
+        pages: PageRange,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) -> (usize, Begun) {
@@ -266,7 +265,7 @@ impl<A: AddressSpace> Evictor<A> {
         match dropped.refused {
             None => (pages.len(), Begun::NotHere),
             Some(page) => {
-                let (_, begun) = self.begin_moving(region, page..page + 1, job, found_by);
+                let (_, begun) = self.begin_moving(region, page.alone(), job, found_by);
                 (page + 1 - pages.start, begun)
             }
         }
@@ -276,7 +275,7 @@ impl<A: AddressSpace> Evictor<A> {
     fn begin_moving(
         &mut self,
         region: &Arc<Region>,
-        pages: Range<usize>,
+        pages: PageRange,
         job: Option<&Arc<Job>>,
         found_by: FoundBy,
     ) -> (usize, Begun) {
@@ -319,7 +318,7 @@ impl<A: AddressSpace> Evictor<A> {
             let mut page = pages.start;
             while page < pages.end && !job.ends_early() {
                 let run = pages.end.min(page + region.run_pages);
-                let run = region.in_one_stripe(&(page..run), false);
+                let run = region.in_one_stripe(page.until(run), false);
                 let (dealt_with, begun) = self.begin(region, run, Some(&job), FoundBy::Sweep);
                 if matches!(begun, Begun::NotNow(_)) {
                     job.open_one();
@@ -340,7 +339,7 @@ impl<A: AddressSpace> Evictor<A> {
         let mut any = false;
         for later in std::mem::take(&mut self.later) {
             let region = later.job.region.clone();
-            let page = later.page..later.page + 1;
+            let page = later.page.alone();
             if later.job.ends_early() {
                 later.job.close_one(None);
                 any = true;
@@ -355,7 +354,7 @@ impl<A: AddressSpace> Evictor<A> {
                 Begun::NotNow(error) if later.since.elapsed() > self.deadline => {
                     let held = PageError::Held {
                         region: region.label(),
-                        page: later.page as u64,
+                        page: later.page.number(),
                     };
                     later.job.close_one(Some(error.unwrap_or(held)));
                     any = true;
@@ -405,8 +404,8 @@ impl<A: AddressSpace> Evictor<A> {
 }
 
 /// Why a page could not be taken out, as the program is told.
-fn refused(region: &Region, page: usize, error: DetachError) -> PageError {
-    let (region, page) = (region.label(), page as u64);
+fn refused(region: &Region, page: PageIndex, error: DetachError) -> PageError {
+    let (region, page) = (region.label(), page.number());
     match error {
         DetachError::Held => PageError::Held { region, page },
         other => PageError::Os {

@@ -15,7 +15,7 @@ use std::{
 };
 
 use farpage_fabric::log::later;
-use farpage_store::Lane;
+use farpage_store::{Lane, PageIndex};
 use farpage_vm::{AddressSpace, Events, Shard};
 use nix::poll::PollFd;
 
@@ -28,7 +28,7 @@ use crate::{
     in_thread::InThread,
     pace::Pace,
     protocol,
-    region::{CHUNK_PAGES, Region},
+    region::{Region, chunk_of, chunks_of},
     run::Local,
     shared::Shared,
     stats::Counters,
@@ -136,7 +136,7 @@ impl<A: AddressSpace> Filler<A> {
             return self.on_stray_fault(address);
         };
         let page = region.page_at(address);
-        region.store.expect(page as u64);
+        region.store.expect(page);
         // A region that is closing gives its addresses up, and nobody may be using them.
         if !region.enter() {
             return;
@@ -181,21 +181,20 @@ impl<A: AddressSpace> Filler<A> {
         let shared = &self.shared;
         let last = addresses.end.min(region.address + region.layout.bytes) - 1;
         let first = region.page_at(addresses.start.max(region.address));
-        let pages = first..region.page_at(last) + 1;
-        let mut chunk = region.next_touched(pages.start / CHUNK_PAGES);
-        while let Some(at) = chunk.filter(|at| at * CHUNK_PAGES < pages.end) {
-            let touched = region.chunk(at);
-            for page in touched.start.max(pages.start)..touched.end.min(pages.end) {
+        let pages = first.until(region.page_at(last) + 1);
+        let mut chunk = region.next_touched(chunk_of(pages.start));
+        while let Some(at) = chunk.filter(|at| chunks_of(pages).contains(at)) {
+            for page in region.chunk(at).within(pages) {
                 if shared.mapper.shard_of(region, page) != self.shard {
                     continue;
                 }
                 if region.words.try_apply(page, protocol::borrow).is_some() {
-                    region.count_out(&(page..page + 1));
+                    region.count_out(page.alone());
                     shared.frames.budget().lose(region.page_bytes());
                 } else if region.words.try_apply(page, protocol::prefetch).is_none() {
                     continue;
                 }
-                region.store.forget(page as u64);
+                region.store.forget(page);
                 shared.installer.gone(region, page, false);
             }
             chunk = region.next_touched(at + 1);
@@ -244,7 +243,13 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// A page that a thread of the program could not bring in is ours now.
-    fn take_over(&mut self, region: Arc<Region>, page: usize, error: PageError, since: Instant) {
+    fn take_over(
+        &mut self,
+        region: Arc<Region>,
+        page: PageIndex,
+        error: PageError,
+        since: Instant,
+    ) {
         if let Some(in_thread) = &self.in_thread {
             in_thread.reopen();
         }

@@ -13,12 +13,11 @@
 use std::{
     collections::VecDeque,
     mem,
-    ops::Range,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use farpage_store::{Lane, PageStore};
+use farpage_store::{Lane, PageIndex, PageRange, PageStore};
 use farpage_vm::{AddressSpace, DetachError, Frame};
 use nix::poll::PollFd;
 
@@ -40,7 +39,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Fill {
     pub(crate) region: Arc<Region>,
-    pub(crate) pages: Range<usize>,
+    pub(crate) pages: PageRange,
     pub(crate) heat: Heat,
     /// The trigger of a stream: held back when complete.
     pub(crate) trigger: bool,
@@ -49,7 +48,7 @@ pub(crate) struct Fill {
 }
 
 impl Fill {
-    pub(crate) fn new(region: Arc<Region>, pages: Range<usize>, heat: Heat) -> Fill {
+    pub(crate) fn new(region: Arc<Region>, pages: PageRange, heat: Heat) -> Fill {
         Fill {
             region,
             pages,
@@ -60,7 +59,7 @@ impl Fill {
     }
 
     pub(crate) fn is_wanted(&self) -> bool {
-        self.region.is_wanted(&self.pages)
+        self.region.is_wanted(self.pages)
     }
 }
 
@@ -69,14 +68,14 @@ impl Flight for Fill {
         &self.region
     }
 
-    fn pages(&self) -> Range<usize> {
-        self.pages.clone()
+    fn pages(&self) -> PageRange {
+        self.pages
     }
 
     fn start<F: Frame>(
         lane: &mut Lane<Local<F>>,
         store: &Arc<PageStore>,
-        page: u64,
+        page: PageIndex,
         frame: Local<F>,
         tag: u64,
     ) -> Result<(), Local<F>> {
@@ -90,14 +89,14 @@ pub(crate) trait Landing<A: AddressSpace> {
     fn land(&mut self, fill: Fill, run: Run<A::Frame>);
 
     /// An owned page cannot be brought in. The caller leaves its region.
-    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError);
+    fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
 
     /// The bytes of an owned page, which the store does not have, could not be mapped. The caller
     /// leaves its region.
-    fn lose(&mut self, region: &Arc<Region>, page: usize, error: PageError);
+    fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
 
     /// A page could not be mapped.
-    fn refuse(&mut self, region: &Arc<Region>, page: usize, unsaved: bool, error: PageError) {
+    fn refuse(&mut self, region: &Arc<Region>, page: PageIndex, unsaved: bool, error: PageError) {
         if unsaved {
             self.lose(region, page, error);
         } else {
@@ -106,14 +105,14 @@ pub(crate) trait Landing<A: AddressSpace> {
     }
 
     /// A fault was noted on a page in other hands.
-    fn noted(&mut self, region: &Arc<Region>, page: usize);
+    fn noted(&mut self, region: &Arc<Region>, page: PageIndex);
 }
 
 /// A page that is owned as `Filling` and waits for a frame. Its region has been entered.
 #[derive(Debug)]
 struct Waiting {
     region: Arc<Region>,
-    page: usize,
+    page: PageIndex,
     /// These, next to it, are expected to be wanted soon.
     with: Plan,
 }
@@ -159,7 +158,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// A fault in a region that has been entered: does what the page's word says. Returns what to
     /// read ahead.
-    pub(crate) fn on_fault(&mut self, region: &Arc<Region>, page: usize, address: usize) -> Plan {
+    pub(crate) fn on_fault(
+        &mut self,
+        region: &Arc<Region>,
+        page: PageIndex,
+        address: usize,
+    ) -> Plan {
         let on_fault = region.words.apply(page, protocol::fault);
         let mut plan = self.plan(region, page, on_fault == OnFault::Fill);
         match on_fault {
@@ -184,8 +188,8 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     pub(crate) fn demand(
         &mut self,
         region: &Arc<Region>,
-        pages: Range<usize>,
-        is_ours: impl Fn(usize) -> bool,
+        pages: PageRange,
+        is_ours: impl Fn(PageIndex) -> bool,
     ) {
         let mut page = pages.start;
         while page < pages.end {
@@ -202,7 +206,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             };
             match on_fault {
                 OnFault::Fill => {
-                    let with = Plan::up(page..pages.end);
+                    let with = Plan::up(page.until(pages.end));
                     page = self.begin(region.clone(), at, with).end;
                 }
                 OnFault::Noted => self.on_noted(region, at),
@@ -212,7 +216,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         }
     }
 
-    fn on_noted(&mut self, region: &Arc<Region>, page: usize) {
+    fn on_noted(&mut self, region: &Arc<Region>, page: PageIndex) {
         self.landing.noted(region, page);
         self.shared.hand_over.noted(region, page);
         region.exit();
@@ -220,13 +224,13 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// The page is called resident or poisoned. Either the thread was served since, or the program
     /// took away what was there.
-    fn on_stale(&mut self, region: &Arc<Region>, page: usize, touched: usize) {
+    fn on_stale(&mut self, region: &Arc<Region>, page: PageIndex, touched: usize) {
         let shared = self.shared.clone();
         if !shared.mapper.is_present(touched) {
             if region.words.try_apply(page, protocol::vanished).is_some() {
                 // Only now that the page is ours does a look at it count: an evictor may just have
                 // put it back.
-                match shared.mapper.detach(region, page..page + 1) {
+                match shared.mapper.detach(region, page.alone()) {
                     Ok(run) => {
                         let mut fill = Fill::new(region.clone(), run.pages(), Heat::Refault);
                         fill.unsaved = true;
@@ -237,14 +241,14 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
                         self.begin(region.clone(), page, Plan::NONE);
                         return;
                     }
-                    Err(_) => (shared.installer).publish(region, page..page + 1, Heat::Refault),
+                    Err(_) => (shared.installer).publish(region, page.alone(), Heat::Refault),
                 }
             } else if region.words.try_apply(page, protocol::heal).is_some() {
                 self.begin(region.clone(), page, Plan::NONE);
                 return;
             } else if region.words.try_apply(page, protocol::taken_up).is_some() {
                 // The program has dropped the poison. What the page was is as lost as before.
-                let lost = region.lost(&(page..page + 1)).pop();
+                let lost = region.lost(page.alone()).pop();
                 let (_, error) = lost.expect("a lost page has its reason");
                 self.landing.lose(region, page, error);
                 region.exit();
@@ -252,12 +256,12 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             }
         }
         self.counters().stale_faults.bump();
-        shared.mapper.wake(region, page..page + 1);
+        shared.mapper.wake(region, page.alone());
         region.exit();
     }
 
     /// What to read ahead after a fault. `missed`: the page was not on its way.
-    fn plan(&mut self, region: &Arc<Region>, page: usize, missed: bool) -> Plan {
+    fn plan(&mut self, region: &Arc<Region>, page: PageIndex, missed: bool) -> Plan {
         let advice = region.advice();
         if advice == Advice::Random {
             return Plan::NONE;
@@ -265,7 +269,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         let eager = advice == Advice::Sequential;
         let limit = self.window_pages(region);
         let (mut plan, passed) = self.streams.fault(region.id, page, limit, eager, missed);
-        plan.ahead.end = plan.ahead.end.min(region.pages());
+        plan.ahead.end = plan.ahead.end.min(PageIndex(region.pages()));
         if !passed.is_empty() {
             self.shared.victims.passed(region, passed);
         }
@@ -273,7 +277,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     /// Pages that a plan named are not read after all.
-    pub(crate) fn gave_up(&mut self, region: &Region, pages: &Range<usize>) {
+    pub(crate) fn gave_up(&mut self, region: &Region, pages: PageRange) {
         self.streams.gave_up(region.id, pages);
     }
 
@@ -292,7 +296,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
 
     /// Starts to fill an owned page that somebody waits for, together with what is remote of `with`
     /// next to it. Returns what that is.
-    pub(crate) fn begin(&mut self, region: Arc<Region>, page: usize, with: Plan) -> Range<usize> {
+    pub(crate) fn begin(&mut self, region: Arc<Region>, page: PageIndex, with: Plan) -> PageRange {
         let mut waiting = Waiting { region, page, with };
         // Who came before goes before.
         if self.backlog.is_empty() {
@@ -307,10 +311,10 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         doors.call_evictors(self.shared.frames.budget());
         // Other fillers may hold frames back.
         doors.ring_fillers();
-        page..page + 1
+        page.alone()
     }
 
-    fn try_begin(&mut self, waiting: Waiting) -> Result<Range<usize>, Waiting> {
+    fn try_begin(&mut self, waiting: Waiting) -> Result<PageRange, Waiting> {
         let Waiting { region, page, with } = &waiting;
         let page = *page;
         let page_bytes = region.page_bytes();
@@ -326,9 +330,11 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         };
         let got = pages_in(&frame, page_bytes) - 1;
         let pages = if with.down {
-            stretch::own(region, page - got..page, true).start..page + 1
+            let below = stretch::own(region, (page - got).until(page), true);
+            below.start.until(page + 1)
         } else {
-            page..stretch::own(region, page + 1..page + 1 + got, false).end
+            let above = stretch::own(region, (page + 1).and_on(got), false);
+            page.until(above.end)
         };
         if let Some(rest) = keep_first(&mut frame, pages.len(), page_bytes) {
             self.shared.frames.release(rest, page_bytes);
@@ -338,7 +344,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         } else {
             Heat::Along
         };
-        let fill = Fill::new(waiting.region, pages.clone(), heat);
+        let fill = Fill::new(waiting.region, pages, heat);
         self.post(fill, frame);
         Ok(pages)
     }
@@ -378,7 +384,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     fn starve(&mut self, waiting: Waiting, since: Instant) {
         let error = PageError::NoFrame {
             region: waiting.region.label(),
-            page: waiting.page as u64,
+            page: waiting.page.number(),
             waited: since.elapsed(),
         };
         self.landing.fail(&waiting.region, waiting.page, error);
@@ -422,7 +428,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             ..
         } = landed;
         let region = &flight.region;
-        let error = |page: usize| failed.iter().find(|(failed, _)| *failed == page as u64);
+        let error = |page: PageIndex| failed.iter().find(|(failed, _)| *failed == page);
         run.cut(
             |page| error(page).is_some(),
             |run, is_lost| {

@@ -4,9 +4,9 @@
 //! its frame. One that the lane is too busy to take is kept and tried again; the worker need not
 //! know. What a flight is for, and what follows, is for fills and write-backs to say.
 
-use std::{collections::VecDeque, ops::Range, sync::Arc, time::Instant};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
-use farpage_store::{Done, Lane, Outcome, PageStore, StoreError};
+use farpage_store::{Done, Lane, Outcome, PageIndex, PageRange, PageStore, StoreError};
 use farpage_vm::Frame;
 use nix::poll::PollFd;
 
@@ -21,13 +21,13 @@ use crate::{
 pub(crate) trait Flight {
     fn region(&self) -> &Arc<Region>;
 
-    fn pages(&self) -> Range<usize>;
+    fn pages(&self) -> PageRange;
 
     /// Begins it on a lane. The error gives the frame back: the lane is too busy.
     fn start<F: Frame>(
         lane: &mut Lane<Local<F>>,
         store: &Arc<PageStore>,
-        page: u64,
+        page: PageIndex,
         frame: Local<F>,
         tag: u64,
     ) -> Result<(), Local<F>>;
@@ -43,7 +43,7 @@ pub(crate) struct Landed<T, F> {
     pub(crate) run: Run<F>,
     pub(crate) outcome: Outcome,
     /// The pages that failed, and why.
-    pub(crate) failed: Vec<(u64, StoreError)>,
+    pub(crate) failed: Vec<(PageIndex, StoreError)>,
     /// When it was posted. `None`: in this very turn, which says nothing about the link.
     pub(crate) posted: Option<Posted>,
 }
@@ -94,7 +94,7 @@ impl<T: Flight, F: Frame> Flights<T, F> {
 
     /// Begins a flight.
     pub(crate) fn post(&mut self, flight: T, frame: F) {
-        let (store, page) = (flight.region().store.clone(), flight.pages().start as u64);
+        let (store, page) = (flight.region().store.clone(), flight.pages().start);
         let posted = Posted::now(self.posted.len() == 0);
         self.posted_bytes += flight.bytes();
         let tag = self.posted.insert(Under {

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::Lane;
+use farpage_store::{Lane, PageIndex};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
 use smallvec::SmallVec;
@@ -65,7 +65,7 @@ impl<A: AddressSpace> Guest<A> {
 
     /// Serves a fault in the thread that raised it. When this returns, all that it started has
     /// ended. What is to be read ahead is the business of the page's own filler.
-    pub(crate) fn serve(&mut self, region: &Arc<Region>, page: usize, address: usize) {
+    pub(crate) fn serve(&mut self, region: &Arc<Region>, page: PageIndex, address: usize) {
         let Some(plan) = self.begin_serving(region, page, address) else {
             return;
         };
@@ -81,7 +81,7 @@ impl<A: AddressSpace> Guest<A> {
     pub(crate) fn begin_serving(
         &mut self,
         region: &Arc<Region>,
-        page: usize,
+        page: PageIndex,
         address: usize,
     ) -> Option<Plan> {
         if !region.enter() {
@@ -95,7 +95,7 @@ impl<A: AddressSpace> Guest<A> {
     }
 
     /// The fault is served; what is to be read ahead is asked for.
-    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: usize, plan: Plan) {
+    pub(crate) fn end_serving(&self, region: &Arc<Region>, page: PageIndex, plan: Plan) {
         if !plan.ahead.is_empty() {
             let shard = self.shared.mapper.shard_of(region, page);
             let ask = Ask::Ahead(region.clone(), plan);
@@ -154,7 +154,7 @@ impl<A: AddressSpace> Alone<A> {
     }
 
     /// The page goes over to its filler, still owned.
-    fn give(&self, region: &Arc<Region>, page: usize, command: Command) {
+    fn give(&self, region: &Arc<Region>, page: PageIndex, command: Command) {
         region.enter_again();
         let shard = self.shared.mapper.shard_of(region, page);
         self.shared.doors.tell_filler(shard, command);
@@ -174,7 +174,7 @@ impl<A: AddressSpace> Landing<A> for Alone<A> {
         let is_alone = filled == 1;
         self.mapped_alone = self.mapped_alone.wrapping_add(is_alone.into());
         let count = self.mapped_alone;
-        let refused = |page, frame, error: io::Error| {
+        let refused = |page: PageIndex, frame, error: io::Error| {
             filled -= 1;
             shared.frames.release(frame, region.page_bytes());
             let error = PageError::cannot_map(region.label(), page, &error);
@@ -189,15 +189,15 @@ impl<A: AddressSpace> Landing<A> for Alone<A> {
         region.exit();
     }
 
-    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+    fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
         let command = Command::TakeOver(region.clone(), page, error, self.since);
         self.give(region, page, command);
     }
 
-    fn lose(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+    fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
         let command = Command::Lose(region.clone(), page, error);
         self.give(region, page, command);
     }
 
-    fn noted(&mut self, _: &Arc<Region>, _: usize) {}
+    fn noted(&mut self, _: &Arc<Region>, _: PageIndex) {}
 }

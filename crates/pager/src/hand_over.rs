@@ -17,6 +17,7 @@ use std::{
 };
 
 use crossbeam_channel::{Receiver, Sender, TrySendError};
+use farpage_store::PageIndex;
 use farpage_vm::SCATTERED_PAGES_MAX;
 
 use crate::{
@@ -75,13 +76,13 @@ impl<F> HandOver<F> {
 
     /// Puts a run where evictors find it. The error gives it back: there is no room.
     pub(crate) fn offer(&self, leaving: Leaving, frame: F) -> Result<(), Waiting<F>> {
-        let (region, pages) = (leaving.region.clone(), leaving.pages.clone());
+        let (region, pages) = (leaving.region.clone(), leaving.pages);
         let sent = self.sender.try_send((leaving, frame));
         sent.map_err(TrySendError::into_inner)?;
         // Pairs with the fence in `noted`: either we see the note, or who left it sees what waits
         // here.
         fence(Ordering::SeqCst);
-        if region.is_closing() || region.is_wanted(&pages) {
+        if region.is_closing() || region.is_wanted(pages) {
             self.call();
         }
         Ok(())
@@ -89,7 +90,7 @@ impl<F> HandOver<F> {
 
     /// Somebody has left a note on a page in other hands. It may be one that was handed over and
     /// that no evictor has been called for.
-    pub(crate) fn noted(&self, region: &Region, page: usize) {
+    pub(crate) fn noted(&self, region: &Region, page: PageIndex) {
         fence(Ordering::SeqCst);
         if region.words.load(page).state() == State::Leaving && self.len() > 0 {
             self.call();

@@ -6,6 +6,7 @@
 
 use std::{io, sync::Arc};
 
+use farpage_store::PageIndex;
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -95,7 +96,7 @@ impl<A: AddressSpace> Held<A> {
         } = fill;
         let shared = self.shared.clone();
         let mut filled = run.len();
-        let refused = |page, frame, error: io::Error| {
+        let refused = |page: PageIndex, frame, error: io::Error| {
             filled -= 1;
             shared.frames.release(frame, region.page_bytes());
             let error = PageError::cannot_map(region.label(), page, &error);
@@ -116,21 +117,21 @@ impl<A: AddressSpace> Landing<A> for Held<A> {
         }
     }
 
-    fn fail(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+    fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
         if self.shared.installer.fail(region, page, error) {
             self.counters().poisoned.bump();
         }
     }
 
-    fn lose(&mut self, region: &Arc<Region>, page: usize, error: PageError) {
+    fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
         self.shared.installer.lose(region, page, &error);
         self.counters().poisoned.bump();
     }
 
     /// If the page is held back, the program has come along.
-    fn noted(&mut self, region: &Arc<Region>, page: usize) {
+    fn noted(&mut self, region: &Arc<Region>, page: PageIndex) {
         let holds =
-            |(fill, _): &(Fill, _)| fill.pages.contains(&page) && fill.region.id == region.id;
+            |(fill, _): &(Fill, _)| fill.pages.contains(page) && fill.region.id == region.id;
         if let Some(at) = self.runs.iter().position(holds) {
             self.map_at(at);
         }

@@ -26,6 +26,7 @@ use std::{
 };
 
 use crossbeam_utils::CachePadded;
+use farpage_store::PageIndex;
 use farpage_vm::AddressSpace;
 use nix::{sched::sched_yield, sys::pthread::pthread_self};
 use parking_lot::Mutex;
@@ -93,7 +94,7 @@ impl<A: AddressSpace> InThread<A> {
             return false;
         };
         let page = region.page_at(address);
-        region.store.expect(page as u64);
+        region.store.expect(page);
         let (mut since, mut looks) = (None, 0);
         loop {
             match region.words.load(page).state() {
@@ -132,7 +133,7 @@ impl<A: AddressSpace> InThread<A> {
 
     /// Brings a page in with a guest that nobody uses, or asks the page's filler. `false`: wait and
     /// look again.
-    fn fill(&self, region: &Arc<Region>, page: usize, address: usize, looks: u32) -> bool {
+    fn fill(&self, region: &Arc<Region>, page: PageIndex, address: usize, looks: u32) -> bool {
         if region.store.is_users_own() {
             if looks.is_multiple_of(ASK_AGAIN) {
                 let shard = self.shared.mapper.shard_of(region, page);

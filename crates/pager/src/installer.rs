@@ -4,9 +4,10 @@
 //! called resident after it was mapped, and poisoned after its addresses were. Threads that sleep
 //! on it are woken after that. The caller owns the pages before; nobody does afterwards.
 
-use std::{io, ops::Range, sync::Arc};
+use std::{io, sync::Arc};
 
 use farpage_fabric::log::later;
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, InstallError, InstallErrorKind};
 
 use crate::{
@@ -51,7 +52,7 @@ impl<A: AddressSpace> Installer<A> {
         region: &Region,
         mut run: Run<A::Frame>,
         heat: Heat,
-        mut refused: impl FnMut(usize, A::Frame, io::Error),
+        mut refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         self.announce(region, run.pages());
         if region.is_read_only() {
@@ -68,7 +69,7 @@ impl<A: AddressSpace> Installer<A> {
             };
             let mapped = pages.len() - pages_in(&frame, page_bytes);
             let first = pages.start + mapped;
-            self.arrived(region, pages.start..first, heat);
+            self.arrived(region, pages.start.until(first), heat);
             let mut page = Run::new(first, frame, page_bytes);
             let rest = page.keep_first(1);
             self.refuse(region, page, heat, kind, &mut refused);
@@ -88,7 +89,7 @@ impl<A: AddressSpace> Installer<A> {
         &self,
         region: &Region,
         run: Run<A::Frame>,
-    ) -> Result<Range<usize>, Run<A::Frame>> {
+    ) -> Result<PageRange, Run<A::Frame>> {
         let (page_bytes, pages) = (region.page_bytes(), run.pages());
         let Some(mut room) = self.frames.for_copy(page_bytes, run.len(), true) else {
             return Err(run);
@@ -99,8 +100,8 @@ impl<A: AddressSpace> Installer<A> {
     }
 
     /// Before owned pages are mapped: from here on the program may have them and change them.
-    pub(crate) fn announce(&self, region: &Region, pages: Range<usize>) {
-        region.touch(&pages);
+    pub(crate) fn announce(&self, region: &Region, pages: PageRange) {
+        region.touch(pages);
         for page in pages {
             region.words.apply(page, |w| (protocol::installing(w), ()));
         }
@@ -113,7 +114,7 @@ impl<A: AddressSpace> Installer<A> {
         run: Run<A::Frame>,
         heat: Heat,
         kind: InstallErrorKind,
-        refused: &mut impl FnMut(usize, A::Frame, io::Error),
+        refused: &mut impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         let (page, frame) = (run.first(), run.into_frame());
         let error = match kind {
@@ -122,7 +123,7 @@ impl<A: AddressSpace> Installer<A> {
             // the mapped page from now on.
             InstallErrorKind::Exists => {
                 drop(frame);
-                return self.arrived(region, page..page + 1, heat);
+                return self.arrived(region, page.alone(), heat);
             }
             InstallErrorKind::Gone => {
                 self.frames.release(frame, region.page_bytes());
@@ -139,29 +140,29 @@ impl<A: AddressSpace> Installer<A> {
 
     /// An owned page has no addresses any more: the program has unmapped them. If it is `wanted`,
     /// the region's error says so.
-    pub(crate) fn gone(&self, region: &Region, page: usize, wanted: bool) {
+    pub(crate) fn gone(&self, region: &Region, page: PageIndex, wanted: bool) {
         // Before the word says so: whoever sees the page poisoned looks for the reason.
         if wanted {
             region.record(PageError::Unmapped {
                 region: region.label(),
-                page: page as u64,
+                page: page.number(),
             });
         }
         region.words.apply(page, |w| (protocol::poisoned(w), ()));
-        self.mapper.wake(region, page..page + 1);
+        self.mapper.wake(region, page.alone());
     }
 
     /// Owned pages have been mapped.
-    pub(crate) fn arrived(&self, region: &Region, pages: Range<usize>, heat: Heat) {
-        region.count_in(&pages);
+    pub(crate) fn arrived(&self, region: &Region, pages: PageRange, heat: Heat) {
+        region.count_in(pages);
         self.publish(region, pages, heat);
     }
 
     /// Owned pages are mapped, and were counted when they came.
-    pub(crate) fn publish(&self, region: &Region, pages: Range<usize>, heat: Heat) {
+    pub(crate) fn publish(&self, region: &Region, pages: PageRange, heat: Heat) {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
-        let mut noted: Option<Range<usize>> = None;
+        let mut noted: Option<PageRange> = None;
         let mut back = Back::default();
         for page in pages {
             let before = region.words.apply(page, |w| {
@@ -177,7 +178,7 @@ impl<A: AddressSpace> Installer<A> {
                 back.count(before.stamp(), now, page_bytes);
             }
             if before.wanted() {
-                noted = Some(noted.map_or(page, |noted| noted.start)..page + 1);
+                noted = Some(noted.map_or(page, |noted| noted.start).until(page + 1));
             }
         }
         self.proof.came_back(&back);
@@ -188,7 +189,7 @@ impl<A: AddressSpace> Installer<A> {
 
     /// An owned page cannot be brought in: whoever waits for it gets SIGBUS. Returns whether
     /// somebody did.
-    pub(crate) fn fail(&self, region: &Region, page: usize, error: PageError) -> bool {
+    pub(crate) fn fail(&self, region: &Region, page: PageIndex, error: PageError) -> bool {
         // Before the word says so: whoever sees the page poisoned looks for the reason.
         region.record(error.clone());
         match region.words.apply(page, protocol::fill_failed) {
@@ -198,7 +199,7 @@ impl<A: AddressSpace> Installer<A> {
                 self.poison(region, page, protocol::poisoned);
                 let address = region.address_of(page);
                 later(move || {
-                    tracing::error!(%error, page, address = format_args!("{address:#x}"), "page is lost for now; touching it raises SIGBUS");
+                    tracing::error!(%error, page = page.number(), address = format_args!("{address:#x}"), "page is lost for now; touching it raises SIGBUS");
                 });
                 true
             }
@@ -207,12 +208,12 @@ impl<A: AddressSpace> Installer<A> {
 
     /// The bytes of an owned page are gone, and the store has others: touching the page raises
     /// SIGBUS until the program overwrites it. Returns what the program is told.
-    pub(crate) fn lose(&self, region: &Region, page: usize, why: &PageError) -> PageError {
+    pub(crate) fn lose(&self, region: &Region, page: PageIndex, why: &PageError) -> PageError {
         let error = match why {
             PageError::Lost { .. } => why.clone(),
             why => PageError::Lost {
                 region: region.label(),
-                page: page as u64,
+                page: page.number(),
                 why: why.to_string(),
             },
         };
@@ -222,19 +223,19 @@ impl<A: AddressSpace> Installer<A> {
         self.poison(region, page, protocol::lost);
         let (address, told) = (region.address_of(page), error.clone());
         later(move || {
-            tracing::error!(error = %told, page, address = format_args!("{address:#x}"), "page is lost; touching it raises SIGBUS");
+            tracing::error!(error = %told, page = page.number(), address = format_args!("{address:#x}"), "page is lost; touching it raises SIGBUS");
         });
         error
     }
 
     /// Makes every access to an owned page raise SIGBUS, and publishes that.
-    fn poison(&self, region: &Region, page: usize, published: impl Fn(Word) -> Word) {
+    fn poison(&self, region: &Region, page: PageIndex, published: impl Fn(Word) -> Word) {
         if let Err(error) = self.mapper.poison(region, page) {
             // Nothing else can stop a thread that waits for it from sleeping for ever.
             last_words::write(&format!("farpage: cannot poison a lost page: {error}\n"));
             std::process::abort();
         }
         region.words.apply(page, |w| (published(w), ()));
-        self.mapper.wake(region, page..page + 1);
+        self.mapper.wake(region, page.alone());
     }
 }

@@ -2,18 +2,18 @@
 
 use std::{
     collections::VecDeque,
-    ops::Range,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
 };
 
+use farpage_store::PageRange;
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
     PageError,
-    region::{CHUNK_PAGES, Region},
+    region::{Region, chunks_of},
 };
 
 /// Writing back, or writing back and giving up, a range of pages. Evictors share its chunks.
@@ -22,7 +22,7 @@ pub(crate) struct Job {
     pub(crate) region: Arc<Region>,
     /// Pages stay mapped (a flush) or leave.
     pub(crate) keep: bool,
-    pages: Range<usize>,
+    pages: PageRange,
     cursor: AtomicUsize,
     /// Chunks not yet gone through, plus pages begun and not yet settled.
     open: AtomicUsize,
@@ -73,15 +73,14 @@ impl Jobs {
 }
 
 impl Job {
-    pub(crate) fn new(region: Arc<Region>, pages: Range<usize>, keep: bool) -> Arc<Job> {
-        let first = pages.start / CHUNK_PAGES;
-        let chunks = pages.end.div_ceil(CHUNK_PAGES).saturating_sub(first);
+    pub(crate) fn new(region: Arc<Region>, pages: PageRange, keep: bool) -> Arc<Job> {
+        let chunks = chunks_of(pages);
         let job = Job {
             region,
             keep,
             pages,
-            cursor: AtomicUsize::new(first),
-            open: AtomicUsize::new(chunks + 1),
+            cursor: AtomicUsize::new(chunks.start),
+            open: AtomicUsize::new(chunks.len() + 1),
             outcome: Default::default(),
             ends_early: AtomicBool::new(false),
         };
@@ -91,8 +90,8 @@ impl Job {
 
     /// The next chunk's pages, with its touched pages only. `None`: all chunks are taken.
     /// The taker calls [`close_one`](Self::close_one) when it has begun all pages of the chunk.
-    pub(crate) fn claim(&self) -> Option<Range<usize>> {
-        let end = self.pages.end.div_ceil(CHUNK_PAGES);
+    pub(crate) fn claim(&self) -> Option<PageRange> {
+        let end = chunks_of(self.pages).end;
         let mut at = self.cursor.load(Ordering::Relaxed);
         loop {
             if at >= end {
@@ -111,8 +110,7 @@ impl Job {
                     if next == end {
                         return None;
                     }
-                    let chunk = self.region.chunk(next);
-                    return Some(chunk.start.max(self.pages.start)..chunk.end.min(self.pages.end));
+                    return Some(self.region.chunk(next).within(self.pages));
                 }
                 Err(now) => at = now,
             }
@@ -142,7 +140,7 @@ impl Job {
         self.outcome.0.lock().error.get_or_insert(error);
         if is_lost_server {
             self.ends_early.store(true, Ordering::Relaxed);
-            let end = self.pages.end.div_ceil(CHUNK_PAGES);
+            let end = chunks_of(self.pages).end;
             let at = self.cursor.swap(end, Ordering::Relaxed);
             (at..end).for_each(|_| self.close_one(None));
         }

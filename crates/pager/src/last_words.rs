@@ -6,7 +6,7 @@
 
 use std::{collections::HashSet, io, mem, os::fd::AsFd, time::Duration};
 
-use farpage_store::StoreError;
+use farpage_store::{PageIndex, StoreError};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     unistd,
@@ -33,7 +33,7 @@ impl LastWords {
     }
 
     /// Before a page is poisoned: who touches it is ended by a signal that says nothing.
-    pub(crate) fn say(&self, region: &Region, page: usize, error: &PageError) {
+    pub(crate) fn say(&self, region: &Region, page: PageIndex, error: &PageError) {
         if !self.wanted || !self.told.lock().insert((region.id.0, cause(error))) {
             return;
         }

@@ -1,8 +1,8 @@
 //! A run on its way out: [`Leaving`].
 
-use std::{ops::Range, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
-use farpage_store::{Lane, PageStore};
+use farpage_store::{Lane, PageIndex, PageRange, PageStore};
 use farpage_vm::Frame;
 
 use crate::{
@@ -18,7 +18,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Leaving {
     pub(crate) region: Arc<Region>,
-    pub(crate) pages: Range<usize>,
+    pub(crate) pages: PageRange,
     /// Who asked for it, if the program did.
     pub(crate) job: Option<Arc<Job>>,
     pub(crate) found_by: FoundBy,
@@ -30,7 +30,7 @@ pub(crate) struct Leaving {
 impl Leaving {
     pub(crate) fn new(
         region: Arc<Region>,
-        pages: Range<usize>,
+        pages: PageRange,
         job: Option<Arc<Job>>,
         found_by: FoundBy,
     ) -> Leaving {
@@ -51,7 +51,7 @@ impl Leaving {
 
     /// Whether somebody wants one of its pages back.
     pub(crate) fn is_wanted(&self) -> bool {
-        self.region.is_wanted(&self.pages)
+        self.region.is_wanted(self.pages)
     }
 }
 
@@ -60,14 +60,14 @@ impl Flight for Leaving {
         &self.region
     }
 
-    fn pages(&self) -> Range<usize> {
-        self.pages.clone()
+    fn pages(&self) -> PageRange {
+        self.pages
     }
 
     fn start<F: Frame>(
         lane: &mut Lane<Local<F>>,
         store: &Arc<PageStore>,
-        page: u64,
+        page: PageIndex,
         frame: Local<F>,
         tag: u64,
     ) -> Result<(), Local<F>> {

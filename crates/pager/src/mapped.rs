@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::PageStore;
+use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
@@ -85,7 +85,7 @@ impl<A: AddressSpace> Mapped<A> {
             Advice::WillNeed => self
                 .shared()
                 .doors
-                .tell_fillers(|| Command::Prefetch(self.region.clone(), pages.clone())),
+                .tell_fillers(|| Command::Prefetch(self.region.clone(), pages)),
             Advice::DontNeed => return self.run(pages, false),
         }
         Ok(())
@@ -104,10 +104,10 @@ impl<A: AddressSpace> Mapped<A> {
         self.check_process()?;
         let (region, page_bytes) = (&self.region, self.page_bytes());
         let range = offset..offset + bytes.len();
-        let lost = region.lost(&self.pages(range.clone()));
-        let within = |page: usize| {
-            let end = ((page + 1) * page_bytes).min(region.store.bytes() as usize);
-            page * page_bytes..end
+        let lost = region.lost(self.pages(range.clone()));
+        let within = |page: PageIndex| {
+            let end = (page + 1).offset(page_bytes);
+            page.offset(page_bytes)..end.min(region.store.bytes() as usize)
         };
         if let Some((_, error)) = lost.iter().find(|(page, _)| {
             let page = within(*page);
@@ -123,7 +123,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Maps a lost page with these bytes. `lost`: why it is.
-    fn put(&self, page: usize, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
+    fn put(&self, page: PageIndex, bytes: &[u8], lost: &PageError) -> Result<(), PageError> {
         let (shared, region) = (self.shared(), &self.region);
         let page_bytes = region.page_bytes();
         let mut frame = self.frame_for(page)?;
@@ -148,7 +148,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// A frame for one page. Waits for it until the deadline.
-    fn frame_for(&self, page: usize) -> Result<A::Frame, PageError> {
+    fn frame_for(&self, page: PageIndex) -> Result<A::Frame, PageError> {
         let (frames, since) = (&self.shared().frames, Instant::now());
         let mut starved = false;
         loop {
@@ -164,7 +164,7 @@ impl<A: AddressSpace> Mapped<A> {
                 frames.budget().end_starving();
                 return Err(PageError::NoFrame {
                     region: self.region.label(),
-                    page: page as u64,
+                    page: page.number(),
                     waited,
                 });
             }
@@ -185,10 +185,10 @@ impl<A: AddressSpace> Mapped<A> {
     pub fn prefetch_now(&self, range: Range<usize>) -> Result<(), PageError> {
         self.check_process()?;
         let pages = self.pages(range);
-        for first in pages.clone().step_by(CHUNK_PAGES) {
-            let chunk = first..(first + CHUNK_PAGES).min(pages.end);
+        for first in pages.iter().step_by(CHUNK_PAGES) {
+            let chunk = first.and_on(CHUNK_PAGES).within(pages);
             self.region.take_error();
-            let taken_on = self.demand(chunk.clone());
+            let taken_on = self.demand(chunk);
             let mut outcome = Ok(());
             for page in chunk {
                 match outcome {
@@ -202,22 +202,21 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(())
     }
 
-    fn wait_while_filling(&self, page: usize) {
+    fn wait_while_filling(&self, page: PageIndex) {
         while self.region.words.load(page).state() == State::Filling {
             thread::sleep(Duration::from_micros(20));
         }
     }
 
     /// Asks for pages; returns how many fillers have taken theirs on.
-    fn demand(&self, pages: Range<usize>) -> Arc<AtomicUsize> {
+    fn demand(&self, pages: PageRange) -> Arc<AtomicUsize> {
         let taken_on = Arc::new(AtomicUsize::new(0));
         let doors = &self.shared().doors;
-        doors
-            .tell_fillers(|| Command::Demand(self.region.clone(), pages.clone(), taken_on.clone()));
+        doors.tell_fillers(|| Command::Demand(self.region.clone(), pages, taken_on.clone()));
         taken_on
     }
 
-    fn wait_for(&self, page: usize, taken_on: &AtomicUsize) -> Result<(), PageError> {
+    fn wait_for(&self, page: PageIndex, taken_on: &AtomicUsize) -> Result<(), PageError> {
         let since = Instant::now();
         let mut asked = since;
         loop {
@@ -230,7 +229,7 @@ impl<A: AddressSpace> Mapped<A> {
                 // A pinned one comes back, and only then is its pin worth something.
                 State::Leaving if !word.pinned() => return Ok(()),
                 State::Lost => {
-                    let lost = self.region.lost(&(page..page + 1)).pop();
+                    let lost = self.region.lost(page.alone()).pop();
                     // It may have been overwritten just now.
                     if let Some((_, error)) = lost {
                         return Err(error);
@@ -240,7 +239,7 @@ impl<A: AddressSpace> Mapped<A> {
                     let waited = since.elapsed();
                     let unknown = PageError::NoFrame {
                         region: self.region.label(),
-                        page: page as u64,
+                        page: page.number(),
                         waited,
                     };
                     return Err(self.region.take_error().unwrap_or(unknown));
@@ -250,7 +249,7 @@ impl<A: AddressSpace> Mapped<A> {
             // It was on its way for nobody and failed, or it came and went.
             if asked.elapsed() > Duration::from_millis(5) {
                 asked = Instant::now();
-                self.demand(page..page + 1);
+                self.demand(page.alone());
             }
             thread::sleep(Duration::from_micros(20));
         }
@@ -270,9 +269,9 @@ impl<A: AddressSpace> Mapped<A> {
     pub fn pin(&self, range: Range<usize>) -> Result<(), PinError> {
         self.check_process()?;
         let pages = self.pages(range.clone());
-        for page in pages.clone() {
-            if let Err(error) = self.pin_page(page, &pages) {
-                self.unpin_pages(pages.start..page);
+        for page in pages {
+            if let Err(error) = self.pin_page(page, pages) {
+                self.unpin_pages(pages.start.until(page));
                 return Err(error);
             }
         }
@@ -285,7 +284,7 @@ impl<A: AddressSpace> Mapped<A> {
         })
     }
 
-    fn pin_page(&self, page: usize, of: &Range<usize>) -> Result<(), PinError> {
+    fn pin_page(&self, page: PageIndex, of: PageRange) -> Result<(), PinError> {
         let (region, budget) = (&self.region, self.shared().frames.budget());
         let page_bytes = region.page_bytes() as u64;
         loop {
@@ -293,7 +292,7 @@ impl<A: AddressSpace> Mapped<A> {
             if protocol::pin(seen).is_none() {
                 return Err(PinError::TooOften {
                     region: region.label(),
-                    page: page as u64,
+                    page: page.number(),
                 });
             }
             // The first pin sets the page's bytes aside before the page is pinned: no more is
@@ -331,7 +330,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    fn unpin_pages(&self, pages: Range<usize>) {
+    fn unpin_pages(&self, pages: PageRange) {
         for page in pages {
             if let Some((_, now)) = self.region.words.try_apply(page, protocol::unpin)
                 && !now.pinned()
@@ -365,13 +364,13 @@ impl<A: AddressSpace> Mapped<A> {
 
     fn write_back(&self, keep: bool) -> Result<(), FlushError> {
         self.check_process()?;
-        let pages = 0..self.region.pages();
+        let pages = PageRange::first(self.region.pages());
         // What the program may only read has not changed.
         if !self.region.is_read_only() {
-            self.run(pages.clone(), keep)?;
+            self.run(pages, keep)?;
         }
         // What would be published or made durable holds an older state of these.
-        if let Some((_, error)) = self.region.lost(&pages).into_iter().next() {
+        if let Some((_, error)) = self.region.lost(pages).into_iter().next() {
             return Err(error.into());
         }
         self.region.store.flush().map_err(FlushError::Durable)
@@ -393,7 +392,7 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(())
     }
 
-    fn run(&self, pages: Range<usize>, keep: bool) -> Result<(), PageError> {
+    fn run(&self, pages: PageRange, keep: bool) -> Result<(), PageError> {
         let job = Job::new(self.region.clone(), pages, keep);
         self.shared().jobs.add(job.clone());
         self.shared().doors.ring_evictors();
@@ -403,21 +402,21 @@ impl<A: AddressSpace> Mapped<A> {
     /// Gives up those of `pages` that are mapped, without writing back. The region is closing and
     /// quiet. Neighbours leave together, and their frames go on to other regions. What the program
     /// may only read has none, and goes with the mapping.
-    fn give_up(&self, pages: Range<usize>) {
+    fn give_up(&self, pages: PageRange) {
         let (frames, region) = (&self.shared().frames, &self.region);
         let page_bytes = region.page_bytes();
-        let own = |page: &usize| region.words.try_apply(*page, protocol::borrow).is_some();
+        let own = |page: &PageIndex| region.words.try_apply(*page, protocol::borrow).is_some();
         let mut page = pages.start;
         while page < pages.end {
-            let stretch = region.in_one_stripe(&(page..pages.end), false);
-            let mut owned = page..page + stretch.take_while(own).count();
+            let stretch = region.in_one_stripe(page.until(pages.end), false);
+            let mut owned = page.and_on(stretch.iter().take_while(own).count());
             page = owned.end.max(page + 1);
             if region.is_read_only() {
-                region.count_out(&owned);
+                region.count_out(owned);
                 continue;
             }
             while !owned.is_empty() {
-                let left = match self.shared().mapper.detach(region, owned.clone()) {
+                let left = match self.shared().mapper.detach(region, owned) {
                     Ok(run) => {
                         let pages = run.len();
                         frames.release(run.into_frame(), page_bytes);
@@ -430,7 +429,7 @@ impl<A: AddressSpace> Mapped<A> {
                     }
                     // Lost together with the mapping.
                     Err(_) => {
-                        region.count_out(&(owned.start..owned.start + 1));
+                        region.count_out(owned.start.alone());
                         frames.budget().lose(page_bytes);
                         1
                     }
@@ -450,17 +449,17 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// The pages that a range of bytes touches.
-    fn pages(&self, range: Range<usize>) -> Range<usize> {
+    fn pages(&self, range: Range<usize>) -> PageRange {
         assert!(
             range.start <= range.end && range.end <= self.region.layout.bytes,
             "bytes {range:?} do not lie in a region of {} bytes",
             self.region.layout.bytes
         );
-        let first = range.start / self.region.page_bytes();
+        let first = PageIndex(range.start / self.region.page_bytes());
         if range.is_empty() {
-            return first..first;
+            return first.and_on(0);
         }
-        first..range.end.div_ceil(self.region.page_bytes())
+        first.until(PageIndex(range.end.div_ceil(self.region.page_bytes())))
     }
 }
 

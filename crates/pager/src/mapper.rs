@@ -4,8 +4,9 @@
 //! done by shard and address, and what is taken out is counted out of its region. Whoever calls
 //! owns the pages; the protocol is his business.
 
-use std::{io, ops::Range, os::fd::BorrowedFd, sync::Arc};
+use std::{io, os::fd::BorrowedFd, sync::Arc};
 
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
     AddressSpace, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out, Pages, Room,
     SCATTERED_PAGES_MAX, Shard,
@@ -21,9 +22,9 @@ use crate::{
 const KERNEL_PAGE_BYTES: usize = 4096;
 
 /// Pages that leave together by copying, ascending.
-pub(crate) type Scattered = SmallVec<[usize; SCATTERED_PAGES_MAX]>;
+pub(crate) type Scattered = SmallVec<[PageIndex; SCATTERED_PAGES_MAX]>;
 /// Runs that leave together by being dropped, ascending.
-pub(crate) type Runs = SmallVec<[Range<usize>; SCATTERED_PAGES_MAX]>;
+pub(crate) type Runs = SmallVec<[PageRange; SCATTERED_PAGES_MAX]>;
 
 /// The program's memory, by regions and pages.
 pub(crate) struct Mapper<A: AddressSpace> {
@@ -40,7 +41,7 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// The shard that serves a page.
-    pub(crate) fn shard_of(&self, region: &Region, page: usize) -> Shard {
+    pub(crate) fn shard_of(&self, region: &Region, page: PageIndex) -> Shard {
         region.shard_of(page, self.shards())
     }
 
@@ -75,17 +76,17 @@ impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn detach(
         &self,
         region: &Region,
-        pages: Range<usize>,
+        pages: PageRange,
     ) -> Result<Run<A::Frame>, DetachError> {
         let page_bytes = region.page_bytes();
-        let out = Out::Move(self.pages(region, pages.clone()));
+        let out = Out::Move(self.pages(region, pages));
         let detached = self.space.detach(out).map(Left::into_frame);
         let taken = match &detached {
             Ok(frame) => pages_in(frame, page_bytes),
             Err(DetachError::Absent) => 1,
             Err(_) => 0,
         };
-        region.count_out(&(pages.start..pages.start + taken));
+        region.count_out(pages.start.and_on(taken));
         detached.map(|frame| Run::new(pages.start, frame, page_bytes))
     }
 
@@ -112,34 +113,36 @@ impl<A: AddressSpace> Mapper<A> {
     pub(crate) fn detach_copies(
         &self,
         region: &Region,
-        pages: &[usize],
+        pages: &[PageIndex],
         frames: &mut [A::Frame],
     ) -> usize {
-        let page = |&page: &usize| self.pages(region, page..page + 1);
+        let page = |page: &PageIndex| self.pages(region, page.alone());
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = pages.iter().map(page).collect();
         let left = self.space.detach(Out::Copy(&out, frames));
         let taken = left.map_or(0, |left| left.count());
         for &page in &pages[..taken] {
-            region.count_out(&(page..page + 1));
+            region.count_out(page.alone());
         }
         taken
     }
 
     /// Drops the leading ones of `runs`, of one stripe of a region that the program may only read.
     /// Returns how many.
-    pub(crate) fn drop_runs(&self, region: &Region, runs: &[Range<usize>]) -> usize {
-        let pages = |run: &Range<usize>| self.pages(region, run.clone());
+    pub(crate) fn drop_runs(&self, region: &Region, runs: &[PageRange]) -> usize {
+        let pages = |run: &PageRange| self.pages(region, *run);
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = runs.iter().map(pages).collect();
         let left = self.space.detach(Out::Drop(&out));
         let dropped = left.map_or(0, |left| left.count());
-        runs[..dropped].iter().for_each(|run| region.count_out(run));
+        runs[..dropped]
+            .iter()
+            .for_each(|&run| region.count_out(run));
         dropped
     }
 
     /// Ends a write-protection that [`detach_copies`](Self::detach_copies) may have left on a page.
     /// Must not overlap with it.
-    pub(crate) fn unprotect(&self, region: &Region, page: usize) {
-        self.space.unprotect(self.pages(region, page..page + 1));
+    pub(crate) fn unprotect(&self, region: &Region, page: PageIndex) {
+        self.space.unprotect(self.pages(region, page.alone()));
     }
 
     /// Whether a page is mapped at `address`. Slow.
@@ -148,13 +151,13 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Wakes the threads that sleep on `pages`; they try again.
-    pub(crate) fn wake(&self, region: &Region, pages: Range<usize>) {
+    pub(crate) fn wake(&self, region: &Region, pages: PageRange) {
         self.space.wake(self.pages(region, pages));
     }
 
     /// Every touch of an absent page raises SIGBUS from now on, until it is installed.
-    pub(crate) fn poison(&self, region: &Region, page: usize) -> io::Result<()> {
-        self.space.poison(self.pages(region, page..page + 1))
+    pub(crate) fn poison(&self, region: &Region, page: PageIndex) -> io::Result<()> {
+        self.space.poison(self.pages(region, page.alone()))
     }
 
     /// The same for the kernel's page at an address that is no region's.
@@ -185,7 +188,7 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Pages of a region, which lie in one stripe, by their addresses.
-    fn pages(&self, region: &Region, pages: Range<usize>) -> Pages {
+    fn pages(&self, region: &Region, pages: PageRange) -> Pages {
         let shard = self.shard_of(region, pages.start);
         let address = region.address_of(pages.start);
         Pages::new(shard, address, region.page_bytes(), pages.len())

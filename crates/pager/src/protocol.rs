@@ -50,6 +50,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use farpage_store::PageIndex;
+
 /// Where a page is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -350,13 +352,13 @@ impl Words {
     }
 
     /// A page's word now.
-    pub fn load(&self, page: usize) -> Word {
-        Word(self.0[page].load(Ordering::Acquire))
+    pub fn load(&self, page: PageIndex) -> Word {
+        Word(self.0[page.0].load(Ordering::Acquire))
     }
 
     /// Applies a transition that always applies; returns its outcome.
-    pub fn apply<T>(&self, page: usize, transition: impl Fn(Word) -> (Word, T)) -> T {
-        let cell = &self.0[page];
+    pub fn apply<T>(&self, page: PageIndex, transition: impl Fn(Word) -> (Word, T)) -> T {
+        let cell = &self.0[page.0];
         let mut seen = cell.load(Ordering::Acquire);
         loop {
             let (next, outcome) = transition(Word(seen));
@@ -371,7 +373,7 @@ impl Words {
     /// it does not apply.
     pub fn try_apply(
         &self,
-        page: usize,
+        page: PageIndex,
         transition: impl Fn(Word) -> Option<Word>,
     ) -> Option<(Word, Word)> {
         self.apply(page, |w| match transition(w) {

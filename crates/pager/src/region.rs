@@ -13,7 +13,7 @@ use std::{
     },
 };
 
-use farpage_store::PageStore;
+use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{Layout, Mapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
@@ -62,7 +62,7 @@ pub(crate) struct Region {
     /// The first error of work in the background since it was last taken.
     error: Mutex<Option<PageError>>,
     /// Of each lost page, why.
-    lost: Mutex<BTreeMap<usize, PageError>>,
+    lost: Mutex<BTreeMap<PageIndex, PageError>>,
 }
 
 impl Region {
@@ -116,44 +116,45 @@ impl Region {
         self.layout.read_only
     }
 
-    pub(crate) fn address_of(&self, page: usize) -> usize {
-        self.address + page * self.layout.page_bytes
+    pub(crate) fn address_of(&self, page: PageIndex) -> usize {
+        self.address + page.offset(self.layout.page_bytes)
     }
 
     /// The page that holds `address`, which must lie in the region.
-    pub(crate) fn page_at(&self, address: usize) -> usize {
-        (address - self.address) >> self.layout.page_bytes.trailing_zeros()
+    pub(crate) fn page_at(&self, address: usize) -> PageIndex {
+        PageIndex((address - self.address) >> self.layout.page_bytes.trailing_zeros())
     }
 
     pub(crate) fn contains(&self, address: usize) -> bool {
         address.wrapping_sub(self.address) < self.layout.bytes
     }
 
-    pub(crate) fn shard_of(&self, page: usize, shards: usize) -> Shard {
-        self.layout.shard_of(page * self.layout.page_bytes, shards)
+    pub(crate) fn shard_of(&self, page: PageIndex, shards: usize) -> Shard {
+        self.layout
+            .shard_of(page.offset(self.layout.page_bytes), shards)
     }
 
     /// The number of the stripe that holds a page.
-    pub(crate) fn stripe_of(&self, page: usize) -> usize {
-        page * self.layout.page_bytes / self.layout.stripe_bytes
+    pub(crate) fn stripe_of(&self, page: PageIndex) -> usize {
+        page.offset(self.layout.page_bytes) / self.layout.stripe_bytes
     }
 
     /// The part of `pages` in the same stripe as its first one, or as its last one when going
     /// `down`.
-    pub(crate) fn in_one_stripe(&self, pages: &Range<usize>, down: bool) -> Range<usize> {
+    pub(crate) fn in_one_stripe(&self, pages: PageRange, down: bool) -> PageRange {
         let stripe_pages = self.layout.stripe_bytes / self.layout.page_bytes;
         if down {
-            let start = pages.end.saturating_sub(1) / stripe_pages * stripe_pages;
-            pages.start.max(start)..pages.end
+            let start = pages.end.0.saturating_sub(1) / stripe_pages * stripe_pages;
+            pages.start.max(PageIndex(start)).until(pages.end)
         } else {
-            let end = (pages.start / stripe_pages + 1) * stripe_pages;
-            pages.start..pages.end.min(end)
+            let end = (pages.start.0 / stripe_pages + 1) * stripe_pages;
+            pages.start.until(pages.end.min(PageIndex(end)))
         }
     }
 
     /// Whether somebody waits for one of these pages, which are owned.
-    pub(crate) fn is_wanted(&self, pages: &Range<usize>) -> bool {
-        (pages.clone()).any(|page| self.words.load(page).wanted())
+    pub(crate) fn is_wanted(&self, pages: PageRange) -> bool {
+        pages.iter().any(|page| self.words.load(page).wanted())
     }
 
     pub(crate) fn advice(&self) -> Advice {
@@ -169,7 +170,7 @@ impl Region {
         self.resident.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn count_in(&self, pages: &Range<usize>) {
+    pub(crate) fn count_in(&self, pages: PageRange) {
         self.resident.fetch_add(pages.len(), Ordering::Relaxed);
         for (chunk, count) in by_chunk(pages) {
             self.resident_in[chunk].fetch_add(count, Ordering::Relaxed);
@@ -178,8 +179,8 @@ impl Region {
 
     /// To be called before the pages are mapped, so that whoever looks for changed pages finds
     /// them.
-    pub(crate) fn touch(&self, pages: &Range<usize>) {
-        for chunk in pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES) {
+    pub(crate) fn touch(&self, pages: PageRange) {
+        for chunk in chunks_of(pages) {
             let (word, bit) = Self::chunk_bit(chunk);
             if self.touched[word].load(Ordering::Relaxed) & bit == 0 {
                 self.touched[word].fetch_or(bit, Ordering::Relaxed);
@@ -187,7 +188,7 @@ impl Region {
         }
     }
 
-    pub(crate) fn count_out(&self, pages: &Range<usize>) {
+    pub(crate) fn count_out(&self, pages: PageRange) {
         self.resident.fetch_sub(pages.len(), Ordering::Relaxed);
         for (chunk, count) in by_chunk(pages) {
             self.resident_in[chunk].fetch_sub(count, Ordering::Relaxed);
@@ -258,8 +259,9 @@ impl Region {
     }
 
     /// The pages of a chunk.
-    pub(crate) fn chunk(&self, chunk: usize) -> Range<usize> {
-        chunk * CHUNK_PAGES..((chunk + 1) * CHUNK_PAGES).min(self.pages())
+    pub(crate) fn chunk(&self, chunk: usize) -> PageRange {
+        let pages = PageIndex(chunk * CHUNK_PAGES).and_on(CHUNK_PAGES);
+        pages.within(PageRange::first(self.pages()))
     }
 
     fn chunk_bit(chunk: usize) -> (usize, u64) {
@@ -320,30 +322,38 @@ impl Region {
 
     /// A page's newest bytes are gone. Before its word says so: whoever sees it lost looks for the
     /// reason.
-    pub(crate) fn lose(&self, page: usize, error: PageError) {
+    pub(crate) fn lose(&self, page: PageIndex, error: PageError) {
         self.lost.lock().insert(page, error);
     }
 
     /// Lost pages among these, and why.
-    pub(crate) fn lost(&self, pages: &Range<usize>) -> Vec<(usize, PageError)> {
+    pub(crate) fn lost(&self, pages: PageRange) -> Vec<(PageIndex, PageError)> {
         let lost = self.lost.lock();
-        let among = lost.range(pages.clone());
+        let among = lost.range(pages.start..pages.end);
         among.map(|(&page, error)| (page, error.clone())).collect()
     }
 
     /// The program has overwritten a lost page.
-    pub(crate) fn found(&self, page: usize) {
+    pub(crate) fn found(&self, page: PageIndex) {
         self.lost.lock().remove(&page);
     }
 }
 
+/// The number of the chunk that a page lies in.
+pub(crate) fn chunk_of(page: PageIndex) -> usize {
+    page.0 / CHUNK_PAGES
+}
+
+/// The chunks that pages lie in.
+pub(crate) fn chunks_of(pages: PageRange) -> Range<usize> {
+    chunk_of(pages.start)..pages.end.0.div_ceil(CHUNK_PAGES)
+}
+
 /// The chunks that a run of pages lies in, and how many of its pages lie in each.
-fn by_chunk(pages: &Range<usize>) -> impl Iterator<Item = (usize, i8)> {
-    let (start, end) = (pages.start, pages.end);
-    (start / CHUNK_PAGES..end.div_ceil(CHUNK_PAGES)).map(move |chunk| {
-        let first = start.max(chunk * CHUNK_PAGES);
-        let behind = end.min((chunk + 1) * CHUNK_PAGES);
-        (chunk, (behind - first) as i8)
+fn by_chunk(pages: PageRange) -> impl Iterator<Item = (usize, i8)> {
+    chunks_of(pages).map(move |chunk| {
+        let of_chunk = PageIndex(chunk * CHUNK_PAGES).and_on(CHUNK_PAGES);
+        (chunk, pages.within(of_chunk).len() as i8)
     })
 }
 
@@ -362,9 +372,15 @@ mod tests {
 
     #[test]
     fn a_run_is_counted_in_each_chunk_that_it_lies_in() {
-        let counts: Vec<_> = by_chunk(&(60..200)).collect();
+        let counts: Vec<_> = by_chunk(PageIndex(60).until(PageIndex(200))).collect();
         assert_eq!(counts, [(0, 4), (1, 64), (2, 64), (3, 8)]);
-        assert_eq!(by_chunk(&(64..128)).collect::<Vec<_>>(), [(1, 64)]);
-        assert_eq!(by_chunk(&(70..71)).collect::<Vec<_>>(), [(1, 1)]);
+        assert_eq!(
+            by_chunk(PageIndex(64).and_on(64)).collect::<Vec<_>>(),
+            [(1, 64)]
+        );
+        assert_eq!(
+            by_chunk(PageIndex(70).alone()).collect::<Vec<_>>(),
+            [(1, 1)]
+        );
     }
 }

@@ -7,8 +7,9 @@
 //! The rule is that of a signal handler, see `in_thread.rs`: unchanged pages are gone, changed ones
 //! are handed over, and nothing is waited for.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
+use farpage_store::PageRange;
 use farpage_vm::AddressSpace;
 
 use crate::{
@@ -79,7 +80,7 @@ impl<A: AddressSpace> Relief<A> {
         self.counters().evictions.add(dropped.pages);
         self.counters().clean_evictions.add(dropped.pages);
         if let Some(page) = dropped.refused {
-            self.move_run_out(&claim.region, page..page + 1, claim.found_by);
+            self.move_run_out(&claim.region, page.alone(), claim.found_by);
         }
         dropped.pages > 0
     }
@@ -92,7 +93,7 @@ impl<A: AddressSpace> Relief<A> {
         let outcome = outcome.unwrap_or_default();
         let mut any = outcome.any;
         for page in outcome.refused {
-            any |= self.move_run_out(&region, page..page + 1, found_by) > 0;
+            any |= self.move_run_out(&region, page.alone(), found_by) > 0;
         }
         any
     }
@@ -117,7 +118,7 @@ impl<A: AddressSpace> Relief<A> {
     }
 
     /// Takes as many of the leading ones of these pages out as go together. Returns how many.
-    fn move_run_out(&self, region: &Arc<Region>, pages: Range<usize>, found_by: FoundBy) -> usize {
+    fn move_run_out(&self, region: &Arc<Region>, pages: PageRange, found_by: FoundBy) -> usize {
         match self.shared.victims.take_out(region, pages, protocol::leave) {
             Out::Taken(run) => {
                 let taken = run.len();
@@ -137,7 +138,7 @@ impl<A: AddressSpace> Relief<A> {
         let first = run.first();
         let mut gone = [false; PAGES_PER_CALL];
         for (page, bytes) in run.bytes_by_page() {
-            gone[page - first] = region.store.is_unchanged(page as u64, bytes)
+            gone[page - first] = region.store.is_unchanged(page, bytes)
                 && region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
         }
         let left = gone.iter().filter(|&&gone| gone).count();

@@ -4,8 +4,7 @@
 //! request or a wake-up. The rule: a [`Run`] is pages of one stripe of one region, which one worker
 //! owns, with the frame that holds their bytes in order.
 
-use std::ops::Range;
-
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Frame;
 
 /// Bytes that move together at most. A longer run delays the thread that waits for the first page
@@ -16,15 +15,15 @@ pub(crate) const RUN_BYTES_MAX: usize = 512 << 10;
 /// Pages in a row with the frame of their bytes.
 #[derive(Debug)]
 pub(crate) struct Run<F> {
-    pages: Range<usize>,
+    pages: PageRange,
     frame: F,
     page_bytes: usize,
 }
 
 impl<F: Frame> Run<F> {
     /// `frame` holds the bytes of the pages from `first` on, as many as it has room for.
-    pub(crate) fn new(first: usize, frame: F, page_bytes: usize) -> Run<F> {
-        let pages = first..first + pages_in(&frame, page_bytes);
+    pub(crate) fn new(first: PageIndex, frame: F, page_bytes: usize) -> Run<F> {
+        let pages = first.and_on(pages_in(&frame, page_bytes));
         Run {
             pages,
             frame,
@@ -32,11 +31,11 @@ impl<F: Frame> Run<F> {
         }
     }
 
-    pub(crate) fn pages(&self) -> Range<usize> {
-        self.pages.clone()
+    pub(crate) fn pages(&self) -> PageRange {
+        self.pages
     }
 
-    pub(crate) fn first(&self) -> usize {
+    pub(crate) fn first(&self) -> PageIndex {
         self.pages.start
     }
 
@@ -46,9 +45,9 @@ impl<F: Frame> Run<F> {
     }
 
     /// Each page with its bytes.
-    pub(crate) fn bytes_by_page(&self) -> impl Iterator<Item = (usize, &[u8])> {
+    pub(crate) fn bytes_by_page(&self) -> impl Iterator<Item = (PageIndex, &[u8])> {
         let bytes = self.frame.as_ref().chunks_exact(self.page_bytes);
-        self.pages.clone().zip(bytes)
+        self.pages.iter().zip(bytes)
     }
 
     pub(crate) fn into_frame(self) -> F {
@@ -65,7 +64,7 @@ impl<F: Frame> Run<F> {
     /// Hands out stretches of pages of the same kind, in order.
     pub(crate) fn cut<K: PartialEq>(
         self,
-        kind: impl Fn(usize) -> K,
+        kind: impl Fn(PageIndex) -> K,
         mut each: impl FnMut(Run<F>, K),
     ) {
         let mut rest = Some(self);
@@ -153,21 +152,21 @@ mod tests {
     #[test]
     fn a_cut_run_keeps_each_page_with_its_bytes() {
         let bytes = Bytes(0, (0..8).map(|i| i / 2 + 10).collect());
-        let run = Run::new(10, bytes, 2);
-        assert_eq!((run.pages(), run.len()), (10..14, 4));
-        let by_page: Vec<_> = run.bytes_by_page().map(|(page, _)| page).collect();
+        let run = Run::new(PageIndex(10), bytes, 2);
+        assert_eq!((run.pages(), run.len()), (PageIndex(10).and_on(4), 4));
+        let by_page: Vec<_> = run.bytes_by_page().map(|(page, _)| page.0).collect();
         assert_eq!(by_page, [10, 11, 12, 13]);
         let mut seen = Vec::new();
         run.cut(
-            |page| page == 12,
+            |page| page == PageIndex(12),
             |run, odd| {
                 seen.push((run.pages(), run.into_frame().1, odd));
             },
         );
         let expected = [
-            (10..12, vec![10, 10, 11, 11], false),
-            (12..13, vec![12, 12], true),
-            (13..14, vec![13, 13], false),
+            (PageIndex(10).and_on(2), vec![10, 10, 11, 11], false),
+            (PageIndex(12).alone(), vec![12, 12], true),
+            (PageIndex(13).alone(), vec![13, 13], false),
         ];
         assert_eq!(seen, expected);
     }

@@ -10,11 +10,11 @@
 
 use std::{
     io,
-    ops::Range,
     sync::{Arc, Mutex, MutexGuard, TryLockError},
     time::Instant,
 };
 
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
@@ -25,7 +25,7 @@ use crate::{
     installer::{Heat, Installer},
     mapper::{Mapper, Scattered},
     protocol,
-    region::{CHUNK_PAGES, Region},
+    region::{CHUNK_PAGES, Region, chunk_of},
     run::Run,
     victims::{Victims, Walk},
 };
@@ -82,7 +82,7 @@ impl<A: AddressSpace> Scatter<A> {
 
     /// A write to a page that is mapped raised a fault: the page came meanwhile, or it is protected
     /// while others leave. Returns whether the write may be tried again; not while others leave.
-    pub(crate) fn unprotect(&self, region: &Region, page: usize) -> bool {
+    pub(crate) fn unprotect(&self, region: &Region, page: PageIndex) -> bool {
         if !region.can_copy {
             return true;
         }
@@ -107,7 +107,7 @@ impl<A: AddressSpace> Scatter<A> {
         run: Run<A::Frame>,
         heat: Heat,
         count: u32,
-        refused: impl FnMut(usize, A::Frame, io::Error),
+        refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
         let trial = self.costs.trial(count);
         let room = (region.can_copy && trial.copies)
@@ -117,11 +117,11 @@ impl<A: AddressSpace> Scatter<A> {
         let (rest, cost) = match room {
             Some(mut room) => {
                 let page = run.first();
-                self.installer.announce(region, page..page + 1);
+                self.installer.announce(region, page.alone());
                 let copied = self.mapper.install_copy(region, run, &mut room);
                 let rest = match copied {
                     Ok(frame) => {
-                        self.installer.arrived(region, page..page + 1, heat);
+                        self.installer.arrived(region, page.alone(), heat);
                         self.frames.copied(frame, region.page_bytes());
                         None
                     }
@@ -190,7 +190,7 @@ impl<A: AddressSpace> Scatter<A> {
         }
         let pages = self.own(claim, frames.len());
         let mut outcome = Outcome::default();
-        let mut out = SmallVec::<[(usize, A::Frame); SCATTERED_PAGES_MAX]>::new();
+        let mut out = SmallVec::<[(PageIndex, A::Frame); SCATTERED_PAGES_MAX]>::new();
         let mut rest = &pages[..];
         while rest.len() >= PAGES_MIN {
             let taken = self.copy_out(&region, rest, &mut frames);
@@ -200,7 +200,7 @@ impl<A: AddressSpace> Scatter<A> {
                 break;
             };
             outcome.refused.push(refused);
-            self.victims.stay(&region, refused..refused + 1);
+            self.victims.stay(&region, refused.alone());
             rest = &rest[taken + 1..];
             if taken == 0 {
                 break;
@@ -210,7 +210,7 @@ impl<A: AddressSpace> Scatter<A> {
         // Too few to be copied, or none can be.
         outcome.refused.extend(rest.iter().take(PAGES_MIN).copied());
         for &page in rest {
-            self.victims.stay(&region, page..page + 1);
+            self.victims.stay(&region, page.alone());
         }
         for frame in frames {
             self.frames.release(frame, page_bytes);
@@ -226,7 +226,7 @@ impl<A: AddressSpace> Scatter<A> {
 
     /// Takes the leading ones of these pages, which are owned, out to the first of `frames`.
     /// Returns how many.
-    fn copy_out(&self, region: &Region, pages: &[usize], frames: &mut [A::Frame]) -> usize {
+    fn copy_out(&self, region: &Region, pages: &[PageIndex], frames: &mut [A::Frame]) -> usize {
         let since = Instant::now();
         let taken = self.mapper.detach_copies(region, pages, frames);
         self.costs.copied_out(since, taken);
@@ -246,13 +246,13 @@ impl<A: AddressSpace> Scatter<A> {
             };
             let is_near = Arc::ptr_eq(&claim.region, &region)
                 && claim.found_by == found_by
-                && window.contains(&claim.pages.start);
+                && window.contains(claim.pages.start);
             let mut walk = Walk::new(&self.victims, &claim);
             while is_near
                 && pages.len() < most
                 && let Some(run) = walk.next(most - pages.len())
             {
-                for page in run.filter(|page| window.contains(page)) {
+                for page in run.iter().filter(|&page| window.contains(page)) {
                     if region.words.try_apply(page, protocol::leave).is_some() {
                         pages.push(page);
                         walk.took(1);
@@ -273,7 +273,7 @@ impl<A: AddressSpace> Scatter<A> {
 }
 
 /// The pages that may leave together with `page`. Whole chunks, so that no claim of a sweep is cut.
-fn window_of(region: &Region, page: usize) -> Range<usize> {
-    let end = (page / CHUNK_PAGES * CHUNK_PAGES) + WINDOW_PAGES;
-    region.in_one_stripe(&(page..end), false)
+fn window_of(region: &Region, page: PageIndex) -> PageRange {
+    let end = region.chunk(chunk_of(page)).start + WINDOW_PAGES;
+    region.in_one_stripe(page.until(end), false)
 }

@@ -33,8 +33,8 @@ use farpage_fabric::{
     sim::{SimConfig, SimServer},
 };
 use farpage_store::{
-    BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageStore, RemoteOptions, Store,
-    ZfpMode,
+    BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageIndex, PageRange, PageStore,
+    RemoteOptions, Store, ZfpMode,
 };
 use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
@@ -55,11 +55,16 @@ const THREADS: usize = 4;
 const GUESTS: usize = 2;
 const PAGES: usize = 96;
 
+/// Pages by the numbers that programs have for them.
+fn pages_of(numbers: Range<usize>) -> PageRange {
+    PageIndex(numbers.start).until(PageIndex(numbers.end))
+}
+
 /// Threads of the program that serve their own faults.
 struct Guests {
     in_thread: Arc<InThread<SimSpace>>,
     /// What each of them is at.
-    serving: [Option<(Arc<Region>, usize, Plan)>; GUESTS],
+    serving: [Option<(Arc<Region>, PageIndex, Plan)>; GUESTS],
 }
 
 impl Guests {

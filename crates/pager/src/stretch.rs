@@ -3,7 +3,7 @@
 //! The rule it keeps: pages are named from the nearest on, up to the first that cannot come along,
 //! so that what is brought in is one run in one stripe.
 
-use std::ops::Range;
+use farpage_store::{PageIndex, PageRange};
 
 use crate::{
     ahead::Plan,
@@ -13,41 +13,45 @@ use crate::{
 
 /// The pages of a plan from the nearest on, up to the first that is not remote or not in the same
 /// stripe, `most` at most.
-pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> Range<usize> {
-    let pages = region.in_one_stripe(&plan.ahead, plan.down);
-    let is_there = |page: &usize| region.words.load(*page).state() != State::Remote;
+pub(crate) fn remote(region: &Region, plan: &Plan, most: usize) -> PageRange {
+    let pages = region.in_one_stripe(plan.ahead, plan.down);
+    let is_there = |page: &PageIndex| region.words.load(*page).state() != State::Remote;
     if plan.down {
-        let start = pages.start.max(pages.end.saturating_sub(most));
-        let stop = (start..pages.end).rev().find(is_there);
-        stop.map_or(start, |page| page + 1)..pages.end
+        let start = PageIndex(pages.end.0.saturating_sub(most)).max(pages.start);
+        let stop = start.until(pages.end).iter().rev().find(is_there);
+        stop.map_or(start, |page| page + 1).until(pages.end)
     } else {
-        let end = pages.end.min(pages.start + most);
-        let stop = (pages.start..end).find(is_there);
-        pages.start..stop.unwrap_or(end)
+        let pages = pages.within(pages.start.and_on(most));
+        let stop = pages.iter().find(is_there);
+        pages.start.until(stop.unwrap_or(pages.end))
     }
 }
 
 /// Whether the plan's nearest page lies next to `page` in the same stripe.
-pub(crate) fn is_next_to(region: &Region, page: usize, plan: &Plan) -> bool {
+pub(crate) fn is_next_to(region: &Region, page: PageIndex, plan: &Plan) -> bool {
     if plan.down {
-        plan.ahead.end == page && region.in_one_stripe(&(0..page + 1), true).start < page
+        plan.ahead.end == page
+            && region
+                .in_one_stripe(PageRange::first(page.0 + 1), true)
+                .start
+                < page
     } else {
-        plan.ahead.start == page + 1 && region.in_one_stripe(&(page..page + 2), false).len() == 2
+        plan.ahead.start == page + 1 && region.in_one_stripe(page.and_on(2), false).len() == 2
     }
 }
 
 /// Owns pages that nobody waits for, from the nearest on, up to the first that is not remote.
 /// Returns which.
-pub(crate) fn own(region: &Region, pages: Range<usize>, down: bool) -> Range<usize> {
-    let refused = |page: &usize| {
+pub(crate) fn own(region: &Region, pages: PageRange, down: bool) -> PageRange {
+    let refused = |page: &PageIndex| {
         let owned = region.words.try_apply(*page, protocol::prefetch);
         owned.is_none()
     };
     if down {
-        let stop = pages.clone().rev().find(refused);
-        stop.map_or(pages.start, |page| page + 1)..pages.end
+        let stop = pages.iter().rev().find(refused);
+        stop.map_or(pages.start, |page| page + 1).until(pages.end)
     } else {
-        let stop = pages.clone().find(refused);
-        pages.start..stop.unwrap_or(pages.end)
+        let stop = pages.iter().find(refused);
+        pages.start.until(stop.unwrap_or(pages.end))
     }
 }

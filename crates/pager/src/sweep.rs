@@ -18,9 +18,11 @@ use std::{
     sync::{Mutex, MutexGuard},
 };
 
+use farpage_store::PageIndex;
+
 use crate::{
     claim::{Claim, FoundBy},
-    region::CHUNK_PAGES,
+    region::{CHUNK_PAGES, chunk_of},
     regions::RegionTable,
 };
 
@@ -39,7 +41,7 @@ pub(crate) struct Sweep {
 struct Hand {
     /// Of a region, and the page in it that is next.
     address: usize,
-    page: usize,
+    page: PageIndex,
     age_floor: u32,
     seen: usize,
     taken: usize,
@@ -52,7 +54,7 @@ impl Sweep {
         Sweep {
             hand: Mutex::new(Hand {
                 address: 0,
-                page: 0,
+                page: PageIndex(0),
                 age_floor: age_cap,
                 seen: 0,
                 taken: 0,
@@ -79,23 +81,23 @@ impl Sweep {
                 let from = if address == hand.address {
                     hand.page
                 } else {
-                    0
+                    PageIndex(0)
                 };
                 if region.resident() == 0 || region.is_closing() {
                     continue;
                 }
-                if let Some(chunk) = region.next_resident(from / CHUNK_PAGES) {
-                    (hand.address, hand.page) = (address, (chunk + 1) * CHUNK_PAGES);
+                if let Some(chunk) = region.next_resident(chunk_of(from)) {
+                    (hand.address, hand.page) = (address, PageIndex((chunk + 1) * CHUNK_PAGES));
                     let pages = region.chunk(chunk);
                     return Some(Claim {
                         region: region.clone(),
-                        pages: pages.start.max(from)..pages.end,
+                        pages: pages.start.max(from).until(pages.end),
                         age_floor: hand.age_floor,
                         found_by: FoundBy::Sweep,
                     });
                 }
             }
-            (hand.address, hand.page) = (0, 0);
+            (hand.address, hand.page) = (0, PageIndex(0));
         }
         None
     }
@@ -103,9 +105,9 @@ impl Sweep {
     /// Enough pages leave: the hand goes back to `page`, the first of the claim that was not looked
     /// at. Otherwise the rest of each chunk would be passed over, and under a small budget the same
     /// few pages would leave again and again.
-    pub(crate) fn stop_at(&self, claim: &Claim, page: usize) {
+    pub(crate) fn stop_at(&self, claim: &Claim, page: PageIndex) {
         let mut hand = self.hand();
-        let behind = claim.pages.end.next_multiple_of(CHUNK_PAGES);
+        let behind = PageIndex(claim.pages.end.0.next_multiple_of(CHUNK_PAGES));
         if (hand.address, hand.page) == (claim.region.address, behind) {
             hand.page = page;
         }

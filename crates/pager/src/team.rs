@@ -480,7 +480,7 @@ mod tests {
         SessionOptions,
         sim::{SimConfig, SimServer},
     };
-    use farpage_store::{Cluster, ClusterOptions, PageStore, RemoteOptions};
+    use farpage_store::{Cluster, ClusterOptions, PageIndex, PageStore, RemoteOptions};
     use farpage_vm::{Faulted, SimOptions, SimSpace};
 
     use super::*;
@@ -580,7 +580,9 @@ mod tests {
     }
 
     fn shard_at(mapped: &Mapped<SimSpace>, offset: usize) -> Shard {
-        mapped.region().shard_of(offset / PAGE_BYTES, SHARDS)
+        mapped
+            .region()
+            .shard_of(PageIndex(offset / PAGE_BYTES), SHARDS)
     }
 
     #[test]

@@ -4,8 +4,9 @@
 //! owned as `Leaving`. What was not taken out is mapped as before. What becomes of a page that was
 //! taken out is for whoever took it.
 
-use std::{ops::Range, sync::Arc};
+use std::sync::Arc;
 
+use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, DetachError, SCATTERED_PAGES_MAX};
 
 use crate::{
@@ -40,7 +41,7 @@ pub(crate) struct Dropped {
     /// How many are gone.
     pub(crate) pages: usize,
     /// The first one that the kernel does not drop. Taking it out says why, or does it.
-    pub(crate) refused: Option<usize>,
+    pub(crate) refused: Option<PageIndex>,
 }
 
 /// All pages, as far as they may leave.
@@ -75,7 +76,7 @@ impl<A: AddressSpace> Victims<A> {
     }
 
     /// A stream has gone through these pages. Allocates nothing.
-    pub(crate) fn passed(&self, region: &Region, pages: Range<usize>) {
+    pub(crate) fn passed(&self, region: &Region, pages: PageRange) {
         let addresses = region.address_of(pages.start)..region.address_of(pages.end);
         self.behind.passed(addresses);
     }
@@ -96,18 +97,18 @@ impl<A: AddressSpace> Victims<A> {
     pub(crate) fn take_out(
         &self,
         region: &Arc<Region>,
-        pages: Range<usize>,
+        pages: PageRange,
         own: impl Fn(Word) -> Option<Word> + Copy,
     ) -> Out<A::Frame> {
         if !region.enter() {
             return Out::NotHere;
         }
         let first = pages.start;
-        let owned = pages
-            .clone()
-            .find(|&page| region.words.try_apply(page, own).is_none())
-            .unwrap_or(pages.end);
-        if owned == first {
+        let others = pages
+            .iter()
+            .find(|&page| region.words.try_apply(page, own).is_none());
+        let owned = first.until(others.unwrap_or(pages.end));
+        if owned.is_empty() {
             let word = region.words.load(first);
             region.exit();
             // A page being filled has nothing that is not in the store, until it is mapped; one
@@ -116,7 +117,7 @@ impl<A: AddressSpace> Victims<A> {
                 word.installing() || matches!(word.state(), State::Leaving | State::Resident);
             return if not_now { Out::NotNow } else { Out::NotHere };
         }
-        let (taken, out) = match self.mapper.detach(region, first..owned) {
+        let (taken, out) = match self.mapper.detach(region, owned) {
             Ok(run) => {
                 region.enter_again();
                 (run.len(), Out::Taken(run))
@@ -127,17 +128,17 @@ impl<A: AddressSpace> Victims<A> {
                 self.frames.budget().lose(region.page_bytes());
                 let now = self.clock.now();
                 if region.words.apply(first, |w| protocol::removed(w, now)) {
-                    self.mapper.wake(region, first..first + 1);
+                    self.mapper.wake(region, first.alone());
                 }
                 (1, Out::NotHere)
             }
             Err(error) => {
-                self.stay(region, first..first + 1);
+                self.stay(region, first.alone());
                 (1, Out::Refused(error))
             }
         };
         // What the kernel did not give with the rest gets its own answer next time.
-        self.stay(region, first + taken..owned);
+        self.stay(region, (first + taken).until(owned.end));
         region.exit();
         out
     }
@@ -150,7 +151,7 @@ impl<A: AddressSpace> Victims<A> {
     pub(crate) fn drop_runs(
         &self,
         region: &Arc<Region>,
-        runs: &[Range<usize>],
+        runs: &[PageRange],
         found_by: FoundBy,
     ) -> Dropped {
         let mut dropped = Dropped::default();
@@ -158,11 +159,12 @@ impl<A: AddressSpace> Victims<A> {
             return dropped;
         }
         let mut owned = Runs::new();
-        let own = |page: &usize| region.words.try_apply(*page, protocol::leave).is_some();
+        let own = |page: &PageIndex| region.words.try_apply(*page, protocol::leave).is_some();
         for run in runs {
             let mut page = run.start;
             while page < run.end && owned.len() < SCATTERED_PAGES_MAX {
-                let mine = page..page + (page..run.end).take_while(own).count();
+                let rest = page.until(run.end);
+                let mine = page.and_on(rest.iter().take_while(own).count());
                 page = mine.end + 1;
                 if !mine.is_empty() {
                     owned.push(mine);
@@ -175,15 +177,15 @@ impl<A: AddressSpace> Victims<A> {
                 self.frames.lose(run.len() * region.page_bytes());
                 dropped.pages += run.len();
                 let stamp = self.stamp(found_by);
-                for page in run.clone() {
+                for page in *run {
                     if region.words.apply(page, |w| protocol::removed(w, stamp)) {
-                        self.mapper.wake(region, page..page + 1);
+                        self.mapper.wake(region, page.alone());
                     }
                 }
             }
             for run in &runs[gone..] {
                 dropped.refused.get_or_insert(run.start);
-                self.stay(region, run.clone());
+                self.stay(region, *run);
             }
         }
         region.exit();
@@ -208,13 +210,13 @@ impl<A: AddressSpace> Victims<A> {
     }
 
     /// Owned pages that were not taken out are mapped as before.
-    pub(crate) fn stay(&self, region: &Region, pages: Range<usize>) {
+    pub(crate) fn stay(&self, region: &Region, pages: PageRange) {
         for page in pages {
             if region
                 .words
                 .apply(page, |w| (protocol::stayed(w), w.wanted()))
             {
-                self.mapper.wake(region, page..page + 1);
+                self.mapper.wake(region, page.alone());
             }
         }
     }
@@ -225,7 +227,7 @@ pub(crate) struct Walk<'a, A: AddressSpace> {
     victims: &'a Victims<A>,
     claim: &'a Claim,
     /// The next one.
-    page: usize,
+    page: PageIndex,
     seen: usize,
     taken: usize,
 }
@@ -242,15 +244,14 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
     }
 
     /// The next victims that lie together, at most `most`. `None`: there are no more.
-    pub(crate) fn next(&mut self, most: usize) -> Option<Range<usize>> {
+    pub(crate) fn next(&mut self, most: usize) -> Option<PageRange> {
         let region = &self.claim.region;
         while self.page < self.claim.pages.end {
-            let end = self.page + region.run_pages.min(most);
-            let window = self.page..self.claim.pages.end.min(end);
-            let window = region.in_one_stripe(&window, false);
+            let window = self.page.and_on(region.run_pages.min(most));
+            let window = region.in_one_stripe(window.within(self.claim.pages), false);
             let now = self.victims.clock.now();
-            let spared = window.clone().find(|&page| !self.is_victim(page, now));
-            let run = self.page..spared.unwrap_or(window.end);
+            let spared = window.iter().find(|&page| !self.is_victim(page, now));
+            let run = self.page.until(spared.unwrap_or(window.end));
             self.page = run.end + usize::from(spared.is_some());
             if !run.is_empty() {
                 return Some(run);
@@ -284,7 +285,7 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
     }
 
     /// Whether a page shall leave; one that is warm cools.
-    fn is_victim(&mut self, page: usize, now: u32) -> bool {
+    fn is_victim(&mut self, page: PageIndex, now: u32) -> bool {
         let words = &self.claim.region.words;
         let word = words.load(page);
         if word.state() != State::Resident || word.pinned() {

@@ -93,7 +93,7 @@ impl<A: AddressSpace> Wishes<A> {
                 Err(NoRoom) => {
                     self.wishes.push_front(wish);
                     for wish in self.wishes.drain(..) {
-                        fills.gave_up(&wish.region, &wish.plan.ahead);
+                        fills.gave_up(&wish.region, wish.plan.ahead);
                     }
                 }
             }
@@ -145,9 +145,9 @@ impl<A: AddressSpace> Wishes<A> {
         }
         let got = pages_in(&frame, page_bytes);
         let run = if plan.down {
-            run.end - got..run.end
+            (run.end - got).until(run.end)
         } else {
-            run.start..run.start + got
+            run.start.and_on(got)
         };
         let run = stretch::own(region, run, plan.down);
         if run.is_empty() {

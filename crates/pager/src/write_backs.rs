@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::Lane;
+use farpage_store::{Lane, PageIndex};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
 
@@ -171,8 +171,8 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.counters().writes.add(outcome.written as usize);
         self.counters().failed_evictions.add(failed.len());
         let region = leaving.region.clone();
-        let failure = |page: usize| {
-            let failed = failed.iter().find(|(failed, _)| *failed == page as u64);
+        let failure = |page: PageIndex| {
+            let failed = failed.iter().find(|(failed, _)| *failed == page);
             failed.map(|(_, error)| PageError::from(error.clone()))
         };
         let keep = leaving.job.as_ref().is_some_and(|job| job.keep);
@@ -187,7 +187,7 @@ impl<A: AddressSpace> WriteBacks<A> {
                 OnLeft::TakeBack => Fate::Stolen,
             }
         };
-        let fates: Vec<_> = run.pages().map(fate).collect();
+        let fates: Vec<_> = run.pages().iter().map(fate).collect();
         let gone = fates.iter().filter(|&&fate| fate == Fate::Gone).count();
         self.counters().evictions.add(gone);
         let clean = gone.min(outcome.clean as usize);
@@ -231,20 +231,20 @@ impl<A: AddressSpace> WriteBacks<A> {
         region: &Arc<Region>,
         run: Run<A::Frame>,
         written: bool,
-        failure: impl Fn(usize) -> Option<PageError>,
+        failure: impl Fn(PageIndex) -> Option<PageError>,
     ) -> Option<PageError> {
         let heat = if region.words.load(run.first()).wanted() {
             Heat::Hot
         } else {
             Heat::Cold
         };
-        let mut error = run.pages().find_map(&failure);
+        let mut error = run.pages().iter().find_map(&failure);
         let installer = &self.shared.installer;
         installer.install(region, run, heat, |page, frame, os| {
             let failed = failure(page);
             // Bytes that were not written may be those that the store has.
-            let is_stored = written && failed.is_none()
-                || region.store.is_unchanged(page as u64, frame.as_ref());
+            let is_stored =
+                written && failed.is_none() || region.store.is_unchanged(page, frame.as_ref());
             self.shared.frames.release(frame, region.page_bytes());
             let os = PageError::cannot_map(region.label(), page, &os);
             // Where the write-back has failed too, its error goes first.

@@ -21,6 +21,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{
+    PageIndex,
     codec::Form,
     error::TableError,
     place::{Place, Span},
@@ -168,16 +169,16 @@ impl PageTable {
         }
     }
 
-    fn words(&self, page: u64) -> &[AtomicU64] {
-        &self.words[page as usize * 4..][..4]
+    fn words(&self, page: PageIndex) -> &[AtomicU64] {
+        &self.words[page.0 * 4..][..4]
     }
 
     /// The entry of a page that the caller owns (or that no one can write now).
-    pub(crate) fn load(&self, page: u64) -> Entry {
+    pub(crate) fn load(&self, page: PageIndex) -> Entry {
         Entry::decode(self.load_words(page)).expect("entries are only stored encoded")
     }
 
-    pub(crate) fn load_words(&self, page: u64) -> Words {
+    pub(crate) fn load_words(&self, page: PageIndex) -> Words {
         let words = self.words(page);
         let form = words[1].load(Ordering::Acquire);
         let rest = |i: usize| words[i].load(Ordering::Relaxed);
@@ -185,7 +186,7 @@ impl PageTable {
     }
 
     /// Stores the entry of a page that the caller owns.
-    pub(crate) fn store(&self, page: u64, entry: Entry) {
+    pub(crate) fn store(&self, page: PageIndex, entry: Entry) {
         let new = entry.encode();
         let words = self.words(page);
         for i in [0, 2, 3] {
@@ -196,12 +197,12 @@ impl PageTable {
 
     /// Notes that the last published map refers to the page's slot. Only while no owner can store
     /// entries.
-    pub(crate) fn mark_published(&self, page: u64) {
+    pub(crate) fn mark_published(&self, page: PageIndex) {
         self.words(page)[1].fetch_or(PUBLISHED, Ordering::Relaxed);
     }
 
     /// Whether the page has bytes anywhere; may be asked by anyone, as a hint.
-    pub(crate) fn is_stored(&self, page: u64) -> bool {
+    pub(crate) fn is_stored(&self, page: PageIndex) -> bool {
         (self.words(page)[1].load(Ordering::Relaxed) >> 40) & 0xff >= KIND_STORED
     }
 }
@@ -264,14 +265,17 @@ mod tests {
         let table = PageTable::new(3 * 4096, 4096).unwrap();
         for entry in edges() {
             assert_eq!(Entry::decode(entry.encode()), Some(entry));
-            table.store(1, entry);
-            assert_eq!(table.load(1), entry);
+            table.store(PageIndex(1), entry);
+            assert_eq!(table.load(PageIndex(1)), entry);
             assert_eq!(
-                table.is_stored(1),
+                table.is_stored(PageIndex(1)),
                 matches!(entry, Entry::Stored { .. } | Entry::Kept { .. })
             );
         }
-        assert_eq!((table.load(0), table.load(2)), (Entry::Never, Entry::Never));
+        assert_eq!(
+            (table.load(PageIndex(0)), table.load(PageIndex(2))),
+            (Entry::Never, Entry::Never)
+        );
     }
 
     #[test]
@@ -318,9 +322,12 @@ mod tests {
             hash: 5,
             published,
         };
-        table.store(0, entry(false));
-        table.mark_published(0);
-        assert_eq!(table.load(0), entry(true));
-        assert_eq!(portable(table.load_words(0)), entry(false).encode());
+        table.store(PageIndex(0), entry(false));
+        table.mark_published(PageIndex(0));
+        assert_eq!(table.load(PageIndex(0)), entry(true));
+        assert_eq!(
+            portable(table.load_words(PageIndex(0))),
+            entry(false).encode()
+        );
     }
 }

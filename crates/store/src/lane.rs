@@ -42,7 +42,7 @@ use self::{
     staging::{IoBuf, Staging},
 };
 use crate::{
-    Cluster, PageStore, StoreError,
+    Cluster, PageIndex, PageStore, StoreError,
     blocking::Bell,
     codec::{Coder, Watch},
     entry::Entry,
@@ -93,7 +93,7 @@ pub struct Done<F> {
     /// What became of the pages that did not fail.
     pub outcome: Outcome,
     /// The pages that failed, in ascending order, and why. The others are done.
-    pub failed: Vec<(u64, StoreError)>,
+    pub failed: Vec<(PageIndex, StoreError)>,
 }
 
 /// What an operation did.
@@ -136,7 +136,7 @@ pub struct Lane<F: Frame> {
     /// Scratch, empty between calls.
     places: Vec<Place>,
     freed: Vec<Span>,
-    entries: Vec<(u64, Entry)>,
+    entries: Vec<(PageIndex, Entry)>,
 }
 
 impl<F: Frame> Lane<F> {
@@ -227,7 +227,13 @@ impl<F: Frame> Lane<F> {
     ///
     /// # Panics
     /// If the frame is not whole pages of the store, at least one.
-    pub fn fill(&mut self, store: &Arc<PageStore>, page: u64, frame: F, tag: u64) -> Result<(), F> {
+    pub fn fill(
+        &mut self,
+        store: &Arc<PageStore>,
+        page: PageIndex,
+        frame: F,
+        tag: u64,
+    ) -> Result<(), F> {
         check_run(store, page, &frame);
         match &store.backing {
             Backing::Remote(remote) => self.fill_remote(store, remote, page, frame, tag),
@@ -247,7 +253,7 @@ impl<F: Frame> Lane<F> {
     pub fn write_back(
         &mut self,
         store: &Arc<PageStore>,
-        page: u64,
+        page: PageIndex,
         frame: F,
         tag: u64,
     ) -> Result<(), F> {
@@ -526,10 +532,7 @@ impl<F: Frame> Lane<F> {
         let bytes = u64::from(transfer.bytes);
         self.watch.ended(run.way.index(), bytes);
         if let Some(chooser) = &remote.chooser {
-            let (page, pages) = (
-                run.page + run.parts[part].first as u64,
-                run.parts[part].pages,
-            );
+            let (page, pages) = (run.page + run.parts[part].first, run.parts[part].pages);
             chooser.moved(run.way.index(), transfer.form, page, pages, bytes);
         }
         let block = match buf {
@@ -572,11 +575,13 @@ impl<F: Frame> Drop for Lane<F> {
     }
 }
 
-fn check_run<F: Frame>(store: &PageStore, page: u64, frame: &F) {
+fn check_run<F: Frame>(store: &PageStore, page: PageIndex, frame: &F) {
     let bytes = frame.as_ref().len();
-    let pages = (bytes / store.page_bytes) as u64;
+    let pages = bytes / store.page_bytes;
     assert!(
-        bytes.is_multiple_of(store.page_bytes) && pages > 0 && page + pages <= store.pages(),
+        bytes.is_multiple_of(store.page_bytes)
+            && pages > 0
+            && page.0 + pages <= store.pages() as usize,
         "a frame of {bytes} bytes at page {page} of {}, {} bytes each",
         store.pages(),
         store.page_bytes

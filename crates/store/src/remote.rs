@@ -17,8 +17,8 @@ use std::{
 use farpage_fabric::{AllocError, MAX_OP_BYTES};
 
 use crate::{
-    BlockingOptions, Cluster, Codec, CreateError, Layout, RemoteOptions, Reserve, Store,
-    StoreStats, StoreStatsSnapshot,
+    BlockingOptions, Cluster, Codec, CreateError, Layout, PageIndex, PageRange, RemoteOptions,
+    Reserve, Store, StoreStats, StoreStatsSnapshot,
     blocking::BlockingStore,
     codec::{self, Chooser, Scheme},
     entry::{Entry, PageTable},
@@ -241,17 +241,11 @@ impl PageStore {
         matches!(self.backing, Backing::Blocking(_))
     }
 
-    /// Whether a fill of this page ends at once, without a request: there is nothing to read ahead.
-    /// A hint, since the page may be written back meanwhile.
-    pub fn is_immediate(&self, page: u64) -> bool {
-        matches!(self.backing, Backing::Remote(_)) && !self.table.is_stored(page)
-    }
-
     /// Whether the store has the page with these bytes, as far as a hash of 128 bits tells; then
     /// there is nothing to write back. `bytes` is a whole page: beyond the region's end they count
     /// for nothing in a user's own store. For the page's owner, and for signal handlers too: it
     /// allocates nothing and calls nobody.
-    pub fn is_unchanged(&self, page: u64, bytes: &[u8]) -> bool {
+    pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
         match self.table.load(page) {
             Entry::Stored { hash, .. } => hash == codec::hash(bytes, self.seed),
             Entry::Kept { hash, unsure, .. } => {
@@ -264,7 +258,7 @@ impl PageStore {
 
     /// Fetches the page's entry into the processor's cache. Call it before the page is filled, and
     /// do something else meanwhile. For anyone: the page's owner reads the entry later.
-    pub fn expect(&self, page: u64) {
+    pub fn expect(&self, page: PageIndex) {
         // The processor waits for a value only where it is used.
         black_box(self.table.is_stored(page));
     }
@@ -282,7 +276,7 @@ impl PageStore {
 
     /// Nobody will ask for the page's bytes any more: gives its remote memory back, except what was
     /// published under a name. For the page's owner.
-    pub fn forget(&self, page: u64) {
+    pub fn forget(&self, page: PageIndex) {
         if let Backing::Remote(remote) = &self.backing
             && self.table.is_stored(page)
         {
@@ -305,7 +299,7 @@ impl PageStore {
         let Backing::Remote(remote) = &self.backing else {
             return;
         };
-        for page in (0..self.pages()).filter(|&page| self.table.is_stored(page)) {
+        for page in (self.all().iter()).filter(|&page| self.table.is_stored(page)) {
             if let Some(slot) = self.table.load(page).slot() {
                 remote.pool.hold(slot, self.page_bytes, -1);
             }
@@ -316,7 +310,7 @@ impl PageStore {
             remote.claim.as_ref().inspect(|claim| claim.let_go());
             return;
         }
-        for page in 0..self.pages() {
+        for page in self.all() {
             if self.table.is_stored(page)
                 && let Entry::Stored {
                     place,
@@ -333,9 +327,14 @@ impl PageStore {
         }
     }
 
+    /// All pages.
+    pub(crate) fn all(&self) -> PageRange {
+        PageRange::first(self.pages() as usize)
+    }
+
     /// How many bytes of the page belong to the region.
-    pub(crate) fn page_len(&self, page: u64) -> usize {
-        (self.bytes - page * self.page_bytes as u64).min(self.page_bytes as u64) as usize
+    pub(crate) fn page_len(&self, page: PageIndex) -> usize {
+        (self.bytes - page.offset(self.page_bytes) as u64).min(self.page_bytes as u64) as usize
     }
 }
 
@@ -347,10 +346,10 @@ impl Drop for PageStore {
 
 impl RemoteStore {
     /// A slot for one encoded page. Waits for nothing.
-    pub(crate) fn alloc(&self, bytes: u32, page: u64) -> Result<Place, NoRoom> {
+    pub(crate) fn alloc(&self, bytes: u32, page: PageIndex) -> Result<Place, NoRoom> {
         let mut place = None;
         self.take(bytes, || {
-            place = self.pool.alloc(bytes, page);
+            place = self.pool.alloc(bytes, page.number());
             place.is_some()
         })?;
         Ok(place.expect("there was room"))
@@ -397,7 +396,7 @@ impl RemoteStore {
     pub(crate) fn commit(
         &self,
         table: &PageTable,
-        entries: impl Iterator<Item = (u64, Entry)>,
+        entries: impl Iterator<Item = (PageIndex, Entry)>,
         freed: &mut Vec<Span>,
     ) {
         // A map that is being published must see each entry whole and must keep the slots that it

@@ -37,7 +37,7 @@ fn read(plain: &mut Plain, seed: u64) {
         assert!(pages <= LOCAL_PAGES, "{pages} pages in memory");
         if step % 500 == 0 {
             let region = plain.mapped.region().clone();
-            let job = Job::new(region, 0..REGION_PAGES, false);
+            let job = Job::new(region, PageRange::first(REGION_PAGES), false);
             plain.mapped.pager().shared().jobs.add(job.clone());
             while !job.has_ended() {
                 plain.turn();

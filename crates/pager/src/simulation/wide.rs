@@ -158,7 +158,7 @@ impl Wide {
     }
 
     fn address(&self, region: usize, page: usize) -> usize {
-        self.regions[region].region().address_of(page)
+        self.regions[region].region().address_of(PageIndex(page))
     }
 
     /// A page near one that matters: the first, the last, the first behind a stripe, or any of a
@@ -273,7 +273,7 @@ impl Wide {
                     .shared()
                     .doors
                     .tell_fillers(|| {
-                        Command::Demand(region.clone(), pages.clone(), Arc::default())
+                        Command::Demand(region.clone(), pages_of(pages.clone()), Arc::default())
                     });
                 Some((word, value))
             }
@@ -337,7 +337,7 @@ impl Wide {
     ) -> Result<(), PageError> {
         // What is written back is away for a moment, pinned or not.
         let pinned = std::mem::take(&mut self.pinned);
-        let job = Job::new(self.regions[region].region().clone(), pages, keep);
+        let job = Job::new(self.regions[region].region().clone(), pages_of(pages), keep);
         let shared = self.regions[region].pager().shared().clone();
         shared.jobs.add(job.clone());
         self.drive(|wide| {
@@ -427,7 +427,7 @@ impl Wide {
                     .pager()
                     .shared()
                     .doors
-                    .tell_fillers(|| Command::Prefetch(of.clone(), pages.clone()));
+                    .tell_fillers(|| Command::Prefetch(of.clone(), pages_of(pages.clone())));
             }
             3 => {
                 let advice = [Advice::Sequential, Advice::Random, Advice::Normal];

@@ -196,7 +196,7 @@ impl World {
     }
 
     fn run_job(&mut self, pages: Range<usize>, keep: bool) {
-        let job = Job::new(self.mapped.region().clone(), pages, keep);
+        let job = Job::new(self.mapped.region().clone(), pages_of(pages), keep);
         self.mapped.pager().shared().jobs.add(job.clone());
         self.drive(|_| job.has_ended());
         job.wait().expect("the store takes every page");
@@ -279,7 +279,7 @@ fn flushes_and_evictions_on_demand_disturb_nobody() {
                 .pager()
                 .shared()
                 .doors
-                .tell_fillers(|| Command::Prefetch(region.clone(), first..PAGES));
+                .tell_fillers(|| Command::Prefetch(region.clone(), pages_of(first..PAGES)));
         }
         world.finish_intents();
         world.check_everything();

@@ -64,6 +64,7 @@ use super::{
     form::{Encoded, Form, Page},
     scheme::Scheme,
 };
+use crate::PageIndex;
 
 /// Stretches of a region that are judged apart.
 const CLASSES: usize = 16;
@@ -161,7 +162,7 @@ impl Chooser {
     }
 
     /// The form for a page. `None`: it is a sample.
-    pub(crate) fn form(&self, page: u64) -> Option<Form> {
+    pub(crate) fn form(&self, page: PageIndex) -> Option<Form> {
         let class = &self.classes[self.class_of(page)];
         let now_ns = self.traffic.now_ns();
         if self.seen.load(Relaxed) & self.part_of(page) == 0 || now_ns >= class.due_ns.load(Relaxed)
@@ -177,7 +178,7 @@ impl Chooser {
     }
 
     /// Counts `pages` pages that moved in one request.
-    pub(crate) fn moved(&self, way: usize, form: Form, page: u64, pages: usize, bytes: u64) {
+    pub(crate) fn moved(&self, way: usize, form: Form, page: PageIndex, pages: usize, bytes: u64) {
         let moved = &self.classes[self.class_of(page)].moved[way];
         let moved = &moved[usize::from(form.id())];
         moved.pages.fetch_add(pages as u64, Relaxed);
@@ -255,13 +256,13 @@ impl Chooser {
         Form::from_id(class.form.load(Relaxed)).expect("stored below, from a form")
     }
 
-    fn class_of(&self, page: u64) -> usize {
-        (page as u128 * CLASSES as u128 / u128::from(self.pages.max(1))) as usize
+    fn class_of(&self, page: PageIndex) -> usize {
+        (u128::from(page.number()) * CLASSES as u128 / u128::from(self.pages.max(1))) as usize
     }
 
     /// The bit of the part that the page belongs to.
-    fn part_of(&self, page: u64) -> u64 {
-        1 << (u128::from(page) * u128::from(PARTS) / u128::from(self.pages.max(1)))
+    fn part_of(&self, page: PageIndex) -> u64 {
+        1 << (u128::from(page.number()) * u128::from(PARTS) / u128::from(self.pages.max(1)))
     }
 
     /// Ends the epoch if it is over, and chooses anew.
@@ -419,7 +420,8 @@ mod tests {
     }
 
     /// Writes a page of steps, of which LZ4 makes next to nothing. Returns the form that comes out.
-    fn write(chooser: &Chooser, scheme: &Scheme, number: u64) -> Form {
+    fn write(chooser: &Chooser, scheme: &Scheme, number: usize) -> Form {
+        let number = PageIndex(number);
         let values: Vec<f64> = (0..8192).map(|at| 1.0 + f64::from(at / 64)).collect();
         let bytes: &[u8] = bytemuck::cast_slice(&values);
         let mut block = vec![0; Coder::bound(PAGE)];
@@ -448,12 +450,16 @@ mod tests {
     #[test]
     fn samples_come_at_once_and_then_seldom() {
         let (chooser, scheme) = chooser(&Arc::default());
-        assert_eq!(chooser.form(3), None, "never seen");
+        assert_eq!(chooser.form(PageIndex(3)), None, "never seen");
         let form = write(&chooser, &scheme, 3);
         assert_eq!(form, Form::Raw, "nothing is known of the link yet");
-        assert_eq!(chooser.form(3), Some(form));
-        assert_eq!(chooser.form(999), None, "another stretch");
-        assert_eq!(chooser.form(20), None, "another part of the stretch");
+        assert_eq!(chooser.form(PageIndex(3)), Some(form));
+        assert_eq!(chooser.form(PageIndex(999)), None, "another stretch");
+        assert_eq!(
+            chooser.form(PageIndex(20)),
+            None,
+            "another part of the stretch"
+        );
         let mut learnt = chooser.learnt.lock();
         let due_ns = chooser.classes[0].due_ns.load(Relaxed);
         assert!(learnt.samples_ns > 0 && due_ns >= learnt.samples_ns * SAMPLE_SHARE);
@@ -465,7 +471,7 @@ mod tests {
         samples.last_mut().expect("some").encode_ns = 1e9;
         drop(learnt);
         write(&chooser, &scheme, 20);
-        assert_eq!(chooser.form(20), Some(form));
+        assert_eq!(chooser.form(PageIndex(20)), Some(form));
         let samples = &chooser.learnt.lock().model.samples[0];
         let tried = samples.iter().map(|sample| sample.pages);
         assert_eq!(tried.collect::<Vec<_>>(), [2, 2, 2, 1]);
@@ -479,7 +485,7 @@ mod tests {
         write(&chooser, &scheme, 3);
         let bytes = EPOCH_PAGES * PAGE as u64;
         let epoch = |waited_ns: u64| {
-            chooser.moved(WRITE, Form::Raw, 3, EPOCH_PAGES as usize, bytes);
+            chooser.moved(WRITE, Form::Raw, PageIndex(3), EPOCH_PAGES as usize, bytes);
             let mut learnt = chooser.learnt.lock();
             let now_ns = learnt.marks.at_ns + 170_000_000;
             if waited_ns > 0 {
@@ -501,7 +507,7 @@ mod tests {
             chooser.turn(&mut learnt);
         }
         // Another part: a sample, whose block is kept where its form is chosen again.
-        assert_eq!(chooser.form(20), None);
+        assert_eq!(chooser.form(PageIndex(20)), None);
         assert_ne!(write(&chooser, &scheme, 20), Form::Raw);
     }
 }

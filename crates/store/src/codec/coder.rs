@@ -16,6 +16,7 @@ use super::{
     shuffle::{shuffle, unshuffle},
     zfp::ZfpCoder,
 };
+use crate::PageIndex;
 
 /// After this many pages in a row that did not shrink, a small sample of each page is tried first.
 /// LZ4 passes over random bytes at 12 GB/s, which a program with a fast link would still notice.
@@ -166,7 +167,7 @@ impl Coder {
         form: Form,
         block: &[u8],
         seed: u64,
-        number: u64,
+        number: PageIndex,
         page: &mut [u8],
     ) -> Result<(), &'static str> {
         let len = page.len();

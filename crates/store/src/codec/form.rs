@@ -3,6 +3,8 @@
 //!
 //! The rule it keeps: numbers never change their meaning, since published maps contain them.
 
+use crate::PageIndex;
+
 /// How one page is stored. Its region's scheme has the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Form {
@@ -66,7 +68,7 @@ impl Width {
 /// A page that changed.
 #[derive(Clone, Copy)]
 pub(crate) struct Page<'a> {
-    pub(crate) number: u64,
+    pub(crate) number: PageIndex,
     pub(crate) bytes: &'a [u8],
     pub(crate) hash: u128,
     /// The seed of the region's hashes.

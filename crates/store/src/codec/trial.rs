@@ -6,6 +6,7 @@
 use super::{
     Codec, CodecError, Coder, Element, Form, Layout, Page, Scheme, fill_repeated, hash, repeated,
 };
+use crate::PageIndex;
 
 /// Tries a codec on pages of an array: how long they become, how long it takes, what is lost.
 ///
@@ -93,7 +94,7 @@ impl Trial {
         }
         let bytes = page;
         let page = Page {
-            number,
+            number: PageIndex(number as usize),
             bytes,
             hash: hash(bytes, SEED),
             seed: SEED,
@@ -132,7 +133,14 @@ impl Trial {
             }
             Kind::Stored(form, bytes) => self
                 .coder
-                .decode(&self.scheme, *form, bytes, SEED, number, page)
+                .decode(
+                    &self.scheme,
+                    *form,
+                    bytes,
+                    SEED,
+                    PageIndex(number as usize),
+                    page,
+                )
                 .map_err(|why| CodecError(format!("page {number} cannot be decoded: {why}")))?,
         }
         Ok(())

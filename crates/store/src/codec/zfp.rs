@@ -13,6 +13,7 @@ use super::{
     plain,
     scheme::{Number, Scheme, ZFP_HEADER_BYTES, pieces},
 };
+use crate::PageIndex;
 
 /// The coder of ZFP, made at the first page that needs it.
 #[derive(Default)]
@@ -57,7 +58,7 @@ impl ZfpCoder {
         scheme: &Scheme,
         block: &[u8],
         seed: u64,
-        number: u64,
+        number: PageIndex,
         page: &mut [u8],
         scratch: &mut [u64],
     ) -> Result<bool, &'static str> {
@@ -179,11 +180,11 @@ struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    fn of(scheme: &'a Scheme, number: Number, page: u64, page_bytes: usize) -> Self {
+    fn of(scheme: &'a Scheme, number: Number, page: PageIndex, page_bytes: usize) -> Self {
         let len = page_bytes / number.width().bytes();
         Self {
             shape: &scheme.layout.shape,
-            first: page * len as u64,
+            first: page.number() * len as u64,
             len,
         }
     }

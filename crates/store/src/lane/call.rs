@@ -14,7 +14,7 @@ use super::{
     run::{Run, Task, Way},
 };
 use crate::{
-    PageStore, Store, StoreError,
+    PageIndex, PageStore, Store, StoreError,
     blocking::{Bell, BlockingStore, CallError, Work, call},
     codec,
     entry::Entry,
@@ -66,7 +66,7 @@ impl<F: Frame> Lane<F> {
     pub(super) fn call_user(
         &mut self,
         store: &Arc<PageStore>,
-        page: u64,
+        page: PageIndex,
         frame: F,
         tag: u64,
         way: Way,
@@ -75,7 +75,10 @@ impl<F: Frame> Lane<F> {
             return Err(frame);
         }
         let mut run = Run::new((tag, store, page), way, self.spare());
-        for (page, bytes) in (page..).zip(frame.as_ref().chunks_exact(store.page_bytes)) {
+        for (page, bytes) in page
+            .onwards()
+            .zip(frame.as_ref().chunks_exact(store.page_bytes))
+        {
             let hash = match way {
                 Way::Fill => 0,
                 Way::WriteBack => codec::hash(&bytes[..store.page_len(page)], store.seed),
@@ -96,8 +99,8 @@ impl<F: Frame> Lane<F> {
             if !matches!(run.parts[part].task, Task::Call) {
                 continue;
             }
-            let first = run.page + run.parts[part].first as u64;
-            let offset = first * run.store.page_bytes as u64;
+            let first = run.page + run.parts[part].first;
+            let offset = first.offset(run.store.page_bytes) as u64;
             let len = (run.parts[part].pages * run.store.page_bytes) as u64;
             let mut call = Call {
                 index,
@@ -144,7 +147,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
     } = call;
     let store = run.store.clone();
     let (page, first) = (run.page, run.parts[part].first);
-    let pages = (first..first + run.parts[part].pages).map(|number| (number, page + number as u64));
+    let pages = (first..first + run.parts[part].pages).map(|number| (number, page + number));
     match (way, result) {
         (Way::Fill, Ok(())) => {
             frame.as_mut()[len..].fill(0);
@@ -159,7 +162,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
                         run.tally.corrupt += 1;
                         let error = StoreError::Corrupt {
                             region: store.label.clone(),
-                            page,
+                            page: page.number(),
                             server: user.name().into(),
                             detail: "its hash does not match what was last written",
                         };
@@ -222,12 +225,12 @@ fn failure(
     user: &dyn Store,
     way: Way,
     error: CallError,
-) -> impl Fn(u64) -> StoreError + use<> {
+) -> impl Fn(PageIndex) -> StoreError + use<> {
     let (region, store, operation) = (store.label.clone(), user.name(), way.operation());
     move |page| match &error {
         CallError::Io(error) => StoreError::User {
             region: region.clone(),
-            page,
+            page: page.number(),
             store: store.clone(),
             operation,
             kind: error.kind(),
@@ -235,7 +238,7 @@ fn failure(
         },
         CallError::Panic(message) => StoreError::Panicked {
             region: region.clone(),
-            page,
+            page: page.number(),
             store: store.clone(),
             operation,
             message: message.clone(),

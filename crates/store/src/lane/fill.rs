@@ -13,7 +13,7 @@ use super::{
     staging::{IoBuf, no_memory},
 };
 use crate::{
-    PageStore, StoreError,
+    PageIndex, PageStore, StoreError,
     codec::{self, Coder, Form},
     entry::Entry,
     remote::RemoteStore,
@@ -24,7 +24,7 @@ impl<F: Frame> Lane<F> {
         &mut self,
         store: &Arc<PageStore>,
         remote: &RemoteStore,
-        page: u64,
+        page: PageIndex,
         mut frame: F,
         tag: u64,
     ) -> Result<(), F> {
@@ -32,7 +32,10 @@ impl<F: Frame> Lane<F> {
             return Err(frame);
         }
         let mut run = Run::new((tag, store, page), Way::Fill, self.spare());
-        for (page, bytes) in (page..).zip(frame.as_mut().chunks_exact_mut(store.page_bytes)) {
+        for (page, bytes) in page
+            .onwards()
+            .zip(frame.as_mut().chunks_exact_mut(store.page_bytes))
+        {
             let (task, hash) = match store.table.load(page) {
                 Entry::Never | Entry::Kept { .. } => {
                     bytes.fill(0);
@@ -109,7 +112,7 @@ impl<F: Frame> Run<F> {
                 Some(block) => {
                     let began = Instant::now();
                     let block = &block[..transfer.bytes as usize];
-                    let page = page + number as u64;
+                    let page = page + number;
                     let decoded = coder.decode(
                         &remote.scheme,
                         transfer.form,
@@ -135,7 +138,7 @@ impl<F: Frame> Run<F> {
             self.tally.corrupt += 1;
             let error = StoreError::Corrupt {
                 region: store.label.clone(),
-                page: page + number as u64,
+                page: (page + number).number(),
                 server: remote.pool.endpoint(transfer.place.server),
                 detail,
             };

@@ -10,7 +10,7 @@ use farpage_fabric::{ChannelError, Verb, regmem::RegBuf};
 
 use super::{Done, Frame, Outcome};
 use crate::{
-    PageStore, StoreError, StoreStatsSnapshot,
+    PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     codec::{Form, READ, WRITE},
     place::Place,
     remote::RemoteStore,
@@ -62,7 +62,7 @@ pub(super) struct Run<F> {
     pub(super) store: Arc<PageStore>,
     pub(super) way: Way,
     /// The first page.
-    pub(super) page: u64,
+    pub(super) page: PageIndex,
     pub(super) started: Instant,
     /// In page order at first; those that are split off later follow in any order, since tags refer
     /// to positions.
@@ -73,7 +73,7 @@ pub(super) struct Run<F> {
     open: usize,
     /// What the pages that ended add to the store's counters.
     pub(super) tally: StoreStatsSnapshot,
-    failed: Vec<(u64, StoreError)>,
+    failed: Vec<(PageIndex, StoreError)>,
 }
 
 /// The vectors of a run that has ended, empty, so that the next one allocates nothing.
@@ -173,7 +173,7 @@ impl Task {
 impl<F: Frame> Run<F> {
     /// A run without pages.
     pub(super) fn new(
-        (tag, store, page): (u64, &Arc<PageStore>, u64),
+        (tag, store, page): (u64, &Arc<PageStore>, PageIndex),
         way: Way,
         (parts, hashes): Spare<F>,
     ) -> Self {
@@ -261,16 +261,17 @@ impl<F: Frame> Run<F> {
     }
 
     /// The pages of a part, which ends, are not done.
-    pub(super) fn fail(&mut self, part: usize, error: impl Fn(u64) -> StoreError) {
+    pub(super) fn fail(&mut self, part: usize, error: impl Fn(PageIndex) -> StoreError) {
         let Part { first, pages, .. } = self.parts[part];
-        let pages = self.page + first as u64..self.page + (first + pages) as u64;
-        self.failed.extend(pages.map(|page| (page, error(page))));
+        let pages = (self.page + first).and_on(pages);
+        self.failed
+            .extend(pages.iter().map(|page| (page, error(page))));
         self.end(part);
     }
 
     /// One page is not done.
     pub(super) fn fail_page(&mut self, number: usize, error: StoreError) {
-        self.failed.push((self.page + number as u64, error));
+        self.failed.push((self.page + number, error));
     }
 
     /// What a channel's last word on a transfer means.
@@ -279,13 +280,13 @@ impl<F: Frame> Run<F> {
         remote: &RemoteStore,
         transfer: Transfer,
         source: ChannelError,
-    ) -> impl Fn(u64) -> StoreError + use<F> {
+    ) -> impl Fn(PageIndex) -> StoreError + use<F> {
         let region = self.store.label.clone();
         let server = remote.pool.endpoint(transfer.place.server);
         let operation = self.way.operation();
         move |page| StoreError::Remote {
             region: region.clone(),
-            page,
+            page: page.number(),
             server: server.clone(),
             operation,
             attempts: transfer.attempts,

@@ -11,7 +11,7 @@ use farpage_fabric::{
     regmem::{RegBuf, RegError, RegPool},
 };
 
-use crate::{Frame, PageStore, StoreError, codec::Coder};
+use crate::{Frame, PageIndex, PageStore, StoreError, codec::Coder};
 
 const BYTES_MAX: usize = 4 << 20;
 
@@ -75,12 +75,15 @@ impl Staging {
 }
 
 /// Why pages stay where they are.
-pub(super) fn no_memory(store: &PageStore, error: RegError) -> impl Fn(u64) -> StoreError + use<> {
+pub(super) fn no_memory(
+    store: &PageStore,
+    error: RegError,
+) -> impl Fn(PageIndex) -> StoreError + use<> {
     let region = store.label.clone();
     let source = Arc::new(error);
     move |page| StoreError::Memory {
         region: region.clone(),
-        page,
+        page: page.number(),
         source: source.clone(),
     }
 }

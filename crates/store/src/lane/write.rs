@@ -14,7 +14,7 @@ use super::{
     staging::{IoBuf, no_memory},
 };
 use crate::{
-    PageStore, StoreError, StoreStatsSnapshot,
+    PageIndex, PageStore, StoreError, StoreStatsSnapshot,
     codec::{self, Coder, Form, Page},
     entry::Entry,
     place::{Place, Span},
@@ -26,7 +26,7 @@ impl<F: Frame> Lane<F> {
         &mut self,
         store: &Arc<PageStore>,
         remote: &RemoteStore,
-        page: u64,
+        page: PageIndex,
         frame: F,
         tag: u64,
     ) -> Result<(), F> {
@@ -35,7 +35,10 @@ impl<F: Frame> Lane<F> {
         }
         let mut run = Run::new((tag, store, page), Way::WriteBack, self.spare());
         // 1. Which pages are as the store has them? A page of one value needs no hash, and no slot.
-        for (page, bytes) in (page..).zip(frame.as_ref().chunks_exact(store.page_bytes)) {
+        for (page, bytes) in page
+            .onwards()
+            .zip(frame.as_ref().chunks_exact(store.page_bytes))
+        {
             let old = store.table.load(page);
             if let Some(value) = codec::repeated(bytes) {
                 if old.repeats(value) {
@@ -132,7 +135,7 @@ impl<F: Frame> Lane<F> {
                 let number = run.parts[part].first;
                 let mut tally = mem::take(&mut run.tally);
                 let page = Page {
-                    number: run.page + number as u64,
+                    number: run.page + number,
                     bytes: run.bytes(part),
                     hash: run.hashes[number],
                     seed: run.store.seed,
@@ -199,7 +202,7 @@ impl<F: Frame> Lane<F> {
             let Task::Encoded { form, bytes, .. } = run.parts[part].task else {
                 continue;
             };
-            let room = match remote.alloc(bytes, run.page + run.parts[part].first as u64) {
+            let room = match remote.alloc(bytes, run.page + run.parts[part].first) {
                 Ok(place) => Ok(place),
                 Err(no_room) => match self.refusal(run, no_room) {
                     Some(source) => Err(source),
@@ -279,7 +282,7 @@ impl<F: Frame> Lane<F> {
                 hash: run.hashes[number],
                 published: false,
             };
-            (run.page + number as u64, entry)
+            (run.page + number, entry)
         });
         remote.commit(&run.store.table, entries, &mut self.freed);
         remote.pool.settle(pages);
@@ -297,11 +300,11 @@ impl<F: Frame> Lane<F> {
     }
 }
 
-fn full(store: &PageStore, source: AllocError) -> impl Fn(u64) -> StoreError + use<> {
+fn full(store: &PageStore, source: AllocError) -> impl Fn(PageIndex) -> StoreError + use<> {
     let region = store.label.clone();
     move |page| StoreError::Full {
         region: region.clone(),
-        page,
+        page: page.number(),
         source: source.clone(),
     }
 }

@@ -12,7 +12,7 @@ use super::{
     mover::{MoveError, Mover},
 };
 use crate::{
-    Cluster, OpenStoreError, PageStore,
+    Cluster, OpenStoreError, PageIndex, PageStore,
     codec::{self, Chooser, Scheme},
     entry::{Entry, PageTable},
     names::Claim,
@@ -76,7 +76,7 @@ impl PageStore {
         let Backing::Remote(remote) = &store.backing else {
             unreachable!("made so above")
         };
-        for (page, words) in (0..).zip(entries.as_chunks::<32>().0) {
+        for (page, words) in PageIndex(0).onwards().zip(entries.as_chunks::<32>().0) {
             let entry = Entry::decode(words_of(words))
                 .ok_or_else(|| damaged("an entry of its page map is none"))?;
             store.adopt(remote, page, entry).map_err(damaged)?;
@@ -89,7 +89,12 @@ impl PageStore {
     }
 
     /// Takes over the entry of a published page. What is wrong with it, if something is.
-    fn adopt(&self, remote: &RemoteStore, page: u64, entry: Entry) -> Result<(), &'static str> {
+    fn adopt(
+        &self,
+        remote: &RemoteStore,
+        page: PageIndex,
+        entry: Entry,
+    ) -> Result<(), &'static str> {
         let (page_bytes, pool) = (self.page_bytes, &remote.pool);
         match entry {
             Entry::Never => return Ok(()),

@@ -71,7 +71,7 @@ impl PageStore {
 
     fn copy_map(&self, map_bytes: u64) -> Vec<u8> {
         let mut map = Vec::with_capacity(map_bytes as usize);
-        for page in 0..self.pages() {
+        for page in self.all() {
             map.extend(bytes_of(portable(self.table.load_words(page))));
         }
         map.resize(map_bytes as usize, 0);
@@ -80,7 +80,7 @@ impl PageStore {
 
     /// Marks the pages that are as the map says.
     fn mark_published(&self, map: &[u8]) {
-        for (page, words) in (0..self.pages()).zip(map.as_chunks::<32>().0) {
+        for (page, words) in self.all().iter().zip(map.as_chunks::<32>().0) {
             if span_of(&words_of(words)).is_some()
                 && bytes_of(portable(self.table.load_words(page))) == *words
             {

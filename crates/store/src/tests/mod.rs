@@ -30,9 +30,9 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::{
     BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
-    FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageStore, PublishStoreError,
-    RemoteOptions, Reserve, Store, StoreError, ZfpMode, entry::Entry, place::Place, pool::Pool,
-    remote::Backing,
+    FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageIndex, PageStore,
+    PublishStoreError, RemoteOptions, Reserve, Store, StoreError, ZfpMode, entry::Entry,
+    place::Place, pool::Pool, remote::Backing,
 };
 
 /// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
@@ -188,6 +188,10 @@ fn some(lane: &mut Lane<Piece>) -> Vec<Done<Piece>> {
     done
 }
 
+fn at(page: u64) -> PageIndex {
+    PageIndex(page as usize)
+}
+
 fn one(lane: &mut Lane<Piece>) -> Done<Piece> {
     let mut done = some(lane);
     assert_eq!(done.len(), 1);
@@ -213,7 +217,7 @@ fn write_run(
     page: u64,
     bytes: &[u8],
 ) -> Done<Piece> {
-    lane.write_back(store, page, bytes.to_vec().into(), page)
+    lane.write_back(store, at(page), bytes.to_vec().into(), page)
         .unwrap();
     let done = one(lane);
     assert_eq!((done.tag, &done.frame.bytes[..]), (page, bytes));
@@ -235,7 +239,7 @@ fn read_run(
     pages: usize,
 ) -> Done<Piece> {
     let frame = vec![0xee; pages * store.page_bytes()];
-    lane.fill(store, page, frame.into(), page).unwrap();
+    lane.fill(store, at(page), frame.into(), page).unwrap();
     let done = one(lane);
     assert_eq!((done.tag, done.frame.at), (page, 0));
     assert_eq!(done.frame.bytes.len(), pages * store.page_bytes());
@@ -298,7 +302,7 @@ fn conform(
             let lane = &mut lanes[lane];
             let len = (pages.end - pages.start) as usize * page_bytes;
             let (bytes, accepted) = if random.random_bool(0.5) {
-                let accepted = lane.fill(store, page, vec![0xee; len].into(), tag);
+                let accepted = lane.fill(store, at(page), vec![0xee; len].into(), tag);
                 (None, accepted)
             } else {
                 let mut bytes = Vec::new();
@@ -308,7 +312,7 @@ fn conform(
                         _ => bytes.extend(random_page(&mut random, page_bytes)),
                     }
                 }
-                let accepted = lane.write_back(store, page, bytes.clone().into(), tag);
+                let accepted = lane.write_back(store, at(page), bytes.clone().into(), tag);
                 (Some(bytes), accepted)
             };
             match accepted {
@@ -330,7 +334,7 @@ fn conform(
     for page in 0..store.pages() {
         suite.busy.insert(page, (page..page + 1, None));
         lanes[0]
-            .fill(store, page, vec![0xee; page_bytes].into(), page)
+            .fill(store, at(page), vec![0xee; page_bytes].into(), page)
             .unwrap();
         some(&mut lanes[0])
             .into_iter()
@@ -376,7 +380,10 @@ impl Suite<'_> {
         );
         assert!(done.failed.is_sorted_by(|(a, _), (b, _)| a < b));
         for (page, error) in &done.failed {
-            assert!(pages.contains(page) && error.may_retry(), "{seed}: {error}");
+            assert!(
+                pages.contains(&page.number()) && error.may_retry(),
+                "{seed}: {error}"
+            );
         }
         let Outcome { clean, written, .. } = done.outcome;
         let ended = (clean + written) as usize;
@@ -396,7 +403,7 @@ impl Suite<'_> {
         }
         self.failed += done.failed.len();
         for (page, got) in pages.zip(done.frame.bytes.chunks(page_bytes)) {
-            if done.failed.iter().any(|(failed, _)| *failed == page) {
+            if done.failed.iter().any(|(failed, _)| *failed == at(page)) {
                 continue;
             }
             let range = self.range(page);
@@ -439,7 +446,7 @@ fn pool(store: &PageStore) -> &Pool {
 
 /// Where a page's bytes are.
 fn place_of(store: &PageStore, page: u64) -> (Place, u32) {
-    match store.table.load(page) {
+    match store.table.load(at(page)) {
         Entry::Stored {
             place,
             stored_bytes,

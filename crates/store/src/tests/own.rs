@@ -172,24 +172,24 @@ fn a_users_page_is_unchanged_as_long_as_its_store_has_it() {
     let cluster = Cluster::new(vec![], ClusterOptions::default());
     let (user, store) = unruly(&cluster, 4096 + 100);
     let mut lane = Lane::new(&cluster).expect("no server to connect to");
-    assert!(!store.is_unchanged(0, &[0; 4096]), "never read");
+    assert!(!store.is_unchanged(at(0), &[0; 4096]), "never read");
     // Read, changed, written.
     let mut page = read(&mut lane, &store, 0).expect("the store reads");
-    assert!(store.is_unchanged(0, &page));
+    assert!(store.is_unchanged(at(0), &page));
     page[4095] ^= 1;
-    assert!(!store.is_unchanged(0, &page));
+    assert!(!store.is_unchanged(at(0), &page));
     write(&mut lane, &store, 0, &page).expect("the store writes");
-    assert!(store.is_unchanged(0, &page));
+    assert!(store.is_unchanged(at(0), &page));
     // Of the last page only what belongs to the region.
     let mut last = read(&mut lane, &store, 1).expect("the store reads");
     last[100] ^= 1;
-    assert!(store.is_unchanged(1, &last));
+    assert!(store.is_unchanged(at(1), &last));
     last[99] ^= 1;
-    assert!(!store.is_unchanged(1, &last));
+    assert!(!store.is_unchanged(at(1), &last));
     // A write that failed: nobody knows what the store has.
     user.fail.store(true, Ordering::Relaxed);
     write(&mut lane, &store, 0, &[1; 4096]).expect_err("told to fail");
-    assert!(!store.is_unchanged(0, &page) && !store.is_unchanged(0, &[1; 4096]));
+    assert!(!store.is_unchanged(at(0), &page) && !store.is_unchanged(at(0), &[1; 4096]));
 }
 
 #[test]
@@ -250,11 +250,12 @@ fn a_store_that_stalls_holds_up_nobody_else() {
     let mut lane = Lane::new(&cluster).unwrap();
     user.stall.store(true, Ordering::Relaxed);
     for page in 0..128 {
-        lane.fill(&stalled, page, vec![0; 4096].into(), 1000 + page)
+        lane.fill(&stalled, at(page), vec![0; 4096].into(), 1000 + page)
             .unwrap();
     }
     assert!(
-        lane.fill(&stalled, 128, vec![0; 4096].into(), 0).is_err(),
+        lane.fill(&stalled, at(128), vec![0; 4096].into(), 0)
+            .is_err(),
         "it takes no more for now"
     );
     for page in 0..20 {
@@ -309,7 +310,7 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
     model[4096] ^= 1;
     model[5 * 4096..7 * 4096].fill(9);
     let done = write_run(&mut lane, &store, 0, &model);
-    let failed: Vec<_> = done.failed.iter().map(|(page, _)| *page).collect();
+    let failed: Vec<_> = done.failed.iter().map(|(page, _)| page.number()).collect();
     assert_eq!((failed, done.outcome.clean), (vec![1, 5, 6], 7));
     user.fail.store(false, Ordering::Relaxed);
     assert_eq!(write_run(&mut lane, &store, 0, &model).outcome.written, 3);

@@ -10,14 +10,14 @@ fn page_is_unchanged_as_long_as_it_has_the_bytes_that_come_back() {
         let mut lane = Lane::new(&cluster).expect("the simulated server lives");
         let (zeros, ones) = (vec![0; 4096], vec![1; 4096]);
         let mut bytes: Vec<u8> = (0..4096).map(|i| (i / 7) as u8).collect();
-        assert!(store.is_unchanged(0, &zeros) && !store.is_unchanged(0, &ones));
+        assert!(store.is_unchanged(at(0), &zeros) && !store.is_unchanged(at(0), &ones));
         write(&mut lane, &store, 0, &ones).expect("a page of one value");
-        assert!(store.is_unchanged(0, &ones) && !store.is_unchanged(0, &zeros));
+        assert!(store.is_unchanged(at(0), &ones) && !store.is_unchanged(at(0), &zeros));
         write(&mut lane, &store, 0, &bytes).expect("the server has room");
-        assert!(store.is_unchanged(0, &bytes) && !store.is_unchanged(0, &ones));
-        assert!(store.is_unchanged(1, &zeros));
+        assert!(store.is_unchanged(at(0), &bytes) && !store.is_unchanged(at(0), &ones));
+        assert!(store.is_unchanged(at(1), &zeros));
         bytes[4095] ^= 1;
-        assert!(!store.is_unchanged(0, &bytes));
+        assert!(!store.is_unchanged(at(0), &bytes));
     }
 }
 
@@ -61,7 +61,7 @@ fn pages_that_need_no_request_send_none() {
     let cluster = Cluster::new(vec![session(&server)], ClusterOptions::default());
     let store = remote(&cluster, 4, 4096, Codec::Raw);
     let mut lane = Lane::new(&cluster).unwrap();
-    assert!(store.is_immediate(0));
+    assert!(!store.table.is_stored(at(0)));
     assert_eq!(read(&mut lane, &store, 0).unwrap(), vec![0; 4096]);
     assert_eq!(write(&mut lane, &store, 0, &[0; 4096]).unwrap(), CLEAN);
     assert_eq!(write(&mut lane, &store, 1, &[5; 4096]).unwrap(), written(0));
@@ -81,7 +81,7 @@ fn pages_that_need_no_request_send_none() {
     page[9] = 6;
     assert_eq!(write(&mut lane, &store, 1, &page).unwrap(), written(4096));
     assert_eq!(write(&mut lane, &store, 1, &page).unwrap(), CLEAN);
-    assert!(!store.is_immediate(1));
+    assert!(store.table.is_stored(at(1)));
     assert_eq!(write(&mut lane, &store, 1, &[0; 4096]).unwrap(), written(0));
     assert_eq!(
         read(&mut lane, &store, 1).unwrap(),

@@ -23,13 +23,14 @@ fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
             may_go_on.recv_timeout(Duration::from_secs(10)).is_err()
         });
         is_held.recv().expect("somebody asks the servers");
-        lane.write_back(store, 0, odd_page(4096, 1).into(), 7)
+        lane.write_back(store, at(0), odd_page(4096, 1).into(), 7)
             .unwrap();
         let mut done = Vec::new();
         lane.poll(&mut done);
         assert!(done.is_empty(), "there is no memory for it yet");
         // A page of one value needs none.
-        lane.write_back(store, 1, vec![3; 4096].into(), 8).unwrap();
+        lane.write_back(store, at(1), vec![3; 4096].into(), 8)
+            .unwrap();
         assert_eq!(one(&mut lane).tag, 8);
         let _ = go_on.send(());
         asking.join().expect("it only waits")
@@ -52,8 +53,9 @@ fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting(
     write(&mut lane, &store, 0, &page).unwrap();
     server.kill();
     let began = Instant::now();
-    lane.fill(&store, 0, vec![0; 4096].into(), 1).unwrap();
-    lane.write_back(&store, 1, page.clone().into(), 2).unwrap();
+    lane.fill(&store, at(0), vec![0; 4096].into(), 1).unwrap();
+    lane.write_back(&store, at(1), page.clone().into(), 2)
+        .unwrap();
     let mut ended = 0;
     while ended < 2 {
         for done in some(&mut lane) {
@@ -78,7 +80,7 @@ fn a_dead_server_is_a_typed_error_within_the_deadline_and_keeps_nothing_waiting(
         began.elapsed()
     );
     assert!(
-        matches!(store.table.load(1), Entry::Never),
+        matches!(store.table.load(at(1)), Entry::Never),
         "a failed write-back leaves the entry alone"
     );
     assert_eq!(lane.in_flight(), 0);

@@ -78,7 +78,7 @@ fn a_complete_run_is_handed_out_before_the_next_is_copied() {
         }
         for page in [0, 8, 16] {
             let frame = vec![0xee; 8 * 65536];
-            lane.fill(&store, page, frame.into(), page).unwrap();
+            lane.fill(&store, at(page), frame.into(), page).unwrap();
         }
         for (page, run) in (0..).step_by(8).zip(bytes.chunks(8 * 65536)) {
             let mut done = Vec::new();
@@ -134,10 +134,10 @@ fn a_damaged_page_fails_alone() {
             tamper(&cluster, &store, page, |bytes| bytes[1] ^= 1);
         }
         let done = read_run(&mut lane, &store, 0, 16);
-        let failed: Vec<_> = done.failed.iter().map(|(page, _)| *page).collect();
+        let failed: Vec<_> = done.failed.iter().map(|(page, _)| page.number()).collect();
         assert_eq!(failed, [3, 4, 15]);
         for (page, error) in &done.failed {
-            assert!(matches!(error, StoreError::Corrupt { page: p, .. } if p == page));
+            assert!(matches!(error, StoreError::Corrupt { page: p, .. } if *p == page.number()));
         }
         let pages = pages.chunks(4096).zip(done.frame.bytes.chunks(4096));
         for (page, (expected, got)) in (0..).zip(pages) {
@@ -194,7 +194,7 @@ fn slots_of_a_run_that_seemed_lost_are_free_when_a_new_channel_is_open() {
     while pool(&store).grow(4096).is_ok() {}
     for round in 0..5 {
         let done = write_run(&mut lane, &store, 0, &odd_pages(4096, 0..256));
-        let full = |(_, error): &(u64, StoreError)| matches!(error, StoreError::Full { .. });
+        let full = |(_, error): &(PageIndex, StoreError)| matches!(error, StoreError::Full { .. });
         assert!(done.failed.len() == 256 && !done.failed.iter().any(full));
         assert_eq!(pool(&store).used_bytes(), 1 << 20, "all of it is in doubt");
         assert!(matches!(
@@ -226,7 +226,7 @@ fn slots_of_a_run_that_was_never_sent_are_free_again() {
     assert_eq!(done.failed.len(), 64);
     assert_eq!(pool(&store).used_bytes(), 4096, "the slot of the first one");
     // Nor does a lane that is dropped leave anybody waiting.
-    lane.write_back(&store, 0, odd_pages(4096, 0..64).into(), 0)
+    lane.write_back(&store, at(0), odd_pages(4096, 0..64).into(), 0)
         .unwrap();
     assert!(pool(&store).has_unsettled());
     drop(lane);
@@ -262,21 +262,21 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
             }
             for from in (0..64).step_by(16) {
                 let run = bytes[from * 4096..][..16 * 4096].to_vec();
-                lane.write_back(&store, from as u64, run.into(), from as u64)
+                lane.write_back(&store, at(from as u64), run.into(), from as u64)
                     .unwrap();
             }
             while lane.in_flight() > 0 {
                 for done in some(&mut lane) {
                     failed += done.failed.len();
                     for page in done.tag..done.tag + 16 {
-                        let at = page as usize;
-                        let entry = store.table.load(page);
-                        if done.failed.iter().any(|(failed, _)| *failed == page) {
-                            assert_eq!(entry, entries[at], "page {page}");
+                        let number = page as usize;
+                        let entry = store.table.load(at(page));
+                        if done.failed.iter().any(|(failed, _)| *failed == at(page)) {
+                            assert_eq!(entry, entries[number], "page {page}");
                         } else {
-                            let range = at * 4096..(at + 1) * 4096;
+                            let range = number * 4096..(number + 1) * 4096;
                             model[range.clone()].copy_from_slice(&bytes[range]);
-                            entries[at] = entry;
+                            entries[number] = entry;
                         }
                     }
                 }
@@ -286,7 +286,7 @@ fn a_server_that_dies_in_the_middle_of_runs_tears_none() {
         let done = read_run(&mut lane, &store, 0, 64);
         for (page, entry) in entries.iter().enumerate() {
             let lost = matches!(entry, Entry::Stored { place, .. } if place.server == 0);
-            let failed = done.failed.iter().any(|(failed, _)| *failed == page as u64);
+            let failed = done.failed.iter().any(|(failed, _)| failed.0 == page);
             assert_eq!(lost, failed, "page {page}");
             let range = page * 4096..(page + 1) * 4096;
             assert!(
@@ -313,10 +313,10 @@ fn a_full_server_takes_what_fits_of_a_run() {
     let done = write_run(&mut lane, &store, 0, &bytes);
     assert_eq!((done.outcome.written, done.failed.len()), (256, 44));
     for (page, error) in &done.failed {
-        assert!(matches!(error, StoreError::Full { page: p, .. } if p == page));
+        assert!(matches!(error, StoreError::Full { page: p, .. } if *p == page.number()));
     }
     for page in 0..300 {
-        let is_kept = !done.failed.iter().any(|(failed, _)| *failed == page);
+        let is_kept = !done.failed.iter().any(|(failed, _)| *failed == at(page));
         let expected = if is_kept {
             odd_page(4096, page)
         } else {
@@ -353,7 +353,7 @@ fn runs_wait_for_each_others_slots_where_space_is_tight() {
         for round in 0..10 {
             let bytes = odd_pages(65536, round * 40..(round + 1) * 40);
             for (i, (lane, half)) in lanes.iter_mut().zip(bytes.chunks(20 * 65536)).enumerate() {
-                lane.write_back(&store, i as u64 * 20, half.to_vec().into(), 0)
+                lane.write_back(&store, at(i as u64 * 20), half.to_vec().into(), 0)
                     .unwrap();
             }
             for lane in &mut lanes {

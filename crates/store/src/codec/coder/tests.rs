@@ -8,7 +8,7 @@ use bytemuck::Pod;
 
 use super::*;
 use crate::{
-    Codec,
+    Codec, PageIndex,
     codec::{Element, Layout, ZfpMode, form::Width, plain, zfp::header_of},
 };
 
@@ -26,6 +26,7 @@ fn wish(scheme: &Scheme) -> Form {
 
 /// Encodes a page and decodes it. Returns the outcome and the decoded page.
 fn through(coder: &mut Coder, scheme: &Scheme, number: u64, bytes: &[u8]) -> (Encoded, Vec<u8>) {
+    let number = PageIndex(number as usize);
     let mut block = vec![0xaa; Coder::bound(bytes.len())];
     let page = Page {
         number,
@@ -343,13 +344,13 @@ proptest! {
         let bytes = &page[skew..];
         let mut coder = Coder::new();
         let mut block = vec![0; Coder::bound(bytes.len())];
-        let encoded = coder.encode(&scheme, wish(&scheme), Page { number: 3, bytes, hash: plain::hash(bytes, SEED), seed: SEED }, bytes.len() - 64, &mut block);
+        let encoded = coder.encode(&scheme, wish(&scheme), Page { number: PageIndex(3), bytes, hash: plain::hash(bytes, SEED), seed: SEED }, bytes.len() - 64, &mut block);
         prop_assume!(encoded.form != Form::Raw);
         block.truncate(encoded.bytes as usize);
         let mut back = vec![0; bytes.len()];
         let at = at.index(block.len());
         block[at] ^= 1 << bit;
-        let damaged = coder.decode(&scheme, encoded.form, &block, SEED, 3, &mut back);
+        let damaged = coder.decode(&scheme, encoded.form, &block, SEED, PageIndex(3), &mut back);
         prop_assert!(damaged.is_err() || encoded.form != Form::Zfp, "a ZFP block that is not whole is not even decoded");
         // Even with a header that fits, the library must not leave its buffers.
         for len in [block.len(), cut.index(block.len())] {
@@ -357,7 +358,7 @@ proptest! {
             if encoded.form == Form::Zfp && let Some((header, rest)) = block.split_first_chunk_mut() {
                 *header = header_of(rest, SEED);
             }
-            let _ = coder.decode(&scheme, encoded.form, block, SEED, 3, &mut back);
+            let _ = coder.decode(&scheme, encoded.form, block, SEED, PageIndex(3), &mut back);
         }
     }
 
@@ -371,6 +372,6 @@ proptest! {
         if form == Form::Zfp && let Some((header, rest)) = block.split_first_chunk_mut() {
             *header = header_of(rest, SEED);
         }
-        let _ = Coder::new().decode(&scheme, form, &block, SEED, 1, &mut [0; 4096]);
+        let _ = Coder::new().decode(&scheme, form, &block, SEED, PageIndex(1), &mut [0; 4096]);
     }
 }
