@@ -81,11 +81,14 @@
 #define FARPAGE_FAULTS_IN_THREAD 2
 
 /**
- * Memory whose pages come and go, from `farpage_region_address` on. A program may unmap parts of
- * it, or map over them: the pages that have addresses there are gone then, and the store keeps
- * what was written back last; but `mremap` leaves zeros for what is not in memory. Its functions
- * may be called from any thread, except that nothing else may be called, and its memory not be
- * touched, during and after `farpage_region_unmap`.
+ * Memory whose pages come and go. It begins at `farpage_region_address`.
+ *
+ * A program may unmap parts of it, or map over them. The pages that had addresses there are gone
+ * then, and the store keeps what was written back last. `mremap` moves what is in memory; the rest
+ * reads as zeros at the new addresses.
+ *
+ * Its functions may be called from any thread. During and after `farpage_region_unmap` no other of
+ * them may be called, and its memory may not be touched.
  */
 typedef struct farpage_region farpage_region;
 
@@ -473,23 +476,6 @@ farpage_code farpage_region_open(const struct farpage_runtime *runtime,
                                  struct farpage_region **region);
 
 /**
- * Splits the region in two at `offset`, a multiple of its page size: `*region` ends there, and
- * `*rest` begins there. All bytes keep their addresses, and each part is unmapped for itself. Only
- * a region with a store or a file can be split. Changes are written back first, as
- * `farpage_region_unmap` does. Advice and pins end.
- *
- * On failure `*rest` is null. `*region` is as it was if the arguments were wrong or writing back
- * failed. It is null if the parts could not be mapped (no memory, or too many mappings): then the
- * store has all bytes, and touching the addresses raises SIGSEGV.
- *
- * `*region` came from a function that maps, and has not been unmapped; nobody else uses it or
- * touches its memory meanwhile; `rest` may be written.
- */
-farpage_code farpage_region_split(struct farpage_region **region,
-                                  uint64_t offset,
-                                  struct farpage_region **rest);
-
-/**
  * The first byte of the region, aligned to its page size; null for null.
  *
  * `region` is null or came from a function that maps, and has not been unmapped.
@@ -588,6 +574,23 @@ farpage_code farpage_region_unpin(const struct farpage_region *region,
  * As `farpage_region_address`.
  */
 farpage_code farpage_region_error(const struct farpage_region *region);
+
+/**
+ * Splits the region in two at `offset`, a multiple of its page size: `*region` ends there, and
+ * `*rest` begins there. All bytes keep their addresses, and each part is unmapped for itself. Only
+ * a region with a store or a file can be split. Changes are written back first, as
+ * `farpage_region_unmap` does. Advice and pins end.
+ *
+ * On failure `*rest` is null. `*region` is as it was if the arguments were wrong or writing back
+ * failed. It is null if the parts could not be mapped (no memory, or too many mappings): then the
+ * store has all bytes, and touching the addresses raises SIGSEGV.
+ *
+ * `*region` came from a function that maps, and has not been unmapped; nobody else uses it or
+ * touches its memory meanwhile; `rest` may be written.
+ */
+farpage_code farpage_region_split(struct farpage_region **region,
+                                  uint64_t offset,
+                                  struct farpage_region **rest);
 
 /**
  * Writes back what outlives the region (what a store, a file or a name keeps), gives its addresses

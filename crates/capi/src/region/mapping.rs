@@ -1,0 +1,227 @@
+//! How regions are made: their options, and the functions that map.
+
+use std::{
+    ffi::{c_char, c_int, c_void},
+    ptr,
+    sync::Arc,
+};
+
+use farpage::{ByteSize, RegionOptions, Reserve, Store};
+
+use super::{AtEnd, Kept, Mapped, boxed, farpage_region};
+use crate::{
+    error::{Failure, farpage_code, guard},
+    file::FdStore,
+    options::{self, Growing},
+    runtime::farpage_runtime,
+    store::{CStore, farpage_store},
+};
+
+/// How a region is to be. Set all of it to zero, then `struct_bytes`, then what is to differ: zero
+/// and null mean the runtime's choice.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct farpage_region_options {
+    /// `sizeof(farpage_region_options)`.
+    pub struct_bytes: usize,
+    /// Page size: a power of two, 4096 to 2097152.
+    pub page_bytes: u64,
+    /// Pages that are read ahead of a sequential run at most, or FARPAGE_READ_AHEAD_OFF.
+    pub read_ahead: u32,
+    /// How pages are encoded on servers: as of the runtime. Not for stores and files.
+    pub codec: *const c_char,
+    /// 1: take remote memory when pages need it instead of all of it at once (twice the size where
+    /// there is a name); then evictions may fail for lack of it. Not for stores and files.
+    pub on_demand: u32,
+    /// 1: the program may only read: a write to the region's memory raises SIGSEGV. Not for
+    /// servers.
+    pub read_only: u32,
+    /// Publishes the region on its servers under this name at each flush and when it is unmapped:
+    /// it outlives the program. Not for stores and files.
+    pub name: *const c_char,
+    /// Keeps the pages here instead of on the servers. Copied.
+    pub store: *const farpage_store,
+    /// Maps the region here and nowhere else: a multiple of its page size. What is mapped there is
+    /// replaced, all of it up to the end of the region's last page and nothing beside it; but not
+    /// another region, that is FARPAGE_INVALID.
+    pub address: *mut c_void,
+    /// 1: `name` may exist already; what is published under it stays until this region is
+    /// published. Otherwise mapping fails with FARPAGE_EXISTS then.
+    pub replace: u32,
+}
+
+// SAFETY: integers and pointers, beginning with the length.
+unsafe impl Growing for farpage_region_options {}
+
+/// Maps `bytes` bytes, zeroed or what `options->store` holds, and puts the region into `*region`:
+/// the caller's until `farpage_region_unmap`. On failure `*region` is null.
+///
+/// # Safety
+/// `runtime` came from `farpage_runtime_new` and has not been freed; `options` is null or points to
+/// as many bytes as it says; `region` may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_map(
+    runtime: *const farpage_runtime,
+    bytes: u64,
+    options: *const farpage_region_options,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let given = options::read(options)?;
+        let read_only = given.read_only != 0;
+        if given.store.is_null() {
+            if read_only {
+                return Err(Failure::invalid("a read-only region needs a store"));
+            }
+            return create(runtime, bytes, &given, None, AtEnd::Drop);
+        }
+        let store = CStore::new(given.store, read_only)?;
+        create(runtime, bytes, &given, Some(Arc::new(store)), AtEnd::Flush)
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// Maps the `bytes` bytes at `offset` of the file, or block device, behind the descriptor `fd`,
+/// which the caller may close afterwards, and puts the region into `*region`.
+///
+/// What lies beyond the end of the file reads as zeros; the file grows only when others than zeros
+/// are stored there. `fd` must be open for reading and writing; reading is enough with
+/// `options->read_only`.
+///
+/// # Safety
+/// As `farpage_region_map`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_map_fd(
+    runtime: *const farpage_runtime,
+    fd: c_int,
+    offset: u64,
+    bytes: u64,
+    options: *const farpage_region_options,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let given = options::read(options)?;
+        if !given.store.is_null() {
+            return Err(Failure::invalid(
+                "a store and a descriptor: need one of them",
+            ));
+        }
+        let store = FdStore::new(fd, offset, bytes, given.read_only != 0)?;
+        let store: Arc<dyn Store> = Arc::new(store);
+        create(runtime, bytes, &given, Some(store), AtEnd::WriteBack)
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// Opens the region that was published under `name` and puts it into `*region`. It is this
+/// program's alone until it is unmapped.
+///
+/// # Safety
+/// `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region`
+/// may be written.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_open(
+    runtime: *const farpage_runtime,
+    name: *const c_char,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let name = options::text(name, "the name")?;
+        let name = name.ok_or_else(|| Failure::invalid("no name: it is null"))?;
+        Ok(Mapped {
+            region: farpage_runtime::get(runtime)?.open_region(name)?,
+            read_only: false,
+            at_end: AtEnd::Flush,
+            kept: None,
+        })
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// # Safety
+/// `runtime` as in `farpage_region_map`, and `given` was read from its options.
+unsafe fn create(
+    runtime: *const farpage_runtime,
+    bytes: u64,
+    given: &farpage_region_options,
+    store: Option<Arc<dyn Store>>,
+    at_end: AtEnd,
+) -> Result<Mapped, Failure> {
+    // SAFETY: the caller's promise.
+    let (runtime, name, codec) = unsafe {
+        (
+            farpage_runtime::get(runtime)?,
+            options::text(given.name, "`name`")?,
+            options::codec(given.codec)?,
+        )
+    };
+    let bytes = bytes as usize;
+    let read_only = given.read_only != 0;
+    let mut options = RegionOptions::new();
+    if let Some(store) = &store {
+        options = options.store(store.clone());
+    }
+    if read_only {
+        options = options.read_only();
+    }
+    if given.page_bytes > 0 {
+        options = options.page_size(ByteSize(given.page_bytes));
+    }
+    if let Some(pages) = options::read_ahead(given.read_ahead) {
+        options = options.read_ahead(pages);
+    }
+    if let Some(codec) = codec {
+        options = options.codec(codec);
+    }
+    if given.on_demand != 0 {
+        options = options.reserve(Reserve::OnDemand);
+    }
+    if !given.address.is_null() {
+        // SAFETY: the caller knows what is mapped there.
+        options = unsafe { options.address(given.address.addr()) };
+    }
+    if let Some(name) = name {
+        if store.is_some() {
+            return Err(Failure::invalid(
+                "a name, and a store or descriptor: only what servers keep has a name",
+            ));
+        }
+        options = options.name(name).replace(given.replace != 0);
+    }
+    let at_end = match name {
+        Some(_) => AtEnd::Flush,
+        None if read_only => AtEnd::Drop,
+        None => at_end,
+    };
+    let kept = store.map(|store| Kept {
+        runtime: runtime.clone(),
+        options: options.clone(),
+        store,
+        offset: 0,
+    });
+    Ok(Mapped {
+        region: runtime.region_with(bytes, options)?,
+        read_only,
+        at_end,
+        kept,
+    })
+}
+
+/// # Safety
+/// `region` is null or may be written.
+unsafe fn put(
+    region: *mut *mut farpage_region,
+    map: impl FnOnce() -> Result<Mapped, Failure>,
+) -> Result<(), Failure> {
+    // SAFETY: the caller's promise.
+    let place = unsafe { options::out(region) }?;
+    *place = ptr::null_mut();
+    *place = boxed(map()?);
+    Ok(())
+}
