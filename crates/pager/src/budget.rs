@@ -32,7 +32,7 @@ pub(crate) struct Budget {
     /// Bytes that the program has pinned.
     pinned: AtomicU64,
     /// Bytes of pages that fillers hold back unmapped.
-    held: AtomicU64,
+    held_back: AtomicU64,
     /// Bytes of the largest demand fill that found no frame and waits.
     starving: AtomicU64,
 }
@@ -51,7 +51,7 @@ impl Budget {
             used: CachePadded::default(),
             leaving: CachePadded::default(),
             pinned: AtomicU64::new(0),
-            held: AtomicU64::new(0),
+            held_back: AtomicU64::new(0),
             starving: AtomicU64::new(0),
         }
     }
@@ -190,18 +190,18 @@ impl Budget {
     }
 
     /// Fillers hold these bytes back, complete but unmapped.
-    pub(crate) fn begin_holding(&self, bytes: usize) {
-        self.held.fetch_add(bytes as u64, Ordering::Relaxed);
+    pub(crate) fn begin_holding_back(&self, bytes: usize) {
+        self.held_back.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
     /// They are mapped.
-    pub(crate) fn end_holding(&self, bytes: usize) {
-        self.held.fetch_sub(bytes as u64, Ordering::Relaxed);
+    pub(crate) fn end_holding_back(&self, bytes: usize) {
+        self.held_back.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
     /// Whether what fillers hold back is needed: some fill finds no frame.
-    pub(crate) fn wants_what_is_held(&self) -> bool {
-        self.is_starving() && self.held.load(Ordering::Relaxed) > 0
+    pub(crate) fn wants_what_is_held_back(&self) -> bool {
+        self.is_starving() && self.held_back.load(Ordering::Relaxed) > 0
     }
 
     /// Whether more is used than a mark allows. The first of `steps` marks is the high water mark;
@@ -235,7 +235,7 @@ impl Budget {
     /// Bytes that evictors leave alone: what they cannot take out, and the two pages beside it that
     /// an instruction may need at once.
     fn untouchable(&self) -> u64 {
-        self.pinned() + self.held.load(Ordering::Relaxed) + self.floor.load(Ordering::Relaxed)
+        self.pinned() + self.held_back.load(Ordering::Relaxed) + self.floor.load(Ordering::Relaxed)
     }
 }
 

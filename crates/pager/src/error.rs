@@ -36,7 +36,7 @@ pub enum PageError {
     #[error(
         "page {page} of {region} could not be written back in time: the kernel or a device holds it (direct I/O?), or a worker is still busy with it (a slow store?); try again later"
     )]
-    Held {
+    Busy {
         /// What the program calls the region.
         region: Arc<str>,
         /// The page in the region.
@@ -104,7 +104,7 @@ impl PageError {
     pub fn may_retry(&self) -> bool {
         match self {
             Self::Store(error) => error.may_retry(),
-            Self::NoFrame { .. } | Self::Held { .. } => true,
+            Self::NoFrame { .. } | Self::Busy { .. } => true,
             Self::Os { .. } | Self::Unmapped { .. } | Self::Lost { .. } | Self::Forked => false,
         }
     }

@@ -352,11 +352,11 @@ impl<A: AddressSpace> Evictor<A> {
                     any = true;
                 }
                 Begun::NotNow(error) if later.since.elapsed() > self.deadline => {
-                    let held = PageError::Held {
+                    let busy = PageError::Busy {
                         region: region.label(),
                         page: later.page.number(),
                     };
-                    later.job.close_one(Some(error.unwrap_or(held)));
+                    later.job.close_one(Some(error.unwrap_or(busy)));
                     any = true;
                 }
                 Begun::NotNow(_) => self.later.push(later),
@@ -407,7 +407,7 @@ impl<A: AddressSpace> Evictor<A> {
 fn refused(region: &Region, page: PageIndex, error: DetachError) -> PageError {
     let (region, page) = (region.label(), page.number());
     match error {
-        DetachError::Held => PageError::Held { region, page },
+        DetachError::Busy => PageError::Busy { region, page },
         other => PageError::Os {
             what: "take out",
             region,

@@ -1,7 +1,7 @@
 //! The owner of one shard: [`Filler`], which reads its faults and its mail.
 //!
 //! A fault takes one hand-off, from the kernel to the filler that sleeps in its shard's
-//! userfaultfd. What follows is in `fills.rs`; what is kept for later is in `held.rs` and
+//! userfaultfd. What follows is in `fills.rs`; what is kept for later is in `held_back.rs` and
 //! `wishes.rs`.
 //!
 //! The rule: a filler never waits for anything but in the sleep of its thread (`team.rs`), and
@@ -24,7 +24,7 @@ use crate::{
     ahead::Plan,
     doors::{Ask, Command, Inbox},
     fills::{Fills, Landing},
-    held::Held,
+    held_back::HeldBack,
     in_thread::InThread,
     pace::Pace,
     protocol,
@@ -45,7 +45,7 @@ pub(crate) struct Filler<A: AddressSpace> {
     shard: Shard,
     inbox: Inbox,
     deadline: Duration,
-    fills: Fills<A, Held<A>>,
+    fills: Fills<A, HeldBack<A>>,
     wishes: Wishes<A>,
     /// What threads of the program bring in themselves, where they do.
     in_thread: Option<Arc<InThread<A>>>,
@@ -68,9 +68,9 @@ impl<A: AddressSpace> Filler<A> {
         deadline: Duration,
         in_thread: Option<Arc<InThread<A>>>,
     ) -> Self {
-        let held = Held::new(shared.clone(), shard);
+        let held_back = HeldBack::new(shared.clone(), shard);
         Filler {
-            fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held),
+            fills: Fills::new(shared.clone(), shard, lane, pace, deadline, held_back),
             wishes: Wishes::new(shared.clone(), Shard(shard)),
             shared,
             shard: Shard(shard),

@@ -17,7 +17,7 @@
 //! | `sweep`, `behind`, `proof`, `victims` | who leaves, and detaching it |
 //! | `costs`, `scatter` | pages in and out as copies, where that is cheaper |
 //! | `flights`, `shared` | what a worker has under way; what all workers share |
-//! | `ahead`, `pace`, `stretch`, `fills`, `held`, `wishes` | bringing in, and reading ahead |
+//! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
 //! | `leaving`, `hand_over`, `write_backs` | runs that were taken out, until they are safe |
 //! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
 //! | `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the faces to the program |
@@ -40,7 +40,7 @@ mod frames;
 mod free;
 mod guest;
 mod hand_over;
-mod held;
+mod held_back;
 mod in_thread;
 mod installer;
 mod job;

@@ -53,7 +53,7 @@ const AWAKE_MAX: usize = 8;
 /// A handler rests when none of so many faults whose CPU was looked for was on its own.
 const LATELY: u32 = 64;
 /// Handlers whose CPU refused them try again when they have slept so many times.
-const PIN_AGAIN: u32 = 1 << 12;
+const SET_AGAIN: u32 = 1 << 12;
 
 /// All fillers, and the threads that drive them.
 pub(crate) struct Team<A: AddressSpace> {
@@ -147,11 +147,11 @@ impl<A: AddressSpace> Team<A> {
     }
 
     fn serve(&self, number: usize) {
-        let mut pin = Pin::new(self.handlers[number].cpu, self.handlers.len() > 1);
+        let mut affinity = Affinity::new(self.handlers[number].cpu, self.handlers.len() > 1);
         let mut ears = Ears::new(self);
         let mut dues = self.all();
         while !self.shared.doors.is_stopping() {
-            pin.hold();
+            affinity.keep();
             let mut again = Dues::new();
             for due in dues.drain(..) {
                 if self.drive(due) {
@@ -204,7 +204,7 @@ impl<A: AddressSpace> Team<A> {
         let shared = &self.shared;
         shared.doors.has_mail(shard)
             || shared.mapper.has_kept_events(shard)
-            || shared.frames.budget().wants_what_is_held()
+            || shared.frames.budget().wants_what_is_held_back()
     }
 
     /// A thread has faulted: the handler of its CPU is not to rest.
@@ -411,30 +411,30 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
 }
 
 /// Keeps a handler on its CPU.
-struct Pin {
+struct Affinity {
     cpu: usize,
     /// Turns until it is tried, where it was not done.
     in_turns: Option<u32>,
 }
 
-impl Pin {
+impl Affinity {
     /// `wanted`: there are others, on other CPUs.
-    fn new(cpu: usize, wanted: bool) -> Pin {
-        Pin {
+    fn new(cpu: usize, wanted: bool) -> Affinity {
+        Affinity {
             cpu,
             in_turns: wanted.then_some(0),
         }
     }
 
     /// A CPU that is refused, because the program may not use it any more, is tried again later.
-    fn hold(&mut self) {
+    fn keep(&mut self) {
         self.in_turns = match self.in_turns {
             Some(0) => {
                 let mut cpus = CpuSet::new();
-                let pinned = cpus
+                let set = cpus
                     .set(self.cpu)
                     .and_then(|()| sched_setaffinity(Pid::from_raw(0), &cpus));
-                pinned.is_err().then_some(PIN_AGAIN)
+                set.is_err().then_some(SET_AGAIN)
             }
             turns => turns.map(|turns| turns - 1),
         };
@@ -550,7 +550,7 @@ mod tests {
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: SHARDS,
             seed,
-            held_probability: 0.0,
+            busy_probability: 0.0,
             duplicate_probability: 0.0,
             ..SimOptions::default()
         }));

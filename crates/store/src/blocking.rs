@@ -212,23 +212,23 @@ fn panic_text(payload: Box<dyn Any + Send>) -> String {
 }
 
 /// Wakes the lane that waits for work done elsewhere. One write per sleep, however many things end.
-pub(crate) struct Bell {
+pub(crate) struct Waker {
     event: EventFd,
-    rung: AtomicBool,
+    woken: AtomicBool,
 }
 
-impl Bell {
+impl Waker {
     pub(crate) fn new() -> io::Result<Self> {
         let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Self {
             event,
-            rung: AtomicBool::new(false),
+            woken: AtomicBool::new(false),
         })
     }
 
     /// Call after what is to be found was put where the lane looks.
-    pub(crate) fn ring(&self) {
-        if !self.rung.swap(true, Ordering::AcqRel) {
+    pub(crate) fn wake(&self) {
+        if !self.woken.swap(true, Ordering::AcqRel) {
             // It can only fail when the counter is full, and then the descriptor is readable
             // anyway.
             let _ = self.event.write(1);
@@ -236,11 +236,11 @@ impl Bell {
     }
 
     /// Call before looking: what is put after the look rings again.
-    pub(crate) fn hush(&self) {
+    pub(crate) fn clear(&self) {
         // Read first: whoever rings in between finds the flag set and does not write, but is found
         // by the look.
         let _ = self.event.read();
-        self.rung.swap(false, Ordering::AcqRel);
+        self.woken.swap(false, Ordering::AcqRel);
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {

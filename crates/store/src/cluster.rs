@@ -1,4 +1,4 @@
-//! [`Cluster`]: the memory servers of a runtime, and the [`Pool`]s of slots that its regions share.
+//! [`Cluster`]: the memory servers of a runtime, and the [`SlotPool`]s that its regions share.
 //!
 //! The rule it keeps: regions of one page size share a pool, those with a codec and those without
 //! apart, so that small regions share extents and raw pages, all of one size, never fragment.
@@ -17,7 +17,7 @@ use farpage_fabric::{
 };
 use parking_lot::Mutex;
 
-use crate::{Reserve, StoreStats, StoreStatsSnapshot, codec::Traffic, pool::Pool};
+use crate::{Reserve, StoreStats, StoreStatsSnapshot, codec::Traffic, pool::SlotPool};
 
 /// How a cluster behaves.
 #[derive(Clone, Debug)]
@@ -43,7 +43,7 @@ pub struct Cluster {
     /// Buffers that the adapters of all sessions know.
     pub(crate) registered: RegPool,
     pub(crate) traffic: Arc<Traffic>,
-    pools: Mutex<HashMap<(usize, bool, Reserve), Arc<Pool>>>,
+    pools: Mutex<HashMap<(usize, bool, Reserve), Arc<SlotPool>>>,
     stats: Mutex<Ledger>,
     /// Names of regions of this cluster that are open.
     pub(crate) names_open: Mutex<HashSet<String>>,
@@ -107,13 +107,18 @@ impl Cluster {
     }
 
     /// A pool on the servers of these ports, in this order.
-    pub(crate) fn new_pool(&self, ports: impl IntoIterator<Item = usize>) -> Pool {
+    pub(crate) fn new_pool(&self, ports: impl IntoIterator<Item = usize>) -> SlotPool {
         let server = |port: usize| (port, self.sessions[port].clone());
         let servers = ports.into_iter().map(server).collect();
-        Pool::new(servers, self.registered.clone())
+        SlotPool::new(servers, self.registered.clone())
     }
 
-    pub(crate) fn shared_pool(&self, page_bytes: usize, raw: bool, reserve: Reserve) -> Arc<Pool> {
+    pub(crate) fn shared_pool(
+        &self,
+        page_bytes: usize,
+        raw: bool,
+        reserve: Reserve,
+    ) -> Arc<SlotPool> {
         let new = || self.new_pool(0..self.sessions.len());
         self.pools
             .lock()

@@ -43,7 +43,7 @@ use self::{
 };
 use crate::{
     Cluster, PageIndex, PageStore, StoreError,
-    blocking::Bell,
+    blocking::Waker,
     codec::{Coder, Watch},
     entry::Entry,
     place::{Place, Span},
@@ -126,7 +126,7 @@ pub struct Lane<F: Frame> {
     ended_calls: Receiver<Box<Call<F>>>,
     ended_calls_sender: Sender<Box<Call<F>>>,
     calls_in_flight: usize,
-    bell: Arc<Bell>,
+    waker: Arc<Waker>,
     /// Lost channels stay lost until [`reopen`](Self::reopen).
     passive: bool,
     /// Something was put off that the end of another lane's operation allows.
@@ -145,7 +145,7 @@ impl<F: Frame> Lane<F> {
     /// # Errors
     /// [`ConnectError`] of the first server that cannot be reached.
     pub fn new(cluster: &Arc<Cluster>) -> Result<Self, ConnectError> {
-        let bell = Bell::new().map_err(|source| ConnectError::Unreachable {
+        let waker = Waker::new().map_err(|source| ConnectError::Unreachable {
             endpoint: "eventfd of a worker".to_owned(),
             source,
         })?;
@@ -166,7 +166,7 @@ impl<F: Frame> Lane<F> {
             ended_calls,
             ended_calls_sender,
             calls_in_flight: 0,
-            bell: Arc::new(bell),
+            waker: Arc::new(waker),
             passive: false,
             look_again: None,
             spare: Vec::new(),
@@ -191,7 +191,7 @@ impl<F: Frame> Lane<F> {
     /// Begins to open channels that were lost.
     pub fn reopen(&mut self) {
         for port in &mut self.ports {
-            port.reopen(&self.bell);
+            port.reopen(&self.waker);
         }
     }
 
@@ -270,7 +270,7 @@ impl<F: Frame> Lane<F> {
         self.watch.looks();
         let is_opening = |port: &Port<_>| matches!(port.state, PortState::Opening(_));
         if self.calls_in_flight > 0 || self.ports.iter().any(is_opening) {
-            self.bell.hush();
+            self.waker.clear();
             while let Ok(call) = self.ended_calls.try_recv() {
                 self.finish_call(*call);
             }
@@ -302,7 +302,7 @@ impl<F: Frame> Lane<F> {
         }
         let mut until = self.look_again;
         let mut sooner = |time: Option<Instant>| until = until.into_iter().chain(time).min();
-        let mut bell = self.calls_in_flight > 0;
+        let mut waker = self.calls_in_flight > 0;
         for port in &self.ports {
             match &port.state {
                 PortState::Open { channel, .. } => {
@@ -317,7 +317,7 @@ impl<F: Frame> Lane<F> {
                         }
                     }
                 }
-                PortState::Opening(_) => bell = true,
+                PortState::Opening(_) => waker = true,
                 PortState::Closed(at) if port.wants_channel() => sooner(Some(*at)),
                 PortState::Closed(_) => {}
             }
@@ -330,8 +330,8 @@ impl<F: Frame> Lane<F> {
                 sooner(started.map(|started| started + self.deadline));
             }
         }
-        if bell {
-            fds.extend([PollFd::new(self.bell.fd(), PollFlags::POLLIN)]);
+        if waker {
+            fds.extend([PollFd::new(self.waker.fd(), PollFlags::POLLIN)]);
         }
         self.watch.sleeps(until);
         until
@@ -442,7 +442,7 @@ impl<F: Frame> Lane<F> {
             return;
         }
         let now = Instant::now();
-        port.recover(now, (!self.passive).then_some(&self.bell));
+        port.recover(now, (!self.passive).then_some(&self.waker));
         // 3. What has waited: on its way, or too late.
         if port.backlog.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! [`Pool`]: slots on all servers for the regions that share it, and the extents that they are
+//! [`SlotPool`]: slots on all servers for the regions that share it, and the extents that they are
 //! carved out of.
 //!
 //! The rule it keeps: what was reserved for a region is granted before the region exists and is
@@ -34,7 +34,7 @@ const FULL_PAUSE: Duration = Duration::from_millis(50);
 const NO_PANIC: &str = "nothing panics under this lock";
 
 /// Slots on all servers for the regions that share it.
-pub(crate) struct Pool {
+pub(crate) struct SlotPool {
     /// The servers as this pool numbers them: a published region keeps its own numbers. With the
     /// port of every lane.
     servers: Vec<(usize, Arc<Session>)>,
@@ -74,7 +74,7 @@ pub(crate) enum Growth {
 /// What a region was promised, per server.
 pub(crate) struct Reservation(Vec<u64>);
 
-impl Pool {
+impl SlotPool {
     pub(crate) fn new(servers: Vec<(usize, Arc<Session>)>, registered: RegPool) -> Self {
         Self {
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
@@ -366,7 +366,7 @@ impl Pool {
 
     /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
     /// (-1). The server shows the sum.
-    pub(crate) fn hold(&self, slot: Span, page_bytes: usize, pages: i64) {
+    pub(crate) fn count_contents(&self, slot: Span, page_bytes: usize, pages: i64) {
         let session = &self.servers[slot.place.server as usize].1;
         session.add_contents(
             pages * page_bytes as i64,
@@ -414,7 +414,7 @@ impl Pool {
 
     /// Nobody can ask servers for memory while this is held.
     #[cfg(test)]
-    pub(crate) fn hold_growth(&self) -> impl Sized + '_ {
+    pub(crate) fn lock_growth(&self) -> impl Sized + '_ {
         self.growing.lock()
     }
 

@@ -12,7 +12,7 @@ use std::{
 use farpage_fabric::AllocError;
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
-use crate::{place::Span, pool::Pool, slots::GRANULE_BYTES};
+use crate::{place::Span, pool::SlotPool, slots::GRANULE_BYTES};
 
 /// Maps are written and read in pieces of this length.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
@@ -89,7 +89,7 @@ impl Publications {
 
     /// Takes slots for maps to come, as far as there is room: what is missing is asked for when it
     /// is needed.
-    pub(crate) fn set_aside(&self, pool: &Pool, map_bytes: u64, maps: usize) {
+    pub(crate) fn set_aside(&self, pool: &SlotPool, map_bytes: u64, maps: usize) {
         let mut last = self.last.lock();
         last.spares_max = maps;
         let areas = (0..maps).map_while(|_| map_slots(pool, map_bytes).ok());
@@ -117,7 +117,11 @@ impl Publications {
     ///
     /// # Errors
     /// No server has room for the map.
-    pub(crate) fn begin(&self, pool: &Pool, map_bytes: u64) -> Result<Publication<'_>, AllocError> {
+    pub(crate) fn begin(
+        &self,
+        pool: &SlotPool,
+        map_bytes: u64,
+    ) -> Result<Publication<'_>, AllocError> {
         let mut last = self.last.lock();
         // Its slots before its content: what is evicted meanwhile must not take their room.
         let area = match last.spare.pop() {
@@ -165,14 +169,14 @@ impl Publication<'_> {
 
     /// The map was not written. A write to `failed` may arrive later: that slot is given up, and
     /// what is left of the area is none.
-    pub(crate) fn give_up_area(&mut self, pool: &Pool, failed: Option<Span>) {
+    pub(crate) fn give_up_area(&mut self, pool: &SlotPool, failed: Option<Span>) {
         self.area.retain(|&slot| Some(slot) != failed);
         pool.free(&mem::take(&mut self.area));
     }
 
     /// Frees what no map refers to any more. Unless it failed, `mark` marks the pages whose slots
     /// the new map refers to; no entry is replaced meanwhile.
-    pub(crate) fn end(mut self, pool: &Pool, ended: Ended, mark: impl FnOnce()) {
+    pub(crate) fn end(mut self, pool: &SlotPool, ended: Ended, mark: impl FnOnce()) {
         let publications = self.publications;
         let mut publishing = publications.commits.write();
         *publishing = false;
@@ -205,7 +209,7 @@ impl Publication<'_> {
 
 impl Last {
     /// These slots hold no map any more: they wait for the next one, if they are all that it takes.
-    fn give_back(&mut self, pool: &Pool, area: Vec<Span>, map_bytes: u64) {
+    fn give_back(&mut self, pool: &SlotPool, area: Vec<Span>, map_bytes: u64) {
         let whole = area.len() == (map_bytes as usize).div_ceil(PIECE_BYTES);
         if whole && self.spare.len() < self.spares_max {
             self.spare.push(area);
@@ -216,7 +220,7 @@ impl Last {
 }
 
 /// Slots for all pieces of a map.
-fn map_slots(pool: &Pool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
+fn map_slots(pool: &SlotPool, map_bytes: u64) -> Result<Vec<Span>, AllocError> {
     let pieces = map_bytes.div_ceil(PIECE_BYTES as u64);
     let mut slots = Vec::with_capacity(pieces as usize);
     for piece in 0..pieces {

@@ -24,7 +24,7 @@ use crate::{
     entry::{Entry, PageTable},
     names::Claim,
     place::{Place, Span},
-    pool::{Growth, Pool, Reservation},
+    pool::{Growth, Reservation, SlotPool},
     publications::{Publications, map_bytes},
 };
 
@@ -50,7 +50,7 @@ pub(crate) enum Backing {
 
 /// What a region has on memory servers.
 pub(crate) struct RemoteStore {
-    pub(crate) pool: Arc<Pool>,
+    pub(crate) pool: Arc<SlotPool>,
     pub(crate) scheme: Box<Scheme>,
     pub(crate) page_bytes: usize,
     /// Where the codec is an adaptive one.
@@ -301,7 +301,7 @@ impl PageStore {
         };
         for page in (self.all().iter()).filter(|&page| self.table.is_stored(page)) {
             if let Some(slot) = self.table.load(page).slot() {
-                remote.pool.hold(slot, self.page_bytes, -1);
+                remote.pool.count_contents(slot, self.page_bytes, -1);
             }
         }
         if remote.publications.is_some() {
@@ -410,7 +410,7 @@ impl RemoteStore {
             table.store(page, entry);
             for (slot, pages) in [(old.slot(), -1), (entry.slot(), 1)] {
                 if let Some(slot) = slot {
-                    self.pool.hold(slot, self.page_bytes, pages);
+                    self.pool.count_contents(slot, self.page_bytes, pages);
                 }
             }
             if let Entry::Stored {

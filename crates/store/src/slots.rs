@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: no two live slots overlap, and what is freed joins the free space on both
 //! sides. Which server, when to ask it for more, and what is in the slots is left to the
-//! [`Pool`](crate::cluster::Pool).
+//! [`SlotPool`](crate::pool::SlotPool).
 //!
 //! **Best fit.** A slot is the front of the shortest hole that is long enough, in units of 64
 //! bytes. There are no size classes: with those, pages whose lengths change left 12 to 25 % unused

@@ -48,7 +48,7 @@ const PAGE_SIZES: usize = 10;
 /// A pool for each page size, made when it is first asked for.
 #[derive(Debug)]
 pub(crate) struct Pools {
-    pools: [OnceLock<Arc<Pool>>; PAGE_SIZES],
+    pools: [OnceLock<Arc<FramePool>>; PAGE_SIZES],
     /// Held while a pool is made, so that only one is.
     making: parking_lot::Mutex<()>,
     frame_bytes_max: usize,
@@ -69,7 +69,7 @@ impl Pools {
     }
 
     /// The pool for pages of `page_bytes`.
-    pub(crate) fn of(&self, page_bytes: usize) -> io::Result<&Arc<Pool>> {
+    pub(crate) fn of(&self, page_bytes: usize) -> io::Result<&Arc<FramePool>> {
         check_page_bytes(page_bytes)?;
         let cell = &self.pools[(page_bytes / KERNEL_PAGE_BYTES).ilog2() as usize];
         if let Some(pool) = cell.get() {
@@ -86,7 +86,7 @@ impl Pools {
                     "frames of 2^32 pages or more: lower `frame_bytes_max`",
                 )
             })?;
-        let pool = Pool::new(page_bytes, pages_max, self.user_mode_only, self.features)?;
+        let pool = FramePool::new(page_bytes, pages_max, self.user_mode_only, self.features)?;
         Ok(cell.get_or_init(|| pool))
     }
 }
@@ -101,7 +101,7 @@ pub(crate) fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
 }
 
 /// The frames of one page size.
-pub(crate) struct Pool {
+pub(crate) struct FramePool {
     pub(crate) uffd: Uffd,
     base: usize,
     page_bytes: usize,
@@ -112,7 +112,7 @@ pub(crate) struct Pool {
     vacancies: Mutex<Vacancies>,
 }
 
-impl Pool {
+impl FramePool {
     /// Reserves addresses for frames of `pages_max` pages in all, with room to spare; this takes no
     /// memory.
     pub(crate) fn new(
@@ -205,7 +205,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for FramePool {
     fn drop(&mut self) {
         let slots = (self.pages_max * SLOTS_PER_FRAME) as usize;
         // SAFETY: the pool's own range; every frame holds the pool, hence none is left.
@@ -213,9 +213,13 @@ impl Drop for Pool {
     }
 }
 
-impl fmt::Debug for Pool {
+impl fmt::Debug for FramePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pool({} bytes at {:#x})", self.page_bytes, self.base)
+        write!(
+            f,
+            "FramePool({} bytes at {:#x})",
+            self.page_bytes, self.base
+        )
     }
 }
 
@@ -223,7 +227,7 @@ impl fmt::Debug for Pool {
 /// faulting. Dropping it gives their physical memory back.
 #[derive(Debug)]
 pub struct KernelFrame {
-    pool: Arc<Pool>,
+    pool: Arc<FramePool>,
     /// The first of its slots.
     slot: u32,
     /// How many it has. None only in one that was joined to another.
@@ -244,7 +248,7 @@ impl KernelFrame {
         self.slots as usize * self.pool.page_bytes
     }
 
-    pub(crate) fn pool(&self) -> &Arc<Pool> {
+    pub(crate) fn pool(&self) -> &Arc<FramePool> {
         &self.pool
     }
 

@@ -11,7 +11,7 @@
 //! - Only a frame that was cut can be joined again.
 //!
 //! Faults that can be injected, and must be survived:
-//! - a page that is held, at the start of a run or later ([`SimOptions::held_probability`]);
+//! - a page that is busy, at the start of a run or later ([`SimOptions::busy_probability`]);
 //! - a fault that is reported twice ([`SimOptions::duplicate_probability`]);
 //! - a page that the program drops ([`SimSpace::drop_page`]) or unmaps ([`SimSpace::unmap_page`]);
 //! - a page that cannot be mapped ([`SimSpace::refuse_installs`]).
@@ -44,9 +44,9 @@ pub struct SimOptions {
     pub shards: usize,
     /// What the injected faults follow from. Default: 0.
     pub seed: u64,
-    /// How often [`AddressSpace::detach`] meets a page that is held ([`DetachError::Held`]), 0 to
+    /// How often [`AddressSpace::detach`] meets a page that is busy ([`DetachError::Busy`]), 0 to
     /// 1. Default: 0.
-    pub held_probability: f64,
+    pub busy_probability: f64,
     /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
     /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any
@@ -59,7 +59,7 @@ impl Default for SimOptions {
         Self {
             shards: 1,
             seed: 0,
-            held_probability: 0.0,
+            busy_probability: 0.0,
             duplicate_probability: 0.0,
             frame_pages_max: usize::MAX,
         }
@@ -366,14 +366,14 @@ impl SimSpace {
     fn move_out(&self, pages: Pages) -> Result<SimFrame, DetachError> {
         self.moves.fetch_add(1, Ordering::Relaxed);
         let mut state = self.state.lock();
-        let held_probability = state.options.held_probability;
+        let busy_probability = state.options.busy_probability;
         let mut out = Vec::new();
         for page in pages.addresses() {
-            let held = state.chance(held_probability);
+            let held = state.chance(busy_probability);
             let region = state.region_of(pages).ok_or(DetachError::Absent)?;
             let refused = match region.pages.get(&page) {
                 None | Some(Content::Gone) => DetachError::Absent,
-                Some(_) if held => DetachError::Held,
+                Some(_) if held => DetachError::Busy,
                 Some(Content::Poison) => {
                     DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
                 }
@@ -393,10 +393,10 @@ impl SimSpace {
 
     fn copy_out(&self, pages: &[Pages], frames: &mut [SimFrame]) -> usize {
         let mut state = self.state.lock();
-        let held_probability = state.options.held_probability;
+        let busy_probability = state.options.busy_probability;
         let mut taken = 0;
         for (&page, frame) in pages.iter().zip(frames) {
-            if state.chance(held_probability) {
+            if state.chance(busy_probability) {
                 break;
             }
             let Some(region) = state.region_of(page) else {
@@ -415,10 +415,10 @@ impl SimSpace {
 
     fn drop_runs(&self, runs: &[Pages]) -> usize {
         let mut state = self.state.lock();
-        let held_probability = state.options.held_probability;
+        let busy_probability = state.options.busy_probability;
         let mut dropped = 0;
         for &run in runs {
-            if state.chance(held_probability) {
+            if state.chance(busy_probability) {
                 break;
             }
             let Some(region) = state.region_of(run) else {
@@ -804,7 +804,7 @@ mod tests {
     #[test]
     fn injected_faults_happen() {
         let space = SimSpace::new(SimOptions {
-            held_probability: 1.0,
+            busy_probability: 1.0,
             duplicate_probability: 1.0,
             ..SimOptions::default()
         });
@@ -814,7 +814,7 @@ mod tests {
         install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
         assert!(matches!(
             detach(&space, pages(0, base, 1)),
-            Err(DetachError::Held)
+            Err(DetachError::Busy)
         ));
         assert!(space.drop_page(base));
         assert!(matches!(

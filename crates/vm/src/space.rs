@@ -142,10 +142,10 @@ impl<F> Left<F> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DetachError {
-    /// The kernel or a device holds the page (a pending direct read, for example): it stays mapped;
+    /// The kernel or a device uses the page (a pending direct read, for example): it stays mapped;
     /// try another victim.
-    #[error("the page is held by the kernel or a device")]
-    Held,
+    #[error("the page is busy: the kernel or a device uses it")]
+    Busy,
     /// There is no page: the program took it away itself with `madvise` or `munmap`.
     #[error("the page is not mapped")]
     Absent,

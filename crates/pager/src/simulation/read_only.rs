@@ -74,7 +74,7 @@ fn pages_that_cannot_be_dropped_leave_as_others_do() {
         println!("seed {seed}");
         let mut plain = numbered(SimOptions {
             seed,
-            held_probability: 0.2,
+            busy_probability: 0.2,
             ..SimOptions::default()
         });
         read(&mut plain, seed);

@@ -42,7 +42,7 @@ impl Wide {
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: 2,
             seed,
-            held_probability: [0.0, 0.02][(next(&mut random) % 2) as usize],
+            busy_probability: [0.0, 0.02][(next(&mut random) % 2) as usize],
             duplicate_probability: 0.1,
             ..SimOptions::default()
         }));

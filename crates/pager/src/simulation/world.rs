@@ -27,7 +27,7 @@ impl World {
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: 2,
             seed,
-            held_probability: 0.02,
+            busy_probability: 0.02,
             duplicate_probability: 0.1,
             ..SimOptions::default()
         }));

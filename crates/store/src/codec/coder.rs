@@ -59,7 +59,7 @@ impl Coder {
     /// Allocates what decoding pages of this length and scheme needs.
     pub(crate) fn prepare(&mut self, scheme: &Scheme, page_bytes: usize) {
         if !scheme.is_raw() {
-            self.make_room(page_bytes);
+            self.grow_scratch(page_bytes);
         }
         if scheme.zfp().is_some() {
             self.zfp.prepare(page_bytes);
@@ -138,13 +138,13 @@ impl Coder {
             Form::Raw => unreachable!("a raw page is not encoded"),
             Form::Lz4 => lz4(&mut self.table, page.bytes, block),
             Form::Shuffled(width) => {
-                self.make_room(len);
+                self.grow_scratch(len);
                 let shuffled = &mut bytemuck::cast_slice_mut(&mut self.scratch)[..len];
                 shuffle(width, page.bytes, shuffled);
                 lz4(&mut self.table, shuffled, block)
             }
             Form::Zfp => {
-                self.make_room(len);
+                self.grow_scratch(len);
                 let scratch = &mut self.scratch;
                 return self.zfp.encode(scheme, page, limit, block, scratch);
             }
@@ -175,7 +175,7 @@ impl Coder {
             Form::Raw => unreachable!("a raw page is not decoded"),
             Form::Lz4 => unlz4(block, page),
             Form::Shuffled(width) => {
-                self.make_room(len);
+                self.grow_scratch(len);
                 let shuffled = &mut bytemuck::cast_slice_mut(&mut self.scratch)[..len];
                 let whole = unlz4(block, shuffled);
                 if whole {
@@ -184,7 +184,7 @@ impl Coder {
                 whole
             }
             Form::Zfp => {
-                self.make_room(len);
+                self.grow_scratch(len);
                 let scratch = &mut self.scratch;
                 self.zfp
                     .decode(scheme, block, seed, number, page, scratch)?
@@ -193,7 +193,7 @@ impl Coder {
         whole.then_some(()).ok_or("it does not decode to a page")
     }
 
-    fn make_room(&mut self, page_bytes: usize) {
+    fn grow_scratch(&mut self, page_bytes: usize) {
         if self.scratch.len() * 8 < page_bytes {
             self.scratch.resize(page_bytes / 8, 0);
         }

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     PageIndex, PageStore, Store, StoreError,
-    blocking::{Bell, BlockingStore, CallError, Work, call},
+    blocking::{BlockingStore, CallError, Waker, Work, call},
     codec,
     entry::Entry,
 };
@@ -32,7 +32,7 @@ pub(super) struct Call<F> {
     frame: F,
     result: Result<(), CallError>,
     reply: Sender<Box<Call<F>>>,
-    bell: Arc<Bell>,
+    waker: Arc<Waker>,
 }
 
 impl<F: Frame> Call<F> {
@@ -54,10 +54,10 @@ impl<F: Frame> Call<F> {
 impl<F: Frame> Work for Call<F> {
     fn run(mut self: Box<Self>) {
         self.perform();
-        let (reply, bell) = (self.reply.clone(), self.bell.clone());
+        let (reply, waker) = (self.reply.clone(), self.waker.clone());
         // A lane that is gone wants no answer.
         if reply.send(self).is_ok() {
-            bell.ring();
+            waker.wake();
         }
     }
 }
@@ -112,7 +112,7 @@ impl<F: Frame> Lane<F> {
                 frame: run.take_frame(part),
                 result: Ok(()),
                 reply: self.ended_calls_sender.clone(),
-                bell: self.bell.clone(),
+                waker: self.waker.clone(),
             };
             if blocking.store.may_block() {
                 self.calls_in_flight += 1;

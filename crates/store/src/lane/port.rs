@@ -18,7 +18,7 @@ use std::{
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
 
-use crate::{blocking::Bell, place::Span, pool::Pool};
+use crate::{blocking::Waker, place::Span, pool::SlotPool};
 
 /// Between two attempts to open a channel: doubled from the first to the last.
 const BACKOFF_MIN: Duration = Duration::from_millis(1);
@@ -33,7 +33,7 @@ pub(super) struct Port<B> {
     backoff: Duration,
     failure: Option<ChannelError>,
     /// Slots of WRITEs that were given up and may still land.
-    in_doubt: Vec<(Arc<Pool>, Vec<Span>)>,
+    in_doubt: Vec<(Arc<SlotPool>, Vec<Span>)>,
 }
 
 type ChannelResult<B> = Result<Box<dyn Channel<B>>, ConnectError>;
@@ -95,8 +95,8 @@ impl<B: Buf> Port<B> {
         matches!(self.state, PortState::Open { broken: false, .. })
     }
 
-    /// From a broken channel to a new one, a step at a time. Without a bell none is opened.
-    pub(super) fn recover(&mut self, now: Instant, bell: Option<&Arc<Bell>>) {
+    /// From a broken channel to a new one, a step at a time. Without a waker none is opened.
+    pub(super) fn recover(&mut self, now: Instant, waker: Option<&Arc<Waker>>) {
         let wants_channel = self.wants_channel();
         match &mut self.state {
             PortState::Open {
@@ -123,8 +123,8 @@ impl<B: Buf> Port<B> {
                 Err(TryRecvError::Empty) => {}
             },
             PortState::Closed(at) if *at <= now && wants_channel => {
-                if let Some(bell) = bell {
-                    self.open(bell);
+                if let Some(waker) = waker {
+                    self.open(waker);
                 }
             }
             PortState::Closed(_) => {}
@@ -138,7 +138,7 @@ impl<B: Buf> Port<B> {
 
     /// A WRITE to these slots that seemed lost was given up; it may still land, unless a channel
     /// was opened since: what seems lost breaks the channel that it was on.
-    pub(super) fn doubt(&mut self, pool: &Arc<Pool>, slots: Vec<Span>) {
+    pub(super) fn doubt(&mut self, pool: &Arc<SlotPool>, slots: Vec<Span>) {
         if self.is_open() {
             return pool.abandon(&slots);
         }
@@ -146,10 +146,10 @@ impl<B: Buf> Port<B> {
     }
 
     /// Begins to open a channel if there is none.
-    pub(super) fn reopen(&mut self, bell: &Arc<Bell>) {
+    pub(super) fn reopen(&mut self, waker: &Arc<Waker>) {
         self.recover(Instant::now(), None);
         if matches!(self.state, PortState::Closed(_)) {
-            self.open(bell);
+            self.open(waker);
         }
     }
 
@@ -185,13 +185,13 @@ impl<B: Buf> Port<B> {
             })
     }
 
-    fn open(&mut self, bell: &Arc<Bell>) {
+    fn open(&mut self, waker: &Arc<Waker>) {
         let (sender, receiver) = crossbeam_channel::bounded(1);
-        let (line, bell) = (self.line.clone(), bell.clone());
+        let (line, waker) = (self.line.clone(), waker.clone());
         let open = move || {
             // The lane may be gone by now; then so is the channel.
             let _ = sender.send(line.channel());
-            bell.ring();
+            waker.wake();
         };
         match thread::Builder::new()
             .name("farpage-reopen".into())

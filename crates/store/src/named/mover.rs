@@ -10,11 +10,11 @@ use farpage_fabric::{
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
-use crate::{place::Place, pool::Pool};
+use crate::{place::Place, pool::SlotPool};
 
 /// Moves pieces of a map one after another.
 pub(super) struct Mover<'a> {
-    pool: &'a Pool,
+    pool: &'a SlotPool,
     channels: Vec<Option<Box<dyn Channel<RegBuf>>>>,
 }
 
@@ -25,7 +25,7 @@ pub(super) enum MoveError {
 }
 
 impl<'a> Mover<'a> {
-    pub(super) fn new(pool: &'a Pool) -> Self {
+    pub(super) fn new(pool: &'a SlotPool) -> Self {
         Self {
             pool,
             channels: pool.servers().iter().map(|_| None).collect(),

@@ -17,7 +17,7 @@ use crate::{
     entry::{Entry, PageTable},
     names::Claim,
     place::Span,
-    pool::{Pool, Reservation},
+    pool::{Reservation, SlotPool},
     publications::{PIECE_BYTES, Publications, map_bytes},
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
 };
@@ -120,7 +120,7 @@ impl PageStore {
         }
         self.table.store(page, entry);
         if let Some(slot) = entry.slot() {
-            pool.hold(slot, page_bytes, 1);
+            pool.count_contents(slot, page_bytes, 1);
             self.table.mark_published(page);
         }
         Ok(())
@@ -163,7 +163,7 @@ impl Drop for Extents {
 impl Extents {
     /// The pool's extents are its own from here on. What a publication that did not come to its end
     /// had added goes back.
-    fn hand_over(mut self, pool: &Pool) {
+    fn hand_over(mut self, pool: &SlotPool) {
         let kept: HashSet<_> = pool.extents().into_iter().flatten().collect();
         for (session, extents) in &mut self.0 {
             let same = |(_, other): &(usize, Arc<Session>)| Arc::ptr_eq(other, session);
@@ -254,7 +254,7 @@ impl Opened {
     /// What the region was promised, if it was promised its size.
     fn reserve(
         &self,
-        pool: &Pool,
+        pool: &SlotPool,
         page_bytes: usize,
         name: &str,
     ) -> Result<Option<Reservation>, OpenStoreError> {
@@ -271,7 +271,7 @@ impl Opened {
 
     /// A pool that numbers servers and extents as the manifest does, and has the cluster's other
     /// servers behind them.
-    fn pool(&self, cluster: &Cluster, name: &str) -> Result<Pool, OpenStoreError> {
+    fn pool(&self, cluster: &Cluster, name: &str) -> Result<SlotPool, OpenStoreError> {
         let sessions = cluster.sessions();
         let port_of = |endpoint: &String| {
             let missing = || OpenStoreError::ServerMissing {
@@ -325,7 +325,7 @@ impl Opened {
         Ok(pool)
     }
 
-    fn read_map(&self, pool: &Pool, name: &str) -> Result<Vec<u8>, OpenStoreError> {
+    fn read_map(&self, pool: &SlotPool, name: &str) -> Result<Vec<u8>, OpenStoreError> {
         let damaged = || damaged(name, "its page map is not what was published");
         let name = || name.to_owned();
         let map_bytes = usize::try_from(self.manifest.map_bytes).map_err(|_| damaged())?;

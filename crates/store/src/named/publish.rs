@@ -14,7 +14,7 @@ use crate::{
     codec::{self, Form},
     entry::{Entry, Words, portable},
     place::Span,
-    pool::Pool,
+    pool::SlotPool,
     publications::{Ended, PIECE_BYTES, map_bytes},
     remote::{Backing, RemoteStore},
 };
@@ -93,7 +93,7 @@ impl PageStore {
     /// comes with the slot whose write failed.
     fn write_map(
         &self,
-        pool: &Pool,
+        pool: &SlotPool,
         name: &str,
         map: &[u8],
         area: &[Span],

@@ -32,7 +32,7 @@ use crate::{
     BlockingOptions, Cluster, ClusterOptions, Codec, CreateError, Done, Element, FileStore,
     FileStoreError, Frame, Lane, Layout, OpenStoreError, Outcome, PageIndex, PageStore,
     PublishStoreError, RemoteOptions, Reserve, Store, StoreError, ZfpMode, entry::Entry,
-    place::Place, pool::Pool, remote::Backing,
+    place::Place, pool::SlotPool, remote::Backing,
 };
 
 /// A frame that knows where it was cut out, so that it is only joined with what lay behind it.
@@ -437,7 +437,7 @@ fn odd_pages(page_bytes: usize, numbers: Range<u64>) -> Vec<u8> {
         .collect()
 }
 
-fn pool(store: &PageStore) -> &Pool {
+fn pool(store: &PageStore) -> &SlotPool {
     match &store.backing {
         Backing::Remote(remote) => &remote.pool,
         Backing::Blocking(_) => panic!("remote"),

@@ -18,7 +18,7 @@ fn write_that_needs_an_extent_waits_and_its_lane_does_not() {
     let timed_out = std::thread::scope(|scope| {
         let store = &store;
         let asking = scope.spawn(move || {
-            let _growth = pool(store).hold_growth();
+            let _growth = pool(store).lock_growth();
             held.send(()).expect("the test waits for it");
             may_go_on.recv_timeout(Duration::from_secs(10)).is_err()
         });

@@ -57,7 +57,7 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, layout: &Layout) {
     catch_up(shards);
     let mut gone = Ranges::default();
     for shard in shards {
-        let fenced = shard.fence.hold();
+        let fenced = shard.fence.lock();
         for part in fenced.gone.inside(&all) {
             gone.insert(part);
         }

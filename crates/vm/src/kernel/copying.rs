@@ -18,7 +18,7 @@ use nix::errno::Errno;
 
 use super::{fence::Fenced, shard::KernelShard};
 use crate::{
-    frame::{KernelFrame, Pool},
+    frame::{FramePool, KernelFrame},
     pages::Pages,
     space::{DetachError, InstallError},
     sys::{self, Refusal, Stopped},
@@ -72,11 +72,11 @@ fn take_back(shard: &KernelShard, copies: Range<usize>) {
     if copies.is_empty() {
         return;
     }
-    let fenced = shard.fence.hold();
+    let fenced = shard.fence.lock();
     let there = fenced.gone.free_bytes(&copies);
     // SAFETY:
     // - The caller made these copies, and the frame has their bytes.
-    // - The program has not unmapped them: the fence is held.
+    // - The program has not unmapped them: the fence is locked.
     let _ = unsafe { sys::madvise(copies.start, there, libc::MADV_DONTNEED) };
 }
 
@@ -159,7 +159,7 @@ fn copy_out(
     shard: &KernelShard,
     page: Range<usize>,
     slot: usize,
-    pool: &Pool,
+    pool: &FramePool,
 ) -> Result<(), CarryError> {
     // The program may drop the page between this and the next step: then it is taken out as zeros,
     // which the program reads there, too.
@@ -172,7 +172,7 @@ fn copy_out(
 
 /// Takes bytes out of a region by `mremap`, and copies them to a slot of `pool`, which is the
 /// caller's. Holes become zeros.
-fn carry_out(range: Range<usize>, slot: usize, pool: &Pool) -> Result<(), CarryError> {
+fn carry_out(range: Range<usize>, slot: usize, pool: &FramePool) -> Result<(), CarryError> {
     // SAFETY: the range lies in one stripe of a region, which is a private anonymous mapping in
     // which absent pages are faults.
     let staged = unsafe { sys::carry_away(range.start, range.len()) }.map_err(|errno| {
@@ -196,7 +196,12 @@ fn carry_out(range: Range<usize>, slot: usize, pool: &Pool) -> Result<(), CarryE
 ///
 /// # Errors
 /// Bytes are lost, for lack of memory.
-pub(super) fn carry_back(address: usize, len: usize, slot: usize, pool: &Pool) -> io::Result<()> {
+pub(super) fn carry_back(
+    address: usize,
+    len: usize,
+    slot: usize,
+    pool: &FramePool,
+) -> io::Result<()> {
     match carry_out(address..address + len, slot, pool) {
         Ok(()) | Err(CarryError::Refused(DetachError::Absent)) => Ok(()),
         Err(CarryError::Refused(why)) => Err(io::Error::other(why)),

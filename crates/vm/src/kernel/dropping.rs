@@ -23,7 +23,7 @@ pub(super) fn detach(shard: &KernelShard, runs: &[Pages]) -> usize {
         return 0;
     };
     let start = first.address();
-    let fenced = shard.fence.hold();
+    let fenced = shard.fence.lock();
     let there = start + fenced.gone.free_bytes(&(start..last.range().end));
     let runs = &runs[..runs.partition_point(|run| run.range().end <= there)];
     if shard.fence.uffd().is_changing() {
@@ -31,7 +31,7 @@ pub(super) fn detach(shard: &KernelShard, runs: &[Pages]) -> usize {
     }
     // SAFETY:
     // - The pager owns these pages, and what they held can be had again: nobody could write.
-    // - They are the region's: the fence is held, and no mapping is changing.
+    // - They are the region's: the fence is locked, and no mapping is changing.
     let dropped = unsafe { sys::drop_each(runs.iter().map(Pages::range), DROP) };
     // Before kernel 6.14, one by one.
     dropped.unwrap_or_else(|_| {

@@ -74,7 +74,7 @@ impl Fence {
     }
 
     /// Keeps messages from being read until the result is dropped.
-    pub(super) fn hold(&self) -> Fenced<'_> {
+    pub(super) fn lock(&self) -> Fenced<'_> {
         self.messages.read().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -98,7 +98,7 @@ impl Fence {
         let len = range.len();
         let (mut done, mut since) = (0, None);
         loop {
-            let fenced = self.hold();
+            let fenced = self.lock();
             let there = fenced.gone.free_bytes(&(range.start + done..range.end));
             let stopped = match there {
                 0 => Ok(()),
@@ -144,7 +144,7 @@ impl Fence {
         let mut since = None;
         while self.uffd.is_changing() && self.wait_for_change(&mut since) {}
         // The reader notes a message under the lock in which it has read it.
-        drop(self.hold());
+        drop(self.lock());
     }
 
     /// This thread reads the messages from now on, and nobody waits for another that does.

@@ -112,16 +112,16 @@ mod tests {
     enum KernelPage {
         There,
         Dropped,
-        Held,
+        Busy,
     }
-    use KernelPage::{Dropped, Held, There};
+    use KernelPage::{Busy, Dropped, There};
 
     #[derive(Debug, PartialEq)]
     enum Answer {
         Moved,
         SpansTwo,
         Missing(usize),
-        Held(usize),
+        Busy(usize),
     }
 
     /// The kernel: moves up to the first page that is dropped or held, and nothing of what spans
@@ -136,7 +136,7 @@ mod tests {
             match pages[at] {
                 There => {}
                 Dropped => return Answer::Missing(done_bytes),
-                Held => return Answer::Held(done_bytes),
+                Busy => return Answer::Busy(done_bytes),
             }
         }
         Answer::Moved
@@ -154,7 +154,7 @@ mod tests {
                         break;
                     }
                 }
-                Answer::Held(done_bytes) => {
+                Answer::Busy(done_bytes) => {
                     progress.stopped(done_bytes);
                     break;
                 }
@@ -180,7 +180,7 @@ mod tests {
             let pages: Vec<_> = (0..per_page * count)
                 .map(|_| {
                     if round % 2 == 0 || below(4) == 0 {
-                        kind = [There, There, There, Dropped, Dropped, Held][below(6)];
+                        kind = [There, There, There, Dropped, Dropped, Busy][below(6)];
                     }
                     kind
                 })
@@ -191,7 +191,7 @@ mod tests {
 
             let whole = pages
                 .chunks(per_page)
-                .take_while(|page| !page.contains(&Held) && page.contains(&There))
+                .take_while(|page| !page.contains(&Busy) && page.contains(&There))
                 .count();
             let end = whole * per_page;
             assert_eq!(progress.whole_bytes(), whole * page_bytes, "{pages:?}");
@@ -206,9 +206,9 @@ mod tests {
                     assert_eq!((behind..end).find(dropped), None, "{pages:?}");
                 }
             }
-            // Behind them all has moved up to the page that is held, unless a page is missing.
+            // Behind them all has moved up to the page that is busy, unless a page is missing.
             let next = pages.get(end..(end + per_page).min(pages.len())).unwrap();
-            let moved = next.iter().take_while(|&&page| page != Held);
+            let moved = next.iter().take_while(|&&page| page != Busy);
             let is_any_there = moved.clone().any(|&page| page == There);
             let until = (end + moved.count()) * KERNEL_PAGE_BYTES;
             let expected = is_any_there.then_some(whole * page_bytes..until);

@@ -259,7 +259,7 @@ impl KernelSpace {
         let pool = self.pools.of(page_bytes).map_err(DetachError::Os)?;
         let mut frame = pool.vacant(pages.count(), 1).map_err(DetachError::Os)?;
         let shard = self.shard(pages.shard());
-        let fenced = shard.fence.hold();
+        let fenced = shard.fence.lock();
         // A page that the program has unmapped in part is gone: what is left of it is not what the
         // store shall have.
         let there = fenced.gone.free_bytes(&pages.range()) / page_bytes * page_bytes;

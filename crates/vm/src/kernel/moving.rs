@@ -55,7 +55,7 @@ pub(super) fn install(
         Refusal::Invalid if moved_bytes == 0 => copying::install(shard, rest, frame),
         // A pin on the frame's page, which direct I/O of a store leaves for a moment after it has
         // ended, or a lock on it. Only copying passes them.
-        Refusal::Held | Refusal::Contended => copying::install(shard, rest, frame),
+        Refusal::Busy | Refusal::Contended => copying::install(shard, rest, frame),
         why => Err(InstallError {
             frame,
             kind: why.into(),
@@ -72,11 +72,11 @@ fn take_back(
     mut frame: KernelFrame,
 ) -> Result<KernelFrame, InstallError<KernelFrame>> {
     let slot = frame.address();
-    let fenced = shard.fence.hold();
+    let fenced = shard.fence.lock();
     let there = fenced.gone.free_bytes(&(address..address + moved_bytes));
     // SAFETY:
     // - What moved in a moment ago moves back, except what the program has unmapped since: the
-    //   fence is held. The program's writes to it come along; what it dropped is a hole.
+    //   fence is locked. The program's writes to it come along; what it dropped is a hole.
     // - The slots are the frame's, and are absent since their pages moved away.
     let back = unsafe { move_pages(shard, &frame.pool().uffd, slot..slot + there, address, true) };
     // Pinned or gone within that moment: the pinned page's bytes are taken as when copying.

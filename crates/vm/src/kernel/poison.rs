@@ -104,10 +104,10 @@ fn put_by_kernel(fence: &Fence, pages: Range<usize>) -> io::Result<()> {
 fn bar(fence: &Fence, range: Range<usize>, barred: &Mutex<BTreeSet<usize>>) -> io::Result<()> {
     // Before the protection changes: whoever fills the page from now on lifts it.
     barred.lock().insert(range.start);
-    let fenced = fence.hold();
+    let fenced = fence.lock();
     let parts = fenced.gone.outside(range.clone());
     let protected = parts.iter().try_for_each(|part| {
-        // SAFETY: an absent page of a region, whose end the pager has decided. The fence is held,
+        // SAFETY: an absent page of a region, whose end the pager has decided. The fence is locked,
         // so that the program has not unmapped it.
         unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) }
     });

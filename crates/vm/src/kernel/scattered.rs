@@ -41,7 +41,7 @@ pub(super) fn detach(shard: &KernelShard, pages: &[Pages], frames: &mut [KernelF
         return 0;
     };
     let start = first.address();
-    let fenced = shard.fence.hold();
+    let fenced = shard.fence.lock();
     // Up to what the program has unmapped: what is there now is not the region's.
     let there = start + fenced.gone.free_bytes(&(start..last.range().end));
     let pages = &pages[..pages.partition_point(|page| page.range().end <= there)];
@@ -67,7 +67,7 @@ pub(super) fn detach(shard: &KernelShard, pages: &[Pages], frames: &mut [KernelF
         // SAFETY:
         // - The frames have all bytes of these pages, and nobody writes to them: they are
         //   protected.
-        // - They are the region's: the fence is held, and no mapping is changing.
+        // - They are the region's: the fence is locked, and no mapping is changing.
         Ok(copied) if !uffd.is_changing() => unsafe {
             sys::drop_each(
                 pages[..copied].iter().map(Pages::range),
@@ -87,7 +87,7 @@ pub(super) fn unprotect(shard: &KernelShard, range: Range<usize>) {
     let mut since = None;
     let mut lift = |start: usize, len: usize| {
         loop {
-            let fenced = shard.fence.hold();
+            let fenced = shard.fence.lock();
             let lifted = shard.fence.uffd().write_unprotect(start, len);
             drop(fenced);
             let is_changing =

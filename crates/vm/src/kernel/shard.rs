@@ -46,7 +46,7 @@ impl From<Refusal> for InstallErrorKind {
 impl From<Refusal> for DetachError {
     fn from(why: Refusal) -> Self {
         match why {
-            Refusal::Held | Refusal::Contended => Self::Held,
+            Refusal::Busy | Refusal::Contended => Self::Busy,
             Refusal::Missing | Refusal::Ended => Self::Absent,
             other => Self::Os(other.into()),
         }

@@ -56,7 +56,7 @@ pub enum Refusal {
     /// `EBUSY`: the source page is pinned (direct I/O, `vmsplice`, RDMA) or shared with another
     /// process.
     #[error("the source page is pinned or shared")]
-    Held,
+    Busy,
     /// `EAGAIN`, again and again: a page stayed locked, or the mapping kept changing.
     #[error("the page stayed locked for too long")]
     Contended,
@@ -82,7 +82,7 @@ impl Refusal {
         match errno {
             Errno::EEXIST => Self::Exists,
             Errno::ENOENT => Self::Missing,
-            Errno::EBUSY => Self::Held,
+            Errno::EBUSY => Self::Busy,
             Errno::EAGAIN => Self::Contended,
             Errno::ESRCH => Self::Ended,
             Errno::EINVAL => Self::Invalid,
@@ -97,7 +97,7 @@ impl From<Refusal> for io::Error {
         let kind = match refusal {
             Refusal::Exists => io::ErrorKind::AlreadyExists,
             Refusal::Missing | Refusal::Ended => io::ErrorKind::NotFound,
-            Refusal::Held | Refusal::Contended => io::ErrorKind::ResourceBusy,
+            Refusal::Busy | Refusal::Contended => io::ErrorKind::ResourceBusy,
             Refusal::Invalid => io::ErrorKind::InvalidInput,
             Refusal::OutOfMemory => io::ErrorKind::OutOfMemory,
             Refusal::Other(errno) => return io::Error::from_raw_os_error(errno as i32),

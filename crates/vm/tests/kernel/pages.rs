@@ -97,7 +97,7 @@ fn writers_during_detach_keep_their_writes() {
                 for page in 0..PAGES {
                     match filler.evict(page) {
                         Ok(evicted) => evictions += usize::from(evicted),
-                        Err(DetachError::Held) => {}
+                        Err(DetachError::Busy) => {}
                         Err(error) => panic!("{error:?}"),
                     }
                 }
@@ -143,7 +143,7 @@ fn pinned_page_stays_whole() {
         };
         assert!(matches!(
             space.move_out(pages(0, base, page_bytes, 1)),
-            Err(DetachError::Held)
+            Err(DetachError::Busy)
         ));
         for index in 0..page_bytes {
             assert!(index % 4096 != 0 || space.is_present(base + index));
@@ -224,7 +224,7 @@ fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
         })
         .collect();
     for _ in 0..3000 {
-        assert!(matches!(filler.evict(0), Err(DetachError::Held)));
+        assert!(matches!(filler.evict(0), Err(DetachError::Busy)));
     }
     running.store(false, Ordering::Relaxed);
     for program in programs {

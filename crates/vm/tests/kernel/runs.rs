@@ -105,7 +105,7 @@ fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
             assert_eq!(numbers(behind, page_bytes), [4, 5]);
             assert!(matches!(
                 space.move_out(pages(0, page(2), page_bytes, 3)),
-                Err(DetachError::Held)
+                Err(DetachError::Busy)
             ));
         }
         drop(pinned);

@@ -1,4 +1,4 @@
-//! Where a filler's fills end: [`Held`] maps runs, and holds triggers back.
+//! Where a filler's fills end: [`HeldBack`] maps runs, and holds triggers back.
 //!
 //! A trigger is the first run of a read-ahead window. It is kept unmapped, so that the fault on it
 //! says that the program has come so far. The rule: what is held back is mapped as soon as anybody
@@ -22,16 +22,16 @@ use crate::{
 };
 
 /// Runs that are complete and not mapped.
-pub(crate) struct Held<A: AddressSpace> {
+pub(crate) struct HeldBack<A: AddressSpace> {
     shared: Arc<Shared<A>>,
     worker: usize,
-    /// The one held longest first.
+    /// The one held back longest first.
     runs: Vec<(Fill, Run<A::Frame>)>,
 }
 
-impl<A: AddressSpace> Held<A> {
+impl<A: AddressSpace> HeldBack<A> {
     pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
-        Held {
+        HeldBack {
             shared,
             worker,
             runs: Vec::new(),
@@ -71,19 +71,19 @@ impl<A: AddressSpace> Held<A> {
         }
     }
 
-    /// Keeps a trigger unmapped. With as many as there are streams, the one held longest is mapped:
-    /// its stream has ended.
-    fn hold(&mut self, fill: Fill, run: Run<A::Frame>) {
+    /// Keeps a trigger unmapped. With as many as there are streams, the oldest one is mapped: its
+    /// stream has ended.
+    fn hold_back(&mut self, fill: Fill, run: Run<A::Frame>) {
         if self.runs.len() == STREAMS {
             self.map_at(0);
         }
-        self.shared.frames.budget().begin_holding(fill.bytes());
+        self.shared.frames.budget().begin_holding_back(fill.bytes());
         self.runs.push((fill, run));
     }
 
     fn map_at(&mut self, at: usize) {
         let (fill, run) = self.runs.remove(at);
-        self.shared.frames.budget().end_holding(fill.bytes());
+        self.shared.frames.budget().end_holding_back(fill.bytes());
         self.map(fill, run);
     }
 
@@ -108,10 +108,10 @@ impl<A: AddressSpace> Held<A> {
     }
 }
 
-impl<A: AddressSpace> Landing<A> for Held<A> {
+impl<A: AddressSpace> Landing<A> for HeldBack<A> {
     fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
         if fill.trigger && !fill.is_wanted() && !fill.region.is_closing() {
-            self.hold(fill, run);
+            self.hold_back(fill, run);
         } else {
             self.map(fill, run);
         }
