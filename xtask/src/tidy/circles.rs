@@ -123,8 +123,7 @@ fn items(statement: &str) -> Vec<String> {
         let item = item.trim();
         item.split("::").next().unwrap_or(item).to_owned()
     };
-    let named = items.into_iter().map(first);
-    named.filter(|item| !item.is_empty()).collect()
+    items.into_iter().map(first).collect()
 }
 
 /// What is left when those are taken away that import nothing of the rest, or that nobody of the

@@ -2,10 +2,10 @@
 //!
 //! The rule it keeps: no address, no session and no crowd of silent connections takes the places of
 //! the others. A connection is a *stranger* until it has said what it is for. Strangers share what
-//! is left, at least [`Places::kept`] places, and give way to newer ones: the oldest is closed when
-//! there is no place. What has begun, resumed or joined a session is *settled*, and counts against
-//! its address and its session. A line's newer connection takes the place of its older one, so that
-//! a client at its limit can replace connections that only seem alive.
+//! is left, and at least [`Places::for_strangers`]. The oldest stranger is closed when there is no
+//! place for a newer one. What has begun, resumed or joined a session is *settled*, and counts
+//! against its address and its session. A line's newer connection takes the place of its older one,
+//! so that a client at its limit can replace connections that only seem alive.
 //!
 //! Deliberately absent: fairness among clients behind one address, which cannot be told apart.
 
@@ -22,8 +22,8 @@ use parking_lot::Mutex;
 use super::lines::LineName;
 use crate::{host::Origin, stream::Stream};
 
-/// Of all places, one in so many is kept from new sessions: for resuming, for a session's first
-/// data connection, and for strangers.
+/// One in `KEPT_ONE_IN` of all places is kept from new sessions. Half of these are for resuming and
+/// for a session's first data connection, half for strangers.
 const KEPT_ONE_IN: usize = 8;
 
 /// Connections of a server at once, of which each has a thread: more is refused rather than
@@ -133,8 +133,15 @@ impl Places {
         })
     }
 
+    /// Places that new sessions do not get: one of each kind at least, where there are three.
     fn kept(&self) -> usize {
-        (self.limits.connections / KEPT_ONE_IN).max(1)
+        let most = self.limits.connections.saturating_sub(1);
+        (self.limits.connections / KEPT_ONE_IN).max(2).min(most)
+    }
+
+    /// Places that no settled connection gets. Without them nobody could say that it resumes.
+    fn for_strangers(&self) -> usize {
+        self.kept().div_ceil(2)
     }
 
     /// A place for a connection that has said nothing yet, and that nothing was made for. Closes
@@ -180,6 +187,7 @@ impl Place {
     /// In words for the client: there are too many of its kind.
     pub(super) fn settle(&self, aim: Aim) -> Result<(), Refusal> {
         let (limits, kept) = (&self.places.limits, self.places.kept());
+        let for_returning = kept - self.places.for_strangers();
         let mut state = self.places.state.lock();
         // 1. How many there are beside the one that it replaces.
         let line = aim.line();
@@ -199,9 +207,9 @@ impl Place {
         }
         // 2. Who has lost a connection must be able to come back, or it loses its memory.
         let extra = match aim {
-            _ if replaced.is_some() => kept,
-            Aim::Resume(_) => kept,
-            Aim::Data(..) if of_session == 0 => kept,
+            _ if replaced.is_some() => for_returning,
+            Aim::Resume(_) => for_returning,
+            Aim::Data(..) if of_session == 0 => for_returning,
             Aim::Begin | Aim::Data(..) => 0,
         };
         if of_origin >= limits.per_address + extra && !from_here {
@@ -210,7 +218,7 @@ impl Place {
             )));
         }
         let is_one_more = replaced.is_none();
-        if of_all >= (limits.connections + extra).saturating_sub(kept).max(1) && is_one_more {
+        if of_all >= (limits.connections - kept + extra).max(1) && is_one_more {
             return Err(Refusal::Invalid(format!(
                 "there are {of_all} connections, and this server serves {} in all, which its limit of open files (ulimit -n) allows",
                 limits.connections
@@ -335,6 +343,32 @@ mod tests {
         let _data = place(address(1), data(victim)).expect("a place is kept");
         drop(taken);
         assert!(place(address(2), Aim::Begin).is_ok(), "places come back");
+    }
+
+    #[test]
+    fn clients_that_come_back_leave_room_for_strangers() {
+        for connections in [3, 8, 16, 64] {
+            let places = Places::new(ConnectionLimits::new(connections));
+            let mut settled = Vec::new();
+            let mut number = 0;
+            for host in 1..=3 {
+                for session in 1..=connections as u64 {
+                    number += 1;
+                    let place = places.arrive(number, address(host));
+                    let session = SessionId(100 * u64::from(host) + session);
+                    if place.settle(Aim::Resume(session)).is_ok() {
+                        settled.push(place);
+                    }
+                }
+            }
+            assert!(settled.len() < connections, "{connections}");
+            let (socket, mut peer) = stream();
+            let stranger = places.arrive(number + 1, address(4));
+            stranger.occupy(&socket);
+            peer.set_nonblocking(true).expect("a socket");
+            let is_closed = matches!(peer.read(&mut [0]), Ok(0));
+            assert!(!is_closed, "{connections}: nobody can say that it resumes");
+        }
     }
 
     #[test]
