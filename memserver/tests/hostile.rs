@@ -500,3 +500,48 @@ fn requests_that_are_half_sent_take_their_senders_room_and_nothing_that_is_lent(
     drop(half);
     wait_until("it is given back", || stat().request_bytes == 0);
 }
+
+/// A session from 127.0.0.`host` that has sent the first `bytes` bytes of a request of the greatest
+/// length.
+fn sent_in_part(
+    host: u8,
+    endpoint: &Endpoint,
+    bytes: usize,
+) -> (Box<dyn Stream>, SessionId, Secret) {
+    let stream = greet_from([127, 0, 0, host], endpoint, Purpose::Control).unwrap();
+    let (mut stream, session, secret) = begin_as(stream, None).unwrap();
+    let announced = (control::MAX_FRAME_BYTES as u32).to_le_bytes();
+    stream.write_all(&announced).unwrap();
+    // What the server does not read yet need not go out.
+    let _ = stream.write_all(&vec![0; bytes]);
+    (stream, session, secret)
+}
+
+#[test]
+fn requests_that_are_only_announced_keep_nobody_waiting() {
+    let daemon = Daemon::start(&["--capacity", "64MiB", "--lease", "1h"]);
+    let _announced: Vec<_> = (0..16)
+        .map(|i| sent_in_part(1 + i / 2, &daemon.tcp, 0))
+        .collect();
+    thread::sleep(Duration::from_millis(100));
+    let directory = tempfile::tempdir().unwrap();
+    let victim = connect_as(&daemon.tcp, &directory.path().join("key"));
+    victim.publish("x", &vec![7; 16 << 20], &[]).unwrap();
+}
+
+#[test]
+fn a_session_whose_request_waits_for_room_can_be_resumed() {
+    let daemon = Daemon::start(&["--lease", "1h"]);
+    let options = farpage_fabric::SessionOptions::default();
+    let stat = || {
+        let mut visit = farpage_fabric::Visit::connect(&daemon.tcp, &options).unwrap();
+        visit.stat().unwrap()
+    };
+    let _held = [(); 2].map(|()| sent_in_part(2, &daemon.tcp, 23 << 20));
+    wait_until("both are held", || stat().request_bytes >= 46 * MIB);
+    // Less than the socket's buffers hold, and more than there is room for.
+    let (_waits, session, secret) = sent_in_part(2, &daemon.tcp, 2 << 20);
+    wait_until("all room is taken", || stat().request_bytes >= 47 * MIB);
+    let stream = greet_from([127, 0, 0, 2], &daemon.tcp, Purpose::Control).unwrap();
+    assert!(begin_as(stream, Some((session, secret))).is_some());
+}

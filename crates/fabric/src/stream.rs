@@ -53,6 +53,8 @@ pub(crate) const SMALL_FRAME_BYTES: usize = 4 << 10;
 const PIECE_BYTES: usize = 256 << 10;
 /// The rest of a frame has to follow its length within this time. Generous for 24 MiB.
 const FRAME: Duration = Duration::from_secs(30);
+/// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
+const PIECE: Duration = Duration::from_secs(5);
 
 /// A connected, non-blocking socket, or what stands for one.
 #[derive(Debug)]
@@ -239,8 +241,9 @@ impl Stream {
         self.receive_charged(limit, until, &mut |_| Ok(()))
     }
 
-    /// As [`receive`](Self::receive). `charge` is told the length of a frame of more than
-    /// [`SMALL_FRAME_BYTES`] before it is held; if it refuses, the frame is thrown away.
+    /// As [`receive`](Self::receive). A frame of more than [`SMALL_FRAME_BYTES`] comes in pieces:
+    /// `charge` is told the length of each before it is held. If it refuses, the frame is thrown
+    /// away.
     pub(crate) fn receive_charged<T: DeserializeOwned>(
         &self,
         limit: usize,
@@ -250,30 +253,35 @@ impl Stream {
         let mut prefix = [0; PREFIX_BYTES];
         self.read_exact(&mut prefix, until)?;
         let bytes = control::frame_bytes(prefix, limit)?;
-        let charged = match bytes > SMALL_FRAME_BYTES {
-            true => charge(bytes as u64),
-            false => Ok(()),
-        };
         let until = until.min(Instant::now() + FRAME);
-        if let Err(refusal) = charged {
-            let (mut rest, mut waste) = (bytes, [0; SMALL_FRAME_BYTES]);
-            while rest > 0 {
-                let part = rest.min(waste.len());
-                self.read_exact(&mut waste[..part], until)?;
-                rest -= part;
-            }
-            return Err(ReceiveError::Refused(refusal));
-        }
         // Grown as the bytes arrive, so that a peer that only announces much makes us hold little.
         let mut body = Vec::new();
         while body.len() < bytes {
             let have = body.len();
             let piece = (bytes - have).min(PIECE_BYTES);
+            if bytes > SMALL_FRAME_BYTES
+                && let Err(refusal) = charge(piece as u64)
+            {
+                drop(body);
+                self.discard(bytes - have, until)?;
+                return Err(ReceiveError::Refused(refusal));
+            }
             body.reserve_exact(piece);
             body.resize(have + piece, 0);
-            self.read_exact(&mut body[have..], until)?;
+            self.read_exact(&mut body[have..], until.min(Instant::now() + PIECE))?;
         }
         Ok(control::decode(&body)?)
+    }
+
+    /// Receives `bytes` bytes and throws them away.
+    fn discard(&self, mut bytes: usize, until: Instant) -> io::Result<()> {
+        let mut waste = [0; SMALL_FRAME_BYTES];
+        while bytes > 0 {
+            let part = bytes.min(waste.len());
+            self.read_exact(&mut waste[..part], until)?;
+            bytes -= part;
+        }
+        Ok(())
     }
 
     /// Receives a message of at most `limit` bytes. What had come of it keeps in `frame` when the

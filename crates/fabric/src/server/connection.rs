@@ -146,7 +146,7 @@ impl Connection {
     /// ended.
     pub(super) fn take(&self, line: LineName, until: Instant) -> Result<Held<'_>, Fault> {
         (self.service.lines)
-            .take(line, &self.stream, until)
+            .take(line, &self.stream, until, &|| self.service.frames.wake())
             .ok_or_else(|| {
                 Fault::Violation(
                     "its line has an older connection that does not end, or a newer one".to_owned(),

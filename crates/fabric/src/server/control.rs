@@ -29,7 +29,8 @@ use crate::{
 /// How long a client may take to receive an answer.
 const ANSWER: Duration = Duration::from_secs(10);
 
-/// How long a long request may wait for room: less than most clients wait for its answer.
+/// How long each piece of a long request may wait for room: less than most clients wait for the
+/// answer.
 const ROOM: Duration = Duration::from_secs(5);
 
 /// How long a client without a session may take from one request to the next.
@@ -104,14 +105,13 @@ impl Connection {
         loop {
             // A client that lives renews well within its lease: silence is a peer that vanished
             // without a word.
-            let mut room = None;
+            let mut room = self.service.frames.room(self.peer.origin);
             let received = self.stream.receive_charged(
                 MAX_FRAME_BYTES,
                 Instant::now() + lease,
                 &mut |bytes| {
-                    let until = Instant::now() + ROOM;
-                    room = Some(self.service.frames.room(self.peer.origin, bytes, until)?);
-                    Ok(())
+                    // Whoever replaces this connection waits for its end.
+                    room.grow(bytes, Instant::now() + ROOM, &|| held.is_replaced())
                 },
             );
             let request: Request = match received {

@@ -1,13 +1,17 @@
 //! [`Frames`]: the memory for long requests while they are received and answered.
 //!
-//! The rule it keeps: all of them together, and those from one origin, hold a bounded number of
-//! bytes, none of which is taken from the memory that is lent: a full server must still hear that
-//! something is given back, or published anew. A request that does not fit waits before it is read.
+//! The rule it keeps: all long requests together, and those from one origin, hold a bounded number
+//! of bytes. None of them is taken from the memory that is lent: a full server must still hear that
+//! something is given back, or published anew. A request is charged for its bytes piece by piece,
+//! before each piece is read, so that announcing a long request takes nothing from others.
 //!
-//! The downside: a peer that announces a long request and does not send it keeps the room until its
-//! connection is closed for that, from others behind the same address.
+//! Requests that have all come in part could wait for each other. So the length of one request is
+//! set aside for the oldest one, which never waits.
 
-use std::{collections::HashMap, time::Instant};
+use std::{
+    collections::{BTreeMap, HashMap, hash_map::Entry},
+    time::Instant,
+};
 
 use farpage_wire::{Refusal, control::MAX_FRAME_BYTES};
 use parking_lot::{Condvar, Mutex};
@@ -16,116 +20,186 @@ use crate::host::Origin;
 
 /// Two requests of the greatest length, or tens of thousands of common ones.
 const BYTES_PER_ORIGIN: u64 = 2 * MAX_FRAME_BYTES as u64;
-/// So that a few origins that announce much do not keep the others out.
+/// So that a few origins that send much do not keep the others out.
 const BYTES: u64 = 8 * BYTES_PER_ORIGIN;
 
 #[derive(Default)]
 pub(super) struct Frames {
     state: Mutex<State>,
-    /// Signalled when room is given back, and at the end.
-    freed: Condvar,
+    /// Signalled when room is given back, when somebody who waits shall look whether it still
+    /// wants to, and at the end.
+    changed: Condvar,
 }
 
 #[derive(Default)]
 struct State {
-    bytes: u64,
-    by_origin: HashMap<Origin, u64>,
+    all: Held,
+    by_origin: HashMap<Origin, Held>,
+    /// Requests that were ever given room.
+    rooms_ever: u64,
     is_closed: bool,
 }
 
-/// Room for a request, until it is dropped.
+/// What some requests hold.
+#[derive(Default)]
+struct Held {
+    bytes: u64,
+    /// Bytes of each, by their numbers: the lowest is the oldest.
+    rooms: BTreeMap<u64, u64>,
+}
+
+/// The room of one request, until it is dropped. It begins with nothing.
 pub(super) struct Room<'a> {
     frames: &'a Frames,
     origin: Origin,
-    bytes: u64,
+    /// Given with the first bytes.
+    number: Option<u64>,
 }
 
 impl Frames {
-    /// Room for a request of `bytes` bytes from `origin`, which is at most [`MAX_FRAME_BYTES`].
+    /// The room of a request from `origin`.
+    pub(super) fn room(&self, origin: Origin) -> Room<'_> {
+        Room {
+            frames: self,
+            origin,
+            number: None,
+        }
+    }
+
+    /// Bytes that are held now.
+    pub(super) fn bytes(&self) -> u64 {
+        self.state.lock().all.bytes
+    }
+
+    /// Everybody who waits for room looks whether it still wants to.
+    pub(super) fn wake(&self) {
+        // Not between somebody's look and its sleep.
+        drop(self.state.lock());
+        self.changed.notify_all();
+    }
+
+    /// From now on nobody waits for room.
+    pub(super) fn close(&self) {
+        self.state.lock().is_closed = true;
+        self.changed.notify_all();
+    }
+}
+
+impl Room<'_> {
+    /// Makes room for `bytes` bytes more. Waits for it until `until`, and no longer than until
+    /// `is_over` says that nobody wants the request any more.
     ///
     /// # Errors
-    /// In words for the client: others of its address had all the room until then.
-    pub(super) fn room(
-        &self,
-        origin: Origin,
+    /// In words for the client: others had all the room until then.
+    pub(super) fn grow(
+        &mut self,
         bytes: u64,
         until: Instant,
-    ) -> Result<Room<'_>, Refusal> {
-        let mut state = self.state.lock();
-        while !state.has_room(origin, bytes) {
+        is_over: &dyn Fn() -> bool,
+    ) -> Result<(), Refusal> {
+        let mut state = self.frames.state.lock();
+        let number = *self.number.get_or_insert_with(|| {
+            state.rooms_ever += 1;
+            let number = state.rooms_ever;
+            state.all.rooms.insert(number, 0);
+            let of_origin = state.by_origin.entry(self.origin).or_default();
+            of_origin.rooms.insert(number, 0);
+            number
+        });
+        while !state.has_room(self.origin, number, bytes) {
             if state.is_closed {
                 return Err(Refusal::Draining);
             }
-            if self.freed.wait_until(&mut state, until).timed_out() {
+            if is_over()
+                || self
+                    .frames
+                    .changed
+                    .wait_until(&mut state, until)
+                    .timed_out()
+            {
                 return Err(Refusal::Invalid(
                     "this server receives as many long requests as it may: ask again later"
                         .to_owned(),
                 ));
             }
         }
-        state.bytes += bytes;
-        *state.by_origin.entry(origin).or_default() += bytes;
-        Ok(Room {
-            frames: self,
-            origin,
-            bytes,
-        })
-    }
-
-    /// Bytes that are held now.
-    pub(super) fn bytes(&self) -> u64 {
-        self.state.lock().bytes
-    }
-
-    /// From now on nobody waits for room.
-    pub(super) fn close(&self) {
-        self.state.lock().is_closed = true;
-        self.freed.notify_all();
+        state.all.grow(number, bytes);
+        let of_origin = state.by_origin.get_mut(&self.origin);
+        of_origin.expect("this room is counted").grow(number, bytes);
+        Ok(())
     }
 }
 
 impl State {
-    fn has_room(&self, origin: Origin, bytes: u64) -> bool {
-        let of_origin = self.by_origin.get(&origin).copied().unwrap_or(0);
-        of_origin + bytes <= BYTES_PER_ORIGIN && self.bytes + bytes <= BYTES
+    fn has_room(&self, origin: Origin, number: u64, bytes: u64) -> bool {
+        self.all.has_room(BYTES, number, bytes)
+            && self.by_origin[&origin].has_room(BYTES_PER_ORIGIN, number, bytes)
+    }
+}
+
+impl Held {
+    /// Whether request `number` may have `bytes` more where all may have `most`.
+    fn has_room(&self, most: u64, number: u64, bytes: u64) -> bool {
+        let (oldest, of_oldest) = self.rooms.first_key_value().expect("this one is counted");
+        *oldest == number || self.bytes - of_oldest + bytes <= most - MAX_FRAME_BYTES as u64
+    }
+
+    fn grow(&mut self, number: u64, bytes: u64) {
+        *self.rooms.get_mut(&number).expect("it is counted") += bytes;
+        self.bytes += bytes;
+    }
+
+    fn leave(&mut self, number: u64) {
+        self.bytes -= self.rooms.remove(&number).expect("it is counted");
     }
 }
 
 impl Drop for Room<'_> {
     fn drop(&mut self) {
+        let Some(number) = self.number else {
+            return;
+        };
         let mut state = self.frames.state.lock();
-        state.bytes -= self.bytes;
-        let of_origin = state.by_origin.get_mut(&self.origin);
-        let of_origin = of_origin.expect("this room is counted");
-        *of_origin -= self.bytes;
-        if *of_origin == 0 {
-            state.by_origin.remove(&self.origin);
+        state.all.leave(number);
+        if let Entry::Occupied(mut of_origin) = state.by_origin.entry(self.origin) {
+            of_origin.get_mut().leave(number);
+            if of_origin.get().rooms.is_empty() {
+                of_origin.remove();
+            }
         }
         drop(state);
-        self.frames.freed.notify_all();
+        self.frames.changed.notify_all();
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{thread, time::Duration};
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+        time::Duration,
+    };
 
     use super::*;
 
     const LONG: u64 = MAX_FRAME_BYTES as u64;
 
+    fn room(frames: &Frames, user: u32, bytes: u64, until: Instant) -> Result<Room<'_>, Refusal> {
+        let mut room = frames.room(Origin::User(user));
+        room.grow(bytes, until, &|| false).map(|()| room)
+    }
+
     #[test]
     fn one_origin_leaves_room_to_others_and_waits_for_its_own() {
         let frames = Frames::default();
-        let (one, other) = (Origin::User(1), Origin::User(2));
-        let room = |origin, bytes| frames.room(origin, bytes, Instant::now());
-        let (first, _second) = (room(one, LONG).unwrap(), room(one, LONG).unwrap());
-        assert!(matches!(room(one, 1), Err(Refusal::Invalid(_))));
-        assert!(room(other, LONG).is_ok());
+        let now = |user, bytes| room(&frames, user, bytes, Instant::now());
+        let (first, _second) = (now(1, LONG).unwrap(), now(1, LONG).unwrap());
+        assert!(matches!(now(1, 1), Err(Refusal::Invalid(_))));
+        assert!(now(2, LONG).is_ok());
         thread::scope(|scope| {
             let until = Instant::now() + Duration::from_secs(60);
             let frames = &frames;
-            let waits = scope.spawn(move || frames.room(one, LONG, until).map(drop));
+            let waits = scope.spawn(move || room(frames, 1, LONG, until).map(drop));
             drop(first);
             assert_eq!(waits.join().unwrap(), Ok(()));
         });
@@ -135,16 +209,60 @@ mod tests {
     #[test]
     fn all_origins_together_are_bounded_and_nobody_waits_at_the_end() {
         let frames = Frames::default();
-        let room = |user, until| frames.room(Origin::User(user), LONG, until);
         let _held: Vec<_> = (0..(BYTES / LONG) as u32)
-            .map(|i| room(i / 2, Instant::now()).ok().unwrap())
+            .map(|i| room(&frames, i / 2, LONG, Instant::now()).ok().unwrap())
             .collect();
         assert_eq!(frames.bytes(), BYTES);
-        assert!(room(100, Instant::now()).is_err());
+        assert!(room(&frames, 100, LONG, Instant::now()).is_err());
         thread::scope(|scope| {
-            let waits = scope.spawn(|| room(100, Instant::now() + Duration::from_secs(60)).err());
+            let waits = scope.spawn(|| {
+                let until = Instant::now() + Duration::from_secs(60);
+                room(&frames, 100, LONG, until).err()
+            });
             frames.close();
             assert_eq!(waits.join().unwrap(), Some(Refusal::Draining));
+        });
+    }
+
+    #[test]
+    fn requests_that_have_all_come_in_part_do_not_wait_for_each_other() {
+        let frames = Frames::default();
+        let mut parts: Vec<_> = (0..3)
+            .map(|_| room(&frames, 1, LONG / 2, Instant::now()).unwrap())
+            .collect();
+        let mut grow = |i: usize| parts[i].grow(LONG / 2, Instant::now(), &|| false).is_ok();
+        assert_eq!(
+            [grow(2), grow(1), grow(0), grow(1)],
+            [false, false, true, false]
+        );
+        assert_eq!(frames.bytes(), BYTES_PER_ORIGIN);
+        drop(parts.remove(0));
+        assert!(parts[0].grow(LONG / 2, Instant::now(), &|| false).is_ok());
+        drop(parts);
+        assert!(frames.state.lock().by_origin.is_empty() && frames.bytes() == 0);
+    }
+
+    #[test]
+    fn whoever_is_not_wanted_any_more_does_not_wait() {
+        let frames = Frames::default();
+        let _held = [(); 2].map(|()| room(&frames, 1, LONG, Instant::now()).unwrap());
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let begun = Instant::now();
+            let waits = scope.spawn(|| {
+                let until = Instant::now() + Duration::from_secs(60);
+                let mut room = frames.room(Origin::User(1));
+                room.grow(1, until, &|| is_over.load(Ordering::Relaxed))
+            });
+            thread::sleep(Duration::from_millis(10));
+            is_over.store(true, Ordering::Relaxed);
+            frames.wake();
+            assert!(waits.join().unwrap().is_err());
+            assert!(
+                begun.elapsed() < Duration::from_secs(30),
+                "{:?}",
+                begun.elapsed()
+            );
         });
     }
 }

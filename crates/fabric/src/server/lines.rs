@@ -50,13 +50,15 @@ pub(super) struct Held<'a> {
 }
 
 impl Lines {
-    /// Takes a line over for `stream`: closes its older connections and waits until they have left.
-    /// `None` when they have not at `until`, or when a newer one has come meanwhile.
+    /// Takes a line over for `stream`: closes its older connections, calls `wake` for those that
+    /// wait for something else than their sockets, and waits until they have left. `None` when they
+    /// have not at `until`, or when a newer one has come meanwhile.
     pub(super) fn take(
         &self,
         name: LineName,
         stream: &Arc<Stream>,
         until: Instant,
+        wake: &dyn Fn(),
     ) -> Option<Held<'_>> {
         let member = Arc::new(Member {
             stream: Arc::downgrade(stream),
@@ -76,11 +78,14 @@ impl Lines {
             member,
         };
         // Not under the lock: closing may wait for an adapter.
-        for member in older {
+        for member in &older {
             member.replaced.store(true, Ordering::Relaxed);
             if let Some(stream) = member.stream.upgrade() {
                 stream.close();
             }
+        }
+        if !older.is_empty() {
+            wake();
         }
         let mut table = self.table.lock();
         // Those of the older ones that wait here have nothing to wait for any more.
