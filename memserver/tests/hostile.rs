@@ -11,7 +11,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use common::{
@@ -526,7 +526,14 @@ fn requests_that_are_only_announced_keep_nobody_waiting() {
     thread::sleep(Duration::from_millis(100));
     let directory = tempfile::tempdir().unwrap();
     let victim = connect_as(&daemon.tcp, &directory.path().join("key"));
+    let begun = Instant::now();
     victim.publish("x", &vec![7; 16 << 20], &[]).unwrap();
+    // Before anybody's patience with the others ends.
+    assert!(
+        begun.elapsed() < Duration::from_secs(4),
+        "{:?}",
+        begun.elapsed()
+    );
 }
 
 #[test]

@@ -65,12 +65,7 @@ impl Accounts {
         origin: Origin,
         bytes: u64,
     ) -> Result<(), Refusal> {
-        if self.all.extents >= limits.extents {
-            return Err(Refusal::Invalid(format!(
-                "this server holds {} extents, its most: ask for larger ones, or raise its limit of open files",
-                limits.extents
-            )));
-        }
+        self.may_exist(limits)?;
         self.may_have(limits, origin, 1)?;
         let (asked, available) = (bytes, self.available(limits, origin));
         if charge_of(bytes) > available {
@@ -87,10 +82,41 @@ impl Accounts {
             && charge_of(bytes) <= self.available(limits, origin)
     }
 
-    /// Whether one origin may have so many extents more.
+    /// Counts an extent of `bytes` bytes that `origin` keeps although it was replaced by a copy, or
+    /// says what the server has too little of. What one origin may have does not matter: it had the
+    /// extent before.
+    pub(super) fn keep(
+        &mut self,
+        limits: &Limits,
+        origin: Origin,
+        bytes: u64,
+    ) -> Result<(), Refusal> {
+        self.may_exist(limits)?;
+        let available = (limits.capacity_bytes).saturating_sub(self.all.bytes);
+        if charge_of(bytes) > available {
+            let asked = bytes;
+            return Err(Refusal::Full { asked, available });
+        }
+        self.put_extent_on(origin, bytes);
+        Ok(())
+    }
+
+    /// Whether there may be one extent more.
+    fn may_exist(&self, limits: &Limits) -> Result<(), Refusal> {
+        match self.all.extents < limits.extents {
+            true => Ok(()),
+            false => Err(Refusal::Invalid(format!(
+                "this server holds {} extents, its most: ask for larger ones, or raise its limit of open files",
+                limits.extents
+            ))),
+        }
+    }
+
+    /// Whether one origin may have `more` extents more. Without any more it may, also where it has
+    /// too many already.
     fn may_have(&self, limits: &Limits, origin: Origin, more: usize) -> Result<(), Refusal> {
         let extents = self.of(origin).extents;
-        match extents + more > limits.extents_per_address {
+        match more > 0 && extents + more > limits.extents_per_address {
             false => Ok(()),
             true => Err(Refusal::Invalid(format!(
                 "clients from this address hold {extents} extents, and {} are the most that one address may have here (--extents-per-address): release some or ask for larger ones",

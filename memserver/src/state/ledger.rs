@@ -122,6 +122,13 @@ impl Ledger {
         }
     }
 
+    /// Who may map `memory`, if it is still an extent's.
+    pub(super) fn mapper_of(&self, memory: &Arc<ExtentMemory>) -> Option<Origin> {
+        let record = self.extents.get(&memory.id());
+        let record = record.filter(|record| Arc::ptr_eq(&record.memory, memory))?;
+        record.mapped_by
+    }
+
     pub(super) fn known(&mut self, id: SessionId) -> Result<&mut SessionRecord, Refusal> {
         self.sessions.get_mut(&id).ok_or(Refusal::NoSession)
     }

@@ -88,33 +88,56 @@ impl State {
         }
     }
 
-    /// Puts a copy in the place of an extent's memory that nobody leases.
+    /// Puts a copy in the place of an extent's memory that nobody leases. Its last holder is charged
+    /// for the old memory until it has let go of it.
+    ///
+    /// The charge comes before the copy, so that nobody is granted the same room meanwhile. There
+    /// must be room for memory that somebody has open or mapped. Other memory is gone as soon as
+    /// the copy is made, so a full server can do without.
     fn replace_memory(&self, session: SessionId, old: Arc<ExtentMemory>) -> Result<(), Refusal> {
-        let fresh = old.copy_afresh().map_err(|error| {
-            let extent = old.id();
-            warn!(%session, %extent, %error, "cannot copy an extent for another user");
-            Refusal::Invalid(format!(
-                "the server cannot copy extent {extent}, which another user may still map: {error}"
-            ))
-        })?;
+        let is_kept = old.file().is_held_elsewhere().unwrap_or(true);
         let mut ledger = self.ledger.lock();
-        // Copying is no silence of the client, whose renewals wait behind this request.
-        ledger.known(session)?.renewed = Instant::now();
-        let record = ledger.extents.get_mut(&old.id());
-        // The name may have been removed meanwhile; it cannot have been opened.
-        let Some(record) = record.filter(|record| Arc::ptr_eq(&record.memory, &old)) else {
+        ledger.known(session)?;
+        let Some(holder) = ledger.mapper_of(&old) else {
             return Ok(());
         };
-        record.memory = fresh;
-        let charged = record.mapped_by.take();
-        if let Some(holder) = charged {
-            ledger.accounts.put_extent_on(holder, old.bytes());
+        let bytes = old.bytes();
+        match is_kept {
+            true => ledger.accounts.keep(&self.limits, holder, bytes)?,
+            false => ledger.accounts.put_extent_on(holder, bytes),
         }
+        drop(ledger);
+        let fresh = old.copy_afresh();
+        let mut ledger = self.ledger.lock();
+        // Copying is no silence of the client, whose renewals wait behind this request.
+        let renewed = ledger
+            .known(session)
+            .map(|record| record.renewed = Instant::now());
+        // The name may have been removed meanwhile; it cannot have been opened.
+        let is_there = ledger.mapper_of(&old).is_some();
+        let fresh = match fresh {
+            Ok(fresh) if is_there && renewed.is_ok() => fresh,
+            not_wanted => {
+                ledger.accounts.take_extent_off(holder, bytes);
+                drop(ledger);
+                renewed?;
+                return not_wanted.map(drop).map_err(|error| {
+                    let extent = old.id();
+                    warn!(%session, %extent, %error, "cannot copy an extent for another user");
+                    Refusal::Invalid(format!(
+                        "the server cannot copy extent {extent}, which another user may still map: {error}"
+                    ))
+                });
+            }
+        };
+        let record = ledger.extents.get_mut(&old.id());
+        let record = record.expect("it is there");
+        (record.memory, record.mapped_by) = (fresh, None);
         drop(ledger);
         self.give_back([Leaving {
             memory: old,
             is_kept: false,
-            charged,
+            charged: Some(holder),
         }]);
         Ok(())
     }

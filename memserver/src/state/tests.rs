@@ -472,6 +472,44 @@ fn who_was_lent_memory_of_a_name_reaches_no_byte_of_the_next_user_who_opens_it()
 }
 
 #[test]
+fn a_region_that_its_last_user_still_maps_is_copied_where_there_is_room_for_both() {
+    // Room for the region twice, but for its name.
+    let state = state(2 << 20);
+    let admit = |user| {
+        let origin = Origin::User(user);
+        let admission = state.admit("test", Transport::Shm, origin, None).unwrap();
+        state.identify(admission.session, KEY).unwrap();
+        admission.session
+    };
+    let (first, second) = (admit(1), admit(2));
+    let memory = state.grant(first, 1 << 20).unwrap();
+    state.publish(first, "x", vec![], &[memory.id()]).unwrap();
+    let kept = descriptor_of(&memory);
+    drop(memory);
+    state.close(first);
+    assert!(matches!(state.open(second, "x"), Err(Refusal::Full { .. })));
+    state.check();
+    drop(kept);
+    let opened = state.open(second, "x").unwrap();
+    state.check();
+    assert_eq!(state.stat().granted_bytes, charge_of(1 << 20) + 4096);
+    drop(opened);
+}
+
+#[test]
+fn a_client_beyond_its_limit_may_open_what_is_its_own() {
+    let mut state = state(8 << 20);
+    let session = client(&state, Transport::Tcp);
+    let memory = state.grant(session, 1 << 20).unwrap();
+    state.publish(session, "x", vec![], &[memory.id()]).unwrap();
+    state.release(session, memory.id()).unwrap();
+    drop(memory);
+    state.limits.extents_per_address = 0;
+    state.open(session, "x").unwrap();
+    state.check();
+}
+
+#[test]
 fn memory_that_a_client_gave_back_and_kept_is_charged_until_it_lets_go() {
     const PART: u64 = 1 << 20;
     let state = state(4 * PART);
