@@ -285,12 +285,15 @@ impl Remote {
         shared.rdma.remove(id);
         let until = Instant::now() + shared.silence();
         let request = Request::Release { extent: id };
-        let line = shared.line.try_lock_until(until);
-        let answer = match line {
-            Some(mut line) if line.death.reason().is_none() && line.talk.owed.is_none() => {
-                shared.exchange(&mut line, &request, until)
+        // Held until the end, also while `untold` is added to. The server may have done what it
+        // did not answer. Whoever opens a name next has the same extents, and tells first what is
+        // untold: it must be there by then, and not come later.
+        let mut line = shared.line.try_lock_until(until);
+        let answer = match &mut line {
+            Some(line) if line.death.reason().is_none() && line.talk.owed.is_none() => {
+                shared.exchange(line, &request, until)
             }
-            Some(line) if line.death.reason().is_some() && !shared.can_resume(&line) => {
+            Some(line) if line.death.reason().is_some() && !shared.can_resume(line) => {
                 let reason = line.death.reason().unwrap_or_default();
                 return Err(CallError::Disconnected(reason));
             }
@@ -337,3 +340,6 @@ impl Drop for Remote {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,8 +11,8 @@ pub(super) fn leases_of(answer: &Response) -> &[Lease] {
     }
 }
 
-/// What takes a request back that succeeded when nobody waited for its answer any more, memory
-/// apart.
+/// What takes a request back that succeeded when nobody waited for its answer any more, if it gave
+/// no memory.
 pub(super) fn taking_back(request: &Request) -> Option<Request> {
     match request {
         Request::Claim { name, .. } | Request::Open { name, .. } => {

@@ -308,6 +308,10 @@ impl Shared {
         later(move || tracing::info!(endpoint, "the server answers again"));
         let taking_back = line.talk.owed.take().flatten();
         if !matches!(answer, Response::Refused(_)) {
+            // As if it had been heard in time: giving it back counts down.
+            line.held += leases_of(&answer)
+                .len()
+                .max(usize::from(taking_back.is_some()));
             self.give_back(taking_back, &answer);
         }
         Ok(())
@@ -316,9 +320,12 @@ impl Shared {
     /// Has the server told that nobody wants what an answer gave.
     pub(super) fn give_back(&self, taking_back: Option<Request>, answer: &Response) {
         let mut untold = self.untold.lock();
-        untold.extend(taking_back);
-        // Told before what is above: the last is told first.
-        let leases = leases_of(answer).iter();
+        let leases = leases_of(answer);
+        if leases.is_empty() {
+            untold.extend(taking_back);
+        }
+        // A name that was opened is free with the last of its extents.
+        let leases = leases.iter();
         untold.extend(leases.map(|lease| Request::Release { extent: lease.id }));
     }
 
