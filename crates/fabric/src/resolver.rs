@@ -1,29 +1,37 @@
 //! [`resolve`]: the addresses of a host, asked for on a thread of its own.
 //!
 //! The rule it keeps: nobody waits for a name server longer than they said. The system's resolver
-//! takes its time and cannot be stopped, so it is left behind.
+//! takes its time and cannot be stopped, so it is left behind. A lookup that hangs spoils no later
+//! one, neither here nor in the child of a fork.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     io,
     net::{IpAddr, SocketAddr, ToSocketAddrs},
-    sync::{Arc, LazyLock},
+    process,
+    sync::Arc,
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex};
 
-/// The addresses of a host. The system's resolver takes its time, and cannot be stopped: it is
-/// asked on a thread of its own, by whoever asks first.
+/// A lookup that takes longer hangs: the system's resolver asks each server twice for 5 seconds.
+const HANGS: Duration = Duration::from_secs(30);
+/// How long the table is waited for. It is locked for moments, but the child of a fork may find it
+/// locked by a thread that it does not have.
+const MOMENT: Duration = Duration::from_millis(20);
+
+/// The addresses of a host, asked for by whoever needs them first.
 pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<SocketAddr>> {
-    static RESOLVER: LazyLock<Resolver> = LazyLock::new(Resolver::default);
+    static RESOLVER: Resolver = Resolver::new(HANGS);
     if let Ok(address) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(address, port)]);
     }
     let name = host.to_owned();
     let ask = move || Ok((name.as_str(), 0).to_socket_addrs()?.collect());
-    let answer = RESOLVER.ask(host, until, ask).unwrap_or_else(|| {
+    let answer = RESOLVER.ask(process::id(), host, until, ask);
+    let answer = answer.unwrap_or_else(|| {
         let why = format!("no name server answered for `{host}` in time");
         Err(io::Error::new(io::ErrorKind::TimedOut, why))
     });
@@ -33,52 +41,52 @@ pub(crate) fn resolve(host: &str, port: u16, until: Instant) -> io::Result<Vec<S
     })
 }
 
-/// Questions that were asked and not answered yet, each on one thread: asked again meanwhile, the
-/// same answer is waited for.
-#[derive(Default)]
+/// Questions that were asked and not answered yet, each on one thread. Whoever asks the same
+/// meanwhile waits for the same answer.
 struct Resolver {
-    asked: Mutex<HashMap<String, Arc<Question>>>,
+    asked: Mutex<Asked>,
+    hangs: Duration,
+}
+
+struct Asked {
+    /// Whose threads ask.
+    process: u32,
+    questions: BTreeMap<String, Arc<Question>>,
 }
 
 /// An error as its kind and its text: all who wait get it.
 type Answer = Result<Vec<SocketAddr>, (io::ErrorKind, String)>;
 
-#[derive(Default)]
 struct Question {
+    asked: Instant,
     answer: Mutex<Option<Answer>>,
     answered: Condvar,
 }
 
 impl Resolver {
-    /// What `ask` says of `host` on a thread of its own; `None` when it says nothing until then.
+    const fn new(hangs: Duration) -> Self {
+        let asked = Asked {
+            process: 0,
+            questions: BTreeMap::new(),
+        };
+        Self {
+            asked: Mutex::new(asked),
+            hangs,
+        }
+    }
+
+    /// What `ask` says of `host` on a thread of its own; `None` when it says nothing until `until`.
     fn ask(
         &'static self,
+        process: u32,
         host: &str,
         until: Instant,
         ask: impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + 'static,
     ) -> Option<io::Result<Vec<SocketAddr>>> {
-        let mut asked = self.asked.lock();
-        let question = match asked.get(host) {
-            Some(question) => Arc::clone(question),
-            None => {
-                let (question, host) = (Arc::<Question>::default(), host.to_owned());
-                let (asking, name) = (Arc::clone(&question), host.clone());
-                let thread = thread::Builder::new().name("farpage-resolve".to_owned());
-                let spawned = thread.spawn(move || {
-                    let answer = ask().map_err(|error| (error.kind(), error.to_string()));
-                    // Who asks from here on asks anew: addresses change.
-                    self.asked.lock().remove(&name);
-                    *asking.answer.lock() = Some(answer);
-                    asking.answered.notify_all();
-                });
-                if let Err(error) = spawned {
-                    return Some(Err(error));
-                }
-                asked.insert(host, Arc::clone(&question));
-                question
-            }
+        let question = match self.question(process, host, ask) {
+            Ok(question) => question,
+            Err(error) => return Some(Err(error)),
         };
-        drop(asked);
         let mut answer = question.answer.lock();
         while answer.is_none() {
             if (question.answered.wait_until(&mut answer, until)).timed_out() && answer.is_none() {
@@ -88,6 +96,54 @@ impl Resolver {
         let answer = answer.clone().expect("waited for");
         Some(answer.map_err(|(kind, why)| io::Error::new(kind, why)))
     }
+
+    /// The question that this process has asked about `host`, or a new one.
+    fn question(
+        &'static self,
+        process: u32,
+        host: &str,
+        ask: impl FnOnce() -> io::Result<Vec<SocketAddr>> + Send + 'static,
+    ) -> io::Result<Arc<Question>> {
+        let mut asked = self.asked.try_lock_for(MOMENT);
+        if let Some(asked) = &mut asked {
+            if asked.process != process {
+                // A parent's, whose threads are not here.
+                (asked.process, asked.questions) = (process, BTreeMap::new());
+            }
+            let question = asked.questions.get(host);
+            if let Some(question) = question.filter(|one| one.asked.elapsed() < self.hangs) {
+                return Ok(Arc::clone(question));
+            }
+        }
+        let question = Arc::new(Question {
+            asked: Instant::now(),
+            answer: Mutex::new(None),
+            answered: Condvar::new(),
+        });
+        let (asking, name) = (Arc::clone(&question), host.to_owned());
+        let thread = thread::Builder::new().name("farpage-resolve".to_owned());
+        thread.spawn(move || {
+            let answer = ask().map_err(|error| (error.kind(), error.to_string()));
+            self.forget(&name, &asking);
+            *asking.answer.lock() = Some(answer);
+            asking.answered.notify_all();
+        })?;
+        // Without the table it is asked for this one caller.
+        if let Some(asked) = &mut asked {
+            let asking = Arc::clone(&question);
+            asked.questions.insert(host.to_owned(), asking);
+        }
+        Ok(question)
+    }
+
+    /// Who asks from here on asks anew: addresses change.
+    fn forget(&self, host: &str, answered: &Arc<Question>) {
+        let mut asked = self.asked.lock();
+        let known = asked.questions.get(host);
+        if known.is_some_and(|known| Arc::ptr_eq(known, answered)) {
+            asked.questions.remove(host);
+        }
+    }
 }
 
 #[cfg(test)]
@@ -96,19 +152,18 @@ mod tests {
         atomic::{AtomicUsize, Ordering},
         mpsc,
     };
-    use std::time::Duration;
 
     use super::*;
 
     #[test]
     fn a_resolver_that_does_not_answer_is_left_behind_and_asked_once() {
-        let resolver: &'static Resolver = Box::leak(Box::default());
+        let resolver: &'static Resolver = Box::leak(Box::new(Resolver::new(HANGS)));
         let (leash, released) = mpsc::channel::<()>();
         let released = Arc::new(Mutex::new(released));
         let asked = Arc::new(AtomicUsize::new(0));
         let ask = |until| {
             let (released, asked) = (Arc::clone(&released), Arc::clone(&asked));
-            resolver.ask("far", until, move || {
+            resolver.ask(1, "far", until, move || {
                 asked.fetch_add(1, Ordering::SeqCst);
                 // Until the leash is dropped.
                 let _ = released.lock().recv();
@@ -143,5 +198,34 @@ mod tests {
             resolve("[::1]", 5, Instant::now()).is_ok(),
             "no question is asked"
         );
+    }
+
+    #[test]
+    fn a_lookup_that_hangs_spoils_no_later_one() {
+        let (_leash, released) = mpsc::channel::<()>();
+        let released = Arc::new(Mutex::new(released));
+        let hang = || {
+            let released = Arc::clone(&released);
+            move || {
+                let _ = released.lock().recv();
+                Ok(Vec::new())
+            }
+        };
+        let soon = || Instant::now() + Duration::from_millis(20);
+        let until = Instant::now() + Duration::from_secs(20);
+        let found = || Ok(vec![SocketAddr::from(([10, 0, 0, 7], 0))]);
+        // 1. In the child of a fork, whose parent's threads it does not have.
+        let patient: &'static Resolver = Box::leak(Box::new(Resolver::new(HANGS)));
+        assert!(patient.ask(1, "far", soon(), hang()).is_none());
+        assert!(patient.ask(2, "far", until, found).is_some());
+        // 2. Also where it was forked while the table was locked.
+        let locked = patient.asked.lock();
+        assert!(patient.ask(3, "far", soon(), hang()).is_none());
+        drop(locked);
+        // 3. In the same process, after a while.
+        let hasty: &'static Resolver = Box::leak(Box::new(Resolver::new(Duration::ZERO)));
+        assert!(hasty.ask(1, "far", soon(), hang()).is_none());
+        let answer = hasty.ask(1, "far", until, found).expect("in time");
+        assert_eq!(answer.expect("it answers").len(), 1);
     }
 }
