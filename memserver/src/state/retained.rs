@@ -31,16 +31,12 @@ impl Retained {
         self.file.clone()
     }
 
-    /// Whether somebody still has it; what was written to it since the last look goes.
+    /// Whether somebody still has it.
     fn is_held(&self) -> bool {
-        let is_held = self.file.is_held_elsewhere().unwrap_or_else(|error| {
+        self.file.is_held_elsewhere().unwrap_or_else(|error| {
             warn!(extent = %self.file.id(), %error, "cannot tell whether a client has let go of memory: it is not charged for it");
             false
-        });
-        if is_held && self.file.resident_bytes() > 0 {
-            punch(&self.file);
-        }
-        is_held
+        })
     }
 }
 
@@ -75,18 +71,29 @@ impl State {
         }
     }
 
-    /// Takes off their clients what they have let go of.
+    /// Takes off their clients what they have let go of. What was written to the rest since the
+    /// last look goes.
     pub(super) fn sweep(&self) {
+        // Gigabytes take milliseconds to give back: not while others wait.
+        for file in self.settle_retained() {
+            if file.resident_bytes() > 0 {
+                punch(&file);
+            }
+        }
+    }
+
+    /// Takes off their clients what they have let go of; returns what they have not.
+    fn settle_retained(&self) -> Vec<ExtentFile> {
         // Held throughout: who looks next finds the accounts as they are then.
         let mut retained = self.retained.lock();
         let gone: Vec<_> = retained.extract_if(.., |one| !one.is_held()).collect();
-        if gone.is_empty() {
-            return;
+        if !gone.is_empty() {
+            let accounts = &mut self.ledger.lock().accounts;
+            for Retained { file, origin } in gone {
+                accounts.take_extent_off(origin, file.bytes());
+            }
         }
-        let accounts = &mut self.ledger.lock().accounts;
-        for Retained { file, origin } in gone {
-            accounts.take_extent_off(origin, file.bytes());
-        }
+        retained.iter().map(Retained::file).collect()
     }
 
     /// Looks whether there is room for `bytes` bytes more, and for what has been let go of where
