@@ -88,8 +88,8 @@ impl State {
         }
     }
 
-    /// Puts a copy in the place of an extent's memory that nobody leases. Its last holder is charged
-    /// for the old memory until it has let go of it.
+    /// Puts a copy in the place of an extent's memory that nobody leases. Its last holder is
+    /// charged for the old memory until it has let go of it.
     ///
     /// The charge comes before the copy, so that nobody is granted the same room meanwhile. There
     /// must be room for memory that somebody has open or mapped. Other memory is gone as soon as
