@@ -83,6 +83,9 @@ fn all_apps_verify_and_report_every_share() {
                 assert!(positive(&figures[name]), "{name} in {app}");
             }
             assert!(figures["floor"].as_f64().unwrap() <= 1.0, "{app}");
+            let one_thread = &figures["one_thread"]["performance"];
+            let has_more = report["config"]["threads"] != 1;
+            assert_eq!(positive(one_thread), has_more, "{app}");
             let share = share.as_f64().unwrap();
             if share < 100.0 {
                 let local = figures["budget_bytes"].as_u64().unwrap()

@@ -26,6 +26,7 @@ mod team;
 mod xsbench;
 
 use std::{
+    iter,
     path::PathBuf,
     sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant},
@@ -44,7 +45,7 @@ use signal_hook::{
 use self::{
     app::{App, Verdict},
     place::{Far, Local},
-    report::{AppFigures, AppsReport, Config, Paging, ShareFigures, summarise},
+    report::{AppFigures, AppsReport, Config, OneThread, Paging, ShareFigures, summarise},
     team::Team,
 };
 use farpage_bench_kit::{
@@ -66,6 +67,9 @@ use farpage_bench_kit::{
 /// Floor: the performance that the same bytes would leave without a pager, if the local run's CPU
 /// time and the work on the pages that moved (READ, hash, moving in and out, WRITE, measured right
 /// before) were spread perfectly over the threads. Only moving fewer bytes leads beyond it.
+///
+/// Where there are several threads, everything is also run by one, beside one thread on ordinary
+/// vectors: there paging has the other cores to itself.
 #[derive(Args, Debug)]
 pub struct AppsOptions {
     /// Applications to run, separated by commas [default: all]
@@ -174,6 +178,8 @@ impl AppName {
 struct Run<'a> {
     options: &'a AppsOptions,
     team: Team,
+    /// A single thread, where the team has more: paging has the other cores to itself.
+    alone: Option<Team>,
     server: MemoryServer,
     progress: Progress,
     size_bytes: u64,
@@ -221,10 +227,14 @@ fn measure(options: &AppsOptions) -> Result<AppsReport> {
     // All of an application may be local and, if the server is on this machine, there too.
     let copies = if options.at.server.is_none() { 2 } else { 1 };
     server::ensure_room(size_bytes.saturating_mul(copies), options.force)?;
-    let pairs = names.len() * shares.len() * usize::from(repeat);
+    let threads = options.threads.count();
+    let teams = if threads > 1 { 2 } else { 1 };
+    let pairs = names.len() * shares.len() * usize::from(repeat) * teams;
+    let alone = (threads > 1).then(|| Team::new(1, stop.clone()));
     let run = Run {
         options,
-        team: Team::new(options.threads.count(), stop)?,
+        team: Team::new(threads, stop)?,
+        alone: alone.transpose()?,
         // Pages are written out of place, a graph may be larger than asked for, pages that only
         // come and leave take half a gigabyte, and nothing is taken before it is written to.
         server: MemoryServer::start(
@@ -292,7 +302,7 @@ impl Run<'_> {
             );
             figures.verified = false;
         }
-        let mut verify = |run: String, verdict: Verdict| {
+        let mut verify = |run: &str, verdict: Verdict| {
             if let Err(wrong) = verdict {
                 eprintln!("{}, {run}: {wrong}", name.name());
                 figures.verified = false;
@@ -300,8 +310,13 @@ impl Run<'_> {
         };
 
         // Also warms up what local runs are to find warm.
-        let (answer, ..) = self.time(&app, &mut data)?;
-        verify("local".into(), app.verify::<Local>(&data, &answer, &answer));
+        let mut teams = Vec::new();
+        for team in iter::once(&self.team).chain(&self.alone) {
+            let (answer, ..) = time(team, &app, &mut data)?;
+            let verdict = app.verify::<Local>(&data, &answer, &answer);
+            verify(&format!("local, {} threads", team.threads()), verdict);
+            teams.push((team, answer));
+        }
 
         for &share in self.shares {
             let budget_bytes =
@@ -314,48 +329,42 @@ impl Run<'_> {
                 .build()
                 .context("cannot start farpage")?);
             let mut far_data = app.load(&far)?;
-            let (mut pairs, mut paging) = (Vec::new(), Paging::default());
-            let mut local_cpu = Duration::ZERO;
-            for _ in 0..self.repeat {
-                let (local_answer, local_s, cpu) = self.time(&app, &mut data)?;
-                local_cpu += cpu;
-                verify(
-                    "local".into(),
-                    app.verify::<Local>(&data, &local_answer, &answer),
-                );
+            let mut of_teams = Vec::new();
+            for (team, answer) in &teams {
+                let (mut pairs, mut paging) = (Vec::new(), Paging::default());
+                let mut local_cpu = Duration::ZERO;
+                for _ in 0..self.repeat {
+                    let (local_answer, local_s, cpu) = time(team, &app, &mut data)?;
+                    local_cpu += cpu;
+                    verify("local", app.verify::<Local>(&data, &local_answer, answer));
 
-                app.reset::<Far>(&mut far_data, &self.team);
-                let begin = far.0.stats();
-                let start = Instant::now();
-                let far_answer = app.work::<Far>(&mut far_data, &self.team);
-                let far_s = start.elapsed().as_secs_f64();
-                paging.add(&begin, &far.0.stats());
-                self.team.check()?;
-                let verdict = app.verify::<Far>(&far_data, &far_answer, &answer);
-                verify(format!("{share} % local"), verdict);
-                pairs.push((local_s, far_s));
-                self.progress.step(1);
+                    app.reset::<Far>(&mut far_data, team);
+                    let begin = far.0.stats();
+                    let start = Instant::now();
+                    let far_answer = app.work::<Far>(&mut far_data, team);
+                    let far_s = start.elapsed().as_secs_f64();
+                    paging.add(&begin, &far.0.stats());
+                    team.check()?;
+                    let verdict = app.verify::<Far>(&far_data, &far_answer, answer);
+                    verify(&format!("{share} % local"), verdict);
+                    pairs.push((local_s, far_s));
+                    self.progress.step(1);
+                }
+                let paging = paging.divided_by(u64::from(self.repeat));
+                let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
+                let work_s = cpu_s / team.threads() as f64 + moving_s(&paging, &pages);
+                of_teams.push(share_figures(share, budget_bytes, &pairs, paging, work_s));
             }
-            let paging = paging.divided_by(u64::from(self.repeat));
-            let cpu_s = local_cpu.as_secs_f64() / f64::from(self.repeat);
-            let work_s = cpu_s / self.team.threads() as f64 + moving_s(&paging, &pages);
-            figures
-                .shares
-                .push(share_figures(share, budget_bytes, &pairs, paging, work_s));
+            let mut of_teams = of_teams.into_iter();
+            let mut share = of_teams.next().expect("the whole team has run");
+            share.one_thread = of_teams.next().map(|alone| OneThread {
+                seconds: alone.seconds,
+                local_seconds: alone.local_seconds,
+                performance: alone.performance,
+            });
+            figures.shares.push(share);
         }
         Ok(figures)
-    }
-
-    /// A local run, its seconds, and the CPU time of all its threads.
-    fn time<A: App>(&self, app: &A, data: &mut A::On<Local>) -> Result<(A::Answer, f64, Duration)> {
-        app.reset::<Local>(data, &self.team);
-        let cpu = cpu_time();
-        let start = Instant::now();
-        let answer = app.work::<Local>(data, &self.team);
-        let seconds = start.elapsed().as_secs_f64();
-        let cpu = cpu_time() - cpu;
-        self.team.check()?;
-        Ok((answer, seconds, cpu))
     }
 
     /// What it costs this machine now that pages come and leave.
@@ -410,6 +419,22 @@ fn budget_bytes(share: f64, remote_bytes: u64, local_bytes: u64, page_bytes: u64
     Ok(budget)
 }
 
+/// A local run, its seconds, and the CPU time of all its threads.
+fn time<A: App>(
+    team: &Team,
+    app: &A,
+    data: &mut A::On<Local>,
+) -> Result<(A::Answer, f64, Duration)> {
+    app.reset::<Local>(data, team);
+    let cpu = cpu_time();
+    let start = Instant::now();
+    let answer = app.work::<Local>(data, team);
+    let seconds = start.elapsed().as_secs_f64();
+    let cpu = cpu_time() - cpu;
+    team.check()?;
+    Ok((answer, seconds, cpu))
+}
+
 /// Of this process so far.
 fn cpu_time() -> Duration {
     clock_gettime(ClockId::CLOCK_PROCESS_CPUTIME_ID)
@@ -450,6 +475,7 @@ fn share_figures(
         performance_max: performances[performances.len() - 1],
         // Parts of a local run that one thread does alone have no floor below themselves.
         floor: local_seconds / work_s.max(local_seconds),
+        one_thread: None,
         paging,
     }
 }

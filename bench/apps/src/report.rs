@@ -67,8 +67,20 @@ pub(crate) struct ShareFigures {
     /// The highest performance with the bytes that moved, if nothing but computing and the work on
     /// these pages took time.
     pub(crate) floor: f64,
+    /// The same by one thread, beside one thread in local memory. Absent where all are one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) one_thread: Option<OneThread>,
     #[serde(flatten)]
     pub(crate) paging: Paging,
+}
+
+/// An application that one thread runs, while paging has the other cores to itself.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct OneThread {
+    /// Median of the repetitions, as the next two.
+    pub(crate) seconds: f64,
+    pub(crate) local_seconds: f64,
+    pub(crate) performance: f64,
 }
 
 /// What the pager did, in the mean of the repetitions' timed parts.
@@ -98,6 +110,9 @@ pub(crate) struct Summary {
     /// Of the same applications' floors.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) geometric_mean_floor: Option<f64>,
+    /// Of the same applications, run by one thread.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) geometric_mean_one_thread: Option<f64>,
     pub(crate) worst: &'static str,
     pub(crate) worst_performance: f64,
 }
@@ -110,15 +125,16 @@ pub(crate) fn summarise(apps: &[AppFigures], shares: &[f64]) -> Vec<Summary> {
                 .map(move |app| (app, app.shares[at].performance))
         };
         let (worst, worst_performance) = figures().min_by(|a, b| a.1.total_cmp(&b.1))?;
-        let mean = |figure: fn(&ShareFigures) -> f64| {
+        let mean = |figure: fn(&ShareFigures) -> Option<f64>| {
             let counted = apps.iter().filter(|app| app.in_means);
-            let ratios: Vec<f64> = counted.map(|app| figure(&app.shares[at])).collect();
+            let ratios: Vec<f64> = counted.filter_map(|app| figure(&app.shares[at])).collect();
             (!ratios.is_empty()).then(|| geometric_mean(&ratios))
         };
         Some(Summary {
             share_percent,
-            geometric_mean: mean(|share| share.performance),
-            geometric_mean_floor: mean(|share| share.floor),
+            geometric_mean: mean(|share| Some(share.performance)),
+            geometric_mean_floor: mean(|share| Some(share.floor)),
+            geometric_mean_one_thread: mean(|share| Some(share.one_thread?.performance)),
             worst: worst.name,
             worst_performance,
         })
@@ -134,8 +150,10 @@ impl AppsReport {
 
     fn human(&self) -> String {
         let share = |share: f64| format!("{share} %");
-        let percent = |performance: f64, floor: f64| {
-            format!("{:.1} of {:.0} %", performance * 100.0, floor * 100.0)
+        let percent = |performance: f64, floor: f64, one_thread: Option<f64>| {
+            let one_thread = one_thread.map_or(String::new(), |it| format!("; {:.1}", it * 100.0));
+            let (performance, floor) = (performance * 100.0, floor * 100.0);
+            format!("{performance:.1} of {floor:.0}{one_thread} %")
         };
         let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
         let named = |name: &str| vec![name.to_owned()];
@@ -163,7 +181,9 @@ impl AppsReport {
                     .first()
                     .map_or(String::new(), |s| format!("{:.3}", s.local_seconds)),
             );
-            let cells = app.shares.iter().map(|s| percent(s.performance, s.floor));
+            let one_thread = |s: &ShareFigures| s.one_thread.map(|one| one.performance);
+            let cell = |s: &ShareFigures| percent(s.performance, s.floor, one_thread(s));
+            let cells = app.shares.iter().map(cell);
             row.extend(cells);
             performance.add_row(aligned(row));
         }
@@ -174,8 +194,9 @@ impl AppsReport {
             aligned(row)
         };
         performance.add_row(across("geometric mean", &|s| {
-            (s.geometric_mean.zip(s.geometric_mean_floor))
-                .map_or(String::new(), |(mean, floor)| percent(mean, floor))
+            (s.geometric_mean.zip(s.geometric_mean_floor)).map_or(String::new(), |(mean, floor)| {
+                percent(mean, floor, s.geometric_mean_one_thread)
+            })
         }));
         performance.add_row(across("worst", &|s| s.worst.to_owned()));
 
@@ -218,9 +239,13 @@ impl AppsReport {
         }
 
         let config = &self.config;
+        let one_thread = match config.threads {
+            1 => "",
+            _ => "; behind it: one thread, beside one thread with all in local memory",
+        };
         format!(
             "{performance}\nof: the floor, the highest performance with the bytes that moved, if nothing but computing and the work on these pages took \
-             time\n{paging}\nverified: {}; server {}; {} threads; median of {}",
+             time{one_thread}\n{paging}\nverified: {}; server {}; {} threads; median of {}",
             if self.verified {
                 "yes, every result"
             } else {
@@ -266,6 +291,11 @@ pub(crate) mod tests {
             performance_min: performance,
             performance_max: performance,
             floor: 1.0,
+            one_thread: Some(OneThread {
+                seconds: 1.0,
+                local_seconds: 1.0,
+                performance: performance / 2.0,
+            }),
             paging: Paging::default(),
         };
         AppFigures {
@@ -292,6 +322,8 @@ pub(crate) mod tests {
                 .iter()
                 .all(|s| (s.geometric_mean.unwrap() - 0.5).abs() < 1e-12)
         );
+        let one_thread = summary[0].geometric_mean_one_thread.unwrap();
+        assert!((one_thread - 0.25).abs() < 1e-12);
         assert_eq!([summary[0].worst, summary[1].worst], ["b", "c"]);
         assert!(summarise(&apps[2..], &[50.0])[0].geometric_mean.is_none());
     }
