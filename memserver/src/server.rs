@@ -12,6 +12,7 @@ use std::{
 };
 
 use farpage_fabric::host::Host;
+use farpage_fabric::log;
 use farpage_fabric::server::{
     BindError, ConnectionLimits, Listener, Service, Shutdown, SocketAccess, Traffic,
 };
@@ -33,6 +34,8 @@ pub(crate) const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 pub(crate) const DEFAULT_RECONNECT_GRACE: Duration = Duration::from_secs(10);
 /// Under the 10 seconds that service managers and container runtimes wait before they kill.
 pub(crate) const DEFAULT_GRACE: Duration = Duration::from_secs(5);
+/// How long the end of a server waits for a slow log.
+const LAST_LINES: Duration = Duration::from_secs(1);
 /// The reaper looks so often per lease: the memory of a silent client is back at most this fraction
 /// late.
 const LOOKS_PER_LEASE: u32 = 8;
@@ -304,6 +307,8 @@ impl Drop for RunningServer {
                 warn!("a thread of the server panicked; its message is above");
             }
         }
+        // What the threads had to log.
+        log::flush(Instant::now() + LAST_LINES);
     }
 }
 

@@ -18,6 +18,7 @@
 
 use std::time::Instant;
 
+use farpage_fabric::log::later;
 use farpage_wire::{ExtentId, SessionId};
 use parking_lot::{Condvar, Mutex};
 use tracing::{info, warn};
@@ -93,7 +94,7 @@ impl State {
                 session.lost = session.lost.map(|_| now);
             }
             drop(ledger);
-            warn!("this server did not run for a while: all leases start anew");
+            later(|| warn!("this server did not run for a while: all leases start anew"));
             return 0;
         }
         let since = |then| now.saturating_duration_since(then);
@@ -182,7 +183,10 @@ impl Ended {
             self.held_extents,
             self.freed.iter().filter(|leaving| !leaving.is_kept).count(),
         );
-        info!(session = %self.id, client, held_extents, freed_extents, "session ended: {}", self.why);
+        let (session, why) = (self.id, self.why);
+        later(move || {
+            info!(%session, client, held_extents, freed_extents, "session ended: {why}");
+        });
         self.freed
     }
 }

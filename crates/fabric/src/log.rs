@@ -1,14 +1,15 @@
 //! What threads that others wait for have to tell the log: [`later`].
 //!
-//! The rule it keeps: no subscriber runs on a thread that moves pages or keeps a session. A
-//! subscriber may wait for a lock whose holder waits for a page, or touch remote memory itself. The
-//! lines that wait are bounded, and those that were dropped are counted in the log.
+//! The rule it keeps: no subscriber runs on a thread that moves pages, keeps a session or serves
+//! clients, who may live in the same program. A subscriber may wait for a lock whose holder waits
+//! for a page, or touch remote memory itself. The lines that wait are bounded, and those that were
+//! dropped are counted in the log.
 
 use std::{
     collections::VecDeque,
     panic::{AssertUnwindSafe, catch_unwind},
     process, thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use parking_lot::Mutex;
@@ -60,6 +61,17 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
         let writer = thread::Builder::new().name("farpage-log".to_owned());
         // Without a thread, the next line tries again.
         waiting.writer = writer.spawn(write).ok().map(|_| process);
+    }
+}
+
+/// Waits until all lines have been written, or until `until`. For the end of a program or a server.
+pub fn flush(until: Instant) {
+    let is_done = || match WAITING.try_lock_for(PATIENCE) {
+        Some(waiting) => waiting.writer.is_none(),
+        None => false,
+    };
+    while !is_done() && Instant::now() < until {
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

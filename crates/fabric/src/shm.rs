@@ -35,6 +35,7 @@ use crate::{
     Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
     attachment::Attachment,
     channel::{check_len, is_aligned, refused},
+    log::later,
     memory,
 };
 
@@ -130,7 +131,8 @@ impl Mapped {
         if replaced == libc::MAP_FAILED {
             // Then it is unmapped when the last channel has forgotten it.
             let error = io::Error::last_os_error();
-            tracing::warn!(extent = %self.id, %error, "cannot let go of an extent at once");
+            let extent = self.id;
+            later(move || tracing::warn!(%extent, %error, "cannot let go of an extent at once"));
         }
     }
 }

@@ -7,6 +7,7 @@ use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use farpage_fabric::{
     host::{Admission, Asker, Host, Opened, Origin, Refusal, Transport},
+    log::later,
     memory::{ExtentFile, ExtentMemory},
 };
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
@@ -55,7 +56,8 @@ impl Host for State {
         };
         ledger.sessions.insert(id, record);
         drop(ledger);
-        info!(session = %id, client, ?transport, "session begun");
+        let client = client.to_owned();
+        later(move || info!(session = %id, client, ?transport, "session begun"));
         Ok(Admission {
             session: id,
             secret,
@@ -95,7 +97,9 @@ impl Host for State {
                 record.lost = Some(Instant::now());
                 let client = record.client.clone();
                 drop(ledger);
-                info!(session = %session, client, "connection lost: the client may return for a while");
+                later(move || {
+                    info!(%session, client, "connection lost: the client may return for a while");
+                });
                 return;
             }
         };
@@ -146,10 +150,11 @@ impl Host for State {
             Err(error) => {
                 ledger.accounts.take_extent_off(origin, bytes);
                 drop(ledger);
-                warn!(session = %session, bytes, %error, "cannot make an extent");
-                return Err(Refusal::Invalid(format!(
+                let refusal = Refusal::Invalid(format!(
                     "the server cannot make an extent of {bytes} bytes: {error}"
-                )));
+                ));
+                later(move || warn!(%session, bytes, %error, "cannot make an extent"));
+                return Err(refusal);
             }
         };
         ledger.extents_ever += 1;
@@ -168,7 +173,7 @@ impl Host for State {
         record.remember(serial, Given::Extent(id));
         self.leases.insert(id, session, memory.clone());
         drop(ledger);
-        debug!(session = %session, extent = %id, bytes, "extent granted");
+        later(move || debug!(%session, extent = %id, bytes, "extent granted"));
         Ok(memory)
     }
 
@@ -261,7 +266,8 @@ impl Host for State {
         let freed = ledger.bind(session, id, Arc::new(manifest), distinct);
         drop(ledger);
         self.give_back(freed);
-        debug!(session = %session, name, extents, "named region published");
+        let name = name.to_owned();
+        later(move || debug!(%session, name, extents, "named region published"));
         Ok(())
     }
 
@@ -319,7 +325,8 @@ impl Host for State {
         holder.remember(serial, Given::Name(id.clone()));
         let opened = ledger.opened(session, &id).expect("opened just now");
         drop(ledger);
-        info!(session = %session, name, extents = opened.extents.len(), "named region opened");
+        let (name, extents) = (name.to_owned(), opened.extents.len());
+        later(move || info!(%session, name, extents, "named region opened"));
         Ok(opened)
     }
 
@@ -334,7 +341,8 @@ impl Host for State {
         let freed = ledger.remove(asker, &id)?;
         drop(ledger);
         self.give_back(freed);
-        info!(%owner, name, "named region removed");
+        let name = name.to_owned();
+        later(move || info!(%owner, name, "named region removed"));
         Ok(())
     }
 
@@ -409,13 +417,17 @@ impl State {
         let session = ledger.known(id)?;
         if session.secret != *secret {
             drop(ledger);
-            warn!(session = %id, "a client tried to resume a session with a wrong secret");
+            later(move || {
+                warn!(session = %id, "a client tried to resume a session with a wrong secret");
+            });
             return Err(Refusal::NoSession);
         }
         // Who maps what he is lent is charged for what he keeps of it.
         if (session.transport == Transport::Shm) != (transport == Transport::Shm) {
             drop(ledger);
-            warn!(session = %id, ?transport, "a client tried to resume a session elsewhere");
+            later(move || {
+                warn!(session = %id, ?transport, "a client tried to resume a session elsewhere");
+            });
             return Err(Refusal::NoSession);
         }
         session.renewed = Instant::now();
@@ -423,7 +435,7 @@ impl State {
         session.lost = None;
         let (secret, client) = (session.secret, session.client.clone());
         drop(ledger);
-        info!(session = %id, client, "session resumed");
+        later(move || info!(session = %id, client, "session resumed"));
         Ok(Admission {
             session: id,
             secret,

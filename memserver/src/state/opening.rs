@@ -10,6 +10,7 @@ use std::{
 
 use farpage_fabric::{
     host::{Origin, Refusal},
+    log::later,
     memory::ExtentMemory,
 };
 use farpage_wire::SessionId;
@@ -123,10 +124,13 @@ impl State {
                 renewed?;
                 return not_wanted.map(drop).map_err(|error| {
                     let extent = old.id();
-                    warn!(%session, %extent, %error, "cannot copy an extent for another user");
-                    Refusal::Invalid(format!(
+                    let refusal = Refusal::Invalid(format!(
                         "the server cannot copy extent {extent}, which another user may still map: {error}"
-                    ))
+                    ));
+                    later(move || {
+                        warn!(%session, %extent, %error, "cannot copy an extent for another user");
+                    });
+                    refusal
                 });
             }
         };

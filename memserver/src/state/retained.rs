@@ -6,7 +6,7 @@
 //!
 //! Looked at where somebody needs the room, where figures are asked for, and by the reaper.
 
-use farpage_fabric::{host::Origin, memory::ExtentFile};
+use farpage_fabric::{host::Origin, log::later, memory::ExtentFile};
 use farpage_wire::SessionId;
 use tracing::warn;
 
@@ -34,7 +34,10 @@ impl Retained {
     /// Whether somebody still has it.
     fn is_held(&self) -> bool {
         self.file.is_held_elsewhere().unwrap_or_else(|error| {
-            warn!(extent = %self.file.id(), %error, "cannot tell whether a client has let go of memory: it is not charged for it");
+            let extent = self.file.id();
+            later(move || {
+                warn!(%extent, %error, "cannot tell whether a client has let go of memory: it is not charged for it");
+            });
             false
         })
     }
@@ -42,7 +45,10 @@ impl Retained {
 
 fn punch(file: &ExtentFile) {
     if let Err(error) = file.punch() {
-        warn!(extent = %file.id(), %error, "an extent's memory stays for as long as a client maps it");
+        let extent = file.id();
+        later(move || {
+            warn!(%extent, %error, "an extent's memory stays for as long as a client maps it");
+        });
     }
 }
 

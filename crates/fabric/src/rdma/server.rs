@@ -29,6 +29,7 @@ use super::{
 use crate::{
     errors::BindError,
     host::Peer,
+    log::later,
     memory::ExtentMemory,
     regmem::{Access, RegPool, RegPoolOptions, Registrar},
 };
@@ -175,17 +176,20 @@ impl Listener {
             ..
         } = event
         else {
-            tracing::warn!(
-                event = event.kind.describe(),
-                "the RDMA listener was told something that it does not expect"
-            );
+            let event = event.kind.describe();
+            later(move || {
+                tracing::warn!(
+                    event,
+                    "the RDMA listener was told something that it does not expect"
+                );
+            });
             return Ok(None);
         };
         let greeting = match Greeting::decode(&said) {
             Ok(greeting) => greeting,
             Err(error) => {
-                tracing::warn!(reason = %error, "connection refused");
                 request.reject(&rejection(&error.to_string()));
+                later(move || tracing::warn!(reason = %error, "connection refused"));
                 return Ok(None);
             }
         };
@@ -202,7 +206,7 @@ impl Listener {
         match self.connect(call, admit) {
             Ok(admitted) => Some(admitted),
             Err(reason) => {
-                tracing::warn!(reason, "connection refused");
+                later(move || tracing::warn!(reason, "connection refused"));
                 None
             }
         }

@@ -23,6 +23,7 @@ use super::{
 };
 use crate::{
     host::{Peer, Transport},
+    log::later,
     nonblocking::timeout_until,
     stream::{ReceiveError, Stream},
 };
@@ -71,7 +72,8 @@ impl Connection {
         if let Err(fault) = ended
             && !self.service.shutdown.has_begun()
         {
-            tracing::warn!(peer = self.peer.name, reason = %fault, "connection closed");
+            let peer = self.peer.name.clone();
+            later(move || tracing::warn!(peer, reason = %fault, "connection closed"));
         }
         self.stream.close();
     }

@@ -22,6 +22,7 @@ use super::{
 use crate::{
     host::{Admission, Asker, Host, Transport},
     key,
+    log::later,
     memory::ExtentMemory,
     stream::{ReceiveError, Stream},
 };
@@ -146,7 +147,8 @@ impl Connection {
             let keys = match self.register(session, &memories) {
                 Ok(keys) => keys,
                 Err(reason) => {
-                    tracing::warn!(peer = self.peer.name, reason, "memory was not lent");
+                    let (peer, why) = (self.peer.name.clone(), reason.clone());
+                    later(move || tracing::warn!(peer, reason = why, "memory was not lent"));
                     for memory in &memories {
                         // Refused only when the session has ended, and the lease with it.
                         let _ = self.service.host.release(session, memory.id());

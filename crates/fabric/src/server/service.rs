@@ -28,7 +28,7 @@ use super::{
     listen::Listener,
     places::{ConnectionLimits, Places},
 };
-use crate::{host::Host, stream::Stream};
+use crate::{host::Host, log::later, stream::Stream};
 
 /// How long the end of a server waits for the threads of its connections, whose sockets are closed
 /// by then.
@@ -156,7 +156,8 @@ impl Service {
                 Ok(Some(call)) => call,
                 Ok(None) => continue,
                 Err(error) => {
-                    tracing::warn!(endpoint = %listener.endpoint(), %error, "cannot accept a connection");
+                    let endpoint = listener.endpoint().clone();
+                    later(move || tracing::warn!(%endpoint, %error, "cannot accept a connection"));
                     // Out of descriptors: the client stays in the backlog, and spinning would not
                     // help it.
                     let _ = poll(&mut fds[1..], PollTimeout::from(50u8));
@@ -185,7 +186,9 @@ impl Service {
             {
                 Ok(thread) => drop(connections.insert(number, (socket, thread))),
                 Err(error) => {
-                    tracing::warn!(%error, "connection closed: cannot start a thread for it");
+                    later(move || {
+                        tracing::warn!(%error, "connection closed: cannot start a thread for it");
+                    });
                 }
             }
         }
@@ -203,9 +206,13 @@ impl Service {
             match thread.is_finished().then(|| thread.join()) {
                 Some(Ok(())) => {}
                 Some(Err(_)) => {
-                    tracing::error!("a connection's thread panicked; its message is above");
+                    later(|| {
+                        tracing::error!("a connection's thread panicked; its message is above");
+                    });
                 }
-                None => tracing::warn!("a connection's thread did not end within {JOIN:?}"),
+                None => later(|| {
+                    tracing::warn!("a connection's thread did not end within {JOIN:?}");
+                }),
             }
         }
     }
