@@ -89,6 +89,12 @@ impl Budget {
         (self.room().saturating_sub(reserve) / page) as usize
     }
 
+    /// Bytes of memory that is free: made, and not used.
+    pub(crate) fn free(&self) -> u64 {
+        let made = self.made.load(Ordering::Relaxed);
+        made.saturating_sub(self.used())
+    }
+
     /// Sets memory aside for as many pages as the budget allows, `pages` at most. `None`: for none.
     pub(crate) fn reserve(&self, page_bytes: usize, pages: usize) -> Option<Reservation<'_>> {
         let page = page_bytes as u64;

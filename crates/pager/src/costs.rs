@@ -3,6 +3,9 @@
 //! Which of the two is cheaper depends on who else runs. A page that moves makes all other
 //! processors that run the program forget an address, and takes several times as long then. So both
 //! are timed now and then, and what costs less is done.
+//!
+//! Where pages leave by moving, each leaves a frame behind that a copy coming in does not take. So
+//! such a copy costs as much more as giving a frame up does.
 
 use std::{
     sync::atomic::{AtomicU32, Ordering},
@@ -20,6 +23,7 @@ pub(crate) struct Costs {
     pub(crate) moved_in: Cost,
     pub(crate) copied_in: Cost,
     pub(crate) copied_out: Cost,
+    pub(crate) given_up: Cost,
     #[cfg(test)]
     pretended: std::sync::OnceLock<bool>,
 }
@@ -35,7 +39,17 @@ pub(crate) struct Trial {
 }
 
 impl Costs {
-    /// Whether a page had better be copied.
+    /// Whether a page had better be copied in, where pages leave by moving.
+    pub(crate) fn copying_in_is_cheaper(&self) -> bool {
+        #[cfg(test)]
+        if let Some(&pretended) = self.pretended.get() {
+            return pretended;
+        }
+        let (moved, copied) = (self.moved_in.get(), self.copied_in.get());
+        copied > 0 && copied + self.given_up.get() < moved
+    }
+
+    /// Whether a page had better be copied in and out.
     pub(crate) fn copying_is_cheaper(&self) -> bool {
         #[cfg(test)]
         if let Some(&pretended) = self.pretended.get() {
@@ -50,11 +64,16 @@ impl Costs {
         copied > 0 && copied + out < 2 * moved
     }
 
-    /// How the fill is done that a thread makes after `count` others.
-    pub(crate) fn trial(&self, count: u32) -> Trial {
+    /// How the fill is done that a thread makes after `count` others. `both`: pages may leave by
+    /// copying, too.
+    pub(crate) fn trial(&self, count: u32, both: bool) -> Trial {
         let is_trial = count % TRIED == 1;
-        let is_cheaper = self.copying_is_cheaper();
-        if is_trial && !is_cheaper {
+        let is_cheaper = if both {
+            self.copying_is_cheaper()
+        } else {
+            self.copying_in_is_cheaper()
+        };
+        if both && is_trial && !is_cheaper {
             self.copied_out.fade();
         }
         Trial {
@@ -133,6 +152,20 @@ mod tests {
             !costs.copying_is_cheaper()
         });
         assert!(trials.count() < 60);
+    }
+
+    #[test]
+    fn a_copy_costs_a_frame_that_is_given_up() {
+        let costs = Costs::default();
+        assert!(
+            costs.trial(1, false).copies,
+            "nothing is known: it is tried"
+        );
+        learn(&costs.moved_in, 20_000_000);
+        learn(&costs.copied_in, 12_000_000);
+        assert!(costs.trial(0, false).copies);
+        learn(&costs.given_up, 12_000_000);
+        assert!(!costs.trial(0, false).copies && costs.trial(0, true).copies);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::sync::{
 
 use crossbeam_utils::CachePadded;
 use farpage_fabric::log::later;
-use farpage_vm::{AddressSpace, Room};
+use farpage_vm::{AddressSpace, Batch, Room, SCATTERED_PAGES_MAX};
 
 use crate::{
     budget::{Budget, Reservation},
@@ -175,6 +175,27 @@ impl<A: AddressSpace> Frames<A> {
         drop(victim);
         self.budget.unmake(bytes);
         true
+    }
+
+    /// Gives up free pages of this size together: as many as share one interruption, half of those
+    /// that there are at most, and none if these are fewer than `at_least`. Returns how many.
+    pub(crate) fn give_up_together(&self, page_bytes: usize, at_least: usize) -> usize {
+        let most = (self.budget.free() as usize / page_bytes / 2).min(SCATTERED_PAGES_MAX);
+        if most < at_least {
+            return 0;
+        }
+        let mut frames = Batch::new();
+        let mut free = self.free(page_bytes);
+        while frames.len() < most
+            && let Some(frame) = free.take(page_bytes, 1, false)
+        {
+            frames.push(frame);
+        }
+        drop(free);
+        let pages = frames.len();
+        self.mapper.drop_frames(frames);
+        self.budget.unmake((pages * page_bytes) as u64);
+        pages
     }
 
     /// Makes a frame of as many pages as the budget and the address space allow, `pages` at most.

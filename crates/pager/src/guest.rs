@@ -171,20 +171,15 @@ impl<A: AddressSpace> Landing<A> for Alone<A> {
         } = fill;
         let shared = self.shared.clone();
         let mut filled = run.len();
-        let is_alone = filled == 1;
-        self.mapped_alone = self.mapped_alone.wrapping_add(is_alone.into());
-        let count = self.mapped_alone;
+        let mut alone = self.mapped_alone;
         let refused = |page: PageIndex, frame, error: io::Error| {
             filled -= 1;
             shared.frames.release(frame, region.page_bytes());
             let error = PageError::cannot_map(region.label(), page, &error);
             self.refuse(&region, page, unsaved, error);
         };
-        if is_alone {
-            (shared.scatter).install(&region, run, heat, count, refused);
-        } else {
-            shared.installer.install(&region, run, heat, refused);
-        }
+        (shared.scatter).install(&region, run, heat, &mut alone, refused);
+        self.mapped_alone = alone;
         self.counters().filled(filled, heat != Heat::Cold);
         region.exit();
     }

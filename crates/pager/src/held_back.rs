@@ -27,6 +27,8 @@ pub(crate) struct HeldBack<A: AddressSpace> {
     worker: usize,
     /// The one held back longest first.
     runs: Vec<(Fill, Run<A::Frame>)>,
+    /// Counts pages that were mapped by themselves.
+    mapped_alone: u32,
 }
 
 impl<A: AddressSpace> HeldBack<A> {
@@ -35,6 +37,7 @@ impl<A: AddressSpace> HeldBack<A> {
             shared,
             worker,
             runs: Vec::new(),
+            mapped_alone: 0,
         }
     }
 
@@ -96,13 +99,15 @@ impl<A: AddressSpace> HeldBack<A> {
         } = fill;
         let shared = self.shared.clone();
         let mut filled = run.len();
+        let mut alone = self.mapped_alone;
         let refused = |page: PageIndex, frame, error: io::Error| {
             filled -= 1;
             shared.frames.release(frame, region.page_bytes());
             let error = PageError::cannot_map(region.label(), page, &error);
             self.refuse(&region, page, unsaved, error);
         };
-        shared.installer.install(&region, run, heat, refused);
+        (shared.scatter).install(&region, run, heat, &mut alone, refused);
+        self.mapped_alone = alone;
         self.counters().filled(filled, heat != Heat::Cold);
         region.exit();
     }

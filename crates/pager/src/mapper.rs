@@ -8,8 +8,8 @@ use std::{io, os::fd::BorrowedFd, sync::Arc};
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out, Pages, Room,
-    SCATTERED_PAGES_MAX, Shard,
+    AddressSpace, Batch, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out, Pages,
+    Room, SCATTERED_PAGES_MAX, Shard,
 };
 use smallvec::SmallVec;
 
@@ -57,6 +57,11 @@ impl<A: AddressSpace> Mapper<A> {
 
     pub(crate) fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<A::Frame> {
         self.space.new_frame(page_bytes, pages)
+    }
+
+    /// Gives the memory of these frames back together.
+    pub(crate) fn drop_frames(&self, frames: Batch<A::Frame>) {
+        self.space.drop_frames(frames);
     }
 
     /// Maps a run and wakes the threads that sleep on it. Pages are counted in by whoever publishes

@@ -33,8 +33,9 @@ pub(crate) struct RegionId(pub(crate) u64);
 pub(crate) struct Region {
     pub(crate) id: RegionId,
     pub(crate) address: usize,
-    /// Whether pages may come and go as copies.
-    pub(crate) can_copy: bool,
+    /// Whether single pages may come as copies, and leave as copies.
+    pub(crate) copies_in: bool,
+    pub(crate) copies_out: bool,
     pub(crate) layout: Layout,
     pub(crate) words: Words,
     pub(crate) store: Arc<PageStore>,
@@ -78,7 +79,8 @@ impl Region {
         Region {
             id,
             address: mapping.address,
-            can_copy: mapping.can_copy,
+            copies_in: mapping.copies_in,
+            copies_out: mapping.copies_out,
             layout,
             words: Words::new(pages),
             store,

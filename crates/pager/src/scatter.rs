@@ -1,9 +1,9 @@
-//! Single pages, in and out as copies: [`Scatter`]. Used where moving interrupts other threads, by
-//! threads that serve their own faults and by evictors.
+//! Single pages, in and out as copies: [`Scatter`]. Used where moving interrupts other threads.
 //!
 //! A copy that is mapped is memory that was not there before. A page that was taken out by copying
 //! is memory no more, while its frame stays. So both go by what the budget has room for
-//! ([`Frames::for_copy`]), and where it has none pages move as ever.
+//! ([`Frames::for_copy`]), and where it has none pages move as ever. Where pages leave by moving,
+//! frames pile up, and make room when they are given up together.
 //!
 //! The rule: one thread at a time takes pages out by copying, since what it protects meanwhile
 //! would be unprotected by another.
@@ -19,6 +19,7 @@ use farpage_vm::{AddressSpace, SCATTERED_PAGES_MAX};
 use smallvec::SmallVec;
 
 use crate::{
+    budget::Reservation,
     claim::Claim,
     costs::Costs,
     frames::Frames,
@@ -33,7 +34,7 @@ use crate::{
 /// Pages that leave together lie within this span, because write-protecting walks every page of it.
 const WINDOW_PAGES: usize = 512;
 
-/// Fewer pages are not worth three interruptions.
+/// Fewer pages are not worth the interruptions that they share.
 const PAGES_MIN: usize = 4;
 
 /// What came of taking pages out by copying.
@@ -83,7 +84,7 @@ impl<A: AddressSpace> Scatter<A> {
     /// A write to a page that is mapped raised a fault: the page came meanwhile, or it is protected
     /// while others leave. Returns whether the write may be tried again; not while others leave.
     pub(crate) fn unprotect(&self, region: &Region, page: PageIndex) -> bool {
-        if !region.can_copy {
+        if !region.copies_out {
             return true;
         }
         let turn = self.try_turn();
@@ -99,19 +100,23 @@ impl<A: AddressSpace> Scatter<A> {
         drop(self.turn.lock());
     }
 
-    /// Maps one owned page as [`Installer::install`] does: by copying or moving, whichever is
-    /// cheaper. `count`: how many the thread has mapped before.
+    /// Maps owned pages as [`Installer::install`] does: one alone by copying or moving, whichever
+    /// is cheaper. `alone`: how many the caller has mapped so.
     pub(crate) fn install(
         &self,
         region: &Region,
         run: Run<A::Frame>,
         heat: Heat,
-        count: u32,
+        alone: &mut u32,
         refused: impl FnMut(PageIndex, A::Frame, io::Error),
     ) {
-        let trial = self.costs.trial(count);
-        let room = (region.can_copy && trial.copies)
-            .then(|| (self.frames).for_copy(region.page_bytes(), 1, trial.is_trial))
+        if run.len() > 1 || !region.copies_in {
+            return self.installer.install(region, run, heat, refused);
+        }
+        *alone = alone.wrapping_add(1);
+        let trial = self.costs.trial(*alone, region.copies_out);
+        let room = (trial.copies)
+            .then(|| self.room(region, trial.is_trial))
             .flatten();
         let since = trial.is_timed.then(Instant::now);
         let (rest, cost) = match room {
@@ -140,11 +145,29 @@ impl<A: AddressSpace> Scatter<A> {
         }
     }
 
+    /// Room for a copy of one page.
+    fn room(&self, region: &Region, is_trial: bool) -> Option<Reservation<'_>> {
+        let page_bytes = region.page_bytes();
+        if region.copies_out {
+            return self.frames.for_copy(page_bytes, 1, is_trial);
+        }
+        let room = self.frames.for_copy(page_bytes, 1, false);
+        if room.is_some() {
+            return room;
+        }
+        let since = Instant::now();
+        let pages = self.frames.give_up_together(page_bytes, PAGES_MIN);
+        if pages > 0 {
+            self.costs.given_up.learn(since, pages, 0);
+        }
+        self.frames.for_copy(page_bytes, 1, false)
+    }
+
     /// Whether pages of the region had better leave by [`take_out`](Self::take_out), and there are
     /// frames to copy enough of them to. Pinned pages must not lie between others that do, since
     /// system calls may write to them at any time.
     pub(crate) fn is_better(&self, region: &Region) -> bool {
-        region.can_copy
+        region.copies_out
             && region.pinned() == 0
             && self.costs.copying_is_cheaper()
             && self.most(region) >= PAGES_MIN

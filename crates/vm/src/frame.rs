@@ -25,7 +25,7 @@ use std::{
 use nix::errno::Errno;
 
 use crate::{
-    space::{Frame, RUN_PAGES_MAX},
+    space::{Batch, Frame, RUN_PAGES_MAX},
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
     uffd::{Features, RegisterMode, Uffd},
     vacancies::{Vacancies, WORD_SLOTS},
@@ -288,6 +288,25 @@ impl KernelFrame {
             }
         }
         Ok(())
+    }
+}
+
+/// Gives the memory of these frames back by one call, so that the processors that run the program
+/// are interrupted once.
+pub(crate) fn drop_together(frames: Batch<KernelFrame>) {
+    let ranges = || {
+        let of = |frame: &KernelFrame| frame.address()..frame.address() + frame.len();
+        frames.iter().map(of)
+    };
+    debug_assert!(frames.iter().all(|frame| frame.occupied));
+    // SAFETY: the slots of frames that end here.
+    let dropped = unsafe { sys::drop_each(ranges(), libc::MADV_DONTNEED) };
+    // Before kernel 6.14, one by one: what is left drops itself.
+    let dropped = dropped.unwrap_or(0);
+    for (at, frame) in frames.into_iter().enumerate() {
+        if at < dropped {
+            frame.vacated();
+        }
     }
 }
 

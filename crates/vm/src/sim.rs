@@ -32,7 +32,7 @@ use parking_lot::Mutex;
 use crate::{
     pages::{Pages, Shard},
     space::{
-        AddressSpace, DetachError, Events, Fault, Frame, In, InstallError, InstallErrorKind,
+        AddressSpace, Batch, DetachError, Events, Fault, Frame, In, InstallError, InstallErrorKind,
         Layout, Left, Mapping, Out,
     },
 };
@@ -49,6 +49,8 @@ pub struct SimOptions {
     pub busy_probability: f64,
     /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
+    /// Whether pages leave by copying, too ([`Mapping::copies_out`]). Default: true.
+    pub copies_out: bool,
     /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any
     /// number finds room.
     pub frame_pages_max: usize,
@@ -61,6 +63,7 @@ impl Default for SimOptions {
             seed: 0,
             busy_probability: 0.0,
             duplicate_probability: 0.0,
+            copies_out: true,
             frame_pages_max: usize::MAX,
         }
     }
@@ -89,6 +92,7 @@ pub struct SimSpace {
     frames: Arc<Frames>,
     moves: AtomicUsize,
     scattered: AtomicUsize,
+    copied_in: AtomicUsize,
 }
 
 /// What is known of all frames together.
@@ -221,6 +225,7 @@ impl SimSpace {
             frames: Arc::default(),
             moves: AtomicUsize::new(0),
             scattered: AtomicUsize::new(0),
+            copied_in: AtomicUsize::new(0),
         }
     }
 
@@ -308,6 +313,11 @@ impl SimSpace {
     /// Pages that went out one by one, each at an address of its own, so far.
     pub fn scattered_pages(&self) -> usize {
         self.scattered.load(Ordering::Relaxed)
+    }
+
+    /// Runs that came in as copies so far.
+    pub fn copied_in(&self) -> usize {
+        self.copied_in.load(Ordering::Relaxed)
     }
 
     fn access<T>(
@@ -601,8 +611,13 @@ impl AddressSpace for SimSpace {
                 pages: BTreeMap::new(),
             },
         );
-        let can_copy = !layout.read_only;
-        Ok(Mapping { address, can_copy })
+        let copies_in = !layout.read_only;
+        let copies_out = copies_in && state.options.copies_out;
+        Ok(Mapping {
+            address,
+            copies_in,
+            copies_out,
+        })
     }
 
     fn unmap(&self, address: usize, layout: Layout) {
@@ -620,6 +635,10 @@ impl AddressSpace for SimSpace {
             return Err(io::ErrorKind::OutOfMemory.into());
         }
         Ok(self.frame(vec![0; page_bytes * pages], page_bytes))
+    }
+
+    fn drop_frames(&self, frames: Batch<SimFrame>) {
+        drop(frames);
     }
 
     fn install(
@@ -644,6 +663,7 @@ impl AddressSpace for SimSpace {
                     rest = here.behind(page_bytes);
                 }
                 state.wake(pages.range());
+                self.copied_in.fetch_add(1, Ordering::Relaxed);
                 room.use_up();
                 Ok(Some(frame))
             }

@@ -13,6 +13,8 @@
 
 use std::{io, ops::Range, os::fd::BorrowedFd};
 
+use smallvec::SmallVec;
+
 use crate::pages::{Pages, Shard};
 
 /// A page fault that the program raised.
@@ -69,6 +71,9 @@ pub trait Frame: AsRef<[u8]> + AsMut<[u8]> + Send + Sized + 'static {
     fn join(&mut self, next: Self) -> Result<(), Self>;
 }
 
+/// Frames that are given back together.
+pub type Batch<F> = SmallVec<[F; SCATTERED_PAGES_MAX]>;
+
 /// Memory that whoever keeps the budget has set aside for pages beside the frames. Dropped without
 /// having been used, it is free again.
 pub trait Room {
@@ -83,7 +88,7 @@ pub enum In<'a, F> {
     /// The program gets a copy of the frame, and uses up this room, which is for as many pages.
     /// Where moving a page makes every processor that runs the program forget its old address, a
     /// copy interrupts nobody. For runs of regions that the program may only read, and for single
-    /// pages where [`Mapping::can_copy`] says so.
+    /// pages where [`Mapping::copies_in`] says so.
     Copy(F, &'a mut dyn Room),
 }
 
@@ -93,7 +98,8 @@ pub enum Out<'a, F> {
     Move(Pages),
     /// Single pages of one stripe, ascending, [`SCATTERED_PAGES_MAX`] at most: each is copied to
     /// its frame, which is of one page, and its memory goes back to the kernel. Processors are
-    /// interrupted a few times for all of them together. Only where [`Mapping::can_copy`] says so.
+    /// interrupted a few times for all of them together. Only where [`Mapping::copies_out`] says
+    /// so.
     ///
     /// Meanwhile a write anywhere from the first to the last of them is a fault, to be tried again,
     /// and a system call that writes there fails. What a device writes into one of the pages is
@@ -210,8 +216,10 @@ impl Layout {
 pub struct Mapping {
     /// The first, a multiple of the page size.
     pub address: usize,
-    /// Whether pages come and go by copying, too: see [`In::Copy`] and [`Out::Copy`].
-    pub can_copy: bool,
+    /// Whether pages come in by copying, too: see [`In::Copy`].
+    pub copies_in: bool,
+    /// Whether they go out by copying, too: see [`Out::Copy`].
+    pub copies_out: bool,
 }
 
 /// The program's memory, as far as paging is concerned: the kernel's in production, a model in
@@ -243,6 +251,10 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// # Errors
     /// The operating system's when memory or addresses run out, also for one of the pages alone.
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<Self::Frame>;
+
+    /// Drops frames, [`SCATTERED_PAGES_MAX`] at most. Processors are interrupted once for all of
+    /// them together, where the kernel can.
+    fn drop_frames(&self, frames: Batch<Self::Frame>);
 
     /// Maps a frame at `pages`, which are as many as it has, and wakes the threads that sleep on
     /// them. Returns a frame that was copied: it is free again.

@@ -44,6 +44,7 @@ impl Wide {
             seed,
             busy_probability: [0.0, 0.02][(next(&mut random) % 2) as usize],
             duplicate_probability: 0.1,
+            copies_out: !seed.is_multiple_of(3),
             ..SimOptions::default()
         }));
         let mut config = SimConfig::new(seed);

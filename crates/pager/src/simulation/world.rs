@@ -23,12 +23,13 @@ impl World {
     fn new(seed: u64, lossy: bool) -> World {
         let mut random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
         let page_bytes = 4096 << (next(&mut random) % 2);
-        let budget_pages = 2 + (next(&mut random) % 30) as usize;
+        let budget_pages = 2 + (next(&mut random) % 62) as usize;
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: 2,
             seed,
             busy_probability: 0.02,
             duplicate_probability: 0.1,
+            copies_out: !seed.is_multiple_of(3),
             ..SimOptions::default()
         }));
         let mut config = SimConfig::new(seed);
@@ -240,7 +241,7 @@ impl World {
 
 #[test]
 fn many_threads_see_a_plain_array() {
-    let mut scattered = 0;
+    let (mut scattered, mut copied_beside_moves) = (0, 0);
     for seed in seeds(0..60) {
         println!("seed {seed}");
         let mut world = World::new(seed, false);
@@ -257,10 +258,17 @@ fn many_threads_see_a_plain_array() {
         world.finish_intents();
         world.check_everything();
         scattered += world.space.scattered_pages();
+        if !world.mapped.region().copies_out {
+            copied_beside_moves += world.space.copied_in();
+        }
         world.end();
     }
     let is_default = std::env::var_os("FARPAGE_SIM_SEEDS").is_none();
     assert!(scattered > 0 || !is_default, "no page was ever copied out");
+    assert!(
+        copied_beside_moves > 0 || !is_default,
+        "no page was ever copied in where pages leave by moving"
+    );
 }
 
 #[test]

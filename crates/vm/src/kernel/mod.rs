@@ -35,12 +35,12 @@ use std::{
 
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
 use crate::{
-    frame::{KernelFrame, Pools},
+    frame::{self, KernelFrame, Pools},
     pagemap::Pagemap,
     pages::{Pages, Shard},
     space::{
-        AddressSpace, DetachError, Events, Frame, In, InstallError, InstallErrorKind, Layout, Left,
-        Mapping, Out,
+        AddressSpace, Batch, DetachError, Events, Frame, In, InstallError, InstallErrorKind,
+        Layout, Left, Mapping, Out,
     },
     sys::{self, KERNEL_PAGE_BYTES},
     uffd::{Features, OpenError, RegisterMode, Uffd},
@@ -100,7 +100,7 @@ pub struct KernelSpace {
     pools: Pools,
     pagemap: Arc<Pagemap>,
     transfer: Transfer,
-    /// Whether single pages are copied in and out (`scattered`).
+    /// Whether single pages are copied out (`scattered`).
     scatters: bool,
 }
 
@@ -285,14 +285,20 @@ impl AddressSpace for KernelSpace {
     }
 
     fn map(&self, layout: Layout) -> io::Result<Mapping> {
-        let can_copy = self.scatters && layout.page_bytes == KERNEL_PAGE_BYTES && !layout.read_only;
-        let mode = if can_copy {
+        let is_single = layout.page_bytes == KERNEL_PAGE_BYTES && !layout.read_only;
+        let copies_in = self.transfer == Transfer::Move && is_single;
+        let copies_out = self.scatters && is_single;
+        let mode = if copies_out {
             RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
         } else {
             RegisterMode::MISSING
         };
         let address = addresses::map(&self.shards, self.number, &layout, mode)?;
-        Ok(Mapping { address, can_copy })
+        Ok(Mapping {
+            address,
+            copies_in,
+            copies_out,
+        })
     }
 
     fn unmap(&self, address: usize, layout: Layout) {
@@ -301,6 +307,10 @@ impl AddressSpace for KernelSpace {
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<KernelFrame> {
         self.pools.of(page_bytes)?.new_frame(pages)
+    }
+
+    fn drop_frames(&self, frames: Batch<KernelFrame>) {
+        frame::drop_together(frames);
     }
 
     fn install(

@@ -1,6 +1,8 @@
 //! Frames: their memory and their slots.
 
-use farpage_vm::{AddressSpace, Frame, KernelFrame, KernelSpace, KernelSpaceOptions};
+use farpage_vm::{
+    AddressSpace, Batch, Frame, KernelFrame, KernelSpace, KernelSpaceOptions, SCATTERED_PAGES_MAX,
+};
 
 use crate::common::{BOTH, Moves, numbered, numbers, pages, run_layout, space};
 
@@ -32,6 +34,35 @@ fn frame_gives_its_memory_back_and_can_be_made_again() {
                 assert!(!space.is_present(address));
             }
         }
+    }
+}
+
+#[test]
+fn frames_that_are_dropped_together_give_their_memory_and_their_slots_back() {
+    for transfer in BOTH {
+        let options = KernelSpaceOptions {
+            frame_bytes_max: SCATTERED_PAGES_MAX * 4096,
+            transfer: Some(transfer),
+            ..KernelSpaceOptions::default()
+        };
+        let space = KernelSpace::new(options).unwrap();
+        for _ in 0..3 {
+            let frames: Batch<_> = (0..SCATTERED_PAGES_MAX)
+                .map(|_| space.new_frame(4096, 1).unwrap())
+                .collect();
+            assert!(space.new_frame(4096, 1).is_err(), "the pool has a size");
+            let addresses: Vec<_> = frames
+                .iter()
+                .map(|frame| frame.as_ref().as_ptr() as usize)
+                .collect();
+            space.drop_frames(frames);
+            assert!(
+                !addresses
+                    .into_iter()
+                    .any(|address| space.is_present(address))
+            );
+        }
+        space.drop_frames(Batch::new());
     }
 }
 

@@ -137,7 +137,7 @@ impl Toy {
             read_only: false,
         };
         let mapping = space.map(layout).unwrap();
-        let (base, copies) = (mapping.address, mapping.can_copy);
+        let (base, copies) = (mapping.address, mapping.copies_out);
         let away = (0..pages)
             .map(|_| Mutex::new(Some(space.new_frame(PAGE, 1).unwrap())))
             .collect();
