@@ -1,0 +1,227 @@
+//! Sessions and servers that end, are lost, come back or fall silent.
+
+use super::*;
+
+#[test]
+fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
+    // A relay stands for a network that breaks.
+    let server = Server::tcp();
+    let Endpoint::Tcp { host, port } = server.endpoint.clone() else {
+        panic!("tcp")
+    };
+    let relay = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", relay.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    let lines = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let held = Arc::clone(&lines);
+    thread::spawn(move || {
+        for client in relay.incoming() {
+            let client = client.expect("a client");
+            let Ok(upstream) = TcpStream::connect((host.as_str(), port)) else {
+                return;
+            };
+            for (from, to) in [(&client, &upstream), (&upstream, &client)] {
+                let (mut from, mut to) = (
+                    from.try_clone().expect("a socket"),
+                    to.try_clone().expect("a socket"),
+                );
+                thread::spawn(move || {
+                    let _ = std::io::copy(&mut from, &mut to);
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                });
+            }
+            held.lock().expect("no panic").push(client);
+        }
+    });
+    let session = Session::connect(&endpoint, &options()).expect("a live server");
+    let extent = session.grant(1 << 20).expect("room").id;
+    write_and_read(&session, extent);
+    let mut old = session.channel::<Vec<u8>>().expect("a live server");
+    for line in lines.lock().expect("no panic").drain(..) {
+        // Those of closed channels are gone already.
+        let _ = line.shutdown(std::net::Shutdown::Both);
+    }
+    old.post(Op {
+        tag: 0,
+        verb: Verb::Read,
+        extent,
+        offset: 0,
+        len: 10,
+        buf: vec![0; 10],
+    })
+    .expect("room");
+    let error = finish(&mut *old).expect_err("the network broke");
+    assert!(error.is_transient(), "{error}");
+    until("the session is resumed", || session.stat().is_ok());
+    write_and_read(&session, extent);
+    assert_eq!(server.host.stat().sessions, 1);
+}
+
+#[test]
+fn a_dropped_session_is_gone_when_the_drop_is_over() {
+    let folder = tempfile::tempdir().expect("a folder");
+    for endpoint in [
+        Endpoint::Shm(folder.path().join("socket")),
+        "tcp://127.0.0.1:0".parse().expect("an endpoint"),
+    ] {
+        let server = Server::start(&endpoint);
+        for _ in 0..50 {
+            let session = server.session();
+            write_and_read(&session, session.grant(1 << 20).expect("room").id);
+            drop(session);
+            let stat = server.host.stat();
+            assert_eq!((stat.sessions, stat.granted_bytes), (0, 0), "{endpoint}");
+        }
+    }
+}
+
+#[test]
+fn a_server_that_falls_silent_ends_calls_at_their_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    let begun = Instant::now();
+    let error = Session::connect(
+        &endpoint,
+        &SessionOptions {
+            deadline: Duration::from_millis(200),
+            ..options()
+        },
+    );
+    assert!(matches!(error, Err(ConnectError::Unreachable { .. })));
+    assert!(begun.elapsed() < PATIENCE);
+    drop(listener);
+}
+
+#[test]
+fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    // Begins a session, hears the first renewal and says nothing more.
+    let server = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("a client");
+        let mut hello = [0; HELLO_BYTES];
+        stream.read_exact(&mut hello).expect("a hello");
+        stream.write_all(&hello).expect("a client that listens");
+        let mut requests = stream.try_clone().expect("a socket");
+        let mut heard = move || {
+            let mut prefix = [0; PREFIX_BYTES];
+            requests.read_exact(&mut prefix).expect("a request");
+            let mut body = vec![0; u32::from_le_bytes(prefix) as usize];
+            requests.read_exact(&mut body).expect("a request");
+            control::decode::<Request>(&body).expect("a request")
+        };
+        assert!(matches!(heard(), Request::Begin { .. }));
+        let begun = Response::Begun {
+            session: SessionId(1),
+            secret: Secret([0; 16]),
+            lease_ms: 30,
+        };
+        stream
+            .write_all(&control::encode(&begun).expect("short"))
+            .expect("a client that listens");
+        assert_eq!(heard(), Request::Renew);
+        stream
+    });
+    let options = SessionOptions {
+        deadline: Duration::from_secs(60),
+        ..options()
+    };
+    let session = Session::connect(&endpoint, &options).expect("it begins");
+    let stuck = server.join().expect("it was renewed");
+    let begun = Instant::now();
+    drop(session);
+    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
+    drop(stuck);
+}
+
+#[test]
+fn death_over_shared_memory_is_typed_for_calls_too() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(&Endpoint::Shm(folder.path().join("socket")));
+    let session = server.session();
+    drop(server);
+    let error = session.stat().expect_err("the server is gone");
+    assert!(
+        matches!(error, ControlError::Disconnected { .. }),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_socket_of_a_dead_server_is_replaced_and_a_live_one_is_not() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("socket");
+    let endpoint = Endpoint::Shm(path.clone());
+    drop(UnixListener::bind(&path).expect("a free path"));
+    assert!(path.exists(), "a server that was killed leaves its socket");
+    for (access, mode) in [(SocketAccess::Owner, 0o600), (SocketAccess::Group, 0o660)] {
+        let listener = Listener::bind(&endpoint, access).expect("a stale socket is replaced");
+        let permissions = fs::metadata(&path).expect("bound").permissions();
+        assert_eq!(permissions.mode() & 0o777, mode);
+        assert!(matches!(
+            Listener::bind(&endpoint, access),
+            Err(BindError::InUse { .. })
+        ));
+        drop(listener);
+        assert!(!path.exists(), "an orderly end leaves nothing");
+    }
+    fs::write(&path, "precious").expect("a folder");
+    assert!(matches!(
+        Listener::bind(&endpoint, SocketAccess::Owner),
+        Err(BindError::NotASocket { .. })
+    ));
+    assert_eq!(fs::read(&path).expect("untouched"), b"precious");
+}
+
+#[test]
+fn shutdown_ends_busy_and_idle_connections_in_bounded_time() {
+    let server = Server::tcp();
+    let (_control, session, secret) = server.begin();
+    let _idle = server.attach(session, secret);
+    let mut half = server.attach(session, secret);
+    half.write_all(&[1; 3]).expect("connected");
+    let begun = Instant::now();
+    drop(server);
+    assert!(
+        begun.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        begun.elapsed()
+    );
+}
+
+#[test]
+fn a_client_that_dies_without_a_goodbye_holds_nothing_over_shared_memory() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("socket");
+    let server = Server::start(&Endpoint::Shm(path.clone()));
+    for _ in 0..200 {
+        let mut stream = UnixStream::connect(&path).expect("a live server");
+        greet(&mut stream, Purpose::Control);
+        say(
+            &mut stream,
+            &Request::Begin {
+                client: "doomed".to_owned(),
+                resume: None,
+            },
+        );
+        hear(&mut stream);
+        say(
+            &mut stream,
+            &Request::Grant {
+                bytes: 1 << 20,
+                atomics: false,
+                serial: None,
+            },
+        );
+        assert!(matches!(hear(&mut stream), Response::Granted { .. }));
+    }
+    until("200 dead clients are forgotten", || {
+        let stat = server.host.stat();
+        (stat.sessions, stat.granted_bytes) == (0, 0)
+    });
+}

@@ -1,0 +1,362 @@
+//! Operations, honest and hostile, and the leases that they need.
+
+use super::*;
+
+#[test]
+fn shared_memory_copies_one_operation_in_each_poll() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let server = Server::start(&Endpoint::Shm(folder.path().join("socket")));
+    let session = server.session();
+    let extent = session.grant(1 << 20).expect("room").id;
+    let op = |verb, value| Op {
+        tag: u64::from(value),
+        verb,
+        extent,
+        offset: 0,
+        len: 4096,
+        buf: vec![value; 4096],
+    };
+    let [mut writer, mut reader] = [(); 2].map(|()| session.channel::<Vec<u8>>().expect("alive"));
+    let mut remote_value = || {
+        reader.post(op(Verb::Read, 0xee)).expect("room");
+        let mut done = Vec::new();
+        assert_eq!(reader.poll(&mut done), 1);
+        done[0].buf[4095]
+    };
+    for value in [7, 9] {
+        writer.post(op(Verb::Write, value)).expect("room");
+    }
+    assert_eq!(remote_value(), 0, "posted, not polled");
+    let mut done = Vec::new();
+    for value in [7, 9] {
+        assert!(
+            writer
+                .wait()
+                .until
+                .is_some_and(|until| until <= Instant::now())
+        );
+        assert_eq!(writer.poll(&mut done), 1);
+        assert_eq!(done.pop().expect("ended").tag, u64::from(value));
+        assert_eq!(remote_value(), value);
+    }
+    assert_eq!((writer.in_flight(), writer.wait().until), (0, None));
+}
+
+#[test]
+fn hostile_operations_end_their_connection_and_touch_nothing() {
+    let server = Server::tcp();
+    let victim = server.session();
+    let theirs = victim.grant(1 << 20).expect("room").id;
+    write_and_read(&victim, theirs);
+    let (mut control, session, secret) = server.begin();
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 10_000,
+            atomics: false,
+            serial: None,
+        },
+    );
+    let Response::Granted { extent: own } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    // A READ, which would be answered if it were accepted.
+    let good = OpHeader {
+        kind: OpKind::Read,
+        following: 0,
+        sequence: 0,
+        len: 4096,
+        extent: own.id,
+        offset: 0,
+    };
+    let changed = |at: usize, byte: u8| {
+        let mut bytes = good.encode();
+        bytes[at] = byte;
+        bytes.to_vec()
+    };
+    let two = [
+        OpHeader {
+            following: 1,
+            ..good
+        }
+        .encode(),
+        OpHeader {
+            sequence: 1,
+            following: 1,
+            ..good
+        }
+        .encode(),
+    ];
+    let stories: [(&str, Vec<u8>); 10] = [
+        ("bad magic", changed(0, 0)),
+        ("an unknown operation", changed(4, 7)),
+        ("reserved bytes", changed(5, 1)),
+        ("a batch too long", changed(7, 0xff)),
+        (
+            "too many bytes",
+            OpHeader {
+                len: MAX_OP_BYTES + 1,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+        ),
+        ("no bytes", OpHeader { len: 0, ..good }.encode().to_vec()),
+        (
+            "an address that wraps",
+            OpHeader {
+                offset: u64::MAX - 10,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+        ),
+        (
+            "the wrong sequence",
+            OpHeader {
+                sequence: 5,
+                ..good
+            }
+            .encode()
+            .to_vec(),
+        ),
+        ("a batch that does not count down", two.concat()),
+        (
+            "half a header",
+            good.encode()[..OP_HEADER_BYTES / 2].to_vec(),
+        ),
+    ];
+    for (story, bytes) in stories {
+        let mut stream = server.attach(session, secret);
+        stream.write_all(&bytes).expect("the server listens");
+        stream
+            .shutdown(std::net::Shutdown::Write)
+            .expect("connected");
+        assert_eq!(closed(stream, story), [], "{story}");
+    }
+    let write = OpHeader {
+        kind: OpKind::Write,
+        ..good
+    };
+    for (story, header) in [
+        (
+            "beyond the extent",
+            OpHeader {
+                offset: 9_000,
+                ..write
+            },
+        ),
+        (
+            "somebody else's extent",
+            OpHeader {
+                extent: theirs,
+                ..write
+            },
+        ),
+        (
+            "no extent",
+            OpHeader {
+                extent: ExtentId(u64::MAX),
+                ..write
+            },
+        ),
+        (
+            "reading somebody else's extent",
+            OpHeader {
+                extent: theirs,
+                ..good
+            },
+        ),
+    ] {
+        let mut stream = server.attach(session, secret);
+        stream
+            .write_all(&header.encode())
+            .expect("the server listens");
+        // The payload of a refused WRITE must not push the refusal out of the socket.
+        stream.write_all(&[9; 4096]).expect("the server reads it");
+        stream
+            .shutdown(std::net::Shutdown::Write)
+            .expect("connected");
+        let answer = closed(stream, story);
+        assert_eq!((answer.len(), answer[4]), (16, 1), "{story}");
+    }
+    let memory = server
+        .host
+        .extent(SessionId(1), theirs)
+        .expect("the victim's lease");
+    let mut bytes = [0; 4096];
+    memory.copy_out(0, &mut bytes).expect("in range");
+    assert_eq!(bytes, [5; 4096]);
+    write_and_read(&victim, theirs);
+    // Counted after the answer is sent.
+    let counted = || (server.traffic.bytes_read(), server.traffic.bytes_written()) == (8192, 8192);
+    until(
+        "refused operations are not counted, and the others are",
+        counted,
+    );
+}
+
+#[test]
+fn data_connections_end_with_their_session() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    let data = server.attach(session, secret);
+    say(&mut control, &Request::Goodbye);
+    assert_eq!(hear(&mut control), Response::Done);
+    closed(data, "an idle data connection after the goodbye");
+}
+
+#[test]
+fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 2 << 20,
+            atomics: false,
+            serial: None,
+        },
+    );
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let publish = Request::Publish {
+        name: "x".to_owned(),
+        manifest: Vec::new(),
+        extents: vec![extent.id],
+    };
+    say(&mut control, &publish);
+    assert_eq!(hear(&mut control), Response::Done);
+    // Asks for far more than the sockets hold, and does not read it.
+    let mut data = server.attach(session, secret);
+    let count = 64;
+    for i in 0..count {
+        let header = OpHeader {
+            kind: OpKind::Read,
+            following: count - 1 - i,
+            sequence: i.into(),
+            len: 2 << 20,
+            extent: extent.id,
+            offset: 0,
+        };
+        data.write_all(&header.encode()).expect("headers fit");
+    }
+    // Until the sockets are full: what is being sent at this moment may still go out.
+    let mut waste = vec![0; 128 << 20];
+    let mut arrived = || data.peek(&mut waste).expect("answers");
+    let mut before = 0;
+    while before != arrived() {
+        before = arrived();
+        thread::sleep(Duration::from_millis(200));
+    }
+    say(&mut control, &Request::Release { extent: extent.id });
+    assert_eq!(hear(&mut control), Response::Done);
+    let next = server.session();
+    next.open("x").expect("nobody holds it");
+    let mut channel = next.channel::<Vec<u8>>().expect("alive");
+    let op = Op {
+        tag: 0,
+        verb: Verb::Write,
+        extent: extent.id,
+        offset: 0,
+        len: 2 << 20,
+        buf: vec![0xbb; 2 << 20],
+    };
+    assert!(channel.post(op).is_ok());
+    finish(&mut *channel).expect("leased");
+    // One after another, whatever had been sent before the lease ended may arrive; then comes the
+    // end.
+    let sent = closed(data, "a READ whose lease has ended");
+    let headers = usize::from(count) * ANSWER_HEADER_BYTES;
+    let foreign = sent.iter().filter(|&&byte| byte == 0xbb).count();
+    assert!(foreign <= headers, "{foreign} bytes of another client");
+}
+
+#[test]
+fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 4096,
+            atomics: false,
+            serial: None,
+        },
+    );
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let mut data = server.attach(session, secret);
+    let header = OpHeader {
+        kind: OpKind::Write,
+        following: 0,
+        sequence: 0,
+        len: 4096,
+        extent: extent.id,
+        offset: 0,
+    };
+    data.write_all(&header.encode()).expect("a header fits");
+    data.write_all(&[1; 100]).expect("a part fits");
+    let memory = server.host.extent(session, extent.id).expect("leased");
+    until("the WRITE has begun", || memory.resident_bytes() > 0);
+    say(&mut control, &Request::Release { extent: extent.id });
+    assert_eq!(hear(&mut control), Response::Done);
+    closed(data, "a WRITE whose lease has ended");
+    assert_eq!(Arc::strong_count(&memory), 1, "nobody keeps the memory");
+}
+
+#[test]
+fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
+    let server = Server::tcp();
+    let (mut control, session, secret) = server.begin();
+    say(
+        &mut control,
+        &Request::Grant {
+            bytes: 4096,
+            atomics: false,
+            serial: None,
+        },
+    );
+    let Response::Granted { extent } = hear(&mut control) else {
+        panic!("no grant")
+    };
+    let memory = server.host.extent(session, extent.id).expect("leased");
+    for round in 1..=20 {
+        // A network that lets half of a WRITE through, and the rest whenever it likes.
+        let mut old = server.attach_to(session, secret, 7);
+        let other = server.attach_to(session, secret, 8);
+        let header = OpHeader {
+            kind: OpKind::Write,
+            following: 0,
+            sequence: 0,
+            len: 4096,
+            extent: extent.id,
+            offset: 0,
+        };
+        old.write_all(&header.encode()).expect("a header fits");
+        old.write_all(&[round; 100]).expect("a part fits");
+        let byte_at = |offset| {
+            let mut byte = [0];
+            memory.copy_out(offset, &mut byte).expect("leased");
+            byte[0]
+        };
+        until("the WRITE has begun", || byte_at(99) == round);
+        let mut new = server.attach_to(session, secret, 7);
+        // The client has been answered: the place may be used for something else.
+        memory.copy_in(0, &[0xee; 4096]).expect("leased");
+        // Nobody may read it any more, so that writing it may fail.
+        let _ = old.write_all(&[round; 3996]);
+        closed(old, "a connection whose line has a newer one");
+        new.write_all(&header.encode()).expect("a header fits");
+        assert!(
+            (0..4096).all(|offset| byte_at(offset) == 0xee),
+            "round {round}: a WRITE landed late"
+        );
+        new.write_all(&[0; 4096]).expect("it fits");
+        let mut answer = [0; ANSWER_HEADER_BYTES];
+        new.read_exact(&mut answer).expect("the new one is served");
+        drop((new, other));
+    }
+}
