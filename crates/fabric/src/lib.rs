@@ -3,7 +3,7 @@
 //!
 //! The rule it keeps: a transport moves bytes and never learns what they mean. A client holds a
 //! [`Session`] per server and a [`Channel`] per worker thread; a daemon implements [`host::Host`]
-//! and runs [`server::serve`]. Pages, slots and retries are left to the callers above.
+//! and runs a [`server::Service`]. Pages, slots and retries are left to the callers above.
 
 mod allowance;
 mod attachment;

@@ -2,7 +2,7 @@
 //! connection that ends leaves.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -10,7 +10,7 @@ use std::{
 use farpage_fabric::{
     Atomic, Busy, Channel, Completion, Endpoint, ExtentId, Op, Session, SessionOptions, Verb,
     memory::ExtentMemory,
-    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::Serving,
     sim::{SimConfig, SimHost, SimServer},
 };
 
@@ -22,33 +22,26 @@ fn with_server(
     endpoint: &Endpoint,
     test: impl FnOnce(&dyn Fn() -> Arc<Session>, &SimHost, &(dyn Fn() + Sync)),
 ) {
-    let listener = Listener::bind(endpoint, SocketAccess::Owner).expect("a free endpoint");
-    let endpoint = listener.endpoint().clone();
-    let shutdown = Shutdown::new().expect("descriptors");
     let host = Arc::new(SimHost::new(64 << 20));
     let options = SessionOptions {
         deadline: Duration::from_secs(5),
         ..SessionOptions::default()
     };
-    thread::scope(|scope| {
-        let (served, switch) = (Arc::clone(&host), shutdown.clone());
-        let server =
-            scope.spawn(move || serve(listener, served, Arc::<Traffic>::default(), switch));
-        let end = || {
-            shutdown.begin();
-            let begun = Instant::now();
-            while !server.is_finished() {
-                assert!(begun.elapsed() < PATIENCE, "the server does not end");
-                thread::sleep(Duration::from_millis(1));
-            }
-        };
-        test(
-            &|| Session::connect(&endpoint, &options).expect("a live server"),
-            &host,
-            &end,
-        );
-        end();
-    });
+    let serving = Serving::start(endpoint, Arc::clone(&host) as _).expect("a free endpoint");
+    let endpoint = serving.endpoint().clone();
+    let serving = Mutex::new(serving);
+    let end = || {
+        let begun = Instant::now();
+        let ended = serving.lock().expect("nobody panics").end();
+        ended.expect("the server ends");
+        assert!(begun.elapsed() < PATIENCE, "the server does not end");
+    };
+    test(
+        &|| Session::connect(&endpoint, &options).expect("a live server"),
+        &host,
+        &end,
+    );
+    end();
 }
 
 fn tcp() -> Endpoint {

@@ -7,13 +7,12 @@ use std::{
     env,
     io::{self, Write},
     sync::{Arc, Mutex},
-    thread,
     time::Duration,
 };
 
 use farpage_fabric::{
     ConnectError, Endpoint, Session, SessionOptions, rdma_devices,
-    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::{Listener, Serving, SocketAccess},
     sim::SimHost,
 };
 
@@ -74,14 +73,12 @@ impl Write for Log {
 /// The session that `auto://` makes with a server at `at`, what was logged, and the server's
 /// endpoint.
 fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
-    let listener = Listener::bind(at, SocketAccess::Owner).expect("a free port");
-    let served = listener.endpoint().clone();
+    let host = Arc::new(SimHost::new(1 << 20));
+    let mut server = Serving::start(at, host).expect("a free port");
+    let served = server.endpoint().clone();
     let (Endpoint::Tcp { host, port } | Endpoint::Rdma { host, port }) = served.clone() else {
         panic!("{served} has no port");
     };
-    let shutdown = Shutdown::new().expect("descriptors");
-    let (memory, switch) = (Arc::new(SimHost::new(1 << 20)), shutdown.clone());
-    let server = thread::spawn(move || serve(listener, memory, Arc::<Traffic>::default(), switch));
     let log = Log::default();
     let writer = log.clone();
     let subscriber = tracing_subscriber::fmt()
@@ -97,8 +94,7 @@ fn auto(at: &Endpoint) -> (Arc<Session>, String, Endpoint) {
     });
     let extent = session.grant(4096).expect("room");
     session.release(extent.id).expect("leased");
-    shutdown.begin();
-    server.join().expect("the server ends");
+    server.end().expect("the server ends");
     let log = String::from_utf8(log.0.lock().expect("nobody panics").clone()).expect("text");
     (session, log, served)
 }

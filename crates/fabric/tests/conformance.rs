@@ -1,44 +1,13 @@
 //! Every transport passes the conformance suite, over the plainest host.
 
-use std::{
-    sync::Arc,
-    thread::{self, JoinHandle},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use farpage_fabric::{
     Endpoint, Link, Session, SessionOptions,
     conformance::{self, Fabric, NEEDED_BYTES},
-    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::Serving,
     sim::{SimConfig, SimHost, SimServer},
 };
-
-struct Server {
-    endpoint: Endpoint,
-    shutdown: Shutdown,
-    thread: JoinHandle<()>,
-}
-
-impl Server {
-    fn start(endpoint: &Endpoint) -> Self {
-        let listener = Listener::bind(endpoint, SocketAccess::Owner).expect("a free endpoint");
-        let endpoint = listener.endpoint().clone();
-        let shutdown = Shutdown::new().expect("descriptors");
-        let (host, switch) = (Arc::new(SimHost::new(NEEDED_BYTES)), shutdown.clone());
-        let thread =
-            thread::spawn(move || serve(listener, host, Arc::<Traffic>::default(), switch));
-        Self {
-            endpoint,
-            shutdown,
-            thread,
-        }
-    }
-
-    fn stop(self) {
-        self.shutdown.begin();
-        self.thread.join().expect("the server ends");
-    }
-}
 
 fn options() -> SessionOptions {
     SessionOptions {
@@ -48,12 +17,13 @@ fn options() -> SessionOptions {
 }
 
 fn check(endpoint: &Endpoint, options: SessionOptions) {
-    let server = Server::start(endpoint);
-    let endpoint = server.endpoint.clone();
+    let host = Arc::new(SimHost::new(NEEDED_BYTES));
+    let mut server = Serving::start(endpoint, host).expect("a free endpoint");
+    let endpoint = server.endpoint().clone();
     let connect = || Session::connect(&endpoint, &options).expect("a live server");
     conformance::check(Fabric {
         connect: &connect,
-        kill: Box::new(|| server.stop()),
+        kill: Box::new(move || server.end().expect("the server ends")),
         memory_stays: false,
     });
 }

@@ -248,9 +248,7 @@ mod rdma {
     };
 
     use farpage_fabric::{
-        Channel, ExtentId, Op, Session, SessionOptions, Verb,
-        server::{Listener, Shutdown, SocketAccess, Traffic, serve},
-        sim::SimHost,
+        Channel, ExtentId, Op, Session, SessionOptions, Verb, server::Serving, sim::SimHost,
     };
 
     use super::*;
@@ -348,18 +346,13 @@ mod rdma {
             return None;
         };
         let endpoint = format!("rdma://{host}:0").parse().unwrap();
-        let listener = Listener::bind(&endpoint, SocketAccess::Owner).unwrap();
-        let endpoint = listener.endpoint().clone();
-        let shutdown = Shutdown::new().unwrap();
-        let (host, switch) = (Arc::new(SimHost::new(1 << 20)), shutdown.clone());
-        let served = Arc::clone(&host);
-        let server =
-            thread::spawn(move || serve(listener, served, Arc::<Traffic>::default(), switch));
+        let host = Arc::new(SimHost::new(1 << 20));
+        let mut server = Serving::start(&endpoint, Arc::clone(&host) as _).unwrap();
         let options = SessionOptions {
             deadline: Duration::from_secs(5),
             ..SessionOptions::default()
         };
-        let session = Session::connect(&endpoint, &options).unwrap();
+        let session = Session::connect(server.endpoint(), &options).unwrap();
         let extent = session.grant(PAGE_BYTES as u64).unwrap().id;
         let memory = host.memory(extent).unwrap();
         let mut channel = session.channel::<RegBuf>().unwrap();
@@ -382,8 +375,7 @@ mod rdma {
         memory.copy_out(0, &mut sent).unwrap();
 
         drop((channel, session));
-        shutdown.begin();
-        server.join().unwrap();
+        server.end().unwrap();
         Some([first, second, all(&sent)])
     }
 

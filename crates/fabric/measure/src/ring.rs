@@ -11,19 +11,19 @@ use std::{
     io,
     os::fd::AsFd,
     sync::Arc,
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use farpage_fabric::{
-    Endpoint, Session, SessionOptions,
+    Session, SessionOptions,
     patterns::{
         Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError, Source,
         Waiter, Waiting,
     },
     regmem::{RegPool, RegPoolOptions},
-    server::{Listener, Shutdown, SocketAccess, serve},
+    server::Serving,
     sim::SimHost,
 };
 use nix::{
@@ -190,7 +190,7 @@ fn measure(options: &RingOptions) -> Result<Report> {
         verified: true,
         config: Config {
             smoke: options.run.smoke,
-            endpoint: peers[0].endpoint.to_string(),
+            endpoint: peers[0].serving.endpoint().to_string(),
             event: "an eventfd that the sender writes when its WRITE has been placed",
             messages,
             rounds,
@@ -201,37 +201,16 @@ fn measure(options: &RingOptions) -> Result<Report> {
 
 /// One side: a server whose memory the other side WRITEs into.
 struct Peer {
-    endpoint: Endpoint,
+    serving: Serving,
     host: Arc<SimHost>,
-    shutdown: Shutdown,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Peer {
     fn start(options: &RingOptions, number: usize) -> Result<Self> {
         let endpoint = own_endpoint(options.fabric, &format!("ring-{number}"))?;
-        let listener = Listener::bind(&endpoint, SocketAccess::Owner)?;
-        let endpoint = listener.endpoint().clone();
-        let shutdown = Shutdown::new().context("cannot start a server")?;
         let host = Arc::new(SimHost::new(1 << 30));
-        let (served, switch) = (Arc::clone(&host), shutdown.clone());
-        let thread = thread::spawn(move || serve(listener, served, Arc::default(), switch));
-        Ok(Self {
-            endpoint,
-            host,
-            shutdown,
-            thread: Some(thread),
-        })
-    }
-}
-
-impl Drop for Peer {
-    fn drop(&mut self) {
-        self.shutdown.begin();
-        if let Some(thread) = self.thread.take() {
-            // It panicked, if at all, where it has said so.
-            let _ = thread.join();
-        }
+        let serving = Serving::start(&endpoint, Arc::clone(&host) as _)?;
+        Ok(Self { serving, host })
     }
 }
 
@@ -247,7 +226,7 @@ struct RingPair {
 
 impl RingPair {
     fn new(to: &Peer, step: Step) -> Result<Self> {
-        let session = Session::connect(&to.endpoint, &SessionOptions::default())?;
+        let session = Session::connect(to.serving.endpoint(), &SessionOptions::default())?;
         let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
         let mut place = RingPlace {
             extent: session.grant(2 * CAPACITY as u64)?.id,

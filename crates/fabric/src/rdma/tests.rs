@@ -3,14 +3,13 @@
 
 use std::{
     sync::Arc,
-    thread,
     time::{Duration, Instant},
 };
 
 use crate::{
     Atomic, Channel, ChannelError, Completion, Extent, Op, Session, SessionOptions, Verb,
     regmem::{RegBuf, RegPool, RegPoolOptions},
-    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::Serving,
     sim::SimHost,
 };
 
@@ -25,18 +24,14 @@ pub(super) fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session
         return;
     };
     let endpoint = format!("rdma://{host}:0").parse().expect("an endpoint");
-    let listener = Listener::bind(&endpoint, SocketAccess::Owner).expect("a free port");
-    let endpoint = listener.endpoint().clone();
-    let shutdown = Shutdown::new().expect("descriptors");
-    let (host, switch) = (Arc::new(SimHost::new(256 << 20)), shutdown.clone());
-    let server = thread::spawn(move || serve(listener, host, Arc::<Traffic>::default(), switch));
+    let host = Arc::new(SimHost::new(256 << 20));
+    let mut server = Serving::start(&endpoint, host).expect("a free port");
     let options = SessionOptions {
         deadline: Duration::from_secs(5),
         ..SessionOptions::default()
     };
-    test(&|| Session::connect(&endpoint, &options).expect("a live server"));
-    shutdown.begin();
-    server.join().expect("the server ends");
+    test(&|| Session::connect(server.endpoint(), &options).expect("a live server"));
+    server.end().expect("the server ends");
 }
 
 fn drain<B: crate::Buf>(channel: &mut dyn Channel<B>) -> Vec<Completion<B>> {

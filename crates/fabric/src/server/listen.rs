@@ -27,8 +27,8 @@ use crate::{
     stream::{Stream, keep_alive},
 };
 
-/// A bound endpoint, ready for [`serve`](super::serve()). Dropping it removes the file of its Unix
-/// socket.
+/// A bound endpoint, ready for [`Service::serve`](super::Service::serve). Dropping it removes the
+/// file of its Unix socket.
 #[derive(Debug)]
 pub struct Listener {
     endpoint: Endpoint,

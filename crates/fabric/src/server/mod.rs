@@ -19,7 +19,7 @@ pub(crate) use self::control::answer;
 pub use self::{
     listen::{Listener, SocketAccess},
     places::ConnectionLimits,
-    service::{Service, Shutdown, Traffic, serve},
+    service::{Service, Serving, Shutdown, Traffic},
 };
 pub use crate::errors::BindError;
 

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_wire::ServerStat;
+use farpage_wire::{Endpoint, ServerStat};
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::eventfd::{EfdFlags, EventFd},
@@ -25,10 +25,10 @@ use super::{
     connection::Connection,
     frames::Frames,
     lines::Lines,
-    listen::Listener,
+    listen::{Listener, SocketAccess},
     places::{ConnectionLimits, Places},
 };
-use crate::{host::Host, log::later, stream::Stream};
+use crate::{errors::BindError, host::Host, log::later, stream::Stream};
 
 /// How long the end of a server waits for the threads of its connections, whose sockets are closed
 /// by then.
@@ -58,7 +58,7 @@ impl Traffic {
     }
 }
 
-/// Ends [`serve`]; clones are the same switch.
+/// Ends [`Service::serve`]; clones are the same switch.
 #[derive(Clone, Debug)]
 pub struct Shutdown(Arc<(AtomicBool, EventFd)>);
 
@@ -97,12 +97,66 @@ pub struct Service {
     accepted: AtomicU64,
 }
 
-/// Serves one listener with the default limits until `shutdown` begins, and returns when all of its
-/// connections have ended.
-///
-/// [`Host::stat`] is completed with the bytes of `traffic`.
-pub fn serve(listener: Listener, host: Arc<dyn Host>, traffic: Arc<Traffic>, shutdown: Shutdown) {
-    Service::new(host, ConnectionLimits::default(), traffic, shutdown).serve(listener);
+/// One listener with the default limits, served on a thread of its own. Dropping it ends it.
+#[must_use = "the server ends when this is dropped"]
+pub struct Serving {
+    endpoint: Endpoint,
+    traffic: Arc<Traffic>,
+    shutdown: Shutdown,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Serving {
+    /// Binds `endpoint`, for this user alone, and lends what `host` has. When it returns, clients
+    /// can connect.
+    ///
+    /// # Errors
+    /// [`BindError`]
+    pub fn start(endpoint: &Endpoint, host: Arc<dyn Host>) -> Result<Self, BindError> {
+        let listener = Listener::bind(endpoint, SocketAccess::Owner)?;
+        let endpoint = listener.endpoint().clone();
+        let failed = |source| BindError::Io {
+            endpoint: endpoint.to_string(),
+            source,
+        };
+        let (traffic, shutdown) = (Arc::<Traffic>::default(), Shutdown::new().map_err(failed)?);
+        let limits = ConnectionLimits::default();
+        let service = Service::new(host, limits, Arc::clone(&traffic), shutdown.clone());
+        let thread = thread::Builder::new().name("farpage-listen".to_owned());
+        let thread = thread.spawn(move || service.serve(listener));
+        Ok(Self {
+            thread: Some(thread.map_err(failed)?),
+            endpoint,
+            traffic,
+            shutdown,
+        })
+    }
+
+    /// Where it listens, with the port that was found when 0 was asked for.
+    pub fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    /// Payload bytes that it has moved.
+    pub fn traffic(&self) -> &Traffic {
+        &self.traffic
+    }
+
+    /// Closes all connections and waits until their threads have ended.
+    ///
+    /// # Errors
+    /// The panic of the thread that accepts.
+    pub fn end(&mut self) -> thread::Result<()> {
+        self.shutdown.begin();
+        self.thread.take().map_or(Ok(()), JoinHandle::join)
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        // A panic has printed its message.
+        let _ = self.end();
+    }
 }
 
 impl Service {

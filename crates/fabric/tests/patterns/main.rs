@@ -19,7 +19,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -32,7 +32,7 @@ use farpage_fabric::{
         Source, Waiter, Waiting,
     },
     regmem::{RegBuf, RegPool, RegPoolOptions},
-    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::Serving,
     sim::{SimConfig, SimHost, SimServer},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -148,39 +148,32 @@ fn ring(
 
 /// A server with the memory that it lends in reach.
 struct Server {
-    endpoint: Endpoint,
+    serving: Serving,
     host: Arc<SimHost>,
-    shutdown: Shutdown,
-    thread: Option<JoinHandle<()>>,
+    is_stopped: bool,
 }
 
 impl Server {
     fn start(endpoint: &Endpoint) -> Self {
-        let listener = Listener::bind(endpoint, SocketAccess::Owner).unwrap();
-        let endpoint = listener.endpoint().clone();
-        let shutdown = Shutdown::new().unwrap();
         let host = Arc::new(SimHost::new(64 << 20));
-        let (served, switch) = (Arc::clone(&host), shutdown.clone());
-        let thread =
-            thread::spawn(move || serve(listener, served, Arc::<Traffic>::default(), switch));
+        let serving = Serving::start(endpoint, Arc::clone(&host) as _).unwrap();
+        let is_stopped = false;
         Self {
-            endpoint,
+            serving,
             host,
-            shutdown,
-            thread: Some(thread),
+            is_stopped,
         }
     }
 
     fn stop(&mut self) {
-        self.shutdown.begin();
-        if let Some(thread) = self.thread.take() {
-            thread.join().unwrap();
-        }
+        self.is_stopped = true;
+        self.serving.end().unwrap();
     }
 
     /// A new client with a ring of its own.
     fn ring(&self, capacity: usize) -> (RingSender, RingReceiver) {
-        let session = Session::connect(&self.endpoint, &SessionOptions::default()).unwrap();
+        let session =
+            Session::connect(self.serving.endpoint(), &SessionOptions::default()).unwrap();
         let extent = session.grant(1 << 20).unwrap().id;
         let place = RingPlace {
             extent,

@@ -44,7 +44,7 @@ fn an_engine_hands_back_what_its_channels_finish_however_it_waits() {
         }
     };
     on_real_fabrics(|server| {
-        check(&Session::connect(&server.endpoint, &SessionOptions::default()).unwrap());
+        check(&Session::connect(server.serving.endpoint(), &SessionOptions::default()).unwrap());
     });
     let sim = SimServer::new(SimConfig::new(3));
     check(&sim.session(&SessionOptions::default()).unwrap());
@@ -60,7 +60,7 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
     for waiting in [Waiting::Poll, Waiting::Event, Waiting::Adaptive] {
         let (staying, mut leaving) = (start("staying"), start("leaving"));
         let connect = |server: &Server| {
-            Session::connect(&server.endpoint, &SessionOptions::default()).unwrap()
+            Session::connect(server.serving.endpoint(), &SessionOptions::default()).unwrap()
         };
         let (a, b) = (connect(&staying), connect(&leaving));
         let sessions = [&a, &b, &a, &b, &b, &a].map(Arc::clone);
@@ -128,7 +128,7 @@ fn one_of_two_servers_dies(start: impl Fn(&str) -> Server) {
                         }
                     }
                 }
-                if leaving.thread.is_some() && next[0] > OPS / 2 {
+                if !leaving.is_stopped && next[0] > OPS / 2 {
                     leaving.stop();
                 }
             }

@@ -6,7 +6,7 @@ use super::*;
 fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
     // A relay stands for a network that breaks.
     let server = Server::tcp();
-    let Endpoint::Tcp { host, port } = server.endpoint.clone() else {
+    let Endpoint::Tcp { host, port } = server.serving.endpoint().clone() else {
         panic!("tcp")
     };
     let relay = TcpListener::bind("127.0.0.1:0").expect("a port");

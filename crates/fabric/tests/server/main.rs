@@ -16,7 +16,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -24,7 +24,7 @@ use farpage_fabric::{
     Channel, ConnectError, ControlError, Endpoint, ExtentId, MAX_OP_BYTES, Op, Secret, Session,
     SessionId, SessionOptions, Verb,
     host::Host,
-    server::{BindError, Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::{BindError, Listener, Serving, SocketAccess},
     sim::SimHost,
 };
 
@@ -37,11 +37,8 @@ use farpage_wire::{
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Server {
-    endpoint: Endpoint,
+    serving: Serving,
     host: Arc<SimHost>,
-    traffic: Arc<Traffic>,
-    shutdown: Shutdown,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Server {
@@ -50,21 +47,9 @@ impl Server {
     }
 
     fn start_with(endpoint: &Endpoint, host: Arc<SimHost>) -> Self {
-        let listener = Listener::bind(endpoint, SocketAccess::Owner).expect("a free endpoint");
-        let endpoint = listener.endpoint().clone();
-        let (traffic, shutdown) = (
-            Arc::<Traffic>::default(),
-            Shutdown::new().expect("descriptors"),
-        );
-        let (host2, traffic2, switch) = (Arc::clone(&host), Arc::clone(&traffic), shutdown.clone());
-        let thread = thread::spawn(move || serve(listener, host2, traffic2, switch));
-        Self {
-            endpoint,
-            host,
-            traffic,
-            shutdown,
-            thread: Some(thread),
-        }
+        let served = Arc::clone(&host);
+        let serving = Serving::start(endpoint, served).expect("a free endpoint");
+        Self { serving, host }
     }
 
     fn tcp() -> Self {
@@ -72,11 +57,11 @@ impl Server {
     }
 
     fn session(&self) -> Arc<Session> {
-        Session::connect(&self.endpoint, &options()).expect("a live server")
+        Session::connect(self.serving.endpoint(), &options()).expect("a live server")
     }
 
     fn stranger(&self) -> TcpStream {
-        let Endpoint::Tcp { host, port } = &self.endpoint else {
+        let Endpoint::Tcp { host, port } = self.serving.endpoint() else {
             panic!("strangers come over TCP")
         };
         let stream = TcpStream::connect((host.as_str(), *port)).expect("a live server");
@@ -125,12 +110,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.shutdown.begin();
-        self.thread
-            .take()
-            .expect("stopped once")
-            .join()
-            .expect("the server ends");
+        self.serving.end().expect("the server ends");
     }
 }
 

@@ -189,7 +189,12 @@ fn hostile_operations_end_their_connection_and_touch_nothing() {
     assert_eq!(bytes, [5; 4096]);
     write_and_read(&victim, theirs);
     // Counted after the answer is sent.
-    let counted = || (server.traffic.bytes_read(), server.traffic.bytes_written()) == (8192, 8192);
+    let counted = || {
+        (
+            server.serving.traffic().bytes_read(),
+            server.serving.traffic().bytes_written(),
+        ) == (8192, 8192)
+    };
     until(
         "refused operations are not counted, and the others are",
         counted,

@@ -21,7 +21,7 @@ use std::{
 
 use farpage_fabric::{
     AllocError, Endpoint, ExtentId, Op, PublishError, Session, SessionOptions, Verb,
-    server::{Listener, Shutdown, SocketAccess, Traffic, serve},
+    server::Serving,
     sim::{SimConfig, SimHost, SimServer},
 };
 use parking_lot::Mutex;

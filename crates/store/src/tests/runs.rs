@@ -62,11 +62,7 @@ fn a_run_that_was_written_together_is_written_by_one_operation_and_read_by_few()
 fn a_complete_run_is_handed_out_before_the_next_is_copied() {
     let folder = tempfile::tempdir().unwrap();
     let endpoint = Endpoint::Shm(folder.path().join("socket"));
-    let listener = Listener::bind(&endpoint, SocketAccess::Owner).unwrap();
-    let (host, shutdown) = (Arc::new(SimHost::new(64 << 20)), Shutdown::new().unwrap());
-    let switch = shutdown.clone();
-    let server =
-        std::thread::spawn(move || serve(listener, host, Arc::<Traffic>::default(), switch));
+    let mut server = Serving::start(&endpoint, Arc::new(SimHost::new(64 << 20))).unwrap();
     {
         let session = Session::connect(&endpoint, &SessionOptions::default()).unwrap();
         let cluster = Cluster::new(vec![session], ClusterOptions::default());
@@ -89,8 +85,7 @@ fn a_complete_run_is_handed_out_before_the_next_is_copied() {
         }
         assert_eq!(lane.in_flight(), 0);
     }
-    shutdown.begin();
-    server.join().unwrap();
+    server.end().unwrap();
 }
 
 #[test]
