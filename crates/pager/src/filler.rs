@@ -16,7 +16,7 @@ use std::{
 
 use farpage_fabric::log::later;
 use farpage_store::{Lane, PageIndex};
-use farpage_vm::{AddressSpace, Events, Shard};
+use farpage_vm::{AddressSpace, Asked, Events, Shard};
 use nix::poll::PollFd;
 
 use crate::{
@@ -91,26 +91,22 @@ impl<A: AddressSpace> Filler<A> {
         &self.shared.counters[self.shard.0]
     }
 
-    /// Does what can be done without waiting. Returns whether anything was done.
-    pub(crate) fn turn(&mut self) -> bool {
-        let faults = self.read_events();
-        self.turn_without_faults() || faults
-    }
-
-    /// The same where the descriptor has told that there are no new faults.
-    pub(crate) fn turn_without_faults(&mut self) -> bool {
+    /// Does what can be done without waiting. Returns whether anything was done. Without
+    /// [`Asked::All`] a turn is cheaper: for where the descriptor has told of no new fault.
+    pub(crate) fn turn(&mut self, asked: Asked) -> bool {
+        let events = self.read_events(asked);
         let mail = self.read_mail();
         let mut busy = self.fills.serve_backlog();
         busy |= self.fills.landing.lend();
         busy |= self.fills.post_again();
         busy |= self.wishes.serve(&mut self.fills);
         busy |= self.fills.poll();
-        busy || mail
+        busy || mail || events
     }
 
-    fn read_events(&mut self) -> bool {
+    fn read_events(&mut self, asked: Asked) -> bool {
         let mut events = mem::take(&mut self.events);
-        if let Err(error) = self.shared.mapper.events(self.shard, &mut events) {
+        if let Err(error) = self.shared.mapper.events(self.shard, asked, &mut events) {
             panic!("cannot read page faults: {error}");
         }
         let any = !events.is_empty();

@@ -4,12 +4,12 @@
 //! done by shard and address, and what is taken out is counted out of its region. Whoever calls
 //! owns the pages; the protocol is his business.
 
-use std::{io, os::fd::BorrowedFd, sync::Arc};
+use std::{io, sync::Arc};
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, Batch, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out, Pages,
-    Room, SCATTERED_PAGES_MAX, Shard,
+    AddressSpace, Asked, Batch, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out,
+    Pages, Room, SCATTERED_PAGES_MAX, Shard, Wait,
 };
 use smallvec::SmallVec;
 
@@ -172,24 +172,15 @@ impl<A: AddressSpace> Mapper<A> {
         self.space.poison(page)
     }
 
-    /// Appends what has happened in a shard; does not block.
-    pub(crate) fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
-        self.space.events(shard, out)
+    /// Appends what has happened in a shard; does not block. The calling thread is the one that
+    /// reads its events from now on.
+    pub(crate) fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()> {
+        self.space.events(shard, asked, out)
     }
 
-    /// The calling thread is the one that reads the events of a shard from now on.
-    pub(crate) fn attend(&self, shard: Shard) {
-        self.space.attend(shard);
-    }
-
-    /// Whether [`events`](Self::events) has something to say that no descriptor tells of.
-    pub(crate) fn has_kept_events(&self, shard: Shard) -> bool {
-        self.space.has_kept_events(shard)
-    }
-
-    /// Becomes readable when something has happened in a shard.
-    pub(crate) fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>> {
-        self.space.events_fd(shard)
+    /// How to learn that [`events`](Self::events) has something to say.
+    pub(crate) fn wait(&self, shard: Shard) -> Wait<'_> {
+        self.space.wait(shard)
     }
 
     /// Pages of a region, which lie in one stripe, by their addresses.

@@ -36,7 +36,7 @@ use farpage_store::{
     BlockingOptions, Cluster, ClusterOptions, Codec, Element, PageIndex, PageRange, PageStore,
     RemoteOptions, Store, ZfpMode,
 };
-use farpage_vm::{AddressSpace, Faulted, SimOptions, SimSpace};
+use farpage_vm::{AddressSpace, Asked, Faulted, SimOptions, SimSpace};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
@@ -119,7 +119,9 @@ fn close(
     evictors: &mut [Evictor<SimSpace>],
 ) {
     drop_beside(regions, || {
-        fillers.iter_mut().for_each(|filler| _ = filler.turn());
+        fillers
+            .iter_mut()
+            .for_each(|filler| _ = filler.turn(Asked::All));
         evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
     });
 }

@@ -27,7 +27,7 @@ use std::{
 };
 
 use crossbeam_utils::CachePadded;
-use farpage_vm::{AddressSpace, Shard};
+use farpage_vm::{AddressSpace, Asked, Shard};
 use nix::{
     errno::Errno,
     poll::{PollFd, PollFlags},
@@ -176,16 +176,12 @@ impl<A: AddressSpace> Team<A> {
 
     /// Takes a turn of a filler. Returns whether the next one may find something to do at once.
     fn drive(&self, due: Due) -> bool {
-        let (post, shard) = (&self.posts[due.shard], Shard(due.shard));
+        let post = &self.posts[due.shard];
         let mut filler = post.lock();
-        self.shared.mapper.attend(shard);
         if due.channels {
             post.drain();
         }
-        let busy = match due.faults {
-            true => filler.turn(),
-            false => filler.turn_without_faults(),
-        };
+        let busy = filler.turn(if due.faults { Asked::All } else { Asked::Kept });
         let again = busy && filler.has_work();
         if !again {
             post.arm(&filler, self.started);
@@ -203,7 +199,7 @@ impl<A: AddressSpace> Team<A> {
     fn is_called(&self, shard: Shard) -> bool {
         let shared = &self.shared;
         shared.doors.has_mail(shard)
-            || shared.mapper.has_kept_events(shard)
+            || shared.mapper.wait(shard).kept
             || shared.frames.budget().wants_what_is_held_back()
     }
 
@@ -352,12 +348,12 @@ impl<'a, A: AddressSpace> Ears<'a, A> {
             let shard = Shard(shard);
             fds.push(readable(team.bell(shard.0).fd()));
             fds.push(readable(post.channels.0.as_fd()));
-            fds.extend(team.shared.mapper.events_fd(shard).map(readable));
+            fds.extend(team.shared.mapper.wait(shard).fd.map(readable));
         }
         Ears {
             team,
             fds,
-            has_faults_fd: team.shared.mapper.events_fd(Shard(0)).is_some(),
+            has_faults_fd: team.shared.mapper.wait(Shard(0)).fd.is_some(),
         }
     }
 

@@ -11,8 +11,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Events, Fault, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Out,
-    Shard,
+    AddressSpace, Asked, Events, Fault, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    Out, Shard,
     sigbus::{FaultHandler, Registration, Served},
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -148,13 +148,14 @@ impl Pages {
             if by == By::Sleeper {
                 let fd = self
                     .space
-                    .events_fd(Shard(0))
+                    .wait(Shard(0))
+                    .fd
                     .expect("a kernel space has one");
                 let fds = &mut [PollFd::new(fd, PollFlags::POLLIN)];
                 poll(fds, PollTimeout::from(10u8)).expect("polling works");
             }
             self.space
-                .events(Shard(0), &mut events)
+                .events(Shard(0), Asked::All, &mut events)
                 .expect("faults can be read");
             events
                 .faults

@@ -22,7 +22,6 @@ use std::{
     collections::{BTreeMap, VecDeque},
     io,
     ops::Range,
-    os::fd::BorrowedFd,
     sync::Arc,
     sync::atomic::{AtomicUsize, Ordering},
 };
@@ -32,8 +31,8 @@ use parking_lot::Mutex;
 use crate::{
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Batch, DetachError, Events, Fault, Frame, In, InstallError, InstallErrorKind,
-        Layout, Left, Mapping, Out,
+        AddressSpace, Asked, Batch, DetachError, Events, Fault, Frame, In, InstallError,
+        InstallErrorKind, Layout, Left, Mapping, Out, Wait,
     },
 };
 
@@ -712,7 +711,8 @@ impl AddressSpace for SimSpace {
         })
     }
 
-    fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
+    /// No descriptor tells of any, so all of them count as kept.
+    fn events(&self, shard: Shard, _asked: Asked, out: &mut Events) -> io::Result<()> {
         let mut state = self.state.lock();
         let faults = state.queues[shard.0].drain(..);
         out.faults.extend(faults.map(|message| message.fault));
@@ -720,16 +720,12 @@ impl AddressSpace for SimSpace {
         Ok(())
     }
 
-    fn attend(&self, _shard: Shard) {}
-
-    /// No descriptor tells of any.
-    fn has_kept_events(&self, shard: Shard) -> bool {
+    fn wait(&self, shard: Shard) -> Wait<'_> {
         let state = self.state.lock();
-        !state.queues[shard.0].is_empty() || !state.news[shard.0].is_empty()
-    }
-
-    fn events_fd(&self, _shard: Shard) -> Option<BorrowedFd<'_>> {
-        None
+        Wait {
+            fd: None,
+            kept: !state.queues[shard.0].is_empty() || !state.news[shard.0].is_empty(),
+        }
     }
 }
 
@@ -765,7 +761,7 @@ mod tests {
 
     fn faults(space: &SimSpace, shard: usize) -> Vec<Fault> {
         let mut out = Events::default();
-        space.events(Shard(shard), &mut out).unwrap();
+        space.events(Shard(shard), Asked::All, &mut out).unwrap();
         out.faults
     }
 

@@ -39,6 +39,26 @@ pub struct Events {
     pub unmapped: Vec<Range<usize>>,
 }
 
+/// Which events are asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asked {
+    /// All that there are.
+    All,
+    /// Those that were taken from the kernel before, without looking for others.
+    Kept,
+}
+
+/// What tells of a shard's events.
+#[derive(Clone, Copy, Debug)]
+pub struct Wait<'a> {
+    /// Becomes readable when something has happened that is not kept yet. `None`: nothing does, and
+    /// all events count as kept.
+    pub fd: Option<BorrowedFd<'a>>,
+    /// Whether there are events that `fd` does not tell of any more. Installing pages may come
+    /// across some.
+    pub kept: bool,
+}
+
 impl Events {
     /// Whether nothing happened.
     pub fn is_empty(&self) -> bool {
@@ -226,7 +246,7 @@ pub struct Mapping {
 /// simulations.
 ///
 /// All methods may be called from any thread. Each shard's events are read by one thread at a time,
-/// which says so by [`attend`](Self::attend) before it does anything else for the shard.
+/// which calls [`events`](Self::events) before it does anything else for the shard.
 pub trait AddressSpace: Send + Sync + 'static {
     /// What holds the bytes of pages that are not mapped.
     type Frame: Frame;
@@ -296,20 +316,13 @@ pub trait AddressSpace: Send + Sync + 'static {
     fn is_present(&self, address: usize) -> bool;
 
     /// Appends what has happened in a shard; does not block. A program's call that unmaps returns
-    /// only after this has come across it.
+    /// only after this has come across it. From now on the calling thread is the one that reads the
+    /// events of this shard.
     ///
     /// # Errors
     /// The operating system's.
-    fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()>;
+    fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()>;
 
-    /// From now on the calling thread is the one that reads the events of this shard.
-    fn attend(&self, shard: Shard);
-
-    /// Whether there are events that have been taken from the kernel, so that
-    /// [`events_fd`](Self::events_fd) does not tell of them any more. Installing pages may come
-    /// across some.
-    fn has_kept_events(&self, shard: Shard) -> bool;
-
-    /// Becomes readable when something has happened in the shard that is not kept yet.
-    fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>>;
+    /// How to learn of events that are to be read.
+    fn wait(&self, shard: Shard) -> Wait<'_>;
 }

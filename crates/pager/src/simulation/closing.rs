@@ -22,7 +22,9 @@ fn flush_out(plain: &mut Plain) -> Result<(), crate::FlushError> {
     std::thread::scope(|scope| {
         let flush = scope.spawn(|| mapped.flush_out());
         while !flush.is_finished() {
-            fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            fillers
+                .iter_mut()
+                .for_each(|filler| _ = filler.turn(Asked::All));
             evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
         }
         flush.join().expect("a flush does not panic")

@@ -58,7 +58,9 @@ impl Tiny {
     }
 
     fn turn(&mut self) {
-        self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+        self.fillers
+            .iter_mut()
+            .for_each(|filler| _ = filler.turn(Asked::All));
         self.evictors
             .iter_mut()
             .for_each(|evictor| _ = evictor.turn());
@@ -91,7 +93,9 @@ impl Tiny {
         std::thread::scope(|scope| {
             let caller = scope.spawn(|| call(mapped));
             while !caller.is_finished() {
-                fillers.iter_mut().for_each(|filler| _ = filler.turn());
+                fillers
+                    .iter_mut()
+                    .for_each(|filler| _ = filler.turn(Asked::All));
                 evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
             }
             caller.join().expect("a call does not panic")

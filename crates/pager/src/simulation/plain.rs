@@ -82,7 +82,9 @@ impl Plain {
 
     /// All workers take a turn.
     pub(super) fn turn(&mut self) {
-        self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+        self.fillers
+            .iter_mut()
+            .for_each(|filler| _ = filler.turn(Asked::All));
         (self.evictors.iter_mut()).for_each(|evictor| _ = evictor.turn());
     }
 

@@ -80,7 +80,9 @@ impl Tight {
                 started.elapsed() < Duration::from_secs(5),
                 "a touch never gets its page"
             );
-            self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            self.fillers
+                .iter_mut()
+                .for_each(|filler| _ = filler.turn(Asked::All));
             self.evictors
                 .iter_mut()
                 .for_each(|evictor| _ = evictor.turn());
@@ -99,7 +101,9 @@ impl Tight {
                 return;
             }
             // Real workers are slower than the program now and then, but not for ever.
-            self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            self.fillers
+                .iter_mut()
+                .for_each(|filler| _ = filler.turn(Asked::All));
             self.evictors
                 .iter_mut()
                 .for_each(|evictor| _ = evictor.turn());

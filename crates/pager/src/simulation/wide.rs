@@ -195,7 +195,7 @@ impl Wide {
             }
             4..6 => {
                 let filler = self.below(self.fillers.len());
-                self.fillers[filler].turn();
+                self.fillers[filler].turn(Asked::All);
             }
             _ => {
                 let evictor = self.below(self.evictors.len());
@@ -311,7 +311,9 @@ impl Wide {
 
     fn turn(&mut self) {
         self.guests.turn();
-        self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+        self.fillers
+            .iter_mut()
+            .for_each(|filler| _ = filler.turn(Asked::All));
         self.evictors
             .iter_mut()
             .for_each(|evictor| _ = evictor.turn());
@@ -388,7 +390,9 @@ impl Wide {
             let pinner = scope.spawn(move || regions[region].pin(bytes).is_ok());
             while !pinner.is_finished() {
                 guests.turn();
-                fillers.iter_mut().for_each(|filler| _ = filler.turn());
+                fillers
+                    .iter_mut()
+                    .for_each(|filler| _ = filler.turn(Asked::All));
                 evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
             }
             pinner.join().expect("pinning does not panic")

@@ -106,7 +106,7 @@ impl World {
             }
             4..6 => {
                 let filler = self.below(self.fillers.len());
-                self.fillers[filler].turn();
+                self.fillers[filler].turn(Asked::All);
             }
             _ => {
                 let evictor = self.below(self.evictors.len());
@@ -177,7 +177,9 @@ impl World {
                 return;
             }
             self.guests.turn();
-            self.fillers.iter_mut().for_each(|filler| _ = filler.turn());
+            self.fillers
+                .iter_mut()
+                .for_each(|filler| _ = filler.turn(Asked::All));
             self.evictors
                 .iter_mut()
                 .for_each(|evictor| _ = evictor.turn());

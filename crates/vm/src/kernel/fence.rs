@@ -28,7 +28,7 @@ use parking_lot::Mutex;
 
 use super::messages::Messages;
 use crate::{
-    space::{Events, Fault},
+    space::{Asked, Events, Fault, Wait},
     sys::{Refusal, Stopped},
     uffd::Uffd,
 };
@@ -147,17 +147,15 @@ impl Fence {
         drop(self.lock());
     }
 
-    /// This thread reads the messages from now on, and nobody waits for another that does.
-    pub(super) fn attend(&self) {
-        self.reader.store(this_thread(), Ordering::Relaxed);
-    }
-
     /// Appends the faults that wait, and what the program has unmapped; does not block. To be
-    /// called by one thread at a time.
-    pub(super) fn events(&self, out: &mut Events) -> io::Result<()> {
-        self.attend();
+    /// called by one thread at a time: it reads the messages from now on, and nobody waits for
+    /// another that does.
+    pub(super) fn events(&self, asked: Asked, out: &mut Events) -> io::Result<()> {
+        self.reader.store(this_thread(), Ordering::Relaxed);
         out.faults.append(&mut self.early.lock());
-        self.read_unless_busy(&mut out.faults)?;
+        if asked == Asked::All {
+            self.read_unless_busy(&mut out.faults)?;
+        }
         // Others may have read messages, too.
         if self.has_news.swap(false, Ordering::Acquire) {
             self.open().take_news(&mut out.unmapped);
@@ -165,10 +163,12 @@ impl Fence {
         Ok(())
     }
 
-    /// Whether [`events`](Self::events) has something to say that the descriptor does not tell of:
-    /// it was read before.
-    pub(super) fn has_kept_events(&self) -> bool {
-        self.has_news.load(Ordering::Acquire) || !self.early.lock().is_empty()
+    /// What tells that [`events`](Self::events) has something to say.
+    pub(super) fn wait(&self) -> Wait<'_> {
+        Wait {
+            fd: Some(self.uffd.as_fd()),
+            kept: self.has_news.load(Ordering::Acquire) || !self.early.lock().is_empty(),
+        }
     }
 
     fn read_unless_busy(&self, faults: &mut Vec<Fault>) -> io::Result<()> {

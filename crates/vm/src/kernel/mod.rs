@@ -27,11 +27,7 @@ mod ranges;
 mod scattered;
 mod shard;
 
-use std::{
-    io,
-    os::fd::{AsFd, BorrowedFd},
-    sync::Arc,
-};
+use std::{io, sync::Arc};
 
 use self::{fence::Fence, poison::Poison, shard::KernelShard};
 use crate::{
@@ -39,8 +35,8 @@ use crate::{
     pagemap::Pagemap,
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Batch, DetachError, Events, Frame, In, InstallError, InstallErrorKind,
-        Layout, Left, Mapping, Out,
+        AddressSpace, Asked, Batch, DetachError, Events, Frame, In, InstallError, InstallErrorKind,
+        Layout, Left, Mapping, Out, Wait,
     },
     sys::{self, KERNEL_PAGE_BYTES},
     uffd::{Features, OpenError, RegisterMode, Uffd},
@@ -374,20 +370,12 @@ impl AddressSpace for KernelSpace {
             .expect("/proc/self/pagemap stays readable for its owner")
     }
 
-    fn events(&self, shard: Shard, out: &mut Events) -> io::Result<()> {
-        self.shard(shard).fence.events(out)
+    fn events(&self, shard: Shard, asked: Asked, out: &mut Events) -> io::Result<()> {
+        self.shard(shard).fence.events(asked, out)
     }
 
-    fn attend(&self, shard: Shard) {
-        self.shard(shard).fence.attend();
-    }
-
-    fn has_kept_events(&self, shard: Shard) -> bool {
-        self.shard(shard).fence.has_kept_events()
-    }
-
-    fn events_fd(&self, shard: Shard) -> Option<BorrowedFd<'_>> {
-        Some(self.shard(shard).fence.uffd().as_fd())
+    fn wait(&self, shard: Shard) -> Wait<'_> {
+        self.shard(shard).fence.wait()
     }
 }
 

@@ -11,8 +11,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, DetachError, Events, Fault, Frame, In, InstallError, KernelFrame, KernelSpace,
-    KernelSpaceOptions, Layout, Left, Out, Pages, Shard, Transfer,
+    AddressSpace, Asked, DetachError, Events, Fault, Frame, In, InstallError, KernelFrame,
+    KernelSpace, KernelSpaceOptions, Layout, Left, Out, Pages, Shard, Transfer,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
@@ -81,7 +81,16 @@ impl Moves for KernelSpace {
 /// The faults that wait in a shard, and what the program has unmapped.
 pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
     let mut events = Events::default();
-    space.events(Shard(shard), &mut events).unwrap();
+    space.events(Shard(shard), Asked::All, &mut events).unwrap();
+    events
+}
+
+/// Those that were taken from the kernel before.
+pub(crate) fn kept_events(space: &KernelSpace, shard: usize) -> Events {
+    let mut events = Events::default();
+    space
+        .events(Shard(shard), Asked::Kept, &mut events)
+        .unwrap();
     events
 }
 
@@ -141,7 +150,7 @@ impl Filler {
 
     pub(crate) fn run(&self, shard: usize) {
         while !self.stop.load(Ordering::Relaxed) {
-            let fd = self.space.events_fd(Shard(shard)).unwrap();
+            let fd = self.space.wait(Shard(shard)).fd.unwrap();
             poll(
                 &mut [PollFd::new(fd, PollFlags::POLLIN)],
                 PollTimeout::from(10u8),
@@ -336,7 +345,7 @@ pub(crate) fn told_by_the_program<T: Send>(
             // Looked at once more after the end: the last message lets it end.
             let is_finished = acting.is_finished();
             for (shard, told) in told.iter_mut().enumerate() {
-                space.events(Shard(shard), told).unwrap();
+                space.events(Shard(shard), Asked::All, told).unwrap();
             }
             if is_finished {
                 return acting.join().unwrap();

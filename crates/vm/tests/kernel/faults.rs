@@ -173,7 +173,7 @@ fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
     for _ in 0..2 {
         poll(
             &mut [PollFd::new(
-                space.events_fd(Shard(0)).unwrap(),
+                space.wait(Shard(0)).fd.unwrap(),
                 PollFlags::POLLIN,
             )],
             PollTimeout::NONE,
@@ -193,7 +193,7 @@ fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
     let sleeper = thread::spawn(move || system_call_can_read(base));
     poll(
         &mut [PollFd::new(
-            space.events_fd(Shard(0)).unwrap(),
+            space.wait(Shard(0)).fd.unwrap(),
             PollFlags::POLLIN,
         )],
         PollTimeout::NONE,

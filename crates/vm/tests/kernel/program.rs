@@ -9,8 +9,8 @@ use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Layout, Shard, Tra
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::common::{
-    BOTH, Moves, as_the_program, byte, events, layout, map_over, mapped, numbered, numbers, pages,
-    protection, run_layout, set, space, system_call_can_read, told_by_the_program,
+    BOTH, Moves, as_the_program, byte, events, kept_events, layout, map_over, mapped, numbered,
+    numbers, pages, protection, run_layout, set, space, system_call_can_read, told_by_the_program,
     unmap_by_the_program,
 };
 
@@ -131,10 +131,10 @@ fn faults_that_installing_came_across_are_kept_and_said_to_be() {
     let base = space.map(layout).unwrap().address;
     let page = |number: usize| base + number * 4096;
     // From now on this thread is the one that reads.
-    assert!(events(&space, 0).is_empty());
-    assert!(!space.has_kept_events(Shard(0)));
+    assert!(kept_events(&space, 0).is_empty());
+    assert!(!space.wait(Shard(0)).kept);
     let told = || {
-        let fd = space.events_fd(Shard(0)).unwrap();
+        let fd = space.wait(Shard(0)).fd.unwrap();
         poll(&mut [PollFd::new(fd, PollFlags::POLLIN)], PollTimeout::ZERO).unwrap() > 0
     };
     thread::scope(|scope| {
@@ -142,6 +142,7 @@ fn faults_that_installing_came_across_are_kept_and_said_to_be() {
         while !told() {
             thread::yield_now();
         }
+        assert!(kept_events(&space, 0).is_empty(), "it waits in the kernel");
         let unmapper = scope.spawn(|| unmap_by_the_program(page(5), 4096));
         // The mapping has ended, and its message waits to be read.
         while protection(page(5)).is_some() {
@@ -152,11 +153,11 @@ fn faults_that_installing_came_across_are_kept_and_said_to_be() {
             .unwrap();
         unmapper.join().unwrap();
         assert!(!told(), "both messages have been read");
-        assert!(space.has_kept_events(Shard(0)));
-        let told = events(&space, 0);
+        assert!(space.wait(Shard(0)).kept);
+        let told = kept_events(&space, 0);
         assert_eq!((told.faults.len(), told.unmapped.len()), (1, 1));
         assert_eq!(told.faults[0].address, page(0));
-        assert!(!space.has_kept_events(Shard(0)));
+        assert!(!space.wait(Shard(0)).kept);
         space
             .move_in(0, page(0), 4096, numbered(&space, 4096, 1, 9))
             .unwrap();

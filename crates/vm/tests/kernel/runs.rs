@@ -168,7 +168,7 @@ fn threads_asleep_all_over_a_run_wake_when_it_is_installed() {
         while faults.len() < 4 {
             poll(
                 &mut [PollFd::new(
-                    space.events_fd(Shard(0)).unwrap(),
+                    space.wait(Shard(0)).fd.unwrap(),
                     PollFlags::POLLIN,
                 )],
                 PollTimeout::NONE,

@@ -12,7 +12,7 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, DetachError, Events, Fault, In, InstallError, KernelFrame, KernelSpace,
+    AddressSpace, Asked, DetachError, Events, Fault, In, InstallError, KernelFrame, KernelSpace,
     KernelSpaceOptions, Layout, Left, Out, Pages, Room, Shard,
     sigbus::{FaultHandler, Registration, Served},
 };
@@ -99,7 +99,7 @@ impl Moves for KernelSpace {
 /// The faults that wait in a shard, and what the program has unmapped.
 pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
     let mut events = Events::default();
-    space.events(Shard(shard), &mut events).unwrap();
+    space.events(Shard(shard), Asked::All, &mut events).unwrap();
     events
 }
 
