@@ -14,3 +14,6 @@ mod program;
 mod read_only;
 mod regions;
 mod runs;
+
+#[path = "../common/moves.rs"]
+mod moves;

@@ -12,10 +12,12 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Asked, DetachError, Events, Fault, In, InstallError, KernelFrame, KernelSpace,
-    KernelSpaceOptions, Layout, Left, Out, Pages, Room, Shard,
+    AddressSpace, Fault, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Out, Pages,
+    Room,
     sigbus::{FaultHandler, Registration, Served},
 };
+
+pub(crate) use crate::moves::{Moves, events, layout, pages};
 
 pub(crate) const PAGE: usize = 4096;
 
@@ -57,52 +59,6 @@ pub(crate) fn space() -> Arc<KernelSpace> {
     Arc::new(KernelSpace::new(options).unwrap())
 }
 
-/// `count` pages of `page_bytes` from `address` on.
-pub(crate) fn pages(shard: usize, address: usize, page_bytes: usize, count: usize) -> Pages {
-    Pages::new(Shard(shard), address, page_bytes, count)
-}
-
-/// Pages come and go by moving.
-pub(crate) trait Moves {
-    /// Maps the pages of a frame from `address` on.
-    fn move_in(
-        &self,
-        shard: usize,
-        address: usize,
-        page_bytes: usize,
-        frame: KernelFrame,
-    ) -> Result<(), InstallError<KernelFrame>>;
-
-    /// Takes pages out, as many as possible.
-    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError>;
-}
-
-impl Moves for KernelSpace {
-    fn move_in(
-        &self,
-        shard: usize,
-        address: usize,
-        page_bytes: usize,
-        frame: KernelFrame,
-    ) -> Result<(), InstallError<KernelFrame>> {
-        let count = frame.as_ref().len() / page_bytes;
-        let moved = self.install(pages(shard, address, page_bytes, count), In::Move(frame))?;
-        assert!(moved.is_none(), "a frame that moved does not come back");
-        Ok(())
-    }
-
-    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError> {
-        self.detach(Out::Move(pages)).map(Left::into_frame)
-    }
-}
-
-/// The faults that wait in a shard, and what the program has unmapped.
-pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
-    let mut events = Events::default();
-    space.events(Shard(shard), Asked::All, &mut events).unwrap();
-    events
-}
-
 pub(crate) fn counter(address: usize) -> &'static AtomicU64 {
     // SAFETY: an aligned address in a region that its test keeps mapped.
     unsafe { AtomicU64::from_ptr(address as *mut u64) }
@@ -128,14 +84,7 @@ pub(crate) struct Toy {
 impl Toy {
     pub(crate) fn new(pages: usize, refused: Option<usize>) -> Arc<Self> {
         let space = space();
-        let layout = Layout {
-            bytes: pages * PAGE,
-            page_bytes: PAGE,
-            stripe_bytes: PAGE,
-            first_shard: 0,
-            address: None,
-            read_only: false,
-        };
+        let layout = layout(pages * PAGE, PAGE);
         let mapping = space.map(layout).unwrap();
         let (base, copies) = (mapping.address, mapping.copies_out);
         let away = (0..pages)

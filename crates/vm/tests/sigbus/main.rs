@@ -10,3 +10,6 @@ mod copied;
 mod foreign;
 mod registrations;
 mod served;
+
+#[path = "../common/moves.rs"]
+mod moves;

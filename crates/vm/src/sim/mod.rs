@@ -1,0 +1,399 @@
+//! The simulated twin: an address space without a kernel, for seeded single-threaded simulations
+//! and for model tests.
+//!
+//! The rule it keeps: it does what the kernel does where that matters to a pager, and nothing else.
+//! - A touch of an absent page enqueues one fault and puts the thread to sleep.
+//! - A sleeping thread wakes by [`install`](AddressSpace::install),
+//!   [`poison`](AddressSpace::poison), [`wake`](AddressSpace::wake) or
+//!   [`unmap`](AddressSpace::unmap) on its page, and tries again.
+//! - A fault that is ended before it is read is not reported.
+//! - At most one page lies at an address.
+//! - Only a frame that was cut can be joined again.
+//!
+//! Faults that can be injected, and must be survived:
+//! - a page that is busy, at the start of a run or later ([`SimOptions::busy_probability`]);
+//! - a fault that is reported twice ([`SimOptions::duplicate_probability`]);
+//! - a page that the program drops ([`SimSpace::drop_page`]) or unmaps ([`SimSpace::unmap_page`]);
+//! - a page that cannot be mapped ([`SimSpace::refuse_installs`]).
+//!
+//! Deliberately absent: pages that are partly there, time, and memory pressure.
+
+mod frame;
+mod program;
+mod state;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::BTreeMap,
+    io,
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use parking_lot::Mutex;
+
+pub use self::frame::SimFrame;
+use self::{
+    frame::Frames,
+    state::{Content, SimRegion, State},
+};
+use crate::{
+    pages::{Pages, Shard},
+    space::{
+        AddressSpace, Asked, Batch, DetachError, Events, In, InstallError, Layout, Left, Mapping,
+        Out, Wait,
+    },
+};
+
+/// How a [`SimSpace`] is made.
+#[derive(Clone, Debug)]
+pub struct SimOptions {
+    /// Number of shards. Default: 1.
+    pub shards: usize,
+    /// What the injected faults follow from. Default: 0.
+    pub seed: u64,
+    /// How often [`AddressSpace::detach`] meets a page that is busy ([`DetachError::Busy`]), 0 to
+    /// 1. Default: 0.
+    pub busy_probability: f64,
+    /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
+    pub duplicate_probability: f64,
+    /// Whether pages leave by copying, too ([`Mapping::copies_out`]). Default: true.
+    pub copies_out: bool,
+    /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any
+    /// number finds room.
+    pub frame_pages_max: usize,
+}
+
+impl Default for SimOptions {
+    fn default() -> Self {
+        Self {
+            shards: 1,
+            seed: 0,
+            busy_probability: 0.0,
+            duplicate_probability: 0.0,
+            copies_out: true,
+            frame_pages_max: usize::MAX,
+        }
+    }
+}
+
+/// Why an access did not happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Faulted {
+    /// The page is absent: a fault is enqueued and the thread sleeps, until [`SimSpace::is_asleep`]
+    /// says that it may try again.
+    #[error("the thread sleeps on an absent page")]
+    Asleep,
+    /// The page is poisoned.
+    #[error("SIGBUS: the page is poisoned")]
+    Sigbus,
+    /// No region is there, or it may only be read.
+    #[error("SIGSEGV: no region is mapped there that allows this")]
+    Sigsegv,
+}
+
+/// A simulated program's memory.
+pub struct SimSpace {
+    state: Mutex<State>,
+    shards: usize,
+    frames: Arc<Frames>,
+    moves: AtomicUsize,
+    scattered: AtomicUsize,
+    copied_in: AtomicUsize,
+}
+
+impl SimSpace {
+    /// An empty space.
+    ///
+    /// # Panics
+    /// If `options.shards` is 0.
+    pub fn new(options: SimOptions) -> Self {
+        assert!(options.shards > 0, "a space has at least one shard");
+        Self {
+            shards: options.shards,
+            state: Mutex::new(State::new(options)),
+            frames: Arc::default(),
+            moves: AtomicUsize::new(0),
+            scattered: AtomicUsize::new(0),
+            copied_in: AtomicUsize::new(0),
+        }
+    }
+
+    /// From now on mapping a page at one of these addresses fails, as for lack of the kernel's
+    /// memory; `None`: no more.
+    pub fn refuse_installs(&self, addresses: Option<Range<usize>>) {
+        self.state.lock().refused = addresses;
+    }
+
+    /// Pages mapped in all regions.
+    pub fn resident_pages(&self) -> usize {
+        let state = self.state.lock();
+        let pages = state
+            .regions
+            .values()
+            .flat_map(|region| region.pages.values());
+        pages
+            .filter(|content| matches!(content, Content::Bytes(_)))
+            .count()
+    }
+
+    /// Pages held in frames: those in existence that are not mapped.
+    pub fn frame_pages(&self) -> usize {
+        self.frames.pages.load(Ordering::Relaxed)
+    }
+
+    /// How often pages were moved in or out so far; a run counts once.
+    pub fn moves(&self) -> usize {
+        self.moves.load(Ordering::Relaxed)
+    }
+
+    /// Pages that went out one by one, each at an address of its own, so far.
+    pub fn scattered_pages(&self) -> usize {
+        self.scattered.load(Ordering::Relaxed)
+    }
+
+    /// Runs that came in as copies so far.
+    pub fn copied_in(&self) -> usize {
+        self.copied_in.load(Ordering::Relaxed)
+    }
+
+    fn move_in(&self, pages: Pages, mut frame: SimFrame) -> Result<(), InstallError<SimFrame>> {
+        assert_eq!(frame.as_ref().len(), pages.bytes(), "as long as its pages");
+        self.moves.fetch_add(1, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        let mut rest = Some(pages);
+        while let Some(here) = rest {
+            let page = here.first(1);
+            let put = state.put(page, &frame.as_ref()[..page.bytes()]);
+            state.wake(page.range());
+            if let Err(kind) = put {
+                return Err(InstallError { frame, kind });
+            }
+            frame.drop_first();
+            rest = here.behind(page.bytes());
+        }
+        Ok(())
+    }
+
+    fn move_out(&self, pages: Pages) -> Result<SimFrame, DetachError> {
+        self.moves.fetch_add(1, Ordering::Relaxed);
+        let mut state = self.state.lock();
+        let busy_probability = state.options.busy_probability;
+        let mut out = Vec::new();
+        for page in pages.addresses() {
+            let held = state.chance(busy_probability);
+            let region = state.region_of(pages).ok_or(DetachError::Absent)?;
+            let refused = match region.pages.get(&page) {
+                None | Some(Content::Gone) => DetachError::Absent,
+                Some(_) if held => DetachError::Busy,
+                Some(Content::Poison) => {
+                    DetachError::Os(io::Error::from_raw_os_error(libc::EFAULT))
+                }
+                Some(Content::Bytes(bytes)) => {
+                    out.extend_from_slice(bytes);
+                    region.pages.remove(&page);
+                    continue;
+                }
+            };
+            if out.is_empty() {
+                return Err(refused);
+            }
+            break;
+        }
+        Ok(SimFrame::new(&self.frames, out, pages.page_bytes()))
+    }
+
+    fn copy_out(&self, pages: &[Pages], frames: &mut [SimFrame]) -> usize {
+        let mut state = self.state.lock();
+        let busy_probability = state.options.busy_probability;
+        let mut taken = 0;
+        for (&page, frame) in pages.iter().zip(frames) {
+            if state.chance(busy_probability) {
+                break;
+            }
+            let Some(region) = state.region_of(page) else {
+                break;
+            };
+            let Some(Content::Bytes(bytes)) = region.pages.get(&page.address()) else {
+                break;
+            };
+            frame.as_mut().copy_from_slice(bytes);
+            region.pages.remove(&page.address());
+            taken += 1;
+        }
+        self.scattered.fetch_add(taken, Ordering::Relaxed);
+        taken
+    }
+
+    fn drop_runs(&self, runs: &[Pages]) -> usize {
+        let mut state = self.state.lock();
+        let busy_probability = state.options.busy_probability;
+        let mut dropped = 0;
+        for &run in runs {
+            if state.chance(busy_probability) {
+                break;
+            }
+            let Some(region) = state.region_of(run) else {
+                break;
+            };
+            assert!(region.layout.read_only, "nobody knows what {run:x?} hold");
+            let is_gone = |page| matches!(region.pages.get(&page), Some(Content::Gone));
+            if run.addresses().any(is_gone) {
+                break;
+            }
+            for page in run.addresses() {
+                region.pages.remove(&page);
+            }
+            dropped += 1;
+        }
+        dropped
+    }
+}
+
+impl AddressSpace for SimSpace {
+    type Frame = SimFrame;
+
+    fn shards(&self) -> usize {
+        self.shards
+    }
+
+    fn map(&self, layout: Layout) -> io::Result<Mapping> {
+        let mut state = self.state.lock();
+        let address = state.next_address.next_multiple_of(layout.page_bytes);
+        // A page's distance between regions: an access beyond a region's end must not meet the next
+        // one.
+        state.next_address = address + layout.bytes + layout.page_bytes;
+        state.regions.insert(
+            address,
+            SimRegion {
+                layout,
+                pages: BTreeMap::new(),
+            },
+        );
+        let copies_in = !layout.read_only;
+        let copies_out = copies_in && state.options.copies_out;
+        Ok(Mapping {
+            address,
+            copies_in,
+            copies_out,
+        })
+    }
+
+    fn unmap(&self, address: usize, layout: Layout) {
+        let mut state = self.state.lock();
+        let region = state.regions.remove(&address);
+        assert!(
+            region.is_some_and(|region| region.layout == layout),
+            "{address:#x} is not mapped with {layout:?}"
+        );
+        state.wake(address..address + layout.bytes);
+    }
+
+    fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {
+        if pages > self.state.lock().options.frame_pages_max {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
+        Ok(SimFrame::new(
+            &self.frames,
+            vec![0; page_bytes * pages],
+            page_bytes,
+        ))
+    }
+
+    fn drop_frames(&self, frames: Batch<SimFrame>) {
+        drop(frames);
+    }
+
+    fn install(
+        &self,
+        pages: Pages,
+        how: In<'_, SimFrame>,
+    ) -> Result<Option<SimFrame>, InstallError<SimFrame>> {
+        match how {
+            In::Move(frame) => self.move_in(pages, frame).map(|()| None),
+            In::Copy(frame, room) => {
+                let page_bytes = pages.page_bytes();
+                let mut state = self.state.lock();
+                let mut rest = Some(pages);
+                let bytes = frame.as_ref().chunks_exact(page_bytes);
+                for bytes in bytes {
+                    let here = rest.expect("as long as its pages");
+                    let put = state.put(here.first(1), bytes);
+                    if let Err(kind) = put {
+                        state.take_back(pages.address()..here.address());
+                        return Err(InstallError { frame, kind });
+                    }
+                    rest = here.behind(page_bytes);
+                }
+                state.wake(pages.range());
+                self.copied_in.fetch_add(1, Ordering::Relaxed);
+                room.use_up();
+                Ok(Some(frame))
+            }
+        }
+    }
+
+    fn detach(&self, out: Out<'_, SimFrame>) -> Result<Left<SimFrame>, DetachError> {
+        match out {
+            Out::Move(pages) => self.move_out(pages).map(Left::Moved),
+            Out::Copy(pages, frames) => Ok(Left::Copied(self.copy_out(pages, frames))),
+            Out::Drop(runs) => Ok(Left::Dropped(self.drop_runs(runs))),
+        }
+    }
+
+    fn unprotect(&self, _pages: Pages) {}
+
+    fn wake(&self, pages: Pages) {
+        self.state.lock().wake(pages.range());
+    }
+
+    fn poison(&self, pages: Pages) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let address = pages.address();
+        let (region, page) = state.region(address).ok_or(io::ErrorKind::NotFound)?;
+        // Poisoned before: a fill that was tried again has failed again.
+        let exists = matches!(region.pages.get(&page), Some(Content::Bytes(_)));
+        let gone = matches!(region.pages.get(&page), Some(Content::Gone));
+        if !exists && !gone {
+            region.pages.insert(page, Content::Poison);
+        }
+        state.wake(pages.range());
+        if exists {
+            Err(io::ErrorKind::AlreadyExists.into())
+        } else {
+            Ok(())
+        }
+    }
+
+    fn is_present(&self, address: usize) -> bool {
+        let mut state = self.state.lock();
+        state.region(address).is_some_and(|(region, page)| {
+            matches!(
+                region.pages.get(&page),
+                Some(Content::Bytes(_) | Content::Poison)
+            )
+        })
+    }
+
+    /// No descriptor tells of any, so all of them count as kept.
+    fn events(&self, shard: Shard, _asked: Asked, out: &mut Events) -> io::Result<()> {
+        let mut state = self.state.lock();
+        let faults = state.queues[shard.0].drain(..);
+        out.faults.extend(faults.map(|message| message.fault));
+        out.unmapped.append(&mut state.news[shard.0]);
+        Ok(())
+    }
+
+    fn wait(&self, shard: Shard) -> Wait<'_> {
+        let state = self.state.lock();
+        Wait {
+            fd: None,
+            kept: !state.queues[shard.0].is_empty() || !state.news[shard.0].is_empty(),
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! What all tests of the real address space share: pages that come and go by moving, and the
+//! events of a shard.
+
+use farpage_vm::{
+    AddressSpace, Asked, DetachError, Events, In, InstallError, KernelFrame, KernelSpace, Layout,
+    Left, Out, Pages, Shard,
+};
+
+/// A region of one shard's stripes, each of one page.
+pub(crate) fn layout(bytes: usize, page_bytes: usize) -> Layout {
+    Layout {
+        bytes,
+        page_bytes,
+        stripe_bytes: page_bytes,
+        first_shard: 0,
+        address: None,
+        read_only: false,
+    }
+}
+
+/// `count` pages of `page_bytes` from `address` on.
+pub(crate) fn pages(shard: usize, address: usize, page_bytes: usize, count: usize) -> Pages {
+    Pages::new(Shard(shard), address, page_bytes, count)
+}
+
+/// Pages come and go by moving.
+pub(crate) trait Moves {
+    /// Maps the pages of a frame from `address` on.
+    fn move_in(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>>;
+
+    /// Takes pages out, as many as possible.
+    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError>;
+}
+
+impl Moves for KernelSpace {
+    fn move_in(
+        &self,
+        shard: usize,
+        address: usize,
+        page_bytes: usize,
+        frame: KernelFrame,
+    ) -> Result<(), InstallError<KernelFrame>> {
+        let count = frame.as_ref().len() / page_bytes;
+        let moved = self.install(pages(shard, address, page_bytes, count), In::Move(frame))?;
+        assert!(moved.is_none(), "a frame that moved does not come back");
+        Ok(())
+    }
+
+    fn move_out(&self, pages: Pages) -> Result<KernelFrame, DetachError> {
+        self.detach(Out::Move(pages)).map(Left::into_frame)
+    }
+}
+
+/// The faults that wait in a shard, and what the program has unmapped.
+pub(crate) fn events(space: &KernelSpace, shard: usize) -> Events {
+    let mut events = Events::default();
+    space.events(Shard(shard), Asked::All, &mut events).unwrap();
+    events
+}
