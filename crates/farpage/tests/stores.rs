@@ -408,6 +408,191 @@ fn stalling_store_does_not_slow_other_regions_down() {
     }
 }
 
+/// What a store knows of its calls.
+#[derive(Default)]
+struct Calls {
+    stall: AtomicBool,
+    stalled: AtomicUsize,
+    /// Whether a worker has made the last one itself.
+    by_worker: AtomicBool,
+}
+
+/// A store that returns at once until it is told to stall.
+fn stalling_store(bytes: usize) -> (impl farpage::Store, Arc<Calls>) {
+    let calls = Arc::<Calls>::default();
+    let told = calls.clone();
+    let store = HookedStore::new(bytes, move |call, _| {
+        if call == Call::Flush {
+            return Ok(());
+        }
+        let by_worker = thread::current().name() != Some("farpage-store");
+        told.by_worker.store(by_worker, Ordering::SeqCst);
+        told.stalled.fetch_add(1, Ordering::SeqCst);
+        while told.stall.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(1));
+        }
+        told.stalled.fetch_sub(1, Ordering::SeqCst);
+        Ok(())
+    });
+    (store, calls)
+}
+
+#[test]
+fn store_that_workers_call_and_that_stalls_holds_up_nobody_else() {
+    let test = "store_that_workers_call_and_that_stalls_holds_up_nobody_else";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for stalled_call in [Call::Read, Call::Write] {
+        let runtime = runtime(2 * MIB, 4 * KIB);
+        let (store, calls) = stalling_store(MIB);
+        let options = RegionOptions::new().store(store);
+        let mut own: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
+        let options = RegionOptions::new().store(HookedStore::new(8 * MIB, |_, _| Ok(())));
+        let mut other: RemoteArray<u64> = runtime.array_with(8 * MIB / 8, options).unwrap();
+        for (at, word) in other.iter_mut().enumerate() {
+            *word = mix(at as u64);
+        }
+        own.advise(.., Advice::Random).unwrap();
+        // Every second page, so that each is a call of its own.
+        let pages = || (0..MIB / 8).step_by(2 * 512);
+        let mut rounds = 0;
+        common::wait_until("workers call the store", || {
+            own.advise(.., Advice::DontNeed).unwrap();
+            pages().for_each(|at| assert_eq!(own[at], rounds));
+            if stalled_call == Call::Write {
+                rounds += 1;
+                pages().for_each(|at| own[at] = rounds);
+                own.flush().unwrap();
+            }
+            calls.by_worker.load(Ordering::SeqCst)
+        });
+        match stalled_call {
+            Call::Write => pages().for_each(|at| own[at] = rounds + 1),
+            _ => own.advise(.., Advice::DontNeed).unwrap(),
+        }
+        calls.stall.store(true, Ordering::SeqCst);
+        thread::scope(|scope| {
+            let own = &own;
+            for thread in 0..4 {
+                scope.spawn(move || match stalled_call {
+                    Call::Write => own.flush().unwrap(),
+                    _ => assert_eq!(own[thread * 2 * 512], rounds),
+                });
+            }
+            common::wait_until("the store stalls", || {
+                calls.stalled.load(Ordering::SeqCst) > 0
+            });
+            let began = Instant::now();
+            // Faults, write-backs, and a region that begins and ends.
+            assert!((0..other.len()).all(|at| other[at] == mix(at as u64)));
+            other.flush().unwrap();
+            let options = RegionOptions::new().store(HookedStore::new(MIB, |_, _| Ok(())));
+            let mut third: RemoteArray<u64> = runtime.array_with(MIB / 8, options).unwrap();
+            third.fill(3);
+            third.close().unwrap();
+            let stalled = calls.stalled.load(Ordering::SeqCst);
+            println!(
+                "{stalled_call:?}: {:?} beside {stalled} calls that stall",
+                began.elapsed()
+            );
+            assert!(stalled > 0);
+            calls.stall.store(false, Ordering::SeqCst);
+        });
+        let last = rounds + u64::from(stalled_call == Call::Write);
+        pages().for_each(|at| assert_eq!(own[at], last));
+        own.close().unwrap();
+        other.close().unwrap();
+    }
+}
+
+#[test]
+fn store_that_reads_another_region_is_served() {
+    let test = "store_that_reads_another_region_is_served";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    let runtime = runtime(MIB, 4 * KIB);
+    let below = HookedStore::new(4 * MIB, |_, _| Ok(()));
+    let mut below: RemoteArray<u64> = runtime
+        .array_with(4 * MIB / 8, RegionOptions::new().store(below))
+        .unwrap();
+    for (at, word) in below.iter_mut().enumerate() {
+        *word = mix(at as u64);
+    }
+    let below = Arc::new(below);
+    // The region ends in this thread, whoever calls its store last.
+    let behind = Arc::downgrade(&below);
+    let store = HookedStore::new(4 * MIB, move |_, offset| {
+        if let Some(below) = behind.upgrade() {
+            let at = offset as usize / 8;
+            assert_eq!(below[at], mix(at as u64), "word {at}");
+        }
+        Ok(())
+    });
+    let above: RemoteArray<u64> = runtime
+        .array_with(4 * MIB / 8, RegionOptions::new().store(store))
+        .unwrap();
+    above.advise(.., Advice::Random).unwrap();
+    thread::scope(|scope| {
+        for thread in 0..3 {
+            let (above, mut rng) = (&above, Rng(seed(test) ^ thread));
+            scope.spawn(move || {
+                for _ in 0..2000 {
+                    assert_eq!(above[rng.below(above.len())], 0);
+                }
+            });
+        }
+    });
+    drop(above);
+    drop(below);
+}
+
+#[test]
+fn trusted_store_that_panics_fails_its_pages_alone() {
+    let test = "trusted_store_that_panics_fails_its_pages_alone";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(30));
+    if !can_page(test) {
+        return;
+    }
+    let panics = Arc::new(AtomicBool::new(false));
+    let on = panics.clone();
+    let store = HookedStore::new(MIB, move |_, _| {
+        let panics = on.load(Ordering::Relaxed);
+        assert!(
+            !panics,
+            "a bug in the user's store (this message belongs to a test)"
+        );
+        Ok(())
+    });
+    let runtime = runtime(512 * KIB, 4 * KIB);
+    let mut array: RemoteArray<u64> = runtime
+        .array_with(MIB / 8, RegionOptions::new().store(store))
+        .unwrap();
+    array.advise(.., Advice::Random).unwrap();
+    array.fill(1);
+    assert!(array.iter().all(|&word| word == 1));
+    panics.store(true, Ordering::Relaxed);
+    for page in 0..8 {
+        let error = array.prefetch_now(page * 512..page * 512 + 1);
+        if let Err(error) = error {
+            assert!(
+                matches!(error, PageError::Store(StoreError::Panicked { .. })),
+                "{error:?}"
+            );
+        }
+    }
+    panics.store(false, Ordering::Relaxed);
+    array.prefetch_now(..16 * 512).unwrap();
+    for page in 0..256 {
+        array.prefetch_now(page * 512..page * 512 + 1).unwrap();
+        assert_eq!(array[page * 512], 1);
+    }
+    array.close().unwrap();
+}
+
 /// The 99th percentile of the time that accesses take that find their page absent.
 fn fault_p99(words: &[std::sync::atomic::AtomicU64], rng: &mut Rng) -> Duration {
     let mut times: Vec<Duration> = (0..6000)

@@ -18,8 +18,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::{Lane, PageIndex, PageRange};
+use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
 use farpage_vm::{AddressSpace, DetachError};
+use parking_lot::Mutex;
 
 use crate::{
     PageError,
@@ -29,6 +30,7 @@ use crate::{
     protocol,
     region::Region,
     run::Local,
+    seats::{Seats, Serve},
     shared::Shared,
     victims::{Dropped, Out, Walk},
     worker::RETRY,
@@ -97,12 +99,16 @@ impl<A: AddressSpace> Evictor<A> {
         busy |= self.take_handed_over();
         busy |= self.drain();
         busy |= self.work_on_jobs();
+        busy | self.poll()
+    }
+
+    fn poll(&mut self) -> bool {
         let (rest_until, hand_over) = (&mut self.rest_until, &self.shared.hand_over);
         let failed = || {
             *rest_until = Some(Instant::now() + BACKOFF);
             hand_over.rest(BACKOFF);
         };
-        busy | self.write_backs.poll(failed)
+        self.write_backs.poll(failed)
     }
 
     /// Goes on with what threads of the program have taken out: maps again what is wanted by now,
@@ -365,13 +371,48 @@ impl<A: AddressSpace> Evictor<A> {
         any
     }
 
-    /// Drives it until the runtime stops.
-    pub(crate) fn serve(mut self) {
-        while !self.shared.doors.is_stopping() {
-            if !self.turn() {
-                self.sleep();
+    /// What the threads of these run, by their names, on the seats from this one on.
+    pub(crate) fn serve_all(
+        evictors: Vec<Self>,
+        seats: &Arc<Seats>,
+        first: usize,
+    ) -> impl Iterator<Item = (String, Serve)> {
+        evictors.into_iter().map(move |mut evictor| {
+            evictor.write_backs.keep_calls();
+            let (name, seat) = (format!("evictor-{}", evictor.index), first + evictor.index);
+            let (evictor, seats) = (Mutex::new(evictor), seats.clone());
+            let serve: Serve = Arc::new(move || Evictor::serve(&evictor, &seats, seat));
+            (name, serve)
+        })
+    }
+
+    /// Drives it on a thread of this seat until the runtime stops, or the seat is lost.
+    fn serve(evictor: &Mutex<Self>, seats: &Seats, seat: usize) {
+        let mut held = evictor.lock();
+        // Those of a thread that has lost the seat.
+        held.write_backs.await_calls();
+        while !held.shared.doors.is_stopping() {
+            let mut busy = held.turn();
+            while let Some(mut call) = held.write_backs.take_call() {
+                drop(held);
+                if !seats.make(seat, &mut call) {
+                    // Whoever has the seat sleeps under the lock.
+                    return Box::new(call).hand_in();
+                }
+                held = evictor.lock();
+                held.end_call(call);
+                busy = true;
+            }
+            if !busy {
+                held.sleep();
             }
         }
+    }
+
+    /// A call has returned: its frame may be what a fill waits for.
+    fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+        self.write_backs.end_call(call);
+        self.poll();
     }
 
     /// Nothing is under way.

@@ -15,7 +15,7 @@ use std::{
 };
 
 use farpage_fabric::log::later;
-use farpage_store::{Lane, PageIndex};
+use farpage_store::{Lane, PageIndex, StoreCall};
 use farpage_vm::{AddressSpace, Asked, Events, Shard};
 use nix::poll::PollFd;
 
@@ -102,6 +102,21 @@ impl<A: AddressSpace> Filler<A> {
         busy |= self.wishes.serve(&mut self.fills);
         busy |= self.fills.poll();
         busy || mail || events
+    }
+
+    /// From now on calls of users' stores are to be taken after each turn.
+    pub(crate) fn keep_calls(&mut self) {
+        self.fills.keep_calls();
+    }
+
+    /// A call that the thread which drives the filler makes itself, without the filler.
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+        self.fills.take_call()
+    }
+
+    /// It has returned. The next turn goes on with what it was for.
+    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+        self.fills.end_call(call);
     }
 
     fn read_events(&mut self, asked: Asked) -> bool {

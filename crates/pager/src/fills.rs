@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::{Lane, PageIndex, PageRange, PageStore};
+use farpage_store::{Lane, PageIndex, PageRange, PageStore, StoreCall};
 use farpage_vm::{AddressSpace, DetachError, Frame};
 use nix::poll::PollFd;
 
@@ -394,6 +394,21 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     /// Posts again what the lane was too busy to take.
     pub(crate) fn post_again(&mut self) -> bool {
         self.flights.post_again()
+    }
+
+    /// See [`Flights::keep_calls`].
+    pub(crate) fn keep_calls(&mut self) {
+        self.flights.keep_calls();
+    }
+
+    /// See [`Flights::take_call`].
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+        self.flights.take_call()
+    }
+
+    /// See [`Flights::end_call`].
+    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+        self.flights.end_call(call);
     }
 
     /// Hands what has ended to the landing. Returns whether there was any.

@@ -6,7 +6,7 @@
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 
-use farpage_store::{Done, Lane, Outcome, PageIndex, PageRange, PageStore, StoreError};
+use farpage_store::{Done, Lane, Outcome, PageIndex, PageRange, PageStore, StoreCall, StoreError};
 use farpage_vm::Frame;
 use nix::poll::PollFd;
 
@@ -167,6 +167,26 @@ impl<T: Flight, F: Frame> Flights<T, F> {
             failed,
             posted: (turn != self.turn).then_some(posted),
         })
+    }
+
+    /// From now on calls of users' stores are to be taken after each turn.
+    pub(crate) fn keep_calls(&mut self) {
+        self.lane.keep_calls();
+    }
+
+    /// A call that the worker's thread makes itself, while others may drive the worker.
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<F>>> {
+        self.lane.take_call()
+    }
+
+    /// It has returned.
+    pub(crate) fn end_call(&mut self, call: StoreCall<Local<F>>) {
+        self.lane.end_call(call);
+    }
+
+    /// Calls that were taken and have not ended will be handed in.
+    pub(crate) fn await_calls(&mut self) {
+        self.lane.await_calls();
     }
 
     /// Flights that the lane has.

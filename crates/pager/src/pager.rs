@@ -9,7 +9,6 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    thread::JoinHandle,
     time::Duration,
 };
 
@@ -29,9 +28,9 @@ use crate::{
     pace::Pace,
     region::RegionId,
     run::RUN_BYTES_MAX,
+    seats::Seats,
     shared::{Shared, Workers},
     team::{self, Team},
-    worker,
 };
 
 /// The workers of one runtime and the regions that they serve.
@@ -44,7 +43,8 @@ pub struct Pager<A: AddressSpace> {
     deadline: Duration,
     /// The process that has the threads.
     process: u32,
-    threads: Vec<JoinHandle<()>>,
+    /// None in a simulation.
+    seats: Option<Arc<Seats>>,
 }
 
 impl<A: AddressSpace> Pager<A> {
@@ -63,11 +63,12 @@ impl<A: AddressSpace> Pager<A> {
             fillers,
             evictors,
         } = Pager::assemble(space, cluster, options)?;
-        pager.threads = Team::new(&pager.shared, fillers, &team::cpus())?.start()?;
-        for (i, evictor) in evictors.into_iter().enumerate() {
-            let serve = move || evictor.serve();
-            (pager.threads).push(worker::spawn(format!("evictor-{i}"), serve)?);
-        }
+        let cpus = team::cpus();
+        let seats = Seats::new(pager.shared.doors.clone(), cpus.len() + evictors.len())?;
+        let seats = pager.seats.insert(Arc::new(seats));
+        let mut serve = Team::new(&pager.shared, fillers, &cpus, seats)?.serve_all();
+        serve.extend(Evictor::serve_all(evictors, seats, cpus.len()));
+        seats.start(serve)?;
         Ok(Arc::new(pager))
     }
 
@@ -139,7 +140,7 @@ impl<A: AddressSpace> Pager<A> {
             run_bytes_max: options.run_bytes.unwrap_or(RUN_BYTES_MAX),
             deadline,
             process: process::id(),
-            threads: Vec::new(),
+            seats: None,
         };
         Ok(Parts {
             pager,
@@ -208,14 +209,13 @@ impl<A: AddressSpace> Drop for Pager<A> {
                 self.shared.clone(),
                 self.cluster.clone(),
                 self.in_thread.clone(),
-                mem::take(&mut self.threads),
+                self.seats.clone(),
             ));
             return;
         }
         self.shared.doors.stop();
-        for thread in self.threads.drain(..) {
-            // A worker that panicked has ended the process already.
-            let _ = thread.join();
+        if let Some(seats) = &self.seats {
+            seats.join();
         }
     }
 }
@@ -223,7 +223,7 @@ impl<A: AddressSpace> Drop for Pager<A> {
 impl<A: AddressSpace> fmt::Debug for Pager<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pager")
-            .field("workers", &self.threads.len())
+            .field("workers", &self.shared.counters.len())
             .field("stats", &self.stats())
             .finish_non_exhaustive()
     }

@@ -9,6 +9,10 @@
 //! the bells and the channels of fillers with something under way. Whoever wakes first takes the
 //! filler's lock. The others rest, so that a fault does not wake every CPU.
 //!
+//! Calls of users' stores that return at once are made by whoever drives the filler, without its
+//! lock, so that a fault costs no hand-off to a thread of the store. What happens when one does not
+//! return is in `seats.rs`.
+//!
 //! The rule: whoever drives a filler holds its lock, and leaves it only when it has told the post
 //! what to wake up for. At least one handler is not at rest.
 
@@ -22,11 +26,11 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
-    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
 use crossbeam_utils::CachePadded;
+use farpage_store::StoreCall;
 use farpage_vm::{AddressSpace, Asked, Shard};
 use nix::{
     errno::Errno,
@@ -41,8 +45,10 @@ use smallvec::SmallVec;
 use crate::{
     bell::{Bell, sleep_on},
     filler::Filler,
+    run::Local,
+    seats::{Seats, Serve},
     shared::Shared,
-    worker::{self, RETRY},
+    worker::RETRY,
 };
 
 /// A filler's lock is tried for so long before its handler sleeps: as long as a turn takes that
@@ -65,6 +71,8 @@ pub(crate) struct Team<A: AddressSpace> {
     awake: AtomicUsize,
     /// Faults whose CPU was looked for.
     looks: AtomicU32,
+    /// Where a handler has its number.
+    seats: Arc<Seats>,
     started: Instant,
 }
 
@@ -110,13 +118,33 @@ impl Due {
 
 type Dues = SmallVec<[Due; 4]>;
 
+/// What a turn of a filler leads to.
+enum Step<A: AddressSpace> {
+    /// A call to be made without the filler, which then goes on.
+    Call(StoreCall<Local<A::Frame>>),
+    /// `again`: the next turn may find something to do at once.
+    Done { again: bool },
+}
+
+/// What a handler has left behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Left {
+    Nothing,
+    /// The next turn may find something to do at once.
+    Something,
+    /// Nothing, and the handler has another thread by now.
+    NoSeat,
+}
+
 impl<A: AddressSpace> Team<A> {
     /// All fillers, and a handler for each of these CPUs.
     pub(crate) fn new(
         shared: &Arc<Shared<A>>,
-        fillers: Vec<Filler<A>>,
+        mut fillers: Vec<Filler<A>>,
         cpus: &[usize],
+        seats: &Arc<Seats>,
     ) -> io::Result<Arc<Team<A>>> {
+        fillers.iter_mut().for_each(Filler::keep_calls);
         let posts = fillers.into_iter().map(Post::new);
         let handlers = cpus.iter().enumerate().map(|(number, &cpu)| {
             Ok(CachePadded::new(Handler {
@@ -132,16 +160,18 @@ impl<A: AddressSpace> Team<A> {
             handlers: handlers.collect::<io::Result<_>>()?,
             awake: AtomicUsize::new(1),
             looks: AtomicU32::new(0),
+            seats: seats.clone(),
             started: Instant::now(),
         }))
     }
 
-    /// Starts the threads.
-    pub(crate) fn start(self: &Arc<Self>) -> io::Result<Vec<JoinHandle<()>>> {
+    /// What the threads run, by their names.
+    pub(crate) fn serve_all(self: &Arc<Self>) -> Vec<(String, Serve)> {
         (0..self.handlers.len())
             .map(|number| {
                 let team = self.clone();
-                worker::spawn(format!("filler-{number}"), move || team.serve(number))
+                let serve: Serve = Arc::new(move || team.serve(number));
+                (format!("filler-{number}"), serve)
             })
             .collect()
     }
@@ -149,13 +179,16 @@ impl<A: AddressSpace> Team<A> {
     fn serve(&self, number: usize) {
         let mut affinity = Affinity::new(self.handlers[number].cpu, self.handlers.len() > 1);
         let mut ears = Ears::new(self);
+        // One that has lost its seat may have left some.
         let mut dues = self.all();
         while !self.shared.doors.is_stopping() {
             affinity.keep();
             let mut again = Dues::new();
             for due in dues.drain(..) {
-                if self.drive(due) {
-                    again.push(Due::all(due.shard));
+                match self.drive(number, due) {
+                    Left::Nothing => {}
+                    Left::Something => again.push(Due::all(due.shard)),
+                    Left::NoSeat => return,
                 }
             }
             dues = again;
@@ -174,15 +207,52 @@ impl<A: AddressSpace> Team<A> {
         (0..self.posts.len()).map(Due::all).collect()
     }
 
-    /// Takes a turn of a filler. Returns whether the next one may find something to do at once.
-    fn drive(&self, due: Due) -> bool {
+    /// A handler takes a turn of a filler, and makes the calls of users' stores that this leads to.
+    fn drive(&self, number: usize, due: Due) -> Left {
+        let mut has_seat = true;
+        let mut step = self.begin(due);
+        loop {
+            match step {
+                Step::Call(mut call) if has_seat => {
+                    has_seat = self.seats.make(number, &mut call);
+                    step = self.go_on(due.shard, call);
+                }
+                Step::Call(mut call) => {
+                    call.make();
+                    step = self.go_on(due.shard, call);
+                }
+                Step::Done { again: true } if has_seat => return Left::Something,
+                Step::Done { again: true } => step = self.begin(Due::all(due.shard)),
+                Step::Done { again: false } if has_seat => return Left::Nothing,
+                Step::Done { again: false } => return Left::NoSeat,
+            }
+        }
+    }
+
+    /// Takes a turn of a filler.
+    fn begin(&self, due: Due) -> Step<A> {
         let post = &self.posts[due.shard];
         let mut filler = post.lock();
         if due.channels {
             post.drain();
         }
         let busy = filler.turn(if due.faults { Asked::All } else { Asked::Kept });
-        let again = busy && filler.has_work();
+        self.leave(post, filler, busy)
+    }
+
+    /// The same after a call has returned.
+    fn go_on(&self, shard: usize, call: StoreCall<Local<A::Frame>>) -> Step<A> {
+        let post = &self.posts[shard];
+        let mut filler = post.lock();
+        filler.end_call(call);
+        let busy = filler.turn(Asked::Kept);
+        self.leave(post, filler, busy)
+    }
+
+    /// Ends a turn: from here on others may drive the filler.
+    fn leave(&self, post: &Post<A>, mut filler: MutexGuard<'_, Filler<A>>, busy: bool) -> Step<A> {
+        let call = filler.take_call();
+        let again = busy && call.is_none() && filler.has_work();
         if !again {
             post.arm(&filler, self.started);
         }
@@ -191,7 +261,7 @@ impl<A: AddressSpace> Team<A> {
         if let Some(thread) = thread {
             self.look_for(thread);
         }
-        again
+        call.map_or(Step::Done { again }, Step::Call)
     }
 
     /// Whether a filler was asked for something that it has not looked at, or for what it holds
@@ -476,13 +546,18 @@ mod tests {
         SessionOptions,
         sim::{SimConfig, SimServer},
     };
-    use farpage_store::{Cluster, ClusterOptions, PageIndex, PageStore, RemoteOptions};
+    use farpage_store::{
+        BlockingOptions, Cluster, ClusterOptions, PageIndex, PageRange, PageStore, RemoteOptions,
+        Store,
+    };
     use farpage_vm::{Faulted, SimOptions, SimSpace};
+    use parking_lot::Condvar;
 
     use super::*;
     use crate::{
         Mapped, Pager, PagerOptions, RegionOptions,
         evictor::Evictor,
+        job::Job,
         pager::Parts,
         simulation::{self, next},
     };
@@ -536,6 +611,7 @@ mod tests {
     /// A region of [`BYTES`] over simulated memory, and a team whose threads do not run.
     struct World {
         space: Arc<SimSpace>,
+        cluster: Arc<Cluster>,
         team: Arc<Team<SimSpace>>,
         evictors: Vec<Evictor<SimSpace>>,
         /// While a failed test unwinds nobody may serve what a drop waits for.
@@ -543,6 +619,10 @@ mod tests {
     }
 
     fn world(seed: u64) -> World {
+        world_with(seed, &HANDLERS)
+    }
+
+    fn world_with(seed: u64, handlers: &[usize]) -> World {
         let space = Arc::new(SimSpace::new(SimOptions {
             shards: SHARDS,
             seed,
@@ -561,7 +641,12 @@ mod tests {
             evictors,
         } = Pager::assemble(space.clone(), cluster.clone(), &options)
             .expect("the options are sound");
-        let team = Team::new(pager.shared(), fillers, &HANDLERS);
+        let seats = Seats::new(
+            pager.shared().doors.clone(),
+            handlers.len() + evictors.len(),
+        );
+        let seats = Arc::new(seats.expect("descriptors are to be had"));
+        let team = Team::new(pager.shared(), fillers, handlers, &seats);
         let options = RemoteOptions::default();
         let store = PageStore::remote(&cluster, "a region", BYTES, PAGE_BYTES, &options)
             .expect("the server has room");
@@ -569,6 +654,7 @@ mod tests {
             .expect("the budget holds the pages of all fillers");
         World {
             space,
+            cluster,
             team: team.expect("descriptors are to be had"),
             evictors,
             mapped: ManuallyDrop::new(mapped),
@@ -588,13 +674,10 @@ mod tests {
             team,
             evictors,
             mapped,
+            ..
         } = world(1);
         let shared = team.shared.clone();
-        let mut threads = team.start().expect("threads start");
-        for evictor in evictors {
-            let serve = move || evictor.serve();
-            threads.push(worker::spawn("evictor".to_owned(), serve).expect("a thread starts"));
-        }
+        start(&team, evictors);
 
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -620,11 +703,19 @@ mod tests {
             ends.into_iter()
                 .for_each(|end| end.expect("the program sees what it wrote"));
         });
-        // The region needs its workers to the end, and the workers end with the pager.
-        drop(ManuallyDrop::into_inner(mapped));
-        threads
-            .into_iter()
-            .for_each(|thread| thread.join().expect("workers end"));
+        end(&team, vec![ManuallyDrop::into_inner(mapped)]);
+    }
+
+    fn start(team: &Arc<Team<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
+        let mut serve = team.serve_all();
+        serve.extend(Evictor::serve_all(evictors, &team.seats, serve.len()));
+        team.seats.start(serve).expect("threads start");
+    }
+
+    /// The regions need their workers to the end, and the workers end with the pager.
+    fn end(team: &Team<SimSpace>, regions: Vec<Mapped<SimSpace>>) {
+        drop(regions);
+        team.seats.join();
     }
 
     #[test]
@@ -634,6 +725,7 @@ mod tests {
             team,
             mut evictors,
             mapped,
+            ..
         } = world(1);
         let mut ears = Ears::new(&team);
         let mut dues = Dues::new();
@@ -646,19 +738,19 @@ mod tests {
             assert!(Instant::now() < end, "nobody looks for the fault");
             ears.prepare(&mut dues);
             ears.sleep(Some(Instant::now()), &mut dues);
-            dues.retain(|due| team.drive(*due));
+            dues.retain(|due| team.drive(0, *due) == Left::Something);
         }
-        close(&team, &mut evictors, mapped);
+        close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
     }
 
-    /// Drops the region. All workers take turns until it is gone.
+    /// Drops the regions. All workers take turns until they are gone.
     fn close(
         team: &Team<SimSpace>,
         evictors: &mut [Evictor<SimSpace>],
-        mapped: ManuallyDrop<Mapped<SimSpace>>,
+        regions: Vec<Mapped<SimSpace>>,
     ) {
-        simulation::drop_beside(vec![ManuallyDrop::into_inner(mapped)], || {
-            (0..SHARDS).for_each(|shard| _ = team.drive(Due::all(shard)));
+        simulation::drop_beside(regions, || {
+            (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
             evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
         });
     }
@@ -670,10 +762,11 @@ mod tests {
             team,
             mut evictors,
             mapped,
+            ..
         } = world(1);
         let ears = Ears::new(&team);
         // As a handler's first turn: a ring would be swallowed, since nobody has prepared for it.
-        (0..SHARDS).for_each(|shard| _ = team.drive(Due::all(shard)));
+        (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
         let region = mapped.region().clone();
         (team.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));
         let mut dues = Dues::new();
@@ -688,7 +781,7 @@ mod tests {
         assert!(!team.goes_to_rest(1));
         team.posts[0].until_ns.store(u64::MAX, Ordering::SeqCst);
         assert!(team.goes_to_rest(1));
-        close(&team, &mut evictors, mapped);
+        close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
     }
 
     /// A handler without a thread.
@@ -696,11 +789,17 @@ mod tests {
         ears: Ears<'a, SimSpace>,
         dues: Dues,
         asleep: Option<Option<Instant>>,
+        /// It is in a call of a store, which a turn of this shard's filler has led to.
+        call: Option<(usize, StoreCall<Local<<SimSpace as AddressSpace>::Frame>>)>,
     }
 
     impl Puppet<'_> {
         /// Does the next thing that other handlers may come between.
         fn step(&mut self) {
+            if let Some((shard, mut call)) = self.call.take() {
+                call.make();
+                return self.took(shard, self.ears.team.go_on(shard, call));
+            }
             match (self.asleep, self.dues.pop()) {
                 (Some(until), _) => {
                     let now = Instant::now();
@@ -711,11 +810,7 @@ mod tests {
                     }
                     self.asleep = None;
                 }
-                (None, Some(due)) => {
-                    if self.ears.team.drive(due) {
-                        self.dues.push(Due::all(due.shard));
-                    }
-                }
+                (None, Some(due)) => self.took(due.shard, self.ears.team.begin(due)),
                 (None, None) => {
                     let until = self.ears.prepare(&mut self.dues);
                     if self.dues.is_empty() {
@@ -723,6 +818,72 @@ mod tests {
                     }
                 }
             }
+        }
+
+        fn took(&mut self, shard: usize, step: Step<SimSpace>) {
+            match step {
+                Step::Call(call) => self.call = Some((shard, call)),
+                Step::Done { again: true } => self.dues.push(Due::all(shard)),
+                Step::Done { again: false } => {}
+            }
+        }
+    }
+
+    /// A store of a user's own, whose calls wait while the gate is shut.
+    #[derive(Default)]
+    struct Gated {
+        bytes: Mutex<Vec<u8>>,
+        is_shut: Mutex<bool>,
+        opened: Condvar,
+        waiting: AtomicUsize,
+    }
+
+    impl Gated {
+        /// A region over it, whose calls are all made by workers.
+        fn map(
+            self: &Arc<Self>,
+            cluster: &Arc<Cluster>,
+            pager: &Arc<Pager<SimSpace>>,
+        ) -> Mapped<SimSpace> {
+            *self.bytes.lock() = vec![0; BYTES as usize];
+            let options = BlockingOptions { threads: 0 };
+            let store =
+                PageStore::blocking(cluster, "own", BYTES, PAGE_BYTES, self.clone(), &options);
+            let store = store.expect("the sizes are sound");
+            (pager.map(store, RegionOptions::default()))
+                .expect("the budget holds pages of all fillers")
+        }
+
+        fn pass(&self) {
+            let mut is_shut = self.is_shut.lock();
+            self.waiting.fetch_add(1, Ordering::SeqCst);
+            while *is_shut {
+                self.opened.wait(&mut is_shut);
+            }
+            self.waiting.fetch_sub(1, Ordering::SeqCst);
+        }
+
+        fn shut(&self) {
+            *self.is_shut.lock() = true;
+        }
+
+        fn open(&self) {
+            *self.is_shut.lock() = false;
+            self.opened.notify_all();
+        }
+    }
+
+    impl Store for Gated {
+        fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+            self.pass();
+            buf.copy_from_slice(&self.bytes.lock()[offset as usize..][..buf.len()]);
+            Ok(())
+        }
+
+        fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+            self.pass();
+            self.bytes.lock()[offset as usize..][..buf.len()].copy_from_slice(buf);
+            Ok(())
         }
     }
 
@@ -732,10 +893,13 @@ mod tests {
             println!("seed {seed}");
             let World {
                 space,
+                cluster,
                 team,
                 mut evictors,
                 mapped,
             } = world(seed);
+            let own = Arc::new(Gated::default()).map(&cluster, mapped.pager());
+            let regions = [mapped, ManuallyDrop::new(own)];
             let mut random = seed;
             let mut below = |limit: usize| (next(&mut random) % limit as u64) as usize;
             let mut puppets: Vec<_> = HANDLERS
@@ -743,37 +907,125 @@ mod tests {
                     ears: Ears::new(&team),
                     dues: team.all(),
                     asleep: None,
+                    call: None,
                 })
                 .into();
-            let mut wants: [Option<usize>; PROGRAMS] = [None; PROGRAMS];
-            let mut accesses = 0;
+            let mut wants: [Option<(usize, usize)>; PROGRAMS] = [None; PROGRAMS];
+            // By region and page: how often it was added to.
+            let mut shadow = [[0; 16]; 2];
+            let (mut accesses, mut calls) = (0, 0);
             let mut since = Instant::now();
             while accesses < 2000 {
                 assert!(since.elapsed() < Duration::from_secs(20), "nobody gets on");
                 match below(10) {
                     0..3 => {
                         let thread = below(PROGRAMS);
-                        let page = *wants[thread].get_or_insert_with(|| below(16));
+                        let (region, page) =
+                            *wants[thread].get_or_insert_with(|| (below(2), below(16)));
                         if space.is_asleep(thread) {
                             continue;
                         }
+                        let mapped = &regions[region];
                         let offset = (page % SHARDS) * (16 << 20) + page / SHARDS * PAGE_BYTES;
-                        match space.try_load(thread, mapped.address() + offset) {
-                            Ok(_) => {
+                        let address = mapped.address() + offset;
+                        let outcome = space.try_load(thread, address).and_then(|seen| {
+                            assert_eq!(seen, shadow[region][page], "page {page} of {region}");
+                            space.try_store(thread, address, seen + 1)
+                        });
+                        match outcome {
+                            Ok(()) => {
+                                shadow[region][page] += 1;
                                 (wants[thread], since) = (None, Instant::now());
                                 accesses += 1;
                             }
                             // As the kernel does: once for each fault.
-                            Err(Faulted::Asleep) => team.bell(shard_at(&mapped, offset).0).ring(),
+                            Err(Faulted::Asleep) => team.bell(shard_at(mapped, offset).0).ring(),
                             Err(other) => panic!("page {page}: {other}"),
                         }
                     }
                     3 => _ = evictors[below(2)].turn(),
-                    _ => puppets[below(HANDLERS.len())].step(),
+                    _ => {
+                        let puppet = &mut puppets[below(HANDLERS.len())];
+                        puppet.step();
+                        calls += usize::from(puppet.call.is_some());
+                    }
                 }
             }
+            assert!(calls > 100, "handlers were in {calls} calls");
+            while puppets.iter().any(|puppet| puppet.call.is_some()) {
+                puppets.iter_mut().for_each(Puppet::step);
+            }
             drop(puppets);
-            close(&team, &mut evictors, mapped);
+            let regions = regions.map(ManuallyDrop::into_inner);
+            close(&team, &mut evictors, regions.into());
+        }
+    }
+
+    /// A word of each of 16 pages is added to.
+    fn add_everywhere(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
+        let end = Instant::now() + Duration::from_secs(20);
+        for page in 0..16 {
+            let address =
+                mapped.address() + (page % SHARDS) * (16 << 20) + page / SHARDS * PAGE_BYTES;
+            loop {
+                match space
+                    .try_load(1, address)
+                    .and_then(|seen| space.try_store(1, address, seen + 1))
+                {
+                    Ok(()) => break,
+                    Err(Faulted::Asleep) => shared.doors.ring_fillers(),
+                    Err(other) => panic!("page {page}: {other}"),
+                }
+                while space.is_asleep(1) {
+                    assert!(Instant::now() < end, "nobody serves page {page}");
+                    std::thread::yield_now();
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn workers_whose_only_thread_is_kept_by_a_store_go_on() {
+        for writes in [false, true] {
+            let World {
+                space,
+                cluster,
+                team,
+                evictors,
+                mapped,
+            } = world_with(1, &HANDLERS[..1]);
+            let shared = team.shared.clone();
+            start(&team, evictors);
+            let gated = Arc::new(Gated::default());
+            let own = ManuallyDrop::new(gated.map(&cluster, mapped.pager()));
+            if writes {
+                // More than fits, so that evictors write them.
+                add_everywhere(&space, &shared, &own);
+            }
+            gated.shut();
+            let pages = PageRange::first(own.region().pages());
+            let job = Job::new(own.region().clone(), pages, false);
+            if writes {
+                shared.jobs.add(job.clone());
+                shared.doors.ring_evictors();
+            } else {
+                assert_eq!(space.try_load(0, own.address()), Err(Faulted::Asleep));
+                shared.doors.ring_fillers();
+            }
+            let limit = Instant::now() + Duration::from_secs(20);
+            while gated.waiting.load(Ordering::SeqCst) == 0 {
+                assert!(Instant::now() < limit, "nobody calls the store");
+                std::thread::yield_now();
+            }
+            // Also what has to leave for it.
+            add_everywhere(&space, &shared, &mapped);
+            add_everywhere(&space, &shared, &mapped);
+            gated.open();
+            while space.is_asleep(0) || writes && !job.has_ended() {
+                assert!(Instant::now() < limit, "the call came to nothing");
+                std::thread::yield_now();
+            }
+            end(&team, [own, mapped].map(ManuallyDrop::into_inner).into());
         }
     }
 

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_store::{Lane, PageIndex};
+use farpage_store::{Lane, PageIndex, StoreCall};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
 
@@ -144,6 +144,26 @@ impl<A: AddressSpace> WriteBacks<A> {
                 budget.end_leaving(leaving.bytes());
             }
         }
+    }
+
+    /// See [`Flights::keep_calls`].
+    pub(crate) fn keep_calls(&mut self) {
+        self.flights.keep_calls();
+    }
+
+    /// See [`Flights::take_call`].
+    pub(crate) fn take_call(&mut self) -> Option<StoreCall<Local<A::Frame>>> {
+        self.flights.take_call()
+    }
+
+    /// See [`Flights::end_call`].
+    pub(crate) fn end_call(&mut self, call: StoreCall<Local<A::Frame>>) {
+        self.flights.end_call(call);
+    }
+
+    /// See [`Flights::await_calls`].
+    pub(crate) fn await_calls(&mut self) {
+        self.flights.await_calls();
     }
 
     /// Settles what has ended. Returns whether there was any; `failed` is told of pages that stay

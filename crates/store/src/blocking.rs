@@ -1,9 +1,9 @@
-//! Stores that users bring: the [`Store`] trait, and the threads that call one so that no worker
-//! ever waits for it.
+//! Stores that users bring: the [`Store`] trait, the threads that call one so that no worker waits
+//! for it, and the [`Trust`] by which workers call one themselves.
 //!
 //! The rule it keeps: every job that was handed in comes back exactly once, also when the store
-//! fails or panics. A call that never returns keeps its own page waiting, and one of the store's
-//! threads; no other region notices.
+//! fails or panics. A call that never returns keeps its own page waiting, and the thread that makes
+//! it; no other region notices.
 
 use std::{
     any::Any,
@@ -12,15 +12,19 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use farpage_fabric::log::later;
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::{
+    sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+    sys::eventfd::{EfdFlags, EventFd},
+    unistd::Pid,
+};
 use parking_lot::Mutex;
 
 /// What a user plugs in: the bytes of a region by offset. Called from several threads at once,
@@ -31,6 +35,9 @@ use parking_lot::Mutex;
 /// A page that nobody has written to may be dropped and read again at any time, so a store must
 /// return the same bytes for it: a program holds slices of this memory, which must not change by
 /// themselves.
+///
+/// Calls come on farpage's threads. Some of these keep to one CPU, and what a call starts would
+/// inherit that, so a store that has threads of its own starts them when it is made.
 pub trait Store: Send + Sync + 'static {
     /// Reads exactly `buf.len()` bytes at `offset`.
     ///
@@ -53,8 +60,9 @@ pub trait Store: Send + Sync + 'static {
         Ok(())
     }
 
-    /// False: `read` and `write` return without waiting for anything and are called on the worker's
-    /// own thread.
+    /// False: `read` and `write` return without waiting for anything, so that they are called on
+    /// the worker's own thread from the start. True: on threads of the store, until it has shown
+    /// for a while that it returns at once.
     fn may_block(&self) -> bool {
         true
     }
@@ -86,8 +94,8 @@ impl<S: Store + ?Sized> Store for Arc<S> {
 /// How a user's store is driven.
 #[derive(Clone, Debug)]
 pub struct BlockingOptions {
-    /// Calls at once, at most. Each is made on a thread of its own, which ends when it has had no
-    /// work for two seconds. Default: 8.
+    /// Threads of the store, at most. Each makes one call at a time, and ends when it has had no
+    /// work for two seconds. Default: 8. None: workers make all calls themselves.
     pub threads: usize,
 }
 
@@ -105,9 +113,62 @@ pub(crate) trait Work: Send {
     fn run(self: Box<Self>);
 }
 
+/// Whether a store returns at once, by how long its calls have taken so far.
+///
+/// A hand-off to another thread and back takes longer than the rest of a fault, so workers call a
+/// store that returns at once themselves. It may take long all the same, and then other faults
+/// wait. So trust is lost faster than it is won.
+struct Trust {
+    /// Trusted from 0 on, which is the most.
+    score: AtomicI32,
+    /// Calls that workers are making themselves.
+    inside: AtomicUsize,
+}
+
+impl Trust {
+    /// So many calls that return at once make up for not knowing the store.
+    const UNKNOWN: i32 = -16;
+    /// The same after one that took longer: it may have been kept waiting for a processor.
+    const LONG: i32 = -64;
+    /// And after one that has kept its thread from work.
+    const STALLED: i32 = -1024;
+    const STALL: Duration = Duration::from_millis(1);
+    /// A call returns at once within the time that waking a sleeping thread takes, and copying.
+    const WAKE_NS: u64 = 30_000;
+    const COPIED_BYTES_PER_NS: u64 = 4;
+    /// A longer call takes longer than handing it to another thread, which makes it meanwhile.
+    const BYTES_MAX: usize = 64 << 10;
+    /// Workers that call the same store at once. When it begins to stall, nobody knows before the
+    /// first of them returns.
+    const INSIDE_MAX: usize = 4;
+
+    /// A call about so many bytes has taken so long.
+    fn learn(&self, bytes: usize, took: Duration) {
+        let at_once_ns = Self::WAKE_NS + bytes as u64 / Self::COPIED_BYTES_PER_NS;
+        let before = self.score.load(Ordering::Relaxed);
+        let after = if took <= Duration::from_nanos(at_once_ns) {
+            (before + 1).min(0)
+        } else if took < Self::STALL {
+            before.min(Self::LONG)
+        } else {
+            before.min(Self::STALLED)
+        };
+        // What another thread learns meanwhile may be forgotten; the next call says it again.
+        if after != before {
+            self.score.store(after, Ordering::Relaxed);
+        }
+    }
+
+    fn is_there(&self) -> bool {
+        self.score.load(Ordering::Relaxed) >= 0
+            && self.inside.load(Ordering::Relaxed) < Self::INSIDE_MAX
+    }
+}
+
 /// A store with its threads.
 pub(crate) struct BlockingStore {
     pub(crate) store: Arc<dyn Store>,
+    trust: Trust,
     threads_max: usize,
     jobs: Sender<Box<dyn Work>>,
     crew: Arc<Crew>,
@@ -116,6 +177,8 @@ pub(crate) struct BlockingStore {
 struct Crew {
     jobs: Receiver<Box<dyn Work>>,
     count: Mutex<Count>,
+    /// Those that the thread which made the store may use. Workers keep to one, and start threads.
+    cpus: Option<CpuSet>,
 }
 
 /// At any time `threads >= min(outstanding, threads_max)`, so that no job waits for a thread that
@@ -133,13 +196,49 @@ impl BlockingStore {
         let crew = Arc::new(Crew {
             jobs: receiver,
             count: Mutex::default(),
+            cpus: sched_getaffinity(Pid::from_raw(0)).ok(),
         });
         Self {
             store,
-            threads_max: options.threads.max(1),
+            trust: Trust {
+                score: AtomicI32::new(Trust::UNKNOWN),
+                inside: AtomicUsize::new(0),
+            },
+            threads_max: options.threads,
             jobs,
             crew,
         }
+    }
+
+    pub(crate) fn has_threads(&self) -> bool {
+        self.threads_max > 0
+    }
+
+    /// Whether a worker shall make a call about so many bytes itself.
+    pub(crate) fn is_trusted(&self, bytes: usize) -> bool {
+        !self.has_threads() || bytes <= Trust::BYTES_MAX && self.trust.is_there()
+    }
+
+    /// A worker begins to make a call itself.
+    pub(crate) fn enter(&self) {
+        self.trust.inside.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// And has ended it.
+    pub(crate) fn leave(&self) {
+        self.trust.inside.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Makes a call about so many bytes. A panic is an error like any other.
+    pub(crate) fn call(
+        &self,
+        bytes: usize,
+        f: impl FnOnce(&dyn Store) -> io::Result<()>,
+    ) -> Result<(), CallError> {
+        let began = Instant::now();
+        let result = call(|| f(&*self.store));
+        self.trust.learn(bytes, began.elapsed());
+        result
     }
 
     /// Runs the work on a thread of this store, or here and now if no thread can be had.
@@ -168,6 +267,10 @@ impl BlockingStore {
 
 impl Crew {
     fn work(&self) {
+        if let Some(cpus) = &self.cpus {
+            // CPUs that are refused by now are none to go back to.
+            let _ = sched_setaffinity(Pid::from_raw(0), cpus);
+        }
         loop {
             match self.jobs.recv_timeout(IDLE) {
                 Ok(work) => {
@@ -245,5 +348,60 @@ impl Waker {
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Nothing;
+
+    impl Store for Nothing {
+        fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
+            Ok(())
+        }
+        fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// How many calls that return at once it takes until workers make them.
+    fn until_trusted(store: &BlockingStore) -> usize {
+        let mut calls = 0;
+        while !store.is_trusted(4096) {
+            assert!(calls < 10_000, "it is never trusted");
+            store.trust.learn(4096, Duration::from_micros(2));
+            calls += 1;
+        }
+        calls
+    }
+
+    #[test]
+    fn store_is_trusted_while_it_returns_at_once() {
+        let store = BlockingStore::new(Arc::new(Nothing), &BlockingOptions::default());
+        assert_eq!(until_trusted(&store), 16, "nobody knows it");
+        assert_eq!(until_trusted(&store), 0);
+        store.trust.learn(64 << 10, Duration::from_micros(45));
+        assert_eq!(until_trusted(&store), 0, "longer calls may take longer");
+        store.trust.learn(4096, Duration::from_micros(45));
+        assert_eq!(until_trusted(&store), 64, "it is slow at times");
+        store.trust.learn(4096, Duration::from_millis(2));
+        store.trust.learn(4096, Duration::from_micros(45));
+        assert_eq!(until_trusted(&store), 1024, "it stalls at times");
+    }
+
+    #[test]
+    fn workers_make_few_and_short_calls_at_once() {
+        let store = BlockingStore::new(Arc::new(Nothing), &BlockingOptions::default());
+        until_trusted(&store);
+        assert!(store.is_trusted(64 << 10) && !store.is_trusted(65 << 10));
+        for _ in 0..Trust::INSIDE_MAX {
+            assert!(store.is_trusted(4096));
+            store.enter();
+        }
+        assert!(!store.is_trusted(4096));
+        store.leave();
+        assert!(store.is_trusted(4096));
     }
 }

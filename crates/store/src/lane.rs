@@ -35,8 +35,8 @@ use crossbeam_channel::{Receiver, Sender};
 use farpage_fabric::{ChannelError, Completion, ConnectError, Op, Verb};
 use nix::poll::{PollFd, PollFlags};
 
+pub use self::call::StoreCall;
 use self::{
-    call::Call,
     port::{Port, PortState},
     run::{Part, Run, Spare, Task, Transfer, Way},
     staging::{IoBuf, Staging},
@@ -123,9 +123,14 @@ pub struct Lane<F: Frame> {
     staging: Staging,
     coder: Coder,
     completions: Vec<Completion<IoBuf<F>>>,
-    ended_calls: Receiver<Box<Call<F>>>,
-    ended_calls_sender: Sender<Box<Call<F>>>,
+    ended_calls: Receiver<Box<StoreCall<F>>>,
+    ended_calls_sender: Sender<Box<StoreCall<F>>>,
+    /// Calls that have not ended, and those of them that whoever drives the lane makes.
     calls_in_flight: usize,
+    calls_by_worker: usize,
+    /// Whether calls wait to be taken, and which do.
+    keeps_calls: bool,
+    kept_calls: VecDeque<StoreCall<F>>,
     waker: Arc<Waker>,
     /// Lost channels stay lost until [`reopen`](Self::reopen).
     passive: bool,
@@ -166,6 +171,9 @@ impl<F: Frame> Lane<F> {
             ended_calls,
             ended_calls_sender,
             calls_in_flight: 0,
+            calls_by_worker: 0,
+            keeps_calls: false,
+            kept_calls: VecDeque::new(),
             waker: Arc::new(waker),
             passive: false,
             look_again: None,
@@ -269,11 +277,11 @@ impl<F: Frame> Lane<F> {
         self.look_again = None;
         self.watch.looks();
         let is_opening = |port: &Port<_>| matches!(port.state, PortState::Opening(_));
-        if self.calls_in_flight > 0 || self.ports.iter().any(is_opening) {
+        if self.has_calls_elsewhere() || self.ports.iter().any(is_opening) {
             self.waker.clear();
-            while let Ok(call) = self.ended_calls.try_recv() {
-                self.finish_call(*call);
-            }
+        }
+        if self.calls_in_flight > 0 {
+            self.finish_calls();
         }
         for port in 0..self.ports.len() {
             self.drive(port);
@@ -302,7 +310,7 @@ impl<F: Frame> Lane<F> {
         }
         let mut until = self.look_again;
         let mut sooner = |time: Option<Instant>| until = until.into_iter().chain(time).min();
-        let mut waker = self.calls_in_flight > 0;
+        let mut waker = self.has_calls_elsewhere();
         for port in &self.ports {
             match &port.state {
                 PortState::Open { channel, .. } => {

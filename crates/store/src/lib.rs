@@ -39,7 +39,7 @@ pub use elements::{ElementType, Elements};
 pub use error::{CreateError, OpenStoreError, PublishStoreError, StoreError, TableError};
 pub use farpage_fabric::regmem::RegPoolStats;
 pub use file::{FileStore, FileStoreError};
-pub use lane::{Done, Frame, Lane, Outcome};
+pub use lane::{Done, Frame, Lane, Outcome, StoreCall};
 pub use names::{NamedRegion, NamesError};
 pub use options::{RemoteOptions, Reserve};
 pub use page::{PageIndex, PageIter, PageRange};

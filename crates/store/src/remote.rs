@@ -43,9 +43,13 @@ pub struct PageStore {
     retired: AtomicBool,
 }
 
+#[expect(
+    clippy::large_enum_variant,
+    reason = "there is one per region, and each transfer looks at what is remote"
+)]
 pub(crate) enum Backing {
     Remote(RemoteStore),
-    Blocking(BlockingStore),
+    Blocking(Arc<BlockingStore>),
 }
 
 /// What a region has on memory servers.
@@ -150,7 +154,7 @@ impl PageStore {
         check_page_bytes(&region, page_bytes)?;
         check_bytes(&region, bytes)?;
         let table = PageTable::new(bytes, page_bytes)?;
-        let backing = Backing::Blocking(BlockingStore::new(store, options));
+        let backing = Backing::Blocking(Arc::new(BlockingStore::new(store, options)));
         let seed = RandomState::new().hash_one(&region);
         Ok(Self::new(
             cluster, region, bytes, page_bytes, table, seed, backing,

@@ -1,5 +1,5 @@
-//! Fills from and write-backs to a user's own store: one call per stretch of pages, on a thread of
-//! the store.
+//! Fills from and write-backs to a user's own store: one call per stretch of pages, made by the
+//! worker itself or on a thread of the store.
 //!
 //! The rule it keeps: what was written must come back; what others put into the store is theirs to
 //! change. After a write that failed, what the store holds is unknown, and the page is never again
@@ -15,50 +15,61 @@ use super::{
 };
 use crate::{
     PageIndex, PageStore, Store, StoreError,
-    blocking::{BlockingStore, CallError, Waker, Work, call},
+    blocking::{BlockingStore, CallError, Waker, Work},
     codec,
     entry::Entry,
 };
 
 /// One call of a user's store.
-pub(super) struct Call<F> {
+pub struct StoreCall<F> {
     index: usize,
     part: usize,
-    store: Arc<dyn Store>,
+    blocking: Arc<BlockingStore>,
     way: Way,
     offset: u64,
     /// May be less than the frame holds: the region's last page.
     len: usize,
     frame: F,
     result: Result<(), CallError>,
-    reply: Sender<Box<Call<F>>>,
+    /// A worker makes it.
+    by_worker: bool,
+    reply: Sender<Box<StoreCall<F>>>,
     waker: Arc<Waker>,
 }
 
-impl<F: Frame> Call<F> {
-    fn perform(&mut self) {
-        let Self {
-            store,
-            offset,
-            len,
-            frame,
-            ..
-        } = self;
+impl<F: Frame> StoreCall<F> {
+    /// Makes the call. It may take long.
+    pub fn make(&mut self) {
+        let Self { offset, len, .. } = *self;
         self.result = match self.way {
-            Way::Fill => call(|| store.read(*offset, &mut frame.as_mut()[..*len])),
-            Way::WriteBack => call(|| store.write(*offset, &frame.as_ref()[..*len])),
+            Way::Fill => {
+                let buf = &mut self.frame.as_mut()[..len];
+                self.blocking.call(len, |store| store.read(offset, buf))
+            }
+            Way::WriteBack => {
+                let buf = &self.frame.as_ref()[..len];
+                self.blocking.call(len, |store| store.write(offset, buf))
+            }
         };
+        if self.by_worker {
+            self.blocking.leave();
+        }
     }
-}
 
-impl<F: Frame> Work for Call<F> {
-    fn run(mut self: Box<Self>) {
-        self.perform();
+    /// Leaves what came of it to whoever drives the lane by now, and wakes it.
+    pub fn hand_in(self: Box<Self>) {
         let (reply, waker) = (self.reply.clone(), self.waker.clone());
         // A lane that is gone wants no answer.
         if reply.send(self).is_ok() {
             waker.wake();
         }
+    }
+}
+
+impl<F: Frame> Work for StoreCall<F> {
+    fn run(mut self: Box<Self>) {
+        self.make();
+        self.hand_in();
     }
 }
 
@@ -93,8 +104,8 @@ impl<F: Frame> Lane<F> {
         Ok(())
     }
 
-    /// Hands the stretches that need a call to the store.
-    pub(super) fn call(&mut self, index: usize, run: &mut Run<F>, blocking: &BlockingStore) {
+    /// Begins the calls for the stretches that need one.
+    pub(super) fn call(&mut self, index: usize, run: &mut Run<F>, blocking: &Arc<BlockingStore>) {
         for part in 0..run.parts.len() {
             if !matches!(run.parts[part].task, Task::Call) {
                 continue;
@@ -102,43 +113,95 @@ impl<F: Frame> Lane<F> {
             let first = run.page + run.parts[part].first;
             let offset = first.offset(run.store.page_bytes) as u64;
             let len = (run.parts[part].pages * run.store.page_bytes) as u64;
-            let mut call = Call {
+            let mut call = StoreCall {
                 index,
                 part,
-                store: blocking.store.clone(),
+                blocking: blocking.clone(),
                 way: run.way,
                 offset,
                 len: len.min(run.store.bytes - offset) as usize,
                 frame: run.take_frame(part),
                 result: Ok(()),
+                by_worker: false,
                 reply: self.ended_calls_sender.clone(),
                 waker: self.waker.clone(),
             };
-            if blocking.store.may_block() {
-                self.calls_in_flight += 1;
-                blocking.submit(Box::new(call));
-            } else {
-                call.perform();
+            let waits = blocking.has_threads() || self.keeps_calls;
+            if !waits || !blocking.store.may_block() {
+                call.make();
                 called(run, call);
+                continue;
+            }
+            self.calls_in_flight += 1;
+            if self.keeps_calls {
+                self.kept_calls.push_back(call);
+            } else {
+                blocking.submit(Box::new(call));
             }
         }
     }
 
-    /// A call that was handed to a thread has returned.
-    pub(super) fn finish_call(&mut self, call: Call<F>) {
+    /// From now on whoever drives the lane asks it for calls after each turn, by
+    /// [`take_call`](Self::take_call), until there are none.
+    pub fn keep_calls(&mut self) {
+        self.keeps_calls = true;
+    }
+
+    /// A call to be made at once, without holding up what others may do with the lane: its store
+    /// has returned at once so far. It is then given back by [`end_call`](Self::end_call). Calls of
+    /// other stores go to threads of theirs.
+    pub fn take_call(&mut self) -> Option<StoreCall<F>> {
+        while let Some(mut call) = self.kept_calls.pop_front() {
+            let blocking = call.blocking.clone();
+            if blocking.is_trusted(call.len) {
+                blocking.enter();
+                call.by_worker = true;
+                self.calls_by_worker += 1;
+                return Some(call);
+            }
+            blocking.submit(Box::new(call));
+        }
+        None
+    }
+
+    /// A call that was taken has returned.
+    pub fn end_call(&mut self, call: StoreCall<F>) {
+        self.calls_by_worker -= 1;
+        self.finish_call(call);
+    }
+
+    /// Calls that were taken and have not ended will be handed in: their thread does not drive the
+    /// lane any more.
+    pub fn await_calls(&mut self) {
+        self.calls_by_worker = 0;
+    }
+
+    /// Ends the calls that were handed in.
+    pub(super) fn finish_calls(&mut self) {
+        while let Ok(call) = self.ended_calls.try_recv() {
+            self.finish_call(*call);
+        }
+    }
+
+    fn finish_call(&mut self, call: StoreCall<F>) {
         self.calls_in_flight -= 1;
         let index = call.index;
         let mut run = self.take(index);
         called(&mut run, call);
         self.put(index, run);
     }
+
+    /// Whether there are calls that ring when they have returned.
+    pub(super) fn has_calls_elsewhere(&self) -> bool {
+        self.calls_in_flight > self.calls_by_worker
+    }
 }
 
 /// A part is done, or is not.
-fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
-    let Call {
+fn called<F: Frame>(run: &mut Run<F>, call: StoreCall<F>) {
+    let StoreCall {
         part,
-        store: user,
+        blocking,
         way,
         len,
         mut frame,
@@ -163,7 +226,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
                         let error = StoreError::Corrupt {
                             region: store.label.clone(),
                             page: page.number(),
-                            server: user.name().into(),
+                            server: blocking.store.name().into(),
                             detail: "its hash does not match what was last written",
                         };
                         run.fail_page(number, error);
@@ -213,7 +276,7 @@ fn called<F: Frame>(run: &mut Run<F>, call: Call<F>) {
                 }
             }
             run.parts[part].frame = Some(frame);
-            return run.fail(part, failure(&store, &*user, way, error));
+            return run.fail(part, failure(&store, &*blocking.store, way, error));
         }
     }
     run.parts[part].frame = Some(frame);

@@ -315,3 +315,80 @@ fn a_users_store_is_called_once_per_stretch_and_fails_as_a_whole() {
     user.fail.store(false, Ordering::Relaxed);
     assert_eq!(write_run(&mut lane, &store, 0, &model).outcome.written, 3);
 }
+
+#[test]
+fn calls_that_a_worker_makes_end_as_those_on_threads_do() {
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let user = Unruly::new(8192);
+    let options = BlockingOptions { threads: 0 };
+    let store = PageStore::blocking(&cluster, REGION, 8192, 4096, user.clone(), &options)
+        .expect("the sizes are sound");
+    let mut lane: Lane<Vec<u8>> = Lane::new(&cluster).expect("no server to connect to");
+    lane.keep_calls();
+    let mut done = Vec::new();
+    for (page, handed_in) in [(0, false), (1, true)] {
+        lane.fill(&store, PageIndex(page), vec![0; 4096], 7)
+            .expect("it has room");
+        lane.poll(&mut done);
+        assert!(done.is_empty() && user.calls.load(Ordering::Relaxed) == page);
+        let mut call = lane.take_call().expect("the store is read");
+        assert!(lane.take_call().is_none());
+        call.make();
+        if handed_in {
+            lane.await_calls();
+            let mut fds = Vec::new();
+            lane.wait(&mut fds);
+            Box::new(call).hand_in();
+            let ready = nix::poll::poll(&mut fds, nix::poll::PollTimeout::ZERO);
+            assert_eq!(ready, Ok(1), "whoever drives the lane is woken");
+        } else {
+            lane.end_call(call);
+        }
+        lane.poll(&mut done);
+        let done = done.pop().expect("the call has ended");
+        assert!(done.failed.is_empty() && done.tag == 7);
+        assert!(done.frame[..] == user.bytes.lock()[page * 4096..][..4096]);
+        assert_eq!(lane.in_flight(), 0);
+    }
+}
+
+#[test]
+fn threads_of_a_store_may_use_the_processors_that_its_maker_may() {
+    use nix::{
+        sched::{CpuSet, sched_getaffinity, sched_setaffinity},
+        unistd::Pid,
+    };
+
+    #[derive(Default)]
+    struct Asks {
+        seen: Mutex<Option<CpuSet>>,
+    }
+    impl crate::Store for Asks {
+        fn read(&self, _: u64, _: &mut [u8]) -> io::Result<()> {
+            *self.seen.lock() = Some(sched_getaffinity(Pid::from_raw(0))?);
+            Ok(())
+        }
+        fn write(&self, _: u64, _: &[u8]) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    let all = sched_getaffinity(Pid::from_raw(0)).expect("it may always be asked");
+    let mut cpus = (0..CpuSet::count()).filter(|&cpu| all.is_set(cpu).unwrap_or(false));
+    let (Some(first), Some(_)) = (cpus.next(), cpus.next()) else {
+        eprintln!("SKIPPED: threads_of_a_store_may_use_the_processors_that_its_maker_may: one CPU");
+        return;
+    };
+    let cluster = Cluster::new(vec![], ClusterOptions::default());
+    let user = Arc::new(Asks::default());
+    let options = BlockingOptions::default();
+    let store = PageStore::blocking(&cluster, REGION, 4096, 4096, user.clone(), &options)
+        .expect("the sizes are sound");
+    // As workers are, on whose behalf threads are started.
+    let mut one = CpuSet::new();
+    one.set(first).expect("it is one of them");
+    sched_setaffinity(Pid::from_raw(0), &one).expect("the thread may use it");
+    let mut lane = Lane::new(&cluster).expect("no server to connect to");
+    read(&mut lane, &store, 0).expect("the store reads");
+    assert_eq!(*user.seen.lock(), Some(all));
+}

@@ -1,0 +1,174 @@
+//! The threads of workers, and what happens when one does not come back: [`Seats`].
+//!
+//! Workers make calls of users' stores themselves where these return at once, which saves a
+//! hand-off to another thread and back. Nobody knows that beforehand. So while there are such
+//! calls, a *lookout* wakes now and then, and where a thread has been in one for too long it puts
+//! another on its seat. The old thread ends when its call has returned.
+//!
+//! The rule: a thread holds no lock while it is in a call, so that another can drive what it drove.
+
+use std::{
+    io, mem,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use crossbeam_utils::CachePadded;
+use farpage_fabric::log::later;
+use farpage_store::StoreCall;
+use farpage_vm::Frame;
+use nix::poll::{PollFd, PollFlags};
+use parking_lot::Mutex;
+
+use crate::{
+    bell::{Bell, sleep_on},
+    doors::Doors,
+    run::Local,
+    worker,
+};
+
+/// A thread that has been in a call for so long is not waited for. As long again may pass until
+/// that is seen.
+const PATIENCE: Duration = Duration::from_millis(1);
+/// The lookout sleeps when it has woken so many times without seeing a call.
+const QUIET_TIMES: u32 = 8;
+
+/// What a worker's thread runs. It returns when the workers stop, or when it has lost its seat.
+pub(crate) type Serve = Arc<dyn Fn() + Send + Sync>;
+
+/// A seat per worker with a thread of its own, and the threads.
+pub(crate) struct Seats {
+    doors: Arc<Doors>,
+    started: Instant,
+    /// By seat: since when its thread is in a call, in nanoseconds since the start; 0: it is not.
+    inside_ns: Vec<CachePadded<AtomicU64>>,
+    /// There was a call since the lookout has looked.
+    any: AtomicBool,
+    /// Calls the lookout while it sleeps.
+    bell: Bell,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Seats {
+    pub(crate) fn new(doors: Arc<Doors>, seats: usize) -> io::Result<Seats> {
+        Ok(Seats {
+            doors,
+            started: Instant::now(),
+            inside_ns: (0..seats).map(|_| CachePadded::default()).collect(),
+            any: AtomicBool::new(false),
+            bell: Bell::new()?,
+            threads: Mutex::default(),
+        })
+    }
+
+    fn now_ns(&self) -> u64 {
+        // Never 0, which says that there is no call.
+        self.started.elapsed().as_nanos() as u64 + 1
+    }
+
+    /// Makes a call on the seat's thread. Returns whether the seat is still this thread's.
+    pub(crate) fn make<F: Frame>(&self, seat: usize, call: &mut StoreCall<Local<F>>) -> bool {
+        // No other call of this seat has the same: a thread is replaced more slowly than that.
+        let since_ns = self.now_ns();
+        self.inside_ns[seat].store(since_ns, Ordering::Release);
+        if !self.any.load(Ordering::Relaxed) {
+            self.any.store(true, Ordering::Relaxed);
+            self.bell.ring();
+        }
+        call.make();
+        self.inside_ns[seat]
+            .compare_exchange(since_ns, 0, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
+    }
+
+    /// Starts a thread on each seat, by its name and what it runs, and the lookout.
+    pub(crate) fn start(self: &Arc<Self>, serve: Vec<(String, Serve)>) -> io::Result<()> {
+        for (name, serve) in &serve {
+            let serve = serve.clone();
+            let thread = worker::spawn(name.clone(), move || serve())?;
+            self.threads.lock().push(thread);
+        }
+        let seats = self.clone();
+        let lookout = worker::spawn("lookout".to_owned(), move || seats.look_out(&serve))?;
+        self.threads.lock().push(lookout);
+        Ok(())
+    }
+
+    /// Waits for all threads. The workers are told to stop, and no region is left, so that no call
+    /// is, either.
+    pub(crate) fn join(&self) {
+        // The lookout may add some until it ends.
+        loop {
+            let threads = mem::take(&mut *self.threads.lock());
+            if threads.is_empty() {
+                break;
+            }
+            for thread in threads {
+                // A worker that panicked has ended the process already.
+                let _ = thread.join();
+            }
+        }
+    }
+
+    fn look_out(self: &Arc<Self>, serve: &[(String, Serve)]) {
+        let mut quiet = 0;
+        while !self.doors.is_stopping() {
+            quiet += 1;
+            if self.any.swap(false, Ordering::Relaxed) {
+                quiet = 0;
+            }
+            for (seat, (name, serve)) in serve.iter().enumerate() {
+                let since_ns = self.inside_ns[seat].load(Ordering::Acquire);
+                if since_ns == 0 {
+                    continue;
+                }
+                quiet = 0;
+                if self.now_ns() - since_ns > PATIENCE.as_nanos() as u64
+                    && let Err(error) = self.replace(seat, since_ns, name, serve)
+                {
+                    later(
+                        move || tracing::warn!(%error, "no thread for a worker whose thread is in a call of a store"),
+                    );
+                }
+            }
+            let stopped = PollFd::new(self.doors.stopped(), PollFlags::POLLIN);
+            if quiet < QUIET_TIMES {
+                sleep_on(&mut [stopped], Some(Instant::now() + PATIENCE));
+                continue;
+            }
+            self.bell.prepare();
+            if self.any.load(Ordering::Relaxed) || self.doors.is_stopping() {
+                self.bell.cancel();
+            } else {
+                self.bell.sleep(vec![stopped], None);
+            }
+        }
+    }
+
+    /// Puts another thread on a seat, unless the call of its thread has returned meanwhile.
+    fn replace(
+        self: &Arc<Self>,
+        seat: usize,
+        since_ns: u64,
+        name: &str,
+        serve: &Serve,
+    ) -> io::Result<()> {
+        let (seats, serve) = (self.clone(), serve.clone());
+        let thread = worker::spawn(name.to_owned(), move || {
+            let inside_ns = &seats.inside_ns[seat];
+            if (inside_ns.compare_exchange(since_ns, 0, Ordering::AcqRel, Ordering::Relaxed))
+                .is_ok()
+            {
+                serve();
+            }
+        })?;
+        let mut threads = self.threads.lock();
+        threads.retain(|thread| !thread.is_finished());
+        threads.push(thread);
+        Ok(())
+    }
+}
