@@ -3,9 +3,9 @@
 //! The rule it keeps: **no input makes it read or write outside its memory.** The library checks no
 //! bounds. It writes at most `zfp_stream_maximum_size` bytes, so that size is checked before each
 //! call. It reads at most as many, even from a damaged block, because each block ends at a number
-//! of bits that does not depend on the data. So a block is decoded from a buffer of that size that
-//! ends in zeros. The caller checks that a decoded block is what was encoded, and how large the
-//! error is.
+//! of bits that does not depend on the data. So a block is decoded from a buffer of that size,
+//! filled up with zeros. The caller checks that a decoded block is what was encoded, and how large
+//! the error is.
 //!
 //! One thread encodes one page at a time: the library's own threads (OpenMP, CUDA) are not built.
 

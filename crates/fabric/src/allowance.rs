@@ -1,8 +1,8 @@
-//! [`Allowance`]: how much memory this process may have: the machine's, within the limits of its
-//! control groups (v1 and v2).
+//! [`Allowance`]: how much memory this process may have. That is the machine's memory, within the
+//! limits of the process's control groups (v1 and v2).
 //!
-//! The rule it keeps: the lowest limit counts, of the process's own group and of all above it that
-//! can be seen. What cannot be read limits nothing.
+//! The rule it keeps: the lowest limit counts, of the process's own group and of every visible
+//! group above it. A limit that cannot be read limits nothing.
 
 use std::{
     fmt, fs,
@@ -11,19 +11,19 @@ use std::{
 
 use bytesize::ByteSize;
 
-/// What [`Allowance::available_bytes`] is where the kernel does not say.
+/// [`Allowance::available_bytes`] if the kernel does not tell.
 const UNKNOWN_AVAILABLE_BYTES: u64 = 1 << 30;
 
 /// Memory that this process may have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Allowance {
-    /// All in all.
+    /// Memory that this process may have in total.
     pub bytes: u64,
-    /// Now, without swapping.
+    /// Memory that it can get now without swapping.
     pub available_bytes: u64,
-    /// The control group that limits [`bytes`](Self::bytes); else it is the machine that has no
-    /// more.
+    /// The control group that limits [`bytes`](Self::bytes). `None`: the machine's memory is the
+    /// limit.
     pub group: Option<PathBuf>,
 }
 
@@ -47,7 +47,7 @@ const V2: Version = Version {
 };
 
 impl Allowance {
-    /// Looks it up.
+    /// Reads the allowance of this process.
     pub fn of_this_process() -> Self {
         Self::below(Path::new("/"))
     }
@@ -79,7 +79,7 @@ impl Allowance {
     }
 }
 
-/// Says how much it is and why no more.
+/// Tells the amount and what limits it.
 impl fmt::Display for Allowance {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = ByteSize(self.bytes);
@@ -126,7 +126,7 @@ fn groups(root: &Path) -> Vec<(&'static Version, PathBuf)> {
             }
             .then_some(path)
         });
-        // A container may see its own group as the root of what is mounted.
+        // A container may see its own group as the root of the mounted hierarchy.
         let inside = membership.and_then(|path| Path::new(path).strip_prefix(mounted).ok());
         let point = root.join(point.trim_start_matches('/'));
         let own = point.join(inside.unwrap_or(Path::new("")));

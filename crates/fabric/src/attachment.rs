@@ -67,13 +67,13 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Until when a connection is waited for whose oldest operation was posted then, and of which
-    /// was last heard then.
+    /// When waiting ends for a connection whose oldest operation was `posted` then, and that was
+    /// last `heard` of then.
     pub(crate) fn until(self, posted: Instant, heard: Instant) -> Instant {
         (posted + self.deadline).min(posted.max(heard) + self.silence)
     }
 
-    /// What it means that it is too late.
+    /// The error of an operation that was `posted` then and is too late.
     pub(crate) fn end(self, endpoint: &str, posted: Instant) -> ChannelError {
         let waited = posted.elapsed() >= self.deadline;
         ChannelError::TimedOut {
@@ -87,8 +87,8 @@ impl Patience {
 #[derive(Debug, Default)]
 pub(crate) struct Death {
     reason: OnceLock<String>,
-    /// Whether the memory is out of reach, too. Looked at per operation. Release, after the reason
-    /// is written; acquire, before it is read.
+    /// Whether the memory is out of reach, too. Read per operation. Stored with Release after the
+    /// reason is set, and loaded with Acquire before the reason is read.
     memory_lost: AtomicBool,
 }
 
@@ -99,7 +99,7 @@ impl Death {
         self.memory_lost.store(true, Ordering::Release);
     }
 
-    /// Says that the peer is gone, and that its memory is there all the same.
+    /// Says that the peer is gone but its memory can still be reached.
     pub(crate) fn declare_but_for_memory(&self, reason: &str) {
         let _ = self.reason.set(reason.to_owned());
     }

@@ -13,10 +13,10 @@ use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 
 use crate::regmem::RegBuf;
 
-/// Bytes that can take part in an operation: the same bytes until the buffer is dropped.
+/// A buffer for operations. It stands for the same bytes until it is dropped.
 pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
-    /// The registered buffer that these bytes are, from its first byte on. A channel over an
-    /// adapter moves them as they lie; others it has to copy. Channels without an adapter do not
+    /// The registered buffer whose first bytes these are. A channel over an adapter moves a
+    /// registered buffer without a copy, and copies any other. Channels without an adapter do not
     /// ask.
     fn registered(&self) -> Option<&RegBuf> {
         None
@@ -38,21 +38,23 @@ pub enum Verb {
     Read,
     /// The buffer to remote memory.
     Write,
-    /// A step on the 8 bytes of remote memory at a multiple of 8. The word's old value comes back
-    /// in the buffer: 8 bytes, little-endian as on the processors that farpage runs on.
+    /// An atomic change of the 8 bytes of remote memory at an offset that is a multiple of 8. The
+    /// word's old value comes back in the buffer: 8 bytes, little-endian as on the processors that
+    /// farpage runs on.
     ///
-    /// It is atomic with all other atomics that go through the same server's adapter, or else
-    /// through processors: with those of all channels of the session in any case. Over shared
-    /// memory, TCP and the simulation a processor does it, so that threads of the server may use
-    /// the word too (`lock` instructions); an adapter promises nothing to processors
-    /// (`IBV_ATOMIC_HCA`), nor do WRITEs of the same word on any fabric. A READ of the word alone
-    /// may be torn by contract, and is not on any machine that we know.
+    /// It is atomic with respect to the atomics of all channels of the session. Over RDMA the
+    /// server's adapter executes it, so it is atomic only with other atomics through that adapter,
+    /// and not with the server's processors (`IBV_ATOMIC_HCA`). Over shared memory, TCP and the
+    /// simulation a processor executes it, so threads of the server may use the word, too (`lock`
+    /// instructions). WRITEs of the same word are not atomic with it on any fabric. By contract a
+    /// READ of the word may be torn, but it is not on any machine that we know.
     ///
-    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after those that were
-    /// posted before it; operations that are posted after it may take place before it, unless they
-    /// wait for its end. An atomic that ends in [`Disconnected`](ChannelError::Disconnected) or
-    /// [`TimedOut`](ChannelError::TimedOut) may have taken place, or still take place at a server
-    /// that was only slow, once: nothing repeats it by itself, and who does has to know which.
+    /// Where WRITEs are [in order](Channel::writes_in_order), it takes place after the WRITEs that
+    /// were posted before it. Operations that are posted after it may take place before it, unless
+    /// they are posted after its completion. An atomic that ends in
+    /// [`Disconnected`](ChannelError::Disconnected) or [`TimedOut`](ChannelError::TimedOut) has
+    /// taken place, still will at a server that was only slow, or never will. The channel never
+    /// repeats it. A caller that repeats it must find out first.
     Atomic(Atomic),
 }
 
@@ -74,8 +76,8 @@ pub struct Op<B> {
     pub extent: ExtentId,
     /// Where in the extent, in bytes.
     pub offset: u64,
-    /// How many bytes; at most the buffer's length and
-    /// [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), and 8 of an atomic.
+    /// How many bytes: at most the buffer's length and
+    /// [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), and exactly 8 for an atomic.
     pub len: u32,
     /// Moves in here and comes back in the [`Completion`].
     pub buf: B,
@@ -139,7 +141,7 @@ pub enum ChannelError {
     NoAtomics {
         /// The server's endpoint.
         endpoint: String,
-        /// Whose adapter it is.
+        /// Which device has none.
         reason: String,
     },
 }
@@ -175,12 +177,12 @@ pub trait Channel<B: Buf>: Send {
     /// accepted and completes with an error.
     ///
     /// # Panics
-    /// When `len` is 0 or more than the buffer or [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES)
-    /// holds, or an atomic's is not 8.
+    /// When `len` is 0, exceeds the buffer or
+    /// [`MAX_OP_BYTES`](farpage_wire::MAX_OP_BYTES), or is not 8 for an atomic.
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>>;
 
-    /// As [`post`](Self::post); and the peer is woken when a WRITE has been placed, where the
-    /// fabric can do that and the peer is made for it (immediate data). Default: nobody is woken.
+    /// As [`post`](Self::post), and wakes the peer once a WRITE has been placed, if the fabric has
+    /// immediate data and the peer expects it. Default: wakes nobody.
     ///
     /// # Errors
     /// As [`post`](Self::post).
@@ -191,8 +193,8 @@ pub trait Channel<B: Buf>: Send {
         self.post(op)
     }
 
-    /// Moves bytes as far as possible without blocking, appends what has ended to `done` and
-    /// returns how many that were.
+    /// Moves bytes as far as possible without blocking. Appends the operations that have ended to
+    /// `done` and returns their number.
     ///
     /// Every posted operation ends exactly once, on a dead channel with an error.
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize;
@@ -206,7 +208,8 @@ pub trait Channel<B: Buf>: Send {
     /// How many operations are posted and not yet handed back by [`poll`](Self::poll).
     fn in_flight(&self) -> usize;
 
-    /// What to sleep on together with other descriptors. With nothing in flight all of it is empty.
+    /// What to sleep on, together with other descriptors. With nothing in flight, every field is
+    /// empty.
     fn wait(&self) -> Wait<'_>;
 }
 
@@ -216,7 +219,8 @@ pub(crate) trait Channels<B: Buf>: Send {
     /// As [`Channel::post`], on the channel of this number.
     fn post(&mut self, number: usize, op: Op<B>) -> Result<(), Busy<B>>;
 
-    /// As [`Channel::poll`]: what has ended, with the number of its channel.
+    /// As [`Channel::poll`]: calls `ended` for each operation that has ended, with its channel's
+    /// number.
     fn poll(&mut self, ended: &mut dyn FnMut(usize, Completion<B>));
 
     /// Operations of all channels that have not been handed back.
@@ -229,7 +233,7 @@ pub(crate) trait Channels<B: Buf>: Send {
 /// [`Channels`] among others.
 pub(crate) struct Group<B> {
     pub(crate) channels: Box<dyn Channels<B>>,
-    /// Of each channel, its number among all.
+    /// The number of each channel among all.
     pub(crate) numbers: Vec<usize>,
 }
 

@@ -175,13 +175,13 @@ impl<B: Buf> CompletionEngine<B> {
         number
     }
 
-    /// Opens a channel of each of `sessions` and adds it. A session may be listed several times.
-    /// Returns the channels' numbers, in the same order.
+    /// Opens one channel per entry of `sessions` and adds them. A session may be listed several
+    /// times. Returns the channels' numbers, in the same order.
     ///
-    /// Over RDMA, channels through one adapter share a completion queue, which has room for all
-    /// that they may have in flight. A channel that dies ends its own operations alone. Without an
-    /// adapter, and behind a [`Link`](crate::Link), each channel has a queue of its own; all else
-    /// is the same.
+    /// Over RDMA, channels through one adapter share a completion queue, with room for all
+    /// operations that they may have in flight. A channel that dies ends only its own operations.
+    /// Without an adapter, and behind a [`Link`](crate::Link), each channel has a queue of its own;
+    /// all else is the same.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadlines of the sessions' options, also when the adapter's

@@ -1,4 +1,4 @@
-//! Why something that was asked of a server had no result: an enum per operation.
+//! Why a request to a server failed: one enum per operation.
 
 use std::io;
 
@@ -67,7 +67,7 @@ pub enum ControlError {
         /// The server's words.
         reason: String,
     },
-    /// Nothing was asked: there is no key to ask with.
+    /// The request was not sent, because there is no key.
     #[error("cannot {attempt} at {endpoint}: {reason}")]
     Key {
         /// The server's endpoint.
@@ -83,7 +83,7 @@ pub enum ControlError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
-    /// The server's capacity: the session goes on, and a smaller request may succeed.
+    /// The server is full. The session goes on, and a smaller request may succeed.
     #[error(
         "{endpoint} has no room for {asked} bytes ({available} available): free memory there, raise its capacity or add a server"
     )]
@@ -133,7 +133,7 @@ pub enum PublishError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// No such name of this user's key.
+    /// This user's key has no such name.
     #[error("{endpoint} has no region named `{name}` that belongs to this user's key")]
     NotFound {
         /// The server's endpoint.
@@ -160,7 +160,7 @@ pub enum OpenError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
-    /// Somebody else does.
+    /// Another process listens there.
     #[error("cannot listen on {endpoint}: another server does; stop it or choose another address")]
     InUse {
         /// The endpoint.

@@ -22,7 +22,7 @@ pub struct Admission {
     pub session: SessionId,
     /// Proves in later connections that they belong to the session.
     pub secret: Secret,
-    /// The session ends when it has not been renewed for so long.
+    /// The session ends when it is not renewed for this long.
     pub lease: Duration,
 }
 
@@ -33,19 +33,19 @@ pub enum Transport {
     Shm,
     /// A network: a closed connection may come back within the lease.
     Tcp,
-    /// A network adapter that reads and writes the memory itself. As above; and a lease's memory is
-    /// known to the adapter from its grant to [`ExtentMemory::revoke`], so it is physically backed
-    /// all that time.
+    /// A network adapter that reads and writes the memory itself. A closed connection may come
+    /// back, as over TCP. The adapter knows a lease's memory from its grant until
+    /// [`ExtentMemory::deregister`], so the memory is physically backed all that time.
     Rdma,
 }
 
-/// Where a client connects from: what limits per client count by.
+/// Where a client connects from. Limits per client count by it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Origin {
     /// A user of this machine, over a Unix socket.
     User(u32),
-    /// Another machine, or this one over the network. Of IPv6 the first half: the rest is every
-    /// client's own choice.
+    /// Another machine, or this one over the network. Only the first half of an IPv6 address
+    /// counts, since a client chooses the rest itself.
     Address(IpAddr),
     /// The system did not say.
     Unknown,
@@ -99,7 +99,7 @@ pub struct Opened {
 /// Who asks about names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Asker {
-    /// A session; who it is was said by [`Host::identify`].
+    /// A session. [`Host::identify`] has told whose it is.
     Session(SessionId),
     /// A client without a session, which proved that it holds this key.
     Key(PublicKey),
@@ -127,10 +127,10 @@ pub trait Host: Send + Sync + 'static {
     /// it published stay.
     fn close(&self, session: SessionId);
 
-    /// Leases zeroed memory to the session, which takes `atomics` or none.
+    /// Leases zeroed memory to the session. `atomics` says whether the memory takes atomics.
     ///
-    /// Where the last request of the session that gave something had the same `serial`, what it
-    /// gave is given again and no more: its answer was lost.
+    /// A `serial` equal to that of the session's last request that gave something means that its
+    /// answer was lost. Then the same is given again, and no more.
     fn grant(
         &self,
         session: SessionId,
@@ -144,16 +144,16 @@ pub trait Host: Send + Sync + 'static {
     /// operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
-    /// The session's client proved that it holds `key`: names belong to keys. For good, also after
-    /// a resumption.
+    /// The session's client proved that it holds `key`: names belong to keys. This holds as long as
+    /// the session does, also after a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;
-    /// Holds a name for the session, which nobody holds and, unless `replace`, which is not bound.
-    /// It stays bound to what it is.
+    /// Holds a name for the session. Nobody else may hold it, and unless `replace` it must not be
+    /// bound. Its binding stays as it is.
     fn claim(&self, session: SessionId, name: &str, replace: bool) -> Result<(), Refusal>;
     /// Ends a claim. A name that is not bound is free again.
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
-    /// Binds a name to a manifest and extents of the session, replacing what it was bound to
-    /// before, atomically. The session holds the name, or it is not bound.
+    /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
+    /// atomically. Either the session holds the name, or the name is not bound.
     fn publish(
         &self,
         session: SessionId,
@@ -161,19 +161,21 @@ pub trait Host: Send + Sync + 'static {
         manifest: Vec<u8>,
         extents: &[ExtentId],
     ) -> Result<(), Refusal>;
-    /// Opens a named region, exclusively until the session closes or releases its extents. What
-    /// `serial` is, [`grant`](Self::grant) says.
+    /// Opens a named region, exclusively until the session closes or releases its extents. `serial`
+    /// is as for [`grant`](Self::grant).
     fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal>;
-    /// Forgets a name and frees its memory. The operator says whose with `owner`.
+    /// Forgets a name and frees its memory. `owner` is the key that it belongs to, if the operator
+    /// removes another user's name.
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
-    /// The names of the asker's key, of all keys where it is the operator's: in their order, those
-    /// behind `after`, [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at most.
+    /// The names of the asker's key, or of all keys if it is the operator's. They ascend, begin
+    /// behind `after`, and are [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at
+    /// most.
     fn names(
         &self,
         asker: Asker,
         after: Option<(PublicKey, String)>,
     ) -> Result<Vec<NamedRegion>, Refusal>;
-    /// What the client says that its pages are and take, for the figures.
+    /// The bytes of the client's pages, before compression and as stored. For the figures only.
     fn report_contents(
         &self,
         _session: SessionId,

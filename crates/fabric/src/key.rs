@@ -17,7 +17,7 @@ use farpage_wire::{Challenge, PublicKey, Signature, bytes_of_hex, hex_of};
 /// What a key file begins with, so that no other file is taken for one.
 const HEADER: &str = "farpage-key-ed25519 ";
 
-/// More than a key file has: what is longer is none, and is not read to its end.
+/// The longest file that is read to its end. A key file is shorter; a longer file is none.
 const KEY_FILE_BYTES: u64 = 1024;
 
 /// A private key. Never printed.
@@ -44,7 +44,7 @@ pub enum KeyError {
         /// What the system said.
         r#source: io::Error,
     },
-    /// Others could take the key.
+    /// Other users can read or change the file.
     #[error(
         "the key file {path} can be read or changed by others (mode {mode:03o}): `chmod 600` it, or make a new one if others may have read it"
     )]
@@ -110,7 +110,7 @@ impl Key {
         let damaged = || KeyError::Damaged {
             path: file.to_owned(),
         };
-        // A pipe would be waited for.
+        // Opening a pipe would wait for its writer.
         let options = fs::File::options()
             .read(true)
             .custom_flags(libc::O_NONBLOCK)

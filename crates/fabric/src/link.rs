@@ -13,8 +13,8 @@ use std::{
 
 use crate::{Buf, Busy, Channel, Completion, Op, Verb, Wait};
 
-/// Operations in flight at most, held back ones included: without a bound a fast fabric would pile
-/// them up.
+/// The most operations in flight, including those held back. Without a bound, a fast fabric would
+/// pile them up.
 const DEPTH: usize = 64;
 
 /// A full-duplex link that the channels of a runtime share: READs and atomics fill one direction,

@@ -1,4 +1,4 @@
-//! What threads that others wait for have to tell the log: [`later`].
+//! [`later`]: log lines of threads that others wait for.
 //!
 //! The rule it keeps: no subscriber runs on a thread that moves pages, keeps a session or serves
 //! clients, who may live in the same program. A subscriber may wait for a lock whose holder waits
@@ -15,7 +15,7 @@ use std::{
 use parking_lot::Mutex;
 use tracing::{Dispatch, dispatcher, level_filters::LevelFilter};
 
-/// Lines that wait at most: a lost server has one for each page that is wanted.
+/// The most lines that wait. A lost server causes one for each page that is wanted.
 const LINES_MAX: usize = 1024;
 /// How long a line waits for its place. The lock is held for moments, but the child of a fork may
 /// find it held by a thread that it does not have.
@@ -24,7 +24,7 @@ const PATIENCE: Duration = Duration::from_millis(20);
 type Line = Box<dyn FnOnce() + Send>;
 
 struct Waiting {
-    /// With the subscriber of the thread that had each to tell.
+    /// Each with the subscriber of the thread that logged it.
     lines: VecDeque<(Dispatch, Line)>,
     dropped: u64,
     /// The process whose thread writes them, while there are lines.
@@ -48,7 +48,7 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
     };
     let process = process::id();
     if waiting.writer.is_some_and(|writer| writer != process) {
-        // A parent's, which writes them itself.
+        // They are lines of the parent process, which writes them itself.
         waiting.lines.clear();
         (waiting.dropped, waiting.writer) = (0, None);
     }

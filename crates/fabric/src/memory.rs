@@ -7,8 +7,8 @@
 //!
 //! The server and each client that is lent the memory over shared memory have *open file
 //! descriptions* of their own, made through `/proc/self/fd`. So the kernel knows whether a client
-//! has let go of it, its mappings, copies and children included: see
-//! [`ExtentFile::is_held_elsewhere`].
+//! has let go of the memory, including the client's mappings, duplicated descriptors and children:
+//! see [`ExtentFile::is_held_elsewhere`].
 
 use std::{
     fs::File,
@@ -78,12 +78,12 @@ impl ExtentFile {
             let answer = unsafe { libc::fcntl(self.0.file.as_raw_fd(), command, number) };
             Errno::result(answer)
         };
-        // Who opens the file while the lease is held sends us a signal. SIGIO, the usual one, would
-        // end this process; SIGURG is ignored unless somebody asks for it. Ending a lease forgets
-        // the choice.
+        // A process that opens the file while the file lease is held causes a signal to us. SIGIO,
+        // the usual one, would end this process; SIGURG is ignored unless somebody asks for it.
+        // Ending a lease forgets the choice.
         ask(F_SETSIG, libc::SIGURG)?;
-        // A lease to write is given to who alone has a file open (fcntl(2)). Nobody is kept from
-        // opening it for longer than until the next line.
+        // The kernel gives a write lease only to the sole holder of an open file (fcntl(2)). It
+        // delays other opens only until the next line.
         match ask(libc::F_SETLEASE, libc::F_WRLCK) {
             Ok(_) => {
                 ask(libc::F_SETLEASE, libc::F_UNLCK)?;
@@ -146,7 +146,7 @@ pub(crate) struct Span {
 
 impl ExtentMemory {
     /// Makes zeroed memory of `bytes` bytes. Nothing is physically backed until it is written.
-    /// `atomics` says whether it takes them.
+    /// `atomics` says whether the memory takes atomics.
     ///
     /// # Errors
     /// What the kernel says: no descriptors left, or `bytes` is 0 or absurd.
@@ -166,7 +166,8 @@ impl ExtentMemory {
         // A client that could shrink the file would turn the server's accesses into SIGBUS.
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
         fcntl(&made, FcntlArg::F_ADD_SEALS(seals))?;
-        // What was made by the call above, and not by opening, counts for no lease.
+        // The kernel's lease check counts only descriptions that were opened, and not what
+        // `memfd_create` made.
         let file = open_anew(&made)?;
         let memory = Memory {
             id,
@@ -206,13 +207,13 @@ impl ExtentMemory {
         self.file().resident_bytes()
     }
 
-    /// The bytes' file: keeps them, and is no lease.
+    /// The extent's file. It keeps the bytes, but is no lease.
     pub fn file(&self) -> ExtentFile {
         ExtentFile(Arc::clone(&self.memory))
     }
 
-    /// Ends this lease: accesses through this handle fail from now on. One that has begun may still
-    /// end. Waits for nothing: an adapter reaches the memory until
+    /// Ends this lease: new accesses through this handle fail, and one that has begun may still
+    /// finish. Waits for nothing. An adapter reaches the memory until
     /// [`deregister`](Self::deregister).
     pub fn revoke(&self) {
         self.revoked.store(true, Ordering::Relaxed);
@@ -224,8 +225,8 @@ impl ExtentMemory {
         *self.registration() = None;
     }
 
-    /// Makes the memory known to an adapter by `register`, which is given all of it, until the
-    /// lease ends.
+    /// Calls `register` with all of the memory, to make it known to an adapter until the lease
+    /// ends.
     ///
     /// # Errors
     /// What `register` or the kernel says; `NotFound` when the lease has ended meanwhile.
@@ -261,10 +262,10 @@ impl ExtentMemory {
         Self::lease(Arc::clone(&self.memory))
     }
 
-    /// Memory of its own with the same id and bytes, which nobody else maps.
+    /// New memory with the same id and a copy of the bytes, which nobody else maps.
     ///
-    /// Whoever maps the old one may write meanwhile, so that some mix of old and new bytes is
-    /// copied. Nothing is backed where nothing was.
+    /// A process that maps the old memory may write meanwhile: then some mix of old and new bytes
+    /// is copied. Holes stay holes.
     ///
     /// # Errors
     /// What the kernel says.
@@ -401,11 +402,11 @@ impl ExtentMemory {
 pub(crate) unsafe fn apply(word: *mut u64, atomic: Atomic) -> u64 {
     // SAFETY:
     // - aligned and mapped, as the caller promises;
-    // - shared memory has no other references than such; whoever WRITEs the word meanwhile, as
-    //   nobody should, changes only which number is found.
+    // - no reference to shared memory exists except such atomics; a WRITE of the word meanwhile,
+    //   which nobody should post, changes only which number is found.
     let word = unsafe { AtomicU64::from_ptr(word) };
-    // Memory holds little-endian numbers, as this processor does. Ordered as operations over a
-    // network are: after what was done before, and before what is done once the old value is known.
+    // Memory holds little-endian numbers, as this processor does. `AcqRel` gives the order of
+    // operations over a network: after earlier work, and before work that follows the old value.
     match atomic {
         Atomic::FetchAdd(summand) => word.fetch_add(summand, Ordering::AcqRel),
         Atomic::CompareSwap { expected, new } => {

@@ -7,12 +7,11 @@ use crate::Link;
 /// How a session behaves.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
-    /// The longest that one operation or one control call may take. A connection that is silent for
-    /// a quarter of it while an answer is expected is taken for dead: its operations end, and
-    /// control calls and new channels try another one.
+    /// The longest that one operation or one control call may take. A connection that owes an
+    /// answer and is silent for a quarter of the deadline is taken for dead: its operations end,
+    /// and control calls and new channels try another connection.
     pub deadline: Duration,
-    /// Makes channels behave like a slower network; shared by all sessions that are to share the
-    /// link.
+    /// Makes channels behave like a slower network. Sessions with the same `Link` share its rate.
     pub link: Option<Arc<Link>>,
     /// Who we are, for the server's log.
     pub client: String,
@@ -23,16 +22,16 @@ pub struct SessionOptions {
     pub rdma: RdmaOptions,
 }
 
-/// How a channel uses an RDMA adapter. The defaults are right for all that we know of: this is here
-/// to measure what they bring, and for adapters that would rather have less.
+/// How a channel uses an RDMA adapter. The defaults suit every adapter that we know. Change them to
+/// measure their effect, or for an adapter that works better with less.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RdmaOptions {
-    /// READs of one channel that may be on their way at a time, as far as both devices can; at 1
-    /// each waits for the one before. (`initiator_depth` of the connection manager, `max_rd_atomic`
-    /// of the queue pair.) Default: 255, which is what the devices can.
+    /// READs of one channel in flight at a time, limited by what both devices support. At 1, each
+    /// READ waits for the one before. (`initiator_depth` of the connection manager, `max_rd_atomic`
+    /// of the queue pair.) Default: 255, which means as many as the devices support.
     pub reads_in_flight: u8,
-    /// Operations that are handed to the adapter with one ring of its doorbell; what is beyond 1 to
-    /// 16 counts as these. Default: 16.
+    /// Operations that are handed to the adapter with one ring of its doorbell. Values are clamped
+    /// to 1 to 16. Default: 16.
     pub doorbell: usize,
 }
 

@@ -75,7 +75,7 @@ impl Resolver {
         }
     }
 
-    /// What `ask` says of `host` on a thread of its own; `None` when it says nothing until `until`.
+    /// Calls `ask` for `host` on a thread of its own. `None` if no answer comes before `until`.
     fn ask(
         &'static self,
         process: u32,
@@ -107,7 +107,7 @@ impl Resolver {
         let mut asked = self.asked.try_lock_for(MOMENT);
         if let Some(asked) = &mut asked {
             if asked.process != process {
-                // A parent's, whose threads are not here.
+                // The questions of the parent process, whose threads are not here.
                 (asked.process, asked.questions) = (process, BTreeMap::new());
             }
             let question = asked.questions.get(host);
@@ -128,7 +128,7 @@ impl Resolver {
             *asking.answer.lock() = Some(answer);
             asking.answered.notify_all();
         })?;
-        // Without the table it is asked for this one caller.
+        // Without the table, this caller's question is not shared.
         if let Some(asked) = &mut asked {
             let asking = Arc::clone(&question);
             asked.questions.insert(host.to_owned(), asking);
@@ -136,7 +136,7 @@ impl Resolver {
         Ok(question)
     }
 
-    /// Who asks from here on asks anew: addresses change.
+    /// Later callers ask anew, because addresses change.
     fn forget(&self, host: &str, answered: &Arc<Question>) {
         let mut asked = self.asked.lock();
         let known = asked.questions.get(host);

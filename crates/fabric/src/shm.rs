@@ -6,14 +6,14 @@
 //! made; they are copied through bounds-checked raw pointers.
 //!
 //! The server takes no part, so channels go on while it is stopped, and after its process has
-//! ended: nobody else can come by the memory then. They stop when the server ends the session,
-//! which the session says by its
-//! [`Death`](crate::attachment::Death); and when the server's process has ended and the last
-//! renewal that it answered is older than the lease, since it may have ended the session before. A
-//! client that was stopped for longer than its lease may copy into memory that is no longer its own
-//! before it hears of that. Memory of an unnamed region is never lent twice, so that nobody else
-//! reads it. That of a named one is copied for the next holder where that is another user; the same
-//! user's next process checks what it reads against the hashes of its page map.
+//! ended: nobody else can reach the memory then. They stop when the session's
+//! [`Death`](crate::attachment::Death) says that the server has ended the session. They also stop
+//! when the server's process has ended and the last answered renewal is older than the lease, since
+//! the server may have ended the session first. A client that was stopped for longer than its lease
+//! may copy into memory that is no longer its own before it hears of that. Memory of an unnamed
+//! region is never lent twice, so that nobody else reads it. Memory of a named region is copied
+//! before another user gets it. The same user's next process checks what it reads against the
+//! hashes of its page map.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -92,8 +92,8 @@ impl Directory {
         Ok(())
     }
 
-    /// Lets go of a lease, also where a channel that is idle has cached it: the server charges this
-    /// program for the memory for as long as that is mapped.
+    /// Unmaps a lease, also one that an idle channel has cached: the server charges this program
+    /// for the memory as long as it is mapped.
     pub(crate) fn remove(&self, id: ExtentId) {
         let mapped = self.0.write().expect(NO_PANIC).remove(&id);
         if let Some(mapped) = mapped {
@@ -129,7 +129,7 @@ impl Mapped {
             )
         };
         if replaced == libc::MAP_FAILED {
-            // Then it is unmapped when the last channel has forgotten it.
+            // It stays mapped until the last channel has forgotten it.
             let error = io::Error::last_os_error();
             let extent = self.id;
             later(move || tracing::warn!(%extent, %error, "cannot let go of an extent at once"));

@@ -33,15 +33,15 @@ use crate::{
 /// What a simulated server does to operations.
 #[derive(Clone, Debug)]
 pub struct SimConfig {
-    /// Of the random numbers.
+    /// The seed of the random numbers.
     pub seed: u64,
-    /// What the server grants.
+    /// The most bytes that the server grants.
     pub capacity_bytes: u64,
     /// The most steps that an operation takes; each takes a random number from 1.
     pub delay_steps: u64,
     /// Whether completions come in the order of their delays rather than of their operations.
     pub reorder: bool,
-    /// One operation in so many is lost and ends in `TimedOut` after
+    /// One operation in `lose_one_in` is lost and ends in `TimedOut` after
     /// [`timeout_steps`](Self::timeout_steps).
     pub lose_one_in: Option<u64>,
     /// The operation deadline.
@@ -127,7 +127,7 @@ impl SimServer {
     /// A WRITE that seemed lost lands after all.
     fn land(&self, late: &Late) {
         if let Some(lease) = self.host.extent(late.session, late.extent) {
-            // Out of the lease it is refused, which nobody hears.
+            // A WRITE outside of a lease is refused, and nobody hears of that.
             let _ = lease.copy_in(late.offset, &late.bytes);
         }
     }
@@ -288,7 +288,7 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
             self.dead
                 .get_or_insert(ChannelError::Disconnected { endpoint, reason });
         }
-        // 0. What other channels gave up lands when it likes.
+        // 0. WRITEs that other channels gave up may land now.
         let mut late = self.server.late.lock();
         if !late.is_empty() && self.random.below(4) == 0 {
             let landed = self.random.below(late.len() as u64) as usize;
@@ -345,8 +345,8 @@ impl<B: Buf> Channel<B> for SimChannel<B> {
 }
 
 impl<B: Buf> SimChannel<B> {
-    /// The channel is dead: the operation has taken place, and what it would have said matters to
-    /// nobody; or it has not; or it may yet.
+    /// Decides what becomes of an operation of a dead channel: it takes place unnoticed, a WRITE
+    /// may take place later, or it never does.
     fn lose(&mut self, op: &mut Op<B>) {
         match (self.random.below(3), op.verb) {
             (0, _) => {

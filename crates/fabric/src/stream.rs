@@ -40,23 +40,23 @@ use crate::{
 
 /// Routers forget connections that are idle for a minute or more.
 const IDLE: Duration = Duration::from_secs(15);
-/// Between two questions that nobody answers, of which so many end the connection.
+/// The time between keep-alive probes. [`PROBES`] unanswered probes end the connection.
 const PROBE: Duration = Duration::from_secs(5);
 const PROBES: u32 = 3;
 
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
 
-/// What a peer may make us hold without being charged for it: each connection may.
+/// The longest frame that a peer may make us hold without charge, on each connection.
 pub(crate) const SMALL_FRAME_BYTES: usize = 4 << 10;
-/// A longer frame is held by pieces of this size.
+/// A longer frame is charged in pieces of this size.
 const PIECE_BYTES: usize = 256 << 10;
 /// The rest of a frame has to follow its length within this time. Generous for 24 MiB.
 const FRAME: Duration = Duration::from_secs(30);
 /// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
 const PIECE: Duration = Duration::from_secs(5);
 
-/// A connected, non-blocking socket, or what stands for one.
+/// A connected, non-blocking socket, or an RDMA control connection.
 #[derive(Debug)]
 pub(crate) enum Stream {
     Unix(UnixStream),
@@ -93,8 +93,8 @@ impl Stream {
         }
     }
 
-    /// A descriptor and what to wait for on it to hear of the connection's end, and of nothing that
-    /// the peer says.
+    /// A descriptor and the events to wait for on it. They tell of the connection's end, but not of
+    /// incoming bytes.
     pub(crate) fn end(&self) -> (BorrowedFd<'_>, PollFlags) {
         match self {
             Self::Unix(_) | Self::Tcp(_) => {
@@ -198,14 +198,14 @@ impl Stream {
     pub(crate) fn wait(&self, events: PollFlags, until: Instant) -> io::Result<()> {
         let (events, again) = match self {
             Self::Unix(_) | Self::Tcp(_) => (events, None),
-            // What it wakes for is readable whatever it is. A peer does not say when it has room
-            // again: it is asked.
+            // Every event makes the descriptor readable. A peer does not tell when it has room
+            // again, so it is asked.
             Self::Rdma(_) => {
                 let asks = events.contains(PollFlags::POLLOUT);
                 (PollFlags::POLLIN, asks.then(|| Instant::now() + ASK_AGAIN))
             }
         };
-        // Also for a peer that wakes us all the time and never says what we wait for.
+        // A peer may wake us all the time without the event that we wait for.
         if Instant::now() >= until {
             return Err(io::ErrorKind::TimedOut.into());
         }
@@ -284,8 +284,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Receives a message of at most `limit` bytes. What had come of it keeps in `frame` when the
-    /// rest comes too late.
+    /// Receives a message of at most `limit` bytes. If it is late, `frame` keeps the bytes that
+    /// have come.
     pub(crate) fn receive_on<T: DeserializeOwned>(
         &self,
         frame: &mut Vec<u8>,
@@ -351,7 +351,7 @@ impl Stream {
     }
 
     /// Receives the descriptors that [`send_fds`](Self::send_fds) passed, until `received` has
-    /// `count`. What had come keeps in `received` when the rest comes too late.
+    /// `count`. If some are late, `received` keeps those that have come.
     pub(crate) fn receive_fds(
         &self,
         received: &mut Vec<OwnedFd>,

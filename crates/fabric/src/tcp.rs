@@ -31,7 +31,7 @@ use crate::{
 /// Operations in flight at most.
 const DEPTH: usize = MAX_BATCH;
 
-/// A batch is closed at so many payload bytes, so that the server can answer its first operations
+/// A batch is closed at this many payload bytes, so that the server can answer its first operations
 /// while later ones still travel. Measured from 64 KiB to 1 MiB: below, 64 KiB operations pay for
 /// more system calls than they gain.
 const BATCH_BYTES: usize = 1 << 20;
@@ -55,7 +55,7 @@ pub(crate) struct TcpChannel<B> {
     batch_sent_bytes: usize,
     /// How many bytes of the oldest answer have been received.
     received_bytes: usize,
-    /// Of the next operation.
+    /// The next operation's sequence number.
     sequence: u32,
 }
 
@@ -63,7 +63,7 @@ struct Flying<B> {
     op: Op<B>,
     sequence: u32,
     posted: Instant,
-    /// Of an atomic.
+    /// The operands of an atomic.
     operands: [u8; OPERAND_BYTES],
     answer: [u8; ANSWER_HEADER_BYTES],
 }

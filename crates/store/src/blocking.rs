@@ -105,7 +105,7 @@ impl Default for BlockingOptions {
     }
 }
 
-/// A thread without work ends after so long.
+/// A thread ends after this long without work.
 const IDLE: Duration = Duration::from_secs(2);
 
 /// Something to do on a thread of a store.

@@ -22,7 +22,7 @@ use crate::{Reserve, StoreStats, StoreStatsSnapshot, codec::Traffic, pool::SlotP
 /// How a cluster behaves.
 #[derive(Clone, Debug)]
 pub struct ClusterOptions {
-    /// A page operation that fails for a transient reason is repeated for so long, counted from its
+    /// A page operation that fails for a transient reason is repeated until this long after its
     /// start. Default: 10 s. The sessions' own deadline should be shorter, or a lost message leaves
     /// no time to repeat it.
     pub deadline: Duration,
@@ -93,8 +93,8 @@ impl Cluster {
             .fold(ledger.closed, |sum, stats| sum + stats.snapshot())
     }
 
-    /// What was registered for the buffers that encoded pages and page maps travel in. Its
-    /// `registrations` stand still once every worker has had its most in flight.
+    /// Figures of the registered buffers that encoded pages and page maps travel in.
+    /// `registrations` stops growing once every worker has reached its peak of pages in flight.
     pub fn registered_memory(&self) -> RegPoolStats {
         self.registered.stats()
     }

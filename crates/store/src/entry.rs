@@ -51,8 +51,8 @@ pub(crate) enum Entry {
     /// In a user's store.
     Kept {
         hash: u128,
-        /// We wrote it, so it has to come back the same; otherwise it is what the store had when we
-        /// read it.
+        /// We wrote the page, so it has to come back the same. Otherwise the hash is of what the
+        /// store had when we read it.
         written: bool,
         /// The last write failed, so what the store holds is unknown.
         unsure: bool,
@@ -60,8 +60,8 @@ pub(crate) enum Entry {
 }
 
 impl Entry {
-    /// Whether it says that this value is all over the page, which is what a page in remote memory
-    /// has that was never written, too.
+    /// Whether the entry says that the page repeats `value`. A page of remote memory that was never
+    /// written repeats zero.
     pub(crate) fn repeats(self, value: u64) -> bool {
         self == Self::Repeated { value } || (self == Self::Never && value == 0)
     }
@@ -207,7 +207,7 @@ impl PageTable {
     }
 }
 
-/// The words without what only holds in this process.
+/// The words without the bits that only hold in this process.
 pub(crate) fn portable(mut words: Words) -> Words {
     words[1] &= !FLAGS;
     words

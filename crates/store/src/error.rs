@@ -56,7 +56,7 @@ pub enum StoreError {
         region: Arc<str>,
         /// The page in the region.
         page: u64,
-        /// What the last server asked said.
+        /// The refusal of the server that was asked last.
         r#source: AllocError,
     },
     /// There is no local memory for the page to travel in. Nothing was sent; the page may be moved
@@ -103,8 +103,8 @@ pub enum StoreError {
 }
 
 impl StoreError {
-    /// Whether a server could not be reached until the deadline: for now, other pages would fare no
-    /// better.
+    /// Whether a server could not be reached before the deadline. Other pages of it would fail now,
+    /// too.
     pub fn is_lost_server(&self) -> bool {
         matches!(
             self,
@@ -128,7 +128,7 @@ impl StoreError {
     }
 }
 
-/// The system would not give this process the addresses for what it keeps of each page of a region.
+/// The system refused the address space for the page table of a region.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error(
     "a region of {bytes} bytes in pages of {page_bytes} needs a table of {table_bytes} bytes here, which the system refuses: choose larger pages or a \
@@ -297,7 +297,7 @@ pub enum OpenStoreError {
         /// The name.
         name: String,
     },
-    /// A server that has nothing of it would not keep its name for it.
+    /// A server that has no pages of the region refused to hold its name.
     #[error("opening region `{name}`: {source}")]
     Claim {
         /// The name.

@@ -54,7 +54,7 @@ use crate::{
 /// hold makes no difference. Calls of users' stores are counted apart, so that a store that stalls
 /// leaves room for everything else.
 const OPS_MAX: usize = 128;
-/// When another lane's writes must end before there is room, look again after so long.
+/// How soon to look again when another lane's writes must end before there is room.
 const ROOM_PAUSE: Duration = Duration::from_micros(100);
 
 /// A local buffer that holds the bytes of a run of pages and can be cut between them and put
@@ -87,8 +87,7 @@ impl Frame for Vec<u8> {
 pub struct Done<F> {
     /// As given.
     pub tag: u64,
-    /// As given. The bytes of pages whose fill failed are unspecified; a write-back leaves all
-    /// bytes alone.
+    /// As given. Bytes of pages whose fill failed are unspecified. A write-back changes no bytes.
     pub frame: F,
     /// What became of the pages that did not fail.
     pub outcome: Outcome,
@@ -99,7 +98,7 @@ pub struct Done<F> {
 /// What an operation did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Pages of a write-back that were as their store has them.
+    /// Pages of a write-back that were unchanged.
     pub clean: u32,
     /// Pages of a write-back whose new bytes are in their store now.
     pub written: u32,
@@ -134,7 +133,7 @@ pub struct Lane<F: Frame> {
     waker: Arc<Waker>,
     /// Lost channels stay lost until [`reopen`](Self::reopen).
     passive: bool,
-    /// Something was put off that the end of another lane's operation allows.
+    /// When to look again for what another lane's operation was in the way of.
     look_again: Option<Instant>,
     spare: Vec<Spare<F>>,
     watch: Watch,

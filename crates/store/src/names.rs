@@ -15,7 +15,7 @@ use crate::{Cluster, CreateError};
 pub(crate) struct Claim {
     name: String,
     cluster: Arc<Cluster>,
-    /// Where a server holds it for this client; none once it was let go.
+    /// The sessions at which the name is held. `None` once it was let go.
     held: Mutex<Option<Vec<Arc<Session>>>>,
 }
 
@@ -48,7 +48,7 @@ impl Claim {
         &self.name
     }
 
-    /// The session has opened the name, and holds it by that.
+    /// Notes that `session` has opened the name, and so holds it.
     pub(crate) fn opened(&self, session: &Arc<Session>) {
         let mut held = self.held.lock();
         let held = held.get_or_insert_default();
@@ -57,7 +57,8 @@ impl Claim {
         }
     }
 
-    /// Holds the name on all servers until [`let_go`](Self::let_go), whatever the region has there.
+    /// Holds the name on all servers until [`let_go`](Self::let_go), whether or not they have pages
+    /// of the region.
     pub(crate) fn take(&self, replace: bool) -> Result<(), PublishError> {
         for session in self.cluster.sessions() {
             session.claim(&self.name, replace)?;
@@ -98,7 +99,8 @@ pub struct NamedRegion {
     pub bytes: u64,
     /// Whether a program has it open now.
     pub in_use: bool,
-    /// The public key that it belongs to: the user's own, or any where that is an operator's.
+    /// The public key that the name belongs to: the user's own, or any key if the user is the
+    /// operator.
     pub owner: String,
 }
 
@@ -120,8 +122,7 @@ pub enum NamesError {
         /// The name.
         name: String,
     },
-    /// A server would not remove it. What it has on other servers may be gone: removing it once
-    /// more ends that.
+    /// A server would not remove it. It may be gone on other servers already: remove it again.
     #[error("removing region `{name}`: {source}")]
     Remove {
         /// The name.
@@ -167,7 +168,8 @@ impl Cluster {
     /// # Errors
     /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::Remove`].
     pub fn remove(self: &Arc<Self>, name: &str) -> Result<(), NamesError> {
-        // Servers would take it from a region of this cluster. Nobody here opens it meanwhile.
+        // Servers would remove it under an open region of this cluster. Holding the name prevents
+        // that.
         let _held = Claim::here(self, name).ok_or_else(|| NamesError::Held {
             name: name.to_owned(),
         })?;

@@ -8,12 +8,12 @@ use crate::{Codec, Layout};
 pub enum Reserve {
     /// Its raw size, and room for pages on their way: a write-back cannot fail because servers are
     /// full. A region that can be published takes twice its size and two page maps (32 bytes per
-    /// page), since the last publication stays whole until the next one is. More is asked for, and
-    /// may not be had, only where compressed pages of many sizes fragment the space.
+    /// page), since the last publication stays whole until the next one is. Only where compressed
+    /// pages of many sizes fragment the space does it ask for more, which may be refused.
     #[default]
     Full,
-    /// What its pages turn out to need: compressed regions take less, and when all servers are full
-    /// a write-back fails with [`StoreError::Full`](crate::StoreError::Full).
+    /// As much as its pages need, as they are written: compressed regions take less. When all
+    /// servers are full, a write-back fails with [`StoreError::Full`](crate::StoreError::Full).
     OnDemand,
 }
 

@@ -36,7 +36,7 @@ impl Place {
     }
 }
 
-/// A whole slot: where it begins, and the bytes that it was made for.
+/// A whole slot: where it begins, and the length that it was allocated for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) place: Place,

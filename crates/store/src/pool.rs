@@ -28,7 +28,7 @@ const EXTENT_BYTES_MAX: u64 = 1 << 30;
 /// Asked for at least, if the server has it: many small regions then share few extents. Servers
 /// back extents lazily.
 const EXTENT_BYTES_MIN: u64 = 16 << 20;
-/// A full server is not asked again for so long.
+/// A full server is not asked again for this long.
 const FULL_PAUSE: Duration = Duration::from_millis(50);
 
 const NO_PANIC: &str = "nothing panics under this lock";
@@ -59,7 +59,7 @@ pub(crate) struct SlotPool {
 struct Extents {
     by_index: Vec<Option<(u8, ExtentId)>>,
     vacant: Vec<u32>,
-    /// All were given back, and none is added any more.
+    /// All extents were given back, and none is added any more.
     closed: bool,
 }
 
@@ -154,7 +154,7 @@ impl SlotPool {
         let mut failure = None;
         for i in 0..servers {
             let share = (units / servers + u64::from(i < units % servers)) * unit;
-            // The server whose turn it is first, then whoever has room.
+            // First the server whose turn it is, then any server that has room.
             for server in (0..servers).map(|other| ((first + i + other) % servers) as usize) {
                 match self.promise(server, share, unit) {
                     Ok(()) => {
@@ -210,7 +210,7 @@ impl SlotPool {
             other => other?,
         };
         if self.add(server as u8, extent.id, extent.bytes).is_none() {
-            // Nobody wants it any more, and nobody else would give it back.
+            // The pool is closed, so nobody else would give the extent back.
             self.release(server, extent.id);
         }
         Ok(extent.bytes)
@@ -429,9 +429,10 @@ impl SlotPool {
         self.ended.load(Ordering::Relaxed)
     }
 
-    /// [`grow`](Self::grow) for who asked when `ended` regions had ended. If another has since, it
-    /// may have been the one that asked, and has looked for surplus before: what nothing uses goes
-    /// back now. Who still waits asks again.
+    /// [`grow`](Self::grow), for a caller that saw `ended` regions ended. If another region has
+    /// ended since, the request may have been for that region, and its own search for surplus may
+    /// have come too early. Then unused extents are given back now, and a caller that still waits
+    /// asks again.
     pub(crate) fn grow_unless_ended(&self, bytes: u32, ended: u64) -> Result<(), AllocError> {
         let mut refused = self.growing.lock();
         if let Some((at, error)) = &*refused
@@ -446,8 +447,8 @@ impl SlotPool {
             match self.grant((first + other) % self.servers.len(), least) {
                 Ok(_) => {
                     *refused = None;
-                    // Counted before its region waits for this lock: one that is not seen here
-                    // looks for surplus later.
+                    // A region counts itself before it waits for this lock. So one that is not
+                    // counted yet looks for surplus after us.
                     if self.ended() != ended {
                         self.release_surplus();
                     }

@@ -1,8 +1,8 @@
 //! [`Publications`]: which slots of a named region the published maps refer to.
 //!
 //! The rule it keeps: a slot that the last published map refers to, or that a running publication's
-//! map may refer to, is not free before the next publication has succeeded. After one of which
-//! nobody knows whether it took place, that holds for both maps.
+//! map may refer to, is not free before the next publication has succeeded. After a publication
+//! whose outcome is unknown, that holds for both maps.
 
 use std::{
     mem,
@@ -80,15 +80,15 @@ pub(crate) enum Ended {
 }
 
 impl Publications {
-    /// Those of a region whose published map is in these slots.
+    /// The publications of a region whose published map is in the slots of `map`.
     pub(crate) fn of(map: Vec<Span>) -> Self {
         let publications = Self::default();
         publications.last.lock().map = map;
         publications
     }
 
-    /// Takes slots for maps to come, as far as there is room: what is missing is asked for when it
-    /// is needed.
+    /// Takes slots for later maps, as far as there is room. Missing ones are taken when they are
+    /// needed.
     pub(crate) fn set_aside(&self, pool: &SlotPool, map_bytes: u64, maps: usize) {
         let mut last = self.last.lock();
         last.spares_max = maps;
@@ -96,7 +96,7 @@ impl Publications {
         last.spare = areas.collect();
     }
 
-    /// Whether one runs, at whose end slots come free.
+    /// Whether a publication runs. Its end frees slots.
     pub(crate) fn is_running(&self) -> bool {
         *self.commits.read()
     }
@@ -139,8 +139,7 @@ impl Publications {
 }
 
 impl Commit<'_> {
-    /// Whether a slot that goes out of use has to be kept; then it will be freed by a later
-    /// publication.
+    /// Whether a slot that goes out of use must be kept. If so, a later publication frees it.
     pub(crate) fn keep(&self, slot: Span, published: bool) -> bool {
         let list = match (published, *self.publishing) {
             (true, _) => &self.publications.deferred,
@@ -167,8 +166,8 @@ impl Publication<'_> {
         map()
     }
 
-    /// The map was not written. A write to `failed` may arrive later: that slot is given up, and
-    /// what is left of the area is none.
+    /// The map was not written. Frees its slots, except `failed`: a write to that one may still
+    /// arrive, so it is given up.
     pub(crate) fn give_up_area(&mut self, pool: &SlotPool, failed: Option<Span>) {
         self.area.retain(|&slot| Some(slot) != failed);
         pool.free(&mem::take(&mut self.area));
@@ -208,7 +207,8 @@ impl Publication<'_> {
 }
 
 impl Last {
-    /// These slots hold no map any more: they wait for the next one, if they are all that it takes.
+    /// Takes back the slots of a map that is gone. They are kept for a later map if they hold a
+    /// whole one.
     fn give_back(&mut self, pool: &SlotPool, area: Vec<Span>, map_bytes: u64) {
         let whole = area.len() == (map_bytes as usize).div_ceil(PIECE_BYTES);
         if whole && self.spare.len() < self.spares_max {

@@ -245,9 +245,9 @@ impl PageStore {
         matches!(self.backing, Backing::Blocking(_))
     }
 
-    /// Whether the store has the page with these bytes, as far as a hash of 128 bits tells; then
-    /// there is nothing to write back. `bytes` is a whole page: beyond the region's end they count
-    /// for nothing in a user's own store. For the page's owner, and for signal handlers too: it
+    /// Whether the store has the page with these bytes, by its 128-bit hash. If so, there is
+    /// nothing to write back. `bytes` is a whole page: beyond the region's end they count for
+    /// nothing in a user's own store. For the page's owner, and for signal handlers too: it
     /// allocates nothing and calls nobody.
     pub fn is_unchanged(&self, page: PageIndex, bytes: &[u8]) -> bool {
         match self.table.load(page) {
@@ -310,7 +310,7 @@ impl PageStore {
         }
         if remote.publications.is_some() {
             remote.pool.release_all();
-            // Last: whoever opens the name next finds nothing of it held.
+            // Last, so that whoever opens the name next finds nothing of it held.
             remote.claim.as_ref().inspect(|claim| claim.let_go());
             return;
         }
@@ -375,7 +375,7 @@ impl RemoteStore {
         })
     }
 
-    /// Takes slots by `alloc`. Where it finds too few, servers are asked for memory meanwhile.
+    /// Takes slots by `alloc`. If it finds too few, starts to ask servers for memory.
     fn take(&self, bytes: u32, mut alloc: impl FnMut() -> bool) -> Result<(), NoRoom> {
         // Asked first: a write or a publication that ends in between may have made room.
         let unsettled = self.pool.has_unsettled();
@@ -436,7 +436,7 @@ impl RemoteStore {
     }
 }
 
-/// There is no slot.
+/// Why there is no slot.
 pub(crate) enum NoRoom {
     /// Servers are being asked for memory. With what they said before, if that was no.
     Growing { refused: Option<AllocError> },

@@ -25,7 +25,7 @@ use crate::place::slot_bytes;
 /// Extents are used in multiples of this: a tail that is shorter stays unused.
 pub(crate) const GRANULE_BYTES: u64 = 64 << 10;
 
-/// Room that may always lie about in holes: extents are a multiple of it.
+/// Free bytes that may always be scattered over holes. Extents are a multiple of it.
 const SCATTERED_BYTES: u64 = 1 << 20;
 
 /// A slot's extent (index) and offset in it.
@@ -80,7 +80,7 @@ impl Arena {
         }
     }
 
-    /// Takes out extents that nothing uses, as long as what was promised stays covered. Their
+    /// Takes out unused extents, as long as the rest covers what is reserved. Returns their
     /// indices.
     pub(crate) fn take_surplus(&mut self) -> Vec<u32> {
         let mut taken = Vec::new();
@@ -130,9 +130,9 @@ impl Arena {
         }
     }
 
-    /// The shortest hole for a run, or the longest there is. The very longest is spared, for as
-    /// long as another takes a page, once more than a sixteenth of what is used (and
-    /// [`SCATTERED_BYTES`]) lies in the other holes: rows are not worth room without end.
+    /// The shortest hole that holds `run` bytes, else the longest. The longest is spared once the
+    /// other holes have more than [`SCATTERED_BYTES`] and more than a sixteenth of the used bytes.
+    /// Then the second longest serves, if it holds a page: rows are not worth unlimited room.
     fn hole_for_run(&self, run: u64, page: u64) -> Option<(u64, Slot)> {
         let &longest = self.by_length.last()?;
         let found = self.shortest(run).unwrap_or(longest);

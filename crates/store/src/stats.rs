@@ -18,7 +18,7 @@ macro_rules! counters {
         #[non_exhaustive]
         pub struct StoreStatsSnapshot {
             $($(#[$doc])* pub $name: u64,)*
-            /// Of a float that is not negative, whose bits have its order.
+            /// The bits of a non-negative float, which compare as the float does.
             error_bits: u64,
         }
 
@@ -89,7 +89,7 @@ counters! {
     /// Operations (of one page, or of several in a row) that were posted again after a transient
     /// failure.
     retries,
-    /// Pages that came back other than they were written.
+    /// Pages that came back different from what was written.
     corrupt,
     /// Pages whose fill or write-back ended with an error.
     errors,

@@ -57,7 +57,7 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
     }
 }
 
-/// What was given is no name; it holds how that begins.
+/// Text that is no name. Holds its first 40 characters.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no name for an array: it has 1 to {MAX_NAME_BYTES} bytes, none of them control characters"
@@ -179,15 +179,16 @@ pub enum Request {
         /// The session to go on with.
         resume: Option<(SessionId, Secret)>,
     },
-    /// Claims a data connection for a session. First on a data connection. The answer comes when
-    /// the work of every earlier connection of the same line has ended: what was under way there
-    /// has taken place, or never will.
+    /// Claims a data connection for a session. First on a data connection. The answer comes once
+    /// every earlier connection of the same line has ended: each of its operations has taken place
+    /// by then, or never will.
     Attach {
         /// The session.
         session: SessionId,
         /// Its proof.
         secret: Secret,
-        /// Which of the session's connections this one takes the place of. The client numbers them.
+        /// The line's number, which the client chooses. This connection replaces the earlier ones
+        /// of the same line.
         line: u64,
     },
     /// Renews the leases: the client is alive.
@@ -198,10 +199,9 @@ pub enum Request {
     Grant {
         /// How much.
         bytes: u64,
-        /// Whether there will be atomics on it: else they are refused.
+        /// Whether the memory takes atomics. If not, they are refused.
         atomics: bool,
-        /// The number of this request, where its answer may be asked for again: see
-        /// [`Open`](Self::Open).
+        /// The request's number, if its answer may be asked for again: see [`Open`](Self::Open).
         serial: Option<u64>,
     },
     /// Ends the lease of an extent.
@@ -223,16 +223,16 @@ pub enum Request {
     Open {
         /// The name.
         name: String,
-        /// The number of this request, where its answer may be asked for again. A session's last
-        /// request that gave something and has a number is not executed a second time: what it gave
-        /// is said again.
+        /// The request's number, if its answer may be asked for again. The server remembers the
+        /// session's last numbered request that gave something. It does not execute that number a
+        /// second time, but repeats what it gave.
         serial: Option<u64>,
     },
     /// Forgets a name and frees its memory.
     Remove {
         /// The name.
         name: String,
-        /// Whose it is, where the operator removes another's.
+        /// The key that owns the name, if the operator removes another user's name.
         owner: Option<PublicKey>,
     },
     /// Asks for the server's figures. Needs no session: it may be the first and only request on a
@@ -245,22 +245,23 @@ pub enum Request {
         /// Bytes that they take.
         stored_bytes: u64,
     },
-    /// Asks for something to sign. May be first on a control connection: then who identifies itself
-    /// may list and remove names without a session.
+    /// Asks for something to sign. May be first on a control connection: a client that then
+    /// identifies itself may list and remove names without a session.
     Challenge,
     /// Proves who the client is: names belong to keys.
     Identify {
         /// The client's key.
         key: PublicKey,
-        /// Of [`Challenge::message`].
+        /// The signature of [`Challenge::message`].
         signature: Signature,
     },
-    /// Holds a name for this session, which nobody has published or opened; it is bound by the
-    /// first `Publish`. A session may hold a name once more.
+    /// Holds a name for this session that nobody else holds. The session's first `Publish` binds
+    /// it. A session may claim a name that it holds already.
     Claim {
         /// The name.
         name: String,
-        /// Also where the name is bound already: that binding stays until the next `Publish`.
+        /// Whether a name that is bound already may be claimed, too. Its binding stays until the
+        /// next `Publish`.
         replace: bool,
     },
     /// Ends a [`Claim`](Self::Claim). A name that was never published is free again.
@@ -268,9 +269,9 @@ pub enum Request {
         /// The name.
         name: String,
     },
-    /// Asks for the names of the client's key, and those of all keys if it is the operator's.
+    /// Asks for the names of the client's key, or of all keys if it is the operator's key.
     Names {
-        /// The last one that is known already.
+        /// The last name that the client knows already.
         after: Option<(PublicKey, String)>,
     },
 }
@@ -278,8 +279,8 @@ pub enum Request {
 /// The most names in one answer.
 pub const NAMES_PER_ANSWER: usize = 1024;
 
-/// Reads a list of extents, and no further than it may be long: an id takes eight times as much
-/// memory as it takes bytes in a frame.
+/// Reads a list of extents, and stops at [`MAX_EXTENTS`]: an id may take eight times as many bytes
+/// in memory as in a frame.
 fn at_most_extents<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<ExtentId>, D::Error> {
     struct Extents;
     impl<'de> Visitor<'de> for Extents {
@@ -335,9 +336,10 @@ pub enum Response {
     Stat(ServerStat),
     /// The request was understood and turned down.
     Refused(Refusal),
-    /// What is to be signed.
+    /// The challenge to sign.
     Challenge(Challenge),
-    /// Names in their order, [`NAMES_PER_ANSWER`] at most: fewer are the last.
+    /// Names in ascending order, [`NAMES_PER_ANSWER`] at most. An answer with fewer is the last
+    /// one.
     Names(Vec<NamedRegion>),
 }
 

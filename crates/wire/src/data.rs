@@ -46,8 +46,7 @@ pub enum OpKind {
     CompareSwap,
 }
 
-/// A change of a word of remote memory that nobody sees half done. The word is a little-endian
-/// number.
+/// An atomic change of one 8-byte word of remote memory. The word is a little-endian number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Atomic {
     /// Adds the number, wrapping.
@@ -70,8 +69,8 @@ impl Atomic {
         }
     }
 
-    /// The operands on the wire: two u64, of [`Atomic::FetchAdd`] the summand and 0, of
-    /// [`Atomic::CompareSwap`] what is expected and what is new.
+    /// The operands on the wire, two u64: the summand and 0 for [`Atomic::FetchAdd`], `expected`
+    /// and `new` for [`Atomic::CompareSwap`].
     pub fn encode(&self) -> [u8; OPERAND_BYTES] {
         let (first, second) = match *self {
             Self::FetchAdd(summand) => (summand, 0),
@@ -141,11 +140,11 @@ pub enum Status {
 /// Layout: magic u32, status u8 (0 ok, 1 refused), 3 zero bytes, sequence u32, payload length u32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHeader {
-    /// What became of it.
+    /// The operation's status.
     pub status: Status,
-    /// The operation's.
+    /// The operation's sequence number.
     pub sequence: u32,
-    /// How many payload bytes follow: of a READ and of an atomic its length, otherwise 0.
+    /// How many payload bytes follow: the operation's length for a READ or an atomic, otherwise 0.
     pub len: u32,
 }
 
@@ -162,7 +161,7 @@ pub enum DataDecodeError {
     /// Bytes that must be zero are not.
     #[error("reserved bytes of a data header are set")]
     Reserved,
-    /// No bytes, or more than [`MAX_OP_BYTES`], or an atomic of other than [`WORD_BYTES`].
+    /// The length is 0, exceeds [`MAX_OP_BYTES`], or is not [`WORD_BYTES`] for an atomic.
     #[error(
         "operation of {0} bytes; from 1 to {MAX_OP_BYTES} are allowed, and {WORD_BYTES} of atomics"
     )]
@@ -194,8 +193,8 @@ impl OpHeader {
         bytes
     }
 
-    /// Whether the offset is allowed: an atomic's is a multiple of [`WORD_BYTES`], others begin
-    /// anywhere.
+    /// Whether the offset is allowed. An atomic's must be a multiple of [`WORD_BYTES`]; any other
+    /// operation may begin anywhere.
     pub fn is_aligned(&self) -> bool {
         !self.kind.is_atomic() || self.offset.is_multiple_of(u64::from(WORD_BYTES))
     }

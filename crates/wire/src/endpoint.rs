@@ -35,8 +35,8 @@ pub enum Endpoint {
         /// Port; 0 asks a listener for any free one.
         port: u16,
     },
-    /// `auto://host:7400`: for clients: rdma where that works, else tcp. The client's log says
-    /// which, and why.
+    /// `auto://host:7400`: a client's choice of rdma where it works, else tcp. The client's log
+    /// names the choice and its reason.
     Auto {
         /// Name or address.
         host: String,

@@ -30,8 +30,8 @@ pub struct Secret(pub [u8; 16]);
 
 impl PartialEq for Secret {
     fn eq(&self, other: &Self) -> bool {
-        // Every byte is looked at, so that the time says nothing about how many were right.
-        // `black_box` keeps the compiler from turning the fold into an early exit.
+        // Every byte is compared, so that the time does not reveal how many were right. `black_box`
+        // keeps the compiler from turning the fold into an early exit.
         let difference = self
             .0
             .iter()

@@ -8,8 +8,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error};
 
-/// A user's public key, as Ed25519 has it. Written as 64 hexadecimal digits, also in formats that
-/// people read.
+/// A user's Ed25519 public key. In text it is 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PublicKey(pub [u8; 32]);
 
@@ -77,7 +76,7 @@ pub fn hex_of(bytes: &[u8; 32]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The 32 bytes that 64 hexadecimal digits stand for.
+/// The 32 bytes that `text` spells in 64 hexadecimal digits. `None` for any other text.
 pub fn bytes_of_hex(text: &str) -> Option<[u8; 32]> {
     let digits = text.as_bytes();
     if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {

@@ -32,9 +32,9 @@ pub struct ServerStat {
     pub logical_bytes: u64,
     /// Bytes that these pages take on the server.
     pub stored_bytes: u64,
-    /// Of what is granted: memory that clients over shared memory gave back and still have mapped
-    /// or open.
+    /// Part of `granted_bytes`: memory that shared-memory clients released but still have mapped or
+    /// open.
     pub retained_bytes: u64,
-    /// Held for long requests that are being received. Not part of what is granted.
+    /// Held for long requests that are being received. Not part of `granted_bytes`.
     pub request_bytes: u64,
 }

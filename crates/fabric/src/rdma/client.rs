@@ -346,7 +346,7 @@ fn establish(
         .and_then(Hello::decode);
     match (event.kind, hello) {
         (EventKind::Established, hello) => hello.map(|_| rest.to_vec()).map_err(failed),
-        // Nobody listens there: the connection manager says no for the absent.
+        // Nobody listens there: the peer's connection manager rejected the connection by itself.
         (EventKind::Rejected, Err(ControlDecodeError::NotFarpage)) => {
             Err(unreachable(io::ErrorKind::ConnectionRefused.into()))
         }

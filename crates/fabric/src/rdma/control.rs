@@ -164,10 +164,9 @@ impl Control {
         Ok(Some(bytes))
     }
 
-    /// Takes the next message that was announced, if there is one. An announcement without one is
-    /// not the peer's fault: the tail of the next may be in the middle of being placed, and its own
-    /// announcement, which is still to come, wakes. More of them than a peer may make before all
-    /// were taken are.
+    /// Takes the next announced message, if there is one. An announcement without a message is no
+    /// fault of the peer: the next tail may be half placed, and its own announcement will wake us.
+    /// More than [`ANNOUNCEMENTS`] untaken announcements are a fault.
     fn take(&mut self) -> io::Result<bool> {
         self.advance()?;
         match self.sender.channel().arrivals {

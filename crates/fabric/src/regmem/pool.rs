@@ -44,7 +44,7 @@ pub struct RegPoolOptions {
     pub slab_bytes: usize,
     /// The most memory that the pool takes. Default: no cap.
     pub bytes_max: usize,
-    /// Who may use it. Default: [`Access::Local`].
+    /// Who may use the memory. Default: [`Access::Local`].
     pub access: Access,
     /// Registers a slab when a buffer of it is first used with an adapter, not when it is mapped.
     /// Default: no, so that the data path never registers anything.
@@ -188,7 +188,7 @@ impl RegPool {
         Ok(RegBuf::foreign(Arc::clone(&self.0), foreign))
     }
 
-    /// What it has done so far.
+    /// What the pool has done so far.
     pub fn stats(&self) -> RegPoolStats {
         let (slabs, bytes) = {
             let carving = lock(&self.0.carving);

@@ -71,7 +71,7 @@ impl Frames {
         self.state.lock().all.bytes
     }
 
-    /// Everybody who waits for room looks whether it still wants to.
+    /// Wakes all who wait for room, to check whether they still want it.
     pub(super) fn wake(&self) {
         // Not between somebody's look and its sleep.
         drop(self.state.lock());

@@ -36,8 +36,8 @@ pub(super) struct Lines {
 #[derive(Debug)]
 struct Member {
     stream: Weak<Stream>,
-    /// A newer connection has come. Looked at between system calls; what it orders is ordered by
-    /// the lock.
+    /// Set when a newer connection has come, and read between system calls. Relaxed: the lock
+    /// orders everything else.
     replaced: AtomicBool,
 }
 
@@ -88,7 +88,7 @@ impl Lines {
             wake();
         }
         let mut table = self.table.lock();
-        // Those of the older ones that wait here have nothing to wait for any more.
+        // Wakes older connections that wait here in vain.
         self.left.notify_all();
         while !Arc::ptr_eq(&table[&name][0], &held.member) {
             if held.is_replaced() || self.left.wait_until(&mut table, until).timed_out() {

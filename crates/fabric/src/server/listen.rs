@@ -43,7 +43,7 @@ enum Socket {
     Rdma(rdma::Listener),
 }
 
-/// Who may connect to a shared-memory socket.
+/// Which users may connect to a shared-memory socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SocketAccess {
     /// The server's user: mode 0600.
@@ -149,7 +149,7 @@ impl Listener {
         }
     }
 
-    /// Who wants to connect next, `None` when nobody does.
+    /// The next client that wants to connect, or `None`.
     pub(super) fn accept(&self) -> io::Result<Option<Call>> {
         let accepted = match &self.socket {
             Socket::Rdma(listener) => return Ok(listener.accept()?.map(Call::Rdma)),

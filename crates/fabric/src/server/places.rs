@@ -30,18 +30,20 @@ const KEPT_ONE_IN: usize = 8;
 /// suffered.
 const MAX_CONNECTIONS: usize = 4096;
 
-/// Of the files that the process may open, one in so many is for a connection: one over RDMA takes
-/// several, and the memory that is lent takes as many.
+/// One connection is allowed per this many files that the process may open: a connection over RDMA
+/// takes several files, and lent memory takes some, too.
 const OPEN_FILES_PER_CONNECTION: u64 = 4;
 
 /// How many connections there may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ConnectionLimits {
-    /// Of a server, over all of its listeners: each takes a thread and a descriptor.
+    /// The most connections of a server, over all of its listeners. Each takes a thread and a
+    /// descriptor.
     pub connections: usize,
-    /// Of one address, or over shared memory of one user. Default: three quarters.
+    /// The most connections of one address, or of one user over shared memory. Default: three
+    /// quarters.
     pub per_address: usize,
-    /// Data connections of one session. Default: a quarter.
+    /// The most data connections of one session. Default: a quarter.
     pub per_session: usize,
 }
 

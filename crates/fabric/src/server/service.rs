@@ -107,8 +107,8 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Binds `endpoint`, for this user alone, and lends what `host` has. When it returns, clients
-    /// can connect.
+    /// Binds `endpoint` for this user alone and serves `host`. Clients can connect once this
+    /// returns.
     ///
     /// # Errors
     /// [`BindError`]
@@ -202,7 +202,7 @@ impl Service {
             let _ = poll(&mut fds, PollTimeout::NONE);
             connections.retain(|_, (_, thread)| !thread.is_finished());
             if connections.len() >= self.limits.connections + ENDING {
-                // Those that were closed end at once: who comes next waits for that in the backlog.
+                // Closed connections end at once. The next client waits for that in the backlog.
                 let _ = poll(&mut fds[1..], PollTimeout::from(5u8));
                 continue;
             }

@@ -16,10 +16,10 @@ use crate::{
     stream::{ReceiveError, Stream},
 };
 
-/// What a shorter lease counts as.
+/// A server's shorter lease counts as this long.
 const SHORTEST_LEASE: Duration = Duration::from_millis(100);
 
-/// Whether nobody listens there.
+/// Whether the connection was refused because nobody listens at the endpoint.
 pub(super) fn is_refused(error: &ConnectError) -> bool {
     matches!(error, ConnectError::Unreachable { source, .. }
         if source.kind() == std::io::ErrorKind::ConnectionRefused)

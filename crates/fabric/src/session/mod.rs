@@ -59,8 +59,8 @@ pub struct Session {
     serials: AtomicU64,
 }
 
-/// A place for one channel after another of a session, such as what a worker thread moves bytes
-/// through.
+/// A sequence of channels of one session, each of which replaces the one before. A worker thread
+/// moves its bytes through one line.
 #[derive(Clone, Debug)]
 pub struct Line {
     session: Arc<Session>,
@@ -93,8 +93,8 @@ pub struct Named {
 
 impl Session {
     /// Begins a session at the server at `endpoint`. `sim:seed` makes a new simulated server of its
-    /// own. `auto://host:port` takes rdma or, where that cannot be had, tcp; which it was,
-    /// [`endpoint`](Self::endpoint), [`fallback`](Self::fallback) and the log say.
+    /// own. `auto://host:port` takes rdma where it works, else tcp. [`endpoint`](Self::endpoint),
+    /// [`fallback`](Self::fallback) and the log tell which.
     ///
     /// # Errors
     /// [`ConnectError`], within the deadline of `options`.
@@ -125,8 +125,8 @@ impl Session {
             port,
         };
         let begun = Instant::now();
-        // Half of the time, so that some is left: an adapter on the other side that is not there is
-        // only noticed by its silence.
+        // Half of the time, so that some is left for tcp: a missing adapter at the server is
+        // noticed only by silence.
         let reason = match Remote::connect(&rdma, options, begun + options.deadline / 2) {
             Ok(remote) => {
                 tracing::info!(endpoint = %rdma, "auto: taking rdma");
@@ -173,8 +173,7 @@ impl Session {
         self.grant_memory(bytes, false)
     }
 
-    /// As [`grant`](Self::grant), for [`Verb::Atomic`](crate::Verb::Atomic), too: who needs no
-    /// atomics gives nobody the right to them.
+    /// As [`grant`](Self::grant), for memory that also takes [`Verb::Atomic`](crate::Verb::Atomic).
     ///
     /// # Errors
     /// As of [`grant`](Self::grant).
@@ -200,8 +199,8 @@ impl Session {
         }
     }
 
-    /// Ends the lease of an extent; its bytes are gone unless a published name refers to them. A
-    /// server that cannot be reached now is told when it can be, if the session goes on then.
+    /// Ends the lease of an extent. Its bytes are gone unless a published name refers to them. A
+    /// server that is unreachable now is told later, if the session can be resumed.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -234,8 +233,8 @@ impl Session {
         }
     }
 
-    /// Opens a channel of each of these sessions, numbered in their order; those that go through
-    /// one adapter report to one completion queue.
+    /// Opens a channel of each of these sessions, numbered in their order. Channels through one
+    /// adapter share a completion queue.
     pub(crate) fn channels<B: Buf>(sessions: &[Arc<Self>]) -> Result<Vec<Group<B>>, ConnectError> {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
@@ -255,8 +254,8 @@ impl Session {
         Ok(groups)
     }
 
-    /// Makes memory known to the adapter that this session's channels use; the null one where there
-    /// is none.
+    /// The registrar of the adapter that this session's channels use. Without an adapter, the
+    /// [`NullRegistrar`].
     pub fn registrar(&self) -> Arc<dyn Registrar> {
         match &self.backend {
             Backend::Remote(remote) => remote.registrar(),
@@ -273,8 +272,8 @@ impl Session {
         }
     }
 
-    /// Counts pages that are kept on the server from now on, or (by negative figures) no more, for
-    /// its figures: it is told with every renewal of the lease.
+    /// Adds to the bytes of the pages that this client keeps on the server. Negative values
+    /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
         match &self.backend {
             Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
@@ -293,13 +292,12 @@ impl Session {
         }
     }
 
-    /// Holds a name for this session, so that nobody else publishes it before this session does.
-    /// With `replace` also a name that is bound already, whose binding stays until this session
-    /// publishes.
+    /// Holds a name for this session, so that nobody else publishes it first. With `replace` the
+    /// name may be bound already; its binding stays until this session publishes.
     ///
     /// # Errors
-    /// [`PublishError::Exists`] without `replace`, [`PublishError::InUse`] when another client
-    /// holds it.
+    /// [`PublishError::Exists`] when the name is bound and `replace` is false,
+    /// [`PublishError::InUse`] when another client holds it.
     pub fn claim(&self, name: &str, replace: bool) -> Result<(), PublishError> {
         let request = Request::Claim {
             name: name.to_owned(),
@@ -308,8 +306,8 @@ impl Session {
         self.bind("claim", name, request)
     }
 
-    /// Ends a [`claim`](Self::claim): a name that was never published is free again, and one that
-    /// was can be opened once its extents are released.
+    /// Ends a [`claim`](Self::claim). A name that was never published is free again. A published
+    /// one can be opened once its extents are released.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -400,8 +398,7 @@ impl Session {
         }
     }
 
-    /// The names of this user's key on this server, in their order; of all keys if it is the
-    /// operator's.
+    /// The names of this user's key on this server, ascending; of all keys if it is the operator's.
     ///
     /// # Errors
     /// [`ControlError`]
@@ -410,7 +407,7 @@ impl Session {
             .map_err(|error| self.failed("list names".to_owned(), *error))
     }
 
-    /// The number of a request that gives something: asked again, it gives no more.
+    /// A new number for a request that gives memory: repeating the request gives no more.
     fn serial(&self) -> Option<u64> {
         // Numbers differ, which is all that matters of them.
         Some(self.serials.fetch_add(1, Ordering::Relaxed))
@@ -457,10 +454,10 @@ impl Session {
     }
 }
 
-/// More names than this are taken for a server that does not end.
+/// A server that lists more names than this is taken for one that never ends.
 const MAX_NAMES: usize = 1 << 20;
 
-/// Asks for names until all have come; gives back an answer that is none.
+/// Asks for names until all have come. An answer of another kind is the error.
 fn all_names<E>(
     mut call: impl FnMut(Request) -> Result<Response, E>,
 ) -> Result<Vec<NamedRegion>, Box<Result<Response, E>>> {
@@ -472,7 +469,7 @@ fn all_names<E>(
                 let key = |named: &NamedRegion| (named.owner, named.name.clone());
                 let ascend =
                     (all.last().into_iter().chain(&names)).is_sorted_by(|a, b| key(a) < key(b));
-                // Else a server that answers for ever is asked for ever.
+                // Without this check, a server that answers for ever is asked for ever.
                 if !ascend || all.len() + names.len() > MAX_NAMES {
                     return Err(Box::new(Ok(Response::Names(names))));
                 }
@@ -488,8 +485,8 @@ fn all_names<E>(
 }
 
 impl Line {
-    /// Opens a channel in the place of the line's earlier ones, which end. Once it is open, each
-    /// operation of theirs has taken place or never will: a WRITE that seemed lost lands no more.
+    /// Opens a channel that replaces the line's earlier ones, which end. Once it is open, each of
+    /// their operations has taken place or never will: a WRITE that seemed lost can no longer land.
     /// Resumes the session first when its control connection broke.
     ///
     /// # Errors
@@ -509,7 +506,7 @@ impl Line {
         })
     }
 
-    /// Whose line it is.
+    /// The session that the line belongs to.
     pub fn session(&self) -> &Arc<Session> {
         &self.session
     }

@@ -5,12 +5,12 @@
 //! else, so that channels stop at once. A TCP session is resumed within its lease, by the thread or
 //! by the next call.
 //!
-//! A Unix socket is never connected again. A server that does not answer on it in time owes the
-//! answer, which is taken when it comes: closing the socket would end the session. When it closes,
-//! the server has ended the session, or its process has ended. In the latter case only the calls
-//! end: nobody else can come by the memory that it passed. If this program was stopped for longer
-//! than its lease, the memory is lost in both cases: before its process ended the server may have
-//! ended the session, and lent the memory of a named region to another.
+//! A Unix socket is never reconnected, because closing it would end the session. A server that
+//! misses a deadline owes the answer, which is taken when it comes. When the socket closes, the
+//! server has ended the session, or its process has ended. If the process has ended, only calls
+//! fail: the memory that it passed stays, and nobody else can reach it. If this program was stopped
+//! for longer than its lease, the memory is lost in both cases: the server may have ended the
+//! session first and lent the memory of a named region to another client.
 
 use std::{
     sync::{
@@ -46,7 +46,7 @@ use crate::{
     tcp::TcpChannel,
 };
 
-/// So that a connection that is refused at once is not asked for all the time.
+/// The pause between attempts, so that an immediate refusal does not make us spin.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
 /// The longest that a goodbye may hold up a program that is ending.
@@ -107,14 +107,15 @@ impl Remote {
         })
     }
 
-    /// Counts pages that are kept there from now on, or (by negative figures) no more.
+    /// Adds to the bytes of the pages that are kept at the server. Negative values subtract.
     pub(super) fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
         for (total, bytes) in self.shared.contents.iter().zip([plain_bytes, stored_bytes]) {
             total.fetch_add(bytes as u64, Ordering::Relaxed);
         }
     }
 
-    /// Asks the server; resumes the session first if its connection broke, or is silent.
+    /// Sends `request` and waits for its answer. Resumes the session first if its connection broke
+    /// or is silent.
     pub(super) fn call(&self, request: Request) -> Result<Response, CallError> {
         let shared = &self.shared;
         if is_about_a_name(&request) {
@@ -156,7 +157,7 @@ impl Remote {
             }
         };
         let answer = match answer {
-            // The first sending may have been done all the same.
+            // The server may have executed the first sending although its answer was lost.
             Err(CallError::Refused(refusal))
                 if sendings > 1 && matches!(request, Request::Publish { .. }) =>
             {
@@ -166,8 +167,8 @@ impl Remote {
             }
             answer => answer,
         };
-        // Over a Unix socket the answer is owed; elsewhere it is asked for again, and what it gives
-        // is given back.
+        // Over a Unix socket the server owes the answer. Elsewhere the request is sent again, and
+        // what it gives is given back.
         let is_lost = sendings > 0 && matches!(answer, Err(CallError::Disconnected(_)));
         if is_lost && shared.local.is_none() && gives(&request) {
             shared.untold.lock().push(request);
@@ -223,7 +224,7 @@ impl Remote {
         }
     }
 
-    /// The way for a channel over RDMA, if the session is over RDMA.
+    /// The route for a channel over RDMA, if the session is over RDMA.
     pub(super) fn route(
         &self,
         session: &Arc<Session>,
@@ -285,9 +286,9 @@ impl Remote {
         shared.rdma.remove(id);
         let until = Instant::now() + shared.silence();
         let request = Request::Release { extent: id };
-        // Held until the end, also while `untold` is added to. The server may have done what it
-        // did not answer. Whoever opens a name next has the same extents, and tells first what is
-        // untold: it must be there by then, and not come later.
+        // Held until the end, also while `untold` is added to. The server may have executed the
+        // release without answering, and a later open of the name leases the same extents again.
+        // That open sends `untold` first, so this release must be in `untold` before it.
         let mut line = shared.line.try_lock_until(until);
         let answer = match &mut line {
             Some(line) if line.death.reason().is_none() && line.talk.owed.is_none() => {

@@ -11,8 +11,8 @@ pub(super) fn leases_of(answer: &Response) -> &[Lease] {
     }
 }
 
-/// What takes a request back that succeeded when nobody waited for its answer any more, if it gave
-/// no memory.
+/// The request that undoes `request`, if it succeeded after its caller gave up. Memory that it gave
+/// is released instead.
 pub(super) fn taking_back(request: &Request) -> Option<Request> {
     match request {
         Request::Claim { name, .. } | Request::Open { name, .. } => {
@@ -41,8 +41,8 @@ pub(super) fn gives(request: &Request) -> bool {
     )
 }
 
-/// Whether asking twice does what asking once does. The binding that a lost answer was about is
-/// this client's own; so is a claim, and what is given has a number.
+/// Whether sending the request twice has the effect of sending it once. A repeated `Publish` or
+/// `Claim` meets this client's own binding or claim. Requests that give memory are numbered.
 pub(super) fn may_repeat(request: &Request) -> bool {
     gives(request)
         || matches!(

@@ -1,8 +1,8 @@
 //! [`Shared`]: what the calls, the channels and the keeper of a session share; above all its
 //! control connection.
 //!
-//! The rule it keeps: requests take turns on the connection, and an answer that never came is asked
-//! for again, or what it gave is given back.
+//! The rule it keeps: requests take turns on the connection. If an answer never comes, the request
+//! is sent again, or what it gave is given back.
 
 use std::{
     os::fd::OwnedFd,
@@ -37,12 +37,13 @@ use crate::{
     stream::{PeerProcess, ReceiveError},
 };
 
-/// A connection on which the server says nothing for this part of the deadline is taken for dead,
-/// so that there is time to try others: a router may have forgotten it, which nobody is told.
+/// A connection that is silent for one in `ATTEMPTS` parts of the deadline is taken for dead, which
+/// leaves time to try others. A router may have forgotten the connection without telling either
+/// side.
 const ATTEMPTS: u32 = 4;
 
-/// How long a server's process may live on after it closed a Unix socket, or it has ended the
-/// session. Short, since what is written meanwhile is lost in that case.
+/// How long a server's process may live on after its Unix socket closed. If it lives longer, it has
+/// ended the session. Short, since what is written meanwhile is lost in that case.
 const PARTING: Duration = Duration::from_secs(1);
 
 const SILENT: &str = "the server has not answered in time; its memory can be read and written all the \
@@ -69,14 +70,14 @@ pub(super) struct Shared {
     pub(super) local: Option<Arc<Death>>,
     /// The server's process, where it can be seen.
     pub(super) peer: Option<PeerProcess>,
-    /// When the last renewal that was answered was begun: until a lease later the session is ours.
+    /// When the last answered renewal was sent. The session is ours until one lease after that.
     pub(super) renewed: Mutex<Instant>,
-    /// How long that is over shared memory, where a session is never resumed.
+    /// The lease over shared memory, where a session is never resumed.
     pub(super) local_lease: Duration,
     /// The extents of a session over RDMA.
     pub(super) rdma: Arc<rdma::Client>,
     pub(super) closing: AtomicBool,
-    /// What gives back to the server, and it was not told of or did not answer for.
+    /// Requests that give something back and that the server has not received, or not answered.
     pub(super) untold: Mutex<Vec<Request>>,
     /// Bytes of the pages that are kept there, and bytes that they take.
     pub(super) contents: [AtomicU64; 2],
@@ -85,8 +86,8 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// What a data connection says of whom it belongs to, and where it hears of the server's death.
-    /// Resumes the session first when its connection broke.
+    /// The session, its secret and its [`Death`], for a data connection to attach with. Resumes the
+    /// session first when its connection broke.
     pub(super) fn claim(
         &self,
         until: Instant,
@@ -108,8 +109,8 @@ impl Shared {
         self.deadline / ATTEMPTS
     }
 
-    /// Connects by `attempt`, which is given its own end, again and again until the deadline: for
-    /// as long as nobody says no.
+    /// Calls `attempt` with the time when it must end, and again as long as it times out before the
+    /// deadline.
     pub(super) fn persist<T>(
         &self,
         attempt: impl Fn(Instant) -> Result<T, ConnectError>,
@@ -142,8 +143,8 @@ impl Shared {
         }
     }
 
-    /// Makes sure that the control connection works: what is asked next may take place only once,
-    /// so that it cannot be asked again when no answer comes.
+    /// Makes sure that the control connection works. The next request may take place only once, so
+    /// it cannot be sent again if no answer comes.
     pub(super) fn probe(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
         match self.endpoint {
             // The end of a local connection is always seen.
@@ -153,10 +154,10 @@ impl Shared {
         self.catch_up(line, until)
     }
 
-    /// Tells the server what it was not told when it could not be reached.
+    /// Sends the requests in `untold`, which the server missed.
     pub(super) fn catch_up(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
         loop {
-            // Not held while it is asked: what an answer owes is put here, too.
+            // Not locked during the request: settling an owed answer adds to `untold`, too.
             let Some(request) = self.untold.lock().pop() else {
                 return Ok(());
             };
@@ -171,7 +172,7 @@ impl Shared {
                     self.untold.lock().push(request);
                     return Err(error);
                 }
-                // It refuses what it has taken back already, where only the answer was lost.
+                // The server refuses to take back twice. Then only the first answer was lost.
                 Err(_) => {}
             }
         }
@@ -207,7 +208,7 @@ impl Shared {
                 self.wake_keeper();
                 Ok(())
             }
-            // The server keeps no session that holds nothing, and nothing is lost by another.
+            // The server keeps no session that holds nothing, so a new session loses nothing.
             Err(ConnectError::Refused { .. }) if line.held == 0 => {
                 *line = begin(&self.endpoint, &self.rdma, &self.client, None, until)?;
                 self.wake_keeper();
@@ -220,7 +221,7 @@ impl Shared {
         }
     }
 
-    /// The user's key. Reads the file where nobody has yet, which may take its time.
+    /// The user's key. The first call reads the file, which may take long.
     pub(super) fn key(&self) -> Result<&Key, CallError> {
         if let Some(key) = self.key.get() {
             return Ok(key);
@@ -297,8 +298,8 @@ impl Shared {
         }
     }
 
-    /// Takes the answer that is owed, if one is: the next one would meet the wrong request. What it
-    /// gave is given back, since whoever asked for it was told that it failed.
+    /// Takes the answer that is owed, if there is one: else the next request would meet it. What it
+    /// gave is given back, since its caller was told that the request failed.
     pub(super) fn settle(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
         if line.talk.owed.is_none() {
             return Ok(());
@@ -308,7 +309,7 @@ impl Shared {
         later(move || tracing::info!(endpoint, "the server answers again"));
         let taking_back = line.talk.owed.take().flatten();
         if !matches!(answer, Response::Refused(_)) {
-            // As if it had been heard in time: giving it back counts down.
+            // Counted as if it had come in time, because giving it back counts down.
             line.held += leases_of(&answer)
                 .len()
                 .max(usize::from(taking_back.is_some()));
@@ -317,20 +318,20 @@ impl Shared {
         Ok(())
     }
 
-    /// Has the server told that nobody wants what an answer gave.
+    /// Queues in `untold` the requests that give back what `answer` gave.
     pub(super) fn give_back(&self, taking_back: Option<Request>, answer: &Response) {
         let mut untold = self.untold.lock();
         let leases = leases_of(answer);
         if leases.is_empty() {
             untold.extend(taking_back);
         }
-        // A name that was opened is free with the last of its extents.
+        // Releasing the last extent of an opened name frees the name, too.
         let leases = leases.iter();
         untold.extend(leases.map(|lease| Request::Release { extent: lease.id }));
     }
 
-    /// Waits for the answer to what was said last. A silent server owes it if nothing can be
-    /// resumed.
+    /// Waits for the answer to the last request. If it does not come in time and the session cannot
+    /// be resumed, the server owes it.
     pub(super) fn hear(
         &self,
         line: &mut ControlLine,
@@ -338,8 +339,8 @@ impl Shared {
     ) -> Result<(Response, Vec<OwnedFd>), CallError> {
         match line.talk.hear(&line.stream, until) {
             Ok((answer, fds)) => {
-                // Not when the answer was read: it may have lain there while this program was
-                // stopped.
+                // The time of sending, not of reading: the answer may have waited while this
+                // program was stopped.
                 if let Some(asked) = line.talk.renewing.take() {
                     *self.renewed.lock() = asked;
                 }
@@ -400,7 +401,7 @@ impl Shared {
     }
 
     pub(super) fn close(&self, line: &ControlLine) {
-        // After a missed answer the next one would meet the wrong request.
+        // After a missed answer, the next request would meet it.
         line.stream.close();
         self.wake_keeper();
     }
@@ -423,7 +424,7 @@ impl Shared {
         }
     }
 
-    /// The session cannot be had back.
+    /// The error of a session that cannot be resumed.
     pub(super) fn ended(&self, reason: &str) -> ConnectError {
         ConnectError::Unreachable {
             endpoint: self.name.clone(),

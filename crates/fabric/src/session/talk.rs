@@ -41,13 +41,14 @@ pub(super) struct ControlLine {
 pub(super) struct Talk {
     request: Vec<u8>,
     sent: usize,
-    /// Of the answer's frame, what has come.
+    /// The bytes of the answer's frame that have come.
     frame: Vec<u8>,
     /// When the request was begun, if it renews the lease.
     pub(super) renewing: Option<Instant>,
     answer: Option<Response>,
     fds: Vec<OwnedFd>,
-    /// Set while an answer is owed that nobody waits for: what takes the request back.
+    /// Set while the server owes an answer that nobody waits for. The inner request takes back what
+    /// that answer gives, unless it gives memory.
     pub(super) owed: Option<Option<Request>>,
 }
 

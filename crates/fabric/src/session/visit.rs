@@ -40,7 +40,7 @@ impl Visit {
     pub fn connect(endpoint: &Endpoint, options: &SessionOptions) -> Result<Self, ConnectError> {
         let until = Instant::now() + options.deadline;
         let endpoint = match endpoint {
-            // A word is said faster than an adapter is found.
+            // A TCP connection is made faster than an adapter is found.
             Endpoint::Auto { host, port } => &Endpoint::Tcp {
                 host: host.clone(),
                 port: *port,
@@ -90,7 +90,7 @@ impl Visit {
         }
     }
 
-    /// The names of the key that was shown, in their order; of all keys if it is the operator's.
+    /// The names of the identified key, ascending; of all keys if it is the operator's.
     ///
     /// # Errors
     /// [`ConnectError`]
@@ -101,10 +101,11 @@ impl Visit {
         })
     }
 
-    /// Forgets a name and frees its memory. The operator says whose with `owner`.
+    /// Forgets a name and frees its memory. `owner` is the key that it belongs to, if the operator
+    /// removes another user's name.
     ///
     /// # Errors
-    /// [`ConnectError::Refused`] when there is none, or a client holds it.
+    /// [`ConnectError::Refused`] when there is no such name, or a client holds it.
     pub fn remove(&mut self, name: &str, owner: Option<PublicKey>) -> Result<(), ConnectError> {
         self.done(&Request::Remove {
             name: name.to_owned(),

@@ -3,7 +3,7 @@
 //! The rule it keeps: decoding is safe on any input. A damaged block may decode to wrong bytes, so
 //! the caller compares the hash.
 //!
-//! [`Coder::encode`] tries the form that it is given, and what comes second where that one cannot
+//! [`Coder::encode`] tries the form that it is given, and the next best form if that one cannot
 //! serve the page. The choice of the form is left to the region's scheme and, for an adaptive
 //! codec, to the [`Chooser`](super::adaptive::Chooser). ZFP is in `zfp.rs`.
 

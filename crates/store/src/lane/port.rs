@@ -136,8 +136,8 @@ impl<B: Buf> Port<B> {
         !self.backlog.is_empty() || !self.in_doubt.is_empty()
     }
 
-    /// A WRITE to these slots that seemed lost was given up; it may still land, unless a channel
-    /// was opened since: what seems lost breaks the channel that it was on.
+    /// Gives up a lost WRITE to these slots. It can still land unless a channel was opened since.
+    /// If the port is open, one was: a lost WRITE breaks its own channel.
     pub(super) fn doubt(&mut self, pool: &Arc<SlotPool>, slots: Vec<Span>) {
         if self.is_open() {
             return pool.abandon(&slots);
@@ -175,7 +175,7 @@ impl<B: Buf> Port<B> {
         }
     }
 
-    /// Why what waits here is too late.
+    /// The error of operations that waited here past `deadline`.
     pub(super) fn why_late(&self, deadline: Duration) -> ChannelError {
         self.failure
             .clone()

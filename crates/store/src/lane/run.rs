@@ -67,7 +67,7 @@ pub(super) struct Run<F> {
     /// In page order at first; those that are split off later follow in any order, since tags refer
     /// to positions.
     pub(super) parts: Vec<Part<F>>,
-    /// Of each page: what a fill has to bring, or what a write-back stores.
+    /// The hash of each page: what a fill must bring, or what a write-back stores.
     pub(super) hashes: Vec<u128>,
     /// Parts that have not ended.
     open: usize,
@@ -299,7 +299,7 @@ impl<F: Frame> Run<F> {
         self.open == 0
     }
 
-    /// The end of it, and the vectors for the next one.
+    /// Ends the run. Returns its outcome, and its vectors for the next run.
     pub(super) fn finish(mut self) -> (Done<F>, Spare<F>) {
         self.parts.sort_unstable_by_key(|part| part.first);
         let mut frames =

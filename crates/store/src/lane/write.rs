@@ -34,7 +34,7 @@ impl<F: Frame> Lane<F> {
             return Err(frame);
         }
         let mut run = Run::new((tag, store, page), Way::WriteBack, self.spare());
-        // 1. Which pages are as the store has them? A page of one value needs no hash, and no slot.
+        // 1. Which pages are unchanged? A page of one repeated value needs no hash and no slot.
         for (page, bytes) in page
             .onwards()
             .zip(frame.as_ref().chunks_exact(store.page_bytes))
@@ -63,7 +63,7 @@ impl<F: Frame> Lane<F> {
                 hash,
                 seed: store.seed,
             };
-            // What lacks memory asks again, and is told, in `write`.
+            // A page without a staging buffer asks again in `write`, which also reports the error.
             let encoded = self.encode(remote, page, &mut run.tally);
             let (task, hash) = encoded.unwrap_or((Task::Encode, hash));
             run.add(task, hash);
@@ -167,7 +167,7 @@ impl<F: Frame> Lane<F> {
         let mut places = mem::take(&mut self.places);
         let room = remote.alloc_run(page_bytes, count, &mut places);
         let mut rest = &places[..];
-        // What is split off, goes to the end and is looked after here.
+        // Parts that are split off go to the end, so this loop reaches them, too.
         for mut part in 0..run.parts.len() {
             if !is_raw(&&run.parts[part]) {
                 continue;
@@ -231,14 +231,15 @@ impl<F: Frame> Lane<F> {
     }
 
     /// Why a part of the run cannot be written. `None`: there may be room in time, because servers
-    /// are being asked for memory or writes of others end. Then it is looked again soon.
+    /// are being asked for memory or other writes are about to end. Then the lane looks again soon.
     fn refusal(&mut self, run: &Run<F>, no_room: NoRoom) -> Option<AllocError> {
         let now = Instant::now();
         let (refusal, may_wait) = match no_room {
             NoRoom::Growing { refused } => (refused, true),
             NoRoom::Full { source, later } => (Some(source), later),
         };
-        // Who was never refused is told soon: whoever asks the servers has a deadline of his own.
+        // Without a refusal the wait is short: the thread that asks the servers has its own
+        // deadline.
         let waits = may_wait && now - run.started < self.deadline || refusal.is_none();
         if waits {
             self.look_again = Some(now + ROOM_PAUSE);

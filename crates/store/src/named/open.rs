@@ -220,7 +220,7 @@ impl Opened {
         let manifest = region.ok_or_else(|| OpenStoreError::NotFound {
             name: name.to_owned(),
         })?;
-        // Also where it has nothing now: it may be published there again.
+        // Also on servers that have nothing of it now: it may be published there again.
         let failed = |source| OpenStoreError::Claim {
             name: name.to_owned(),
             source,
@@ -251,7 +251,7 @@ impl Opened {
         }
     }
 
-    /// What the region was promised, if it was promised its size.
+    /// What is reserved for the region, if it is fully reserved.
     fn reserve(
         &self,
         pool: &SlotPool,

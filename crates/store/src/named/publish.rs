@@ -78,7 +78,7 @@ impl PageStore {
         map
     }
 
-    /// Marks the pages that are as the map says.
+    /// Marks the pages whose entries are still those of the map.
     fn mark_published(&self, map: &[u8]) {
         for (page, words) in self.all().iter().zip(map.as_chunks::<32>().0) {
             if span_of(&words_of(words)).is_some()
@@ -196,8 +196,8 @@ impl PageStore {
     }
 }
 
-/// Whether the name may be bound all the same. A request whose connection broke is sent again on
-/// the next one, where proving the user's key may fail.
+/// Whether the name may be bound despite the error. A request whose connection broke is sent again
+/// on the next connection, where proving the user's key may fail.
 fn may_have_happened(error: &PublishStoreError) -> bool {
     matches!(
         error,
