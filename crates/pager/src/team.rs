@@ -961,10 +961,15 @@ mod tests {
         }
     }
 
-    /// A word of each of 16 pages is added to.
-    fn add_everywhere(space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
+    /// A word of each of the first pages is added to.
+    fn add_to(
+        space: &SimSpace,
+        shared: &Shared<SimSpace>,
+        mapped: &Mapped<SimSpace>,
+        pages: usize,
+    ) {
         let end = Instant::now() + Duration::from_secs(20);
-        for page in 0..16 {
+        for page in 0..pages {
             let address =
                 mapped.address() + (page % SHARDS) * (16 << 20) + page / SHARDS * PAGE_BYTES;
             loop {
@@ -999,8 +1004,8 @@ mod tests {
             let gated = Arc::new(Gated::default());
             let own = ManuallyDrop::new(gated.map(&cluster, mapped.pager()));
             if writes {
-                // More than fits, so that evictors write them.
-                add_everywhere(&space, &shared, &own);
+                // The store keeps them, and less than the budget.
+                add_to(&space, &shared, &own, 3);
             }
             gated.shut();
             let pages = PageRange::first(own.region().pages());
@@ -1017,9 +1022,9 @@ mod tests {
                 assert!(Instant::now() < limit, "nobody calls the store");
                 std::thread::yield_now();
             }
-            // Also what has to leave for it.
-            add_everywhere(&space, &shared, &mapped);
-            add_everywhere(&space, &shared, &mapped);
+            // Twice, since they have to leave for each other.
+            add_to(&space, &shared, &mapped, 16);
+            add_to(&space, &shared, &mapped, 16);
             gated.open();
             while space.is_asleep(0) || writes && !job.has_ended() {
                 assert!(Instant::now() < limit, "the call came to nothing");
