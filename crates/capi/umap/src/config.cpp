@@ -92,8 +92,8 @@ Config read_config() {
   c.has_read_ahead = env.has("UMAP_READ_AHEAD");
   c.read_ahead = env.number("UMAP_READ_AHEAD", 0, 0, UINT32_MAX - 1);
 
-  c.high_water = env.number("UMAP_EVICT_HIGH_WATER_THRESHOLD", 90, 2, 100);
-  c.low_water = env.number("UMAP_EVICT_LOW_WATER_THRESHOLD", std::min<std::uint64_t>(70, c.high_water - 1), 1, 99);
+  c.high_water = env.number("UMAP_EVICT_HIGH_WATER_THRESHOLD", 95, 2, 100);
+  c.low_water = env.number("UMAP_EVICT_LOW_WATER_THRESHOLD", std::min<std::uint64_t>(90, c.high_water - 1), 1, 99);
   if (c.low_water >= c.high_water) {
     env.warn("evictors cannot stop at " + std::to_string(c.low_water) + " % when they start at " + std::to_string(c.high_water) +
              " %; they stop one below");

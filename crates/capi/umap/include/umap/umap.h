@@ -11,8 +11,8 @@
  *                                     what the process may have; default 90 % of available memory
  *   UMAP_PAGE_FILLERS                 threads that bring pages in, 1 to 64; default one per core
  *   UMAP_PAGE_EVICTORS                threads that take pages out, 1 to 64; default one per core
- *   UMAP_EVICT_HIGH_WATER_THRESHOLD   percent of the buffer at which evictors start; default 90
- *   UMAP_EVICT_LOW_WATER_THRESHOLD    percent of the buffer at which they stop; default 70
+ *   UMAP_EVICT_HIGH_WATER_THRESHOLD   percent of the buffer at which evictors start; default 95
+ *   UMAP_EVICT_LOW_WATER_THRESHOLD    percent of the buffer at which they stop; default 90
  *   UMAP_READ_AHEAD                   the most pages to read ahead of a sequential run, 0 for none;
  *                                     default: farpage's
  *   UMAP_MAX_FAULT_EVENTS             only returned by its getter: farpage reads as many faults at
