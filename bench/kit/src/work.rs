@@ -275,6 +275,7 @@ impl<'a> Worker<'a> {
             first_shard: thread,
             address: None,
             read_only: false,
+            no_direct_io: false,
         };
         Ok(Self {
             space,

@@ -203,6 +203,13 @@ typedef struct farpage_region_options {
    * published. Otherwise mapping fails with FARPAGE_EXISTS then.
    */
   uint32_t replace;
+  /**
+   * 1: the program promises that no device writes into the region's memory (`O_DIRECT` reads,
+   * RDMA, registered buffers of io_uring): pages of 4096 bytes then leave as copies, many at
+   * once. What a device writes into a page while it leaves is lost. Default: as
+   * FARPAGE_NO_DIRECT_IO says.
+   */
+  uint32_t no_direct_io;
 } farpage_region_options;
 
 /**

@@ -44,6 +44,7 @@ pub struct Builder {
     transfer: Option<Transfer>,
     fault_mode: Option<FaultMode>,
     user_mode_only: Option<bool>,
+    no_direct_io: Option<bool>,
     key_file: Option<PathBuf>,
     last_words: Option<bool>,
 }
@@ -175,6 +176,15 @@ impl Builder {
         self
     }
 
+    /// Promises for all regions that do not say otherwise that no device writes into their memory,
+    /// see [`RegionOptions::no_direct_io`](crate::RegionOptions::no_direct_io).
+    ///
+    /// `FARPAGE_NO_DIRECT_IO` (`1` or `0`). Default: false.
+    pub fn no_direct_io(mut self, promised: bool) -> Self {
+        self.no_direct_io = Some(promised);
+        self
+    }
+
     /// The user's key file: named arrays belong to its key, and nobody else can open, replace, list
     /// or remove them. The file is made when a name is first used; whoever has a copy of it shares
     /// the names.
@@ -262,6 +272,12 @@ impl Builder {
                 set => Some(option(set, "FARPAGE_READ_AHEAD", || 0)?),
             },
             codec: option(self.codec, "FARPAGE_CODEC", Codec::default)?,
+            no_direct_io: option(
+                self.no_direct_io.map(Switch),
+                "FARPAGE_NO_DIRECT_IO",
+                Switch::default,
+            )?
+            .0,
         };
         (defaults.codec.check()).map_err(|error| BuildError::Option(error.to_string()))?;
 
@@ -319,6 +335,7 @@ pub(crate) struct Defaults {
     pub(crate) page_bytes: Option<usize>,
     pub(crate) read_ahead: Option<usize>,
     pub(crate) codec: Codec,
+    pub(crate) no_direct_io: bool,
 }
 
 fn servers(given: Vec<String>) -> Vec<String> {

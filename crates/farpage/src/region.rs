@@ -28,6 +28,7 @@ pub struct RegionOptions {
     pub(crate) store: Option<Arc<dyn Store>>,
     pub(crate) address: Option<usize>,
     pub(crate) read_only: bool,
+    pub(crate) no_direct_io: Option<bool>,
 }
 
 impl RegionOptions {
@@ -115,6 +116,20 @@ impl RegionOptions {
         self.read_only = true;
         self
     }
+
+    /// Promises that no device writes into the region's memory: neither `O_DIRECT` reads nor RDMA
+    /// nor registered buffers of `io_uring` have their bytes there. Then pages of 4 KiB leave as
+    /// copies, many by one call, which makes random access by several threads faster. If the
+    /// promise is broken, what a device writes into a page while it leaves is lost. Ordinary system
+    /// calls may write there as ever.
+    ///
+    /// No effect on other page sizes, before kernel 6.14, with
+    /// [`user_mode_only`](crate::Builder::user_mode_only) or with a single evictor. In-thread
+    /// faults need no promise. Default: [`Builder::no_direct_io`](crate::Builder::no_direct_io).
+    pub fn no_direct_io(mut self, promised: bool) -> Self {
+        self.no_direct_io = Some(promised);
+        self
+    }
 }
 
 impl fmt::Debug for RegionOptions {
@@ -130,6 +145,7 @@ impl fmt::Debug for RegionOptions {
             .field("store", &self.store.as_ref().map(|store| store.name()))
             .field("address", &self.address)
             .field("read_only", &self.read_only)
+            .field("no_direct_io", &self.no_direct_io)
             .finish()
     }
 }

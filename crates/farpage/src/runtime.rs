@@ -264,6 +264,7 @@ impl Runtime {
         pager.read_ahead = options.read_ahead.or(self.defaults.read_ahead);
         pager.address = options.address;
         pager.read_only = options.read_only;
+        pager.no_direct_io = (options.no_direct_io).unwrap_or(self.defaults.no_direct_io);
         pager
     }
 

@@ -13,6 +13,7 @@
 mod common;
 
 use std::{
+    collections::VecDeque,
     env,
     sync::atomic::{AtomicU64, Ordering},
     thread,
@@ -72,6 +73,104 @@ fn eight_threads_over_tcp_with_changing_codecs_keep_every_word() {
     );
 }
 
+/// Pages of 4 KiB leave as copies here, while writers of their neighbours run.
+#[test]
+fn eight_threads_that_promise_no_direct_io_keep_every_word() {
+    let test = "eight_threads_that_promise_no_direct_io_keep_every_word";
+    if !can_page(test) {
+        return;
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    let options = RegionOptions::new().no_direct_io(true);
+    let ops = OPS_DEFAULT as usize / THREADS;
+    one_page_size(Fabric::Shm, Codec::Raw, 4 * KIB, ops, seed(test), options);
+}
+
+/// An evictor that copies a page which the program drops at that moment sleeps on its own fault.
+/// What was written back last is the page then, and others that lie between keep their writes.
+#[test]
+fn pages_that_the_program_drops_while_they_are_copied_out_come_back_whole() {
+    const PAGE_WORDS: usize = 4 * KIB / 8;
+    let test = "pages_that_the_program_drops_while_they_are_copied_out_come_back_whole";
+    if !can_page(test) {
+        return;
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(4 * MIB, 4 * KIB);
+    let words = 16 * MIB / 8;
+    let options = RegionOptions::new().no_direct_io(true).read_ahead(0);
+    let mut array: RemoteArray<u64> = runtime.array_with(words, options).unwrap();
+    let (_, all) = shared(&mut array);
+    (0..words).for_each(|at| set(all, at, mix(at as u64)));
+    array.flush().unwrap();
+    let (_, all) = shared(&mut array);
+    let pages = words / PAGE_WORDS;
+    let end = Instant::now() + Duration::from_secs(6);
+    thread::scope(|scope| {
+        for reader in 0..3 {
+            let mut rng = Rng(seed(test) + reader);
+            scope.spawn(move || {
+                while Instant::now() < end {
+                    let at = rng.below(words);
+                    if at / PAGE_WORDS % 4 > 1 {
+                        assert_eq!(get(all, at), mix(at as u64), "word {at}");
+                    }
+                }
+            });
+        }
+        let mut rng = Rng(seed(test) + 7);
+        scope.spawn(move || {
+            // Of every fourth page the word in the middle counts the writes.
+            let middle = |page: usize| page * PAGE_WORDS + PAGE_WORDS / 2;
+            let mut counts: Vec<_> = (0..pages).map(|page| mix(middle(page) as u64)).collect();
+            while Instant::now() < end {
+                let page = rng.below(pages / 4) * 4;
+                let at = middle(page);
+                assert_eq!(get(all, at), counts[page], "word {at}");
+                counts[page] = counts[page].wrapping_add(1);
+                set(all, at, counts[page]);
+            }
+        });
+        let mut rng = Rng(seed(test) + 8);
+        let base = all.as_ptr() as usize;
+        scope.spawn(move || {
+            let drop_page = |page: usize| {
+                let address = base + page * 4 * KIB;
+                // SAFETY: a page of the array, whose words nobody but this thread relies on, or
+                // nobody has changed since the flush.
+                let dropped =
+                    unsafe { libc::madvise(address as *mut _, 4 * KIB, libc::MADV_DONTNEED) };
+                assert_eq!(dropped, 0);
+            };
+            // Pages that are written to right after they were dropped, what to, and when.
+            let mut written = VecDeque::new();
+            let mut count = 0;
+            while Instant::now() < end {
+                drop_page(rng.below(pages / 4) * 4 + 2);
+                let page = rng.below(pages / 4) * 4 + 1;
+                if written.iter().any(|&(other, _)| other == page) {
+                    continue;
+                }
+                drop_page(page);
+                count += 1;
+                set(all, page * PAGE_WORDS, count);
+                written.push_back((page, count));
+                if written.len() > 16 {
+                    let (page, count) = written.pop_front().unwrap();
+                    assert_eq!(get(all, page * PAGE_WORDS), count, "page {page}");
+                }
+            }
+        });
+    });
+    let stats = runtime.stats();
+    assert!(
+        stats.pager.peak_resident_bytes <= 4 * MIB as u64,
+        "{stats:?}"
+    );
+    array.close().unwrap();
+}
+
 #[cfg(feature = "rdma")]
 #[test]
 fn eight_threads_over_rdma_keep_every_word() {
@@ -112,7 +211,8 @@ fn torture(test: &'static str, fabric: Fabric, codec: Codec) {
     let weights: f64 = page_sizes().map(weight).sum();
     for page_bytes in page_sizes() {
         let ops = ops as f64 * weight(page_bytes) / weights;
-        one_page_size(fabric, codec, page_bytes, ops as usize / THREADS + 1, seed);
+        let (ops, options) = (ops as usize / THREADS + 1, RegionOptions::new());
+        one_page_size(fabric, codec, page_bytes, ops, seed, options);
     }
 }
 
@@ -122,6 +222,7 @@ fn one_page_size(
     page_bytes: usize,
     ops_per_thread: usize,
     seed: u64,
+    options: RegionOptions,
 ) {
     let since = Instant::now();
     let budget_bytes = MIB.max(8 * page_bytes);
@@ -129,9 +230,7 @@ fn one_page_size(
     let words = budget_bytes * DATA_PER_BUDGET / 8 + 3;
     let memory = Memory::start(fabric, 3 * words * 8 + 64 * MIB);
     let runtime = memory.runtime(budget_bytes, page_bytes);
-    let mut array: RemoteArray<u64> = runtime
-        .array_with(words, RegionOptions::new().codec(codec))
-        .unwrap();
+    let mut array: RemoteArray<u64> = runtime.array_with(words, options.codec(codec)).unwrap();
     let shadow: Vec<AtomicU64> = (0..words).map(|_| AtomicU64::new(0)).collect();
     let here = format!(
         "{fabric}, {codec:?}, pages of {} KiB, seed {seed}",

@@ -121,6 +121,11 @@ impl Doors {
     }
 
     /// For what the program waits for.
+    /// How many evictors there are.
+    pub(crate) fn evictors(&self) -> usize {
+        self.evictors.len()
+    }
+
     pub(crate) fn ring_evictors(&self) {
         self.evictors.iter().for_each(Bell::ring);
     }

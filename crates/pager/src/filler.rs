@@ -50,6 +50,8 @@ pub(crate) struct Filler<A: AddressSpace> {
     /// What threads of the program bring in themselves, where they do.
     in_thread: Option<Arc<InThread<A>>>,
     last_region: Option<Arc<Region>>,
+    /// Pages whose protection keeps threads from writing. Their regions have been entered.
+    protected: Vec<(Arc<Region>, PageIndex)>,
     /// Faults that were read, and the thread that raised one of them.
     seen: u32,
     sample: Option<u32>,
@@ -78,6 +80,7 @@ impl<A: AddressSpace> Filler<A> {
             deadline,
             in_thread,
             last_region: None,
+            protected: Vec::with_capacity(64),
             seen: 0,
             sample: None,
             events: Events {
@@ -96,7 +99,8 @@ impl<A: AddressSpace> Filler<A> {
     pub(crate) fn turn(&mut self, asked: Asked) -> bool {
         let events = self.read_events(asked);
         let mail = self.read_mail();
-        let mut busy = self.fills.serve_backlog();
+        let mut busy = self.unprotect();
+        busy |= self.fills.serve_backlog();
         busy |= self.fills.landing.lend();
         busy |= self.fills.post_again();
         busy |= self.wishes.serve(&mut self.fills);
@@ -133,7 +137,7 @@ impl<A: AddressSpace> Filler<A> {
             {
                 self.sample = (fault.thread != 0).then_some(fault.thread);
             }
-            self.on_fault(fault.address);
+            self.on_fault(fault.address, fault.protected);
         }
         for addresses in events.unmapped.drain(..) {
             self.on_unmapped(&addresses);
@@ -142,18 +146,42 @@ impl<A: AddressSpace> Filler<A> {
         any
     }
 
-    fn on_fault(&mut self, address: usize) {
+    fn on_fault(&mut self, address: usize, protected: bool) {
         let Some(region) = self.region_at(address) else {
             return self.on_stray_fault(address);
         };
         let page = region.page_at(address);
         region.store.expect(page);
         // A region that is closing gives its addresses up, and nobody may be using them.
-        if !region.enter() {
+        // Only an evictor that copies pages out may sleep there then, and it is inside.
+        let is_open = region.enter();
+        if !is_open && !region.enter_beside() {
+            return;
+        }
+        if protected {
+            self.protected.push((region, page));
+            self.unprotect();
             return;
         }
         let plan = self.fills.on_fault(&region, page, address);
-        self.wishes.add(region, plan, true);
+        if is_open {
+            self.wishes.add(region, plan, true);
+        }
+    }
+
+    /// Lets the program write to pages again that are protected. While others leave by copying, all
+    /// of these wait: most are let go with those, and the rest is nobody's to change before.
+    fn unprotect(&mut self) -> bool {
+        let before = self.protected.len();
+        let scatter = &self.shared.scatter;
+        self.protected.retain(|(region, page)| {
+            let is_done = scatter.unprotect(region, *page);
+            if is_done {
+                region.exit();
+            }
+            !is_done
+        });
+        self.protected.len() < before
     }
 
     /// No region has this address: it has closed since, or the program has made its mapping longer
@@ -287,7 +315,8 @@ impl<A: AddressSpace> Filler<A> {
     /// Nothing is under way, and nothing is kept.
     #[cfg(test)]
     pub(crate) fn is_at_rest(&self) -> bool {
-        self.fills.is_idle() && self.wishes.is_empty() && self.fills.landing.is_empty()
+        let keeps_nothing = self.wishes.is_empty() && self.protected.is_empty();
+        self.fills.is_idle() && keeps_nothing && self.fills.landing.is_empty()
     }
 
     /// Something is under way, so that the next turn may find something to do.
@@ -303,6 +332,8 @@ impl<A: AddressSpace> Filler<A> {
 
     /// Appends the descriptors of channels to sleep on; returns when to take a turn at the latest.
     pub(crate) fn wait<'a>(&'a self, fds: &mut impl Extend<PollFd<'a>>) -> Option<Instant> {
-        self.fills.wait(fds, RETRY)
+        let retry = (!self.protected.is_empty()).then(|| Instant::now() + RETRY);
+        let until = self.fills.wait(fds, RETRY);
+        until.into_iter().chain(retry).min()
     }
 }

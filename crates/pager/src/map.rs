@@ -54,6 +54,8 @@ impl<A: AddressSpace> Pager<A> {
         let layout = Layout {
             address: options.address,
             read_only: options.read_only,
+            // Whoever copies may have to wait for a page that another one has to make room for.
+            no_direct_io: options.no_direct_io && self.shared().doors.evictors() > 1,
             ..self.layout(id, bytes, page_bytes)
         };
         let mapping = self
@@ -94,6 +96,7 @@ impl<A: AddressSpace> Pager<A> {
             first_shard: id.0 as usize % shards,
             address: None,
             read_only: false,
+            no_direct_io: false,
         }
     }
 }

@@ -113,22 +113,19 @@ impl<A: AddressSpace> Mapper<A> {
             .map_err(|refused| Run::new(first, refused.frame, region.page_bytes()))
     }
 
-    /// Copies the leading ones of `pages` to the first of `frames` and gives their memory back.
-    /// Returns how many. Calls must not overlap.
+    /// Copies the leading ones of `pages`, each to its frame, and gives the memory of those back
+    /// that `own` owns. Returns up to which page that went well. Calls must not overlap.
     pub(crate) fn detach_copies(
         &self,
         region: &Region,
         pages: &[PageIndex],
         frames: &mut [A::Frame],
+        mut own: impl FnMut(usize) -> bool,
     ) -> usize {
         let page = |page: &PageIndex| self.pages(region, page.alone());
         let out: SmallVec<[Pages; SCATTERED_PAGES_MAX]> = pages.iter().map(page).collect();
-        let left = self.space.detach(Out::Copy(&out, frames));
-        let taken = left.map_or(0, |left| left.count());
-        for &page in &pages[..taken] {
-            region.count_out(page.alone());
-        }
-        taken
+        let left = self.space.detach(Out::Copy(&out, frames, &mut own));
+        left.map_or(0, |left| left.count())
     }
 
     /// Drops the leading ones of `runs`, of one stripe of a region that the program may only read.

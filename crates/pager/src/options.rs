@@ -93,4 +93,9 @@ pub struct RegionOptions {
     /// The program may only read: a write raises SIGSEGV, and pages are dropped when they leave.
     /// Default: false.
     pub read_only: bool,
+    /// The program promises that no device writes into the region's pages: no `O_DIRECT` read, no
+    /// RDMA and no registered buffer of `io_uring` has its bytes there. Pages of 4 KiB then leave
+    /// as copies, many by one call. What a device writes into a page while it leaves is lost.
+    /// Default: false.
+    pub no_direct_io: bool,
 }

@@ -41,6 +41,7 @@
 //! | 0 - 2 | state | see [`State`] |
 //! | 3 | `WANTED` | a thread faulted on the page while it was owned |
 //! | 6 | `INSTALLING` | the page may be mapped and changed; its owner has only to publish it |
+//! | 7 | `COPYING` | the page is being copied, and nobody has owned it since that began |
 //! | 8 - 15 | pins | how often the program has pinned the page: unless 0 it comes back when taken out |
 //! | 16 - 19 | heat | how many sweeps the page survives |
 //! | 32 - 63 | stamp | the fill clock when it became resident, or when it left |
@@ -73,6 +74,7 @@ pub enum State {
 const STATE: u64 = 0b111;
 const WANTED: u64 = 1 << 3;
 const INSTALLING: u64 = 1 << 6;
+const COPYING: u64 = 1 << 7;
 const PIN: u64 = 1 << 8;
 const PINS: u64 = 0xff << 8;
 const HEAT_SHIFT: u32 = 16;
@@ -160,7 +162,7 @@ impl Word {
     }
 
     fn with_state(self, state: State) -> Word {
-        Word(self.0 & !(STATE | INSTALLING) | state as u64)
+        Word(self.0 & !(STATE | INSTALLING | COPYING) | state as u64)
     }
 
     fn without_note(self) -> Word {
@@ -263,6 +265,20 @@ pub fn leave(w: Word) -> Option<Word> {
 /// it to. `None`: it is not resident.
 pub fn borrow(w: Word) -> Option<Word> {
     (w.state() == State::Resident).then(|| w.with_state(State::Leaving))
+}
+
+/// Somebody copies the page where it lies, without owning it. `None`: it is not resident, or
+/// pinned.
+///
+/// Call it *before* writes to the page are kept out. Every change of state takes the mark away.
+pub fn copying(w: Word) -> Option<Word> {
+    (w.state() == State::Resident && !w.pinned()).then_some(Word(w.0 | COPYING))
+}
+
+/// The page was copied and shall leave. `None`: it is pinned, or somebody has owned it since the
+/// copying began, so that it may hold something else.
+pub fn copied(w: Word) -> Option<Word> {
+    (w.0 & COPYING != 0).then(|| leave(w)).flatten()
 }
 
 /// The program wants the page to stay once it is here. `None`: it is pinned too often already.

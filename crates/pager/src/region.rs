@@ -283,6 +283,15 @@ impl Region {
         open
     }
 
+    /// Enters also while the region is closing, as long as somebody else is inside.
+    #[must_use]
+    pub(crate) fn enter_beside(&self) -> bool {
+        let one_more = |active: usize| (active > 0).then(|| active + 1);
+        (self.active)
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more)
+            .is_ok()
+    }
+
     /// For one more owner of pages, by somebody who is inside.
     pub(crate) fn enter_again(&self) {
         self.active.fetch_add(1, Ordering::Relaxed);

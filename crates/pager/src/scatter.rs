@@ -9,8 +9,11 @@
 //! would be unprotected by another.
 
 use std::{
-    io,
-    sync::{Arc, Mutex, MutexGuard, TryLockError},
+    io, mem,
+    sync::{
+        Arc, Mutex, MutexGuard, TryLockError,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Instant,
 };
 
@@ -37,6 +40,9 @@ const WINDOW_PAGES: usize = 512;
 /// Fewer pages are not worth the interruptions that they share.
 const PAGES_MIN: usize = 4;
 
+/// Copying pages out takes less than this, unless it waits for a page.
+const HELD_UP_MS: u64 = 2;
+
 /// What came of taking pages out by copying.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
@@ -57,6 +63,9 @@ pub(crate) struct Scatter<A: AddressSpace> {
     /// Held by the one thread that takes pages out. Of the standard library: it never allocates,
     /// and is tried in a signal handler.
     turn: Mutex<()>,
+    started: Instant,
+    /// When the copying under way began, in milliseconds since the start; 0: none is.
+    since_ms: AtomicU64,
 }
 
 impl<A: AddressSpace> Scatter<A> {
@@ -73,6 +82,8 @@ impl<A: AddressSpace> Scatter<A> {
             victims,
             costs: Costs::default(),
             turn: Mutex::default(),
+            started: Instant::now(),
+            since_ms: AtomicU64::new(0),
         }
     }
 
@@ -169,8 +180,19 @@ impl<A: AddressSpace> Scatter<A> {
     pub(crate) fn is_better(&self, region: &Region) -> bool {
         region.copies_out
             && region.pinned() == 0
+            && !self.is_held_up()
             && self.costs.copying_is_cheaper()
             && self.most(region) >= PAGES_MIN
+    }
+
+    fn now_ms(&self) -> u64 {
+        self.started.elapsed().as_millis() as u64
+    }
+
+    /// Whether whoever takes pages out waits for one that the program has dropped: others move.
+    fn is_held_up(&self) -> bool {
+        let since_ms = self.since_ms.load(Ordering::Relaxed);
+        since_ms != 0 && self.now_ms() > since_ms + HELD_UP_MS
     }
 
     /// How many pages may leave at once. Fills find some frames, too.
@@ -211,30 +233,27 @@ impl<A: AddressSpace> Scatter<A> {
         {
             frames.push(frame);
         }
-        let pages = self.own(claim, frames.len());
+        let pages = self.mark(claim, frames.len());
         let mut outcome = Outcome::default();
         let mut out = SmallVec::<[(PageIndex, A::Frame); SCATTERED_PAGES_MAX]>::new();
         let mut rest = &pages[..];
+        self.since_ms.store(self.now_ms().max(1), Ordering::Relaxed);
         while rest.len() >= PAGES_MIN {
-            let taken = self.copy_out(&region, rest, &mut frames);
-            out.extend(rest.iter().copied().zip(frames.drain(..taken)));
-            let Some(&refused) = rest.get(taken) else {
+            let dealt_with = self.copy_out(&region, rest, &mut frames, &mut out);
+            let Some(&refused) = rest.get(dealt_with) else {
                 rest = &[];
                 break;
             };
             outcome.refused.push(refused);
-            self.victims.stay(&region, refused.alone());
-            rest = &rest[taken + 1..];
-            if taken == 0 {
+            rest = &rest[dealt_with + 1..];
+            if dealt_with == 0 {
                 break;
             }
         }
+        self.since_ms.store(0, Ordering::Relaxed);
         drop(turn);
         // Too few to be copied, or none can be.
         outcome.refused.extend(rest.iter().take(PAGES_MIN).copied());
-        for &page in rest {
-            self.victims.stay(&region, page.alone());
-        }
         for frame in frames {
             self.frames.release(frame, page_bytes);
         }
@@ -247,18 +266,47 @@ impl<A: AddressSpace> Scatter<A> {
         Some(outcome)
     }
 
-    /// Takes the leading ones of these pages, which are owned, out to the first of `frames`.
-    /// Returns how many.
-    fn copy_out(&self, region: &Region, pages: &[PageIndex], frames: &mut [A::Frame]) -> usize {
+    /// Takes the leading ones of these pages out, which are marked, except those that somebody else
+    /// has taken up. Moves their frames to `out`. Returns up to which page that went well.
+    fn copy_out(
+        &self,
+        region: &Region,
+        pages: &[PageIndex],
+        frames: &mut SmallVec<[A::Frame; SCATTERED_PAGES_MAX]>,
+        out: &mut SmallVec<[(PageIndex, A::Frame); SCATTERED_PAGES_MAX]>,
+    ) -> usize {
         let since = Instant::now();
-        let taken = self.mapper.detach_copies(region, pages, frames);
+        let mut owned = [false; SCATTERED_PAGES_MAX];
+        let own = |at: usize| {
+            owned[at] = region
+                .words
+                .try_apply(pages[at], protocol::copied)
+                .is_some();
+            owned[at]
+        };
+        let dealt_with = (self.mapper).detach_copies(region, pages, frames, own);
+        let before = out.len();
+        for (at, frame) in mem::take(frames).into_iter().enumerate() {
+            if at < dealt_with && owned[at] {
+                region.count_out(pages[at].alone());
+                out.push((pages[at], frame));
+            } else {
+                frames.push(frame);
+            }
+        }
+        let stays = |at: &usize| owned[*at];
+        for at in (dealt_with..pages.len()).filter(stays) {
+            self.victims.stay(region, pages[at].alone());
+        }
+        let taken = out.len() - before;
         self.costs.copied_out(since, taken);
         self.frames.budget().lose(taken * region.page_bytes());
-        taken
+        dealt_with
     }
 
-    /// Owns victims, `most` at most, that lie in one stripe and within [`WINDOW_PAGES`]. Ascending.
-    fn own(&self, claim: Claim, most: usize) -> Scattered {
+    /// Marks victims, `most` at most, that lie in one stripe and within [`WINDOW_PAGES`].
+    /// Ascending.
+    fn mark(&self, claim: Claim, most: usize) -> Scattered {
         let (region, found_by) = (claim.region.clone(), claim.found_by);
         let window = window_of(&region, claim.pages.start);
         let mut pages = Scattered::new();
@@ -276,7 +324,7 @@ impl<A: AddressSpace> Scatter<A> {
                 && let Some(run) = walk.next(most - pages.len())
             {
                 for page in run.iter().filter(|&page| window.contains(page)) {
-                    if region.words.try_apply(page, protocol::leave).is_some() {
+                    if region.words.try_apply(page, protocol::copying).is_some() {
                         pages.push(page);
                         walk.took(1);
                     }

@@ -26,6 +26,7 @@ const PLAIN: Paging = Paging {
     flushes: false,
     gives_up: false,
     madvises: false,
+    copies: false,
     holds: false,
     fills_fail: false,
     writes_fail: false,
@@ -201,6 +202,48 @@ fn twin_that_calls_a_lost_page_poisoned() {
 fn twin_that_calls_a_lost_page_remote() {
     let twin = Twin::CallsLostRemote;
     assert_caught(Paging { twin, ..LOSES }, Harm::LostWrite);
+}
+
+/// The evictor copies pages where they lie, and sleeps on the fault of one that the program drops.
+const COPIED: Paging = Paging {
+    madvises: true,
+    copies: true,
+    ..PLAIN
+};
+
+#[test]
+fn page_that_leaves_as_a_copy() {
+    assert!(assert_harmless("copied", COPIED).always_comes_to_rest);
+    let paging = Paging {
+        flushes: true,
+        prefetches: true,
+        ..COPIED
+    };
+    assert!(assert_harmless("copied, flush", paging).always_comes_to_rest);
+    let paging = Paging {
+        fills_fail: true,
+        writes_fail: true,
+        ..COPIED
+    };
+    assert!(assert_harmless("copied, failing", paging).always_comes_to_rest);
+    let paging = Paging {
+        copies: true,
+        flushes: true,
+        ..PINNED
+    };
+    assert!(assert_harmless("copied, pinned", paging).always_comes_to_rest);
+}
+
+#[test]
+fn twin_that_takes_a_copied_page_that_was_taken_up_meanwhile() {
+    let twin = Twin::TakesWhatWasTakenUp;
+    assert_caught(Paging { twin, ..COPIED }, Harm::WrongRead);
+}
+
+#[test]
+fn twin_that_copies_what_it_owns() {
+    let twin = Twin::CopiesWhatItOwns;
+    assert_caught(Paging { twin, ..COPIED }, Harm::SleepsForever);
 }
 
 #[test]

@@ -109,6 +109,7 @@ impl Pages {
             first_shard: 0,
             address: None,
             read_only: false,
+            no_direct_io: false,
         };
         let away = (0..BYTES / page_bytes)
             .map(|_| Ok(Mutex::new(Some(space.new_frame(page_bytes, 1)?))))

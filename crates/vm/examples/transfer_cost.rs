@@ -124,6 +124,7 @@ fn space(
         first_shard: 0,
         address: None,
         read_only: false,
+        no_direct_io: false,
     };
     Ok((KernelSpace::new(options)?, layout))
 }

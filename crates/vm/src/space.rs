@@ -24,6 +24,8 @@ pub struct Fault {
     pub address: usize,
     /// Whether it was touched by a write.
     pub write: bool,
+    /// Whether the page is there, and may not be written to for now ([`Out::Copy`]).
+    pub protected: bool,
     /// The thread that touched it, as the kernel numbers threads; 0 where nobody knows.
     pub thread: u32,
 }
@@ -121,10 +123,17 @@ pub enum Out<'a, F> {
     /// interrupted a few times for all of them together. Only where [`Mapping::copies_out`] says
     /// so.
     ///
-    /// Meanwhile a write anywhere from the first to the last of them is a fault, to be tried again,
-    /// and a system call that writes there fails. What a device writes into one of the pages is
-    /// lost. Calls must not overlap, or what the program writes to other pages is lost as well.
-    Copy(&'a [Pages], &'a mut [F]),
+    /// Nobody needs to own the pages while they are copied. The last argument is asked of each page
+    /// that was copied, by its place among them, and owns it, unless somebody else has taken the
+    /// page up since before the call. Then the page is not what was copied, and stays.
+    ///
+    /// Meanwhile a write anywhere from the first to the last of them is a fault. A page that the
+    /// program drops is a fault of the calling thread, which sleeps until the page is served.
+    /// (Where threads serve their own faults, the first is to be tried again and a system call that
+    /// writes there fails, and the second ends the copying.) What a device writes into one of the
+    /// pages is lost. Calls must not overlap, or what the program writes to other pages is lost as
+    /// well.
+    Copy(&'a [Pages], &'a mut [F], &'a mut dyn FnMut(usize) -> bool),
     /// Runs of one stripe of a region that the program may only read, ascending,
     /// [`SCATTERED_PAGES_MAX`] at most: their memory goes back to the kernel, and their bytes are
     /// kept nowhere. Processors are interrupted once for all of them together.
@@ -137,7 +146,8 @@ pub enum Out<'a, F> {
 pub enum Left<F> {
     /// By moving: at least one page, whose bytes and memory are the frame's.
     Moved(F),
-    /// By copying: so many pages, whose bytes are in the first of the frames.
+    /// By copying: those of so many leading pages that were owned. The next one cannot be copied,
+    /// or was owned and is there.
     Copied(usize),
     /// By dropping: so many of the runs.
     Dropped(usize),
@@ -155,7 +165,7 @@ impl<F> Left<F> {
         }
     }
 
-    /// How many pages were copied, or runs dropped; 0 if pages were moved.
+    /// How many pages were dealt with, or runs dropped; 0 if pages were moved.
     pub fn count(&self) -> usize {
         match self {
             Self::Moved(_) => 0,
@@ -222,6 +232,8 @@ pub struct Layout {
     /// The program may only read: a write raises SIGSEGV. It must not make the region writable by
     /// itself: what it writes then is lost when the page leaves.
     pub read_only: bool,
+    /// The program lets no device write into the region's pages, so that they may be copied out.
+    pub no_direct_io: bool,
 }
 
 impl Layout {

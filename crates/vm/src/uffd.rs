@@ -12,7 +12,7 @@ use std::{
 
 use linux_raw_sys::general as raw;
 use nix::errno::Errno;
-use userfaultfd::{Event, EventBuffer, ReadWrite};
+use userfaultfd::{Event, EventBuffer, FaultKind, ReadWrite};
 
 pub use userfaultfd::RegisterMode;
 
@@ -211,6 +211,7 @@ impl Uffd {
                 count += 1;
                 match event.map_err(os_error)? {
                     Event::Pagefault {
+                        kind,
                         rw,
                         addr,
                         thread_id,
@@ -218,6 +219,7 @@ impl Uffd {
                     } => each(Message::Fault(Fault {
                         address: addr as usize,
                         write: rw == ReadWrite::Write,
+                        protected: kind == FaultKind::WriteProtected,
                         thread: thread_id.as_raw().cast_unsigned(),
                     })),
                     Event::Unmap { start, end } => {

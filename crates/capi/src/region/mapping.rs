@@ -48,6 +48,11 @@ pub struct farpage_region_options {
     /// 1: `name` may exist already; what is published under it stays until this region is
     /// published. Otherwise mapping fails with FARPAGE_EXISTS then.
     pub replace: u32,
+    /// 1: the program promises that no device writes into the region's memory (`O_DIRECT` reads,
+    /// RDMA, registered buffers of io_uring): pages of 4096 bytes then leave as copies, many at
+    /// once. What a device writes into a page while it leaves is lost. Default: as
+    /// FARPAGE_NO_DIRECT_IO says.
+    pub no_direct_io: u32,
 }
 
 // SAFETY: integers and pointers, beginning with the length.
@@ -169,6 +174,9 @@ unsafe fn create(
     }
     if read_only {
         options = options.read_only();
+    }
+    if given.no_direct_io != 0 {
+        options = options.no_direct_io(true);
     }
     if given.page_bytes > 0 {
         options = options.page_size(ByteSize(given.page_bytes));

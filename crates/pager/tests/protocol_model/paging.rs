@@ -60,6 +60,10 @@ pub(crate) enum Twin {
     CallsLostPoisoned,
     /// Calls a page remote whose newest bytes are lost, unless somebody waits for it.
     CallsLostRemote,
+    /// Takes a page out that it has copied, although somebody has taken it up meanwhile.
+    TakesWhatWasTakenUp,
+    /// Owns the page before it copies it.
+    CopiesWhatItOwns,
 }
 
 /// What an access does.
@@ -91,6 +95,8 @@ pub(crate) struct Paging {
     pub(crate) gives_up: bool,
     /// The program drops pages with `madvise(MADV_DONTNEED)`.
     pub(crate) madvises: bool,
+    /// The evictor copies a page where it lies, instead of moving it.
+    pub(crate) copies: bool,
     /// A page may turn out to be held after a part of it was taken out.
     pub(crate) holds: bool,
     pub(crate) fills_fail: bool,
@@ -141,6 +147,8 @@ enum Mapping {
 struct Page {
     word: Word,
     mapping: Mapping,
+    /// What is mapped cannot be written to for now.
+    protected: bool,
     stored: Version,
     /// What a read must see.
     last: Version,
@@ -173,6 +181,16 @@ enum Next {
     Look,
     Claim,
     Wake,
+    // An evictor that copies, owning nothing.
+    Protect,
+    CopyOut,
+    /// Its copying has met an absent page.
+    Sleep,
+    OwnCopied(Version),
+    Lift,
+    // The same, owning a leaving page.
+    GiveBack(Version),
+    LiftLeft(Version),
     // A filler, owning a filling page.
     LookAgain,
     TakeFrame,
@@ -216,12 +234,13 @@ struct Worker {
     next: Next,
     page: u8,
     /// Faults that were read and are not served yet: page + 1, 0 for none.
-    batch: [u8; 2],
+    batch: [u8; 3],
 }
 
 const FILLERS: [usize; 2] = [0, 1];
 const EVICTOR: usize = 2;
 const FLUSHER: usize = 3;
+const EVICTORS_FAULT: u8 = 3;
 const WORKER_NAMES: [&str; 4] = ["filler a", "filler b", "evictor", "flusher"];
 const THREAD_NAMES: [&str; 2] = ["thread 0", "thread 1"];
 
@@ -230,8 +249,9 @@ const THREAD_NAMES: [&str; 2] = ["thread 0", "thread 1"];
 pub(crate) struct World {
     pages: [Page; 2],
     threads: [Thread; 2],
-    /// The faults that nobody has read yet, oldest first: thread + 1, 0 for none.
-    unread: [u8; 2],
+    /// The faults that nobody has read yet, oldest first: thread + 1, 3 for the evictor's, 0 for
+    /// none.
+    unread: [u8; 3],
     workers: [Worker; 4],
     frames: u8,
 }
@@ -244,7 +264,7 @@ impl Next {
         !matches!(
             self,
             Idle | Look | Claim | Wake | LateInstall(_) | LateWrite(_)
-        )
+        ) && !matches!(self, Protect | CopyOut | Sleep | OwnCopied(_) | Lift)
     }
 
     fn has_a_frame(self) -> bool {
@@ -260,7 +280,7 @@ impl Next {
         use Next::*;
         matches!(
             self,
-            PutBack(_) | Compare(_) | Write(_) | PublishLeft(_) | Reinstall(_)
+            LiftLeft(_) | PutBack(_) | Compare(_) | Write(_) | PublishLeft(_) | Reinstall(_)
         )
     }
 }
@@ -351,18 +371,30 @@ impl World {
                 self.unread = without(self.unread, thread as u8 + 1);
             }
         }
+        let evictor = &mut self.workers[EVICTOR];
+        if evictor.next == Next::Sleep && usize::from(evictor.page) == page {
+            evictor.next = Next::CopyOut;
+            self.unread = without(self.unread, EVICTORS_FAULT);
+        }
+    }
+
+    /// From now on this is mapped there.
+    fn map(&mut self, page: usize, mapping: Mapping) {
+        let page = &mut self.pages[page];
+        (page.mapping, page.protected) = (mapping, false);
     }
 }
 
-fn without(queue: [u8; 2], item: u8) -> [u8; 2] {
+fn without(queue: [u8; 3], item: u8) -> [u8; 3] {
     match queue {
-        [first, second] if first == item => [second, 0],
-        [first, second] if second == item => [first, 0],
+        [first, second, third] if first == item => [second, third, 0],
+        [first, second, third] if second == item => [first, third, 0],
+        [first, second, third] if third == item => [first, second, 0],
         _ => queue,
     }
 }
 
-fn push(queue: &mut [u8; 2], item: u8) {
+fn push(queue: &mut [u8; 3], item: u8) {
     *queue
         .iter_mut()
         .find(|slot| **slot == 0)
@@ -378,6 +410,7 @@ impl Model for Paging {
             pages: [Page {
                 word: Word::default(),
                 mapping: Mapping::Absent,
+                protected: false,
                 stored: 0,
                 last: 0,
             }; 2],
@@ -386,11 +419,11 @@ impl Model for Paging {
                 asleep: false,
                 asked: Asked::NotYet,
             }; 2],
-            unread: [0; 2],
+            unread: [0; 3],
             workers: [Worker {
                 next: Next::Idle,
                 page: 0,
-                batch: [0; 2],
+                batch: [0; 3],
             }; 4],
             frames: self.frames.unwrap_or(0),
         }
@@ -584,11 +617,14 @@ impl Moves<'_> {
         let flusher = &self.world.workers[FLUSHER];
         let borrowed = usize::from(flusher.page) == page && flusher.next.owns_the_page();
         let has_to_be_there = paging.relies_on(thread, done, page) && !borrowed;
+        let is_write = matches!(access, Access::Write(_));
         match self.world.pages[page].mapping {
+            // It sleeps until the protection is lifted.
+            Mapping::Mapped(_) if is_write && self.world.pages[page].protected => {}
             Mapping::Mapped(seen) => self.add(true, label, |w| {
                 w.threads[thread].done += 1;
                 let page = &mut w.pages[page];
-                if matches!(access, Access::Write(_)) {
+                if is_write {
                     page.last = 1 + 2 * done + thread as Version;
                     page.mapping = Mapping::Mapped(page.last);
                 } else if seen != page.last {
@@ -722,7 +758,7 @@ impl Moves<'_> {
                         if page.is_mapped() {
                             page.last = page.stored;
                         }
-                        page.mapping = Mapping::Absent;
+                        (page.mapping, page.protected) = (Mapping::Absent, false);
                         Ok(())
                     },
                 );
@@ -793,7 +829,7 @@ impl Moves<'_> {
 
     fn of_idle_filler(&mut self, me: usize) {
         let paging = self.paging;
-        let [first, second] = self.world.workers[me].batch;
+        let [first, second, third] = self.world.workers[me].batch;
         if first != 0 {
             let label = Label {
                 actor: WORKER_NAMES[me],
@@ -801,22 +837,23 @@ impl Moves<'_> {
                 page: usize::from(first) - 1,
             };
             return self.add(true, label, |w| {
-                w.workers[me].batch = [second, 0];
+                w.workers[me].batch = [second, third, 0];
                 w.workers[me].page = first - 1;
                 paging.on_fault(w, me)
             });
         }
-        if self.world.unread != [0; 2] {
+        if self.world.unread != [0; 3] {
             self.must(me, "reads the faults", |w| {
                 let pages = w.unread.map(|thread| match usize::from(thread) {
                     0 => 0,
+                    _ if thread == EVICTORS_FAULT => w.workers[EVICTOR].page + 1,
                     thread => match paging.access(thread - 1, w.threads[thread - 1].done) {
                         Some(Access::Read(page) | Access::Write(page)) => page as u8 + 1,
                         _ => unreachable!("a sleeping thread has an access to do"),
                     },
                 });
                 w.workers[me].batch = pages;
-                w.unread = [0; 2];
+                w.unread = [0; 3];
                 Ok(())
             });
         }
@@ -881,15 +918,25 @@ impl Moves<'_> {
         } = self.world.pages[page];
         match (worker.next, mapping) {
             (Next::Idle, _) => self.of_idle_evictor(me),
+            (
+                Next::Protect
+                | Next::CopyOut
+                | Next::Sleep
+                | Next::OwnCopied(_)
+                | Next::Lift
+                | Next::GiveBack(_)
+                | Next::LiftLeft(_),
+                _,
+            ) => self.of_copying_evictor(me),
             (Next::Detach, Mapping::Mapped(version)) => {
                 self.must(me, "takes the page out", |w| {
-                    w.pages[page].mapping = Mapping::Absent;
+                    w.map(page, Mapping::Absent);
                     w.go(me, Next::Compare(version));
                     Ok(())
                 });
                 if paging.holds {
                     self.must(me, "takes a part of the page out, the rest is held", |w| {
-                        w.pages[page].mapping = Mapping::Absent;
+                        w.map(page, Mapping::Absent);
                         w.go(me, Next::PutBack(version));
                         Ok(())
                     });
@@ -900,7 +947,7 @@ impl Moves<'_> {
                 Ok(())
             }),
             (Next::PutBack(version), _) => self.must(me, "puts the part back", |w| {
-                w.pages[page].mapping = Mapping::Mapped(version);
+                w.map(page, Mapping::Mapped(version));
                 w.go(me, Next::PublishStayed);
                 Ok(())
             }),
@@ -996,6 +1043,70 @@ impl Moves<'_> {
         }
     }
 
+    /// Copies a page out, without owning it while it does.
+    fn of_copying_evictor(&mut self, me: usize) {
+        let paging = self.paging;
+        let worker = self.world.workers[me];
+        let page = usize::from(worker.page);
+        let Page { word, mapping, .. } = self.world.pages[page];
+        let owns_already = paging.is(Twin::CopiesWhatItOwns);
+        match worker.next {
+            Next::Protect => self.must(me, "protects the page", |w| {
+                let page = &mut w.pages[page];
+                page.protected = page.is_mapped();
+                w.go(me, Next::CopyOut);
+                Ok(())
+            }),
+            Next::CopyOut => self.must(me, "copies the page", |w| {
+                let next = match mapping {
+                    Mapping::Mapped(version) if owns_already => Next::GiveBack(version),
+                    Mapping::Mapped(version) => Next::OwnCopied(version),
+                    Mapping::Poison => Next::Lift,
+                    Mapping::Absent => {
+                        push(&mut w.unread, EVICTORS_FAULT);
+                        Next::Sleep
+                    }
+                };
+                w.go(me, next);
+                Ok(())
+            }),
+            Next::OwnCopied(version) => self.must(me, "owns what it has copied", |w| {
+                let copied = if paging.is(Twin::TakesWhatWasTakenUp) {
+                    protocol::leave(word)
+                } else {
+                    protocol::copied(word)
+                };
+                match copied {
+                    Some(mine) => w.own(me, page, mine, Next::GiveBack(version)),
+                    None => w.go(me, Next::Lift),
+                }
+                Ok(())
+            }),
+            Next::GiveBack(version) => self.must(me, "gives the page's memory back", |w| {
+                // The program has dropped it after it was copied, and nobody has touched it since:
+                // it had left before.
+                if mapping == Mapping::Absent {
+                    w.pages[page].last = version;
+                }
+                w.map(page, Mapping::Absent);
+                w.go(me, Next::LiftLeft(version));
+                Ok(())
+            }),
+            Next::LiftLeft(version) => self.must(me, "lifts the protection", |w| {
+                w.pages[page].protected = false;
+                w.go(me, Next::Compare(version));
+                Ok(())
+            }),
+            Next::Lift => self.must(me, "lifts the protection", |w| {
+                w.pages[page].protected = false;
+                w.go(me, Next::Idle);
+                Ok(())
+            }),
+            // Until it is woken.
+            _ => {}
+        }
+    }
+
     fn of_idle_evictor(&mut self, me: usize) {
         let paging = self.paging;
         // Nobody has to evict, unless a filler waits for a frame.
@@ -1034,6 +1145,18 @@ impl Moves<'_> {
                     self.may(me, "takes it out without owning it", page, |w| {
                         w.pages[page].mapping = Mapping::Absent;
                         w.own(me, page, word, Next::Compare(version));
+                        Ok(())
+                    });
+                }
+            } else if paging.copies && me == EVICTOR {
+                let marked = if paging.is(Twin::CopiesWhatItOwns) {
+                    leaving
+                } else {
+                    protocol::copying(word)
+                };
+                if let Some(marked) = marked {
+                    self.may(me, "begins to copy it", page, |w| {
+                        w.own(me, page, marked, Next::Protect);
                         Ok(())
                     });
                 }
@@ -1129,7 +1252,7 @@ impl Moves<'_> {
                     });
                 }
                 self.must(me, "maps the page", |w| {
-                    w.pages[page].mapping = Mapping::Mapped(version);
+                    w.map(page, Mapping::Mapped(version));
                     w.go(me, Next::WakeInstalled);
                     Ok(())
                 });

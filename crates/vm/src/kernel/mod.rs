@@ -10,7 +10,7 @@
 //! | `messages`, `fence` | read faults and unmaps; keep unmaps and transfers apart |
 //! | `moving`, `holes` | move pages in and out (kernel 6.8); its arithmetic |
 //! | `copying` | copy them instead (kernel 5.7) |
-//! | `scattered` | copy single pages out beside running threads (in-thread faults) |
+//! | `scattered` | copy single pages out beside running threads |
 //! | `dropping` | drop pages that the program may only read |
 //! | `poison` | make absent pages raise a signal |
 
@@ -96,8 +96,9 @@ pub struct KernelSpace {
     pools: Pools,
     pagemap: Arc<Pagemap>,
     transfer: Transfer,
-    /// Whether single pages are copied out (`scattered`).
+    /// Whether single pages can be copied out (`scattered`).
     scatters: bool,
+    in_thread: bool,
 }
 
 impl KernelSpace {
@@ -127,7 +128,8 @@ impl KernelSpace {
             None if supported.contains(Features::MOVE) => Transfer::Move,
             None => Transfer::Copy,
         };
-        let scatters = options.in_thread
+        // Elsewhere a system call that writes to a page that is being copied would fail.
+        let scatters = (options.in_thread || !options.user_mode_only)
             && transfer == Transfer::Move
             && supported.contains(Features::WP)
             && sys::can_copy_and_drop_each();
@@ -164,6 +166,7 @@ impl KernelSpace {
             pagemap,
             transfer,
             scatters,
+            in_thread: options.in_thread,
         })
     }
 
@@ -283,7 +286,8 @@ impl AddressSpace for KernelSpace {
     fn map(&self, layout: Layout) -> io::Result<Mapping> {
         let is_single = layout.page_bytes == KERNEL_PAGE_BYTES && !layout.read_only;
         let copies_in = self.transfer == Transfer::Move && is_single;
-        let copies_out = self.scatters && is_single;
+        let is_safe = self.in_thread || layout.no_direct_io;
+        let copies_out = self.scatters && is_single && is_safe;
         let mode = if copies_out {
             RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
         } else {
@@ -332,12 +336,12 @@ impl AddressSpace for KernelSpace {
     fn detach(&self, out: Out<'_, KernelFrame>) -> Result<Left<KernelFrame>, DetachError> {
         match out {
             Out::Move(pages) => self.detach_run(pages).map(Left::Moved),
-            Out::Copy(pages, frames) => {
+            Out::Copy(pages, frames, own) => {
                 let Some(first) = pages.first() else {
                     return Ok(Left::Copied(0));
                 };
                 let shard = self.shard(first.shard());
-                Ok(Left::Copied(scattered::detach(shard, pages, frames)))
+                Ok(Left::Copied(scattered::detach(shard, pages, frames, own)))
             }
             Out::Drop(runs) => {
                 let Some(first) = runs.first() else {
@@ -399,6 +403,7 @@ mod tests {
         first_shard: 0,
         address: None,
         read_only: false,
+        no_direct_io: false,
     };
 
     #[test]

@@ -85,6 +85,7 @@ extern "C" fn on_sigbus(
             // SAFETY: the context that the kernel gave this handler, of a fault (`BUS_ADRERR`).
             let write = unsafe { is_write(context) };
             serving.serve(Fault {
+                protected: false,
                 address,
                 write,
                 thread: 0,

@@ -61,7 +61,8 @@ pub struct SimOptions {
     pub busy_probability: f64,
     /// How often a fault is reported a second time, later, 0 to 1. Default: 0.
     pub duplicate_probability: f64,
-    /// Whether pages leave by copying, too ([`Mapping::copies_out`]). Default: true.
+    /// Whether pages of all regions leave by copying, too ([`Mapping::copies_out`]), and not only
+    /// of those for which the program promises that no device writes there. Default: true.
     pub copies_out: bool,
     /// For a [`new_frame`](AddressSpace::new_frame) of more pages there is no room. Default: any
     /// number finds room.
@@ -208,10 +209,15 @@ impl SimSpace {
         Ok(SimFrame::new(&self.frames, out, pages.page_bytes()))
     }
 
-    fn copy_out(&self, pages: &[Pages], frames: &mut [SimFrame]) -> usize {
+    fn copy_out(
+        &self,
+        pages: &[Pages],
+        frames: &mut [SimFrame],
+        own: &mut dyn FnMut(usize) -> bool,
+    ) -> usize {
         let mut state = self.state.lock();
         let busy_probability = state.options.busy_probability;
-        let mut taken = 0;
+        let (mut dealt_with, mut taken) = (0, 0);
         for (&page, frame) in pages.iter().zip(frames) {
             if state.chance(busy_probability) {
                 break;
@@ -223,11 +229,14 @@ impl SimSpace {
                 break;
             };
             frame.as_mut().copy_from_slice(bytes);
-            region.pages.remove(&page.address());
-            taken += 1;
+            if own(dealt_with) {
+                region.pages.remove(&page.address());
+                taken += 1;
+            }
+            dealt_with += 1;
         }
         self.scattered.fetch_add(taken, Ordering::Relaxed);
-        taken
+        dealt_with
     }
 
     fn drop_runs(&self, runs: &[Pages]) -> usize {
@@ -276,7 +285,7 @@ impl AddressSpace for SimSpace {
             },
         );
         let copies_in = !layout.read_only;
-        let copies_out = copies_in && state.options.copies_out;
+        let copies_out = copies_in && (state.options.copies_out || layout.no_direct_io);
         Ok(Mapping {
             address,
             copies_in,
@@ -341,7 +350,7 @@ impl AddressSpace for SimSpace {
     fn detach(&self, out: Out<'_, SimFrame>) -> Result<Left<SimFrame>, DetachError> {
         match out {
             Out::Move(pages) => self.move_out(pages).map(Left::Moved),
-            Out::Copy(pages, frames) => Ok(Left::Copied(self.copy_out(pages, frames))),
+            Out::Copy(pages, frames, own) => Ok(Left::Copied(self.copy_out(pages, frames, own))),
             Out::Drop(runs) => Ok(Left::Dropped(self.drop_runs(runs))),
         }
     }

@@ -119,6 +119,7 @@ impl State {
         let fault = Fault {
             address,
             write,
+            protected: false,
             thread: 0,
         };
         self.queues[shard].push_back(Message {

@@ -10,6 +10,7 @@ const LAYOUT: Layout = Layout {
     first_shard: 0,
     address: None,
     read_only: false,
+    no_direct_io: false,
 };
 
 /// Pages of 4 KiB.
@@ -46,6 +47,7 @@ fn absent_page_puts_its_thread_to_sleep_until_installed() {
         [Fault {
             address: base + 4096 + 8,
             write: true,
+            protected: false,
             thread: 0,
         }]
     );

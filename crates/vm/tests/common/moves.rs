@@ -15,6 +15,7 @@ pub(crate) fn layout(bytes: usize, page_bytes: usize) -> Layout {
         first_shard: 0,
         address: None,
         read_only: false,
+        no_direct_io: false,
     }
 }
 

@@ -6,6 +6,7 @@
 )]
 
 mod common;
+mod copied_out;
 mod faults;
 mod frames;
 mod pages;

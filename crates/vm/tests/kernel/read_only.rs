@@ -30,6 +30,7 @@ impl Room for Rooms {
 fn layout(count: usize, page_bytes: usize) -> Layout {
     Layout {
         read_only: true,
+        no_direct_io: false,
         ..run_layout(count, page_bytes)
     }
 }

@@ -85,6 +85,7 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
             first_shard: 0,
             address: None,
             read_only: false,
+            no_direct_io: false,
         };
         let mut before = None;
         for cycle in 0..11_000 {
@@ -193,6 +194,7 @@ fn read_only_region_is_paged_and_cannot_be_written() {
         for page_bytes in [4096, 65536, 2 << 20] {
             let layout = Layout {
                 read_only: true,
+                no_direct_io: false,
                 ..run_layout(4, page_bytes)
             };
             let base = space.map(layout).unwrap().address;

@@ -122,7 +122,10 @@ impl Toy {
         let out: Vec<_> = away.iter().map(|(number, _)| page(number)).collect();
         let frame = |_: &Pages| self.space.new_frame(PAGE, 1).unwrap();
         let mut frames: Vec<_> = out.iter().map(frame).collect();
-        let left = self.space.detach(Out::Copy(&out, &mut frames)).unwrap();
+        let left = self
+            .space
+            .detach(Out::Copy(&out, &mut frames, &mut |_| true))
+            .unwrap();
         let taken = left.count();
         for ((_, away), frame) in away.iter_mut().zip(frames).take(taken) {
             **away = Some(frame);
