@@ -200,7 +200,7 @@ impl Session {
     }
 
     /// Ends the lease of an extent. Its bytes are gone unless a published name refers to them. A
-    /// server that is unreachable now is told later, if the session can be resumed.
+    /// server that is unreachable now is told later, if the session goes on then.
     ///
     /// # Errors
     /// [`ControlError`]
