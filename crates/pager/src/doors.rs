@@ -120,12 +120,12 @@ impl Doors {
         self.stopped.as_fd()
     }
 
-    /// For what the program waits for.
     /// How many evictors there are.
     pub(crate) fn evictors(&self) -> usize {
         self.evictors.len()
     }
 
+    /// For what the program waits for.
     pub(crate) fn ring_evictors(&self) {
         self.evictors.iter().for_each(Bell::ring);
     }
