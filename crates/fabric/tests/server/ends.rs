@@ -9,10 +9,7 @@ fn a_connection_lost_within_the_lease_is_resumed_with_its_extents() {
     let Endpoint::Tcp { host, port } = server.serving.endpoint().clone() else {
         panic!("tcp")
     };
-    let relay = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let endpoint = format!("tcp://{}", relay.local_addr().expect("bound"))
-        .parse()
-        .expect("an endpoint");
+    let (relay, endpoint) = listener();
     let lines = Arc::new(std::sync::Mutex::new(Vec::new()));
     let held = Arc::clone(&lines);
     thread::spawn(move || {
@@ -78,10 +75,7 @@ fn a_dropped_session_is_gone_when_the_drop_is_over() {
 
 #[test]
 fn a_server_that_falls_silent_ends_calls_at_their_deadline() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
-        .parse()
-        .expect("an endpoint");
+    let (listener, endpoint) = listener();
     let begun = Instant::now();
     let error = Session::connect(
         &endpoint,
@@ -97,10 +91,7 @@ fn a_server_that_falls_silent_ends_calls_at_their_deadline() {
 
 #[test]
 fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
-        .parse()
-        .expect("an endpoint");
+    let (listener, endpoint) = listener();
     // Begins a session, hears the first renewal and says nothing more.
     let server = thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");

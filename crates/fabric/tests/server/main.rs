@@ -144,6 +144,29 @@ fn hear(stream: &mut impl Read) -> Response {
     control::decode(&body).expect("an answer")
 }
 
+/// An extent of `bytes` bytes, as a client by hand asks for it.
+fn grant(control: &mut TcpStream, bytes: u64) -> farpage_wire::control::Lease {
+    let request = Request::Grant {
+        bytes,
+        atomics: false,
+        serial: None,
+    };
+    say(control, &request);
+    let Response::Granted { extent } = hear(control) else {
+        panic!("no grant")
+    };
+    extent
+}
+
+/// A port of this machine for a server by hand, and its endpoint.
+fn listener() -> (TcpListener, Endpoint) {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
+        .parse()
+        .expect("an endpoint");
+    (listener, endpoint)
+}
+
 /// Reads what the server still says until it has closed the connection.
 fn closed(mut stream: TcpStream, story: &str) -> Vec<u8> {
     let mut said = Vec::new();

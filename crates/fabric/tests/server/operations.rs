@@ -215,17 +215,7 @@ fn data_connections_end_with_their_session() {
 fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(
-        &mut control,
-        &Request::Grant {
-            bytes: 2 << 20,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent } = hear(&mut control) else {
-        panic!("no grant")
-    };
+    let extent = grant(&mut control, 2 << 20);
     let publish = Request::Publish {
         name: "x".to_owned(),
         manifest: Vec::new(),
@@ -282,17 +272,7 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
 fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(
-        &mut control,
-        &Request::Grant {
-            bytes: 4096,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent } = hear(&mut control) else {
-        panic!("no grant")
-    };
+    let extent = grant(&mut control, 4096);
     let mut data = server.attach(session, secret);
     let header = OpHeader {
         kind: OpKind::Write,
@@ -316,17 +296,7 @@ fn a_half_sent_write_gives_an_extent_up_when_its_lease_ends() {
 fn a_write_that_was_cut_off_never_lands_after_its_line_has_a_new_connection() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(
-        &mut control,
-        &Request::Grant {
-            bytes: 4096,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent } = hear(&mut control) else {
-        panic!("no grant")
-    };
+    let extent = grant(&mut control, 4096);
     let memory = server.host.extent(session, extent.id).expect("leased");
     for round in 1..=20 {
         // A network that lets half of a WRITE through, and the rest whenever it likes.

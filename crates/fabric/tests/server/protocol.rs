@@ -71,10 +71,7 @@ fn another_version_is_told_which_one_the_server_speaks() {
 
 #[test]
 fn a_client_of_another_version_says_so() {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let endpoint = format!("tcp://{}", listener.local_addr().expect("bound"))
-        .parse()
-        .expect("an endpoint");
+    let (listener, endpoint) = listener();
     let server = thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");
         let mut hello = [0; HELLO_BYTES];
@@ -103,17 +100,7 @@ fn a_stranger_that_says_nothing_is_closed_in_time() {
 fn a_refusal_reaches_a_client_that_is_slow_to_read_and_still_sending() {
     let server = Server::tcp();
     let (mut control, session, secret) = server.begin();
-    say(
-        &mut control,
-        &Request::Grant {
-            bytes: 2 << 20,
-            atomics: false,
-            serial: None,
-        },
-    );
-    let Response::Granted { extent } = hear(&mut control) else {
-        panic!("no grant")
-    };
+    let extent = grant(&mut control, 2 << 20);
     let mut stream = server.attach(session, secret);
     let read = |i: u16| OpHeader {
         kind: OpKind::Read,
