@@ -12,7 +12,7 @@
 
 use std::{
     collections::VecDeque,
-    mem,
+    io, mem,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -83,8 +83,32 @@ impl Flight for Fill {
     }
 }
 
+/// What a worker needs to map what it has brought in.
+pub(crate) struct Arrivals<A: AddressSpace> {
+    pub(crate) shared: Arc<Shared<A>>,
+    pub(crate) worker: usize,
+    /// Counts pages that were mapped by themselves.
+    mapped_alone: u32,
+}
+
+impl<A: AddressSpace> Arrivals<A> {
+    pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
+        Arrivals {
+            shared,
+            worker,
+            mapped_alone: 0,
+        }
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.shared.counters[self.worker]
+    }
+}
+
 /// Where fills end.
 pub(crate) trait Landing<A: AddressSpace> {
+    fn arrivals(&mut self) -> &mut Arrivals<A>;
+
     /// The run is complete: to be mapped and published. Its region is to be left.
     fn land(&mut self, fill: Fill, run: Run<A::Frame>);
 
@@ -94,6 +118,30 @@ pub(crate) trait Landing<A: AddressSpace> {
     /// The bytes of an owned page, which the store does not have, could not be mapped. The caller
     /// leaves its region.
     fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError);
+
+    /// Maps and publishes a run that is complete, and leaves its region.
+    fn map(&mut self, fill: Fill, run: Run<A::Frame>) {
+        let Fill {
+            region,
+            heat,
+            unsaved,
+            ..
+        } = fill;
+        let arrivals = self.arrivals();
+        let (shared, mut alone) = (arrivals.shared.clone(), arrivals.mapped_alone);
+        let mut filled = run.len();
+        let refused = |page: PageIndex, frame, error: io::Error| {
+            filled -= 1;
+            shared.frames.release(frame, region.page_bytes());
+            let error = PageError::cannot_map(region.label(), page, &error);
+            self.refuse(&region, page, unsaved, error);
+        };
+        (shared.scatter).install(&region, run, heat, &mut alone, refused);
+        let arrivals = self.arrivals();
+        arrivals.mapped_alone = alone;
+        arrivals.counters().filled(filled, heat != Heat::Cold);
+        region.exit();
+    }
 
     /// A page could not be mapped.
     fn refuse(&mut self, region: &Arc<Region>, page: PageIndex, unsaved: bool, error: PageError) {

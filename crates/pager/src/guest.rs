@@ -5,7 +5,6 @@
 //! channel, reading ahead) is left to the page's filler.
 
 use std::{
-    io,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,14 +19,12 @@ use crate::{
     ahead::Plan,
     bell::sleep_on,
     doors::{Ask, Command},
-    fills::{Fill, Fills, Landing},
-    installer::Heat,
+    fills::{Arrivals, Fill, Fills, Landing},
     pace::Pace,
     region::Region,
     relief::Relief,
     run::{Local, Run},
     shared::Shared,
-    stats::Counters,
 };
 
 /// After this time a guest looks again for a frame.
@@ -50,10 +47,8 @@ impl<A: AddressSpace> Guest<A> {
         deadline: Duration,
     ) -> Self {
         let alone = Alone {
-            shared: shared.clone(),
-            worker,
+            arrivals: Arrivals::new(shared.clone(), worker),
             since: Instant::now(),
-            mapped_alone: 0,
         };
         Guest {
             fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
@@ -140,48 +135,27 @@ impl<A: AddressSpace> Guest<A> {
 
 /// Where a guest's fills end.
 struct Alone<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
-    worker: usize,
+    arrivals: Arrivals<A>,
     /// When the fault was taken on.
     since: Instant,
-    /// Counts pages that were mapped by themselves.
-    mapped_alone: u32,
 }
 
 impl<A: AddressSpace> Alone<A> {
-    fn counters(&self) -> &Counters {
-        &self.shared.counters[self.worker]
-    }
-
     /// The page goes over to its filler, still owned.
     fn give(&self, region: &Arc<Region>, page: PageIndex, command: Command) {
         region.enter_again();
-        let shard = self.shared.mapper.shard_of(region, page);
-        self.shared.doors.tell_filler(shard, command);
+        let shard = self.arrivals.shared.mapper.shard_of(region, page);
+        self.arrivals.shared.doors.tell_filler(shard, command);
     }
 }
 
 impl<A: AddressSpace> Landing<A> for Alone<A> {
+    fn arrivals(&mut self) -> &mut Arrivals<A> {
+        &mut self.arrivals
+    }
+
     fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
-        let Fill {
-            region,
-            heat,
-            unsaved,
-            ..
-        } = fill;
-        let shared = self.shared.clone();
-        let mut filled = run.len();
-        let mut alone = self.mapped_alone;
-        let refused = |page: PageIndex, frame, error: io::Error| {
-            filled -= 1;
-            shared.frames.release(frame, region.page_bytes());
-            let error = PageError::cannot_map(region.label(), page, &error);
-            self.refuse(&region, page, unsaved, error);
-        };
-        (shared.scatter).install(&region, run, heat, &mut alone, refused);
-        self.mapped_alone = alone;
-        self.counters().filled(filled, heat != Heat::Cold);
-        region.exit();
+        self.map(fill, run);
     }
 
     fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {

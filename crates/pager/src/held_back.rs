@@ -4,7 +4,7 @@
 //! says that the program has come so far. The rule: what is held back is mapped as soon as anybody
 //! wants a page of it, or finds no frame.
 
-use std::{io, sync::Arc};
+use std::sync::Arc;
 
 use farpage_store::PageIndex;
 use farpage_vm::AddressSpace;
@@ -12,37 +12,26 @@ use farpage_vm::AddressSpace;
 use crate::{
     PageError,
     ahead::STREAMS,
-    fills::{Fill, Landing},
+    fills::{Arrivals, Fill, Landing},
     flights::Flight,
-    installer::Heat,
     region::Region,
     run::Run,
     shared::Shared,
-    stats::Counters,
 };
 
 /// Runs that are complete and not mapped.
 pub(crate) struct HeldBack<A: AddressSpace> {
-    shared: Arc<Shared<A>>,
-    worker: usize,
+    arrivals: Arrivals<A>,
     /// The one held back longest first.
     runs: Vec<(Fill, Run<A::Frame>)>,
-    /// Counts pages that were mapped by themselves.
-    mapped_alone: u32,
 }
 
 impl<A: AddressSpace> HeldBack<A> {
     pub(crate) fn new(shared: Arc<Shared<A>>, worker: usize) -> Self {
         HeldBack {
-            shared,
-            worker,
+            arrivals: Arrivals::new(shared, worker),
             runs: Vec::new(),
-            mapped_alone: 0,
         }
-    }
-
-    fn counters(&self) -> &Counters {
-        &self.shared.counters[self.worker]
     }
 
     #[cfg(test)]
@@ -52,7 +41,7 @@ impl<A: AddressSpace> HeldBack<A> {
 
     /// Whether what is held back is needed: some filler finds no frame.
     pub(crate) fn is_called(&self) -> bool {
-        !self.runs.is_empty() && self.shared.frames.budget().is_starving()
+        !self.runs.is_empty() && self.arrivals.shared.frames.budget().is_starving()
     }
 
     /// Maps what is held back if somebody finds no frame, so that it can be evicted. Returns
@@ -80,40 +69,30 @@ impl<A: AddressSpace> HeldBack<A> {
         if self.runs.len() == STREAMS {
             self.map_at(0);
         }
-        self.shared.frames.budget().begin_holding_back(fill.bytes());
+        self.arrivals
+            .shared
+            .frames
+            .budget()
+            .begin_holding_back(fill.bytes());
         self.runs.push((fill, run));
     }
 
     fn map_at(&mut self, at: usize) {
         let (fill, run) = self.runs.remove(at);
-        self.shared.frames.budget().end_holding_back(fill.bytes());
+        self.arrivals
+            .shared
+            .frames
+            .budget()
+            .end_holding_back(fill.bytes());
         self.map(fill, run);
-    }
-
-    fn map(&mut self, fill: Fill, run: Run<A::Frame>) {
-        let Fill {
-            region,
-            heat,
-            unsaved,
-            ..
-        } = fill;
-        let shared = self.shared.clone();
-        let mut filled = run.len();
-        let mut alone = self.mapped_alone;
-        let refused = |page: PageIndex, frame, error: io::Error| {
-            filled -= 1;
-            shared.frames.release(frame, region.page_bytes());
-            let error = PageError::cannot_map(region.label(), page, &error);
-            self.refuse(&region, page, unsaved, error);
-        };
-        (shared.scatter).install(&region, run, heat, &mut alone, refused);
-        self.mapped_alone = alone;
-        self.counters().filled(filled, heat != Heat::Cold);
-        region.exit();
     }
 }
 
 impl<A: AddressSpace> Landing<A> for HeldBack<A> {
+    fn arrivals(&mut self) -> &mut Arrivals<A> {
+        &mut self.arrivals
+    }
+
     fn land(&mut self, fill: Fill, run: Run<A::Frame>) {
         if fill.trigger && !fill.is_wanted() && !fill.region.is_closing() {
             self.hold_back(fill, run);
@@ -123,14 +102,14 @@ impl<A: AddressSpace> Landing<A> for HeldBack<A> {
     }
 
     fn fail(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
-        if self.shared.installer.fail(region, page, error) {
-            self.counters().poisoned.bump();
+        if self.arrivals.shared.installer.fail(region, page, error) {
+            self.arrivals.counters().poisoned.bump();
         }
     }
 
     fn lose(&mut self, region: &Arc<Region>, page: PageIndex, error: PageError) {
-        self.shared.installer.lose(region, page, &error);
-        self.counters().poisoned.bump();
+        self.arrivals.shared.installer.lose(region, page, &error);
+        self.arrivals.counters().poisoned.bump();
     }
 
     /// If the page is held back, the program has come along.

@@ -20,7 +20,7 @@
 //! | `ahead`, `pace`, `stretch`, `fills`, `held_back`, `wishes` | bringing in, and reading ahead |
 //! | `leaving`, `hand_over`, `write_backs` | runs that were taken out, until they are safe |
 //! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
-//! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; the faces to the program |
+//! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; what the program sees |
 #![forbid(unsafe_code)]
 
 mod ahead;

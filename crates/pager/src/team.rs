@@ -213,12 +213,12 @@ impl<A: AddressSpace> Team<A> {
         let mut step = self.begin(due);
         loop {
             match step {
-                Step::Call(mut call) if has_seat => {
-                    has_seat = self.seats.make(number, &mut call);
-                    step = self.go_on(due.shard, call);
-                }
                 Step::Call(mut call) => {
-                    call.make();
+                    if has_seat {
+                        has_seat = self.seats.make(number, &mut call);
+                    } else {
+                        call.make();
+                    }
                     step = self.go_on(due.shard, call);
                 }
                 Step::Done { again: true } if has_seat => return Left::Something,
