@@ -43,7 +43,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
         };
         op.encode().to_vec()
     });
-    let answers = [Status::Ok, Status::Refused].map(|status| {
+    let answers = [
+        Status::Ok,
+        Status::Refused,
+        Status::NoRoom,
+        Status::Unreadable,
+    ]
+    .map(|status| {
         let answer = AnswerHeader {
             status,
             sequence: 9,

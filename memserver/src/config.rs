@@ -16,7 +16,10 @@ use farpage_fabric::{Allowance, server::SocketAccess};
 use farpage_wire::{Endpoint, PublicKey};
 use serde::{Deserialize, Deserializer, de};
 
-use crate::server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE};
+use crate::{
+    TiersError,
+    server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
+};
 
 /// Lends this machine's memory to farpage clients.
 #[derive(Debug, Parser)]
@@ -87,6 +90,16 @@ pub struct ServeArgs {
     /// The most memory to lend at any time, such as 8GiB [default: half of what is available now].
     #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_CAPACITY", value_parser = farpage_wire::parse_size)]
     pub capacity: Option<ByteSize>,
+    /// The most memory to hold for what is lent, such as 2GiB; the rest of --capacity is in
+    /// --spill. The server's own code and stacks come on top [default: all that is lent may be in
+    /// memory].
+    #[arg(long, value_name = "SIZE", env = "FARPAGE_MEMSERVER_MEMORY", value_parser = farpage_wire::parse_size)]
+    pub memory: Option<ByteSize>,
+    /// A directory on a disk for what --memory has no room for. The file there is as large as
+    /// --capacity, has no name, and is gone with the server: nothing in it outlives a restart. With
+    /// it, clients connect over tcp only.
+    #[arg(long, value_name = "DIR", env = "FARPAGE_MEMSERVER_SPILL")]
+    pub spill: Option<PathBuf>,
     /// Who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
     pub socket_access: Option<Access>,
@@ -242,6 +255,9 @@ struct File {
     listen: Option<Vec<String>>,
     #[serde(default, deserialize_with = "size")]
     capacity: Option<ByteSize>,
+    #[serde(default, deserialize_with = "size")]
+    memory: Option<ByteSize>,
+    spill: Option<PathBuf>,
     socket_access: Option<Access>,
     lease: Option<String>,
     reconnect_grace: Option<String>,
@@ -284,6 +300,10 @@ pub struct Config {
     pub capacity_bytes: u64,
     /// Whether nobody chose the capacity, so that the log should say it.
     pub capacity_is_default: bool,
+    /// The most memory to hold for what is lent, if that may be less than all of it.
+    pub memory_bytes: Option<u64>,
+    /// The directory for the rest.
+    pub spill: Option<PathBuf>,
     /// Who may connect to `shm://` sockets.
     pub access: SocketAccess,
     /// How long a silent client keeps its memory.
@@ -348,6 +368,9 @@ pub enum ConfigError {
         /// What is wrong.
         reason: String,
     },
+    /// Settings of a server that lends more than its memory, which do not fit together.
+    #[error(transparent)]
+    Tiers(#[from] TiersError),
     /// Nothing to listen on was named, and there is no place for a default.
     #[error(
         "no --listen was given, and XDG_RUNTIME_DIR is not set to put a socket in: name one, as in --listen shm:///tmp/farpage.sock"
@@ -386,6 +409,8 @@ impl Config {
             listen,
             capacity_bytes: capacity.map_or_else(|| available_bytes() / 2, |size| size.as_u64()),
             capacity_is_default: capacity.is_none(),
+            memory_bytes: flags.memory.or(file.memory).map(|size| size.as_u64()),
+            spill: flags.spill.clone().or(file.spill),
             access: flags
                 .socket_access
                 .or(file.socket_access)
@@ -457,6 +482,12 @@ impl Config {
                 reason,
             });
         }
+        check_tiers(
+            self.memory_bytes,
+            self.capacity_bytes,
+            self.spill.is_some(),
+            &self.listen,
+        )?;
         if self.lease < SHORTEST_LEASE {
             return Err(ConfigError::Value {
                 setting: "lease",
@@ -588,6 +619,7 @@ mod tests {
         for (key, example) in [
             ("capacity", "`64KiB`"),
             ("capacity-per-address", "`64KiB`"),
+            ("memory", "`64KiB`"),
             ("lease", "`5s`"),
             ("reconnect-grace", "`5s`"),
             ("grace", "`5s`"),

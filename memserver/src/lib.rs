@@ -20,7 +20,8 @@ pub mod config;
 mod descriptors;
 mod server;
 mod state;
+mod tier;
 
 pub use farpage_fabric::server::SocketAccess;
-pub use server::{RunningServer, Server, StartError};
+pub use server::{RunningServer, Server, StartError, TiersError};
 pub use state::{Limits, State};

@@ -27,7 +27,7 @@ use farpage_memserver::{
         ServeArgs, StatArgs, available_bytes,
     },
 };
-use farpage_wire::{Endpoint, NamedRegion, ServerStat};
+use farpage_wire::{Endpoint, NamedRegion, ServerStat, TierStat};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -75,6 +75,12 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         .lease(config.lease)
         .reconnect_grace(config.reconnect_grace)
         .grace(config.grace);
+    if let Some(bytes) = config.memory_bytes {
+        server = server.memory(bytes);
+    }
+    if let Some(directory) = config.spill {
+        server = server.spill(directory);
+    }
     if let Some(bytes) = config.capacity_per_address {
         server = server.capacity_per_address(bytes);
     }
@@ -120,16 +126,31 @@ fn stop_signals() -> std::io::Result<Signals> {
 fn say_capacity(config: &Config) {
     let capacity = ByteSize::b(config.capacity_bytes);
     let available = ByteSize::b(available_bytes());
+    if let (Some(memory_bytes), Some(directory)) = (config.memory_bytes, &config.spill) {
+        info!(
+            memory_bytes,
+            spill = %directory.display(),
+            "lending more than memory: what {} have no room for goes to a file in {}, which is gone with this server",
+            ByteSize::b(memory_bytes),
+            directory.display()
+        );
+    }
+    let in_memory = ByteSize::b(config.memory_bytes.unwrap_or(config.capacity_bytes));
     if config.capacity_is_default {
         info!(
             capacity_bytes = capacity.as_u64(),
             "no --capacity was given: lending up to {capacity}, half of the {available} available now"
         );
-    } else if capacity > available {
+    } else if in_memory > available {
+        let setting = if config.memory_bytes.is_some() {
+            "memory"
+        } else {
+            "capacity"
+        };
         warn!(
             capacity_bytes = capacity.as_u64(),
             available_bytes = available.as_u64(),
-            "--capacity {capacity} is more than the {available} available now: this machine may swap, or kill this server"
+            "--{setting} {in_memory} is more than the {available} available now: this machine may swap, or kill this server"
         );
     }
 }
@@ -233,6 +254,7 @@ fn table(figures: &ServerStat) -> String {
             },
         ),
         ("long requests", size(figures.request_bytes)),
+        ("tiers", tiers(&figures.tiers)),
         ("sessions", figures.sessions.to_string()),
         ("extents", figures.extents.to_string()),
         ("named regions", figures.named_regions.to_string()),
@@ -254,6 +276,28 @@ fn table(figures: &ServerStat) -> String {
     rows.iter()
         .map(|(name, value)| format!("{name:<20}{value}\n"))
         .collect()
+}
+
+fn tiers(tiers: &TierStat) -> String {
+    let size = |bytes| ByteSize::b(bytes).to_string();
+    if tiers.memory_bytes == 0 {
+        return "none: all that is lent may be in memory (see --memory)".to_owned();
+    }
+    format!(
+        "{} of {} held: {} hot, {} compressed in {}, {} spilled; {} evictions, {} fetches, p50 {} us, p99 {} us; {} without room, {} spill errors",
+        size(tiers.held_bytes),
+        size(tiers.memory_bytes),
+        size(tiers.hot_bytes),
+        size(tiers.compressed_bytes),
+        size(tiers.pool_bytes),
+        size(tiers.spilled_bytes),
+        tiers.evictions,
+        tiers.fetches,
+        tiers.fetch_p50_us,
+        tiers.fetch_p99_us,
+        tiers.no_room,
+        tiers.spill_errors,
+    )
 }
 
 fn start_log(

@@ -5,7 +5,8 @@
 //! left afterwards.
 
 use std::{
-    io,
+    fs, io,
+    path::PathBuf,
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -23,6 +24,7 @@ use tracing::{info, warn};
 use crate::{
     descriptors,
     state::{Limits, State},
+    tier::{Evictors, LEAST_MEMORY_BYTES, Tier},
 };
 
 /// Long enough for a client that is starved of CPU, looked at in a debugger or cut off by a network
@@ -54,6 +56,8 @@ pub struct Server {
     connections_per_client: Option<usize>,
     capacity_per_address: Option<u64>,
     extents_per_address: Option<usize>,
+    memory_bytes: Option<u64>,
+    spill: Option<PathBuf>,
 }
 
 /// Why a server did not start.
@@ -68,6 +72,19 @@ pub enum StartError {
         "a server needs an endpoint to listen on, such as shm:///run/farpage.sock or tcp://0.0.0.0:7400"
     )]
     NoEndpoint,
+    /// The directory for what memory has no room for is of no use.
+    #[error(
+        "cannot make a spill file in {directory}: {source}; --spill needs a directory on a disk that takes O_DIRECT, with room for all of --capacity"
+    )]
+    Spill {
+        /// The directory.
+        directory: PathBuf,
+        /// What the system said.
+        r#source: io::Error,
+    },
+    /// Settings that do not fit together, or not this machine.
+    #[error(transparent)]
+    Tiers(#[from] TiersError),
     /// The system refused a thread or a descriptor.
     #[error(
         "cannot start the server's threads: {0}; are the limits of processes or open files used up?"
@@ -96,6 +113,8 @@ impl Server {
             connections_per_client: None,
             capacity_per_address: None,
             extents_per_address: None,
+            memory_bytes: None,
+            spill: None,
         }
     }
 
@@ -173,6 +192,20 @@ impl Server {
         self
     }
 
+    /// The most memory held for what is lent, at least 16 MiB. More than that may be lent if there
+    /// is a [`spill`](Self::spill) directory. Default: all that is lent may be in memory.
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory_bytes = Some(bytes);
+        self
+    }
+
+    /// A directory on a disk for what [`memory`](Self::memory) has no room for: a file of the
+    /// capacity's size, without a name, that is gone with the server. For `tcp://` endpoints only.
+    pub fn spill(mut self, directory: PathBuf) -> Self {
+        self.spill = Some(directory);
+        self
+    }
+
     /// Binds every endpoint and starts to serve. When it returns, clients can connect.
     ///
     /// # Errors
@@ -181,6 +214,24 @@ impl Server {
         if self.listen.is_empty() {
             return Err(StartError::NoEndpoint);
         }
+        check_tiers(
+            self.memory_bytes,
+            self.capacity_bytes,
+            self.spill.is_some(),
+            &self.listen,
+        )?;
+        let (tier, evictors) = match (self.memory_bytes, &self.spill) {
+            (Some(memory_bytes), Some(directory)) => {
+                let failed = |source| StartError::Spill {
+                    directory: directory.clone(),
+                    source,
+                };
+                let (tier, evictors) =
+                    Tier::start(memory_bytes, self.capacity_bytes, directory).map_err(failed)?;
+                (Some(tier), Some(evictors))
+            }
+            _ => (None, None),
+        };
         let budget = descriptors::budget();
         let limits = Limits {
             capacity_bytes: self.capacity_bytes,
@@ -194,7 +245,7 @@ impl Server {
             operators: self.operators,
         };
         let look_every = limits.shortest() / LOOKS_PER_LEASE;
-        let state = Arc::new(State::new(limits));
+        let state = Arc::new(State::with_tier(limits, tier));
         // 1. All endpoints or none: a server that half listens would look healthy.
         let listeners: Vec<Listener> = self
             .listen
@@ -218,6 +269,7 @@ impl Server {
             shutdown,
             reaper_stops: Arc::default(),
             threads: Vec::new(),
+            evictors,
             grace: self.grace,
         };
         running.spawn_reaper(look_every)?;
@@ -231,6 +283,66 @@ impl Server {
     }
 }
 
+/// Why a server cannot lend more than its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum TiersError {
+    /// More is to be lent than memory, and there is no other place.
+    #[error(
+        "capacity exceeds memory, and there is no spill directory for the rest: give one (--spill), or less --capacity"
+    )]
+    NoSpill,
+    /// A place for the rest, but nothing says what the rest is.
+    #[error("a spill directory without --memory would never be used: give both or none")]
+    NoMemory,
+    /// Too little.
+    #[error("memory is less than 16 MiB, which the server needs for itself: give it more")]
+    TooLittle,
+    /// A fabric on which clients reach the memory without the server.
+    #[error(
+        "with --memory and --spill a server listens on tcp:// only: over shm:// and rdma:// clients reach the memory themselves, also what has left it"
+    )]
+    NotTcp,
+    /// The kernel would take more memory than is counted.
+    #[error(
+        "the kernel gives shared memory in huge pages, of which --memory counts a part: set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise or never"
+    )]
+    HugePages,
+}
+
+/// Whether these settings fit together, and this machine.
+pub(crate) fn check_tiers(
+    memory_bytes: Option<u64>,
+    capacity_bytes: u64,
+    spills: bool,
+    listen: &[Endpoint],
+) -> Result<(), TiersError> {
+    match memory_bytes {
+        None if spills => Err(TiersError::NoMemory),
+        None => Ok(()),
+        Some(bytes) if !spills && bytes < capacity_bytes => Err(TiersError::NoSpill),
+        Some(_) if !spills => Ok(()),
+        Some(bytes) if bytes < LEAST_MEMORY_BYTES => Err(TiersError::TooLittle),
+        Some(_) if !listen.iter().all(|to| matches!(to, Endpoint::Tcp { .. })) => {
+            Err(TiersError::NotTcp)
+        }
+        // A kernel without the file has no huge pages.
+        Some(_) => match fs::read_to_string(SHMEM_HUGE_PAGES) {
+            Ok(choice)
+                if ["[always]", "[within_size]", "[force]"]
+                    .iter()
+                    .any(|one| choice.contains(one)) =>
+            {
+                Err(TiersError::HugePages)
+            }
+            Ok(_) | Err(_) => Ok(()),
+        },
+    }
+}
+
+/// Which of its values the kernel uses for memfds stands in brackets.
+const SHMEM_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
 /// A server at work. Dropping it ends it at once; [`shutdown`](Self::shutdown) lets clients finish
 /// first.
 #[must_use = "the server ends when this is dropped"]
@@ -241,6 +353,8 @@ pub struct RunningServer {
     shutdown: Shutdown,
     reaper_stops: Arc<(Mutex<bool>, Condvar)>,
     threads: Vec<JoinHandle<()>>,
+    /// Ended after the threads, which wait for memory.
+    evictors: Option<Evictors>,
     grace: Duration,
 }
 
@@ -307,6 +421,7 @@ impl Drop for RunningServer {
                 warn!("a thread of the server panicked; its message is above");
             }
         }
+        drop(self.evictors.take());
         // What the threads had to log.
         log::flush(Instant::now() + LAST_LINES);
     }

@@ -16,7 +16,7 @@
 //!
 //! Left to others: sockets and frames (`farpage_fabric::server`), when to stop ([`crate::Server`]).
 
-use std::time::Instant;
+use std::{sync::Arc, time::Instant};
 
 use farpage_fabric::log::later;
 use farpage_wire::{ExtentId, SessionId};
@@ -32,6 +32,7 @@ mod names;
 mod opening;
 mod retained;
 
+use crate::tier::Tier;
 use leases::Leases;
 use ledger::{Freed, Leaving, Ledger, SessionRecord};
 pub use limits::Limits;
@@ -44,6 +45,8 @@ pub struct State {
     leases: Leases,
     ledger: Mutex<Ledger>,
     retained: Mutex<Vec<Retained>>,
+    /// Moves what is lent out of memory and back, on a server that lends more than it has.
+    tier: Option<Arc<Tier>>,
     /// Signalled when a session ends, for those who wait for the last one.
     ended: Condvar,
 }
@@ -57,7 +60,17 @@ impl State {
             leases: Leases::default(),
             ledger: Mutex::default(),
             retained: Mutex::default(),
+            tier: None,
             ended: Condvar::new(),
+        }
+    }
+
+    /// As [`new`](Self::new), with memory that `tier` moves out and back. For sessions over tcp
+    /// only: what others map is out of its sight.
+    pub(crate) fn with_tier(limits: Limits, tier: Option<Arc<Tier>>) -> Self {
+        Self {
+            tier,
+            ..Self::new(limits)
         }
     }
 

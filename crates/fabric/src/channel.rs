@@ -136,6 +136,30 @@ pub enum ChannelError {
         /// The length asked for.
         len: u32,
     },
+    /// The server lends more than its memory, and no memory came free for the bytes in time. This
+    /// channel is dead. The operation may be repeated on a new one.
+    #[error(
+        "{endpoint} lends more than its memory, and none came free in time: raise its --memory"
+    )]
+    NoRoom {
+        /// The server's endpoint.
+        endpoint: String,
+    },
+    /// The server moved the bytes to its spill file and cannot read them back as they were. This
+    /// channel is dead. Repeating the operation does not help.
+    #[error(
+        "{endpoint} cannot read {len} bytes at {offset} of extent {extent} back from its spill file: its disk failed or changed them"
+    )]
+    Unreadable {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The extent asked for.
+        extent: ExtentId,
+        /// The offset asked for.
+        offset: u64,
+        /// The length asked for.
+        len: u32,
+    },
     /// The adapter cannot do this operation. The channel goes on.
     #[error("the way to {endpoint} has no atomics: {reason}")]
     NoAtomics {
@@ -150,7 +174,10 @@ impl ChannelError {
     /// Whether the same operation may succeed on a new channel. READs and WRITEs may be repeated
     /// then; an atomic may have taken place already.
     pub fn is_transient(&self) -> bool {
-        !matches!(self, Self::Refused { .. } | Self::NoAtomics { .. })
+        match self {
+            Self::Disconnected { .. } | Self::TimedOut { .. } | Self::NoRoom { .. } => true,
+            Self::Refused { .. } | Self::Unreadable { .. } | Self::NoAtomics { .. } => false,
+        }
     }
 }
 

@@ -11,6 +11,7 @@
 //! see [`ExtentFile::is_held_elsewhere`].
 
 use std::{
+    fmt,
     fs::File,
     io,
     os::fd::{AsRawFd, OwnedFd},
@@ -46,6 +47,8 @@ pub struct ExtentMemory {
     /// What makes the memory known to an adapter; ends with the lease. Dropped before the mapping.
     registration: Mutex<Option<Registration>>,
     memory: Arc<Memory>,
+    /// Who moves bytes out of the memory and back, if somebody does.
+    residency: Option<Arc<dyn Residency>>,
     /// Set once, read before each access. Nothing is published through it, so relaxed is enough.
     revoked: AtomicBool,
 }
@@ -57,6 +60,40 @@ struct Memory {
     atomics: bool,
     file: File,
     map: OnceLock<MmapRaw>,
+}
+
+/// Moves bytes of an extent out of its memory while nobody uses them, and back.
+///
+/// A byte may be touched through the mapping only while it is *held*: a touched hole would read as
+/// zeros and take memory that nobody counts. Whoever holds bytes waits for nothing meanwhile, so
+/// that a hold is as short as one system call that does not block.
+pub trait Residency: fmt::Debug + Send + Sync {
+    /// Holds bytes in memory, from `offset` on and `len` at most. Returns how many.
+    ///
+    /// With `wait` the first byte is brought in if it is elsewhere, so at least one is held. The
+    /// caller holds nothing else then, or two of them could wait for each other. Without, bytes are
+    /// held only up to the first that is elsewhere, perhaps none.
+    ///
+    /// # Errors
+    /// Why the first byte is not held. Nothing is.
+    fn hold(&self, offset: u64, len: u64, wait: bool) -> Result<u64, Absent>;
+
+    /// Ends a hold of the bytes that [`hold`](Self::hold) said it holds.
+    fn let_go(&self, offset: u64, len: u64);
+}
+
+/// Why bytes cannot be brought into memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Absent {
+    /// All memory was in use until the wait ended.
+    #[error("no memory came free for it in time")]
+    NoRoom,
+    /// They could not be read back, or came back other than they were stored.
+    #[error("its bytes cannot be read back from where they were moved to")]
+    Unreadable,
+    /// The lease has ended.
+    #[error("its lease has ended")]
+    Released,
 }
 
 /// Names the signal that a file lease's owner gets (fcntl(2)); `libc` has it for some targets only.
@@ -100,8 +137,32 @@ impl ExtentFile {
     /// # Errors
     /// What the kernel says.
     pub fn punch(&self) -> io::Result<()> {
+        self.punch_range(0, self.0.bytes)
+    }
+
+    /// As [`punch`](Self::punch), for `len` bytes at `offset`.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn punch_range(&self, offset: u64, len: u64) -> io::Result<()> {
         let how = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        Ok(fallocate(&self.0.file, how, 0, self.0.bytes as i64)?)
+        Ok(fallocate(&self.0.file, how, offset as i64, len as i64)?)
+    }
+
+    /// Reads bytes without the mapping: holes read as zeros and stay holes.
+    ///
+    /// # Errors
+    /// What the kernel says; `UnexpectedEof` beyond the end.
+    pub fn read_at(&self, offset: u64, to: &mut [u8]) -> io::Result<()> {
+        self.0.file.read_exact_at(to, offset)
+    }
+
+    /// Writes bytes without the mapping.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    pub fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<()> {
+        self.0.file.write_all_at(from, offset)
     }
 
     /// The extent's length in bytes.
@@ -176,13 +237,20 @@ impl ExtentMemory {
             file,
             map: OnceLock::new(),
         };
-        Ok(Self::lease(Arc::new(memory)))
+        Ok(Self::lease(Arc::new(memory), None))
     }
 
-    fn lease(memory: Arc<Memory>) -> Arc<Self> {
+    /// The same memory in a handle that says who moves its bytes elsewhere: `keep` is given the
+    /// file. For memory that nobody was lent yet.
+    pub fn paged(&self, keep: impl FnOnce(ExtentFile) -> Arc<dyn Residency>) -> Arc<Self> {
+        Self::lease(Arc::clone(&self.memory), Some(keep(self.file())))
+    }
+
+    fn lease(memory: Arc<Memory>, residency: Option<Arc<dyn Residency>>) -> Arc<Self> {
         Arc::new(Self {
             registration: Mutex::default(),
             memory,
+            residency,
             revoked: AtomicBool::new(false),
         })
     }
@@ -259,7 +327,7 @@ impl ExtentMemory {
 
     /// A handle of its own on the same bytes, for the next lease.
     pub fn lease_anew(&self) -> Arc<Self> {
-        Self::lease(Arc::clone(&self.memory))
+        Self::lease(Arc::clone(&self.memory), self.residency.clone())
     }
 
     /// New memory with the same id and a copy of the bytes, which nobody else maps.
@@ -455,6 +523,11 @@ impl Span {
     /// Whose bytes these are.
     pub(crate) fn lease(&self) -> &ExtentMemory {
         &self.lease
+    }
+
+    /// Who must hold the bytes while they are touched, if somebody must.
+    pub(crate) fn residency(&self) -> Option<&dyn Residency> {
+        self.lease.residency.as_deref()
     }
 
     /// Whether the lease has ended since.

@@ -231,6 +231,21 @@ impl<B: Buf> TcpChannel<B> {
         }
     }
 
+    /// What an answer other than [`Status::Ok`] means for its operation.
+    fn turned_down(&self, op: &Op<B>, status: Status) -> ChannelError {
+        let endpoint = self.attachment.endpoint.clone();
+        match status {
+            Status::NoRoom => ChannelError::NoRoom { endpoint },
+            Status::Unreadable => ChannelError::Unreadable {
+                endpoint,
+                extent: op.extent,
+                offset: op.offset,
+                len: op.len,
+            },
+            Status::Ok | Status::Refused => refused(&endpoint, op),
+        }
+    }
+
     /// Receives what has arrived.
     fn receive(&mut self, done: &mut Vec<Completion<B>>) -> Result<(), ChannelError> {
         while self.sent > 0 {
@@ -289,12 +304,12 @@ impl<B: Buf> TcpChannel<B> {
                     Some("an answer out of order".to_owned())
                 }
                 Ok(AnswerHeader {
-                    status: Status::Refused,
+                    status: status @ (Status::Refused | Status::NoRoom | Status::Unreadable),
                     ..
                 }) => {
                     // The server closes after a refusal: this operation learns why, the others that
                     // the line is gone.
-                    let error = refused(&self.attachment.endpoint, &oldest.op);
+                    let error = self.turned_down(&oldest.op, status);
                     let refused = self.ops.pop_front().expect("looked at above");
                     done.push(refused.complete(Err(error)));
                     Some(

@@ -17,7 +17,7 @@ use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signa
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -460,12 +460,13 @@ mod tests {
     use proptest::{collection::vec, option, prelude::*};
 
     use super::*;
+    use crate::TierStat;
 
     #[test]
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x04\0\x02\0\0\0\0\0"
+            b"farpage\0\x05\0\x02\0\0\0\0\0"
         );
     }
 
@@ -491,7 +492,7 @@ mod tests {
     /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 4);
+        assert_eq!(VERSION, 5);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -606,6 +607,20 @@ mod tests {
             stored_bytes: 11,
             retained_bytes: 12,
             request_bytes: 13,
+            tiers: TierStat {
+                memory_bytes: 14,
+                held_bytes: 15,
+                hot_bytes: 16,
+                compressed_bytes: 17,
+                pool_bytes: 18,
+                spilled_bytes: 19,
+                evictions: 20,
+                fetches: 21,
+                fetch_p50_us: 22,
+                fetch_p99_us: 23,
+                no_room: 24,
+                spill_errors: 25,
+            },
         };
         let full = Refusal::Full {
             asked: 2,
@@ -636,7 +651,7 @@ mod tests {
             ),
             (
                 Response::Stat(stat),
-                vec![4, 1, b'v', 1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+                [vec![4, 1, b'v', 1], (1..=25).collect()].concat(),
             ),
             (Response::Refused(full), vec![5, 0, 2, 1]),
             (Response::Refused(Refusal::NoSession), vec![5, 1]),

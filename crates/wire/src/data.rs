@@ -133,11 +133,16 @@ pub enum Status {
     Ok,
     /// The range is not in a lease of this client, or an atomic's offset is no multiple of 8.
     Refused,
+    /// The server lends more than its memory, and no memory came free for the bytes in time.
+    NoRoom,
+    /// The server moved the bytes out of its memory and cannot read them back as they were.
+    Unreadable,
 }
 
 /// Answers one operation.
 ///
-/// Layout: magic u32, status u8 (0 ok, 1 refused), 3 zero bytes, sequence u32, payload length u32.
+/// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no room, 3 unreadable), 3 zero bytes, sequence
+/// u32, payload length u32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHeader {
     /// The operation's status.
@@ -253,6 +258,8 @@ impl AnswerHeader {
         bytes[4] = match self.status {
             Status::Ok => 0,
             Status::Refused => 1,
+            Status::NoRoom => 2,
+            Status::Unreadable => 3,
         };
         bytes[8..12].copy_from_slice(&self.sequence.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.len.to_le_bytes());
@@ -270,6 +277,8 @@ impl AnswerHeader {
         let status = match bytes[4] {
             0 => Status::Ok,
             1 => Status::Refused,
+            2 => Status::NoRoom,
+            3 => Status::Unreadable,
             status => return Err(DataDecodeError::Kind(status)),
         };
         if bytes[5..8] != [0; 3] {
@@ -370,12 +379,21 @@ mod tests {
             assert_eq!(kind_of.atomic(operands), Some(atomic));
             assert_eq!(OpKind::Write.atomic(operands), None);
         }
-        let answer = AnswerHeader {
-            status: Status::Refused,
-            sequence: 9,
-            len: 0,
-        };
-        assert_eq!(&answer.encode(), b"fpAn\x01\0\0\0\x09\0\0\0\0\0\0\0");
+        for (status, byte) in [
+            (Status::Refused, 1),
+            (Status::NoRoom, 2),
+            (Status::Unreadable, 3),
+        ] {
+            let answer = AnswerHeader {
+                status,
+                sequence: 9,
+                len: 0,
+            };
+            let mut expected = *b"fpAn\0\0\0\0\x09\0\0\0\0\0\0\0";
+            expected[4] = byte;
+            assert_eq!(answer.encode(), expected);
+            assert_eq!(AnswerHeader::decode(&expected), Ok(answer));
+        }
     }
 
     #[test]

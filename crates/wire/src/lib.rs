@@ -19,5 +19,5 @@ pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
-pub use stat::ServerStat;
+pub use stat::{ServerStat, TierStat};
 pub use units::{UnitError, parse_size, parse_time};

@@ -37,4 +37,35 @@ pub struct ServerStat {
     pub retained_bytes: u64,
     /// Held for long requests that are being received. Not part of `granted_bytes`.
     pub request_bytes: u64,
+    /// What a server that lends more than its memory says of it. All zero for others.
+    pub tiers: TierStat,
+}
+
+/// Where the granted bytes of a server are that lends more than its memory, and what it costs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TierStat {
+    /// The most memory that it may hold for what it lends; 0 for a server that holds all of it.
+    pub memory_bytes: u64,
+    /// Memory that it holds now: the hot bytes, the compressed pool, buffers and tables.
+    pub held_bytes: u64,
+    /// In memory as they are.
+    pub hot_bytes: u64,
+    /// In memory, compressed, counted before compression.
+    pub compressed_bytes: u64,
+    /// Memory of the compressed pool.
+    pub pool_bytes: u64,
+    /// In the spill file and nowhere else, counted before compression.
+    pub spilled_bytes: u64,
+    /// Chunks that were moved out of memory since the start.
+    pub evictions: u64,
+    /// Chunks that an operation had to wait for since the start.
+    pub fetches: u64,
+    /// Half of the fetches took no longer, in microseconds.
+    pub fetch_p50_us: u64,
+    /// Of a hundred fetches 99 took no longer, in microseconds.
+    pub fetch_p99_us: u64,
+    /// Operations that were turned down because no memory came free in time.
+    pub no_room: u64,
+    /// Reads and writes of the spill file that failed, and bytes that came back changed.
+    pub spill_errors: u64,
 }

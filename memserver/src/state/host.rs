@@ -157,6 +157,15 @@ impl Host for State {
                 return Err(refusal);
             }
         };
+        let memory = match self.tier.as_ref().map(|tier| tier.adopt(&memory, session)) {
+            None => memory,
+            Some(Ok(paged)) => paged,
+            Some(Err(available)) => {
+                ledger.accounts.take_extent_off(origin, bytes);
+                let asked = bytes;
+                return Err(Refusal::Full { asked, available });
+            }
+        };
         ledger.extents_ever += 1;
         ledger.extents.insert(
             id,
@@ -312,6 +321,9 @@ impl Host for State {
                 .expect("a name keeps its extents");
             record.lessee = Some(session);
             record.memory = record.memory.lease_anew();
+            if let Some(tier) = &self.tier {
+                tier.assign(*id, session);
+            }
             record.mapped_by = record.mapped_by.or(mapped_by);
             let before = std::mem::replace(&mut record.origin, origin);
             let bytes = record.memory.bytes();
@@ -393,6 +405,11 @@ impl Host for State {
             logical_bytes,
             stored_bytes,
             retained_bytes,
+            tiers: self
+                .tier
+                .as_ref()
+                .map(|tier| tier.stat())
+                .unwrap_or_default(),
             ..ServerStat::default()
         };
         drop(ledger);

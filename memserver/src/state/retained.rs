@@ -16,6 +16,9 @@ use super::{
     ledger::{Freed, Leaving},
 };
 
+/// Whose share a name's memory is while nobody has opened it. No session has this number.
+const NOBODY: SessionId = SessionId(0);
+
 pub(super) struct Retained {
     file: ExtentFile,
     /// Who it is put on.
@@ -60,6 +63,9 @@ impl State {
         let (kept, freed): (Freed, Freed) = freed.into_iter().partition(|leaving| leaving.is_kept);
         for Leaving { memory, .. } in kept {
             memory.deregister();
+            if let Some(tier) = &self.tier {
+                tier.assign(memory.id(), NOBODY);
+            }
         }
         let mut retained = Vec::new();
         for Leaving {
@@ -67,6 +73,9 @@ impl State {
         } in freed
         {
             memory.deregister();
+            if let Some(tier) = &self.tier {
+                tier.discard(memory.id());
+            }
             let file = memory.file();
             punch(&file);
             retained.extend(charged.map(|origin| Retained { file, origin }));

@@ -103,6 +103,7 @@ impl Drained for (Daemon, Log) {
 /// The real binary, listening on both fabrics.
 pub struct Daemon {
     pub child: Child,
+    /// Nobody listens there in [`Daemon::over_tcp`].
     pub shm: Endpoint,
     pub tcp: Endpoint,
     pub directory: TempDir,
@@ -122,6 +123,11 @@ pub fn command() -> Command {
 impl Daemon {
     pub fn start(arguments: &[&str]) -> Self {
         Self::run(command(), arguments).drained()
+    }
+
+    /// Listening on tcp only.
+    pub fn over_tcp(arguments: &[&str]) -> Self {
+        Self::run_on(command(), false, arguments).drained()
     }
 
     /// Nobody reads its log after it has begun to listen.
@@ -144,19 +150,19 @@ impl Daemon {
         Self::run(limited, arguments).drained()
     }
 
-    fn run(mut command: Command, arguments: &[&str]) -> (Self, Log) {
+    fn run(command: Command, arguments: &[&str]) -> (Self, Log) {
+        Self::run_on(command, true, arguments)
+    }
+
+    fn run_on(mut command: Command, with_shm: bool, arguments: &[&str]) -> (Self, Log) {
         let directory = tempfile::tempdir().unwrap();
         let shm = socket_in(&directory);
+        command.arg("serve");
+        if with_shm {
+            command.args(["--listen", &shm.to_string()]);
+        }
         let mut child = command
-            .args([
-                "serve",
-                "--listen",
-                &shm.to_string(),
-                "--listen",
-                "tcp://127.0.0.1:0",
-                "--log",
-                "json",
-            ])
+            .args(["--listen", "tcp://127.0.0.1:0", "--log", "json"])
             .args(arguments)
             .stderr(Stdio::piped())
             .spawn()

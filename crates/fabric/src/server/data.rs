@@ -3,7 +3,7 @@
 //!
 //! The rule it keeps: every operation is checked against the leases of its session before a byte of
 //! it moves, and no byte is copied in user space: payloads go between the socket and the mapping by
-//! vectored system calls.
+//! vectored system calls. Memory whose bytes may be elsewhere is held in [`super::window`].
 
 use std::{
     io,
@@ -25,9 +25,10 @@ use super::{
     LOOK,
     connection::{Connection, Fault},
     lines::Held,
+    window::{Grip, Piece, Stuck, Window, atomic},
 };
 use crate::{
-    memory::{ExtentMemory, Span},
+    memory::{Absent, ExtentMemory, Span},
     nonblocking::retry,
     stream::Message,
 };
@@ -37,9 +38,16 @@ use crate::{
 const LINGER: Duration = Duration::from_secs(1);
 
 /// One operation of a batch, checked.
-struct Checked {
-    header: OpHeader,
-    span: Span,
+pub(super) struct Checked {
+    pub(super) header: OpHeader,
+    pub(super) span: Span,
+}
+
+/// A transfer's vectors, and what each points to.
+#[derive(Default)]
+struct Vectors {
+    vectors: Vec<libc::iovec>,
+    pieces: Vec<Piece>,
 }
 
 impl Connection {
@@ -55,7 +63,8 @@ impl Connection {
         let mut operands = [[0; OPERAND_BYTES]; MAX_BATCH];
         let mut answers = [[0; ANSWER_HEADER_BYTES]; MAX_BATCH];
         let mut words = [[0; WORD_BYTES as usize]; MAX_BATCH];
-        let mut vectors: Vec<libc::iovec> = Vec::with_capacity(2 * MAX_BATCH);
+        let mut vectors = Vectors::default();
+        let mut window = Window::default();
         let alive = || {
             self.service
                 .host
@@ -89,54 +98,54 @@ impl Connection {
                 match span {
                     Some(span) => checked.push(Checked { header, span }),
                     None => {
-                        refused = Some(header);
+                        refused = Some((header, Status::Refused));
                         break;
                     }
                 }
             }
             // 3. The payloads of the WRITEs, into place, and the operands of the atomics.
             vectors.clear();
-            vectors.extend(
-                checked
-                    .iter()
-                    .zip(&mut operands)
-                    .filter_map(|(op, operands)| match op.header.kind {
-                        OpKind::Read => None,
-                        OpKind::Write => Some(vector(op.span.as_ptr(), op.span.len())),
-                        OpKind::FetchAdd | OpKind::CompareSwap => {
-                            Some(vector(operands.as_mut_ptr(), operands.len()))
-                        }
-                    }),
-            );
-            self.receive(&mut vectors, &checked, held, &alive)?;
-            // 4. The atomics: after the WRITEs before them.
-            for ((op, operands), word) in checked.iter().zip(&operands).zip(&mut words) {
-                if let Some(atomic) = op.header.kind.atomic(operands) {
-                    let old = op.span.lease().atomic(op.header.offset, atomic);
-                    *word = old.map_err(|_| lease_ended(op))?.to_le_bytes();
+            for (i, (op, operands)) in checked.iter().zip(&mut operands).enumerate() {
+                match op.header.kind {
+                    OpKind::Read => {}
+                    OpKind::Write => vectors.push_span(i, &op.span),
+                    OpKind::FetchAdd | OpKind::CompareSwap => vectors.push(i, operands),
                 }
+            }
+            let received = self.receive(&mut vectors, &checked, &mut window, held, &alive)?;
+            if let Err(stuck) = received {
+                refused = Some(cut(&mut checked, &stuck)?);
+            }
+            // 4. The atomics: after the WRITEs before them.
+            if let Err(stuck) = change_words(&checked, &operands, &mut words)? {
+                refused = Some(cut(&mut checked, &stuck)?);
             }
             // 5. The answers, those of READs with the payload behind them and those of atomics with
             //    the old value.
             vectors.clear();
-            for ((op, bytes), word) in checked.iter().zip(&mut answers).zip(&mut words) {
-                let fetched = match op.header.kind {
-                    OpKind::Read => Some(vector(op.span.as_ptr(), op.span.len())),
-                    OpKind::Write => None,
-                    OpKind::FetchAdd | OpKind::CompareSwap => {
-                        Some(vector(word.as_mut_ptr(), word.len()))
-                    }
-                };
+            for (i, (op, (bytes, word))) in
+                (checked.iter().zip(answers.iter_mut().zip(&mut words))).enumerate()
+            {
                 *bytes = AnswerHeader {
                     status: Status::Ok,
                     sequence: op.header.sequence,
-                    len: fetched.map_or(0, |_| op.header.len),
+                    len: match op.header.kind {
+                        OpKind::Write => 0,
+                        OpKind::Read | OpKind::FetchAdd | OpKind::CompareSwap => op.header.len,
+                    },
                 }
                 .encode();
-                vectors.push(vector(bytes.as_mut_ptr(), bytes.len()));
-                vectors.extend(fetched);
+                vectors.push(i, bytes);
+                match op.header.kind {
+                    OpKind::Read => vectors.push_span(i, &op.span),
+                    OpKind::Write => {}
+                    OpKind::FetchAdd | OpKind::CompareSwap => vectors.push(i, word),
+                }
             }
-            self.transmit(&mut vectors, &checked, &alive)?;
+            let sent = self.transmit(&mut vectors, &checked, &mut window, &alive)?;
+            if let Err(stuck) = sent {
+                refused = Some(cut(&mut checked, &stuck)?);
+            }
             let moved_bytes = |kind| {
                 let moved = checked.iter().filter(|op| op.header.kind == kind);
                 moved.map(|op| u64::from(op.header.len)).sum()
@@ -151,17 +160,17 @@ impl Connection {
                 .fetch_add(moved_bytes(OpKind::Write), Ordering::Relaxed);
             // The spans keep leases that may end before the next batch comes.
             checked.clear();
-            if let Some(header) = refused {
-                return self.refuse(&header);
+            if let Some((header, status)) = refused {
+                return self.refuse(&header, status);
             }
         }
     }
 
     /// Answers that an operation was refused, and ends the connection so that the client can still
     /// read it.
-    fn refuse(&self, header: &OpHeader) -> Result<(), Fault> {
+    fn refuse(&self, header: &OpHeader, status: Status) -> Result<(), Fault> {
         let answer = AnswerHeader {
-            status: Status::Refused,
+            status,
             sequence: header.sequence,
             len: 0,
         };
@@ -185,10 +194,16 @@ impl Connection {
             offset,
             ..
         } = header;
-        let reason = format!(
-            "{kind:?} of {len} bytes at {offset} of extent {extent}: not leased, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
-        );
-        Err(Fault::Violation(reason))
+        let reason = match status {
+            Status::NoRoom => "no memory came free for it in time: see --memory",
+            Status::Unreadable => "its bytes cannot be read back from the spill file",
+            Status::Ok | Status::Refused => {
+                "not leased, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
+            }
+        };
+        Err(Fault::Violation(format!(
+            "{kind:?} of {len} bytes at {offset} of extent {extent}: {reason}"
+        )))
     }
 
     /// Reads headers. `false` when the client closed the connection where a batch `may_end`.
@@ -217,11 +232,14 @@ impl Connection {
     /// Fills `vectors`, which point to operands and into the spans of `checked`.
     fn receive(
         &self,
-        vectors: &mut [libc::iovec],
+        vectors: &mut Vectors,
         checked: &[Checked],
+        window: &mut Window,
         held: &Held<'_>,
         alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+    ) -> Result<Result<(), Stuck>, Fault> {
+        let is_paged = is_paged(checked);
+        let Vectors { vectors, pieces } = vectors;
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             still_leased(checked)?;
@@ -230,12 +248,18 @@ impl Connection {
             if held.is_replaced() {
                 return Err(Fault::replaced());
             }
+            let mut grip = match is_paged.then(|| window.fill(&rest, pieces, checked)) {
+                None => None,
+                Some(Ok(grip)) => Some(grip),
+                Some(Err(stuck)) => return Ok(Err(stuck)),
+            };
+            let mut message = grip.as_mut().map_or_else(|| rest.message(), Grip::message);
             // SAFETY:
             // - every vector lies in a span of `checked`: bytes of a mapping that live as long as
             //   the span, writable, to which no reference exists anywhere; or is the place of an
             //   operand, kept by the caller, which does not look at it meanwhile.
-            let received =
-                unsafe { libc::recvmsg(self.stream.as_raw_fd(), rest.message().get(), 0) };
+            let received = unsafe { libc::recvmsg(self.stream.as_raw_fd(), message.get(), 0) };
+            drop(grip);
             match Errno::result(received) {
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
                 Ok(bytes) => rest.advance(bytes as usize),
@@ -244,30 +268,45 @@ impl Connection {
                 Err(errno) => return Err(io::Error::from(errno).into()),
             }
         }
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Sends `vectors`, which point to answer headers, old values and into the spans of `checked`.
+    ///
+    /// An operation is `Stuck` only when nothing of its answer has been sent.
     fn transmit(
         &self,
-        vectors: &mut [libc::iovec],
+        vectors: &mut Vectors,
         checked: &[Checked],
+        window: &mut Window,
         alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<(), Fault> {
+    ) -> Result<Result<(), Stuck>, Fault> {
+        let is_paged = is_paged(checked);
+        let Vectors { vectors, pieces } = vectors;
         let mut rest = Rest::new(vectors);
         while rest.bytes > 0 {
             // A client that is slow to read must not be sent what the next holder of the extent
             // writes.
             still_leased(checked)?;
+            let mut grip = match is_paged.then(|| window.fill(&rest, pieces, checked)) {
+                None => None,
+                Some(Ok(grip)) => Some(grip),
+                Some(Err(stuck)) if rest.is_between(pieces) => return Ok(Err(stuck)),
+                Some(Err(stuck)) => {
+                    let Stuck { op, why } = stuck;
+                    return Err(Fault::Violation(format!(
+                        "extent {} in the middle of an answer: {why}",
+                        checked[op].header.extent
+                    )));
+                }
+            };
+            let mut message = grip.as_mut().map_or_else(|| rest.message(), Grip::message);
             // SAFETY: every vector is an answer header, an old value or lies in a span, all kept by
             // the caller; they are only read.
             let sent = unsafe {
-                libc::sendmsg(
-                    self.stream.as_raw_fd(),
-                    rest.message().get(),
-                    libc::MSG_NOSIGNAL,
-                )
+                libc::sendmsg(self.stream.as_raw_fd(), message.get(), libc::MSG_NOSIGNAL)
             };
+            drop(grip);
             match Errno::result(sent) {
                 Ok(bytes) => rest.advance(bytes as usize),
                 Err(Errno::EAGAIN) => self.pause(PollFlags::POLLOUT, alive)?,
@@ -275,7 +314,7 @@ impl Connection {
                 Err(errno) => return Err(io::Error::from(errno).into()),
             }
         }
-        Ok(())
+        Ok(Ok(()))
     }
 
     /// Waits for the socket, and no longer than until it is time to look whether the session and
@@ -286,6 +325,66 @@ impl Connection {
             other => Ok(other?),
         }
     }
+}
+
+impl Checked {
+    /// Where in the extent an address in the span is.
+    pub(super) fn offset_of(&self, address: *const u8) -> u64 {
+        self.header.offset + (address.addr() - self.span.as_ptr().addr()) as u64
+    }
+}
+
+impl Vectors {
+    fn clear(&mut self) {
+        self.vectors.clear();
+        self.pieces.clear();
+    }
+
+    fn push(&mut self, op: usize, bytes: &mut [u8]) {
+        self.vectors.push(vector(bytes.as_mut_ptr(), bytes.len()));
+        self.pieces.push(Piece { op, is_span: false });
+    }
+
+    fn push_span(&mut self, op: usize, span: &Span) {
+        self.vectors.push(vector(span.as_ptr(), span.len()));
+        self.pieces.push(Piece { op, is_span: true });
+    }
+}
+
+/// Whether some of the memory may be elsewhere.
+fn is_paged(checked: &[Checked]) -> bool {
+    checked.iter().any(|op| op.span.residency().is_some())
+}
+
+/// Does the atomics of a batch.
+fn change_words(
+    checked: &[Checked],
+    operands: &[[u8; OPERAND_BYTES]],
+    words: &mut [[u8; WORD_BYTES as usize]],
+) -> Result<Result<(), Stuck>, Fault> {
+    for (i, op) in checked.iter().enumerate() {
+        if let Some(change) = op.header.kind.atomic(&operands[i]) {
+            match atomic(op, change) {
+                Ok(old) => words[i] = old.map_err(|_| lease_ended(op))?.to_le_bytes(),
+                Err(why) => return Ok(Err(Stuck { op: i, why })),
+            }
+        }
+    }
+    Ok(Ok(()))
+}
+
+/// Takes an operation whose memory cannot be had out of its batch, and all behind it. Returns it,
+/// and how it is answered.
+fn cut(checked: &mut Vec<Checked>, stuck: &Stuck) -> Result<(OpHeader, Status), Fault> {
+    let op = &checked[stuck.op];
+    let status = match stuck.why {
+        Absent::NoRoom => Status::NoRoom,
+        Absent::Unreadable => Status::Unreadable,
+        Absent::Released => return Err(lease_ended(op)),
+    };
+    let header = op.header;
+    checked.truncate(stuck.op);
+    Ok((header, status))
 }
 
 fn still_leased(checked: &[Checked]) -> Result<(), Fault> {
@@ -303,7 +402,7 @@ fn lease_ended(op: &Checked) -> Fault {
 }
 
 /// What is left of a vectored transfer.
-struct Rest<'a> {
+pub(super) struct Rest<'a> {
     vectors: &'a mut [libc::iovec],
     /// The first that is not complete.
     next: usize,
@@ -318,6 +417,21 @@ impl<'a> Rest<'a> {
             next: 0,
             bytes,
         }
+    }
+
+    /// The vectors that are not complete, the first without what has been moved.
+    pub(super) fn left(&self) -> &[libc::iovec] {
+        &self.vectors[self.next..]
+    }
+
+    /// The place of the first of them among all.
+    pub(super) fn next(&self) -> usize {
+        self.next
+    }
+
+    /// Whether the next byte is the first of an answer.
+    fn is_between(&self, pieces: &[Piece]) -> bool {
+        !pieces[self.next].is_span && self.vectors[self.next].iov_len == ANSWER_HEADER_BYTES
     }
 
     fn message(&mut self) -> Message {

@@ -12,6 +12,7 @@ mod lines;
 mod listen;
 mod places;
 mod service;
+mod window;
 
 use std::time::Duration;
 

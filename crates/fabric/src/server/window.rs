@@ -1,0 +1,175 @@
+//! [`Window`]: the part of a vectored transfer that one system call may touch, its memory held.
+//!
+//! The rule it keeps: bytes of memory with a [`Residency`](crate::memory::Residency) are held while
+//! the call runs, and never while anybody waits. Only the first bytes of a window are waited for,
+//! while nothing else is held; the window ends where the next bytes are elsewhere. So a slow client
+//! keeps no memory, and what comes before absent bytes is moved at once.
+
+use farpage_wire::{
+    Atomic,
+    data::{ANSWER_HEADER_BYTES, OpKind},
+};
+
+use super::data::{Checked, Rest};
+use crate::{
+    memory::{Absent, OutOfLease, Residency},
+    stream::Message,
+};
+
+/// What one window holds at most: more than a socket takes at once.
+const BYTES: u64 = 4 << 20;
+
+/// What a vector of a batch points to.
+#[derive(Clone, Copy)]
+pub(super) struct Piece {
+    /// The operation's place in the batch.
+    pub(super) op: usize,
+    /// Whether it lies in the operation's span. If not, it is a header, operands or an old value.
+    pub(super) is_span: bool,
+}
+
+/// Memory held for one system call, and vectors that point into it. Used again and again.
+#[derive(Default)]
+pub(super) struct Window {
+    vectors: Vec<libc::iovec>,
+    held: Vec<Held>,
+}
+
+struct Held {
+    op: usize,
+    offset: u64,
+    len: u64,
+}
+
+/// A filled window. Dropping it ends the holds.
+pub(super) struct Grip<'a> {
+    window: &'a mut Window,
+    checked: &'a [Checked],
+}
+
+/// An operation whose memory cannot be had.
+pub(super) struct Stuck {
+    pub(super) op: usize,
+    pub(super) why: Absent,
+}
+
+impl Window {
+    /// Holds what comes next of `rest`, at least some of it.
+    ///
+    /// An answer's header is sent only when all of its payload has been seen in memory: afterwards
+    /// there is no way to say what is wrong.
+    pub(super) fn fill<'a>(
+        &'a mut self,
+        rest: &Rest<'_>,
+        pieces: &[Piece],
+        checked: &'a [Checked],
+    ) -> Result<Grip<'a>, Stuck> {
+        self.vectors.clear();
+        let mut grip = Grip {
+            window: self,
+            checked,
+        };
+        for (vector, piece) in rest.left().iter().zip(&pieces[rest.next()..]) {
+            let op = &checked[piece.op];
+            let stuck = |why| Stuck { op: piece.op, why };
+            let is_first = grip.window.vectors.is_empty();
+            match op.span.residency() {
+                Some(residency) if piece.is_span => {
+                    let offset = op.offset_of(vector.iov_base.cast());
+                    let len = vector.iov_len as u64;
+                    let held = match residency.hold(offset, len, is_first) {
+                        Ok(held) => held,
+                        // Said when its turn comes.
+                        Err(_) if !is_first => break,
+                        Err(why) => return Err(stuck(why)),
+                    };
+                    grip.add(piece.op, offset, held, vector);
+                    if held < len {
+                        break;
+                    }
+                }
+                Some(residency) if announces(op, vector) => {
+                    let (offset, len) = (op.header.offset, u64::from(op.header.len));
+                    match is_first {
+                        true => bring(residency, offset, len).map_err(stuck)?,
+                        false if is_there(residency, offset, len) => {}
+                        false => break,
+                    }
+                    grip.window.vectors.push(*vector);
+                }
+                _ => grip.window.vectors.push(*vector),
+            }
+            if grip.held_bytes() >= BYTES {
+                break;
+            }
+        }
+        Ok(grip)
+    }
+}
+
+/// Whether `vector`, which is not in the operation's span, is its answer's header, of which nothing
+/// has been sent, with a payload behind it.
+fn announces(op: &Checked, vector: &libc::iovec) -> bool {
+    op.header.kind == OpKind::Read && vector.iov_len == ANSWER_HEADER_BYTES
+}
+
+/// Brings bytes into memory, one after the other, and holds none of them.
+fn bring(residency: &dyn Residency, offset: u64, len: u64) -> Result<(), Absent> {
+    let mut done = 0;
+    while done < len {
+        let held = residency.hold(offset + done, len - done, true)?;
+        residency.let_go(offset + done, held);
+        done += held;
+    }
+    Ok(())
+}
+
+/// Does an atomic while its word is held.
+pub(super) fn atomic(op: &Checked, change: Atomic) -> Result<Result<u64, OutOfLease>, Absent> {
+    let (offset, len) = (op.header.offset, u64::from(op.header.len));
+    let Some(residency) = op.span.residency() else {
+        return Ok(op.span.lease().atomic(offset, change));
+    };
+    // All of it: a word does not lie in two chunks.
+    let held = residency.hold(offset, len, true)?;
+    let old = op.span.lease().atomic(offset, change);
+    residency.let_go(offset, held);
+    Ok(old)
+}
+
+fn is_there(residency: &dyn Residency, offset: u64, len: u64) -> bool {
+    let held = residency.hold(offset, len, false).unwrap_or(0);
+    residency.let_go(offset, held);
+    held == len
+}
+
+impl Grip<'_> {
+    fn add(&mut self, op: usize, offset: u64, len: u64, vector: &libc::iovec) {
+        if len > 0 {
+            self.window.held.push(Held { op, offset, len });
+            self.window.vectors.push(libc::iovec {
+                iov_base: vector.iov_base,
+                iov_len: len as usize,
+            });
+        }
+    }
+
+    fn held_bytes(&self) -> u64 {
+        self.window.held.iter().map(|held| held.len).sum()
+    }
+
+    pub(super) fn message(&mut self) -> Message {
+        let vectors = &mut self.window.vectors;
+        Message::new(vectors.as_mut_ptr(), vectors.len())
+    }
+}
+
+impl Drop for Grip<'_> {
+    fn drop(&mut self) {
+        for Held { op, offset, len } in self.window.held.drain(..) {
+            let residency = self.checked[op].span.residency();
+            let residency = residency.expect("only such memory is held");
+            residency.let_go(offset, len);
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! [`Disk`]: where chunks go that memory has no room for, and [`SpillFile`], the real one.
+//!
+//! The rule it keeps: no byte of it is in the page cache, which nobody would count. It keeps
+//! nothing beyond the end of the process: the file has no name.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::Path,
+};
+
+use nix::{
+    fcntl::{FallocateFlags, OFlag, fallocate},
+    sys::statfs::{TMPFS_MAGIC, statfs},
+};
+
+/// What O_DIRECT wants offsets, lengths and addresses to be multiples of, on every device in use.
+pub(super) const BLOCK_BYTES: usize = 4096;
+
+/// Reads and writes of whole blocks.
+pub(crate) trait Disk: Send + Sync {
+    /// Fills `to` from offset `at`, all of it or an error.
+    fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()>;
+    /// Writes all of `from` at offset `at`.
+    fn write(&self, at: u64, from: &[u8]) -> io::Result<()>;
+}
+
+/// A file without a name, all of whose blocks are its own from the start.
+pub(crate) struct SpillFile(File);
+
+impl SpillFile {
+    /// A file of `bytes` bytes in `directory`.
+    ///
+    /// # Errors
+    /// What the system says; `Unsupported` for a directory that is in memory itself.
+    pub(crate) fn create(directory: &Path, bytes: u64) -> io::Result<Self> {
+        if statfs(directory)?.filesystem_type() == TMPFS_MAGIC {
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "this directory is in memory itself (tmpfs): name one on a disk",
+            ));
+        }
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .mode(0o600)
+            .custom_flags((OFlag::O_TMPFILE | OFlag::O_DIRECT).bits())
+            .open(directory)?;
+        fallocate(&file, FallocateFlags::empty(), 0, bytes as i64)?;
+        Ok(Self(file))
+    }
+}
+
+impl Disk for SpillFile {
+    fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
+        self.0.read_exact_at(to, at)
+    }
+
+    fn write(&self, at: u64, from: &[u8]) -> io::Result<()> {
+        self.0.write_all_at(from, at)
+    }
+}
+
+/// Bytes that begin at a multiple of [`BLOCK_BYTES`] in memory.
+pub(super) struct Aligned {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Aligned {
+    pub(super) fn new(len: usize) -> Self {
+        let bytes = vec![0; len + BLOCK_BYTES];
+        let start = bytes.as_ptr().align_offset(BLOCK_BYTES);
+        Self { bytes, start, len }
+    }
+}
+
+impl std::ops::Deref for Aligned {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..][..self.len]
+    }
+}
+
+impl std::ops::DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..][..self.len]
+    }
+}

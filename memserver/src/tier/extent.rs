@@ -1,0 +1,416 @@
+//! [`TieredExtent`]: where each chunk of one extent is, and who uses it now.
+//!
+//! The rule it keeps: whoever makes a chunk `Busy` moves it, and nobody else touches it until it is
+//! published in another state. A chunk leaves memory only while nobody holds it, and it is hot
+//! again only once all of its bytes are back and their hash is right.
+//!
+//! Lock order: the pool's cells, the tier's books, a segment. Nobody waits for one of the first two
+//! while it holds a segment.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::memory::{Absent, ExtentFile, Residency};
+use farpage_wire::ExtentId;
+use parking_lot::{Condvar, Mutex, MutexGuard};
+
+use super::{Tier, Transfer};
+
+/// What is moved at once: large enough that a disk's latency is paid rarely, small enough that a
+/// page of 4 KiB does not wait for much else.
+pub(super) const CHUNK_BYTES: u64 = 64 << 10;
+/// Chunks of one segment, which has one lock: 2 MiB, the largest page.
+pub(super) const SEGMENT_CHUNKS: usize = 32;
+
+/// How long an operation waits for memory, or for another's fetch: less than a client waits before
+/// it takes a silent connection for dead.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// No slot of the spill file, no cell of the pool.
+pub(super) const NONE: u32 = u32::MAX;
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Place {
+    /// Zeros, and nowhere.
+    #[default]
+    Hole,
+    /// In memory.
+    Hot,
+    /// In the pool, from `cell` on.
+    Compressed,
+    /// In the spill file, at `slot`.
+    Spilled,
+    /// On its way: see the module's text.
+    Busy,
+}
+
+/// One chunk. Its last bytes are zeros where the extent ends before it does.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Chunk {
+    pub(super) place: Place,
+    /// Held since the clock's hand was here last.
+    pub(super) is_young: bool,
+    pub(super) pins: u32,
+    /// Length in the pool or in the spill file; [`CHUNK_BYTES`] means that it is not compressed.
+    pub(super) stored_bytes: u32,
+    pub(super) cell: u32,
+    /// While the chunk is hot, the slot still holds the bytes that have `hash`.
+    pub(super) slot: u32,
+    /// Of the chunk's bytes when they left memory last.
+    pub(super) hash: [u64; 2],
+}
+
+impl Default for Chunk {
+    fn default() -> Self {
+        Self {
+            place: Place::Hole,
+            is_young: false,
+            pins: 0,
+            stored_bytes: 0,
+            cell: NONE,
+            slot: NONE,
+            hash: [0; 2],
+        }
+    }
+}
+
+type Chunks = [Chunk; SEGMENT_CHUNKS];
+
+#[derive(Default)]
+pub(super) struct Segment {
+    /// A bit per hot chunk: lets the clock pass by without the lock.
+    hot: AtomicU32,
+    /// Made when the segment is first touched: a grant takes no time for its size.
+    chunks: Mutex<Option<Box<Chunks>>>,
+    /// A chunk was published, or let go of in an extent that is released.
+    changed: Condvar,
+}
+
+pub(super) struct TieredExtent {
+    tier: Arc<Tier>,
+    file: ExtentFile,
+    released: AtomicBool,
+    segments: Box<[Segment]>,
+}
+
+impl fmt::Debug for TieredExtent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("TieredExtent").field(&self.id()).finish()
+    }
+}
+
+impl Segment {
+    fn lock(&self) -> MutexGuard<'_, Option<Box<Chunks>>> {
+        self.chunks.lock()
+    }
+
+    fn publish(&self, i: usize, chunks: &mut Chunks, chunk: Chunk) {
+        let bit = 1 << i;
+        match chunk.place {
+            Place::Hot => self.hot.fetch_or(bit, Ordering::Relaxed),
+            _ => self.hot.fetch_and(!bit, Ordering::Relaxed),
+        };
+        chunks[i] = chunk;
+        self.changed.notify_all();
+    }
+}
+
+fn made(chunks: &mut Option<Box<Chunks>>) -> &mut Chunks {
+    chunks.get_or_insert_with(|| Box::new([Chunk::default(); SEGMENT_CHUNKS]))
+}
+
+impl TieredExtent {
+    pub(super) fn new(tier: Arc<Tier>, file: ExtentFile) -> Self {
+        let segments = file.bytes().div_ceil(CHUNK_BYTES * SEGMENT_CHUNKS as u64);
+        Self {
+            tier,
+            file,
+            released: AtomicBool::new(false),
+            segments: (0..segments).map(|_| Segment::default()).collect(),
+        }
+    }
+
+    pub(super) fn id(&self) -> ExtentId {
+        self.file.id()
+    }
+
+    pub(super) fn segments(&self) -> usize {
+        self.segments.len()
+    }
+
+    pub(super) fn chunks(&self) -> u64 {
+        self.file.bytes().div_ceil(CHUNK_BYTES)
+    }
+
+    #[cfg(test)]
+    pub(super) fn place(&self, chunk: usize) -> Place {
+        let (segment, i) = self.segment(chunk);
+        made(&mut segment.lock())[i].place
+    }
+
+    fn segment(&self, chunk: usize) -> (&Segment, usize) {
+        (
+            &self.segments[chunk / SEGMENT_CHUNKS],
+            chunk % SEGMENT_CHUNKS,
+        )
+    }
+
+    /// Where a chunk begins, and how many of its bytes the extent has.
+    fn range(&self, chunk: usize) -> (u64, usize) {
+        let start = chunk as u64 * CHUNK_BYTES;
+        (start, CHUNK_BYTES.min(self.file.bytes() - start) as usize)
+    }
+
+    /// Holds a chunk if it is hot.
+    fn pin(&self, chunk: usize) -> Result<bool, Absent> {
+        let (segment, i) = self.segment(chunk);
+        let mut chunks = segment.lock();
+        if self.released.load(Ordering::Relaxed) {
+            return Err(Absent::Released);
+        }
+        let chunk = &mut made(&mut chunks)[i];
+        let is_hot = chunk.place == Place::Hot;
+        if is_hot {
+            chunk.pins += 1;
+            chunk.is_young = true;
+        }
+        Ok(is_hot)
+    }
+
+    /// Holds a chunk, and brings it into memory before if it is elsewhere.
+    fn bring(&self, chunk: usize) -> Result<(), Absent> {
+        let begun = Instant::now();
+        let until = begun + PATIENCE;
+        let (segment, i) = self.segment(chunk);
+        // 1. Own it, or find that it has come.
+        let mut chunks = segment.lock();
+        let was = loop {
+            if self.released.load(Ordering::Relaxed) {
+                return Err(Absent::Released);
+            }
+            let chunk = &mut made(&mut chunks)[i];
+            match chunk.place {
+                Place::Hot => {
+                    chunk.pins += 1;
+                    chunk.is_young = true;
+                    return Ok(());
+                }
+                Place::Busy => {
+                    if segment.changed.wait_until(&mut chunks, until).timed_out() {
+                        self.tier.count_no_room();
+                        return Err(Absent::NoRoom);
+                    }
+                }
+                Place::Hole | Place::Compressed | Place::Spilled => {
+                    let was = *chunk;
+                    chunk.place = Place::Busy;
+                    break was;
+                }
+            }
+        };
+        drop(chunks);
+        // 2. Room and bytes.
+        let brought = self.tier.reserve(self.id(), until).and_then(|()| {
+            let loaded = self.load(chunk, &was);
+            if loaded.is_err() {
+                self.tier.unreserve(self.id());
+            }
+            loaded
+        });
+        // 3. Publish.
+        let now = match brought {
+            Ok(()) => Chunk {
+                place: Place::Hot,
+                is_young: true,
+                pins: 1,
+                cell: NONE,
+                ..was
+            },
+            Err(_) => was,
+        };
+        segment.publish(i, made(&mut segment.lock()), now);
+        brought?;
+        self.tier.moved(was.place, Place::Hot);
+        if was.place == Place::Compressed {
+            self.tier.pool.free(was.cell);
+        }
+        if was.place != Place::Hole {
+            self.tier.count_fetch(begun.elapsed());
+        }
+        Ok(())
+    }
+
+    /// Puts a chunk's bytes back into the memory.
+    fn load(&self, chunk: usize, was: &Chunk) -> Result<(), Absent> {
+        if was.place == Place::Hole {
+            return Ok(());
+        }
+        let (start, len) = self.range(chunk);
+        self.tier.with_buffer(|buffer| {
+            self.tier
+                .unpack(was, buffer)
+                .map_err(|()| Absent::Unreadable)?;
+            let written = self.file.write_at(start, &buffer.plain[..len]);
+            written.map_err(|error| {
+                // What came of it is a part of the bytes, and nobody's.
+                let _ = self.file.punch_range(start, len as u64);
+                self.tier
+                    .say(format!("cannot fill memory of the server: {error}"));
+                Absent::NoRoom
+            })
+        })
+    }
+
+    /// Owns a chunk of `segment` that nobody holds and that has not been held since the last call.
+    /// The others become older.
+    pub(super) fn take_cold(&self, segment: usize) -> Option<usize> {
+        let first = segment * SEGMENT_CHUNKS;
+        let segment = &self.segments[segment];
+        if segment.hot.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let mut chunks = segment.lock();
+        if self.released.load(Ordering::Relaxed) {
+            return None;
+        }
+        for (i, chunk) in chunks.as_mut()?.iter_mut().enumerate() {
+            if chunk.place != Place::Hot || chunk.pins > 0 {
+                continue;
+            }
+            if !std::mem::take(&mut chunk.is_young) {
+                chunk.place = Place::Busy;
+                return Some(first + i);
+            }
+        }
+        None
+    }
+
+    /// Moves a chunk that [`take_cold`](Self::take_cold) gave out of memory. `false`: it could not
+    /// be stored, and is hot again.
+    pub(super) fn evict(self: &Arc<Self>, chunk: usize, buffer: &mut Transfer) -> bool {
+        let (segment, i) = self.segment(chunk);
+        let was = made(&mut segment.lock())[i];
+        let (start, len) = self.range(chunk);
+        buffer.plain[len..].fill(0);
+        let stored = (self.file.read_at(start, &mut buffer.plain[..len]))
+            .map_err(|error| {
+                self.tier.forget(&was);
+                self.tier
+                    .say(format!("cannot read the server's memory: {error}"));
+            })
+            .and_then(|()| self.tier.pack(self, chunk, &was, buffer))
+            .and_then(|stored| {
+                let punched = self.file.punch_range(start, len as u64);
+                punched.map_err(|error| {
+                    self.tier.forget(&stored);
+                    self.tier.say(format!("cannot give memory back: {error}"));
+                })?;
+                Ok(stored)
+            });
+        let Ok(now) = stored else {
+            // Young: the next victim shall be another. Its slot is free already.
+            let hot = Chunk {
+                place: Place::Hot,
+                is_young: true,
+                slot: NONE,
+                ..was
+            };
+            segment.publish(i, made(&mut segment.lock()), hot);
+            return false;
+        };
+        segment.publish(i, made(&mut segment.lock()), now);
+        self.tier.moved(Place::Hot, now.place);
+        self.tier.unreserve(self.id());
+        true
+    }
+
+    /// Moves a chunk from `cell` of the pool to the spill file. `false`: that failed.
+    pub(super) fn demote(&self, chunk: usize, cell: u32, buffer: &mut Transfer) -> bool {
+        let (segment, i) = self.segment(chunk);
+        let was = {
+            let mut chunks = segment.lock();
+            let Some(chunk) = chunks.as_mut().map(|chunks| &mut chunks[i]) else {
+                return true;
+            };
+            if chunk.place != Place::Compressed || chunk.cell != cell {
+                return true;
+            }
+            let was = *chunk;
+            chunk.place = Place::Busy;
+            was
+        };
+        let now = self.tier.spill_packed(&was, buffer);
+        segment.publish(i, made(&mut segment.lock()), now.unwrap_or(was));
+        if now.is_err() {
+            return false;
+        }
+        self.tier.moved(Place::Compressed, Place::Spilled);
+        self.tier.pool.free(cell);
+        true
+    }
+
+    /// Ends it: nobody can hold a byte any more when it returns, and all that it took is free.
+    pub(super) fn discard(&self) -> usize {
+        self.released.store(true, Ordering::Relaxed);
+        let mut hot = 0;
+        for segment in &self.segments {
+            let mut chunks = segment.lock();
+            let in_use = |chunks: &mut Option<Box<Chunks>>| {
+                let mut chunks = chunks.iter().flat_map(|chunks| chunks.iter());
+                chunks.any(|chunk| chunk.pins > 0 || chunk.place == Place::Busy)
+            };
+            segment.changed.wait_while(&mut chunks, in_use);
+            let gone = chunks.take();
+            segment.hot.store(0, Ordering::Relaxed);
+            drop(chunks);
+            for chunk in gone.iter().flat_map(|chunks| chunks.iter()) {
+                hot += usize::from(chunk.place == Place::Hot);
+                self.tier.moved(chunk.place, Place::Hole);
+                self.tier.forget(chunk);
+            }
+        }
+        if let Err(error) = self.file.punch() {
+            self.tier.say(format!("cannot give memory back: {error}"));
+        }
+        hot
+    }
+}
+
+impl Residency for TieredExtent {
+    fn hold(&self, offset: u64, len: u64, wait: bool) -> Result<u64, Absent> {
+        let end = offset + len;
+        let mut at = offset;
+        while at < end {
+            let chunk = (at / CHUNK_BYTES) as usize;
+            match self.pin(chunk) {
+                Ok(true) => {}
+                Ok(false) if wait && at == offset => self.bring(chunk)?,
+                Err(absent) if at == offset => return Err(absent),
+                Ok(false) | Err(_) => break,
+            }
+            at = end.min((chunk as u64 + 1) * CHUNK_BYTES);
+        }
+        Ok(at - offset)
+    }
+
+    fn let_go(&self, offset: u64, len: u64) {
+        if len == 0 {
+            return;
+        }
+        for chunk in offset / CHUNK_BYTES..=(offset + len - 1) / CHUNK_BYTES {
+            let (segment, i) = self.segment(chunk as usize);
+            let mut chunks = segment.lock();
+            let chunk = &mut made(&mut chunks)[i];
+            chunk.pins -= 1;
+            if chunk.pins == 0 && self.released.load(Ordering::Relaxed) {
+                segment.changed.notify_all();
+            }
+        }
+    }
+}

@@ -1,0 +1,182 @@
+//! [`Pool`]: compressed chunks in memory, each a chain of cells of 4 KiB.
+//!
+//! The rule it keeps: every cell that is physical memory is charged to `--memory`, also one that
+//! holds nothing now. Cells are all alike, so that the pool has no fragments.
+
+use std::{
+    io,
+    sync::{Arc, Weak},
+};
+
+use farpage_fabric::memory::{ExtentFile, ExtentMemory};
+use farpage_wire::ExtentId;
+use parking_lot::Mutex;
+
+use super::extent::TieredExtent;
+
+pub(super) const CELL_BYTES: usize = 4096;
+
+/// The end of a chain.
+const NONE: u32 = u32::MAX;
+
+pub(super) struct Pool {
+    file: ExtentFile,
+    cells_most: usize,
+    cells: Mutex<Cells>,
+}
+
+#[derive(Default)]
+struct Cells {
+    /// The next cell of the same chunk, for every cell that was ever used.
+    next: Vec<u32>,
+    /// Whose chunk begins in a cell.
+    owner: Vec<Option<Owner>>,
+    /// Hold nothing, and are physical memory.
+    free: Vec<u32>,
+    /// Hold nothing, and are holes.
+    hollow: Vec<u32>,
+    used: usize,
+    /// Where the search for the oldest goes on.
+    hand: usize,
+}
+
+/// A chunk that the pool holds.
+#[derive(Clone)]
+pub(super) struct Owner {
+    pub(super) extent: Weak<TieredExtent>,
+    pub(super) chunk: usize,
+}
+
+impl Pool {
+    pub(super) fn new(bytes: u64) -> io::Result<Self> {
+        let memory: Arc<ExtentMemory> = ExtentMemory::create(ExtentId(0), bytes, false)?;
+        Ok(Self {
+            file: memory.file(),
+            cells_most: bytes as usize / CELL_BYTES,
+            cells: Mutex::default(),
+        })
+    }
+
+    /// Physical memory that it takes.
+    pub(super) fn bytes(&self) -> u64 {
+        let cells = self.cells.lock();
+        ((cells.used + cells.free.len()) * CELL_BYTES) as u64
+    }
+
+    /// Whether the oldest chunks should go to the spill file, to leave room for younger ones.
+    pub(super) fn is_nearly_full(&self) -> bool {
+        self.cells.lock().used > self.cells_most / 8 * 7
+    }
+
+    /// Stores `bytes`. `charge` is asked for memory that the pool does not have yet. `None`: there
+    /// is no room, or the system refuses.
+    pub(super) fn put(
+        &self,
+        bytes: &[u8],
+        owner: Owner,
+        charge: impl FnOnce(u64) -> bool,
+    ) -> Option<u32> {
+        let count = bytes.len().div_ceil(CELL_BYTES);
+        let mut taken = Vec::with_capacity(count);
+        {
+            let mut cells = self.cells.lock();
+            let reused = count.min(cells.free.len());
+            let fresh = count - reused;
+            if cells.used + count > self.cells_most
+                || (fresh > 0 && !charge((fresh * CELL_BYTES) as u64))
+            {
+                return None;
+            }
+            let keep = cells.free.len() - reused;
+            taken.extend(cells.free.drain(keep..));
+            for _ in 0..fresh {
+                let cell = cells.hollow.pop().unwrap_or_else(|| {
+                    cells.next.push(NONE);
+                    cells.owner.push(None);
+                    cells.next.len() as u32 - 1
+                });
+                taken.push(cell);
+            }
+            for (i, cell) in taken.iter().enumerate() {
+                cells.next[*cell as usize] = taken.get(i + 1).copied().unwrap_or(NONE);
+            }
+            cells.owner[taken[0] as usize] = Some(owner);
+            cells.used += count;
+        }
+        for (cell, piece) in taken.iter().zip(bytes.chunks(CELL_BYTES)) {
+            let at = u64::from(*cell) * CELL_BYTES as u64;
+            if self.file.write_at(at, piece).is_err() {
+                self.free(taken[0]);
+                return None;
+            }
+        }
+        Some(taken[0])
+    }
+
+    /// Fills `to` with what was put at `first`.
+    pub(super) fn get(&self, first: u32, to: &mut [u8]) -> io::Result<()> {
+        let chain: Vec<u32> = {
+            let cells = self.cells.lock();
+            let next = |cell: &u32| Some(cells.next[*cell as usize]).filter(|next| *next != NONE);
+            std::iter::successors(Some(first), next).collect()
+        };
+        for (cell, piece) in chain.iter().zip(to.chunks_mut(CELL_BYTES)) {
+            (self.file).read_at(u64::from(*cell) * CELL_BYTES as u64, piece)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets what was put at `first`. Its cells stay memory until [`trim`](Self::trim).
+    pub(super) fn free(&self, first: u32) {
+        let mut cells = self.cells.lock();
+        cells.owner[first as usize] = None;
+        let mut cell = first;
+        while cell != NONE {
+            cells.free.push(cell);
+            cells.used -= 1;
+            cell = cells.next[cell as usize];
+        }
+    }
+
+    /// The chunk that has been there for longest, or nearly, and its first cell.
+    pub(super) fn oldest(&self) -> Option<(Owner, u32)> {
+        let mut cells = self.cells.lock();
+        let count = cells.owner.len();
+        for _ in 0..count {
+            let at = cells.hand % count;
+            cells.hand = at + 1;
+            if let Some(owner) = &cells.owner[at] {
+                return Some((owner.clone(), at as u32));
+            }
+        }
+        None
+    }
+
+    /// Gives cells that hold nothing back to the system if there are more than `keep_bytes` of
+    /// them. Returns the bytes that are no longer physical memory.
+    pub(super) fn trim(&self, keep_bytes: u64) -> u64 {
+        let mut free = {
+            let mut cells = self.cells.lock();
+            if (cells.free.len() * CELL_BYTES) as u64 <= keep_bytes {
+                return 0;
+            }
+            std::mem::take(&mut cells.free)
+        };
+        free.sort_unstable();
+        let mut given = Vec::with_capacity(free.len());
+        let mut kept = Vec::new();
+        for run in free.chunk_by(|a, b| a + 1 == *b) {
+            let (at, len) = (u64::from(run[0]), run.len() as u64);
+            let cell = CELL_BYTES as u64;
+            match self.file.punch_range(at * cell, len * cell) {
+                Ok(()) => given.extend_from_slice(run),
+                Err(_) => kept.extend_from_slice(run),
+            }
+        }
+        let bytes = (given.len() * CELL_BYTES) as u64;
+        let mut cells = self.cells.lock();
+        cells.hollow.append(&mut given);
+        cells.free.append(&mut kept);
+        bytes
+    }
+}

@@ -1,0 +1,303 @@
+//! Faults of the disk, over real sockets: errors that say what is wrong, and never other bytes.
+
+use std::{
+    sync::atomic::AtomicU8,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::Serving,
+};
+use nix::errno::Errno;
+
+use super::*;
+use crate::{Limits, State};
+
+const MIB: u64 = 1 << 20;
+const CHUNK: usize = CHUNK_BYTES as usize;
+/// More chunks than fit into [`LEAST_MEMORY_BYTES`], and fewer than fit twice.
+const EXTENT_BYTES: u64 = 24 * MIB;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Fault {
+    None,
+    ReadError,
+    ShortRead,
+    FlippedBit,
+    WriteError,
+    ShortWrite,
+    Full,
+}
+
+/// A disk in memory with a fault that can be switched on and off.
+struct Twin {
+    bytes: Mutex<Vec<u8>>,
+    fault: Arc<AtomicU8>,
+}
+
+impl Twin {
+    fn has(&self, fault: Fault) -> bool {
+        self.fault.load(Ordering::SeqCst) == fault as u8
+    }
+}
+
+impl Disk for Twin {
+    fn read(&self, at: u64, to: &mut [u8]) -> io::Result<()> {
+        assert!(to.len().is_multiple_of(BLOCK_BYTES) && at.is_multiple_of(CHUNK_BYTES));
+        assert!(
+            to.as_ptr().addr().is_multiple_of(BLOCK_BYTES),
+            "as O_DIRECT wants it"
+        );
+        let half = to.len() / 2;
+        to.copy_from_slice(&self.bytes.lock()[at as usize..][..to.len()]);
+        if self.has(Fault::ReadError) {
+            return Err(Errno::EIO.into());
+        }
+        if self.has(Fault::ShortRead) {
+            to[half..].fill(0);
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        if self.has(Fault::FlippedBit) {
+            to[half / 2] ^= 4;
+        }
+        Ok(())
+    }
+
+    fn write(&self, at: u64, from: &[u8]) -> io::Result<()> {
+        assert!(from.len().is_multiple_of(BLOCK_BYTES) && at.is_multiple_of(CHUNK_BYTES));
+        let mut bytes = self.bytes.lock();
+        let (error, len) = match self.fault.load(Ordering::SeqCst) {
+            fault if fault == Fault::WriteError as u8 => (Some(Errno::EIO.into()), 0),
+            fault if fault == Fault::Full as u8 => (Some(Errno::ENOSPC.into()), 0),
+            fault if fault == Fault::ShortWrite as u8 => {
+                (Some(io::ErrorKind::WriteZero.into()), from.len() / 2)
+            }
+            _ => (None, from.len()),
+        };
+        bytes[at as usize..][..len].copy_from_slice(&from[..len]);
+        error.map_or(Ok(()), Err)
+    }
+}
+
+/// A tiered server with a disk that fails on command, and a client with one extent.
+struct Stage {
+    fault: Arc<AtomicU8>,
+    tier: Arc<Tier>,
+    session: Arc<Session>,
+    extent: ExtentId,
+    // Ended in this order.
+    _serving: Serving,
+    _evictors: Evictors,
+}
+
+impl Stage {
+    fn set() -> Self {
+        let fault = Arc::new(AtomicU8::new(Fault::None as u8));
+        let disk = Twin {
+            bytes: Mutex::new(vec![0xee; EXTENT_BYTES as usize]),
+            fault: Arc::clone(&fault),
+        };
+        let (tier, evictors) =
+            Tier::with_disk(LEAST_MEMORY_BYTES, EXTENT_BYTES, Box::new(disk)).expect("threads");
+        let limits = Limits {
+            capacity_bytes: EXTENT_BYTES,
+            capacity_per_address: EXTENT_BYTES,
+            lease: Duration::from_secs(60),
+            reconnect_grace: Duration::from_secs(60),
+            extents_per_session: 4,
+            extents: 4,
+            extents_per_address: 4,
+            sessions: 4,
+            operators: Vec::new(),
+        };
+        let host: Arc<dyn Host> = Arc::new(State::with_tier(limits, Some(Arc::clone(&tier))));
+        let endpoint = "tcp://127.0.0.1:0".parse().expect("an endpoint");
+        let serving = Serving::start(&endpoint, host).expect("a port");
+        let session = Session::connect(serving.endpoint(), &SessionOptions::default());
+        let session = session.expect("it listens");
+        let extent = session.grant(EXTENT_BYTES).expect("all of it").id;
+        Self {
+            fault,
+            tier,
+            session,
+            extent,
+            _serving: serving,
+            _evictors: evictors,
+        }
+    }
+
+    fn break_disk(&self, fault: Fault) {
+        self.fault.store(fault as u8, Ordering::SeqCst);
+    }
+
+    fn operate(&self, verb: Verb, chunk: u64, buf: Vec<u8>) -> Result<Vec<u8>, ChannelError> {
+        let mut channel = self.session.channel::<Vec<u8>>().expect("a connection");
+        let len = buf.len() as u32;
+        let op = Op {
+            tag: 0,
+            verb,
+            extent: self.extent,
+            offset: chunk * CHUNK_BYTES,
+            len,
+            buf,
+        };
+        channel.post(op).expect("an empty queue");
+        let until = Instant::now() + Duration::from_secs(30);
+        let mut done = Vec::new();
+        while channel.poll(&mut done) == 0 {
+            assert!(Instant::now() < until, "an operation ends");
+            thread::yield_now();
+        }
+        let done = done.pop().expect("one was posted");
+        done.result.map(|()| done.buf)
+    }
+
+    fn write(&self, chunk: u64, version: u64) -> Result<(), ChannelError> {
+        self.operate(Verb::Write, chunk, content(chunk, version))
+            .map(drop)
+    }
+
+    fn read(&self, chunk: u64) -> Result<Vec<u8>, ChannelError> {
+        self.operate(Verb::Read, chunk, vec![0xa5; CHUNK])
+    }
+
+    fn chunks() -> std::ops::Range<u64> {
+        0..EXTENT_BYTES / CHUNK_BYTES
+    }
+
+    /// Chunks that are in the spill file and nowhere else.
+    fn spilled(&self) -> Vec<u64> {
+        let extent = self.tier.books.lock().extents[&self.extent]
+            .extent
+            .upgrade();
+        let extent = extent.expect("it is lent");
+        Self::chunks()
+            .filter(|chunk| extent.place(*chunk as usize) == Place::Spilled)
+            .collect()
+    }
+}
+
+/// Chunks with odd numbers do not compress.
+fn content(chunk: u64, version: u64) -> Vec<u8> {
+    let seed = chunk << 32 | version;
+    let mut state = seed;
+    let mut words = Vec::with_capacity(CHUNK);
+    while words.len() < CHUNK {
+        state = state
+            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+            .wrapping_add(0x1405_7b7e_f767_814f);
+        let word = if chunk.is_multiple_of(2) {
+            seed
+        } else {
+            state ^ (state >> 29)
+        };
+        words.extend_from_slice(&word.to_le_bytes());
+    }
+    words
+}
+
+#[test]
+fn what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        stage.write(chunk, 1).expect("a sound disk");
+    }
+    for fault in [Fault::ReadError, Fault::ShortRead, Fault::FlippedBit] {
+        let spilled = stage.spilled();
+        assert!(spilled.len() > 8, "{fault:?}: {}", spilled.len());
+        let before = stage.tier.stat().spill_errors;
+        stage.break_disk(fault);
+        for chunk in &spilled[..4] {
+            let read = stage.read(*chunk);
+            assert!(
+                matches!(read, Err(ChannelError::Unreadable { .. })),
+                "{fault:?} {read:?}"
+            );
+            // A part of it would hide that the rest is lost.
+            let written = stage.operate(Verb::Write, *chunk, vec![1; 4096]);
+            assert!(
+                matches!(written, Err(ChannelError::Unreadable { .. })),
+                "{fault:?}"
+            );
+        }
+        assert!(stage.tier.stat().spill_errors >= before + 8, "{fault:?}");
+        stage.break_disk(Fault::None);
+        for chunk in Stage::chunks() {
+            assert!(
+                stage.read(chunk).expect("a sound disk") == content(chunk, 1),
+                "{fault:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn writes_wait_for_memory_and_are_told_that_there_is_none_and_nothing_is_lost() {
+    for fault in [Fault::WriteError, Fault::ShortWrite, Fault::Full] {
+        let stage = Stage::set();
+        stage.break_disk(fault);
+        let mut written = Vec::new();
+        let mut turned_down = 0;
+        for chunk in Stage::chunks() {
+            match stage.operate(Verb::Write, chunk, content(chunk | 1, 1)) {
+                Ok(_) => written.push(chunk),
+                Err(ChannelError::NoRoom { .. }) => turned_down += 1,
+                Err(error) => panic!("{fault:?}: {error}"),
+            }
+            let tiers = stage.tier.stat();
+            assert!(
+                tiers.held_bytes <= LEAST_MEMORY_BYTES,
+                "{fault:?}: {tiers:?}"
+            );
+            if turned_down == 2 {
+                break;
+            }
+        }
+        assert_eq!(turned_down, 2, "{fault:?}: memory is less than that");
+        let tiers = stage.tier.stat();
+        assert!(
+            tiers.no_room >= 2 && tiers.spill_errors > 0,
+            "{fault:?}: {tiers:?}"
+        );
+        stage.break_disk(Fault::None);
+        for chunk in Stage::chunks() {
+            let expected = match written.contains(&chunk) {
+                true => content(chunk | 1, 1),
+                false => vec![0; CHUNK],
+            };
+            assert!(
+                stage.read(chunk).expect("a sound disk") == expected,
+                "{fault:?} {chunk}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_chunk_that_was_only_read_leaves_without_a_write() {
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        stage
+            .operate(Verb::Write, chunk, content(chunk | 1, 1))
+            .expect("a sound disk");
+    }
+    let read_all = || {
+        for chunk in Stage::chunks() {
+            let expected = content(chunk | 1, 1);
+            assert!(
+                stage.read(chunk).expect("room and a sound disk") == expected,
+                "{chunk}"
+            );
+        }
+    };
+    // Afterwards each of them has been on the disk.
+    read_all();
+    read_all();
+    let before = stage.tier.stat();
+    stage.break_disk(Fault::WriteError);
+    read_all();
+    let after = stage.tier.stat();
+    assert!(after.evictions > before.evictions + 100, "{after:?}");
+    assert_eq!(after.spill_errors, 0, "nothing was written");
+}

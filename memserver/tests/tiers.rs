@@ -1,0 +1,390 @@
+//! A server that lends more than its memory, over real sockets and a real spill file.
+#![allow(clippy::unwrap_used, reason = "a test that fails here says where")]
+
+mod common;
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::Path,
+    process::Output,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
+use farpage_fabric::{Extent, Session, Verb};
+use farpage_memserver::{Server, StartError, TiersError};
+use farpage_wire::{Endpoint, TierStat};
+use tempfile::TempDir;
+
+use common::{Daemon, PATIENCE, command, connect, read, transfer, wait_until, write};
+
+const MIB: u64 = 1 << 20;
+const MEMORY: u64 = 16 * MIB;
+const CHUNK: usize = 64 << 10;
+
+/// Beside the build, on a disk: /tmp may be in memory.
+fn spill() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
+}
+
+fn server(capacity: u64, spill: &Path) -> Result<farpage_memserver::RunningServer, StartError> {
+    Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(capacity)
+        .memory(MEMORY)
+        .spill(spill.to_owned())
+        .start()
+}
+
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+}
+
+/// Bytes of which some compress well, some not at all, and some are zeros.
+fn fill(random: &mut Random, bytes: &mut [u8]) {
+    match random.below(4) {
+        0 => bytes.fill(0),
+        1 => {
+            let word = random.next() as u8;
+            bytes.fill(word);
+        }
+        _ => {
+            for word in bytes.chunks_mut(8) {
+                let next = random.next().to_le_bytes();
+                word.copy_from_slice(&next[..word.len()]);
+            }
+        }
+    }
+}
+
+/// Reads and writes an extent at random, and compares every word with what was written last.
+fn churn(session: &Arc<Session>, extent: &Extent, seed: u64, ends: &AtomicBool, rounds: u64) {
+    let mut random = Random(seed);
+    let mut truth = vec![0; extent.bytes as usize];
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    for round in 0..rounds {
+        if ends.load(Ordering::Relaxed) {
+            return;
+        }
+        let len = match random.below(3) {
+            0 => 4096,
+            1 => CHUNK as u64,
+            // Across chunks, and no multiple of anything.
+            _ => 1 + random.below(5 * CHUNK as u64),
+        };
+        let at = random.below(extent.bytes - len) as usize;
+        let here = at..at + len as usize;
+        let context = format!("seed {seed}, round {round}, {here:?}");
+        if random.below(2) == 0 {
+            fill(&mut random, &mut truth[here.clone()]);
+            let bytes = truth[here].to_vec();
+            transfer(&mut *channel, Verb::Write, extent.id, at as u64, bytes).expect(&context);
+        } else {
+            let bytes = vec![0xa5; len as usize];
+            let bytes = transfer(&mut *channel, Verb::Read, extent.id, at as u64, bytes);
+            assert!(bytes.expect(&context) == truth[here], "{context}");
+        }
+    }
+    // Every word, at the end.
+    for (i, piece) in truth.chunks(1 << 20).enumerate() {
+        let bytes = vec![0xa5; piece.len()];
+        let at = (i << 20) as u64;
+        let bytes = transfer(&mut *channel, Verb::Read, extent.id, at, bytes).unwrap();
+        assert!(bytes == piece, "seed {seed}, MiB {i}");
+    }
+}
+
+#[test]
+fn data_is_intact_at_five_times_the_memory_and_memory_is_never_exceeded() {
+    let directory = spill();
+    let server = server(5 * MEMORY, directory.path()).unwrap();
+    let endpoint = server.endpoints()[0].clone();
+    let (ends, watched) = (AtomicBool::new(false), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..4)
+            .map(|seed| {
+                let (endpoint, ends) = (&endpoint, &ends);
+                scope.spawn(move || {
+                    let session = connect(endpoint);
+                    // No multiple of a chunk, and together almost all of the capacity.
+                    let extent = session.grant(5 * MEMORY / 4 - 3 * 4096).unwrap();
+                    churn(&session, &extent, seed, ends, 1500);
+                })
+            })
+            .collect();
+        let watch = scope.spawn(|| {
+            let mut most = TierStat::default();
+            while !watched.load(Ordering::Relaxed) {
+                let stat = server.stat();
+                most.held_bytes = most.held_bytes.max(stat.tiers.held_bytes);
+                let physical = stat.resident_bytes + stat.tiers.pool_bytes;
+                assert!(physical <= MEMORY, "{stat:?}");
+                most.hot_bytes = most.hot_bytes.max(stat.tiers.hot_bytes);
+            }
+            most
+        });
+        let failed = clients.into_iter().any(|client| {
+            let failed = client.join().is_err();
+            ends.fetch_or(failed, Ordering::Relaxed);
+            failed
+        });
+        watched.store(true, Ordering::Relaxed);
+        let most = watch.join().expect("within its memory");
+        assert!(!failed, "see above");
+        assert!(
+            most.held_bytes <= MEMORY && most.hot_bytes > MEMORY / 4,
+            "{most:?}"
+        );
+    });
+    let tiers = server.stat().tiers;
+    assert!(tiers.evictions > 1000 && tiers.fetches > 1000, "{tiers:?}");
+    assert_eq!((tiers.spill_errors, tiers.no_room), (0, 0), "{tiers:?}");
+}
+
+#[test]
+fn released_memory_is_zero_when_it_is_lent_again_and_nothing_is_left_of_it() {
+    let directory = spill();
+    let server = server(2 * MEMORY, directory.path()).unwrap();
+    let session = connect(&server.endpoints()[0]);
+    for _ in 0..3 {
+        let extent = session.grant(2 * MEMORY).unwrap();
+        for at in (0..2 * MEMORY).step_by(1 << 20) {
+            assert_eq!(read(&session, extent.id, at, 4096).unwrap(), [0; 4096]);
+            write(&session, &extent, at, &vec![at as u8 | 1; 1 << 20]).unwrap();
+        }
+        session.release(extent.id).unwrap();
+        let tiers = server.stat().tiers;
+        let left = (tiers.hot_bytes, tiers.compressed_bytes, tiers.spilled_bytes);
+        assert_eq!(left, (0, 0, 0));
+    }
+}
+
+#[test]
+fn a_scan_pushes_out_its_own_chunks_and_not_the_share_of_another() {
+    let directory = spill();
+    let server = server(8 * MEMORY, directory.path()).unwrap();
+    let [one, other] = [(); 2].map(|()| connect(&server.endpoints()[0]));
+    // A quarter of what there is: less than half.
+    let small = one.grant(3 * MIB).unwrap();
+    let mut random = Random(7);
+    let mut bytes = vec![0; 3 << 20];
+    bytes
+        .iter_mut()
+        .for_each(|byte| *byte = random.next() as u8);
+    for (i, piece) in bytes.chunks(1 << 20).enumerate() {
+        write(&one, &small, (i << 20) as u64, piece).unwrap();
+    }
+    let large = other.grant(5 * MEMORY).unwrap();
+    let mut channel = other.channel::<Vec<u8>>().unwrap();
+    for at in (0..5 * MEMORY).step_by(1 << 20) {
+        let piece = bytes[..1 << 20].to_vec();
+        transfer(&mut *channel, Verb::Write, large.id, at, piece).unwrap();
+    }
+    let before = server.stat().tiers;
+    assert!(before.spilled_bytes > 3 * MEMORY, "{before:?}");
+    for (i, piece) in bytes.chunks(1 << 20).enumerate() {
+        assert!(read(&one, small.id, (i << 20) as u64, 1 << 20).unwrap() == piece);
+    }
+    let fetched = server.stat().tiers.fetches - before.fetches;
+    assert_eq!(fetched, 0, "of a share that is smaller than an equal part");
+}
+
+#[test]
+fn atomics_and_words_beside_them_survive_leaving_memory() {
+    let directory = spill();
+    let server = server(4 * MEMORY, directory.path()).unwrap();
+    let session = connect(&server.endpoints()[0]);
+    let words = session.grant_for_atomics(MIB).unwrap();
+    let rest = session.grant(3 * MEMORY).unwrap();
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    let mut random = Random(3);
+    for round in 0..4u64 {
+        for chunk in 0..16 {
+            let at = chunk * CHUNK as u64 + 8;
+            let add = Verb::Atomic(farpage_wire::Atomic::FetchAdd(chunk + 1));
+            let old = transfer(&mut *channel, add, words.id, at, vec![0; 8]).unwrap();
+            assert_eq!(
+                u64::from_le_bytes(old.try_into().unwrap()),
+                round * (chunk + 1)
+            );
+        }
+        for at in (0..3 * MEMORY).step_by(1 << 20) {
+            let mut bytes = vec![0; 1 << 20];
+            bytes
+                .iter_mut()
+                .for_each(|byte| *byte = random.next() as u8);
+            transfer(&mut *channel, Verb::Write, rest.id, at, bytes).unwrap();
+        }
+    }
+    assert!(server.stat().tiers.fetches > 0);
+}
+
+fn files_left(directory: &Path) -> usize {
+    fs::read_dir(directory).unwrap().count()
+}
+
+/// What the daemon holds: its own pages, and all pages of its memfds, mapped or not.
+fn held_by(daemon: &Daemon) -> u64 {
+    let process = format!("/proc/{}", daemon.child.id());
+    let rollup = fs::read_to_string(format!("{process}/smaps_rollup")).unwrap();
+    let kib = |name: &str| -> u64 {
+        let line = rollup.lines().find(|line| line.starts_with(name)).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    };
+    let own = (kib("Pss_Anon:") + kib("Pss_File:")) << 10;
+    let memfds = fs::read_dir(format!("{process}/fd")).unwrap().flatten();
+    let memfds = memfds.filter(|fd| {
+        fs::read_link(fd.path()).is_ok_and(|to| to.to_string_lossy().contains("memfd:"))
+    });
+    own + memfds
+        .map(|fd| fs::metadata(fd.path()).map_or(0, |of| of.blocks() * 512))
+        .sum::<u64>()
+}
+
+#[test]
+fn a_daemon_holds_no_more_than_its_memory_and_leaves_nothing_when_it_is_killed() {
+    let directory = spill();
+    let path = directory.path().to_str().unwrap();
+    let arguments = ["--capacity", "80MiB", "--memory", "16MiB", "--spill", path];
+    let mut daemon = Daemon::over_tcp(&arguments);
+    assert_eq!(
+        files_left(directory.path()),
+        0,
+        "the spill file has no name"
+    );
+    let session = connect(&daemon.tcp);
+    let extent = session.grant(5 * MEMORY).unwrap();
+    let before = held_by(&daemon);
+    let ends = AtomicBool::new(false);
+    let most = thread::scope(|scope| {
+        let busy = scope.spawn(|| churn(&session, &extent, 11, &ends, 600));
+        let mut most = 0;
+        while !busy.is_finished() {
+            most = most.max(held_by(&daemon));
+        }
+        busy.join().unwrap();
+        most
+    });
+    // Its code, stacks, heap and tables: `before` has them, and that it holds nothing yet.
+    assert!(most <= before + MEMORY + 8 * MIB, "{most} after {before}");
+    // Killed while a client reads what is on the disk.
+    let hurt = thread::scope(|scope| {
+        let reads = scope.spawn(|| {
+            let until = Instant::now() + PATIENCE;
+            let mut channel = session.channel::<Vec<u8>>().unwrap();
+            let mut random = Random(5);
+            loop {
+                let at = random.below(5 * MEMORY - CHUNK as u64);
+                let bytes = vec![0; CHUNK];
+                match transfer(&mut *channel, Verb::Read, extent.id, at, bytes) {
+                    Ok(_) => assert!(Instant::now() < until, "the server was killed"),
+                    Err(error) => return error,
+                }
+            }
+        });
+        thread::sleep(std::time::Duration::from_millis(20));
+        daemon.child.kill().unwrap();
+        reads.join().unwrap()
+    });
+    assert!(hurt.is_transient(), "{hurt}");
+    daemon.wait();
+    assert_eq!(files_left(directory.path()), 0);
+    let again = Daemon::over_tcp(&arguments);
+    let session = connect(&again.tcp);
+    let extent = session.grant(5 * MEMORY).unwrap();
+    assert_eq!(
+        read(&session, extent.id, 9 * MIB, CHUNK).unwrap(),
+        [0; CHUNK]
+    );
+}
+
+fn refusal(arguments: &[&str]) -> String {
+    let Output { status, stderr, .. } = command().arg("serve").args(arguments).output().unwrap();
+    let said = String::from_utf8(stderr).unwrap();
+    assert!(!status.success(), "{said}");
+    said
+}
+
+#[test]
+fn settings_that_do_not_fit_together_are_refused_and_say_what_to_give() {
+    let directory = spill();
+    let path = directory.path().to_str().unwrap();
+    let tcp = ["--listen", "tcp://127.0.0.1:0", "--capacity", "64MiB"];
+    let cases: [(&[&str], &str); 6] = [
+        (&["--memory", "32MiB"], "--spill"),
+        (&["--spill", path], "give both or none"),
+        (&["--memory", "1MiB", "--spill", path], "16 MiB"),
+        (
+            &[
+                "--memory",
+                "32MiB",
+                "--spill",
+                path,
+                "--listen",
+                "shm:///tmp/x.sock",
+            ],
+            "tcp:// only",
+        ),
+        (
+            &["--memory", "32MiB", "--spill", "/nowhere/at/all"],
+            "directory on a disk",
+        ),
+        (&["--memory", "32MiB", "--spill", "/dev/shm"], "tmpfs"),
+    ];
+    for (arguments, expected) in cases {
+        let said = refusal(&[&tcp, arguments].concat());
+        assert!(said.contains(expected), "{arguments:?}: {said}");
+    }
+    let too_much = Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(64 * MIB)
+        .memory(32 * MIB)
+        .start();
+    let refused = too_much.map(drop).unwrap_err();
+    assert!(
+        matches!(refused, StartError::Tiers(TiersError::NoSpill)),
+        "{refused}"
+    );
+    // All of it may be in memory: nothing has to leave.
+    let enough = Server::builder()
+        .listen("tcp://127.0.0.1:0".parse::<Endpoint>().unwrap())
+        .capacity(32 * MIB)
+        .memory(32 * MIB)
+        .start()
+        .unwrap();
+    wait_until("it serves", || enough.stat().tiers == TierStat::default());
+}
+
+#[test]
+fn zeros_that_clients_write_are_stored_nowhere() {
+    let directory = spill();
+    let server = server(3 * MEMORY, directory.path()).unwrap();
+    let session = connect(&server.endpoints()[0]);
+    let extent = session.grant(3 * MEMORY).unwrap();
+    for at in (0..3 * MEMORY).step_by(1 << 20) {
+        write(&session, &extent, at, &vec![0; 1 << 20]).unwrap();
+    }
+    let tiers = server.stat().tiers;
+    assert!(
+        tiers.evictions as usize > 2 * MEMORY as usize / CHUNK,
+        "{tiers:?}"
+    );
+    assert_eq!((tiers.compressed_bytes, tiers.spilled_bytes), (0, 0));
+}
