@@ -16,7 +16,7 @@ use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
 use farpage_wire::{Endpoint, UnitError, parse_size, parse_time};
 
-use crate::{BuildError, FaultMode, Runtime};
+use crate::{BuildError, FaultMode, Runtime, runtime::Defaults};
 
 /// A year: longer deadlines overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
@@ -47,6 +47,13 @@ pub struct Builder {
     no_direct_io: Option<bool>,
     key_file: Option<PathBuf>,
     last_words: Option<bool>,
+}
+
+impl Runtime {
+    /// Starts to set up a runtime.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
 }
 
 impl Builder {
@@ -326,16 +333,6 @@ impl FromStr for Switch {
             _ => Err("need 1 or 0"),
         }
     }
-}
-
-/// Options of regions that do not set their own.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Defaults {
-    /// `None`: by the region's size.
-    pub(crate) page_bytes: Option<usize>,
-    pub(crate) read_ahead: Option<usize>,
-    pub(crate) codec: Codec,
-    pub(crate) no_direct_io: bool,
 }
 
 fn servers(given: Vec<String>) -> Vec<String> {

@@ -12,14 +12,14 @@ use bytemuck::Pod;
 use bytesize::ByteSize;
 use farpage_pager::Pager;
 use farpage_store::{
-    BlockingOptions, Element, ElementType, Elements, Layout, PageStore, RemoteOptions,
+    BlockingOptions, Codec, Element, ElementType, Elements, Layout, PageStore, RemoteOptions,
 };
 use farpage_vm::KernelSpace;
 use farpage_wire::control::check_name;
 
 use crate::{
-    Builder, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session,
-    Stats, config::Defaults, error::NamesError,
+    CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
+    error::NamesError,
 };
 
 /// Connections to memory servers, and the threads that move pages between them and regions. Clones
@@ -32,12 +32,17 @@ pub struct Runtime {
     unnamed: Arc<AtomicU64>,
 }
 
-impl Runtime {
-    /// Starts to set up a runtime.
-    pub fn builder() -> Builder {
-        Builder::default()
-    }
+/// Options of regions that do not set their own.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Defaults {
+    /// `None`: by the region's size.
+    pub(crate) page_bytes: Option<usize>,
+    pub(crate) read_ahead: Option<usize>,
+    pub(crate) codec: Codec,
+    pub(crate) no_direct_io: bool,
+}
 
+impl Runtime {
     pub(crate) fn new(pager: Arc<Pager<KernelSpace>>, defaults: Defaults) -> Runtime {
         Runtime {
             pager,
