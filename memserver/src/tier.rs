@@ -67,7 +67,7 @@ const SAY_EVERY: Duration = Duration::from_secs(1);
 /// See the module's text.
 pub(crate) struct Tier {
     memory_bytes: u64,
-    /// Evictors keep so much of it free.
+    /// Evictors begin when half of it is free, and go on until all of it is.
     headroom_bytes: u64,
     slots_most: u64,
     books: Mutex<Books>,
@@ -339,8 +339,9 @@ impl Tier {
         self.room.notify_all();
     }
 
+    /// Whether an evictor has to begin.
     fn is_short(&self, books: &Books) -> bool {
-        books.held_bytes + self.headroom_bytes > self.memory_bytes
+        books.held_bytes + self.headroom_bytes / 2 > self.memory_bytes
     }
 
     fn wake_evictors_if_short(&self) {
@@ -358,9 +359,12 @@ impl Tier {
                 self.work.wait(&mut books);
                 continue;
             }
-            let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
-            if !made_room && !books.stops {
-                self.work.wait_for(&mut books, PAUSE);
+            // Many at once, so that most fetches meet no evictor.
+            while !books.stops && books.held_bytes + self.headroom_bytes > self.memory_bytes {
+                let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
+                if !made_room && !books.stops {
+                    self.work.wait_for(&mut books, PAUSE);
+                }
             }
         }
     }
