@@ -21,6 +21,7 @@ use crate::{
     random::RandomOptions,
     sparse::SparseOptions,
     stream::StreamOptions,
+    tiers::TiersOptions,
     traffic::TrafficOptions,
 };
 
@@ -71,6 +72,9 @@ pub(crate) enum Command {
     /// beside them
     #[command(after_help = WORDS)]
     Sparse(SparseOptions),
+    /// A server that lends more than its memory, over tcp: latency by where the bytes are, and the
+    /// slowdown over memory
+    Tiers(TiersOptions),
     /// What this machine can do without paging: its own faults, a bare userfaultfd, memcpy, the raw
     /// fabric
     #[command(after_help = WORDS)]

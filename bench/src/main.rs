@@ -15,6 +15,7 @@ mod latency;
 mod random;
 mod sparse;
 mod stream;
+mod tiers;
 mod traffic;
 
 use std::process::ExitCode;
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         Command::Regmem(options) => regmem::run(options),
         Command::Verbs(options) => verbs::run(options),
         Command::Ring(options) => ring::run(options),
+        Command::Tiers(options) => tiers::run(options),
         Command::Apps(options) => apps::run(options),
         Command::Targets(options) => targets::run(options),
         Command::Pages(options) => pages::run(options),

@@ -16,7 +16,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
-const RUNS: [&str; 34] = [
+const RUNS: [&str; 35] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -35,6 +35,7 @@ const RUNS: [&str; 34] = [
     "latency --fabric tcp",
     "eviction --page-size 4KiB",
     "sparse",
+    "tiers",
     "regmem --fabric shm",
     "regmem --fabric tcp",
     "ring --fabric shm",

@@ -6,10 +6,13 @@
 //! socket and exits.
 
 use std::{
-    env, fs,
+    env,
+    ffi::OsString,
+    fs,
     io::{self, BufRead, BufReader, Read, Write},
     net::IpAddr,
     os::unix::process::CommandExt,
+    path::{Path, PathBuf},
     process::{self, Child, Command, Stdio},
     time::Duration,
 };
@@ -70,7 +73,20 @@ impl MemoryServer {
     /// # Errors
     /// It does not start; it has said why on standard error.
     pub fn own(fabric: Fabric, capacity_bytes: u64) -> Result<Self> {
-        let listen = own_endpoint(fabric, "server")?;
+        Self::spawn(&own_endpoint(fabric, "server")?, capacity_bytes, None)
+    }
+
+    /// One of our own over tcp. `tiers` says how much memory it has and where the rest goes, if it
+    /// has less than it lends.
+    ///
+    /// # Errors
+    /// It does not start; it has said why on standard error.
+    pub fn lending(capacity_bytes: u64, tiers: Option<(u64, &Path)>) -> Result<Self> {
+        let listen = own_endpoint(Fabric::Tcp, "server")?;
+        Self::spawn(&listen, capacity_bytes, tiers)
+    }
+
+    fn spawn(listen: &Endpoint, capacity_bytes: u64, tiers: Option<(u64, &Path)>) -> Result<Self> {
         let this_program = env::current_exe().context("cannot find this program's own file")?;
         let mut child = Command::new(this_program)
             .args([
@@ -80,6 +96,15 @@ impl MemoryServer {
                 "--capacity-bytes",
                 &capacity_bytes.to_string(),
             ])
+            .args(tiers.iter().flat_map(|(memory_bytes, spill)| {
+                let memory_bytes = memory_bytes.to_string().into();
+                [
+                    "--memory-bytes".into(),
+                    memory_bytes,
+                    "--spill".into(),
+                    spill.into(),
+                ] as [OsString; 4]
+            }))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // Ctrl-C is for the benchmark; the server then notices its end and tidies up.
@@ -195,16 +220,25 @@ pub struct ServeOptions {
     /// The most bytes to lend.
     #[arg(long)]
     pub capacity_bytes: u64,
+    /// The most memory to hold for it.
+    #[arg(long, requires = "spill")]
+    pub memory_bytes: Option<u64>,
+    /// Where the rest goes.
+    #[arg(long, requires = "memory_bytes")]
+    pub spill: Option<PathBuf>,
 }
 
 /// The server process: prints where it listens, serves until standard input ends.
 pub fn serve(options: &ServeOptions) -> Result<()> {
-    let running = Server::builder()
+    let mut server = Server::builder()
         .listen(options.listen.clone())
         .capacity(options.capacity_bytes)
         // When the benchmark is gone there is nobody to wait for.
-        .grace(Duration::ZERO)
-        .start()?;
+        .grace(Duration::ZERO);
+    if let (Some(bytes), Some(directory)) = (options.memory_bytes, &options.spill) {
+        server = server.memory(bytes).spill(directory.clone());
+    }
+    let running = server.start()?;
     let endpoint = running
         .endpoints()
         .first()
