@@ -1,0 +1,84 @@
+//! What a handler sleeps on: [`Ears`].
+//!
+//! Several handlers sleep on the same descriptors, and whoever wakes first takes the filler. So a
+//! ring that one has heard may be missed by another, which looks before it sleeps.
+
+use std::time::Instant;
+
+use farpage_vm::{AddressSpace, Shard};
+use nix::poll::{PollFd, PollFlags};
+
+use super::posts::{Due, Dues, Posts};
+use crate::bell::sleep_on;
+
+/// What a handler sleeps on, made once.
+pub(super) struct Ears<'a, A: AddressSpace> {
+    posts: &'a Posts<A>,
+    /// What says that fillers shall stop. Then of each shard its bell, its channels and, where the
+    /// address space has one, the descriptor of its faults.
+    fds: Vec<PollFd<'a>>,
+    has_faults_fd: bool,
+}
+
+impl<'a, A: AddressSpace> Ears<'a, A> {
+    pub(super) fn new(posts: &'a Posts<A>) -> Self {
+        let shared = &posts.shared;
+        let readable = |fd| PollFd::new(fd, PollFlags::POLLIN);
+        let mut fds = vec![readable(shared.doors.stopped())];
+        for shard in 0..posts.len() {
+            fds.push(readable(posts.bell(shard).fd()));
+            fds.push(readable(posts.channels(shard)));
+            fds.extend(shared.mapper.wait(Shard(shard)).fd.map(readable));
+        }
+        Ears {
+            posts,
+            fds,
+            has_faults_fd: shared.mapper.wait(Shard(0)).fd.is_some(),
+        }
+    }
+
+    /// From now on whatever happens wakes this handler. Appends what has happened before, which
+    /// nothing tells of. Returns until when to sleep: not at all if something is due.
+    pub(super) fn prepare(&self, dues: &mut Dues) -> Option<Instant> {
+        let posts = self.posts;
+        // They stay so: others may be asleep when this handler wakes.
+        (0..posts.len()).for_each(|shard| posts.bell(shard).prepare());
+        for shard in 0..posts.len() {
+            let is_known = dues.iter().any(|due| due.shard == shard);
+            if !is_known && posts.is_called(shard) {
+                dues.push(Due::all(shard));
+            }
+        }
+        if dues.is_empty() {
+            posts.until()
+        } else {
+            Some(posts.started())
+        }
+    }
+
+    /// Sleeps until something happens, and appends what.
+    pub(super) fn sleep(&mut self, until: Option<Instant>, dues: &mut Dues) {
+        let posts = self.posts;
+        sleep_on(&mut self.fds, until);
+        let now_ns = until.map_or(0, |_| posts.now_ns());
+        let mut fds = self.fds[1..].iter();
+        let mut told = || fds.next().is_some_and(|fd| fd.any() == Some(true));
+        for shard in 0..posts.len() {
+            let rings = told();
+            posts.bell(shard).hear(rings);
+            let channels = told();
+            let faults = self.has_faults_fd && told();
+            let is_late = posts.is_late(shard, now_ns);
+            if let Some(due) = dues.iter_mut().find(|due| due.shard == shard) {
+                due.channels |= channels;
+            } else if rings || channels || faults || is_late {
+                dues.push(Due {
+                    shard,
+                    // Faults that no descriptor tells of come with a ring.
+                    faults: faults || rings,
+                    channels,
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! Handlers over simulated memory: threads of their own, or one after the other by hand.
+
+mod stores;
+
+use std::{
+    mem::ManuallyDrop,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    SessionOptions,
+    sim::{SimConfig, SimServer},
+};
+use farpage_store::{Cluster, ClusterOptions, PageIndex, PageStore, RemoteOptions};
+use farpage_vm::{Faulted, Shard, SimOptions, SimSpace};
+
+use super::*;
+use crate::{
+    Mapped, Pager, PagerOptions, RegionOptions,
+    evictor::Evictor,
+    pager::Parts,
+    simulation::{self, next},
+};
+
+const SHARDS: usize = 4;
+/// More than there are CPUs, which no handler minds.
+const HANDLERS: [usize; 3] = [0, 1, 1 << 9];
+const PROGRAMS: usize = 3;
+const PAGE_BYTES: usize = 4096;
+/// Stripes are of 16 MiB: each shard has one.
+const BYTES: u64 = 64 << 20;
+
+/// A program that touches pages of all shards, rings once for each fault, and counts in its own
+/// words.
+fn program(thread: usize, space: &SimSpace, shared: &Shared<SimSpace>, mapped: &Mapped<SimSpace>) {
+    const ROUNDS: u64 = 40;
+    const PAGES: usize = 16;
+    let end = Instant::now() + Duration::from_secs(20);
+    let access = |page: usize, value: Option<u64>| loop {
+        let shard = page % SHARDS;
+        let offset = shard * (16 << 20) + page / SHARDS * PAGE_BYTES;
+        let address = mapped.address() + offset + thread * 8;
+        let outcome = match value {
+            Some(value) => space.try_store(thread, address, value).map(|()| value),
+            None => space.try_load(thread, address),
+        };
+        match outcome {
+            Ok(seen) => return seen,
+            Err(Faulted::Asleep) => shared.doors.ring_fillers(),
+            Err(other) => panic!("page {page}: {other}"),
+        }
+        while space.is_asleep(thread) {
+            assert!(Instant::now() < end, "nobody serves page {page}");
+            std::thread::yield_now();
+        }
+    };
+    for round in 0..ROUNDS {
+        for page in 0..PAGES {
+            let page = (page * 5 + thread) % PAGES;
+            assert_eq!(access(page, None), round, "page {page}");
+            access(page, Some(round + 1));
+        }
+    }
+}
+
+/// A region of [`BYTES`] over simulated memory, and a team whose threads do not run.
+struct World {
+    space: Arc<SimSpace>,
+    cluster: Arc<Cluster>,
+    team: Arc<Team<SimSpace>>,
+    evictors: Vec<Evictor<SimSpace>>,
+    /// While a failed test unwinds nobody may serve what a drop waits for.
+    mapped: ManuallyDrop<Mapped<SimSpace>>,
+}
+
+fn world(seed: u64) -> World {
+    world_with(seed, &HANDLERS)
+}
+
+fn world_with(seed: u64, handlers: &[usize]) -> World {
+    let space = Arc::new(SimSpace::new(SimOptions {
+        shards: SHARDS,
+        seed,
+        busy_probability: 0.0,
+        duplicate_probability: 0.0,
+        ..SimOptions::default()
+    }));
+    let session = SimServer::new(SimConfig::new(seed))
+        .session(&SessionOptions::default())
+        .expect("the simulated server takes sessions");
+    let cluster = Cluster::new(vec![session], ClusterOptions::default());
+    let options = PagerOptions::new(8 * PAGE_BYTES as u64);
+    let Parts {
+        pager,
+        fillers,
+        evictors,
+    } = Pager::assemble(space.clone(), cluster.clone(), &options).expect("the options are sound");
+    let seats = Seats::new(
+        pager.shared().doors.clone(),
+        handlers.len() + evictors.len(),
+    );
+    let seats = Arc::new(seats.expect("descriptors are to be had"));
+    let team = Team::new(pager.shared(), fillers, handlers, &seats);
+    let options = RemoteOptions::default();
+    let store = PageStore::remote(&cluster, "a region", BYTES, PAGE_BYTES, &options)
+        .expect("the server has room");
+    let mapped = (Arc::new(pager).map(store, RegionOptions::default()))
+        .expect("the budget holds the pages of all fillers");
+    World {
+        space,
+        cluster,
+        team: team.expect("descriptors are to be had"),
+        evictors,
+        mapped: ManuallyDrop::new(mapped),
+    }
+}
+
+fn shard_at(mapped: &Mapped<SimSpace>, offset: usize) -> Shard {
+    mapped
+        .region()
+        .shard_of(PageIndex(offset / PAGE_BYTES), SHARDS)
+}
+
+#[test]
+fn fillers_change_hands_while_programs_fault() {
+    let World {
+        space,
+        team,
+        evictors,
+        mapped,
+        ..
+    } = world(1);
+    let shared = team.posts.shared.clone();
+    start(&team, evictors);
+
+    let done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in (0..HANDLERS.len()).cycle() {
+                if done.load(Ordering::Relaxed) {
+                    break;
+                }
+                // The others are to rest.
+                team.handlers.call_alone(number);
+                std::thread::yield_now();
+            }
+        });
+        let programs: Vec<_> = (0..PROGRAMS)
+            .map(|thread| {
+                let (space, shared, mapped) = (&space, &shared, &mapped);
+                scope.spawn(move || program(thread, space, shared, mapped))
+            })
+            .collect();
+        let ends: Vec<_> = programs.into_iter().map(|program| program.join()).collect();
+        done.store(true, Ordering::Relaxed);
+        ends.into_iter()
+            .for_each(|end| end.expect("the program sees what it wrote"));
+    });
+    end(&team, vec![ManuallyDrop::into_inner(mapped)]);
+}
+
+fn start(team: &Arc<Team<SimSpace>>, evictors: Vec<Evictor<SimSpace>>) {
+    let mut serve = team.serve_all();
+    serve.extend(Evictor::serve_all(evictors, &team.seats, serve.len()));
+    team.seats.start(serve).expect("threads start");
+}
+
+/// The regions need their workers to the end, and the workers end with the pager.
+fn end(team: &Team<SimSpace>, regions: Vec<Mapped<SimSpace>>) {
+    drop(regions);
+    team.seats.join();
+}
+
+#[test]
+fn filler_with_faults_that_no_descriptor_tells_of_does_not_sleep() {
+    let World {
+        space,
+        team,
+        mut evictors,
+        mapped,
+        ..
+    } = world(1);
+    let mut ears = Ears::new(&team.posts);
+    let mut dues = Dues::new();
+    ears.prepare(&mut dues);
+    assert!(dues.is_empty());
+    let absent = space.try_load(0, mapped.address());
+    assert_eq!(absent, Err(Faulted::Asleep));
+    let end = Instant::now() + Duration::from_secs(20);
+    while space.is_asleep(0) {
+        assert!(Instant::now() < end, "nobody looks for the fault");
+        ears.prepare(&mut dues);
+        ears.sleep(Some(Instant::now()), &mut dues);
+        dues.retain(|due| team.drive(0, *due) == Left::Something);
+    }
+    close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
+}
+
+/// Drops the regions. All workers take turns until they are gone.
+fn close(
+    team: &Team<SimSpace>,
+    evictors: &mut [Evictor<SimSpace>],
+    regions: Vec<Mapped<SimSpace>>,
+) {
+    simulation::drop_beside(regions, || {
+        (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
+        evictors.iter_mut().for_each(|evictor| _ = evictor.turn());
+    });
+}
+
+#[test]
+fn handler_rests_only_where_nothing_is_asked_for_and_no_time_is_set() {
+    let World {
+        space: _space,
+        team,
+        mut evictors,
+        mapped,
+        ..
+    } = world(1);
+    let ears = Ears::new(&team.posts);
+    // As a handler's first turn: a ring would be swallowed, since nobody has prepared for it.
+    (0..SHARDS).for_each(|shard| _ = team.drive(0, Due::all(shard)));
+    let region = mapped.region().clone();
+    (team.posts.shared.doors).tell_fillers(|| crate::doors::Command::Settle(region.clone()));
+    let mut dues = Dues::new();
+    ears.prepare(&mut dues);
+    assert_eq!(
+        dues.len(),
+        SHARDS,
+        "what was asked for is found before a rest"
+    );
+    // Marked as resting, but something is to be done at a time that nobody else knows of.
+    team.posts.set_until_ns(0, 1);
+    assert!(!team.goes_to_rest(1));
+    team.posts.set_until_ns(0, u64::MAX);
+    assert!(team.goes_to_rest(1));
+    close(&team, &mut evictors, vec![ManuallyDrop::into_inner(mapped)]);
+}
