@@ -6,7 +6,7 @@ mod common;
 use std::{
     fs,
     os::unix::fs::MetadataExt,
-    path::Path,
+    path::{Path, PathBuf},
     process::Output,
     sync::{
         Arc,
@@ -16,12 +16,12 @@ use std::{
     time::Instant,
 };
 
-use farpage_fabric::{Extent, Session, Verb};
+use farpage_fabric::{Extent, Op, Session, Verb};
 use farpage_memserver::{Server, StartError, TiersError};
 use farpage_wire::{Endpoint, TierStat};
 use tempfile::TempDir;
 
-use common::{Daemon, PATIENCE, command, connect, read, transfer, wait_until, write};
+use common::{Daemon, PATIENCE, command, connect, connect_as, read, transfer, wait_until, write};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 16 * MIB;
@@ -234,6 +234,151 @@ fn atomics_and_words_beside_them_survive_leaving_memory() {
         }
     }
     assert!(server.stat().tiers.fetches > 0);
+}
+
+#[test]
+fn clients_that_do_not_read_their_answers_keep_no_memory_from_others() {
+    let directory = spill();
+    let server = server(5 * MEMORY, directory.path()).unwrap();
+    let endpoint = &server.endpoints()[0];
+    let slow = connect(endpoint);
+    let theirs = slow.grant(2 * MEMORY).unwrap();
+    let mut channels: Vec<_> = (0..8).map(|_| slow.channel::<Vec<u8>>().unwrap()).collect();
+    // 64 MiB of answers each, of which a socket takes a part.
+    for (i, channel) in (0..).zip(&mut channels) {
+        for page in 0..32 {
+            let op = Op {
+                tag: page,
+                verb: Verb::Read,
+                extent: theirs.id,
+                offset: (i + page) % 16 * (2 * MIB),
+                len: 2 << 20,
+                buf: vec![0; 2 << 20],
+            };
+            channel.post(op).expect("an empty queue");
+        }
+        // Sends the requests, and takes what little has come.
+        channel.poll(&mut Vec::new());
+    }
+    wait_until("all of them have been sent something", || {
+        server.stat().tiers.hot_bytes > 0
+    });
+    let session = connect(endpoint);
+    let extent = session.grant(2 * MEMORY).unwrap();
+    churn(&session, &extent, 17, &AtomicBool::new(false), 400);
+    let tiers = server.stat().tiers;
+    assert_eq!(tiers.no_room, 0, "{tiers:?}");
+}
+
+#[test]
+fn a_published_name_keeps_its_bytes_wherever_they_are() {
+    let directory = spill();
+    let server = server(5 * MEMORY, directory.path()).unwrap();
+    let endpoint = &server.endpoints()[0];
+    let key = directory.path().join("key");
+    let mut random = Random(23);
+    let mut bytes = vec![0; MEMORY as usize / 2];
+    bytes
+        .iter_mut()
+        .for_each(|byte| *byte = random.next() as u8);
+    let publisher = connect_as(endpoint, &key);
+    let extent = publisher.grant(bytes.len() as u64).unwrap();
+    for (i, piece) in bytes.chunks(1 << 20).enumerate() {
+        write(&publisher, &extent, (i << 20) as u64, piece).unwrap();
+    }
+    publisher.publish("name", b"map", &[extent.id]).unwrap();
+    drop(publisher);
+    for round in 0..3 {
+        // Nobody has it open: another's bytes push it out.
+        let other = connect(endpoint);
+        let rest = other.grant(2 * MEMORY).unwrap();
+        churn(&other, &rest, round, &AtomicBool::new(false), 100);
+        other.release(rest.id).unwrap();
+        let mut reader = None;
+        wait_until("it can be opened", || {
+            let session = connect_as(endpoint, &key);
+            let is_open = session.open("name").is_ok();
+            reader = Some(session);
+            is_open
+        });
+        let reader = reader.unwrap();
+        for (i, piece) in bytes.chunks(1 << 20).enumerate() {
+            assert!(read(&reader, extent.id, (i << 20) as u64, 1 << 20).unwrap() == piece);
+        }
+    }
+    let reader = connect_as(endpoint, &key);
+    wait_until("it can be removed", || reader.remove("name").is_ok());
+    let tiers = server.stat().tiers;
+    assert!(
+        tiers.fetches > 0 && tiers.hot_bytes == 0 && tiers.spilled_bytes == 0,
+        "{tiers:?}"
+    );
+}
+
+/// A control group with so much memory, or why there is none.
+struct Group(PathBuf);
+
+impl Group {
+    fn new(bytes: u64) -> Result<Self, String> {
+        let own = fs::read_to_string("/proc/self/cgroup").map_err(|error| error.to_string())?;
+        let place = own.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            match (fields.next()?, fields.next()?) {
+                ("memory", path) => Some((format!("/sys/fs/cgroup/memory{path}"), V1_LIMIT)),
+                ("", path) if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() => {
+                    Some((format!("/sys/fs/cgroup{path}"), "memory.max"))
+                }
+                _ => None,
+            }
+        });
+        let (parent, limit) = place.ok_or("no memory controller")?;
+        let group = Path::new(&parent).join(format!("farpage-tiers-{}", std::process::id()));
+        let failed = |error: std::io::Error| format!("{}: {error}", group.display());
+        fs::create_dir(&group).map_err(failed)?;
+        let made = Self(group.clone());
+        fs::write(group.join(limit), bytes.to_string()).map_err(failed)?;
+        Ok(made)
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        wait_until("the control group is empty", || {
+            fs::remove_dir(&self.0).is_ok()
+        });
+    }
+}
+
+const V1_LIMIT: &str = "memory.limit_in_bytes";
+
+#[test]
+fn a_daemon_lives_in_a_control_group_of_its_memory_and_32_mib() {
+    let group = match Group::new(MEMORY + 32 * MIB) {
+        Ok(group) => group,
+        Err(why) => {
+            let name = "a_daemon_lives_in_a_control_group_of_its_memory_and_32_mib";
+            eprintln!("SKIPPED: {name}: cannot make a control group: {why}");
+            return;
+        }
+    };
+    let directory = spill();
+    let path = directory.path().to_str().unwrap();
+    let arguments = ["--capacity", "160MiB", "--memory", "16MiB", "--spill", path];
+    let mut daemon = Daemon::in_group(&group.0, &arguments);
+    thread::scope(|scope| {
+        for seed in 0..2 {
+            let endpoint = &daemon.tcp;
+            scope.spawn(move || {
+                let session = connect(endpoint);
+                let extent = session.grant(5 * MEMORY).unwrap();
+                churn(&session, &extent, seed, &AtomicBool::new(false), 500);
+            });
+        }
+    });
+    assert!(daemon.child.try_wait().unwrap().is_none(), "it was killed");
+    let stat = connect(&daemon.tcp).stat().unwrap();
+    assert!(stat.tiers.evictions > 1000, "{stat:?}");
+    drop(daemon);
 }
 
 fn files_left(directory: &Path) -> usize {

@@ -120,6 +120,21 @@ pub fn command() -> Command {
     command
 }
 
+/// The same, run by a shell that does something to itself first.
+fn after(preparation: &str) -> Command {
+    let mut shell = Command::new("sh");
+    let script = format!("{preparation} && exec \"$@\"");
+    let binary = command();
+    shell.args(["-c", &script, "sh"]).arg(binary.get_program());
+    for (name, value) in binary.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    shell
+}
+
 impl Daemon {
     pub fn start(arguments: &[&str]) -> Self {
         Self::run(command(), arguments).drained()
@@ -137,17 +152,13 @@ impl Daemon {
 
     /// With no more open files than `files`.
     pub fn with_files(files: u64, arguments: &[&str]) -> Self {
-        let mut limited = Command::new("sh");
-        let limit = format!("ulimit -n {files} && exec \"$@\"");
-        let binary = command();
-        limited.args(["-c", &limit, "sh"]).arg(binary.get_program());
-        for (name, value) in binary.get_envs() {
-            match value {
-                Some(value) => limited.env(name, value),
-                None => limited.env_remove(name),
-            };
-        }
-        Self::run(limited, arguments).drained()
+        Self::run(after(&format!("ulimit -n {files}")), arguments).drained()
+    }
+
+    /// Listening on tcp only, in the control group whose directory that is.
+    pub fn in_group(group: &Path, arguments: &[&str]) -> Self {
+        let enter = format!("echo $$ > {}/cgroup.procs", group.display());
+        Self::run_on(after(&enter), false, arguments).drained()
     }
 
     fn run(command: Command, arguments: &[&str]) -> (Self, Log) {
