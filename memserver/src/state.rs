@@ -96,6 +96,9 @@ impl State {
     /// everyone gets a fresh lease then instead of losing memory through our fault.
     pub fn reap(&self, now: Instant) -> usize {
         let began = Instant::now();
+        if let Some(tier) = &self.tier {
+            tier.log_figures(now);
+        }
         let mut ledger = self.ledger.lock();
         let overslept = ledger.reaped.is_some_and(|before| {
             now.saturating_duration_since(before) > self.limits.shortest() / 2

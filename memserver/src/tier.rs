@@ -61,6 +61,8 @@ const TABLE_BYTES_PER_CHUNK: u64 = 176;
 const PACKED_MOST: usize = CHUNK_BYTES as usize / 4 * 3;
 /// How long an evictor that found nothing to do waits until it looks again.
 const PAUSE: Duration = Duration::from_millis(20);
+/// Figures are logged so often at most.
+const LOG_EVERY: Duration = Duration::from_secs(60);
 /// The same trouble is logged so often at most.
 const SAY_EVERY: Duration = Duration::from_secs(1);
 
@@ -83,6 +85,8 @@ pub(crate) struct Tier {
     fetches: Mutex<Histogram<u64>>,
     figures: Figures,
     last_said: Mutex<Option<Instant>>,
+    /// When the figures were logged last, and how many chunks had been moved by then.
+    last_logged: Mutex<(Instant, u64)>,
 }
 
 /// Only ever read for display, so relaxed.
@@ -196,6 +200,7 @@ impl Tier {
             fetches: Mutex::new(fetches),
             figures: Figures::default(),
             last_said: Mutex::default(),
+            last_logged: Mutex::new((Instant::now(), 0)),
         });
         let mut evictors = Evictors {
             tier: Arc::clone(&tier),
@@ -309,6 +314,34 @@ impl Tier {
             fetch_p99_us: fetches.value_at_quantile(0.99) / 1000,
             no_room: count(&figures.no_room),
             spill_errors: count(&figures.spill_errors),
+        }
+    }
+
+    /// Logs the figures if the last time was a while ago and chunks have been moved since. To be
+    /// called now and then.
+    pub(crate) fn log_figures(&self, now: Instant) {
+        let mut last = self.last_logged.lock();
+        if now.saturating_duration_since(last.0) < LOG_EVERY {
+            return;
+        }
+        let stat = self.stat();
+        let moved = stat.evictions + stat.fetches;
+        if std::mem::replace(&mut *last, (now, moved)).1 != moved {
+            later(move || {
+                tracing::info!(
+                    held_bytes = stat.held_bytes,
+                    hot_bytes = stat.hot_bytes,
+                    compressed_bytes = stat.compressed_bytes,
+                    spilled_bytes = stat.spilled_bytes,
+                    evictions = stat.evictions,
+                    fetches = stat.fetches,
+                    fetch_p50_us = stat.fetch_p50_us,
+                    fetch_p99_us = stat.fetch_p99_us,
+                    no_room = stat.no_room,
+                    spill_errors = stat.spill_errors,
+                    "where what is lent is"
+                );
+            });
         }
     }
 

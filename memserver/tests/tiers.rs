@@ -13,7 +13,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use farpage_fabric::{Extent, Op, Session, Verb};
@@ -243,7 +243,9 @@ fn clients_that_do_not_read_their_answers_keep_no_memory_from_others() {
     let endpoint = &server.endpoints()[0];
     let slow = connect(endpoint);
     let theirs = slow.grant(2 * MEMORY).unwrap();
-    let mut channels: Vec<_> = (0..8).map(|_| slow.channel::<Vec<u8>>().unwrap()).collect();
+    let mut channels: Vec<_> = (0..16)
+        .map(|_| slow.channel::<Vec<u8>>().unwrap())
+        .collect();
     // 64 MiB of answers each, of which a socket takes a part.
     for (i, channel) in (0..).zip(&mut channels) {
         for page in 0..32 {
@@ -260,8 +262,11 @@ fn clients_that_do_not_read_their_answers_keep_no_memory_from_others() {
         // Sends the requests, and takes what little has come.
         channel.poll(&mut Vec::new());
     }
-    wait_until("all of them have been sent something", || {
-        server.stat().tiers.hot_bytes > 0
+    let mut before = TierStat::default();
+    wait_until("all sockets are full and nothing moves", || {
+        thread::sleep(Duration::from_millis(100));
+        let now = server.stat().tiers;
+        now.hot_bytes > 0 && std::mem::replace(&mut before, now) == now
     });
     let session = connect(endpoint);
     let extent = session.grant(2 * MEMORY).unwrap();
@@ -444,7 +449,7 @@ fn a_daemon_holds_no_more_than_its_memory_and_leaves_nothing_when_it_is_killed()
                 }
             }
         });
-        thread::sleep(std::time::Duration::from_millis(20));
+        thread::sleep(Duration::from_millis(20));
         daemon.child.kill().unwrap();
         reads.join().unwrap()
     });
