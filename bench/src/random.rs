@@ -82,22 +82,11 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     let arena = Arena::start(options.plain, common, paging)?;
     let len = paging.size_bytes(common) / size_of::<u64>() as u64;
     let mut array = arena.array::<u64>(len, Advice::Sequential)?;
-    let threads = options.threads.count();
-    let accesses = options.accesses();
-    // A thread's share of the accesses, and of the array: updates of one element by two threads
-    // would be a race.
-    let accesses_per_thread = accesses.div_ceil(threads as u64);
-    let share = array.len().div_ceil(threads);
-    let (source, seed) = (paging.source()?, paging.seed);
-    let wrong = AtomicU64::new(0);
+    let work = Work::new(options)?;
     let progress = Progress::new(4);
 
     progress.phase("filling");
-    for_each_share(&mut array, share, |thread, part| {
-        for (index, element) in ((thread * share) as u64..).zip(part) {
-            *element = fresh(&source, index);
-        }
-    });
+    work.fill(&mut array);
     array.advise(if options.no_advice {
         Advice::Normal
     } else {
@@ -105,64 +94,28 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     })?;
     progress.step(1);
 
-    // The same picks in both phases, so that both see the same misses.
     let begin = arena.mark();
-    let access = |array: &mut [u64], share: usize, update: bool| {
-        let start = Instant::now();
-        for_each_share(array, share, |thread, part| {
-            let mut picker =
-                Picker::new(part.len() as u64, options.zipf, mix(seed) ^ thread as u64);
-            let mut bad = 0u64;
-            for _ in 0..accesses_per_thread {
-                let at = picker.pick();
-                let element = &mut part[at as usize];
-                let index = (thread * share) as u64 + at;
-                bad += u64::from(*element & !COUNT_MASK != fresh(&source, index));
-                if update {
-                    *element += 1;
-                }
-            }
-            wrong.fetch_add(bad, Relaxed);
-        });
-        start.elapsed()
-    };
-    let mut phase = |what, update: bool| {
-        progress.phase(what);
-        let time = access(&mut array, share, update);
-        progress.step(1);
-        time
-    };
-    let reads = phase("reading", false);
+    progress.phase("reading");
+    let reads = work.access(&mut array, false);
+    progress.step(1);
     let between = arena.mark();
-    let updates = phase("updating", true);
+    progress.phase("updating");
+    let updates = work.access(&mut array, true);
+    progress.step(1);
     let end = arena.mark();
 
     progress.phase("verifying");
     array.advise(Advice::Sequential)?;
-    let counted = AtomicU64::new(0);
-    let shares = for_each_share(&mut array, share, |thread, part| {
-        let (mut bad, mut count) = (0u64, 0);
-        for (index, element) in ((thread * share) as u64..).zip(part) {
-            bad += u64::from(*element & !COUNT_MASK != fresh(&source, index));
-            count += *element & COUNT_MASK;
-        }
-        wrong.fetch_add(bad, Relaxed);
-        counted.fetch_add(count, Relaxed);
-    });
+    let counts = work.count(&mut array);
     progress.step(1);
     drop(progress);
-    let done = accesses_per_thread * shares as u64;
-    let counted = counted.into_inner();
-    if wrong.load(Relaxed) > 0 || counted != done {
-        let wrong = wrong.load(Relaxed);
-        eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
-    }
+    let done = work.accesses_per_thread * counts.shares as u64;
+    work.complain(counts.updates, done);
 
     let mut config = arena.config(common, paging);
-    config.threads = Some(threads);
+    config.threads = Some(work.threads);
     config.zipf = options.zipf;
     config.accesses = Some(done);
-    let us_per = |time: Duration, count: u64| time.as_secs_f64() * 1e6 / count as f64;
     let paged = Arena::figures(&begin, &end);
     let us_per_access = us_per(reads + updates, 2 * done);
     let seconds = (reads + updates).as_secs_f64();
@@ -170,11 +123,7 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
     drop(array);
     let yardsticks = arena.yardsticks(&paged, seconds, |server, moved| {
         let fabric = raw::yardstick(common, server)?;
-        let len = (plain_bytes(common) / size_of::<u64>()) as u64;
-        let mut plain: Vec<u64> = (0..len).map(|index| fresh(&source, index)).collect();
-        let share = plain.len().div_ceil(threads);
-        let [reads, updates] = [false, true].map(|update| access(&mut plain, share, update));
-        let plain = Plain::PlainUsPerAccess(us_per(reads + updates, 2 * done));
+        let plain = Plain::PlainUsPerAccess(us_per(work.plain_time(common), 2 * done));
         Ok(Yardsticks::of_transfers(
             us_per_access,
             plain,
@@ -182,24 +131,134 @@ pub(crate) fn run(options: &RandomOptions) -> Result<Report> {
             fabric,
         ))
     });
-    let wrong = wrong.into_inner();
     // Pages that came ahead of a fault were not waited for.
     let misses =
         Arena::figures(&begin, &between).map_or(0, |paging| paging.fills - paging.prefetches);
+    let us_per_miss = || us_per(reads * counts.shares as u32, misses);
     Ok(Report {
         benchmark: "random",
-        verified: wrong == 0 && counted == done,
+        verified: work.wrong.into_inner() == 0 && counts.updates == done,
         config,
         figures: Figures {
             yardsticks,
             us_per_access: Some(us_per_access),
             us_per_read: Some(us_per(reads, done)),
             us_per_update: Some(us_per(updates, done)),
-            us_per_read_miss: (misses > 0).then(|| us_per(reads * shares as u32, misses)),
+            us_per_read_miss: (misses > 0).then(us_per_miss),
             ..Figures::default()
         },
         paging: paged,
     })
+}
+
+fn us_per(time: Duration, count: u64) -> f64 {
+    time.as_secs_f64() * 1e6 / count as f64
+}
+
+/// What is done to an array, by threads that have a part of it each: updates of one element by two
+/// threads would be a race.
+struct Work {
+    source: Source,
+    seed: u64,
+    zipf: Option<f64>,
+    threads: usize,
+    /// A thread's share of the accesses.
+    accesses_per_thread: u64,
+    /// Elements that were not what they should be.
+    wrong: AtomicU64,
+}
+
+/// What an array holds in the end.
+struct Counts {
+    /// Updates of all elements.
+    updates: u64,
+    /// Parts that the array was cut into.
+    shares: usize,
+}
+
+impl Work {
+    fn new(options: &RandomOptions) -> Result<Work> {
+        let threads = options.threads.count();
+        Ok(Work {
+            source: options.paging.source()?,
+            seed: options.paging.seed,
+            zipf: options.zipf,
+            threads,
+            accesses_per_thread: options.accesses().div_ceil(threads as u64),
+            wrong: AtomicU64::new(0),
+        })
+    }
+
+    fn share(&self, array: &[u64]) -> usize {
+        array.len().div_ceil(self.threads)
+    }
+
+    fn fill(&self, array: &mut [u64]) {
+        let share = self.share(array);
+        for_each_share(array, share, |thread, part| {
+            for (index, element) in ((thread * share) as u64..).zip(part) {
+                *element = fresh(&self.source, index);
+            }
+        });
+    }
+
+    /// Reads or updates. The same picks every time, so that both see the same misses.
+    fn access(&self, array: &mut [u64], update: bool) -> Duration {
+        let share = self.share(array);
+        let start = Instant::now();
+        for_each_share(array, share, |thread, part| {
+            let seed = mix(self.seed) ^ thread as u64;
+            let mut picker = Picker::new(part.len() as u64, self.zipf, seed);
+            let mut bad = 0u64;
+            for _ in 0..self.accesses_per_thread {
+                let at = picker.pick();
+                let element = &mut part[at as usize];
+                let index = (thread * share) as u64 + at;
+                bad += u64::from(*element & !COUNT_MASK != fresh(&self.source, index));
+                if update {
+                    *element += 1;
+                }
+            }
+            self.wrong.fetch_add(bad, Relaxed);
+        });
+        start.elapsed()
+    }
+
+    /// Looks at every element, and counts the updates.
+    fn count(&self, array: &mut [u64]) -> Counts {
+        let share = self.share(array);
+        let counted = AtomicU64::new(0);
+        let shares = for_each_share(array, share, |thread, part| {
+            let (mut bad, mut count) = (0u64, 0);
+            for (index, element) in ((thread * share) as u64..).zip(part) {
+                bad += u64::from(*element & !COUNT_MASK != fresh(&self.source, index));
+                count += *element & COUNT_MASK;
+            }
+            self.wrong.fetch_add(bad, Relaxed);
+            counted.fetch_add(count, Relaxed);
+        });
+        Counts {
+            updates: counted.into_inner(),
+            shares,
+        }
+    }
+
+    fn complain(&self, counted: u64, done: u64) {
+        let wrong = self.wrong.load(Relaxed);
+        if wrong > 0 || counted != done {
+            eprintln!("{wrong} elements read were wrong; {counted} of {done} updates are there");
+        }
+    }
+
+    /// How long the same reads and updates take in ordinary memory.
+    fn plain_time(&self, common: &Common) -> Duration {
+        let len = (plain_bytes(common) / size_of::<u64>()) as u64;
+        let mut plain: Vec<u64> = (0..len).map(|index| fresh(&self.source, index)).collect();
+        [false, true]
+            .map(|update| self.access(&mut plain, update))
+            .iter()
+            .sum()
+    }
 }
 
 /// Gives each thread its share of the array; returns how many shares there are.

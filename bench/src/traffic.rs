@@ -81,36 +81,16 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
         .chain(shape[1..].iter().copied())
         .collect();
     let mut array = remote.array_of_shape::<T>(&shape, Advice::Sequential)?;
-    let threads = options.threads.count();
-    let step_elements = if slice == 1 { LINE_STEP } else { slice };
+    let work = Work {
+        field: &field,
+        step_elements: if slice == 1 { LINE_STEP } else { slice },
+        threads: options.threads.count(),
+        found: Mutex::new(Found::default()),
+    };
     let steps = usize::from(options.steps);
     let progress = Progress::new(1 + steps as u64);
-    let found = Mutex::new(Found::default());
-    let both = |array: &mut [T], step: usize| -> [Duration; 2] {
-        let (field, found) = (&field, &found);
-        let share = array.len().div_ceil(threads);
-        let place = |thread: usize| (thread * share + step * step_elements) % field.len();
-        let start = Instant::now();
-        thread::scope(|scope| {
-            for (thread, part) in array.chunks_mut(share).enumerate() {
-                let at = place(thread);
-                scope.spawn(move || write(part, field, at));
-            }
-        });
-        let written = Instant::now();
-        thread::scope(|scope| {
-            for (thread, part) in array.chunks(share).enumerate() {
-                let at = place(thread);
-                scope.spawn(move || {
-                    let part = compare(part, field, at);
-                    *found.lock().expect("nothing panics under this lock") += part;
-                });
-            }
-        });
-        [written - start, written.elapsed()]
-    };
     let mut step = |step: usize| {
-        let times = both(&mut array, step);
+        let times = work.step(&mut array, step);
         progress.step(1);
         times
     };
@@ -142,17 +122,7 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
     };
     let paged = Remote::figures(&begin, &end);
     let yardsticks = remote.yardsticks(|server| {
-        let mut plain = vec![field[0]; plain_bytes(common) / size_of::<T>()];
-        let seconds: Vec<f64> = (0..=steps)
-            .map(|step| {
-                both(&mut plain, step)
-                    .iter()
-                    .map(Duration::as_secs_f64)
-                    .sum()
-            })
-            .collect();
-        let bytes = 2 * size_of_val(&plain[..]) as u64;
-        let plain = kernel_figures("both", bytes, &seconds[1..]).mb_per_s;
+        let plain = work.plain_mb_per_s(plain_bytes(common), steps);
         let moved = paged.moved(of_both.iter().sum());
         let fabric = raw::yardstick(common, server)?;
         let plain = Plain::PlainBothMbPerS(plain);
@@ -164,9 +134,8 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
         ))
     });
 
-    let found = found
-        .into_inner()
-        .context("nothing panics under this lock")?;
+    let threads = work.threads;
+    let found = (work.found.into_inner()).context("nothing panics under this lock")?;
     let bound = error_bound(paging.codec);
     if found.error_max > bound {
         eprintln!(
@@ -189,6 +158,56 @@ fn measure<T: Element>(options: &TrafficOptions, source: &Source) -> Result<Repo
         },
         paging: Some(paged),
     })
+}
+
+/// What is done to an array, by threads that have a part of it each.
+struct Work<'a, T> {
+    /// What is written, again and again.
+    field: &'a [T],
+    /// How far the field moves from step to step.
+    step_elements: usize,
+    threads: usize,
+    found: Mutex<Found>,
+}
+
+impl<T: Element> Work<'_, T> {
+    /// Writes all of the array, then reads it, and returns how long each took.
+    fn step(&self, array: &mut [T], step: usize) -> [Duration; 2] {
+        let (field, found) = (self.field, &self.found);
+        let share = array.len().div_ceil(self.threads);
+        let place = |thread: usize| (thread * share + step * self.step_elements) % field.len();
+        let start = Instant::now();
+        thread::scope(|scope| {
+            for (thread, part) in array.chunks_mut(share).enumerate() {
+                let at = place(thread);
+                scope.spawn(move || write(part, field, at));
+            }
+        });
+        let written = Instant::now();
+        thread::scope(|scope| {
+            for (thread, part) in array.chunks(share).enumerate() {
+                let at = place(thread);
+                scope.spawn(move || {
+                    let part = compare(part, field, at);
+                    *found.lock().expect("nothing panics under this lock") += part;
+                });
+            }
+        });
+        [written - start, written.elapsed()]
+    }
+
+    /// The same in ordinary memory: writing and reading together.
+    fn plain_mb_per_s(&self, plain_bytes: usize, steps: usize) -> f64 {
+        let mut plain = vec![self.field[0]; plain_bytes / size_of::<T>()];
+        let seconds: Vec<f64> = (0..=steps)
+            .map(|step| {
+                let times = self.step(&mut plain, step);
+                times.iter().map(Duration::as_secs_f64).sum()
+            })
+            .collect();
+        let bytes = 2 * size_of_val(&plain[..]) as u64;
+        kernel_figures("both", bytes, &seconds[1..]).mb_per_s
+    }
 }
 
 /// Stretches of `part` and the elements of the endless field, from `at` on, that belong there.
