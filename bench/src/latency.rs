@@ -32,9 +32,6 @@ pub(crate) struct LatencyOptions {
     pub(crate) common: Common,
     #[command(flatten)]
     pub(crate) paging: Paging,
-    /// Faults to time in each state, as far as there are pages [default: 20000, with --smoke 200]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
-    pub(crate) samples: Option<u64>,
 }
 
 pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
@@ -47,9 +44,8 @@ pub(crate) fn run(options: &LatencyOptions) -> Result<Report> {
         pages >= 2 * budget_pages && budget_pages >= 8,
         "{pages} pages and a budget of {budget_pages}: --size has to be at least twice the --budget, and that 8 pages"
     );
-    let samples = options
-        .samples
-        .unwrap_or(if common.run.smoke { 200 } else { 20_000 });
+    // Faults to time in each state, as far as there are pages.
+    let samples = if common.run.smoke { 200 } else { 20_000 };
     let mut array = remote.array::<u64>(pages * page_elements, Advice::Sequential)?;
     let source = paging.source()?;
     let mut pages = Pages {

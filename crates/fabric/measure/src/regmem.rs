@@ -83,9 +83,6 @@ struct Read {
 pub struct RegmemOptions {
     #[command(flatten)]
     at: ServerOptions,
-    /// Acquisitions, and READs, per round [default: 2000, with --smoke 50]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    acquisitions: Option<u32>,
     #[command(flatten)]
     run: Run,
 }
@@ -105,11 +102,8 @@ pub fn run(options: &RegmemOptions) -> Result<()> {
 }
 
 fn measure(options: &RegmemOptions) -> Result<Report> {
-    let acquisitions = match options.acquisitions {
-        Some(count) => count as usize,
-        None if options.run.smoke => 50,
-        None => 2_000,
-    };
+    // Acquisitions, and READs, per round.
+    let acquisitions = if options.run.smoke { 50 } else { 2_000 };
     let server = MemoryServer::start(&options.at, 64 << 20)?;
     let session = Session::connect(server.endpoint(), &SessionOptions::default())?;
     let (registrar, name) = pinning::registrar(&session);
