@@ -22,7 +22,7 @@ use bytemuck::cast_slice_mut;
 use farpage_fabric::{Link, Session, SessionOptions};
 use farpage_store::{Cluster, ClusterOptions, Done, Lane, PageIndex, PageStore, RemoteOptions};
 use farpage_vm::{
-    AddressSpace, Frame, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Left, Out,
+    AddressSpace, Frame, Geometry, In, KernelFrame, KernelSpace, KernelSpaceOptions, Left, Out,
     Pages, Shard,
 };
 use nix::poll::{PollFd, ppoll};
@@ -243,7 +243,7 @@ struct Worker<'a> {
     steps: usize,
     /// Where the arrays are mapped, one behind the other.
     region: usize,
-    layout: Layout,
+    geometry: Geometry,
     job: Job,
     wrong: u64,
 }
@@ -268,7 +268,7 @@ impl<'a> Worker<'a> {
             page_bytes,
             &RemoteOptions::default(),
         )?;
-        let layout = Layout {
+        let geometry = Geometry {
             bytes,
             page_bytes,
             stripe_bytes: bytes,
@@ -286,8 +286,8 @@ impl<'a> Worker<'a> {
             run_bytes,
             runs: runs as u64,
             steps: (local / (3 * run_bytes)).clamp(1, runs - 2 * STEPS_AHEAD),
-            region: space.map(layout).context("cannot map memory")?.address,
-            layout,
+            region: space.map(geometry).context("cannot map memory")?.address,
+            geometry,
             job,
             wrong: 0,
         })
@@ -528,7 +528,7 @@ impl<'a> Worker<'a> {
 
 impl Drop for Worker<'_> {
     fn drop(&mut self) {
-        self.space.unmap(self.region, self.layout);
+        self.space.unmap(self.region, self.geometry);
     }
 }
 

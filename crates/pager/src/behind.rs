@@ -18,7 +18,7 @@ use std::{
 use farpage_store::PageIndex;
 
 use crate::{
-    claim::{Claim, FoundBy},
+    candidates::{Candidates, FoundBy},
     regions::RegionTable,
 };
 
@@ -74,7 +74,7 @@ impl Behind {
     }
 
     /// The pages that a stream went through longest ago, if their grace is over.
-    pub(crate) fn claim(&self, regions: &RegionTable) -> Option<Claim> {
+    pub(crate) fn candidates(&self, regions: &RegionTable) -> Option<Candidates> {
         let regions = regions.read();
         let mut queue = self.queue();
         while queue.bytes > self.grace_bytes {
@@ -83,7 +83,7 @@ impl Behind {
                 continue;
             };
             if !region.is_closing() && region.contains(addresses.end - 1) {
-                return Some(Claim {
+                return Some(Candidates {
                     region: region.clone(),
                     pages: (region.page_at(addresses.start))
                         .until(region.page_at(addresses.end - 1) + 1),
@@ -95,9 +95,10 @@ impl Behind {
         None
     }
 
-    /// Enough pages leave: those of the claim from `page` on are still to come.
-    pub(crate) fn stop_at(&self, claim: &Claim, page: PageIndex) {
-        let rest = claim.region.address_of(page)..claim.region.address_of(claim.pages.end);
+    /// Enough pages leave: the candidates from `page` on are still to come.
+    pub(crate) fn stop_at(&self, candidates: &Candidates, page: PageIndex) {
+        let rest =
+            candidates.region.address_of(page)..candidates.region.address_of(candidates.pages.end);
         let mut queue = self.queue();
         if queue.stretches.len() < STRETCHES_MAX {
             queue.bytes += rest.len();

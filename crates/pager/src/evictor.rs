@@ -24,7 +24,7 @@ use parking_lot::Mutex;
 
 use crate::{
     PageError,
-    claim::{Claim, FoundBy},
+    candidates::{Candidates, FoundBy},
     flights::Flight,
     job::Job,
     protocol,
@@ -167,24 +167,26 @@ impl<A: AddressSpace> Evictor<A> {
             if excess(self) == 0 || !self.write_backs.has_room(1) {
                 break;
             }
-            let Some(claim) = self.shared.victims.claim() else {
+            let Some(candidates) = self.shared.victims.candidates() else {
                 break;
             };
-            if claim.region.is_stalled() {
+            if candidates.region.is_stalled() {
                 continue;
             }
-            if claim.region.is_read_only() {
-                begun |= self.drop_claim(&claim);
+            if candidates.region.is_read_only() {
+                begun |= self.drop_candidates(&candidates);
                 continue;
             }
             // What streams have gone through lies in rows, which move at once.
-            if claim.found_by == FoundBy::Sweep && self.shared.scatter.is_better(&claim.region) {
-                match self.copy_out(claim) {
+            if candidates.found_by == FoundBy::Sweep
+                && self.shared.scatter.is_better(&candidates.region)
+            {
+                match self.copy_out(candidates) {
                     Some(any) => begun |= any,
                     None => break,
                 }
             } else {
-                begun |= self.move_out(&claim);
+                begun |= self.move_out(&candidates);
             }
         }
         begun
@@ -195,10 +197,10 @@ impl<A: AddressSpace> Evictor<A> {
         self.shared.doors.needs_evictor(self.index, budget)
     }
 
-    /// Takes the claim's victims out, neighbours together. Returns whether there were any.
-    fn move_out(&mut self, claim: &Claim) -> bool {
-        let (shared, page_bytes) = (self.shared.clone(), claim.region.page_bytes());
-        let mut walk = Walk::new(&shared.victims, claim);
+    /// Takes victims among the candidates out, neighbours together. Returns whether there were any.
+    fn move_out(&mut self, candidates: &Candidates) -> bool {
+        let (shared, page_bytes) = (self.shared.clone(), candidates.region.page_bytes());
+        let mut walk = Walk::new(&shared.victims, candidates);
         loop {
             let excess = shared.frames.budget().excess().div_ceil(page_bytes as u64) as usize;
             if excess == 0 || !self.write_backs.has_room(1) {
@@ -210,7 +212,8 @@ impl<A: AddressSpace> Evictor<A> {
             let mut page = run.start;
             while page < run.end {
                 let pages = page.until(run.end);
-                let (pages, begun) = self.begin(&claim.region, pages, None, claim.found_by);
+                let (pages, begun) =
+                    self.begin(&candidates.region, pages, None, candidates.found_by);
                 if matches!(begun, Begun::Yes) {
                     walk.took(pages);
                 }
@@ -221,13 +224,16 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// The same where the program may only read.
-    fn drop_claim(&mut self, claim: &Claim) -> bool {
-        let page_bytes = claim.region.page_bytes() as u64;
+    fn drop_candidates(&mut self, candidates: &Candidates) -> bool {
+        let page_bytes = candidates.region.page_bytes() as u64;
         let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
-        let dropped = self.shared.victims.drop_claim(claim, excess as usize);
+        let dropped = self
+            .shared
+            .victims
+            .drop_candidates(candidates, excess as usize);
         self.count_dropped(&dropped);
         if let Some(page) = dropped.refused {
-            self.begin_moving(&claim.region, page.alone(), None, claim.found_by);
+            self.begin_moving(&candidates.region, page.alone(), None, candidates.found_by);
         }
         dropped.pages > 0
     }
@@ -239,10 +245,10 @@ impl<A: AddressSpace> Evictor<A> {
     }
 
     /// The same where pages leave by copying. `None`: somebody else takes pages out.
-    fn copy_out(&mut self, claim: Claim) -> Option<bool> {
+    fn copy_out(&mut self, candidates: Candidates) -> Option<bool> {
         let shared = self.shared.clone();
-        let (region, found_by) = (claim.region.clone(), claim.found_by);
-        let outcome = shared.scatter.take_out(claim, |run| {
+        let (region, found_by) = (candidates.region.clone(), candidates.found_by);
+        let outcome = shared.scatter.take_out(candidates, |run| {
             self.write_backs.add(&region, run, None, found_by);
             region.exit();
         })?;
@@ -316,7 +322,7 @@ impl<A: AddressSpace> Evictor<A> {
                 break;
             };
             any = true;
-            let Some(pages) = job.claim() else {
+            let Some(pages) = job.next_chunk() else {
                 self.shared.jobs.remove(&job);
                 continue;
             };

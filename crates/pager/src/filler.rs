@@ -218,7 +218,7 @@ impl<A: AddressSpace> Filler<A> {
     /// Those that others own meet that when they are mapped or taken out.
     fn unmap(&self, region: &Region, addresses: &Range<usize>) {
         let shared = &self.shared;
-        let last = addresses.end.min(region.address + region.layout.bytes) - 1;
+        let last = addresses.end.min(region.address + region.geometry.bytes) - 1;
         let first = region.page_at(addresses.start.max(region.address));
         let pages = first.until(region.page_at(last) + 1);
         let mut chunk = region.next_touched(chunk_of(pages.start));

@@ -90,7 +90,7 @@ impl Job {
 
     /// The next chunk's pages, with its touched pages only. `None`: all chunks are taken.
     /// The taker calls [`close_one`](Self::close_one) when it has begun all pages of the chunk.
-    pub(crate) fn claim(&self) -> Option<PageRange> {
+    pub(crate) fn next_chunk(&self) -> Option<PageRange> {
         let end = chunks_of(self.pages).end;
         let mut at = self.cursor.load(Ordering::Relaxed);
         loop {

@@ -6,7 +6,7 @@ use farpage_store::{Lane, PageIndex, PageRange, PageStore};
 use farpage_vm::Frame;
 
 use crate::{
-    claim::FoundBy,
+    candidates::FoundBy,
     flights::Flight,
     job::Job,
     region::Region,

@@ -10,7 +10,7 @@
 //!
 //! | rooms | hold |
 //! |---|---|
-//! | `region`, `regions`, `run`, `clock`, `claim` | a region's pages, a run of them, their age |
+//! | `region`, `regions`, `run`, `clock`, `candidates` | a region's pages, a run of them, their age |
 //! | `mapper`, `budget`, `free`, `frames` | the address space by pages; memory and its cap |
 //! | `bell`, `doors`, `worker`, `job`, `tags` | how workers sleep, are woken and asked |
 //! | `installer` | maps pages and publishes them |
@@ -27,7 +27,7 @@ mod ahead;
 mod behind;
 mod bell;
 mod budget;
-mod claim;
+mod candidates;
 mod clock;
 mod costs;
 mod doors;

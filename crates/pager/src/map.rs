@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use farpage_store::PageStore;
-use farpage_vm::{AddressSpace, Layout};
+use farpage_vm::{AddressSpace, Geometry};
 
 use crate::{
     MapError, Mapped, Pager, RegionOptions,
@@ -51,17 +51,17 @@ impl<A: AddressSpace> Pager<A> {
         }
         self.shared().frames.expect(page_bytes);
         let id = self.next_region();
-        let layout = Layout {
+        let geometry = Geometry {
             address: options.address,
             read_only: options.read_only,
             // Whoever copies may have to wait for a page that another one has to make room for.
             no_direct_io: options.no_direct_io && self.shared().doors.evictors() > 1,
-            ..self.layout(id, bytes, page_bytes)
+            ..self.geometry(id, bytes, page_bytes)
         };
         let mapping = self
             .shared()
             .mapper
-            .map(layout)
+            .map(geometry)
             .map_err(|source| MapError::Os { bytes, source })?;
         // A window must not push out what was read ahead just before it.
         let most = (budget_bytes / 16) as usize / page_bytes;
@@ -73,7 +73,7 @@ impl<A: AddressSpace> Pager<A> {
             }
         };
         let run_pages = (self.run_bytes_max() / page_bytes).clamp(1, CHUNK_PAGES);
-        let region = Region::new(id, mapping, layout, store, read_ahead, run_pages);
+        let region = Region::new(id, mapping, geometry, store, read_ahead, run_pages);
         let region = Arc::new(region);
         if let Some(in_thread) = self.in_thread() {
             in_thread.prepare(&region);
@@ -82,14 +82,14 @@ impl<A: AddressSpace> Pager<A> {
         Ok(Mapped::new(self.clone(), region))
     }
 
-    fn layout(&self, id: RegionId, bytes: u64, page_bytes: usize) -> Layout {
+    fn geometry(&self, id: RegionId, bytes: u64, page_bytes: usize) -> Geometry {
         let shards = self.shared().shards();
         let bytes = (bytes as usize).next_multiple_of(page_bytes);
         let stripe_bytes = bytes
             .div_ceil(shards * STRIPES_PER_SHARD)
             .max(STRIPE_BYTES_MIN)
             .next_multiple_of(page_bytes.max(2 << 20));
-        Layout {
+        Geometry {
             bytes,
             page_bytes,
             stripe_bytes,

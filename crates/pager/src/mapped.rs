@@ -46,7 +46,7 @@ impl<A: AddressSpace> Mapped<A> {
 
     /// Bytes that are mapped: the store's size, rounded up to whole pages.
     pub fn mapped_bytes(&self) -> usize {
-        self.region.layout.bytes
+        self.region.geometry.bytes
     }
 
     /// The region's page size.
@@ -451,9 +451,9 @@ impl<A: AddressSpace> Mapped<A> {
     /// The pages that a range of bytes touches.
     fn pages(&self, range: Range<usize>) -> PageRange {
         assert!(
-            range.start <= range.end && range.end <= self.region.layout.bytes,
+            range.start <= range.end && range.end <= self.region.geometry.bytes,
             "bytes {range:?} do not lie in a region of {} bytes",
-            self.region.layout.bytes
+            self.region.geometry.bytes
         );
         let first = PageIndex(range.start / self.region.page_bytes());
         if range.is_empty() {
@@ -503,7 +503,7 @@ impl<A: AddressSpace> fmt::Debug for Mapped<A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mapped")
             .field("address", &format_args!("{:#x}", self.region.address))
-            .field("bytes", &self.region.layout.bytes)
+            .field("bytes", &self.region.geometry.bytes)
             .field("page_bytes", &self.region.page_bytes())
             .field("resident_pages", &self.region.resident())
             .finish_non_exhaustive()

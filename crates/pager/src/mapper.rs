@@ -8,8 +8,8 @@ use std::{io, sync::Arc};
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{
-    AddressSpace, Asked, Batch, DetachError, Events, In, InstallError, Layout, Left, Mapping, Out,
-    Pages, Room, SCATTERED_PAGES_MAX, Shard, Wait,
+    AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, Left, Mapping,
+    Out, Pages, Room, SCATTERED_PAGES_MAX, Shard, Wait,
 };
 use smallvec::SmallVec;
 
@@ -46,13 +46,13 @@ impl<A: AddressSpace> Mapper<A> {
     }
 
     /// Addresses for a new region.
-    pub(crate) fn map(&self, layout: Layout) -> io::Result<Mapping> {
-        self.space.map(layout)
+    pub(crate) fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
+        self.space.map(geometry)
     }
 
     /// A region that has given up all its pages gives up its addresses.
     pub(crate) fn unmap(&self, region: &Region) {
-        self.space.unmap(region.address, region.layout);
+        self.space.unmap(region.address, region.geometry);
     }
 
     pub(crate) fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<A::Frame> {

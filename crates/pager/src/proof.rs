@@ -9,7 +9,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::claim::FoundBy;
+use crate::candidates::FoundBy;
 
 /// The worse source gives one page for this many of the better one.
 const MINOR_SHARE: u64 = 16;

@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_store::{PageIndex, PageRange, PageStore};
-use farpage_vm::{Layout, Mapping, Shard};
+use farpage_vm::{Geometry, Mapping, Shard};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{Advice, PageError, protocol::Words};
@@ -36,7 +36,7 @@ pub(crate) struct Region {
     /// Whether single pages may come as copies, and leave as copies.
     pub(crate) copies_in: bool,
     pub(crate) copies_out: bool,
-    pub(crate) layout: Layout,
+    pub(crate) geometry: Geometry,
     pub(crate) words: Words,
     pub(crate) store: Arc<PageStore>,
     /// Pages of a read-ahead window at most: over links that answer at once, and over slow ones. 0
@@ -70,18 +70,18 @@ impl Region {
     pub(crate) fn new(
         id: RegionId,
         mapping: Mapping,
-        layout: Layout,
+        geometry: Geometry,
         store: Arc<PageStore>,
         read_ahead: RangeInclusive<usize>,
         run_pages: usize,
     ) -> Region {
-        let pages = layout.bytes / layout.page_bytes;
+        let pages = geometry.bytes / geometry.page_bytes;
         Region {
             id,
             address: mapping.address,
             copies_in: mapping.copies_in,
             copies_out: mapping.copies_out,
-            layout,
+            geometry,
             words: Words::new(pages),
             store,
             read_ahead,
@@ -110,41 +110,41 @@ impl Region {
     }
 
     pub(crate) fn page_bytes(&self) -> usize {
-        self.layout.page_bytes
+        self.geometry.page_bytes
     }
 
     /// Whether the program may only read, so that its pages are what they were filled with.
     pub(crate) fn is_read_only(&self) -> bool {
-        self.layout.read_only
+        self.geometry.read_only
     }
 
     pub(crate) fn address_of(&self, page: PageIndex) -> usize {
-        self.address + page.offset(self.layout.page_bytes)
+        self.address + page.offset(self.geometry.page_bytes)
     }
 
     /// The page that holds `address`, which must lie in the region.
     pub(crate) fn page_at(&self, address: usize) -> PageIndex {
-        PageIndex((address - self.address) >> self.layout.page_bytes.trailing_zeros())
+        PageIndex((address - self.address) >> self.geometry.page_bytes.trailing_zeros())
     }
 
     pub(crate) fn contains(&self, address: usize) -> bool {
-        address.wrapping_sub(self.address) < self.layout.bytes
+        address.wrapping_sub(self.address) < self.geometry.bytes
     }
 
     pub(crate) fn shard_of(&self, page: PageIndex, shards: usize) -> Shard {
-        self.layout
-            .shard_of(page.offset(self.layout.page_bytes), shards)
+        self.geometry
+            .shard_of(page.offset(self.geometry.page_bytes), shards)
     }
 
     /// The number of the stripe that holds a page.
     pub(crate) fn stripe_of(&self, page: PageIndex) -> usize {
-        page.offset(self.layout.page_bytes) / self.layout.stripe_bytes
+        page.offset(self.geometry.page_bytes) / self.geometry.stripe_bytes
     }
 
     /// The part of `pages` in the same stripe as its first one, or as its last one when going
     /// `down`.
     pub(crate) fn in_one_stripe(&self, pages: PageRange, down: bool) -> PageRange {
-        let stripe_pages = self.layout.stripe_bytes / self.layout.page_bytes;
+        let stripe_pages = self.geometry.stripe_bytes / self.geometry.page_bytes;
         if down {
             let start = pages.end.0.saturating_sub(1) / stripe_pages * stripe_pages;
             pages.start.max(PageIndex(start)).until(pages.end)
@@ -372,7 +372,7 @@ impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Region")
             .field("label", self.store.label())
-            .field("layout", &self.layout)
+            .field("geometry", &self.geometry)
             .finish_non_exhaustive()
     }
 }

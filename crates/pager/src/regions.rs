@@ -42,7 +42,7 @@ impl RegionTable {
         let regions = self.read();
         let below = regions.range(..addresses.end).rev();
         below
-            .take_while(|(_, region)| region.address + region.layout.bytes > addresses.start)
+            .take_while(|(_, region)| region.address + region.geometry.bytes > addresses.start)
             .map(|(_, region)| region.clone())
             .collect()
     }

@@ -13,7 +13,7 @@ use farpage_store::PageRange;
 use farpage_vm::AddressSpace;
 
 use crate::{
-    claim::{Claim, FoundBy},
+    candidates::{Candidates, FoundBy},
     hand_over::PAGES_PER_CALL,
     leaving::Leaving,
     protocol::{self, OnLeft},
@@ -53,43 +53,48 @@ impl<A: AddressSpace> Relief<A> {
             if left == 0 || !budget.is_tight() || !hand_over.has_room() {
                 break;
             }
-            let Some(claim) = self.shared.victims.claim() else {
+            let Some(candidates) = self.shared.victims.candidates() else {
                 break;
             };
-            if claim.region.is_stalled() {
+            if candidates.region.is_stalled() {
                 continue;
             }
-            if claim.region.is_read_only() {
-                any |= self.drop_claim(&claim);
+            if candidates.region.is_read_only() {
+                any |= self.drop_candidates(&candidates);
                 continue;
             }
             // What streams have gone through lies in rows, which move at once.
-            if claim.found_by == FoundBy::Sweep && self.shared.scatter.is_better(&claim.region) {
-                return self.copy_out(claim) || any;
+            if candidates.found_by == FoundBy::Sweep
+                && self.shared.scatter.is_better(&candidates.region)
+            {
+                return self.copy_out(candidates) || any;
             }
-            any |= self.move_out(&claim, &mut left);
+            any |= self.move_out(&candidates, &mut left);
         }
         any
     }
 
-    /// Drops the claim's victims, which the program may only read.
-    fn drop_claim(&self, claim: &Claim) -> bool {
-        let page_bytes = claim.region.page_bytes() as u64;
+    /// Drops victims among the candidates, which the program may only read.
+    fn drop_candidates(&self, candidates: &Candidates) -> bool {
+        let page_bytes = candidates.region.page_bytes() as u64;
         let excess = self.shared.frames.budget().excess().div_ceil(page_bytes);
-        let dropped = self.shared.victims.drop_claim(claim, excess as usize);
+        let dropped = self
+            .shared
+            .victims
+            .drop_candidates(candidates, excess as usize);
         self.counters().evictions.add(dropped.pages);
         self.counters().clean_evictions.add(dropped.pages);
         if let Some(page) = dropped.refused {
-            self.move_run_out(&claim.region, page.alone(), claim.found_by);
+            self.move_run_out(&candidates.region, page.alone(), candidates.found_by);
         }
         dropped.pages > 0
     }
 
-    /// Takes victims of the claim, and of some behind it, out by copying.
-    fn copy_out(&self, claim: Claim) -> bool {
-        let (region, found_by) = (claim.region.clone(), claim.found_by);
+    /// Takes victims of the candidates, and of some behind them, out by copying.
+    fn copy_out(&self, candidates: Candidates) -> bool {
+        let (region, found_by) = (candidates.region.clone(), candidates.found_by);
         let took_out = |run| self.took_out(&region, run, found_by);
-        let outcome = self.shared.scatter.take_out(claim, took_out);
+        let outcome = self.shared.scatter.take_out(candidates, took_out);
         let outcome = outcome.unwrap_or_default();
         let mut any = outcome.any;
         for page in outcome.refused {
@@ -98,10 +103,10 @@ impl<A: AddressSpace> Relief<A> {
         any
     }
 
-    /// Takes victims of the claim out by moving, `left` at most.
-    fn move_out(&self, claim: &Claim, left: &mut usize) -> bool {
-        let page_bytes = claim.region.page_bytes() as u64;
-        let mut walk = Walk::new(&self.shared.victims, claim);
+    /// Takes victims of the candidates out by moving, `left` at most.
+    fn move_out(&self, candidates: &Candidates, left: &mut usize) -> bool {
+        let page_bytes = candidates.region.page_bytes() as u64;
+        let mut walk = Walk::new(&self.shared.victims, candidates);
         loop {
             let excess = self.shared.frames.budget().excess();
             let most = (*left).min(excess.div_ceil(page_bytes) as usize);
@@ -112,7 +117,7 @@ impl<A: AddressSpace> Relief<A> {
                 break;
             };
             *left -= pages.len();
-            walk.took(self.move_run_out(&claim.region, pages, claim.found_by));
+            walk.took(self.move_run_out(&candidates.region, pages, candidates.found_by));
         }
         walk.end()
     }

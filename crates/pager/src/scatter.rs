@@ -23,7 +23,7 @@ use smallvec::SmallVec;
 
 use crate::{
     budget::Reservation,
-    claim::Claim,
+    candidates::Candidates,
     costs::Costs,
     frames::Frames,
     installer::{Heat, Installer},
@@ -210,19 +210,20 @@ impl<A: AddressSpace> Scatter<A> {
         }
     }
 
-    /// Takes victims out by copying, those of `claim` and of some behind it, while there is need,
-    /// and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region has
-    /// been entered for it. `None`: somebody else takes pages out, and the claim is left to others.
+    /// Takes victims out by copying, those of `candidates` and of some behind them, while there is
+    /// need, and hands each to `taken_out`: it is the caller's then, as `Leaving`, and its region
+    /// has been entered for it. `None`: somebody else takes pages out, and the candidates are left
+    /// to others.
     pub(crate) fn take_out(
         &self,
-        claim: Claim,
+        candidates: Candidates,
         mut taken_out: impl FnMut(Run<A::Frame>),
     ) -> Option<Outcome> {
-        let region = claim.region.clone();
+        let region = candidates.region.clone();
         let turn = self.try_turn();
         // Looked at again: nobody who pins goes on before a turn that did not see it has ended.
         if turn.is_none() || region.pinned() > 0 || !region.enter() {
-            Walk::new(&self.victims, &claim).end();
+            Walk::new(&self.victims, &candidates).end();
             return None;
         }
         let page_bytes = region.page_bytes();
@@ -233,7 +234,7 @@ impl<A: AddressSpace> Scatter<A> {
         {
             frames.push(frame);
         }
-        let pages = self.mark(claim, frames.len());
+        let pages = self.mark(candidates, frames.len());
         let mut outcome = Outcome::default();
         let mut out = SmallVec::<[(PageIndex, A::Frame); SCATTERED_PAGES_MAX]>::new();
         let mut rest = &pages[..];
@@ -306,19 +307,19 @@ impl<A: AddressSpace> Scatter<A> {
 
     /// Marks victims, `most` at most, that lie in one stripe and within [`WINDOW_PAGES`].
     /// Ascending.
-    fn mark(&self, claim: Claim, most: usize) -> Scattered {
-        let (region, found_by) = (claim.region.clone(), claim.found_by);
-        let window = window_of(&region, claim.pages.start);
+    fn mark(&self, candidates: Candidates, most: usize) -> Scattered {
+        let (region, found_by) = (candidates.region.clone(), candidates.found_by);
+        let window = window_of(&region, candidates.pages.start);
         let mut pages = Scattered::new();
-        let mut next = Some(claim);
+        let mut next = Some(candidates);
         for _ in 0..WINDOW_PAGES / CHUNK_PAGES {
-            let Some(claim) = next.take() else {
+            let Some(candidates) = next.take() else {
                 break;
             };
-            let is_near = Arc::ptr_eq(&claim.region, &region)
-                && claim.found_by == found_by
-                && window.contains(claim.pages.start);
-            let mut walk = Walk::new(&self.victims, &claim);
+            let is_near = Arc::ptr_eq(&candidates.region, &region)
+                && candidates.found_by == found_by
+                && window.contains(candidates.pages.start);
+            let mut walk = Walk::new(&self.victims, &candidates);
             while is_near
                 && pages.len() < most
                 && let Some(run) = walk.next(most - pages.len())
@@ -332,18 +333,19 @@ impl<A: AddressSpace> Scatter<A> {
             }
             walk.end();
             if is_near && pages.len() < most {
-                next = self.victims.claim();
+                next = self.victims.candidates();
             }
         }
-        if let Some(claim) = next {
-            Walk::new(&self.victims, &claim).end();
+        if let Some(candidates) = next {
+            Walk::new(&self.victims, &candidates).end();
         }
         pages.sort_unstable();
         pages
     }
 }
 
-/// The pages that may leave together with `page`. Whole chunks, so that no claim of a sweep is cut.
+/// The pages that may leave together with `page`. Whole chunks, so that no sweep's candidates are
+/// cut.
 fn window_of(region: &Region, page: PageIndex) -> PageRange {
     let end = region.chunk(chunk_of(page)).start + WINDOW_PAGES;
     region.in_one_stripe(page.until(end), false)

@@ -21,7 +21,7 @@ use std::{
 use farpage_store::PageIndex;
 
 use crate::{
-    claim::{Claim, FoundBy},
+    candidates::{Candidates, FoundBy},
     region::{CHUNK_PAGES, chunk_of},
     regions::RegionTable,
 };
@@ -69,7 +69,7 @@ impl Sweep {
 
     /// Moves the hand past the next chunk that may hold resident pages, or past the rest of one.
     /// `None`: no region has any.
-    pub(crate) fn claim(&self, regions: &RegionTable) -> Option<Claim> {
+    pub(crate) fn candidates(&self, regions: &RegionTable) -> Option<Candidates> {
         let mut hand = self.hand();
         let regions = regions.read();
         // Twice around at most: the first time from where the hand stands, the second from the
@@ -89,7 +89,7 @@ impl Sweep {
                 if let Some(chunk) = region.next_resident(chunk_of(from)) {
                     (hand.address, hand.page) = (address, PageIndex((chunk + 1) * CHUNK_PAGES));
                     let pages = region.chunk(chunk);
-                    return Some(Claim {
+                    return Some(Candidates {
                         region: region.clone(),
                         pages: pages.start.max(from).until(pages.end),
                         age_floor: hand.age_floor,
@@ -102,18 +102,18 @@ impl Sweep {
         None
     }
 
-    /// Enough pages leave: the hand goes back to `page`, the first of the claim that was not looked
+    /// Enough pages leave: the hand goes back to `page`, the first candidate that was not looked
     /// at. Otherwise the rest of each chunk would be passed over, and under a small budget the same
     /// few pages would leave again and again.
-    pub(crate) fn stop_at(&self, claim: &Claim, page: PageIndex) {
+    pub(crate) fn stop_at(&self, candidates: &Candidates, page: PageIndex) {
         let mut hand = self.hand();
-        let behind = PageIndex(claim.pages.end.0.next_multiple_of(CHUNK_PAGES));
-        if (hand.address, hand.page) == (claim.region.address, behind) {
+        let behind = PageIndex(candidates.pages.end.0.next_multiple_of(CHUNK_PAGES));
+        if (hand.address, hand.page) == (candidates.region.address, behind) {
             hand.page = page;
         }
     }
 
-    /// Tells how many resident pages of a claim were looked at and how many of them leave.
+    /// Tells how many resident candidates were looked at and how many of them leave.
     pub(crate) fn report(&self, seen: usize, taken: usize, resident_in_all: usize) {
         let mut hand = self.hand();
         hand.seen += seen;

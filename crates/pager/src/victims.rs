@@ -11,7 +11,7 @@ use farpage_vm::{AddressSpace, DetachError, SCATTERED_PAGES_MAX};
 
 use crate::{
     behind::Behind,
-    claim::{Claim, FoundBy},
+    candidates::{Candidates, FoundBy},
     clock::FillClock,
     frames::Frames,
     mapper::{Mapper, Runs},
@@ -82,10 +82,12 @@ impl<A: AddressSpace> Victims<A> {
     }
 
     /// Where to look for victims.
-    pub(crate) fn claim(&self) -> Option<Claim> {
+    pub(crate) fn candidates(&self) -> Option<Candidates> {
         let streams = self.proof.streams_go_first();
-        let claim = streams.then(|| self.behind.claim(&self.regions)).flatten();
-        claim.or_else(|| self.sweep.claim(&self.regions))
+        let candidates = streams
+            .then(|| self.behind.candidates(&self.regions))
+            .flatten();
+        candidates.or_else(|| self.sweep.candidates(&self.regions))
     }
 
     /// The stamp of a page that leaves now.
@@ -192,9 +194,9 @@ impl<A: AddressSpace> Victims<A> {
         dropped
     }
 
-    /// [`drop_runs`](Self::drop_runs) of a claim's victims, `most` pages at most.
-    pub(crate) fn drop_claim(&self, claim: &Claim, most: usize) -> Dropped {
-        let mut walk = Walk::new(self, claim);
+    /// [`drop_runs`](Self::drop_runs) of victims of the candidates, `most` pages at most.
+    pub(crate) fn drop_candidates(&self, candidates: &Candidates, most: usize) -> Dropped {
+        let mut walk = Walk::new(self, candidates);
         let (mut runs, mut left) = (Runs::new(), most);
         while left > 0
             && runs.len() < SCATTERED_PAGES_MAX
@@ -203,7 +205,7 @@ impl<A: AddressSpace> Victims<A> {
             left -= run.len();
             runs.push(run);
         }
-        let dropped = self.drop_runs(&claim.region, &runs, claim.found_by);
+        let dropped = self.drop_runs(&candidates.region, &runs, candidates.found_by);
         walk.took(dropped.pages);
         walk.end();
         dropped
@@ -222,10 +224,10 @@ impl<A: AddressSpace> Victims<A> {
     }
 }
 
-/// A walk over the pages of a claim.
+/// A walk over candidates.
 pub(crate) struct Walk<'a, A: AddressSpace> {
     victims: &'a Victims<A>,
-    claim: &'a Claim,
+    candidates: &'a Candidates,
     /// The next one.
     page: PageIndex,
     seen: usize,
@@ -233,11 +235,11 @@ pub(crate) struct Walk<'a, A: AddressSpace> {
 }
 
 impl<'a, A: AddressSpace> Walk<'a, A> {
-    pub(crate) fn new(victims: &'a Victims<A>, claim: &'a Claim) -> Self {
+    pub(crate) fn new(victims: &'a Victims<A>, candidates: &'a Candidates) -> Self {
         Walk {
             victims,
-            claim,
-            page: claim.pages.start,
+            candidates,
+            page: candidates.pages.start,
             seen: 0,
             taken: 0,
         }
@@ -245,10 +247,10 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
 
     /// The next victims that lie together, at most `most`. `None`: there are no more.
     pub(crate) fn next(&mut self, most: usize) -> Option<PageRange> {
-        let region = &self.claim.region;
-        while self.page < self.claim.pages.end {
+        let region = &self.candidates.region;
+        while self.page < self.candidates.pages.end {
             let window = self.page.and_on(region.run_pages.min(most));
-            let window = region.in_one_stripe(window.within(self.claim.pages), false);
+            let window = region.in_one_stripe(window.within(self.candidates.pages), false);
             let now = self.victims.clock.now();
             let spared = window.iter().find(|&page| !self.is_victim(page, now));
             let run = self.page.until(spared.unwrap_or(window.end));
@@ -267,17 +269,21 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
 
     /// What was not looked at is left to others. Returns whether any page was taken.
     pub(crate) fn end(self) -> bool {
-        let Walk { victims, claim, .. } = self;
-        if self.page < claim.pages.end {
-            match claim.found_by {
-                FoundBy::Stream => victims.behind.stop_at(claim, self.page),
-                FoundBy::Sweep => victims.sweep.stop_at(claim, self.page),
+        let Walk {
+            victims,
+            candidates,
+            ..
+        } = self;
+        if self.page < candidates.pages.end {
+            match candidates.found_by {
+                FoundBy::Stream => victims.behind.stop_at(candidates, self.page),
+                FoundBy::Sweep => victims.sweep.stop_at(candidates, self.page),
             }
         }
-        let page_bytes = claim.region.page_bytes();
+        let page_bytes = candidates.region.page_bytes();
         let taken_bytes = self.taken * page_bytes;
-        victims.proof.leave(claim.found_by, taken_bytes);
-        if claim.found_by == FoundBy::Sweep {
+        victims.proof.leave(candidates.found_by, taken_bytes);
+        if candidates.found_by == FoundBy::Sweep {
             let used = victims.frames.budget().used() as usize;
             (victims.sweep).report(self.seen * page_bytes, taken_bytes, used);
         }
@@ -286,13 +292,13 @@ impl<'a, A: AddressSpace> Walk<'a, A> {
 
     /// Whether a page shall leave; one that is warm cools.
     fn is_victim(&mut self, page: PageIndex, now: u32) -> bool {
-        let words = &self.claim.region.words;
+        let words = &self.candidates.region.words;
         let word = words.load(page);
         if word.state() != State::Resident || word.pinned() {
             return false;
         }
         self.seen += 1;
-        if now.wrapping_sub(word.stamp()) < self.claim.age_floor {
+        if now.wrapping_sub(word.stamp()) < self.candidates.age_floor {
             return false;
         }
         if word.heat() > 0 {

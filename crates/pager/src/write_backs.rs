@@ -18,7 +18,7 @@ use nix::poll::PollFd;
 
 use crate::{
     PageError,
-    claim::FoundBy,
+    candidates::FoundBy,
     flights::{Flight, Flights, Landed},
     installer::Heat,
     job::Job,

@@ -11,7 +11,7 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Asked, Events, Fault, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout,
+    AddressSpace, Asked, Events, Fault, Geometry, In, KernelFrame, KernelSpace, KernelSpaceOptions,
     Out, Shard,
     sigbus::{FaultHandler, Registration, Served},
 };
@@ -34,7 +34,7 @@ enum By {
 struct Pages {
     space: KernelSpace,
     base: usize,
-    layout: Layout,
+    geometry: Geometry,
     away: Vec<Mutex<Option<KernelFrame>>>,
     stop: AtomicBool,
 }
@@ -90,7 +90,7 @@ fn measure(page_bytes: usize, by: By) -> Result<Vec<u64>, Box<dyn std::error::Er
     if let Some(server) = server {
         server.join().expect("the server does not panic");
     }
-    pages.space.unmap(pages.base, pages.layout);
+    pages.space.unmap(pages.base, pages.geometry);
     Ok(ns)
 }
 
@@ -102,7 +102,7 @@ impl Pages {
             in_thread: by == By::Itself,
             ..KernelSpaceOptions::default()
         })?;
-        let layout = Layout {
+        let geometry = Geometry {
             bytes: BYTES,
             page_bytes,
             stripe_bytes: BYTES,
@@ -115,9 +115,9 @@ impl Pages {
             .map(|_| Ok(Mutex::new(Some(space.new_frame(page_bytes, 1)?))))
             .collect::<Result<_, std::io::Error>>()?;
         Ok(Arc::new(Self {
-            base: space.map(layout)?.address,
+            base: space.map(geometry)?.address,
             space,
-            layout,
+            geometry,
             away,
             stop: AtomicBool::new(false),
         }))
@@ -130,12 +130,12 @@ impl Pages {
     }
 
     fn page(&self, number: usize) -> farpage_vm::Pages {
-        let page_bytes = self.layout.page_bytes;
+        let page_bytes = self.geometry.page_bytes;
         farpage_vm::Pages::new(Shard(0), self.base + number * page_bytes, page_bytes, 1)
     }
 
     fn install(&self, fault: Fault) {
-        let page = (fault.address - self.base) / self.layout.page_bytes;
+        let page = (fault.address - self.base) / self.geometry.page_bytes;
         if let Some(frame) = self.away(page).take() {
             self.space
                 .install(self.page(page), In::Move(frame))

@@ -9,8 +9,8 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Features, In, KernelSpace, KernelSpaceOptions, Layout, Out, Pages, RegisterMode,
-    Shard, Transfer, Uffd,
+    AddressSpace, Features, Geometry, In, KernelSpace, KernelSpaceOptions, Out, Pages,
+    RegisterMode, Shard, Transfer, Uffd,
 };
 
 const BYTES: usize = 64 << 20;
@@ -45,8 +45,8 @@ fn in_runs(
     run: usize,
     transfer: Transfer,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let (space, layout) = space(page_bytes, transfer)?;
-    let base = space.map(layout)?.address;
+    let (space, geometry) = space(page_bytes, transfer)?;
+    let base = space.map(geometry)?.address;
     let alone = install_and_detach(&space, base, page_bytes, run)?;
     let running = AtomicBool::new(true);
     let accompanied = thread::scope(|scope| {
@@ -68,7 +68,7 @@ fn in_runs(
         accompanied[0],
         accompanied[1]
     );
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
     Ok(())
 }
 
@@ -111,13 +111,13 @@ fn install_and_detach(
 fn space(
     page_bytes: usize,
     transfer: Transfer,
-) -> Result<(KernelSpace, Layout), Box<dyn std::error::Error>> {
+) -> Result<(KernelSpace, Geometry), Box<dyn std::error::Error>> {
     let options = KernelSpaceOptions {
         frame_bytes_max: BYTES,
         transfer: Some(transfer),
         ..KernelSpaceOptions::default()
     };
-    let layout = Layout {
+    let geometry = Geometry {
         bytes: BYTES,
         page_bytes,
         stripe_bytes: BYTES,
@@ -126,15 +126,15 @@ fn space(
         read_only: false,
         no_direct_io: false,
     };
-    Ok((KernelSpace::new(options)?, layout))
+    Ok((KernelSpace::new(options)?, geometry))
 }
 
 fn through_the_space(
     page_bytes: usize,
     transfer: Transfer,
 ) -> Result<(), Box<dyn std::error::Error>> {
-    let (space, layout) = space(page_bytes, transfer)?;
-    let base = space.map(layout)?.address;
+    let (space, geometry) = space(page_bytes, transfer)?;
+    let base = space.map(geometry)?.address;
     let pages = BYTES / page_bytes;
     let us_per_page = |start: Instant| start.elapsed().as_secs_f64() * 1e6 / pages as f64;
 
@@ -152,7 +152,7 @@ fn through_the_space(
         "{:>10} {mode:>6} {new:>10.2} {install:>10.2} {detach:>10.2} {dropped:>12.2}",
         page_bytes >> 10
     );
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
     Ok(())
 }
 

@@ -23,8 +23,8 @@ pub use pages::{Pages, Shard};
 pub use probe::{Check, Probe, Verdict, probe};
 pub use sim::{Faulted, SimFrame, SimOptions, SimSpace};
 pub use space::{
-    AddressSpace, Asked, Batch, DetachError, Events, Fault, Frame, In, InstallError,
-    InstallErrorKind, Layout, Left, Mapping, Out, RUN_PAGES_MAX, Room, SCATTERED_PAGES_MAX, Wait,
+    AddressSpace, Asked, Batch, DetachError, Events, Fault, Frame, Geometry, In, InstallError,
+    InstallErrorKind, Left, Mapping, Out, RUN_PAGES_MAX, Room, SCATTERED_PAGES_MAX, Wait,
 };
 pub use sys::{Refusal, Stopped};
 pub use uffd::{FaultBuffer, Features, OpenError, RegisterMode, Uffd};

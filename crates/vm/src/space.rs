@@ -216,7 +216,7 @@ pub enum InstallErrorKind {
 
 /// How a region of a new mapping is laid out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct Geometry {
     /// Length of the region, a multiple of `page_bytes`.
     pub bytes: usize,
     /// Page size: a power of two, 4 KiB to 2 MiB.
@@ -236,7 +236,7 @@ pub struct Layout {
     pub no_direct_io: bool,
 }
 
-impl Layout {
+impl Geometry {
     /// The shard that owns `offset`, of `shards` in all.
     pub fn shard_of(&self, offset: usize, shards: usize) -> Shard {
         Shard((self.first_shard + offset / self.stripe_bytes) % shards)
@@ -271,11 +271,11 @@ pub trait AddressSpace: Send + Sync + 'static {
     /// # Errors
     /// The operating system's, in words that say what to do. What was mapped at a given address is
     /// gone then, too, unless the address is unaligned or another region's.
-    fn map(&self, layout: Layout) -> io::Result<Mapping>;
+    fn map(&self, geometry: Geometry) -> io::Result<Mapping>;
 
     /// Gives the addresses back, except those that the program has unmapped itself. All pages of
     /// the region must have been detached, or are lost with it.
-    fn unmap(&self, address: usize, layout: Layout);
+    fn unmap(&self, address: usize, geometry: Geometry);
 
     /// A new zeroed frame of `pages` pages (at most [`RUN_PAGES_MAX`]): this takes physical memory,
     /// which dropping the frame gives back.

@@ -166,7 +166,7 @@ impl Wide {
     /// small part.
     fn some_page(&mut self, region: usize) -> usize {
         let pages = self.pages(region);
-        let stripe = self.regions[region].region().layout.stripe_bytes;
+        let stripe = self.regions[region].region().geometry.stripe_bytes;
         let stripe = stripe / self.regions[region].page_bytes();
         let near = match self.below(5) {
             0 => 0,

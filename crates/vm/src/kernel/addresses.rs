@@ -5,11 +5,11 @@
 
 use std::{io, ops::Range};
 
-use super::{claims, ranges::Ranges, shard::KernelShard};
+use super::{occupied, ranges::Ranges, shard::KernelShard};
 use crate::{
     frame::{HUGE_PAGE_BYTES, check_page_bytes},
     pages::Shard,
-    space::Layout,
+    space::Geometry,
     sys,
     uffd::RegisterMode,
 };
@@ -19,11 +19,11 @@ use crate::{
 pub(super) fn map(
     shards: &[KernelShard],
     space: u64,
-    layout: &Layout,
+    geometry: &Geometry,
     mode: RegisterMode,
 ) -> io::Result<usize> {
-    check_layout(layout)?;
-    let address = reserve(space, layout).map_err(|error| match error.raw_os_error() {
+    check_geometry(geometry)?;
+    let address = reserve(space, geometry).map_err(|error| match error.raw_os_error() {
         None => error,
         Some(_) => io::Error::new(
             error.kind(),
@@ -31,20 +31,20 @@ pub(super) fn map(
                 "cannot reserve {} bytes of addresses: {error} (see `ulimit -v`, \
                  `sysctl vm.overcommit_memory`, which 2 makes count addresses as memory, and \
                  `sysctl vm.max_map_count`)",
-                layout.bytes
+                geometry.bytes
             ),
         ),
     })?;
     // What was unmapped before is not about this region.
     catch_up(shards);
-    claims::begin(address);
-    if let Err(error) = set_up(shards, address, layout, mode) {
-        unmap(shards, address, layout);
+    occupied::begin(address);
+    if let Err(error) = set_up(shards, address, geometry, mode) {
+        unmap(shards, address, geometry);
         let text = format!(
             "cannot register {} bytes with userfaultfd: {error}; when out of memory, a mapping per \
              stripe exceeds `sysctl vm.max_map_count`: raise it \
              (`sudo sysctl -w vm.max_map_count=1000000`) or choose larger stripes",
-            layout.bytes
+            geometry.bytes
         );
         return Err(io::Error::new(error.kind(), text));
     }
@@ -52,8 +52,8 @@ pub(super) fn map(
 }
 
 /// Gives the addresses of a region back, except those that the program has unmapped itself.
-pub(super) fn unmap(shards: &[KernelShard], address: usize, layout: &Layout) {
-    let all = address..address + layout.bytes;
+pub(super) fn unmap(shards: &[KernelShard], address: usize, geometry: &Geometry) {
+    let all = address..address + geometry.bytes;
     catch_up(shards);
     let mut gone = Ranges::default();
     for shard in shards {
@@ -68,7 +68,7 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, layout: &Layout) {
         // SAFETY: the region's, which the caller gives up; the program has not unmapped it.
         let _ = unsafe { sys::protect(part.start, part.len(), libc::PROT_NONE) };
         // 2. No faults: otherwise this thread would wait for its own message to be read.
-        for (shard, stripe) in stripes(shards.len(), address, layout) {
+        for (shard, stripe) in stripes(shards.len(), address, geometry) {
             let (start, end) = (stripe.start.max(part.start), stripe.end.min(part.end));
             if start < end {
                 let _ = shards[shard.0].fence.uffd().unregister(start, end - start);
@@ -82,7 +82,7 @@ pub(super) fn unmap(shards: &[KernelShard], address: usize, layout: &Layout) {
         shard.poison.forget(&all);
         shard.fence.forget(&all);
     }
-    claims::give_up(address);
+    occupied::give_up(address);
 }
 
 /// Waits until all that was unmapped before this call is known to all shards.
@@ -93,16 +93,16 @@ fn catch_up(shards: &[KernelShard]) {
 fn set_up(
     shards: &[KernelShard],
     address: usize,
-    layout: &Layout,
+    geometry: &Geometry,
     mode: RegisterMode,
 ) -> io::Result<()> {
-    for (shard, stripe) in stripes(shards.len(), address, layout) {
+    for (shard, stripe) in stripes(shards.len(), address, geometry) {
         let uffd = shards[shard.0].fence.uffd();
         uffd.register(stripe.start, stripe.len(), mode)?;
     }
-    if layout.read_only {
+    if geometry.read_only {
         // SAFETY: reserved by the caller, and nobody else has learned of it.
-        unsafe { sys::protect(address, layout.bytes, libc::PROT_READ) }?;
+        unsafe { sys::protect(address, geometry.bytes, libc::PROT_READ) }?;
     }
     Ok(())
 }
@@ -111,70 +111,71 @@ fn set_up(
 fn stripes(
     shards: usize,
     address: usize,
-    layout: &Layout,
+    geometry: &Geometry,
 ) -> impl Iterator<Item = (Shard, Range<usize>)> {
     let step = if shards == 1 {
-        layout.bytes
+        geometry.bytes
     } else {
-        layout.stripe_bytes
+        geometry.stripe_bytes
     };
-    (0..layout.bytes).step_by(step).map(move |offset| {
+    (0..geometry.bytes).step_by(step).map(move |offset| {
         let start = address + offset;
-        let end = start + step.min(layout.bytes - offset);
-        (layout.shard_of(offset, shards), start..end)
+        let end = start + step.min(geometry.bytes - offset);
+        (geometry.shard_of(offset, shards), start..end)
     })
 }
 
-/// Reserves the addresses of a region and claims them.
-fn reserve(space: u64, layout: &Layout) -> io::Result<usize> {
-    let huge = layout.page_bytes == HUGE_PAGE_BYTES;
-    let claim = |start| claims::claim(&(start..start + layout.bytes), space, layout.read_only);
-    if let Some(start) = layout.address {
-        let end = start.checked_add(layout.bytes);
-        if start == 0 || !start.is_multiple_of(layout.page_bytes) || end.is_none() {
+/// Reserves the addresses of a region, which are no other's from then on.
+fn reserve(space: u64, geometry: &Geometry) -> io::Result<usize> {
+    let huge = geometry.page_bytes == HUGE_PAGE_BYTES;
+    let occupy =
+        |start| occupied::occupy(&(start..start + geometry.bytes), space, geometry.read_only);
+    if let Some(start) = geometry.address {
+        let end = start.checked_add(geometry.bytes);
+        if start == 0 || !start.is_multiple_of(geometry.page_bytes) || end.is_none() {
             let text = format!(
                 "no region of {} bytes can begin at {start:#x}: need a multiple of its page size, {}",
-                layout.bytes, layout.page_bytes
+                geometry.bytes, geometry.page_bytes
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
-        if !claim(start) {
+        if !occupy(start) {
             let text = format!(
                 "the {} bytes at {start:#x} belong to another region, at least in part: \
                  unmap that first",
-                layout.bytes
+                geometry.bytes
             );
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, text));
         }
-        // SAFETY: whoever asks for an address gives up what is mapped there (`Layout::address`),
-        // and no other region is there: claimed above.
-        unsafe { sys::reserve_at(start, layout.bytes, huge) }
-            .inspect_err(|_| claims::give_up(start))?;
+        // SAFETY: whoever asks for an address gives up what is mapped there (`Geometry::address`),
+        // and no other region is there: that was seen to above.
+        unsafe { sys::reserve_at(start, geometry.bytes, huge) }
+            .inspect_err(|_| occupied::give_up(start))?;
         return Ok(start);
     }
     // The kernel may hand out again what the program has unmapped out of a region. Such addresses
     // are kept until others have been found.
     let mut unfit = Vec::new();
     let found = loop {
-        match sys::reserve(layout.bytes, layout.page_bytes, huge) {
-            Ok(start) if claim(start) => break Ok(start),
+        match sys::reserve(geometry.bytes, geometry.page_bytes, huge) {
+            Ok(start) if occupy(start) => break Ok(start),
             Ok(start) => unfit.push(start),
             Err(errno) => break Err(errno.into()),
         }
     };
     for start in unfit {
         // SAFETY: reserved above, and nobody else has learned of it.
-        unsafe { sys::release(start, layout.bytes) };
+        unsafe { sys::release(start, geometry.bytes) };
     }
     found
 }
 
-fn check_layout(layout: &Layout) -> io::Result<()> {
-    check_page_bytes(layout.page_bytes)?;
-    let is_whole = |bytes: usize| bytes > 0 && bytes.is_multiple_of(layout.page_bytes);
-    if is_whole(layout.bytes) && is_whole(layout.stripe_bytes) {
+fn check_geometry(geometry: &Geometry) -> io::Result<()> {
+    check_page_bytes(geometry.page_bytes)?;
+    let is_whole = |bytes: usize| bytes > 0 && bytes.is_multiple_of(geometry.page_bytes);
+    if is_whole(geometry.bytes) && is_whole(geometry.stripe_bytes) {
         return Ok(());
     }
-    let text = format!("{layout:?}: region and stripe must be a positive multiple of the page");
+    let text = format!("{geometry:?}: region and stripe must be a positive multiple of the page");
     Err(io::Error::new(io::ErrorKind::InvalidInput, text))
 }

@@ -6,7 +6,7 @@
 
 use std::{io, ops::Range};
 
-use super::{claims, ranges::Ranges};
+use super::{occupied, ranges::Ranges};
 use crate::{
     space::Fault,
     uffd::{FaultBuffer, Message, Uffd},
@@ -37,7 +37,7 @@ impl Messages {
         uffd.messages(buffer, |message| match message {
             Message::Fault(fault) => faults.push(fault),
             Message::Unmapped(range) => {
-                for part in claims::of_space(space, &range) {
+                for part in occupied::of_space(space, &range) {
                     gone.insert(part.clone());
                     news.push(part);
                 }

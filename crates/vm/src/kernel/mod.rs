@@ -6,7 +6,7 @@
 //!
 //! | module | what it does |
 //! |---|---|
-//! | `addresses`, `claims`, `ranges` | reserve, register and give back a region's addresses |
+//! | `addresses`, `occupied`, `ranges` | reserve, register and give back a region's addresses |
 //! | `messages`, `fence` | read faults and unmaps; keep unmaps and transfers apart |
 //! | `moving`, `holes` | move pages in and out (kernel 6.8); its arithmetic |
 //! | `copying` | copy them instead (kernel 5.7) |
@@ -15,13 +15,13 @@
 //! | `poison` | make absent pages raise a signal |
 
 mod addresses;
-mod claims;
 mod copying;
 mod dropping;
 mod fence;
 mod holes;
 mod messages;
 mod moving;
+mod occupied;
 mod poison;
 mod ranges;
 mod scattered;
@@ -35,8 +35,8 @@ use crate::{
     pagemap::Pagemap,
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Asked, Batch, DetachError, Events, Frame, In, InstallError, InstallErrorKind,
-        Layout, Left, Mapping, Out, Wait,
+        AddressSpace, Asked, Batch, DetachError, Events, Frame, Geometry, In, InstallError,
+        InstallErrorKind, Left, Mapping, Out, Wait,
     },
     sys::{self, KERNEL_PAGE_BYTES},
     uffd::{Features, OpenError, RegisterMode, Uffd},
@@ -146,7 +146,7 @@ impl KernelSpace {
         if options.in_thread {
             features = features | Features::SIGBUS;
         }
-        let number = claims::next_space();
+        let number = occupied::next_space();
         let pagemap = Arc::new(Pagemap::open().map_err(OpenError::Pagemap)?);
         let shards = (0..options.shards)
             .map(|_| {
@@ -283,17 +283,17 @@ impl AddressSpace for KernelSpace {
         self.shards.len()
     }
 
-    fn map(&self, layout: Layout) -> io::Result<Mapping> {
-        let is_single = layout.page_bytes == KERNEL_PAGE_BYTES && !layout.read_only;
+    fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
+        let is_single = geometry.page_bytes == KERNEL_PAGE_BYTES && !geometry.read_only;
         let copies_in = self.transfer == Transfer::Move && is_single;
-        let is_safe = self.in_thread || layout.no_direct_io;
+        let is_safe = self.in_thread || geometry.no_direct_io;
         let copies_out = self.scatters && is_single && is_safe;
         let mode = if copies_out {
             RegisterMode::MISSING | RegisterMode::WRITE_PROTECT
         } else {
             RegisterMode::MISSING
         };
-        let address = addresses::map(&self.shards, self.number, &layout, mode)?;
+        let address = addresses::map(&self.shards, self.number, &geometry, mode)?;
         Ok(Mapping {
             address,
             copies_in,
@@ -301,8 +301,8 @@ impl AddressSpace for KernelSpace {
         })
     }
 
-    fn unmap(&self, address: usize, layout: Layout) {
-        addresses::unmap(&self.shards, address, &layout);
+    fn unmap(&self, address: usize, geometry: Geometry) {
+        addresses::unmap(&self.shards, address, &geometry);
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<KernelFrame> {
@@ -396,7 +396,7 @@ mod tests {
     use super::*;
 
     const PAGE: usize = 65536;
-    const LAYOUT: Layout = Layout {
+    const GEOMETRY: Geometry = Geometry {
         bytes: 2 * PAGE,
         page_bytes: PAGE,
         stripe_bytes: PAGE,
@@ -411,7 +411,7 @@ mod tests {
         let space =
             KernelSpace::with_features(&KernelSpaceOptions::default(), Features::WP).unwrap();
         assert_eq!(space.transfer(), Transfer::Copy);
-        let base = space.map(LAYOUT).unwrap().address;
+        let base = space.map(GEOMETRY).unwrap().address;
         let pages = Pages::new(Shard(0), base, PAGE, 1);
         let protection = || {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -436,32 +436,35 @@ mod tests {
             3
         );
         space.poison(pages).unwrap();
-        space.unmap(base, LAYOUT);
+        space.unmap(base, GEOMETRY);
         assert!(space.shards[0].poison.is_empty());
     }
 
     #[test]
-    fn layouts_that_are_no_whole_pages_are_refused() {
+    fn geometries_that_are_no_whole_pages_are_refused() {
         let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
         for wrong in [
-            Layout {
+            Geometry {
                 bytes: PAGE + 1,
-                ..LAYOUT
+                ..GEOMETRY
             },
-            Layout { bytes: 0, ..LAYOUT },
-            Layout {
+            Geometry {
+                bytes: 0,
+                ..GEOMETRY
+            },
+            Geometry {
                 stripe_bytes: 4096,
-                ..LAYOUT
+                ..GEOMETRY
             },
-            Layout {
+            Geometry {
                 page_bytes: 2048,
-                ..LAYOUT
+                ..GEOMETRY
             },
-            Layout {
+            Geometry {
                 page_bytes: 4 << 20,
                 bytes: 4 << 20,
                 stripe_bytes: 4 << 20,
-                ..LAYOUT
+                ..GEOMETRY
             },
         ] {
             assert_eq!(

@@ -11,7 +11,7 @@
 
 use std::ops::Range;
 
-use super::{claims, copying, fence::Fenced, holes::Progress, shard::KernelShard};
+use super::{copying, fence::Fenced, holes::Progress, occupied, shard::KernelShard};
 use crate::{
     frame::KernelFrame,
     pages::Pages,
@@ -131,7 +131,7 @@ pub(super) fn detach(
         };
         let is_refused_whole = refusal == Refusal::Invalid && done_bytes == 0;
         // The kernel moves between writable mappings only.
-        if is_refused_whole && next.start == 0 && claims::is_read_only(address) {
+        if is_refused_whole && next.start == 0 && occupied::is_read_only(address) {
             return copying::detach(shard, pages, frame, fenced);
         }
         if is_refused_whole && progress.narrow() {

@@ -9,7 +9,7 @@ use std::{collections::BTreeSet, io, ops::Range};
 
 use parking_lot::Mutex;
 
-use super::{claims, fence::Fence};
+use super::{fence::Fence, occupied};
 use crate::{
     pages::Pages,
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
@@ -54,7 +54,7 @@ impl Poison {
             if !take_out(barred, &page) {
                 continue;
             }
-            let write = if claims::is_read_only(address) {
+            let write = if occupied::is_read_only(address) {
                 0
             } else {
                 libc::PROT_WRITE

@@ -44,7 +44,7 @@ use self::{
 use crate::{
     pages::{Pages, Shard},
     space::{
-        AddressSpace, Asked, Batch, DetachError, Events, In, InstallError, Layout, Left, Mapping,
+        AddressSpace, Asked, Batch, DetachError, Events, Geometry, In, InstallError, Left, Mapping,
         Out, Wait,
     },
 };
@@ -250,7 +250,7 @@ impl SimSpace {
             let Some(region) = state.region_of(run) else {
                 break;
             };
-            assert!(region.layout.read_only, "nobody knows what {run:x?} hold");
+            assert!(region.geometry.read_only, "nobody knows what {run:x?} hold");
             let is_gone = |page| matches!(region.pages.get(&page), Some(Content::Gone));
             if run.addresses().any(is_gone) {
                 break;
@@ -271,21 +271,21 @@ impl AddressSpace for SimSpace {
         self.shards
     }
 
-    fn map(&self, layout: Layout) -> io::Result<Mapping> {
+    fn map(&self, geometry: Geometry) -> io::Result<Mapping> {
         let mut state = self.state.lock();
-        let address = state.next_address.next_multiple_of(layout.page_bytes);
+        let address = state.next_address.next_multiple_of(geometry.page_bytes);
         // A page's distance between regions: an access beyond a region's end must not meet the next
         // one.
-        state.next_address = address + layout.bytes + layout.page_bytes;
+        state.next_address = address + geometry.bytes + geometry.page_bytes;
         state.regions.insert(
             address,
             SimRegion {
-                layout,
+                geometry,
                 pages: BTreeMap::new(),
             },
         );
-        let copies_in = !layout.read_only;
-        let copies_out = copies_in && (state.options.copies_out || layout.no_direct_io);
+        let copies_in = !geometry.read_only;
+        let copies_out = copies_in && (state.options.copies_out || geometry.no_direct_io);
         Ok(Mapping {
             address,
             copies_in,
@@ -293,14 +293,14 @@ impl AddressSpace for SimSpace {
         })
     }
 
-    fn unmap(&self, address: usize, layout: Layout) {
+    fn unmap(&self, address: usize, geometry: Geometry) {
         let mut state = self.state.lock();
         let region = state.regions.remove(&address);
         assert!(
-            region.is_some_and(|region| region.layout == layout),
-            "{address:#x} is not mapped with {layout:?}"
+            region.is_some_and(|region| region.geometry == geometry),
+            "{address:#x} is not mapped with {geometry:?}"
         );
-        state.wake(address..address + layout.bytes);
+        state.wake(address..address + geometry.bytes);
     }
 
     fn new_frame(&self, page_bytes: usize, pages: usize) -> io::Result<SimFrame> {

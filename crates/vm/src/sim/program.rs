@@ -49,7 +49,7 @@ impl SimSpace {
         let Some((region, page)) = state.region(address) else {
             return;
         };
-        let page_bytes = region.layout.page_bytes;
+        let page_bytes = region.geometry.page_bytes;
         region.pages.insert(page, Content::Gone);
         state.wake(page..page + page_bytes);
         for news in &mut state.news {
@@ -71,7 +71,7 @@ impl SimSpace {
             "thread {thread} touches {address:#x} in its sleep"
         );
         let (region, page) = state.region(address).ok_or(Faulted::Sigsegv)?;
-        if write && region.layout.read_only {
+        if write && region.geometry.read_only {
             return Err(Faulted::Sigsegv);
         }
         match region.pages.get_mut(&page) {

@@ -12,7 +12,7 @@ use std::{
 use super::SimOptions;
 use crate::{
     pages::{Pages, Shard},
-    space::{Fault, InstallErrorKind, Layout},
+    space::{Fault, Geometry, InstallErrorKind},
 };
 
 pub(super) struct State {
@@ -30,7 +30,7 @@ pub(super) struct State {
 }
 
 pub(super) struct SimRegion {
-    pub(super) layout: Layout,
+    pub(super) geometry: Geometry,
     pub(super) pages: BTreeMap<usize, Content>,
 }
 
@@ -69,8 +69,8 @@ impl State {
     pub(super) fn region(&mut self, address: usize) -> Option<(&mut SimRegion, usize)> {
         let (start, region) = self.regions.range_mut(..=address).next_back()?;
         let offset = address - start;
-        let page = address - offset % region.layout.page_bytes;
-        (offset < region.layout.bytes).then_some((region, page))
+        let page = address - offset % region.geometry.page_bytes;
+        (offset < region.geometry.bytes).then_some((region, page))
     }
 
     /// The region in which `pages` lie.
@@ -81,12 +81,12 @@ impl State {
         let shards = self.queues.len();
         let (address, page_bytes) = (pages.address(), pages.page_bytes());
         let (&start, region) = self.regions.range_mut(..=address).next_back()?;
-        let Layout {
+        let Geometry {
             bytes,
             page_bytes: its_page_bytes,
             stripe_bytes,
             ..
-        } = region.layout;
+        } = region.geometry;
         let offset = address - start;
         if offset >= bytes {
             return None;
@@ -102,7 +102,7 @@ impl State {
         );
         assert_eq!(
             pages.shard(),
-            region.layout.shard_of(offset, shards),
+            region.geometry.shard_of(offset, shards),
             "{pages:x?} are another shard's"
         );
         Some(region)
@@ -115,7 +115,7 @@ impl State {
             .range(..=address)
             .next_back()
             .expect("the caller has found the region");
-        let Shard(shard) = region.layout.shard_of(address - start, shards);
+        let Shard(shard) = region.geometry.shard_of(address - start, shards);
         let fault = Fault {
             address,
             write,

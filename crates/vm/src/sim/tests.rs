@@ -3,7 +3,7 @@
 use super::*;
 use crate::space::{Fault, Frame, InstallErrorKind};
 
-const LAYOUT: Layout = Layout {
+const GEOMETRY: Geometry = Geometry {
     bytes: 4 * 4096,
     page_bytes: 4096,
     stripe_bytes: 4096,
@@ -38,7 +38,7 @@ fn absent_page_puts_its_thread_to_sleep_until_installed() {
         shards: 2,
         ..SimOptions::default()
     });
-    let base = space.map(LAYOUT).unwrap().address;
+    let base = space.map(GEOMETRY).unwrap().address;
     assert_eq!(space.try_store(7, base + 4096 + 8, 5), Err(Faulted::Asleep));
     assert!(space.is_asleep(7));
     assert_eq!(faults(&space, 0), []);
@@ -69,7 +69,7 @@ fn absent_page_puts_its_thread_to_sleep_until_installed() {
 #[test]
 fn fault_ended_before_it_is_read_is_not_reported() {
     let space = SimSpace::new(SimOptions::default());
-    let base = space.map(LAYOUT).unwrap().address;
+    let base = space.map(GEOMETRY).unwrap().address;
     assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
     install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
     assert_eq!(faults(&space, 0), []);
@@ -78,7 +78,7 @@ fn fault_ended_before_it_is_read_is_not_reported() {
 #[test]
 fn poison_is_sigbus_and_install_heals_it() {
     let space = SimSpace::new(SimOptions::default());
-    let base = space.map(LAYOUT).unwrap().address;
+    let base = space.map(GEOMETRY).unwrap().address;
     space.poison(pages(0, base, 1)).unwrap();
     assert_eq!(space.try_load(1, base), Err(Faulted::Sigbus));
     install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
@@ -92,7 +92,7 @@ fn injected_faults_happen() {
         duplicate_probability: 1.0,
         ..SimOptions::default()
     });
-    let base = space.map(LAYOUT).unwrap().address;
+    let base = space.map(GEOMETRY).unwrap().address;
     assert_eq!(space.try_load(1, base), Err(Faulted::Asleep));
     assert_eq!(faults(&space, 0).len(), 2);
     install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
@@ -110,7 +110,7 @@ fn injected_faults_happen() {
 #[test]
 fn second_install_and_unmap_wake_the_sleeper() {
     let space = SimSpace::new(SimOptions::default());
-    let base = space.map(LAYOUT).unwrap().address;
+    let base = space.map(GEOMETRY).unwrap().address;
     install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap()).unwrap();
     let again = install(&space, pages(0, base, 1), space.new_frame(4096, 1).unwrap());
     assert!(matches!(
@@ -121,18 +121,18 @@ fn second_install_and_unmap_wake_the_sleeper() {
         })
     ));
     assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Asleep));
-    space.unmap(base, LAYOUT);
+    space.unmap(base, GEOMETRY);
     assert_eq!(space.try_load(1, base + 4096), Err(Faulted::Sigsegv));
 }
 
 #[test]
 fn run_goes_in_and_out_as_far_as_its_pages_can() {
     let space = SimSpace::new(SimOptions::default());
-    let layout = Layout {
-        stripe_bytes: LAYOUT.bytes,
-        ..LAYOUT
+    let geometry = Geometry {
+        stripe_bytes: GEOMETRY.bytes,
+        ..GEOMETRY
     };
-    let base = space.map(layout).unwrap().address;
+    let base = space.map(geometry).unwrap().address;
     install(
         &space,
         pages(0, base + 2 * 4096, 1),

@@ -2,13 +2,13 @@
 //! events of a shard.
 
 use farpage_vm::{
-    AddressSpace, Asked, DetachError, Events, In, InstallError, KernelFrame, KernelSpace, Layout,
+    AddressSpace, Asked, DetachError, Events, Geometry, In, InstallError, KernelFrame, KernelSpace,
     Left, Out, Pages, Shard,
 };
 
 /// A region of one shard's stripes, each of one page.
-pub(crate) fn layout(bytes: usize, page_bytes: usize) -> Layout {
-    Layout {
+pub(crate) fn geometry(bytes: usize, page_bytes: usize) -> Geometry {
+    Geometry {
         bytes,
         page_bytes,
         stripe_bytes: page_bytes,

@@ -11,12 +11,12 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Asked, DetachError, Events, Fault, Frame, KernelFrame, KernelSpace,
-    KernelSpaceOptions, Layout, Shard, Transfer,
+    AddressSpace, Asked, DetachError, Events, Fault, Frame, Geometry, KernelFrame, KernelSpace,
+    KernelSpaceOptions, Shard, Transfer,
 };
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-pub(crate) use crate::moves::{Moves, events, layout, pages};
+pub(crate) use crate::moves::{Moves, events, geometry, pages};
 
 pub(crate) const BOTH: [Transfer; 2] = [Transfer::Move, Transfer::Copy];
 
@@ -54,7 +54,7 @@ pub(crate) fn set(address: usize, value: u8) {
 pub(crate) struct Filler {
     pub(crate) space: Arc<KernelSpace>,
     pub(crate) base: usize,
-    pub(crate) layout: Layout,
+    pub(crate) geometry: Geometry,
     /// Pages not mapped; a page that is in neither place is in the region.
     pub(crate) away: Vec<Mutex<Option<KernelFrame>>>,
     pub(crate) stop: AtomicBool,
@@ -67,17 +67,17 @@ pub(crate) struct Filler {
 impl Filler {
     pub(crate) fn start(
         space: &Arc<KernelSpace>,
-        layout: Layout,
+        geometry: Geometry,
     ) -> (Arc<Self>, Vec<JoinHandle<()>>) {
-        let base = space.map(layout).unwrap().address;
-        let pages = layout.bytes / layout.page_bytes;
+        let base = space.map(geometry).unwrap().address;
+        let pages = geometry.bytes / geometry.page_bytes;
         let away = (0..pages)
-            .map(|_| Mutex::new(Some(space.new_frame(layout.page_bytes, 1).unwrap())))
+            .map(|_| Mutex::new(Some(space.new_frame(geometry.page_bytes, 1).unwrap())))
             .collect();
         let filler = Arc::new(Self {
             space: Arc::clone(space),
             base,
-            layout,
+            geometry,
             away,
             stop: AtomicBool::new(false),
             faults: AtomicUsize::new(0),
@@ -103,19 +103,19 @@ impl Filler {
             .unwrap();
             for Fault { address, .. } in events(&self.space, shard).faults {
                 self.faults.fetch_add(1, Ordering::Relaxed);
-                self.fill(shard, (address - self.base) / self.layout.page_bytes);
+                self.fill(shard, (address - self.base) / self.geometry.page_bytes);
             }
         }
     }
 
     /// A page and those behind it in its stripe.
     pub(crate) fn stripe_from(&self, page: usize) -> Range<usize> {
-        let pages = self.layout.stripe_bytes / self.layout.page_bytes;
+        let pages = self.geometry.stripe_bytes / self.geometry.page_bytes;
         page..(page - page % pages + pages).min(self.away.len())
     }
 
     pub(crate) fn fill(&self, shard: usize, page: usize) {
-        let page_bytes = self.layout.page_bytes;
+        let page_bytes = self.geometry.page_bytes;
         let address = self.base + page * page_bytes;
         // Pages are locked in ascending order by all.
         let mut locked = vec![self.away[page].lock().unwrap()];
@@ -140,7 +140,7 @@ impl Filler {
 
     /// Whether the page was there to be evicted.
     pub(crate) fn evict(&self, page: usize) -> Result<bool, DetachError> {
-        let page_bytes = self.layout.page_bytes;
+        let page_bytes = self.geometry.page_bytes;
         let mut locked: Vec<_> = self
             .stripe_from(page)
             .map(|page| self.away[page].lock().unwrap())
@@ -150,7 +150,7 @@ impl Filler {
             return Ok(false);
         }
         let offset = page * page_bytes;
-        let shard = self.layout.shard_of(offset, self.space.shards()).0;
+        let shard = self.geometry.shard_of(offset, self.space.shards()).0;
         let mut rest =
             self.space
                 .move_out(pages(shard, self.base + offset, page_bytes, locked.len()))?;
@@ -171,7 +171,7 @@ impl Filler {
         for thread in threads {
             thread.join().unwrap();
         }
-        self.space.unmap(self.base, self.layout);
+        self.space.unmap(self.base, self.geometry);
     }
 }
 
@@ -229,10 +229,10 @@ pub(crate) fn system_call_can_read(address: usize) -> bool {
 }
 
 /// One stripe of `pages` pages.
-pub(crate) fn run_layout(pages: usize, page_bytes: usize) -> Layout {
-    Layout {
+pub(crate) fn run_geometry(pages: usize, page_bytes: usize) -> Geometry {
+    Geometry {
         stripe_bytes: pages * page_bytes,
-        ..layout(pages * page_bytes, page_bytes)
+        ..geometry(pages * page_bytes, page_bytes)
     }
 }
 

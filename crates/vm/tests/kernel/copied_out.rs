@@ -2,9 +2,11 @@
 
 use std::thread;
 
-use farpage_vm::{AddressSpace, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Out};
+use farpage_vm::{AddressSpace, Geometry, KernelFrame, KernelSpace, KernelSpaceOptions, Out};
 
-use crate::common::{Moves, as_the_program, byte, drop_range, events, numbered, pages, run_layout};
+use crate::common::{
+    Moves, as_the_program, byte, drop_range, events, numbered, pages, run_geometry,
+};
 
 const PAGE: usize = 4096;
 const PAGES: usize = 8;
@@ -13,11 +15,11 @@ const PAGES: usize = 8;
 /// cannot copy pages out.
 fn region(test: &str) -> Option<(KernelSpace, usize)> {
     let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
-    let layout = Layout {
+    let geometry = Geometry {
         no_direct_io: true,
-        ..run_layout(PAGES, PAGE)
+        ..run_geometry(PAGES, PAGE)
     };
-    let mapping = space.map(layout).unwrap();
+    let mapping = space.map(geometry).unwrap();
     if !mapping.copies_out {
         eprintln!("SKIPPED: {test}: this kernel does not drop many pages by one call");
         return None;

@@ -21,23 +21,25 @@ use nix::{
 };
 
 use crate::common::{
-    BOTH, Filler, Moves, byte, drop_range, events, layout, mapped, numbered, numbers, pages,
-    run_layout, set, space, system_call_can_read,
+    BOTH, Filler, Moves, byte, drop_range, events, geometry, mapped, numbered, numbers, pages,
+    run_geometry, set, space, system_call_can_read,
 };
 
 #[test]
 fn system_calls_read_and_write_absent_pages() {
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = layout(8 * 65536, 65536);
-        let (filler, threads) = Filler::start(&space, layout);
+        let geometry = geometry(8 * 65536, 65536);
+        let (filler, threads) = Filler::start(&space, geometry);
         let mut file = tempfile::tempfile().unwrap();
-        let content: Vec<u8> = (0..layout.bytes).map(|index| (index % 251) as u8).collect();
+        let content: Vec<u8> = (0..geometry.bytes)
+            .map(|index| (index % 251) as u8)
+            .collect();
         file.write_all(&content).unwrap();
         file.rewind().unwrap();
         // SAFETY: the whole region, which no other thread writes.
         let region =
-            unsafe { std::slice::from_raw_parts_mut(filler.base as *mut u8, layout.bytes) };
+            unsafe { std::slice::from_raw_parts_mut(filler.base as *mut u8, geometry.bytes) };
         file.read_exact(region).unwrap();
         for page in 0..8 {
             filler.evict(page).unwrap();
@@ -55,8 +57,8 @@ fn system_calls_read_and_write_absent_pages() {
 #[test]
 fn region_stays_usable_after_fork_and_exec_while_faulting() {
     let space = space(Transfer::Move, 1);
-    let layout = layout(64 * 4096, 4096);
-    let (filler, threads) = Filler::start(&space, layout);
+    let geometry = geometry(64 * 4096, 4096);
+    let (filler, threads) = Filler::start(&space, geometry);
     let running = Arc::new(AtomicBool::new(true));
     let program = {
         let (running, base) = (Arc::clone(&running), filler.base);
@@ -102,8 +104,8 @@ fn poisoned_page_fails_and_install_heals_it() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         for page_bytes in [4096, 65536, 2 << 20] {
-            let layout = layout(2 * page_bytes, page_bytes);
-            let base = space.map(layout).unwrap().address;
+            let geometry = geometry(2 * page_bytes, page_bytes);
+            let base = space.map(geometry).unwrap().address;
             space.poison(pages(0, base, page_bytes, 1)).unwrap();
             assert!(!system_call_can_read(base));
             assert!(!system_call_can_read(base + page_bytes - 4096));
@@ -114,7 +116,7 @@ fn poisoned_page_fails_and_install_heals_it() {
             assert_eq!((byte(base), byte(base + page_bytes - 1)), (5, 5));
             let frame = space.move_out(pages(0, base, page_bytes, 1)).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 5));
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -124,18 +126,18 @@ fn poison_that_the_program_dropped_in_part_is_healed_whole() {
     for transfer in BOTH {
         for dropped in [0..4, 12..16, 4..12] {
             let space = space(transfer, 1);
-            let layout = run_layout(3, 65536);
-            let base = space.map(layout).unwrap().address;
+            let geometry = run_geometry(3, 65536);
+            let base = space.map(geometry).unwrap().address;
             space.poison(pages(0, base + 65536, 65536, 1)).unwrap();
             drop_range(base + 65536 + dropped.start * 4096, dropped.len() * 4096);
             space
                 .move_in(0, base, 65536, numbered(&space, 65536, 3, 1))
                 .unwrap();
-            for part in (base..base + layout.bytes).step_by(4096) {
+            for part in (base..base + geometry.bytes).step_by(4096) {
                 assert!(system_call_can_read(part), "{dropped:?} at {part:#x}");
             }
-            assert_eq!(numbers(mapped(base, layout.bytes), 65536), [1, 2, 3]);
-            space.unmap(base, layout);
+            assert_eq!(numbers(mapped(base, geometry.bytes), 65536), [1, 2, 3]);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -147,7 +149,7 @@ fn touching_a_poisoned_page_kills_with_sigbus() {
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
             let space = space(Transfer::Move, 1);
-            let base = space.map(layout(4096, 4096)).unwrap().address;
+            let base = space.map(geometry(4096, 4096)).unwrap().address;
             space.poison(pages(0, base, 4096, 1)).unwrap();
             byte(base);
             // SAFETY: ends the child without running the parent's destructors.
@@ -165,8 +167,8 @@ fn touching_a_poisoned_page_kills_with_sigbus() {
 #[test]
 fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
     let space = space(Transfer::Move, 1);
-    let layout = layout(4096, 4096);
-    let base = space.map(layout).unwrap().address;
+    let geometry = geometry(4096, 4096);
+    let base = space.map(geometry).unwrap().address;
     let sleeper = thread::spawn(move || system_call_can_read(base));
     let mut faults = Vec::new();
     // A woken thread tries again, and its fault is reported again.
@@ -199,6 +201,6 @@ fn poisoning_and_waking_end_the_sleep_of_a_system_call() {
         PollTimeout::NONE,
     )
     .unwrap();
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
     assert!(!sleeper.join().unwrap());
 }

@@ -4,7 +4,7 @@ use farpage_vm::{
     AddressSpace, Batch, Frame, KernelFrame, KernelSpace, KernelSpaceOptions, SCATTERED_PAGES_MAX,
 };
 
-use crate::common::{BOTH, Moves, numbered, numbers, pages, run_layout, space};
+use crate::common::{BOTH, Moves, numbered, numbers, pages, run_geometry, space};
 
 #[test]
 fn frame_gives_its_memory_back_and_can_be_made_again() {
@@ -111,8 +111,8 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
                 ..KernelSpaceOptions::default()
             };
             let space = KernelSpace::new(options).unwrap();
-            let layout = run_layout(64, 4096);
-            let base = space.map(layout).unwrap().address;
+            let geometry = run_geometry(64, 4096);
+            let base = space.map(geometry).unwrap().address;
             let mut state = seed;
             let mut below = move |end: usize| {
                 state ^= state << 13;
@@ -195,7 +195,7 @@ fn frames_made_cut_joined_moved_and_dropped_at_random_never_overlap_and_leak_no_
                 .collect();
             assert!(space.new_frame(4096, 1).is_err());
             drop(all);
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }

@@ -10,10 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_vm::{AddressSpace, DetachError, InstallErrorKind, Layout, Transfer};
+use farpage_vm::{AddressSpace, DetachError, Geometry, InstallErrorKind, Transfer};
 
 use crate::common::{
-    BOTH, Filler, Moves, Pinned, Stop, byte, layout, numbered, numbers, pages, run_layout, set,
+    BOTH, Filler, Moves, Pinned, Stop, byte, geometry, numbered, numbers, pages, run_geometry, set,
     space,
 };
 
@@ -22,8 +22,8 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
     for transfer in BOTH {
         for page_bytes in (12..=21).map(|shift| 1usize << shift) {
             let space = space(transfer, 1);
-            let layout = layout(2 * page_bytes, page_bytes);
-            let base = space.map(layout).unwrap().address;
+            let geometry = geometry(2 * page_bytes, page_bytes);
+            let base = space.map(geometry).unwrap().address;
             assert!(base.is_multiple_of(page_bytes));
             let mut frame = space.new_frame(page_bytes, 1).unwrap();
             assert!(frame.as_ref().iter().all(|&byte| byte == 0));
@@ -45,7 +45,7 @@ fn bytes_survive_install_and_detach_at_every_page_size() {
                 space.move_out(pages(0, at, page_bytes, 1)),
                 Err(DetachError::Absent)
             ));
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -57,12 +57,12 @@ fn writers_during_detach_keep_their_writes() {
     for transfer in BOTH {
         for (page_bytes, run, seed) in [(4096, 1, 1), (65536, 1, 2), (4096, 8, 3), (65536, 8, 4)] {
             let space = space(transfer, 2);
-            let layout = Layout {
+            let geometry = Geometry {
                 stripe_bytes: run * page_bytes,
-                ..layout(PAGES * page_bytes, page_bytes)
+                ..geometry(PAGES * page_bytes, page_bytes)
             };
-            let (filler, fillers) = Filler::start(&space, layout);
-            let words = layout.bytes / 8;
+            let (filler, fillers) = Filler::start(&space, geometry);
+            let words = geometry.bytes / 8;
             let running = Arc::new(AtomicBool::new(true));
             let word_of = move |state: &mut u64| {
                 *state ^= *state << 13;
@@ -129,8 +129,8 @@ fn writers_during_detach_keep_their_writes() {
 fn pinned_page_stays_whole() {
     let space = space(Transfer::Move, 1);
     for page_bytes in [4096, 65536, 2 << 20] {
-        let layout = layout(page_bytes, page_bytes);
-        let base = space.map(layout).unwrap().address;
+        let geometry = geometry(page_bytes, page_bytes);
+        let base = space.map(geometry).unwrap().address;
         let mut frame = space.new_frame(page_bytes, 1).unwrap();
         for (index, byte) in frame.as_mut().iter_mut().enumerate() {
             *byte = (index % 251) as u8;
@@ -158,7 +158,7 @@ fn pinned_page_stays_whole() {
                 .enumerate()
                 .all(|(index, &byte)| byte == (index % 251) as u8)
         );
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
     }
 }
 
@@ -169,8 +169,8 @@ fn frame_with_a_pinned_page_is_mapped_whole() {
     let test = "frame_with_a_pinned_page_is_mapped_whole";
     let space = space(Transfer::Move, 1);
     for page_bytes in [4096, 65536] {
-        let layout = run_layout(3, page_bytes);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(3, page_bytes);
+        let base = space.map(geometry).unwrap().address;
         // The first kernel page of a page, and the last one, when the others have moved.
         for at in [page_bytes, 2 * page_bytes - 4096] {
             let frame = numbered(&space, page_bytes, 3, 1);
@@ -183,15 +183,15 @@ fn frame_with_a_pinned_page_is_mapped_whole() {
             let frame = space.move_out(pages(0, base, page_bytes, 3)).unwrap();
             assert_eq!(numbers(frame.as_ref(), page_bytes), [1, 2, 3]);
         }
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
     }
 }
 
 #[test]
 fn writers_on_a_page_whose_detach_is_undone_lose_nothing() {
     let space = space(Transfer::Move, 1);
-    let layout = layout(65536, 65536);
-    let (filler, threads) = Filler::start(&space, layout);
+    let geometry = geometry(65536, 65536);
+    let (filler, threads) = Filler::start(&space, geometry);
     set(filler.base, 0);
     let Some(pinned) = Pinned::new(
         "writers_on_a_page_whose_detach_is_undone_lose_nothing",
@@ -240,8 +240,8 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         for page_bytes in [4096, 65536, 2 << 20] {
-            let layout = layout(page_bytes, page_bytes);
-            let base = space.map(layout).unwrap().address;
+            let geometry = geometry(page_bytes, page_bytes);
+            let base = space.map(geometry).unwrap().address;
             let mut frame = space.new_frame(page_bytes, 1).unwrap();
             frame.as_mut().fill(9);
             space.move_in(0, base, page_bytes, frame).unwrap();
@@ -258,7 +258,7 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
                 assert!(frame.as_ref()[..4096].iter().all(|&byte| byte == 0));
                 assert!(frame.as_ref()[4096..].iter().all(|&byte| byte == 9));
             }
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -267,8 +267,8 @@ fn page_dropped_by_the_program_is_absent_and_a_part_dropped_is_zeros() {
 fn install_over_a_page_hands_the_frame_back_whole() {
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = layout(65536, 65536);
-        let base = space.map(layout).unwrap().address;
+        let geometry = geometry(65536, 65536);
+        let base = space.map(geometry).unwrap().address;
         let filled = |value| {
             let mut frame = space.new_frame(65536, 1).unwrap();
             frame.as_mut().fill(value);
@@ -286,7 +286,7 @@ fn install_over_a_page_hands_the_frame_back_whole() {
             assert_eq!(byte(base + 65535), 1);
             assert_eq!(space.is_present(base), dropped == 0);
         }
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
         let error = space.move_in(0, base, 65536, filled(3)).unwrap_err();
         assert!(
             matches!(error.kind, InstallErrorKind::Gone),
@@ -308,8 +308,8 @@ fn install_over_a_page_hands_the_frame_back_whole() {
 fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
     for (page_bytes, count) in [(4096, 1), (65536, 1), (4096, 64), (65536, 8)] {
         let space = space(Transfer::Move, 1);
-        let layout = run_layout(count, page_bytes);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(count, page_bytes);
+        let base = space.map(geometry).unwrap().address;
         let frame = numbered(&space, page_bytes, count, 1);
         let expected: Vec<_> = (1..=count as u8).collect();
         let slots = AtomicUsize::new(frame.as_ref().as_ptr() as usize);
@@ -320,7 +320,7 @@ fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
                     for start in [base, slots.load(Ordering::Relaxed)] {
                         // SAFETY: advice that leaves bytes alone, about mappings that outlive the
                         // thread.
-                        unsafe { libc::madvise(start as *mut _, layout.bytes, libc::MADV_COLD) };
+                        unsafe { libc::madvise(start as *mut _, geometry.bytes, libc::MADV_COLD) };
                     }
                 }
             });
@@ -336,6 +336,6 @@ fn pages_that_age_while_they_move_are_neither_lost_nor_called_refused() {
                 assert_eq!(numbers(frame.as_ref(), page_bytes), expected);
             }
         });
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
     }
 }

@@ -8,7 +8,7 @@ use nix::{
     unistd::{ForkResult, fork},
 };
 
-use crate::common::{Filler, byte, layout};
+use crate::common::{Filler, byte, geometry};
 
 #[test]
 fn user_mode_only_makes_system_calls_fail_and_still_serves_the_program() {
@@ -17,7 +17,7 @@ fn user_mode_only_makes_system_calls_fail_and_still_serves_the_program() {
         ..KernelSpaceOptions::default()
     };
     let space = Arc::new(KernelSpace::new(options).unwrap());
-    let (filler, threads) = Filler::start(&space, layout(2 * 4096, 4096));
+    let (filler, threads) = Filler::start(&space, geometry(2 * 4096, 4096));
     let mut file = tempfile::tempfile().unwrap();
     // SAFETY: the kernel checks the address.
     let rc = unsafe { libc::write(file.as_raw_fd(), (filler.base + 4096) as *const _, 8) };

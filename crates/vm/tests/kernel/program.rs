@@ -5,20 +5,20 @@ use std::{
     thread,
 };
 
-use farpage_vm::{AddressSpace, DetachError, Events, InstallErrorKind, Layout, Shard, Transfer};
+use farpage_vm::{AddressSpace, DetachError, Events, Geometry, InstallErrorKind, Shard, Transfer};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::common::{
-    BOTH, Moves, as_the_program, byte, events, kept_events, layout, map_over, mapped, numbered,
-    numbers, pages, protection, run_layout, set, space, system_call_can_read, told_by_the_program,
-    unmap_by_the_program,
+    BOTH, Moves, as_the_program, byte, events, geometry, kept_events, map_over, mapped, numbered,
+    numbers, pages, protection, run_geometry, set, space, system_call_can_read,
+    told_by_the_program, unmap_by_the_program,
 };
 
 #[test]
 fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
     let space = space(Transfer::Move, 1);
-    let layout = layout(65536, 65536);
-    let base = space.map(layout).unwrap().address;
+    let geometry = geometry(65536, 65536);
+    let base = space.map(geometry).unwrap().address;
     let mut frame = space.new_frame(65536, 1).unwrap();
     frame.as_mut().fill(4);
     // SAFETY: the region's own page.
@@ -31,18 +31,18 @@ fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
     // SAFETY: as above.
     unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE) };
     space.move_out(pages(0, base, 65536, 1)).unwrap();
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
 }
 
 #[test]
 fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
     for transfer in BOTH {
         let space = space(transfer, 2);
-        let layout = Layout {
+        let geometry = Geometry {
             stripe_bytes: 65536,
-            ..run_layout(32, 4096)
+            ..run_geometry(32, 4096)
         };
-        let base = space.map(layout).unwrap().address;
+        let base = space.map(geometry).unwrap().address;
         let page = |number: usize| base + number * 4096;
         for half in 0..2 {
             let frame = numbered(&space, 4096, 16, 1);
@@ -83,16 +83,16 @@ fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
             numbers(frame.as_ref(), 4096),
             [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
         );
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
         for number in 12..20 {
             assert_eq!(byte(page(number)), 99);
         }
         assert_eq!(protection(page(11)), None);
         unmap_by_the_program(page(12), 8 * 4096);
         // The addresses are as good as others from here on.
-        let again = Layout {
+        let again = Geometry {
             address: Some(base),
-            ..layout
+            ..geometry
         };
         assert_eq!(space.map(again).unwrap().address, base);
         space
@@ -107,8 +107,8 @@ fn what_the_program_maps_into_a_region_is_never_taken_for_its_pages() {
 fn page_that_the_program_unmaps_in_part_is_gone_and_what_is_left_of_it_raises_sigbus() {
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = run_layout(3, 65536);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(3, 65536);
+        let base = space.map(geometry).unwrap().address;
         as_the_program(&space, || unmap_by_the_program(base + 65536 + 8192, 4096));
         let error = space
             .move_in(0, base, 65536, numbered(&space, 65536, 3, 1))
@@ -119,7 +119,7 @@ fn page_that_the_program_unmaps_in_part_is_gone_and_what_is_left_of_it_raises_si
         assert!(!system_call_can_read(base + 65536));
         assert!(!system_call_can_read(base + 2 * 65536 - 1));
         assert_eq!(numbers(mapped(base, 65536), 65536), [1]);
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
         assert_eq!(protection(base + 65536), None);
     }
 }
@@ -127,8 +127,8 @@ fn page_that_the_program_unmaps_in_part_is_gone_and_what_is_left_of_it_raises_si
 #[test]
 fn faults_that_installing_came_across_are_kept_and_said_to_be() {
     let space = space(Transfer::Move, 1);
-    let layout = run_layout(8, 4096);
-    let base = space.map(layout).unwrap().address;
+    let geometry = run_geometry(8, 4096);
+    let base = space.map(geometry).unwrap().address;
     let page = |number: usize| base + number * 4096;
     // From now on this thread is the one that reads.
     assert!(kept_events(&space, 0).is_empty());
@@ -167,7 +167,7 @@ fn faults_that_installing_came_across_are_kept_and_said_to_be() {
         assert_eq!(told.faults[0].address, page(0));
     });
     assert!(early.is_empty(), "it waits in the kernel");
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
 }
 
 #[test]
@@ -175,8 +175,8 @@ fn pages_come_and_go_while_the_program_maps_over_others() {
     const PAGES: usize = 64;
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = run_layout(PAGES, 4096);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(PAGES, 4096);
+        let base = space.map(geometry).unwrap().address;
         let (stop, taken) = (AtomicBool::new(false), AtomicUsize::new(0));
         thread::scope(|scope| {
             let reader = scope.spawn(|| {
@@ -226,7 +226,7 @@ fn pages_come_and_go_while_the_program_maps_over_others() {
             mover.join().unwrap();
         });
         assert!(taken.into_inner() > 0);
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
         unmap_by_the_program(base, PAGES * 4096);
     }
 }

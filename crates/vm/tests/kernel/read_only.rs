@@ -9,11 +9,11 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, In, InstallErrorKind, KernelFrame, KernelSpace, Layout, Out, Room, Transfer,
+    AddressSpace, Geometry, In, InstallErrorKind, KernelFrame, KernelSpace, Out, Room, Transfer,
 };
 
 use crate::common::{
-    BOTH, as_the_program, byte, events, mapped, numbered, numbers, pages, run_layout, space,
+    BOTH, as_the_program, byte, events, mapped, numbered, numbers, pages, run_geometry, space,
     unmap_by_the_program,
 };
 
@@ -27,11 +27,11 @@ impl Room for Rooms {
     }
 }
 
-fn layout(count: usize, page_bytes: usize) -> Layout {
-    Layout {
+fn geometry(count: usize, page_bytes: usize) -> Geometry {
+    Geometry {
         read_only: true,
         no_direct_io: false,
-        ..run_layout(count, page_bytes)
+        ..run_geometry(count, page_bytes)
     }
 }
 
@@ -62,8 +62,8 @@ fn runs_are_copied_in_and_dropped_together() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         for page_bytes in [4096, 65536, 2 << 20] {
-            let layout = layout(8, page_bytes);
-            let base = space.map(layout).unwrap().address;
+            let geometry = geometry(8, page_bytes);
+            let base = space.map(geometry).unwrap().address;
             let frame = numbered(&space, page_bytes, 8, 1);
             let frame = copy_in(&space, base, page_bytes, frame).unwrap();
             let all = [1, 2, 3, 4, 5, 6, 7, 8];
@@ -86,7 +86,7 @@ fn runs_are_copied_in_and_dropped_together() {
             assert!(matches!(kind, InstallErrorKind::Exists), "{kind:?}");
             assert_eq!(numbers(frame.as_ref(), page_bytes), all);
             assert!(!space.is_present(at(0)) && space.is_present(at(2)));
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -94,8 +94,8 @@ fn runs_are_copied_in_and_dropped_together() {
 #[test]
 fn page_of_which_a_part_is_locked_is_dropped_whole() {
     let space = space(Transfer::Move, 1);
-    let layout = layout(1, 65536);
-    let base = space.map(layout).unwrap().address;
+    let geometry = geometry(1, 65536);
+    let base = space.map(geometry).unwrap().address;
     copy_in(&space, base, 65536, numbered(&space, 65536, 1, 1)).unwrap();
     let locked = std::ptr::without_provenance_mut(base + 32768);
     // SAFETY: mapped by this test, and locking changes no bytes.
@@ -104,14 +104,14 @@ fn page_of_which_a_part_is_locked_is_dropped_whole() {
     assert_eq!(space.detach(Out::Drop(&run)).unwrap().count(), 1);
     let parts = (base..base + 65536).step_by(4096);
     assert!(parts.into_iter().all(|at| !space.is_present(at)));
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
 }
 
 #[test]
 fn what_the_program_has_unmapped_is_not_dropped() {
     let space = space(Transfer::Move, 1);
-    let layout = layout(4, 4096);
-    let base = space.map(layout).unwrap().address;
+    let geometry = geometry(4, 4096);
+    let base = space.map(geometry).unwrap().address;
     copy_in(&space, base, 4096, numbered(&space, 4096, 4, 1)).unwrap();
     as_the_program(&space, || unmap_by_the_program(base + 2 * 4096, 4096));
     let run = |page: usize, count| pages(0, base + page * 4096, 4096, count);
@@ -119,7 +119,7 @@ fn what_the_program_has_unmapped_is_not_dropped() {
     assert_eq!(space.detach(Out::Drop(&runs)).unwrap().count(), 1);
     assert!(!space.is_present(base) && space.is_present(base + 4096));
     assert!(space.is_present(base + 3 * 4096));
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
 }
 
 /// A thread that reads while pages are dropped finds what was there, or waits for it: it never sees
@@ -128,8 +128,8 @@ fn what_the_program_has_unmapped_is_not_dropped() {
 fn reader_beside_drops_never_sees_zeros() {
     const PAGES: usize = 32;
     let space = space(Transfer::Move, 1);
-    let layout = layout(PAGES, 4096);
-    let base = space.map(layout).unwrap().address;
+    let geometry = geometry(PAGES, 4096);
+    let base = space.map(geometry).unwrap().address;
     let mut frame = copy_in(&space, base, 4096, numbered(&space, 4096, PAGES, 1)).unwrap();
     let stop = Arc::new(AtomicBool::new(false));
     let readers: Vec<_> = (0..2)
@@ -166,5 +166,5 @@ fn reader_beside_drops_never_sees_zeros() {
     let rounds: Vec<u64> = readers.into_iter().map(|it| it.join().unwrap()).collect();
     println!("{rounds:?} rounds of reading, {faults} faults were still waiting to be read");
     assert!(rounds.iter().all(|&rounds| rounds > 0));
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
 }

@@ -10,17 +10,17 @@ use std::{
     thread,
 };
 
-use farpage_vm::{AddressSpace, Layout, Shard, Transfer};
+use farpage_vm::{AddressSpace, Geometry, Shard, Transfer};
 
 use crate::common::{
-    BOTH, Filler, Moves, as_the_program, byte, layout, map_over, mapped, numbered, numbers, pages,
-    protection, run_layout, set, space, unmap_by_the_program,
+    BOTH, Filler, Moves, as_the_program, byte, geometry, map_over, mapped, numbered, numbers,
+    pages, protection, run_geometry, set, space, unmap_by_the_program,
 };
 
 #[test]
 fn unmapping_under_load_leaves_other_regions_alone() {
     let space = space(Transfer::Move, 2);
-    let (filler, threads) = Filler::start(&space, layout(64 * 4096, 4096));
+    let (filler, threads) = Filler::start(&space, geometry(64 * 4096, 4096));
     let running = Arc::new(AtomicBool::new(true));
     let program = {
         let (running, base) = (Arc::clone(&running), filler.base);
@@ -32,7 +32,7 @@ fn unmapping_under_load_leaves_other_regions_alone() {
             }
         })
     };
-    let other = layout(16 * 4096, 4096);
+    let other = geometry(16 * 4096, 4096);
     for round in 0..2000 {
         let base = space.map(other).unwrap().address;
         let mut frame = space.new_frame(4096, 1).unwrap();
@@ -78,7 +78,7 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
     }
     for transfer in BOTH {
         let space = space(transfer, 2);
-        let layout = Layout {
+        let geometry = Geometry {
             bytes: 65536,
             page_bytes: 4096,
             stripe_bytes: 32768,
@@ -89,15 +89,15 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
         };
         let mut before = None;
         for cycle in 0..11_000 {
-            let base = space.map(layout).unwrap().address;
+            let base = space.map(geometry).unwrap().address;
             let mut frame = space.new_frame(4096, 1).unwrap();
             frame.as_mut()[0] = 1;
-            space.move_in(0, base, layout.page_bytes, frame).unwrap();
+            space.move_in(0, base, geometry.page_bytes, frame).unwrap();
             // Every other page is lost with its region.
             if cycle % 2 == 0 {
                 space.move_out(pages(0, base, 4096, 1)).unwrap();
             }
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
             let count = || {
                 let descriptors = fs::read_dir("/proc/self/fd").unwrap().count();
                 (descriptors, count_of("/proc/self/maps"), resident_kib())
@@ -112,10 +112,10 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
             }
         }
         let regions: Vec<_> = (0..10_000)
-            .map(|_| space.map(layout).unwrap().address)
+            .map(|_| space.map(geometry).unwrap().address)
             .collect();
         for base in regions {
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -124,7 +124,7 @@ fn mapping_ten_thousand_times_leaks_nothing_and_ten_thousand_fit_at_once() {
 fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
     let space = space(Transfer::Move, 2);
     for page_bytes in [4096, 65536] {
-        let around = run_layout(4, page_bytes);
+        let around = run_geometry(4, page_bytes);
         // A region finds aligned addresses; the program has them afterwards.
         let start = space.map(around).unwrap().address;
         space.unmap(start, around);
@@ -132,13 +132,13 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
         for number in 0..4 {
             set(start + number * page_bytes, 50);
         }
-        let layout = Layout {
+        let geometry = Geometry {
             address: Some(start + page_bytes),
-            ..run_layout(2, page_bytes)
+            ..run_geometry(2, page_bytes)
         };
-        assert_eq!(space.map(layout).unwrap().address, start + page_bytes);
+        assert_eq!(space.map(geometry).unwrap().address, start + page_bytes);
         assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
-        let Shard(shard) = layout.shard_of(0, 2);
+        let Shard(shard) = geometry.shard_of(0, 2);
         space
             .move_in(
                 shard,
@@ -150,11 +150,11 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
         assert_eq!(byte(start + page_bytes), 1);
         // Not over another region, and not at just any address.
         let refused = |address| {
-            let layout = Layout {
+            let geometry = Geometry {
                 address: Some(address),
-                ..layout
+                ..geometry
             };
-            space.map(layout).unwrap_err().kind()
+            space.map(geometry).unwrap_err().kind()
         };
         use std::io::ErrorKind::{AlreadyExists, InvalidInput};
         assert_eq!(refused(start), AlreadyExists);
@@ -163,7 +163,7 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
         assert_eq!(refused(0), InvalidInput);
         assert_eq!(refused(usize::MAX - page_bytes + 1), InvalidInput);
         assert_eq!(byte(start + page_bytes), 1);
-        space.unmap(start + page_bytes, layout);
+        space.unmap(start + page_bytes, geometry);
         assert_eq!((byte(start), byte(start + 3 * page_bytes)), (50, 50));
         assert_eq!(protection(start + page_bytes), None);
         unmap_by_the_program(start, page_bytes);
@@ -174,17 +174,17 @@ fn region_at_a_given_address_replaces_what_is_there_and_nothing_else() {
 #[test]
 fn new_region_keeps_out_of_what_the_program_has_unmapped_of_another() {
     let space = space(Transfer::Move, 1);
-    let layout = run_layout(64, 65536);
-    let base = space.map(layout).unwrap().address;
+    let geometry = run_geometry(64, 65536);
+    let base = space.map(geometry).unwrap().address;
     as_the_program(&space, || unmap_by_the_program(base + 65536, 62 * 65536));
     let small: Vec<usize> = (0..32)
-        .map(|_| space.map(run_layout(2, 4096)).unwrap().address)
+        .map(|_| space.map(run_geometry(2, 4096)).unwrap().address)
         .collect();
     for &address in &small {
-        assert!(address + 8192 <= base || base + layout.bytes <= address);
-        space.unmap(address, run_layout(2, 4096));
+        assert!(address + 8192 <= base || base + geometry.bytes <= address);
+        space.unmap(address, run_geometry(2, 4096));
     }
-    space.unmap(base, layout);
+    space.unmap(base, geometry);
 }
 
 #[test]
@@ -192,12 +192,12 @@ fn read_only_region_is_paged_and_cannot_be_written() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         for page_bytes in [4096, 65536, 2 << 20] {
-            let layout = Layout {
+            let geometry = Geometry {
                 read_only: true,
                 no_direct_io: false,
-                ..run_layout(4, page_bytes)
+                ..run_geometry(4, page_bytes)
             };
-            let base = space.map(layout).unwrap().address;
+            let base = space.map(geometry).unwrap().address;
             for round in 0..3 {
                 space
                     .move_in(0, base, page_bytes, numbered(&space, page_bytes, 4, round))
@@ -215,7 +215,7 @@ fn read_only_region_is_paged_and_cannot_be_written() {
                 .unwrap();
             assert_eq!(numbers(mapped(base, page_bytes), page_bytes), [9]);
             assert_eq!(protection(base).as_deref(), Some("r--p"));
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }

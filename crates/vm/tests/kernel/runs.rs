@@ -7,7 +7,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::common::{
     BOTH, Moves, Pinned, as_the_program, byte, drop_range, events, map_over, mapped, numbered,
-    numbers, pages, run_layout, space,
+    numbers, pages, run_geometry, space,
 };
 
 #[test]
@@ -19,8 +19,8 @@ fn runs_survive_install_and_detach_at_every_page_size() {
                 if count * page_bytes > 16 << 20 {
                     continue;
                 }
-                let layout = run_layout(count + 1, page_bytes);
-                let at = space.map(layout).unwrap().address + page_bytes;
+                let geometry = run_geometry(count + 1, page_bytes);
+                let at = space.map(geometry).unwrap().address + page_bytes;
                 let mut frame = numbered(&space, page_bytes, count, 1);
                 for _ in 0..2 {
                     space.move_in(0, at, page_bytes, frame).unwrap();
@@ -29,7 +29,7 @@ fn runs_survive_install_and_detach_at_every_page_size() {
                     assert_eq!(numbers(frame.as_ref(), page_bytes), expected);
                     assert!(!space.is_present(at + count * page_bytes - 4096));
                 }
-                space.unmap(at - page_bytes, layout);
+                space.unmap(at - page_bytes, geometry);
             }
         }
     }
@@ -40,8 +40,8 @@ fn detached_run_ends_before_an_absent_page_and_a_page_partly_there_is_whole() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         for page_bytes in [8192, 65536, 2 << 20] {
-            let layout = run_layout(6, page_bytes);
-            let base = space.map(layout).unwrap().address;
+            let geometry = run_geometry(6, page_bytes);
+            let base = space.map(geometry).unwrap().address;
             let page = |number: usize| base + number * page_bytes;
             space
                 .move_in(0, base, page_bytes, numbered(&space, page_bytes, 6, 1))
@@ -68,7 +68,7 @@ fn detached_run_ends_before_an_absent_page_and_a_page_partly_there_is_whole() {
                 assert!(page[..holes].iter().all(|&byte| byte == 0));
                 assert!(page[holes..].iter().all(|&byte| byte == number));
             }
-            space.unmap(base, layout);
+            space.unmap(base, geometry);
         }
     }
 }
@@ -77,8 +77,8 @@ fn detached_run_ends_before_an_absent_page_and_a_page_partly_there_is_whole() {
 fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
     let space = space(Transfer::Move, 1);
     for page_bytes in [4096, 65536, 2 << 20] {
-        let layout = run_layout(5, page_bytes);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(5, page_bytes);
+        let base = space.map(geometry).unwrap().address;
         let page = |number: usize| base + number * page_bytes;
         space
             .move_in(0, base, page_bytes, numbered(&space, page_bytes, 5, 1))
@@ -117,7 +117,7 @@ fn detached_run_ends_before_a_pinned_page_which_stays_whole() {
                 .len(),
             3 * page_bytes
         );
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
     }
 }
 
@@ -126,11 +126,11 @@ fn installed_run_stops_at_a_mapped_page_and_hands_the_rest_back() {
     for transfer in BOTH {
         let space = space(transfer, 1);
         for page_bytes in [65536, 2 << 20] {
-            let layout = run_layout(4, page_bytes);
+            let geometry = run_geometry(4, page_bytes);
             // A whole page is there; then all but its first half, so that half of the page has gone
             // in when the kernel refuses.
             for dropped in [0, page_bytes / 2] {
-                let base = space.map(layout).unwrap().address;
+                let base = space.map(geometry).unwrap().address;
                 let there = base + 2 * page_bytes;
                 space
                     .move_in(0, there, page_bytes, numbered(&space, page_bytes, 1, 9))
@@ -149,7 +149,7 @@ fn installed_run_stops_at_a_mapped_page_and_hands_the_rest_back() {
                 space.move_in(0, there, page_bytes, error.frame).unwrap();
                 let all = mapped(base, 4 * page_bytes);
                 assert_eq!(numbers(all, page_bytes), [1, 2, 3, 4]);
-                space.unmap(base, layout);
+                space.unmap(base, geometry);
             }
         }
     }
@@ -159,8 +159,8 @@ fn installed_run_stops_at_a_mapped_page_and_hands_the_rest_back() {
 fn threads_asleep_all_over_a_run_wake_when_it_is_installed() {
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = run_layout(4, 65536);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(4, 65536);
+        let base = space.map(geometry).unwrap().address;
         let sleepers: Vec<_> = (0..4)
             .map(|page| thread::spawn(move || byte(base + page * 65536 + 40_000)))
             .collect();
@@ -182,7 +182,7 @@ fn threads_asleep_all_over_a_run_wake_when_it_is_installed() {
         for (number, sleeper) in (1..).zip(sleepers) {
             assert_eq!(sleeper.join().unwrap(), number);
         }
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
     }
 }
 
@@ -190,8 +190,8 @@ fn threads_asleep_all_over_a_run_wake_when_it_is_installed() {
 fn installed_run_heals_the_poisoned_pages_in_it() {
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = run_layout(5, 65536);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(5, 65536);
+        let base = space.map(geometry).unwrap().address;
         for page in [1, 3] {
             space
                 .poison(pages(0, base + page * 65536, 65536, 1))
@@ -201,7 +201,7 @@ fn installed_run_heals_the_poisoned_pages_in_it() {
             .move_in(0, base, 65536, numbered(&space, 65536, 5, 1))
             .unwrap();
         assert_eq!(numbers(mapped(base, 5 * 65536), 65536), [1, 2, 3, 4, 5]);
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
     }
 }
 
@@ -209,8 +209,8 @@ fn installed_run_heals_the_poisoned_pages_in_it() {
 fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() {
     for transfer in BOTH {
         let space = space(transfer, 1);
-        let layout = run_layout(6, 65536);
-        let base = space.map(layout).unwrap().address;
+        let geometry = run_geometry(6, 65536);
+        let base = space.map(geometry).unwrap().address;
         let page = |number: usize| base + number * 65536;
         // SAFETY: a page of the region.
         unsafe { libc::mprotect(page(1) as *mut _, 65536, libc::PROT_READ) };
@@ -244,7 +244,7 @@ fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() 
         assert_eq!(numbers(error.frame.as_ref(), 65536), all[4..]);
         let frame = space.move_out(pages(0, base, 65536, 6)).unwrap();
         assert_eq!(numbers(frame.as_ref(), 65536), all[..4]);
-        space.unmap(base, layout);
+        space.unmap(base, geometry);
         let error = space.move_in(0, base, 65536, frame).unwrap_err();
         assert!(matches!(error.kind, InstallErrorKind::Gone));
         assert_eq!(numbers(error.frame.as_ref(), 65536), all[..4]);

@@ -12,12 +12,12 @@ use std::{
 };
 
 use farpage_vm::{
-    AddressSpace, Fault, In, KernelFrame, KernelSpace, KernelSpaceOptions, Layout, Out, Pages,
+    AddressSpace, Fault, Geometry, In, KernelFrame, KernelSpace, KernelSpaceOptions, Out, Pages,
     Room,
     sigbus::{FaultHandler, Registration, Served},
 };
 
-pub(crate) use crate::moves::{Moves, events, layout, pages};
+pub(crate) use crate::moves::{Moves, events, geometry, pages};
 
 pub(crate) const PAGE: usize = 4096;
 
@@ -69,7 +69,7 @@ pub(crate) fn counter(address: usize) -> &'static AtomicU64 {
 pub(crate) struct Toy {
     pub(crate) space: Arc<KernelSpace>,
     pub(crate) base: usize,
-    pub(crate) layout: Layout,
+    pub(crate) geometry: Geometry,
     pub(crate) away: Vec<Mutex<Option<KernelFrame>>>,
     /// A page that can not be had.
     pub(crate) refused: Option<usize>,
@@ -84,8 +84,8 @@ pub(crate) struct Toy {
 impl Toy {
     pub(crate) fn new(pages: usize, refused: Option<usize>) -> Arc<Self> {
         let space = space();
-        let layout = layout(pages * PAGE, PAGE);
-        let mapping = space.map(layout).unwrap();
+        let geometry = geometry(pages * PAGE, PAGE);
+        let mapping = space.map(geometry).unwrap();
         let (base, copies) = (mapping.address, mapping.copies_out);
         let away = (0..pages)
             .map(|_| Mutex::new(Some(space.new_frame(PAGE, 1).unwrap())))
@@ -93,7 +93,7 @@ impl Toy {
         Arc::new(Self {
             space,
             base,
-            layout,
+            geometry,
             away,
             refused,
             copies,
@@ -105,7 +105,7 @@ impl Toy {
 
     pub(crate) fn register(self: &Arc<Self>) -> Registration {
         let handler = Arc::clone(self);
-        Registration::new(self.base..self.base + self.layout.bytes, handler).unwrap()
+        Registration::new(self.base..self.base + self.geometry.bytes, handler).unwrap()
     }
 
     pub(crate) fn address(&self, page: usize) -> usize {

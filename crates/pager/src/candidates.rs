@@ -1,4 +1,4 @@
-//! Where victims may be: a [`Claim`], and what found it.
+//! Where victims may be: a [`Candidates`], and what found it.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::region::Region;
 
 /// Pages to look through for victims. Nobody else looks through them meanwhile.
 #[derive(Debug)]
-pub(crate) struct Claim {
+pub(crate) struct Candidates {
     pub(crate) region: Arc<Region>,
     /// Pages of one chunk, or what a stream has gone through.
     pub(crate) pages: PageRange,

@@ -1,4 +1,4 @@
-//! Which addresses of this process are regions, whichever space they belong to: [`Claim`].
+//! Which addresses of this process are regions, whichever space they belong to.
 //!
 //! The rule it keeps: no two regions have an address in common, not even one that the program has
 //! unmapped out of a region. What is known of an address (which shard, whether it is gone) is known
@@ -43,8 +43,8 @@ fn regions() -> MutexGuard<'static, (u32, BTreeMap<usize, Entry>)> {
     regions
 }
 
-/// Claims addresses for a region. `false`: part of them belong to another.
-pub(crate) fn claim(addresses: &Range<usize>, space: u64, read_only: bool) -> bool {
+/// Takes addresses for a region. `false`: part of them belong to another.
+pub(crate) fn occupy(addresses: &Range<usize>, space: u64, read_only: bool) -> bool {
     let mut regions = regions();
     let before = regions.1.range(..addresses.end).next_back();
     if before.is_some_and(|(_, entry)| entry.end > addresses.start) {
@@ -67,7 +67,7 @@ pub(crate) fn begin(start: usize) {
     }
 }
 
-/// Takes back a [`claim`].
+/// Takes back an [`occupy`].
 pub(crate) fn give_up(start: usize) {
     regions().1.remove(&start);
 }
@@ -99,16 +99,16 @@ mod tests {
         // Addresses that no mapping has.
         let base = 1 << 60;
         let space = next_space();
-        assert!(claim(&(base..base + 100), space, false));
-        assert!(claim(&(base + 200..base + 300), space, true));
+        assert!(occupy(&(base..base + 100), space, false));
+        assert!(occupy(&(base + 200..base + 300), space, true));
         for wrong in [0..1, 99..101, 150..201, 0..400, 299..300] {
-            assert!(!claim(
+            assert!(!occupy(
                 &(base + wrong.start..base + wrong.end),
                 space,
                 false
             ));
         }
-        assert!(claim(&(base + 100..base + 200), next_space(), false));
+        assert!(occupy(&(base + 100..base + 200), next_space(), false));
         assert!(is_read_only(base + 299) && !is_read_only(base + 300) && !is_read_only(base + 199));
         assert_eq!(of_space(space, &(base..base + 300)), []);
         for at in [0, 100, 200] {
