@@ -24,7 +24,7 @@ use crate::{
 
 /// Test programs that take longer than [`SHORT`], and how long they take on two cores, in
 /// seconds: measured, and renewed when the figure that is printed at the start has become wrong.
-const LONG_S: [(&str, u64); 22] = [
+const LONG_S: [(&str, u64); 23] = [
     ("bench apps", 20),
     ("bench cli", 9),
     ("bench figures", 39),
@@ -38,6 +38,7 @@ const LONG_S: [(&str, u64); 22] = [
     ("crates/farpage kill", 20),
     ("crates/farpage lifecycle", 30),
     ("crates/farpage pin", 4),
+    ("crates/farpage regions", 10),
     ("crates/farpage stores", 9),
     ("crates/farpage torture", 60),
     ("crates/pager farpage_pager", 25),
@@ -52,7 +53,7 @@ const LONG_S: [(&str, u64); 22] = [
 const SHORT: Duration = Duration::from_millis(500);
 /// Programs that `--quick` leaves out: the slowest, but for the tests of `pager` and `store` by
 /// themselves.
-const NOT_QUICK: [&str; 12] = [
+const NOT_QUICK: [&str; 13] = [
     "bench apps",
     "bench figures",
     "bench umap",
@@ -61,6 +62,7 @@ const NOT_QUICK: [&str; 12] = [
     "crates/farpage budget",
     "crates/farpage kill",
     "crates/farpage lifecycle",
+    "crates/farpage regions",
     "crates/farpage torture",
     "crates/pager protocol_model",
     "crates/vm kernel",
@@ -74,13 +76,14 @@ const BUILD: Duration = Duration::from_secs(360);
 
 /// Whose tests run in the release profile as well, the one that is shipped: end to end, torture,
 /// and servers that are killed.
-const RELEASE: [&str; 9] = [
+const RELEASE: [&str; 10] = [
     "--release",
     "--package",
     "farpage",
     "--package",
     "farpage-memserver",
     "--test=lifecycle",
+    "--test=regions",
     "--test=torture",
     "--test=kill",
     "--test=deaths",

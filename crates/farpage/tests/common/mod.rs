@@ -14,6 +14,7 @@
 )]
 
 pub mod relay;
+pub mod words;
 
 use std::{
     env, fmt, fs,

@@ -1,0 +1,100 @@
+//! What is wrong with a world, if anything.
+
+use farpage_pager::protocol::State;
+
+use super::{
+    Harm, Paging, Step,
+    world::{Bytes, EVICTOR, Mapping, Next, Page, Worker, World},
+};
+
+impl Paging {
+    pub(super) fn what_is_wrong(&self, world: &World, at_rest: bool) -> Step {
+        let pages = &world.pages[..self.pages];
+        if at_rest {
+            let slept =
+                (0..2).any(|thread| self.access(thread, world.threads[thread].done).is_some());
+            if slept || world.workers.iter().any(|w| w.next != Next::Idle) {
+                return Err(Harm::SleepsForever);
+            }
+            let there = |p: &Page| {
+                if let Mapping::Mapped(version) = p.mapping {
+                    version
+                } else {
+                    p.stored
+                }
+            };
+            // What is lost is told by SIGBUS: nobody reads anything else in its place.
+            let is_lost = |p: &Page| p.word.state() == State::Lost && !p.is_mapped();
+            if pages.iter().any(|p| there(p) != p.last && !is_lost(p)) {
+                return Err(Harm::LostWrite);
+            }
+        }
+        if let Some(budget) = self.frames {
+            let mapped = pages.iter().filter(|p| p.is_mapped()).count();
+            let held = world
+                .workers
+                .iter()
+                .filter(|w| w.next.has_a_frame())
+                .count();
+            if mapped + held > usize::from(budget) {
+                return Err(Harm::OverBudget);
+            }
+        }
+        if !self.strict() {
+            return Ok(());
+        }
+        for (number, page) in pages.iter().enumerate() {
+            let is_here = |w: &Worker| usize::from(w.page) == number;
+            let owns = |w: &Worker| is_here(w) && w.next.owns_the_page();
+            let loses = |w: &Worker| {
+                use Next::*;
+                let bytes = match w.next {
+                    Poison(bytes) | WakePoisoned(bytes) | PublishPoisoned(bytes) => bytes,
+                    _ => return false,
+                };
+                bytes == Bytes::Lost
+            };
+
+            let state = page.word.state();
+            let fillers = world.workers[..EVICTOR].iter();
+            let (losing, fillers) = fillers
+                .filter(|w| owns(w))
+                .partition::<Vec<&Worker>, _>(|w| loses(w));
+            let evictors = world.workers[EVICTOR..].iter().filter(|w| owns(w)).count();
+            let (fillers, evictors) = (fillers.len(), evictors + losing.len());
+            let expected = (
+                usize::from(state == State::Filling),
+                usize::from(state == State::Leaving),
+            );
+            if (fillers, evictors) != expected {
+                return Err(Harm::Ownership);
+            }
+
+            let detached = world
+                .workers
+                .iter()
+                .filter(|w| is_here(w) && w.next.has_detached_bytes())
+                .count();
+            if detached + usize::from(page.is_mapped()) > 1 {
+                return Err(Harm::TwoCopies);
+            }
+            let agrees = match (state, page.mapping) {
+                (State::Remote, mapping) => mapping == Mapping::Absent && page.stored == page.last,
+                (State::Resident, Mapping::Mapped(version)) => version == page.last,
+                (State::Poisoned, Mapping::Poison) => page.stored == page.last,
+                (State::Resident | State::Poisoned, Mapping::Absent) => {
+                    self.madvises && page.stored == page.last
+                }
+                (State::Lost, Mapping::Poison) => true,
+                (State::Lost, Mapping::Absent) => self.madvises,
+                (State::Resident, Mapping::Poison)
+                | (State::Poisoned | State::Lost, Mapping::Mapped(_)) => false,
+                (State::Filling | State::Leaving, _) => true,
+            };
+            if !agrees {
+                return Err(Harm::WordAndKernelDisagree);
+            }
+        }
+        Ok(())
+    }
+}
