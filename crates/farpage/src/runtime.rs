@@ -154,7 +154,7 @@ impl Runtime {
     }
 
     /// The arrays and regions that this user has published under names on the runtime's servers, in
-    /// their order. Names belong to the user's [key](Builder::key_file).
+    /// their order. Names belong to the user's [key](crate::Builder::key_file).
     ///
     /// # Errors
     /// See [`NamesError`].
