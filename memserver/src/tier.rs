@@ -16,7 +16,7 @@ mod pool;
 mod tests;
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, VecDeque},
     fmt, io,
     path::Path,
     sync::{
@@ -41,7 +41,7 @@ use twox_hash::XxHash3_128;
 
 use self::{
     disk::{Aligned, BLOCK_BYTES, Disk, SpillFile},
-    extent::{CHUNK_BYTES, Chunk, NONE, Place, TieredExtent},
+    extent::{CHUNK_BYTES, Chunk, NONE, Place, SEGMENT_CHUNKS, TieredExtent},
     pool::{Owner, Pool},
 };
 
@@ -59,6 +59,8 @@ const OWN_BYTES: u64 = 4 << 20;
 const TABLE_BYTES_PER_CHUNK: u64 = 176;
 /// A compressed chunk that is longer is stored as it is: it would save too little.
 const PACKED_MOST: usize = CHUNK_BYTES as usize / 4 * 3;
+/// Memory that chunks leave to the pool, or what compresses could not leave a full memory.
+const LEFT_TO_POOL_BYTES: u64 = (EVICTORS * PACKED_MOST) as u64;
 /// How long an evictor that found nothing to do waits until it looks again.
 const PAUSE: Duration = Duration::from_millis(20);
 /// Figures are logged so often at most.
@@ -126,11 +128,14 @@ struct Share {
     hand: (usize, usize),
 }
 
-#[derive(Default)]
 struct Slots {
+    most: u32,
     free: Vec<u32>,
     /// The first that was never used.
     fresh: u32,
+    /// Could not be written. Taken again when there is no other, the one that failed first before
+    /// the rest.
+    failed: VecDeque<u32>,
 }
 
 /// Buffers for moving one chunk.
@@ -182,10 +187,11 @@ impl Tier {
         disk: Box<dyn Disk>,
     ) -> io::Result<(Arc<Self>, Evictors)> {
         let fetches = Histogram::new_with_bounds(1, 1 << 36, 2).expect("bounds that it takes");
+        let slots_most = (spill_bytes / CHUNK_BYTES).min(u64::from(NONE));
         let tier = Arc::new(Self {
             memory_bytes,
             headroom_bytes: (memory_bytes / 16).clamp(1 << 20, 64 << 20),
-            slots_most: spill_bytes / CHUNK_BYTES,
+            slots_most,
             books: Mutex::new(Books {
                 held_bytes: OWN_BYTES,
                 ..Books::default()
@@ -194,7 +200,7 @@ impl Tier {
             work: Condvar::new(),
             pool: Pool::new(memory_bytes / 4)?,
             disk,
-            slots: Mutex::default(),
+            slots: Mutex::new(Slots::new(slots_most)),
             buffers: Mutex::new((0..FETCHES).map(|_| Transfer::new()).collect()),
             buffer_came_back: Condvar::new(),
             fetches: Mutex::new(fetches),
@@ -229,7 +235,7 @@ impl Tier {
         // Tables never leave memory: chunks keep the most of it.
         let most = (self.slots_most).min(self.memory_bytes / 4 / TABLE_BYTES_PER_CHUNK);
         let most = most.saturating_sub(books.slots_kept);
-        let free_bytes = self.memory_bytes.saturating_sub(books.held_bytes);
+        let free_bytes = (self.memory_bytes - LEFT_TO_POOL_BYTES).saturating_sub(books.held_bytes);
         let most = most.min(free_bytes / TABLE_BYTES_PER_CHUNK);
         if chunks > most {
             return Err(most * CHUNK_BYTES);
@@ -348,7 +354,8 @@ impl Tier {
     /// Counts memory for a chunk before it is taken, and waits for it until `until`.
     fn reserve(&self, id: ExtentId, until: Instant) -> Result<(), Absent> {
         let mut books = self.books.lock();
-        while books.held_bytes + CHUNK_BYTES > self.memory_bytes {
+        let most_bytes = self.memory_bytes - LEFT_TO_POOL_BYTES;
+        while books.held_bytes + CHUNK_BYTES > most_bytes {
             self.work.notify_all();
             if self.room.wait_until(&mut books, until).timed_out() {
                 drop(books);
@@ -417,9 +424,10 @@ impl Tier {
         match victim {
             Some((extent, chunk)) => {
                 let is_out = extent.evict(chunk, buffer);
-                self.figures
-                    .evictions
-                    .fetch_add(u64::from(is_out), Ordering::Relaxed);
+                match is_out {
+                    true => drop(self.figures.evictions.fetch_add(1, Ordering::Relaxed)),
+                    false => self.books.lock().pass_by(extent.id(), chunk),
+                }
                 is_out
             }
             None => self.demote_one(buffer),
@@ -518,7 +526,7 @@ impl Tier {
         let slot = self.slots.lock().take();
         let at = u64::from(slot) * CHUNK_BYTES;
         if let Err(error) = self.disk.write(at, &packed[..whole]) {
-            self.slots.lock().free.push(slot);
+            self.slots.lock().failed.push_back(slot);
             self.count_spill_error(&format!("cannot write to the spill file: {error}"));
             return Err(());
         }
@@ -682,15 +690,43 @@ impl Books {
         }
         None
     }
+
+    /// Moves the clock's hand on if it is still at the segment of a chunk that could not be stored.
+    /// The others there are likely to fail as well.
+    fn pass_by(&mut self, id: ExtentId, chunk: usize) {
+        let Some(entry) = self.extents.get(&id) else {
+            return;
+        };
+        let share = self.shares.get_mut(&entry.share);
+        let Share { extents, hand, .. } = share.expect("an extent has a share");
+        let (at, segment) = (hand.0 % extents.len(), chunk / SEGMENT_CHUNKS);
+        if (extents[at], hand.1) == (id, segment) {
+            *hand = (at, segment + 1);
+        }
+    }
 }
 
 impl Slots {
+    fn new(most: u64) -> Self {
+        Self {
+            most: most as u32,
+            free: Vec::new(),
+            fresh: 0,
+            failed: VecDeque::new(),
+        }
+    }
+
     /// A slot that nobody has. There is one for each chunk that is lent.
     fn take(&mut self) -> u32 {
-        self.free.pop().unwrap_or_else(|| {
+        if let Some(slot) = self.free.pop() {
+            return slot;
+        }
+        if self.fresh < self.most {
             self.fresh += 1;
-            self.fresh - 1
-        })
+            return self.fresh - 1;
+        }
+        let slot = self.failed.pop_front();
+        slot.expect("a chunk that is lent has a slot")
     }
 }
 

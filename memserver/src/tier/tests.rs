@@ -28,7 +28,12 @@ enum Fault {
     WriteError,
     ShortWrite,
     Full,
+    /// The first slots cannot be written, and all others can.
+    BadSlots,
 }
+
+/// So many.
+const BAD_SLOTS: u64 = 8;
 
 /// A disk in memory with a fault that can be switched on and off.
 struct Twin {
@@ -72,6 +77,9 @@ impl Disk for Twin {
             fault if fault == Fault::Full as u8 => (Some(Errno::ENOSPC.into()), 0),
             fault if fault == Fault::ShortWrite as u8 => {
                 (Some(io::ErrorKind::WriteZero.into()), from.len() / 2)
+            }
+            fault if fault == Fault::BadSlots as u8 && at < BAD_SLOTS * CHUNK_BYTES => {
+                (Some(Errno::EIO.into()), 0)
             }
             _ => (None, from.len()),
         };
@@ -300,4 +308,43 @@ fn a_chunk_that_was_only_read_leaves_without_a_write() {
     let after = stage.tier.stat();
     assert!(after.evictions > before.evictions + 100, "{after:?}");
     assert_eq!(after.spill_errors, 0, "nothing was written");
+}
+
+#[test]
+fn a_few_slots_that_cannot_be_written_end_no_evictions() {
+    let stage = Stage::set();
+    stage.break_disk(Fault::BadSlots);
+    for chunk in Stage::chunks() {
+        let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
+        written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
+    }
+    let tiers = stage.tier.stat();
+    assert!(tiers.spill_errors > 0, "{tiers:?}");
+    for chunk in Stage::chunks() {
+        let read = stage.read(chunk).expect("room, and slots that can be read");
+        assert!(read == content(chunk | 1, 1), "{chunk}");
+    }
+}
+
+#[test]
+fn the_clock_passes_by_chunks_that_cannot_be_stored() {
+    let stage = Stage::set();
+    stage.break_disk(Fault::WriteError);
+    // What compresses needs no disk.
+    let content = |chunk| content(if chunk < 96 { 1 } else { 2 }, chunk);
+    for chunk in Stage::chunks() {
+        let written = stage.operate(Verb::Write, chunk, content(chunk));
+        written.unwrap_or_else(|error| panic!("{chunk}: {error}"));
+    }
+    let tiers = stage.tier.stat();
+    assert!(
+        (1..64).contains(&tiers.spill_errors),
+        "each chunk of a segment has been tried: {tiers:?}"
+    );
+    for chunk in Stage::chunks() {
+        assert!(
+            stage.read(chunk).expect("room") == content(chunk),
+            "{chunk}"
+        );
+    }
 }
