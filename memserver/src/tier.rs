@@ -50,8 +50,10 @@ pub(crate) const LEAST_MEMORY_BYTES: u64 = 16 << 20;
 
 /// Threads that move chunks out, so that a disk has more than one write to do.
 const EVICTORS: usize = 4;
-/// Chunks that are fetched at once.
-const FETCHES: usize = 8;
+/// Chunks that are fetched from the spill file at once.
+const DISK_FETCHES: usize = 8;
+/// And from the pool.
+const POOL_FETCHES: usize = 4;
 /// Buffers of both, and the tables of the compressor: counted from the start.
 const OWN_BYTES: u64 = 4 << 20;
 /// What a chunk that is lent takes for its entry, a free slot's number, and the kernel's page table
@@ -63,6 +65,8 @@ const PACKED_MOST: usize = CHUNK_BYTES as usize / 4 * 3;
 const LEFT_TO_POOL_BYTES: u64 = (EVICTORS * PACKED_MOST) as u64;
 /// How long an evictor that found nothing to do waits until it looks again.
 const PAUSE: Duration = Duration::from_millis(20);
+/// How long the end of a server waits for its evictors, which may wait for a disk.
+const JOIN: Duration = Duration::from_secs(5);
 /// Figures are logged so often at most.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 /// The same trouble is logged so often at most.
@@ -82,8 +86,10 @@ pub(crate) struct Tier {
     pool: Pool,
     disk: Box<dyn Disk>,
     slots: Mutex<Slots>,
-    buffers: Mutex<Vec<Transfer>>,
-    buffer_came_back: Condvar,
+    /// For fetches from the spill file, and for those from the pool, which shall not wait for a
+    /// disk.
+    disk_buffers: Buffers,
+    pool_buffers: Buffers,
     fetches: Mutex<Histogram<u64>>,
     figures: Figures,
     last_said: Mutex<Option<Instant>>,
@@ -138,6 +144,12 @@ struct Slots {
     failed: VecDeque<u32>,
 }
 
+/// Buffers that are lent.
+struct Buffers {
+    free: Mutex<Vec<Transfer>>,
+    came_back: Condvar,
+}
+
 /// Buffers for moving one chunk.
 struct Transfer {
     plain: Vec<u8>,
@@ -165,6 +177,15 @@ impl Transfer {
             plain: vec![0; chunk],
             packed: Aligned::new(most),
             table: CompressTable::default(),
+        }
+    }
+}
+
+impl Buffers {
+    fn new(count: usize) -> Self {
+        Self {
+            free: Mutex::new((0..count).map(|_| Transfer::new()).collect()),
+            came_back: Condvar::new(),
         }
     }
 }
@@ -201,8 +222,8 @@ impl Tier {
             pool: Pool::new(memory_bytes / 4)?,
             disk,
             slots: Mutex::new(Slots::new(slots_most)),
-            buffers: Mutex::new((0..FETCHES).map(|_| Transfer::new()).collect()),
-            buffer_came_back: Condvar::new(),
+            disk_buffers: Buffers::new(DISK_FETCHES),
+            pool_buffers: Buffers::new(POOL_FETCHES),
             fetches: Mutex::new(fetches),
             figures: Figures::default(),
             last_said: Mutex::default(),
@@ -274,8 +295,8 @@ impl Tier {
         books.extents.insert(id, entry);
     }
 
-    /// Ends an extent: nobody can reach its bytes any more when it returns, and all that it took is
-    /// free.
+    /// Ends an extent: nobody can reach its bytes any more when it returns, and what it took is free
+    /// but for chunks that are on their way, perhaps to a disk that does not answer. These follow.
     pub(crate) fn discard(&self, id: ExtentId) {
         let extent = self
             .books
@@ -286,13 +307,22 @@ impl Tier {
         let Some(extent) = extent.and_then(|extent| extent.upgrade()) else {
             return;
         };
-        let hot = extent.discard() as u64;
-        let chunks = extent.chunks();
+        let (hot, orphans) = extent.discard();
+        let chunks = extent.chunks() - orphans;
         let mut books = self.books.lock();
         if books.leave_share(id).is_some() {
             books.held_bytes -= hot * CHUNK_BYTES + chunks * TABLE_BYTES_PER_CHUNK;
             books.slots_kept -= chunks;
         }
+        drop(books);
+        self.room.notify_all();
+    }
+
+    /// Gives back the last of what a chunk took whose extent was discarded while it was on its way.
+    fn forget_orphan(&self) {
+        let mut books = self.books.lock();
+        books.held_bytes -= TABLE_BYTES_PER_CHUNK;
+        books.slots_kept -= 1;
         drop(books);
         self.room.notify_all();
     }
@@ -578,19 +608,32 @@ impl Tier {
         }
     }
 
-    /// Lends one of the buffers for fetches. Their holders wait for a disk, and for nobody else.
-    fn with_buffer<T>(&self, work: impl FnOnce(&mut Transfer) -> T) -> T {
-        let mut buffers = self.buffers.lock();
+    /// Lends a buffer for a fetch from `place`, and waits for one until `until`.
+    fn with_buffer<T>(
+        &self,
+        place: Place,
+        until: Instant,
+        work: impl FnOnce(&mut Transfer) -> Result<T, Absent>,
+    ) -> Result<T, Absent> {
+        let Buffers { free, came_back } = match place {
+            Place::Compressed => &self.pool_buffers,
+            _ => &self.disk_buffers,
+        };
+        let mut buffers = free.lock();
         let mut buffer = loop {
-            match buffers.pop() {
-                Some(buffer) => break buffer,
-                None => self.buffer_came_back.wait(&mut buffers),
+            if let Some(buffer) = buffers.pop() {
+                break buffer;
+            }
+            if came_back.wait_until(&mut buffers, until).timed_out() {
+                drop(buffers);
+                self.count_no_room();
+                return Err(Absent::NoRoom);
             }
         };
         drop(buffers);
         let done = work(&mut buffer);
-        self.buffers.lock().push(buffer);
-        self.buffer_came_back.notify_one();
+        free.lock().push(buffer);
+        came_back.notify_one();
         done
     }
 
@@ -599,7 +642,7 @@ impl Tier {
         let figure = |place| match place {
             Place::Compressed => Some(&self.figures.compressed_chunks),
             Place::Spilled => Some(&self.figures.spilled_chunks),
-            Place::Hole | Place::Hot | Place::Busy => None,
+            Place::Hole | Place::Hot | Place::Busy | Place::Orphan => None,
         };
         if let Some(figure) = figure(from) {
             figure.fetch_sub(1, Ordering::Relaxed);
@@ -734,9 +777,22 @@ impl Drop for Evictors {
     fn drop(&mut self) {
         self.tier.books.lock().stops = true;
         self.tier.work.notify_all();
+        let until = Instant::now() + JOIN;
         for thread in self.threads.drain(..) {
-            if thread.join().is_err() {
-                later(|| tracing::error!("an evictor panicked; its message is above"));
+            // There is no join with an end.
+            while !thread.is_finished() && Instant::now() < until {
+                thread::sleep(Duration::from_millis(1));
+            }
+            match thread.is_finished().then(|| thread.join()) {
+                Some(Ok(())) => {}
+                Some(Err(_)) => {
+                    later(|| tracing::error!("an evictor panicked; its message is above"));
+                }
+                None => later(|| {
+                    tracing::warn!(
+                        "an evictor did not end within {JOIN:?}: the disk does not answer"
+                    );
+                }),
             }
         }
     }

@@ -136,10 +136,10 @@ pub enum ChannelError {
         /// The length asked for.
         len: u32,
     },
-    /// The server lends more than its memory, and no memory came free for the bytes in time. This
-    /// channel is dead. The operation may be repeated on a new one.
+    /// The server lends more than its memory, and no memory came free for the bytes in time, or its
+    /// disk was too slow. This channel is dead. The operation may be repeated on a new one.
     #[error(
-        "{endpoint} lends more than its memory, and none came free in time: raise its --memory"
+        "{endpoint} lends more than its memory, and none came free in time, or its disk was too slow: raise its --memory"
     )]
     NoRoom {
         /// The server's endpoint.

@@ -21,6 +21,7 @@ use std::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
 use crate::{log::later, regmem::Registration};
@@ -70,13 +71,14 @@ struct Memory {
 pub trait Residency: fmt::Debug + Send + Sync {
     /// Holds bytes in memory, from `offset` on and `len` at most. Returns how many.
     ///
-    /// With `wait` the first byte is brought in if it is elsewhere, so at least one is held. The
-    /// caller holds nothing else then, or two of them could wait for each other. Without, bytes are
-    /// held only up to the first that is elsewhere, perhaps none.
+    /// With `until` the first byte is brought in if it is elsewhere, so at least one is held. That
+    /// begins before `until` and waits for nobody beyond it, but for a disk that has begun to read.
+    /// The caller holds nothing else then, or two of them could wait for each other. Without
+    /// `until`, bytes are held only up to the first that is elsewhere, perhaps none.
     ///
     /// # Errors
     /// Why the first byte is not held. Nothing is.
-    fn hold(&self, offset: u64, len: u64, wait: bool) -> Result<u64, Absent>;
+    fn hold(&self, offset: u64, len: u64, until: Option<Instant>) -> Result<u64, Absent>;
 
     /// Ends a hold of the bytes that [`hold`](Self::hold) said it holds.
     fn let_go(&self, offset: u64, len: u64);
@@ -85,8 +87,8 @@ pub trait Residency: fmt::Debug + Send + Sync {
 /// Why bytes cannot be brought into memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {
-    /// All memory was in use until the wait ended.
-    #[error("no memory came free for it in time")]
+    /// All memory was in use until the wait ended, or the disk was too slow.
+    #[error("no memory came free for it in time, or its bytes did not come back in time")]
     NoRoom,
     /// They could not be read back, or came back other than they were stored.
     #[error("its bytes cannot be read back from where they were moved to")]

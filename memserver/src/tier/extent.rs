@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: whoever makes a chunk `Busy` moves it, and nobody else touches it until it is
 //! published in another state. A chunk leaves memory only while nobody holds it, and it is hot
-//! again only once all of its bytes are back and their hash is right.
+//! again only once all of its bytes are back and their hash is right. Who discards an extent does
+//! not wait for a chunk that is on its way: whoever moves it frees it then.
 //!
 //! Lock order: the pool's cells, the tier's books, a segment. Nobody waits for one of the first two
 //! while it holds a segment.
@@ -13,7 +14,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use farpage_fabric::memory::{Absent, ExtentFile, Residency};
@@ -27,10 +28,6 @@ use super::{Tier, Transfer};
 pub(super) const CHUNK_BYTES: u64 = 64 << 10;
 /// Chunks of one segment, which has one lock: 2 MiB, the largest page.
 pub(super) const SEGMENT_CHUNKS: usize = 32;
-
-/// How long an operation waits for memory, or for another's fetch: less than a client waits before
-/// it takes a silent connection for dead.
-const PATIENCE: Duration = Duration::from_secs(1);
 
 /// No slot of the spill file, no cell of the pool.
 pub(super) const NONE: u32 = u32::MAX;
@@ -48,6 +45,8 @@ pub(super) enum Place {
     Spilled,
     /// On its way: see the module's text.
     Busy,
+    /// On its way in an extent that was discarded: whoever moves it frees it.
+    Orphan,
 }
 
 /// One chunk. Its last bytes are zeros where the extent ends before it does.
@@ -109,16 +108,6 @@ impl Segment {
     fn lock(&self) -> MutexGuard<'_, Option<Box<Chunks>>> {
         self.chunks.lock()
     }
-
-    fn publish(&self, i: usize, chunks: &mut Chunks, chunk: Chunk) {
-        let bit = 1 << i;
-        match chunk.place {
-            Place::Hot => self.hot.fetch_or(bit, Ordering::Relaxed),
-            _ => self.hot.fetch_and(!bit, Ordering::Relaxed),
-        };
-        chunks[i] = chunk;
-        self.changed.notify_all();
-    }
 }
 
 fn made(chunks: &mut Option<Box<Chunks>>) -> &mut Chunks {
@@ -167,6 +156,27 @@ impl TieredExtent {
         (start, CHUNK_BYTES.min(self.file.bytes() - start) as usize)
     }
 
+    /// Ends the move of a chunk, which was `was` before and is `now` from here on. `false`: the
+    /// extent was discarded meanwhile, and what the chunk is stored in is free.
+    fn publish(&self, chunk: usize, was: &Chunk, now: Chunk) -> bool {
+        let (segment, i) = self.segment(chunk);
+        let mut chunks = segment.lock();
+        let place = &mut made(&mut chunks)[i];
+        let is_orphan = place.place == Place::Orphan;
+        let now = if is_orphan { Chunk::default() } else { now };
+        let bit = 1 << i;
+        match now.place {
+            Place::Hot => segment.hot.fetch_or(bit, Ordering::Relaxed),
+            _ => segment.hot.fetch_and(!bit, Ordering::Relaxed),
+        };
+        // Counted before anybody can move it on.
+        self.tier.moved(was.place, now.place);
+        *place = now;
+        drop(chunks);
+        segment.changed.notify_all();
+        !is_orphan
+    }
+
     /// Holds a chunk if it is hot.
     fn pin(&self, chunk: usize) -> Result<bool, Absent> {
         let (segment, i) = self.segment(chunk);
@@ -184,9 +194,8 @@ impl TieredExtent {
     }
 
     /// Holds a chunk, and brings it into memory before if it is elsewhere.
-    fn bring(&self, chunk: usize) -> Result<(), Absent> {
+    fn bring(&self, chunk: usize, until: Instant) -> Result<(), Absent> {
         let begun = Instant::now();
-        let until = begun + PATIENCE;
         let (segment, i) = self.segment(chunk);
         // 1. Own it, or find that it has come.
         let mut chunks = segment.lock();
@@ -207,36 +216,47 @@ impl TieredExtent {
                         return Err(Absent::NoRoom);
                     }
                 }
+                // A READ of many chunks has taken too long already.
+                _ if Instant::now() >= until => {
+                    self.tier.count_no_room();
+                    return Err(Absent::NoRoom);
+                }
                 Place::Hole | Place::Compressed | Place::Spilled => {
                     let was = *chunk;
                     chunk.place = Place::Busy;
                     break was;
                 }
+                Place::Orphan => unreachable!("only a released extent has one"),
             }
         };
         drop(chunks);
         // 2. Room and bytes.
         let brought = self.tier.reserve(self.id(), until).and_then(|()| {
-            let loaded = self.load(chunk, &was);
+            let loaded = self.load(chunk, &was, until);
             if loaded.is_err() {
                 self.tier.unreserve(self.id());
             }
             loaded
         });
         // 3. Publish.
-        let now = match brought {
-            Ok(()) => Chunk {
-                place: Place::Hot,
-                is_young: true,
-                pins: 1,
-                cell: NONE,
-                ..was
-            },
-            Err(_) => was,
+        let hot = Chunk {
+            place: Place::Hot,
+            is_young: true,
+            pins: 1,
+            cell: NONE,
+            ..was
         };
-        segment.publish(i, made(&mut segment.lock()), now);
+        let now = if brought.is_ok() { hot } else { was };
+        if !self.publish(chunk, &was, now) {
+            self.tier.forget(&was);
+            if brought.is_ok() {
+                self.punch(chunk);
+                self.tier.unreserve(self.id());
+            }
+            self.tier.forget_orphan();
+            return Err(Absent::Released);
+        }
         brought?;
-        self.tier.moved(was.place, Place::Hot);
         if was.place == Place::Compressed {
             self.tier.pool.free(was.cell);
         }
@@ -247,24 +267,31 @@ impl TieredExtent {
     }
 
     /// Puts a chunk's bytes back into the memory.
-    fn load(&self, chunk: usize, was: &Chunk) -> Result<(), Absent> {
+    fn load(&self, chunk: usize, was: &Chunk, until: Instant) -> Result<(), Absent> {
         if was.place == Place::Hole {
             return Ok(());
         }
         let (start, len) = self.range(chunk);
-        self.tier.with_buffer(|buffer| {
+        self.tier.with_buffer(was.place, until, |buffer| {
             self.tier
                 .unpack(was, buffer)
                 .map_err(|()| Absent::Unreadable)?;
             let written = self.file.write_at(start, &buffer.plain[..len]);
             written.map_err(|error| {
                 // What came of it is a part of the bytes, and nobody's.
-                let _ = self.file.punch_range(start, len as u64);
+                self.punch(chunk);
                 self.tier
                     .say(format!("cannot fill memory of the server: {error}"));
                 Absent::NoRoom
             })
         })
+    }
+
+    fn punch(&self, chunk: usize) {
+        let (start, len) = self.range(chunk);
+        if let Err(error) = self.file.punch_range(start, len as u64) {
+            self.tier.say(format!("cannot give memory back: {error}"));
+        }
     }
 
     /// Owns a chunk of `segment` that nobody holds and that has not been held since the last call.
@@ -321,11 +348,17 @@ impl TieredExtent {
                 slot: NONE,
                 ..was
             };
-            segment.publish(i, made(&mut segment.lock()), hot);
+            if !self.publish(chunk, &was, hot) {
+                self.punch(chunk);
+                self.tier.unreserve(self.id());
+                self.tier.forget_orphan();
+            }
             return false;
         };
-        segment.publish(i, made(&mut segment.lock()), now);
-        self.tier.moved(Place::Hot, now.place);
+        if !self.publish(chunk, &was, now) {
+            self.tier.forget(&now);
+            self.tier.forget_orphan();
+        }
         self.tier.unreserve(self.id());
         true
     }
@@ -345,54 +378,73 @@ impl TieredExtent {
             chunk.place = Place::Busy;
             was
         };
-        let now = self.tier.spill_packed(&was, buffer);
-        segment.publish(i, made(&mut segment.lock()), now.unwrap_or(was));
-        if now.is_err() {
-            return false;
+        let spilled = self.tier.spill_packed(&was, buffer);
+        let now = spilled.unwrap_or(was);
+        if !self.publish(chunk, &was, now) {
+            self.tier.forget(&now);
+            self.tier.forget_orphan();
         }
-        self.tier.moved(Place::Compressed, Place::Spilled);
-        self.tier.pool.free(cell);
-        true
+        if spilled.is_ok() {
+            self.tier.pool.free(cell);
+        }
+        spilled.is_ok()
     }
 
-    /// Ends it: nobody can hold a byte any more when it returns, and all that it took is free.
-    pub(super) fn discard(&self) -> usize {
+    /// Ends it: nobody can hold a byte any more when it returns, and what it took is free but for
+    /// chunks that are on their way. Returns how many chunks were hot, and how many are on their
+    /// way.
+    pub(super) fn discard(&self) -> (u64, u64) {
         self.released.store(true, Ordering::Relaxed);
-        let mut hot = 0;
+        let (mut hot, mut orphans) = (0, 0);
         for segment in &self.segments {
             let mut chunks = segment.lock();
+            // As short as a system call that does not block.
             let in_use = |chunks: &mut Option<Box<Chunks>>| {
                 let mut chunks = chunks.iter().flat_map(|chunks| chunks.iter());
-                chunks.any(|chunk| chunk.pins > 0 || chunk.place == Place::Busy)
+                chunks.any(|chunk| chunk.pins > 0)
             };
             segment.changed.wait_while(&mut chunks, in_use);
-            let gone = chunks.take();
+            let mut gone = Vec::new();
+            for chunk in chunks.iter_mut().flat_map(|chunks| chunks.iter_mut()) {
+                match chunk.place {
+                    Place::Busy => {
+                        chunk.place = Place::Orphan;
+                        orphans += 1;
+                    }
+                    _ => gone.push(std::mem::take(chunk)),
+                }
+            }
             segment.hot.store(0, Ordering::Relaxed);
+            let is_busy = |chunks: &Chunks| chunks.iter().any(|chunk| chunk.place == Place::Orphan);
+            if !chunks.as_deref().is_some_and(is_busy) {
+                *chunks = None;
+            }
             drop(chunks);
-            for chunk in gone.iter().flat_map(|chunks| chunks.iter()) {
-                hot += usize::from(chunk.place == Place::Hot);
+            segment.changed.notify_all();
+            for chunk in gone {
+                hot += u64::from(chunk.place == Place::Hot);
                 self.tier.moved(chunk.place, Place::Hole);
-                self.tier.forget(chunk);
+                self.tier.forget(&chunk);
             }
         }
         if let Err(error) = self.file.punch() {
             self.tier.say(format!("cannot give memory back: {error}"));
         }
-        hot
+        (hot, orphans)
     }
 }
 
 impl Residency for TieredExtent {
-    fn hold(&self, offset: u64, len: u64, wait: bool) -> Result<u64, Absent> {
+    fn hold(&self, offset: u64, len: u64, until: Option<Instant>) -> Result<u64, Absent> {
         let end = offset + len;
         let mut at = offset;
         while at < end {
             let chunk = (at / CHUNK_BYTES) as usize;
-            match self.pin(chunk) {
-                Ok(true) => {}
-                Ok(false) if wait && at == offset => self.bring(chunk)?,
-                Err(absent) if at == offset => return Err(absent),
-                Ok(false) | Err(_) => break,
+            match (self.pin(chunk), until) {
+                (Ok(true), _) => {}
+                (Ok(false), Some(until)) if at == offset => self.bring(chunk, until)?,
+                (Err(absent), _) if at == offset => return Err(absent),
+                (Ok(false) | Err(_), _) => break,
             }
             at = end.min((chunk as u64 + 1) * CHUNK_BYTES);
         }

@@ -82,9 +82,9 @@ impl Pool {
             let mut cells = self.cells.lock();
             let reused = count.min(cells.free.len());
             let fresh = count - reused;
-            if cells.used + count > self.cells_most
-                || (fresh > 0 && !charge((fresh * CELL_BYTES) as u64))
-            {
+            // Some may be in `trim`, and are nobody's.
+            let there = cells.hollow.len() + self.cells_most - cells.next.len();
+            if fresh > there || (fresh > 0 && !charge((fresh * CELL_BYTES) as u64)) {
                 return None;
             }
             let keep = cells.free.len() - reused;
@@ -178,5 +178,50 @@ impl Pool {
         cells.hollow.append(&mut given);
         cells.free.append(&mut kept);
         bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+    };
+
+    use super::*;
+
+    #[test]
+    fn cells_that_are_being_trimmed_are_nobodys_and_counted() {
+        const CELLS: usize = 64;
+        let pool = Pool::new((CELLS * CELL_BYTES) as u64).expect("memory");
+        let owner = || Owner {
+            extent: Weak::new(),
+            chunk: 0,
+        };
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    pool.trim(0);
+                }
+            });
+            for _ in 0..2000 {
+                let put = || pool.put(&[1; 4 * CELL_BYTES], owner(), |_| true);
+                let full: Vec<u32> = std::iter::from_fn(put).collect();
+                for first in full {
+                    pool.free(first);
+                }
+            }
+            is_over.store(true, Ordering::Relaxed);
+        });
+        pool.trim(0);
+        let cells = pool.cells.lock();
+        assert_eq!(cells.used, 0);
+        assert!(
+            cells.next.len() <= CELLS,
+            "{} cells in a pool of {CELLS}",
+            cells.next.len()
+        );
+        assert_eq!(cells.hollow.len() + cells.free.len(), cells.next.len());
     }
 }

@@ -28,12 +28,19 @@ enum Fault {
     WriteError,
     ShortWrite,
     Full,
+    /// Reads take until the fault ends.
+    HungReads,
+    /// Writes do, too.
+    Hung,
+    /// Each read takes [`SLOW`].
+    SlowRead,
     /// The first slots cannot be written, and all others can.
     BadSlots,
 }
 
 /// So many.
 const BAD_SLOTS: u64 = 8;
+const SLOW: Duration = Duration::from_millis(100);
 
 /// A disk in memory with a fault that can be switched on and off.
 struct Twin {
@@ -45,6 +52,12 @@ impl Twin {
     fn has(&self, fault: Fault) -> bool {
         self.fault.load(Ordering::SeqCst) == fault as u8
     }
+
+    fn hang(&self, faults: &[Fault]) {
+        while faults.iter().any(|fault| self.has(*fault)) {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
 }
 
 impl Disk for Twin {
@@ -54,6 +67,10 @@ impl Disk for Twin {
             to.as_ptr().addr().is_multiple_of(BLOCK_BYTES),
             "as O_DIRECT wants it"
         );
+        self.hang(&[Fault::HungReads, Fault::Hung]);
+        if self.has(Fault::SlowRead) {
+            thread::sleep(SLOW);
+        }
         let half = to.len() / 2;
         to.copy_from_slice(&self.bytes.lock()[at as usize..][..to.len()]);
         if self.has(Fault::ReadError) {
@@ -71,6 +88,7 @@ impl Disk for Twin {
 
     fn write(&self, at: u64, from: &[u8]) -> io::Result<()> {
         assert!(from.len().is_multiple_of(BLOCK_BYTES) && at.is_multiple_of(CHUNK_BYTES));
+        self.hang(&[Fault::Hung]);
         let mut bytes = self.bytes.lock();
         let (error, len) = match self.fault.load(Ordering::SeqCst) {
             fault if fault == Fault::WriteError as u8 => (Some(Errno::EIO.into()), 0),
@@ -174,14 +192,14 @@ impl Stage {
         0..EXTENT_BYTES / CHUNK_BYTES
     }
 
-    /// Chunks that are in the spill file and nowhere else.
-    fn spilled(&self) -> Vec<u64> {
+    /// Chunks that are in a place and nowhere else.
+    fn at(&self, place: Place) -> Vec<u64> {
         let extent = self.tier.books.lock().extents[&self.extent]
             .extent
             .upgrade();
         let extent = extent.expect("it is lent");
         Self::chunks()
-            .filter(|chunk| extent.place(*chunk as usize) == Place::Spilled)
+            .filter(|chunk| extent.place(*chunk as usize) == place)
             .collect()
     }
 }
@@ -212,7 +230,7 @@ fn what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
         stage.write(chunk, 1).expect("a sound disk");
     }
     for fault in [Fault::ReadError, Fault::ShortRead, Fault::FlippedBit] {
-        let spilled = stage.spilled();
+        let spilled = stage.at(Place::Spilled);
         assert!(spilled.len() > 8, "{fault:?}: {}", spilled.len());
         let before = stage.tier.stat().spill_errors;
         stage.break_disk(fault);
@@ -346,5 +364,99 @@ fn the_clock_passes_by_chunks_that_cannot_be_stored() {
             stage.read(chunk).expect("room") == content(chunk),
             "{chunk}"
         );
+    }
+}
+
+#[test]
+fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        stage.write(chunk, 1).expect("a sound disk");
+    }
+    // Time to leave the chunks that are on their way.
+    let (spilled, compressed) = (stage.at(Place::Spilled), stage.at(Place::Compressed));
+    assert!(spilled.len() > DISK_FETCHES && compressed.len() > 8);
+    stage.break_disk(Fault::HungReads);
+    thread::scope(|scope| {
+        for chunk in &spilled[..DISK_FETCHES] {
+            scope.spawn(|| stage.read(*chunk).expect_err("it is released meanwhile"));
+        }
+        let until = Instant::now() + Duration::from_secs(5);
+        while !stage.tier.disk_buffers.free.lock().is_empty() {
+            assert!(Instant::now() < until, "reads begin");
+            thread::yield_now();
+        }
+        let other = stage.read(spilled[DISK_FETCHES]);
+        assert!(
+            matches!(other, Err(ChannelError::NoRoom { .. })),
+            "its reads wait for a buffer: {other:?}"
+        );
+        let read = stage.read(compressed[0]).expect("it needs no disk");
+        assert!(read == content(compressed[0], 1));
+        stage.break_disk(Fault::Hung);
+        let no_room = |chunk: &u64| matches!(stage.read(*chunk), Err(ChannelError::NoRoom { .. }));
+        assert!(
+            compressed.iter().any(no_room),
+            "no evictor comes back from the disk"
+        );
+        let begun = Instant::now();
+        stage.session.release(stage.extent).expect("it is leased");
+        assert!(begun.elapsed() < Duration::from_secs(1));
+        let left = stage.tier.stat();
+        // Fetches, and what goes from the pool to the disk.
+        let on_their_way = (DISK_FETCHES + EVICTORS) as u64 * CHUNK_BYTES;
+        assert!(
+            left.compressed_bytes + left.spilled_bytes <= on_their_way,
+            "{left:?}"
+        );
+        stage.break_disk(Fault::None);
+    });
+    // What was on its way has been given back by who moved it.
+    let until = Instant::now() + Duration::from_secs(5);
+    while stage.tier.books.lock().slots_kept > 0 {
+        assert!(Instant::now() < until, "{:?}", stage.tier.stat());
+        thread::yield_now();
+    }
+    let left = stage.tier.stat();
+    let gone = (left.hot_bytes, left.compressed_bytes, left.spilled_bytes);
+    assert_eq!(gone, (0, 0, 0), "{left:?}");
+    assert_eq!(left.held_bytes, OWN_BYTES + left.pool_bytes, "{left:?}");
+    let slots = stage.tier.slots.lock();
+    assert_eq!(slots.free.len() + slots.failed.len(), slots.fresh as usize);
+}
+
+#[test]
+fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
+        written.expect("a sound disk");
+    }
+    // Chunks that lie one behind the other.
+    let spilled = stage.at(Place::Spilled);
+    let first = spilled
+        .chunk_by(|a, b| a + 1 == *b)
+        .find(|run| run.len() >= 32);
+    let first = first.expect("the first are the coldest")[0];
+    stage.break_disk(Fault::SlowRead);
+    let mut turned_down = 0;
+    let read = loop {
+        let begun = Instant::now();
+        let read = stage.operate(Verb::Read, first, vec![0xa5; 32 * CHUNK]);
+        assert!(
+            begun.elapsed() < 2 * Duration::from_secs(1),
+            "{:?}",
+            begun.elapsed()
+        );
+        match read {
+            Ok(bytes) => break bytes,
+            Err(ChannelError::NoRoom { .. }) => turned_down += 1,
+            Err(error) => panic!("{error}"),
+        }
+        assert!(turned_down < 8, "it gets further");
+    };
+    assert!(turned_down > 0, "it takes longer than that");
+    for (chunk, bytes) in (first..).zip(read.chunks(CHUNK)) {
+        assert!(bytes == content(chunk | 1, 1), "{chunk}");
     }
 }

@@ -52,6 +52,9 @@ pub(super) enum Fault {
     Refused(Refusal),
     #[error("{0}")]
     Violation(String),
+    /// The server cannot do what was rightly asked for.
+    #[error("{0}")]
+    Unable(String),
 }
 
 impl Fault {

@@ -25,7 +25,7 @@ use super::{
     LOOK,
     connection::{Connection, Fault},
     lines::Held,
-    window::{Grip, Piece, Stuck, Window, atomic},
+    window::{Grip, Piece, Stuck, Window},
 };
 use crate::{
     memory::{Absent, ExtentMemory, Span},
@@ -103,6 +103,7 @@ impl Connection {
                     }
                 }
             }
+            window.be_patient();
             // 3. The payloads of the WRITEs, into place, and the operands of the atomics.
             vectors.clear();
             for (i, (op, operands)) in checked.iter().zip(&mut operands).enumerate() {
@@ -117,7 +118,7 @@ impl Connection {
                 refused = Some(cut(&mut checked, &stuck)?);
             }
             // 4. The atomics: after the WRITEs before them.
-            if let Err(stuck) = change_words(&checked, &operands, &mut words)? {
+            if let Err(stuck) = change_words(&checked, &operands, &mut words, &mut window)? {
                 refused = Some(cut(&mut checked, &stuck)?);
             }
             // 5. The answers, those of READs with the payload behind them and those of atomics with
@@ -194,16 +195,14 @@ impl Connection {
             offset,
             ..
         } = header;
-        let reason = match status {
-            Status::NoRoom => "no memory came free for it in time: see --memory",
-            Status::Unreadable => "its bytes cannot be read back from the spill file",
-            Status::Ok | Status::Refused => {
-                "not leased, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
-            }
-        };
-        Err(Fault::Violation(format!(
-            "{kind:?} of {len} bytes at {offset} of extent {extent}: {reason}"
-        )))
+        let what = format!("{kind:?} of {len} bytes at {offset} of extent {extent}");
+        Err(match status {
+            Status::NoRoom => Fault::Unable(format!("{what}: {}: see --memory", Absent::NoRoom)),
+            Status::Unreadable => Fault::Unable(format!("{what}: {}", Absent::Unreadable)),
+            Status::Ok | Status::Refused => Fault::Violation(format!(
+                "{what}: not leased, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
+            )),
+        })
     }
 
     /// Reads headers. `false` when the client closed the connection where a batch `may_end`.
@@ -294,7 +293,7 @@ impl Connection {
                 Some(Err(stuck)) if rest.is_between(pieces) => return Ok(Err(stuck)),
                 Some(Err(stuck)) => {
                     let Stuck { op, why } = stuck;
-                    return Err(Fault::Violation(format!(
+                    return Err(Fault::Unable(format!(
                         "extent {} in the middle of an answer: {why}",
                         checked[op].header.extent
                     )));
@@ -308,7 +307,10 @@ impl Connection {
             };
             drop(grip);
             match Errno::result(sent) {
-                Ok(bytes) => rest.advance(bytes as usize),
+                Ok(bytes) => {
+                    rest.advance(bytes as usize);
+                    window.be_patient();
+                }
                 Err(Errno::EAGAIN) => self.pause(PollFlags::POLLOUT, alive)?,
                 Err(Errno::EINTR) => {}
                 Err(errno) => return Err(io::Error::from(errno).into()),
@@ -361,10 +363,11 @@ fn change_words(
     checked: &[Checked],
     operands: &[[u8; OPERAND_BYTES]],
     words: &mut [[u8; WORD_BYTES as usize]],
+    window: &mut Window,
 ) -> Result<Result<(), Stuck>, Fault> {
     for (i, op) in checked.iter().enumerate() {
         if let Some(change) = op.header.kind.atomic(&operands[i]) {
-            match atomic(op, change) {
+            match window.atomic(op, change) {
                 Ok(old) => words[i] = old.map_err(|_| lease_ended(op))?.to_le_bytes(),
                 Err(why) => return Ok(Err(Stuck { op: i, why })),
             }

@@ -4,6 +4,11 @@
 //! the call runs, and never while anybody waits. Only the first bytes of a window are waited for,
 //! while nothing else is held; the window ends where the next bytes are elsewhere. So a slow client
 //! keeps no memory, and what comes before absent bytes is moved at once.
+//!
+//! A batch waits for memory for [`PATIENCE`] in all, counted anew when a part of its answers has
+//! been sent. So its client hears in time that it has to wait longer.
+
+use std::time::{Duration, Instant};
 
 use farpage_wire::{
     Atomic,
@@ -19,6 +24,10 @@ use crate::{
 /// What one window holds at most: more than a socket takes at once.
 const BYTES: u64 = 4 << 20;
 
+/// Less than a client waits before it takes a silent connection for dead, and less than the next
+/// holder of a named array waits for operations of the one before.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// What a vector of a batch points to.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
@@ -33,6 +42,8 @@ pub(super) struct Piece {
 pub(super) struct Window {
     vectors: Vec<libc::iovec>,
     held: Vec<Held>,
+    /// What is left of [`PATIENCE`].
+    patience: Duration,
 }
 
 struct Held {
@@ -54,6 +65,57 @@ pub(super) struct Stuck {
 }
 
 impl Window {
+    /// Begins a batch, or goes on when its client has heard something.
+    pub(super) fn be_patient(&mut self) {
+        self.patience = PATIENCE;
+    }
+
+    /// Holds bytes of `op` from `offset` on, and waits for the first.
+    fn hold(&mut self, op: &Checked, offset: u64, len: u64) -> Result<u64, Absent> {
+        let residency = op.residency();
+        match residency.hold(offset, len, None)? {
+            0 => {}
+            held => return Ok(held),
+        }
+        // Nobody waits for what must not be moved any more.
+        if op.span.is_revoked() {
+            return Err(Absent::Released);
+        }
+        let begun = Instant::now();
+        let held = residency.hold(offset, len, Some(begun + self.patience));
+        self.patience = self.patience.saturating_sub(begun.elapsed());
+        held
+    }
+
+    /// Brings the bytes of `op` into memory, one after the other, and holds none of them.
+    fn bring(&mut self, op: &Checked) -> Result<(), Absent> {
+        let (offset, len) = op.range();
+        let mut done = 0;
+        while done < len {
+            let held = self.hold(op, offset + done, len - done)?;
+            op.residency().let_go(offset + done, held);
+            done += held;
+        }
+        Ok(())
+    }
+
+    /// Does an atomic while its word is held.
+    pub(super) fn atomic(
+        &mut self,
+        op: &Checked,
+        change: Atomic,
+    ) -> Result<Result<u64, OutOfLease>, Absent> {
+        let (offset, len) = op.range();
+        if op.span.residency().is_none() {
+            return Ok(op.span.lease().atomic(offset, change));
+        }
+        // All of it: a word does not lie in two chunks.
+        let held = self.hold(op, offset, len)?;
+        let old = op.span.lease().atomic(offset, change);
+        op.residency().let_go(offset, held);
+        Ok(old)
+    }
+
     /// Holds what comes next of `rest`, at least some of it.
     ///
     /// An answer's header is sent only when all of its payload has been seen in memory: afterwards
@@ -77,22 +139,20 @@ impl Window {
                 Some(residency) if piece.is_span => {
                     let offset = op.offset_of(vector.iov_base.cast());
                     let len = vector.iov_len as u64;
-                    let held = match residency.hold(offset, len, is_first) {
-                        Ok(held) => held,
-                        // Said when its turn comes.
-                        Err(_) if !is_first => break,
-                        Err(why) => return Err(stuck(why)),
+                    let held = match is_first {
+                        true => grip.window.hold(op, offset, len).map_err(stuck)?,
+                        // What is wrong is said when its turn comes.
+                        false => residency.hold(offset, len, None).unwrap_or(0),
                     };
                     grip.add(piece.op, offset, held, vector);
                     if held < len {
                         break;
                     }
                 }
-                Some(residency) if announces(op, vector) => {
-                    let (offset, len) = (op.header.offset, u64::from(op.header.len));
+                Some(_) if announces(op, vector) => {
                     match is_first {
-                        true => bring(residency, offset, len).map_err(stuck)?,
-                        false if is_there(residency, offset, len) => {}
+                        true => grip.window.bring(op).map_err(stuck)?,
+                        false if is_there(op) => {}
                         false => break,
                     }
                     grip.window.vectors.push(*vector);
@@ -113,34 +173,22 @@ fn announces(op: &Checked, vector: &libc::iovec) -> bool {
     op.header.kind == OpKind::Read && vector.iov_len == ANSWER_HEADER_BYTES
 }
 
-/// Brings bytes into memory, one after the other, and holds none of them.
-fn bring(residency: &dyn Residency, offset: u64, len: u64) -> Result<(), Absent> {
-    let mut done = 0;
-    while done < len {
-        let held = residency.hold(offset + done, len - done, true)?;
-        residency.let_go(offset + done, held);
-        done += held;
-    }
-    Ok(())
-}
-
-/// Does an atomic while its word is held.
-pub(super) fn atomic(op: &Checked, change: Atomic) -> Result<Result<u64, OutOfLease>, Absent> {
-    let (offset, len) = (op.header.offset, u64::from(op.header.len));
-    let Some(residency) = op.span.residency() else {
-        return Ok(op.span.lease().atomic(offset, change));
-    };
-    // All of it: a word does not lie in two chunks.
-    let held = residency.hold(offset, len, true)?;
-    let old = op.span.lease().atomic(offset, change);
-    residency.let_go(offset, held);
-    Ok(old)
-}
-
-fn is_there(residency: &dyn Residency, offset: u64, len: u64) -> bool {
-    let held = residency.hold(offset, len, false).unwrap_or(0);
-    residency.let_go(offset, held);
+fn is_there(op: &Checked) -> bool {
+    let (offset, len) = op.range();
+    let held = op.residency().hold(offset, len, None).unwrap_or(0);
+    op.residency().let_go(offset, held);
     held == len
+}
+
+impl Checked {
+    fn range(&self) -> (u64, u64) {
+        (self.header.offset, u64::from(self.header.len))
+    }
+
+    fn residency(&self) -> &dyn Residency {
+        let residency = self.span.residency();
+        residency.expect("only such memory is held")
+    }
 }
 
 impl Grip<'_> {
@@ -167,9 +215,7 @@ impl Grip<'_> {
 impl Drop for Grip<'_> {
     fn drop(&mut self) {
         for Held { op, offset, len } in self.window.held.drain(..) {
-            let residency = self.checked[op].span.residency();
-            let residency = residency.expect("only such memory is held");
-            residency.let_go(offset, len);
+            self.checked[op].residency().let_go(offset, len);
         }
     }
 }
