@@ -197,7 +197,8 @@ impl Tier {
         capacity_bytes: u64,
         directory: &Path,
     ) -> io::Result<(Arc<Self>, Evictors)> {
-        let spill_bytes = capacity_bytes.next_multiple_of(CHUNK_BYTES);
+        let spill_bytes = (capacity_bytes.checked_next_multiple_of(CHUNK_BYTES))
+            .ok_or(io::ErrorKind::InvalidInput)?;
         let disk = SpillFile::create(directory, spill_bytes)?;
         Self::with_disk(memory_bytes, spill_bytes, Box::new(disk))
     }
@@ -208,18 +209,19 @@ impl Tier {
         disk: Box<dyn Disk>,
     ) -> io::Result<(Arc<Self>, Evictors)> {
         let fetches = Histogram::new_with_bounds(1, 1 << 36, 2).expect("bounds that it takes");
+        let pool = Pool::new(memory_bytes / 4)?;
         let slots_most = (spill_bytes / CHUNK_BYTES).min(u64::from(NONE));
         let tier = Arc::new(Self {
             memory_bytes,
             headroom_bytes: (memory_bytes / 16).clamp(1 << 20, 64 << 20),
             slots_most,
             books: Mutex::new(Books {
-                held_bytes: OWN_BYTES,
+                held_bytes: OWN_BYTES + pool.table_bytes(),
                 ..Books::default()
             }),
             room: Condvar::new(),
             work: Condvar::new(),
-            pool: Pool::new(memory_bytes / 4)?,
+            pool,
             disk,
             slots: Mutex::new(Slots::new(slots_most)),
             disk_buffers: Buffers::new(DISK_FETCHES),
@@ -295,8 +297,10 @@ impl Tier {
         books.extents.insert(id, entry);
     }
 
-    /// Ends an extent: nobody can reach its bytes any more when it returns, and what it took is free
-    /// but for chunks that are on their way, perhaps to a disk that does not answer. These follow.
+    /// Ends an extent: nobody can reach its bytes any more when it returns.
+    ///
+    /// What it took is free, but for chunks that are on their way. These follow, perhaps when a
+    /// disk answers.
     pub(crate) fn discard(&self, id: ExtentId) {
         let extent = self
             .books
@@ -712,24 +716,25 @@ impl Books {
     fn victim(&mut self) -> Option<(Arc<TieredExtent>, usize)> {
         let share = self.shares.values_mut().max_by_key(|share| share.chunks)?;
         let Share { extents, hand, .. } = share;
-        let live: Vec<_> = (extents.iter())
-            .map(|id| self.extents[id].extent.upgrade())
-            .collect();
-        let segments: usize = live.iter().flatten().map(|extent| extent.segments()).sum();
-        // In the first turn all may be young, in the second only those that were used meanwhile.
-        let mut looks = 2 * segments + 2 * live.len() + 1;
-        while looks > 0 {
-            looks -= 1;
+        // In the first whole turn all may be young, in the second only those that were used
+        // meanwhile.
+        let mut turns = 0;
+        while turns <= 2 {
             let (at, segment) = *hand;
-            let at = at % live.len();
-            let Some(extent) = live[at].as_ref().filter(|one| segment < one.segments()) else {
-                *hand = (at + 1, 0);
+            let Some(id) = extents.get(at) else {
+                *hand = (0, 0);
+                turns += 1;
                 continue;
             };
-            if let Some(chunk) = extent.take_cold(segment) {
-                return Some((Arc::clone(extent), chunk));
+            if let Some(extent) = self.extents[id].extent.upgrade() {
+                for segment in segment..extent.segments() {
+                    if let Some(chunk) = extent.take_cold(segment) {
+                        *hand = (at, segment);
+                        return Some((extent, chunk));
+                    }
+                }
             }
-            *hand = (at, segment + 1);
+            *hand = (at + 1, 0);
         }
         None
     }
@@ -742,9 +747,9 @@ impl Books {
         };
         let share = self.shares.get_mut(&entry.share);
         let Share { extents, hand, .. } = share.expect("an extent has a share");
-        let (at, segment) = (hand.0 % extents.len(), chunk / SEGMENT_CHUNKS);
-        if (extents[at], hand.1) == (id, segment) {
-            *hand = (at, segment + 1);
+        let segment = chunk / SEGMENT_CHUNKS;
+        if extents.get(hand.0) == Some(&id) && hand.1 == segment {
+            hand.1 += 1;
         }
     }
 }

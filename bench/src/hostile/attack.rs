@@ -515,8 +515,15 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
     let mut header = [0; ANSWER_HEADER_BYTES];
     stream.read_exact(&mut header)?;
     let header = AnswerHeader::decode(&header).map_err(io::Error::other)?;
-    if header.status == Status::Refused {
-        return Err(ErrorKind::PermissionDenied.into());
+    match header.status {
+        Status::Ok => {}
+        Status::Refused => return Err(ErrorKind::PermissionDenied.into()),
+        // Typed, and no bytes: whoever asked has to ask again, or elsewhere.
+        Status::NoRoom | Status::Unreadable => {
+            return Err(io::Error::other(
+                "the server lends more than its memory, and cannot now",
+            ));
+        }
     }
     let mut payload = vec![0; header.len as usize];
     stream.read_exact(&mut payload)?;

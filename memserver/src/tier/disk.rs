@@ -10,10 +10,15 @@ use std::{
     path::Path,
 };
 
+use farpage_fabric::log::later;
 use nix::{
     fcntl::{FallocateFlags, OFlag, fallocate},
-    sys::statfs::{TMPFS_MAGIC, statfs},
+    sys::statfs::{BTRFS_SUPER_MAGIC, FsType, TMPFS_MAGIC, statfs},
 };
+
+/// File systems that copy on write: a write takes new blocks, whatever was set aside, and O_DIRECT
+/// may go through the page cache without a word.
+const COPY_ON_WRITE: [FsType; 3] = [BTRFS_SUPER_MAGIC, FsType(0x2fc1_2fc1), FsType(0xca45_1a4e)];
 
 /// What O_DIRECT wants offsets, lengths and addresses to be multiples of, on every device in use.
 pub(super) const BLOCK_BYTES: usize = 4096;
@@ -35,7 +40,15 @@ impl SpillFile {
     /// # Errors
     /// What the system says; `Unsupported` for a directory that is in memory itself.
     pub(crate) fn create(directory: &Path, bytes: u64) -> io::Result<Self> {
-        if statfs(directory)?.filesystem_type() == TMPFS_MAGIC {
+        let kind = statfs(directory)?.filesystem_type();
+        if COPY_ON_WRITE.contains(&kind) {
+            later(|| {
+                tracing::warn!(
+                    "the spill file is on a file system that copies on write (btrfs, ZFS, bcachefs): it may run full, and use memory that nobody counts"
+                );
+            });
+        }
+        if kind == TMPFS_MAGIC {
             return Err(io::Error::new(
                 io::ErrorKind::Unsupported,
                 "this directory is in memory itself (tmpfs): name one on a disk",

@@ -15,6 +15,8 @@ use parking_lot::Mutex;
 use super::extent::TieredExtent;
 
 pub(super) const CELL_BYTES: usize = 4096;
+/// What a cell takes in the pool's tables, at most.
+const TABLE_BYTES_PER_CELL: usize = 48;
 
 /// The end of a chain.
 const NONE: u32 = u32::MAX;
@@ -50,11 +52,22 @@ pub(super) struct Owner {
 impl Pool {
     pub(super) fn new(bytes: u64) -> io::Result<Self> {
         let memory: Arc<ExtentMemory> = ExtentMemory::create(ExtentId(0), bytes, false)?;
+        let cells_most = bytes as usize / CELL_BYTES;
+        let mut cells = Cells::default();
+        // Never moved, which would take them twice.
+        (cells.next.try_reserve_exact(cells_most))
+            .and_then(|()| cells.owner.try_reserve_exact(cells_most))
+            .map_err(|_| io::ErrorKind::OutOfMemory)?;
         Ok(Self {
             file: memory.file(),
-            cells_most: bytes as usize / CELL_BYTES,
-            cells: Mutex::default(),
+            cells_most,
+            cells: Mutex::new(cells),
         })
+    }
+
+    /// Memory of its tables when it is full.
+    pub(super) fn table_bytes(&self) -> u64 {
+        (self.cells_most * TABLE_BYTES_PER_CELL) as u64
     }
 
     /// Physical memory that it takes.

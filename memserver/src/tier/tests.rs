@@ -420,7 +420,11 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
     let left = stage.tier.stat();
     let gone = (left.hot_bytes, left.compressed_bytes, left.spilled_bytes);
     assert_eq!(gone, (0, 0, 0), "{left:?}");
-    assert_eq!(left.held_bytes, OWN_BYTES + left.pool_bytes, "{left:?}");
+    assert_eq!(
+        left.held_bytes,
+        OWN_BYTES + stage.tier.pool.table_bytes() + left.pool_bytes,
+        "{left:?}"
+    );
     let slots = stage.tier.slots.lock();
     assert_eq!(slots.free.len() + slots.failed.len(), slots.fresh as usize);
 }
@@ -458,5 +462,14 @@ fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
     assert!(turned_down > 0, "it takes longer than that");
     for (chunk, bytes) in (first..).zip(read.chunks(CHUNK)) {
         assert!(bytes == content(chunk | 1, 1), "{chunk}");
+    }
+}
+
+#[test]
+fn a_capacity_that_no_disk_has_is_an_error() {
+    let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+    for capacity_bytes in [u64::MAX, i64::MAX as u64, 1 << 60] {
+        let started = Tier::start(LEAST_MEMORY_BYTES, capacity_bytes, directory.path());
+        assert!(started.is_err(), "{capacity_bytes}");
     }
 }
