@@ -7,6 +7,7 @@
 
 use std::{
     collections::HashMap,
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -73,16 +74,21 @@ impl SimConfig {
 }
 
 /// A simulated server that any number of sessions can use.
-#[derive(Debug)]
 pub struct SimServer {
     config: SimConfig,
-    host: SimHost,
+    host: Arc<dyn Host>,
     death: Arc<Death>,
     ops: AtomicU64,
     channels: AtomicU64,
     lose_answer: AtomicBool,
     /// WRITEs that seemed lost and may still land.
     late: Mutex<Vec<Late>>,
+}
+
+impl fmt::Debug for SimServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimServer({})", self.config.seed)
+    }
 }
 
 /// A WRITE of a channel that is dead, on its way to the server.
@@ -98,8 +104,14 @@ struct Late {
 impl SimServer {
     /// A server with nothing granted.
     pub fn new(config: SimConfig) -> Arc<Self> {
+        let host = Arc::new(SimHost::new(config.capacity_bytes));
+        Self::with_host(config, host)
+    }
+
+    /// A server that lends what `host` says. The capacity of `config` does not apply.
+    pub fn with_host(config: SimConfig, host: Arc<dyn Host>) -> Arc<Self> {
         Arc::new(Self {
-            host: SimHost::new(config.capacity_bytes),
+            host,
             config,
             death: Arc::default(),
             ops: AtomicU64::new(0),
@@ -185,7 +197,7 @@ impl SimSession {
         }
         let is_lost = matches!(request, Request::Publish { .. })
             && self.server.lose_answer.swap(false, Ordering::Relaxed);
-        match answer(&self.server.host, self.id, request) {
+        match answer(&*self.server.host, self.id, request) {
             Ok(_) if is_lost => Err(CallError::Disconnected("the answer was lost".to_owned())),
             Ok((Response::Refused(refusal), _)) => Err(CallError::Refused(refusal)),
             Ok((response, _)) => Ok(response),

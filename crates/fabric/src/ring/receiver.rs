@@ -54,7 +54,7 @@ impl RingReceiver {
     /// # Errors
     /// [`RingError`]: now and from now on.
     pub fn receive(&mut self, message: &mut Vec<u8>) -> Result<bool, RingError> {
-        if self.tail == self.taken && !self.look()? {
+        if !self.has_message()? {
             return Ok(false);
         }
         let available = (self.tail - self.taken) as usize;
@@ -74,6 +74,14 @@ impl RingReceiver {
             self.publish();
         }
         Ok(true)
+    }
+
+    /// Whether [`receive`](Self::receive) has something to take. Never waits.
+    ///
+    /// # Errors
+    /// [`RingError`]: now and from now on.
+    pub fn has_message(&mut self) -> Result<bool, RingError> {
+        Ok(self.tail != self.taken || self.look()?)
     }
 
     /// Whether the sender has announced more bytes, which can then be read.

@@ -1,0 +1,346 @@
+//! [`Areas`]: memory of this program that its peers WRITE into, each area lent to one peer by name.
+//!
+//! The rule it keeps: an area is lent once. When the peer that held it has gone, the area is gone,
+//! too: a successor would share the memory with whoever still maps it. What the bytes mean is left
+//! to the program, which [offers](Areas::offer) areas and reads them.
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{ExtentId, NamedRegion, PublicKey, Refusal, Secret, ServerStat, SessionId};
+use parking_lot::Mutex;
+
+use crate::{
+    host::{Admission, Asker, Host, Opened, Origin, Transport},
+    memory::{ExtentMemory, OutOfLease},
+    ring::Landing,
+};
+
+/// Sessions at a time; a peer has one.
+const SESSIONS_MAX: usize = 4096;
+
+/// A [`Host`] for a program that exchanges memory with its peers. It lends what it was told to
+/// offer and nothing else.
+#[derive(Debug)]
+pub struct Areas {
+    /// A peer that is not heard of for this long, over a network, has gone.
+    lease: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    last_id: u64,
+    sessions: HashMap<SessionId, Stay>,
+    areas: HashMap<String, Area>,
+}
+
+/// A peer's session.
+#[derive(Debug)]
+struct Stay {
+    secret: Secret,
+    transport: Transport,
+    heard: Instant,
+}
+
+#[derive(Debug)]
+struct Area {
+    memory: Arc<ExtentMemory>,
+    holder: Holder,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Holder {
+    Nobody,
+    Peer(SessionId),
+    Gone,
+}
+
+/// Whether an area's peer is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Presence {
+    /// It has not come yet.
+    Awaited,
+    /// It holds the area.
+    Here,
+    /// It has come and gone.
+    Gone,
+}
+
+/// Why an area cannot be offered.
+#[derive(Debug, thiserror::Error)]
+pub enum OfferError {
+    /// The system gave no memory.
+    #[error("cannot make {bytes} bytes for peers to write to: {source}")]
+    Memory {
+        /// Bytes asked for.
+        bytes: u64,
+        /// What the system said.
+        r#source: std::io::Error,
+    },
+    /// The memory cannot be mapped.
+    #[error("cannot map memory for peers to write to: {0}")]
+    Map(#[from] OutOfLease),
+}
+
+impl Areas {
+    /// A host without areas, whose peers have gone when they are silent for `lease` over a
+    /// network, or have closed their socket over shared memory.
+    pub fn new(lease: Duration) -> Arc<Self> {
+        Arc::new(Self {
+            lease,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Offers `bytes` zeroed bytes to the first peer that opens `name`. An area of that name that
+    /// was offered before is taken back.
+    ///
+    /// # Errors
+    /// [`OfferError`]
+    pub fn offer(&self, name: &str, bytes: u64) -> Result<Landing, OfferError> {
+        let mut state = self.state.lock();
+        state.last_id += 1;
+        let memory = ExtentMemory::create(ExtentId(state.last_id), bytes, false)
+            .map_err(|source| OfferError::Memory { bytes, source })?;
+        // Before anybody is lent it: a landing outlives every lease.
+        let landing = Landing::extent(&memory.lease_anew())?;
+        let area = Area {
+            memory,
+            holder: Holder::Nobody,
+        };
+        if let Some(old) = state.areas.insert(name.to_owned(), area) {
+            old.end();
+        }
+        Ok(landing)
+    }
+
+    /// Whether the peer of an area is there. An area that was never offered waits for ever.
+    pub fn presence(&self, name: &str) -> Presence {
+        let mut state = self.state.lock();
+        state.expire(self.lease);
+        match state.areas.get(name).map(|area| area.holder) {
+            None | Some(Holder::Nobody) => Presence::Awaited,
+            Some(Holder::Peer(_)) => Presence::Here,
+            Some(Holder::Gone) => Presence::Gone,
+        }
+    }
+}
+
+impl Area {
+    fn end(&self) {
+        self.memory.revoke();
+        self.memory.deregister();
+    }
+}
+
+impl State {
+    fn known(&mut self, session: SessionId) -> Result<&mut Stay, Refusal> {
+        self.sessions.get_mut(&session).ok_or(Refusal::NoSession)
+    }
+
+    /// The session, if `secret` is its own.
+    fn proved(&mut self, session: SessionId, secret: &Secret) -> Result<&mut Stay, Refusal> {
+        let stay = self.known(session)?;
+        match stay.secret == *secret {
+            true => Ok(stay),
+            false => Err(Refusal::NoSession),
+        }
+    }
+
+    fn end(&mut self, session: SessionId) {
+        self.sessions.remove(&session);
+        let held = |area: &&mut Area| area.holder == Holder::Peer(session);
+        for area in self.areas.values_mut().filter(held) {
+            area.end();
+            area.holder = Holder::Gone;
+        }
+    }
+
+    /// Ends the sessions that were silent for `lease`. Over shared memory a closed socket says that
+    /// a peer has gone, and silence says nothing: a simulated session renews no lease.
+    fn expire(&mut self, lease: Duration) {
+        let silent = |(id, stay): (&SessionId, &Stay)| {
+            let is_over = stay.transport != Transport::Shm && stay.heard.elapsed() > lease;
+            is_over.then_some(*id)
+        };
+        let ended: Vec<_> = self.sessions.iter().filter_map(silent).collect();
+        ended.into_iter().for_each(|session| self.end(session));
+    }
+}
+
+fn lends_nothing() -> Refusal {
+    Refusal::Invalid("this program lends what it offers by name, and nothing else".to_owned())
+}
+
+impl Host for Areas {
+    fn admit(
+        &self,
+        _client: &str,
+        transport: Transport,
+        _origin: Origin,
+        resume: Option<(SessionId, Secret)>,
+    ) -> Result<Admission, Refusal> {
+        let mut state = self.state.lock();
+        state.expire(self.lease);
+        if let Some((session, secret)) = resume {
+            state.proved(session, &secret)?.heard = Instant::now();
+            return Ok(Admission {
+                session,
+                secret,
+                lease: self.lease,
+            });
+        }
+        if state.sessions.len() >= SESSIONS_MAX {
+            return Err(Refusal::Full {
+                asked: 0,
+                available: 0,
+            });
+        }
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes)
+            .map_err(|error| Refusal::Invalid(format!("no random numbers: {error}")))?;
+        state.last_id += 1;
+        let (session, secret) = (SessionId(state.last_id), Secret(bytes));
+        let stay = Stay {
+            secret: Secret(bytes),
+            transport,
+            heard: Instant::now(),
+        };
+        state.sessions.insert(session, stay);
+        Ok(Admission {
+            session,
+            secret,
+            lease: self.lease,
+        })
+    }
+
+    fn attach(&self, session: SessionId, secret: &Secret) -> Result<(), Refusal> {
+        self.state.lock().proved(session, secret).map(|_| ())
+    }
+
+    fn renew(&self, session: SessionId) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        state.expire(self.lease);
+        state.known(session)?.heard = Instant::now();
+        Ok(())
+    }
+
+    fn lost(&self, session: SessionId) {
+        let mut state = self.state.lock();
+        // Over a network the peer may come back within its lease.
+        if state
+            .known(session)
+            .is_ok_and(|stay| stay.transport == Transport::Shm)
+        {
+            state.end(session);
+        }
+    }
+
+    fn close(&self, session: SessionId) {
+        self.state.lock().end(session);
+    }
+
+    fn grant(
+        &self,
+        _session: SessionId,
+        _bytes: u64,
+        _atomics: bool,
+        _serial: Option<u64>,
+    ) -> Result<Arc<ExtentMemory>, Refusal> {
+        Err(lends_nothing())
+    }
+
+    fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
+        let mut state = self.state.lock();
+        let mut areas = state.areas.values_mut();
+        let held =
+            |area: &&mut Area| area.holder == Holder::Peer(session) && area.memory.id() == extent;
+        let area = areas.find(held).ok_or(Refusal::NotLeased(extent))?;
+        area.end();
+        area.holder = Holder::Gone;
+        Ok(())
+    }
+
+    fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
+        let state = self.state.lock();
+        let mut areas = state.areas.values();
+        let held =
+            |area: &&Area| area.holder == Holder::Peer(session) && area.memory.id() == extent;
+        areas.find(held).map(|area| Arc::clone(&area.memory))
+    }
+
+    fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
+        self.state.lock().known(session).map(|_| ())
+    }
+
+    fn claim(&self, _session: SessionId, _name: &str, _replace: bool) -> Result<(), Refusal> {
+        Err(lends_nothing())
+    }
+
+    fn disclaim(&self, _session: SessionId, _name: &str) -> Result<(), Refusal> {
+        Err(lends_nothing())
+    }
+
+    fn publish(
+        &self,
+        _session: SessionId,
+        _name: &str,
+        _manifest: Vec<u8>,
+        _extents: &[ExtentId],
+    ) -> Result<(), Refusal> {
+        Err(lends_nothing())
+    }
+
+    /// Lends the area of this name. Asked again by the same session, whose answer was lost, it
+    /// gives the same.
+    fn open(
+        &self,
+        session: SessionId,
+        name: &str,
+        _serial: Option<u64>,
+    ) -> Result<Opened, Refusal> {
+        let mut state = self.state.lock();
+        state.expire(self.lease);
+        state.known(session)?;
+        let area = state.areas.get_mut(name).ok_or(Refusal::NotFound)?;
+        match area.holder {
+            Holder::Nobody => area.holder = Holder::Peer(session),
+            Holder::Peer(holder) if holder == session => {}
+            Holder::Peer(_) => return Err(Refusal::InUse),
+            Holder::Gone => return Err(Refusal::NotFound),
+        }
+        Ok(Opened {
+            manifest: Arc::default(),
+            extents: vec![Arc::clone(&area.memory)],
+        })
+    }
+
+    fn remove(&self, _asker: Asker, _name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
+        Err(lends_nothing())
+    }
+
+    fn names(
+        &self,
+        _asker: Asker,
+        _after: Option<(PublicKey, String)>,
+    ) -> Result<Vec<NamedRegion>, Refusal> {
+        Ok(Vec::new())
+    }
+
+    fn stat(&self) -> ServerStat {
+        let state = self.state.lock();
+        let bytes = state.areas.values().map(|area| area.memory.bytes()).sum();
+        ServerStat {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            capacity_bytes: bytes,
+            granted_bytes: bytes,
+            sessions: state.sessions.len() as u64,
+            extents: state.areas.len() as u64,
+            ..ServerStat::default()
+        }
+    }
+}

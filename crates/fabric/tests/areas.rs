@@ -1,0 +1,217 @@
+//! Areas that a program lends to its peers: each to one of them, once, and nothing else.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{
+    path::Path,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    ChannelError, Endpoint, Extent, Op, OpenError, Secret, Session, SessionOptions, Verb,
+    areas::{Areas, Presence},
+    host::{Host, Origin, Transport},
+    patterns::{RingPlace, RingReceiver, RingSender},
+    regmem::{RegPool, RegPoolOptions},
+    server::Serving,
+    sim::{SimConfig, SimServer},
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const LEASE: Duration = Duration::from_millis(600);
+
+fn options(folder: &Path) -> SessionOptions {
+    SessionOptions {
+        key_file: Some(folder.join("key")),
+        ..SessionOptions::default()
+    }
+}
+
+fn on_real_fabrics(test: impl Fn(&Arc<Areas>, &Serving, &SessionOptions)) {
+    let folder = tempfile::tempdir().unwrap();
+    let shm = Endpoint::Shm(folder.path().join("socket"));
+    for endpoint in [shm, "tcp://127.0.0.1:0".parse().unwrap()] {
+        let areas = Areas::new(LEASE);
+        let serving = Serving::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+        test(&areas, &serving, &options(folder.path()));
+    }
+}
+
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The end of one WRITE, on a channel of its own: a refused WRITE may end it.
+fn write(session: &Arc<Session>, extent: Extent, offset: u64) -> Result<(), ChannelError> {
+    let mut channel = session.channel::<Vec<u8>>().unwrap();
+    let op = Op {
+        tag: 0,
+        verb: Verb::Write,
+        extent: extent.id,
+        offset,
+        len: 8,
+        buf: vec![7; 8],
+    };
+    assert!(channel.post(op).is_ok());
+    let (mut done, end) = (Vec::new(), Instant::now() + PATIENCE);
+    while channel.poll(&mut done) == 0 {
+        assert!(Instant::now() < end, "a WRITE without an end");
+    }
+    done.pop().unwrap().result
+}
+
+#[test]
+fn a_peer_writes_into_the_area_that_it_opened() {
+    on_real_fabrics(|areas, serving, options| {
+        let place = |extent| RingPlace {
+            extent,
+            offset: 0,
+            capacity: 1024,
+        };
+        let landing = areas.offer("ring", 4096).unwrap();
+        assert_eq!(areas.presence("ring"), Presence::Awaited);
+        let session = Session::connect(serving.endpoint(), options).unwrap();
+        let extent = session.open("ring").unwrap().extents[0];
+        assert_eq!(
+            (extent.bytes, areas.presence("ring")),
+            (4096, Presence::Here)
+        );
+        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+        let mut receiver = RingReceiver::new(landing, place(extent.id));
+        let mut sender = RingSender::new(session.channel().unwrap(), &pool, place(extent.id));
+        sender.send(b"hello").unwrap();
+        sender.flush().unwrap();
+        let (mut message, end) = (Vec::new(), Instant::now() + PATIENCE);
+        while !receiver.receive(&mut message).unwrap() {
+            sender.progress().unwrap();
+            assert!(Instant::now() < end, "no message");
+        }
+        assert_eq!(message, b"hello");
+        drop((sender, session));
+        until("the peer has gone", || {
+            areas.presence("ring") == Presence::Gone
+        });
+    });
+}
+
+#[test]
+fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
+    on_real_fabrics(|areas, serving, options| {
+        let connect = || Session::connect(serving.endpoint(), options).unwrap();
+        let _landing = areas.offer("mine", 4096).unwrap();
+        let _other = areas.offer("other", 4096).unwrap();
+        let (holder, thief) = (connect(), connect());
+        let mine = holder.open("mine").unwrap().extents[0];
+        // 1. Neither by its name nor by its number.
+        assert!(matches!(thief.open("mine"), Err(OpenError::InUse { .. })));
+        let other = thief.open("other").unwrap().extents[0];
+        for (extent, offset) in [(mine, 0), (other, 4089), (other, u64::MAX)] {
+            let refused = write(&thief, extent, offset);
+            assert!(refused.is_err(), "{extent:?} {offset}");
+        }
+        assert!(write(&thief, other, 4088).is_ok());
+        // 2. Nor anything that was not offered.
+        assert!(matches!(
+            thief.open("absent"),
+            Err(OpenError::NotFound { .. })
+        ));
+        assert!(thief.grant(4096).is_err() && thief.grant_for_atomics(4096).is_err());
+        assert!(thief.claim("name", false).is_err() && thief.remove("mine").is_err());
+        assert!(thief.publish("name", b"", &[other.id]).is_err());
+        assert!(thief.release(mine.id).is_err());
+        assert_eq!(thief.names().unwrap(), []);
+        // 3. Nor what somebody else has held, until it is offered anew.
+        drop(holder);
+        until("the holder has gone", || {
+            areas.presence("mine") == Presence::Gone
+        });
+        assert!(matches!(
+            thief.open("mine"),
+            Err(OpenError::NotFound { .. })
+        ));
+        let _landing = areas.offer("mine", 64).unwrap();
+        assert_eq!(thief.open("mine").unwrap().extents[0].bytes, 64);
+        // 4. Nor what it gave back itself.
+        thief.release(other.id).unwrap();
+        assert_eq!(areas.presence("other"), Presence::Gone);
+        let refused = write(&thief, other, 0);
+        assert!(refused.is_err());
+        assert!(matches!(
+            thief.open("other"),
+            Err(OpenError::NotFound { .. })
+        ));
+    });
+}
+
+#[test]
+fn an_area_that_is_offered_anew_is_out_of_its_old_holders_reach() {
+    on_real_fabrics(|areas, serving, options| {
+        let _old = areas.offer("ring", 4096).unwrap();
+        let session = Session::connect(serving.endpoint(), options).unwrap();
+        let place = RingPlace {
+            extent: session.open("ring").unwrap().extents[0].id,
+            offset: 0,
+            capacity: 1024,
+        };
+        let mut receiver = RingReceiver::new(areas.offer("ring", 4096).unwrap(), place);
+        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+        let mut sender = RingSender::new(session.channel().unwrap(), &pool, place);
+        sender.send(b"late").unwrap();
+        // Over shared memory it keeps what it maps, over a network nothing.
+        let end = Instant::now() + PATIENCE;
+        while sender.flush().is_ok() && !sender.is_idle() {
+            assert!(Instant::now() < end, "a WRITE without an end");
+        }
+        assert!(!receiver.receive(&mut Vec::new()).unwrap());
+    });
+}
+
+#[test]
+fn a_simulated_peer_may_be_silent_for_longer_than_the_lease() {
+    let areas = Areas::new(Duration::ZERO);
+    let _landing = areas.offer("ring", 4096).unwrap();
+    let server = SimServer::with_host(SimConfig::new(1), Arc::clone(&areas) as _);
+    let session = server.session(&SessionOptions::default()).unwrap();
+    session.open("ring").unwrap();
+    thread::sleep(Duration::from_millis(2));
+    assert_eq!(areas.presence("ring"), Presence::Here);
+    drop(session);
+    assert_eq!(areas.presence("ring"), Presence::Gone);
+}
+
+#[test]
+fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
+    let areas = Areas::new(Duration::from_millis(50));
+    let _landing = areas.offer("ring", 4096).unwrap();
+    let admission = areas
+        .admit("peer", Transport::Tcp, Origin::Unknown, None)
+        .unwrap();
+    let session = admission.session;
+    areas.open(session, "ring", None).unwrap();
+    // Its connection breaks, and it comes back in time: with its own secret, and not with another.
+    areas.lost(session);
+    let resume = |secret| {
+        areas.admit(
+            "peer",
+            Transport::Tcp,
+            Origin::Unknown,
+            Some((session, secret)),
+        )
+    };
+    assert!(resume(Secret([0; 16])).is_err());
+    assert!(resume(admission.secret).is_ok());
+    assert_eq!(areas.presence("ring"), Presence::Here);
+    until("silence is noticed", || {
+        areas.presence("ring") == Presence::Gone
+    });
+    assert!(areas.renew(session).is_err() && areas.open(session, "ring", None).is_err());
+}
