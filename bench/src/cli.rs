@@ -23,6 +23,7 @@ use crate::{
     stream::StreamOptions,
     tiers::TiersOptions,
     traffic::TrafficOptions,
+    train::TrainOptions,
 };
 
 /// Measures farpage: STREAM on remote arrays, random access, fault latency, and the floor under all
@@ -119,6 +120,13 @@ pub(crate) enum Command {
     /// What an RDMA adapter gains by several READs in flight, by one doorbell for several
     /// operations, and by one completion queue for several connections
     Verbs(VerbsOptions),
+    /// Trains a network on many workers: all of them in step, by divide and shuffle (DS-Sync), in
+    /// fixed groups, and alone
+    ///
+    /// Loss, accuracy, distance between the workers, bytes and serial steps of each mode, from the
+    /// same parameters, batches and rates. Workers are threads of this process, with a real fabric
+    /// between them.
+    Train(TrainOptions),
     #[command(after_help = WORDS)]
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met

@@ -17,6 +17,7 @@ mod sparse;
 mod stream;
 mod tiers;
 mod traffic;
+mod train;
 
 use std::process::ExitCode;
 
@@ -51,6 +52,7 @@ fn main() -> ExitCode {
         Command::Verbs(options) => verbs::run(options),
         Command::Ring(options) => ring::run(options),
         Command::Tiers(options) => tiers::run(options),
+        Command::Train(options) => train::run(options),
         Command::Apps(options) => apps::run(options),
         Command::Targets(options) => targets::run(options),
         Command::Pages(options) => pages::run(options),

@@ -138,6 +138,45 @@ fn regmem_reports_all_ways_and_registers_nothing_while_it_measures() {
 }
 
 #[test]
+fn train_reports_every_mode_and_the_same_parameters_over_each_fabric() {
+    let mut hashes = Vec::new();
+    for fabric in ["sim", "shm", "tcp"] {
+        let report = report("train", &["--fabric", fabric, "--seeds", "2"]);
+        let modes = report["modes"].as_array().unwrap();
+        let steps = ["bsp", "ds", "fixed", "none"]
+            .into_iter()
+            .zip([30.0, 6.0, 6.0, 0.0]);
+        for (figures, (mode, steps)) in modes.iter().zip(steps) {
+            assert_eq!(figures["mode"], mode);
+            assert_eq!(figures["serial_steps_per_step"], steps);
+            assert_positive(
+                figures,
+                &["/accuracy", "/worst_accuracy", "/loss", "/seconds"],
+            );
+            assert_eq!(figures["curve"].as_array().unwrap().len(), 9, "{figures}");
+        }
+        assert_positive(
+            &report,
+            &["/modes/0/bytes_over_theory", "/modes/1/distance"],
+        );
+        assert!(
+            report["ds_minus_bsp"]["above_points"].is_number(),
+            "{report}"
+        );
+        hashes.push(
+            modes
+                .iter()
+                .map(|figures| figures["hashes"].clone())
+                .collect::<Vec<_>>(),
+        );
+    }
+    assert!(
+        hashes[0] == hashes[1] && hashes[0] == hashes[2],
+        "{hashes:?}"
+    );
+}
+
+#[test]
 fn ring_reports_every_step_and_their_ratios() {
     for fabric in FABRICS {
         let report = report("ring", &["--fabric", fabric]);

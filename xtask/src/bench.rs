@@ -16,7 +16,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
-const RUNS: [&str; 35] = [
+const RUNS: [&str; 37] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -40,6 +40,8 @@ const RUNS: [&str; 35] = [
     "regmem --fabric tcp",
     "ring --fabric shm",
     "ring --fabric tcp",
+    "train --fabric shm",
+    "train --fabric tcp --mode ds --shards skewed --slow-worker 1:2 --link-gbps 1",
     "hostile",
     "targets",
     "sweep",

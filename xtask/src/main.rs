@@ -7,6 +7,7 @@
 
 mod bench;
 mod children;
+mod data;
 mod install;
 mod programs;
 mod rdma;
@@ -34,6 +35,7 @@ Commands:
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
   sanitize [--seconds N]          run the tests of all decoders, codecs and page states with the address sanitizer, then fuzz what
                                   reads strangers' bytes, each target for N seconds [15]
+  data                            fetch the examples that training is measured with (out of Python packages, by pip) [part of `test`]
   install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
   tidy                            lines that are too long, links that lead nowhere, and other rules of form (part of `test`)
@@ -97,6 +99,11 @@ fn run() -> Result<ExitCode> {
             }
             None => Ok(misused("`install` takes `--prefix DIR`")),
         },
+        "data" if rest.is_empty() => {
+            children::end_with_us()?;
+            data::fetch()?;
+            Ok(ExitCode::SUCCESS)
+        }
         "tidy" if rest.is_empty() => tidy::run(),
         "vm" if rest == ["--help"] || rest == ["-h"] => {
             println!("{}", vm::USAGE);
@@ -110,7 +117,9 @@ fn run() -> Result<ExitCode> {
             println!("{USAGE}");
             Ok(ExitCode::SUCCESS)
         }
-        "demo" | "setup" | "tidy" => Ok(misused(&format!("`{command}` takes no arguments"))),
+        "data" | "demo" | "setup" | "tidy" => {
+            Ok(misused(&format!("`{command}` takes no arguments")))
+        }
         other => Ok(misused(&format!("no such command: `{other}`"))),
     }
 }

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 use serde_json::Value;
 
 use crate::{
-    bench, children,
+    bench, children, data,
     programs::{self, Program},
     rdma,
 };
@@ -144,6 +144,10 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     let mut tally = Tally::default();
     announce(scope)?;
 
+    if let Err(error) = data::fetch() {
+        // Tests that want it say that they are skipped.
+        eprintln!("warning: no training data: {error:#}");
+    }
     println!("Building the tests ...");
     let programs = programs::build(test().arg("--no-run"))?;
     let mut steps = Vec::new();

@@ -315,7 +315,11 @@ pub fn positive(text: &str) -> Result<f64, String> {
         .ok_or("must be a number above 0".into())
 }
 
-fn not_negative(text: &str) -> Result<f64, String> {
+/// A number that is 0 or more.
+///
+/// # Errors
+/// It is something else.
+pub fn not_negative(text: &str) -> Result<f64, String> {
     text.parse()
         .ok()
         .filter(|x: &f64| x.is_finite() && *x >= 0.0)

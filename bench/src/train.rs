@@ -1,0 +1,548 @@
+//! Training on many workers: synchronous, by divide and shuffle, in fixed groups, and alone.
+//!
+//! The rule it keeps: all modes start from the same parameters, see the same batches and have the
+//! same learning rate, and their runs take turns. A run counts only if its workers moved the bytes
+//! and took the serial steps that theory says. Workers are threads of this process that share its
+//! processors, so times mean something only where a slow link or a slow worker dominates them:
+//! bytes and serial steps are what carries over to other machines.
+
+use std::{path::PathBuf, sync::Arc, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
+use farpage_bench_kit::{
+    options::{Run, not_negative, positive},
+    report::{self, median, right, table},
+};
+use farpage_train::{
+    Between, Job, Mlp, Mode, Network, Outcome, Plan, Rule, Scratch, consensus,
+    data::{Dataset, Shards, Source},
+    distance, hash,
+};
+use serde::Serialize;
+
+/// Bytes may exceed those of the parameters by headers and announcements.
+const OVERHEAD_MAX: f64 = 0.01;
+/// Below so many bytes a message, announcements weigh more than that.
+const CHECKED_BYTES: f64 = 64_000.0;
+/// Points of a curve.
+const POINTS: u64 = 20;
+/// The 95 % quantile of Student's distribution, by degrees of freedom from 1.
+const STUDENT_95: [f64; 19] = [
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771,
+    1.761, 1.753, 1.746, 1.740, 1.734, 1.729,
+];
+
+/// What lies between the workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum TrainFabric {
+    /// A simulation
+    Sim,
+    /// Shared memory
+    Shm,
+    /// TCP over the loopback
+    Tcp,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum Dealt {
+    /// Each worker sees all classes
+    Even,
+    /// Each worker sees few classes
+    Skewed,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum Optimizing {
+    /// Gradient descent with momentum
+    Sgd,
+    /// Adam
+    Adam,
+}
+
+#[derive(Args, Clone, Debug, Serialize)]
+pub(crate) struct TrainOptions {
+    /// Workers: a power of --group
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    workers: usize,
+    /// Workers of a group
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    group: usize,
+    /// Who synchronises with whom: bsp (the mean gradient of all), ds (the mean parameters of a
+    /// group that changes), fixed (of a group that stays), none
+    #[arg(
+        long,
+        value_name = "MODES",
+        value_delimiter = ',',
+        default_value = "bsp,ds,fixed,none"
+    )]
+    #[serde(serialize_with = "names")]
+    mode: Vec<Mode>,
+    /// What is learnt: digits, mnist (both after `cargo xtask data`) or blobs (made here)
+    #[arg(long, default_value = "digits")]
+    #[serde(serialize_with = "name")]
+    data: Source,
+    /// Where the files of --data are
+    #[arg(long, value_name = "DIR", default_value = "target/training-data")]
+    data_dir: PathBuf,
+    /// Units of each hidden layer
+    #[arg(
+        long,
+        value_name = "UNITS",
+        value_delimiter = ',',
+        default_value = "128,128"
+    )]
+    hidden: Vec<usize>,
+    /// Examples of a worker in a step
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    batch: usize,
+    /// Steps of each worker
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    steps: u64,
+    /// The optimizer, whose state stays at its worker
+    #[arg(long, value_enum, default_value_t = Optimizing::Sgd)]
+    optimizer: Optimizing,
+    /// How much of a gradient is applied, in all modes
+    #[arg(long, value_name = "RATE", default_value_t = 0.05)]
+    rate: f32,
+    /// How much of the last change sgd applies again
+    #[arg(long, value_name = "SHARE", default_value_t = 0.9)]
+    momentum: f32,
+    /// Who trains with which examples
+    #[arg(long, value_enum, default_value_t = Dealt::Even)]
+    shards: Dealt,
+    /// Seed of the first run
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seed: u64,
+    /// Runs of each mode, each with a seed of its own
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=20))]
+    seeds: u64,
+    /// What lies between the workers
+    #[arg(long, value_enum, default_value_t = TrainFabric::Shm)]
+    fabric: TrainFabric,
+    /// Gives each worker a link of so many gigabits per second
+    #[arg(long, value_name = "GBPS", value_parser = positive)]
+    link_gbps: Option<f64>,
+    /// Adds so many microseconds to every operation on the fabric
+    #[arg(long, value_name = "US", value_parser = not_negative)]
+    link_us: Option<f64>,
+    /// A worker that computes so many times slower, as RANK:TIMES
+    #[arg(long, value_name = "RANK:TIMES", value_parser = slow)]
+    slow_worker: Option<(usize, f64)>,
+    /// The longest that a worker waits for another, in seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive)]
+    deadline: f64,
+    #[command(flatten)]
+    #[serde(skip)]
+    run: Run,
+}
+
+fn names<S: serde::Serializer>(modes: &[Mode], to: S) -> Result<S::Ok, S::Error> {
+    to.collect_seq(modes.iter().map(ToString::to_string))
+}
+
+fn name<S: serde::Serializer>(source: &Source, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(source)
+}
+
+fn slow(text: &str) -> Result<(usize, f64), String> {
+    let wrong = || format!("`{text}` is no rank and factor, such as 3:2.5");
+    let (rank, times) = text.split_once(':').ok_or_else(wrong)?;
+    let (rank, times) = (rank.parse().map_err(|_| wrong())?, positive(times)?);
+    match times >= 1.0 {
+        true => Ok((rank, times)),
+        false => Err(wrong()),
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    verified: bool,
+    parameters: usize,
+    parameter_bytes: usize,
+    config: Config,
+    modes: Vec<Figures>,
+    /// Accuracy of the consensus, ds minus bsp, in points over the pairs of one seed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ds_minus_bsp: Option<Paired>,
+}
+
+#[derive(Debug, Serialize)]
+struct Config {
+    smoke: bool,
+    #[serde(flatten)]
+    options: TrainOptions,
+}
+
+#[derive(Debug, Serialize)]
+struct Paired {
+    mean_points: f64,
+    /// With 95 % the true mean is above it; of two seeds or more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    above_points: Option<f64>,
+    pairs: usize,
+}
+
+/// A mode; means over its runs unless something else is said.
+#[derive(Debug, Serialize)]
+struct Figures {
+    mode: String,
+    /// Of the workers' mean, on the examples that nobody trained with.
+    accuracy: f64,
+    /// Of the worst worker, after rounds without training.
+    worst_accuracy: f64,
+    loss: f64,
+    /// Of the workers from their mean, over the length of that.
+    distance: f64,
+    bytes_per_step: f64,
+    /// Over what theory says of a ring; none where nothing moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes_over_theory: Option<f64>,
+    serial_steps_per_step: f64,
+    /// Of the slowest worker, the median of the runs.
+    seconds: f64,
+    /// Of a worker's time.
+    exchange_share: f64,
+    /// Until the consensus is as good as that of bsp at its end, in the runs of the first seed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seconds_to_bsp: Option<f64>,
+    /// Of all parameters of all workers at the end, by seed.
+    hashes: Vec<String>,
+    /// Accuracies by seed.
+    accuracies: Vec<f64>,
+    /// The runs of the first seed.
+    curve: Vec<Point>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Point {
+    step: u64,
+    seconds: f64,
+    loss: f64,
+    accuracy: f64,
+    distance: f64,
+}
+
+/// One run.
+struct Ran {
+    curve: Vec<Point>,
+    worst_accuracy: f64,
+    bytes_per_step: f64,
+    bytes_over_theory: Option<f64>,
+    serial_steps_per_step: f64,
+    exchange_share: f64,
+    hash: u128,
+    is_right: bool,
+}
+
+/// Runs the subcommand `train` and prints what it found.
+pub(crate) fn run(options: &TrainOptions) -> Result<()> {
+    let mut options = options.clone();
+    if options.run.smoke {
+        options.data = Source::Blobs;
+        options.hidden = vec![64, 64];
+        options.steps = 8;
+    }
+    let report = measure(options)?;
+    let format = report.config.options.run.printing.format;
+    report::conclude(&report, report.verified, format, Report::human)
+}
+
+fn measure(options: TrainOptions) -> Result<Report> {
+    let data = Arc::new(Dataset::load(options.data, &options.data_dir)?);
+    let mut widths = vec![data.width];
+    widths.extend(&options.hidden);
+    widths.push(data.classes);
+    ensure!(
+        !widths.contains(&0),
+        "--hidden 0: a layer has one unit at least"
+    );
+    ensure!(
+        options.steps > 0 && options.batch > 0,
+        "--steps and --batch: one at least"
+    );
+    if let Some((rank, _)) = options.slow_worker {
+        ensure!(
+            rank < options.workers,
+            "--slow-worker {rank}: ranks are below {}",
+            options.workers
+        );
+    }
+    let mlp = Mlp::new(&widths);
+    let parameters = mlp.parameters();
+    let mut ran: Vec<Vec<Ran>> = options.mode.iter().map(|_| Vec::new()).collect();
+    for seed in options.seed..options.seed + options.seeds {
+        for (mode, ran) in options.mode.iter().zip(&mut ran) {
+            let job = Job {
+                plan: Plan::new(*mode, options.workers, options.group)?,
+                mlp: mlp.clone(),
+                rule: match options.optimizer {
+                    Optimizing::Sgd => Rule::Sgd {
+                        rate: options.rate,
+                        momentum: options.momentum,
+                    },
+                    Optimizing::Adam => Rule::Adam { rate: options.rate },
+                },
+                data: Arc::clone(&data),
+                shards: match options.shards {
+                    Dealt::Even => Shards::Even,
+                    Dealt::Skewed => Shards::Skewed,
+                },
+                batch: options.batch,
+                steps: options.steps,
+                every: options.steps.div_ceil(POINTS),
+                seed,
+                slow: options.slow_worker,
+            };
+            ran.push(one(&job, &options).with_context(|| format!("mode {mode}, seed {seed}"))?);
+        }
+    }
+    let verified = ran.iter().flatten().all(|ran| ran.is_right);
+    let goal = (options.mode.iter().zip(&ran))
+        .find(|(mode, _)| **mode == Mode::Bsp)
+        .map(|(_, ran)| ran[0].last().accuracy);
+    let modes: Vec<_> = (options.mode.iter().zip(&ran))
+        .map(|(mode, ran)| Figures::of(*mode, ran, goal))
+        .collect();
+    Ok(Report {
+        benchmark: "train",
+        verified,
+        parameters,
+        parameter_bytes: 4 * parameters,
+        ds_minus_bsp: paired(&modes),
+        modes,
+        config: Config {
+            smoke: options.run.smoke,
+            options,
+        },
+    })
+}
+
+/// Trains once, and looks at what came out.
+fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
+    let link = match (options.link_gbps, options.link_us) {
+        (None, None) => None,
+        // Without a rate the link is as fast as a link can be said to be.
+        (gbps, us) => Some((gbps.unwrap_or(1e6), us.unwrap_or(0.0))),
+    };
+    let network = Network {
+        between: match options.fabric {
+            TrainFabric::Sim => Between::Sim,
+            TrainFabric::Shm => Between::Shm,
+            TrainFabric::Tcp => Between::Tcp,
+        },
+        link,
+        deadline: Duration::from_secs_f64(options.deadline),
+    };
+    let outcomes = farpage_train::run(job, &network)?;
+    let count = outcomes.len() as f64;
+    let mut scratch = Scratch::default();
+    let mut accuracy = |parameters: &[f32]| {
+        let right = job.mlp.right(parameters, &job.data.test, &mut scratch);
+        right as f64 / job.data.test.labels.len() as f64
+    };
+    // 1. The curve.
+    let mut curve = Vec::new();
+    for at in 0..outcomes[0].snapshots.len() {
+        let all = || outcomes.iter().map(|outcome| &outcome.snapshots[at]);
+        let parameters = || all().map(|snapshot| &*snapshot.parameters);
+        let mean = consensus(parameters());
+        curve.push(Point {
+            step: outcomes[0].snapshots[at].step,
+            seconds: all().map(|snapshot| snapshot.seconds).fold(0.0, f64::max),
+            loss: all().map(|snapshot| snapshot.loss).sum::<f64>() / count,
+            accuracy: accuracy(&mean),
+            distance: distance(parameters(), &mean),
+        });
+    }
+    let worst = outcomes.iter().map(|outcome| accuracy(&outcome.settled));
+    let worst_accuracy = worst.fold(1.0, f64::min);
+    // 2. Bytes and serial steps, against theory.
+    let steps = job.steps as f64;
+    let total = |of: fn(&Outcome) -> f64| outcomes.iter().map(of).sum::<f64>();
+    let bytes_per_step = total(|outcome| outcome.moved_bytes as f64) / count / steps;
+    let members = job
+        .plan
+        .rings(0)
+        .first()
+        .map_or(1, |ring| ring.members.len()) as f64;
+    let parameter_bytes = 4.0 * job.mlp.parameters() as f64;
+    let expected = 2.0 * parameter_bytes * (members - 1.0) / members;
+    let bytes_over_theory = (expected > 0.0).then(|| bytes_per_step / expected);
+    let are_bytes_right = match bytes_over_theory {
+        None => bytes_per_step == 0.0,
+        Some(over) => {
+            let is_small = parameter_bytes / members < CHECKED_BYTES;
+            over >= 1.0 && (is_small || over <= 1.0 + OVERHEAD_MAX)
+        }
+    };
+    let serial = 2.0 * (members - 1.0);
+    let are_steps_right =
+        (outcomes.iter()).all(|outcome| outcome.serial_steps as f64 == serial * steps);
+    // 3. Whether everybody has what everybody must have.
+    let settled = || outcomes.iter().map(|outcome| &*outcome.settled);
+    let apart = distance(settled(), &consensus(settled()));
+    let have_met = matches!(job.plan.mode(), Mode::Fixed | Mode::Nothing) || apart == 0.0;
+    let last = |outcome: &'_ Outcome| outcome.snapshots.len() - 1;
+    let ends = outcomes
+        .iter()
+        .map(|outcome| &*outcome.snapshots[last(outcome)].parameters);
+    let (compute, exchange) = (total(|o| o.compute_s), total(|o| o.exchange_s));
+    Ok(Ran {
+        hash: hash(ends),
+        curve,
+        worst_accuracy,
+        bytes_per_step,
+        bytes_over_theory,
+        serial_steps_per_step: total(|outcome| outcome.serial_steps as f64) / count / steps,
+        exchange_share: exchange / (compute + exchange),
+        is_right: are_bytes_right && are_steps_right && have_met,
+    })
+}
+
+impl Ran {
+    fn last(&self) -> &Point {
+        self.curve.last().expect("a run has a beginning and an end")
+    }
+}
+
+impl Figures {
+    fn of(mode: Mode, ran: &[Ran], goal: Option<f64>) -> Self {
+        let mean = |of: &dyn Fn(&Ran) -> f64| ran.iter().map(of).sum::<f64>() / ran.len() as f64;
+        let seconds: Vec<_> = ran.iter().map(|ran| ran.last().seconds).collect();
+        let reached = |goal| ran[0].curve.iter().find(|point| point.accuracy >= goal);
+        Self {
+            mode: mode.to_string(),
+            accuracy: mean(&|ran| ran.last().accuracy),
+            worst_accuracy: mean(&|ran| ran.worst_accuracy),
+            loss: mean(&|ran| ran.last().loss),
+            distance: mean(&|ran| ran.last().distance),
+            bytes_per_step: mean(&|ran| ran.bytes_per_step),
+            bytes_over_theory: ran[0].bytes_over_theory,
+            serial_steps_per_step: mean(&|ran| ran.serial_steps_per_step),
+            seconds: median(&seconds),
+            exchange_share: mean(&|ran| ran.exchange_share),
+            seconds_to_bsp: goal.and_then(reached).map(|point| point.seconds),
+            hashes: ran.iter().map(|ran| format!("{:032x}", ran.hash)).collect(),
+            accuracies: ran.iter().map(|ran| ran.last().accuracy).collect(),
+            curve: ran[0].curve.clone(),
+        }
+    }
+}
+
+/// Ds against bsp, if both were run.
+fn paired(modes: &[Figures]) -> Option<Paired> {
+    let of = |mode: Mode| {
+        modes
+            .iter()
+            .find(|figures| figures.mode == mode.to_string())
+    };
+    let (ds, bsp) = (of(Mode::Ds)?, of(Mode::Bsp)?);
+    let pairs = ds.accuracies.iter().zip(&bsp.accuracies);
+    let points: Vec<_> = pairs.map(|(ds, bsp)| 100.0 * (ds - bsp)).collect();
+    let count = points.len();
+    let mean_points = points.iter().sum::<f64>() / count as f64;
+    let above_points = (count > 1).then(|| {
+        let squares: f64 = points
+            .iter()
+            .map(|point| (point - mean_points).powi(2))
+            .sum();
+        let error = (squares / (count - 1) as f64 / count as f64).sqrt();
+        mean_points - STUDENT_95[count - 2] * error
+    });
+    Some(Paired {
+        mean_points,
+        above_points,
+        pairs: count,
+    })
+}
+
+impl Report {
+    fn human(&self) -> String {
+        let mut results = table([
+            "mode",
+            "accuracy, %",
+            "worst worker, %",
+            "loss",
+            "distance",
+            "MB per step",
+            "over theory",
+            "serial steps",
+            "s",
+            "exchanging, %",
+            "s to bsp's accuracy",
+        ]);
+        for mode in &self.modes {
+            let or_none = |value: Option<f64>, digits: usize| {
+                value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
+            };
+            results.add_row(right([
+                mode.mode.clone(),
+                format!("{:.2}", 100.0 * mode.accuracy),
+                format!("{:.2}", 100.0 * mode.worst_accuracy),
+                format!("{:.3}", mode.loss),
+                format!("{:.1e}", mode.distance),
+                format!("{:.3}", mode.bytes_per_step / 1e6),
+                or_none(mode.bytes_over_theory, 4),
+                format!("{:.0}", mode.serial_steps_per_step),
+                format!("{:.2}", mode.seconds),
+                format!("{:.0}", 100.0 * mode.exchange_share),
+                or_none(mode.seconds_to_bsp, 2),
+            ]));
+        }
+        let mut run = table(["run", self.benchmark]);
+        let verified = if self.verified { "yes" } else { "NO: FAILED" };
+        let config = &self.config.options;
+        let mut rows = vec![
+            ("verified", verified.to_owned()),
+            (
+                "workers",
+                format!("{} in groups of {}", config.workers, config.group),
+            ),
+            (
+                "parameters",
+                format!(
+                    "{} ({:.2} MB)",
+                    self.parameters,
+                    self.parameter_bytes as f64 / 1e6
+                ),
+            ),
+            ("runs of each mode", config.seeds.to_string()),
+        ];
+        if let Some(Paired {
+            mean_points,
+            above_points,
+            pairs,
+        }) = &self.ds_minus_bsp
+        {
+            let bound = above_points.map_or(String::new(), |above| {
+                format!(", with 95 % above {above:+.2}")
+            });
+            rows.push((
+                "accuracy, ds - bsp",
+                format!("{mean_points:+.2} points over {pairs} pairs{bound}"),
+            ));
+        }
+        for (name, value) in rows {
+            run.add_row(right([name.to_owned(), value]));
+        }
+        [results, run].map(|table| table.to_string()).join("\n")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slow_workers_are_read() {
+        assert_eq!(slow("3:2.5"), Ok((3, 2.5)));
+        for wrong in ["3", "3:", ":2", "a:2", "3:0.5", "3:-1", "3:nan"] {
+            assert!(slow(wrong).is_err(), "{wrong}");
+        }
+    }
+}

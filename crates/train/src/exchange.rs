@@ -1,0 +1,609 @@
+//! [`Exchange`]: the mean of a vector over the members of a ring, by one-sided WRITEs.
+//!
+//! The rule it keeps: the order of all sums follows from the members' positions alone, never from
+//! when messages arrive, and every member ends with the same bits. Nobody is waited for beyond the
+//! deadline, and who is missing is named: a worker that waits tells the next ones for whom, so that
+//! all of them name the one that is at fault and not the neighbour that waits like them.
+//!
+//! A ring all-reduce (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+//! workstations"): the vector is cut into as many chunks as there are members. In a first pass each
+//! chunk goes round and is summed on its way, in a second one the means go round. Each member
+//! sends and receives a chunk in each of 2 (members - 1) serial steps.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{
+    Busy, Channel, Completion, Op, Wait,
+    areas::{Areas, Presence},
+    patterns::{RingError, RingReceiver, RingSender, SendError},
+    regmem::RegBuf,
+};
+
+use crate::{plan::Ring, station::JoinError};
+
+/// Floats are sent so many at a time: large enough that a message's overhead is below one part in a
+/// thousand, and small enough that a member forwards the first of a chunk while others follow.
+const PIECE_FLOATS: usize = 8 << 10;
+/// A message's kind, step and round, before its floats.
+const HEADER_BYTES: usize = 8;
+/// Bytes of a ring: several messages are on their way while the receiver adds.
+pub(crate) const RING_BYTES: usize = 256 << 10;
+
+/// Polls before a thread that waits goes to sleep, yielding the CPU in between.
+const YIELDS: u32 = 64;
+/// How long it sleeps then: up to a fraction of what a step takes over a network.
+const NAP_MIN: Duration = Duration::from_micros(20);
+const NAP_MAX: Duration = Duration::from_micros(200);
+/// How long a worker that gives up sees to it that the others hear of it.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// How long a worker whose connection to another broke listens for the reason.
+const HEARSAY: Duration = Duration::from_millis(500);
+
+/// Kinds of messages.
+const FLOATS: u8 = 1;
+/// The sender waits for the worker of the rank that follows.
+const WAITING: u8 = 2;
+/// The sender gave up because of the worker of the rank that follows.
+const GIVEN_UP: u8 = 3;
+
+/// Why a round failed. The job cannot go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExchangeError {
+    /// A worker did not do its part in time.
+    #[error(
+        "worker {rank} waited {deadline:?} in round {round} for worker {missing}, which sent nothing: it is stuck, or too slow for this deadline"
+    )]
+    Missing {
+        /// Who waited.
+        rank: usize,
+        /// For whom.
+        missing: usize,
+        /// In which round.
+        round: u64,
+        /// For how long.
+        deadline: Duration,
+    },
+    /// A worker has gone.
+    #[error("worker {rank} cannot go on in round {round}: worker {gone} is gone: {reason}")]
+    Gone {
+        /// Who noticed.
+        rank: usize,
+        /// Who is gone.
+        gone: usize,
+        /// In which round.
+        round: u64,
+        /// How it was noticed.
+        reason: String,
+    },
+    /// A worker sent something else than it should have.
+    #[error(
+        "worker {rank} got something from worker {from} in round {round} that does not belong there: {detail}; do all workers run the same job?"
+    )]
+    Strange {
+        /// Who got it.
+        rank: usize,
+        /// Whose it was.
+        from: usize,
+        /// In which round.
+        round: u64,
+        /// What is wrong.
+        detail: String,
+    },
+}
+
+/// Bytes that a worker's operations have moved, headers and announcements included.
+#[derive(Debug, Default)]
+pub(crate) struct Moved {
+    /// Only ever added to; read for figures, so relaxed.
+    bytes: AtomicU64,
+}
+
+impl Moved {
+    /// How many, so far.
+    fn bytes(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// A channel that counts the bytes of what is posted.
+pub(crate) struct Counted {
+    pub(crate) channel: Box<dyn Channel<RegBuf>>,
+    pub(crate) moved: Arc<Moved>,
+}
+
+impl Channel<RegBuf> for Counted {
+    fn post(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
+        let bytes = u64::from(op.len);
+        self.channel.post(op)?;
+        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn post_notifying(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
+        let bytes = u64::from(op.len);
+        self.channel.post_notifying(op)?;
+        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<RegBuf>>) -> usize {
+        self.channel.poll(done)
+    }
+
+    fn writes_in_order(&self) -> bool {
+        self.channel.writes_in_order()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.channel.in_flight()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        self.channel.wait()
+    }
+}
+
+/// A worker's ends of one ring.
+pub(crate) struct Ends {
+    pub(crate) ring: Ring,
+    /// The area that the member before writes into.
+    pub(crate) area: String,
+    pub(crate) sender: RingSender<Counted>,
+    pub(crate) receiver: RingReceiver,
+}
+
+/// A worker's rings.
+pub struct Exchange {
+    rank: usize,
+    ends: Vec<Ends>,
+    areas: Arc<Areas>,
+    deadline: Duration,
+    moved: Arc<Moved>,
+    /// How often a chunk of another worker was waited for.
+    serial_steps: u64,
+    message: Vec<u8>,
+}
+
+/// How a wait goes on.
+struct Patience {
+    began: Instant,
+    naps: u32,
+    nap: Duration,
+    /// For whom the others were told that we wait.
+    told: Option<usize>,
+    /// For whom the member before waits, as it says.
+    culprit: Option<usize>,
+    /// For whom we wait.
+    missing: usize,
+    /// Whether the member before still has to send, which it cannot when it has gone.
+    receives: bool,
+}
+
+impl Patience {
+    fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            naps: 0,
+            nap: NAP_MIN,
+            told: None,
+            culprit: None,
+            missing: usize::MAX,
+            receives: false,
+        }
+    }
+}
+
+impl Exchange {
+    pub(crate) fn new(
+        rank: usize,
+        ends: Vec<Ends>,
+        areas: Arc<Areas>,
+        deadline: Duration,
+        moved: Arc<Moved>,
+    ) -> Self {
+        Self {
+            rank,
+            ends,
+            areas,
+            deadline,
+            moved,
+            serial_steps: 0,
+            message: Vec::new(),
+        }
+    }
+
+    /// Waits until all who send to this worker have reached it.
+    pub(crate) fn gather(&self) -> Result<(), JoinError> {
+        let until = Instant::now() + self.deadline;
+        for Ends { ring, area, .. } in &self.ends {
+            while self.areas.presence(area) == Presence::Awaited {
+                if Instant::now() >= until {
+                    return Err(JoinError::Absent {
+                        rank: self.rank,
+                        missing: ring.before(),
+                        deadline: self.deadline,
+                    });
+                }
+                thread::sleep(NAP_MAX);
+            }
+        }
+        Ok(())
+    }
+
+    /// Closes the connections to others and waits, within the deadline, until those who send to
+    /// this worker have closed theirs.
+    pub(crate) fn leave(self) {
+        let areas: Vec<_> = self.ends.into_iter().map(|ends| ends.area).collect();
+        let until = Instant::now() + self.deadline;
+        for area in areas {
+            while self.areas.presence(&area) != Presence::Gone && Instant::now() < until {
+                thread::sleep(NAP_MAX);
+            }
+        }
+    }
+
+    /// Bytes that this worker has sent and read, as its fabric was told to move them.
+    pub fn moved_bytes(&self) -> u64 {
+        self.moved.bytes()
+    }
+
+    /// How often this worker had to have another one's chunk before it could go on.
+    pub fn serial_steps(&self) -> u64 {
+        self.serial_steps
+    }
+
+    /// Replaces `values` by their mean over the members of ring `number`. `round` must be the same
+    /// at all of them, and so must the length.
+    ///
+    /// # Errors
+    /// [`ExchangeError`]: the ring must not be used any more.
+    ///
+    /// # Panics
+    /// If there is no such ring.
+    pub fn mean(
+        &mut self,
+        number: usize,
+        round: u64,
+        values: &mut [f32],
+    ) -> Result<(), ExchangeError> {
+        let Ring { members, position } = self.ends[number].ring.clone();
+        let count = members.len();
+        let outcome = (0..2 * (count - 1)).try_for_each(|step| {
+            // Chunks move on by one position with each step.
+            let (sent, is_sum) = match step.checked_sub(count - 1) {
+                None => (position + count - step, true),
+                Some(step) => (position + 1 + count - step, false),
+            };
+            if step == count - 1 {
+                // All have added to this one. The means begin to go round.
+                let share = 1.0 / count as f32;
+                let whole = chunk(values.len(), count, sent % count);
+                values[whole].iter_mut().for_each(|value| *value *= share);
+            }
+            let out = chunk(values.len(), count, sent % count);
+            let back = chunk(values.len(), count, (sent + count - 1) % count);
+            self.step(number, round, step, (out, back), is_sum, values)
+        });
+        let outcome = outcome.and_then(|()| self.settle(number, round));
+        outcome.map_err(|error| {
+            let error = self.blame(error);
+            self.say_farewell(&error);
+            error
+        })
+    }
+
+    /// Whose fault it is that a worker has gone: it may have given up because of another one, which
+    /// it says before it goes.
+    fn blame(&mut self, error: ExchangeError) -> ExchangeError {
+        let ExchangeError::Gone { gone, round, .. } = error else {
+            return error;
+        };
+        let until = Instant::now() + HEARSAY;
+        while Instant::now() < until {
+            for number in 0..self.ends.len() {
+                while let Ok(true) = self.receive(number, round) {
+                    let from = self.ends[number].ring.before();
+                    match self.notice(from, round) {
+                        Err(told @ ExchangeError::Gone { .. }) => return told,
+                        // What else it sent is of no use any more.
+                        _ => continue,
+                    }
+                }
+            }
+            // What came through the others is known already.
+            if !self.ends.iter().any(|ends| ends.ring.next() == gone) {
+                break;
+            }
+            thread::sleep(NAP_MAX);
+        }
+        error
+    }
+
+    /// Waits until all that was sent has been placed and announced: nobody looks after it while
+    /// the worker computes.
+    fn settle(&mut self, number: usize, round: u64) -> Result<(), ExchangeError> {
+        let mut patience = Patience::new();
+        patience.missing = self.ends[number].ring.next();
+        while !self.ends[number].sender.is_idle() {
+            self.has_room(number, round, 0)?;
+            self.wait(number, round, &mut patience)?;
+        }
+        Ok(())
+    }
+
+    /// Sends one chunk and receives another.
+    fn step(
+        &mut self,
+        number: usize,
+        round: u64,
+        step: usize,
+        (out, back): (std::ops::Range<usize>, std::ops::Range<usize>),
+        is_sum: bool,
+        values: &mut [f32],
+    ) -> Result<(), ExchangeError> {
+        let header = header(FLOATS, step, round);
+        let (mut sent, mut received) = (out.start, back.start);
+        if !back.is_empty() {
+            self.serial_steps += 1;
+        }
+        let mut patience = Patience::new();
+        while sent < out.end || received < back.end {
+            let mut moved = false;
+            // 1. Send.
+            let piece = sent..out.end.min(sent + PIECE_FLOATS);
+            if self.has_room(number, round, 4 * piece.len())? && !piece.is_empty() {
+                self.message.clear();
+                self.message.extend(header);
+                let floats = values[piece.clone()].iter();
+                self.message
+                    .extend(floats.flat_map(|value| value.to_le_bytes()));
+                self.send(number, round)?;
+                sent = piece.end;
+                moved = true;
+            }
+            // 2. Receive.
+            if received < back.end && self.receive(number, round)? {
+                let from = self.ends[number].ring.before();
+                match self.message.first() {
+                    Some(&FLOATS) => {
+                        let piece = received..back.end.min(received + PIECE_FLOATS);
+                        let expected = HEADER_BYTES + 4 * piece.len();
+                        if self.message.len() != expected || self.message[..HEADER_BYTES] != header
+                        {
+                            return Err(ExchangeError::Strange {
+                                rank: self.rank,
+                                from,
+                                round,
+                                detail: format!(
+                                    "{} bytes that begin with {:?}, where {expected} that begin with {header:?} belong",
+                                    self.message.len(),
+                                    &self.message[..self.message.len().min(HEADER_BYTES)],
+                                ),
+                            });
+                        }
+                        take(
+                            &self.message[HEADER_BYTES..],
+                            &mut values[piece.clone()],
+                            is_sum,
+                        );
+                        received = piece.end;
+                        moved = true;
+                    }
+                    _ => patience.culprit = Some(self.notice(from, round)?),
+                }
+            }
+            if moved {
+                patience = Patience::new();
+            } else {
+                let ring = &self.ends[number].ring;
+                patience.receives = received < back.end;
+                patience.missing = match patience.receives {
+                    true => patience.culprit.unwrap_or(ring.before()),
+                    false => ring.next(),
+                };
+                self.wait(number, round, &mut patience)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the member before says of the worker that it waits for.
+    fn notice(&self, from: usize, round: u64) -> Result<usize, ExchangeError> {
+        let rank = self.rank;
+        match *self.message {
+            [WAITING, _, _, _, a, b, c, d] => Ok(u32::from_le_bytes([a, b, c, d]) as usize),
+            [GIVEN_UP, _, _, _, a, b, c, d] => Err(ExchangeError::Gone {
+                rank,
+                gone: u32::from_le_bytes([a, b, c, d]) as usize,
+                round,
+                reason: format!("worker {from} gave up because of it"),
+            }),
+            _ => Err(ExchangeError::Strange {
+                rank,
+                from,
+                round,
+                detail: format!("{} bytes of no known kind", self.message.len()),
+            }),
+        }
+    }
+
+    /// Lets operations make progress. Whether so many bytes can be sent now.
+    fn has_room(&mut self, number: usize, round: u64, bytes: usize) -> Result<bool, ExchangeError> {
+        let Ends { sender, ring, .. } = &mut self.ends[number];
+        // A message takes at most 15 bytes more than its length.
+        let needed = HEADER_BYTES + bytes + 15;
+        let asked = match sender.free() < needed {
+            true => sender.ask(),
+            false => Ok(()),
+        };
+        match asked.and_then(|()| sender.progress()) {
+            Ok(()) => Ok(sender.free() >= needed),
+            Err(error) => Err(gone(self.rank, ring.next(), round, error)),
+        }
+    }
+
+    /// Sends `self.message`, for which there is room.
+    fn send(&mut self, number: usize, round: u64) -> Result<(), ExchangeError> {
+        let Ends { sender, ring, .. } = &mut self.ends[number];
+        let sent = sender.send(&self.message).and_then(|()| sender.flush());
+        sent.map_err(|error| gone(self.rank, ring.next(), round, error))
+    }
+
+    /// Takes the next message into `self.message`; false if there is none.
+    fn receive(&mut self, number: usize, round: u64) -> Result<bool, ExchangeError> {
+        let Ends { receiver, ring, .. } = &mut self.ends[number];
+        receiver
+            .receive(&mut self.message)
+            .map_err(|error: RingError| ExchangeError::Strange {
+                rank: self.rank,
+                from: ring.before(),
+                round,
+                detail: error.to_string(),
+            })
+    }
+
+    /// Rests a little, unless there is something to do or no reason to hope.
+    fn wait(
+        &mut self,
+        number: usize,
+        round: u64,
+        patience: &mut Patience,
+    ) -> Result<(), ExchangeError> {
+        let due = self.ends[number].sender.wait().until;
+        patience.naps += 1;
+        if patience.naps < YIELDS || due.is_some_and(|due| due <= Instant::now()) {
+            thread::yield_now();
+        } else {
+            let nap = due.map_or(patience.nap, |due| {
+                patience
+                    .nap
+                    .min(due.saturating_duration_since(Instant::now()))
+            });
+            thread::sleep(nap);
+            patience.nap = (patience.nap * 2).min(NAP_MAX);
+        }
+        if patience.naps.is_multiple_of(YIELDS) {
+            self.look(number, round, patience)?;
+        }
+        Ok(())
+    }
+
+    /// Looks whether it makes sense to go on waiting, and tells the others for whom.
+    fn look(
+        &mut self,
+        number: usize,
+        round: u64,
+        patience: &mut Patience,
+    ) -> Result<(), ExchangeError> {
+        let (waited, missing) = (patience.began.elapsed(), patience.missing);
+        if waited >= self.deadline {
+            return Err(ExchangeError::Missing {
+                rank: self.rank,
+                missing,
+                round,
+                deadline: self.deadline,
+            });
+        }
+        let Ends {
+            ring,
+            area,
+            receiver,
+            ..
+        } = &mut self.ends[number];
+        // What a worker sent before it went still counts.
+        let is_gone = patience.receives && self.areas.presence(area) == Presence::Gone;
+        if is_gone && !receiver.has_message().unwrap_or(true) {
+            return Err(ExchangeError::Gone {
+                rank: self.rank,
+                gone: ring.before(),
+                round,
+                reason: "its session has ended".to_owned(),
+            });
+        }
+        if waited >= self.deadline / 4 && patience.told != Some(missing) {
+            patience.told = Some(missing);
+            self.tell_all(WAITING, missing);
+        }
+        Ok(())
+    }
+
+    /// Tells whoever receives from us. Who cannot be told will notice by itself.
+    fn tell_all(&mut self, kind: u8, rank: usize) {
+        let mut notice = [kind, 0, 0, 0, 0, 0, 0, 0];
+        notice[4..].copy_from_slice(&(rank as u32).to_le_bytes());
+        for Ends { sender, .. } in &mut self.ends {
+            let _ = sender.send(&notice).and_then(|()| sender.flush());
+        }
+    }
+
+    fn say_farewell(&mut self, error: &ExchangeError) {
+        let (ExchangeError::Missing { missing: rank, .. }
+        | ExchangeError::Gone { gone: rank, .. }
+        | ExchangeError::Strange { from: rank, .. }) = error;
+        self.tell_all(GIVEN_UP, *rank);
+        let until = Instant::now() + FAREWELL;
+        for Ends { sender, .. } in &mut self.ends {
+            while sender.progress().is_ok() && !sender.is_idle() && Instant::now() < until {
+                thread::sleep(NAP_MIN);
+            }
+        }
+    }
+}
+
+fn gone(rank: usize, gone: usize, round: u64, error: SendError) -> ExchangeError {
+    ExchangeError::Gone {
+        rank,
+        gone,
+        round,
+        reason: error.to_string(),
+    }
+}
+
+fn header(kind: u8, step: usize, round: u64) -> [u8; HEADER_BYTES] {
+    let ([s, t, ..], [a, b, c, d, ..]) = ((step as u32).to_le_bytes(), round.to_le_bytes());
+    [kind, 0, s, t, a, b, c, d]
+}
+
+/// Where chunk `number` of `count` lies in a vector: chunks differ by one element at most.
+fn chunk(len: usize, count: usize, number: usize) -> std::ops::Range<usize> {
+    len * number / count..len * (number + 1) / count
+}
+
+/// Adds to `values` what has come, or puts it in their place. The sum on the way is the left
+/// operand, so that all members sum in the order of the ring.
+fn take(bytes: &[u8], values: &mut [f32], is_sum: bool) {
+    let arrived = bytes
+        .chunks_exact(4)
+        .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]));
+    for (value, arrived) in values.iter_mut().zip(arrived) {
+        *value = if is_sum { arrived + *value } else { arrived };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_cover_a_vector_and_differ_by_one() {
+        for (len, count) in [(0, 4), (3, 4), (16, 4), (17, 4), (1_863_690, 16)] {
+            let chunks: Vec<_> = (0..count).map(|number| chunk(len, count, number)).collect();
+            assert_eq!((chunks[0].start, chunks[count - 1].end), (0, len));
+            assert!(chunks.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(
+                chunks
+                    .iter()
+                    .all(|chunk| [len / count, len.div_ceil(count)].contains(&chunk.len()))
+            );
+        }
+    }
+}

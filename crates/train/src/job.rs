@@ -1,0 +1,217 @@
+//! [`Job`]: what all workers of a training run do, and [`Job::work`], what one of them does.
+//!
+//! The rule it keeps: a job and a rank decide everything that a worker computes. Times are looked
+//! at for figures only.
+
+use std::{
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use twox_hash::XxHash3_128;
+
+use crate::{
+    data::{Batches, Dataset, Shards},
+    exchange::{Exchange, ExchangeError},
+    mlp::{Mlp, Scratch},
+    optimizer::{Optimizer, Rule},
+    plan::{Mode, Plan},
+};
+
+/// A training run.
+#[derive(Clone, Debug)]
+pub struct Job {
+    /// Who synchronises with whom.
+    pub plan: Plan,
+    /// The model.
+    pub mlp: Mlp,
+    /// The optimizer.
+    pub rule: Rule,
+    /// The examples.
+    pub data: Arc<Dataset>,
+    /// Who trains with which of them.
+    pub shards: Shards,
+    /// Examples of a worker in a step.
+    pub batch: usize,
+    /// Steps of each worker.
+    pub steps: u64,
+    /// Parameters are kept for the record after each so many steps, and after the last.
+    pub every: u64,
+    /// Decides initial parameters, shards and batches.
+    pub seed: u64,
+    /// A worker that computes as if it were so many times slower.
+    pub slow: Option<(usize, f64)>,
+}
+
+/// A worker's parameters at one point of the run.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Steps done.
+    pub step: u64,
+    /// Seconds since the worker began.
+    pub seconds: f64,
+    /// The mean loss of the batches since the snapshot before.
+    pub loss: f64,
+    /// The parameters.
+    pub parameters: Vec<f32>,
+}
+
+/// What a worker has done.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// From before the first step to after the last.
+    pub snapshots: Vec<Snapshot>,
+    /// The parameters after as many further rounds as spread everything to everybody, without any
+    /// training in between.
+    pub settled: Vec<f32>,
+    /// Seconds of computing, a slow worker's idling included.
+    pub compute_s: f64,
+    /// Seconds of exchanging, waiting for others included.
+    pub exchange_s: f64,
+    /// Bytes that its operations moved during the steps.
+    pub moved_bytes: u64,
+    /// Chunks that it had to wait for one after the other, during the steps.
+    pub serial_steps: u64,
+}
+
+impl Job {
+    /// Does the part of the worker of this rank.
+    ///
+    /// # Errors
+    /// [`ExchangeError`]
+    pub fn work(&self, rank: usize, exchange: &mut Exchange) -> Result<Outcome, ExchangeError> {
+        let shard = self
+            .data
+            .shards(self.shards, self.plan.workers(), self.seed);
+        let mut batches = Batches::new(shard[rank].clone(), self.seed, rank);
+        let mut parameters = self.mlp.initial(self.seed);
+        let mut optimizer = Optimizer::new(self.rule, parameters.len());
+        let (mut scratch, mut gradient) = (Scratch::default(), vec![0.0; parameters.len()]);
+        let (mut compute, mut exchanging, mut loss) = (Duration::ZERO, Duration::ZERO, 0.0);
+        let begun = Instant::now();
+        let snapshot = |step, loss, parameters: &[f32]| Snapshot {
+            step,
+            seconds: begun.elapsed().as_secs_f64(),
+            loss,
+            parameters: parameters.to_vec(),
+        };
+        let mut snapshots = vec![snapshot(0, 0.0, &parameters)];
+        let mut since = 0;
+        for step in 0..self.steps {
+            let began = Instant::now();
+            let examples = self
+                .data
+                .train
+                .pick(self.data.width, batches.next(self.batch));
+            let batch_loss = self
+                .mlp
+                .gradient(&parameters, &examples, &mut scratch, &mut gradient);
+            (loss, since) = (loss + f64::from(batch_loss), since + 1);
+            let ring = self.plan.ring_of(step);
+            if self.plan.mode() == Mode::Bsp {
+                let worked = self.idle(rank, began.elapsed());
+                let began = Instant::now();
+                let number = ring.expect("one ring of all");
+                exchange.mean(number, step, &mut gradient)?;
+                exchanging += began.elapsed();
+                let began = Instant::now();
+                optimizer.step(&mut parameters, &gradient);
+                compute += worked + began.elapsed();
+            } else {
+                optimizer.step(&mut parameters, &gradient);
+                compute += self.idle(rank, began.elapsed());
+                if let Some(number) = ring {
+                    let began = Instant::now();
+                    exchange.mean(number, step, &mut parameters)?;
+                    exchanging += began.elapsed();
+                }
+            }
+            if (step + 1).is_multiple_of(self.every) || step + 1 == self.steps {
+                snapshots.push(snapshot(step + 1, loss / f64::from(since), &parameters));
+                (loss, since) = (0.0, 0);
+            }
+        }
+        let (moved_bytes, serial_steps) = (exchange.moved_bytes(), exchange.serial_steps());
+        if self.plan.mode() != Mode::Bsp {
+            self.settle(exchange, &mut parameters)?;
+        }
+        Ok(Outcome {
+            snapshots,
+            settled: parameters,
+            compute_s: compute.as_secs_f64(),
+            exchange_s: exchanging.as_secs_f64(),
+            moved_bytes,
+            serial_steps,
+        })
+    }
+
+    /// Further rounds without training.
+    fn settle(&self, exchange: &mut Exchange, parameters: &mut [f32]) -> Result<(), ExchangeError> {
+        let rounds = self.steps..self.steps + u64::from(self.plan.digits());
+        for round in rounds {
+            if let Some(number) = self.plan.ring_of(round) {
+                exchange.mean(number, round, parameters)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes a slow worker's computing last as long as it should; returns how long it took then.
+    fn idle(&self, rank: usize, worked: Duration) -> Duration {
+        match self.slow {
+            Some((slow, times)) if slow == rank => {
+                thread::sleep(worked.mul_f64((times - 1.0).max(0.0)));
+                worked.mul_f64(times.max(1.0))
+            }
+            _ => worked,
+        }
+    }
+}
+
+/// Stands for all parameters of all workers, in the order of their ranks.
+pub fn hash<'a>(parameters: impl IntoIterator<Item = &'a [f32]>) -> u128 {
+    let mut hash = XxHash3_128::new();
+    for worker in parameters {
+        for value in worker {
+            hash.write(&value.to_bits().to_le_bytes());
+        }
+    }
+    hash.finish_128()
+}
+
+/// The mean of several workers' parameters.
+///
+/// # Panics
+/// If there is none, or lengths differ.
+pub fn consensus<'a>(parameters: impl IntoIterator<Item = &'a [f32]>) -> Vec<f32> {
+    let mut workers = parameters.into_iter();
+    let first = workers.next().expect("one worker at least");
+    let mut sums: Vec<f64> = first.iter().copied().map(f64::from).collect();
+    let mut count = 1.0;
+    for worker in workers {
+        assert_eq!(worker.len(), sums.len(), "workers of one model");
+        for (sum, value) in sums.iter_mut().zip(worker) {
+            *sum += f64::from(*value);
+        }
+        count += 1.0;
+    }
+    sums.iter().map(|sum| (sum / count) as f32).collect()
+}
+
+/// How far workers are from their mean: the root of the mean squared distance, over the mean's own
+/// length.
+pub fn distance<'a>(parameters: impl IntoIterator<Item = &'a [f32]>, mean: &[f32]) -> f64 {
+    let square = |value: f64| value * value;
+    let (mut sum, mut count) = (0.0, 0.0);
+    for worker in parameters {
+        let apart = worker
+            .iter()
+            .zip(mean)
+            .map(|(a, b)| square(f64::from(*a) - f64::from(*b)));
+        sum += apart.sum::<f64>();
+        count += 1.0;
+    }
+    let length: f64 = mean.iter().map(|value| square(f64::from(*value))).sum();
+    (sum / count / length).sqrt()
+}

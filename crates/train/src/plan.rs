@@ -1,0 +1,192 @@
+//! [`Plan`]: who synchronises with whom in which round.
+//!
+//! The rule it keeps: every worker finds the same rings from the number of workers, the size of a
+//! group and the round, without a word to the others. Divide-and-shuffle synchronisation is that of
+//! Weng et al., "DS-Sync: addressing network bottlenecks with divide-and-shuffle synchronization
+//! for distributed DNN training" (arXiv 2007.03298): workers are numbered in base `group`, and the
+//! groups of round r are those that differ in digit r only. So each worker meets, after as many
+//! rounds as there are digits, what every other one had.
+
+use std::{fmt, str::FromStr};
+
+/// What is exchanged, and among whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Bulk synchronous parallel: the mean gradient of all workers in each step.
+    Bsp,
+    /// Divide and shuffle: a step of each worker's own, then the mean of the parameters in a group
+    /// that changes from round to round.
+    Ds,
+    /// The same in groups that stay: what shuffling is good for is what this lacks.
+    Fixed,
+    /// No exchange.
+    Nothing,
+}
+
+impl fmt::Display for Mode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Bsp => "bsp",
+            Self::Ds => "ds",
+            Self::Fixed => "fixed",
+            Self::Nothing => "none",
+        })
+    }
+}
+
+impl FromStr for Mode {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let all = [Self::Bsp, Self::Ds, Self::Fixed, Self::Nothing];
+        let found = all.into_iter().find(|mode| mode.to_string() == name);
+        found.ok_or_else(|| format!("`{name}` is none of bsp, ds, fixed, none"))
+    }
+}
+
+/// Workers that cannot be grouped so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{workers} workers cannot be in groups of {group}: their number has to be a power of the group's, which is 2 or more"
+)]
+pub struct PlanError {
+    workers: usize,
+    group: usize,
+}
+
+/// The rings of a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    mode: Mode,
+    workers: usize,
+    group: usize,
+    digits: u32,
+}
+
+/// A worker's place in one ring: it sends to the next member and receives from the one before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ring {
+    /// The ranks of all members, ascending.
+    pub members: Vec<usize>,
+    /// Which of them the worker is.
+    pub position: usize,
+}
+
+impl Ring {
+    /// The rank of the member to send to.
+    pub fn next(&self) -> usize {
+        self.members[(self.position + 1) % self.members.len()]
+    }
+
+    /// The rank of the member to receive from.
+    pub fn before(&self) -> usize {
+        self.members[(self.position + self.members.len() - 1) % self.members.len()]
+    }
+}
+
+impl Plan {
+    /// A plan for `workers` in groups of `group`.
+    ///
+    /// # Errors
+    /// [`PlanError`]
+    pub fn new(mode: Mode, workers: usize, group: usize) -> Result<Self, PlanError> {
+        let refused = PlanError { workers, group };
+        if group < 2 || workers < group {
+            return Err(refused);
+        }
+        let digits = workers.ilog(group);
+        if group.checked_pow(digits) != Some(workers) {
+            return Err(refused);
+        }
+        Ok(Self {
+            mode,
+            workers,
+            group,
+            digits,
+        })
+    }
+
+    /// What is exchanged.
+    pub fn mode(&self) -> Mode {
+        self.mode
+    }
+
+    /// How many workers there are.
+    pub fn workers(&self) -> usize {
+        self.workers
+    }
+
+    /// Rounds after which divide and shuffle has spread everything to everybody.
+    pub fn digits(&self) -> u32 {
+        self.digits
+    }
+
+    /// The rings that the worker of this rank is in, each with its number.
+    pub fn rings(&self, rank: usize) -> Vec<Ring> {
+        match self.mode {
+            Mode::Bsp => vec![Ring {
+                members: (0..self.workers).collect(),
+                position: rank,
+            }],
+            Mode::Ds => (0..self.digits)
+                .map(|digit| self.group_ring(rank, digit))
+                .collect(),
+            Mode::Fixed => vec![self.group_ring(rank, 0)],
+            Mode::Nothing => Vec::new(),
+        }
+    }
+
+    /// The number of the ring that is used in this round.
+    pub fn ring_of(&self, round: u64) -> Option<usize> {
+        match self.mode {
+            Mode::Bsp | Mode::Fixed => Some(0),
+            Mode::Ds => Some((round % u64::from(self.digits)) as usize),
+            Mode::Nothing => None,
+        }
+    }
+
+    /// Those who differ from `rank` in this digit at most.
+    fn group_ring(&self, rank: usize, digit: u32) -> Ring {
+        let unit = self.group.pow(digit);
+        let position = rank / unit % self.group;
+        let first = rank - position * unit;
+        Ring {
+            members: (0..self.group).map(|value| first + value * unit).collect(),
+            position,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_differ_in_one_digit_and_all_members_agree() {
+        let plan = Plan::new(Mode::Ds, 27, 3).expect("a power");
+        assert_eq!(plan.digits(), 3);
+        for rank in 0..27 {
+            let rings = plan.rings(rank);
+            for (digit, ring) in rings.iter().enumerate() {
+                assert_eq!(ring.members[ring.position], rank);
+                for member in &ring.members {
+                    assert_eq!(plan.rings(*member)[digit].members, ring.members);
+                }
+                assert_eq!(plan.rings(ring.next())[digit].before(), rank);
+            }
+        }
+        assert_eq!(plan.rings(14)[0].members, [12, 13, 14]);
+        assert_eq!(plan.rings(14)[1].members, [11, 14, 17]);
+        assert_eq!(plan.rings(14)[2].members, [5, 14, 23]);
+        let used: Vec<_> = (0..5).map(|round| plan.ring_of(round)).collect();
+        assert_eq!(used, [0, 1, 2, 0, 1].map(Some));
+    }
+
+    #[test]
+    fn numbers_that_do_not_divide_are_refused() {
+        for (workers, group) in [(12, 4), (4, 1), (2, 4), (0, 0), (8, 4), (15, 2)] {
+            let error = Plan::new(Mode::Ds, workers, group).expect_err("no power");
+            assert!(error.to_string().contains("power"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! Exchanges over every fabric: the exact mean, the bytes that it takes, and who is named when
+//! somebody is missing.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{Endpoint, SessionOptions};
+use farpage_train::{Address, ExchangeError, JoinError, Member, Mode, Plan, Random, Station};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// A machine that is busy otherwise does not keep a worker from renewing for so long.
+const LEASE: Duration = Duration::from_secs(10);
+
+#[derive(Clone, Copy, Debug)]
+enum Fabric {
+    Sim,
+    Shm,
+    Tcp,
+}
+
+const ALL: [Fabric; 3] = [Fabric::Sim, Fabric::Shm, Fabric::Tcp];
+
+/// Runs `work` on a thread per worker and returns what each found.
+fn team<R: Send>(
+    fabric: Fabric,
+    plan: Plan,
+    deadline: Duration,
+    work: impl Fn(usize, Member) -> R + Sync,
+) -> Vec<R> {
+    let folder = tempfile::tempdir().unwrap();
+    let stations: Vec<_> = (0..plan.workers())
+        .map(|rank| {
+            let endpoint = match fabric {
+                Fabric::Sim => Endpoint::Sim(rank as u64),
+                Fabric::Shm => Endpoint::Shm(folder.path().join(rank.to_string())),
+                Fabric::Tcp => "tcp://127.0.0.1:0".parse().unwrap(),
+            };
+            Station::open(plan, rank, &endpoint, LEASE).unwrap()
+        })
+        .collect();
+    let addresses: Vec<_> = stations.iter().map(Station::address).collect();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        ..SessionOptions::default()
+    };
+    let (addresses, options, work) = (&addresses, &options, &work);
+    thread::scope(|scope| {
+        let threads: Vec<_> = stations
+            .into_iter()
+            .enumerate()
+            .map(|(rank, station)| {
+                scope.spawn(move || work(rank, station.join(addresses, options, deadline).unwrap()))
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    })
+}
+
+fn plan(mode: Mode, workers: usize, group: usize) -> Plan {
+    Plan::new(mode, workers, group).unwrap()
+}
+
+#[test]
+fn the_exact_mean_is_everywhere_after_as_many_rounds_as_digits() {
+    for fabric in ALL {
+        for (workers, group) in [(2, 2), (8, 2), (16, 4), (4, 4)] {
+            let plan = plan(Mode::Ds, workers, group);
+            // Not a multiple of anything, and more than one message per chunk.
+            let len = 33_333;
+            // Powers of two and their multiples: no sum is rounded.
+            let value = |rank: usize, at: usize| ((rank * 7 + at) % 64) as f32 * 0.25;
+            let all = team(fabric, plan, PATIENCE, |rank, mut member| {
+                let mut values: Vec<_> = (0..len).map(|at| value(rank, at)).collect();
+                for round in 0..plan.digits() as usize {
+                    member
+                        .exchange
+                        .mean(round, round as u64, &mut values)
+                        .unwrap();
+                }
+                let steps = member.exchange.serial_steps();
+                member.leave();
+                (values, steps)
+            });
+            for (rank, (values, steps)) in all.iter().enumerate() {
+                for (at, found) in values.iter().enumerate() {
+                    let sum: f32 = (0..workers).map(|rank| value(rank, at)).sum();
+                    assert_eq!(
+                        *found,
+                        sum / workers as f32,
+                        "{fabric:?} {workers} {rank} {at}"
+                    );
+                }
+                assert_eq!(*steps, u64::from(plan.digits()) * 2 * (group as u64 - 1));
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_have_the_order_of_the_ring_and_not_of_arrival() {
+    let plan = plan(Mode::Bsp, 4, 4);
+    let len = 4 * 9000;
+    let draw = |rank| -> Vec<f32> {
+        let mut random = Random::new(5, rank as u64);
+        (0..len).map(|_| random.signed_unit()).collect()
+    };
+    // Chunk c begins at member c and is summed on its way.
+    let inputs: Vec<_> = (0..4).map(draw).collect();
+    let expected: Vec<_> = (0..len)
+        .map(|at| {
+            let first = at / 9000;
+            let sum = (1..4).fold(inputs[first][at], |sum, next| {
+                sum + inputs[(first + next) % 4][at]
+            });
+            sum * 0.25
+        })
+        .collect();
+    for fabric in ALL {
+        let all = team(fabric, plan, PATIENCE, |rank, mut member| {
+            let mut values = draw(rank);
+            member.exchange.mean(0, 0, &mut values).unwrap();
+            member.leave();
+            values
+        });
+        all.iter()
+            .for_each(|values| assert!(*values == expected, "{fabric:?}"));
+    }
+}
+
+#[test]
+fn a_ring_moves_the_bytes_that_theory_says() {
+    const LEN: usize = 400_000;
+    for fabric in ALL {
+        for (mode, workers, group, members) in [
+            (Mode::Bsp, 16, 4, 16.0),
+            (Mode::Ds, 16, 4, 4.0),
+            (Mode::Fixed, 16, 4, 4.0),
+        ] {
+            let all = team(
+                fabric,
+                plan(mode, workers, group),
+                PATIENCE,
+                |_, mut member| {
+                    let mut values = vec![1.0; LEN];
+                    member.exchange.mean(0, 0, &mut values).unwrap();
+                    let bytes = member.exchange.moved_bytes() as f64;
+                    member.leave();
+                    bytes
+                },
+            );
+            let expected = 2.0 * (4 * LEN) as f64 * (members - 1.0) / members;
+            for bytes in all {
+                let over = bytes / expected;
+                assert!((1.0..1.01).contains(&over), "{fabric:?} {mode}: {over}");
+            }
+        }
+    }
+}
+
+#[test]
+fn vectors_shorter_than_the_ring_are_exchanged_too() {
+    for len in [0, 1, 3] {
+        let all = team(
+            Fabric::Sim,
+            plan(Mode::Bsp, 4, 4),
+            PATIENCE,
+            |rank, mut member| {
+                let mut values = vec![rank as f32; len];
+                for round in 0..3 {
+                    member.exchange.mean(0, round, &mut values).unwrap();
+                }
+                member.leave();
+                values
+            },
+        );
+        all.iter()
+            .for_each(|values| assert_eq!(*values, vec![1.5; len]));
+    }
+}
+
+/// Who is named by each worker that fails.
+fn named(error: &ExchangeError) -> usize {
+    match error {
+        ExchangeError::Missing { missing, .. } => *missing,
+        ExchangeError::Gone { gone, .. } => *gone,
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn a_worker_that_is_stuck_is_named_by_all_within_the_deadline() {
+    let deadline = Duration::from_secs(2);
+    let stuck = |fabric, mode| {
+        let all = team(fabric, plan(mode, 4, 2), deadline, |rank, mut member| {
+            let mut values = vec![1.0; 1000];
+            let begun = Instant::now();
+            for round in 0u64.. {
+                if (rank, round) == (2, 3) {
+                    // Alive, and silent.
+                    thread::sleep(deadline * 2);
+                    return None;
+                }
+                let ring = round as usize % if mode == Mode::Ds { 2 } else { 1 };
+                if let Err(error) = member.exchange.mean(ring, round, &mut values) {
+                    return Some((error, begun.elapsed()));
+                }
+            }
+            unreachable!("one of them is stuck");
+        });
+        assert!(all[2].is_none());
+        for (error, elapsed) in all.into_iter().flatten() {
+            assert_eq!(named(&error), 2, "{fabric:?} {mode}: {error}");
+            assert!(elapsed < deadline * 2, "{elapsed:?}: {error}");
+        }
+    };
+    thread::scope(|scope| {
+        for fabric in [Fabric::Shm, Fabric::Tcp] {
+            for mode in [Mode::Bsp, Mode::Ds] {
+                scope.spawn(move || stuck(fabric, mode));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_worker_that_goes_is_named_by_all_long_before_the_deadline() {
+    for fabric in [Fabric::Shm, Fabric::Tcp] {
+        let all = team(
+            fabric,
+            plan(Mode::Ds, 4, 2),
+            PATIENCE,
+            |rank, mut member| {
+                let mut values = vec![1.0; 100_000];
+                let begun = Instant::now();
+                for round in 0u64.. {
+                    if (rank, round) == (1, 4) {
+                        return None;
+                    }
+                    if let Err(error) = member.exchange.mean(round as usize % 2, round, &mut values)
+                    {
+                        return Some((error, begun.elapsed()));
+                    }
+                }
+                unreachable!("one of them goes");
+            },
+        );
+        for (error, elapsed) in all.into_iter().flatten() {
+            assert_eq!(named(&error), 1, "{fabric:?}: {error}");
+            assert!(elapsed < PATIENCE / 2, "{elapsed:?}: {error}");
+        }
+    }
+}
+
+#[test]
+fn workers_of_another_job_are_noticed() {
+    let all = team(
+        Fabric::Shm,
+        plan(Mode::Bsp, 2, 2),
+        PATIENCE,
+        |rank, mut member| {
+            let mut values = vec![1.0; 1000 + 10 * rank];
+            member
+                .exchange
+                .mean(0, 0, &mut values)
+                .map_err(|error| error.to_string())
+        },
+    );
+    let said = all.into_iter().find_map(Result::err).unwrap();
+    assert!(said.contains("do all workers run the same job?"), "{said}");
+}
+
+#[test]
+fn workers_that_never_come_are_named() {
+    let plan = plan(Mode::Bsp, 2, 2);
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        ..SessionOptions::default()
+    };
+    let deadline = Duration::from_millis(300);
+    let open = |rank| Station::open(plan, rank, &endpoint, LEASE).unwrap();
+    let join = |here: Station, there: Address| {
+        let addresses = [here.address(), there];
+        here.join(&addresses, &options, deadline).err().unwrap()
+    };
+    // 1. Nobody listens there any more.
+    let gone = open(1).address();
+    let error = join(open(0), gone);
+    assert!(
+        matches!(
+            error,
+            JoinError::Missing {
+                rank: 0,
+                missing: 1,
+                ..
+            }
+        ),
+        "{error}"
+    );
+    // 2. It can be reached, and does not reach us.
+    let silent = open(1);
+    let error = join(open(0), silent.address());
+    assert!(
+        matches!(
+            error,
+            JoinError::Absent {
+                rank: 0,
+                missing: 1,
+                ..
+            }
+        ),
+        "{error}"
+    );
+}

@@ -1,0 +1,234 @@
+//! Training runs: the same bits over every fabric, the same result as synchronous training where
+//! it must be, and what shuffling is good for.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use farpage_train::{
+    Between, Job, Mlp, Mode, Network, Outcome, Plan, Rule, Scratch, consensus,
+    data::{Dataset, Shards, Source},
+    distance, hash, run,
+};
+
+const SIM: Network = Network {
+    between: Between::Sim,
+    link: None,
+    deadline: Duration::from_secs(20),
+};
+const SGD: Rule = Rule::Sgd {
+    rate: 0.1,
+    momentum: 0.0,
+};
+
+fn job(mode: Mode, workers: usize, group: usize) -> Job {
+    let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
+    Job {
+        plan: Plan::new(mode, workers, group).unwrap(),
+        mlp: Mlp::new(&[data.width, 24, data.classes]),
+        rule: SGD,
+        data: Arc::new(data),
+        shards: Shards::Even,
+        batch: 16,
+        steps: 20,
+        every: 20,
+        seed: 1,
+        slow: None,
+    }
+}
+
+fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
+    outcomes
+        .iter()
+        .map(|outcome| &*outcome.snapshots.last().unwrap().parameters)
+        .collect()
+}
+
+/// The share of the test examples that these parameters get right.
+fn accuracy(job: &Job, parameters: &[f32]) -> f64 {
+    let right = job
+        .mlp
+        .right(parameters, &job.data.test, &mut Scratch::default());
+    right as f64 / job.data.test.labels.len() as f64
+}
+
+#[test]
+fn a_seed_ends_in_the_same_bits_over_every_fabric() {
+    for (mode, rule) in [
+        (Mode::Ds, Rule::Adam { rate: 0.01 }),
+        (
+            Mode::Bsp,
+            Rule::Sgd {
+                rate: 0.1,
+                momentum: 0.9,
+            },
+        ),
+    ] {
+        let job = Job {
+            rule,
+            ..job(mode, 4, 2)
+        };
+        let hashes = [Between::Sim, Between::Shm, Between::Tcp].map(|between| {
+            let network = Network { between, ..SIM };
+            hash(last(&run(&job, &network).unwrap()))
+        });
+        assert_eq!(hashes, [hashes[0]; 3], "{mode}");
+        // Slow links and slow workers change times and nothing else.
+        let slow = Job {
+            slow: Some((1, 3.0)),
+            ..job.clone()
+        };
+        let network = Network {
+            link: Some((1.0, 50.0)),
+            ..SIM
+        };
+        assert_eq!(
+            hash(last(&run(&slow, &network).unwrap())),
+            hashes[0],
+            "{mode}"
+        );
+        let other = Job { seed: 2, ..job };
+        assert_ne!(hash(last(&run(&other, &SIM).unwrap())), hashes[0], "{mode}");
+    }
+}
+
+#[test]
+fn the_bits_are_these_on_every_processor() {
+    let outcomes = run(&job(Mode::Ds, 4, 2), &SIM).unwrap();
+    assert_eq!(
+        format!("{:032x}", hash(last(&outcomes))),
+        "9a383eb8c76ba03ecd50f9f06ad8beb3"
+    );
+}
+
+#[test]
+fn one_group_of_all_is_synchronous_training() {
+    let bsp = run(&job(Mode::Bsp, 4, 4), &SIM).unwrap();
+    let ds = run(&job(Mode::Ds, 4, 4), &SIM).unwrap();
+    for (a, b) in last(&bsp).into_iter().zip(last(&ds)) {
+        let apart = a
+            .iter()
+            .zip(b)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
+        assert!(apart < 1e-5, "{apart}");
+        assert!(
+            apart > 0.0,
+            "means of gradients and of parameters are rounded differently"
+        );
+    }
+    // All workers have the same.
+    assert!(last(&bsp).windows(2).all(|pair| pair[0] == pair[1]));
+    assert!(last(&ds).windows(2).all(|pair| pair[0] == pair[1]));
+}
+
+#[test]
+fn workers_without_training_meet_in_their_consensus() {
+    let outcomes = run(&job(Mode::Ds, 16, 4), &SIM).unwrap();
+    let mean = consensus(last(&outcomes));
+    let apart = distance(last(&outcomes), &mean);
+    let settled = || outcomes.iter().map(|outcome| &*outcome.settled);
+    assert!(apart > 1e-4, "{apart}");
+    assert!(distance(settled(), &mean) < 1e-6);
+    assert_eq!(distance(settled(), &consensus(settled())), 0.0);
+}
+
+#[test]
+fn with_classes_apart_only_shuffling_comes_near_to_synchronous_training() {
+    let accuracies = [Mode::Bsp, Mode::Ds, Mode::Fixed, Mode::Nothing].map(|mode| {
+        let job = Job {
+            steps: 60,
+            shards: Shards::Skewed,
+            ..job(mode, 16, 4)
+        };
+        let outcomes = run(&job, &SIM).unwrap();
+        let worst = outcomes
+            .iter()
+            .map(|outcome| accuracy(&job, &outcome.settled));
+        worst.fold(1.0, f64::min)
+    });
+    let [bsp, ds, fixed, nothing] = accuracies;
+    println!("{accuracies:?}");
+    assert!(bsp > 0.8 && ds > bsp - 0.05, "{accuracies:?}");
+    assert!(fixed < ds - 0.2 && nothing < fixed, "{accuracies:?}");
+}
+
+#[test]
+fn sixteen_workers_learn_to_read_digits() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/training-data");
+    if !folder.join("digits.csv.gz").is_file() {
+        eprintln!(
+            "SKIPPED: sixteen_workers_learn_to_read_digits: no data; `cargo xtask data` fetches it"
+        );
+        return;
+    }
+    let data = Dataset::load(Source::Digits, &folder).unwrap();
+    for mode in [Mode::Bsp, Mode::Ds] {
+        let job = Job {
+            mlp: Mlp::new(&[data.width, 32, data.classes]),
+            data: Arc::new(data.clone()),
+            steps: 60,
+            rule: Rule::Sgd {
+                rate: 0.2,
+                momentum: 0.9,
+            },
+            ..job(mode, 16, 4)
+        };
+        let outcomes = run(&job, &SIM).unwrap();
+        let mean = consensus(last(&outcomes));
+        let accuracy = accuracy(&job, &mean);
+        println!("{mode}: {accuracy}");
+        assert!(accuracy > 0.93, "{mode}: {accuracy}");
+        let losses = outcomes[0].snapshots.last().unwrap().loss;
+        assert!(losses < 1.0, "{losses}");
+    }
+}
+
+#[test]
+fn all_pictures_of_mnist_are_read() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/training-data");
+    if !folder.join("mnist_5k.csv.gz").is_file() {
+        eprintln!(
+            "SKIPPED: all_pictures_of_mnist_are_read: no data; `cargo xtask data` fetches it"
+        );
+        return;
+    }
+    let data = Dataset::load(Source::Mnist, &folder).unwrap();
+    assert_eq!(
+        (data.train.labels.len(), data.test.labels.len()),
+        (4000, 1000)
+    );
+    // 500 of each class, wherever the split has put them.
+    let mut counts = [0; 10];
+    for label in data.train.labels.iter().chain(&data.test.labels) {
+        counts[usize::from(*label)] += 1;
+    }
+    assert_eq!(counts, [500; 10]);
+}
+
+#[test]
+fn an_exchange_takes_the_time_that_a_slow_link_needs() {
+    let job = Job {
+        mlp: Mlp::new(&[16, 256, 256, 10]),
+        steps: 3,
+        ..job(Mode::Bsp, 4, 2)
+    };
+    let bytes = (4 * job.mlp.parameters()) as f64 * 2.0 * 3.0 / 4.0;
+    let (by_rate, by_latency) = (bytes / (0.1e9 / 8.0), 6.0 * 2e-3);
+    for between in [Between::Shm, Between::Tcp] {
+        for (link, expected) in [((0.1, 0.0), by_rate), ((1e6, 2000.0), by_latency)] {
+            let network = Network {
+                between,
+                link: Some(link),
+                ..SIM
+            };
+            for outcome in run(&job, &network).unwrap() {
+                let over = outcome.exchange_s / expected / 3.0;
+                assert!((0.99..9.0).contains(&over), "{between:?} {link:?}: {over}");
+            }
+        }
+    }
+}
