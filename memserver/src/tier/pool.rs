@@ -102,13 +102,12 @@ impl Pool {
             }
             let keep = cells.free.len() - reused;
             taken.extend(cells.free.drain(keep..));
-            for _ in 0..fresh {
-                let cell = cells.hollow.pop().unwrap_or_else(|| {
-                    cells.next.push(NONE);
-                    cells.owner.push(None);
-                    cells.next.len() as u32 - 1
-                });
-                taken.push(cell);
+            let keep = cells.hollow.len().saturating_sub(fresh);
+            taken.extend(cells.hollow.drain(keep..));
+            while taken.len() < count {
+                taken.push(cells.next.len() as u32);
+                cells.next.push(NONE);
+                cells.owner.push(None);
             }
             for (i, cell) in taken.iter().enumerate() {
                 cells.next[*cell as usize] = taken.get(i + 1).copied().unwrap_or(NONE);
@@ -116,12 +115,14 @@ impl Pool {
             cells.owner[taken[0] as usize] = Some(owner);
             cells.used += count;
         }
-        for (cell, piece) in taken.iter().zip(bytes.chunks(CELL_BYTES)) {
-            let at = u64::from(*cell) * CELL_BYTES as u64;
+        let mut left = bytes;
+        for (at, len) in runs(&taken) {
+            let (piece, rest) = left.split_at(len.min(left.len()));
             if self.file.write_at(at, piece).is_err() {
                 self.free(taken[0]);
                 return None;
             }
+            left = rest;
         }
         Some(taken[0])
     }
@@ -133,8 +134,11 @@ impl Pool {
             let next = |cell: &u32| Some(cells.next[*cell as usize]).filter(|next| *next != NONE);
             std::iter::successors(Some(first), next).collect()
         };
-        for (cell, piece) in chain.iter().zip(to.chunks_mut(CELL_BYTES)) {
-            (self.file).read_at(u64::from(*cell) * CELL_BYTES as u64, piece)?;
+        let mut left = to;
+        for (at, len) in runs(&chain) {
+            let (piece, rest) = left.split_at_mut(len.min(left.len()));
+            self.file.read_at(at, piece)?;
+            left = rest;
         }
         Ok(())
     }
@@ -192,6 +196,17 @@ impl Pool {
         cells.free.append(&mut kept);
         bytes
     }
+}
+
+/// Where cells lie in the file, those together that lie one behind the other: most chunks take one
+/// system call.
+fn runs(cells: &[u32]) -> impl Iterator<Item = (u64, usize)> {
+    (cells.chunk_by(|a, b| a + 1 == *b)).map(|run| {
+        (
+            u64::from(run[0]) * CELL_BYTES as u64,
+            run.len() * CELL_BYTES,
+        )
+    })
 }
 
 #[cfg(test)]
