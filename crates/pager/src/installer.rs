@@ -176,6 +176,9 @@ impl<A: AddressSpace> Installer<A> {
             });
             if before.state() == State::Filling {
                 back.count(before.stamp(), now, page_bytes);
+                if heat == Heat::Refault {
+                    self.clock.came_back(before.stamp(), now);
+                }
             }
             if before.wanted() {
                 noted = Some(noted.map_or(page, |noted| noted.start).until(page + 1));
