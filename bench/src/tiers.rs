@@ -353,7 +353,7 @@ fn bare_disk(directory: &Path, bytes: u64, count: u64, seed: u64) -> Result<f64>
     Ok(median(&times))
 }
 
-/// Of a different chunk each time: a processor learns the branches of one.
+/// Of different chunks in turns, as a server has them.
 fn decode(count: u64) -> f64 {
     let mut plain = vec![0; CHUNK];
     let packed: Vec<Vec<u8>> = (0..count.min(64))
