@@ -16,7 +16,7 @@ mod pool;
 mod tests;
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{HashMap, HashSet, VecDeque},
     fmt, io,
     path::Path,
     sync::{
@@ -142,6 +142,8 @@ struct Slots {
     /// Could not be written. Taken again when there is no other, the one that failed first before
     /// the rest.
     failed: VecDeque<u32>,
+    /// Hold bytes that could not be read back as they were.
+    suspect: HashSet<u32>,
 }
 
 /// Buffers that are lent.
@@ -585,6 +587,7 @@ impl Tier {
             }
         };
         if let Err(error) = read {
+            self.suspect(was);
             self.count_spill_error(&format!("cannot read back what left memory: {error}"));
             return Err(());
         }
@@ -596,10 +599,18 @@ impl Tier {
             false => decompress_into(&packed[..len], plain).is_ok_and(|bytes| bytes == plain.len()),
         };
         if !is_whole || hash_of(plain) != was.hash {
+            self.suspect(was);
             self.count_spill_error("what left memory came back changed");
             return Err(());
         }
         Ok(())
+    }
+
+    /// Remembers that a slot did not give back what it was given.
+    fn suspect(&self, was: &Chunk) {
+        if was.place == Place::Spilled {
+            self.slots.lock().suspect.insert(was.slot);
+        }
     }
 
     /// Frees what a chunk is stored in.
@@ -608,7 +619,7 @@ impl Tier {
             self.pool.free(chunk.cell);
         }
         if chunk.slot != NONE {
-            self.slots.lock().free.push(chunk.slot);
+            self.slots.lock().give_back(chunk.slot);
         }
     }
 
@@ -761,6 +772,15 @@ impl Slots {
             free: Vec::new(),
             fresh: 0,
             failed: VecDeque::new(),
+            suspect: HashSet::new(),
+        }
+    }
+
+    /// Nobody has the slot any more.
+    fn give_back(&mut self, slot: u32) {
+        match self.suspect.remove(&slot) {
+            true => self.failed.push_back(slot),
+            false => self.free.push(slot),
         }
     }
 

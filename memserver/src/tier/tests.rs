@@ -473,3 +473,21 @@ fn a_capacity_that_no_disk_has_is_an_error() {
         assert!(started.is_err(), "{capacity_bytes}");
     }
 }
+
+#[test]
+fn a_slot_that_did_not_give_its_bytes_back_is_the_last_to_be_used_again() {
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        stage.write(chunk, 1).expect("a sound disk");
+    }
+    stage.break_disk(Fault::FlippedBit);
+    let spilled = stage.at(Place::Spilled);
+    for chunk in &spilled[..4] {
+        stage.read(*chunk).expect_err("it came back changed");
+    }
+    stage.break_disk(Fault::None);
+    stage.session.release(stage.extent).expect("it is leased");
+    let slots = stage.tier.slots.lock();
+    assert_eq!((slots.failed.len(), slots.suspect.len()), (4, 0));
+    assert!(slots.failed.iter().all(|slot| !slots.free.contains(slot)));
+}
