@@ -65,6 +65,8 @@ const PACKED_MOST: usize = CHUNK_BYTES as usize / 4 * 3;
 const LEFT_TO_POOL_BYTES: u64 = (EVICTORS * PACKED_MOST) as u64;
 /// How long an evictor that found nothing to do waits until it looks again.
 const PAUSE: Duration = Duration::from_millis(20);
+/// How long a lease waits for the memory that its table takes.
+const TABLE_PATIENCE: Duration = Duration::from_secs(5);
 /// How long the end of a server waits for its evictors, which may wait for a disk.
 const JOIN: Duration = Duration::from_secs(5);
 /// Figures are logged so often at most.
@@ -111,11 +113,31 @@ struct Figures {
 #[derive(Default)]
 struct Books {
     held_bytes: u64,
+    /// What tables wait for. Chunks that are to be fetched wait behind them.
+    wanted_bytes: u64,
     /// Slots that lent chunks may need.
     slots_kept: u64,
     extents: HashMap<ExtentId, Entry>,
     shares: HashMap<SessionId, Share>,
     stops: bool,
+}
+
+/// Slots and memory that are kept for an extent, until they are [used](Tier::adopt).
+pub(crate) struct Kept {
+    tier: Arc<Tier>,
+    chunks: u64,
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if self.chunks > 0 {
+            let mut books = self.tier.books.lock();
+            books.slots_kept -= self.chunks;
+            books.held_bytes -= self.chunks * TABLE_BYTES_PER_CHUNK;
+            drop(books);
+            self.tier.room.notify_all();
+        }
+    }
 }
 
 struct Entry {
@@ -245,28 +267,58 @@ impl Tier {
         Ok((tier, evictors))
     }
 
-    /// The same memory with a place for all of its chunks, as a part of the session's share.
+    /// Keeps slots, and memory for a table, for an extent of so many bytes. Chunks have to leave
+    /// memory for a table that it has no room for, which is waited for.
     ///
     /// # Errors
-    /// How many bytes there still is room for, in the spill file and in memory for its table.
-    pub(crate) fn adopt(
-        self: &Arc<Self>,
-        memory: &ExtentMemory,
-        session: SessionId,
-    ) -> Result<Arc<ExtentMemory>, u64> {
-        let chunks = memory.bytes().div_ceil(CHUNK_BYTES);
+    /// How many bytes there still is room for, in the spill file and in memory for their table.
+    pub(crate) fn keep_for(self: &Arc<Self>, bytes: u64) -> Result<Kept, u64> {
+        let chunks = bytes.div_ceil(CHUNK_BYTES);
         let table_bytes = chunks * TABLE_BYTES_PER_CHUNK;
+        let until = Instant::now() + TABLE_PATIENCE;
+        let most_bytes = self.memory_bytes - LEFT_TO_POOL_BYTES;
         let mut books = self.books.lock();
         // Tables never leave memory: chunks keep the most of it.
         let most = (self.slots_most).min(self.memory_bytes / 4 / TABLE_BYTES_PER_CHUNK);
         let most = most.saturating_sub(books.slots_kept);
-        let free_bytes = (self.memory_bytes - LEFT_TO_POOL_BYTES).saturating_sub(books.held_bytes);
-        let most = most.min(free_bytes / TABLE_BYTES_PER_CHUNK);
         if chunks > most {
             return Err(most * CHUNK_BYTES);
         }
         books.slots_kept += chunks;
+        books.wanted_bytes += table_bytes;
+        let mut is_late = false;
+        while books.held_bytes + table_bytes > most_bytes && !is_late && !books.stops {
+            self.work.notify_all();
+            is_late = self.room.wait_until(&mut books, until).timed_out();
+        }
+        books.wanted_bytes -= table_bytes;
+        let free_bytes = most_bytes.saturating_sub(books.held_bytes);
+        if table_bytes > free_bytes {
+            books.slots_kept -= chunks;
+            drop(books);
+            self.room.notify_all();
+            return Err(free_bytes / TABLE_BYTES_PER_CHUNK * CHUNK_BYTES);
+        }
         books.held_bytes += table_bytes;
+        drop(books);
+        self.room.notify_all();
+        self.wake_evictors_if_short();
+        Ok(Kept {
+            tier: Arc::clone(self),
+            chunks,
+        })
+    }
+
+    /// The same memory with a place for all of its chunks, as a part of the session's share. `kept`
+    /// is for as many bytes.
+    pub(crate) fn adopt(
+        self: &Arc<Self>,
+        memory: &ExtentMemory,
+        session: SessionId,
+        mut kept: Kept,
+    ) -> Arc<ExtentMemory> {
+        kept.chunks = 0;
+        let mut books = self.books.lock();
         let mut extent = Weak::new();
         let paged = memory.paged(|file| {
             let made = Arc::new(TieredExtent::new(Arc::clone(self), file));
@@ -281,9 +333,7 @@ impl Tier {
         books.extents.insert(memory.id(), entry);
         let share = books.shares.entry(session).or_default();
         share.extents.push(memory.id());
-        drop(books);
-        self.wake_evictors_if_short();
-        Ok(paged)
+        paged
     }
 
     /// Moves an extent to the share of another session.
@@ -391,7 +441,7 @@ impl Tier {
     fn reserve(&self, id: ExtentId, until: Instant) -> Result<(), Absent> {
         let mut books = self.books.lock();
         let most_bytes = self.memory_bytes - LEFT_TO_POOL_BYTES;
-        while books.held_bytes + CHUNK_BYTES > most_bytes {
+        while books.held_bytes + books.wanted_bytes + CHUNK_BYTES > most_bytes {
             self.work.notify_all();
             if self.room.wait_until(&mut books, until).timed_out() {
                 drop(books);
@@ -417,7 +467,12 @@ impl Tier {
 
     /// Whether an evictor has to begin.
     fn is_short(&self, books: &Books) -> bool {
-        books.held_bytes + self.headroom_bytes / 2 > self.memory_bytes
+        self.has_less_than(self.headroom_bytes / 2, books)
+    }
+
+    /// Whether less is free, beside what tables wait for.
+    fn has_less_than(&self, bytes: u64, books: &Books) -> bool {
+        books.held_bytes + books.wanted_bytes + bytes > self.memory_bytes
     }
 
     fn wake_evictors_if_short(&self) {
@@ -436,7 +491,7 @@ impl Tier {
                 continue;
             }
             // Many at once, so that most fetches meet no evictor.
-            while !books.stops && books.held_bytes + self.headroom_bytes > self.memory_bytes {
+            while !books.stops && self.has_less_than(self.headroom_bytes, &books) {
                 let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
                 if !made_room && !books.stops {
                     self.work.wait_for(&mut books, PAUSE);

@@ -121,6 +121,8 @@ impl Host for State {
         serial: Option<u64>,
     ) -> Result<Arc<ExtentMemory>, Refusal> {
         self.reclaim(session, bytes);
+        // Before the ledger is locked, since it may wait for memory.
+        let kept = self.tier.as_ref().map(|tier| tier.keep_for(bytes));
         let mut ledger = self.ledger.lock();
         if let Some(Given::Extent(id)) = ledger.given(session, serial)
             && let Some(record) = ledger.extents.get(&id)
@@ -142,6 +144,14 @@ impl Host for State {
             )));
         }
         ledger.accounts.lend(&self.limits, origin, bytes)?;
+        let kept = match kept.transpose() {
+            Ok(kept) => kept,
+            Err(available) => {
+                ledger.accounts.take_extent_off(origin, bytes);
+                let asked = bytes;
+                return Err(Refusal::Full { asked, available });
+            }
+        };
         // Making the file and its mapping costs microseconds whatever its size: no page of it
         // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
@@ -157,14 +167,9 @@ impl Host for State {
                 return Err(refusal);
             }
         };
-        let memory = match self.tier.as_ref().map(|tier| tier.adopt(&memory, session)) {
+        let memory = match self.tier.as_ref().zip(kept) {
+            Some((tier, kept)) => tier.adopt(&memory, session, kept),
             None => memory,
-            Some(Ok(paged)) => paged,
-            Some(Err(available)) => {
-                ledger.accounts.take_extent_off(origin, bytes);
-                let asked = bytes;
-                return Err(Refusal::Full { asked, available });
-            }
         };
         ledger.extents_ever += 1;
         ledger.extents.insert(

@@ -6,7 +6,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::Serving,
+    AllocError, ChannelError, Op, Session, SessionOptions, Verb, host::Host, server::Serving,
 };
 use nix::errno::Errno;
 
@@ -119,16 +119,21 @@ struct Stage {
 
 impl Stage {
     fn set() -> Self {
+        Self::with_capacity(EXTENT_BYTES, 0xee)
+    }
+
+    /// What was never written to the disk has bytes of `filling`.
+    fn with_capacity(capacity_bytes: u64, filling: u8) -> Self {
         let fault = Arc::new(AtomicU8::new(Fault::None as u8));
         let disk = Twin {
-            bytes: Mutex::new(vec![0xee; EXTENT_BYTES as usize]),
+            bytes: Mutex::new(vec![filling; capacity_bytes as usize]),
             fault: Arc::clone(&fault),
         };
         let (tier, evictors) =
-            Tier::with_disk(LEAST_MEMORY_BYTES, EXTENT_BYTES, Box::new(disk)).expect("threads");
+            Tier::with_disk(LEAST_MEMORY_BYTES, capacity_bytes, Box::new(disk)).expect("threads");
         let limits = Limits {
-            capacity_bytes: EXTENT_BYTES,
-            capacity_per_address: EXTENT_BYTES,
+            capacity_bytes,
+            capacity_per_address: capacity_bytes,
             lease: Duration::from_secs(60),
             reconnect_grace: Duration::from_secs(60),
             extents_per_session: 4,
@@ -463,6 +468,38 @@ fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
     for (chunk, bytes) in (first..).zip(read.chunks(CHUNK)) {
         assert!(bytes == content(chunk | 1, 1), "{chunk}");
     }
+}
+
+#[test]
+fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
+    // Its table takes more than evictors keep free.
+    const LARGE_BYTES: u64 = 768 * MIB;
+    // Zeros, which take no memory here until they are written.
+    let stage = Stage::with_capacity(EXTENT_BYTES + LARGE_BYTES, 0);
+    for chunk in Stage::chunks() {
+        let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
+        written.expect("a sound disk");
+    }
+    stage.break_disk(Fault::WriteError);
+    let refused = stage.session.grant(LARGE_BYTES);
+    assert!(
+        matches!(refused, Err(AllocError::Full { .. })),
+        "{refused:?}"
+    );
+    assert_eq!(stage.tier.books.lock().wanted_bytes, 0);
+    stage.break_disk(Fault::None);
+    let large = stage.session.grant(LARGE_BYTES).expect("chunks can leave");
+    let held_bytes = stage.tier.stat().held_bytes;
+    assert!(held_bytes <= LEAST_MEMORY_BYTES, "{held_bytes}");
+    for chunk in Stage::chunks() {
+        let expected = content(chunk | 1, 1);
+        assert!(stage.read(chunk).expect("a sound disk") == expected);
+    }
+    stage.session.release(large.id).expect("it was lent");
+    assert!(
+        stage.session.grant(LARGE_BYTES).is_ok(),
+        "all was given back"
+    );
 }
 
 #[test]
