@@ -7,6 +7,8 @@
 //! where a slow link or a slow worker dominates them: bytes and serial steps are what carries over
 //! to other machines.
 
+mod picture;
+
 use std::{env, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -147,6 +149,10 @@ pub(crate) struct TrainOptions {
     /// The longest that a worker waits for another, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive)]
     deadline: f64,
+    /// Also draws how each mode learns, and what it moves, to this file
+    #[arg(long, value_name = "FILE", conflicts_with = "addresses")]
+    #[serde(skip)]
+    svg: Option<PathBuf>,
     #[command(flatten)]
     #[serde(skip)]
     run: Run,
@@ -266,6 +272,9 @@ pub(crate) fn run(options: &TrainOptions) -> Result<()> {
         return work(&options);
     }
     let report = measure(options)?;
+    if let Some(path) = &report.config.options.svg {
+        picture::draw(&report, path)?;
+    }
     let format = report.config.options.run.printing.format;
     report::conclude(&report, report.verified, format, Report::human)
 }

@@ -193,3 +193,36 @@ fn a_worker_without_a_rank_says_how_it_learns_it() {
         "{stderr}"
     );
 }
+
+#[test]
+fn a_picture_shows_every_mode_and_what_it_learns_and_moves() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let draw = |file: &Path| {
+        let args = ["train", "--smoke", "--fabric", "sim", "--workers", "4"];
+        let mut command = bench(&args);
+        command.args(["--group", "2", "--mode", "bsp,ds", "--svg"]);
+        command.arg(file).output().expect("the program starts")
+    };
+    let file = folder.path().join("train.svg");
+    let output = draw(&file);
+    assert!(output.status.success(), "{output:?}");
+    let svg = fs::read_to_string(&file).expect("it was drawn");
+    let lines = svg.matches("<polyline").count();
+    // Four panels with a line for each mode, which the legend has, too.
+    assert!(lines >= 2 * 4 + 2, "{lines} lines");
+    for expected in [
+        "bsp",
+        "ds",
+        "accuracy",
+        "loss",
+        "distance",
+        "MB that",
+        "serial steps",
+    ] {
+        assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
+    }
+    let refused = draw(Path::new("/nonexistent/train.svg"));
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    let message = String::from_utf8_lossy(&refused.stderr);
+    assert!(message.contains("/nonexistent/train.svg"), "{message}");
+}
