@@ -112,7 +112,7 @@ impl Areas {
             memory,
             holder: Holder::Nobody,
         };
-        if let Some(old) = state.areas.insert(name.to_owned(), area) {
+        if let Some(mut old) = state.areas.insert(name.to_owned(), area) {
             old.end();
         }
         Ok(landing)
@@ -131,9 +131,14 @@ impl Areas {
 }
 
 impl Area {
-    fn end(&self) {
+    fn is_held(&self, session: SessionId, extent: ExtentId) -> bool {
+        self.holder == Holder::Peer(session) && self.memory.id() == extent
+    }
+
+    fn end(&mut self) {
         self.memory.revoke();
         self.memory.deregister();
+        self.holder = Holder::Gone;
     }
 }
 
@@ -154,10 +159,7 @@ impl State {
     fn end(&mut self, session: SessionId) {
         self.sessions.remove(&session);
         let held = |area: &&mut Area| area.holder == Holder::Peer(session);
-        for area in self.areas.values_mut().filter(held) {
-            area.end();
-            area.holder = Holder::Gone;
-        }
+        self.areas.values_mut().filter(held).for_each(Area::end);
     }
 
     /// Ends the sessions that were silent for `lease`. Over shared memory a closed socket says that
@@ -257,20 +259,16 @@ impl Host for Areas {
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
         let mut state = self.state.lock();
         let mut areas = state.areas.values_mut();
-        let held =
-            |area: &&mut Area| area.holder == Holder::Peer(session) && area.memory.id() == extent;
-        let area = areas.find(held).ok_or(Refusal::NotLeased(extent))?;
-        area.end();
-        area.holder = Holder::Gone;
+        let area = areas.find(|area| area.is_held(session, extent));
+        area.ok_or(Refusal::NotLeased(extent))?.end();
         Ok(())
     }
 
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
         let state = self.state.lock();
         let mut areas = state.areas.values();
-        let held =
-            |area: &&Area| area.holder == Holder::Peer(session) && area.memory.id() == extent;
-        areas.find(held).map(|area| Arc::clone(&area.memory))
+        let area = areas.find(|area| area.is_held(session, extent));
+        area.map(|area| Arc::clone(&area.memory))
     }
 
     fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
