@@ -11,6 +11,7 @@ use farpage_fabric::{
     memory::{ExtentFile, ExtentMemory},
 };
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Secret, ServerStat, SessionId};
+use parking_lot::MutexGuard;
 use tracing::{debug, info, warn};
 
 use super::{
@@ -121,14 +122,9 @@ impl Host for State {
         serial: Option<u64>,
     ) -> Result<Arc<ExtentMemory>, Refusal> {
         self.reclaim(session, bytes);
-        // Before the ledger is locked, since it may wait for memory.
-        let kept = self.tier.as_ref().map(|tier| tier.keep_for(bytes));
         let mut ledger = self.ledger.lock();
-        if let Some(Given::Extent(id)) = ledger.given(session, serial)
-            && let Some(record) = ledger.extents.get(&id)
-            && record.lessee == Some(session)
-        {
-            return Ok(record.memory.clone());
+        if let Some(memory) = ledger.granted(session, serial) {
+            return Ok(memory);
         }
         let record = ledger.known(session)?;
         let (held_extents, origin) = (record.extents.len(), record.origin);
@@ -144,14 +140,25 @@ impl Host for State {
             )));
         }
         ledger.accounts.lend(&self.limits, origin, bytes)?;
-        let kept = match kept.transpose() {
-            Ok(kept) => kept,
-            Err(available) => {
+        let mut kept = None;
+        if let Some(tier) = &self.tier {
+            // It may wait for memory.
+            let answer = MutexGuard::unlocked(&mut ledger, || tier.keep_for(bytes));
+            let asked = bytes;
+            // Meanwhile the session may have ended, or have asked again.
+            let early = match (answer, ledger.known(session).err()) {
+                (_, Some(ended)) => Some(Err(ended)),
+                (Err(available), None) => Some(Err(Refusal::Full { asked, available })),
+                (Ok(room), None) => {
+                    kept = Some(room);
+                    ledger.granted(session, serial).map(Ok)
+                }
+            };
+            if let Some(answer) = early {
                 ledger.accounts.take_extent_off(origin, bytes);
-                let asked = bytes;
-                return Err(Refusal::Full { asked, available });
+                return answer;
             }
-        };
+        }
         // Making the file and its mapping costs microseconds whatever its size: no page of it
         // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);

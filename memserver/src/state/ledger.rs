@@ -107,6 +107,19 @@ impl Ledger {
         (Some(*last) == serial).then(|| given.clone())
     }
 
+    /// The extent that the session's request of that number was granted, if it still leases it.
+    pub(super) fn granted(
+        &self,
+        session: SessionId,
+        serial: Option<u64>,
+    ) -> Option<Arc<ExtentMemory>> {
+        let Given::Extent(id) = self.given(session, serial)? else {
+            return None;
+        };
+        let record = self.extents.get(&id)?;
+        (record.lessee == Some(session)).then(|| record.memory.clone())
+    }
+
     /// Removes an extent that nobody leases and no name refers to. Its bytes go back to the
     /// capacity at once where no client can have kept it.
     pub(super) fn forget_extent(&mut self, id: ExtentId) -> Leaving {

@@ -475,12 +475,22 @@ fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
     // Its table takes more than evictors keep free.
     const LARGE_BYTES: u64 = 768 * MIB;
     // Zeros, which take no memory here until they are written.
-    let stage = Stage::with_capacity(EXTENT_BYTES + LARGE_BYTES, 0);
+    let stage = Stage::with_capacity(EXTENT_BYTES + LARGE_BYTES + 3 * CHUNK_BYTES, 0);
+    let small = [(); 3].map(|()| stage.session.grant(CHUNK_BYTES).expect("room").id);
     for chunk in Stage::chunks() {
         let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
         written.expect("a sound disk");
     }
     stage.break_disk(Fault::WriteError);
+    let begun = Instant::now();
+    let refused = stage.session.grant(LARGE_BYTES);
+    assert!(
+        matches!(refused, Err(AllocError::Control(_))) && begun.elapsed() < TABLE_PATIENCE / 2,
+        "it has as many extents as it may, so nothing is waited for: {refused:?}"
+    );
+    for id in small {
+        stage.session.release(id).expect("it was lent");
+    }
     let refused = stage.session.grant(LARGE_BYTES);
     assert!(
         matches!(refused, Err(AllocError::Full { .. })),
