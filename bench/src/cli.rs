@@ -18,6 +18,7 @@ use crate::{
     floor::FloorOptions,
     hostile::{AttackOptions, BurnOptions, HostileOptions},
     latency::LatencyOptions,
+    parameter_server::ParameterServerOptions,
     random::RandomOptions,
     sparse::SparseOptions,
     stream::StreamOptions,
@@ -127,6 +128,13 @@ pub(crate) enum Command {
     /// same parameters, batches and rates. Workers are threads of this process, with a real fabric
     /// between them.
     Train(TrainOptions),
+    /// Push and pull through a parameter server, beside a program that does the same over TCP and
+    /// copies: 1 KiB to 16 MiB, 1 to 3 workers
+    ///
+    /// Workers and both servers are threads of this program, and the two take turns. Push and pull
+    /// shall be faster than copying from 4 KiB on, over shm and tcp. Whether it is so is reported.
+    /// Exit status 1: the two come to different parameters, or something cannot be measured.
+    ParameterServer(ParameterServerOptions),
     #[command(after_help = WORDS)]
     Apps(AppsOptions),
     /// Measures farpage beside what bounds it, and says which of its targets are met

@@ -12,6 +12,7 @@ mod eviction;
 mod floor;
 mod hostile;
 mod latency;
+mod parameter_server;
 mod random;
 mod sparse;
 mod stream;
@@ -53,6 +54,7 @@ fn main() -> ExitCode {
         Command::Ring(options) => ring::run(options),
         Command::Tiers(options) => tiers::run(options),
         Command::Train(options) => train::run(options),
+        Command::ParameterServer(options) => parameter_server::run(options),
         Command::Apps(options) => apps::run(options),
         Command::Targets(options) => targets::run(options),
         Command::Pages(options) => pages::run(options),

@@ -2,8 +2,11 @@
 //! less memory costs.
 //!
 //! The rule it keeps: each figure stands beside what bounds it, taken in the same run, and every
-//! byte that a READ brings is compared. One client with one operation in flight, over tcp, without
-//! paging.
+//! byte that a READ brings is compared. Here is one client with one operation in flight
+//! and without paging; programs that page are in [`turns`].
+
+mod first;
+mod turns;
 
 use std::{
     fs::{File, OpenOptions},
@@ -15,45 +18,71 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use farpage::ByteSize;
 use farpage_bench_kit::{
-    options::{Run, some_bytes},
+    options::{Fabric, Run, some_bytes},
     pick::mix,
-    report::{self, median, new_histogram, right, table},
+    report::{self, median, right, table},
     server::MemoryServer,
 };
 use farpage_fabric::{Channel, Extent, Op, Session, SessionOptions, Verb};
-use farpage_wire::TierStat;
+use farpage_wire::{Atomic, ExtentId, TierStat};
 use nix::fcntl::{FallocateFlags, OFlag, fallocate};
 use serde::Serialize;
+
+use self::{
+    first::First,
+    turns::{Effort, Measurement, Row},
+};
 
 /// What a server moves out and in at once, and what is read here at once.
 const CHUNK: usize = 64 << 10;
 /// What O_DIRECT wants addresses to be multiples of.
 const BLOCK: usize = 4096;
-/// Of a thousand accesses of the curve so many go anywhere, the others to a tenth.
+/// Of a thousand accesses of a program so many go anywhere, the others to a tenth.
 const ANYWHERE: u64 = 2;
 
 #[derive(Args, Debug)]
 pub(crate) struct TiersOptions {
     #[command(flatten)]
     pub(crate) run: Run,
-    /// What the server lends [default: 512MiB, with --smoke 80MiB]
+    /// What programs that page have at the server, and what is leased at once [default: 1GiB, with
+    /// --smoke 80MiB]
     #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
     size: Option<ByteSize>,
+    /// How the servers are reached
+    #[arg(long, value_enum, default_value_t = Fabric::Tcp)]
+    fabric: Fabric,
     /// Where the spill file is: a directory on a disk
     #[arg(long, value_name = "DIR", default_value = "/var/tmp")]
     spill: PathBuf,
     /// Seed of everything random
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    /// Which parts to measure [default: all]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "PART")]
+    only: Vec<Part>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Part {
+    /// One READ of 64 KiB, by where its bytes are
+    Latency,
+    /// From a lease to its first page, beside a server that has all in memory
+    First,
+    /// A program that uses a tenth, and less and less memory
+    Curve,
+    /// Five times as much lent as there is memory
+    Capacity,
+    /// Memory below what is used all the time, in a memory cgroup
+    Starved,
 }
 
 /// Medians in microseconds, of one READ of 64 KiB where nothing else is said.
 #[derive(Debug, Serialize)]
 struct Latency {
-    /// One byte there and back.
+    /// To the server's process and back.
     round_trip_us: f64,
     /// In memory, at a server without tiers.
     plain_us: f64,
@@ -75,29 +104,22 @@ struct Latency {
     disk_over_parts: f64,
 }
 
-/// One server with so much memory.
-#[derive(Debug, Serialize)]
-struct Point {
-    memory_bytes: u64,
-    /// Over what is lent.
-    memory_share: f64,
-    /// The most that the server held, as it says.
-    held_bytes_max: u64,
-    mean_us: f64,
-    /// Mean access over that of the server without tiers.
-    slowdown: f64,
-    /// Accesses that had to be fetched.
-    cold_share: f64,
-}
-
 #[derive(Debug, Serialize)]
 struct Tiers {
     benchmark: &'static str,
     verified: bool,
     smoke: bool,
     lent_bytes: u64,
-    latency: Latency,
-    curve: Vec<Point>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    latency: Option<Latency>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first: Option<First>,
+    curve: Vec<Row>,
+    capacity: Vec<Row>,
+    starved: Vec<Row>,
+    /// Why there are no figures of a server in a memory cgroup.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    not_starved: Option<String>,
 }
 
 /// A client of one server, and what it has written there.
@@ -153,26 +175,8 @@ impl Client {
     }
 
     fn operate(&mut self, verb: Verb, chunk: u64, buf: Vec<u8>) -> Result<Vec<u8>> {
-        let op = Op {
-            tag: 0,
-            verb,
-            extent: self.extent.id,
-            offset: chunk * CHUNK as u64,
-            len: buf.len() as u32,
-            buf,
-        };
-        let posted = self.channel.post(op);
-        posted.ok().context("an empty queue is full")?;
-        let mut done = Vec::with_capacity(1);
-        let until = Instant::now() + Duration::from_secs(10);
-        // Looked for, since to be woken takes longer than a READ on some machines.
-        while self.channel.poll(&mut done) == 0 {
-            ensure!(Instant::now() < until, "the server does not answer");
-            std::hint::spin_loop();
-        }
-        let done = done.pop().context("it has just ended")?;
-        done.result?;
-        Ok(done.buf)
+        let offset = chunk * CHUNK as u64;
+        transfer(&mut *self.channel, verb, self.extent.id, offset, buf)
     }
 
     /// Microseconds of one READ, whose bytes are compared when the clock has stopped.
@@ -187,10 +191,20 @@ impl Client {
         Ok(took.as_secs_f64() * 1e6)
     }
 
-    fn round_trip(&mut self) -> Result<f64> {
-        let begin = Instant::now();
-        self.operate(Verb::Read, 0, vec![0])?;
-        Ok(begin.elapsed().as_secs_f64() * 1e6)
+    /// Microseconds to the server's process and back, whatever the fabric: it does atomics itself.
+    fn round_trips(&mut self, count: u64) -> Result<Vec<f64>> {
+        let word = self.session.grant_for_atomics(8)?;
+        let extent = std::mem::replace(&mut self.extent, word);
+        let times = (0..count)
+            .map(|_| {
+                let begin = Instant::now();
+                self.operate(Verb::Atomic(Atomic::FetchAdd(0)), 0, vec![0; 8])?;
+                Ok(begin.elapsed().as_secs_f64() * 1e6)
+            })
+            .collect();
+        self.session.release(word.id)?;
+        self.extent = extent;
+        times
     }
 
     fn tiers(&self) -> Result<TierStat> {
@@ -199,24 +213,72 @@ impl Client {
 }
 
 pub(crate) fn run(options: &TiersOptions) -> Result<()> {
-    let default_bytes = if options.run.smoke {
-        80 << 20
-    } else {
-        512 << 20
-    };
+    let smoke = options.run.smoke;
+    let default_bytes = if smoke { 80 << 20 } else { 1 << 30 };
     let lent_bytes = options.size.map_or(default_bytes, |size| size.as_u64());
+    let is_asked = |part| options.only.is_empty() || options.only.contains(&part);
     let mut wrong = 0;
-    let latency = latency(options, &mut wrong)?;
-    let curve = curve(options, lent_bytes, &mut wrong)?;
+    let mut turns = Measurement {
+        fabric: options.fabric,
+        lent_bytes,
+        spill: &options.spill,
+        effort: Effort::new(smoke),
+        seed: options.seed,
+        wrong: 0,
+    };
+    let latency = is_asked(Part::Latency).then(|| latency(options, &mut wrong));
+    let first = is_asked(Part::First)
+        .then(|| first::measure(options.fabric, lent_bytes, &options.spill, smoke));
+    let curve = is_asked(Part::Curve).then(|| turns::curve(&mut turns));
+    let capacity = is_asked(Part::Capacity).then(|| turns::capacity(&mut turns));
+    let starved = is_asked(Part::Starved).then(|| turns::starved(&mut turns));
+    let (starved, not_starved) = match starved.transpose()? {
+        Some(Ok(rows)) => (rows, None),
+        Some(Err(why)) => (Vec::new(), Some(why)),
+        None => (Vec::new(), None),
+    };
     let found = Tiers {
         benchmark: "tiers",
-        verified: wrong == 0,
-        smoke: options.run.smoke,
+        verified: wrong + turns.wrong == 0,
+        smoke,
         lent_bytes,
-        latency,
-        curve,
+        latency: latency.transpose()?,
+        first: first.transpose()?,
+        curve: curve.transpose()?.unwrap_or_default(),
+        capacity: capacity.transpose()?.unwrap_or_default(),
+        starved,
+        not_starved,
     };
     report::conclude(&found, found.verified, options.run.printing.format, human)
+}
+
+/// One operation, to its end.
+fn transfer(
+    channel: &mut dyn Channel<Vec<u8>>,
+    verb: Verb,
+    extent: ExtentId,
+    offset: u64,
+    buf: Vec<u8>,
+) -> Result<Vec<u8>> {
+    let op = Op {
+        tag: 0,
+        verb,
+        extent,
+        offset,
+        len: buf.len() as u32,
+        buf,
+    };
+    channel.post(op).ok().context("an empty queue is full")?;
+    let mut done = Vec::with_capacity(1);
+    let until = Instant::now() + Duration::from_secs(10);
+    // Looked for, since to be woken takes longer than a READ on some machines.
+    while channel.poll(&mut done) == 0 {
+        ensure!(Instant::now() < until, "the server does not answer");
+        std::hint::spin_loop();
+    }
+    let done = done.pop().context("it has just ended")?;
+    done.result?;
+    Ok(done.buf)
 }
 
 fn connect(server: &MemoryServer) -> Result<Arc<Session>> {
@@ -235,10 +297,15 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
     };
     let memory_bytes = 64 << 20;
     let hot_bytes = 4 << 20;
-    let plain = MemoryServer::lending(hot_bytes, None)?;
+    let plain = MemoryServer::own(options.fabric, hot_bytes)?;
     let lent_bytes = 6 * memory_bytes;
-    let tiered = (memory_bytes, options.spill.as_path());
-    let tiered = MemoryServer::lending(lent_bytes, Some(tiered))?;
+    let tiered = MemoryServer::tiered(
+        options.fabric,
+        lent_bytes,
+        memory_bytes,
+        &options.spill,
+        None,
+    )?;
     // 1. Hot, in turns.
     let mut there = Client::new(&connect(&plain)?, hot_bytes, noise)?;
     let mut hot = Client::new(&connect(&tiered)?, hot_bytes, noise)?;
@@ -261,7 +328,7 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
         hot_us.push(second);
         ratios.push(second / first);
     }
-    let round_trips: Result<Vec<f64>> = (0..samples).map(|_| hot.round_trip()).collect();
+    let round_trips = hot.round_trips(samples)?;
     // 2. In the pool: a third of it or so, and more noise than there is memory pushes it there.
     let pool_bytes = memory_bytes / 4;
     // One session's share gives both up; what is hot is another's, and stays.
@@ -279,7 +346,7 @@ fn latency(options: &TiersOptions, wrong: &mut u64) -> Result<Latency> {
     let bare_disk_us = bare_disk(&options.spill, lent_bytes, cold, options.seed)?;
     let decode_us = decode(samples);
     *wrong += there.wrong + hot.wrong + pool.wrong + disk.wrong;
-    let (round_trip_us, hot_us) = (median(&round_trips?), median(&hot_us));
+    let (round_trip_us, hot_us) = (median(&round_trips), median(&hot_us));
     Ok(Latency {
         round_trip_us,
         plain_us: median(&plain_us),
@@ -374,78 +441,38 @@ fn decode(count: u64) -> f64 {
     median(&times)
 }
 
-/// The mean access to a tenth, and rarely to all, as memory shrinks.
-fn curve(options: &TiersOptions, lent_bytes: u64, wrong: &mut u64) -> Result<Vec<Point>> {
-    let accesses = if options.run.smoke { 500 } else { 20_000 };
-    let plain = MemoryServer::lending(lent_bytes, None)?;
-    let mut client = Client::new(&connect(&plain)?, lent_bytes, noise)?;
-    let base = walk(&mut client, accesses, options.seed)?.mean_us;
-    *wrong += client.wrong;
-    drop(client);
-    drop(plain);
-    let mut points = Vec::new();
-    for percent in [50, 30, 20, 14] {
-        let memory_bytes = (lent_bytes * percent / 100).max(16 << 20);
-        let tiered = (memory_bytes, options.spill.as_path());
-        let server = MemoryServer::lending(lent_bytes, Some(tiered))?;
-        let mut client = Client::new(&connect(&server)?, lent_bytes, noise)?;
-        let walked = walk(&mut client, accesses, options.seed)?;
-        *wrong += client.wrong;
-        points.push(Point {
-            memory_bytes,
-            memory_share: memory_bytes as f64 / lent_bytes as f64,
-            held_bytes_max: walked.held_bytes_max,
-            mean_us: walked.mean_us,
-            slowdown: walked.mean_us / base,
-            cold_share: walked.fetches as f64 / accesses as f64,
-        });
-    }
-    Ok(points)
-}
-
-struct Walked {
-    mean_us: f64,
-    fetches: u64,
-    held_bytes_max: u64,
-}
-
-fn walk(client: &mut Client, accesses: u64, seed: u64) -> Result<Walked> {
-    let chunks = client.chunks();
-    let hot = chunks / 10;
-    // The tenth comes into memory first: what is measured is how it goes on.
-    for chunk in (0..hot).chain(0..hot) {
-        client.read(chunk)?;
-    }
-    let before = client.tiers()?;
-    let mut held_bytes_max = before.held_bytes;
-    let mut histogram = new_histogram();
-    for i in 0..accesses {
-        let pick = mix(seed ^ (i << 1));
-        let end = if mix(pick) % 1000 < ANYWHERE {
-            chunks
-        } else {
-            hot
-        };
-        histogram.saturating_record((client.read(pick % end)? * 1000.0) as u64);
-        if i % 100 == 0 {
-            held_bytes_max = held_bytes_max.max(client.tiers()?.held_bytes);
+fn human(found: &Tiers) -> String {
+    let mut parts: Vec<String> = found.latency.iter().map(human_latency).collect();
+    parts.extend(found.first.iter().map(first::human));
+    let lent = ByteSize(found.lent_bytes);
+    for (rows, what) in [
+        (&found.curve, "less and less memory, a budget of 2 %"),
+        (&found.capacity, "five times the memory, a budget of 1 %"),
+        (
+            &found.starved,
+            "memory below the tenth, in a memory cgroup of it and 32 MiB, a budget of 2 %",
+        ),
+    ] {
+        if !rows.is_empty() {
+            parts.push(format!(
+                "{lent} lent, {what}; \"a tenth\": all but {ANYWHERE} of 1000 accesses\n{}",
+                turns::human(rows)
+            ));
         }
     }
-    Ok(Walked {
-        mean_us: histogram.mean() / 1000.0,
-        fetches: client.tiers()?.fetches - before.fetches,
-        held_bytes_max,
-    })
+    if let Some(why) = &found.not_starved {
+        parts.push(format!("not measured in a memory cgroup: {why}"));
+    }
+    parts.join("\n")
 }
 
-fn human(found: &Tiers) -> String {
+fn human_latency(latency: &Latency) -> String {
     let us = |value: f64| format!("{value:.1}");
-    let latency = &found.latency;
     let [ratio, low, high] = latency.hot_over_plain;
     let mut times = table(["READ of 64 KiB", "us", "over its parts"]);
     let rows = [
         (
-            "one byte there and back",
+            "to the server and back",
             latency.round_trip_us,
             String::new(),
         ),
@@ -475,27 +502,5 @@ fn human(found: &Tiers) -> String {
     for (name, value, over) in rows {
         times.add_row(right([name.to_owned(), us(value), over]));
     }
-    let mut curve = table([
-        "--memory",
-        "of the lent",
-        "most held",
-        "mean us",
-        "slowdown",
-        "cold",
-    ]);
-    for point in &found.curve {
-        curve.add_row(right([
-            ByteSize(point.memory_bytes).to_string(),
-            format!("{:.0} %", point.memory_share * 100.0),
-            ByteSize(point.held_bytes_max).to_string(),
-            us(point.mean_us),
-            format!("{:.3}", point.slowdown),
-            format!("{:.2} %", point.cold_share * 100.0),
-        ]));
-    }
-    let rare = ANYWHERE;
-    format!(
-        "{times}\n{} lent; of 1000 accesses {rare} go anywhere, the others to a tenth:\n{curve}",
-        ByteSize(found.lent_bytes)
-    )
+    times.to_string()
 }

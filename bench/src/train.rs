@@ -7,9 +7,10 @@
 //! where a slow link or a slow worker dominates them: bytes and serial steps are what carries over
 //! to other machines.
 
+mod checkpoint;
 mod picture;
 
-use std::{env, path::PathBuf, sync::Arc, time::Duration};
+use std::{env, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
@@ -19,12 +20,15 @@ use farpage_bench_kit::{
 };
 use farpage_fabric::{Link, SessionOptions};
 use farpage_train::{
-    Address, Between, Job, Mlp, Mode, Network, Outcome, Plan, Rule, Scratch, Station, consensus,
+    Address, Between, Cnn, Course, Job, Mlp, Mode, Model, Network, Outcome, Plan, Rule, Scratch,
+    Station, consensus,
     data::{Dataset, Shards, Source},
     distance, hash,
 };
 use farpage_wire::Endpoint;
 use serde::Serialize;
+
+use self::checkpoint::Checkpoints;
 
 /// Bytes may exceed those of the parameters by headers and announcements.
 const OVERHEAD_MAX: f64 = 0.01;
@@ -68,6 +72,15 @@ enum Optimizing {
     Adam,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+enum Modelled {
+    /// Fully connected layers
+    Mlp,
+    /// Convolutions with batch normalisation, and a fully connected layer
+    Cnn,
+}
+
 #[derive(Args, Clone, Debug, Serialize)]
 pub(crate) struct TrainOptions {
     /// Workers: a power of --group
@@ -86,6 +99,9 @@ pub(crate) struct TrainOptions {
     )]
     #[serde(serialize_with = "names")]
     mode: Vec<Mode>,
+    /// Sums and steps by so many parameter servers instead of a ring, for --mode bsp
+    #[arg(long, value_name = "S", conflicts_with = "addresses", value_parser = clap::value_parser!(u64).range(1..))]
+    aggregators: Option<u64>,
     /// What is learnt: digits, mnist (both after `cargo xtask data`) or blobs (made here)
     #[arg(long, default_value = "digits")]
     #[serde(serialize_with = "name")]
@@ -93,7 +109,10 @@ pub(crate) struct TrainOptions {
     /// Where the files of --data are
     #[arg(long, value_name = "DIR", default_value = "target/training-data")]
     data_dir: PathBuf,
-    /// Units of each hidden layer
+    /// What learns
+    #[arg(long, value_enum, default_value_t = Modelled::Mlp)]
+    model: Modelled,
+    /// Units of each hidden layer of mlp
     #[arg(
         long,
         value_name = "UNITS",
@@ -101,6 +120,14 @@ pub(crate) struct TrainOptions {
         default_value = "128,128"
     )]
     hidden: Vec<usize>,
+    /// Channels of each stage of cnn, which halves a picture's sides
+    #[arg(
+        long,
+        value_name = "CHANNELS",
+        value_delimiter = ',',
+        default_value = "8,16"
+    )]
+    channels: Vec<usize>,
     /// Examples of a worker in a step
     #[arg(long, value_name = "N", default_value_t = 16)]
     batch: usize,
@@ -146,6 +173,27 @@ pub(crate) struct TrainOptions {
     #[arg(long, value_name = "RANK", requires = "addresses")]
     #[serde(skip)]
     rank: Option<usize>,
+    /// Keeps checkpoints on this memory server
+    #[arg(long, value_name = "URL", conflicts_with = "aggregators")]
+    #[serde(skip)]
+    checkpoint: Option<Endpoint>,
+    /// Keeps one after each so many steps
+    #[arg(long, value_name = "STEPS", default_value_t = 50, requires = "checkpoint", value_parser = clap::value_parser!(u64).range(1..))]
+    #[serde(skip)]
+    checkpoint_every: u64,
+    /// What the checkpoints are called on the server; each job needs a name of its own
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "train",
+        requires = "checkpoint"
+    )]
+    #[serde(skip)]
+    checkpoint_name: String,
+    /// Goes on from the newest checkpoint that all workers have kept
+    #[arg(long, requires = "checkpoint")]
+    #[serde(skip)]
+    resume: bool,
     /// The longest that a worker waits for another, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = positive)]
     deadline: f64,
@@ -217,7 +265,7 @@ struct Figures {
     /// Of the workers from their mean, over the length of that.
     distance: f64,
     bytes_per_step: f64,
-    /// Over what theory says of a ring; none where nothing moves.
+    /// Over what theory says of a ring, or of aggregators; none where nothing moves.
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes_over_theory: Option<f64>,
     serial_steps_per_step: f64,
@@ -291,6 +339,8 @@ struct WorkerReport {
     hash: String,
     seconds: f64,
     exchange_share: f64,
+    /// Steps done before.
+    resumed_from: u64,
     bytes_per_step: f64,
     serial_steps_per_step: f64,
 }
@@ -327,6 +377,10 @@ fn work(options: &TrainOptions) -> Result<()> {
         ..options.clone()
     };
     let job = Jobs::new(&options)?.job(mode, options.seed)?;
+    // Before it can be reached: so all know where they go on from before anybody does.
+    let checkpoints = options.checkpoints(&job, 1)?;
+    let from = options.from(checkpoints.as_ref(), rank..rank + 1)?;
+    let course = options.course(checkpoints.as_ref(), &job, rank, from)?;
     let station = Station::open(job.plan, rank, &options.addresses[rank], deadline)?;
     let addresses: Vec<_> = options
         .addresses
@@ -343,11 +397,11 @@ fn work(options: &TrainOptions) -> Result<()> {
         ..SessionOptions::default()
     };
     let mut member = station.join(&addresses, &session, deadline)?;
-    let outcome = job.work(rank, &mut member.exchange)?;
-    member.leave();
+    let outcome = job.work(rank, &mut member.exchange, course)?;
+    member.leave()?;
     let end = outcome.snapshots.last().expect("a run has an end");
     let right = job
-        .mlp
+        .model
         .right(&end.parameters, &job.data.test, &mut Scratch::default());
     let report = WorkerReport {
         benchmark: "train",
@@ -358,8 +412,9 @@ fn work(options: &TrainOptions) -> Result<()> {
         hash: format!("{:032x}", hash([&*end.parameters])),
         seconds: end.seconds,
         exchange_share: outcome.exchange_s / (outcome.exchange_s + outcome.compute_s),
-        bytes_per_step: outcome.moved_bytes as f64 / job.steps as f64,
-        serial_steps_per_step: outcome.serial_steps as f64 / job.steps as f64,
+        resumed_from: outcome.from,
+        bytes_per_step: outcome.moved_bytes as f64 / (job.steps - outcome.from) as f64,
+        serial_steps_per_step: outcome.serial_steps as f64 / (job.steps - outcome.from) as f64,
     };
     report::print(&report, options.run.printing.format, |report| {
         format!(
@@ -377,19 +432,32 @@ fn work(options: &TrainOptions) -> Result<()> {
 struct Jobs<'a> {
     options: &'a TrainOptions,
     data: Arc<Dataset>,
-    mlp: Mlp,
+    model: Model,
 }
 
 impl<'a> Jobs<'a> {
     fn new(options: &'a TrainOptions) -> Result<Self> {
         let data = Arc::new(Dataset::load(options.data, &options.data_dir)?);
-        let mut widths = vec![data.width];
-        widths.extend(&options.hidden);
-        widths.push(data.classes);
-        ensure!(
-            !widths.contains(&0),
-            "--hidden 0: a layer has one unit at least"
-        );
+        let model = match options.model {
+            Modelled::Mlp => {
+                let mut widths = vec![data.width];
+                widths.extend(&options.hidden);
+                widths.push(data.classes);
+                ensure!(
+                    !widths.contains(&0),
+                    "--hidden 0: a layer has one unit at least"
+                );
+                Model::from(Mlp::new(&widths))
+            }
+            Modelled::Cnn => {
+                let (side, channels) = (data.width.isqrt(), &options.channels);
+                ensure!(
+                    Cnn::fits(side, channels),
+                    "--channels: each stage has one channel at least, and halves the pictures of {side} by {side}"
+                );
+                Cnn::new(side, channels, data.classes).into()
+            }
+        };
         ensure!(
             options.steps > 0 && options.batch > 0,
             "--steps and --batch: one at least"
@@ -401,15 +469,18 @@ impl<'a> Jobs<'a> {
                 "--slow-worker {rank}: ranks are below {workers}"
             );
         }
-        let mlp = Mlp::new(&widths);
-        Ok(Self { options, data, mlp })
+        Ok(Self {
+            options,
+            data,
+            model,
+        })
     }
 
     fn job(&self, mode: Mode, seed: u64) -> Result<Job> {
         let options = self.options;
         Ok(Job {
             plan: Plan::new(mode, options.workers, options.group)?,
-            mlp: self.mlp.clone(),
+            model: self.model.clone(),
             rule: match options.optimizer {
                 Optimizing::Sgd => Rule::Sgd {
                     rate: options.rate,
@@ -432,6 +503,47 @@ impl<'a> Jobs<'a> {
 }
 
 impl TrainOptions {
+    /// Where `local` workers of this process keep their checkpoints.
+    fn checkpoints(&self, job: &Job, local: usize) -> Result<Option<Checkpoints>> {
+        let Some(server) = &self.checkpoint else {
+            return Ok(None);
+        };
+        let deadline = Duration::from_secs_f64(self.deadline);
+        let (name, every) = (&self.checkpoint_name, self.checkpoint_every);
+        Checkpoints::open(server, name, every, job, local, deadline).map(Some)
+    }
+
+    /// The step that a job goes on from, of which these ranks are in this process.
+    fn from(&self, checkpoints: Option<&Checkpoints>, ranks: Range<usize>) -> Result<Option<u64>> {
+        let Some(checkpoints) = checkpoints else {
+            return Ok(None);
+        };
+        if !self.resume {
+            checkpoints.ensure_none(ranks)?;
+            return Ok(None);
+        }
+        let (from, steps) = (checkpoints.newest()?, self.steps);
+        ensure!(
+            from < steps,
+            "--steps {steps}: the checkpoint `{}` has {from} already; choose more",
+            self.checkpoint_name
+        );
+        Ok(Some(from))
+    }
+
+    fn course<'a>(
+        &self,
+        checkpoints: Option<&'a Checkpoints>,
+        job: &Job,
+        rank: usize,
+        from: Option<u64>,
+    ) -> Result<Course<'a>> {
+        match checkpoints {
+            Some(checkpoints) => checkpoints.course(job, rank, from),
+            None => Ok(Course::default()),
+        }
+    }
+
     /// Gigabits per second and microseconds.
     fn link(&self) -> Option<(f64, f64)> {
         match (self.link_gbps, self.link_us) {
@@ -443,8 +555,12 @@ impl TrainOptions {
 }
 
 fn measure(options: TrainOptions) -> Result<Report> {
+    ensure!(
+        options.checkpoint.is_none() || (options.mode.len(), options.seeds) == (1, 1),
+        "--checkpoint: checkpoints belong to one run, so choose one --mode and one seed"
+    );
     let jobs = Jobs::new(&options)?;
-    let parameters = jobs.mlp.parameters();
+    let parameters = jobs.model.parameters();
     let mut ran: Vec<Vec<Ran>> = options.mode.iter().map(|_| Vec::new()).collect();
     for seed in options.seed..options.seed + options.seeds {
         for (mode, ran) in options.mode.iter().zip(&mut ran) {
@@ -484,11 +600,19 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
         link: options.link(),
         deadline: Duration::from_secs_f64(options.deadline),
     };
-    let outcomes = farpage_train::run(job, &network)?;
+    let checkpoints = options.checkpoints(job, options.workers)?;
+    let from = options.from(checkpoints.as_ref(), 0..options.workers)?;
+    let courses = (0..options.workers)
+        .map(|rank| options.course(checkpoints.as_ref(), job, rank, from))
+        .collect::<Result<_>>()?;
+    let outcomes = match options.aggregators {
+        Some(count) => farpage_train::run_through(job, &network, count as usize)?,
+        None => farpage_train::run_on(job, &network, courses)?,
+    };
     let count = outcomes.len() as f64;
     let mut scratch = Scratch::default();
     let mut accuracy = |parameters: &[f32]| {
-        let right = job.mlp.right(parameters, &job.data.test, &mut scratch);
+        let right = job.model.right(parameters, &job.data.test, &mut scratch);
         right as f64 / job.data.test.labels.len() as f64
     };
     // 1. The curve.
@@ -508,7 +632,7 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
     let worst = outcomes.iter().map(|outcome| accuracy(&outcome.settled));
     let worst_accuracy = worst.fold(1.0, f64::min);
     // 2. Bytes and serial steps, against theory.
-    let steps = job.steps as f64;
+    let steps = (job.steps - outcomes[0].from) as f64;
     let total = |of: fn(&Outcome) -> f64| outcomes.iter().map(of).sum::<f64>();
     let bytes_per_step = total(|outcome| outcome.moved_bytes as f64) / count / steps;
     let members = job
@@ -516,17 +640,23 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
         .rings(0)
         .first()
         .map_or(1, |ring| ring.members.len()) as f64;
-    let parameter_bytes = 4.0 * job.mlp.parameters() as f64;
-    let expected = 2.0 * parameter_bytes * (members - 1.0) / members;
+    let parameter_bytes = 4.0 * job.model.parameters() as f64;
+    let (expected, serial) = match options.aggregators {
+        Some(_) => (2.0 * parameter_bytes, 2.0),
+        None => (
+            2.0 * parameter_bytes * (members - 1.0) / members,
+            2.0 * (members - 1.0),
+        ),
+    };
     let bytes_over_theory = (expected > 0.0).then(|| bytes_per_step / expected);
     let are_bytes_right = match bytes_over_theory {
         None => bytes_per_step == 0.0,
         Some(over) => {
-            let is_small = parameter_bytes / members < CHECKED_BYTES;
+            let parts = options.aggregators.map_or(members, |count| count as f64);
+            let is_small = parameter_bytes / parts < CHECKED_BYTES;
             over >= 1.0 && (is_small || over <= 1.0 + OVERHEAD_MAX)
         }
     };
-    let serial = 2.0 * (members - 1.0);
     let are_steps_right =
         (outcomes.iter()).all(|outcome| outcome.serial_steps as f64 == serial * steps);
     // 3. Whether everybody has what everybody must have.
@@ -663,6 +793,9 @@ impl Report {
             ),
             ("runs of each mode", config.seeds.to_string()),
         ];
+        if let Some(count) = config.aggregators {
+            rows.push(("aggregators", count.to_string()));
+        }
         if let Some(Paired {
             mean_points,
             above_points,

@@ -138,6 +138,42 @@ fn regmem_reports_all_ways_and_registers_nothing_while_it_measures() {
 }
 
 #[test]
+fn a_server_with_less_memory_than_is_used_says_so_and_is_not_killed_in_a_cgroup_of_it() {
+    let name = "a_server_with_less_memory_than_is_used_says_so_and_is_not_killed_in_a_cgroup_of_it";
+    if !can_page(name) {
+        return;
+    }
+    // The tenth that is used is 24 MiB.
+    let arguments = "tiers --smoke --format json --only capacity,starved --size 240MiB";
+    let output = run(&arguments.split(' ').collect::<Vec<_>>());
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}: {stderr}", output.status);
+    let report: Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+    assert_eq!(report["verified"], true, "{report}");
+    let capacity = report["capacity"].as_array().expect("rows");
+    assert_eq!(capacity.len(), 2, "{report}");
+    for row in capacity {
+        assert_positive(row, &["/slowdown/0", "/cold_us", "/explained", "/saved"]);
+        assert_eq!(
+            row["cached_bytes_max"], 0,
+            "the spill file is in memory: {row}"
+        );
+    }
+    if let Some(why) = report["not_starved"].as_str() {
+        eprintln!("SKIPPED: {name}: {why}");
+        return;
+    }
+    let starved = report["starved"].as_array().expect("rows");
+    assert_eq!(starved.len(), 4, "{report}");
+    for row in starved {
+        assert_positive(row, &["/fetches", "/evictions", "/group/peak_bytes"]);
+        assert_eq!(row["group"]["oom_kills"], 0, "{row}");
+        let share = row["cold_share"].as_f64().expect("a share");
+        assert!(share > 0.05, "a tenth does not fit into memory: {row}");
+    }
+}
+
+#[test]
 fn train_reports_every_mode_and_the_same_parameters_over_each_fabric() {
     let mut hashes = Vec::new();
     for fabric in ["sim", "shm", "tcp"] {
@@ -192,6 +228,22 @@ fn ring_reports_every_step_and_their_ratios() {
         ];
         let ratios = ratios.map(|ratio| format!("/sizes/0/{ratio}"));
         assert_positive(&report, &ratios.each_ref().map(String::as_str));
+    }
+}
+
+#[test]
+fn parameter_server_is_compared_with_a_program_that_copies_four_times() {
+    for fabric in FABRICS {
+        let report = report("parameter-server", &["--fabric", fabric]);
+        let rows = report["rows"].as_array().unwrap();
+        let met: Vec<_> = rows.iter().map(|row| row["is_met"].is_boolean()).collect();
+        assert_eq!(met, [false, true, false, true], "judged from 4 KiB on");
+        for (number, row) in rows.iter().enumerate() {
+            assert_eq!(row["copies"].as_f64(), Some(4.0), "{row}");
+            let figures = ["farpage_us", "copying_us", "copying_over_farpage/0"];
+            let figures = figures.map(|figure| format!("/rows/{number}/{figure}"));
+            assert_positive(&report, &figures.each_ref().map(String::as_str));
+        }
     }
 }
 

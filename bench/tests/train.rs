@@ -208,8 +208,8 @@ fn a_picture_shows_every_mode_and_what_it_learns_and_moves() {
     assert!(output.status.success(), "{output:?}");
     let svg = fs::read_to_string(&file).expect("it was drawn");
     let lines = svg.matches("<polyline").count();
-    // Four panels with a line for each mode, which the legend has, too.
-    assert!(lines >= 2 * 4 + 2, "{lines} lines");
+    // Five panels with a line for each mode, which the legend has, too.
+    assert!(lines >= 2 * 5 + 2, "{lines} lines");
     for expected in [
         "bsp",
         "ds",
@@ -221,6 +221,9 @@ fn a_picture_shows_every_mode_and_what_it_learns_and_moves() {
     ] {
         assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
     }
+    // Over steps and over time.
+    let panels = |title: &str| svg.lines().filter(|line| line.trim() == title).count();
+    assert_eq!((panels("loss"), panels("seconds")), (2, 2));
     let refused = draw(Path::new("/nonexistent/train.svg"));
     assert_eq!(refused.status.code(), Some(1), "{refused:?}");
     let message = String::from_utf8_lossy(&refused.stderr);

@@ -93,12 +93,15 @@ pub fn seeds() -> Vec<Vec<u8>> {
         id: ExtentId(300),
         bytes: 1 << 20,
         atomics: true,
+        paged: true,
+        read_only: true,
     };
     let responses = [
         Response::Begun {
             session: SessionId(7),
             secret: Secret([0xa5; 16]),
             lease_ms: 60_000,
+            paged: true,
         },
         Response::Done,
         Response::Granted { extent: lease },
@@ -106,10 +109,10 @@ pub fn seeds() -> Vec<Vec<u8>> {
             manifest: vec![1, 2, 3],
             extents: vec![lease; 2],
         },
-        Response::Stat(ServerStat {
+        Response::Stat(Box::new(ServerStat {
             version: "0.1.0".to_owned(),
             ..ServerStat::default()
-        }),
+        })),
         Response::Challenge(Challenge([0xa5; 32])),
         Response::Names(vec![NamedRegion {
             owner: PublicKey([0x5a; 32]),

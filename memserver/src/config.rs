@@ -6,13 +6,15 @@
 
 use std::{
     fs, io,
+    net::IpAddr,
     path::{Path, PathBuf},
+    str::FromStr,
     time::Duration,
 };
 
 use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use farpage_fabric::{Allowance, server::SocketAccess};
+use farpage_fabric::{Allowance, host::Origin, server::SocketAccess};
 use farpage_wire::{Endpoint, PublicKey};
 use serde::{Deserialize, Deserializer, de};
 
@@ -97,9 +99,19 @@ pub struct ServeArgs {
     pub memory: Option<ByteSize>,
     /// A directory on a disk for what --memory has no room for. The file there is as large as
     /// --capacity, has no name, and is gone with the server: nothing in it outlives a restart. With
-    /// it, clients connect over tcp only.
+    /// it, clients over rdma need an adapter with on-demand paging at the server.
     #[arg(long, value_name = "DIR", env = "FARPAGE_MEMSERVER_SPILL")]
     pub spill: Option<PathBuf>,
+    /// A weight for what clients of one address, or over shm of one user, have of --memory, such as
+    /// 10.0.0.7=4 or user:1000=2; repeat it for several. Where memory is short they keep as much of
+    /// it as their weight is of all [default: 1 for each].
+    #[arg(
+        long,
+        value_name = "WHO=WEIGHT",
+        env = "FARPAGE_MEMSERVER_SHARE",
+        value_delimiter = ','
+    )]
+    pub share: Vec<ShareWeight>,
     /// Who may connect to shm:// sockets [default: owner].
     #[arg(long, value_enum, env = "FARPAGE_MEMSERVER_SOCKET_ACCESS")]
     pub socket_access: Option<Access>,
@@ -248,6 +260,38 @@ impl From<Access> for SocketAccess {
     }
 }
 
+/// The weight of somebody's share of `--memory`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ShareWeight {
+    /// Whose.
+    pub of: Origin,
+    /// More than 0.
+    pub weight: u32,
+}
+
+impl FromStr for ShareWeight {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || {
+            format!(
+                "{text:?} is no share: write an address or user:NUMBER, and a weight from 1 to 1000, as in 10.0.0.7=4"
+            )
+        };
+        let (of, weight) = text.split_once('=').ok_or_else(wrong)?;
+        let of = match of.strip_prefix("user:") {
+            Some(user) => Origin::User(user.parse().map_err(|_| wrong())?),
+            None => Origin::from(of.parse::<IpAddr>().map_err(|_| wrong())?),
+        };
+        let weight = weight
+            .parse()
+            .ok()
+            .filter(|weight| (1..=1000).contains(weight));
+        let weight = weight.ok_or_else(wrong)?;
+        Ok(Self { of, weight })
+    }
+}
+
 /// The file of `--config`.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
@@ -258,6 +302,7 @@ struct File {
     #[serde(default, deserialize_with = "size")]
     memory: Option<ByteSize>,
     spill: Option<PathBuf>,
+    share: Option<Vec<String>>,
     socket_access: Option<Access>,
     lease: Option<String>,
     reconnect_grace: Option<String>,
@@ -304,6 +349,8 @@ pub struct Config {
     pub memory_bytes: Option<u64>,
     /// The directory for the rest.
     pub spill: Option<PathBuf>,
+    /// Who has a share of the memory that is not of weight 1.
+    pub shares: Vec<ShareWeight>,
     /// Who may connect to `shm://` sockets.
     pub access: SocketAccess,
     /// How long a silent client keeps its memory.
@@ -411,6 +458,17 @@ impl Config {
             capacity_is_default: capacity.is_none(),
             memory_bytes: flags.memory.or(file.memory).map(|size| size.as_u64()),
             spill: flags.spill.clone().or(file.spill),
+            shares: match (flags.share.is_empty(), file.share) {
+                (true, Some(shares)) => shares
+                    .iter()
+                    .map(|share| {
+                        share
+                            .parse()
+                            .map_err(|error| File::wrong(flags, format!("share: {error}")))
+                    })
+                    .collect::<Result<_, _>>()?,
+                _ => flags.share.clone(),
+            },
             access: flags
                 .socket_access
                 .or(file.socket_access)
@@ -486,7 +544,7 @@ impl Config {
             self.memory_bytes,
             self.capacity_bytes,
             self.spill.is_some(),
-            &self.listen,
+            !self.shares.is_empty(),
         )?;
         if self.lease < SHORTEST_LEASE {
             return Err(ConfigError::Value {
@@ -687,6 +745,39 @@ mod tests {
             }
             let one = format!("--{limit}=1");
             assert!(settle(&[&one], None).is_ok(), "{limit}");
+        }
+    }
+
+    #[test]
+    fn shares_have_a_weight_and_need_a_server_that_runs_short_of_memory() {
+        let tiers = ["--memory=16MiB", "--spill=/var/tmp", "--capacity=1GiB"];
+        let listen = "--listen=tcp://127.0.0.1:0";
+        let file = "share = ['10.0.0.7=4', 'user:1000=2']";
+        let expected = [
+            (Origin::from(IpAddr::from([10, 0, 0, 7])), 4),
+            (Origin::User(1000), 2),
+        ]
+        .map(|(of, weight)| ShareWeight { of, weight });
+        let arguments = [&tiers[..], &[listen]].concat();
+        assert_eq!(settle(&arguments, Some(file)).unwrap().shares, expected);
+        let flag = [&arguments[..], &["--share=10.0.0.7=4,user:1000=2"]].concat();
+        assert_eq!(settle(&flag, None).unwrap().shares, expected);
+        let error = settle(&[listen], Some(file)).unwrap_err().to_string();
+        assert!(error.contains("--spill"), "{error}");
+        for wrong in [
+            "10.0.0.7",
+            "10.0.0.7=0",
+            "10.0.0=1",
+            "user:x=1",
+            "=1",
+            "::1=many",
+        ] {
+            let file = format!("share = ['{wrong}']");
+            let error = settle(&arguments, Some(&file)).unwrap_err().to_string();
+            assert!(
+                error.contains("10.0.0.7=4") && error.contains(wrong),
+                "{error}"
+            );
         }
     }
 

@@ -26,7 +26,8 @@ pub(crate) struct Budget {
 }
 
 /// Raises the soft limit of open files to the hard one and shares it out. Says so when it is low.
-pub(crate) fn budget() -> Budget {
+/// Each extent takes so many files.
+pub(crate) fn budget(files_per_extent: u64) -> Budget {
     let files = match getrlimit(Resource::RLIMIT_NOFILE) {
         Ok((soft, hard))
             if soft < hard && setrlimit(Resource::RLIMIT_NOFILE, hard, hard).is_ok() =>
@@ -42,7 +43,7 @@ pub(crate) fn budget() -> Budget {
             "this process may hold only {files} open files, so few extents and clients fit: raise it with `ulimit -n` or LimitNOFILE="
         );
     }
-    share_out(files, mappings())
+    share_out(files, mappings(), files_per_extent)
 }
 
 /// Each extent is a mapping, too, and the kernel limits those.
@@ -53,9 +54,9 @@ fn mappings() -> u64 {
 
 /// Half of the files are for extents and half for connections; half of the mappings are for
 /// threads, heap and code.
-fn share_out(files: u64, mappings: u64) -> Budget {
+fn share_out(files: u64, mappings: u64, files_per_extent: u64) -> Budget {
     let half = files.saturating_sub(RESERVED).max(8) / 2;
-    let extents = half.min(mappings / 2);
+    let extents = (half.min(mappings / 2) / files_per_extent).max(1);
     Budget {
         extents: extents as usize,
         // A client alone on a server should get far, and must not keep the last quarter from the
@@ -72,7 +73,7 @@ mod tests {
     #[test]
     fn one_client_cannot_take_every_descriptor() {
         for files in [0, 64, 256, 1024, 20_000, 1 << 20] {
-            let budget = share_out(files, 65_530);
+            let budget = share_out(files, 65_530, 1);
             assert!(
                 budget.extents >= 1 && budget.sessions >= 1,
                 "{files} {budget:?}"

@@ -27,7 +27,7 @@ use farpage_memserver::{
         ServeArgs, StatArgs, available_bytes,
     },
 };
-use farpage_wire::{Endpoint, NamedRegion, ServerStat, TierStat};
+use farpage_wire::{Endpoint, NamedRegion, ServerStat, ShareStat, TierStat};
 use signal_hook::{
     consts::{SIGINT, SIGTERM},
     flag,
@@ -80,6 +80,9 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     }
     if let Some(directory) = config.spill {
         server = server.spill(directory);
+    }
+    for share in config.shares {
+        server = server.share(share.of, share.weight);
     }
     if let Some(bytes) = config.capacity_per_address {
         server = server.capacity_per_address(bytes);
@@ -273,9 +276,24 @@ fn table(figures: &ServerStat) -> String {
             ),
         ),
     ];
-    rows.iter()
+    let shares = figures
+        .shares
+        .iter()
+        .map(|share| ("share of", share_of(share)));
+    (rows.into_iter().chain(shares))
         .map(|(name, value)| format!("{name:<20}{value}\n"))
         .collect()
+}
+
+fn share_of(share: &ShareStat) -> String {
+    let ShareStat {
+        of,
+        weight,
+        hot_bytes,
+        sessions,
+    } = share;
+    let hot = ByteSize::b(*hot_bytes);
+    format!("{of}, weight {weight}: {hot} in memory, by {sessions} sessions")
 }
 
 fn tiers(tiers: &TierStat) -> String {
@@ -284,7 +302,7 @@ fn tiers(tiers: &TierStat) -> String {
         return "none: all that is lent may be in memory (see --memory)".to_owned();
     }
     format!(
-        "{} of {} held: {} hot, {} compressed in {}, {} spilled; {} evictions, {} fetches, p50 {} us, p99 {} us; {} without room, {} spill errors",
+        "{} of {} held: {} hot, {} compressed in {}, {} spilled; {} evictions ({} forced), {} fetches, p50 {} us, p99 {} us; {} touched in vain; {} without room, {} spill errors",
         size(tiers.held_bytes),
         size(tiers.memory_bytes),
         size(tiers.hot_bytes),
@@ -292,9 +310,11 @@ fn tiers(tiers: &TierStat) -> String {
         size(tiers.pool_bytes),
         size(tiers.spilled_bytes),
         tiers.evictions,
+        tiers.forced_seals,
         tiers.fetches,
         tiers.fetch_p50_us,
         tiers.fetch_p99_us,
+        size(tiers.stray_bytes),
         tiers.no_room,
         tiers.spill_errors,
     )

@@ -5,6 +5,7 @@
 //! left afterwards.
 
 use std::{
+    collections::HashMap,
     fs, io,
     path::PathBuf,
     sync::Arc,
@@ -12,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::host::Host;
+use farpage_fabric::host::{Host, Origin};
 use farpage_fabric::log;
 use farpage_fabric::server::{
     BindError, ConnectionLimits, Listener, Service, Shutdown, SocketAccess, Traffic,
@@ -58,6 +59,7 @@ pub struct Server {
     extents_per_address: Option<usize>,
     memory_bytes: Option<u64>,
     spill: Option<PathBuf>,
+    weights: HashMap<Origin, u32>,
 }
 
 /// Why a server did not start.
@@ -115,6 +117,7 @@ impl Server {
             extents_per_address: None,
             memory_bytes: None,
             spill: None,
+            weights: HashMap::new(),
         }
     }
 
@@ -200,9 +203,18 @@ impl Server {
     }
 
     /// A directory on a disk for what [`memory`](Self::memory) has no room for: a file of the
-    /// capacity's size, without a name, that is gone with the server. For `tcp://` endpoints only.
+    /// capacity's size, without a name, that is gone with the server. For `rdma://` endpoints the
+    /// adapter needs on-demand paging.
     pub fn spill(mut self, directory: PathBuf) -> Self {
         self.spill = Some(directory);
+        self
+    }
+
+    /// The weight of what clients of one address, or over shared memory of one user, have of
+    /// [`memory`](Self::memory): where it is short, they keep as much of it as their weight is of
+    /// the weights of all that need some. Default 1, which 0 also means.
+    pub fn share(mut self, of: Origin, weight: u32) -> Self {
+        self.weights.insert(of, weight.max(1));
         self
     }
 
@@ -218,7 +230,7 @@ impl Server {
             self.memory_bytes,
             self.capacity_bytes,
             self.spill.is_some(),
-            &self.listen,
+            !self.weights.is_empty(),
         )?;
         let (tier, evictors) = match (self.memory_bytes, &self.spill) {
             (Some(memory_bytes), Some(directory)) => {
@@ -227,12 +239,14 @@ impl Server {
                     source,
                 };
                 let (tier, evictors) =
-                    Tier::start(memory_bytes, self.capacity_bytes, directory).map_err(failed)?;
+                    Tier::start(memory_bytes, self.capacity_bytes, directory, self.weights)
+                        .map_err(failed)?;
                 (Some(tier), Some(evictors))
             }
             _ => (None, None),
         };
-        let budget = descriptors::budget();
+        // An extent that clients share has a file for its words as well.
+        let budget = descriptors::budget(1 + u64::from(tier.is_some()));
         let limits = Limits {
             capacity_bytes: self.capacity_bytes,
             capacity_per_address: self.capacity_per_address.unwrap_or(self.capacity_bytes),
@@ -250,8 +264,14 @@ impl Server {
         let listeners: Vec<Listener> = self
             .listen
             .iter()
-            .map(|endpoint| Listener::bind(endpoint, self.access))
-            .collect::<Result<_, _>>()?;
+            .map(|endpoint| {
+                let listener = Listener::bind(endpoint, self.access)?;
+                if evictors.is_some() {
+                    listener.check_paging()?;
+                }
+                Ok(listener)
+            })
+            .collect::<Result<_, BindError>>()?;
         let endpoints: Vec<Endpoint> = listeners
             .iter()
             .map(|listener| listener.endpoint().clone())
@@ -295,14 +315,12 @@ pub enum TiersError {
     /// A place for the rest, but nothing says what the rest is.
     #[error("a spill directory without --memory would never be used: give both or none")]
     NoMemory,
+    /// Shares of memory that nobody runs short of.
+    #[error("shares are of --memory, on a server with --spill: give both, or no --share")]
+    NoShares,
     /// Too little.
     #[error("memory is less than 16 MiB, which the server needs for itself: give it more")]
     TooLittle,
-    /// A fabric on which clients reach the memory without the server.
-    #[error(
-        "with --memory and --spill a server listens on tcp:// only: over shm:// and rdma:// clients reach the memory themselves, also what has left it"
-    )]
-    NotTcp,
     /// The kernel would take more memory than is counted.
     #[error(
         "the kernel gives shared memory in huge pages, of which --memory counts a part: set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise or never"
@@ -315,17 +333,15 @@ pub(crate) fn check_tiers(
     memory_bytes: Option<u64>,
     capacity_bytes: u64,
     spills: bool,
-    listen: &[Endpoint],
+    has_shares: bool,
 ) -> Result<(), TiersError> {
     match memory_bytes {
+        _ if has_shares && !spills => Err(TiersError::NoShares),
         None if spills => Err(TiersError::NoMemory),
         None => Ok(()),
         Some(bytes) if !spills && bytes < capacity_bytes => Err(TiersError::NoSpill),
         Some(_) if !spills => Ok(()),
         Some(bytes) if bytes < LEAST_MEMORY_BYTES => Err(TiersError::TooLittle),
-        Some(_) if !listen.iter().all(|to| matches!(to, Endpoint::Tcp { .. })) => {
-            Err(TiersError::NotTcp)
-        }
         // A kernel without the file has no huge pages.
         Some(_) => match fs::read_to_string(SHMEM_HUGE_PAGES) {
             Ok(choice)

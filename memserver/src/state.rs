@@ -65,8 +65,8 @@ impl State {
         }
     }
 
-    /// As [`new`](Self::new), with memory that `tier` moves out and back. For sessions over tcp
-    /// only: what others map is out of its sight.
+    /// As [`new`](Self::new), with memory that `tier` moves out and back. For sessions over tcp and
+    /// shm only: what an adapter does is out of its sight.
     pub(crate) fn with_tier(limits: Limits, tier: Option<Arc<Tier>>) -> Self {
         Self {
             tier,
@@ -97,6 +97,7 @@ impl State {
     pub fn reap(&self, now: Instant) -> usize {
         let began = Instant::now();
         if let Some(tier) = &self.tier {
+            tier.punch_strays();
             tier.log_figures(now);
         }
         let mut ledger = self.ledger.lock();

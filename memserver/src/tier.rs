@@ -4,46 +4,47 @@
 //! The rule it keeps: memory is counted before it is taken. Hot chunks, the pool, buffers and
 //! tables together stay within `--memory`. Who needs a chunk waits for room a bounded time, and is
 //! told that there is none. Bytes that come back are compared with the hash of those that left.
-//!
-//! Fairness: a chunk always leaves the share that has the most memory, a share being what one
-//! session is lent. So a session that goes through much pushes out its own chunks, and who has no
-//! more than an equal part keeps it.
 
+mod buffers;
 mod disk;
+mod evictors;
 mod extent;
 mod pool;
+mod shares;
+mod slots;
+mod stored;
 #[cfg(test)]
 mod tests;
 
 use std::{
-    collections::{HashMap, HashSet, VecDeque},
+    collections::HashMap,
     fmt, io,
     path::Path,
     sync::{
         Arc, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
-    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
+    host::Origin,
     log::later,
-    memory::{Absent, ExtentMemory},
+    memory::{Absent, ExtentMemory, paging_bytes},
 };
-use farpage_wire::{ExtentId, SessionId, TierStat};
+use farpage_wire::{ExtentId, ShareStat, TierStat};
 use hdrhistogram::Histogram;
-use lz4_flex::block::{
-    CompressTable, compress_into_with_table, decompress_into, get_maximum_output_size,
-};
-use parking_lot::{Condvar, Mutex, MutexGuard};
-use twox_hash::XxHash3_128;
+use parking_lot::{Condvar, Mutex};
 
 use self::{
-    disk::{Aligned, BLOCK_BYTES, Disk, SpillFile},
-    extent::{CHUNK_BYTES, Chunk, NONE, Place, SEGMENT_CHUNKS, TieredExtent},
-    pool::{Owner, Pool},
+    buffers::Buffers,
+    disk::{Disk, SpillFile},
+    extent::{CHUNK_BYTES, NONE, Place, TieredExtent},
+    pool::Pool,
+    shares::{Books, Entry},
+    slots::Slots,
 };
+pub(crate) use self::{evictors::Evictors, shares::Tenant};
 
 /// The least that `--memory` may be.
 pub(crate) const LEAST_MEMORY_BYTES: u64 = 16 << 20;
@@ -63,12 +64,8 @@ const TABLE_BYTES_PER_CHUNK: u64 = 176;
 const PACKED_MOST: usize = CHUNK_BYTES as usize / 4 * 3;
 /// Memory that chunks leave to the pool, or what compresses could not leave a full memory.
 const LEFT_TO_POOL_BYTES: u64 = (EVICTORS * PACKED_MOST) as u64;
-/// How long an evictor that found nothing to do waits until it looks again.
-const PAUSE: Duration = Duration::from_millis(20);
 /// How long a lease waits for the memory that its table takes.
 const TABLE_PATIENCE: Duration = Duration::from_secs(5);
-/// How long the end of a server waits for its evictors, which may wait for a disk.
-const JOIN: Duration = Duration::from_secs(5);
 /// Figures are logged so often at most.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 /// The same trouble is logged so often at most.
@@ -94,6 +91,8 @@ pub(crate) struct Tier {
     pool_buffers: Buffers,
     fetches: Mutex<Histogram<u64>>,
     figures: Figures,
+    /// How many fetches there have been.
+    ticks: AtomicU32,
     last_said: Mutex<Option<Instant>>,
     /// When the figures were logged last, and how many chunks had been moved by then.
     last_logged: Mutex<(Instant, u64)>,
@@ -105,26 +104,17 @@ struct Figures {
     compressed_chunks: AtomicU64,
     spilled_chunks: AtomicU64,
     evictions: AtomicU64,
+    /// Evictions of chunks that a client over shared memory reaches by itself.
+    forced_seals: AtomicU64,
+    stray_bytes: AtomicU64,
     no_room: AtomicU64,
     spill_errors: AtomicU64,
-}
-
-/// Who has how much memory.
-#[derive(Default)]
-struct Books {
-    held_bytes: u64,
-    /// What tables wait for. Chunks that are to be fetched wait behind them.
-    wanted_bytes: u64,
-    /// Slots that lent chunks may need.
-    slots_kept: u64,
-    extents: HashMap<ExtentId, Entry>,
-    shares: HashMap<SessionId, Share>,
-    stops: bool,
 }
 
 /// Slots and memory that are kept for an extent, until they are [used](Tier::adopt).
 pub(crate) struct Kept {
     tier: Arc<Tier>,
+    bytes: u64,
     chunks: u64,
 }
 
@@ -132,59 +122,12 @@ impl Drop for Kept {
     fn drop(&mut self) {
         if self.chunks > 0 {
             let mut books = self.tier.books.lock();
-            books.slots_kept -= self.chunks;
-            books.held_bytes -= self.chunks * TABLE_BYTES_PER_CHUNK;
+            let own_bytes = paging_bytes(self.bytes);
+            books.give_table_back(self.chunks, own_bytes);
             drop(books);
             self.tier.room.notify_all();
         }
     }
-}
-
-struct Entry {
-    extent: Weak<TieredExtent>,
-    share: SessionId,
-    /// Hot, or about to be.
-    chunks: u64,
-}
-
-/// What one session is lent.
-#[derive(Default)]
-struct Share {
-    chunks: u64,
-    extents: Vec<ExtentId>,
-    /// The clock's hand: an extent's place, and a segment of it.
-    hand: (usize, usize),
-}
-
-struct Slots {
-    most: u32,
-    free: Vec<u32>,
-    /// The first that was never used.
-    fresh: u32,
-    /// Could not be written. Taken again when there is no other, the one that failed first before
-    /// the rest.
-    failed: VecDeque<u32>,
-    /// Hold bytes that could not be read back as they were.
-    suspect: HashSet<u32>,
-}
-
-/// Buffers that are lent.
-struct Buffers {
-    free: Mutex<Vec<Transfer>>,
-    came_back: Condvar,
-}
-
-/// Buffers for moving one chunk.
-struct Transfer {
-    plain: Vec<u8>,
-    packed: Aligned,
-    table: CompressTable,
-}
-
-/// The threads that move chunks out; dropping it ends them.
-pub(crate) struct Evictors {
-    tier: Arc<Tier>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 impl fmt::Debug for Tier {
@@ -193,44 +136,26 @@ impl fmt::Debug for Tier {
     }
 }
 
-impl Transfer {
-    fn new() -> Self {
-        let chunk = CHUNK_BYTES as usize;
-        let most = get_maximum_output_size(chunk).next_multiple_of(BLOCK_BYTES);
-        Self {
-            plain: vec![0; chunk],
-            packed: Aligned::new(most),
-            table: CompressTable::default(),
-        }
-    }
-}
-
-impl Buffers {
-    fn new(count: usize) -> Self {
-        Self {
-            free: Mutex::new((0..count).map(|_| Transfer::new()).collect()),
-            came_back: Condvar::new(),
-        }
-    }
-}
-
 impl Tier {
     /// Memory of `memory_bytes` bytes, and a spill file in `directory` for `capacity_bytes`.
+    /// `weights` are those of shares, where they are not 1.
     pub(crate) fn start(
         memory_bytes: u64,
         capacity_bytes: u64,
         directory: &Path,
+        weights: HashMap<Origin, u32>,
     ) -> io::Result<(Arc<Self>, Evictors)> {
         let spill_bytes = (capacity_bytes.checked_next_multiple_of(CHUNK_BYTES))
             .ok_or(io::ErrorKind::InvalidInput)?;
         let disk = SpillFile::create(directory, spill_bytes)?;
-        Self::with_disk(memory_bytes, spill_bytes, Box::new(disk))
+        Self::with_disk(memory_bytes, spill_bytes, Box::new(disk), weights)
     }
 
     fn with_disk(
         memory_bytes: u64,
         spill_bytes: u64,
         disk: Box<dyn Disk>,
+        weights: HashMap<Origin, u32>,
     ) -> io::Result<(Arc<Self>, Evictors)> {
         let fetches = Histogram::new_with_bounds(1, 1 << 36, 2).expect("bounds that it takes");
         let pool = Pool::new(memory_bytes / 4)?;
@@ -239,10 +164,7 @@ impl Tier {
             memory_bytes,
             headroom_bytes: (memory_bytes / 16).clamp(1 << 20, 64 << 20),
             slots_most,
-            books: Mutex::new(Books {
-                held_bytes: OWN_BYTES + pool.table_bytes(),
-                ..Books::default()
-            }),
+            books: Mutex::new(Books::new(OWN_BYTES + pool.table_bytes(), weights)),
             room: Condvar::new(),
             work: Condvar::new(),
             pool,
@@ -252,18 +174,11 @@ impl Tier {
             pool_buffers: Buffers::new(POOL_FETCHES),
             fetches: Mutex::new(fetches),
             figures: Figures::default(),
+            ticks: AtomicU32::new(0),
             last_said: Mutex::default(),
             last_logged: Mutex::new((Instant::now(), 0)),
         });
-        let mut evictors = Evictors {
-            tier: Arc::clone(&tier),
-            threads: Vec::new(),
-        };
-        for _ in 0..EVICTORS {
-            let tier = Arc::clone(&tier);
-            let thread = thread::Builder::new().name("farpage-tier".to_owned());
-            (evictors.threads).push(thread.spawn(move || tier.keep_room())?);
-        }
+        let evictors = Evictors::start(&tier)?;
         Ok((tier, evictors))
     }
 
@@ -274,17 +189,20 @@ impl Tier {
     /// How many bytes there still is room for, in the spill file and in memory for their table.
     pub(crate) fn keep_for(self: &Arc<Self>, bytes: u64) -> Result<Kept, u64> {
         let chunks = bytes.div_ceil(CHUNK_BYTES);
-        let table_bytes = chunks * TABLE_BYTES_PER_CHUNK;
+        let own_bytes = paging_bytes(bytes);
+        let table_bytes = chunks * TABLE_BYTES_PER_CHUNK + own_bytes;
         let until = Instant::now() + TABLE_PATIENCE;
         let most_bytes = self.memory_bytes - LEFT_TO_POOL_BYTES;
         let mut books = self.books.lock();
         // Tables never leave memory: chunks keep the most of it.
-        let most = (self.slots_most).min(self.memory_bytes / 4 / TABLE_BYTES_PER_CHUNK);
-        let most = most.saturating_sub(books.slots_kept);
-        if chunks > most {
+        let slots = self.slots_most.saturating_sub(books.slots_kept);
+        let free_bytes = (self.memory_bytes / 4).saturating_sub(books.table_bytes);
+        if chunks > slots || table_bytes > free_bytes {
+            let most = slots.min(free_bytes.saturating_sub(own_bytes) / TABLE_BYTES_PER_CHUNK);
             return Err(most * CHUNK_BYTES);
         }
         books.slots_kept += chunks;
+        books.table_bytes += table_bytes;
         books.wanted_bytes += table_bytes;
         let mut is_late = false;
         while books.held_bytes + table_bytes > most_bytes && !is_late && !books.stops {
@@ -295,9 +213,11 @@ impl Tier {
         let free_bytes = most_bytes.saturating_sub(books.held_bytes);
         if table_bytes > free_bytes {
             books.slots_kept -= chunks;
+            books.table_bytes -= table_bytes;
             drop(books);
             self.room.notify_all();
-            return Err(free_bytes / TABLE_BYTES_PER_CHUNK * CHUNK_BYTES);
+            let most = free_bytes.saturating_sub(own_bytes) / TABLE_BYTES_PER_CHUNK;
+            return Err(most * CHUNK_BYTES);
         }
         books.held_bytes += table_bytes;
         drop(books);
@@ -305,16 +225,17 @@ impl Tier {
         self.wake_evictors_if_short();
         Ok(Kept {
             tier: Arc::clone(self),
+            bytes,
             chunks,
         })
     }
 
-    /// The same memory with a place for all of its chunks, as a part of the session's share. `kept`
+    /// The same memory with a place for all of its chunks, as a part of the tenant's share. `kept`
     /// is for as many bytes.
     pub(crate) fn adopt(
         self: &Arc<Self>,
         memory: &ExtentMemory,
-        session: SessionId,
+        tenant: Tenant,
         mut kept: Kept,
     ) -> Arc<ExtentMemory> {
         kept.chunks = 0;
@@ -327,26 +248,20 @@ impl Tier {
         });
         let entry = Entry {
             extent,
-            share: session,
+            tenant,
             chunks: 0,
+            strays: 0,
         };
-        books.extents.insert(memory.id(), entry);
-        let share = books.shares.entry(session).or_default();
-        share.extents.push(memory.id());
+        books.join_share(memory.id(), entry);
         paged
     }
 
-    /// Moves an extent to the share of another session.
-    pub(crate) fn assign(&self, id: ExtentId, session: SessionId) {
+    /// Moves an extent to the share of another tenant.
+    pub(crate) fn assign(&self, id: ExtentId, tenant: Tenant) {
         let mut books = self.books.lock();
-        let Some(mut entry) = books.leave_share(id) else {
-            return;
-        };
-        entry.share = session;
-        let share = books.shares.entry(session).or_default();
-        share.chunks += entry.chunks;
-        share.extents.push(id);
-        books.extents.insert(id, entry);
+        if let Some(entry) = books.leave_share(id) {
+            books.join_share(id, Entry { tenant, ..entry });
+        }
     }
 
     /// Ends an extent: nobody can reach its bytes any more when it returns.
@@ -367,28 +282,60 @@ impl Tier {
         let chunks = extent.chunks() - orphans;
         let mut books = self.books.lock();
         if books.leave_share(id).is_some() {
-            books.held_bytes -= hot * CHUNK_BYTES + chunks * TABLE_BYTES_PER_CHUNK;
-            books.slots_kept -= chunks;
+            books.held_bytes -= hot * CHUNK_BYTES;
+            books.give_table_back(chunks, paging_bytes(extent.bytes()));
         }
         drop(books);
         self.room.notify_all();
     }
 
+    /// Gives back memory that clients over shared memory took by touching what was not there. To be
+    /// called now and then.
+    ///
+    /// A client that keeps to the [words](farpage_wire::segment) does so when a chunk leaves while
+    /// it copies. Until the next look its share counts as larger by what it took, so that the
+    /// share's own chunks leave first.
+    pub(crate) fn punch_strays(&self) {
+        let ids: Vec<_> = self.books.lock().extents.keys().copied().collect();
+        for id in ids {
+            let mut books = self.books.lock();
+            let Some(entry) = books.extents.get_mut(&id) else {
+                continue;
+            };
+            let Some(extent) = entry.extent.upgrade() else {
+                continue;
+            };
+            // Under the lock, so that no chunk comes or goes unseen.
+            let bytes = extent.stray_bytes(entry.chunks - entry.strays);
+            let strays = bytes.div_ceil(CHUNK_BYTES);
+            let change = strays as i64 - std::mem::replace(&mut entry.strays, strays) as i64;
+            books.count(id, change);
+            drop(books);
+            if bytes > 0 {
+                extent.punch_strays();
+                self.figures.stray_bytes.fetch_add(bytes, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Gives back the last of what a chunk took whose extent was discarded while it was on its way.
     fn forget_orphan(&self) {
         let mut books = self.books.lock();
-        books.held_bytes -= TABLE_BYTES_PER_CHUNK;
-        books.slots_kept -= 1;
+        books.give_table_back(1, 0);
         drop(books);
         self.room.notify_all();
+    }
+
+    /// Who has how much of the memory, the largest share first.
+    pub(crate) fn shares(&self) -> Vec<ShareStat> {
+        self.books.lock().stat()
     }
 
     /// Figures for people and monitors.
     pub(crate) fn stat(&self) -> TierStat {
         let (held_bytes, hot) = {
             let books = self.books.lock();
-            let hot: u64 = books.shares.values().map(|share| share.chunks).sum();
-            (books.held_bytes, hot)
+            (books.held_bytes, books.chunks())
         };
         let count = |figure: &AtomicU64| figure.load(Ordering::Relaxed);
         let fetches = self.fetches.lock();
@@ -404,6 +351,8 @@ impl Tier {
             fetches: fetches.len(),
             fetch_p50_us: fetches.value_at_quantile(0.5) / 1000,
             fetch_p99_us: fetches.value_at_quantile(0.99) / 1000,
+            forced_seals: count(&figures.forced_seals),
+            stray_bytes: count(&figures.stray_bytes),
             no_room: count(&figures.no_room),
             spill_errors: count(&figures.spill_errors),
         }
@@ -481,232 +430,6 @@ impl Tier {
         }
     }
 
-    /// What an evictor does until the end.
-    fn keep_room(&self) {
-        let mut buffer = Transfer::new();
-        let mut books = self.books.lock();
-        while !books.stops {
-            if !self.is_short(&books) {
-                self.work.wait(&mut books);
-                continue;
-            }
-            // Many at once, so that most fetches meet no evictor.
-            while !books.stops && self.has_less_than(self.headroom_bytes, &books) {
-                let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
-                if !made_room && !books.stops {
-                    self.work.wait_for(&mut books, PAUSE);
-                }
-            }
-        }
-    }
-
-    /// Moves something out. `false`: there was nothing, or it failed.
-    fn make_room(&self, buffer: &mut Transfer) -> bool {
-        let trimmed = self.pool.trim(self.headroom_bytes / 4);
-        if trimmed > 0 {
-            self.books.lock().held_bytes -= trimmed;
-            self.room.notify_all();
-            return true;
-        }
-        if self.pool.is_nearly_full() && self.demote_one(buffer) {
-            return true;
-        }
-        let victim = self.books.lock().victim();
-        match victim {
-            Some((extent, chunk)) => {
-                let is_out = extent.evict(chunk, buffer);
-                match is_out {
-                    true => drop(self.figures.evictions.fetch_add(1, Ordering::Relaxed)),
-                    false => self.books.lock().pass_by(extent.id(), chunk),
-                }
-                is_out
-            }
-            None => self.demote_one(buffer),
-        }
-    }
-
-    fn demote_one(&self, buffer: &mut Transfer) -> bool {
-        let Some((Owner { extent, chunk }, cell)) = self.pool.oldest() else {
-            return false;
-        };
-        (extent.upgrade()).is_some_and(|extent| extent.demote(chunk, cell, buffer))
-    }
-
-    /// Stores the bytes of `buffer.plain`, and returns what the chunk is once its memory is given
-    /// back. `was` is the chunk while it was hot: its slot is free afterwards unless it is used on.
-    fn pack(
-        &self,
-        extent: &Arc<TieredExtent>,
-        chunk: usize,
-        was: &Chunk,
-        buffer: &mut Transfer,
-    ) -> Result<Chunk, ()> {
-        let hash = hash_of(&buffer.plain);
-        let is_zero = buffer.plain.iter().all(|byte| *byte == 0);
-        if was.slot != NONE && was.hash == hash && !is_zero {
-            // The slot has these bytes already.
-            return Ok(Chunk {
-                place: Place::Spilled,
-                ..*was
-            });
-        }
-        self.forget(was);
-        if is_zero {
-            return Ok(Chunk::default());
-        }
-        let Transfer {
-            plain,
-            packed,
-            table,
-        } = buffer;
-        let packed_bytes = compress_into_with_table(plain, packed, table)
-            .expect("the buffer takes the worst case");
-        let gone = Chunk {
-            hash,
-            ..Chunk::default()
-        };
-        if packed_bytes > PACKED_MOST {
-            packed[..plain.len()].copy_from_slice(plain);
-            return self.spill(CHUNK_BYTES as u32, packed, gone);
-        }
-        let owner = Owner {
-            extent: Arc::downgrade(extent),
-            chunk,
-        };
-        match self
-            .pool
-            .put(&packed[..packed_bytes], owner, |bytes| self.charge(bytes))
-        {
-            Some(cell) => Ok(Chunk {
-                place: Place::Compressed,
-                stored_bytes: packed_bytes as u32,
-                cell,
-                ..gone
-            }),
-            None => self.spill(packed_bytes as u32, packed, gone),
-        }
-    }
-
-    /// Takes memory for the pool if there is some.
-    fn charge(&self, bytes: u64) -> bool {
-        let mut books = self.books.lock();
-        let has_room = books.held_bytes + bytes <= self.memory_bytes;
-        if has_room {
-            books.held_bytes += bytes;
-        }
-        has_room
-    }
-
-    /// Moves what the pool has of a chunk to the spill file.
-    fn spill_packed(&self, was: &Chunk, buffer: &mut Transfer) -> Result<Chunk, ()> {
-        let len = was.stored_bytes as usize;
-        (self.pool.get(was.cell, &mut buffer.packed[..len]))
-            .map_err(|error| self.say(format!("cannot read the server's memory: {error}")))?;
-        let gone = Chunk {
-            hash: was.hash,
-            ..Chunk::default()
-        };
-        self.spill(was.stored_bytes, &mut buffer.packed, gone)
-    }
-
-    /// Writes the first `stored_bytes` of `packed` to a slot.
-    fn spill(&self, stored_bytes: u32, packed: &mut [u8], gone: Chunk) -> Result<Chunk, ()> {
-        let len = stored_bytes as usize;
-        let whole = len.next_multiple_of(BLOCK_BYTES);
-        packed[len..whole].fill(0);
-        let slot = self.slots.lock().take();
-        let at = u64::from(slot) * CHUNK_BYTES;
-        if let Err(error) = self.disk.write(at, &packed[..whole]) {
-            self.slots.lock().failed.push_back(slot);
-            self.count_spill_error(&format!("cannot write to the spill file: {error}"));
-            return Err(());
-        }
-        Ok(Chunk {
-            place: Place::Spilled,
-            stored_bytes,
-            slot,
-            ..gone
-        })
-    }
-
-    /// Fills `buffer.plain` with the bytes of a chunk that is compressed or spilled.
-    fn unpack(&self, was: &Chunk, buffer: &mut Transfer) -> Result<(), ()> {
-        let len = was.stored_bytes as usize;
-        let Transfer { plain, packed, .. } = buffer;
-        let read = match was.place {
-            Place::Compressed => self.pool.get(was.cell, &mut packed[..len]),
-            _ => {
-                let at = u64::from(was.slot) * CHUNK_BYTES;
-                self.disk
-                    .read(at, &mut packed[..len.next_multiple_of(BLOCK_BYTES)])
-            }
-        };
-        if let Err(error) = read {
-            self.suspect(was);
-            self.count_spill_error(&format!("cannot read back what left memory: {error}"));
-            return Err(());
-        }
-        let is_whole = match len == plain.len() {
-            true => {
-                plain.copy_from_slice(&packed[..len]);
-                true
-            }
-            false => decompress_into(&packed[..len], plain).is_ok_and(|bytes| bytes == plain.len()),
-        };
-        if !is_whole || hash_of(plain) != was.hash {
-            self.suspect(was);
-            self.count_spill_error("what left memory came back changed");
-            return Err(());
-        }
-        Ok(())
-    }
-
-    /// Remembers that a slot did not give back what it was given.
-    fn suspect(&self, was: &Chunk) {
-        if was.place == Place::Spilled {
-            self.slots.lock().suspect.insert(was.slot);
-        }
-    }
-
-    /// Frees what a chunk is stored in.
-    fn forget(&self, chunk: &Chunk) {
-        if chunk.place == Place::Compressed {
-            self.pool.free(chunk.cell);
-        }
-        if chunk.slot != NONE {
-            self.slots.lock().give_back(chunk.slot);
-        }
-    }
-
-    /// Lends a buffer for a fetch from `place`, and waits for one until `until`.
-    fn with_buffer<T>(
-        &self,
-        place: Place,
-        until: Instant,
-        work: impl FnOnce(&mut Transfer) -> Result<T, Absent>,
-    ) -> Result<T, Absent> {
-        let Buffers { free, came_back } = match place {
-            Place::Compressed => &self.pool_buffers,
-            _ => &self.disk_buffers,
-        };
-        let mut buffers = free.lock();
-        let mut buffer = loop {
-            if let Some(buffer) = buffers.pop() {
-                break buffer;
-            }
-            if came_back.wait_until(&mut buffers, until).timed_out() {
-                drop(buffers);
-                self.count_no_room();
-                return Err(Absent::NoRoom);
-            }
-        };
-        drop(buffers);
-        let done = work(&mut buffer);
-        free.lock().push(buffer);
-        came_back.notify_one();
-        done
-    }
-
     /// Counts a chunk where it is now.
     fn moved(&self, from: Place, to: Place) {
         let figure = |place| match place {
@@ -720,6 +443,21 @@ impl Tier {
         if let Some(figure) = figure(to) {
             figure.fetch_add(1, Ordering::Relaxed);
         }
+    }
+
+    /// Counts a fetch, and returns how many there have been: never 0.
+    fn tick(&self) -> u32 {
+        self.ticks
+            .fetch_add(1, Ordering::Relaxed)
+            .wrapping_add(1)
+            .max(1)
+    }
+
+    /// Whether a chunk that was fetched then would still be in memory if it had been brought in:
+    /// since then there were fewer fetches than memory has chunks.
+    fn is_soon(&self, fetched: u32) -> bool {
+        let since = self.ticks.load(Ordering::Relaxed).wrapping_sub(fetched);
+        fetched != 0 && u64::from(since) < self.memory_bytes / CHUNK_BYTES
     }
 
     fn count_fetch(&self, took: Duration) {
@@ -745,135 +483,6 @@ impl Tier {
         if last.is_none_or(|last| now - last >= SAY_EVERY) {
             *last = Some(now);
             later(move || tracing::warn!("{what}"));
-        }
-    }
-}
-
-fn hash_of(bytes: &[u8]) -> [u64; 2] {
-    let hash = XxHash3_128::oneshot(bytes);
-    [hash as u64, (hash >> 64) as u64]
-}
-
-impl Books {
-    /// Counts a chunk of an extent that is hot, or no longer.
-    fn count(&mut self, id: ExtentId, change: i64) {
-        if let Some(entry) = self.extents.get_mut(&id) {
-            entry.chunks = entry.chunks.wrapping_add_signed(change);
-            let share = self.shares.get_mut(&entry.share);
-            let share = share.expect("an extent has a share");
-            share.chunks = share.chunks.wrapping_add_signed(change);
-        }
-    }
-
-    /// Takes an extent out of its share; who has no extents has no share.
-    fn leave_share(&mut self, id: ExtentId) -> Option<Entry> {
-        let entry = self.extents.remove(&id)?;
-        let share = self.shares.get_mut(&entry.share);
-        let share = share.expect("an extent has a share");
-        share.chunks -= entry.chunks;
-        share.extents.retain(|other| *other != id);
-        if share.extents.is_empty() {
-            self.shares.remove(&entry.share);
-        }
-        Some(entry)
-    }
-
-    /// A chunk of the largest share that was not used for a turn of its clock.
-    fn victim(&mut self) -> Option<(Arc<TieredExtent>, usize)> {
-        let share = self.shares.values_mut().max_by_key(|share| share.chunks)?;
-        let Share { extents, hand, .. } = share;
-        // In the first whole turn all may be young, in the second only those that were used
-        // meanwhile.
-        let mut turns = 0;
-        while turns <= 2 {
-            let (at, segment) = *hand;
-            let Some(id) = extents.get(at) else {
-                *hand = (0, 0);
-                turns += 1;
-                continue;
-            };
-            if let Some(extent) = self.extents[id].extent.upgrade() {
-                for segment in segment..extent.segments() {
-                    if let Some(chunk) = extent.take_cold(segment) {
-                        *hand = (at, segment);
-                        return Some((extent, chunk));
-                    }
-                }
-            }
-            *hand = (at + 1, 0);
-        }
-        None
-    }
-
-    /// Moves the clock's hand on if it is still at the segment of a chunk that could not be stored.
-    /// The others there are likely to fail as well.
-    fn pass_by(&mut self, id: ExtentId, chunk: usize) {
-        let Some(entry) = self.extents.get(&id) else {
-            return;
-        };
-        let share = self.shares.get_mut(&entry.share);
-        let Share { extents, hand, .. } = share.expect("an extent has a share");
-        let segment = chunk / SEGMENT_CHUNKS;
-        if extents.get(hand.0) == Some(&id) && hand.1 == segment {
-            hand.1 += 1;
-        }
-    }
-}
-
-impl Slots {
-    fn new(most: u64) -> Self {
-        Self {
-            most: most as u32,
-            free: Vec::new(),
-            fresh: 0,
-            failed: VecDeque::new(),
-            suspect: HashSet::new(),
-        }
-    }
-
-    /// Nobody has the slot any more.
-    fn give_back(&mut self, slot: u32) {
-        match self.suspect.remove(&slot) {
-            true => self.failed.push_back(slot),
-            false => self.free.push(slot),
-        }
-    }
-
-    /// A slot that nobody has. There is one for each chunk that is lent.
-    fn take(&mut self) -> u32 {
-        if let Some(slot) = self.free.pop() {
-            return slot;
-        }
-        if self.fresh < self.most {
-            self.fresh += 1;
-            return self.fresh - 1;
-        }
-        let slot = self.failed.pop_front();
-        slot.expect("a chunk that is lent has a slot")
-    }
-}
-
-impl Drop for Evictors {
-    fn drop(&mut self) {
-        self.tier.books.lock().stops = true;
-        self.tier.work.notify_all();
-        let until = Instant::now() + JOIN;
-        for thread in self.threads.drain(..) {
-            // There is no join with an end.
-            while !thread.is_finished() && Instant::now() < until {
-                thread::sleep(Duration::from_millis(1));
-            }
-            match thread.is_finished().then(|| thread.join()) {
-                Some(Ok(())) => {}
-                Some(Err(_)) => {
-                    later(|| tracing::error!("an evictor panicked; its message is above"));
-                }
-                None => later(|| {
-                    tracing::warn!(
-                        "an evictor did not end within {JOIN:?}: the disk does not answer"
-                    );
-                }),
-            }
         }
     }
 }

@@ -63,6 +63,50 @@ fn tcp_to_a_server_in_this_process_conforms() {
 }
 
 #[test]
+fn shm_to_a_server_that_lends_more_than_its_memory_conforms() {
+    let spill = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let both = Both::start_as(|server| {
+        (server.capacity(CAPACITY_BYTES))
+            .memory(16 << 20)
+            .spill(spill.path().to_owned())
+    });
+    let endpoint = both.shm.clone();
+    conformance::check(Fabric {
+        connect: &|| connect(&endpoint),
+        kill: Box::new(move || drop(both)),
+        memory_stays: false,
+    });
+}
+
+/// Where there is an adapter with on-demand paging.
+#[cfg(feature = "rdma")]
+#[test]
+fn rdma_to_a_server_that_lends_more_than_its_memory_conforms() {
+    let test = "rdma_to_a_server_that_lends_more_than_its_memory_conforms";
+    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+        eprintln!(
+            "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+        );
+        return;
+    };
+    let spill = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let server = farpage_memserver::Server::builder()
+        .listen(format!("rdma://{host}:0").parse().unwrap())
+        .capacity(CAPACITY_BYTES)
+        .memory(16 << 20)
+        .spill(spill.path().to_owned())
+        .grace(std::time::Duration::from_millis(100))
+        .start()
+        .unwrap();
+    let endpoint = server.endpoints()[0].clone();
+    conformance::check(Fabric {
+        connect: &|| connect(&endpoint),
+        kill: Box::new(move || drop(server)),
+        memory_stays: false,
+    });
+}
+
+#[test]
 fn shm_to_the_binary_conforms() {
     against_the_binary(|daemon| &daemon.shm);
 }

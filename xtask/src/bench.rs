@@ -16,7 +16,7 @@ use crate::children;
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
-const RUNS: [&str; 37] = [
+const RUNS: [&str; 41] = [
     "floor --fabric shm --page-size 4KiB",
     "floor --fabric tcp",
     "stream --fabric shm",
@@ -36,11 +36,15 @@ const RUNS: [&str; 37] = [
     "eviction --page-size 4KiB",
     "sparse",
     "tiers",
+    "tiers --fabric shm --only latency,curve",
     "regmem --fabric shm",
     "regmem --fabric tcp",
     "ring --fabric shm",
     "ring --fabric tcp",
+    "parameter-server --fabric shm",
+    "parameter-server --fabric tcp",
     "train --fabric shm",
+    "train --fabric shm --mode bsp,ds --model cnn",
     "train --fabric tcp --mode ds --shards skewed --slow-worker 1:2 --link-gbps 1",
     "hostile",
     "targets",
@@ -63,7 +67,8 @@ const TIME_MAX: Duration = Duration::from_secs(120);
 #[derive(Default)]
 pub(crate) struct Outcome {
     pub(crate) passed: usize,
-    pub(crate) failed: usize,
+    /// `<benchmark>: <why>`
+    pub(crate) failures: Vec<String>,
     /// `<benchmark>: <why>`
     pub(crate) skips: Vec<String>,
 }
@@ -77,13 +82,16 @@ pub(crate) fn run() -> Result<ExitCode> {
     for skip in &outcome.skips {
         println!("SKIPPED: {skip}");
     }
+    for failure in &outcome.failures {
+        println!("FAILED: {failure}");
+    }
     println!(
         "{} passed, {} failed, {} skipped",
         outcome.passed,
-        outcome.failed,
+        outcome.failures.len(),
         outcome.skips.len()
     );
-    Ok(match outcome.failed {
+    Ok(match outcome.failures.len() {
         0 => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     })
@@ -115,16 +123,22 @@ pub(crate) fn smoke() -> Result<Outcome> {
     for run in RUNS {
         let begin = Instant::now();
         let status = children::status_within(TIME_MAX, &mut bench(&format!("{run} --smoke")))?;
-        let result = match status {
-            Some(status) if status.success() => "ok".to_owned(),
-            Some(status) => format!("FAILED ({status})"),
-            None => format!("FAILED (no end after {} s)", TIME_MAX.as_secs()),
+        let failed = match status {
+            Some(status) if status.success() => None,
+            Some(status) => Some(status.to_string()),
+            None => Some(format!("no end after {} s", TIME_MAX.as_secs())),
         };
-        match result.as_str() {
-            "ok" => outcome.passed += 1,
-            _ => outcome.failed += 1,
-        }
         let seconds = begin.elapsed().as_secs_f64();
+        let result = match failed {
+            None => {
+                outcome.passed += 1;
+                "ok".to_owned()
+            }
+            Some(why) => {
+                outcome.failures.push(format!("{run}: {why}"));
+                format!("FAILED ({why})")
+            }
+        };
         println!("bench {run} ... {result}, {seconds:.1} s");
     }
     Ok(outcome)

@@ -145,7 +145,7 @@ fn fuzz(seconds: u64, tally: &mut Tally) -> Result<()> {
             }
             Some(why) => {
                 println!("fuzz {target} ... FAILED ({why})");
-                tally.failed += 1;
+                tally.failures.push(format!("fuzz {target}: {why}"));
             }
         }
     }

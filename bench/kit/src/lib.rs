@@ -9,8 +9,10 @@
 
 pub mod arena;
 pub mod bare;
+pub mod cgroup;
 pub mod cpus;
 pub mod data;
+pub mod held;
 pub mod options;
 pub mod out;
 pub mod pick;

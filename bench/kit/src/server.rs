@@ -23,7 +23,11 @@ use farpage::{Allowance, ByteSize};
 use farpage_memserver::Server;
 use farpage_wire::Endpoint;
 
-use crate::options::{Fabric, ServerOptions};
+use crate::{
+    cgroup::Cgroup,
+    held::Held,
+    options::{Fabric, ServerOptions},
+};
 
 /// Whether a benchmark that takes so many bytes on this machine, in its own process and its
 /// server's, may start.
@@ -73,22 +77,35 @@ impl MemoryServer {
     /// # Errors
     /// It does not start; it has said why on standard error.
     pub fn own(fabric: Fabric, capacity_bytes: u64) -> Result<Self> {
-        Self::spawn(&own_endpoint(fabric, "server")?, capacity_bytes, None)
+        let listen = own_endpoint(fabric, "server")?;
+        Self::spawn(this_program()?, &listen, capacity_bytes, None)
     }
 
-    /// One of our own over tcp. `tiers` says how much memory it has and where the rest goes, if it
-    /// has less than it lends.
+    /// One of our own that has less memory than it lends: so much, and `spill` is where the rest
+    /// goes. Another of our own may be beside it. It may run in a cgroup, which has to live longer.
     ///
     /// # Errors
     /// It does not start; it has said why on standard error.
-    pub fn lending(capacity_bytes: u64, tiers: Option<(u64, &Path)>) -> Result<Self> {
-        let listen = own_endpoint(Fabric::Tcp, "server")?;
-        Self::spawn(&listen, capacity_bytes, tiers)
+    pub fn tiered(
+        fabric: Fabric,
+        capacity_bytes: u64,
+        memory_bytes: u64,
+        spill: &Path,
+        cgroup: Option<&Cgroup>,
+    ) -> Result<Self> {
+        let listen = own_endpoint(fabric, "tiered")?;
+        let program = cgroup.map_or_else(this_program, Cgroup::command)?;
+        let tiers = Some((memory_bytes, spill));
+        Self::spawn(program, &listen, capacity_bytes, tiers)
     }
 
-    fn spawn(listen: &Endpoint, capacity_bytes: u64, tiers: Option<(u64, &Path)>) -> Result<Self> {
-        let this_program = env::current_exe().context("cannot find this program's own file")?;
-        let mut child = Command::new(this_program)
+    fn spawn(
+        mut program: Command,
+        listen: &Endpoint,
+        capacity_bytes: u64,
+        tiers: Option<(u64, &Path)>,
+    ) -> Result<Self> {
+        let mut child = program
             .args([
                 "serve",
                 "--listen",
@@ -136,13 +153,29 @@ impl MemoryServer {
         &self.endpoint
     }
 
+    /// The process of our own server.
+    ///
+    /// # Errors
+    /// It is not ours.
+    pub fn pid(&self) -> Result<u32> {
+        let own = self.own.as_ref().context("the server is not our own")?;
+        Ok(own.id())
+    }
+
     /// The CPU time that our own server has used, in seconds.
     ///
     /// # Errors
     /// It has died, or is not ours.
     pub fn cpu_s(&self) -> Result<f64> {
-        let own = self.own.as_ref().context("the server is not our own")?;
-        cpu_s_of(own.id())
+        cpu_s_of(self.pid()?)
+    }
+
+    /// The memory that our own server holds.
+    ///
+    /// # Errors
+    /// It has died, or is not ours.
+    pub fn held(&self) -> Result<Held> {
+        Held::by(self.pid()?)
     }
 
     /// Whether our own server has neither ended nor died.
@@ -160,6 +193,11 @@ impl Drop for MemoryServer {
             let _ = child.wait();
         }
     }
+}
+
+fn this_program() -> Result<Command> {
+    let path = env::current_exe().context("cannot find this program's own file")?;
+    Ok(Command::new(path))
 }
 
 /// CPU time of a process of this machine.

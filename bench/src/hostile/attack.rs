@@ -580,12 +580,15 @@ mod tests {
                     session: SessionId(1),
                     secret: Secret([1; 16]),
                     lease_ms: 60_000,
+                    paged: false,
                 },
                 Request::Grant { bytes, atomics, .. } => Response::Granted {
                     extent: Lease {
                         id: ExtentId(1),
                         bytes,
                         atomics,
+                        paged: false,
+                        read_only: false,
                     },
                 },
                 _ => Response::Done,

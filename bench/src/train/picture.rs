@@ -8,7 +8,7 @@ use plotters::{coord::Shift, prelude::*};
 
 use super::{Figures, Point, Report};
 
-const SIZE: (u32, u32) = (1200, 760);
+const SIZE: (u32, u32) = (1600, 760);
 const LEGEND: u32 = 40;
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
@@ -23,7 +23,7 @@ struct Panel {
     y: fn(&Point) -> Option<f64>,
 }
 
-const PANELS: [Panel; 4] = [
+const PANELS: [Panel; 5] = [
     Panel {
         title: "accuracy of the consensus, %",
         across: "steps",
@@ -40,6 +40,12 @@ const PANELS: [Panel; 4] = [
         title: "loss",
         across: "steps",
         x: |point| point.step as f64,
+        y: |point| (point.step > 0).then_some(point.loss),
+    },
+    Panel {
+        title: "loss",
+        across: "seconds",
+        x: |point| point.seconds,
         y: |point| (point.step > 0).then_some(point.loss),
     },
     Panel {
@@ -71,19 +77,22 @@ fn draw_on<'a>(modes: &[Figures], area: &Area<'a>) -> Result<(), Failure<'a>> {
         let style = (FONT, 16).into_text_style(&legend);
         legend.draw(&Text::new(mode.mode.clone(), (x + 34, y - 8), style))?;
     }
-    let cells = panels.split_evenly((2, 3));
+    let cells = panels.split_evenly((2, 4));
     for (panel, cell) in PANELS.iter().zip(&cells) {
         panel.draw(modes, cell)?;
     }
     bars(
         modes,
-        &cells[4],
+        &cells[PANELS.len()],
         "MB that a worker sends in a step",
         |mode| mode.bytes_per_step / 1e6,
     )?;
-    bars(modes, &cells[5], "serial steps of a step", |mode| {
-        mode.serial_steps_per_step
-    })
+    bars(
+        modes,
+        &cells[PANELS.len() + 1],
+        "serial steps of a step",
+        |mode| mode.serial_steps_per_step,
+    )
 }
 
 fn with_colours(modes: &[Figures]) -> impl Iterator<Item = (&Figures, &RGBColor)> {

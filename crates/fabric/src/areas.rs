@@ -1,8 +1,11 @@
 //! [`Areas`]: memory of this program that its peers WRITE into, each area lent to one peer by name.
 //!
+//! A [`Board`] goes the other way: the program writes it and any number of peers READ it.
+//!
 //! The rule it keeps: an area is lent once. When the peer that held it has gone, the area is gone,
-//! too: a successor would share the memory with whoever still maps it. What the bytes mean is left
-//! to the program, which [offers](Areas::offer) areas and reads them.
+//! too: a successor would share the memory with whoever still maps it. A board is lent to all who
+//! ask, since none of them can change it. What the bytes mean is left to the program, which
+//! [offers](Areas::offer) areas and reads them, and [shows](Areas::show) boards and writes them.
 
 use std::{
     collections::HashMap,
@@ -13,6 +16,7 @@ use std::{
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Refusal, Secret, ServerStat, SessionId};
 use parking_lot::Mutex;
 
+pub use crate::ring::Board;
 use crate::{
     host::{Admission, Asker, Host, Opened, Origin, Transport},
     memory::{ExtentMemory, OutOfLease},
@@ -36,6 +40,7 @@ struct State {
     last_id: u64,
     sessions: HashMap<SessionId, Stay>,
     areas: HashMap<String, Area>,
+    boards: HashMap<String, Shown>,
 }
 
 /// A peer's session.
@@ -59,6 +64,31 @@ enum Holder {
     Gone,
 }
 
+/// A board and its leases: one for each session, since a lease ends with its session.
+#[derive(Debug)]
+struct Shown {
+    memory: Arc<ExtentMemory>,
+    leases: HashMap<SessionId, Arc<ExtentMemory>>,
+}
+
+impl Shown {
+    fn end(&mut self, session: SessionId) -> bool {
+        let lease = self.leases.remove(&session);
+        lease.inspect(|lease| end(lease)).is_some()
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        self.leases.values().for_each(|lease| end(lease));
+    }
+}
+
+fn end(lease: &ExtentMemory) {
+    lease.revoke();
+    lease.deregister();
+}
+
 /// Whether an area's peer is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
@@ -74,7 +104,7 @@ pub enum Presence {
 #[derive(Debug, thiserror::Error)]
 pub enum OfferError {
     /// The system gave no memory.
-    #[error("cannot make {bytes} bytes for peers to write to: {source}")]
+    #[error("cannot make {bytes} bytes for peers: {source}")]
     Memory {
         /// Bytes asked for.
         bytes: u64,
@@ -82,7 +112,7 @@ pub enum OfferError {
         r#source: std::io::Error,
     },
     /// The memory cannot be mapped.
-    #[error("cannot map memory for peers to write to: {0}")]
+    #[error("cannot map memory for peers: {0}")]
     Map(#[from] OutOfLease),
 }
 
@@ -118,6 +148,25 @@ impl Areas {
         Ok(landing)
     }
 
+    /// Shows `bytes` zeroed bytes to every peer that opens `name`. A board of that name that was
+    /// shown before is taken back.
+    ///
+    /// # Errors
+    /// [`OfferError`]
+    pub fn show(&self, name: &str, bytes: u64) -> Result<Board, OfferError> {
+        let mut state = self.state.lock();
+        state.last_id += 1;
+        let memory = ExtentMemory::create_to_read(ExtentId(state.last_id), bytes)
+            .map_err(|source| OfferError::Memory { bytes, source })?;
+        let board = Board::extent(&memory.lease_anew())?;
+        let shown = Shown {
+            memory,
+            leases: HashMap::new(),
+        };
+        state.boards.insert(name.to_owned(), shown);
+        Ok(board)
+    }
+
     /// Whether the peer of an area is there. An area that was never offered waits for ever.
     pub fn presence(&self, name: &str) -> Presence {
         let mut state = self.state.lock();
@@ -136,8 +185,7 @@ impl Area {
     }
 
     fn end(&mut self) {
-        self.memory.revoke();
-        self.memory.deregister();
+        end(&self.memory);
         self.holder = Holder::Gone;
     }
 }
@@ -160,6 +208,9 @@ impl State {
         self.sessions.remove(&session);
         let held = |area: &&mut Area| area.holder == Holder::Peer(session);
         self.areas.values_mut().filter(held).for_each(Area::end);
+        self.boards.values_mut().for_each(|board| {
+            board.end(session);
+        });
     }
 
     /// Ends the sessions that were silent for `lease`. Over shared memory a closed socket says that
@@ -194,6 +245,7 @@ impl Host for Areas {
                 session,
                 secret,
                 lease: self.lease,
+                paged: false,
             });
         }
         if state.sessions.len() >= SESSIONS_MAX {
@@ -217,6 +269,7 @@ impl Host for Areas {
             session,
             secret,
             lease: self.lease,
+            paged: false,
         })
     }
 
@@ -258,6 +311,11 @@ impl Host for Areas {
 
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
         let mut state = self.state.lock();
+        let mut boards = state.boards.values_mut();
+        if let Some(board) = boards.find(|board| board.memory.id() == extent) {
+            let was_held = board.end(session);
+            return was_held.then_some(()).ok_or(Refusal::NotLeased(extent));
+        }
         let mut areas = state.areas.values_mut();
         let area = areas.find(|area| area.is_held(session, extent));
         area.ok_or(Refusal::NotLeased(extent))?.end();
@@ -268,7 +326,10 @@ impl Host for Areas {
         let state = self.state.lock();
         let mut areas = state.areas.values();
         let area = areas.find(|area| area.is_held(session, extent));
-        area.map(|area| Arc::clone(&area.memory))
+        let area = area.map(|area| &area.memory);
+        let mut boards = state.boards.values();
+        let mut shown = || boards.find(|board| board.memory.id() == extent);
+        area.or_else(|| shown()?.leases.get(&session)).cloned()
     }
 
     fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
@@ -293,8 +354,8 @@ impl Host for Areas {
         Err(lends_nothing())
     }
 
-    /// Lends the area of this name. Asked again by the same session, whose answer was lost, it
-    /// gives the same.
+    /// Lends the board or the area of this name. Asked again by the same session, whose answer was
+    /// lost, it gives the same.
     fn open(
         &self,
         session: SessionId,
@@ -304,6 +365,13 @@ impl Host for Areas {
         let mut state = self.state.lock();
         state.expire(self.lease);
         state.known(session)?;
+        if let Some(Shown { memory, leases }) = state.boards.get_mut(name) {
+            let lease = leases.entry(session).or_insert_with(|| memory.lease_anew());
+            return Ok(Opened {
+                manifest: Arc::default(),
+                extents: vec![Arc::clone(lease)],
+            });
+        }
         let area = state.areas.get_mut(name).ok_or(Refusal::NotFound)?;
         match area.holder {
             Holder::Nobody => area.holder = Holder::Peer(session),
@@ -331,13 +399,15 @@ impl Host for Areas {
 
     fn stat(&self) -> ServerStat {
         let state = self.state.lock();
-        let bytes = state.areas.values().map(|area| area.memory.bytes()).sum();
+        let areas = state.areas.values().map(|area| &area.memory);
+        let boards = state.boards.values().map(|board| &board.memory);
+        let bytes = areas.chain(boards).map(|memory| memory.bytes()).sum();
         ServerStat {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             capacity_bytes: bytes,
             granted_bytes: bytes,
             sessions: state.sessions.len() as u64,
-            extents: state.areas.len() as u64,
+            extents: (state.areas.len() + state.boards.len()) as u64,
             ..ServerStat::default()
         }
     }

@@ -17,6 +17,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use crate::{
     AllocError, Atomic, Busy, Channel, ChannelError, Completion, Extent, ExtentId, MAX_OP_BYTES,
     Op, OpenError, Session, Verb,
+    areas::{Areas, Board},
 };
 
 /// Longer than any step of the suite takes on a busy machine, short enough to wait for.
@@ -61,6 +62,58 @@ pub fn check(fabric: Fabric<'_>) {
         true => memory_stays_when_its_server_dies(&connect(), fabric.kill),
         false => death_ends_everything_in_bounded_time(&connect(), fabric.kill),
     }
+}
+
+/// What a fabric promises about boards, which many clients hold and none can change. `connect`
+/// begins a session at the program that has `areas`.
+///
+/// # Panics
+/// When the fabric breaks a promise.
+pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
+    const FLOATS: usize = 100_000;
+    let floats: Vec<f32> = (0..FLOATS as u32).map(|i| i as f32 + 0.25).collect();
+    let board = areas
+        .show("board", 4096 + 4 * FLOATS as u64)
+        .expect("memory");
+    board.write_floats(4096, &floats);
+    board.announce(64, 7);
+    let sessions = [connect(), connect(), connect()];
+    let open = |session: &Arc<Session>| session.open("board").expect("shown").extents[0];
+    let number = Board::NUMBER_BYTES;
+    // 1. All of them see what was written, and what is written later.
+    for session in &sessions {
+        let (extent, mut channel) = (open(session), channel(session));
+        let seen = read(&mut *channel, extent.id, 4096, 4 * FLOATS);
+        let seen = seen.as_chunks().0.iter().copied().map(f32::from_le_bytes);
+        assert!(seen.eq(floats.iter().copied()));
+        let seen = read(&mut *channel, extent.id, 64, number);
+        assert_eq!(Board::announced(&seen), Some(7));
+    }
+    board.announce(64, 8);
+    let [one, other, gone] = &sessions;
+    let extent = open(one);
+    let seen = read(&mut *channel(one), extent.id, 64, number);
+    assert_eq!(Board::announced(&seen), Some(8));
+    // 2. None can change it, or be lent more of it than there is. A refusal may end the channel.
+    let add = Verb::Atomic(Atomic::FetchAdd(1));
+    for (verb, offset) in [(Verb::Write, 64), (add, 64), (Verb::Read, extent.bytes - 7)] {
+        refused(&mut *channel(one), op(verb, extent.id, offset, vec![1; 8]));
+    }
+    let seen = read(&mut *channel(other), open(other).id, 64, number);
+    assert_eq!(Board::announced(&seen), Some(8));
+    // 3. Who gives it back has lost it, and the others have not.
+    let extent = open(gone);
+    gone.release(extent.id).expect("leased");
+    refused(
+        &mut *channel(gone),
+        op(Verb::Read, extent.id, 64, vec![0; 8]),
+    );
+    assert!(gone.release(extent.id).is_err());
+    let seen = read(&mut *channel(other), open(other).id, 64, number);
+    assert_eq!(Board::announced(&seen), Some(8));
+    // It may ask for it again.
+    let seen = read(&mut *channel(gone), open(gone).id, 64, number);
+    assert_eq!(Board::announced(&seen), Some(8));
 }
 
 /// Bytes that say where they belong.

@@ -24,6 +24,8 @@ pub struct Admission {
     pub secret: Secret,
     /// The session ends when it is not renewed for this long.
     pub lease: Duration,
+    /// Whether what it is lent may be [paged](ExtentMemory::is_paged).
+    pub paged: bool,
 }
 
 /// How the bytes of a session travel; decides how the loss of its control connection is read.
@@ -35,7 +37,8 @@ pub enum Transport {
     Tcp,
     /// A network adapter that reads and writes the memory itself. A closed connection may come
     /// back, as over TCP. The adapter knows a lease's memory from its grant until
-    /// [`ExtentMemory::deregister`], so the memory is physically backed all that time.
+    /// [`ExtentMemory::deregister`], so the memory is physically backed all that time, unless it is
+    /// [paged](ExtentMemory::is_paged).
     Rdma,
 }
 

@@ -19,13 +19,17 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::Instant,
 };
 
 use crate::{log::later, regmem::Registration};
-use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
+use farpage_wire::{
+    Atomic, ExtentId,
+    data::WORD_BYTES,
+    segment::{SEGMENT_BYTES, SegmentWord},
+};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::{
     errno::Errno,
@@ -33,6 +37,16 @@ use nix::{
     sys::memfd::{MFdFlags, memfd_create},
     unistd::{Whence, lseek},
 };
+
+/// Bytes of a segment's mark.
+pub(crate) const MARK_BYTES: u64 = 4;
+
+/// The largest extent that can be [`paged`](ExtentMemory::paged): a client keeps a table of its
+/// segments.
+pub(crate) const MAX_PAGED_BYTES: u64 = 16 << 40;
+
+/// What the kernel maps at least.
+const PAGE_BYTES: u64 = 4096;
 
 /// How much is copied at once into fresh memory: small, so that holes stay holes.
 const COPY_BYTES: u64 = 64 << 10;
@@ -59,6 +73,10 @@ struct Memory {
     id: ExtentId,
     bytes: u64,
     atomics: bool,
+    /// Whether clients may only read it.
+    read_only: bool,
+    /// Bytes of the file: those of the extent, and its marks where it has some.
+    file_bytes: u64,
     file: File,
     map: OnceLock<MmapRaw>,
 }
@@ -80,8 +98,135 @@ pub trait Residency: fmt::Debug + Send + Sync {
     /// Why the first byte is not held. Nothing is.
     fn hold(&self, offset: u64, len: u64, until: Option<Instant>) -> Result<u64, Absent>;
 
+    /// Hands the `len` bytes at `offset` to `take` if they are elsewhere, and not worth bringing
+    /// into memory for this READ alone. `take` does not wait for anybody. `false`: they are to be
+    /// held instead.
+    ///
+    /// # Errors
+    /// As of [`hold`](Self::hold), when `take` has not been called.
+    fn pass(
+        &self,
+        offset: u64,
+        len: u64,
+        until: Instant,
+        take: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Absent>;
+
     /// Ends a hold of the bytes that [`hold`](Self::hold) said it holds.
     fn let_go(&self, offset: u64, len: u64);
+
+    /// The extent's [`SegmentWords`], for a client that reaches the memory by itself. It may touch
+    /// what these words say is there, from now on.
+    ///
+    /// # Errors
+    /// What the kernel says.
+    fn share(&self) -> io::Result<&SegmentWords>;
+}
+
+/// The words of an extent's segments, which clients that share its memory can read and nobody but
+/// the server can write.
+#[derive(Debug)]
+pub struct SegmentWords {
+    file: File,
+    map: MmapRaw,
+}
+
+impl SegmentWords {
+    /// Words for an extent of so many bytes: nothing is there.
+    ///
+    /// # Errors
+    /// What the kernel says: no descriptors left, or no memory.
+    pub fn create(extent_bytes: u64) -> io::Result<Self> {
+        let bytes = words_bytes(extent_bytes);
+        let file = sealable(c"farpage-words", bytes)?;
+        let map = MmapOptions::new().len(bytes as usize).map_raw(&file)?;
+        map.advise(memmap2::Advice::DontFork)?;
+        // From here on nobody can map it to write: only the mapping above can.
+        fcntl(&file, FcntlArg::F_ADD_SEALS(seals_to_read()))?;
+        Ok(Self { file, map })
+    }
+
+    /// Says what is there from now on. Whoever sees it sees the bytes that were brought in before.
+    /// Nothing that this thread does afterwards takes place before it is seen.
+    ///
+    /// # Panics
+    /// If the extent has no such segment.
+    pub fn set(&self, segment: usize, word: SegmentWord) {
+        // A locked instruction: loads that follow do not overtake it.
+        word_at(&self.map, segment).swap(word.0, Ordering::SeqCst);
+    }
+
+    /// What was said last.
+    ///
+    /// # Panics
+    /// If the extent has no such segment.
+    pub fn get(&self, segment: usize) -> SegmentWord {
+        SegmentWord(word_at(&self.map, segment).load(Ordering::Relaxed))
+    }
+
+    /// Where they are, for an adapter.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn place(&self) -> NonNull<[u8]> {
+        let first = NonNull::new(self.map.as_mut_ptr()).expect("a mapping is not at address 0");
+        NonNull::slice_from_raw_parts(first, self.map.len())
+    }
+
+    /// A descriptor for a client, which may keep it for as long as it likes.
+    ///
+    /// # Errors
+    /// What the kernel says: no descriptors left, or no `/proc`.
+    pub fn lend(&self) -> io::Result<OwnedFd> {
+        open_anew(&self.file, false).map(OwnedFd::from)
+    }
+}
+
+/// How much memory an extent of so many bytes takes, beside its own, so that clients can reach it
+/// by themselves while it is [`paged`](ExtentMemory::paged): its words and its marks.
+pub fn paging_bytes(extent_bytes: u64) -> u64 {
+    let (begin, end) = marks(extent_bytes);
+    words_bytes(extent_bytes) + end - begin
+}
+
+/// Bytes of the file that has the words of an extent of so many bytes.
+pub(crate) fn words_bytes(extent_bytes: u64) -> u64 {
+    let segments = extent_bytes.div_ceil(SEGMENT_BYTES);
+    (segments * u64::from(WORD_BYTES)).next_multiple_of(PAGE_BYTES)
+}
+
+/// Where the marks of an extent of so many bytes begin in its file, and where they end.
+pub(crate) fn marks(extent_bytes: u64) -> (u64, u64) {
+    let begin = extent_bytes.next_multiple_of(PAGE_BYTES);
+    let segments = extent_bytes.div_ceil(SEGMENT_BYTES);
+    (
+        begin,
+        (begin + segments * MARK_BYTES).next_multiple_of(PAGE_BYTES),
+    )
+}
+
+/// The word of a segment in a mapping of [`words_bytes`].
+///
+/// # Panics
+/// If there is none.
+pub(crate) fn word_at(map: &MmapRaw, segment: usize) -> &AtomicU64 {
+    assert!(segment < map.len() / size_of::<AtomicU64>());
+    // SAFETY:
+    // - checked against the mapping, which begins at a page and lives as long as the reference;
+    // - words are touched as atomics only, by every process; a mapping that can only be read is
+    //   only loaded from.
+    unsafe { &*map.as_ptr().cast::<AtomicU64>().add(segment) }
+}
+
+/// The mark of a segment in a mapping of an extent's file. A client sets a chunk's bit when it
+/// touches the chunk: the server, which does not see that, moves out what has none.
+///
+/// # Panics
+/// If there is none.
+pub(crate) fn mark_at(map: &MmapRaw, extent_bytes: u64, segment: usize) -> &AtomicU32 {
+    let at = marks(extent_bytes).0 as usize + segment * MARK_BYTES as usize;
+    assert!(at + MARK_BYTES as usize <= map.len());
+    // SAFETY: as in `word_at`; marks begin at a page and have 4 bytes each. Whatever a client
+    // writes there only says which of its chunks leave first.
+    unsafe { &*map.as_ptr().add(at).cast::<AtomicU32>() }
 }
 
 /// Why bytes cannot be brought into memory.
@@ -139,7 +284,7 @@ impl ExtentFile {
     /// # Errors
     /// What the kernel says.
     pub fn punch(&self) -> io::Result<()> {
-        self.punch_range(0, self.0.bytes)
+        self.punch_range(0, self.0.file_bytes)
     }
 
     /// As [`punch`](Self::punch), for `len` bytes at `offset`.
@@ -165,6 +310,37 @@ impl ExtentFile {
     /// What the kernel says.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<()> {
         self.0.file.write_all_at(from, offset)
+    }
+
+    /// Where the first bytes at `from` or behind it are that are physically backed.
+    pub fn next_data(&self, from: u64) -> Option<u64> {
+        // Clients share the file's position: only what each call returns counts.
+        let at = lseek(&self.0.file, from as i64, Whence::SeekData);
+        at.ok().map(|at| at as u64)
+    }
+
+    /// Which chunks of a segment clients that share the memory have touched since the last call. A
+    /// bit each.
+    ///
+    /// # Panics
+    /// If the extent has no such segment, or was made without marks.
+    pub fn take_marks(&self, segment: usize) -> u32 {
+        match self.0.map() {
+            Ok(map) => {
+                let mark = mark_at(map, self.0.bytes, segment);
+                match mark.load(Ordering::Relaxed) {
+                    0 => 0,
+                    _ => mark.swap(0, Ordering::Relaxed),
+                }
+            }
+            // Then nobody is lent it, either.
+            Err(_) => 0,
+        }
+    }
+
+    /// How many bytes of the file are for marks.
+    pub fn marks_bytes(&self) -> u64 {
+        self.0.file_bytes - self.0.bytes
     }
 
     /// The extent's length in bytes.
@@ -214,28 +390,68 @@ impl ExtentMemory {
     /// # Errors
     /// What the kernel says: no descriptors left, or `bytes` is 0 or absurd.
     pub fn create(id: ExtentId, bytes: u64, atomics: bool) -> io::Result<Arc<Self>> {
-        if bytes == 0 || bytes > isize::MAX as u64 {
+        Self::make(id, bytes, atomics, |bytes| bytes)
+    }
+
+    /// As [`create`](Self::create), for memory that many clients may hold at a time and none may
+    /// change: it is written here alone, through a [`Board`](crate::areas::Board).
+    ///
+    /// # Errors
+    /// As of [`create`](Self::create).
+    pub fn create_to_read(id: ExtentId, bytes: u64) -> io::Result<Arc<Self>> {
+        check_bytes(bytes)?;
+        let made = sealable(c"farpage-board", bytes)?;
+        let memory = Memory {
+            id,
+            bytes,
+            atomics: false,
+            read_only: true,
+            file_bytes: bytes,
+            file: open_anew(&made, true)?,
+            map: OnceLock::new(),
+        };
+        memory.map()?;
+        // From here on nobody can map it to write: only the mapping above can.
+        fcntl(&made, FcntlArg::F_ADD_SEALS(seals_to_read()))?;
+        Ok(Self::lease(Arc::new(memory), None))
+    }
+
+    /// As [`create`](Self::create), for memory that is to be [`paged`](Self::paged): clients that
+    /// share it can mark what they touch.
+    ///
+    /// # Errors
+    /// As of [`create`](Self::create); `bytes` is more than 16 TiB.
+    pub fn create_with_marks(id: ExtentId, bytes: u64, atomics: bool) -> io::Result<Arc<Self>> {
+        if bytes > MAX_PAGED_BYTES {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!("an extent cannot have {bytes} bytes"),
+                "an extent that may leave memory has at most 16 TiB",
             ));
         }
-        let fd = memfd_create(
-            c"farpage-extent",
-            MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING,
-        )?;
-        let made = File::from(fd);
-        made.set_len(bytes)?;
+        Self::make(id, bytes, atomics, |bytes| marks(bytes).1)
+    }
+
+    fn make(
+        id: ExtentId,
+        bytes: u64,
+        atomics: bool,
+        file_bytes: fn(u64) -> u64,
+    ) -> io::Result<Arc<Self>> {
+        check_bytes(bytes)?;
+        let file_bytes = file_bytes(bytes);
+        let made = sealable(c"farpage-extent", file_bytes)?;
         // A client that could shrink the file would turn the server's accesses into SIGBUS.
         let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
         fcntl(&made, FcntlArg::F_ADD_SEALS(seals))?;
         // The kernel's lease check counts only descriptions that were opened, and not what
         // `memfd_create` made.
-        let file = open_anew(&made)?;
+        let file = open_anew(&made, true)?;
         let memory = Memory {
             id,
             bytes,
             atomics,
+            read_only: false,
+            file_bytes,
             file,
             map: OnceLock::new(),
         };
@@ -272,6 +488,11 @@ impl ExtentMemory {
         self.memory.atomics
     }
 
+    /// Whether clients may only read it.
+    pub fn is_read_only(&self) -> bool {
+        self.memory.read_only
+    }
+
     /// How many bytes are physically backed, whoever wrote them.
     pub fn resident_bytes(&self) -> u64 {
         self.file().resident_bytes()
@@ -295,8 +516,14 @@ impl ExtentMemory {
         *self.registration() = None;
     }
 
-    /// Calls `register` with all of the memory, to make it known to an adapter until the lease
-    /// ends.
+    /// Who moves its bytes elsewhere, if somebody does.
+    #[cfg(feature = "rdma")]
+    pub(crate) fn residency(&self) -> Option<&Arc<dyn Residency>> {
+        self.residency.as_ref()
+    }
+
+    /// Calls `register` with all of the memory and its marks, to make it known to an adapter until
+    /// the lease ends.
     ///
     /// # Errors
     /// What `register` or the kernel says; `NotFound` when the lease has ended meanwhile.
@@ -363,12 +590,27 @@ impl ExtentMemory {
         Ok(fresh)
     }
 
+    /// Whether its bytes may be elsewhere than in its memory.
+    pub fn is_paged(&self) -> bool {
+        self.residency.is_some()
+    }
+
     /// A descriptor for a client that shares the memory, which it may keep for as long as it likes.
     ///
     /// # Errors
     /// What the kernel says: no descriptors left, or no `/proc`.
     pub fn lend(&self) -> io::Result<OwnedFd> {
-        open_anew(&self.memory.file).map(OwnedFd::from)
+        open_anew(&self.memory.file, !self.is_read_only()).map(OwnedFd::from)
+    }
+
+    /// The descriptor of [`lend`](Self::lend), and that of the words of memory that is
+    /// [paged](Self::is_paged).
+    pub(crate) fn lend_all(&self) -> io::Result<Vec<OwnedFd>> {
+        let mut fds = vec![self.lend()?];
+        if let Some(residency) = &self.residency {
+            fds.push(residency.share()?.lend()?);
+        }
+        Ok(fds)
     }
 
     /// As [`ExtentFile::punch`].
@@ -486,10 +728,38 @@ pub(crate) unsafe fn apply(word: *mut u64, atomic: Atomic) -> u64 {
     }
 }
 
+/// Seals of memory that can be mapped to read only, and not resized.
+fn seals_to_read() -> SealFlag {
+    SealFlag::F_SEAL_SHRINK
+        | SealFlag::F_SEAL_GROW
+        | SealFlag::F_SEAL_FUTURE_WRITE
+        | SealFlag::F_SEAL_SEAL
+}
+
+/// Whether an extent can have so many bytes: half of what can be addressed, so that there is room
+/// for marks.
+fn check_bytes(bytes: u64) -> io::Result<()> {
+    match bytes {
+        1.. if bytes <= isize::MAX as u64 / 2 => Ok(()),
+        _ => Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            format!("an extent cannot have {bytes} bytes"),
+        )),
+    }
+}
+
+/// An empty file in memory of so many bytes, to be sealed.
+fn sealable(name: &std::ffi::CStr, bytes: u64) -> io::Result<File> {
+    let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+    let file = File::from(memfd_create(name, flags)?);
+    file.set_len(bytes)?;
+    Ok(file)
+}
+
 /// The same file by a description of its own.
-fn open_anew(file: &File) -> io::Result<File> {
+fn open_anew(file: &File, to_write: bool) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let opened = File::options().read(true).write(true).open(path);
+    let opened = File::options().read(true).write(to_write).open(path);
     opened.map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => io::Error::new(error.kind(), "/proc is not mounted"),
         _ => error,
@@ -502,7 +772,7 @@ impl Memory {
             return Ok(map);
         }
         let map = MmapOptions::new()
-            .len(self.bytes as usize)
+            .len(self.file_bytes as usize)
             .map_raw(&self.file)?;
         // A child would only keep the memory alive.
         map.advise(memmap2::Advice::DontFork)?;
@@ -677,6 +947,54 @@ mod tests {
             );
         }
         assert!(ExtentMemory::create(ExtentId(1), 0, true).is_err());
+    }
+
+    #[test]
+    fn clients_see_the_words_of_segments_and_cannot_write_them() {
+        let words = SegmentWords::create(8 * SEGMENT_BYTES).expect("a memfd");
+        let lent = File::from(words.lend().expect("a descriptor"));
+        // As anybody can who has a descriptor of it.
+        let again = open_anew(&lent, true).expect("its user may write it");
+        for file in [&lent, &again] {
+            assert!(MmapOptions::new().map_raw(file).is_err());
+            assert!(file.write_at(&[1; 8], 0).is_err());
+            assert!(file.set_len(0).is_err());
+        }
+        let seen = MmapOptions::new().map_raw_read_only(&lent).expect("memory");
+        words.set(3, SegmentWord(0).with(5));
+        assert_eq!(word_at(&seen, 3).load(Ordering::Acquire), 5);
+        assert_eq!(word_at(&seen, 0).load(Ordering::Acquire), 0);
+    }
+
+    #[test]
+    fn memory_that_is_lent_to_read_cannot_be_written_by_who_holds_it() {
+        let memory = ExtentMemory::create_to_read(ExtentId(1), 8192).expect("a memfd");
+        let lent = File::from(memory.lend().expect("a descriptor"));
+        // As anybody can who has a descriptor of it.
+        let again = open_anew(&lent, true).expect("its user may write it");
+        for file in [&lent, &again] {
+            assert!(MmapOptions::new().map_raw(file).is_err());
+            assert!(file.write_at(&[1; 8], 0).is_err());
+            assert!(file.set_len(0).is_err());
+        }
+        let seen = MmapOptions::new().map_raw_read_only(&lent).expect("memory");
+        memory.copy_in(4096, &7u64.to_ne_bytes()).expect("its own");
+        assert_eq!(word_at(&seen, 512).load(Ordering::Acquire), 7);
+    }
+
+    #[test]
+    fn a_mark_is_taken_once() {
+        let bytes = 2 * SEGMENT_BYTES + 1;
+        let memory = ExtentMemory::create_with_marks(ExtentId(1), bytes, false).expect("a memfd");
+        let file = memory.file();
+        let map = memory.memory.map().expect("memory");
+        mark_at(map, bytes, 2).fetch_or(6, Ordering::Relaxed);
+        assert_eq!((file.take_marks(0), file.take_marks(2)), (0, 6));
+        assert_eq!(file.take_marks(2), 0);
+        assert!(
+            memory.copy_out(bytes, &mut [0]).is_err(),
+            "marks are no part of it"
+        );
     }
 
     #[test]

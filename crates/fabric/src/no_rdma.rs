@@ -10,7 +10,7 @@ use std::{
 
 use farpage_wire::{
     Endpoint, ExtentId, Refusal, Secret, SessionId,
-    control::{Lease, RemoteKey},
+    control::{Lease, LeaseKeys},
 };
 
 use crate::{
@@ -70,7 +70,7 @@ impl Client {
         Arc::new(NullRegistrar)
     }
 
-    pub(crate) fn insert(&self, _lease: Lease, _key: RemoteKey) {}
+    pub(crate) fn insert(&self, _lease: Lease, _keys: LeaseKeys) {}
 
     pub(crate) fn remove(&self, _id: ExtentId) {}
 
@@ -86,6 +86,13 @@ impl Client {
 }
 
 pub(crate) fn channel<B: Buf>(route: Route) -> Result<Box<dyn Channel<B>>, ConnectError> {
+    match route {}
+}
+
+pub(crate) fn paged_channel<B: Buf>(
+    route: Route,
+    _asking: impl Channel<B> + AsFd + 'static,
+) -> Result<Box<dyn Channel<B>>, ConnectError> {
     match route {}
 }
 
@@ -129,7 +136,7 @@ impl RdmaStream {
         &self,
         _session: SessionId,
         _memories: &[Arc<ExtentMemory>],
-    ) -> Result<Vec<RemoteKey>, String> {
+    ) -> Result<Vec<LeaseKeys>, String> {
         match *self {}
     }
 }
@@ -146,6 +153,10 @@ impl Listener {
             endpoint: endpoint.to_string(),
             reason: REASON.to_owned(),
         })
+    }
+
+    pub(crate) fn check_paging(&self) -> Result<(), String> {
+        match *self {}
     }
 
     pub(crate) fn port(&self) -> u16 {

@@ -82,6 +82,8 @@ pub enum Access {
     Remote,
     /// As above, and by atomics.
     RemoteAtomic,
+    /// Peers, too, by READ only.
+    RemoteRead,
 }
 
 /// Why there is no registered memory.

@@ -52,6 +52,8 @@ const CONSUMED_AT: usize = 64;
 const WORD_BYTES: usize = 16;
 /// A message's length.
 const LENGTH_BYTES: usize = 8;
+/// What is copied into the nearest cache at once.
+const NEAR_BYTES: usize = 4096;
 
 /// Where a ring is, as its sender sees it. The receiver finds it at the same offset in its own
 /// memory.
@@ -164,11 +166,81 @@ impl Landing {
             .store(check_of(position), Ordering::Release);
     }
 
+    /// Adds the floats at `offset`, as they arrived, to `sums`: each to its own, the sum on the
+    /// left. Where `is_first`, they take the place of `sums`.
+    ///
+    /// # Panics
+    /// If the landing has not so many.
+    pub fn add_floats(&self, offset: usize, sums: &mut [f32], is_first: bool) {
+        // What fits into the nearest cache: beyond it the bytes are read once.
+        let mut near = [0u8; NEAR_BYTES];
+        for (number, sums) in sums.chunks_mut(NEAR_BYTES / 4).enumerate() {
+            let near = &mut near[..4 * sums.len()];
+            self.copy_out(offset + number * NEAR_BYTES, near);
+            let floats = near.as_chunks().0.iter().copied().map(f32::from_le_bytes);
+            for (sum, float) in sums.iter_mut().zip(floats) {
+                *sum = if is_first { float } else { *sum + float };
+            }
+        }
+    }
+
     fn copy_out(&self, offset: usize, to: &mut [u8]) {
         let from = self.at(offset, to.len());
         // SAFETY: in range; the destination is exclusive; a peer that changes the source meanwhile
         // only changes which bytes arrive.
         unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to.as_mut_ptr(), to.len()) };
+    }
+}
+
+/// Memory that peers READ and only this program writes.
+#[derive(Clone)]
+pub struct Board(Landing);
+
+impl Board {
+    /// The memory of a board, at its server.
+    ///
+    /// # Errors
+    /// Its lease has ended, or it cannot be mapped.
+    pub(crate) fn extent(memory: &Arc<ExtentMemory>) -> Result<Self, OutOfLease> {
+        Landing::extent(memory).map(Self)
+    }
+
+    /// Writes floats at `offset`. A peer that READs them meanwhile gets old and new ones.
+    ///
+    /// # Panics
+    /// If they reach beyond the end.
+    pub fn write_floats(&self, offset: usize, floats: &[f32]) {
+        let mut near = [0u8; NEAR_BYTES];
+        for (number, floats) in floats.chunks(NEAR_BYTES / 4).enumerate() {
+            let near = &mut near[..4 * floats.len()];
+            for (bytes, float) in near.as_chunks_mut().0.iter_mut().zip(floats) {
+                *bytes = float.to_le_bytes();
+            }
+            let to = self.0.at(offset + number * NEAR_BYTES, near.len());
+            // SAFETY: in range and mapped to write; the source is no part of the board; peers that
+            // read meanwhile only read.
+            unsafe { std::ptr::copy_nonoverlapping(near.as_ptr(), to, near.len()) };
+        }
+    }
+
+    /// Places a number at `offset`, a multiple of 8, in [`Board::NUMBER_BYTES`]. Whoever sees it
+    /// also sees everything that was written before.
+    ///
+    /// # Panics
+    /// If it reaches beyond the end.
+    pub fn announce(&self, offset: usize, number: u64) {
+        self.0.store(offset, number);
+    }
+
+    /// Bytes of an announced number.
+    pub const NUMBER_BYTES: usize = WORD_BYTES;
+
+    /// The number in bytes that were READ; `None` while it is being placed.
+    ///
+    /// # Panics
+    /// If they are not so many.
+    pub fn announced(bytes: &[u8]) -> Option<u64> {
+        unsealed(bytes)
     }
 }
 

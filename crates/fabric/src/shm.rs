@@ -5,8 +5,12 @@
 //! The law of this file: a mapping holds bytes that others may change, so no reference to them is
 //! made; they are copied through bounds-checked raw pointers.
 //!
-//! The server takes no part, so channels go on while it is stopped, and after its process has
-//! ended: nobody else can reach the memory then. They stop when the session's
+//! Of memory that is *paged*, only what its [words](farpage_wire::segment) say is there is touched.
+//! A copy counts only if nothing left the server's memory meanwhile. What does not count, is not
+//! there, or is an atomic, the server does, on a data connection that such a channel has.
+//!
+//! For all other memory the server takes no part, so channels go on while it is stopped, and after
+//! its process has ended: nobody else can reach the memory then. They stop when the session's
 //! [`Death`](crate::attachment::Death) says that the server has ended the session. They also stop
 //! when the server's process has ended and the last answered renewal is older than the lease, since
 //! the server may have ended the session first. A client that was stopped for longer than its lease
@@ -27,7 +31,11 @@ use std::{
     time::Instant,
 };
 
-use farpage_wire::{ExtentId, control::Lease};
+use farpage_wire::{
+    ExtentId,
+    control::Lease,
+    segment::{Piece, SegmentWord, pieces},
+};
 use memmap2::{MmapOptions, MmapRaw};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 
@@ -36,8 +44,13 @@ use crate::{
     attachment::Attachment,
     channel::{check_len, is_aligned, refused},
     log::later,
-    memory,
+    memory::{self, mark_at, marks, word_at, words_bytes},
+    tcp::TcpChannel,
 };
+
+/// How often a piece of an operation is copied while chunks of its segment leave, before the server
+/// is asked.
+const TRIES: usize = 3;
 
 /// How many operations may wait: enough for any caller's batch.
 const DEPTH: usize = 64;
@@ -52,8 +65,14 @@ const NO_PANIC: &str = "nothing panics under this lock";
 #[derive(Debug)]
 pub(crate) struct Mapped {
     id: ExtentId,
+    bytes: u64,
+    /// The extent's bytes, and its marks if it is paged.
     map: MmapRaw,
+    /// The words of its segments, if it is paged.
+    words: Option<MmapRaw>,
     atomics: bool,
+    /// Whether it is mapped to read only.
+    read_only: bool,
     /// Set when the lease is given back, before the memory is replaced: a channel that finds it
     /// unset after a copy has copied the server's memory.
     released: AtomicBool,
@@ -65,24 +84,44 @@ pub(crate) struct Mapped {
 pub(crate) struct Directory(RwLock<HashMap<ExtentId, Arc<Mapped>>>);
 
 impl Directory {
-    /// Maps a lease that the server passed.
-    pub(crate) fn insert(&self, lease: Lease, fd: OwnedFd) -> io::Result<()> {
-        let file = File::from(fd);
-        let seals = SealFlag::from_bits_truncate(fcntl(&file, FcntlArg::F_GET_SEALS)?);
-        // Memory that could shrink would turn a copy into SIGBUS.
-        if !seals.contains(SealFlag::F_SEAL_SHRINK) || file.metadata()?.len() < lease.bytes {
-            return Err(io::Error::other(
-                "the server passed memory that is not sealed or too short",
-            ));
-        }
-        let map = MmapOptions::new()
-            .len(lease.bytes as usize)
-            .map_raw(&file)?;
+    /// Maps a lease that the server passed, and the words of its segments if it is paged.
+    pub(crate) fn insert(
+        &self,
+        lease: Lease,
+        memory: OwnedFd,
+        words: Option<OwnedFd>,
+    ) -> io::Result<()> {
+        let (file, bytes) = match words {
+            Some(_) => (File::from(memory), marks(lease.bytes).1),
+            None => (File::from(memory), lease.bytes),
+        };
+        check(&file, bytes)?;
+        let mut options = MmapOptions::new();
+        options.len(bytes as usize);
+        let map = match lease.read_only {
+            true => options.map_raw_read_only(&file)?,
+            false => options.map_raw(&file)?,
+        };
         map.advise(memmap2::Advice::DontFork)?;
+        let words = match words {
+            None => None,
+            Some(fd) => {
+                let (file, bytes) = (File::from(fd), words_bytes(lease.bytes));
+                check(&file, bytes)?;
+                let map = MmapOptions::new()
+                    .len(bytes as usize)
+                    .map_raw_read_only(&file)?;
+                map.advise(memmap2::Advice::DontFork)?;
+                Some(map)
+            }
+        };
         let mapped = Mapped {
             id: lease.id,
+            bytes: lease.bytes,
             map,
+            words,
             atomics: lease.atomics,
+            read_only: lease.read_only,
             released: AtomicBool::new(false),
         };
         self.0
@@ -108,7 +147,43 @@ impl Directory {
     }
 }
 
+/// Whether a file that the server passed can be mapped: memory that could shrink would turn a copy
+/// into SIGBUS.
+fn check(file: &File, bytes: u64) -> io::Result<()> {
+    let seals = SealFlag::from_bits_truncate(fcntl(file, FcntlArg::F_GET_SEALS)?);
+    match seals.contains(SealFlag::F_SEAL_SHRINK) && file.metadata()?.len() >= bytes {
+        true => Ok(()),
+        false => Err(io::Error::other(
+            "the server passed memory that is not sealed or too short",
+        )),
+    }
+}
+
 impl Mapped {
+    /// Copies `piece.len` bytes by `copy` while they are in the server's memory. `false`: they were
+    /// not, or some left meanwhile, so that the copy does not count.
+    fn optimistic(&self, words: &MmapRaw, piece: Piece, mut copy: impl FnMut()) -> bool {
+        let word = word_at(words, piece.segment);
+        for _ in 0..TRIES {
+            // Acquire: bytes that came in before the word said so are seen by the copy.
+            let Some(look) = SegmentWord(word.load(Ordering::Acquire)).look(piece.chunks) else {
+                return false;
+            };
+            let mark = mark_at(&self.map, self.bytes, piece.segment);
+            if mark.load(Ordering::Relaxed) & piece.chunks != piece.chunks {
+                mark.fetch_or(piece.chunks, Ordering::Relaxed);
+            }
+            copy();
+            // The second look comes after the copy, also after its stores: either it finds that the
+            // server has begun to move something out, or the server finds what was stored.
+            fence(Ordering::SeqCst);
+            if look.judge(SegmentWord(word.load(Ordering::Relaxed))) {
+                return true;
+            }
+        }
+        false
+    }
+
     /// Puts memory of this process in the place of the server's. A copy that is under way goes on
     /// there, and finds afterwards that it is refused.
     fn unmap(&self) {
@@ -144,32 +219,42 @@ pub(crate) struct ShmChannel<B> {
     /// What [`Directory`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Mapped>>,
     ops: VecDeque<Op<B>>,
+    /// For what the server has to do, if it lends more than its memory.
+    asking: Option<TcpChannel<B>>,
 }
 
 impl<B: Buf> ShmChannel<B> {
-    pub(crate) fn new(attachment: Attachment, directory: Arc<Directory>) -> Self {
+    pub(crate) fn new(
+        attachment: Attachment,
+        directory: Arc<Directory>,
+        asking: Option<TcpChannel<B>>,
+    ) -> Self {
         Self {
             attachment,
             directory,
             cache: HashMap::with_capacity(CACHED),
             ops: VecDeque::with_capacity(DEPTH),
+            asking,
         }
     }
 
-    fn copy(&mut self, op: &mut Op<B>) -> Result<(), ChannelError> {
+    /// Does an operation. `false`: it does not count, and the server has to do it.
+    fn copy(&mut self, op: &mut Op<B>) -> Result<bool, ChannelError> {
         if let Some(reason) = self.attachment.death.loss() {
             return Err(self.attachment.lost(reason));
         }
         let len = op.len as usize;
         let (offset, extent) = (op.offset, op.extent);
         let aligned = is_aligned(op);
-        let is_atomic = matches!(op.verb, Verb::Atomic(_));
+        let verb = op.verb;
+        let is_atomic = matches!(verb, Verb::Atomic(_));
         let mapped = self.mapped(extent).filter(|mapped| {
             aligned
                 && (!is_atomic || mapped.atomics)
+                && (!mapped.read_only || verb == Verb::Read)
                 && offset
                     .checked_add(len as u64)
-                    .is_some_and(|end| end <= mapped.map.len() as u64)
+                    .is_some_and(|end| end <= mapped.bytes)
         });
         let Some(mapped) = mapped else {
             return Err(refused(&self.attachment.endpoint, op));
@@ -177,41 +262,93 @@ impl<B: Buf> ShmChannel<B> {
         // SAFETY: the filter above checked `offset + len` against the mapping, so `offset` is
         // inside or at its end.
         let shared = unsafe { mapped.map.as_mut_ptr().add(offset as usize) };
-        match op.verb {
-            Verb::Read => {
-                let local = &mut op.buf.as_mut()[..len];
-                // SAFETY:
-                // - source: `len` bytes of the mapping, checked above, kept mapped by the `Arc` in
-                //   the cache;
-                // - destination: an exclusive slice of `len` bytes; memory of the server's extents
-                //   is never a buffer of ours, so the two do not overlap;
-                // - a peer may change the source meanwhile, which only changes which bytes arrive.
-                unsafe { std::ptr::copy_nonoverlapping(shared, local.as_mut_ptr(), len) };
+        // `part` bytes at `at`, both counted from `offset`.
+        let read = |local: &mut [u8], at: usize, part: usize| {
+            let local = &mut local[at..][..part];
+            // SAFETY:
+            // - source: the operation's bytes of the mapping, checked above, kept mapped by the
+            //   `Arc` in the cache, of which the indexing just now checked that these are a part;
+            // - destination: an exclusive slice of `part` bytes; memory of the server's extents is
+            //   never a buffer of ours, so the two do not overlap;
+            // - a peer may change the source meanwhile, which only changes which bytes arrive.
+            unsafe { std::ptr::copy_nonoverlapping(shared.add(at), local.as_mut_ptr(), part) };
+        };
+        let write = |local: &[u8], at: usize, part: usize| {
+            let local = &local[at..][..part];
+            // SAFETY: as above with source and destination exchanged; the mapping is writable, or
+            // the filter had refused the operation.
+            unsafe { std::ptr::copy_nonoverlapping(local.as_ptr(), shared.add(at), part) };
+        };
+        let counts = match (&mapped.words, op.verb) {
+            (Some(words), verb) => pieces(offset, len as u64).all(|piece| {
+                let (at, part) = ((piece.offset - offset) as usize, piece.len as usize);
+                match verb {
+                    Verb::Read => {
+                        let local = &mut op.buf.as_mut()[..len];
+                        mapped.optimistic(words, piece, || read(local, at, part))
+                    }
+                    Verb::Write => {
+                        let local = &op.buf.as_ref()[..len];
+                        mapped.optimistic(words, piece, || write(local, at, part))
+                    }
+                    // Its old value cannot be taken back.
+                    Verb::Atomic(_) => false,
+                }
+            }),
+            (None, Verb::Read) => {
+                read(&mut op.buf.as_mut()[..len], 0, len);
                 // Pairs with a release store by the memory's owner: what it did before is seen by
                 // what follows.
                 fence(Ordering::Acquire);
+                true
             }
-            Verb::Write => {
-                let local = &op.buf.as_ref()[..len];
+            (None, Verb::Write) => {
                 // Whoever sees these bytes sees those of the WRITEs before.
                 fence(Ordering::Release);
-                // SAFETY: as above with source and destination exchanged; the mapping is writable.
-                unsafe { std::ptr::copy_nonoverlapping(local.as_ptr(), shared, len) };
+                write(&op.buf.as_ref()[..len], 0, len);
+                true
             }
-            Verb::Atomic(atomic) => {
+            (None, Verb::Atomic(atomic)) => {
                 // SAFETY: 8 bytes of the mapping, as above, and aligned, since its first byte and
                 // the offset are.
                 let old = unsafe { memory::apply(shared.cast(), atomic) };
                 op.buf.as_mut()[..len].copy_from_slice(&old.to_le_bytes());
+                true
             }
-        }
+        };
         // After the copy: the memory may have been replaced during it. Whoever copied from the
         // replacement finds what was set before it was made.
         fence(Ordering::Acquire);
         match mapped.released.load(Ordering::Relaxed) {
             true => Err(refused(&self.attachment.endpoint, op)),
-            false => Ok(()),
+            false => Ok(counts),
         }
+    }
+
+    /// Copies, or asks the server.
+    fn begin(&mut self, mut op: Op<B>, done: &mut Vec<Completion<B>>) {
+        let result = match self.copy(&mut op) {
+            Ok(true) => Ok(()),
+            Ok(false) => match &mut self.asking {
+                Some(asking) => {
+                    // As much as it may have in flight at once.
+                    if let Err(Busy(op)) = asking.post(op) {
+                        self.ops.push_front(op);
+                    }
+                    return;
+                }
+                None => Err(self
+                    .attachment
+                    .lost("it lent memory that may be elsewhere, without a way to ask for it")),
+            },
+            Err(error) => Err(error),
+        };
+        done.push(Completion {
+            tag: op.tag,
+            verb: op.verb,
+            buf: op.buf,
+            result,
+        });
     }
 
     fn mapped(&mut self, id: ExtentId) -> Option<&Mapped> {
@@ -232,7 +369,7 @@ impl<B: Buf> ShmChannel<B> {
 
 impl<B: Buf> Channel<B> for ShmChannel<B> {
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
-        if self.ops.len() == DEPTH {
+        if self.in_flight() == DEPTH {
             return Err(Busy(op));
         }
         check_len(&op);
@@ -241,31 +378,129 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
-        let Some(mut op) = self.ops.pop_front() else {
-            return 0;
-        };
-        let result = self.copy(&mut op);
-        done.push(Completion {
-            tag: op.tag,
-            verb: op.verb,
-            buf: op.buf,
-            result,
-        });
-        1
+        let before = done.len();
+        if let Some(op) = self.ops.pop_front() {
+            self.begin(op, done);
+        }
+        if let Some(asking) = &mut self.asking {
+            asking.poll(done);
+        }
+        done.len() - before
     }
 
+    /// What the server does takes longer than what is copied here.
     fn writes_in_order(&self) -> bool {
-        true
+        self.asking.is_none()
     }
 
     fn in_flight(&self) -> usize {
-        self.ops.len()
+        let asked = self.asking.as_ref().map_or(0, |asking| asking.in_flight());
+        self.ops.len() + asked
     }
 
     fn wait(&self) -> Wait<'_> {
-        Wait {
-            until: (!self.ops.is_empty()).then(Instant::now),
-            ..Wait::default()
+        match &self.asking {
+            Some(asking) if self.ops.is_empty() => asking.wait(),
+            _ => Wait {
+                until: (!self.ops.is_empty()).then(Instant::now),
+                ..Wait::default()
+            },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farpage_wire::segment::{CHUNK_BYTES, SEGMENT_BYTES};
+
+    use super::*;
+    use crate::memory::{ExtentMemory, SegmentWords};
+
+    const BYTES: u64 = 2 * SEGMENT_BYTES;
+
+    struct Both {
+        memory: Arc<ExtentMemory>,
+        words: SegmentWords,
+        mapped: Arc<Mapped>,
+    }
+
+    /// A paged extent, at the server and at a client.
+    fn both() -> Both {
+        let id = ExtentId(1);
+        let memory = ExtentMemory::create_with_marks(id, BYTES, false).expect("a memfd");
+        let words = SegmentWords::create(BYTES).expect("a memfd");
+        let lease = Lease {
+            id,
+            bytes: BYTES,
+            atomics: false,
+            paged: true,
+            read_only: false,
+        };
+        let directory = Directory::default();
+        let fd = memory.lend().expect("a descriptor");
+        let words_fd = words.lend().expect("a descriptor");
+        directory
+            .insert(lease, fd, Some(words_fd))
+            .expect("sealed memory");
+        let mapped = Arc::clone(&directory.0.read().expect(NO_PANIC)[&id]);
+        Both {
+            memory,
+            words,
+            mapped,
+        }
+    }
+
+    /// How often the first two chunks of the second segment were copied while `meanwhile` changes
+    /// its word in each copy, and whether the last one counts.
+    fn copies(
+        both: &Both,
+        mut meanwhile: impl FnMut(SegmentWord, u32) -> SegmentWord,
+    ) -> (u32, bool) {
+        let piece = pieces(SEGMENT_BYTES, 2 * CHUNK_BYTES).next().expect("one");
+        let mut copies = 0;
+        let words = both.mapped.words.as_ref().expect("it is paged");
+        let counts = both.mapped.optimistic(words, piece, || {
+            copies += 1;
+            both.words.set(1, meanwhile(both.words.get(1), copies));
+        });
+        (copies, counts)
+    }
+
+    #[test]
+    fn a_copy_counts_only_if_nothing_left_meanwhile() {
+        let both = both();
+        let same = |word, _| word;
+        assert_eq!(copies(&both, same), (0, false), "nothing is there");
+        both.words.set(1, SegmentWord::default().with(1));
+        assert_eq!(copies(&both, same), (0, false), "only one of two is");
+        both.words.set(1, both.words.get(1).with(0b1111));
+        assert_eq!(copies(&both, same), (1, true));
+        let comes = |word: SegmentWord, copy| word.with(1_u32 << (8 + copy));
+        assert_eq!(copies(&both, comes), (1, true), "others may come");
+        // A neighbour that leaves changes the version, and is no reason to give up at once.
+        let once = |word: SegmentWord, copy| match copy {
+            1 => word.without(1 << 2),
+            _ => word,
+        };
+        assert_eq!(copies(&both, once), (2, true));
+        let ever = |word: SegmentWord, _| word.without(1 << 3).with(1 << 3);
+        assert_eq!(copies(&both, ever), (3, false));
+        // One that left and came back is another one.
+        let back = |word: SegmentWord, copy| match copy {
+            1 => word.without(1).with(1),
+            _ => word,
+        };
+        assert_eq!(copies(&both, back), (2, true));
+        let leaves = |word: SegmentWord, _| word.without(1);
+        assert_eq!(copies(&both, leaves), (1, false));
+    }
+
+    #[test]
+    fn what_is_touched_is_marked_and_nothing_else() {
+        let both = both();
+        both.words.set(1, SegmentWord::default().with(u32::MAX));
+        assert!(copies(&both, |word, _| word).1);
+        let file = both.memory.file();
+        assert_eq!((file.take_marks(0), file.take_marks(1)), (0, 3));
     }
 }

@@ -378,7 +378,8 @@ impl<B: Buf> SimChannel<B> {
     fn carry_out(&self, op: &mut Op<B>) -> Result<(), ChannelError> {
         let lease = self.server.host.extent(self.session, op.extent);
         let bytes = op.len as usize;
-        let moved = lease.map(|lease| match op.verb {
+        let takes = |lease: &Arc<ExtentMemory>| op.verb == Verb::Read || !lease.is_read_only();
+        let moved = lease.filter(takes).map(|lease| match op.verb {
             Verb::Read => lease.copy_out(op.offset, &mut op.buf.as_mut()[..bytes]),
             Verb::Write => lease.copy_in(op.offset, &op.buf.as_ref()[..bytes]),
             Verb::Atomic(atomic) => lease.atomic(op.offset, atomic).map(|old| {
@@ -562,6 +563,7 @@ impl Host for SimHost {
             session,
             secret: secret_of(session),
             lease: Duration::from_secs(3),
+            paged: false,
         })
     }
 

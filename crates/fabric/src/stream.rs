@@ -13,7 +13,7 @@ use std::{
         unix::net::UnixStream,
     },
     path::Path,
-    thread,
+    ptr, thread,
     time::{Duration, Instant},
 };
 
@@ -55,6 +55,9 @@ const PIECE_BYTES: usize = 256 << 10;
 const FRAME: Duration = Duration::from_secs(30);
 /// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
 const PIECE: Duration = Duration::from_secs(5);
+
+/// What passes from or to memory of a message over RDMA at once.
+const PASSED_BYTES: usize = 16 << 10;
 
 /// A connected, non-blocking socket, or an RDMA control connection.
 #[derive(Debug)]
@@ -147,7 +150,7 @@ impl Stream {
         match self {
             Self::Unix(socket) => (&mut &*socket).read_vectored(bufs),
             Self::Tcp(socket) => (&mut &*socket).read_vectored(bufs),
-            Self::Rdma(_) => unreachable!("its data is moved by the adapter"),
+            Self::Rdma(stream) => gather(bufs.iter_mut(), |buf| stream.read(buf)),
         }
     }
 
@@ -161,6 +164,9 @@ impl Stream {
     }
 
     pub(crate) fn write_vectored(&self, bufs: &[IoSlice<'_>]) -> io::Result<usize> {
+        if let Self::Rdma(stream) = self {
+            return gather(bufs.iter(), |buf| stream.write(buf));
+        }
         let mut message = Message::new(bufs.as_ptr().cast_mut().cast(), bufs.len());
         // SAFETY:
         // - `IoSlice` has the layout of `iovec`, guaranteed by std on Unix;
@@ -169,6 +175,52 @@ impl Stream {
         Errno::result(sent)
             .map(|sent| sent as usize)
             .map_err(Into::into)
+    }
+
+    /// As `sendmsg`. A closed peer is an error, never a signal.
+    ///
+    /// # Safety
+    /// The message's vectors point to memory that can be read, to which nobody has a reference that
+    /// is written through.
+    pub(crate) unsafe fn send_message(&self, message: &mut Message) -> io::Result<usize> {
+        if let Self::Rdma(stream) = self {
+            let vectors = message.vectors();
+            return gather(vectors.iter(), |vector| {
+                let mut piece = [0; PASSED_BYTES];
+                let piece = &mut piece[..vector.iov_len.min(PASSED_BYTES)];
+                let from = vector.iov_base.cast::<u8>();
+                // SAFETY: promised by the caller for all bytes of the vector, of which these are
+                // the first; `piece` is ours.
+                unsafe { ptr::copy_nonoverlapping(from, piece.as_mut_ptr(), piece.len()) };
+                stream.write(piece)
+            });
+        }
+        // SAFETY: promised by the caller.
+        let sent = unsafe { libc::sendmsg(self.as_raw_fd(), message.get(), libc::MSG_NOSIGNAL) };
+        Ok(Errno::result(sent)? as usize)
+    }
+
+    /// As `recvmsg`.
+    ///
+    /// # Safety
+    /// The message's vectors point to memory that can be written, to which nobody has a reference.
+    pub(crate) unsafe fn receive_message(&self, message: &mut Message) -> io::Result<usize> {
+        if let Self::Rdma(stream) = self {
+            let vectors = message.vectors();
+            return gather(vectors.iter(), |vector| {
+                let mut piece = [0; PASSED_BYTES];
+                let most = vector.iov_len.min(PASSED_BYTES);
+                let bytes = stream.read(&mut piece[..most])?;
+                let to = vector.iov_base.cast::<u8>();
+                // SAFETY: promised by the caller for all bytes of the vector, which has at least
+                // these; `piece` is ours.
+                unsafe { ptr::copy_nonoverlapping(piece.as_ptr(), to, bytes) };
+                Ok(bytes)
+            });
+        }
+        // SAFETY: promised by the caller.
+        let received = unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), 0) };
+        Ok(Errno::result(received)? as usize)
     }
 
     pub(crate) fn read_exact(&self, mut buf: &mut [u8], until: Instant) -> io::Result<()> {
@@ -445,6 +497,52 @@ impl AsRawFd for Stream {
     }
 }
 
+/// Moves as many of `parts` as go at once, each by `step`, which may move a first piece of it.
+///
+/// A part of which only a piece was moved is the last: the caller comes again with what is left.
+fn gather<T>(
+    parts: impl Iterator<Item = T>,
+    mut step: impl FnMut(T) -> io::Result<usize>,
+) -> io::Result<usize>
+where
+    T: PartBytes,
+{
+    let mut moved = 0;
+    for part in parts {
+        let part_bytes = part.bytes();
+        match step(part) {
+            Ok(bytes) if bytes == part_bytes => moved += bytes,
+            Ok(bytes) => return Ok(moved + bytes),
+            Err(error) if moved > 0 && retry(&error) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(moved)
+}
+
+/// What [`gather`] moves.
+trait PartBytes {
+    fn bytes(&self) -> usize;
+}
+
+impl PartBytes for &IoSlice<'_> {
+    fn bytes(&self) -> usize {
+        self.len()
+    }
+}
+
+impl PartBytes for &mut IoSliceMut<'_> {
+    fn bytes(&self) -> usize {
+        self.len()
+    }
+}
+
+impl PartBytes for &libc::iovec {
+    fn bytes(&self) -> usize {
+        self.iov_len
+    }
+}
+
 /// A `msghdr` with nothing but its vectors: `writev` would raise SIGPIPE in a program that has not
 /// masked it.
 pub(crate) struct Message(libc::msghdr);
@@ -457,6 +555,11 @@ impl Message {
         header.msg_iov = vectors;
         header.msg_iovlen = count as _;
         Self(header)
+    }
+
+    fn vectors(&self) -> &[libc::iovec] {
+        // SAFETY: what it was made of, which its maker keeps while it uses the message.
+        unsafe { std::slice::from_raw_parts(self.0.msg_iov, self.0.msg_iovlen as _) }
     }
 
     pub(crate) fn get(&mut self) -> *mut libc::msghdr {

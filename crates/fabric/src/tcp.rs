@@ -11,7 +11,7 @@ use std::{
     array,
     collections::VecDeque,
     io::{IoSlice, IoSliceMut},
-    os::fd::AsFd,
+    os::fd::{AsFd, BorrowedFd},
     time::Instant,
 };
 
@@ -141,6 +141,13 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
                 until: Some(self.attachment.patience.until(oldest.posted, self.heard)),
             },
         }
+    }
+}
+
+impl<B> AsFd for TcpChannel<B> {
+    /// Readable when an answer may have come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
     }
 }
 

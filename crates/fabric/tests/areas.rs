@@ -15,6 +15,7 @@ use std::{
 use farpage_fabric::{
     ChannelError, Endpoint, Extent, Op, OpenError, Secret, Session, SessionOptions, Verb,
     areas::{Areas, Presence},
+    conformance,
     host::{Host, Origin, Transport},
     patterns::{RingPlace, RingReceiver, RingSender},
     regmem::{RegPool, RegPoolOptions},
@@ -150,6 +151,74 @@ fn an_area_is_lent_once_and_nothing_else_is_to_be_had() {
             Err(OpenError::NotFound { .. })
         ));
     });
+}
+
+#[test]
+fn a_board_is_read_by_many_and_written_by_none() {
+    on_real_fabrics(|areas, serving, options| {
+        let connect = || Session::connect(serving.endpoint(), options).unwrap();
+        conformance::check_boards(areas, &connect);
+    });
+    for seed in 0..4 {
+        let areas = Areas::new(LEASE);
+        let server = SimServer::with_host(SimConfig::new(seed), Arc::clone(&areas) as _);
+        let connect = || server.session(&SessionOptions::default()).unwrap();
+        conformance::check_boards(&areas, &connect);
+    }
+}
+
+#[cfg(feature = "rdma")]
+#[test]
+fn a_board_is_read_by_many_and_written_by_none_over_rdma() {
+    let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+        eprintln!(
+            "SKIPPED: a_board_is_read_by_many_and_written_by_none_over_rdma: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+        );
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let areas = Areas::new(LEASE);
+    let endpoint = format!("rdma://{host}:0").parse().unwrap();
+    let serving = Serving::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+    let options = options(folder.path());
+    let connect = || Session::connect(serving.endpoint(), &options).unwrap();
+    conformance::check_boards(&areas, &connect);
+}
+
+#[test]
+fn landed_floats_are_added_in_any_number() {
+    let areas = Areas::new(LEASE);
+    let server = SimServer::with_host(SimConfig::new(1), Arc::clone(&areas) as _);
+    let session = server.session(&SessionOptions::default()).unwrap();
+    for count in [1usize, 1023, 1024, 1025, 5000] {
+        let landing = areas.offer("sum", 64 + 4 * count as u64).unwrap();
+        let extent = session.open("sum").unwrap().extents[0];
+        let floats: Vec<f32> = (0..count as u16).map(|i| f32::from(i) + 0.5).collect();
+        let mut channel = session.channel::<Vec<u8>>().unwrap();
+        let buf: Vec<u8> = floats
+            .iter()
+            .flat_map(|float| float.to_le_bytes())
+            .collect();
+        let op = Op {
+            tag: 0,
+            verb: Verb::Write,
+            extent: extent.id,
+            offset: 64,
+            len: buf.len() as u32,
+            buf,
+        };
+        assert!(channel.post(op).is_ok());
+        while channel.poll(&mut Vec::new()) == 0 {}
+        let mut sums = vec![9.0; count];
+        landing.add_floats(64, &mut sums, true);
+        assert_eq!(sums, floats);
+        landing.add_floats(64, &mut sums, false);
+        assert!(
+            sums.iter()
+                .zip(&floats)
+                .all(|(sum, float)| *sum == 2.0 * float)
+        );
+    }
 }
 
 #[test]

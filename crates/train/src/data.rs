@@ -205,6 +205,17 @@ impl Batches {
         }
     }
 
+    /// The order of this epoch, how many of it are used up, and where the random numbers are.
+    pub(crate) fn state(&self) -> (&[usize], usize, u64) {
+        (&self.order, self.at, self.random.state())
+    }
+
+    /// Batches that were in this [`state`](Self::state).
+    pub(crate) fn with_state(order: Vec<usize>, at: usize, random: u64) -> Self {
+        let random = Random::with_state(random);
+        Self { order, at, random }
+    }
+
     /// The numbers of the next `count` examples, or of fewer where the shard has fewer.
     pub fn next(&mut self, count: usize) -> &[usize] {
         let count = count.min(self.order.len());

@@ -97,6 +97,17 @@ pub enum ExchangeError {
     },
 }
 
+/// A worker did not end in time when this one had ended. What this one has is complete.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "worker {rank} is done, and waited {deadline:?} for worker {missing} to end: it is stuck, or too slow for this deadline"
+)]
+pub struct LeaveError {
+    rank: usize,
+    missing: usize,
+    deadline: Duration,
+}
+
 /// Bytes that a worker's operations have moved, headers and announcements included.
 #[derive(Debug, Default)]
 pub(crate) struct Moved {
@@ -106,7 +117,7 @@ pub(crate) struct Moved {
 
 impl Moved {
     /// How many, so far.
-    fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 }
@@ -218,15 +229,44 @@ impl Exchange {
         }
     }
 
-    /// Waits until all who send to this worker have reached it.
-    pub(crate) fn gather(&self) -> Result<(), JoinError> {
+    /// Waits until all who send to this worker have reached it, and tells the others for whom.
+    pub(crate) fn gather(&mut self) -> Result<(), JoinError> {
+        let (began, mut told) = (Instant::now(), None);
+        let is_awaited = |ends: &&Ends| self.areas.presence(&ends.area) == Presence::Awaited;
+        while let Some(ends) = self.ends.iter().find(is_awaited) {
+            let missing = ends.ring.before();
+            if began.elapsed() >= self.deadline {
+                farewell(senders(&mut self.ends), missing);
+                return Err(JoinError::Absent {
+                    rank: self.rank,
+                    missing,
+                    deadline: self.deadline,
+                });
+            }
+            if began.elapsed() >= self.deadline / 4 && told != Some(missing) {
+                told = Some(missing);
+                tell_waiting(senders(&mut self.ends), missing);
+            }
+            // Who cannot be told will notice by itself.
+            senders(&mut self.ends).for_each(|sender| drop(sender.progress()));
+            thread::sleep(NAP_MAX);
+        }
+        Ok(())
+    }
+
+    /// Closes the connections to others and waits, within the deadline, until those who send to
+    /// this worker have closed theirs.
+    pub(crate) fn leave(self) -> Result<(), LeaveError> {
+        let left: Vec<_> = (self.ends.into_iter())
+            .map(|ends| (ends.area, ends.ring.before()))
+            .collect();
         let until = Instant::now() + self.deadline;
-        for Ends { ring, area, .. } in &self.ends {
-            while self.areas.presence(area) == Presence::Awaited {
+        for (area, missing) in left {
+            while self.areas.presence(&area) != Presence::Gone {
                 if Instant::now() >= until {
-                    return Err(JoinError::Absent {
+                    return Err(LeaveError {
                         rank: self.rank,
-                        missing: ring.before(),
+                        missing,
                         deadline: self.deadline,
                     });
                 }
@@ -234,18 +274,6 @@ impl Exchange {
             }
         }
         Ok(())
-    }
-
-    /// Closes the connections to others and waits, within the deadline, until those who send to
-    /// this worker have closed theirs.
-    pub(crate) fn leave(self) {
-        let areas: Vec<_> = self.ends.into_iter().map(|ends| ends.area).collect();
-        let until = Instant::now() + self.deadline;
-        for area in areas {
-            while self.areas.presence(&area) != Presence::Gone && Instant::now() < until {
-                thread::sleep(NAP_MAX);
-            }
-        }
     }
 
     /// Bytes that this worker has sent and read, as its fabric was told to move them.
@@ -435,7 +463,10 @@ impl Exchange {
                 rank,
                 gone: u32::from_le_bytes([a, b, c, d]) as usize,
                 round,
-                reason: format!("worker {from} gave up because of it"),
+                reason: match u32::from_le_bytes([a, b, c, d]) as usize == from {
+                    true => "it gave up, and says why itself".to_owned(),
+                    false => format!("worker {from} gave up because of it"),
+                },
             }),
             _ => Err(ExchangeError::Strange {
                 rank,
@@ -541,30 +572,61 @@ impl Exchange {
         }
         if waited >= self.deadline / 4 && patience.told != Some(missing) {
             patience.told = Some(missing);
-            self.tell_all(WAITING, missing);
+            tell_waiting(senders(&mut self.ends), missing);
         }
         Ok(())
     }
 
-    /// Tells whoever receives from us. Who cannot be told will notice by itself.
-    fn tell_all(&mut self, kind: u8, rank: usize) {
-        let mut notice = [kind, 0, 0, 0, 0, 0, 0, 0];
-        notice[4..].copy_from_slice(&(rank as u32).to_le_bytes());
-        for Ends { sender, .. } in &mut self.ends {
-            let _ = sender.send(&notice).and_then(|()| sender.flush());
-        }
+    /// Tells the others that this worker goes, for a reason that is not theirs.
+    pub(crate) fn give_up(&mut self) {
+        farewell(senders(&mut self.ends), self.rank);
     }
 
     fn say_farewell(&mut self, error: &ExchangeError) {
         let (ExchangeError::Missing { missing: rank, .. }
         | ExchangeError::Gone { gone: rank, .. }
         | ExchangeError::Strange { from: rank, .. }) = error;
-        self.tell_all(GIVEN_UP, *rank);
-        let until = Instant::now() + FAREWELL;
-        for Ends { sender, .. } in &mut self.ends {
-            while sender.progress().is_ok() && !sender.is_idle() && Instant::now() < until {
-                thread::sleep(NAP_MIN);
-            }
+        farewell(senders(&mut self.ends), *rank);
+    }
+}
+
+fn senders(ends: &mut [Ends]) -> impl Iterator<Item = &mut RingSender<Counted>> {
+    ends.iter_mut().map(|ends| &mut ends.sender)
+}
+
+/// Tells whoever receives from us that we wait for a worker.
+pub(crate) fn tell_waiting<'a>(
+    senders: impl Iterator<Item = &'a mut RingSender<Counted>>,
+    rank: usize,
+) {
+    tell(senders, WAITING, rank);
+}
+
+/// Tells whoever receives from us. Who cannot be told will notice by itself.
+fn tell<'a>(senders: impl Iterator<Item = &'a mut RingSender<Counted>>, kind: u8, rank: usize) {
+    let mut notice = [kind, 0, 0, 0, 0, 0, 0, 0];
+    notice[4..].copy_from_slice(&(rank as u32).to_le_bytes());
+    for sender in senders {
+        let _ = sender.send(&notice).and_then(|()| sender.flush());
+    }
+}
+
+/// Tells whoever receives from us that we give up because of a worker, and sees to it for a while
+/// that they hear of it.
+pub(crate) fn farewell<'a>(
+    senders: impl Iterator<Item = &'a mut RingSender<Counted>>,
+    culprit: usize,
+) {
+    let mut senders: Vec<_> = senders.collect();
+    tell(
+        senders.iter_mut().map(|sender| &mut **sender),
+        GIVEN_UP,
+        culprit,
+    );
+    let until = Instant::now() + FAREWELL;
+    for sender in senders {
+        while sender.progress().is_ok() && !sender.is_idle() && Instant::now() < until {
+            thread::sleep(NAP_MIN);
         }
     }
 }
@@ -584,7 +646,7 @@ fn header(kind: u8, step: usize, round: u64) -> [u8; HEADER_BYTES] {
 }
 
 /// Where chunk `number` of `count` lies in a vector: chunks differ by one element at most.
-fn chunk(len: usize, count: usize, number: usize) -> std::ops::Range<usize> {
+pub(crate) fn chunk(len: usize, count: usize, number: usize) -> std::ops::Range<usize> {
     len * number / count..len * (number + 1) / count
 }
 

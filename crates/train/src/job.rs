@@ -12,9 +12,11 @@ use std::{
 use twox_hash::XxHash3_128;
 
 use crate::{
+    aggregator::{AggregateError, Through},
+    checkpoint::{Checkpoint, Course, KeepError},
     data::{Batches, Dataset, Shards},
     exchange::{Exchange, ExchangeError},
-    mlp::{Mlp, Scratch},
+    model::{Model, Scratch},
     optimizer::{Optimizer, Rule},
     plan::{Mode, Plan},
 };
@@ -25,7 +27,7 @@ pub struct Job {
     /// Who synchronises with whom.
     pub plan: Plan,
     /// The model.
-    pub mlp: Mlp,
+    pub model: Model,
     /// The optimizer.
     pub rule: Rule,
     /// The examples.
@@ -57,9 +59,39 @@ pub struct Snapshot {
     pub parameters: Vec<f32>,
 }
 
+/// How a worker meets the others.
+enum Meeting<'a> {
+    Rings(&'a mut Exchange),
+    Aggregators(&'a mut Through),
+}
+
+/// Why a worker could not go on.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum WorkError {
+    /// In a ring.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
+    /// Through aggregators.
+    #[error(transparent)]
+    Aggregate(#[from] AggregateError),
+    /// A checkpoint could not be kept.
+    #[error("worker {rank} cannot keep its checkpoint of step {step}: {source}")]
+    Keep {
+        /// The worker.
+        rank: usize,
+        /// The steps done.
+        step: u64,
+        /// Why not.
+        r#source: KeepError,
+    },
+}
+
 /// What a worker has done.
 #[derive(Clone, Debug)]
 pub struct Outcome {
+    /// Steps that were done before, up to the checkpoint that it went on from.
+    pub from: u64,
     /// From before the first step to after the last.
     pub snapshots: Vec<Snapshot>,
     /// The parameters after as many further rounds as spread everything to everybody, without any
@@ -71,23 +103,69 @@ pub struct Outcome {
     pub exchange_s: f64,
     /// Bytes that its operations moved during the steps.
     pub moved_bytes: u64,
+    /// How many of them to and from each aggregator, if there are some.
+    pub moved_by_aggregator: Vec<u64>,
     /// Chunks that it had to wait for one after the other, during the steps.
     pub serial_steps: u64,
 }
 
 impl Job {
-    /// Does the part of the worker of this rank.
-    ///
-    /// # Errors
-    /// [`ExchangeError`]
-    pub fn work(&self, rank: usize, exchange: &mut Exchange) -> Result<Outcome, ExchangeError> {
+    /// The worker of this rank before its first step.
+    pub fn beginning(&self, rank: usize) -> Checkpoint {
         let shard = self
             .data
             .shards(self.shards, self.plan.workers(), self.seed);
-        let mut batches = Batches::new(shard[rank].clone(), self.seed, rank);
-        let mut parameters = self.mlp.initial(self.seed);
-        let mut optimizer = Optimizer::new(self.rule, parameters.len());
-        let (mut scratch, mut gradient) = (Scratch::default(), vec![0.0; parameters.len()]);
+        let parameters = self.model.initial(self.seed);
+        Checkpoint {
+            step: 0,
+            optimizer: Optimizer::new(self.rule, parameters.len() - self.model.statistics()),
+            parameters,
+            batches: Batches::new(shard[rank].clone(), self.seed, rank),
+        }
+    }
+
+    /// Does the part of the worker of this rank.
+    ///
+    /// # Errors
+    /// [`WorkError`]
+    pub fn work(
+        &self,
+        rank: usize,
+        exchange: &mut Exchange,
+        course: Course<'_>,
+    ) -> Result<Outcome, WorkError> {
+        self.train(rank, Meeting::Rings(exchange), course)
+    }
+
+    /// The same through aggregators, which have the optimizer. So there are no checkpoints.
+    ///
+    /// # Errors
+    /// [`WorkError`]
+    ///
+    /// # Panics
+    /// If the mode is not [`Mode::Bsp`].
+    pub fn work_through(&self, rank: usize, through: &mut Through) -> Result<Outcome, WorkError> {
+        assert_eq!(
+            self.plan.mode(),
+            Mode::Bsp,
+            "aggregators take the mean of all"
+        );
+        self.train(rank, Meeting::Aggregators(through), Course::default())
+    }
+
+    fn train(
+        &self,
+        rank: usize,
+        mut meeting: Meeting<'_>,
+        course: Course<'_>,
+    ) -> Result<Outcome, WorkError> {
+        let Course { from, mut keeping } = course;
+        let mut at = from.unwrap_or_else(|| self.beginning(rank));
+        if matches!(meeting, Meeting::Aggregators(_)) {
+            at.optimizer = Optimizer::new(self.rule, 0);
+        }
+        let from = at.step;
+        let (mut scratch, mut gradient) = (Scratch::default(), vec![0.0; at.parameters.len()]);
         let (mut compute, mut exchanging, mut loss) = (Duration::ZERO, Duration::ZERO, 0.0);
         let begun = Instant::now();
         let snapshot = |step, loss, parameters: &[f32]| Snapshot {
@@ -96,19 +174,33 @@ impl Job {
             loss,
             parameters: parameters.to_vec(),
         };
-        let mut snapshots = vec![snapshot(0, 0.0, &parameters)];
+        let mut snapshots = vec![snapshot(from, 0.0, &at.parameters)];
         let mut since = 0;
-        for step in 0..self.steps {
+        for step in from..self.steps {
             let began = Instant::now();
             let examples = self
                 .data
                 .train
-                .pick(self.data.width, batches.next(self.batch));
-            let batch_loss = self
-                .mlp
-                .gradient(&parameters, &examples, &mut scratch, &mut gradient);
+                .pick(self.data.width, at.batches.next(self.batch));
+            let batch_loss =
+                self.model
+                    .gradient(&at.parameters, &examples, &mut scratch, &mut gradient);
             (loss, since) = (loss + f64::from(batch_loss), since + 1);
             let ring = self.plan.ring_of(step);
+            let exchange = match &mut meeting {
+                Meeting::Rings(exchange) => exchange,
+                Meeting::Aggregators(through) => {
+                    compute += self.idle(rank, began.elapsed());
+                    let began = Instant::now();
+                    through.step(step, &gradient, &mut at.parameters)?;
+                    exchanging += began.elapsed();
+                    if self.is_kept(step + 1) {
+                        snapshots.push(snapshot(step + 1, loss / f64::from(since), &at.parameters));
+                        (loss, since) = (0.0, 0);
+                    }
+                    continue;
+                }
+            };
             if self.plan.mode() == Mode::Bsp {
                 let worked = self.idle(rank, began.elapsed());
                 let began = Instant::now();
@@ -116,34 +208,67 @@ impl Job {
                 exchange.mean(number, step, &mut gradient)?;
                 exchanging += began.elapsed();
                 let began = Instant::now();
-                optimizer.step(&mut parameters, &gradient);
+                at.optimizer.step(&mut at.parameters, &gradient);
                 compute += worked + began.elapsed();
             } else {
-                optimizer.step(&mut parameters, &gradient);
+                at.optimizer.step(&mut at.parameters, &gradient);
                 compute += self.idle(rank, began.elapsed());
                 if let Some(number) = ring {
                     let began = Instant::now();
-                    exchange.mean(number, step, &mut parameters)?;
+                    exchange.mean(number, step, &mut at.parameters)?;
                     exchanging += began.elapsed();
                 }
             }
-            if (step + 1).is_multiple_of(self.every) || step + 1 == self.steps {
-                snapshots.push(snapshot(step + 1, loss / f64::from(since), &parameters));
+            if self.is_kept(step + 1) {
+                snapshots.push(snapshot(step + 1, loss / f64::from(since), &at.parameters));
                 (loss, since) = (0.0, 0);
             }
+            at.step = step + 1;
+            if let Some(keeping) = &mut keeping
+                && at.step < self.steps
+                && at.step.is_multiple_of(keeping.every)
+            {
+                let bytes = at.to_bytes(self, rank);
+                (keeping.keep)(at.step, &bytes).map_err(|source| {
+                    exchange.give_up();
+                    WorkError::Keep {
+                        rank,
+                        step: at.step,
+                        source,
+                    }
+                })?;
+            }
         }
-        let (moved_bytes, serial_steps) = (exchange.moved_bytes(), exchange.serial_steps());
-        if self.plan.mode() != Mode::Bsp {
-            self.settle(exchange, &mut parameters)?;
-        }
+        let (moved_by_aggregator, moved_bytes, serial_steps) = match meeting {
+            Meeting::Rings(exchange) => {
+                let moved = (exchange.moved_bytes(), exchange.serial_steps());
+                if self.plan.mode() != Mode::Bsp {
+                    self.settle(exchange, &mut at.parameters)?;
+                }
+                (Vec::new(), moved.0, moved.1)
+            }
+            Meeting::Aggregators(through) => {
+                let moved: Vec<_> = through.moved_bytes().collect();
+                let sum = moved.iter().sum();
+                // A push and a pull, whatever the number of workers.
+                (moved, sum, 2 * self.steps)
+            }
+        };
         Ok(Outcome {
+            from,
             snapshots,
-            settled: parameters,
+            settled: at.parameters,
             compute_s: compute.as_secs_f64(),
             exchange_s: exchanging.as_secs_f64(),
             moved_bytes,
+            moved_by_aggregator,
             serial_steps,
         })
+    }
+
+    /// Whether the parameters after so many steps are for the record.
+    fn is_kept(&self, step: u64) -> bool {
+        step.is_multiple_of(self.every) || step == self.steps
     }
 
     /// Further rounds without training.

@@ -3,10 +3,15 @@
 //! The rule it keeps: a seed decides every bit of the result, on every fabric and on every
 //! processor. No part of it is `unsafe`, and none depends on the order in which messages arrive.
 
+mod aggregator;
+mod checkpoint;
+mod cnn;
 pub mod data;
 mod exchange;
 mod job;
+mod layers;
 mod mlp;
+mod model;
 mod optimizer;
 mod plan;
 mod product;
@@ -15,12 +20,16 @@ mod station;
 mod team;
 
 pub use self::{
-    exchange::{Exchange, ExchangeError},
-    job::{Job, Outcome, Snapshot, consensus, distance, hash},
-    mlp::{Mlp, Scratch},
+    aggregator::{AggregateError, Aggregator, Layout, Party, Through},
+    checkpoint::{Checkpoint, CheckpointError, Course, Keep, KeepError, Keeping},
+    cnn::Cnn,
+    exchange::{Exchange, ExchangeError, LeaveError},
+    job::{Job, Outcome, Snapshot, WorkError, consensus, distance, hash},
+    mlp::Mlp,
+    model::{Model, Scratch},
     optimizer::{Optimizer, Rule},
     plan::{Mode, Plan, PlanError, Ring},
     random::Random,
     station::{Address, JoinError, Member, Station},
-    team::{Between, Network, TeamError, run},
+    team::{Between, Network, TeamError, run, run_on, run_through},
 };

@@ -2,6 +2,8 @@
 //!
 //! The rule it keeps: each parameter changes by itself, in plain `f32` arithmetic, so that a vector
 //! cut into shards changes exactly as a whole one does. The state is local to a worker.
+//! Parameters that are running statistics ([`model`](crate::Model)) follow no rule: they move
+//! towards the batch's by a constant share.
 
 /// Which rule, with its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -34,9 +36,11 @@ pub struct Optimizer {
 
 const DECAYS: (f32, f32) = (0.9, 0.999);
 const EPSILON: f32 = 1e-8;
+/// The share of its distance from the batch's that a running statistic moves: what libraries take.
+const STATISTICS_SHARE: f32 = 0.1;
 
 impl Optimizer {
-    /// For so many parameters.
+    /// For so many parameters that are no running statistics.
     pub fn new(rule: Rule, parameters: usize) -> Self {
         let second = match rule {
             Rule::Sgd { .. } => 0,
@@ -50,17 +54,39 @@ impl Optimizer {
         }
     }
 
-    /// Changes `parameters` by one step.
+    /// What it remembers of the steps so far.
+    pub(crate) fn state(&self) -> (&[f32], &[f32], (f64, f64)) {
+        (&self.first, &self.second, self.decayed)
+    }
+
+    /// An optimizer that was in this [`state`](Self::state).
+    pub(crate) fn with_state(
+        rule: Rule,
+        first: Vec<f32>,
+        second: Vec<f32>,
+        decayed: (f64, f64),
+    ) -> Self {
+        Self {
+            rule,
+            first,
+            second,
+            decayed,
+        }
+    }
+
+    /// Changes `parameters` by one step. Those beyond the ones that it was made for are running
+    /// statistics.
     ///
     /// # Panics
-    /// If the lengths differ from those that it was made for.
+    /// If the lengths differ from one another, or there are too few.
     pub fn step(&mut self, parameters: &mut [f32], gradient: &[f32]) {
         let count = self.first.len();
-        assert_eq!(
-            (parameters.len(), gradient.len()),
-            (count, count),
-            "lengths"
-        );
+        assert_eq!(parameters.len(), gradient.len(), "lengths");
+        let (parameters, statistics) = parameters.split_at_mut(count);
+        let (gradient, apart) = gradient.split_at(count);
+        for (statistic, apart) in statistics.iter_mut().zip(apart) {
+            *statistic -= STATISTICS_SHARE * apart;
+        }
         match self.rule {
             Rule::Sgd { rate, momentum } => {
                 let state = self.first.iter_mut().zip(gradient);
@@ -137,6 +163,28 @@ mod tests {
             assert!(
                 (at[0] - 0.5).abs() + (at[1] + 0.25).abs() < 1e-2,
                 "{rule:?}: {at:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn running_statistics_move_by_a_tenth_whatever_the_rule_is() {
+        for rule in [
+            Rule::Sgd {
+                rate: 0.5,
+                momentum: 0.9,
+            },
+            Rule::Adam { rate: 0.5 },
+        ] {
+            let (mut optimizer, mut parameters) = (Optimizer::new(rule, 1), [8.0, 1.0, 0.0]);
+            for _ in 0..2 {
+                let apart = [1.0, parameters[1] - 3.0, 0.0];
+                optimizer.step(&mut parameters, &apart);
+            }
+            assert!((parameters[1] - 1.38).abs() < 1e-6, "{parameters:?}");
+            assert!(
+                parameters[0] < 8.0 && parameters[2] == 0.0,
+                "{parameters:?}"
             );
         }
     }

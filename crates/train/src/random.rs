@@ -15,6 +15,16 @@ impl Random {
         Self(start)
     }
 
+    /// Where the sequence is.
+    pub(crate) fn state(&self) -> u64 {
+        self.0
+    }
+
+    /// The sequence that was at `state`.
+    pub(crate) fn with_state(state: u64) -> Self {
+        Self(state)
+    }
+
     fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut bits = self.0;

@@ -6,7 +6,10 @@
 
 use std::{
     fmt,
-    sync::Arc,
+    sync::{
+        Arc,
+        mpsc::{self, RecvTimeoutError},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -21,7 +24,7 @@ use farpage_fabric::{
 };
 
 use crate::{
-    exchange::{Counted, Ends, Exchange, Moved, RING_BYTES},
+    exchange::{Counted, Ends, Exchange, LeaveError, Moved, RING_BYTES, farewell, tell_waiting},
     plan::{Plan, Ring},
 };
 
@@ -108,9 +111,31 @@ pub enum JoinError {
     },
 }
 
-enum Home {
+/// Where areas are served from.
+pub(crate) enum Home {
     Fabric(Serving),
     Simulated(Arc<SimServer>),
+}
+
+impl Home {
+    /// Begins to serve; `sim:seed` is a simulated fabric.
+    pub(crate) fn open(endpoint: &Endpoint, areas: &Arc<Areas>) -> Result<Self, BindError> {
+        let host = Arc::clone(areas);
+        Ok(match endpoint {
+            Endpoint::Sim(seed) => {
+                Self::Simulated(SimServer::with_host(SimConfig::new(*seed), host))
+            }
+            endpoint => Self::Fabric(Serving::start(endpoint, host)?),
+        })
+    }
+
+    /// Where it is reached.
+    pub(crate) fn address(&self) -> Address {
+        match self {
+            Self::Fabric(serving) => Address::Fabric(serving.endpoint().clone()),
+            Self::Simulated(server) => Address::Simulated(Arc::clone(server)),
+        }
+    }
 }
 
 /// A worker that the others can reach, and that has not reached them yet.
@@ -133,8 +158,11 @@ impl Member {
     /// Ends an orderly stay: closes the connections to others, and waits until those to this worker
     /// are closed. A worker that is dropped without takes the last acknowledgements of what it was
     /// sent with it, and others find it gone.
-    pub fn leave(self) {
-        self.exchange.leave();
+    ///
+    /// # Errors
+    /// [`LeaveError`]: one of the others does not end.
+    pub fn leave(self) -> Result<(), LeaveError> {
+        self.exchange.leave()
     }
 }
 
@@ -159,16 +187,8 @@ impl Station {
         let receivers = receivers
             .collect::<Result<_, OfferError>>()
             .map_err(|source| JoinError::Offer { rank, source })?;
-        let host = Arc::clone(&areas);
-        let home = match endpoint {
-            Endpoint::Sim(seed) => {
-                Home::Simulated(SimServer::with_host(SimConfig::new(*seed), host))
-            }
-            endpoint => Home::Fabric(
-                Serving::start(endpoint, host)
-                    .map_err(|source| JoinError::Serve { rank, source })?,
-            ),
-        };
+        let home =
+            Home::open(endpoint, &areas).map_err(|source| JoinError::Serve { rank, source })?;
         Ok(Self {
             rank,
             plan,
@@ -180,10 +200,7 @@ impl Station {
 
     /// Where the others reach it.
     pub fn address(&self) -> Address {
-        match &self.home {
-            Home::Fabric(serving) => Address::Fabric(serving.endpoint().clone()),
-            Home::Simulated(server) => Address::Simulated(Arc::clone(server)),
-        }
+        self.home.address()
     }
 
     /// Reaches the workers that this one sends to, and waits for those that it receives from.
@@ -199,20 +216,18 @@ impl Station {
         deadline: Duration,
     ) -> Result<Member, JoinError> {
         let moved = Arc::new(Moved::default());
-        let rings = self.plan.rings(self.rank).into_iter().enumerate();
-        let ends = rings.zip(self.receivers).map(|((number, ring), receiver)| {
-            let sender = reach(
-                self.rank, number, &ring, addresses, options, deadline, &moved,
-            )?;
-            Ok(Ends {
+        let (rank, rings) = (self.rank, self.plan.rings(self.rank));
+        let senders = reach_all(rank, &rings, addresses, options, deadline, &moved)?;
+        let ends = rings.into_iter().zip(senders).zip(self.receivers);
+        let ends = ends
+            .enumerate()
+            .map(|(number, ((ring, sender), receiver))| Ends {
                 ring,
                 area: area(number),
                 sender,
                 receiver,
-            })
-        });
-        let ends = ends.collect::<Result<_, JoinError>>()?;
-        let exchange = Exchange::new(self.rank, ends, self.areas, deadline, moved);
+            });
+        let mut exchange = Exchange::new(rank, ends.collect(), self.areas, deadline, moved);
         exchange.gather()?;
         Ok(Member {
             exchange,
@@ -230,6 +245,85 @@ fn place(extent: ExtentId) -> RingPlace {
         extent,
         offset: 0,
         capacity: RING_BYTES,
+    }
+}
+
+/// A session at this address. Workers start in any order, so it is tried until then.
+pub(crate) fn connect(
+    address: &Address,
+    options: &SessionOptions,
+    until: Instant,
+) -> Result<Arc<Session>, ConnectError> {
+    loop {
+        let tried = match address {
+            Address::Fabric(endpoint) => Session::connect(endpoint, options),
+            Address::Simulated(server) => server.session(options),
+        };
+        match tried {
+            Err(ConnectError::Unreachable { .. }) if Instant::now() < until => {
+                thread::sleep(BETWEEN_TRIES);
+            }
+            tried => return tried,
+        }
+    }
+}
+
+/// Reaches the next members of all rings, each by itself: whoever is missing in one ring, the
+/// others are reached and hear of it.
+fn reach_all(
+    rank: usize,
+    rings: &[Ring],
+    addresses: &[Address],
+    options: &SessionOptions,
+    deadline: Duration,
+    moved: &Arc<Moved>,
+) -> Result<Vec<RingSender<Counted>>, JoinError> {
+    let began = Instant::now();
+    let mut senders: Vec<Option<RingSender<Counted>>> = rings.iter().map(|_| None).collect();
+    let mut failed: Option<(usize, JoinError)> = None;
+    thread::scope(|scope| {
+        let (to, from) = mpsc::channel();
+        for (number, ring) in rings.iter().enumerate() {
+            let to = to.clone();
+            scope.spawn(move || {
+                let reached = reach(rank, number, ring, addresses, options, deadline, moved);
+                to.send((number, reached))
+                    .expect("it is received until all have ended");
+            });
+        }
+        drop(to);
+        let mut told = None;
+        loop {
+            match from.recv_timeout(BETWEEN_TRIES) {
+                Ok((number, Ok(sender))) => senders[number] = Some(sender),
+                Ok((number, Err(error))) => {
+                    failed.get_or_insert((rings[number].next(), error));
+                }
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let missing = senders.iter().position(Option::is_none);
+            let missing = missing.map(|number| rings[number].next());
+            if let Some(missing) = missing
+                && began.elapsed() >= deadline / 4
+                && told != Some(missing)
+            {
+                told = Some(missing);
+                tell_waiting(senders.iter_mut().flatten(), missing);
+            }
+            // Who cannot be told will notice by itself.
+            senders
+                .iter_mut()
+                .flatten()
+                .for_each(|sender| drop(sender.progress()));
+        }
+    });
+    match failed {
+        None => Ok(senders.into_iter().flatten().collect()),
+        Some((missing, error)) => {
+            farewell(senders.iter_mut().flatten(), missing);
+            Err(error)
+        }
     }
 }
 
@@ -251,21 +345,7 @@ fn reach(
         deadline,
         source,
     };
-    let until = Instant::now() + deadline;
-    let session = loop {
-        let tried = match address {
-            Address::Fabric(endpoint) => Session::connect(endpoint, options),
-            Address::Simulated(server) => server.session(options),
-        };
-        match tried {
-            Ok(session) => break session,
-            // Workers start in any order.
-            Err(ConnectError::Unreachable { .. }) if Instant::now() < until => {
-                thread::sleep(BETWEEN_TRIES);
-            }
-            Err(error) => return Err(missing(error)),
-        }
-    };
+    let session = connect(address, options, Instant::now() + deadline).map_err(missing)?;
     let opened = session.open(&area(number));
     let opened = opened.map_err(|source| JoinError::Refused { rank, at, source })?;
     let pool = RegPool::new([session.registrar()], RegPoolOptions::default());

@@ -34,6 +34,18 @@ fn team<R: Send>(
     deadline: Duration,
     work: impl Fn(usize, Member) -> R + Sync,
 ) -> Vec<R> {
+    let joined = |rank, joined: Result<Member, JoinError>| work(rank, joined.unwrap());
+    team_without(None, fabric, plan, deadline, joined)
+}
+
+/// The same without one of the workers, whose address nobody serves any more.
+fn team_without<R: Send>(
+    absent: Option<usize>,
+    fabric: Fabric,
+    plan: Plan,
+    deadline: Duration,
+    work: impl Fn(usize, Result<Member, JoinError>) -> R + Sync,
+) -> Vec<R> {
     let folder = tempfile::tempdir().unwrap();
     let stations: Vec<_> = (0..plan.workers())
         .map(|rank| {
@@ -55,8 +67,12 @@ fn team<R: Send>(
         let threads: Vec<_> = stations
             .into_iter()
             .enumerate()
+            // The others begin when it has been dropped.
+            .filter(|(rank, _)| Some(*rank) != absent)
+            .collect::<Vec<_>>()
+            .into_iter()
             .map(|(rank, station)| {
-                scope.spawn(move || work(rank, station.join(addresses, options, deadline).unwrap()))
+                scope.spawn(move || work(rank, station.join(addresses, options, deadline)))
             })
             .collect();
         threads
@@ -88,7 +104,7 @@ fn the_exact_mean_is_everywhere_after_as_many_rounds_as_digits() {
                         .unwrap();
                 }
                 let steps = member.exchange.serial_steps();
-                member.leave();
+                member.leave().unwrap();
                 (values, steps)
             });
             for (rank, (values, steps)) in all.iter().enumerate() {
@@ -129,7 +145,7 @@ fn sums_have_the_order_of_the_ring_and_not_of_arrival() {
         let all = team(fabric, plan, PATIENCE, |rank, mut member| {
             let mut values = draw(rank);
             member.exchange.mean(0, 0, &mut values).unwrap();
-            member.leave();
+            member.leave().unwrap();
             values
         });
         all.iter()
@@ -154,7 +170,7 @@ fn a_ring_moves_the_bytes_that_theory_says() {
                     let mut values = vec![1.0; LEN];
                     member.exchange.mean(0, 0, &mut values).unwrap();
                     let bytes = member.exchange.moved_bytes() as f64;
-                    member.leave();
+                    member.leave().unwrap();
                     bytes
                 },
             );
@@ -179,7 +195,7 @@ fn vectors_shorter_than_the_ring_are_exchanged_too() {
                 for round in 0..3 {
                     member.exchange.mean(0, round, &mut values).unwrap();
                 }
-                member.leave();
+                member.leave().unwrap();
                 values
             },
         );
@@ -258,6 +274,61 @@ fn a_worker_that_goes_is_named_by_all_long_before_the_deadline() {
             assert_eq!(named(&error), 1, "{fabric:?}: {error}");
             assert!(elapsed < PATIENCE / 2, "{elapsed:?}: {error}");
         }
+    }
+}
+
+#[test]
+fn a_worker_that_never_comes_is_named_by_all() {
+    let deadline = Duration::from_secs(2);
+    let absent = |fabric, mode| {
+        let begun = Instant::now();
+        let all = team_without(Some(2), fabric, plan(mode, 4, 2), deadline, |_, joined| {
+            let mut member: Member = match joined {
+                Err(JoinError::Missing { missing, .. } | JoinError::Absent { missing, .. }) => {
+                    return missing;
+                }
+                Err(error) => panic!("{error}"),
+                Ok(member) => member,
+            };
+            let mut values = vec![1.0; 1000];
+            let rings = if mode == Mode::Ds { 2 } else { 1 };
+            let mut rounds = 0..u64::MAX;
+            let failed = rounds.find_map(|round| {
+                let ring = round as usize % rings;
+                member.exchange.mean(ring, round, &mut values).err()
+            });
+            named(&failed.unwrap())
+        });
+        assert_eq!(all, [2; 3], "{fabric:?} {mode}");
+        assert!(begun.elapsed() < deadline * 3, "{:?}", begun.elapsed());
+    };
+    thread::scope(|scope| {
+        for fabric in [Fabric::Shm, Fabric::Tcp] {
+            for mode in [Mode::Bsp, Mode::Ds] {
+                scope.spawn(move || absent(fabric, mode));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_worker_that_does_not_end_is_named_within_the_deadline() {
+    let deadline = Duration::from_secs(1);
+    for fabric in [Fabric::Shm, Fabric::Tcp] {
+        let plan = plan(Mode::Bsp, 2, 2);
+        let all = team(fabric, plan, deadline, |rank, mut member| {
+            member.exchange.mean(0, 0, &mut [1.0; 10]).unwrap();
+            if rank == 1 {
+                thread::sleep(deadline * 2);
+                return None;
+            }
+            let begun = Instant::now();
+            let error = member.leave().unwrap_err().to_string();
+            Some((error, begun.elapsed()))
+        });
+        let (error, elapsed) = all[0].clone().unwrap();
+        assert!(error.contains("for worker 1 to end"), "{error}");
+        assert!(elapsed < deadline * 2, "{elapsed:?}");
     }
 }
 

@@ -9,9 +9,10 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use farpage_train::{
-    Between, Job, Mlp, Mode, Network, Outcome, Plan, Rule, Scratch, consensus,
+    Between, Checkpoint, Cnn, Course, Job, Keeping, Mlp, Mode, Network, Outcome, Plan, Rule,
+    Scratch, consensus,
     data::{Dataset, Shards, Source},
-    distance, hash, run,
+    distance, hash, run, run_on, run_through,
 };
 
 const SIM: Network = Network {
@@ -28,7 +29,7 @@ fn job(mode: Mode, workers: usize, group: usize) -> Job {
     let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
     Job {
         plan: Plan::new(mode, workers, group).unwrap(),
-        mlp: Mlp::new(&[data.width, 24, data.classes]),
+        model: Mlp::new(&[data.width, 24, data.classes]).into(),
         rule: SGD,
         data: Arc::new(data),
         shards: Shards::Even,
@@ -50,7 +51,7 @@ fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
 /// The share of the test examples that these parameters get right.
 fn accuracy(job: &Job, parameters: &[f32]) -> f64 {
     let right = job
-        .mlp
+        .model
         .right(parameters, &job.data.test, &mut Scratch::default());
     right as f64 / job.data.test.labels.len() as f64
 }
@@ -104,25 +105,145 @@ fn the_bits_are_these_on_every_processor() {
     );
 }
 
+/// Points of 4 by 4 coordinates, as if they were pictures.
+fn cnn_job(mode: Mode, workers: usize, group: usize) -> Job {
+    Job {
+        model: Cnn::new(4, &[4, 6], 10).into(),
+        rule: Rule::Sgd {
+            rate: 0.1,
+            momentum: 0.9,
+        },
+        ..job(mode, workers, group)
+    }
+}
+
+#[test]
+fn a_convolutional_network_ends_in_these_bits_over_every_fabric() {
+    for (mode, expected) in [
+        (Mode::Ds, "17fc237b92695b2ecd7488040b0c463f"),
+        (Mode::Bsp, "a00da6a3f05ae9d25e0a98b1f62bedac"),
+    ] {
+        let job = cnn_job(mode, 4, 2);
+        for between in [Between::Sim, Between::Shm, Between::Tcp] {
+            let network = Network { between, ..SIM };
+            let hash = hash(last(&run(&job, &network).unwrap()));
+            assert_eq!(format!("{hash:032x}"), expected, "{mode} {between:?}");
+        }
+    }
+}
+
+#[test]
+fn aggregators_move_running_statistics_as_workers_do() {
+    // Two summands have one sum, in whichever order.
+    let job = cnn_job(Mode::Bsp, 2, 2);
+    let expected = hash(last(&run(&job, &SIM).unwrap()));
+    // With 40 some have running statistics only.
+    for aggregators in [1, 3, 40] {
+        let ended = run_through(&job, &SIM, aggregators).unwrap();
+        assert_eq!(hash(last(&ended)), expected, "{aggregators}");
+    }
+}
+
+#[test]
+fn running_statistics_are_averaged_as_parameters_are() {
+    let job = cnn_job(Mode::Ds, 4, 2);
+    let outcomes = run(&job, &SIM).unwrap();
+    let learnt = job.model.parameters() - job.model.statistics();
+    let ends = last(&outcomes);
+    // The last round was that of the pairs that differ in the second digit.
+    for (a, b) in [(0, 2), (1, 3)] {
+        assert_eq!(ends[a][learnt..], ends[b][learnt..]);
+    }
+    assert_ne!(ends[0][learnt..], ends[1][learnt..]);
+    // After the rounds without training all have the mean, which is not where they began.
+    let mean = consensus(ends);
+    for outcome in &outcomes {
+        for (statistic, mean) in outcome.settled[learnt..].iter().zip(&mean[learnt..]) {
+            assert!(
+                (statistic - mean).abs() < 1e-5,
+                "{statistic} against {mean}"
+            );
+        }
+    }
+    let began = &outcomes[0].snapshots[0].parameters[learnt..];
+    assert!(
+        mean[learnt..]
+            .iter()
+            .zip(began)
+            .all(|(mean, began)| mean != began)
+    );
+}
+
+/// Keeps the one checkpoint that a job of 20 steps has.
+fn keeping(kept: &mut Vec<u8>) -> Course<'_> {
+    Course {
+        from: None,
+        keeping: Some(Keeping {
+            every: 13,
+            keep: Box::new(|_, bytes| {
+                *kept = bytes.to_vec();
+                Ok(())
+            }),
+        }),
+    }
+}
+
+#[test]
+fn a_convolutional_network_goes_on_from_checkpoints_with_the_same_bits() {
+    for between in [Between::Sim, Between::Shm, Between::Tcp] {
+        let (job, network) = (cnn_job(Mode::Ds, 4, 2), Network { between, ..SIM });
+        let mut kept = vec![Vec::new(); 4];
+        let whole = run_on(&job, &network, kept.iter_mut().map(keeping).collect()).unwrap();
+        let resume = |(rank, bytes): (usize, &Vec<u8>)| {
+            let from = Checkpoint::from_bytes(bytes, &job, rank).unwrap();
+            assert_eq!(from.step(), 13);
+            Course {
+                from: Some(from),
+                keeping: None,
+            }
+        };
+        let courses = kept.iter().enumerate().map(resume).collect();
+        let resumed = run_on(&job, &network, courses).unwrap();
+        assert_eq!(hash(last(&resumed)), hash(last(&whole)), "{between:?}");
+    }
+}
+
 #[test]
 fn one_group_of_all_is_synchronous_training() {
-    let bsp = run(&job(Mode::Bsp, 4, 4), &SIM).unwrap();
-    let ds = run(&job(Mode::Ds, 4, 4), &SIM).unwrap();
-    for (a, b) in last(&bsp).into_iter().zip(last(&ds)) {
-        let apart = a
-            .iter()
-            .zip(b)
-            .map(|(a, b)| (a - b).abs())
-            .fold(0.0, f32::max);
-        assert!(apart < 1e-5, "{apart}");
-        assert!(
-            apart > 0.0,
-            "means of gradients and of parameters are rounded differently"
-        );
+    // Running statistics are part of it.
+    for of in [job, cnn_job] {
+        let bsp = run(
+            &Job {
+                rule: SGD,
+                ..of(Mode::Bsp, 4, 4)
+            },
+            &SIM,
+        )
+        .unwrap();
+        let ds = run(
+            &Job {
+                rule: SGD,
+                ..of(Mode::Ds, 4, 4)
+            },
+            &SIM,
+        )
+        .unwrap();
+        for (a, b) in last(&bsp).into_iter().zip(last(&ds)) {
+            let apart = a
+                .iter()
+                .zip(b)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            assert!(apart < 1e-5, "{apart}");
+            assert!(
+                apart > 0.0,
+                "means of gradients and of parameters are rounded differently"
+            );
+        }
+        // All workers have the same.
+        assert!(last(&bsp).windows(2).all(|pair| pair[0] == pair[1]));
+        assert!(last(&ds).windows(2).all(|pair| pair[0] == pair[1]));
     }
-    // All workers have the same.
-    assert!(last(&bsp).windows(2).all(|pair| pair[0] == pair[1]));
-    assert!(last(&ds).windows(2).all(|pair| pair[0] == pair[1]));
 }
 
 #[test]
@@ -168,7 +289,7 @@ fn sixteen_workers_learn_to_read_digits() {
     let data = Dataset::load(Source::Digits, &folder).unwrap();
     for mode in [Mode::Bsp, Mode::Ds] {
         let job = Job {
-            mlp: Mlp::new(&[data.width, 32, data.classes]),
+            model: Mlp::new(&[data.width, 32, data.classes]).into(),
             data: Arc::new(data.clone()),
             steps: 60,
             rule: Rule::Sgd {
@@ -212,11 +333,11 @@ fn all_pictures_of_mnist_are_read() {
 #[test]
 fn an_exchange_takes_the_time_that_a_slow_link_needs() {
     let job = Job {
-        mlp: Mlp::new(&[16, 256, 256, 10]),
+        model: Mlp::new(&[16, 256, 256, 10]).into(),
         steps: 3,
         ..job(Mode::Bsp, 4, 2)
     };
-    let bytes = (4 * job.mlp.parameters()) as f64 * 2.0 * 3.0 / 4.0;
+    let bytes = (4 * job.model.parameters()) as f64 * 2.0 * 3.0 / 4.0;
     let (by_rate, by_latency) = (bytes / (0.1e9 / 8.0), 6.0 * 2e-3);
     for between in [Between::Shm, Between::Tcp] {
         for (link, expected) in [((0.1, 0.0), by_rate), ((1e6, 2000.0), by_latency)] {

@@ -17,7 +17,7 @@ use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signa
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 5;
+pub const VERSION: u16 = 7;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -315,17 +315,20 @@ pub enum Response {
         secret: Secret,
         /// The session ends when it is not renewed for this long.
         lease_ms: u64,
+        /// Whether the server lends more than its memory: then a channel over shared memory or RDMA
+        /// needs a data connection to the server's process as well.
+        paged: bool,
     },
     /// Done, with nothing to say.
     Done,
-    /// Memory was leased. Over shared memory its descriptor follows, over RDMA its [`RemoteKey`] (a
-    /// vector of one, in a frame of its own).
+    /// Memory was leased. Over shared memory its descriptor follows, and that of its segments'
+    /// words if it is paged; over RDMA its [`LeaseKeys`] (a vector of one, in a frame of its own).
     Granted {
         /// The new extent.
         extent: Lease,
     },
     /// A region was opened. Over shared memory the descriptors of the extents follow, over RDMA
-    /// their [`RemoteKey`]s, if there are any.
+    /// their [`LeaseKeys`], if there are any.
     Opened {
         /// What the last publisher stored.
         manifest: Vec<u8>,
@@ -333,7 +336,7 @@ pub enum Response {
         extents: Vec<Lease>,
     },
     /// Figures.
-    Stat(ServerStat),
+    Stat(Box<ServerStat>),
     /// The request was understood and turned down.
     Refused(Refusal),
     /// The challenge to sign.
@@ -365,14 +368,41 @@ pub struct Lease {
     pub bytes: u64,
     /// Whether it takes atomics.
     pub atomics: bool,
+    /// Whether bytes of it may be elsewhere than in the server's memory. Clients that reach the
+    /// memory by themselves look at its [words](crate::segment) then.
+    pub paged: bool,
+    /// Whether it takes no WRITE and no atomics: others hold it, too.
+    pub read_only: bool,
 }
 
-/// An extent's address and key for an adapter, in the meaning of the InfiniBand specification.
+/// What opens an extent to an adapter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseKeys {
+    /// Its bytes.
+    pub memory: RemoteKey,
+    /// Of memory whose bytes may be elsewhere.
+    pub paged: Option<PagedKeys>,
+}
+
+/// What tells an adapter's owner which bytes are in the server's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PagedKeys {
+    /// The [words](crate::segment) of its segments, 8 bytes each, which can be READ.
+    pub words: RemoteKey,
+    /// The marks of its segments, 4 bytes each: a client WRITEs a bit for each chunk that it has
+    /// touched, since the server does not see that.
+    pub marks: RemoteKey,
+    /// Each packet to the extent's bytes has to begin at a multiple of this, 1 or the size of a
+    /// page. What cannot, the server does.
+    pub granule_bytes: u32,
+}
+
+/// The address and key of memory for an adapter, in the meaning of the InfiniBand specification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemoteKey {
-    /// The address of the extent's first byte.
+    /// The address of the first byte.
     pub address: u64,
-    /// The key. It opens the extent for this session only, until the lease ends.
+    /// The key. It opens the memory for this session only, until the lease ends.
     pub rkey: u32,
 }
 
@@ -460,13 +490,13 @@ mod tests {
     use proptest::{collection::vec, option, prelude::*};
 
     use super::*;
-    use crate::TierStat;
+    use crate::{ShareStat, TierStat};
 
     #[test]
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x05\0\x02\0\0\0\0\0"
+            b"farpage\0\x07\0\x02\0\0\0\0\0"
         );
     }
 
@@ -492,7 +522,7 @@ mod tests {
     /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 5);
+        assert_eq!(VERSION, 7);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -618,9 +648,17 @@ mod tests {
                 fetches: 21,
                 fetch_p50_us: 22,
                 fetch_p99_us: 23,
-                no_room: 24,
-                spill_errors: 25,
+                forced_seals: 24,
+                stray_bytes: 25,
+                no_room: 26,
+                spill_errors: 27,
             },
+            shares: vec![ShareStat {
+                of: "a".to_owned(),
+                weight: 28,
+                hot_bytes: 29,
+                sessions: 30,
+            }],
         };
         let full = Refusal::Full {
             asked: 2,
@@ -630,6 +668,8 @@ mod tests {
             id,
             bytes,
             atomics: true,
+            paged: false,
+            read_only: true,
         };
         let responses = [
             (
@@ -637,21 +677,30 @@ mod tests {
                     session,
                     secret,
                     lease_ms: 1,
+                    paged: true,
                 },
-                [&[0, 0xac, 2][..], &sevens, &[1]].concat(),
+                [&[0, 0xac, 2][..], &sevens, &[1, 1]].concat(),
             ),
             (Response::Done, vec![1]),
-            (Response::Granted { extent: lease }, vec![2, 5, 0xac, 2, 1]),
+            (
+                Response::Granted { extent: lease },
+                vec![2, 5, 0xac, 2, 1, 0, 1],
+            ),
             (
                 Response::Opened {
                     manifest,
                     extents: vec![lease],
                 },
-                vec![3, 1, 9, 1, 5, 0xac, 2, 1],
+                vec![3, 1, 9, 1, 5, 0xac, 2, 1, 0, 1],
             ),
             (
-                Response::Stat(stat),
-                [vec![4, 1, b'v', 1], (1..=25).collect()].concat(),
+                Response::Stat(Box::new(stat)),
+                [
+                    vec![4, 1, b'v', 1],
+                    (1..=27).collect(),
+                    vec![1, 1, b'a', 28, 29, 30],
+                ]
+                .concat(),
             ),
             (Response::Refused(full), vec![5, 0, 2, 1]),
             (Response::Refused(Refusal::NoSession), vec![5, 1]),
@@ -687,8 +736,20 @@ mod tests {
             address: 300,
             rkey: 3,
         };
-        let frame = encode(&vec![key]).expect("short");
-        assert_eq!(frame[PREFIX_BYTES..], [1, 0xac, 2, 3]);
+        let mut keys = LeaseKeys {
+            memory: key,
+            paged: None,
+        };
+        let frame = encode(&vec![keys]).expect("short");
+        assert_eq!(frame[PREFIX_BYTES..], [1, 0xac, 2, 3, 0]);
+        keys.paged = Some(PagedKeys {
+            words: key,
+            marks: key,
+            granule_bytes: 1,
+        });
+        let frame = encode(&vec![keys]).expect("short");
+        let expected = [1, 0xac, 2, 3, 1, 0xac, 2, 3, 0xac, 2, 3, 1];
+        assert_eq!(frame[PREFIX_BYTES..], expected);
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod data;
 mod endpoint;
 mod id;
 mod key;
+pub mod segment;
 mod stat;
 mod units;
 
@@ -19,5 +20,5 @@ pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
-pub use stat::{ServerStat, TierStat};
+pub use stat::{ServerStat, ShareStat, TierStat};
 pub use units::{UnitError, parse_size, parse_time};

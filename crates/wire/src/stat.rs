@@ -39,6 +39,21 @@ pub struct ServerStat {
     pub request_bytes: u64,
     /// What a server that lends more than its memory says of it. All zero for others.
     pub tiers: TierStat,
+    /// The same server's shares of its memory, the largest first, at most 64.
+    pub shares: Vec<ShareStat>,
+}
+
+/// What clients of one address, or over shared memory of one user, have of a server's memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShareStat {
+    /// The address, or `user:` and the user's number.
+    pub of: String,
+    /// What the operator gave it; 1 if nothing.
+    pub weight: u32,
+    /// In memory as they are.
+    pub hot_bytes: u64,
+    /// Sessions that are lent something.
+    pub sessions: u64,
 }
 
 /// Where the granted bytes of a server are that lends more than its memory, and what it costs.
@@ -64,6 +79,10 @@ pub struct TierStat {
     pub fetch_p50_us: u64,
     /// Of a hundred fetches 99 took no longer, in microseconds.
     pub fetch_p99_us: u64,
+    /// Chunks that were moved out although a client over shared memory reaches them by itself.
+    pub forced_seals: u64,
+    /// Memory that such clients took by touching what had left, and that was given back.
+    pub stray_bytes: u64,
     /// Operations that were turned down because no memory came free in time.
     pub no_room: u64,
     /// Reads and writes of the spill file that failed, and bytes that came back changed.

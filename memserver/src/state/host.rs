@@ -21,6 +21,7 @@ use super::{
     names::NameId,
     retained::Retained,
 };
+use crate::tier::Tenant;
 
 impl Host for State {
     fn admit(
@@ -63,6 +64,7 @@ impl Host for State {
             session: id,
             secret,
             lease: self.limits.lease,
+            paged: self.tier.is_some(),
         })
     }
 
@@ -162,7 +164,11 @@ impl Host for State {
         // Making the file and its mapping costs microseconds whatever its size: no page of it
         // exists before the first WRITE.
         let id = ExtentId(ledger.extents_ever + 1);
-        let memory = match ExtentMemory::create(id, bytes, atomics) {
+        let made = match &self.tier {
+            Some(_) => ExtentMemory::create_with_marks(id, bytes, atomics),
+            None => ExtentMemory::create(id, bytes, atomics),
+        };
+        let memory = match made {
             Ok(memory) => memory,
             Err(error) => {
                 ledger.accounts.take_extent_off(origin, bytes);
@@ -175,7 +181,10 @@ impl Host for State {
             }
         };
         let memory = match self.tier.as_ref().zip(kept) {
-            Some((tier, kept)) => tier.adopt(&memory, session, kept),
+            Some((tier, kept)) => {
+                let origin = Some(origin);
+                tier.adopt(&memory, Tenant { session, origin }, kept)
+            }
             None => memory,
         };
         ledger.extents_ever += 1;
@@ -334,7 +343,8 @@ impl Host for State {
             record.lessee = Some(session);
             record.memory = record.memory.lease_anew();
             if let Some(tier) = &self.tier {
-                tier.assign(*id, session);
+                let origin = Some(origin);
+                tier.assign(*id, Tenant { session, origin });
             }
             record.mapped_by = record.mapped_by.or(mapped_by);
             let before = std::mem::replace(&mut record.origin, origin);
@@ -422,6 +432,11 @@ impl Host for State {
                 .as_ref()
                 .map(|tier| tier.stat())
                 .unwrap_or_default(),
+            shares: self
+                .tier
+                .as_ref()
+                .map(|tier| tier.shares())
+                .unwrap_or_default(),
             ..ServerStat::default()
         };
         drop(ledger);
@@ -469,6 +484,7 @@ impl State {
             session: id,
             secret,
             lease: self.limits.lease,
+            paged: self.tier.is_some(),
         })
     }
 }

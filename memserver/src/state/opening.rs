@@ -83,6 +83,11 @@ impl State {
                 return Ok(ledger);
             }
             drop(ledger);
+            if self.tier.is_some() {
+                return Err(Refusal::Invalid(
+                    "the region was held over shm by another user of the server's machine, who may still map it, and a server that lends more than its memory makes no copies: copy the region as that user".to_owned(),
+                ));
+            }
             for memory in foreign {
                 self.replace_memory(session, memory)?;
             }

@@ -15,9 +15,7 @@ use super::{
     accounts::charge_of,
     ledger::{Freed, Leaving},
 };
-
-/// Whose share a name's memory is while nobody has opened it. No session has this number.
-const NOBODY: SessionId = SessionId(0);
+use crate::tier::Tenant;
 
 pub(super) struct Retained {
     file: ExtentFile,
@@ -64,7 +62,7 @@ impl State {
         for Leaving { memory, .. } in kept {
             memory.deregister();
             if let Some(tier) = &self.tier {
-                tier.assign(memory.id(), NOBODY);
+                tier.assign(memory.id(), Tenant::NOBODY);
             }
         }
         let mut retained = Vec::new();

@@ -5,29 +5,36 @@
 //! again only once all of its bytes are back and their hash is right. Who discards an extent does
 //! not wait for a chunk that is on its way: whoever moves it frees it then.
 //!
+//! Clients over shared memory reach hot chunks by themselves, and look at the segments' [words]
+//! before and after. So the word changes before the bytes of a chunk that leaves are looked at, and
+//! once those of one that comes are there. Both happen under the segment's lock.
+//!
+//! [words]: farpage_wire::segment
+//!
 //! Lock order: the pool's cells, the tier's books, a segment. Nobody waits for one of the first two
 //! while it holds a segment.
 
 use std::{
-    fmt,
+    fmt, io,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Instant,
 };
 
-use farpage_fabric::memory::{Absent, ExtentFile, Residency};
-use farpage_wire::ExtentId;
+use farpage_fabric::memory::{Absent, ExtentFile, Residency, SegmentWords};
+use farpage_wire::{
+    ExtentId,
+    segment::{SEGMENT_BYTES, SegmentWord},
+};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::{Tier, Transfer};
+use super::{Tier, buffers::Transfer};
 
 /// What is moved at once: large enough that a disk's latency is paid rarely, small enough that a
-/// page of 4 KiB does not wait for much else.
-pub(super) const CHUNK_BYTES: u64 = 64 << 10;
-/// Chunks of one segment, which has one lock: 2 MiB, the largest page.
-pub(super) const SEGMENT_CHUNKS: usize = 32;
+/// page of 4 KiB does not wait for much else. A segment, which has one lock, is the largest page.
+pub(super) use farpage_wire::segment::{CHUNK_BYTES, SEGMENT_CHUNKS};
 
 /// No slot of the spill file, no cell of the pool.
 pub(super) const NONE: u32 = u32::MAX;
@@ -61,6 +68,8 @@ pub(super) struct Chunk {
     pub(super) cell: u32,
     /// While the chunk is hot, the slot still holds the bytes that have `hash`.
     pub(super) slot: u32,
+    /// When it was fetched last, by the tier's [count](Tier::tick) of fetches; 0 for never.
+    pub(super) fetched: u32,
     /// Of the chunk's bytes when they left memory last.
     pub(super) hash: [u64; 2],
 }
@@ -74,6 +83,7 @@ impl Default for Chunk {
             stored_bytes: 0,
             cell: NONE,
             slot: NONE,
+            fetched: 0,
             hash: [0; 2],
         }
     }
@@ -93,9 +103,11 @@ pub(super) struct Segment {
 
 pub(super) struct TieredExtent {
     tier: Arc<Tier>,
-    file: ExtentFile,
+    pub(super) file: ExtentFile,
     released: AtomicBool,
     segments: Box<[Segment]>,
+    /// Made when a client over shared memory is lent it first.
+    words: OnceLock<SegmentWords>,
 }
 
 impl fmt::Debug for TieredExtent {
@@ -116,12 +128,67 @@ fn made(chunks: &mut Option<Box<Chunks>>) -> &mut Chunks {
 
 impl TieredExtent {
     pub(super) fn new(tier: Arc<Tier>, file: ExtentFile) -> Self {
-        let segments = file.bytes().div_ceil(CHUNK_BYTES * SEGMENT_CHUNKS as u64);
+        let segments = file.bytes().div_ceil(SEGMENT_BYTES);
         Self {
             tier,
             file,
             released: AtomicBool::new(false),
             segments: (0..segments).map(|_| Segment::default()).collect(),
+            words: OnceLock::new(),
+        }
+    }
+
+    /// Changes what clients are told about a segment, whose lock is held.
+    fn tell(&self, segment: usize, change: impl FnOnce(SegmentWord) -> SegmentWord) {
+        if let Some(words) = self.words.get() {
+            words.set(segment, change(words.get(segment)));
+        }
+    }
+
+    /// Whether clients have been lent the memory itself.
+    pub(super) fn is_shared(&self) -> bool {
+        self.words.get().is_some()
+    }
+
+    /// How many bytes are in the file beside those of `chunks` chunks: clients that share the
+    /// memory have touched what was not there.
+    pub(super) fn stray_bytes(&self, chunks: u64) -> u64 {
+        if !self.is_shared() {
+            return 0;
+        }
+        let accounted = chunks * CHUNK_BYTES + self.file.marks_bytes();
+        self.file.resident_bytes().saturating_sub(accounted)
+    }
+
+    /// Gives back the memory of chunks that are elsewhere. Those on their way are left alone.
+    pub(super) fn punch_strays(&self) {
+        let mut from = 0;
+        while let Some(at) = self.file.next_data(from) {
+            let number = (at / SEGMENT_BYTES) as usize;
+            let Some(segment) = self.segments.get(number) else {
+                break;
+            };
+            from = (number as u64 + 1) * SEGMENT_BYTES;
+            // Held: nobody brings a chunk in meanwhile.
+            let chunks = segment.lock();
+            let is_out = |chunk: &Chunk| {
+                matches!(
+                    chunk.place,
+                    Place::Hole | Place::Compressed | Place::Spilled
+                )
+            };
+            let Some(chunks) = &*chunks else {
+                self.punch(number * SEGMENT_CHUNKS, SEGMENT_CHUNKS);
+                continue;
+            };
+            // Neighbours at once.
+            let mut first = number * SEGMENT_CHUNKS;
+            for run in chunks.chunk_by(|one, next| is_out(one) == is_out(next)) {
+                if is_out(&run[0]) {
+                    self.punch(first, run.len());
+                }
+                first += run.len();
+            }
         }
     }
 
@@ -131,6 +198,10 @@ impl TieredExtent {
 
     pub(super) fn segments(&self) -> usize {
         self.segments.len()
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.file.bytes()
     }
 
     pub(super) fn chunks(&self) -> u64 {
@@ -166,9 +237,12 @@ impl TieredExtent {
         let now = if is_orphan { Chunk::default() } else { now };
         let bit = 1 << i;
         match now.place {
-            Place::Hot => segment.hot.fetch_or(bit, Ordering::Relaxed),
-            _ => segment.hot.fetch_and(!bit, Ordering::Relaxed),
-        };
+            Place::Hot => {
+                segment.hot.fetch_or(bit, Ordering::Relaxed);
+                self.tell(chunk / SEGMENT_CHUNKS, |word| word.with(bit));
+            }
+            _ => drop(segment.hot.fetch_and(!bit, Ordering::Relaxed)),
+        }
         // Counted before anybody can move it on.
         self.tier.moved(was.place, now.place);
         *place = now;
@@ -222,6 +296,7 @@ impl TieredExtent {
                     return Err(Absent::NoRoom);
                 }
                 Place::Hole | Place::Compressed | Place::Spilled => {
+                    chunk.fetched = self.tier.tick();
                     let was = *chunk;
                     chunk.place = Place::Busy;
                     break was;
@@ -250,7 +325,7 @@ impl TieredExtent {
         if !self.publish(chunk, &was, now) {
             self.tier.forget(&was);
             if brought.is_ok() {
-                self.punch(chunk);
+                self.punch(chunk, 1);
                 self.tier.unreserve(self.id());
             }
             self.tier.forget_orphan();
@@ -279,7 +354,7 @@ impl TieredExtent {
             let written = self.file.write_at(start, &buffer.plain[..len]);
             written.map_err(|error| {
                 // What came of it is a part of the bytes, and nobody's.
-                self.punch(chunk);
+                self.punch(chunk, 1);
                 self.tier
                     .say(format!("cannot fill memory of the server: {error}"));
                 Absent::NoRoom
@@ -287,18 +362,23 @@ impl TieredExtent {
         })
     }
 
-    fn punch(&self, chunk: usize) {
-        let (start, len) = self.range(chunk);
-        if let Err(error) = self.file.punch_range(start, len as u64) {
+    /// Gives back the memory of so many chunks, as far as the extent has them.
+    fn punch(&self, first: usize, chunks: usize) {
+        let start = first as u64 * CHUNK_BYTES;
+        let len = (chunks as u64 * CHUNK_BYTES).min(self.file.bytes().saturating_sub(start));
+        if len == 0 {
+            return;
+        }
+        if let Err(error) = self.file.punch_range(start, len) {
             self.tier.say(format!("cannot give memory back: {error}"));
         }
     }
 
-    /// Owns a chunk of `segment` that nobody holds and that has not been held since the last call.
-    /// The others become older.
-    pub(super) fn take_cold(&self, segment: usize) -> Option<usize> {
-        let first = segment * SEGMENT_CHUNKS;
-        let segment = &self.segments[segment];
+    /// Owns a chunk of `segment` that nobody holds and that has not been held since the last call,
+    /// or, if `takes_young`, any that nobody holds. The others become older.
+    pub(super) fn take_cold(&self, segment: usize, takes_young: bool) -> Option<usize> {
+        let number = segment;
+        let segment = &self.segments[number];
         if segment.hot.load(Ordering::Relaxed) == 0 {
             return None;
         }
@@ -306,13 +386,22 @@ impl TieredExtent {
         if self.released.load(Ordering::Relaxed) {
             return None;
         }
-        for (i, chunk) in chunks.as_mut()?.iter_mut().enumerate() {
+        let chunks = chunks.as_mut()?;
+        let marks = match self.words.get() {
+            Some(_) => self.file.take_marks(number),
+            None => 0,
+        };
+        for (i, chunk) in chunks.iter_mut().enumerate() {
+            chunk.is_young |= marks >> i & 1 == 1;
+        }
+        for (i, chunk) in chunks.iter_mut().enumerate() {
             if chunk.place != Place::Hot || chunk.pins > 0 {
                 continue;
             }
-            if !std::mem::take(&mut chunk.is_young) {
+            if !std::mem::take(&mut chunk.is_young) || takes_young {
                 chunk.place = Place::Busy;
-                return Some(first + i);
+                self.tell(number, |word| word.without(1 << i));
+                return Some(number * SEGMENT_CHUNKS + i);
             }
         }
         None
@@ -349,7 +438,7 @@ impl TieredExtent {
                 ..was
             };
             if !self.publish(chunk, &was, hot) {
-                self.punch(chunk);
+                self.punch(chunk, 1);
                 self.tier.unreserve(self.id());
                 self.tier.forget_orphan();
             }
@@ -396,14 +485,17 @@ impl TieredExtent {
     pub(super) fn discard(&self) -> (u64, u64) {
         self.released.store(true, Ordering::Relaxed);
         let (mut hot, mut orphans) = (0, 0);
-        for segment in &self.segments {
+        for (number, segment) in self.segments.iter().enumerate() {
             let mut chunks = segment.lock();
+            self.tell(number, |word| word.without(u32::MAX));
             // As short as a system call that does not block.
             let in_use = |chunks: &mut Option<Box<Chunks>>| {
                 let mut chunks = chunks.iter().flat_map(|chunks| chunks.iter());
                 chunks.any(|chunk| chunk.pins > 0)
             };
             segment.changed.wait_while(&mut chunks, in_use);
+            // Chunks that were on their way may have come meanwhile.
+            self.tell(number, |word| word.without(u32::MAX));
             let mut gone = Vec::new();
             for chunk in chunks.iter_mut().flat_map(|chunks| chunks.iter_mut()) {
                 match chunk.place {
@@ -435,6 +527,53 @@ impl TieredExtent {
 }
 
 impl Residency for TieredExtent {
+    fn pass(
+        &self,
+        offset: u64,
+        len: u64,
+        until: Instant,
+        take: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Absent> {
+        let begun = Instant::now();
+        let chunk = (offset / CHUNK_BYTES) as usize;
+        let (start, _) = self.range(chunk);
+        if offset + len > start + CHUNK_BYTES {
+            return Ok(false);
+        }
+        let (segment, i) = self.segment(chunk);
+        // 1. Own it, unless it is asked for again soon: then it is worth its memory.
+        let was = {
+            let mut chunks = segment.lock();
+            let chunk = &mut made(&mut chunks)[i];
+            if self.released.load(Ordering::Relaxed)
+                || !matches!(chunk.place, Place::Compressed | Place::Spilled)
+                || self.tier.is_soon(chunk.fetched)
+            {
+                return Ok(false);
+            }
+            chunk.fetched = self.tier.tick();
+            let was = *chunk;
+            chunk.place = Place::Busy;
+            was
+        };
+        // 2. Its bytes.
+        let passed = self.tier.with_buffer(was.place, until, |buffer| {
+            self.tier
+                .unpack(&was, buffer)
+                .map_err(|()| Absent::Unreadable)?;
+            take(&buffer.plain[(offset - start) as usize..][..len as usize]);
+            Ok(())
+        });
+        // 3. It stays where it is.
+        if !self.publish(chunk, &was, was) {
+            self.tier.forget(&was);
+            self.tier.forget_orphan();
+        }
+        passed?;
+        self.tier.count_fetch(begun.elapsed());
+        Ok(true)
+    }
+
     fn hold(&self, offset: u64, len: u64, until: Option<Instant>) -> Result<u64, Absent> {
         let end = offset + len;
         let mut at = offset;
@@ -464,5 +603,33 @@ impl Residency for TieredExtent {
                 segment.changed.notify_all();
             }
         }
+    }
+
+    fn share(&self) -> io::Result<&SegmentWords> {
+        if let Some(words) = self.words.get() {
+            return Ok(words);
+        }
+        let made = SegmentWords::create(self.file.bytes())?;
+        // Whoever changes a word holds its segment's lock: all of them see the words, or none.
+        let chunks: Vec<_> = self.segments.iter().map(Segment::lock).collect();
+        let is_released = self.released.load(Ordering::Relaxed);
+        if is_released || self.words.set(made).is_err() {
+            drop(chunks);
+            return match is_released {
+                true => Err(io::ErrorKind::NotFound.into()),
+                false => self.share(),
+            };
+        }
+        let words = self.words.get().expect("set just now");
+        for (number, chunks) in chunks.iter().enumerate() {
+            let is_hot = |i: &usize| {
+                let chunks = chunks.as_ref();
+                chunks.is_some_and(|chunks| chunks[*i].place == Place::Hot)
+            };
+            let hot = (0..SEGMENT_CHUNKS).filter(is_hot).map(|i| 1 << i);
+            words.set(number, words.get(number).with(hot.sum()));
+        }
+        drop(chunks);
+        Ok(words)
     }
 }

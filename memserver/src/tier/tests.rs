@@ -1,7 +1,11 @@
 //! Faults of the disk, over real sockets: errors that say what is wrong, and never other bytes.
 
 use std::{
+    env,
+    os::unix::process::ExitStatusExt,
+    process::Command,
     sync::atomic::AtomicU8,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -10,7 +14,7 @@ use farpage_fabric::{
 };
 use nix::errno::Errno;
 
-use super::*;
+use super::{buffers::Transfer, disk::BLOCK_BYTES, *};
 use crate::{Limits, State};
 
 const MIB: u64 = 1 << 20;
@@ -36,6 +40,8 @@ enum Fault {
     SlowRead,
     /// The first slots cannot be written, and all others can.
     BadSlots,
+    /// Whoever writes panics.
+    Panic,
 }
 
 /// So many.
@@ -89,6 +95,7 @@ impl Disk for Twin {
     fn write(&self, at: u64, from: &[u8]) -> io::Result<()> {
         assert!(from.len().is_multiple_of(BLOCK_BYTES) && at.is_multiple_of(CHUNK_BYTES));
         self.hang(&[Fault::Hung]);
+        assert!(!self.has(Fault::Panic), "as the test wants it");
         let mut bytes = self.bytes.lock();
         let (error, len) = match self.fault.load(Ordering::SeqCst) {
             fault if fault == Fault::WriteError as u8 => (Some(Errno::EIO.into()), 0),
@@ -113,7 +120,8 @@ struct Stage {
     session: Arc<Session>,
     extent: ExtentId,
     // Ended in this order.
-    _serving: Serving,
+    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "it serves"))]
+    serving: Serving,
     _evictors: Evictors,
 }
 
@@ -124,13 +132,22 @@ impl Stage {
 
     /// What was never written to the disk has bytes of `filling`.
     fn with_capacity(capacity_bytes: u64, filling: u8) -> Self {
+        Self::at("tcp://127.0.0.1:0", capacity_bytes, filling)
+    }
+
+    fn at(endpoint: &str, capacity_bytes: u64, filling: u8) -> Self {
         let fault = Arc::new(AtomicU8::new(Fault::None as u8));
         let disk = Twin {
             bytes: Mutex::new(vec![filling; capacity_bytes as usize]),
             fault: Arc::clone(&fault),
         };
-        let (tier, evictors) =
-            Tier::with_disk(LEAST_MEMORY_BYTES, capacity_bytes, Box::new(disk)).expect("threads");
+        let (tier, evictors) = Tier::with_disk(
+            LEAST_MEMORY_BYTES,
+            capacity_bytes,
+            Box::new(disk),
+            HashMap::new(),
+        )
+        .expect("threads");
         let limits = Limits {
             capacity_bytes,
             capacity_per_address: capacity_bytes,
@@ -143,7 +160,7 @@ impl Stage {
             operators: Vec::new(),
         };
         let host: Arc<dyn Host> = Arc::new(State::with_tier(limits, Some(Arc::clone(&tier))));
-        let endpoint = "tcp://127.0.0.1:0".parse().expect("an endpoint");
+        let endpoint = endpoint.parse().expect("an endpoint");
         let serving = Serving::start(&endpoint, host).expect("a port");
         let session = Session::connect(serving.endpoint(), &SessionOptions::default());
         let session = session.expect("it listens");
@@ -153,7 +170,7 @@ impl Stage {
             tier,
             session,
             extent,
-            _serving: serving,
+            serving,
             _evictors: evictors,
         }
     }
@@ -163,13 +180,17 @@ impl Stage {
     }
 
     fn operate(&self, verb: Verb, chunk: u64, buf: Vec<u8>) -> Result<Vec<u8>, ChannelError> {
+        self.transfer(verb, chunk * CHUNK_BYTES, buf)
+    }
+
+    fn transfer(&self, verb: Verb, offset: u64, buf: Vec<u8>) -> Result<Vec<u8>, ChannelError> {
         let mut channel = self.session.channel::<Vec<u8>>().expect("a connection");
         let len = buf.len() as u32;
         let op = Op {
             tag: 0,
             verb,
             extent: self.extent,
-            offset: chunk * CHUNK_BYTES,
+            offset,
             len,
             buf,
         };
@@ -197,12 +218,15 @@ impl Stage {
         0..EXTENT_BYTES / CHUNK_BYTES
     }
 
+    fn lent(&self) -> Arc<TieredExtent> {
+        let books = self.tier.books.lock();
+        let extent = books.extents[&self.extent].extent.upgrade();
+        extent.expect("it is lent")
+    }
+
     /// Chunks that are in a place and nowhere else.
-    fn at(&self, place: Place) -> Vec<u64> {
-        let extent = self.tier.books.lock().extents[&self.extent]
-            .extent
-            .upgrade();
-        let extent = extent.expect("it is lent");
+    fn at_place(&self, place: Place) -> Vec<u64> {
+        let extent = self.lent();
         Self::chunks()
             .filter(|chunk| extent.place(*chunk as usize) == place)
             .collect()
@@ -235,7 +259,7 @@ fn what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
         stage.write(chunk, 1).expect("a sound disk");
     }
     for fault in [Fault::ReadError, Fault::ShortRead, Fault::FlippedBit] {
-        let spilled = stage.at(Place::Spilled);
+        let spilled = stage.at_place(Place::Spilled);
         assert!(spilled.len() > 8, "{fault:?}: {}", spilled.len());
         let before = stage.tier.stat().spill_errors;
         stage.break_disk(fault);
@@ -379,7 +403,10 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
         stage.write(chunk, 1).expect("a sound disk");
     }
     // Time to leave the chunks that are on their way.
-    let (spilled, compressed) = (stage.at(Place::Spilled), stage.at(Place::Compressed));
+    let (spilled, compressed) = (
+        stage.at_place(Place::Spilled),
+        stage.at_place(Place::Compressed),
+    );
     assert!(spilled.len() > DISK_FETCHES && compressed.len() > 8);
     stage.break_disk(Fault::HungReads);
     thread::scope(|scope| {
@@ -401,7 +428,8 @@ fn a_disk_that_does_not_answer_stops_no_release_and_no_other_fetch() {
         stage.break_disk(Fault::Hung);
         let no_room = |chunk: &u64| matches!(stage.read(*chunk), Err(ChannelError::NoRoom { .. }));
         assert!(
-            compressed.iter().any(no_room),
+            // What is read again soon is worth memory.
+            compressed.iter().chain(&compressed).any(no_room),
             "no evictor comes back from the disk"
         );
         let begun = Instant::now();
@@ -442,7 +470,7 @@ fn a_read_of_many_chunks_has_one_deadline_and_gets_further_each_time() {
         written.expect("a sound disk");
     }
     // Chunks that lie one behind the other.
-    let spilled = stage.at(Place::Spilled);
+    let spilled = stage.at_place(Place::Spilled);
     let first = spilled
         .chunk_by(|a, b| a + 1 == *b)
         .find(|run| run.len() >= 32);
@@ -516,7 +544,12 @@ fn a_lease_whose_table_has_no_room_waits_until_chunks_have_left() {
 fn a_capacity_that_no_disk_has_is_an_error() {
     let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
     for capacity_bytes in [u64::MAX, i64::MAX as u64, 1 << 60] {
-        let started = Tier::start(LEAST_MEMORY_BYTES, capacity_bytes, directory.path());
+        let started = Tier::start(
+            LEAST_MEMORY_BYTES,
+            capacity_bytes,
+            directory.path(),
+            HashMap::new(),
+        );
         assert!(started.is_err(), "{capacity_bytes}");
     }
 }
@@ -528,7 +561,7 @@ fn a_slot_that_did_not_give_its_bytes_back_is_the_last_to_be_used_again() {
         stage.write(chunk, 1).expect("a sound disk");
     }
     stage.break_disk(Fault::FlippedBit);
-    let spilled = stage.at(Place::Spilled);
+    let spilled = stage.at_place(Place::Spilled);
     for chunk in &spilled[..4] {
         stage.read(*chunk).expect_err("it came back changed");
     }
@@ -537,4 +570,294 @@ fn a_slot_that_did_not_give_its_bytes_back_is_the_last_to_be_used_again() {
     let slots = stage.tier.slots.lock();
     assert_eq!((slots.failed.len(), slots.suspect.len()), (4, 0));
     assert!(slots.failed.iter().all(|slot| !slots.free.contains(slot)));
+}
+
+#[test]
+fn memory_that_a_client_takes_by_touching_what_is_not_there_is_charged_to_it_and_given_back() {
+    use farpage_fabric::memory::Residency;
+
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        stage.write(chunk, 1).expect("a sound disk");
+    }
+    let extent = stage.lent();
+    let _words = extent.share().expect("a descriptor");
+    let out = stage.at_place(Place::Spilled);
+    assert!(out.len() > 64, "{}", out.len());
+    let touched = u64::try_from(out.len()).expect("few") * 4096;
+    for chunk in &out {
+        let first = *chunk * CHUNK_BYTES;
+        extent.file.write_at(first, &[7; 8]).expect("memory");
+    }
+    let chunks = || stage.tier.books.lock().extents[&stage.extent].chunks;
+    let before = chunks();
+    stage.tier.punch_strays();
+    let tiers = stage.tier.stat();
+    // Room is left for marks: nobody has made any, but an evictor may have looked.
+    let found = tiers.stray_bytes;
+    let no_marks = touched - extent.file.marks_bytes();
+    assert!([touched, no_marks].contains(&found), "{touched} {found}");
+    assert_eq!(chunks() - before, found.div_ceil(CHUNK_BYTES));
+    // Nothing is there any more, and the charge ends at the next look.
+    stage.tier.punch_strays();
+    let tiers = stage.tier.stat();
+    assert_eq!(tiers.stray_bytes, found, "given back at the first look");
+    assert_eq!(chunks(), before);
+    for chunk in Stage::chunks() {
+        assert!(stage.read(chunk).expect("a sound disk") == content(chunk, 1));
+    }
+}
+
+#[test]
+fn a_client_that_marks_everything_all_the_time_still_gives_up_chunks() {
+    use farpage_fabric::memory::Residency;
+
+    let stage = Stage::set();
+    for chunk in 0..4 {
+        stage.write(chunk, 1).expect("room");
+    }
+    let extent = stage.lent();
+    extent.share().expect("a memfd");
+    // As a client does through its mapping.
+    let mark_all = || {
+        extent
+            .file
+            .write_at(EXTENT_BYTES, &[0xff; 4])
+            .expect("marks")
+    };
+    // What is young for having been written is so no more.
+    assert_eq!(extent.take_cold(0, false), None);
+    for _ in 0..3 {
+        mark_all();
+        assert_eq!(extent.take_cold(0, false), None, "all are used");
+    }
+    mark_all();
+    assert_eq!(extent.take_cold(0, true), Some(0));
+    assert_eq!(extent.place(0), Place::Busy);
+}
+
+#[test]
+fn a_chunk_that_could_not_leave_is_not_called_hot_after_its_extent_has_ended() {
+    use farpage_fabric::memory::Residency;
+
+    let stage = Stage::set();
+    for chunk in 0..2 {
+        stage.write(chunk, 1).expect("room");
+    }
+    let extent = stage.lent();
+    let words = extent.share().expect("a memfd");
+    // The first is held, and the other is on its way out.
+    assert_eq!(extent.hold(0, CHUNK_BYTES, None), Ok(CHUNK_BYTES));
+    assert_eq!(extent.take_cold(0, true), Some(1));
+    stage.break_disk(Fault::WriteError);
+    thread::scope(|scope| {
+        let discard = scope.spawn(|| extent.discard());
+        while words.get(0).chunks() != 0 {
+            thread::yield_now();
+        }
+        assert!(!extent.evict(1, &mut Transfer::new()));
+        assert_eq!(words.get(0).chunks(), 1 << 1, "it could not leave");
+        extent.let_go(0, CHUNK_BYTES);
+        assert_eq!(discard.join().expect("no panic"), (2, 0));
+    });
+    assert_eq!(words.get(0).chunks(), 0);
+}
+
+#[test]
+fn what_extents_take_beside_their_chunks_is_counted_before_they_are_lent() {
+    let stage = Stage::with_capacity(4 * EXTENT_BYTES, 0);
+    let before = stage.tier.stat().held_bytes;
+    let kept = stage.tier.keep_for(4096).expect("room");
+    // A page of words and one of marks.
+    let one = stage.tier.stat().held_bytes - before;
+    assert_eq!(one, 2 * 4096 + TABLE_BYTES_PER_CHUNK);
+    drop(kept);
+    assert_eq!(stage.tier.stat().held_bytes, before);
+    let mut kept = Vec::new();
+    let available = loop {
+        match stage.tier.keep_for(4096) {
+            Ok(one) => kept.push(one),
+            Err(available) => break available,
+        }
+    };
+    // The most of the memory is for chunks.
+    assert!(kept.len() as u64 * one <= LEAST_MEMORY_BYTES / 4);
+    assert!(available < CHUNK_BYTES, "{available}");
+}
+
+#[test]
+fn what_is_read_once_stays_where_it_is_and_what_is_read_again_comes_into_memory() {
+    let stage = Stage::set();
+    for chunk in Stage::chunks() {
+        stage.write(chunk, 1).expect("a sound disk");
+    }
+    for place in [Place::Spilled, Place::Compressed] {
+        let chunk = stage.at_place(place)[0];
+        let before = stage.tier.stat().fetches;
+        // A part, not at the chunk's beginning.
+        let offset = chunk * CHUNK_BYTES + 4096;
+        let part = stage.transfer(Verb::Read, offset, vec![0xa5; 8192]);
+        assert!(part.expect("a sound disk") == content(chunk, 1)[4096..][..8192]);
+        assert!(stage.at_place(place).contains(&chunk), "{place:?}");
+        assert!(stage.read(chunk).expect("a sound disk") == content(chunk, 1));
+        assert!(stage.at_place(Place::Hot).contains(&chunk), "{place:?}");
+        assert_eq!(stage.tier.stat().fetches, before + 2, "{place:?}");
+        // A WRITE of a part needs the rest.
+        let chunk = stage.at_place(place)[0];
+        let written = stage.operate(Verb::Write, chunk, vec![1; 4096]);
+        written.expect("a sound disk");
+        let expected = [&[1; 4096][..], &content(chunk, 1)[4096..]].concat();
+        assert!(stage.read(chunk).expect("a sound disk") == expected);
+    }
+}
+
+#[test]
+fn a_panic_of_an_evictor_ends_the_process_and_says_so() {
+    const CHILD: &str = "FARPAGE_TEST_EVICTOR_PANICS";
+    if env::var_os(CHILD).is_some() {
+        let stage = Stage::set();
+        stage.break_disk(Fault::Panic);
+        for chunk in Stage::chunks() {
+            let written = stage.operate(Verb::Write, chunk, content(chunk | 1, 1));
+            if written.is_err() {
+                return;
+            }
+        }
+    }
+    let name = "tier::tests::a_panic_of_an_evictor_ends_the_process_and_says_so";
+    let child = Command::new(env::current_exe().expect("this program"))
+        .args(["--exact", name, "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .expect("it starts");
+    let said = String::from_utf8_lossy(&child.stderr);
+    assert_eq!(child.status.signal(), Some(nix::libc::SIGABRT), "{said}");
+    assert!(
+        said.contains("an evictor of this server panicked"),
+        "{said}"
+    );
+}
+
+/// Over an adapter with on-demand paging.
+#[cfg(feature = "rdma")]
+mod rdma {
+    use super::*;
+
+    /// A stage at this machine's device, if it has one.
+    fn stage(test: &str) -> Option<Stage> {
+        let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
+            eprintln!(
+                "SKIPPED: {test}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
+            );
+            return None;
+        };
+        let endpoint = format!("rdma://{host}:0");
+        Some(Stage::at(&endpoint, EXTENT_BYTES, 0xee))
+    }
+
+    /// Blocks of one extent, dealt out to channels. All of it does not fit into memory, so that
+    /// blocks leave while others are moved.
+    #[test]
+    fn rdma_races_with_chunks_that_leave_and_nothing_is_lost() {
+        const CHANNELS: u64 = 3;
+        const BLOCK: u64 = 24 << 10;
+        let Some(stage) = stage("rdma_races_with_chunks_that_leave_and_nothing_is_lost") else {
+            return;
+        };
+        thread::scope(|scope| {
+            for number in 0..CHANNELS {
+                let stage = &stage;
+                scope.spawn(move || {
+                    let mut channel = stage.session.channel::<Vec<u8>>().expect("a connection");
+                    let mut truth = vec![0_u64; (EXTENT_BYTES / BLOCK / CHANNELS) as usize];
+                    let mut random = number + 1;
+                    let mut draw = |below: u64| {
+                        random = random
+                            .wrapping_mul(0x5851_f42d_4c95_7f2d)
+                            .wrapping_add(number | 1);
+                        (random >> 33) % below
+                    };
+                    let blocks = truth.len() as u64;
+                    for round in 0..3 * blocks {
+                        // All of them once, so that there is more than fits.
+                        let block = if round < blocks { round } else { draw(blocks) };
+                        let writes = round < blocks || draw(2) == 0;
+                        let known = &mut truth[block as usize];
+                        let buf = match writes {
+                            true => {
+                                *known = draw(u64::MAX) << 1 | 1;
+                                known.to_le_bytes().repeat(BLOCK as usize / 8)
+                            }
+                            false => vec![0xa5; BLOCK as usize],
+                        };
+                        let op = Op {
+                            tag: round,
+                            verb: if writes { Verb::Write } else { Verb::Read },
+                            extent: stage.extent,
+                            offset: (block * CHANNELS + number) * BLOCK,
+                            len: BLOCK as u32,
+                            buf,
+                        };
+                        channel.post(op).expect("an empty queue");
+                        let mut done = Vec::new();
+                        let until = Instant::now() + Duration::from_secs(60);
+                        while channel.poll(&mut done) == 0 {
+                            assert!(Instant::now() < until, "an operation ends");
+                            thread::yield_now();
+                        }
+                        let done = done.pop().expect("one was posted");
+                        done.result.expect("a sound disk");
+                        let is_right =
+                            (done.buf.chunks(8)).all(|word| *word == known.to_le_bytes());
+                        assert!(is_right, "channel {number}, block {block}, round {round}");
+                    }
+                });
+            }
+        });
+        let tiers = stage.tier.stat();
+        assert!(tiers.forced_seals > 200, "{tiers:?}");
+        assert_eq!((tiers.spill_errors, tiers.no_room), (0, 0), "{tiers:?}");
+    }
+
+    #[test]
+    fn rdma_reaches_what_is_in_memory_without_the_server() {
+        let Some(stage) = stage("rdma_reaches_what_is_in_memory_without_the_server") else {
+            return;
+        };
+        stage.write(3, 1).expect("a sound disk");
+        let traffic = stage.serving.traffic();
+        let before = (traffic.bytes_read(), traffic.bytes_written());
+        for version in 2..20 {
+            stage.write(3, version).expect("a sound disk");
+            assert!(stage.read(3).expect("a sound disk") == content(3, version));
+        }
+        let after = (traffic.bytes_read(), traffic.bytes_written());
+        assert_eq!(after, before);
+    }
+
+    #[test]
+    fn rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes() {
+        let test = "rdma_of_what_the_disk_cannot_give_back_is_an_error_and_never_other_bytes";
+        let Some(stage) = stage(test) else {
+            return;
+        };
+        for chunk in Stage::chunks() {
+            stage.write(chunk, 1).expect("a sound disk");
+        }
+        let spilled = stage.at_place(Place::Spilled);
+        assert!(spilled.len() > 8, "{}", spilled.len());
+        stage.break_disk(Fault::FlippedBit);
+        for chunk in &spilled[..4] {
+            for result in [stage.read(*chunk).map(drop), stage.write(*chunk, 2)] {
+                assert!(
+                    matches!(result, Err(ChannelError::Unreadable { .. })),
+                    "{result:?}"
+                );
+            }
+        }
+        stage.break_disk(Fault::None);
+        for chunk in &spilled {
+            assert!(stage.read(*chunk).expect("a sound disk") == content(*chunk, 1));
+        }
+    }
 }

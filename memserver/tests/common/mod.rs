@@ -55,16 +55,20 @@ impl Both {
     }
 
     pub fn start_with(capacity_bytes: u64, lease: Duration, reconnect_grace: Duration) -> Self {
+        Self::start_as(|server| {
+            (server.capacity(capacity_bytes))
+                .lease(lease)
+                .reconnect_grace(reconnect_grace)
+        })
+    }
+
+    pub fn start_as(set: impl FnOnce(Server) -> Server) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let server = Server::builder()
             .listen(socket_in(&directory))
             .listen("tcp://127.0.0.1:0".parse().unwrap())
-            .capacity(capacity_bytes)
-            .lease(lease)
-            .reconnect_grace(reconnect_grace)
-            .grace(Duration::from_millis(100))
-            .start()
-            .unwrap();
+            .grace(Duration::from_millis(100));
+        let server = set(server).start().unwrap();
         let [shm, tcp] = server.endpoints().to_vec().try_into().unwrap();
         Self {
             server,

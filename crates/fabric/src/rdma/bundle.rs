@@ -7,13 +7,18 @@
 //! carries the number of its [`SendQueue`]. A send queue that fails ends its own operations;
 //! completions that still come for it are thrown away.
 
-use std::{io, os::fd::AsFd, sync::Arc, time::Instant};
+use std::{
+    io,
+    os::fd::{AsFd, BorrowedFd},
+    sync::Arc,
+    time::Instant,
+};
 
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
 use super::{
     channel::{SendQueue, number_of},
-    verbs::{COMPLETIONS, Cq},
+    verbs::{COMPLETIONS, Cq, Pair},
 };
 use crate::{Buf, Busy, Channel, Completion, Op, Wait, channel::Channels, nonblocking::describe};
 
@@ -156,6 +161,19 @@ impl<B: Buf> Channels<B> for Bundle<B> {
 
 /// One queue pair with a completion queue of its own.
 pub(super) struct RdmaChannel<B>(pub(super) Bundle<B>);
+
+impl<B: Buf> RdmaChannel<B> {
+    pub(super) fn pair(&self) -> &Pair {
+        self.0.queues[0].pair()
+    }
+}
+
+impl<B> AsFd for RdmaChannel<B> {
+    /// Readable when a completion has come that was waited for, or an event.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.ready.0.as_fd()
+    }
+}
 
 impl<B: Buf> Channel<B> for RdmaChannel<B> {
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {

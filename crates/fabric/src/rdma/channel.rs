@@ -35,14 +35,14 @@ use crate::{
 
 /// Operations in flight at most; at least twice [`POSTLIST`], so that one list can travel while the
 /// next is gathered.
-const DEPTH: usize = 64;
+pub(super) const DEPTH: usize = 64;
 
 /// Registered memory that operations pass through: eight of the longest runs that the pager asks
 /// for, twice the longest operation.
 pub(super) const BOUNCE_BYTES: usize = 4 << 20;
 
 /// Extents that a channel remembers without allocating, as a signal handler must.
-const CACHED: usize = 1024;
+pub(super) const CACHED: usize = 1024;
 
 pub(super) const CHANNEL: Depths = Depths {
     sends: DEPTH,
@@ -245,7 +245,8 @@ impl<B: Buf> SendQueue<B> {
         let leased = self.leased(op.extent)?;
         let end = op.offset.checked_add(u64::from(op.len))?;
         let is_atomic = matches!(op.verb, Verb::Atomic(_));
-        if end > leased.bytes || !is_aligned(op) || is_atomic && !leased.atomics {
+        let is_barred = leased.read_only && op.verb != Verb::Read;
+        if end > leased.bytes || !is_aligned(op) || is_atomic && !leased.atomics || is_barred {
             return None;
         }
         Some((leased.key.address.checked_add(op.offset)?, leased.key.rkey))

@@ -3,6 +3,7 @@
 use std::{
     collections::HashMap,
     io,
+    os::fd::AsFd,
     sync::{
         Arc, Mutex, RwLock,
         atomic::{AtomicBool, Ordering},
@@ -12,7 +13,7 @@ use std::{
 
 use farpage_wire::{
     Endpoint, ExtentId, Secret, SessionId,
-    control::{ControlDecodeError, HELLO_BYTES, Hello, Lease, RemoteKey},
+    control::{ControlDecodeError, HELLO_BYTES, Hello, Lease, LeaseKeys, RemoteKey},
 };
 
 use super::{
@@ -21,6 +22,7 @@ use super::{
     channel::{BOUNCE_BYTES, CHANNEL, QUEUES_MAX, SendQueue},
     control::Control,
     decode_key, devices, explain_pair, explain_start,
+    paged::{self, Paged, PagedChannel},
     stream::{Line, RdmaStream, Side},
     verbs::{Cq, Depths, Device, Domain, EventKind, Id, LocalMemory, Pair, Pd},
 };
@@ -43,7 +45,11 @@ pub(super) struct Leased {
     pub(super) bytes: u64,
     /// Whether it takes atomics: an adapter that is asked for one on another ends the connection.
     pub(super) atomics: bool,
+    /// Whether it takes READs only: as with atomics.
+    pub(super) read_only: bool,
     pub(super) key: RemoteKey,
+    /// What is known of memory that the server may have moved elsewhere.
+    pub(super) paged: Option<Paged>,
     /// Set when the lease is given back, so that channels drop what they cached. Relaxed: it guards
     /// nothing else.
     pub(super) released: AtomicBool,
@@ -79,25 +85,32 @@ impl Client {
         }
     }
 
-    /// Remembers a lease and the key that came with it.
-    pub(crate) fn insert(&self, lease: Lease, key: RemoteKey) {
-        let leased = Leased {
-            id: lease.id,
-            bytes: lease.bytes,
-            atomics: lease.atomics,
-            key,
-            released: AtomicBool::new(false),
+    /// Remembers a lease and the keys that came with it.
+    pub(crate) fn insert(&self, lease: Lease, keys: LeaseKeys) {
+        let key = keys.memory;
+        let leased = match keys.paged {
+            Some(paged) => paged::leases(lease, key, &paged).into(),
+            None => vec![Leased {
+                id: lease.id,
+                bytes: lease.bytes,
+                atomics: lease.atomics,
+                read_only: lease.read_only,
+                key,
+                paged: None,
+                released: AtomicBool::new(false),
+            }],
         };
-        self.leases
-            .write()
-            .expect(NO_PANIC)
-            .insert(lease.id, Arc::new(leased));
+        let mut leases = self.leases.write().expect(NO_PANIC);
+        leases.extend((leased.into_iter()).map(|leased| (leased.id, Arc::new(leased))));
     }
 
     /// Forgets a lease that is about to be given back.
     pub(crate) fn remove(&self, id: ExtentId) {
-        if let Some(leased) = self.leases.write().expect(NO_PANIC).remove(&id) {
-            leased.released.store(true, Ordering::Relaxed);
+        let mut leases = self.leases.write().expect(NO_PANIC);
+        for id in paged::parts(id) {
+            if let Some(leased) = leases.remove(&id) {
+                leased.released.store(true, Ordering::Relaxed);
+            }
         }
     }
 
@@ -209,6 +222,18 @@ impl Route {
 /// Opens a data connection with a completion queue of its own.
 pub(crate) fn channel<B: Buf>(route: Route) -> Result<Box<dyn Channel<B>>, ConnectError> {
     Ok(Box::new(RdmaChannel(bundle(vec![route])?)))
+}
+
+/// As [`channel`], to a server that lends more than its memory. `asking` is for what is elsewhere.
+pub(crate) fn paged_channel<B: Buf>(
+    route: Route,
+    asking: impl Channel<B> + AsFd + 'static,
+) -> Result<Box<dyn Channel<B>>, ConnectError> {
+    let (client, endpoint) = (Arc::clone(&route.client), route.endpoint.clone());
+    let queue = RdmaChannel(bundle(vec![route])?);
+    let channel = PagedChannel::new(client, queue, asking);
+    let channel = channel.map_err(|error| unusable(&endpoint, explain_pair(&error)))?;
+    Ok(Box::new(channel))
 }
 
 /// Opens data connections with one completion queue per adapter. Each route has the number that its

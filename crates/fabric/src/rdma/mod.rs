@@ -9,6 +9,8 @@
 //! ([`control`]), on which control messages travel as on any other; behind an answer that leases
 //! memory come its [`RemoteKey`]s.
 //!
+//! Memory that the server moves elsewhere meanwhile is reached through [`paged`].
+//!
 //! All calls into C are in [`verbs`], which hands safe types to the rest.
 
 mod bounce;
@@ -16,6 +18,7 @@ mod bundle;
 mod channel;
 mod client;
 mod control;
+mod paged;
 mod server;
 mod stream;
 #[cfg(test)]
@@ -30,7 +33,7 @@ use farpage_wire::{
 };
 
 pub(crate) use self::{
-    client::{Client, Route, channel, channels},
+    client::{Client, Route, channel, channels, paged_channel},
     control::ASK_AGAIN,
     server::{Call, Listener},
     stream::RdmaStream,

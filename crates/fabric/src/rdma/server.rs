@@ -10,13 +10,15 @@ use std::{
     io,
     net::ToSocketAddrs,
     os::fd::{AsFd, BorrowedFd},
+    ptr::NonNull,
     sync::{Arc, Weak},
 };
 
 use farpage_wire::{
     Endpoint, Refusal, Secret, SessionId,
-    control::{HELLO_BYTES, Hello, Purpose, RemoteKey},
+    control::{HELLO_BYTES, Hello, LeaseKeys, PagedKeys, Purpose, RemoteKey},
 };
+use memmap2::MmapMut;
 use parking_lot::Mutex;
 
 use super::{
@@ -24,14 +26,14 @@ use super::{
     control::Control,
     devices, encode_key, explain_pair, explain_registration, explain_start,
     stream::{Line, PASSIVE, RdmaStream, Side},
-    verbs::{Cq, Device, Domain, Event, EventKind, Id, Pair, Pd, Request},
+    verbs::{Cq, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, Request, Sight},
 };
 use crate::{
     errors::BindError,
     host::Peer,
     log::later,
-    memory::ExtentMemory,
-    regmem::{Access, RegPool, RegPoolOptions, Registrar},
+    memory::{self, ExtentMemory, Residency},
+    regmem::{Access, Keys, RegPool, RegPoolOptions, Registrar, Registration},
 };
 
 /// The domains of the sessions of one listener. Registrations and connections hold them.
@@ -68,29 +70,105 @@ impl RdmaStream {
         &self,
         session: SessionId,
         memories: &[Arc<ExtentMemory>],
-    ) -> Result<Vec<RemoteKey>, String> {
+    ) -> Result<Vec<LeaseKeys>, String> {
         let domains = self.domains().expect("only a server leases memory");
         let device = self.with_pair(|pair| pair.pd().device());
         let domain = Domain(domains.of(session, device)?);
-        let keys = memories.iter().map(|memory| {
-            let access = match memory.has_atomics() {
-                true => Access::RemoteAtomic,
-                false => Access::Remote,
+        let mut keys = Vec::with_capacity(memories.len());
+        for memory in memories {
+            if let Some(residency) = memory.residency() {
+                keys.push(register_paged(&domain, memory, residency)?);
+                continue;
+            }
+            let access = match (memory.is_read_only(), memory.has_atomics()) {
+                (true, _) => Access::RemoteRead,
+                (false, true) => Access::RemoteAtomic,
+                (false, false) => Access::Remote,
             };
             let registered = memory.register(|slice| {
                 // SAFETY: the lease keeps the mapping, drops the registration before it, and gives
                 // no page of it back meanwhile.
                 let registration = unsafe { domain.register(slice, access) }?;
-                let key = RemoteKey {
-                    address: slice.as_ptr().cast::<u8>() as u64,
-                    rkey: registration.keys().rkey,
-                };
-                Ok((key, registration))
+                Ok((key_of(slice, registration.keys().rkey), registration))
             });
-            registered.map_err(|error| explain_registration(memory.bytes(), &error))
-        });
-        keys.collect()
+            let key = registered.map_err(|error| explain_registration(memory.bytes(), &error))?;
+            keys.push(LeaseKeys {
+                memory: key,
+                paged: None,
+            });
+        }
+        Ok(keys)
     }
+}
+
+/// Makes memory known whose pages come and go, what says which of them are there, and the marks.
+fn register_paged(
+    domain: &Domain,
+    memory: &ExtentMemory,
+    residency: &Arc<dyn Residency>,
+) -> Result<LeaseKeys, String> {
+    let device = domain.0.device();
+    let registered = memory.register(|all| {
+        let (bytes, marks) = split(all, memory::marks(memory.bytes()).0);
+        let words = residency.share()?.place();
+        // SAFETY: the lease keeps the mapping, and drops the registration before it.
+        let of_bytes = unsafe { Mr::register(&domain.0, bytes, Sight::OnDemand) }?;
+        // SAFETY: as above. Nobody gives pages of the marks back as long as the lease lasts.
+        let of_marks = unsafe { Mr::register(&domain.0, marks, Sight::Pinned(Access::Remote)) }?;
+        // SAFETY: the residency, which the registration keeps, has the words as long as it lives,
+        // and gives no page of them back.
+        let of_words =
+            unsafe { Mr::register(&domain.0, words, Sight::Pinned(Access::RemoteRead)) }?;
+        let keys = LeaseKeys {
+            memory: key_of(bytes, of_bytes.rkey()),
+            paged: Some(PagedKeys {
+                words: key_of(words, of_words.rkey()),
+                marks: key_of(marks, of_marks.rkey()),
+                granule_bytes: device.on_demand_granule()?,
+            }),
+        };
+        // What guards the words comes last.
+        let guard = (of_bytes, of_marks, of_words, Arc::clone(residency));
+        Ok((keys, Registration::new(Keys::default(), guard)))
+    });
+    registered.map_err(|error| match check_on_demand(device) {
+        Ok(()) => explain_registration(memory.bytes(), &error),
+        Err(reason) => reason,
+    })
+}
+
+/// The first `bytes` bytes of memory, and the others.
+fn split(memory: NonNull<[u8]>, bytes: u64) -> (NonNull<[u8]>, NonNull<[u8]>) {
+    let bytes = bytes as usize;
+    let rest = memory.len() - bytes;
+    let first = memory.cast::<u8>();
+    // SAFETY: the subtraction has checked that it is inside the memory, or at its end.
+    let second = unsafe { first.add(bytes) };
+    (
+        NonNull::slice_from_raw_parts(first, bytes),
+        NonNull::slice_from_raw_parts(second, rest),
+    )
+}
+
+fn key_of(memory: NonNull<[u8]>, rkey: u32) -> RemoteKey {
+    RemoteKey {
+        address: memory.as_ptr().cast::<u8>() as u64,
+        rkey,
+    }
+}
+
+/// Whether memory that a server moves elsewhere can be lent through the device: tried with a page.
+fn check_on_demand(device: Device) -> Result<(), String> {
+    let tried = MmapMut::map_anon(1).and_then(|mut page| {
+        let pd = Pd::new(device)?;
+        let place = NonNull::from(&mut page[..]);
+        // SAFETY: the page outlives the registration, and nobody looks at it.
+        unsafe { Mr::register(&pd, place, Sight::OnDemand) }.map(drop)
+    });
+    tried.map_err(|error| {
+        let name = device.name();
+        format!("the RDMA device {name} has no on-demand paging ({error}), which a server that lends more than its memory (--spill) needs: use tcp://")
+    })
 }
 
 /// A client that asks for a connection.
@@ -157,6 +235,12 @@ impl Listener {
             }
         }
         Err(failed(last))
+    }
+
+    /// Whether memory that a server moves elsewhere can be lent here. A listener on all addresses
+    /// hears it with the first lease.
+    pub(crate) fn check_paging(&self) -> Result<(), String> {
+        self.id.device().map_or(Ok(()), check_on_demand)
     }
 
     /// Where it listens; found when 0 was asked for.

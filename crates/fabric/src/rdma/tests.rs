@@ -72,9 +72,15 @@ fn a_key_opens_nothing_for_another_client_and_nothing_after_its_lease() {
                 id: extent.id,
                 bytes: extent.bytes,
                 atomics: false,
+                paged: false,
+                read_only: false,
+            };
+            let keys = farpage_wire::control::LeaseKeys {
+                memory: leased.key,
+                paged: None,
             };
             // The thief knows all that the owner knows.
-            thief.rdma().insert(lease, leased.key);
+            thief.rdma().insert(lease, keys);
             let error = read(&thief, extent).expect_err("another domain's key");
             assert!(error.to_string().contains("out of reach"), "{error}");
             assert_eq!(read(&owner, extent), Ok(vec![0; 4096]));
@@ -83,7 +89,7 @@ fn a_key_opens_nothing_for_another_client_and_nothing_after_its_lease() {
             let kept = owner.grant(MIB as u64).expect("room");
             assert_eq!(read(&owner, kept), Ok(vec![0; 4096]));
             owner.release(extent.id).expect("leased");
-            owner.rdma().insert(lease, leased.key);
+            owner.rdma().insert(lease, keys);
             let error = read(&owner, extent).expect_err("the lease is over");
             assert!(error.to_string().contains("out of reach"), "{error}");
         },

@@ -22,7 +22,7 @@ use rdma_sys as sys;
 
 pub(super) use self::{
     connection::{Event, EventKind, Id, Request},
-    memory::{Device, Domain, Local, LocalMemory, Pd},
+    memory::{Device, Domain, Local, LocalMemory, Mr, Pd, Sight},
     pair::{Depths, Opcode, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
     queue::{COMPLETIONS, Cq, Done, Failure},
 };

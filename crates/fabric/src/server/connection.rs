@@ -129,7 +129,8 @@ impl Connection {
                     secret,
                     line,
                 },
-                Transport::Tcp,
+                // Over shared memory and RDMA for what the memory does not have.
+                Transport::Tcp | Transport::Shm | Transport::Rdma,
             ) => {
                 if let Err(refusal) = self.service.host.attach(session, &secret) {
                     return self.turn_away(refusal, until);

@@ -9,8 +9,8 @@ use std::{
 use farpage_wire::{
     Challenge, PublicKey, Refusal, Request, Response, Secret, SessionId, Signature,
     control::{
-        self as wire, Lease, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES,
-        MAX_MANIFEST_BYTES, RemoteKey,
+        self as wire, Lease, LeaseKeys, MAX_CLIENT_BYTES, MAX_FIRST_FRAME_BYTES, MAX_FRAME_BYTES,
+        MAX_MANIFEST_BYTES,
     },
 };
 
@@ -61,6 +61,7 @@ impl Connection {
             session,
             secret: admission.secret,
             lease_ms,
+            paged: admission.paged,
         };
         // A resumed session's older connection executes nothing once its client is answered here.
         let ended = self.take((session, None), until).and_then(|held| {
@@ -139,7 +140,7 @@ impl Connection {
                         .and_then(|()| self.service.host.identify(session, key));
                     (done_or_refused(shown), Vec::new())
                 }
-                Request::Stat => (Response::Stat(self.service.stat()), Vec::new()),
+                Request::Stat => (Response::Stat(Box::new(self.service.stat())), Vec::new()),
                 other => answer(&*self.service.host, session, other).map_err(Fault::Violation)?,
             };
             // The host keeps of the request what it has charged for.
@@ -164,9 +165,9 @@ impl Connection {
             }
             if self.transport == Transport::Shm && !memories.is_empty() {
                 // Each lease's memory to its owner alone.
-                let lent = memories.iter().map(|memory| memory.lend());
-                let lent: Vec<OwnedFd> = lent.collect::<Result<_, _>>()?;
-                let fds: Vec<_> = lent.iter().map(AsRawFd::as_raw_fd).collect();
+                let lent = memories.iter().map(|memory| memory.lend_all());
+                let lent: Vec<Vec<OwnedFd>> = lent.collect::<Result<_, _>>()?;
+                let fds: Vec<_> = lent.iter().flatten().map(AsRawFd::as_raw_fd).collect();
                 self.stream.send_fds(&fds, until)?;
             }
             if goodbye {
@@ -185,7 +186,7 @@ impl Connection {
         let (mut request, mut asked, mut asker) = (first, None, None);
         loop {
             let response = match request {
-                Request::Stat => Response::Stat(self.service.stat()),
+                Request::Stat => Response::Stat(Box::new(self.service.stat())),
                 Request::Challenge => challenge(&mut asked)?,
                 Request::Identify { key, signature } => {
                     let shown = prove(&mut asked, key, signature);
@@ -218,7 +219,7 @@ impl Connection {
         &self,
         session: SessionId,
         memories: &[Arc<ExtentMemory>],
-    ) -> Result<Option<Vec<RemoteKey>>, String> {
+    ) -> Result<Option<Vec<LeaseKeys>>, String> {
         match &*self.stream {
             Stream::Rdma(stream) if !memories.is_empty() => {
                 stream.register(session, memories).map(Some)
@@ -291,7 +292,7 @@ pub(crate) fn answer(
             let response = answer_about_names(host, Asker::Session(session), request);
             Ok((response.expect("matched just now"), Vec::new()))
         }
-        Request::Stat => Ok((Response::Stat(host.stat()), Vec::new())),
+        Request::Stat => Ok((Response::Stat(Box::new(host.stat())), Vec::new())),
     };
     Ok(result.unwrap_or_else(|refusal| (Response::Refused(refusal), Vec::new())))
 }
@@ -346,6 +347,8 @@ fn lease_of(memory: &Arc<ExtentMemory>) -> Lease {
         id: memory.id(),
         bytes: memory.bytes(),
         atomics: memory.has_atomics(),
+        paged: memory.is_paged(),
+        read_only: memory.is_read_only(),
     }
 }
 

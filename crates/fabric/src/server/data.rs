@@ -7,7 +7,6 @@
 
 use std::{
     io,
-    os::fd::AsRawFd,
     sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -19,7 +18,7 @@ use farpage_wire::{
         OpKind, Status, WORD_BYTES,
     },
 };
-use nix::{errno::Errno, poll::PollFlags};
+use nix::poll::PollFlags;
 
 use super::{
     LOOK,
@@ -91,7 +90,9 @@ impl Connection {
                 sequence = sequence.wrapping_add(1);
                 let lease = self.service.host.extent(session, header.extent);
                 let takes = |lease: &Arc<ExtentMemory>| {
-                    header.is_aligned() && (!header.kind.is_atomic() || lease.has_atomics())
+                    header.is_aligned()
+                        && (!header.kind.is_atomic() || lease.has_atomics())
+                        && (header.kind == OpKind::Read || !lease.is_read_only())
                 };
                 let span = (lease.filter(takes))
                     .and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
@@ -200,7 +201,7 @@ impl Connection {
             Status::NoRoom => Fault::Unable(format!("{what}: {}: see --memory", Absent::NoRoom)),
             Status::Unreadable => Fault::Unable(format!("{what}: {}", Absent::Unreadable)),
             Status::Ok | Status::Refused => Fault::Violation(format!(
-                "{what}: not leased, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
+                "{what}: not leased or leased to read only, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
             )),
         })
     }
@@ -257,14 +258,13 @@ impl Connection {
             // - every vector lies in a span of `checked`: bytes of a mapping that live as long as
             //   the span, writable, to which no reference exists anywhere; or is the place of an
             //   operand, kept by the caller, which does not look at it meanwhile.
-            let received = unsafe { libc::recvmsg(self.stream.as_raw_fd(), message.get(), 0) };
+            let received = unsafe { self.stream.receive_message(&mut message) };
             drop(grip);
-            match Errno::result(received) {
+            match received {
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-                Ok(bytes) => rest.advance(bytes as usize),
-                Err(Errno::EAGAIN) => self.pause(PollFlags::POLLIN, alive)?,
-                Err(Errno::EINTR) => {}
-                Err(errno) => return Err(io::Error::from(errno).into()),
+                Ok(bytes) => rest.advance(bytes),
+                Err(error) if retry(&error) => self.pause(PollFlags::POLLIN, alive)?,
+                Err(error) => return Err(error.into()),
             }
         }
         Ok(Ok(()))
@@ -287,6 +287,24 @@ impl Connection {
             // A client that is slow to read must not be sent what the next holder of the extent
             // writes.
             still_leased(checked)?;
+            let mut sent = None;
+            if is_paged {
+                let header = rest.left()[0];
+                let passed = window.pass(&rest, pieces, checked, &mut |bytes| {
+                    let mut answer = [header, vector(bytes.as_ptr().cast_mut(), bytes.len())];
+                    let mut message = Message::new(answer.as_mut_ptr(), answer.len());
+                    // SAFETY: the header is kept by the caller, and `bytes` outlive the call; both
+                    // are only read.
+                    sent = Some(unsafe { self.stream.send_message(&mut message) });
+                });
+                if let Err(stuck) = passed {
+                    return Ok(Err(stuck));
+                }
+            }
+            if let Some(sent) = sent {
+                self.went(sent, &mut rest, window, alive)?;
+                continue;
+            }
             let mut grip = match is_paged.then(|| window.fill(&rest, pieces, checked)) {
                 None => None,
                 Some(Ok(grip)) => Some(grip),
@@ -302,21 +320,30 @@ impl Connection {
             let mut message = grip.as_mut().map_or_else(|| rest.message(), Grip::message);
             // SAFETY: every vector is an answer header, an old value or lies in a span, all kept by
             // the caller; they are only read.
-            let sent = unsafe {
-                libc::sendmsg(self.stream.as_raw_fd(), message.get(), libc::MSG_NOSIGNAL)
-            };
+            let sent = unsafe { self.stream.send_message(&mut message) };
             drop(grip);
-            match Errno::result(sent) {
-                Ok(bytes) => {
-                    rest.advance(bytes as usize);
-                    window.be_patient();
-                }
-                Err(Errno::EAGAIN) => self.pause(PollFlags::POLLOUT, alive)?,
-                Err(Errno::EINTR) => {}
-                Err(errno) => return Err(io::Error::from(errno).into()),
-            }
+            self.went(sent, &mut rest, window, alive)?;
         }
         Ok(Ok(()))
+    }
+
+    /// What came of sending a part of `rest`.
+    fn went(
+        &self,
+        sent: io::Result<usize>,
+        rest: &mut Rest<'_>,
+        window: &mut Window,
+        alive: &dyn Fn() -> Result<(), Fault>,
+    ) -> Result<(), Fault> {
+        match sent {
+            Ok(bytes) => {
+                rest.advance(bytes);
+                window.be_patient();
+                Ok(())
+            }
+            Err(error) if retry(&error) => self.pause(PollFlags::POLLOUT, alive),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Waits for the socket, and no longer than until it is time to look whether the session and

@@ -136,6 +136,20 @@ impl Listener {
         }
     }
 
+    /// Whether a server that moves memory elsewhere, and lends it all the same, may listen here.
+    ///
+    /// # Errors
+    /// [`BindError::NoRdma`]: the adapter has no on-demand paging.
+    pub fn check_paging(&self) -> Result<(), BindError> {
+        match &self.socket {
+            Socket::Rdma(listener) => listener.check_paging().map_err(|reason| BindError::NoRdma {
+                endpoint: self.endpoint.to_string(),
+                reason,
+            }),
+            Socket::Unix(..) | Socket::Tcp(_) => Ok(()),
+        }
+    }
+
     /// Where it listens, with the port that was found when 0 was asked for.
     pub fn endpoint(&self) -> &Endpoint {
         &self.endpoint

@@ -116,6 +116,34 @@ impl Window {
         Ok(old)
     }
 
+    /// Sends the answer that comes next of `rest` from where its bytes are kept, if they are not
+    /// worth bringing into memory. `None`: its memory is to be held instead.
+    ///
+    /// `send` is told to send what comes next, where the payload are the bytes that it is given.
+    pub(super) fn pass(
+        &mut self,
+        rest: &Rest<'_>,
+        pieces: &[Piece],
+        checked: &[Checked],
+        send: &mut dyn FnMut(&[u8]),
+    ) -> Result<bool, Stuck> {
+        let (next, vector) = (rest.next(), &rest.left()[0]);
+        let op = &checked[pieces[next].op];
+        if pieces[next].is_span || op.span.residency().is_none() || !announces(op, vector) {
+            return Ok(false);
+        }
+        let (offset, len) = op.range();
+        let begun = Instant::now();
+        let passed = op
+            .residency()
+            .pass(offset, len, begun + self.patience, send);
+        self.patience = self.patience.saturating_sub(begun.elapsed());
+        passed.map_err(|why| Stuck {
+            op: pieces[next].op,
+            why,
+        })
+    }
+
     /// Holds what comes next of `rest`, at least some of it.
     ///
     /// An answer's header is sent only when all of its payload has been seen in memory: afterwards

@@ -68,6 +68,7 @@ pub(super) fn begin(
             session,
             secret,
             lease_ms,
+            paged,
         } => Ok(ControlLine {
             stream: Arc::new(stream),
             death: Arc::default(),
@@ -78,6 +79,7 @@ pub(super) fn begin(
             identified: false,
             held: 0,
             over: false,
+            paged,
             talk: Talk::default(),
         }),
         answer => Err(turned_away(&name, answer)),

@@ -287,7 +287,7 @@ impl Session {
     /// [`ControlError`]
     pub fn stat(&self) -> Result<ServerStat, ControlError> {
         match self.call(Request::Stat) {
-            Ok(Response::Stat(stat)) => Ok(stat),
+            Ok(Response::Stat(stat)) => Ok(*stat),
             other => Err(self.failed("read the figures".to_owned(), other)),
         }
     }

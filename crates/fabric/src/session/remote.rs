@@ -46,6 +46,10 @@ use crate::{
     tcp::TcpChannel,
 };
 
+/// Beside a line's number: the line of the connection on which a channel over RDMA asks the server
+/// for what is not in its memory.
+const ASKING: u64 = 1 << 63;
+
 /// The pause between attempts, so that an immediate refusal does not make us spin.
 const BETWEEN_TRIES: Duration = Duration::from_millis(5);
 
@@ -85,6 +89,7 @@ impl Remote {
             peer: PeerProcess::of(&line.stream),
             renewed: Mutex::new(begun),
             local_lease: line.lease,
+            paged: line.paged,
             line: Mutex::new(line),
             directory: Arc::default(),
             local,
@@ -191,20 +196,42 @@ impl Remote {
         line: u64,
         until: Instant,
     ) -> Result<Box<dyn Channel<B>>, ConnectError> {
-        if let Some(route) = self.try_route(session, line, until)? {
-            return rdma::channel(route);
-        }
         let shared = &self.shared;
-        if let Some(death) = &shared.local {
-            // No server is needed for it.
-            return match death.loss() {
-                Some(reason) => Err(shared.ended(&reason)),
-                None => Ok(Box::new(ShmChannel::new(
-                    self.attachment(session, Arc::clone(death)),
-                    Arc::clone(&shared.directory),
-                ))),
+        if let Some(route) = self.try_route(session, line, until)? {
+            return match shared.paged {
+                true => {
+                    let asking = self.data_channel(session, line | ASKING, until)?;
+                    rdma::paged_channel(route, asking)
+                }
+                false => rdma::channel(route),
             };
         }
+        let Some(death) = &shared.local else {
+            return Ok(Box::new(self.data_channel(session, line, until)?));
+        };
+        if let Some(reason) = death.loss() {
+            return Err(shared.ended(&reason));
+        }
+        // No server is needed for it where all that it lends is in memory.
+        let asking = match shared.paged {
+            true => Some(self.data_channel(session, line, until)?),
+            false => None,
+        };
+        Ok(Box::new(ShmChannel::new(
+            self.attachment(session, Arc::clone(death)),
+            Arc::clone(&shared.directory),
+            asking,
+        )))
+    }
+
+    /// A channel on which the server moves the bytes.
+    fn data_channel<B: Buf>(
+        &self,
+        session: &Arc<Session>,
+        line: u64,
+        until: Instant,
+    ) -> Result<TcpChannel<B>, ConnectError> {
+        let shared = &self.shared;
         let (id, secret, death) = shared.claim(until)?;
         let request = Request::Attach {
             session: id,
@@ -216,20 +243,20 @@ impl Remote {
             .send(&request, until)
             .and_then(|()| stream.receive(MAX_FRAME_BYTES, until));
         match asked.map_err(|error| not_connected(&shared.name, error))? {
-            Response::Done => Ok(Box::new(TcpChannel::new(
-                self.attachment(session, death),
-                stream,
-            ))),
+            Response::Done => Ok(TcpChannel::new(self.attachment(session, death), stream)),
             answer => Err(turned_away(&shared.name, answer)),
         }
     }
 
-    /// The route for a channel over RDMA, if the session is over RDMA.
+    /// The route for a channel over RDMA that may share a completion queue, if the session's may.
     pub(super) fn route(
         &self,
         session: &Arc<Session>,
         line: u64,
     ) -> Result<Option<rdma::Route>, ConnectError> {
+        if self.shared.paged {
+            return Ok(None);
+        }
         self.shared
             .persist(|until| self.try_route(session, line, until))
     }

@@ -11,6 +11,12 @@ pub(super) fn leases_of(answer: &Response) -> &[Lease] {
     }
 }
 
+/// How many descriptors come with a lease over shared memory: that of the memory and, if it is
+/// paged, that of its segments' words.
+pub(super) fn fds_of(lease: &Lease) -> usize {
+    1 + usize::from(lease.paged)
+}
+
 /// The request that undoes `request`, if it succeeded after its caller gave up. Memory that it gave
 /// is released instead.
 pub(super) fn taking_back(request: &Request) -> Option<Request> {

@@ -16,7 +16,7 @@ use std::{
 
 use farpage_wire::{
     Endpoint, Refusal, Request, Response, Secret, SessionId,
-    control::{self, ControlDecodeError, MAX_FRAME_BYTES, RemoteKey},
+    control::{self, ControlDecodeError, LeaseKeys, MAX_FRAME_BYTES},
 };
 use nix::sys::eventfd::EventFd;
 use parking_lot::Mutex;
@@ -32,6 +32,7 @@ use crate::{
     errors::CallError,
     key::Key,
     log::later,
+    memory::MAX_PAGED_BYTES,
     rdma,
     shm::Directory,
     stream::{PeerProcess, ReceiveError},
@@ -74,6 +75,8 @@ pub(super) struct Shared {
     pub(super) renewed: Mutex<Instant>,
     /// The lease over shared memory, where a session is never resumed.
     pub(super) local_lease: Duration,
+    /// Whether the server lends more than its memory.
+    pub(super) paged: bool,
     /// The extents of a session over RDMA.
     pub(super) rdma: Arc<rdma::Client>,
     pub(super) closing: AtomicBool,
@@ -369,19 +372,27 @@ impl Shared {
         until: Instant,
     ) -> Result<(), ReceiveError> {
         let leases = leases_of(answer);
+        if (leases.iter()).any(|lease| lease.paged && lease.bytes > MAX_PAGED_BYTES) {
+            return Err(ControlDecodeError::Frame.into());
+        }
         match self.endpoint {
             Endpoint::Shm(_) => {
-                for (lease, fd) in leases.iter().zip(fds) {
-                    self.directory.insert(*lease, fd)?;
+                let mut fds = fds.into_iter();
+                for lease in leases {
+                    let Some(memory) = fds.next() else {
+                        break;
+                    };
+                    let words = if lease.paged { fds.next() } else { None };
+                    self.directory.insert(*lease, memory, words)?;
                 }
             }
             Endpoint::Rdma { .. } if !leases.is_empty() => {
-                let keys: Vec<RemoteKey> = line.stream.receive(MAX_FRAME_BYTES, until)?;
+                let keys: Vec<LeaseKeys> = line.stream.receive(MAX_FRAME_BYTES, until)?;
                 if keys.len() != leases.len() {
                     return Err(ControlDecodeError::Frame.into());
                 }
-                for (lease, key) in leases.iter().zip(keys) {
-                    self.rdma.insert(*lease, key);
+                for (lease, keys) in leases.iter().zip(keys) {
+                    self.rdma.insert(*lease, keys);
                 }
             }
             _ => {}
@@ -412,7 +423,10 @@ impl Shared {
             return;
         }
         let ends = |peer: &PeerProcess| peer.ends(Instant::now() + PARTING);
-        if self.peer.as_ref().is_some_and(ends) {
+        if self.paged {
+            // What was not in its memory went with it.
+            death.declare(reason);
+        } else if self.peer.as_ref().is_some_and(ends) {
             // Looked at last: this program may have been stopped until just now.
             if self.renewed.lock().elapsed() > self.local_lease {
                 death.declare(OVERDUE);

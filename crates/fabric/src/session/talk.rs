@@ -11,7 +11,7 @@ use std::{
 use farpage_wire::{Request, Response, Secret, SessionId, control::MAX_FRAME_BYTES};
 use nix::poll::PollFlags;
 
-use super::requests::leases_of;
+use super::requests::{fds_of, leases_of};
 use crate::{
     attachment::Death,
     nonblocking::retry,
@@ -32,6 +32,8 @@ pub(super) struct ControlLine {
     pub(super) held: usize,
     /// The server has forgotten the session: resuming is pointless.
     pub(super) over: bool,
+    /// Whether the server lends more than its memory.
+    pub(super) paged: bool,
     pub(super) talk: Talk,
 }
 
@@ -75,7 +77,8 @@ impl Talk {
             self.answer = Some(stream.receive_on(&mut self.frame, MAX_FRAME_BYTES, until)?);
         }
         if let (Stream::Unix(_), Some(answer)) = (stream, &self.answer) {
-            stream.receive_fds(&mut self.fds, leases_of(answer).len(), until)?;
+            let fds = leases_of(answer).iter().map(fds_of).sum();
+            stream.receive_fds(&mut self.fds, fds, until)?;
         }
         let answer = self.answer.take().expect("received just now");
         Ok((answer, std::mem::take(&mut self.fds)))

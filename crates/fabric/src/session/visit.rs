@@ -85,7 +85,7 @@ impl Visit {
     /// [`ConnectError`]
     pub fn stat(&mut self) -> Result<ServerStat, ConnectError> {
         match self.ask(&Request::Stat)? {
-            Response::Stat(stat) => Ok(stat),
+            Response::Stat(stat) => Ok(*stat),
             other => Err(turned_away(&self.endpoint, other)),
         }
     }

@@ -111,6 +111,7 @@ fn dropping_a_session_does_not_wait_for_a_server_that_is_stuck() {
             session: SessionId(1),
             secret: Secret([0; 16]),
             lease_ms: 30,
+            paged: false,
         };
         stream
             .write_all(&control::encode(&begun).expect("short"))

@@ -17,6 +17,9 @@ use crate::{
     regmem::{Access, DomainId, Keys, RegBuf, RegError, RegPool, Registrar, Registration},
 };
 
+/// The vendor that Linux's software adapter names.
+const SOFT_ROCE: u32 = 0x00ff_ffff;
+
 /// An opened device. The connection manager keeps it open for the life of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::rdma) struct Device(pub(super) NonNull<sys::ibv_context>);
@@ -36,6 +39,16 @@ impl Device {
     /// How many completions a queue of this device can hold.
     pub(in crate::rdma) fn completions_max(self) -> io::Result<usize> {
         Ok(self.attributes()?.max_cqe.max(0) as usize)
+    }
+
+    /// What the place of each packet into [`OnDemand`](Sight::OnDemand) memory has to be a multiple
+    /// of. Linux's software adapter (7.3) takes every packet for the beginning of its page there,
+    /// and moves the bytes to and from the wrong place otherwise.
+    pub(in crate::rdma) fn on_demand_granule(self) -> io::Result<u32> {
+        Ok(match self.attributes()?.vendor_id {
+            SOFT_ROCE => 4096,
+            _ => 1,
+        })
     }
 
     fn attributes(self) -> io::Result<sys::ibv_device_attr> {
@@ -108,7 +121,17 @@ impl Drop for Pd {
     }
 }
 
-/// Registered memory: pinned, and known to the adapter until this is dropped.
+/// How an adapter sees registered memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::rdma) enum Sight {
+    /// Its pages are pinned.
+    Pinned(Access),
+    /// Its pages are not pinned. The adapter asks the kernel for those that an operation of a peer
+    /// needs, and forgets those that the kernel takes away.
+    OnDemand,
+}
+
+/// Registered memory, known to the adapter until this is dropped.
 #[derive(Debug)]
 pub(in crate::rdma) struct Mr {
     raw: NonNull<sys::ibv_mr>,
@@ -124,22 +147,26 @@ impl Mr {
     /// Registers memory.
     ///
     /// # Safety
-    /// `memory` stays mapped where it is, by the same physical pages, until the returned value is
-    /// dropped.
+    /// `memory` stays mapped where it is until the returned value is dropped, and by the same
+    /// physical pages unless it is [`OnDemand`](Sight::OnDemand).
     pub(in crate::rdma) unsafe fn register(
         pd: &Arc<Pd>,
         memory: NonNull<[u8]>,
-        access: Access,
+        sight: Sight,
     ) -> io::Result<Self> {
-        let mut flags = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
-        if access != Access::Local {
-            flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0
-                | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
-            // Devices that have none may refuse the whole registration.
-            if access == Access::RemoteAtomic && pd.has_atomics {
-                flags |= sys::ibv_access_flags::IBV_ACCESS_REMOTE_ATOMIC.0;
-            }
-        }
+        use sys::ibv_access_flags as flag;
+        let both = flag::IBV_ACCESS_REMOTE_READ.0 | flag::IBV_ACCESS_REMOTE_WRITE.0;
+        let flags = flag::IBV_ACCESS_LOCAL_WRITE.0
+            | match sight {
+                Sight::Pinned(Access::Local) => 0,
+                Sight::Pinned(Access::RemoteRead) => flag::IBV_ACCESS_REMOTE_READ.0,
+                // Devices that have no atomics may refuse the whole registration.
+                Sight::Pinned(Access::RemoteAtomic) if pd.has_atomics => {
+                    both | flag::IBV_ACCESS_REMOTE_ATOMIC.0
+                }
+                Sight::Pinned(Access::Remote | Access::RemoteAtomic) => both,
+                Sight::OnDemand => both | flag::IBV_ACCESS_ON_DEMAND.0,
+            };
         let address = memory.as_ptr().cast::<c_void>();
         // SAFETY: the domain lives in `pd`; the caller promises for the memory.
         let raw =
@@ -192,7 +219,7 @@ impl Registrar for Domain {
 
     unsafe fn register(&self, memory: NonNull<[u8]>, access: Access) -> io::Result<Registration> {
         // SAFETY: promised by the caller.
-        let mr = unsafe { Mr::register(&self.0, memory, access) }?;
+        let mr = unsafe { Mr::register(&self.0, memory, Sight::Pinned(access)) }?;
         let keys = Keys {
             lkey: mr.lkey(),
             rkey: mr.rkey(),

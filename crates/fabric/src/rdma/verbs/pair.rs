@@ -189,6 +189,18 @@ impl Pair {
 
     /// How many READs and atomics the two devices agreed to have in flight.
     pub(in crate::rdma) fn reads_in_flight(&self) -> io::Result<u8> {
+        let mask = sys::ibv_qp_attr_mask::IBV_QP_MAX_QP_RD_ATOMIC;
+        Ok(self.ask(mask)?.max_rd_atomic)
+    }
+
+    /// The most bytes of one packet's payload.
+    pub(in crate::rdma) fn mtu_bytes(&self) -> io::Result<u32> {
+        let mtu = self.ask(sys::ibv_qp_attr_mask::IBV_QP_PATH_MTU)?.path_mtu;
+        // 1 stands for 256 bytes, and each further step for twice as many.
+        Ok(128 << mtu)
+    }
+
+    fn ask(&self, what: sys::ibv_qp_attr_mask) -> io::Result<sys::ibv_qp_attr> {
         let qp = self.qp()?;
         // SAFETY: plain data.
         let (mut attributes, mut initial) = unsafe {
@@ -197,10 +209,10 @@ impl Pair {
                 std::mem::zeroed::<sys::ibv_qp_init_attr>(),
             )
         };
-        let mask = sys::ibv_qp_attr_mask::IBV_QP_MAX_QP_RD_ATOMIC.0 as c_int;
+        let mask = what.0 as c_int;
         // SAFETY: the queue pair is alive, and both structures are ours to be written.
         check(unsafe { sys::ibv_query_qp(qp, &raw mut attributes, mask, &raw mut initial) })?;
-        Ok(attributes.max_rd_atomic)
+        Ok(attributes)
     }
 
     /// What the device lets a work request carry in itself.

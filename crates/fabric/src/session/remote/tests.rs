@@ -39,6 +39,7 @@ fn served(
                 session: SessionId(1),
                 secret: Secret([1; 16]),
                 lease_ms: 60_000,
+                paged: false,
             }),
             other => answer(other),
         };
@@ -98,6 +99,8 @@ fn what_a_lost_answer_gave_is_counted_as_often_as_it_is_given_back() {
         id: ExtentId(id),
         bytes: 4096,
         atomics: false,
+        paged: false,
+        read_only: false,
     };
     let answers = |request| {
         Some(match request {

@@ -1,0 +1,384 @@
+//! Push and pull through a parameter server, beside a program that does the same over TCP and
+//! copies.
+//!
+//! The rule it keeps: both do the same arithmetic in the same order and take turns in one run, and
+//! the parameters that they come to are compared bit for bit. What learns is left to `train`.
+
+use std::{
+    io::{Read, Write},
+    net::{TcpListener, TcpStream},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, anyhow, ensure};
+use clap::Args;
+use farpage_bench_kit::{
+    options::{Fabric, Run},
+    report::{self, median, right, table},
+    server::own_endpoint,
+};
+use farpage_fabric::SessionOptions;
+use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
+use serde::Serialize;
+
+const KIB: usize = 1 << 10;
+const SIZES: [usize; 8] = [
+    KIB,
+    4 * KIB,
+    16 * KIB,
+    64 * KIB,
+    256 * KIB,
+    1024 * KIB,
+    4096 * KIB,
+    16384 * KIB,
+];
+const SMOKE_SIZES: [usize; 2] = [KIB, 64 * KIB];
+/// From here on push and pull shall be faster than the program that copies.
+const FASTER_FROM: usize = 4 * KIB;
+/// Steps of a round: so many bytes of parameters, between these bounds.
+const ROUND_BYTES: usize = 64 << 20;
+const STEPS_MIN: usize = 6;
+const STEPS_MAX: usize = 300;
+/// Steps at the begin of a turn that are not counted: the other side's server slept meanwhile.
+const WARM_UP: usize = 3;
+/// Nothing takes so long; whoever waits for longer waits for somebody who has failed.
+const PATIENCE: Duration = Duration::from_secs(30);
+const RULE: Rule = Rule::Sgd {
+    rate: 1e-3,
+    momentum: 0.9,
+};
+
+#[derive(Args, Debug)]
+pub(crate) struct ParameterServerOptions {
+    /// What lies between workers and aggregator
+    #[arg(long, value_enum, default_value_t = Fabric::Shm)]
+    fabric: Fabric,
+    #[command(flatten)]
+    run: Run,
+}
+
+#[derive(Debug, Serialize)]
+struct Report {
+    benchmark: &'static str,
+    verified: bool,
+    config: Config,
+    rows: Vec<Row>,
+}
+
+#[derive(Debug, Serialize)]
+struct Config {
+    smoke: bool,
+    fabric: String,
+    rounds: usize,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    bytes: usize,
+    workers: usize,
+    /// A push and the pull after it, at the first worker: medians of the rounds' medians.
+    farpage_us: f64,
+    copying_us: f64,
+    /// The median of the rounds' ratios, the least and the greatest.
+    copying_over_farpage: [f64; 3],
+    /// Copies in user space for a push and a pull by the program that copies, as it counted them.
+    copies: f64,
+    /// Whether farpage is faster, by the median; absent where no target is set.
+    is_met: Option<bool>,
+}
+
+/// Runs the subcommand and prints what it found.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub(crate) fn run(options: &ParameterServerOptions) -> Result<()> {
+    let report = measure(options)?;
+    let format = options.run.printing.format;
+    report::conclude(&report, report.verified, format, Report::human)
+}
+
+fn measure(options: &ParameterServerOptions) -> Result<Report> {
+    let smoke = options.run.smoke;
+    let (sizes, workers_max, rounds) = match smoke {
+        true => (&SMOKE_SIZES[..], 2, 1),
+        false => (&SIZES[..], 3, 7),
+    };
+    let mut rows = Vec::new();
+    for workers in 1..=workers_max {
+        for &bytes in sizes {
+            let steps = match smoke {
+                true => STEPS_MIN,
+                false => (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX),
+            };
+            rows.push(compare(options.fabric, bytes, workers, rounds, steps)?);
+        }
+    }
+    Ok(Report {
+        benchmark: "parameter-server",
+        // Parameters that differ, and another number of copies, end the run.
+        verified: true,
+        config: Config {
+            smoke,
+            fabric: format!("{:?}", options.fabric).to_lowercase(),
+            rounds,
+        },
+        rows,
+    })
+}
+
+/// Both ways, in turns, for parameters of so many bytes.
+fn compare(
+    fabric: Fabric,
+    bytes: usize,
+    workers: usize,
+    rounds: usize,
+    steps: usize,
+) -> Result<Row> {
+    let layout = Layout {
+        aggregators: 1,
+        workers,
+        parameters: bytes / 4,
+        statistics: 0,
+    };
+    let all_steps = rounds * (WARM_UP + steps);
+    let initial = vec![0.0; layout.parameters];
+    let endpoint = own_endpoint(fabric, "parameter-server")?;
+    let aggregator = Aggregator::open(layout, 0, &endpoint, PATIENCE)?;
+    let address = aggregator.address();
+    let (far, near) = connections(workers)?;
+    let (figures, copied) = thread::scope(|scope| {
+        let initial = &initial;
+        let served =
+            scope.spawn(move || aggregator.serve(initial, RULE, all_steps as u64, PATIENCE));
+        let copying = scope.spawn(move || serve_copying(far, initial, all_steps));
+        let ranks = near.into_iter().enumerate().map(|(rank, stream)| {
+            let address = address.clone();
+            scope.spawn(move || {
+                let copying = Copying::new(stream, layout.parameters);
+                work(layout, rank, address, copying, rounds, steps)
+            })
+        });
+        let ranks: Vec<_> = ranks.collect();
+        let (mut figures, mut copied, mut errors) = (Vec::new(), 0, Vec::new());
+        for rank in ranks {
+            match rank.join().map_err(|_| anyhow!("a worker panicked"))? {
+                Ok((times, bytes)) => {
+                    figures.push(times);
+                    copied += bytes;
+                }
+                Err(error) => errors.push(format!("{error:#}")),
+            }
+        }
+        let served = served.join();
+        let served = served.map_err(|_| anyhow!("the aggregator panicked"))?;
+        errors.extend(served.err().map(|error| error.to_string()));
+        let copying = copying.join();
+        match copying.map_err(|_| anyhow!("the server that copies panicked"))? {
+            Ok(bytes) => copied += bytes,
+            Err(error) => errors.push(format!("{error:#}")),
+        }
+        ensure!(errors.is_empty(), "{}", errors.join("; "));
+        Ok((figures, copied))
+    })?;
+    let copies = copied as f64 / (bytes * workers * all_steps) as f64;
+    ensure!(copies == 4.0, "{copies} copies where 4 belong");
+    // The first worker's: a step ends for all of them at once.
+    let (farpage, copying): (Vec<f64>, Vec<f64>) = figures[0].iter().copied().unzip();
+    let ratios = copying.iter().zip(&farpage).map(|(a, b)| a / b);
+    let ratios: Vec<f64> = ratios.collect();
+    let is_judged = bytes >= FASTER_FROM && !matches!(fabric, Fabric::Rdma);
+    Ok(Row {
+        bytes,
+        workers,
+        farpage_us: median(&farpage),
+        copying_us: median(&copying),
+        copying_over_farpage: [
+            median(&ratios),
+            ratios.iter().copied().fold(f64::INFINITY, f64::min),
+            ratios.iter().copied().fold(0.0, f64::max),
+        ],
+        copies,
+        is_met: is_judged.then(|| median(&ratios) > 1.0),
+    })
+}
+
+/// A worker's median step of each round, through farpage and by copying, in microseconds, and the
+/// bytes that it copied.
+type Worked = (Vec<(f64, f64)>, u64);
+
+fn work(
+    layout: Layout,
+    rank: usize,
+    address: Address,
+    mut copying: Copying,
+    rounds: usize,
+    steps: usize,
+) -> Result<Worked> {
+    let options = SessionOptions::default();
+    let mut through = Through::join(layout, rank, &[address], &options, PATIENCE)?;
+    // Another one at each place and for each rank, so that none can stand for another.
+    let gradient = (0..layout.parameters).map(|at| ((at * 31 + rank * 977) % 4093) as f32 / 4093.0);
+    let gradient: Vec<f32> = gradient.collect();
+    let mut ours = vec![0.0; layout.parameters];
+    let mut theirs = ours.clone();
+    let (mut step, mut figures) = (0, Vec::new());
+    for round in 0..rounds {
+        let farpage = turn(steps, || {
+            through.step(step, &gradient, &mut ours)?;
+            step += 1;
+            Ok(())
+        })?;
+        let copied = turn(steps, || copying.step(&gradient, &mut theirs))?;
+        let is_same = ours.iter().zip(&theirs);
+        let is_same = is_same.fold(true, |same, (a, b)| same & (a.to_bits() == b.to_bits()));
+        ensure!(
+            is_same && ours.iter().any(|value| *value != 0.0),
+            "worker {rank} has other parameters in round {round} than the program that copies"
+        );
+        figures.push((farpage, copied));
+    }
+    Ok((figures, copying.copied_bytes))
+}
+
+/// The median time of a step, in microseconds.
+fn turn(steps: usize, mut step: impl FnMut() -> Result<()>) -> Result<f64> {
+    let mut times = Vec::with_capacity(steps);
+    for number in 0..WARM_UP + steps {
+        let begin = Instant::now();
+        step()?;
+        if number >= WARM_UP {
+            times.push(begin.elapsed().as_nanos() as f64 / 1000.0);
+        }
+    }
+    Ok(median(&times))
+}
+
+/// Connections between the server that copies and its workers: its ends, and theirs.
+fn connections(workers: usize) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let (mut far, mut near) = (Vec::new(), Vec::new());
+    for _ in 0..workers {
+        near.push(TcpStream::connect(listener.local_addr()?)?);
+        far.push(listener.accept()?.0);
+    }
+    for stream in far.iter().chain(&near) {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+    }
+    Ok((far, near))
+}
+
+/// A connection whose messages are copied into a buffer to be sent and out of one when they have
+/// come, as programs do that keep messages and data apart.
+struct Copying {
+    stream: TcpStream,
+    outgoing: Vec<u8>,
+    incoming: Vec<u8>,
+    copied_bytes: u64,
+}
+
+impl Copying {
+    fn new(stream: TcpStream, floats: usize) -> Self {
+        Self {
+            stream,
+            outgoing: vec![0; 4 * floats],
+            incoming: vec![0; 4 * floats],
+            copied_bytes: 0,
+        }
+    }
+
+    fn step(&mut self, gradient: &[f32], parameters: &mut [f32]) -> Result<()> {
+        self.send(gradient)?;
+        self.receive(parameters)
+    }
+
+    fn send(&mut self, floats: &[f32]) -> Result<()> {
+        let bytes = self.outgoing.as_chunks_mut().0.iter_mut();
+        for (bytes, float) in bytes.zip(floats) {
+            *bytes = float.to_le_bytes();
+        }
+        self.copied_bytes += 4 * floats.len() as u64;
+        Ok(self.stream.write_all(&self.outgoing)?)
+    }
+
+    fn receive(&mut self, floats: &mut [f32]) -> Result<()> {
+        self.stream.read_exact(&mut self.incoming)?;
+        for (float, bytes) in floats.iter_mut().zip(self.incoming.as_chunks().0) {
+            *float = f32::from_le_bytes(*bytes);
+        }
+        self.copied_bytes += 4 * floats.len() as u64;
+        Ok(())
+    }
+}
+
+/// The server that copies: one thread, which serves workers in the order of ranks. Returns the
+/// bytes that it copied.
+fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Result<u64> {
+    let workers = streams.into_iter();
+    let mut workers: Vec<_> = workers
+        .map(|stream| Copying::new(stream, initial.len()))
+        .collect();
+    let share = 1.0 / workers.len() as f32;
+    let mut parameters = initial.to_vec();
+    let mut optimizer = Optimizer::new(RULE, parameters.len());
+    let mut sum = vec![0.0; parameters.len()];
+    let mut gradient = sum.clone();
+    for _ in 0..steps {
+        for (rank, worker) in workers.iter_mut().enumerate() {
+            worker.receive(&mut gradient)?;
+            for (sum, slope) in sum.iter_mut().zip(&gradient) {
+                *sum = if rank == 0 { *slope } else { *sum + slope };
+            }
+        }
+        sum.iter_mut().for_each(|value| *value *= share);
+        optimizer.step(&mut parameters, &sum);
+        for worker in &mut workers {
+            worker.send(&parameters)?;
+        }
+    }
+    Ok(workers.iter().map(|worker| worker.copied_bytes).sum())
+}
+
+impl Report {
+    fn human(&self) -> String {
+        let mut rows = table([
+            "push and pull, bytes",
+            "workers",
+            "farpage, us",
+            "copying over TCP, us",
+            "copying / farpage",
+            "least and greatest",
+            "copies",
+            "faster",
+        ]);
+        for row in &self.rows {
+            let [ratio, least, greatest] = row.copying_over_farpage;
+            rows.add_row(right([
+                row.bytes.to_string(),
+                row.workers.to_string(),
+                format!("{:.1}", row.farpage_us),
+                format!("{:.1}", row.copying_us),
+                format!("{ratio:.2}"),
+                format!("{least:.2} to {greatest:.2}"),
+                format!("{:.0}", row.copies),
+                match row.is_met {
+                    Some(true) => "yes".to_owned(),
+                    Some(false) => "NO".to_owned(),
+                    None => "not judged".to_owned(),
+                },
+            ]));
+        }
+        let mut run = table(["run", self.benchmark]);
+        let verified = if self.verified { "yes" } else { "NO: FAILED" };
+        for (name, value) in [
+            ("verified", verified),
+            ("fabric", &self.config.fabric),
+            ("copying is over", "TCP on the loopback, on every fabric"),
+        ] {
+            run.add_row(right([name.to_owned(), value.to_owned()]));
+        }
+        format!("{rows}\n{run}")
+    }
+}

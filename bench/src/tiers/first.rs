@@ -1,0 +1,116 @@
+//! How long a client waits from its lease to its first page, and whether that depends on how much
+//! was leased.
+//!
+//! The rule it keeps: both servers are asked in turns, and what was leased is given back before the
+//! next turn.
+
+use std::{
+    path::Path,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Result, ensure};
+use farpage::ByteSize;
+use farpage_bench_kit::{
+    options::Fabric,
+    report::{median, right, table},
+    server::MemoryServer,
+};
+use farpage_fabric::{Channel, Session, SessionOptions, Verb};
+use serde::Serialize;
+
+use super::{CHUNK, interval, transfer};
+
+/// The most that Linux's software adapter can pin at once.
+const LEASE_MOST: u64 = 1 << 30;
+
+/// To pin GiB may take minutes where the processor is emulated.
+const PATIENCE: Duration = Duration::from_secs(300);
+
+/// Medians in milliseconds.
+#[derive(Debug, Serialize)]
+pub(super) struct First {
+    lent_bytes: u64,
+    /// At a server that has all that it lends in memory.
+    plain_ms: f64,
+    /// At one that lends more than its memory.
+    tiered_ms: f64,
+    /// Plain over tiered: the median of the turns, and the interval that holds it with 95 %.
+    plain_over_tiered: [f64; 3],
+}
+
+struct Asker {
+    session: Arc<Session>,
+    channel: Box<dyn Channel<Vec<u8>>>,
+    _server: MemoryServer,
+}
+
+impl Asker {
+    fn new(server: MemoryServer) -> Result<Self> {
+        let options = SessionOptions {
+            deadline: PATIENCE,
+            ..SessionOptions::default()
+        };
+        let session = Session::connect(server.endpoint(), &options)?;
+        Ok(Self {
+            channel: session.channel()?,
+            session,
+            _server: server,
+        })
+    }
+
+    /// Milliseconds from asking for so many bytes until some of them are here.
+    fn ask(&mut self, bytes: u64) -> Result<f64> {
+        let begin = Instant::now();
+        let mut extents = Vec::new();
+        for at in (0..bytes).step_by(LEASE_MOST as usize) {
+            extents.push(self.session.grant(LEASE_MOST.min(bytes - at))?);
+        }
+        let page = vec![1; CHUNK];
+        let page = transfer(&mut *self.channel, Verb::Read, extents[0].id, 0, page)?;
+        let took = begin.elapsed();
+        ensure!(
+            page.iter().all(|byte| *byte == 0),
+            "what is new is not zero"
+        );
+        for extent in extents {
+            self.session.release(extent.id)?;
+        }
+        Ok(took.as_secs_f64() * 1e3)
+    }
+}
+
+pub(super) fn measure(fabric: Fabric, lent_bytes: u64, spill: &Path, smoke: bool) -> Result<First> {
+    let turns = if smoke { 3 } else { 5 };
+    let memory_bytes = (lent_bytes / 8).max(16 << 20);
+    let mut plain = Asker::new(MemoryServer::own(fabric, lent_bytes)?)?;
+    let tiered = MemoryServer::tiered(fabric, lent_bytes, memory_bytes, spill, None)?;
+    let mut tiered = Asker::new(tiered)?;
+    let (mut plain_ms, mut tiered_ms, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..turns {
+        let (one, other) = (plain.ask(lent_bytes)?, tiered.ask(lent_bytes)?);
+        plain_ms.push(one);
+        tiered_ms.push(other);
+        ratios.push(one / other);
+    }
+    Ok(First {
+        lent_bytes,
+        plain_ms: median(&plain_ms),
+        tiered_ms: median(&tiered_ms),
+        plain_over_tiered: interval(&mut ratios),
+    })
+}
+
+pub(super) fn human(first: &First) -> String {
+    let [ratio, low, high] = first.plain_over_tiered;
+    let mut times = table(["from a lease to its first page", "ms", "over the other"]);
+    let over = format!("{ratio:.1} ({low:.1} to {high:.1})");
+    for (server, ms, over) in [
+        ("server without tiers", first.plain_ms, over),
+        ("server with tiers", first.tiered_ms, String::new()),
+    ] {
+        times.add_row(right([server.to_owned(), format!("{ms:.2}"), over]));
+    }
+    format!("{} leased at once\n{times}", ByteSize(first.lent_bytes))
+}

@@ -1,0 +1,509 @@
+//! What less memory costs a program that pages: two servers in turns, one with all that it lends in
+//! memory, one with less.
+//!
+//! The rule it keeps: both sides have the same program, budget and accesses, and take turns. A
+//! figure is the median of their pairs with the interval that holds it with 95 %. Every word that
+//! is read is compared.
+
+use std::{
+    hint::black_box,
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use farpage::{Advice, ByteSize, Codec, RemoteArray, Runtime};
+use farpage_bench_kit::{
+    cgroup::{Cgroup, Parent, SwapUse},
+    held::Held,
+    options::Fabric,
+    pick::{Picker, mix},
+    report::{median, right, table},
+    server::MemoryServer,
+};
+use farpage_wire::TierStat;
+use serde::Serialize;
+
+use super::{ANYWHERE, interval};
+
+/// Of the program.
+const PAGE_BYTES: u64 = 64 << 10;
+const PAGE_WORDS: u64 = PAGE_BYTES / 8;
+/// The least that a server may have.
+const LEAST_MEMORY_BYTES: u64 = 16 << 20;
+/// And a program, to have pages at all.
+const LEAST_BUDGET_BYTES: u64 = 4 << 20;
+/// What a server may hold beside `--memory`: its code, stacks and sockets.
+const BESIDE_BYTES: u64 = 32 << 20;
+const ZIPF: f64 = 0.99;
+/// What a server holds is looked at so often while nothing is timed.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Which pages the program reads.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum Law {
+    /// All but [`ANYWHERE`] of a thousand are in a tenth.
+    Tenth,
+    Zipf,
+}
+
+/// One server with less memory than it lends, beside one with enough.
+#[derive(Clone, Copy)]
+struct Plan {
+    law: Law,
+    lent_bytes: u64,
+    memory_bytes: u64,
+    budget_bytes: u64,
+    is_grouped: bool,
+}
+
+/// How much is done.
+#[derive(Clone, Copy)]
+pub(super) struct Effort {
+    pairs: u64,
+    accesses: u64,
+    cold: usize,
+}
+
+impl Effort {
+    pub(super) fn new(smoke: bool) -> Self {
+        match smoke {
+            true => Self {
+                pairs: 3,
+                accesses: 300,
+                cold: 5,
+            },
+            false => Self {
+                pairs: 40,
+                accesses: 3000,
+                cold: 200,
+            },
+        }
+    }
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    law: Law,
+    memory_bytes: u64,
+    /// Over what is lent.
+    memory_share: f64,
+    budget_bytes: u64,
+    /// Mean access, medians of all rounds.
+    all_in_memory_us: f64,
+    mean_us: f64,
+    /// Mean access over that of the server with all in memory: median of the pairs, and its
+    /// interval.
+    slowdown: [f64; 3],
+    /// Accesses that the server had to fetch, over all.
+    cold_share: f64,
+    /// The mean of accesses that the server had to fetch, one at a time.
+    cold_us: f64,
+    /// 1 + `cold_share` * `cold_us` / `all_in_memory_us`.
+    explained: f64,
+    slowdown_over_explained: f64,
+    /// The most that the server held at once, and the one with all in memory.
+    held_bytes_max: u64,
+    /// Of these, what the page cache had of the spill file.
+    cached_bytes_max: u64,
+    all_in_memory_held_bytes: u64,
+    /// `1 - held_bytes_max / all_in_memory_held_bytes`.
+    saved: f64,
+    fetches: u64,
+    evictions: u64,
+    /// Requests that were told to come again.
+    no_room: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    group: Option<Group>,
+}
+
+/// A memory cgroup around the server.
+#[derive(Debug, Serialize)]
+struct Group {
+    limit_bytes: u64,
+    peak_bytes: u64,
+    oom_kills: u64,
+}
+
+/// A program with its own server. Fields are dropped in this order.
+struct Side {
+    array: RemoteArray<u64>,
+    runtime: Runtime,
+    server: MemoryServer,
+    wrong: u64,
+}
+
+impl Side {
+    fn start(plan: &Plan, server: MemoryServer) -> Result<Self> {
+        let runtime = Runtime::builder()
+            .server(server.endpoint().to_string())
+            .budget(ByteSize::b(plan.budget_bytes))
+            .page_size(ByteSize::b(PAGE_BYTES))
+            .codec(Codec::Raw)
+            .build()
+            .context("cannot start farpage")?;
+        let words = usize::try_from(plan.lent_bytes / 8).context("--size is too large")?;
+        let array = runtime.array(words).context("cannot create the array")?;
+        Ok(Self {
+            array,
+            runtime,
+            server,
+            wrong: 0,
+        })
+    }
+
+    fn fill(&mut self) -> Result<()> {
+        self.array.advise(.., Advice::Sequential)?;
+        for (i, word) in (0..).zip(self.array.iter_mut()) {
+            *word = mix(i);
+        }
+        self.array.flush().context("cannot write the array back")?;
+        self.array.advise(.., Advice::Random)?;
+        Ok(())
+    }
+
+    /// Reads words, and returns the mean in microseconds.
+    fn read(&mut self, words: &[u64]) -> f64 {
+        let begin = Instant::now();
+        for word in words {
+            self.wrong += u64::from(black_box(self.array[*word as usize]) != mix(*word));
+        }
+        begin.elapsed().as_secs_f64() * 1e6 / words.len() as f64
+    }
+
+    fn tiers(&self) -> Result<TierStat> {
+        let session = self.runtime.sessions().first();
+        Ok(session.context("there is one server")?.stat()?.tiers)
+    }
+
+    /// Does something, and returns the most that the server held meanwhile: in all, and in the page
+    /// cache.
+    fn watched(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<Peak> {
+        let pid = self.server.pid()?;
+        let ends = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let watch = scope.spawn(|| -> Result<Peak> {
+                let mut peak = Peak::default();
+                loop {
+                    let is_last = ends.load(Ordering::Relaxed);
+                    peak.add(&Held::by(pid)?);
+                    if is_last {
+                        return Ok(peak);
+                    }
+                    thread::sleep(LOOK);
+                }
+            });
+            let done = work(self);
+            ends.store(true, Ordering::Relaxed);
+            let peak = watch.join().expect("it only looks");
+            done.and(peak)
+        })
+    }
+}
+
+#[derive(Clone, Copy, Default)]
+struct Peak {
+    held_bytes: u64,
+    cached_bytes: u64,
+}
+
+impl Peak {
+    fn add(&mut self, held: &Held) {
+        self.held_bytes = self.held_bytes.max(held.bytes());
+        self.cached_bytes = self.cached_bytes.max(held.cached_bytes);
+    }
+
+    fn with(self, other: Self) -> Self {
+        Self {
+            held_bytes: self.held_bytes.max(other.held_bytes),
+            cached_bytes: self.cached_bytes.max(other.cached_bytes),
+        }
+    }
+}
+
+/// The words of one round.
+fn words_of(law: Law, pages: u64, count: u64, seed: u64) -> Vec<u64> {
+    let zipf = matches!(law, Law::Zipf).then_some(ZIPF);
+    let mut picker = Picker::new(pages, zipf, seed);
+    (0..count)
+        .map(|i| {
+            let random = mix(seed ^ mix(i));
+            let page = match law {
+                Law::Tenth if random % 1000 < ANYWHERE => picker.pick(),
+                Law::Tenth => picker.pick() % (pages / 10),
+                Law::Zipf => picker.pick(),
+            };
+            page * PAGE_WORDS + mix(random) % PAGE_WORDS
+        })
+        .collect()
+}
+
+/// The slowdown over `--memory`, where what is used fits.
+pub(super) fn curve(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
+    [50, 30, 20, 14]
+        .map(|percent| {
+            let plan = Plan {
+                law: Law::Tenth,
+                lent_bytes: run.lent_bytes,
+                memory_bytes: run.lent_bytes * percent / 100,
+                budget_bytes: run.lent_bytes / 50,
+                is_grouped: false,
+            };
+            run.row(plan)
+        })
+        .into_iter()
+        .collect()
+}
+
+/// Five times as much lent as there is memory.
+pub(super) fn capacity(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
+    [Law::Tenth, Law::Zipf]
+        .map(|law| {
+            let plan = Plan {
+                law,
+                lent_bytes: run.lent_bytes,
+                memory_bytes: run.lent_bytes / 5,
+                budget_bytes: run.lent_bytes / 100,
+                is_grouped: false,
+            };
+            run.row(plan)
+        })
+        .into_iter()
+        .collect()
+}
+
+/// Memory below what is used all the time, in a memory cgroup; or why there is none.
+pub(super) fn starved(run: &mut Measurement<'_>) -> Result<Result<Vec<Row>, String>> {
+    let found = Parent::find().and_then(|parent| Cgroup::set_up(&parent, 1 << 30, SwapUse::Never));
+    if let Err(error) = found {
+        return Ok(Err(format!("{error:#}")));
+    }
+    drop(found);
+    let rows: Result<Vec<Row>> = [9, 7, 5, 3]
+        .map(|percent| {
+            let plan = Plan {
+                law: Law::Tenth,
+                lent_bytes: run.lent_bytes,
+                memory_bytes: run.lent_bytes * percent / 100,
+                budget_bytes: run.lent_bytes / 50,
+                is_grouped: true,
+            };
+            run.row(plan)
+        })
+        .into_iter()
+        .collect();
+    rows.map(Ok)
+}
+
+/// How rows are measured, and how many words of them were wrong.
+pub(super) struct Measurement<'a> {
+    pub(super) fabric: Fabric,
+    pub(super) lent_bytes: u64,
+    pub(super) spill: &'a Path,
+    pub(super) effort: Effort,
+    pub(super) seed: u64,
+    pub(super) wrong: u64,
+}
+
+impl Measurement<'_> {
+    fn row(&mut self, mut plan: Plan) -> Result<Row> {
+        let Effort {
+            pairs,
+            accesses,
+            cold,
+        } = self.effort;
+        plan.memory_bytes = plan.memory_bytes.max(LEAST_MEMORY_BYTES);
+        plan.budget_bytes = plan.budget_bytes.max(LEAST_BUDGET_BYTES);
+        let pages = plan.lent_bytes / PAGE_BYTES;
+        let limit_bytes = plan.memory_bytes + BESIDE_BYTES;
+        let cgroup = match plan.is_grouped {
+            true => {
+                let parent = Parent::find()?;
+                Some(Cgroup::set_up(&parent, limit_bytes, SwapUse::Never)?)
+            }
+            false => None,
+        };
+        // Pages are written out of place: a few are there twice.
+        let capacity_bytes = plan.lent_bytes + plan.lent_bytes / 8 + (64 << 20);
+        let server = MemoryServer::own(self.fabric, capacity_bytes)?;
+        let mut plain = Side::start(&plan, server)?;
+        let server = MemoryServer::tiered(
+            self.fabric,
+            capacity_bytes,
+            plan.memory_bytes,
+            self.spill,
+            cgroup.as_ref(),
+        )?;
+        let mut tiered = Side::start(&plan, server)?;
+        // 1. All is written, and what is used all the time comes into memory.
+        let warm: Vec<u64> = match plan.law {
+            Law::Tenth => (0..pages / 10)
+                .chain(0..pages / 10)
+                .map(|page| page * PAGE_WORDS)
+                .collect(),
+            Law::Zipf => words_of(plan.law, pages, 10 * accesses, self.seed),
+        };
+        let begin = |side: &mut Side| {
+            side.fill()?;
+            side.read(&warm);
+            Ok(())
+        };
+        let plain_peak = plain.watched(begin)?;
+        let mut peak = tiered.watched(begin)?;
+        // 2. In turns.
+        let before = tiered.tiers()?;
+        let (mut plain_us, mut tiered_us, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
+        for pair in 0..pairs {
+            let words = words_of(plan.law, pages, accesses, mix(self.seed ^ (pair + 1)));
+            let (first, second) = match pair % 2 {
+                0 => (plain.read(&words), tiered.read(&words)),
+                _ => {
+                    let second = tiered.read(&words);
+                    (plain.read(&words), second)
+                }
+            };
+            plain_us.push(first);
+            tiered_us.push(second);
+            ratios.push(second / first);
+            peak.add(&tiered.server.held()?);
+        }
+        let after = tiered.tiers()?;
+        let cold_share = (after.fetches - before.fetches) as f64 / (pairs * accesses) as f64;
+        // 3. Accesses that are fetched, one at a time; and what is held meanwhile.
+        let cold_us = tiered.cold_us(&plan, cold, self.seed)?;
+        let words = words_of(plan.law, pages, accesses, mix(self.seed));
+        peak = peak.with(tiered.watched(|side| {
+            side.read(&words);
+            Ok(())
+        })?);
+        ensure!(
+            tiered.server.is_running(),
+            "the server was killed with {} of memory",
+            ByteSize(plan.memory_bytes)
+        );
+        let all_in_memory_us = median(&plain_us);
+        let slowdown = interval(&mut ratios);
+        let explained = 1.0 + cold_share * cold_us / all_in_memory_us;
+        let group = cgroup.as_ref().map(|cgroup| {
+            let (peak_bytes, oom_kills) = cgroup.peak_and_kills()?;
+            Ok::<_, anyhow::Error>(Group {
+                limit_bytes,
+                peak_bytes,
+                oom_kills,
+            })
+        });
+        self.wrong += plain.wrong + tiered.wrong;
+        Ok(Row {
+            law: plan.law,
+            memory_bytes: plan.memory_bytes,
+            memory_share: plan.memory_bytes as f64 / plan.lent_bytes as f64,
+            budget_bytes: plan.budget_bytes,
+            all_in_memory_us,
+            mean_us: median(&tiered_us),
+            slowdown,
+            cold_share,
+            cold_us,
+            explained,
+            slowdown_over_explained: slowdown[0] / explained,
+            held_bytes_max: peak.held_bytes,
+            cached_bytes_max: peak.cached_bytes,
+            all_in_memory_held_bytes: plain_peak.held_bytes,
+            saved: 1.0 - peak.held_bytes as f64 / plain_peak.held_bytes as f64,
+            fetches: after.fetches - before.fetches,
+            evictions: after.evictions - before.evictions,
+            no_room: tiered.tiers()?.no_room,
+            group: group.transpose()?,
+        })
+    }
+}
+
+impl Side {
+    /// The mean of accesses that the server had to fetch.
+    fn cold_us(&mut self, plan: &Plan, count: usize, seed: u64) -> Result<f64> {
+        let pages = plan.lent_bytes / PAGE_BYTES;
+        // Beyond the tenth all pages are as likely.
+        let zipf = matches!(plan.law, Law::Zipf).then_some(ZIPF);
+        let mut picker = Picker::new(pages, zipf, mix(seed));
+        let mut times = Vec::new();
+        for _ in 0..20 * count {
+            let word = picker.pick() * PAGE_WORDS;
+            let before = self.tiers()?.fetches;
+            let took = self.read(&[word]);
+            if self.tiers()?.fetches > before {
+                times.push(took);
+            }
+            if times.len() == count {
+                break;
+            }
+        }
+        ensure!(!times.is_empty(), "everything is in memory");
+        Ok(times.iter().sum::<f64>() / times.len() as f64)
+    }
+}
+
+pub(super) fn human(rows: &[Row]) -> String {
+    let us = |value: f64| format!("{value:.1}");
+    let mut costs = table([
+        "--memory",
+        "of the lent",
+        "accesses",
+        "all in memory us",
+        "mean us",
+        "slowdown",
+        "cold",
+        "cold us",
+        "explained",
+        "over explained",
+    ]);
+    let mut holds = table([
+        "--memory",
+        "most held",
+        "of it page cache",
+        "saved",
+        "fetched",
+        "moved out",
+        "no room",
+        "cgroup's peak of limit",
+        "killed",
+    ]);
+    for row in rows {
+        let [slowdown, low, high] = row.slowdown;
+        let memory = ByteSize(row.memory_bytes).to_string();
+        let law = match row.law {
+            Law::Tenth => "a tenth".to_owned(),
+            Law::Zipf => format!("Zipf {ZIPF}"),
+        };
+        costs.add_row(right([
+            memory.clone(),
+            format!("{:.0} %", row.memory_share * 100.0),
+            law,
+            us(row.all_in_memory_us),
+            us(row.mean_us),
+            format!("{slowdown:.3} ({low:.3} to {high:.3})"),
+            format!("{:.2} %", row.cold_share * 100.0),
+            us(row.cold_us),
+            format!("{:.3}", row.explained),
+            format!("{:.3}", row.slowdown_over_explained),
+        ]));
+        let none = || "-".to_owned();
+        let group = row.group.as_ref();
+        holds.add_row(right([
+            memory,
+            ByteSize(row.held_bytes_max).to_string(),
+            ByteSize(row.cached_bytes_max).to_string(),
+            format!("{:.1} %", row.saved * 100.0),
+            row.fetches.to_string(),
+            row.evictions.to_string(),
+            row.no_room.to_string(),
+            group.map_or_else(none, |group| {
+                let [peak, limit] = [group.peak_bytes, group.limit_bytes].map(ByteSize);
+                format!("{peak} of {limit}")
+            }),
+            group.map_or_else(none, |group| group.oom_kills.to_string()),
+        ]));
+    }
+    format!("{costs}\n{holds}")
+}

@@ -1,0 +1,286 @@
+//! Checkpoints of training: a job whose worker is killed goes on and ends with the bits of one that
+//! was never interrupted, and what is wrong with a checkpoint or its server is said.
+
+mod common;
+
+use std::{
+    collections::BTreeSet,
+    io::{BufRead, BufReader},
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Child, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage::Runtime;
+use serde_json::Value;
+use tempfile::TempDir;
+
+use self::common::{bench, can_page};
+
+const WORKERS: usize = 4;
+const PATIENCE: Duration = Duration::from_secs(60);
+const DEADLINE: Duration = Duration::from_secs(15);
+
+/// Children that are killed at the end.
+struct Children(Vec<Child>);
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            // Fails if it has ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// A memory server, and a user's key.
+struct Scene {
+    folder: TempDir,
+    server: Children,
+    url: String,
+}
+
+impl Scene {
+    fn new(capacity_bytes: u64) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut server = bench(&["serve", "--listen", "tcp://127.0.0.1:0"])
+            .args(["--capacity-bytes", &capacity_bytes.to_string()])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program was built for this test");
+        let stdout = server.stdout.take().expect("a pipe");
+        let mut url = String::new();
+        BufReader::new(stdout)
+            .read_line(&mut url)
+            .expect("it says where it listens");
+        Self {
+            folder,
+            server: Children(vec![server]),
+            url: url.trim().to_owned(),
+        }
+    }
+
+    fn key(&self) -> PathBuf {
+        self.folder.path().join("key")
+    }
+
+    /// The names that the user has on the server.
+    fn names(&self) -> BTreeSet<String> {
+        let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
+        let runtime = runtime.build().expect("the server is there");
+        let names = runtime.names().expect("it tells");
+        names.into_iter().map(|named| named.name).collect()
+    }
+
+    /// Waits for a checkpoint of this step or a later one.
+    fn wait_for(&self, step: u64) {
+        let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
+        let runtime = runtime.build().expect("the server is there");
+        let until = Instant::now() + PATIENCE;
+        let step_of = |name: &str| name.split('/').nth(1)?.parse::<u64>().ok();
+        loop {
+            let names = runtime.names().expect("it tells");
+            let steps = names.iter().filter_map(|named| step_of(&named.name));
+            if steps.max() >= Some(step) {
+                return;
+            }
+            assert!(Instant::now() < until, "no checkpoint of step {step}");
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Runs all workers in one process.
+    fn together(&self, args: &[&str]) -> Output {
+        let mut command = bench(&["train", "--format", "json"]);
+        if !args.contains(&"--workers") {
+            command.args(["--workers", "4"]);
+        }
+        command
+            .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
+            .args(["--fabric", "sim", "--deadline", "8"])
+            .args(args)
+            .env("FARPAGE_KEY_FILE", self.key());
+        command.output().expect("the program was built")
+    }
+
+    /// Starts a process for each worker.
+    fn start(&self, fabric: &str, args: &[&str]) -> Children {
+        let addresses = addresses(fabric, self.folder.path());
+        let start = |rank: usize| {
+            let mut command = bench(&["train", "--format", "json", "--addresses", &addresses]);
+            command
+                .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
+                .args(["--checkpoint", &self.url, "--deadline", "15"])
+                .args(args)
+                .env("RANK", rank.to_string())
+                .env("FARPAGE_KEY_FILE", self.key())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped());
+            command.spawn().expect("the program was built")
+        };
+        Children((0..WORKERS).map(start).collect())
+    }
+}
+
+fn addresses(fabric: &str, folder: &Path) -> String {
+    // All are held until all are known, so that they differ.
+    let ports = [(); WORKERS].map(|()| TcpListener::bind("127.0.0.1:0").expect("a free port"));
+    let of = |(rank, port): (usize, &TcpListener)| match fabric {
+        "shm" => format!("shm://{}/worker-{rank}", folder.display()),
+        _ => format!("tcp://{}", port.local_addr().expect("a bound socket")),
+    };
+    let all: Vec<_> = ports.iter().enumerate().map(of).collect();
+    all.join(",")
+}
+
+fn ends(mut workers: Children) -> Vec<Output> {
+    let until = Instant::now() + PATIENCE;
+    for worker in &mut workers.0 {
+        while worker.try_wait().expect("a child").is_none() {
+            assert!(Instant::now() < until, "a worker hangs");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+    let workers = std::mem::take(&mut workers.0).into_iter();
+    let ended = workers.map(|worker| worker.wait_with_output().expect("it has ended"));
+    ended.collect()
+}
+
+fn said(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn parsed(output: &Output) -> Value {
+    assert!(output.status.success(), "{}", said(output));
+    serde_json::from_slice(&output.stdout).expect("a report")
+}
+
+#[test]
+fn a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not() {
+    if !can_page("a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not") {
+        return;
+    }
+    for (fabric, mode) in [("tcp", "ds"), ("shm", "bsp")] {
+        let scene = Scene::new(64 << 20);
+        let job = ["--mode", mode, "--steps", "200", "--optimizer", "adam"];
+        let whole = parsed(&scene.together(&job));
+        let every = ["--checkpoint-every", "10"];
+        // A slow link gives time to kill, and changes no bit.
+        let slow = ["--link-us", "3000"];
+        let mut workers = scene.start(fabric, &[&job[..], &every, &slow].concat());
+        scene.wait_for(40);
+        workers.0[2].kill().expect("it runs");
+        let killed = Instant::now();
+        let interrupted = ends(workers);
+        assert!(killed.elapsed() < DEADLINE * 2, "{:?}", killed.elapsed());
+        for (rank, output) in interrupted.iter().enumerate() {
+            let stderr = said(output);
+            assert!(!output.status.success(), "worker {rank}");
+            let named = ["worker 2 is gone", "for worker 2,", "of the workers [2]"];
+            let is_named = named.iter().any(|named| stderr.contains(named));
+            assert!(rank == 2 || is_named, "{fabric} {mode} {rank}: {stderr}");
+        }
+        // Two generations at most.
+        let names = scene.names();
+        assert!(names.len() <= 2 * WORKERS, "{names:?}");
+        let resumed = scene.start(fabric, &[&job[..], &every, &["--resume"]].concat());
+        for (rank, output) in ends(resumed).iter().enumerate() {
+            let report = parsed(output);
+            let from = report["resumed_from"].as_u64().expect("a step");
+            assert!(from >= 30 && from.is_multiple_of(10), "{from}");
+            let expected = &whole["modes"][0]["worker_hashes"][rank];
+            assert_eq!(&report["hash"], expected, "{fabric} {mode} {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_memory_server_that_is_killed_ends_the_job_with_its_address() {
+    if !can_page("a_memory_server_that_is_killed_ends_the_job_with_its_address") {
+        return;
+    }
+    let mut scene = Scene::new(64 << 20);
+    let args = ["--mode", "ds", "--steps", "100000000"];
+    let workers = scene.start("tcp", &[&args[..], &["--checkpoint-every", "5"]].concat());
+    scene.wait_for(20);
+    scene.server.0[0].kill().expect("it runs");
+    let killed = Instant::now();
+    let ended = ends(workers);
+    assert!(killed.elapsed() < DEADLINE * 2, "{:?}", killed.elapsed());
+    let mut naming = 0;
+    for (rank, output) in ended.iter().enumerate() {
+        let stderr = said(output);
+        assert!(!output.status.success(), "worker {rank}");
+        naming += usize::from(stderr.contains(&scene.url));
+        // Who still trained then is told by one that could not keep its checkpoint.
+        let is_told = stderr.contains(&scene.url) || stderr.contains("gave up");
+        assert!(is_told, "worker {rank}: {stderr}");
+    }
+    assert!(naming > 0);
+}
+
+#[test]
+fn every_mode_goes_on_as_if_it_had_not_ended() {
+    if !can_page("every_mode_goes_on_as_if_it_had_not_ended") {
+        return;
+    }
+    let scene = Scene::new(64 << 20);
+    for mode in ["bsp", "ds", "fixed", "none"] {
+        let whole = parsed(&scene.together(&["--mode", mode, "--steps", "30"]));
+        let kept = ["--checkpoint", &scene.url, "--checkpoint-name", mode];
+        let kept = [&kept[..], &["--checkpoint-every", "7", "--mode", mode]].concat();
+        parsed(&scene.together(&[&kept[..], &["--steps", "21"]].concat()));
+        let names: Vec<_> = scene.names().into_iter().collect();
+        let of = |step: u64| move |rank: usize| format!("{mode}/{step}/{rank}/0");
+        for expected in (0..WORKERS).map(of(7)).chain((0..WORKERS).map(of(14))) {
+            assert!(names.contains(&expected), "{expected}: {names:?}");
+        }
+        let resumed =
+            parsed(&scene.together(&[&kept[..], &["--steps", "30", "--resume"]].concat()));
+        assert_eq!(resumed["modes"][0]["hashes"], whole["modes"][0]["hashes"]);
+        assert_eq!(resumed["modes"][0]["curve"][0]["step"], 14, "{mode}");
+    }
+}
+
+#[test]
+fn what_is_wrong_is_said_before_training() {
+    if !can_page("what_is_wrong_is_said_before_training") {
+        return;
+    }
+    let scene = Scene::new(64 << 20);
+    let run = |args: &[&str]| {
+        let kept = ["--checkpoint", &scene.url, "--checkpoint-every", "2"];
+        scene.together(&[&kept[..], args].concat())
+    };
+    let refused = |args: &[&str], expected: &str| {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        let stderr = said(&output);
+        assert!(stderr.contains(expected), "{args:?}: {stderr}");
+    };
+    let job = ["--mode", "ds", "--steps", "6"];
+    let with = |more: &[&'static str]| [&job[..], more].concat();
+    refused(&with(&["--resume"]), "no checkpoint `train`");
+    parsed(&run(&job));
+    refused(&job, "go on from it with --resume");
+    refused(&with(&["--resume", "--seed", "2"]), "`seed 1`");
+    refused(&with(&["--resume", "--hidden", "32"]), "64");
+    refused(&["--mode", "bsp", "--steps", "6", "--resume"], "Ds");
+    refused(&with(&["--resume", "--workers", "2"]), "worker 0 of 4");
+    refused(&with(&["--resume", "--workers", "8"]), "of all 8 workers");
+    refused(&["--mode", "ds", "--steps", "4", "--resume"], "--steps 4");
+    refused(&["--mode", "ds,bsp", "--steps", "6"], "choose one --mode");
+    let full = Scene::new(64 << 10);
+    let kept = ["--checkpoint", &full.url, "--checkpoint-every", "2"];
+    let output = full.together(&[&job[..], &kept].concat());
+    let stderr = said(&output);
+    assert!(!output.status.success());
+    assert!(
+        stderr.contains("cannot keep its checkpoint of step 2") && stderr.contains(&full.url),
+        "{stderr}"
+    );
+}

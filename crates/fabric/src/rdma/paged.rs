@@ -1,0 +1,499 @@
+//! [`PagedChannel`]: READs and WRITEs of memory that the server moves elsewhere while nobody looks.
+//!
+//! The rule it keeps: an operation counts only if its chunks were in the server's memory before it,
+//! by the [words](farpage_wire::segment), and nothing has left that memory since. The words that
+//! were seen last stand for the look before it. The look after it is a READ of the words behind it
+//! in the same queue, which the server's adapter executes after it. So an operation on what is
+//! there takes one round trip, as on other memory.
+//!
+//! What is not there, does not count, or is an atomic, the server does, on a second connection. A
+//! client that has seen that a chunk is elsewhere does not touch it, but looks again first.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    os::fd::AsFd,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use farpage_wire::{
+    ExtentId,
+    control::{Lease, PagedKeys, RemoteKey},
+    data::{MAX_OP_BYTES, WORD_BYTES},
+    segment::{Look, SEGMENT_BYTES, SegmentWord, pieces},
+};
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags};
+
+use super::{
+    bundle::RdmaChannel,
+    channel::{CACHED, DEPTH as QUEUE_DEPTH},
+    client::{Client, Leased},
+    control::ASK_AGAIN,
+};
+use crate::{
+    Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    channel::{check_len, is_aligned},
+    memory::{MARK_BYTES, marks, words_bytes},
+    regmem::RegBuf,
+};
+
+/// Operations in flight at most: each takes four places of the queue below, two of them for marks.
+const DEPTH: usize = 16;
+const _: () = assert!(4 * DEPTH <= QUEUE_DEPTH);
+
+/// How often an operation is done while chunks leave, before the server is asked.
+const TRIES: u32 = 3;
+
+/// An operation touches no more: the longest one has as many bytes as a segment.
+const SEGMENTS: usize = 2;
+const _: () = assert!(MAX_OP_BYTES as u64 <= SEGMENT_BYTES);
+
+/// The server clears marks when it looks for what is not used. How often it does nobody tells the
+/// client, which marks anew after this time.
+const MARK_AGAIN: Duration = Duration::from_millis(100);
+
+/// Beside an extent's number these bits name its words and its marks, which have keys of their own.
+const WORDS: u64 = 1 << 63;
+const MARKS: u64 = 1 << 62;
+
+/// What the channels of a session know of a paged extent.
+#[derive(Debug)]
+pub(super) struct Paged {
+    /// The words that were seen last, also by another channel.
+    known: Box<[AtomicU64]>,
+    marked: Box<[Marked]>,
+    born: Instant,
+    /// See [`PagedKeys::granule_bytes`].
+    granule_bytes: u32,
+}
+
+/// What was marked of a segment.
+#[derive(Debug, Default)]
+struct Marked {
+    /// When, in units of [`MARK_AGAIN`], in the upper half, and the bits.
+    last: AtomicU64,
+    /// The bits of the unit before: the server may not have taken them yet.
+    before: AtomicU32,
+}
+
+impl Paged {
+    fn new(extent_bytes: u64, granule_bytes: u32) -> Self {
+        let words = words_bytes(extent_bytes) / u64::from(WORD_BYTES);
+        Self {
+            known: (0..words).map(|_| AtomicU64::new(0)).collect(),
+            marked: (0..words).map(|_| Marked::default()).collect(),
+            born: Instant::now(),
+            granule_bytes,
+        }
+    }
+
+    /// The looks before an operation, one per segment, if all of its chunks are there.
+    fn looks(&self, offset: u64, len: u64) -> Option<[Option<Look>; SEGMENTS]> {
+        let mut looks = [None; SEGMENTS];
+        for (piece, look) in pieces(offset, len).zip(&mut looks) {
+            // Acquire: what was seen then has been, also if another thread saw it.
+            let known = SegmentWord(self.known[piece.segment].load(Ordering::Acquire));
+            *look = Some(known.look(piece.chunks)?);
+        }
+        Some(looks)
+    }
+
+    /// Notes the words of the segments that an operation touches, and judges it by them.
+    fn see(&self, offset: u64, len: u64, words: &Words, looks: &[Option<Look>; SEGMENTS]) -> bool {
+        let mut counts = true;
+        let seen = words.chunks_exact(WORD_BYTES as usize).zip(looks);
+        for (piece, (word, look)) in pieces(offset, len).zip(seen) {
+            let word = SegmentWord(u64::from_le_bytes(word.try_into().expect("8 bytes")));
+            self.known[piece.segment].store(word.0, Ordering::Release);
+            counts &= look.is_some_and(|look| look.judge(word));
+        }
+        counts
+    }
+
+    /// The mark to be set for chunks of a segment, if they have none.
+    fn mark(&self, segment: usize, chunks: u32) -> Option<u32> {
+        let now = (self.born.elapsed().as_millis() / MARK_AGAIN.as_millis()) as u32;
+        let Marked { last, before } = &self.marked[segment];
+        let was = last.load(Ordering::Relaxed);
+        let (then, mut bits) = ((was >> 32) as u32, was as u32);
+        if then != now {
+            let kept = if now - then == 1 { bits } else { 0 };
+            before.store(kept, Ordering::Relaxed);
+            bits = 0;
+        }
+        let new = bits | chunks;
+        // What another thread marks meanwhile is marked again at worst.
+        last.store(u64::from(now) << 32 | u64::from(new), Ordering::Relaxed);
+        (new != bits).then(|| new | before.load(Ordering::Relaxed))
+    }
+}
+
+/// The leases that stand for a paged lease: of its bytes, its words and its marks.
+pub(super) fn leases(lease: Lease, key: RemoteKey, keys: &PagedKeys) -> [Leased; 3] {
+    let (begin, end) = marks(lease.bytes);
+    let part = |id, bytes, read_only, key, paged| Leased {
+        id: ExtentId(id),
+        bytes,
+        atomics: lease.atomics,
+        read_only,
+        key,
+        paged,
+        released: false.into(),
+    };
+    let paged = Some(Paged::new(lease.bytes, keys.granule_bytes));
+    let words_bytes = words_bytes(lease.bytes);
+    [
+        part(lease.id.0, lease.bytes, lease.read_only, key, paged),
+        part(lease.id.0 | WORDS, words_bytes, true, keys.words, None),
+        part(lease.id.0 | MARKS, end - begin, false, keys.marks, None),
+    ]
+}
+
+/// The numbers under which [`leases`] are kept.
+pub(super) fn parts(id: ExtentId) -> [ExtentId; 3] {
+    [id, ExtentId(id.0 | WORDS), ExtentId(id.0 | MARKS)]
+}
+
+type Words = [u8; SEGMENTS * WORD_BYTES as usize];
+
+/// What passes through the queue below: buffers of the program, and words.
+pub(super) enum Parcel<B> {
+    Program(B),
+    Words(Words),
+}
+
+impl<B: Buf> AsRef<[u8]> for Parcel<B> {
+    fn as_ref(&self) -> &[u8] {
+        match self {
+            Self::Program(buf) => buf.as_ref(),
+            Self::Words(words) => words,
+        }
+    }
+}
+
+impl<B: Buf> AsMut<[u8]> for Parcel<B> {
+    fn as_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Program(buf) => buf.as_mut(),
+            Self::Words(words) => words,
+        }
+    }
+}
+
+impl<B: Buf> Buf for Parcel<B> {
+    fn registered(&self) -> Option<&RegBuf> {
+        match self {
+            Self::Program(buf) => buf.registered(),
+            Self::Words(_) => None,
+        }
+    }
+}
+
+/// A program's operation.
+struct Flying<B> {
+    tag: u64,
+    verb: Verb,
+    extent: ExtentId,
+    offset: u64,
+    len: u32,
+    /// `None` while the queue below has it.
+    buf: Option<B>,
+    /// None of memory that stays where it is.
+    leased: Option<Arc<Leased>>,
+    looks: [Option<Look>; SEGMENTS],
+    words: Words,
+    tries: u32,
+    /// Of it, the look at its words and its marks, so many are under way. All of them end before it
+    /// does: the program may release the extent then, and with it their keys.
+    under_way: u32,
+    failed: Option<ChannelError>,
+}
+
+impl<B> Flying<B> {
+    fn op(self) -> Op<B> {
+        Op {
+            tag: self.tag,
+            verb: self.verb,
+            extent: self.extent,
+            offset: self.offset,
+            len: self.len,
+            buf: self.buf.expect("it has come back"),
+        }
+    }
+}
+
+/// A data connection over RDMA to a server that lends more than its memory.
+pub(super) struct PagedChannel<B, A> {
+    client: Arc<Client>,
+    /// What [`Client`] held when it was last asked.
+    cache: HashMap<ExtentId, Arc<Leased>>,
+    queue: RdmaChannel<Parcel<B>>,
+    /// To the server's process.
+    asking: A,
+    flying: [Option<Flying<B>>; DEPTH],
+    /// For `asking`, which was full.
+    unasked: VecDeque<Op<B>>,
+    scratch: Vec<Completion<Parcel<B>>>,
+    /// Readable when one of both is.
+    ready: Epoll,
+    mtu_bytes: u32,
+}
+
+impl<B: Buf, A: Channel<B> + AsFd> PagedChannel<B, A> {
+    /// Both connections are of the session that `client` belongs to.
+    pub(super) fn new(
+        client: Arc<Client>,
+        queue: RdmaChannel<Parcel<B>>,
+        asking: A,
+    ) -> io::Result<Self> {
+        let ready = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        for fd in [queue.as_fd(), asking.as_fd()] {
+            ready.add(fd, EpollEvent::new(EpollFlags::EPOLLIN, 0))?;
+        }
+        let mtu_bytes = queue.pair().mtu_bytes()?;
+        Ok(Self {
+            client,
+            cache: HashMap::with_capacity(CACHED),
+            queue,
+            asking,
+            flying: [const { None }; DEPTH],
+            unasked: VecDeque::with_capacity(DEPTH),
+            scratch: Vec::with_capacity(4 * DEPTH),
+            ready,
+            mtu_bytes,
+        })
+    }
+
+    fn leased(&mut self, id: ExtentId) -> Option<Arc<Leased>> {
+        let is_live = |leased: &Arc<Leased>| !leased.released.load(Ordering::Relaxed);
+        if !self.cache.get(&id).is_some_and(is_live) {
+            self.cache.retain(|_, leased| is_live(leased));
+            self.cache.insert(id, self.client.get(id)?);
+        }
+        self.cache.get(&id).cloned()
+    }
+
+    /// Whether the server's adapter moves bytes from there on to the right places.
+    fn can_reach(&self, leased: &Leased, offset: u64) -> bool {
+        (leased.paged.as_ref()).is_none_or(|Paged { granule_bytes, .. }| {
+            let granule_bytes = *granule_bytes;
+            // Packets follow each other at multiples of the path's unit.
+            granule_bytes == 1
+                || offset.is_multiple_of(u64::from(granule_bytes))
+                    && self.mtu_bytes.is_multiple_of(granule_bytes)
+        })
+    }
+
+    /// Hands the operation of a place to the queue, or looks at its words first.
+    fn start(&mut self, place: usize) {
+        let Some(flying) = &mut self.flying[place] else {
+            return;
+        };
+        let (extent, offset, len) = (flying.extent, flying.offset, flying.len);
+        let known = (flying.leased.as_ref()).and_then(|leased| leased.paged.as_ref());
+        let looks = known.map(|known| known.looks(offset, u64::from(len)));
+        flying.looks = looks.flatten().unwrap_or_default();
+        let mut send = |op| {
+            // There is room for all that `DEPTH` operations post.
+            let posted = self.queue.post(op);
+            debug_assert!(posted.is_ok());
+            flying.under_way += 1;
+        };
+        let tag = place as u64;
+        // 1. The operation, unless something is known to be elsewhere.
+        if looks.is_none_or(|looks| looks.is_some()) {
+            send(Op {
+                tag,
+                verb: flying.verb,
+                extent,
+                offset,
+                len,
+                buf: Parcel::Program(flying.buf.take().expect("it is at rest")),
+            });
+        }
+        let Some(known) = known else {
+            return;
+        };
+        // 2. Its words, behind it.
+        let mut segments = pieces(offset, u64::from(len)).map(|piece| piece.segment as u64);
+        let first = segments.next().unwrap_or_default();
+        let count = 1 + segments.count() as u32;
+        send(Op {
+            tag,
+            verb: Verb::Read,
+            extent: ExtentId(extent.0 | WORDS),
+            offset: first * u64::from(WORD_BYTES),
+            len: count * WORD_BYTES,
+            buf: Parcel::Words(Words::default()),
+        });
+        // 3. Marks for the server, which does not see what an adapter touches.
+        if looks.flatten().is_none() {
+            return;
+        }
+        for piece in pieces(offset, u64::from(len)) {
+            if let Some(bits) = known.mark(piece.segment, piece.chunks) {
+                let mut words = Words::default();
+                words[..MARK_BYTES as usize].copy_from_slice(&bits.to_le_bytes());
+                send(Op {
+                    tag,
+                    verb: Verb::Write,
+                    extent: ExtentId(extent.0 | MARKS),
+                    offset: piece.segment as u64 * MARK_BYTES,
+                    len: MARK_BYTES as u32,
+                    buf: Parcel::Words(words),
+                });
+            }
+        }
+    }
+
+    /// What the queue has done of the operation in a place; what becomes of it.
+    fn hear(&mut self, completion: Completion<Parcel<B>>, done: &mut Vec<Completion<B>>) {
+        let place = completion.tag as usize;
+        let Some(flying) = &mut self.flying[place] else {
+            return;
+        };
+        match completion.buf {
+            Parcel::Program(buf) => flying.buf = Some(buf),
+            Parcel::Words(words) if completion.verb == Verb::Read => flying.words = words,
+            Parcel::Words(_) => {}
+        }
+        if let Err(error) = completion.result {
+            flying.failed.get_or_insert(error);
+        }
+        flying.under_way -= 1;
+        if flying.under_way > 0 {
+            return;
+        }
+        let (offset, len) = (flying.offset, u64::from(flying.len));
+        let paged = (flying.leased.as_ref()).and_then(|leased| leased.paged.as_ref());
+        let was_done = flying.looks[0].is_some();
+        let counts = match paged {
+            Some(paged) if flying.failed.is_none() => {
+                paged.see(offset, len, &flying.words, &flying.looks)
+            }
+            _ => true,
+        };
+        if counts {
+            self.finish(place, done);
+            return;
+        }
+        flying.tries += u32::from(was_done);
+        let is_there = paged.is_some_and(|paged| paged.looks(offset, len).is_some());
+        if is_there && flying.tries < TRIES {
+            self.start(place);
+        } else {
+            let flying = self.flying[place].take().expect("looked at above");
+            self.unasked.push_back(flying.op());
+        }
+    }
+
+    /// Hands the operation of a place back.
+    fn finish(&mut self, place: usize, done: &mut Vec<Completion<B>>) {
+        let Some(mut flying) = self.flying[place].take() else {
+            return;
+        };
+        let result = flying.failed.take().map_or(Ok(()), Err);
+        let op = flying.op();
+        done.push(Completion {
+            tag: op.tag,
+            verb: op.verb,
+            buf: op.buf,
+            result,
+        });
+    }
+
+    fn ask(&mut self) {
+        while let Some(op) = self.unasked.pop_front() {
+            if let Err(Busy(op)) = self.asking.post(op) {
+                self.unasked.push_front(op);
+                break;
+            }
+        }
+    }
+}
+
+impl<B: Buf, A: Channel<B> + AsFd> Channel<B> for PagedChannel<B, A> {
+    fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        let free = self.flying.iter().position(Option::is_none);
+        let Some(place) = free.filter(|_| self.in_flight() < DEPTH) else {
+            return Err(Busy(op));
+        };
+        check_len(&op);
+        let is_in = |leased: &Arc<Leased>| {
+            let end = op.offset.checked_add(u64::from(op.len));
+            leased.paged.is_some() && end.is_some_and(|end| end <= leased.bytes)
+        };
+        // What is refused, the queue refuses.
+        let leased = self.leased(op.extent).filter(is_in);
+        let is_for_server = leased.as_ref().is_some_and(|leased| match op.verb {
+            Verb::Atomic(_) => leased.atomics && is_aligned(&op),
+            Verb::Read | Verb::Write => !self.can_reach(leased, op.offset),
+        });
+        if is_for_server {
+            self.unasked.push_back(op);
+            self.ask();
+            return Ok(());
+        }
+        self.flying[place] = Some(Flying {
+            tag: op.tag,
+            verb: op.verb,
+            extent: op.extent,
+            offset: op.offset,
+            len: op.len,
+            buf: Some(op.buf),
+            leased,
+            looks: [None; SEGMENTS],
+            words: Words::default(),
+            tries: 0,
+            under_way: 0,
+            failed: None,
+        });
+        self.start(place);
+        Ok(())
+    }
+
+    fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
+        let before = done.len();
+        let mut scratch = std::mem::take(&mut self.scratch);
+        self.queue.poll(&mut scratch);
+        for completion in scratch.drain(..) {
+            self.hear(completion, done);
+        }
+        self.scratch = scratch;
+        self.ask();
+        self.asking.poll(done);
+        done.len() - before
+    }
+
+    fn in_flight(&self) -> usize {
+        let flying = self.flying.iter().flatten().count();
+        flying + self.unasked.len() + self.asking.in_flight()
+    }
+
+    fn wait(&self) -> Wait<'_> {
+        let (queue, asking) = (self.queue.wait(), self.asking.wait());
+        if self.asking.in_flight() == 0 {
+            return queue;
+        }
+        // A peer does not tell when it has room again, so it is asked.
+        let again = asking.writable.then(|| Instant::now() + ASK_AGAIN);
+        // A descriptor of which nothing is expected may be readable all the time.
+        let fd = match self.queue.in_flight() {
+            0 => asking.fd,
+            _ => Some(self.ready.0.as_fd()),
+        };
+        Wait {
+            fd,
+            readable: true,
+            writable: false,
+            until: [queue.until, asking.until, again]
+                .into_iter()
+                .flatten()
+                .min(),
+        }
+    }
+}

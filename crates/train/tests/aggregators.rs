@@ -1,0 +1,322 @@
+//! Training through aggregators: the same bits over every fabric and through any number of them,
+//! the bytes that theory says, and errors that name who is missing.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{
+    path::Path,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::{Endpoint, SessionOptions};
+use farpage_train::{
+    AggregateError, Aggregator, Between, Job, Layout, Mlp, Mode, Network, Outcome, Party, Plan,
+    Rule, Through,
+    data::{Dataset, Shards, Source},
+    distance, hash, run, run_through,
+};
+
+const SIM: Network = Network {
+    between: Between::Sim,
+    link: None,
+    deadline: Duration::from_secs(20),
+};
+const MOMENTUM: Rule = Rule::Sgd {
+    rate: 0.1,
+    momentum: 0.9,
+};
+const LEASE: Duration = Duration::from_secs(10);
+
+fn job(rule: Rule, workers: usize, hidden: usize) -> Job {
+    let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
+    Job {
+        plan: Plan::new(Mode::Bsp, workers, 2).unwrap(),
+        model: Mlp::new(&[data.width, hidden, data.classes]).into(),
+        rule,
+        data: Arc::new(data),
+        shards: Shards::Even,
+        batch: 16,
+        steps: 20,
+        every: 20,
+        seed: 1,
+        slow: None,
+    }
+}
+
+fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
+    let ends = outcomes
+        .iter()
+        .map(|outcome| &outcome.snapshots.last().unwrap().parameters);
+    ends.map(|parameters| &**parameters).collect()
+}
+
+/// Over a network the aggregator's news that it took an announcement comes later than the next
+/// announcement may need room.
+#[test]
+fn a_job_has_more_steps_than_the_ring_of_announcements_has_room_for() {
+    let job = Job {
+        steps: 200,
+        every: 200,
+        ..job(MOMENTUM, 2, 4)
+    };
+    let whole = hash(last(&run_through(&job, &SIM, 1).unwrap()));
+    for between in [Between::Shm, Between::Tcp] {
+        let ended = run_through(&job, &Network { between, ..SIM }, 2).unwrap();
+        assert_eq!(hash(last(&ended)), whole, "{between:?}");
+    }
+}
+
+#[test]
+fn a_seed_ends_in_the_same_bits_over_every_fabric_and_through_any_number_of_aggregators() {
+    for rule in [MOMENTUM, Rule::Adam { rate: 0.01 }] {
+        let job = job(rule, 4, 24);
+        let whole = hash(last(&run_through(&job, &SIM, 1).unwrap()));
+        for (between, aggregators) in [
+            (Between::Sim, 3),
+            (Between::Shm, 1),
+            (Between::Shm, 3),
+            (Between::Tcp, 2),
+        ]
+        .into_iter()
+        .take(if rule == MOMENTUM { 4 } else { 3 })
+        {
+            let network = Network { between, ..SIM };
+            let ended = run_through(&job, &network, aggregators).unwrap();
+            assert_eq!(hash(last(&ended)), whole, "{between:?} {aggregators}");
+        }
+        let slow = Job {
+            slow: Some((1, 3.0)),
+            ..job.clone()
+        };
+        let network = Network {
+            between: Between::Shm,
+            link: Some((1.0, 50.0)),
+            ..SIM
+        };
+        let ended = run_through(&slow, &network, 2).unwrap();
+        assert_eq!(hash(last(&ended)), whole);
+        let other = Job { seed: 2, ..job };
+        assert_ne!(hash(last(&run_through(&other, &SIM, 1).unwrap())), whole);
+    }
+}
+
+#[test]
+fn aggregators_and_rings_agree() {
+    // Two summands have one sum, in whichever order.
+    let two = job(MOMENTUM, 2, 24);
+    let ring = run(&two, &SIM).unwrap();
+    let through = run_through(&two, &SIM, 2).unwrap();
+    assert_eq!(hash(last(&through)), hash(last(&ring)));
+    // Four are rounded in another order.
+    let four = job(MOMENTUM, 4, 24);
+    let ring = run(&four, &SIM).unwrap();
+    let through = run_through(&four, &SIM, 2).unwrap();
+    let apart = distance(last(&through), last(&ring)[0]);
+    assert!(apart > 0.0 && apart < 1e-5, "{apart}");
+}
+
+#[test]
+fn aggregators_move_the_bytes_that_theory_says_and_share_them() {
+    let job = job(MOMENTUM, 4, 4000);
+    let network = Network {
+        between: Between::Shm,
+        ..SIM
+    };
+    for aggregators in [1, 3] {
+        let outcomes = run_through(&job, &network, aggregators).unwrap();
+        let theory = 2.0 * 4.0 * job.model.parameters() as f64 * job.steps as f64;
+        let near = |bytes: u64, theory: f64| {
+            let over = bytes as f64 / theory;
+            assert!((1.0..1.01).contains(&over), "{aggregators}: {over}");
+        };
+        let workers = outcomes.len() as f64;
+        near(
+            outcomes.iter().map(|outcome| outcome.moved_bytes).sum(),
+            workers * theory,
+        );
+        for number in 0..aggregators {
+            let moved = outcomes
+                .iter()
+                .map(|outcome| outcome.moved_by_aggregator[number]);
+            near(moved.sum(), workers * theory / aggregators as f64);
+        }
+    }
+}
+
+#[test]
+fn only_the_mean_of_all_goes_through_aggregators() {
+    let mut job = job(MOMENTUM, 4, 4);
+    assert!(run_through(&job, &SIM, 0).is_err());
+    job.plan = Plan::new(Mode::Ds, 4, 2).unwrap();
+    let error = run_through(&job, &SIM, 1).unwrap_err().to_string();
+    assert!(error.contains("mode ds"), "{error}");
+}
+
+/// Two workers at one aggregator over tcp: worker 0 trains, worker 1 takes part in a step and does
+/// then as `second` does. What the aggregator and worker 0 say.
+fn failing(
+    deadline: Duration,
+    second: impl FnOnce(Through) + Send,
+) -> (AggregateError, AggregateError) {
+    let layout = Layout {
+        aggregators: 1,
+        workers: 2,
+        parameters: 1000,
+        statistics: 0,
+    };
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
+    let address = [aggregator.address()];
+    let folder = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        deadline,
+        ..SessionOptions::default()
+    };
+    let join = |rank| Through::join(layout, rank, &address, &options, deadline).unwrap();
+    let join = &join;
+    thread::scope(|scope| {
+        let serving = scope.spawn(|| {
+            let served = aggregator.serve(&[0.0; 1000], MOMENTUM, 1000, deadline);
+            served.unwrap_err()
+        });
+        let first = scope.spawn(move || {
+            let (mut through, mut parameters) = (join(0), [0.0; 1000]);
+            let mut steps = 0..1000;
+            let failed =
+                steps.find_map(|step| through.step(step, &[1.0; 1000], &mut parameters).err());
+            failed.unwrap()
+        });
+        scope.spawn(move || {
+            let (mut through, mut parameters) = (join(1), [0.0; 1000]);
+            through.step(0, &[1.0; 1000], &mut parameters).unwrap();
+            second(through);
+        });
+        (serving.join().unwrap(), first.join().unwrap())
+    })
+}
+
+fn at_fault(error: &AggregateError) -> Party {
+    match error {
+        AggregateError::Missing { missing, .. } => *missing,
+        AggregateError::Gone { gone, .. } => *gone,
+        AggregateError::Strange { from, .. } => *from,
+        error => panic!("{error}"),
+    }
+}
+
+#[test]
+fn a_worker_that_is_stuck_is_named_by_the_aggregator_and_the_others() {
+    let deadline = Duration::from_secs(1);
+    let begun = Instant::now();
+    let (aggregator, worker) = failing(deadline, |through| {
+        thread::sleep(4 * deadline);
+        drop(through);
+    });
+    assert_eq!(at_fault(&aggregator), Party::Worker(1), "{aggregator}");
+    assert_eq!(at_fault(&worker), Party::Worker(1), "{worker}");
+    assert!(begun.elapsed() < Duration::from_secs(15));
+}
+
+#[test]
+fn a_worker_that_goes_is_named_long_before_the_deadline() {
+    let deadline = Duration::from_secs(60);
+    let begun = Instant::now();
+    let (aggregator, worker) = failing(deadline, drop);
+    assert_eq!(at_fault(&aggregator), Party::Worker(1), "{aggregator}");
+    assert_eq!(at_fault(&worker), Party::Worker(1), "{worker}");
+    assert!(begun.elapsed() < Duration::from_secs(20));
+}
+
+#[test]
+fn a_worker_that_does_another_step_is_noticed() {
+    let (aggregator, worker) = failing(Duration::from_secs(5), |mut through| {
+        let _ = through.step(7, &[1.0; 1000], &mut [0.0; 1000]);
+    });
+    assert!(
+        matches!(aggregator, AggregateError::Strange { .. }),
+        "{aggregator}"
+    );
+    assert_eq!(at_fault(&worker), Party::Worker(1), "{worker}");
+}
+
+#[test]
+fn a_worker_or_an_aggregator_that_never_comes_is_named() {
+    let deadline = Duration::from_secs(1);
+    let layout = Layout {
+        aggregators: 1,
+        workers: 2,
+        parameters: 10,
+        statistics: 0,
+    };
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let open = || Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        deadline,
+        ..SessionOptions::default()
+    };
+    let begun = Instant::now();
+    // 1. Worker 1 does not come.
+    let aggregator = open();
+    let address = [aggregator.address()];
+    let (served, worked) = thread::scope(|scope| {
+        let serving = scope.spawn(|| aggregator.serve(&[0.0; 10], MOMENTUM, 1, deadline));
+        let mut through = Through::join(layout, 0, &address, &options, deadline).unwrap();
+        let worked = through.step(0, &[1.0; 10], &mut [0.0; 10]);
+        drop(through);
+        (serving.join().unwrap(), worked)
+    });
+    for error in [served.unwrap_err(), worked.unwrap_err()] {
+        assert_eq!(at_fault(&error), Party::Worker(1), "{error}");
+    }
+    // 2. The aggregator does not come.
+    let address = [open().address()];
+    let joined = Through::join(layout, 0, &address, &options, deadline);
+    let error = joined.err().unwrap();
+    assert!(
+        matches!(
+            error,
+            AggregateError::Refused {
+                who: Party::Worker(0),
+                at: Party::Aggregator(0),
+                ..
+            }
+        ),
+        "{error}"
+    );
+    assert!(begun.elapsed() < Duration::from_secs(10), "{begun:?}");
+}
+
+#[test]
+fn an_aggregator_that_goes_is_named() {
+    let layout = Layout {
+        aggregators: 1,
+        workers: 1,
+        parameters: 10,
+        statistics: 0,
+    };
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
+    let (address, deadline) = ([aggregator.address()], Duration::from_secs(1));
+    let options = SessionOptions {
+        deadline,
+        ..SessionOptions::default()
+    };
+    let mut through = Through::join(layout, 0, &address, &options, deadline).unwrap();
+    // One that does nothing, and then one that is not there.
+    let (gradient, mut parameters) = ([0.0; 10], [0.0; 10]);
+    let error = through.step(0, &gradient, &mut parameters).unwrap_err();
+    assert!(matches!(error, AggregateError::Missing { .. }), "{error}");
+    assert_eq!(at_fault(&error), Party::Aggregator(0), "{error}");
+    drop(aggregator);
+    let error = through.step(1, &gradient, &mut parameters).unwrap_err();
+    assert_eq!(at_fault(&error), Party::Aggregator(0), "{error}");
+    assert!(Through::join(layout, 0, &address, &options, deadline).is_err());
+}

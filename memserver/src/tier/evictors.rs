@@ -1,0 +1,135 @@
+//! [`Evictors`]: the threads that move chunks out of memory.
+//!
+//! The rule it keeps: they make room before somebody waits for it, and none dies alone: its chunk
+//! would be on its way for ever. Who leaves is left to [`Books`](super::shares::Books), and how to
+//! [`TieredExtent`](super::extent::TieredExtent).
+
+use std::{
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    process,
+    sync::{Arc, atomic::Ordering},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use farpage_fabric::log::later;
+use parking_lot::MutexGuard;
+
+use super::{EVICTORS, Tier, buffers::Transfer, pool::Owner};
+
+/// How long an evictor that found nothing to do waits until it looks again.
+const PAUSE: Duration = Duration::from_millis(20);
+/// How long the end of a server waits for its evictors, which may wait for a disk.
+const JOIN: Duration = Duration::from_secs(5);
+
+/// The threads that move chunks out; dropping it ends them.
+pub(crate) struct Evictors {
+    tier: Arc<Tier>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Evictors {
+    /// Starts them.
+    ///
+    /// # Errors
+    /// The system has no thread.
+    pub(super) fn start(tier: &Arc<Tier>) -> io::Result<Self> {
+        let mut evictors = Self {
+            tier: Arc::clone(tier),
+            threads: Vec::new(),
+        };
+        for _ in 0..EVICTORS {
+            let tier = Arc::clone(tier);
+            let thread = thread::Builder::new().name("farpage-tier".to_owned());
+            let work = move || {
+                if catch_unwind(AssertUnwindSafe(|| tier.keep_room())).is_err() {
+                    eprintln!(
+                        "an evictor of this server panicked; ending the process, whose clients would wait without end for what it was moving"
+                    );
+                    process::abort();
+                }
+            };
+            evictors.threads.push(thread.spawn(work)?);
+        }
+        Ok(evictors)
+    }
+}
+
+impl Drop for Evictors {
+    fn drop(&mut self) {
+        self.tier.books.lock().stops = true;
+        self.tier.work.notify_all();
+        let until = Instant::now() + JOIN;
+        for thread in self.threads.drain(..) {
+            // There is no join with an end.
+            while !thread.is_finished() && Instant::now() < until {
+                thread::sleep(Duration::from_millis(1));
+            }
+            if !thread.is_finished() {
+                later(|| {
+                    tracing::warn!(
+                        "an evictor did not end within {JOIN:?}: the disk does not answer"
+                    );
+                });
+            }
+        }
+    }
+}
+
+impl Tier {
+    /// What an evictor does until the end.
+    fn keep_room(&self) {
+        let mut buffer = Transfer::new();
+        let mut books = self.books.lock();
+        while !books.stops {
+            if !self.is_short(&books) {
+                self.work.wait(&mut books);
+                continue;
+            }
+            // Many at once, so that most fetches meet no evictor.
+            while !books.stops && self.has_less_than(self.headroom_bytes, &books) {
+                let made_room = MutexGuard::unlocked(&mut books, || self.make_room(&mut buffer));
+                if !made_room && !books.stops {
+                    self.work.wait_for(&mut books, PAUSE);
+                }
+            }
+        }
+    }
+
+    /// Moves something out. `false`: there was nothing, or it failed.
+    fn make_room(&self, buffer: &mut Transfer) -> bool {
+        let trimmed = self.pool.trim(self.headroom_bytes / 4);
+        if trimmed > 0 {
+            self.books.lock().held_bytes -= trimmed;
+            self.room.notify_all();
+            return true;
+        }
+        if self.pool.is_nearly_full() && self.demote_one(buffer) {
+            return true;
+        }
+        let victim = self.books.lock().victim();
+        match victim {
+            Some((extent, chunk)) => {
+                let is_out = extent.evict(chunk, buffer);
+                match is_out {
+                    true => {
+                        self.figures.evictions.fetch_add(1, Ordering::Relaxed);
+                        let forced = u64::from(extent.is_shared());
+                        (self.figures.forced_seals).fetch_add(forced, Ordering::Relaxed);
+                    }
+                    false => self.books.lock().pass_by(extent.id(), chunk),
+                }
+                is_out
+            }
+            None => self.demote_one(buffer),
+        }
+    }
+
+    fn demote_one(&self, buffer: &mut Transfer) -> bool {
+        let Some((Owner { extent, chunk }, cell)) = self.pool.oldest() else {
+            return false;
+        };
+        (extent.upgrade()).is_some_and(|extent| extent.demote(chunk, cell, buffer))
+    }
+}
