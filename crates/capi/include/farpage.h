@@ -61,6 +61,13 @@
 #define FARPAGE_ADVICE_DONT_NEED 4
 
 /**
+ * What the range holds is not needed any more: it is zeros afterwards, its remote memory is free,
+ * and nothing is written back. What `madvise(MADV_DONTNEED)` means to an allocator. A write of
+ * another thread lands before, and is gone, or after, on zeros.
+ */
+#define FARPAGE_ADVICE_DISCARD 5
+
+/**
  * The default.
  */
 #define FARPAGE_FAULTS_DEFAULT 0
@@ -535,6 +542,7 @@ farpage_code farpage_region_overwrite(struct farpage_region *region,
 /**
  * Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants.
  * FARPAGE_ADVICE_DONT_NEED waits until what had changed is written back, and fails if that fails.
+ * FARPAGE_ADVICE_DISCARD fails with FARPAGE_INVALID on a read-only region.
  *
  * As `farpage_region_address`.
  */

@@ -237,6 +237,13 @@ fn region_whose_store_fails_stays_until_it_is_discarded() {
         assert_eq!(farpage_region_page_bytes(region), PAGE as u64);
         assert_eq!(bytes.add(2 * PAGE).read_volatile(), 3);
         bytes.write_volatile(9);
+        let offset = 2 * PAGE as u64;
+        assert_eq!(
+            farpage_region_advise(region, offset, 1, FARPAGE_ADVICE_DISCARD),
+            FARPAGE_OK
+        );
+        assert_eq!(bytes.add(2 * PAGE).read_volatile(), 0);
+        assert_eq!(bytes.read_volatile(), 9);
         pages.fails.store(true, Ordering::SeqCst);
         assert_eq!(farpage_region_flush(region), FARPAGE_PAGES);
         assert!(message().contains("a store"), "{}", message());

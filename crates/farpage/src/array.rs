@@ -120,6 +120,18 @@ impl<T: Pod> RemoteArray<T> {
         (self.region).overwrite(at.start, bytemuck::cast_slice(elements))
     }
 
+    /// Makes a range of elements zeros and gives up what they were: see [`Region::discard_range`].
+    ///
+    /// # Errors
+    /// As [`Region::discard_range`].
+    ///
+    /// # Panics
+    /// As [`Region::discard_range`].
+    pub fn discard_range(&mut self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
+        self.region
+            .discard_range(byte_range(range, self.len, mem::size_of::<T>()))
+    }
+
     /// Writes all changes back and keeps the pages: see [`Region::flush`].
     ///
     /// # Errors

@@ -310,6 +310,62 @@ impl Region {
         Ok(())
     }
 
+    /// Makes a range of bytes zeros and gives up what they were: their remote memory is free for
+    /// other pages, their local memory goes back to the budget, and nothing is written back. This is
+    /// what an allocator means by `madvise(MADV_DONTNEED)`; [`Advice::DontNeed`] keeps the data.
+    /// [Lost](PageError::Lost) pages that the range covers wholly come back as zeros.
+    ///
+    /// Pages that the range covers only in part are zeroed in memory. So are all pages of a region
+    /// with a store of its own. Pinned pages stay in memory.
+    ///
+    /// # Errors
+    /// A page that the kernel, a device or a slow server holds until the
+    /// [deadline](crate::Builder::deadline). Bytes before it are zeros.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region, or the region is
+    /// [read-only](RegionOptions::read_only).
+    pub fn discard_range(&mut self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
+        // SAFETY: the exclusive borrow: nobody has a reference to any byte.
+        unsafe { self.discard_shared(range) }
+    }
+
+    /// [`discard_range`](Self::discard_range) for a program that shares the region between threads
+    /// by its address. A write of another thread lands before the discard, and is gone, or after it,
+    /// on zeros.
+    ///
+    /// # Errors
+    /// As [`discard_range`](Self::discard_range).
+    ///
+    /// # Panics
+    /// As [`discard_range`](Self::discard_range).
+    ///
+    /// # Safety
+    /// There is no reference to bytes of the range: they change.
+    pub unsafe fn discard_shared(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
+        let range = byte_range(range, self.len(), 1);
+        assert!(!self.read_only, "a read-only region cannot be discarded");
+        let zero = |part: Range<usize>| {
+            let first = (self.mapped.address() + part.start) as *mut u8;
+            // SAFETY: in the region, which is mapped and writable; the caller promises that there
+            // is no reference to these bytes.
+            unsafe { first.write_bytes(0, part.len()) }
+        };
+        if self.mapped.store().is_users_own() {
+            self.mapped.put_lost(range.start, &vec![0; range.len()])?;
+            zero(range);
+            return Ok(());
+        }
+        let whole = self.mapped.discard(range.clone())?;
+        if whole.is_empty() {
+            zero(range);
+        } else {
+            zero(range.start..whole.start);
+            zero(whole.end.min(range.end)..range.end);
+        }
+        Ok(())
+    }
+
     /// Writes all changes back and keeps the pages. A named region is published atomically: whoever
     /// opens it sees either all of this state or all of the state before. A region with a store of
     /// its own is as durable as the store makes it.

@@ -30,6 +30,7 @@ mod budget;
 mod candidates;
 mod clock;
 mod costs;
+mod discard;
 mod doors;
 mod error;
 mod evictor;

@@ -1,7 +1,8 @@
 //! A region as the program holds it: [`Mapped`].
 //!
 //! The rule it keeps: the program's calls only ask and wait. Pages are moved by fillers and
-//! evictors; nothing here owns a page, except when a closing region is given up in [`Drop`].
+//! evictors; nothing here owns a page, except when a closing region is given up in [`Drop`], and
+//! where the program gives up what pages hold (`discard.rs`).
 
 use std::{
     fmt, mem,
@@ -148,7 +149,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// A frame for one page. Waits for it until the deadline.
-    fn frame_for(&self, page: PageIndex) -> Result<A::Frame, PageError> {
+    pub(crate) fn frame_for(&self, page: PageIndex) -> Result<A::Frame, PageError> {
         let (frames, since) = (&self.shared().frames, Instant::now());
         let mut starved = false;
         loop {
@@ -209,7 +210,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Asks for pages; returns how many fillers have taken theirs on.
-    fn demand(&self, pages: PageRange) -> Arc<AtomicUsize> {
+    pub(crate) fn demand(&self, pages: PageRange) -> Arc<AtomicUsize> {
         let taken_on = Arc::new(AtomicUsize::new(0));
         let doors = &self.shared().doors;
         doors.tell_fillers(|| Command::Demand(self.region.clone(), pages, taken_on.clone()));
@@ -385,7 +386,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    fn check_process(&self) -> Result<(), PageError> {
+    pub(crate) fn check_process(&self) -> Result<(), PageError> {
         if self.pager.is_parents() {
             return Err(PageError::Forked);
         }
@@ -439,11 +440,10 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
-    fn shared(&self) -> &Shared<A> {
+    pub(crate) fn shared(&self) -> &Shared<A> {
         self.pager.shared()
     }
 
-    #[cfg(test)]
     pub(crate) fn region(&self) -> &Arc<Region> {
         &self.region
     }

@@ -201,6 +201,11 @@ impl PageTable {
         self.words(page)[1].fetch_or(PUBLISHED, Ordering::Relaxed);
     }
 
+    /// Whether the page has no entry; may be asked by anyone, as a hint.
+    pub(crate) fn is_never(&self, page: PageIndex) -> bool {
+        (self.words(page)[1].load(Ordering::Acquire) >> 40) & 0xff == KIND_NEVER
+    }
+
     /// Whether the page has bytes anywhere; may be asked by anyone, as a hint.
     pub(crate) fn is_stored(&self, page: PageIndex) -> bool {
         (self.words(page)[1].load(Ordering::Relaxed) >> 40) & 0xff >= KIND_STORED

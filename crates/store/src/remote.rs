@@ -292,6 +292,33 @@ impl PageStore {
         }
     }
 
+    /// Whether the page was never written, or has been cleared since: it holds zeros, and nothing is
+    /// stored of it. May be asked by anyone, as a hint. Never so in a user's own store.
+    pub fn is_blank(&self, page: PageIndex) -> bool {
+        !self.is_users_own() && self.table.is_never(page)
+    }
+
+    /// The pages hold zeros from now on. What is stored of them is freed, except what was published
+    /// under a name. For their owner, in remote memory.
+    pub fn clear(&self, pages: PageRange) {
+        if let Backing::Remote(remote) = &self.backing {
+            let written = pages.iter().filter(|&page| !self.table.is_never(page));
+            let entries = written.map(|page| (page, Entry::Never));
+            remote.commit(&self.table, entries, &mut Vec::new());
+        }
+    }
+
+    /// Gives remote memory that no page uses back to the servers, where the region has reserved
+    /// none. Asks a server and waits for it.
+    pub fn trim(&self) {
+        if let Backing::Remote(remote) = &self.backing
+            && remote.reservation.is_none()
+            && remote.publications.is_none()
+        {
+            remote.pool.trim();
+        }
+    }
+
     /// Gives the region's remote memory back, except what was published under a name, now and on
     /// this thread. Nobody uses the region's pages any more. Dropping does the same, but on
     /// whichever thread comes last, and it may have to ask a server.

@@ -18,6 +18,10 @@ pub const FARPAGE_ADVICE_RANDOM: u32 = 2;
 pub const FARPAGE_ADVICE_WILL_NEED: u32 = 3;
 /// The range is not needed soon: written back where it changed, and given up. The data stays.
 pub const FARPAGE_ADVICE_DONT_NEED: u32 = 4;
+/// What the range holds is not needed any more: it is zeros afterwards, its remote memory is free,
+/// and nothing is written back. What `madvise(MADV_DONTNEED)` means to an allocator. A write of
+/// another thread lands before, and is gone, or after, on zeros.
+pub const FARPAGE_ADVICE_DISCARD: u32 = 5;
 
 /// The first byte of the region, aligned to its page size; null for null.
 ///
@@ -110,6 +114,7 @@ pub unsafe extern "C" fn farpage_region_overwrite(
 
 /// Tells how `bytes` bytes at `offset` will be used: one of the FARPAGE_ADVICE_ constants.
 /// FARPAGE_ADVICE_DONT_NEED waits until what had changed is written back, and fails if that fails.
+/// FARPAGE_ADVICE_DISCARD fails with FARPAGE_INVALID on a read-only region.
 ///
 /// # Safety
 /// As `farpage_region_address`.
@@ -120,6 +125,18 @@ pub unsafe extern "C" fn farpage_region_advise(
     bytes: u64,
     advice: u32,
 ) -> farpage_code {
+    if advice == FARPAGE_ADVICE_DISCARD {
+        return guard(|| {
+            // SAFETY: the caller's promise.
+            let it = unsafe { farpage_region::get(region) }?;
+            let range = range(&it.region, offset, bytes)?;
+            if it.read_only {
+                return Err(Failure::invalid("a read-only region cannot be discarded"));
+            }
+            // SAFETY: C has no references; who uses these bytes meanwhile sees them change.
+            Ok(unsafe { it.region.discard_shared(range) }?)
+        });
+    }
     let advise = |it: &Region| {
         let advice = match advice {
             FARPAGE_ADVICE_NORMAL => Advice::Normal,

@@ -68,8 +68,9 @@ fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     } else {
         libc::MADV_NOHUGEPAGE
     };
-    for advice in [libc::MADV_DONTFORK, page_kind] {
-        // SAFETY: the mapping made above; neither advice drops pages.
+    // A core dump would bring every page in.
+    for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP, page_kind] {
+        // SAFETY: the mapping made above; none of these drops pages.
         match unsafe { madvise(start, len, advice) } {
             Ok(()) => {}
             // A kernel built without transparent huge pages: there is nothing to ask for or to

@@ -1,0 +1,241 @@
+//! Pages that the program needs no more, whatever they hold: [`Mapped::discard`].
+//!
+//! A mapped page is owned as `Leaving` and detached, so that a concurrent write lands either before,
+//! and is gone with the page, or after, on zeros. A page that is not mapped is owned as `Filling`.
+//! The store forgets what it has of the page while it is owned. A page that is wanted meanwhile, or
+//! pinned, is mapped again as zeros.
+//!
+//! The rule: the calling thread owns pages here and waits for nobody while it does, except for a
+//! frame. The page protocol is that of evictors and fillers: what differs is the bytes.
+
+use std::{
+    ops::Range,
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage_store::{PageIndex, PageRange};
+use farpage_vm::{AddressSpace, DetachError, RUN_PAGES_MAX};
+use smallvec::SmallVec;
+
+use crate::{
+    Mapped, PageError,
+    installer::Heat,
+    protocol::{self, OnFailed, OnLeft, State},
+    run::Run,
+    victims::Out,
+};
+
+/// How often a page is looked at that another worker owns.
+const LOOK: Duration = Duration::from_micros(20);
+/// A page that is read ahead and held back stays owned until somebody asks for it.
+const ASK: Duration = Duration::from_millis(5);
+
+/// What came of one attempt.
+enum Tried {
+    /// This many leading pages are zeros now.
+    Done(usize),
+    /// The first page is another's, or the kernel holds it.
+    NotNow(Option<PageError>),
+}
+
+impl<A: AddressSpace> Mapped<A> {
+    /// Makes the pages that lie wholly in `range` zeros. What their store has of them is freed,
+    /// their frames are free, and nothing is written back. The last page counts as whole where
+    /// `range` ends with the region. Returns the range of these pages; the caller zeroes the rest.
+    ///
+    /// # Errors
+    /// A page that the kernel, a device or a slow store holds until the deadline. Those before it
+    /// are zeros.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region, or the region is read-only or over a user's own
+    /// store, whose pages nobody can forget.
+    pub fn discard(&self, range: Range<usize>) -> Result<Range<usize>, PageError> {
+        self.check_process()?;
+        let region = self.region();
+        assert!(
+            !region.is_read_only() && !region.store.is_users_own(),
+            "pages of {} cannot be discarded",
+            region.label()
+        );
+        let pages = self.whole_pages(range);
+        let mut page = pages.start;
+        let mut waiting: Option<(Instant, Instant)> = None;
+        while page < pages.end {
+            match self.try_discard(page.until(pages.end))? {
+                Tried::Done(count) => {
+                    page += count;
+                    waiting = None;
+                }
+                Tried::NotNow(error) => {
+                    let now = Instant::now();
+                    let (since, asked) = waiting.get_or_insert((now, now));
+                    if since.elapsed() > self.pager().deadline() {
+                        return Err(error.unwrap_or_else(|| self.busy(page)));
+                    }
+                    let is_first = *since == now;
+                    let is_filling = region.words.load(page).state() == State::Filling;
+                    if is_filling && (is_first || asked.elapsed() > ASK) {
+                        *asked = now;
+                        self.demand(page.alone());
+                    }
+                    thread::sleep(LOOK);
+                }
+            }
+        }
+        let page_bytes = self.page_bytes();
+        Ok(pages.start.offset(page_bytes)..pages.end.offset(page_bytes))
+    }
+
+    /// Discards the leading ones of these pages.
+    fn try_discard(&self, pages: PageRange) -> Result<Tried, PageError> {
+        let (region, page) = (self.region(), pages.start);
+        match region.words.load(page).state() {
+            // Looked at after the word: whoever has owned the page since has left it blank, or
+            // the program has written to it since.
+            State::Remote if region.store.is_blank(page) => {
+                let is_blank = |&page: &PageIndex| {
+                    region.words.load(page).state() == State::Remote && region.store.is_blank(page)
+                };
+                Ok(Tried::Done(
+                    pages.iter().take_while(is_blank).count().max(1),
+                ))
+            }
+            State::Remote => self.discard_remote(page),
+            State::Resident => {
+                let run = page.and_on(region.run_pages).within(pages);
+                self.discard_mapped(region.in_one_stripe(run, false))
+            }
+            State::Filling | State::Leaving => Ok(Tried::NotNow(None)),
+            State::Poisoned | State::Lost => self.discard_broken(page),
+        }
+    }
+
+    fn discard_mapped(&self, pages: PageRange) -> Result<Tried, PageError> {
+        let (shared, region) = (self.shared(), self.region());
+        let run = match shared.victims.take_out(region, pages, protocol::borrow) {
+            Out::Taken(run) => run,
+            // The program gave it back to the kernel: what was stored is the page now.
+            Out::NotHere => return Ok(Tried::Done(0)),
+            Out::NotNow | Out::Refused(DetachError::Busy) => return Ok(Tried::NotNow(None)),
+            Out::Refused(error) => {
+                let error = PageError::Os {
+                    what: "take out",
+                    region: region.label(),
+                    page: pages.start.number(),
+                    message: error.to_string(),
+                };
+                return Ok(Tried::NotNow(Some(error)));
+            }
+        };
+        let taken = run.len();
+        // While they are ours, and before others may fill them.
+        region.store.clear(run.pages());
+        let stamp = shared.installer.clock.now();
+        let settle = |page| region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
+        // Each page once: what is gone has another owner from here on.
+        let gone: SmallVec<[bool; RUN_PAGES_MAX]> = run.pages().iter().map(settle).collect();
+        let first = run.first();
+        run.cut(
+            |page| gone[page - first],
+            |run, gone| match gone {
+                true => shared.frames.release(run.into_frame(), region.page_bytes()),
+                false => self.map_zeros(run),
+            },
+        );
+        region.exit();
+        Ok(Tried::Done(taken))
+    }
+
+    fn discard_remote(&self, page: PageIndex) -> Result<Tried, PageError> {
+        let region = self.region();
+        if !region.enter() {
+            return Ok(Tried::Done(1));
+        }
+        if region.words.try_apply(page, protocol::prefetch).is_none() {
+            region.exit();
+            return Ok(Tried::Done(0));
+        }
+        region.store.clear(page.alone());
+        let mut outcome = Ok(Tried::Done(1));
+        if region.words.apply(page, protocol::fill_failed) == OnFailed::MustPoison {
+            // Somebody waits for it: it comes as zeros.
+            match self.frame_for(page) {
+                Ok(frame) => self.map_zeros(Run::new(page, frame, region.page_bytes())),
+                Err(error) => {
+                    (self.shared().installer).fail(region, page, error.clone());
+                    outcome = Err(error);
+                }
+            }
+        }
+        region.exit();
+        outcome
+    }
+
+    /// A page that raises SIGBUS is zeros again.
+    fn discard_broken(&self, page: PageIndex) -> Result<Tried, PageError> {
+        let (shared, region) = (self.shared(), self.region());
+        let frame = self.frame_for(page)?;
+        let is_ours = region.enter() && {
+            let healed = region.words.try_apply(page, protocol::heal).is_some();
+            let taken_up = !healed && region.words.try_apply(page, protocol::taken_up).is_some();
+            if taken_up {
+                region.found(page);
+            }
+            if !(healed || taken_up) {
+                region.exit();
+            }
+            healed || taken_up
+        };
+        if !is_ours {
+            shared.frames.release(frame, region.page_bytes());
+            return Ok(Tried::Done(0));
+        }
+        region.store.clear(page.alone());
+        // Where the program has unmapped the addresses, the page is poisoned again.
+        self.map_zeros(Run::new(page, frame, region.page_bytes()));
+        region.exit();
+        Ok(Tried::Done(1))
+    }
+
+    /// Maps owned pages as zeros. Their frame holds something else.
+    fn map_zeros(&self, run: Run<A::Frame>) {
+        let (shared, region) = (self.shared(), self.region());
+        let (first, mut frame) = (run.first(), run.into_frame());
+        frame.as_mut().fill(0);
+        let run = Run::new(first, frame, region.page_bytes());
+        // The store has zeros, too: nothing is lost with a page that cannot be mapped.
+        let refused = |page, frame: A::Frame, os| {
+            shared.frames.release(frame, region.page_bytes());
+            let error = PageError::cannot_map(region.label(), page, &os);
+            shared.installer.fail(region, page, error);
+        };
+        shared.installer.install(region, run, Heat::Hot, refused);
+    }
+
+    fn busy(&self, page: PageIndex) -> PageError {
+        PageError::Busy {
+            region: self.region().label(),
+            page: page.number(),
+        }
+    }
+
+    /// The pages that lie wholly in a range of bytes.
+    fn whole_pages(&self, range: Range<usize>) -> PageRange {
+        let (region, page_bytes) = (self.region(), self.page_bytes());
+        let all = PageRange::first(region.pages());
+        assert!(
+            range.start <= range.end && range.end <= region.geometry.bytes,
+            "bytes {range:?} do not lie in a region of {} bytes",
+            region.geometry.bytes
+        );
+        let first = PageIndex(range.start.div_ceil(page_bytes));
+        let end = if range.end as u64 >= region.store.bytes() {
+            all.end
+        } else {
+            PageIndex(range.end / page_bytes)
+        };
+        first.until(end.max(first))
+    }
+}
