@@ -311,8 +311,8 @@ impl Region {
     }
 
     /// Makes a range of bytes zeros and gives up what they were: their remote memory is free for
-    /// other pages, their local memory goes back to the budget, and nothing is written back. This is
-    /// what an allocator means by `madvise(MADV_DONTNEED)`; [`Advice::DontNeed`] keeps the data.
+    /// other pages, their local memory goes back to the budget, and nothing is written back. This
+    /// is what an allocator means by `madvise(MADV_DONTNEED)`; [`Advice::DontNeed`] keeps the data.
     /// [Lost](PageError::Lost) pages that the range covers wholly come back as zeros.
     ///
     /// Pages that the range covers only in part are zeroed in memory. So are all pages of a region
@@ -331,8 +331,8 @@ impl Region {
     }
 
     /// [`discard_range`](Self::discard_range) for a program that shares the region between threads
-    /// by its address. A write of another thread lands before the discard, and is gone, or after it,
-    /// on zeros.
+    /// by its address. A write of another thread lands before the discard, and is gone, or after
+    /// it, on zeros.
     ///
     /// # Errors
     /// As [`discard_range`](Self::discard_range).

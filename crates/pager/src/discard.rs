@@ -1,9 +1,9 @@
 //! Pages that the program needs no more, whatever they hold: [`Mapped::discard`].
 //!
-//! A mapped page is owned as `Leaving` and detached, so that a concurrent write lands either before,
-//! and is gone with the page, or after, on zeros. A page that is not mapped is owned as `Filling`.
-//! The store forgets what it has of the page while it is owned. A page that is wanted meanwhile, or
-//! pinned, is mapped again as zeros.
+//! A mapped page is owned as `Leaving` and detached, so that a concurrent write lands either
+//! before, and is gone with the page, or after, on zeros. A page that is not mapped is owned as
+//! `Filling`. The store forgets what it has of the page while it is owned. A page that is wanted
+//! meanwhile, or pinned, is mapped again as zeros.
 //!
 //! The rule: the calling thread owns pages here and waits for nobody while it does, except for a
 //! frame. The page protocol is that of evictors and fillers: what differs is the bytes.

@@ -292,8 +292,8 @@ impl PageStore {
         }
     }
 
-    /// Whether the page was never written, or has been cleared since: it holds zeros, and nothing is
-    /// stored of it. May be asked by anyone, as a hint. Never so in a user's own store.
+    /// Whether the page was never written, or has been cleared since: it holds zeros, and nothing
+    /// is stored of it. May be asked by anyone, as a hint. Never so in a user's own store.
     pub fn is_blank(&self, page: PageIndex) -> bool {
         !self.is_users_own() && self.table.is_never(page)
     }
