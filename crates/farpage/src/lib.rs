@@ -18,6 +18,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! An [`Arena`] is a region that allocations of any size come from and return to.
+//!
 //! # When memory is lost
 //!
 //! An access cannot return an error. A page that cannot be brought in within the
@@ -46,6 +48,7 @@
 //! the regions' addresses: touching them raises SIGSEGV. Its calls are refused with an error, and
 //! what it drops is left alone. It may `exec`, or build a runtime of its own.
 
+mod arena;
 mod array;
 mod config;
 pub mod error;
@@ -54,6 +57,7 @@ mod region;
 mod runtime;
 mod stats;
 
+pub use arena::{Arena, ArenaError};
 pub use array::RemoteArray;
 pub use bytemuck::Pod;
 pub use bytesize::ByteSize;

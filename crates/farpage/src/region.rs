@@ -190,6 +190,15 @@ impl Region {
         })
     }
 
+    /// Gives remote memory that nothing is in back to the servers, where none is reserved.
+    pub(crate) fn trim(&self) {
+        self.mapped.store().trim();
+    }
+
+    pub(crate) fn is_parents(&self) -> bool {
+        self.mapped.pager().is_parents()
+    }
+
     pub(crate) fn layout(&self) -> Option<&Layout> {
         self.mapped.store().layout()
     }

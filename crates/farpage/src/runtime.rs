@@ -18,7 +18,7 @@ use farpage_vm::KernelSpace;
 use farpage_wire::control::check_name;
 
 use crate::{
-    CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
+    Arena, CreateError, NamedRegion, OpenError, Region, RegionOptions, RemoteArray, Session, Stats,
     error::NamesError,
 };
 
@@ -228,6 +228,45 @@ impl Runtime {
         let keeps = options.name.is_some() || options.store.is_some();
         let mapped = (self.pager).map(pages, self.pager_options(&options))?;
         Ok(Region::new(mapped, options.name, keeps, options.read_only)?)
+    }
+
+    /// An arena that up to `capacity_bytes` can be allocated from, rounded up to whole pages. All
+    /// of it is reserved at the servers, so that no eviction fails for lack of remote memory.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    pub fn arena(&self, capacity_bytes: usize) -> Result<Arena, CreateError> {
+        self.arena_with(capacity_bytes, RegionOptions::new())
+    }
+
+    /// [`arena`](Self::arena) with options. With [`Reserve::OnDemand`](crate::Reserve::OnDemand)
+    /// the servers grant memory as pages are written back, and get back what was freed; when they
+    /// are full, pages stay in local memory, and the program stalls when that is full, too. Options
+    /// that give a region other contents than zeros (`name`, `store`, `read_only`) make no sense
+    /// here.
+    ///
+    /// # Errors
+    /// See [`CreateError`].
+    ///
+    /// # Panics
+    /// With one of these options.
+    pub fn arena_with(
+        &self,
+        capacity_bytes: usize,
+        options: RegionOptions,
+    ) -> Result<Arena, CreateError> {
+        assert!(
+            options.name.is_none() && options.store.is_none() && !options.read_only,
+            "an arena has no name and no store of its own, and is not read-only"
+        );
+        let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
+            .unwrap_or_else(|| default_page_bytes(capacity_bytes));
+        let whole = capacity_bytes.max(1).checked_next_multiple_of(page_bytes);
+        let bytes = whole.ok_or(CreateError::TooLarge {
+            len: capacity_bytes,
+            element_bytes: 1,
+        })?;
+        Ok(Arena::new(self.region_with(bytes, options)?))
     }
 
     /// Opens the region that was published under `name`. No other program can open it until it is

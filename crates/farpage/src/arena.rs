@@ -1,0 +1,421 @@
+//! [`Arena`]: one region that allocations of any size come from and return to.
+//!
+//! A region per allocation would be a mapping of the kernel's and a reservation at the servers per
+//! allocation. An arena is one region for good. What is allocated and what is free is known in
+//! local memory.
+//!
+//! The rule: free ranges are zeros, and hold neither frames nor slots. So memory that was just
+//! allocated is zero, and costs nothing before it is touched. A range is discarded before others
+//! may have it.
+//!
+//! Best fit in whole pages, the lowest address first, neighbours joined: see `slots.rs` of the
+//! store for figures beside size classes and first fit. Pages are never shared between allocations.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    ops::Range,
+    ptr::NonNull,
+    sync::atomic::{AtomicUsize, Ordering},
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use bytesize::ByteSize;
+use farpage_pager::PageError;
+
+use crate::Region;
+
+/// So many bytes are freed before servers are asked to take memory back, where the arena reserves
+/// none: each time costs a round trip.
+const TRIM_BYTES: usize = 64 << 20;
+
+/// One region that allocations come from: see [`Runtime::arena`](crate::Runtime::arena).
+///
+/// All methods may be called by any thread. Memory of an arena may be given to system calls as that
+/// of any region.
+///
+/// ```no_run
+/// use farpage::{ByteSize, Runtime};
+///
+/// let runtime = Runtime::builder()
+///     .server("shm:///run/farpage.sock")
+///     .budget(ByteSize::mib(256))
+///     .build()?;
+/// let arena = runtime.arena(64 << 30)?;
+/// let block = arena.allocate(100 << 20, 64)?; // 100 MiB, zeroed
+/// unsafe { block.as_ptr().write(7) };
+/// unsafe { arena.deallocate(block)? };
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Arena {
+    region: Region,
+    address: usize,
+    page_bytes: usize,
+    ranges: Mutex<Ranges>,
+    freed_bytes: AtomicUsize,
+}
+
+/// An allocation that an arena could not make.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ArenaError {
+    /// There is no free range of this length.
+    #[error(
+        "the arena of {} has no room for {}: {} are allocated, and the longest free range has {}; make a larger arena",
+        ByteSize(*capacity_bytes as u64), ByteSize(*asked_bytes as u64), ByteSize(*allocated_bytes as u64), ByteSize(*longest_bytes as u64)
+    )]
+    Full {
+        /// What was asked for.
+        asked_bytes: usize,
+        /// What the arena has in all.
+        capacity_bytes: usize,
+        /// What is allocated of it, in whole pages.
+        allocated_bytes: usize,
+        /// The longest free range.
+        longest_bytes: usize,
+    },
+    /// This process is a child of the one that has the arena.
+    #[error("{}", farpage_pager::FORKED)]
+    Forked,
+}
+
+/// Page numbers of the arena: what is free, and what is allocated.
+#[derive(Default)]
+struct Ranges {
+    /// Where, and how many pages. No two touch.
+    free: BTreeMap<usize, usize>,
+    /// The same, shortest first, then lowest.
+    by_length: BTreeSet<(usize, usize)>,
+    /// First page of each allocation, and how many pages it has.
+    allocated: BTreeMap<usize, usize>,
+    allocated_pages: usize,
+    /// Freed ranges that could not be discarded yet.
+    stuck: Vec<Range<usize>>,
+}
+
+impl Arena {
+    pub(crate) fn new(region: Region) -> Arena {
+        let (address, page_bytes) = (region.as_ptr() as usize, region.page_bytes());
+        let mut ranges = Ranges::default();
+        ranges.give(0..region.len() / page_bytes);
+        Arena {
+            region,
+            address,
+            page_bytes,
+            ranges: Mutex::new(ranges),
+            freed_bytes: AtomicUsize::new(0),
+        }
+    }
+
+    /// `bytes` zeroed bytes (at least one page is taken) whose address is a multiple of `align`, a
+    /// power of two.
+    ///
+    /// # Errors
+    /// See [`ArenaError`].
+    ///
+    /// # Panics
+    /// If `align` is no power of two.
+    pub fn allocate(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, ArenaError> {
+        assert!(align.is_power_of_two(), "an alignment of {align}");
+        if self.region.is_parents() {
+            return Err(ArenaError::Forked);
+        }
+        let pages = self.pages(bytes);
+        let align_pages = (align / self.page_bytes).max(1);
+        let base = self.address / self.page_bytes;
+        let mut ranges = self.ranges();
+        let first = match ranges.take(pages, |page| {
+            (base + page).next_multiple_of(align_pages) - base
+        }) {
+            Some(first) => first,
+            None => return Err(self.full(&ranges, bytes)),
+        };
+        ranges.allocated.insert(first, pages);
+        ranges.allocated_pages += pages;
+        let address = self.address + first * self.page_bytes;
+        Ok(NonNull::new(address as *mut u8).expect("no region begins at address 0"))
+    }
+
+    fn full(&self, ranges: &Ranges, asked_bytes: usize) -> ArenaError {
+        let longest = ranges.by_length.last().map_or(0, |&(pages, _)| pages);
+        ArenaError::Full {
+            asked_bytes,
+            capacity_bytes: self.region.len(),
+            allocated_bytes: ranges.allocated_pages * self.page_bytes,
+            longest_bytes: longest * self.page_bytes,
+        }
+    }
+
+    /// Frees an allocation: its bytes are gone, here and at the servers.
+    ///
+    /// # Errors
+    /// A page that could not be discarded, because the kernel or a device uses it. The allocation
+    /// is freed, and its range is tried again when others are.
+    ///
+    /// # Panics
+    /// If no allocation begins there.
+    ///
+    /// # Safety
+    /// Nobody uses the allocation any more.
+    pub unsafe fn deallocate(&self, allocation: NonNull<u8>) -> Result<(), PageError> {
+        let first = self.page_of(allocation);
+        let mut ranges = self.ranges();
+        let pages = ranges.allocated.remove(&first);
+        let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
+        ranges.allocated_pages -= pages;
+        drop(ranges);
+        self.free(first..first + pages)
+    }
+
+    /// Makes an allocation longer or shorter where it lies. Returns whether that was possible; it
+    /// always is for a shorter one. Bytes that are added are zeros, except those of the
+    /// allocation's last page.
+    ///
+    /// # Errors
+    /// As [`deallocate`](Self::deallocate), of what was cut off.
+    ///
+    /// # Panics
+    /// If no allocation begins there.
+    ///
+    /// # Safety
+    /// Nobody uses what is cut off any more.
+    pub unsafe fn resize(&self, allocation: NonNull<u8>, bytes: usize) -> Result<bool, PageError> {
+        let (first, pages) = (self.page_of(allocation), self.pages(bytes));
+        let mut ranges = self.ranges();
+        let before = ranges.allocated.get(&first).copied();
+        let before = before.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
+        if pages > before && !ranges.take_at(first + before, pages - before) {
+            return Ok(false);
+        }
+        ranges.allocated.insert(first, pages);
+        ranges.allocated_pages = ranges.allocated_pages - before + pages;
+        drop(ranges);
+        if pages < before {
+            self.free(first + pages..first + before)?;
+        }
+        Ok(true)
+    }
+
+    /// Frees the pages that lie wholly in a range of addresses, of whatever allocations they are:
+    /// what `munmap` does to parts of a mapping. Bytes of other pages in the range are zeros.
+    ///
+    /// # Errors
+    /// As [`deallocate`](Self::deallocate).
+    ///
+    /// # Panics
+    /// If the range does not lie in the arena.
+    ///
+    /// # Safety
+    /// Nobody uses these bytes any more.
+    pub unsafe fn release(&self, addresses: Range<usize>) -> Result<(), PageError> {
+        let bytes = addresses.start - self.address..addresses.end - self.address;
+        let whole = bytes.start.div_ceil(self.page_bytes)..bytes.end / self.page_bytes;
+        let freed = self.ranges().cut(whole);
+        let mut outcome = Ok(());
+        let mut at = bytes.start;
+        for pages in freed {
+            let (start, end) = (pages.start * self.page_bytes, pages.end * self.page_bytes);
+            // SAFETY: nobody uses these bytes: the caller's promise.
+            outcome = outcome.and(unsafe { self.region.discard_shared(at..start) });
+            outcome = outcome.and(self.free(pages));
+            at = end;
+        }
+        // SAFETY: as above.
+        outcome.and(unsafe { self.region.discard_shared(at..bytes.end.max(at)) })
+    }
+
+    /// Makes a range of addresses zeros and gives up what it held: see
+    /// [`Region::discard_shared`].
+    ///
+    /// # Errors
+    /// As [`Region::discard_shared`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the arena.
+    ///
+    /// # Safety
+    /// There is no reference to these bytes.
+    pub unsafe fn discard(&self, addresses: Range<usize>) -> Result<(), PageError> {
+        let bytes = addresses.start - self.address..addresses.end - self.address;
+        // SAFETY: the caller's promise.
+        unsafe { self.region.discard_shared(bytes) }
+    }
+
+    /// The bytes of the allocation that begins there, in whole pages. `None`: none does.
+    pub fn usable_bytes(&self, allocation: NonNull<u8>) -> Option<usize> {
+        let address = allocation.as_ptr() as usize;
+        if !self.contains(address) || !(address - self.address).is_multiple_of(self.page_bytes) {
+            return None;
+        }
+        let pages = self
+            .ranges()
+            .allocated
+            .get(&self.page_of(allocation))
+            .copied();
+        pages.map(|pages| pages * self.page_bytes)
+    }
+
+    /// Whether an address lies in the arena.
+    pub fn contains(&self, address: usize) -> bool {
+        address.wrapping_sub(self.address) < self.region.len()
+    }
+
+    /// The arena's addresses.
+    pub fn addresses(&self) -> Range<usize> {
+        self.address..self.address + self.region.len()
+    }
+
+    /// What is allocated, in whole pages.
+    pub fn allocated_bytes(&self) -> usize {
+        self.ranges().allocated_pages * self.page_bytes
+    }
+
+    /// What can be allocated in all.
+    pub fn capacity_bytes(&self) -> usize {
+        self.region.len()
+    }
+
+    /// The region that the arena is made of: for advice, pins and figures.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+
+    /// These pages are no allocation's any more.
+    fn free(&self, pages: Range<usize>) -> Result<(), PageError> {
+        let mut outcome = self.discard_pages(pages);
+        let stuck = std::mem::take(&mut self.ranges().stuck);
+        for pages in stuck {
+            outcome = outcome.and(self.discard_pages(pages));
+        }
+        outcome
+    }
+
+    fn discard_pages(&self, pages: Range<usize>) -> Result<(), PageError> {
+        let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
+        // SAFETY: the pages are no allocation's, and not free for one before they are given back.
+        let discarded = unsafe { self.region.discard_shared(bytes.clone()) };
+        let mut ranges = self.ranges();
+        if let Err(error) = discarded {
+            // Another thread may have begun to take it up meanwhile, so it is kept as it is.
+            ranges.stuck.push(pages);
+            return Err(error);
+        }
+        ranges.give(pages);
+        let is_empty = ranges.allocated_pages == 0;
+        drop(ranges);
+        let freed = self.freed_bytes.fetch_add(bytes.len(), Ordering::Relaxed) + bytes.len();
+        if freed >= TRIM_BYTES || is_empty {
+            self.freed_bytes.store(0, Ordering::Relaxed);
+            self.region.trim();
+        }
+        Ok(())
+    }
+
+    fn page_of(&self, allocation: NonNull<u8>) -> usize {
+        let offset = (allocation.as_ptr() as usize).wrapping_sub(self.address);
+        assert!(
+            offset < self.region.len() && offset.is_multiple_of(self.page_bytes),
+            "no allocation begins at {allocation:p}"
+        );
+        offset / self.page_bytes
+    }
+
+    fn pages(&self, bytes: usize) -> usize {
+        bytes.div_ceil(self.page_bytes).max(1)
+    }
+
+    fn ranges(&self) -> MutexGuard<'_, Ranges> {
+        // Whoever panicked under the lock did so before it changed anything.
+        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Arena")
+            .field("region", &self.region)
+            .field("allocated_bytes", &self.allocated_bytes())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Ranges {
+    /// Takes `pages` pages of the shortest free range that holds them from where `align` says on.
+    fn take(&mut self, pages: usize, align: impl Fn(usize) -> usize) -> Option<usize> {
+        let fits = |&&(len, start): &&(usize, usize)| align(start) + pages <= start + len;
+        let &(len, start) = self.by_length.range((pages, 0)..).find(fits)?;
+        let first = align(start);
+        self.remove(start, len);
+        self.insert(start..first);
+        self.insert(first + pages..start + len);
+        Some(first)
+    }
+
+    /// Takes the `pages` pages from `first` on. `false`: they are not all free.
+    fn take_at(&mut self, first: usize, pages: usize) -> bool {
+        match self.free.get(&first).copied() {
+            Some(len) if len >= pages => {
+                self.remove(first, len);
+                self.insert(first + pages..first + len);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// These pages are free.
+    fn give(&mut self, pages: Range<usize>) {
+        let (mut start, mut end) = (pages.start, pages.end);
+        if let Some((&before, &len)) = self.free.range(..start).next_back()
+            && before + len == start
+        {
+            self.remove(before, len);
+            start = before;
+        }
+        if let Some(&len) = self.free.get(&end) {
+            self.remove(end, len);
+            end += len;
+        }
+        self.insert(start..end);
+    }
+
+    /// Takes these pages out of the allocations that they belong to. Returns those that did.
+    fn cut(&mut self, pages: Range<usize>) -> Vec<Range<usize>> {
+        let mut cut = Vec::new();
+        let before = self.allocated.range(..pages.start).next_back();
+        let from = match before {
+            Some((&first, &len)) if first + len > pages.start => first,
+            _ => pages.start,
+        };
+        let touched: Vec<_> = self.allocated.range(from..pages.end.max(from)).collect();
+        let touched: Vec<_> = touched
+            .into_iter()
+            .map(|(&first, &len)| (first, len))
+            .collect();
+        for (first, len) in touched {
+            let (start, end) = (first.max(pages.start), (first + len).min(pages.end));
+            self.allocated.remove(&first);
+            if first < start {
+                self.allocated.insert(first, start - first);
+            }
+            if end < first + len {
+                self.allocated.insert(end, first + len - end);
+            }
+            self.allocated_pages -= end - start;
+            cut.push(start..end);
+        }
+        cut
+    }
+
+    fn insert(&mut self, pages: Range<usize>) {
+        if !pages.is_empty() {
+            self.free.insert(pages.start, pages.len());
+            self.by_length.insert((pages.len(), pages.start));
+        }
+    }
+
+    fn remove(&mut self, start: usize, len: usize) {
+        self.free.remove(&start);
+        self.by_length.remove(&(len, start));
+    }
+}

@@ -1,0 +1,253 @@
+//! Arenas: allocations come and go, and nothing of them stays.
+//!
+//! The rule it keeps: a fresh allocation is zeros, and a live one holds what was written to it.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{fs, ops::Range, ptr::NonNull, thread, time::Duration};
+
+use common::{
+    Fabric, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
+};
+use farpage::{Arena, ArenaError, RegionOptions, Reserve};
+
+const PAGE: usize = 16 * KIB;
+
+fn mappings() -> usize {
+    fs::read_to_string("/proc/self/maps")
+        .unwrap()
+        .lines()
+        .count()
+}
+
+/// What is allocated, with a word at each end of it and in the middle.
+struct Block {
+    at: NonNull<u8>,
+    bytes: usize,
+    mark: u64,
+}
+
+// SAFETY: whoever has the block uses its memory.
+unsafe impl Send for Block {}
+
+impl Block {
+    fn new(arena: &Arena, bytes: usize, align: usize, mark: u64) -> Block {
+        let at = arena.allocate(bytes, align).unwrap();
+        assert!((at.as_ptr() as usize).is_multiple_of(align));
+        assert!(arena.usable_bytes(at).unwrap() >= bytes);
+        let block = Block { at, bytes, mark };
+        for place in block.places() {
+            assert_eq!(block.word(place), 0, "fresh memory is zeros");
+        }
+        block.write();
+        block
+    }
+
+    fn places(&self) -> [usize; 3] {
+        let last = self.bytes / 8 - 1;
+        [0, last / 2, last]
+    }
+
+    fn word(&self, place: usize) -> u64 {
+        // SAFETY: in the block, which is the caller's.
+        unsafe { self.at.as_ptr().cast::<u64>().add(place).read() }
+    }
+
+    fn write(&self) {
+        for place in self.places() {
+            // SAFETY: as above.
+            unsafe {
+                (self.at.as_ptr().cast::<u64>())
+                    .add(place)
+                    .write(mix(self.mark))
+            };
+        }
+    }
+
+    fn check(&self) {
+        for place in self.places() {
+            assert_eq!(
+                self.word(place),
+                mix(self.mark),
+                "word {place} of {}",
+                self.bytes
+            );
+        }
+    }
+
+    fn free(self, arena: &Arena) {
+        self.check();
+        // SAFETY: nobody else has the block.
+        unsafe { arena.deallocate(self.at) }.unwrap();
+    }
+}
+
+#[test]
+fn hundred_thousand_arrays_leave_nothing_behind() {
+    let test = "hundred_thousand_arrays_leave_nothing_behind";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) {
+        return;
+    }
+    let seed = seed(test);
+    let memory = Memory::start(Fabric::Shm, 512 * MIB);
+    let runtime = memory.runtime(24 * PAGE, PAGE);
+    let on_demand = RegionOptions::new()
+        .reserve(Reserve::OnDemand)
+        .read_ahead(0);
+    let arena = runtime.arena_with(256 * MIB, on_demand).unwrap();
+    let granted = |memory: &Memory| memory.server.stat().granted_bytes;
+    let before = (mappings(), granted(&memory));
+    // Of most nothing is touched, so that the test is short.
+    let mut live: Vec<Result<Block, NonNull<u8>>> = Vec::new();
+    let mut rng = Rng(seed);
+    let free = |block| match block {
+        Ok(block) => Block::free(block, &arena),
+        // SAFETY: nobody else has it.
+        Err(at) => unsafe { arena.deallocate(at) }.unwrap(),
+    };
+    let mut most = (0, 0);
+    for number in 0..100_000 {
+        if live.len() == 60 {
+            free(live.swap_remove(rng.below(60)));
+        }
+        let bytes = 128 * KIB + rng.below(2 * MIB);
+        let align = 1 << rng.below(13);
+        live.push(match number % 4 {
+            0 => Ok(Block::new(&arena, bytes, align, number)),
+            _ => Err(arena.allocate(bytes, align).unwrap()),
+        });
+        if number % 10_000 == 0 {
+            most = (most.0.max(mappings()), most.1.max(granted(&memory)));
+        }
+    }
+    assert!(most.1 > before.1, "pages have left: {}", runtime.stats());
+    // A lock or an allocation of the test itself may take a mapping or two.
+    assert!(
+        most.0 <= before.0 + 8,
+        "{} mappings, then {}",
+        before.0,
+        most.0
+    );
+    live.into_iter().for_each(free);
+    assert_eq!(arena.allocated_bytes(), 0);
+    assert_eq!(arena.region().resident_pages(), 0);
+    wait_until("the server has its memory back", || {
+        granted(&memory) == before.1
+    });
+    // In one piece, too.
+    let all = arena.allocate(256 * MIB, 1).unwrap();
+    assert!(matches!(
+        arena.allocate(1, 1).unwrap_err(),
+        ArenaError::Full {
+            longest_bytes: 0,
+            ..
+        }
+    ));
+    // SAFETY: nobody else has it.
+    unsafe { arena.deallocate(all) }.unwrap();
+}
+
+#[test]
+fn threads_share_an_arena() {
+    let test = "threads_share_an_arena";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    let seed = seed(test);
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 256 * MIB);
+        let runtime = memory.runtime(2 * MIB, PAGE);
+        let arena = runtime.arena(96 * MIB).unwrap();
+        thread::scope(|scope| {
+            for thread in 0..3 {
+                let arena = &arena;
+                scope.spawn(move || work(arena, Rng(mix(seed) ^ thread), 600));
+            }
+        });
+        assert_eq!(arena.allocated_bytes(), 0);
+        assert!(arena.region().take_error().is_none());
+    }
+}
+
+fn work(arena: &Arena, mut rng: Rng, rounds: u64) {
+    let mut live: Vec<Block> = Vec::new();
+    for round in 0..rounds {
+        match rng.below(4) {
+            0 | 1 if live.len() < 12 => {
+                let align = 1 << (3 + rng.below(16));
+                live.push(Block::new(arena, 64 + rng.below(MIB), align, round));
+            }
+            2 if !live.is_empty() => {
+                let at = rng.below(live.len());
+                resize(arena, &mut live[at], 64 + rng.below(2 * MIB));
+            }
+            _ if !live.is_empty() => {
+                let at = rng.below(live.len());
+                live.swap_remove(at).free(arena);
+            }
+            _ => {}
+        }
+    }
+    live.into_iter().for_each(|block| block.free(arena));
+}
+
+fn resize(arena: &Arena, block: &mut Block, bytes: usize) {
+    block.check();
+    // SAFETY: nobody else has the block.
+    if unsafe { arena.resize(block.at, bytes) }.unwrap() {
+        assert_eq!(block.word(0), mix(block.mark));
+        assert!(arena.usable_bytes(block.at).unwrap() >= bytes);
+        block.bytes = bytes;
+        block.write();
+    } else {
+        assert!(bytes > block.bytes);
+    }
+}
+
+#[test]
+fn parts_are_released_as_munmap_does() {
+    let test = "parts_are_released_as_munmap_does";
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let arena = builder(MIB, PAGE).server(&memory.url).build().unwrap();
+    let arena = arena.arena(64 * PAGE).unwrap();
+    let first = arena.allocate(16 * PAGE, 1).unwrap().as_ptr() as usize;
+    let second = arena.allocate(8 * PAGE, 1).unwrap().as_ptr() as usize;
+    assert_eq!(second, first + 16 * PAGE, "the lowest address that fits");
+    let bytes = |range: Range<usize>| {
+        // SAFETY: allocated above, and used by this thread alone.
+        unsafe { std::slice::from_raw_parts_mut(range.start as *mut u8, range.len()) }
+    };
+    bytes(first..second + 8 * PAGE).fill(9);
+    // From the middle of a page in the first to the middle of one in the second.
+    let (start, end) = (first + 10 * PAGE + 100, second + 2 * PAGE + 50);
+    // SAFETY: nobody uses these bytes any more.
+    unsafe { arena.release(start..end) }.unwrap();
+    assert_eq!(arena.allocated_bytes(), (11 + 6) * PAGE);
+    assert!(bytes(first..start).iter().all(|&byte| byte == 9));
+    assert!(
+        bytes(start..first + 11 * PAGE)
+            .iter()
+            .all(|&byte| byte == 0)
+    );
+    assert!(bytes(second + 2 * PAGE..end).iter().all(|&byte| byte == 0));
+    assert!(bytes(end..second + 8 * PAGE).iter().all(|&byte| byte == 9));
+    // What was released is the shortest hole by now.
+    let third = arena.allocate(7 * PAGE, 1).unwrap();
+    assert_eq!(third.as_ptr() as usize, first + 11 * PAGE);
+    // SAFETY: nobody uses the arena any more.
+    unsafe { arena.release(arena.addresses()) }.unwrap();
+    assert_eq!(
+        (arena.allocated_bytes(), arena.region().resident_pages()),
+        (0, 0)
+    );
+}
