@@ -49,10 +49,11 @@ impl<T: Pod> RemoteArray<T> {
     /// Elements per dimension, the slowest first. Their product is the array's length. One
     /// dimension unless the array was created with [several](crate::RegionOptions::shape).
     pub fn shape(&self) -> Vec<usize> {
-        let shape = self.region.layout().map_or(&[][..], |layout| &layout.shape);
-        match shape {
-            [] => vec![self.len],
-            shape => shape.iter().map(|&side| side as usize).collect(),
+        let shape = self.region.shape();
+        if shape.is_empty() {
+            vec![self.len]
+        } else {
+            shape
         }
     }
 

@@ -66,8 +66,8 @@ pub use error::{BuildError, CloseError, CreateError, FlushError, OpenError, PinE
 pub use farpage_fabric::{Allowance, Link, Session};
 pub use farpage_pager::{Advice, PageError, PagerStats};
 pub use farpage_store::{
-    Block, Codec, CodecError, Element, FileStore, FileStoreError, NamedRegion, RegPoolStats,
-    Reserve, Store, StoreStatsSnapshot, Trial, ZfpMode,
+    Block, Codec, CodecError, Element, ElementType, Elements, FileStore, FileStoreError,
+    NamedRegion, RegPoolStats, Reserve, Store, StoreStatsSnapshot, Trial, ZfpMode,
 };
 pub use farpage_vm::Transfer;
 pub use farpage_wire::Endpoint;

@@ -10,7 +10,7 @@ use std::{
 
 use bytesize::ByteSize;
 use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
-use farpage_store::{Codec, Layout, Reserve, Store, StoreStatsSnapshot};
+use farpage_store::{Codec, ElementType, Elements, Layout, Reserve, Store, StoreStatsSnapshot};
 use farpage_vm::{KernelSpace, sigbus::Registration};
 
 use crate::{CloseError, FlushError, fault};
@@ -22,6 +22,7 @@ pub struct RegionOptions {
     pub(crate) read_ahead: Option<usize>,
     pub(crate) codec: Option<Codec>,
     pub(crate) shape: Vec<usize>,
+    pub(crate) element_type: Option<ElementType>,
     pub(crate) reserve: Reserve,
     pub(crate) name: Option<String>,
     pub(crate) replace: bool,
@@ -60,6 +61,14 @@ impl RegionOptions {
     /// on it. Default: one dimension.
     pub fn shape(mut self, shape: impl AsRef<[usize]>) -> Self {
         self.shape = shape.as_ref().to_vec();
+        self
+    }
+
+    /// What the bytes of a region are, where the type is only known at run time: whoever opens the
+    /// region is told, and codecs go by it. Arrays have the type of their elements, whatever is set
+    /// here. Default: bytes without a type.
+    pub fn element_type(mut self, of: ElementType) -> Self {
+        self.element_type = Some(of);
         self
     }
 
@@ -139,6 +148,7 @@ impl fmt::Debug for RegionOptions {
             .field("read_ahead", &self.read_ahead)
             .field("codec", &self.codec)
             .field("shape", &self.shape)
+            .field("element_type", &self.element_type)
             .field("reserve", &self.reserve)
             .field("name", &self.name)
             .field("replace", &self.replace)
@@ -211,6 +221,18 @@ impl Region {
     /// How its pages are encoded on the servers; `None` if it has a store of its own.
     pub fn codec(&self) -> Option<Codec> {
         self.mapped.store().codec()
+    }
+
+    /// What the region was created to hold; `None` for bytes without a type.
+    pub fn elements(&self) -> Option<&Elements> {
+        self.layout()?.elements.as_ref()
+    }
+
+    /// Elements per dimension, the slowest first, as the region was created; empty for one
+    /// dimension.
+    pub fn shape(&self) -> Vec<usize> {
+        let shape = self.layout().map_or(&[][..], |layout| &layout.shape);
+        shape.iter().map(|&side| side as usize).collect()
     }
 
     /// Counts of this region's pages on their way to and from the store.

@@ -179,13 +179,20 @@ impl Runtime {
         self.region_with(bytes, RegionOptions::new())
     }
 
-    /// A region of `bytes` bytes. A codec for numbers has to name their type, since bytes have
-    /// none: `zfp:accuracy=1e-6,f32`, `shuffle4`.
+    /// A region of `bytes` bytes. A codec for numbers has to name their type, since bytes have none
+    /// (`zfp:accuracy=1e-6,f32`, `shuffle4`), or the region its
+    /// [element type](RegionOptions::element_type).
     ///
     /// # Errors
     /// See [`CreateError`].
     pub fn region_with(&self, bytes: usize, options: RegionOptions) -> Result<Region, CreateError> {
-        let layout = Layout::new(Element::of::<u8>(), sides(&options.shape));
+        let layout = match &options.element_type {
+            Some(of) => {
+                let elements = Elements::of(bytes as u64 / of.bytes.max(1), of.clone());
+                Layout::new(Element::of_type(of), sides(&options.shape)).elements(elements)
+            }
+            None => Layout::new(Element::of::<u8>(), sides(&options.shape)),
+        };
         self.create(bytes, options, layout)
     }
 

@@ -8,7 +8,7 @@ mod common;
 use std::time::Duration;
 
 use common::{Fabric, KIB, MIB, Memory, Watchdog, can_page, fabrics, mix};
-use farpage::{OpenError, RegionOptions};
+use farpage::{ElementType, OpenError, RegionOptions};
 use farpage_store::{NamesError, OpenStoreError};
 
 const PAGE: usize = 4 * KIB;
@@ -47,6 +47,43 @@ fn named_arrays_are_listed_and_removed_by_their_owner_alone() {
         assert_eq!(ours.names().unwrap(), []);
         assert!(ours.open_array::<u64>("field").is_err());
     }
+}
+
+#[test]
+fn region_with_an_element_type_tells_it_to_who_opens_it() {
+    let test = "region_with_an_element_type_tells_it_to_who_opens_it";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = (common::builder(MIB, PAGE).server(&memory.url))
+        .build()
+        .unwrap();
+    let number = ElementType::number("f32").unwrap();
+    let foreign = ElementType::foreign("numpy:'<c8'", 8, 4);
+    for (name, of) in [("number", &number), ("foreign", &foreign)] {
+        let options = RegionOptions::new().name(name).shape([3, 100]);
+        let bytes = 300 * of.bytes as usize;
+        let region = runtime
+            .region_with(bytes, options.element_type(of.clone()))
+            .unwrap();
+        region.close().unwrap();
+        let region = runtime.open_region(name).unwrap();
+        let elements = region.elements().unwrap();
+        assert_eq!((elements.len, &elements.of), (300, of));
+        assert_eq!(region.shape(), [3, 100]);
+    }
+    let array = runtime.open_array::<f32>("number").unwrap();
+    assert_eq!(array.shape(), [3, 100]);
+    let error = runtime.open_array::<[f32; 2]>("foreign").unwrap_err();
+    assert!(error.to_string().contains("numpy:'<c8'"), "{error}");
+    // Bytes have neither, and what is no whole element is not counted.
+    assert!(runtime.region(10).unwrap().elements().is_none());
+    let options = RegionOptions::new().element_type(foreign);
+    let region = runtime.region_with(23, options).unwrap();
+    assert_eq!(region.elements().unwrap().len, 2);
+    assert!(region.shape().is_empty());
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! [`Elements`]: what a named array remembers of its type, so that it is opened with no other.
 //!
 //! The rule it keeps: numbers are told apart by their type, everything else by its size and
-//! alignment. Names of other types are left out: they change when a program is reorganised.
+//! alignment. Rust's names of other types are left out: they change when a program is reorganised.
+//! Types of other languages come with names that last.
 
 use std::{any::TypeId, fmt, mem};
 
@@ -21,7 +22,8 @@ pub struct Elements {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ElementType {
-    /// `u8` to `u128`, `i8` to `i128`, `f32`, `f64`; empty for other types.
+    /// `u8` to `u128`, `i8` to `i128`, `f32`, `f64`; what another language calls a type of its own;
+    /// empty for other types.
     pub number: String,
     /// Bytes of one.
     pub bytes: u64,
@@ -32,10 +34,12 @@ pub struct ElementType {
 impl Elements {
     /// `len` elements of type `T`.
     pub fn new<T: 'static>(len: usize) -> Self {
-        Self {
-            len: len as u64,
-            of: ElementType::of::<T>(),
-        }
+        Self::of(len as u64, ElementType::of::<T>())
+    }
+
+    /// `len` elements of a type that is only known at run time.
+    pub fn of(len: u64, of: ElementType) -> Self {
+        Self { len, of }
     }
 
     /// Whether `bytes` bytes hold them.
@@ -50,15 +54,45 @@ impl fmt::Display for Elements {
     }
 }
 
+/// Calls a macro with the number types that have names.
+macro_rules! with_numbers {
+    ($use:ident) => {
+        $use!(u8 u16 u32 u64 u128 i8 i16 i32 i64 i128 f32 f64)
+    };
+}
+
 impl ElementType {
+    /// The number type that Rust calls `name`, such as `f32`.
+    pub fn number(name: &str) -> Option<Self> {
+        macro_rules! find {
+            ($($number:ident)*) => {
+                match name {
+                    $(stringify!($number) => Some(Self::of::<$number>()),)*
+                    _ => None,
+                }
+            };
+        }
+        with_numbers!(find)
+    }
+
+    /// A type of another language, by a name that no number type has. `bytes` is the size of one
+    /// element.
+    pub fn foreign(name: impl Into<String>, bytes: u64, align: u64) -> Self {
+        Self {
+            number: name.into(),
+            bytes,
+            align,
+        }
+    }
+
     /// What is told of type `T`.
     pub fn of<T: 'static>() -> Self {
-        macro_rules! number {
+        macro_rules! ids {
             ($($number:ident)*) => {
                 [$((TypeId::of::<$number>(), stringify!($number))),*]
             };
         }
-        let numbers = number!(u8 u16 u32 u64 u128 i8 i16 i32 i64 i128 f32 f64);
+        let numbers = with_numbers!(ids);
         // As wide as addresses are, and the same bytes as the number of that width.
         let id = match (TypeId::of::<T>(), usize::BITS) {
             (id, 64) if id == TypeId::of::<usize>() => TypeId::of::<u64>(),
@@ -102,6 +136,9 @@ mod tests {
             Elements::new::<u64>(6).to_string(),
             "6 elements of type u64"
         );
+        assert_eq!(ElementType::number("f32"), Some(ElementType::of::<f32>()));
+        assert_eq!(ElementType::number("complex64"), None);
+        assert_eq!(says(ElementType::foreign("numpy:<c8", 8, 4)), "numpy:<c8");
         assert!(Elements::new::<u64>(6).fit(48) && !Elements::new::<u64>(6).fit(47));
         assert!(!Elements::new::<u64>(usize::MAX).fit(u64::MAX));
     }

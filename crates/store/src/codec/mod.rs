@@ -22,6 +22,8 @@ use std::{any::TypeId, fmt, mem, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+use crate::ElementType;
+
 pub(crate) use self::{
     adaptive::{Chooser, READ, Traffic, WRITE, Watch},
     coder::Coder,
@@ -143,6 +145,19 @@ impl Element {
         let known = numbers.iter().find(|(id, _)| *id == TypeId::of::<T>());
         let bytes = mem::size_of::<T>();
         known.map_or(Self::Other { bytes }, |(_, element)| *element)
+    }
+
+    /// The element that codecs see in a type that is only known at run time.
+    pub fn of_type(of: &ElementType) -> Self {
+        match of.number.as_str() {
+            "f32" => Self::F32,
+            "f64" => Self::F64,
+            "i32" => Self::I32,
+            "i64" => Self::I64,
+            _ => Self::Other {
+                bytes: of.bytes as usize,
+            },
+        }
     }
 
     /// Bytes of one.

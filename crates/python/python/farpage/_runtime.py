@@ -1,0 +1,511 @@
+"""`Runtime`, `Region` and `local`.
+
+The rule it keeps: a memory server that `local` started lives as long as anything needs it: the
+runtime, or an array. How arrays behave is left to `_arrays`.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import dataclasses
+import faulthandler
+import itertools
+import operator
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from farpage import _farpage
+from farpage._arrays import Mapping, RemoteArray, _at_exit, mappings, notice_handlers
+
+#: numpy's types that Rust has a name for.
+_NUMBERS = {
+    f"{kind}{8 * size}": np.dtype(f"{letter}{size}")
+    for kind, letter, sizes in (("i", "i", (1, 2, 4, 8)), ("u", "u", (1, 2, 4, 8)), ("f", "f", (4, 8)))
+    for size in sizes
+}
+_NAMES = {dtype: name for name, dtype in _NUMBERS.items()}
+#: Before what numpy calls a type that Rust has no name for.
+_NUMPY = "numpy:"
+
+_own_numbers = itertools.count(1)
+#: Where arrays that were pickled by name are opened.
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_unpickled: dict[tuple[str, ...], Runtime] = {}
+_lock = threading.Lock()
+
+# By its process: a child made by fork has this list of things to do, too.
+atexit.register(_at_exit, os.getpid())
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Figures of a runtime since it was made. Counts are of pages unless the name says bytes."""
+
+    faults: int
+    """Page faults."""
+    fills: int
+    """Pages brought in, for a fault or ahead of one."""
+    prefetches: int
+    """Of these, pages brought in ahead of need."""
+    evictions: int
+    """Pages taken out."""
+    clean_evictions: int
+    """Of these, pages that had not changed."""
+    poisoned: int
+    """Pages that could not be brought in and raise SIGBUS."""
+    failed_evictions: int
+    """Evictions that failed, so that the page stayed."""
+    resident_bytes: int
+    """Bytes of pages that are in local memory now."""
+    peak_resident_bytes: int
+    """The most that it ever was."""
+    budget_bytes: int
+    """The budget."""
+    bytes_read: int
+    """Bytes read from servers."""
+    bytes_written: int
+    """Bytes written to servers."""
+    compression_ratio: float | None
+    """Bytes of changed pages over bytes stored; none before anything was stored."""
+    summary: str
+    """All of it in a line."""
+
+    def __str__(self) -> str:
+        return self.summary
+
+
+class Runtime:
+    """Memory servers, and a budget of local memory for the pages of all arrays together.
+
+    `url` is a server, such as `tcp://10.0.0.2:7400` or `shm:///run/farpage.sock`, or several. What
+    is not given comes from the environment: `FARPAGE_SERVER`, `FARPAGE_BUDGET`,
+    `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`, `FARPAGE_FAULT_MODE`, `FARPAGE_DEADLINE` (seconds) and
+    `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
+
+    `fault_mode` is "filler" (the default) or "in-thread". With the latter the thread that touches a
+    page fetches it, which is faster on small pages, but a system call that is given absent memory
+    fails.
+
+    `faulthandler` is enabled, so that a program that is ended by a lost page says where it was.
+    """
+
+    def __init__(
+        self,
+        url: str | Iterable[str] | None = None,
+        *,
+        budget: int | str | None = None,
+        page_size: int | str | None = None,
+        codec: str | None = None,
+        fault_mode: str | None = None,
+        deadline: float | None = None,
+        key_file: str | os.PathLike[str] | None = None,
+        _server: _Server | None = None,
+    ) -> None:
+        _enable_faulthandler()
+        urls = [] if url is None else [url] if isinstance(url, str) else list(url)
+        self._server = _server
+        self._native = _farpage.Runtime(
+            urls,
+            keep=_server,
+            budget_bytes=_bytes(budget),
+            page_bytes=_bytes(page_size),
+            codec=codec,
+            fault_mode=fault_mode,
+            deadline_s=deadline,
+            key_file=key_file,
+        )
+        self._in_thread = (
+            fault_mode or os.environ.get("FARPAGE_FAULT_MODE", "filler")
+        ) == "in-thread"
+        self.servers: tuple[str, ...] = tuple(self._native.endpoints())
+        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+        _runtimes.add(self)
+
+    def zeros(
+        self,
+        shape: int | Iterable[int],
+        dtype: Any = float,
+        *,
+        page_size: int | str | None = None,
+        codec: str | None = None,
+    ) -> RemoteArray:
+        """An array of zeros, which is gone with the last view of it.
+
+        `page_size` is a power of two from 4 KiB to 2 MiB: small pages suit scattered accesses. By
+        default it is the runtime's, or 64 KiB. `codec` says how pages are stored on the servers:
+        "raw" (the default), "lz4", "shuffle", "adaptive", "zfp:accuracy=1e-6" (which loses
+        precision).
+        """
+        return self._create(None, shape, dtype, page_size, codec).array()
+
+    def create(
+        self,
+        name: str,
+        shape: int | Iterable[int],
+        dtype: Any = float,
+        *,
+        page_size: int | str | None = None,
+        codec: str | None = None,
+        replace: bool = False,
+    ) -> Region:
+        """An array of zeros under a name, which outlives this program: `Region.close`,
+        `farpage.flush` and a program's orderly end publish it.
+
+        Raises `FileExistsError` if the name exists, unless it is to be replaced.
+        """
+        return Region(self._create(name, shape, dtype, page_size, codec, replace))
+
+    def open(self, name: str, mode: str = "r", *, dtype: Any = None) -> Region:
+        """The array that was published under `name`, to be read ("r") or changed, too ("r+").
+
+        A name is open in one program at a time. `dtype` is for arrays whose type numpy does not
+        know; one that is given has to fit.
+
+        Raises `FileNotFoundError` if no server has it.
+        """
+        if mode not in ("r", "r+"):
+            raise ValueError(f"mode={mode!r}: need 'r' or 'r+'")
+        native = self._native.open(name, keep=self._server)
+        if mode == "r":
+            native.abandon()
+        stored = _stored_dtype(native.dtype)
+        shape = tuple(native.shape) or (native.len,)
+        wanted = stored if dtype is None else np.dtype(dtype)
+        if wanted != stored:
+            last = shape[-1] * stored.itemsize
+            if wanted.hasobject or wanted.itemsize == 0 or last % wanted.itemsize:
+                native.abandon()
+                native.close()
+                raise ValueError(f"`{name}` holds {shape} elements of {stored}, and is no array of {wanted}")
+            shape = (*shape[:-1], last // wanted.itemsize)
+        return Region(self._mapping(native, shape, wanted, name, mode))
+
+    def names(self) -> list[str]:
+        """What this user has published under names."""
+        return [name for name, _, _ in self._native.names()]
+
+    def remove(self, name: str) -> None:
+        """Removes what was published under `name`, and frees its memory."""
+        self._native.remove(name)
+
+    def stats(self) -> Stats:
+        """Figures since the runtime was made."""
+        return Stats(**self._native.stats())
+
+    def close(self) -> None:
+        """Closes named regions that are open, and the runtime.
+
+        Raises `BufferError` if there are arrays of it.
+        """
+        living = sum(mapping.living() is not None for mapping in self._mappings)
+        if living:
+            raise BufferError(
+                f"this runtime has {living} arrays: delete them, and all views of them, before it "
+                "is closed"
+            )
+        for mapping in list(self._mappings):
+            _close(mapping)
+        self._native.close()
+        if self._server is not None:
+            self._server.end()
+            self._server = None
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        for mapping in list(self._mappings):
+            mapping.native.abandon()
+        # The traceback may hold arrays. They, and the runtime with them, end a little later.
+        if not any(mapping.living() is not None for mapping in self._mappings):
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<farpage.Runtime at {', '.join(self.servers) or 'no server'}>"
+
+    def _create(
+        self,
+        name: str | None,
+        shape: int | Iterable[int],
+        dtype: Any,
+        page_size: int | str | None,
+        codec: str | None,
+        replace: bool = False,
+    ) -> Mapping:
+        dtype = np.dtype(dtype)
+        sides = _sides(shape)
+        if dtype.subdtype is not None:
+            dtype, inner = dtype.subdtype
+            sides += inner
+        if dtype.hasobject:
+            raise TypeError(
+                f"elements of type {dtype} are references to Python objects, which have no meaning "
+                "in remote memory: use a type of fixed size"
+            )
+        if dtype.itemsize == 0:
+            raise ValueError(f"elements of type {dtype} have no bytes: give their length, as in 'U16'")
+        if name is not None and not sides:
+            raise ValueError("an array with a name needs a dimension: use shape (1,)")
+        native = self._native.create(
+            sides,
+            _type_name(dtype),
+            dtype.itemsize,
+            dtype.alignment,
+            keep=self._server,
+            name=name,
+            replace=replace,
+            page_bytes=_bytes(page_size),
+            codec=codec,
+        )
+        return self._mapping(native, sides, dtype, name, "r+")
+
+    def _mapping(
+        self,
+        native: _farpage.Region,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        name: str | None,
+        mode: str,
+    ) -> Mapping:
+        notice_handlers(self._in_thread)
+        mapping = Mapping(
+            native, shape, dtype,
+            servers=self.servers, in_thread=self._in_thread, name=name, mode=mode,
+        )
+        self._mappings.add(mapping)
+        return mapping
+
+
+class Region:
+    """An array under a name. Made by `Runtime.create` and `Runtime.open`.
+
+    As a context manager it is closed at the end of the block. A block that ends by an exception
+    publishes nothing: the version that was published before stays.
+    """
+
+    def __init__(self, mapping: Mapping) -> None:
+        self._mapping = mapping
+
+    @property
+    def name(self) -> str:
+        assert self._mapping.name is not None
+        return self._mapping.name
+
+    @property
+    def closed(self) -> bool:
+        return self._mapping.closed
+
+    def array(self) -> RemoteArray:
+        """The array, of shape and type as it was created. All arrays of a region share its
+        memory."""
+        if self._mapping.closed:
+            raise ValueError(f"region `{self.name}` is closed")
+        return self._mapping.array()
+
+    def flush(self) -> None:
+        """Publishes the array as it is now: see `farpage.flush`."""
+        if self._mapping.mode == "r":
+            raise ValueError(f"`{self.name}` was opened for reading: open it with mode='r+'")
+        self._mapping.native.flush()
+
+    def close(self) -> None:
+        """Publishes what changed and closes the region. Closing it again does nothing.
+
+        Raises `BufferError` while there are arrays of it, `PageError` if it could not be written
+        back: then it is still open, with everything that is in it.
+        """
+        _close(self._mapping)
+
+    def __enter__(self) -> Region:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._mapping.native.abandon()
+        # The traceback may hold arrays: then the region ends with the last of them.
+        if self._mapping.living() is None:
+            _close(self._mapping)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self._mapping.mode
+        return f"<farpage.Region {self.name!r}, {self._mapping.shape} of {self._mapping.dtype}, {state}>"
+
+
+def local(
+    *,
+    budget: int | str | None = None,
+    capacity: int | str | None = None,
+    url: str | None = None,
+    **options: Any,
+) -> Runtime:
+    """A runtime with a memory server of its own, a process on this machine: to try farpage, and
+    for arrays that compress well.
+
+    The server lends up to `capacity` bytes, half of what is available by default, and takes memory
+    as pages are written to it. It ends with the runtime and its arrays, and with this process. It
+    listens on a socket in the directory for temporary files, or at `url`, such as
+    `tcp://127.0.0.1:0`. `options` are those of `Runtime`.
+    """
+    if url is None:
+        file = f"farpage-python-{os.getpid()}-{next(_own_numbers)}.sock"
+        url = f"shm://{os.path.join(tempfile.gettempdir(), file)}"
+    lent = _bytes(capacity)
+    server = _Server(url, lent if lent is not None else _farpage.available_bytes() // 2)
+    return Runtime(server.endpoint, budget=budget, _server=server, **options)
+
+
+#: Loads the library by its path: the package would bring numpy in.
+_SERVE = """
+import sys
+from importlib import machinery, util
+path, listen, capacity_bytes, parent = sys.argv[1:]
+loader = machinery.ExtensionFileLoader("_farpage", path)
+module = util.module_from_spec(util.spec_from_file_location("_farpage", path, loader=loader))
+loader.exec_module(module)
+module.serve(listen, int(capacity_bytes), int(parent))
+"""
+
+
+class _Server:
+    """A memory server's process."""
+
+    def __init__(self, listen: str, capacity_bytes: int) -> None:
+        if not sys.executable:
+            raise _farpage.Error(
+                "a memory server of this program's own is a process of its interpreter, whose file "
+                "is not known here (sys.executable is empty): start `farpage-memserver serve` and "
+                "name it by `Runtime(url)`"
+            )
+        arguments = [_farpage.__file__, listen, str(capacity_bytes), str(os.getpid())]
+        self.process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SERVE, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C is for the program; the server notices its end.
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().decode().strip()
+        self.process.stdout.close()
+        if not line or line.startswith("error: "):
+            self.process.communicate()
+            why = line.removeprefix("error: ") or f"it ended with {self.process.returncode}"
+            raise _farpage.Error(f"the memory server did not start: {why}")
+        self.endpoint = line
+        self._end = weakref.finalize(self, _end, self.process, os.getpid())
+        # The kernel closes the pipe at this process's end, after all that may need the server.
+        self._end.atexit = False
+
+    def end(self) -> None:
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes], pid: int) -> None:
+    # A child made by fork has the pipe, too, but the server is its parent's.
+    if os.getpid() != pid:
+        return
+    assert process.stdin is not None
+    try:
+        # Its end alone is not seen while a child of this process has it open.
+        process.stdin.write(b"\n")
+        process.stdin.close()
+    except OSError:
+        pass  # It has ended already.
+    process.wait()
+
+
+def runtime_at(servers: tuple[str, ...]) -> Runtime:
+    """A runtime of this process at `servers`, made if there is none."""
+    with _lock:
+        for runtime in list(_runtimes):
+            if runtime.servers == servers:
+                return runtime
+        return _unpickled.setdefault(servers, Runtime(servers))
+
+
+def _close(mapping: Mapping) -> None:
+    if mapping.closed:
+        return
+    if mapping.living() is not None:
+        raise BufferError(
+            f"region `{mapping.name}` has arrays: delete them, and all views of them, before it is "
+            "closed"
+        )
+    mapping.native.close()
+    mapping.closed = True
+    mappings.discard(mapping)
+
+
+def _enable_faulthandler() -> None:
+    if faulthandler.is_enabled():
+        return
+    for options in ({}, {"file": 2}):
+        try:
+            faulthandler.enable(**options)  # type: ignore[arg-type]
+            return
+        except (AttributeError, OSError, RuntimeError, ValueError):
+            pass  # Standard error is no file here, as in a notebook, or there is none.
+
+
+def _bytes(size: int | str | None) -> int | None:
+    if size is None:
+        return None
+    if isinstance(size, str):
+        return _farpage.parse_size(size)
+    return operator.index(size)
+
+
+def _sides(shape: int | Iterable[int]) -> tuple[int, ...]:
+    try:
+        sides: tuple[int, ...] = (operator.index(shape),)  # type: ignore[arg-type]
+    except TypeError:
+        sides = tuple(operator.index(side) for side in shape)  # type: ignore[union-attr]
+    if any(side < 0 for side in sides):
+        raise ValueError(f"shape {sides}: no side can be negative")
+    return sides
+
+
+def _type_name(dtype: np.dtype[Any]) -> str:
+    """What the servers remember of a type."""
+    known = _NAMES.get(dtype)
+    if known is not None and dtype.names is None:
+        return known
+    return repr(npy.dtype_to_descr(dtype))
+
+
+def _stored_dtype(stored: tuple[str, int] | None) -> np.dtype[Any]:
+    """The type that the servers remember."""
+    if stored is None:
+        return np.dtype("u1")
+    name, element_bytes = stored
+    if name in _NUMBERS:
+        return _NUMBERS[name]
+    if name.startswith(_NUMPY):
+        return npy.descr_to_dtype(ast.literal_eval(name.removeprefix(_NUMPY)))
+    return np.dtype(f"V{element_bytes}")

@@ -1,0 +1,95 @@
+//! Python's exceptions for farpage's errors.
+//!
+//! The rule it keeps: an exception's text is the error's own, which says what to do. Arguments that
+//! make no sense are `ValueError`; everything that the world refuses is an `OSError`, of the
+//! subclass that Python programs already catch where there is one.
+
+use std::fmt::Display;
+
+use farpage::{
+    BuildError, CreateError, OpenError,
+    error::{ControlError, NamesError, OpenStoreError, PublishError, StoreCreateError},
+};
+use pyo3::{
+    create_exception,
+    exceptions::{
+        PyConnectionError, PyFileExistsError, PyFileNotFoundError, PyOSError, PyPermissionError,
+        PyValueError,
+    },
+    prelude::*,
+};
+
+create_exception!(
+    farpage,
+    Error,
+    PyOSError,
+    "The operating system or a memory server refused; the text says what to do."
+);
+create_exception!(
+    farpage,
+    PageError,
+    Error,
+    "Pages could not be brought in or written back. What had changed is still in memory, unless \
+     the text says that a page's newest bytes are lost."
+);
+
+/// An argument that makes no sense.
+pub(crate) fn value(error: impl Display) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}
+
+pub(crate) fn system(error: impl Display) -> PyErr {
+    Error::new_err(error.to_string())
+}
+
+/// Pages that could not be moved.
+pub(crate) fn pages(error: impl Display) -> PyErr {
+    PageError::new_err(error.to_string())
+}
+
+pub(crate) fn build(error: &BuildError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        BuildError::Option(_)
+        | BuildError::Endpoint(_)
+        | BuildError::Start(farpage::error::StartError::Option(_)) => PyValueError::new_err(text),
+        BuildError::Connect(_) => PyConnectionError::new_err(text),
+        BuildError::Userfaultfd(_) => PyPermissionError::new_err(text),
+        _ => Error::new_err(text),
+    }
+}
+
+pub(crate) fn create(error: &CreateError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        CreateError::Store(StoreCreateError::Claim(PublishError::Exists { .. })) => {
+            PyFileExistsError::new_err(text)
+        }
+        CreateError::Store(
+            StoreCreateError::Codec { .. }
+            | StoreCreateError::PageSize { .. }
+            | StoreCreateError::NoServer { .. },
+        )
+        | CreateError::Name(_)
+        | CreateError::Shape { .. } => PyValueError::new_err(text),
+        _ => Error::new_err(text),
+    }
+}
+
+pub(crate) fn open(error: &OpenError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        OpenError::Store(OpenStoreError::NotFound { .. }) => PyFileNotFoundError::new_err(text),
+        OpenError::Store(OpenStoreError::Connect { .. }) => PyConnectionError::new_err(text),
+        _ => Error::new_err(text),
+    }
+}
+
+pub(crate) fn names(error: &NamesError) -> PyErr {
+    let text = error.to_string();
+    match error {
+        NamesError::NotFound { .. } => PyFileNotFoundError::new_err(text),
+        NamesError::List(ControlError::Disconnected { .. }) => PyConnectionError::new_err(text),
+        _ => Error::new_err(text),
+    }
+}

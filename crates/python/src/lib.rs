@@ -1,0 +1,43 @@
+//! `farpage._farpage`: what the Python package `farpage` is made of underneath.
+//!
+//! The rule it keeps: whatever waits for a server, a worker or a lock runs without the
+//! interpreter's lock. What users see (arrays, lifetimes, pickling) is written in Python, in
+//! `python/farpage`; memory is handed over as addresses, and that package keeps regions alive as
+//! long as arrays need them.
+
+mod error;
+mod process;
+mod region;
+mod runtime;
+mod serve;
+
+use farpage::Allowance;
+use pyo3::prelude::*;
+
+/// Native parts of the package `farpage`; use that package.
+#[pymodule(gil_used = false)]
+mod _farpage {
+    #[pymodule_export]
+    use super::{
+        available_bytes,
+        error::{Error, PageError},
+        parse_size,
+        process::sigbus_handler,
+        region::Region,
+        runtime::Runtime,
+        serve::serve,
+    };
+}
+
+/// Memory that this process could use now without swapping, within its control groups' limits.
+#[pyfunction]
+fn available_bytes(py: Python<'_>) -> u64 {
+    py.detach(|| Allowance::of_this_process().available_bytes)
+}
+
+/// Bytes of a size such as `4GiB`.
+#[pyfunction]
+fn parse_size(text: &str) -> PyResult<u64> {
+    let size = farpage_wire::parse_size(text).map_err(error::value)?;
+    Ok(size.as_u64())
+}

@@ -1,0 +1,102 @@
+//! Which process holds a value, and who has its SIGBUS.
+//!
+//! The rule it keeps: a child made by `fork` has a copy of every object but neither the threads nor
+//! the mappings behind it. It gets an exception, never a hang, and what it drops is left alone.
+//! Dropping a value waits, for write-backs or for threads to end, so it is done without the
+//! interpreter's lock, too.
+
+use std::{mem, ptr};
+
+use nix::libc;
+use parking_lot::RwLock;
+use pyo3::prelude::*;
+
+use crate::error;
+
+/// A value for the process that made it, until it is closed. Locked without the interpreter's lock
+/// only: who waits for a lock while holding the other stops everybody.
+pub(crate) struct Held<T: End + Send + Sync> {
+    pid: u32,
+    value: RwLock<Option<T>>,
+    /// What errors call it.
+    what: &'static str,
+}
+
+impl<T: End + Send + Sync> Held<T> {
+    pub(crate) fn new(what: &'static str, value: T) -> Held<T> {
+        Held {
+            pid: std::process::id(),
+            value: RwLock::new(Some(value)),
+            what,
+        }
+    }
+
+    fn check_process(&self) -> PyResult<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        Err(error::system(
+            "a process made by fork does not have its parent's runtimes and arrays: make a runtime \
+             in the child, or start processes by `spawn` or `forkserver`",
+        ))
+    }
+
+    /// Calls `body` with the value, without the interpreter's lock.
+    pub(crate) fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(&T) -> R + Send,
+    ) -> PyResult<R> {
+        self.check_process()?;
+        let result = py.detach(|| self.value.read().as_ref().map(body));
+        result.ok_or_else(|| error::value(format_args!("this {} is closed", self.what)))
+    }
+
+    /// Calls `body` with the value, which it may put back. A closed value is left alone.
+    pub(crate) fn take<R: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(T) -> (Option<T>, R) + Send,
+    ) -> PyResult<Option<R>> {
+        self.check_process()?;
+        Ok(py.detach(|| {
+            let mut place = self.value.write();
+            let (back, result) = body(place.take()?);
+            *place = back;
+            Some(result)
+        }))
+    }
+}
+
+/// What is done with a value that nobody has closed.
+pub(crate) trait End {
+    /// Says what went wrong, since nobody is there to be told.
+    fn end(self) -> Result<(), String>;
+}
+
+impl<T: End + Send + Sync> Drop for Held<T> {
+    fn drop(&mut self) {
+        let mut value = self.value.get_mut().take();
+        if self.pid != std::process::id() {
+            mem::forget(value);
+            return;
+        }
+        let mut end = || value.take().map_or(Ok(()), End::end);
+        // At the interpreter's end there is no lock to release any more.
+        let ended = Python::try_attach(|py| py.detach(&mut end)).unwrap_or_else(&mut end);
+        if let Err(error) = ended {
+            eprintln!("farpage: {error}");
+        }
+    }
+}
+
+/// The address of the process's handler of SIGBUS; 0 or 1 if it has none. `faulthandler` takes the
+/// place of the one that serves faults in the thread that faults.
+#[pyfunction]
+pub(crate) fn sigbus_handler() -> usize {
+    // SAFETY: plain data, for which zeros are a value.
+    let mut now: libc::sigaction = unsafe { mem::zeroed() };
+    // SAFETY: only asks; `now` may be written.
+    unsafe { libc::sigaction(libc::SIGBUS, ptr::null(), &raw mut now) };
+    now.sa_sigaction
+}

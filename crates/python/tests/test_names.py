@@ -1,0 +1,165 @@
+"""Named arrays: create, open, close, publish, and who may have them."""
+
+import gc
+import pickle
+
+import numpy as np
+import pytest
+
+import farpage
+from conftest import run
+
+
+def test_named_array_comes_back_with_its_type_and_shape(rt, name):
+    for number, dtype in enumerate(
+        ["f8", "u2", "?", "c8", ">f4", "f2", "m8[s]", "S7", [("x", "<f4"), ("y", "<i8", (2,))]]
+    ):
+        own = f"{name}-{number}"
+        with rt.create(own, (3, 50), dtype) as region:
+            values = np.arange(150).reshape(3, 50)
+            if np.dtype(dtype).names:
+                region.array()["x"] = values
+            else:
+                region.array()[:] = values.astype(dtype)
+            expected = region.array().copy()
+        assert region.closed
+        with rt.open(own) as region:
+            a = region.array()
+            assert a.dtype == np.dtype(dtype) and a.shape == (3, 50)
+            assert a.tobytes() == expected.tobytes()
+            del a
+    assert sum(it.startswith(name) for it in rt.names()) == 9
+    rt.remove(f"{name}-0")
+    assert f"{name}-0" not in rt.names()
+    with pytest.raises(FileNotFoundError, match=name):
+        rt.open(f"{name}-0")
+    with pytest.raises(FileNotFoundError, match=name):
+        rt.remove(f"{name}-0")
+
+
+def test_program_in_another_process_opens_what_was_published(rt, name):
+    with rt.create(name, (4096, 1024), "f8", codec="adaptive") as region:
+        region.array()[:] = 1
+    program = run(
+        """
+        import sys, farpage
+        with farpage.Runtime(sys.argv[1], budget="8MiB") as rt:
+            with rt.open(sys.argv[2], "r+") as region:
+                a = region.array()
+                print(a.shape, a.dtype, a.sum())
+                a[0] = 2
+                del a
+        """,
+        rt.servers[0],
+        name,
+    )
+    assert program.out == "(4096, 1024) float64 4194304.0\n", program.err
+    assert rt.open(name).array()[:2, 0].tolist() == [2, 1]
+
+
+def test_region_with_arrays_is_not_closed(rt, name):
+    region = rt.create(name, (1000,), "f4")
+    a = region.array()[10:]
+    for close in (region.close, rt.close):
+        with pytest.raises(BufferError, match="delete them"):
+            close()
+    a[:] = 1
+    with pytest.raises(BufferError):
+        with region:
+            pass
+    assert not region.closed
+    del a
+    region.close()
+    region.close()
+    with pytest.raises(ValueError, match="closed"):
+        region.array()
+
+
+def test_opened_to_be_read_changes_nothing(rt, name):
+    with rt.create(name, (1000,), "f4") as region:
+        region.array()[:] = 1
+    w = rt.open(name, mode="r").array()
+    gc.collect()
+    assert not w.flags.writeable and w.sum() == 1000
+    with pytest.raises(ValueError, match="read-only"):
+        w[0] = 1
+    with pytest.raises(ValueError):
+        w.flags.writeable = True
+    with pytest.raises(ValueError, match="r\\+"):
+        farpage.flush(w)
+    farpage.prefetch(w)
+    farpage.advise(w, "dontneed")
+    del w
+    with pytest.raises(ValueError, match="need 'r'"):
+        rt.open(name, mode="w")
+
+
+def test_name_is_open_once(rt, name):
+    with rt.create(name, (1000,), "f4") as region:
+        with pytest.raises(OSError, match=name):
+            rt.open(name)
+    with pytest.raises(FileExistsError, match=name):
+        rt.create(name, (1000,), "f4")
+    with rt.create(name, (500,), "i4", replace=True) as region:
+        region.array()[:] = 3
+    with rt.open(name) as region:
+        assert region.array().sum() == 1500
+
+
+def test_block_that_ends_by_an_exception_publishes_nothing(rt, name):
+    with rt.create(name, (1000,), "f4") as region:
+        region.array()[:] = 1
+    with pytest.raises(ZeroDivisionError):
+        with rt.open(name, "r+") as region:
+            a = region.array()
+            a[:] = 2
+            1 / 0
+    del a, region
+    gc.collect()
+    with rt.open(name, "r+") as region:
+        assert region.array().sum() == 1000
+        region.array()[:] = 3
+        region.flush()
+        region.array()[:] = 4
+    with pytest.raises(ZeroDivisionError):
+        with rt.open(name, "r+") as region:
+            region.array()[:] = 5
+            region.flush()
+            region.array()[:] = 6
+            1 / 0
+    with rt.open(name) as region:
+        assert region.array()[0] == 5
+
+
+def test_array_that_nobody_holds_any_more_is_published(rt, name):
+    rt.create(name, (1000,), "f4").array()[:] = 7
+    gc.collect()
+    assert rt.open(name).array().sum() == 7000
+
+
+def test_arrays_of_other_types_are_opened_with_one_that_fits(rt, name):
+    with rt.create(name, (10, 4), "f4") as region:
+        region.array()[:] = 1
+    with rt.open(name, dtype="u1") as region:
+        assert region.array().shape == (10, 16)
+    with rt.open(name, dtype="c16") as region:
+        assert region.array().shape == (10, 1)
+    with pytest.raises(ValueError, match="float32"):
+        rt.open(name, dtype="S3")
+    with rt.open(name) as region:
+        assert region.array().sum() == 40
+
+
+def test_pickled_name_is_the_same_memory_in_this_process(rt, name):
+    with rt.create(name, (100, 100), "f4") as region:
+        a = region.array()
+        b = pickle.loads(pickle.dumps(a[10:20, ::-2]))
+        assert np.shares_memory(a, b) and b.shape == (10, 50)
+        b[:] = 1
+        assert a.sum() == 500 and a[10, 99] == 1 and a[10, 98] == 0
+        del a, b
+    # With the runtime that is there.
+    w = rt.open(name).array()
+    sent = pickle.dumps(w[10])
+    del w
+    assert pickle.loads(sent).sum() == 50
