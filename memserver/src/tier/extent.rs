@@ -561,6 +561,11 @@ impl Residency for TieredExtent {
             self.tier
                 .unpack(&was, buffer)
                 .map_err(|()| Absent::Unreadable)?;
+            // A disk may have taken its time: who released the extent has been told that nobody
+            // reads it any more.
+            if self.released.load(Ordering::Relaxed) {
+                return Err(Absent::Released);
+            }
             take(&buffer.plain[(offset - start) as usize..][..len as usize]);
             Ok(())
         });
