@@ -6,6 +6,7 @@
 //! and without paging; programs that page are in [`turns`].
 
 mod first;
+mod picture;
 mod turns;
 
 use std::{
@@ -63,6 +64,10 @@ pub(crate) struct TiersOptions {
     /// Which parts to measure [default: all]
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PART")]
     only: Vec<Part>,
+    /// Also draws latency by where bytes are, what the server holds over time, and the slowdown
+    /// over --memory, to this file
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -249,6 +254,9 @@ pub(crate) fn run(options: &TiersOptions) -> Result<()> {
         starved,
         not_starved,
     };
+    if let Some(path) = &options.svg {
+        picture::draw(&found, path)?;
+    }
     report::conclude(&found, found.verified, options.run.printing.format, human)
 }
 

@@ -174,6 +174,36 @@ fn a_server_with_less_memory_than_is_used_says_so_and_is_not_killed_in_a_cgroup_
 }
 
 #[test]
+fn a_picture_of_tiers_shows_latency_what_is_held_and_the_slowdown() {
+    let name = "a_picture_of_tiers_shows_latency_what_is_held_and_the_slowdown";
+    if !can_page(name) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("tiers.svg");
+    let arguments = ["tiers", "--smoke", "--only", "latency,curve", "--svg"];
+    let arguments: Vec<_> = (arguments.into_iter())
+        .chain([file.to_str().expect("a name of letters")])
+        .collect();
+    let output = run(&arguments);
+    assert!(output.status.success(), "{output:?}");
+    let svg = std::fs::read_to_string(&file).expect("it was drawn");
+    for expected in [
+        "in memory",
+        "pool",
+        "disk",
+        "holds, MiB",
+        "--memory 50 %",
+        "of the lent",
+    ] {
+        assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
+    }
+    // Four rows in the legend and over time, and the slowdown of all.
+    let lines = svg.matches("<polyline").count();
+    assert!(lines > 8, "{lines} lines");
+}
+
+#[test]
 fn train_reports_every_mode_and_the_same_parameters_over_each_fabric() {
     let mut hashes = Vec::new();
     for fabric in ["sim", "shm", "tcp"] {

@@ -15,6 +15,7 @@ pub mod data;
 pub mod held;
 pub mod options;
 pub mod out;
+pub mod panels;
 pub mod pick;
 pub mod plot;
 pub mod progress;

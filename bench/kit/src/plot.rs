@@ -387,7 +387,7 @@ fn nice_step(most: f64) -> f64 {
 }
 
 /// Three digits, or four that begin with a one; without noise.
-fn figure(value: f64) -> String {
+pub(crate) fn figure(value: f64) -> String {
     let digits = match value.abs() {
         x if x >= 199.95 || x == 0.0 => 0,
         x if x >= 9.995 => 1,

@@ -90,14 +90,14 @@ pub(super) struct Row {
     law: Law,
     memory_bytes: u64,
     /// Over what is lent.
-    memory_share: f64,
+    pub(super) memory_share: f64,
     budget_bytes: u64,
     /// Mean access, medians of all rounds.
     all_in_memory_us: f64,
     mean_us: f64,
     /// Mean access over that of the server with all in memory: median of the pairs, and its
     /// interval.
-    slowdown: [f64; 3],
+    pub(super) slowdown: [f64; 3],
     /// Accesses that the server had to fetch, over all.
     cold_share: f64,
     /// The mean of accesses that the server had to fetch, one at a time.
@@ -110,6 +110,8 @@ pub(super) struct Row {
     /// Of these, what the page cache had of the spill file.
     cached_bytes_max: u64,
     all_in_memory_held_bytes: u64,
+    /// What it held over time: seconds since its program began, and bytes.
+    pub(super) held: Vec<(f64, u64)>,
     /// `1 - held_bytes_max / all_in_memory_held_bytes`.
     saved: f64,
     fetches: u64,
@@ -179,48 +181,57 @@ impl Side {
         Ok(session.context("there is one server")?.stat()?.tiers)
     }
 
-    /// Does something, and returns the most that the server held meanwhile: in all, and in the page
-    /// cache.
-    fn watched(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<Peak> {
+    /// Does something, and looks at what the server holds meanwhile.
+    fn watched(
+        &mut self,
+        seen: &mut Seen,
+        work: impl FnOnce(&mut Self) -> Result<()>,
+    ) -> Result<()> {
         let pid = self.server.pid()?;
         let ends = AtomicBool::new(false);
         thread::scope(|scope| {
-            let watch = scope.spawn(|| -> Result<Peak> {
-                let mut peak = Peak::default();
+            let watch = scope.spawn(|| -> Result<()> {
                 loop {
                     let is_last = ends.load(Ordering::Relaxed);
-                    peak.add(&Held::by(pid)?);
+                    seen.add(&Held::by(pid)?);
                     if is_last {
-                        return Ok(peak);
+                        return Ok(());
                     }
                     thread::sleep(LOOK);
                 }
             });
             let done = work(self);
             ends.store(true, Ordering::Relaxed);
-            let peak = watch.join().expect("it only looks");
-            done.and(peak)
+            let watched = watch.join().expect("it only looks");
+            done.and(watched)
         })
     }
 }
 
-#[derive(Clone, Copy, Default)]
-struct Peak {
-    held_bytes: u64,
-    cached_bytes: u64,
+/// What a server was seen to hold.
+struct Seen {
+    begun: Instant,
+    held: Vec<(f64, u64)>,
+    cached_bytes_max: u64,
 }
 
-impl Peak {
-    fn add(&mut self, held: &Held) {
-        self.held_bytes = self.held_bytes.max(held.bytes());
-        self.cached_bytes = self.cached_bytes.max(held.cached_bytes);
+impl Seen {
+    fn begin() -> Self {
+        Self {
+            begun: Instant::now(),
+            held: Vec::new(),
+            cached_bytes_max: 0,
+        }
     }
 
-    fn with(self, other: Self) -> Self {
-        Self {
-            held_bytes: self.held_bytes.max(other.held_bytes),
-            cached_bytes: self.cached_bytes.max(other.cached_bytes),
-        }
+    fn add(&mut self, held: &Held) {
+        let seconds = self.begun.elapsed().as_secs_f64();
+        self.held.push((seconds, held.bytes()));
+        self.cached_bytes_max = self.cached_bytes_max.max(held.cached_bytes);
+    }
+
+    fn bytes_max(&self) -> u64 {
+        self.held.iter().map(|(_, bytes)| *bytes).max().unwrap_or(0)
     }
 }
 
@@ -351,8 +362,10 @@ impl Measurement<'_> {
             side.read(&warm);
             Ok(())
         };
-        let plain_peak = plain.watched(begin)?;
-        let mut peak = tiered.watched(begin)?;
+        let mut plain_seen = Seen::begin();
+        plain.watched(&mut plain_seen, begin)?;
+        let mut seen = Seen::begin();
+        tiered.watched(&mut seen, begin)?;
         // 2. In turns.
         let before = tiered.tiers()?;
         let (mut plain_us, mut tiered_us, mut ratios) = (Vec::new(), Vec::new(), Vec::new());
@@ -368,17 +381,17 @@ impl Measurement<'_> {
             plain_us.push(first);
             tiered_us.push(second);
             ratios.push(second / first);
-            peak.add(&tiered.server.held()?);
+            seen.add(&tiered.server.held()?);
         }
         let after = tiered.tiers()?;
         let cold_share = (after.fetches - before.fetches) as f64 / (pairs * accesses) as f64;
         // 3. Accesses that are fetched, one at a time; and what is held meanwhile.
         let cold_us = tiered.cold_us(&plan, cold, self.seed)?;
         let words = words_of(plan.law, pages, accesses, mix(self.seed));
-        peak = peak.with(tiered.watched(|side| {
+        tiered.watched(&mut seen, |side| {
             side.read(&words);
             Ok(())
-        })?);
+        })?;
         ensure!(
             tiered.server.is_running(),
             "the server was killed with {} of memory",
@@ -408,10 +421,11 @@ impl Measurement<'_> {
             cold_us,
             explained,
             slowdown_over_explained: slowdown[0] / explained,
-            held_bytes_max: peak.held_bytes,
-            cached_bytes_max: peak.cached_bytes,
-            all_in_memory_held_bytes: plain_peak.held_bytes,
-            saved: 1.0 - peak.held_bytes as f64 / plain_peak.held_bytes as f64,
+            held_bytes_max: seen.bytes_max(),
+            cached_bytes_max: seen.cached_bytes_max,
+            all_in_memory_held_bytes: plain_seen.bytes_max(),
+            saved: 1.0 - seen.bytes_max() as f64 / plain_seen.bytes_max() as f64,
+            held: seen.held,
             fetches: after.fetches - before.fetches,
             evictions: after.evictions - before.evictions,
             no_room: tiered.tiers()?.no_room,

@@ -56,8 +56,8 @@ const FRAME: Duration = Duration::from_secs(30);
 /// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
 const PIECE: Duration = Duration::from_secs(5);
 
-/// What passes from or to memory of a message over RDMA at once.
-const PASSED_BYTES: usize = 16 << 10;
+/// What passes from or to memory of a message over RDMA at once: what its ring takes at once.
+pub(crate) const PASSED_BYTES: usize = 15 << 10;
 
 /// A connected, non-blocking socket, or an RDMA control connection.
 #[derive(Debug)]
@@ -175,6 +175,14 @@ impl Stream {
         Errno::result(sent)
             .map(|sent| sent as usize)
             .map_err(Into::into)
+    }
+
+    /// How many bytes of one vector [`send_message`](Self::send_message) takes at most.
+    pub(crate) fn most_at_once(&self) -> usize {
+        match self {
+            Self::Rdma(_) => PASSED_BYTES,
+            Self::Unix(_) | Self::Tcp(_) => usize::MAX,
+        }
     }
 
     /// As `sendmsg`. A closed peer is an error, never a signal.

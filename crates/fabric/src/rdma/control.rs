@@ -34,6 +34,7 @@ use crate::{
     Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
     regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
     ring::{HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, SendError},
+    stream::PASSED_BYTES,
 };
 
 /// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth
@@ -48,7 +49,7 @@ const PLACE: RingPlace = RingPlace {
 };
 
 /// One message at most: several fit into a ring, so that one can be taken while the next is placed.
-const MESSAGE_BYTES: usize = 15 << 10;
+const MESSAGE_BYTES: usize = PASSED_BYTES;
 
 /// Memory that what is sent passes through.
 const BOUNCE_BYTES: usize = 32 << 10;

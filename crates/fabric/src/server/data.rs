@@ -290,7 +290,8 @@ impl Connection {
             let mut sent = None;
             if is_paged {
                 let header = rest.left()[0];
-                let passed = window.pass(&rest, pieces, checked, &mut |bytes| {
+                let most = self.stream.most_at_once();
+                let passed = window.pass(&rest, pieces, checked, most, &mut |bytes| {
                     let mut answer = [header, vector(bytes.as_ptr().cast_mut(), bytes.len())];
                     let mut message = Message::new(answer.as_mut_ptr(), answer.len());
                     // SAFETY: the header is kept by the caller, and `bytes` outlive the call; both

@@ -117,7 +117,8 @@ impl Window {
     }
 
     /// Sends the answer that comes next of `rest` from where its bytes are kept, if they are not
-    /// worth bringing into memory. `None`: its memory is to be held instead.
+    /// worth bringing into memory and `most` bytes or fewer, which can be sent at once. `false`:
+    /// its memory is to be held instead.
     ///
     /// `send` is told to send what comes next, where the payload are the bytes that it is given.
     pub(super) fn pass(
@@ -125,6 +126,7 @@ impl Window {
         rest: &Rest<'_>,
         pieces: &[Piece],
         checked: &[Checked],
+        most: usize,
         send: &mut dyn FnMut(&[u8]),
     ) -> Result<bool, Stuck> {
         let (next, vector) = (rest.next(), &rest.left()[0]);
@@ -133,6 +135,10 @@ impl Window {
             return Ok(false);
         }
         let (offset, len) = op.range();
+        // The rest would be unpacked once more.
+        if len > most as u64 {
+            return Ok(false);
+        }
         let begun = Instant::now();
         let passed = op
             .residency()

@@ -1,0 +1,131 @@
+//! Panels of a picture: lines and bars, a colour for each series.
+//!
+//! The rule it keeps: a series has the same colour in all panels, by its place among them. Where
+//! panels lie is left to who draws them.
+
+use std::ops::Range;
+
+use plotters::{
+    coord::Shift,
+    prelude::*,
+    style::text_anchor::{HPos, Pos, VPos},
+};
+
+use crate::plot::{COLOURS, FONT, figure};
+
+/// Where a panel is drawn.
+pub type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+
+/// Points `(across, up)` of one series.
+pub type Line = Vec<(f64, f64)>;
+
+fn colours() -> impl Iterator<Item = &'static RGBColor> {
+    // Neighbours in the scheme look alike as thin lines.
+    COLOURS.iter().step_by(3).cycle()
+}
+
+/// From 0 to a little above the highest of these.
+fn upwards(values: impl Iterator<Item = f64>) -> Range<f64> {
+    0.0..values.fold(f64::MIN_POSITIVE, f64::max) * 1.05
+}
+
+/// Names of series side by side, each behind a piece of its line.
+///
+/// # Errors
+/// The picture cannot be drawn.
+pub fn legend<'a>(
+    area: &Area<'_>,
+    width: u32,
+    names: impl IntoIterator<Item = &'a str>,
+) -> Result<(), String> {
+    let (_, height) = area.dim_in_pixel();
+    for ((at, name), colour) in names.into_iter().enumerate().zip(colours()) {
+        let (x, y) = (30 + width as i32 * at as i32, height as i32 / 2);
+        let stroke = PathElement::new(vec![(x, y), (x + 26, y)], colour.stroke_width(3));
+        area.draw(&stroke).map_err(|error| error.to_string())?;
+        let style = (FONT, 16).into_text_style(area);
+        let text = Text::new(name.to_owned(), (x + 34, y - 8), style);
+        area.draw(&text).map_err(|error| error.to_string())?;
+    }
+    Ok(())
+}
+
+/// Lines over `across`, which is what the numbers below the panel are.
+///
+/// # Errors
+/// The picture cannot be drawn.
+pub fn lines(area: &Area<'_>, title: &str, across: &str, lines: &[Line]) -> Result<(), String> {
+    draw_lines(area, title, across, lines).map_err(|error| error.to_string())
+}
+
+/// A bar for each series, its name below it and its value above.
+///
+/// # Errors
+/// The picture cannot be drawn.
+pub fn bars(area: &Area<'_>, title: &str, values: &[(&str, f64)]) -> Result<(), String> {
+    draw_bars(area, title, values).map_err(|error| error.to_string())
+}
+
+type Failure<'a> = DrawingAreaErrorKind<<SVGBackend<'a> as DrawingBackend>::ErrorType>;
+
+fn draw_lines<'a>(
+    area: &Area<'a>,
+    title: &str,
+    across: &str,
+    lines: &[Line],
+) -> Result<(), Failure<'a>> {
+    let points = || lines.iter().flatten();
+    let (width, height) = (
+        upwards(points().map(|at| at.0)),
+        upwards(points().map(|at| at.1)),
+    );
+    let mut chart = ChartBuilder::on(area)
+        .caption(title, (FONT, 17))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(width, height)?;
+    chart
+        .configure_mesh()
+        .light_line_style(WHITE)
+        .x_desc(across)
+        .x_labels(6)
+        .y_labels(6)
+        .label_style((FONT, 13))
+        .draw()?;
+    for (line, colour) in lines.iter().zip(colours()) {
+        let line = line.iter().copied();
+        chart.draw_series(LineSeries::new(line, colour.stroke_width(2)))?;
+    }
+    Ok(())
+}
+
+fn draw_bars<'a>(area: &Area<'a>, title: &str, values: &[(&str, f64)]) -> Result<(), Failure<'a>> {
+    let most = upwards(values.iter().map(|(_, value)| *value));
+    let mut chart = ChartBuilder::on(area)
+        .caption(title, (FONT, 17))
+        .margin(12)
+        .x_label_area_size(40)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0.0..values.len() as f64, most)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(WHITE)
+        .x_labels(0)
+        .y_labels(6)
+        .label_style((FONT, 13))
+        .draw()?;
+    let middle = Pos::new(HPos::Center, VPos::Center);
+    let style = (FONT, 13).into_text_style(area).pos(middle);
+    for ((at, (name, value)), colour) in values.iter().enumerate().zip(colours()) {
+        let left = at as f64;
+        let corners = [(left + 0.2, 0.0), (left + 0.8, *value)];
+        chart.draw_series([Rectangle::new(corners, colour.filled())])?;
+        for (text, height, off) in [((*name).to_owned(), 0.0, 14), (figure(*value), *value, -8)] {
+            let text = Text::new(text, (0, off), style.clone());
+            chart.draw_series([EmptyElement::at((left + 0.5, height)) + text])?;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,66 @@
+//! The picture of a server that lends more than its memory: what an access costs by where its bytes
+//! are, what the server holds over time, and what less memory costs.
+
+use std::path::Path;
+
+use anyhow::Result;
+use farpage_bench_kit::{
+    panels::{self, Area, Line},
+    plot,
+};
+
+use super::{Tiers, turns::Row};
+
+const SIZE: (u32, u32) = (1500, 470);
+const LEGEND: u32 = 40;
+
+/// Draws what was measured to a file. Parts that were not measured stay empty.
+///
+/// # Errors
+/// The file cannot be written.
+pub(super) fn draw(found: &Tiers, path: &Path) -> Result<()> {
+    plot::draw_svg(path, SIZE, |area| draw_on(found, area))
+}
+
+fn draw_on(found: &Tiers, area: &Area<'_>) -> Result<(), String> {
+    let (legend, rest) = area.split_vertically(LEGEND);
+    let cells = rest.split_evenly((1, 3));
+    if let Some(latency) = &found.latency {
+        let bars = [
+            ("no tiers", latency.plain_us),
+            ("in memory", latency.hot_us),
+            ("pool", latency.pool_us),
+            ("disk", latency.disk_us),
+        ];
+        panels::bars(&cells[0], "READ of 64 KiB, us", &bars)?;
+    }
+    if found.curve.is_empty() {
+        return Ok(());
+    }
+    let percent = |row: &Row| 100.0 * row.memory_share;
+    let names = found.curve.iter();
+    let names: Vec<_> = names
+        .map(|row| format!("--memory {:.0} % of the lent", percent(row)))
+        .collect();
+    panels::legend(&legend, 300, names.iter().map(String::as_str))?;
+    let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
+    let held = |row: &Row| -> Line {
+        let held = row.held.iter();
+        held.map(|(seconds, bytes)| (*seconds, mib(*bytes)))
+            .collect()
+    };
+    let lines: Vec<Line> = found.curve.iter().map(held).collect();
+    panels::lines(
+        &cells[1],
+        "all that the server holds, MiB",
+        "seconds",
+        &lines,
+    )?;
+    let slowdown = |row: &Row| (percent(row), row.slowdown[0]);
+    panels::lines(
+        &cells[2],
+        "mean access over all in memory",
+        "--memory, % of the lent",
+        &[found.curve.iter().map(slowdown).collect()],
+    )
+}
