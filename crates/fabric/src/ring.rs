@@ -52,6 +52,9 @@ const CONSUMED_AT: usize = 64;
 const WORD_BYTES: usize = 16;
 /// A message's length.
 const LENGTH_BYTES: usize = 8;
+/// What a stream over RDMA sends at once: several fit into its ring, so that one can be taken while
+/// the next is placed.
+pub(crate) const STREAM_MESSAGE_BYTES: usize = 15 << 10;
 /// What is copied into the nearest cache at once.
 const NEAR_BYTES: usize = 4096;
 

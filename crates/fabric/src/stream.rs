@@ -36,6 +36,7 @@ use crate::{
     nonblocking::{describe, retry, timeout_until},
     rdma::{ASK_AGAIN, RdmaStream},
     resolver::resolve,
+    ring::STREAM_MESSAGE_BYTES,
 };
 
 /// Routers forget connections that are idle for a minute or more.
@@ -55,9 +56,6 @@ const PIECE_BYTES: usize = 256 << 10;
 const FRAME: Duration = Duration::from_secs(30);
 /// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
 const PIECE: Duration = Duration::from_secs(5);
-
-/// What passes from or to memory of a message over RDMA at once: what its ring takes at once.
-pub(crate) const PASSED_BYTES: usize = 15 << 10;
 
 /// A connected, non-blocking socket, or an RDMA control connection.
 #[derive(Debug)]
@@ -180,7 +178,7 @@ impl Stream {
     /// How many bytes of one vector [`send_message`](Self::send_message) takes at most.
     pub(crate) fn most_at_once(&self) -> usize {
         match self {
-            Self::Rdma(_) => PASSED_BYTES,
+            Self::Rdma(_) => STREAM_MESSAGE_BYTES,
             Self::Unix(_) | Self::Tcp(_) => usize::MAX,
         }
     }
@@ -194,8 +192,8 @@ impl Stream {
         if let Self::Rdma(stream) = self {
             let vectors = message.vectors();
             return gather(vectors.iter(), |vector| {
-                let mut piece = [0; PASSED_BYTES];
-                let piece = &mut piece[..vector.iov_len.min(PASSED_BYTES)];
+                let mut piece = [0; STREAM_MESSAGE_BYTES];
+                let piece = &mut piece[..vector.iov_len.min(STREAM_MESSAGE_BYTES)];
                 let from = vector.iov_base.cast::<u8>();
                 // SAFETY: promised by the caller for all bytes of the vector, of which these are
                 // the first; `piece` is ours.
@@ -216,8 +214,8 @@ impl Stream {
         if let Self::Rdma(stream) = self {
             let vectors = message.vectors();
             return gather(vectors.iter(), |vector| {
-                let mut piece = [0; PASSED_BYTES];
-                let most = vector.iov_len.min(PASSED_BYTES);
+                let mut piece = [0; STREAM_MESSAGE_BYTES];
+                let most = vector.iov_len.min(STREAM_MESSAGE_BYTES);
                 let bytes = stream.read(&mut piece[..most])?;
                 let to = vector.iov_base.cast::<u8>();
                 // SAFETY: promised by the caller for all bytes of the vector, which has at least

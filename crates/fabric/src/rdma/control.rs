@@ -33,8 +33,9 @@ use super::{
 use crate::{
     Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
     regmem::{Access, RegBuf, RegPool, RegPoolOptions, Registrar},
-    ring::{HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, SendError},
-    stream::PASSED_BYTES,
+    ring::{
+        HEADER_BYTES, Landing, RingPlace, RingReceiver, RingSender, STREAM_MESSAGE_BYTES, SendError,
+    },
 };
 
 /// A ring with what lies before its messages. Control messages are mostly shorter than a hundredth
@@ -47,9 +48,6 @@ const PLACE: RingPlace = RingPlace {
     offset: 0,
     capacity: RING_BYTES - HEADER_BYTES,
 };
-
-/// One message at most: several fit into a ring, so that one can be taken while the next is placed.
-const MESSAGE_BYTES: usize = PASSED_BYTES;
 
 /// Memory that what is sent passes through.
 const BOUNCE_BYTES: usize = 32 << 10;
@@ -209,7 +207,7 @@ impl Control {
             }
             return Ok(None);
         }
-        let bytes = &buf[..buf.len().min(MESSAGE_BYTES)];
+        let bytes = &buf[..buf.len().min(STREAM_MESSAGE_BYTES)];
         let sent = self.sender.send(bytes).and_then(|()| self.sender.flush());
         match sent {
             // Lost on the way: whoever waits for an answer hears of the failure.
@@ -234,7 +232,7 @@ impl Control {
     }
 
     fn has_room(&self) -> bool {
-        self.announcements > 0 && self.sender.free() >= MESSAGE_BYTES + 16
+        self.announcements > 0 && self.sender.free() >= STREAM_MESSAGE_BYTES + 16
     }
 
     /// Moves on; where that does not bring what is waited for, arms the queue and looks once more.
