@@ -9,20 +9,24 @@
 
 mod common;
 
-use std::{fs, ops::Range, ptr::NonNull, thread, time::Duration};
+use std::{env, fs, ops::Range, ptr::NonNull, thread, time::Duration};
 
 use common::{
-    Fabric, KIB, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
+    Fabric, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
 };
 use farpage::{Arena, ArenaError, RegionOptions, Reserve};
 
 const PAGE: usize = 16 * KIB;
 
-fn mappings() -> usize {
-    fs::read_to_string("/proc/self/maps")
-        .unwrap()
-        .lines()
-        .count()
+/// Set in a process that runs one test alone.
+const ALONE: &str = "FARPAGE_TEST_ALONE";
+
+/// Mappings of this process, and how many of them lie in the arena.
+fn mappings(arena: &Arena) -> (usize, usize) {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let start = |line: &str| usize::from_str_radix(line.split('-').next().unwrap(), 16).unwrap();
+    let inside = maps.lines().filter(|line| arena.contains(start(line)));
+    (maps.lines().count(), inside.count())
 }
 
 /// What is allocated, with a word at each end of it and in the middle.
@@ -90,19 +94,23 @@ impl Block {
 #[test]
 fn hundred_thousand_arrays_leave_nothing_behind() {
     let test = "hundred_thousand_arrays_leave_nothing_behind";
+    // A process of its own: other tests map memory, too.
+    if env::var_os(ALONE).is_none() {
+        return Kin::start(test, &[(ALONE, "1")]).must_pass(Duration::from_secs(180));
+    }
     let _watchdog = Watchdog::new(test, Duration::from_secs(180));
     if !can_page(test) {
         return;
     }
     let seed = seed(test);
     let memory = Memory::start(Fabric::Shm, 512 * MIB);
-    let runtime = memory.runtime(24 * PAGE, PAGE);
+    let runtime = memory.runtime(12 * PAGE, PAGE);
     let on_demand = RegionOptions::new()
         .reserve(Reserve::OnDemand)
         .read_ahead(0);
     let arena = runtime.arena_with(256 * MIB, on_demand).unwrap();
     let granted = |memory: &Memory| memory.server.stat().granted_bytes;
-    let before = (mappings(), granted(&memory));
+    let before = (mappings(&arena), granted(&memory));
     // Of most nothing is touched, so that the test is short.
     let mut live: Vec<Result<Block, NonNull<u8>>> = Vec::new();
     let mut rng = Rng(seed);
@@ -111,32 +119,34 @@ fn hundred_thousand_arrays_leave_nothing_behind() {
         // SAFETY: nobody else has it.
         Err(at) => unsafe { arena.deallocate(at) }.unwrap(),
     };
-    let mut most = (0, 0);
+    let (mut most, mut most_granted) = (0, 0);
     for number in 0..100_000 {
         if live.len() == 60 {
             free(live.swap_remove(rng.below(60)));
         }
         let bytes = 128 * KIB + rng.below(2 * MIB);
         let align = 1 << rng.below(13);
-        live.push(match number % 4 {
+        live.push(match number % 8 {
             0 => Ok(Block::new(&arena, bytes, align, number)),
             _ => Err(arena.allocate(bytes, align).unwrap()),
         });
         if number % 10_000 == 0 {
-            most = (most.0.max(mappings()), most.1.max(granted(&memory)));
+            let (all, inside) = mappings(&arena);
+            assert_eq!(inside, before.0.1, "no allocation has a mapping of its own");
+            (most, most_granted) = (most.max(all), most_granted.max(granted(&memory)));
         }
     }
-    assert!(most.1 > before.1, "pages have left: {}", runtime.stats());
-    // A lock or an allocation of the test itself may take a mapping or two.
     assert!(
-        most.0 <= before.0 + 8,
-        "{} mappings, then {}",
-        before.0,
-        most.0
+        most_granted > before.1,
+        "pages have left: {}",
+        runtime.stats()
     );
+    // Threads of the runtime, and what servers grant, take some.
+    assert!(most <= before.0.0 + 200, "{most} mappings");
     live.into_iter().for_each(free);
     assert_eq!(arena.allocated_bytes(), 0);
-    assert_eq!(arena.region().resident_pages(), 0);
+    // A fault that is read late may bring a page of zeros in.
+    assert!(arena.region().resident_pages() <= 2);
     wait_until("the server has its memory back", || {
         granted(&memory) == before.1
     });
@@ -219,7 +229,8 @@ fn parts_are_released_as_munmap_does() {
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
     let arena = builder(MIB, PAGE).server(&memory.url).build().unwrap();
-    let arena = arena.arena(64 * PAGE).unwrap();
+    let options = RegionOptions::new().read_ahead(0);
+    let arena = arena.arena_with(64 * PAGE, options).unwrap();
     let first = arena.allocate(16 * PAGE, 1).unwrap().as_ptr() as usize;
     let second = arena.allocate(8 * PAGE, 1).unwrap().as_ptr() as usize;
     assert_eq!(second, first + 16 * PAGE, "the lowest address that fits");

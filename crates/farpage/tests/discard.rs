@@ -27,6 +27,11 @@ use farpage::{Advice, FaultMode, RegionOptions, RemoteArray, Reserve, Runtime};
 const PAGE: usize = 4 * KIB;
 const PAGE_WORDS: usize = PAGE / 8;
 
+/// Nothing comes in but what is touched.
+fn no_read_ahead() -> RegionOptions {
+    RegionOptions::new().read_ahead(0)
+}
+
 #[test]
 fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
     let test = "discarded_range_reads_as_zeros_and_nothing_is_written_back";
@@ -37,7 +42,9 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
     for fabric in fabrics() {
         let memory = Memory::start(fabric, 16 * MIB);
         let runtime = memory.runtime(64 * PAGE, PAGE);
-        let mut array: RemoteArray<u64> = runtime.array(200 * PAGE_WORDS).unwrap();
+        let mut array: RemoteArray<u64> = runtime
+            .array_with(200 * PAGE_WORDS, no_read_ahead())
+            .unwrap();
         fill(&mut array, 1);
         let kept = |array: &RemoteArray<u64>, gone: std::ops::Range<usize>| {
             for (at, &word) in array.iter().enumerate() {
@@ -71,7 +78,7 @@ fn discarded_range_reads_as_zeros_and_nothing_is_written_back() {
         assert!(array.region().resident_pages() <= resident);
         kept(&array, gone.clone());
         // 3. The end of the array, which is no page's.
-        let mut odd: RemoteArray<u8> = runtime.array(3 * PAGE + 5).unwrap();
+        let mut odd: RemoteArray<u8> = runtime.array_with(3 * PAGE + 5, no_read_ahead()).unwrap();
         odd.fill(7);
         odd.discard_range(2 * PAGE..).unwrap();
         assert!(odd[..2 * PAGE].iter().all(|&byte| byte == 7));
@@ -116,7 +123,7 @@ fn pinned_pages_stay_in_memory_as_zeros() {
     }
     let memory = Memory::start(Fabric::Shm, 16 * MIB);
     let runtime = memory.runtime(64 * PAGE, PAGE);
-    let mut array: RemoteArray<u64> = runtime.array(8 * PAGE_WORDS).unwrap();
+    let mut array: RemoteArray<u64> = runtime.array_with(8 * PAGE_WORDS, no_read_ahead()).unwrap();
     fill(&mut array, 3);
     array.pin(2 * PAGE_WORDS..5 * PAGE_WORDS).unwrap();
     array.discard_range(..).unwrap();

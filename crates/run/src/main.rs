@@ -1,0 +1,306 @@
+//! `farpage`: runs a program as it is, with its large allocations in remote memory.
+//!
+//! The rule it keeps: the exit status is the program's; 125 means that farpage could not start it,
+//! 126 and 127 what they mean to a shell. What the program asks for and gets is decided in the
+//! library that is preloaded (`preload.rs`).
+
+mod explain;
+
+use std::{
+    env,
+    ffi::{OsStr, OsString},
+    fmt, io,
+    os::unix::process::{CommandExt, ExitStatusExt},
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, ExitStatus},
+    thread,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use bytesize::ByteSize;
+use clap::{Args, Parser, Subcommand};
+use farpage::Allowance;
+use farpage_memserver::{RunningServer, Server};
+use farpage_wire::Endpoint;
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM},
+    iterator::Signals,
+};
+
+use explain::Program;
+
+/// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
+const LIBRARY: &str = "libfarpage_preload.so";
+
+#[derive(Parser)]
+#[command(
+    name = "farpage",
+    version,
+    about = "Runs programs with their large allocations in remote memory"
+)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Runs a program: its large allocations live on a memory server, and a budget of them is in
+    /// local memory.
+    Run(RunOptions),
+}
+
+#[derive(Args)]
+struct RunOptions {
+    /// Local memory for the program's large allocations [default: a quarter of what is available].
+    #[arg(long, env = "FARPAGE_BUDGET")]
+    budget: Option<ByteSize>,
+    /// A memory server, such as tcp://10.0.0.2:7400 [default: one of its own on this machine, which
+    /// ends with the program].
+    #[arg(long)]
+    server: Option<Endpoint>,
+    /// The most that the program can have allocated there at once. With --server, all of it is
+    /// reserved [default: four budgets with --server, else what this machine has beside the
+    /// budget].
+    #[arg(long)]
+    capacity: Option<ByteSize>,
+    /// Requests of this size and more go there; smaller ones to the program's own allocator.
+    #[arg(long, default_value = "128KiB")]
+    min_bytes: ByteSize,
+    /// Says at the end on standard error how much memory was used, and what moved.
+    #[arg(long)]
+    stats: bool,
+    /// Lets the program fork while it has allocations there. The child does not have them: touching
+    /// them raises SIGSEGV.
+    #[arg(long)]
+    allow_fork: bool,
+    /// Interposes the programs that the program starts, too. Each has a budget of its own.
+    #[arg(long)]
+    children: bool,
+    /// Says what would be interposed, and what would not and why, and runs nothing.
+    #[arg(long)]
+    explain: bool,
+    /// The program and its arguments.
+    #[arg(trailing_var_arg = true, required = true)]
+    command: Vec<OsString>,
+}
+
+fn main() -> ExitCode {
+    let Verb::Run(options) = Cli::parse().verb;
+    match run(&options) {
+        Ok(status) => ExitCode::from(status),
+        Err(error) => {
+            eprintln!("farpage: {error:#}");
+            let refused = error.downcast_ref::<NotRun>();
+            ExitCode::from(refused.map_or(125, |refused| refused.0))
+        }
+    }
+}
+
+/// The program cannot be run; with the status that a shell gives for it.
+#[derive(Debug)]
+struct NotRun(u8, String);
+
+impl fmt::Display for NotRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.1)
+    }
+}
+
+impl std::error::Error for NotRun {}
+
+fn run(options: &RunOptions) -> Result<u8> {
+    let (name, arguments) = options.command.split_first().expect("clap requires one");
+    let path = find(name)?;
+    let program =
+        Program::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    if options.explain {
+        print!("{}", program.explain(&path, &sizes(options)));
+        return Ok(if program.refusal().is_some() { 1 } else { 0 });
+    }
+    if let Some(why) = program.refusal() {
+        bail!("{} cannot be interposed: {why}", path.display());
+    }
+    let library = library()?;
+    let sizes = sizes(options);
+    let mut command = Command::new(&path);
+    command.arg0(name).args(arguments);
+    let set = |command: &mut Command, name: &str, value: &str| {
+        command.env(format!("FARPAGE_RUN_{name}"), value);
+    };
+    set(&mut command, "BUDGET", &sizes.budget.as_u64().to_string());
+    set(
+        &mut command,
+        "CAPACITY",
+        &sizes.capacity.as_u64().to_string(),
+    );
+    set(
+        &mut command,
+        "MIN_BYTES",
+        &options.min_bytes.as_u64().to_string(),
+    );
+    for (flag, name) in [
+        (options.stats, "STATS"),
+        (options.allow_fork, "ALLOW_FORK"),
+        (options.children, "CHILDREN"),
+        (options.server.is_none(), "ON_DEMAND"),
+    ] {
+        if flag {
+            set(&mut command, name, "1");
+        }
+    }
+    let before = env::var_os("LD_PRELOAD").unwrap_or_default();
+    command.env("FARPAGE_RUN_PRELOADED", &before);
+    let mut preload = library.into_os_string();
+    if !before.is_empty() {
+        preload.push(OsStr::new(":"));
+        preload.push(&before);
+    }
+    command.env("LD_PRELOAD", preload);
+    if let Some(server) = &options.server {
+        set(&mut command, "SERVER", &server.to_string());
+        return Err(cannot_start(&path, command.exec()).into());
+    }
+    let own = OwnServer::start(sizes.capacity)?;
+    set(&mut command, "SERVER", &own.endpoint);
+    // Before the program is there, so that no signal is lost.
+    let signals =
+        Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).context("cannot take signals")?;
+    let mut child = command
+        .spawn()
+        .map_err(|error| cannot_start(&path, error))?;
+    let status = wait(&mut child, signals)?;
+    own.server.shutdown();
+    Ok(code(status))
+}
+
+/// Waits for the program. Signals that ask to end are passed on; those of the terminal reach the
+/// program by themselves.
+fn wait(child: &mut Child, mut signals: Signals) -> Result<ExitStatus> {
+    let (handle, pid) = (signals.handle(), child.id() as i32);
+    let relay = thread::spawn(move || {
+        for signal in signals.forever() {
+            if signal == SIGTERM || signal == SIGHUP {
+                // SAFETY: a signal to our own child, which has not been waited for.
+                unsafe { libc::kill(pid, signal) };
+            }
+        }
+    });
+    // The child stays a zombie until nobody signals it any more.
+    let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
+    // SAFETY: `info` has room for the answer, and is not looked at.
+    while unsafe {
+        libc::waitid(
+            libc::P_PID,
+            pid as u32,
+            info.as_mut_ptr(),
+            libc::WEXITED | libc::WNOWAIT,
+        )
+    } != 0
+        && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
+    {}
+    handle.close();
+    let _ = relay.join();
+    child.wait().context("cannot wait for the program")
+}
+
+/// As shells say it.
+fn code(status: ExitStatus) -> u8 {
+    let code = status.code().or(status.signal().map(|signal| 128 + signal));
+    code.unwrap_or(125) as u8
+}
+
+fn cannot_start(path: &Path, error: io::Error) -> NotRun {
+    let status = if error.kind() == io::ErrorKind::NotFound {
+        127
+    } else {
+        126
+    };
+    NotRun(status, format!("cannot run {}: {error}", path.display()))
+}
+
+/// What the options come to.
+pub(crate) struct Sizes {
+    pub(crate) budget: ByteSize,
+    pub(crate) capacity: ByteSize,
+    pub(crate) min_bytes: ByteSize,
+}
+
+fn sizes(options: &RunOptions) -> Sizes {
+    let available = Allowance::of_this_process().available_bytes;
+    let budget = options.budget.unwrap_or(ByteSize(available / 4));
+    let default = match options.server {
+        Some(_) => budget.as_u64().saturating_mul(4),
+        None => available
+            .saturating_sub(budget.as_u64())
+            .max(budget.as_u64()),
+    };
+    Sizes {
+        budget,
+        capacity: options.capacity.unwrap_or(ByteSize(default)),
+        min_bytes: options.min_bytes,
+    }
+}
+
+/// A memory server in this process.
+struct OwnServer {
+    server: RunningServer,
+    endpoint: String,
+    _directory: tempfile::TempDir,
+}
+
+impl OwnServer {
+    fn start(capacity: ByteSize) -> Result<OwnServer> {
+        let directory = tempfile::Builder::new().prefix("farpage-run-").tempdir();
+        let directory =
+            directory.context("cannot make a directory for the memory server's socket")?;
+        let socket = Endpoint::Shm(directory.path().join("server.sock"));
+        // Pages are written out of place, and extents are whole.
+        let lends = capacity.as_u64() + capacity.as_u64() / 8 + (64 << 20);
+        let server = Server::builder()
+            .listen(socket)
+            .capacity(lends)
+            .grace(Duration::ZERO)
+            .start()
+            .context("cannot start a memory server")?;
+        let endpoint = server
+            .endpoints()
+            .first()
+            .context("the server listens nowhere")?;
+        Ok(OwnServer {
+            endpoint: endpoint.to_string(),
+            server,
+            _directory: directory,
+        })
+    }
+}
+
+/// The program's file, as a shell finds it.
+fn find(name: &OsStr) -> Result<PathBuf> {
+    let path = Path::new(name);
+    if path.components().count() > 1 || name.as_encoded_bytes().contains(&b'/') {
+        return Ok(path.to_owned());
+    }
+    let folders = env::var_os("PATH").unwrap_or_default();
+    let found = env::split_paths(&folders)
+        .map(|folder| folder.join(path))
+        .find(|path| {
+            use std::os::unix::fs::PermissionsExt;
+            path.metadata()
+                .is_ok_and(|file| file.is_file() && file.permissions().mode() & 0o111 != 0)
+        });
+    found.ok_or_else(|| NotRun(127, format!("{}: command not found", name.display())).into())
+}
+
+fn library() -> Result<PathBuf> {
+    let program = env::current_exe().context("cannot find this program's own file")?;
+    let folder = program.parent().context("this program lies in no folder")?;
+    let beside = ["deps", ".", "../lib"];
+    let mut places = beside.iter().map(|place| folder.join(place).join(LIBRARY));
+    let found = places.find(|place| place.is_file());
+    found.with_context(|| {
+        let folder = folder.display();
+        format!("{LIBRARY} is missing: it belongs to {folder} or {folder}/../lib")
+    })
+}

@@ -1,0 +1,153 @@
+//! The library that `farpage run` preloads: large requests for memory come from an
+//! [`Arena`](farpage::Arena), all others from the next allocator.
+//!
+//! The rules, without which a program would wait for itself:
+//!
+//! - The runtime's own Rust code allocates from glibc directly ([`Glibc`]), never from here, and
+//!   never from the program's allocator, whose metadata may be remote.
+//! - Whoever works for the runtime is *inside* ([`Inside`]): its requests are never served from the
+//!   arena. So are all threads that it starts.
+//! - Before the runtime is there (constructors that run before ours, `dlsym`) everything goes to
+//!   the next allocator.
+//! - `free` and its kind decide by address alone.
+//!
+//! What is served is left to `heap.rs` and `maps.rs`; how it begins and ends, to `state.rs`.
+
+#[path = "preload/heap.rs"]
+mod heap;
+#[path = "preload/maps.rs"]
+mod maps;
+#[path = "preload/next.rs"]
+mod next;
+#[path = "preload/process.rs"]
+mod process;
+#[path = "preload/state.rs"]
+mod state;
+
+use std::{
+    alloc::{GlobalAlloc, Layout},
+    cell::Cell,
+    ffi::c_void,
+};
+
+unsafe extern "C" {
+    fn __libc_malloc(bytes: usize) -> *mut c_void;
+    fn __libc_calloc(count: usize, bytes: usize) -> *mut c_void;
+    fn __libc_realloc(old: *mut c_void, bytes: usize) -> *mut c_void;
+    fn __libc_memalign(align: usize, bytes: usize) -> *mut c_void;
+    fn __libc_free(old: *mut c_void);
+}
+
+/// glibc's allocator by its internal names, which nobody replaces. All of its memory is local.
+struct Glibc;
+
+#[global_allocator]
+static ALLOCATOR: Glibc = Glibc;
+
+/// What glibc aligns to without being asked.
+const ALIGN: usize = 16;
+
+// SAFETY: glibc's allocator keeps the contract; alignments above its own go to `memalign`, and
+// what that made is freed by `free`.
+unsafe impl GlobalAlloc for Glibc {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: any size and any power of two are fine.
+        unsafe {
+            if layout.align() <= ALIGN {
+                __libc_malloc(layout.size()).cast()
+            } else {
+                __libc_memalign(layout.align(), layout.size()).cast()
+            }
+        }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as above; the bytes that are zeroed were allocated.
+        unsafe {
+            if layout.align() <= ALIGN {
+                return __libc_calloc(1, layout.size()).cast();
+            }
+            let made = self.alloc(layout);
+            if !made.is_null() {
+                made.write_bytes(0, layout.size());
+            }
+            made
+        }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, _: Layout) {
+        // SAFETY: made above.
+        unsafe { __libc_free(old.cast()) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        // SAFETY: made above; both sizes are of the memory that is copied.
+        unsafe {
+            if layout.align() <= ALIGN {
+                return __libc_realloc(old.cast(), bytes).cast();
+            }
+            let made = __libc_memalign(layout.align(), bytes).cast::<u8>();
+            if !made.is_null() {
+                made.copy_from_nonoverlapping(old, layout.size().min(bytes));
+                __libc_free(old.cast());
+            }
+            made
+        }
+    }
+}
+
+thread_local! {
+    /// How often this thread is inside the runtime. The library is there from the start, so that
+    /// the kernel of this is static: looking at it allocates nothing.
+    static INSIDE: Cell<u32> = const { Cell::new(0) };
+}
+
+/// While it lives, this thread works for the runtime. Keeps `errno`.
+struct Inside {
+    errno: i32,
+}
+
+impl Inside {
+    fn enter() -> Inside {
+        INSIDE.set(INSIDE.get() + 1);
+        Inside { errno: errno() }
+    }
+
+    fn is() -> bool {
+        INSIDE.get() > 0
+    }
+}
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        set_errno(self.errno);
+        INSIDE.set(INSIDE.get() - 1);
+    }
+}
+
+fn errno() -> i32 {
+    // SAFETY: glibc's own, of this thread.
+    unsafe { *libc::__errno_location() }
+}
+
+fn set_errno(errno: i32) {
+    // SAFETY: as above.
+    unsafe { *libc::__errno_location() = errno }
+}
+
+/// A line on standard error, at once.
+fn say(line: &str) {
+    say_to(2, line);
+}
+
+fn say_to(descriptor: i32, line: &str) {
+    let line = format!("farpage: {line}\n");
+    // SAFETY: the bytes are there. A closed descriptor is the program's business.
+    unsafe { libc::write(descriptor, line.as_ptr().cast(), line.len()) };
+}
+
+/// Ends the process: what was asked for cannot be done, or the program has used memory wrongly.
+fn give_up(line: &str) -> ! {
+    say(line);
+    std::process::abort()
+}

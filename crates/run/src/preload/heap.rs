@@ -1,0 +1,180 @@
+//! `malloc` and its kind.
+//!
+//! The rule it keeps: fresh memory of the arena is zeros, so that `calloc` touches nothing.
+
+use std::{
+    ffi::{c_int, c_void},
+    ptr::{self, NonNull},
+};
+
+use crate::{Inside, give_up, next, set_errno, state};
+
+/// What every allocation is aligned to.
+const ALIGN: usize = 16;
+
+/// `malloc`.
+///
+/// # Safety
+/// As `malloc`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
+    match state::serves(bytes) {
+        Some(state) => state.allocate(bytes, ALIGN),
+        // SAFETY: the caller's promise.
+        None => unsafe { next::malloc(bytes) },
+    }
+}
+
+/// `calloc`.
+///
+/// # Safety
+/// As `calloc`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
+    let Some(all) = count.checked_mul(bytes) else {
+        set_errno(libc::ENOMEM);
+        return ptr::null_mut();
+    };
+    match state::serves(all) {
+        Some(state) => state.allocate(all, ALIGN),
+        // SAFETY: the caller's promise.
+        None => unsafe { next::calloc(count, bytes) },
+    }
+}
+
+/// `free`.
+///
+/// # Safety
+/// As `free`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
+    if !state::owns(old as usize) {
+        // SAFETY: the caller's promise.
+        return unsafe { next::free(old) };
+    }
+    // In a child made by `fork` there is nothing to free.
+    let (Some(state), Some(old)) = (state::get(), NonNull::new(old)) else {
+        return;
+    };
+    let _inside = Inside::enter();
+    if state.arena.usable_bytes(old.cast()).is_none() {
+        give_up("free(): invalid pointer");
+    }
+    // SAFETY: the caller's promise. A page that cannot be discarded now is tried again.
+    let _ = unsafe { state.arena.deallocate(old.cast()) };
+}
+
+/// `realloc`.
+///
+/// # Safety
+/// As `realloc`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut c_void {
+    let is_ours = state::owns(old as usize);
+    if !is_ours && (old.is_null() || state::serves(bytes).is_none()) {
+        // SAFETY: the caller's promise.
+        return unsafe {
+            if old.is_null() {
+                malloc(bytes)
+            } else {
+                next::realloc(old, bytes)
+            }
+        };
+    }
+    if is_ours && bytes == 0 {
+        // SAFETY: the caller's promise.
+        unsafe { free(old) };
+        return ptr::null_mut();
+    }
+    if is_ours && resize(old, bytes) {
+        return old;
+    }
+    // SAFETY: the caller's promise; both have as many bytes as are copied.
+    unsafe {
+        let made = malloc(bytes);
+        if !made.is_null() {
+            let kept = malloc_usable_size(old).min(bytes);
+            ptr::copy_nonoverlapping(old.cast::<u8>(), made.cast::<u8>(), kept);
+            free(old);
+        }
+        made
+    }
+}
+
+/// Makes an allocation of the arena longer or shorter where it lies.
+fn resize(old: *mut c_void, bytes: usize) -> bool {
+    let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast())) else {
+        return false;
+    };
+    let _inside = Inside::enter();
+    if state.arena.usable_bytes(old).is_none() {
+        give_up("realloc(): invalid pointer");
+    }
+    // SAFETY: nobody uses what `realloc` cuts off. What cannot be discarded now is tried again.
+    unsafe { state.arena.resize(old, bytes) }.unwrap_or(true)
+}
+
+/// `malloc_usable_size`.
+///
+/// # Safety
+/// As `malloc_usable_size`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
+    if !state::owns(of as usize) {
+        // SAFETY: the caller's promise.
+        return unsafe { next::usable(of) };
+    }
+    let (Some(state), Some(of)) = (state::get(), NonNull::new(of.cast())) else {
+        return 0;
+    };
+    let _inside = Inside::enter();
+    state.arena.usable_bytes(of).unwrap_or(0)
+}
+
+/// `memalign`.
+///
+/// # Safety
+/// As `memalign`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
+    match state::serves(bytes) {
+        Some(state) if align.is_power_of_two() => state.allocate(bytes, align),
+        // SAFETY: the caller's promise.
+        _ => unsafe { next::memalign(align, bytes) },
+    }
+}
+
+/// `aligned_alloc`.
+///
+/// # Safety
+/// As `aligned_alloc`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn aligned_alloc(align: usize, bytes: usize) -> *mut c_void {
+    // SAFETY: the caller's promise.
+    unsafe { memalign(align, bytes) }
+}
+
+/// `posix_memalign`.
+///
+/// # Safety
+/// As `posix_memalign`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn posix_memalign(
+    made: *mut *mut c_void,
+    align: usize,
+    bytes: usize,
+) -> c_int {
+    if !align.is_power_of_two() || !align.is_multiple_of(size_of::<*mut c_void>()) {
+        return libc::EINVAL;
+    }
+    let before = crate::errno();
+    // SAFETY: the caller's promise.
+    let memory = unsafe { memalign(align, bytes) };
+    set_errno(before);
+    if memory.is_null() {
+        return libc::ENOMEM;
+    }
+    // SAFETY: the caller's promise: the result goes there.
+    unsafe { *made = memory };
+    0
+}

@@ -1,0 +1,170 @@
+//! The functions of the next library in line, which is what the program would have called without
+//! us.
+//!
+//! The rule it keeps: looking a function up may itself ask for memory. That is served from a few
+//! pages of our own and never freed.
+
+use std::{
+    cell::Cell,
+    ffi::{CStr, c_int, c_void},
+    mem, ptr,
+    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
+};
+
+use crate::give_up;
+
+thread_local! {
+    static LOOKING_UP: Cell<bool> = const { Cell::new(false) };
+}
+
+/// A function by its name, looked up once.
+pub(crate) struct Next {
+    name: &'static CStr,
+    found: AtomicPtr<c_void>,
+}
+
+impl Next {
+    const fn new(name: &'static CStr) -> Next {
+        Next {
+            name,
+            found: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    /// `None` while this very thread looks one up.
+    fn get(&self) -> Option<*mut c_void> {
+        let found = self.found.load(Ordering::Relaxed);
+        if !found.is_null() {
+            return Some(found);
+        }
+        if LOOKING_UP.replace(true) {
+            return None;
+        }
+        // SAFETY: the name is a string of C's.
+        let found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        LOOKING_UP.set(false);
+        if found.is_null() {
+            give_up(&format!("no library has {:?}", self.name));
+        }
+        self.found.store(found, Ordering::Relaxed);
+        Some(found)
+    }
+}
+
+static MALLOC: Next = Next::new(c"malloc");
+static CALLOC: Next = Next::new(c"calloc");
+static REALLOC: Next = Next::new(c"realloc");
+static FREE: Next = Next::new(c"free");
+static MEMALIGN: Next = Next::new(c"memalign");
+static USABLE: Next = Next::new(c"malloc_usable_size");
+static FORK: Next = Next::new(c"fork");
+static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
+
+/// What a thread is started with.
+pub(crate) type Start = extern "C" fn(*mut c_void) -> *mut c_void;
+
+macro_rules! next {
+    ($($(#[$doc:meta])* $name:ident = $of:ident($($arg:ident: $type:ty),*) -> $result:ty, else $otherwise:expr;)+) => {
+        $($(#[$doc])*
+        ///
+        /// # Safety
+        /// As the function of this name.
+        pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
+            let Some(found) = $of.get() else { return $otherwise };
+            // SAFETY: the function of this name has this type.
+            let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { mem::transmute(found) };
+            // SAFETY: the caller's promise.
+            unsafe { function($($arg),*) }
+        })+
+    };
+}
+
+next! {
+    /// `malloc`.
+    malloc = MALLOC(bytes: usize) -> *mut c_void, else early(bytes, 16);
+    /// `calloc`.
+    calloc = CALLOC(count: usize, bytes: usize) -> *mut c_void, else early(count * bytes, 16);
+    /// `realloc`, of what is not early.
+    later_realloc = REALLOC(old: *mut c_void, bytes: usize) -> *mut c_void, else early(bytes, 16);
+    /// `free`, of what is not early.
+    later_free = FREE(old: *mut c_void) -> (), else debug_assert!(!old.is_null());
+    /// `memalign`.
+    memalign = MEMALIGN(align: usize, bytes: usize) -> *mut c_void, else early(bytes, align);
+    /// `malloc_usable_size`, of what is not early.
+    later_usable = USABLE(of: *mut c_void) -> usize, else 0;
+    /// `fork`.
+    fork = FORK() -> c_int, else -1;
+    /// `pthread_create`.
+    pthread_create = PTHREAD_CREATE(thread: *mut libc::pthread_t, attributes: *const libc::pthread_attr_t, start: Start, argument: *mut c_void) -> c_int, else libc::EAGAIN;
+}
+
+/// `realloc`.
+///
+/// # Safety
+/// As `realloc`.
+pub(crate) unsafe fn realloc(old: *mut c_void, bytes: usize) -> *mut c_void {
+    if !is_early(old) {
+        // SAFETY: the caller's promise.
+        return unsafe { later_realloc(old, bytes) };
+    }
+    // SAFETY: as much is copied as lies in both; what lies behind `old` is ours as well.
+    unsafe {
+        let made = malloc(bytes);
+        if !made.is_null() {
+            let most = EARLY.0.as_ptr() as usize + EARLY_BYTES - old as usize;
+            ptr::copy(old.cast::<u8>(), made.cast::<u8>(), bytes.min(most));
+        }
+        made
+    }
+}
+
+/// `free`.
+///
+/// # Safety
+/// As `free`.
+pub(crate) unsafe fn free(old: *mut c_void) {
+    if !is_early(old) {
+        // SAFETY: the caller's promise.
+        unsafe { later_free(old) }
+    }
+}
+
+/// `malloc_usable_size`.
+///
+/// # Safety
+/// As `malloc_usable_size`.
+pub(crate) unsafe fn usable(of: *mut c_void) -> usize {
+    if is_early(of) {
+        // More than it has, but all of it can be read.
+        return EARLY.0.as_ptr() as usize + EARLY_BYTES - of as usize;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { later_usable(of) }
+}
+
+/// Enough for what `dlsym` has ever asked for.
+const EARLY_BYTES: usize = 64 << 10;
+
+#[repr(align(4096))]
+struct Early([Cell<u8>; EARLY_BYTES]);
+
+// SAFETY: handed out in parts, each to one caller.
+unsafe impl Sync for Early {}
+
+static EARLY: Early = Early([const { Cell::new(0) }; EARLY_BYTES]);
+static EARLY_USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Zeroed memory from our own pages.
+fn early(bytes: usize, align: usize) -> *mut c_void {
+    let whole = bytes.saturating_add(align.max(16));
+    let at = EARLY_USED.fetch_add(whole.min(EARLY_BYTES), Ordering::Relaxed);
+    if at.saturating_add(whole) > EARLY_BYTES {
+        return ptr::null_mut();
+    }
+    let start = EARLY.0.as_ptr() as usize;
+    (start + at).next_multiple_of(align.max(16)) as *mut c_void
+}
+
+fn is_early(at: *mut c_void) -> bool {
+    (at as usize).wrapping_sub(EARLY.0.as_ptr() as usize) < EARLY_BYTES
+}

@@ -1,0 +1,209 @@
+//! The runtime and the arena of this process: how they begin, and what is said at the end.
+//!
+//! The rule it keeps: there is nothing before our constructor has run, and nothing in a child made
+//! by `fork`. Where the runtime cannot be built, the program does not start.
+
+use std::{
+    env,
+    ffi::{OsStr, c_void},
+    process, ptr,
+    sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering},
+};
+
+use farpage::{Arena, ByteSize, RegionOptions, Reserve, Runtime};
+
+use crate::{Inside, say, say_to};
+
+/// What the variables that `farpage run` sets begin with.
+const PREFIX: &str = "FARPAGE_RUN_";
+
+/// What `env` and its kind return when the program was not started.
+const NOT_STARTED: i32 = 125;
+
+/// All that there is.
+pub(crate) struct State {
+    pub(crate) arena: Arena,
+    runtime: Runtime,
+    pub(crate) may_fork: bool,
+    peak_bytes: AtomicUsize,
+}
+
+static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
+/// Requests of this size and more are served here.
+static MIN_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
+/// Standard error as it was at the start: programs close theirs before they end.
+static STANDARD_ERROR: AtomicI32 = AtomicI32::new(2);
+static START: AtomicUsize = AtomicUsize::new(0);
+static BYTES: AtomicUsize = AtomicUsize::new(0);
+/// Who has built it.
+static PROCESS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether a request of `bytes` by this thread is served here.
+pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
+    if bytes < MIN_BYTES.load(Ordering::Relaxed) || Inside::is() {
+        return None;
+    }
+    get()
+}
+
+/// Whether an address is the arena's, in this process or in the one that it was forked from.
+pub(crate) fn owns(address: usize) -> bool {
+    address.wrapping_sub(START.load(Ordering::Relaxed)) < BYTES.load(Ordering::Relaxed)
+}
+
+/// `None` before it has begun, and in a child made by `fork`.
+pub(crate) fn get() -> Option<&'static State> {
+    // SAFETY: it is never given back; stored whole.
+    unsafe { STATE.load(Ordering::Acquire).as_ref() }
+}
+
+/// In a child made by `fork`: from now on all requests go to the next allocator.
+pub(crate) fn forget() {
+    STATE.store(ptr::null_mut(), Ordering::Release);
+    MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+}
+
+impl State {
+    /// Memory from the arena; null, and a word of it, if it is full.
+    pub(crate) fn allocate(&self, bytes: usize, align: usize) -> *mut c_void {
+        let inside = Inside::enter();
+        match self.arena.allocate(bytes, align) {
+            Ok(made) => {
+                let now = self.arena.allocated_bytes();
+                self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+                made.as_ptr().cast()
+            }
+            Err(error) => {
+                // Programs that try with less have a reason to hear of it once.
+                static SAID: AtomicUsize = AtomicUsize::new(0);
+                if SAID.fetch_add(1, Ordering::Relaxed) == 0 {
+                    say(&format!("{error} (farpage run --capacity)"));
+                }
+                drop(inside);
+                crate::set_errno(libc::ENOMEM);
+                ptr::null_mut()
+            }
+        }
+    }
+
+    fn say_stats(&self) {
+        let stats = self.runtime.stats();
+        let (pager, store) = (stats.pager, stats.store);
+        let size = |bytes: u64| ByteSize(bytes).to_string();
+        say_to(
+            STANDARD_ERROR.load(Ordering::Relaxed),
+            &format!(
+                "at most {} in the arena, {} of it in local memory (budget {}); {} faults, {} pages came in, {} of them ahead, \
+             {} left, {} of them unchanged; {} read, {} written",
+                size(self.peak_bytes.load(Ordering::Relaxed) as u64),
+                size(pager.peak_resident_bytes),
+                size(pager.budget_bytes),
+                pager.faults,
+                pager.fills,
+                pager.prefetches,
+                pager.evictions,
+                pager.clean_evictions,
+                size(store.bytes_read),
+                size(store.bytes_written),
+            ),
+        );
+    }
+}
+
+#[used]
+#[unsafe(link_section = ".init_array")]
+static BEGIN: extern "C" fn() = begin;
+
+/// Our constructor.
+extern "C" fn begin() {
+    let _inside = Inside::enter();
+    let Some(min_bytes) = variable("MIN_BYTES") else {
+        return;
+    };
+    match build() {
+        Ok(state) => {
+            let addresses = state.arena.addresses();
+            START.store(addresses.start, Ordering::Relaxed);
+            BYTES.store(addresses.len(), Ordering::Relaxed);
+            PROCESS.store(process::id() as usize, Ordering::Relaxed);
+            STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
+            MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
+        }
+        Err(why) => {
+            say(&why);
+            // SAFETY: ends the process without destructors, of which none has anything to do yet.
+            unsafe { libc::_exit(NOT_STARTED) }
+        }
+    }
+    if variable("STATS").is_some() {
+        // SAFETY: a new descriptor, which is closed by `exec`; and the function may run at any time
+        // until the process ends.
+        unsafe {
+            let copy = libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3);
+            if copy >= 0 {
+                STANDARD_ERROR.store(copy, Ordering::Relaxed);
+            }
+            libc::atexit(end);
+        }
+    }
+    if variable("CHILDREN").is_none() {
+        leave_environment();
+    }
+}
+
+extern "C" fn end() {
+    let _inside = Inside::enter();
+    if PROCESS.load(Ordering::Relaxed) == process::id() as usize
+        && let Some(state) = get()
+    {
+        state.say_stats();
+    }
+}
+
+fn build() -> Result<State, String> {
+    let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
+    let bytes = |name: &str| -> Result<u64, String> {
+        need(name)?
+            .parse()
+            .map_err(|e| format!("{PREFIX}{name}: {e}"))
+    };
+    let runtime = Runtime::builder()
+        .server(need("SERVER")?)
+        .budget(ByteSize(bytes("BUDGET")?))
+        .build()
+        .map_err(|error| error.to_string())?;
+    let mut options = RegionOptions::new();
+    if variable("ON_DEMAND").is_some() {
+        options = options.reserve(Reserve::OnDemand);
+    }
+    let capacity = bytes("CAPACITY")? as usize;
+    let arena = runtime.arena_with(capacity, options);
+    Ok(State {
+        arena: arena.map_err(|error| error.to_string())?,
+        runtime,
+        may_fork: variable("ALLOW_FORK").is_some(),
+        peak_bytes: AtomicUsize::new(0),
+    })
+}
+
+fn variable(name: &str) -> Option<String> {
+    env::var(format!("{PREFIX}{name}")).ok()
+}
+
+/// What the program starts is not to be interposed.
+fn leave_environment() {
+    let ours: Vec<_> = env::vars_os()
+        .filter(|(name, _)| name.to_str().is_some_and(|name| name.starts_with(PREFIX)))
+        .collect();
+    let preloaded = variable("PRELOADED").unwrap_or_default();
+    // SAFETY: the program's threads do not run yet; the runtime's read no variables any more.
+    unsafe {
+        for (name, _) in ours {
+            env::remove_var(name);
+        }
+        match preloaded.as_str() {
+            "" => env::remove_var("LD_PRELOAD"),
+            before => env::set_var("LD_PRELOAD", OsStr::new(before)),
+        }
+    }
+}

@@ -1,0 +1,365 @@
+//! Unmodified programs of this machine give the same bytes with a fraction of their memory.
+//!
+//! The rule it keeps: what is compared is the program's whole output with that of a plain run, and
+//! what it used is what `--stats` says.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::Path,
+    process::{Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+const MIB: u64 = 1 << 20;
+
+/// Runs a command to its end, with a bound on it.
+fn output(command: &mut Command) -> Output {
+    let child = command
+        .env("LC_ALL", "C")
+        .env("FARPAGE_PAGE_SIZE", "16KiB")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = child.id() as i32;
+    let waiter = thread::spawn(move || child.wait_with_output().unwrap());
+    let since = Instant::now();
+    while !waiter.is_finished() {
+        if since.elapsed() > Duration::from_secs(120) {
+            // SAFETY: our own child, which has not been waited for.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+            panic!("{command:?} has not ended in time");
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    waiter.join().unwrap()
+}
+
+fn farpage(options: &[&str], command: &[&str]) -> Output {
+    let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+    farpage.arg("run").args(options).arg("--").args(command);
+    output(&mut farpage)
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Whether all of this is here; if not, says that `test` is skipped.
+fn can_run(test: &str, programs: &[&str]) -> bool {
+    if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
+        eprintln!("SKIPPED: {test}: there is no {missing}");
+        return false;
+    }
+    let tried = farpage(&["--budget", "16MiB"], &["/bin/true"]);
+    let why = text(&tried.stderr);
+    if tried.status.code() == Some(125) && why.contains("userfaultfd") {
+        eprintln!(
+            "SKIPPED: {test}: {}",
+            why.lines().next().unwrap_or_default()
+        );
+        return false;
+    }
+    assert!(tried.status.success(), "{why}");
+    true
+}
+
+/// The bytes that stand before a word of `--stats`.
+fn said(stats: &str, before: &str) -> u64 {
+    let at = stats
+        .find(before)
+        .unwrap_or_else(|| panic!("no `{before}` in {stats}"));
+    let mut words = stats[..at].split_whitespace().rev();
+    let (unit, number) = (words.next().unwrap(), words.next().unwrap());
+    let size: bytesize::ByteSize = format!("{number} {unit}").parse().unwrap();
+    size.as_u64()
+}
+
+/// Compares with a plain run; it takes at least four budgets.
+fn same(command: &[&str], budget_mib: u64) {
+    let plain = output(Command::new(command[0]).args(&command[1..]));
+    assert!(plain.status.success(), "{}", text(&plain.stderr));
+    let budget = format!("{budget_mib}MiB");
+    let ours = farpage(&["--budget", &budget, "--stats"], command);
+    let stats = text(&ours.stderr);
+    assert!(
+        ours.status.success(),
+        "{command:?}: {} {stats}",
+        ours.status
+    );
+    assert!(!plain.stdout.is_empty());
+    assert!(
+        plain.stdout == ours.stdout,
+        "{command:?}: the outputs differ"
+    );
+    println!("{command:?}: {stats}");
+    assert!(
+        said(&stats, " in the arena") >= 4 * budget_mib * MIB,
+        "{stats}"
+    );
+    // As it is rounded in print.
+    let local = said(&stats, " of it in local memory");
+    assert!(local <= budget_mib * MIB + MIB / 10, "{stats}");
+    assert!(said(&stats, " written") > budget_mib * MIB, "{stats}");
+}
+
+/// Lines that look random.
+fn lines(count: u64) -> String {
+    let line = |at: u64| {
+        let x = (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        format!("{:016x} line {at}\n", x ^ x >> 27)
+    };
+    (0..count).map(line).collect()
+}
+
+const SORT: &str = "/usr/bin/sort";
+const XZ: &str = "/usr/bin/xz";
+const PYTHON: &str = "/usr/bin/python3";
+
+#[test]
+fn sort_gives_the_same_bytes_at_a_quarter_of_its_memory() {
+    if !can_run(
+        "sort_gives_the_same_bytes_at_a_quarter_of_its_memory",
+        &[SORT],
+    ) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("lines");
+    fs::write(&input, lines(150_000)).unwrap();
+    same(
+        &[SORT, "-S", "32M", "--parallel=2", input.to_str().unwrap()],
+        3,
+    );
+}
+
+#[test]
+fn xz_gives_the_same_bytes_at_a_fraction_of_its_memory() {
+    if !can_run("xz_gives_the_same_bytes_at_a_fraction_of_its_memory", &[XZ]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("lines");
+    fs::write(&input, lines(1500)).unwrap();
+    same(&[XZ, "-9", "-T1", "-k", "-c", input.to_str().unwrap()], 8);
+}
+
+#[test]
+fn python_gives_the_same_bytes_at_a_quarter_of_its_memory() {
+    if !can_run(
+        "python_gives_the_same_bytes_at_a_quarter_of_its_memory",
+        &[PYTHON],
+    ) {
+        return;
+    }
+    let script = "
+x = {i: str(i * 7919 % 1000003) for i in range(60000)}
+b = bytearray(4 << 20)
+for i in range(0, len(b), 1000): b[i] = i % 251
+y = sorted(x.values(), key=lambda s: s[::-1])
+print(sum(b), y[:5], y[-5:], len(''.join(y)))
+";
+    same(&[PYTHON, "-c", script], 4);
+}
+
+/// What programs do with memory, by the functions that they call.
+#[test]
+fn memory_behaves_as_the_manual_says() {
+    if !can_run("memory_behaves_as_the_manual_says", &[PYTHON]) {
+        return;
+    }
+    let script = r#"
+import ctypes
+from ctypes import c_void_p, c_size_t, c_int, c_long, c_char_p, string_at, memset
+c = ctypes.CDLL(None, use_errno=True)
+def f(name, result, *types):
+    function = getattr(c, name); function.restype = result; function.argtypes = types; return function
+malloc, free = f('malloc', c_void_p, c_size_t), f('free', None, c_void_p)
+calloc, realloc = f('calloc', c_void_p, c_size_t, c_size_t), f('realloc', c_void_p, c_void_p, c_size_t)
+usable = f('malloc_usable_size', c_size_t, c_void_p)
+aligned = f('aligned_alloc', c_void_p, c_size_t, c_size_t)
+mmap = f('mmap', c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_long)
+munmap = f('munmap', c_int, c_void_p, c_size_t)
+mremap = f('mremap', c_void_p, c_void_p, c_size_t, c_size_t, c_int, c_void_p)
+madvise = f('madvise', c_int, c_void_p, c_size_t, c_int)
+M = 1 << 20
+def regions():
+    return [line for line in open('/proc/self/smaps') if line.startswith('VmFlags') and ' um' in line]
+# Fresh memory is zeros, whatever was there before.
+for _ in range(50):
+    p = calloc(1, M); assert string_at(p, M) == bytes(M); memset(p, 7, M)
+    assert usable(p) >= M; free(p)
+# Growing and shrinking, from small to large and back.
+p = malloc(100); memset(p, 5, 100)
+for size in [M, 3 * M, 200_000, 40 * M, 300, 2 * M]:
+    before = min(size, usable(p)); p = realloc(p, size); assert string_at(p, 100) == b'\5' * 100, size
+free(p)
+assert realloc(malloc(M), 0) is None
+for align in [64, 4096, 1 << 16, 1 << 21]:
+    p = aligned(align, M); assert p % align == 0; memset(p, 1, M); free(p)
+assert malloc(1 << 50) is None and ctypes.get_errno() == 12
+# Mappings: parts that go, and what stays.
+RW, PA = 3, 0x22
+p = mmap(None, 300_000, RW, PA, -1, 0); assert p % 4096 == 0
+memset(p, 9, 300_000)
+assert munmap(p + 4096 * 10, 4096 * 30) == 0
+assert string_at(p, 40960) == b'\x09' * 40960 and string_at(p + 40 * 4096, 100_000) == b'\x09' * 100_000
+assert madvise(p, 8192, 4) == 0
+assert string_at(p, 8192) == bytes(8192) and string_at(p + 8192, 4096) == b'\x09' * 4096
+assert munmap(p, 4096 * 10) == 0
+q = mremap(p + 40 * 4096, 100_000, 4 * M, 1, None)
+assert string_at(q, 100_000) == b'\x09' * 100_000
+memset(q + 3 * M, 2, M)
+q = mremap(q, 4 * M, M, 0, None); assert string_at(q, 1000) == b'\x09' * 1000
+assert munmap(q, M) == 0
+# What is not plain is the kernel's: fixed, shared, to execute.
+s = mmap(None, M, RW, 0x21, -1, 0); assert s; assert munmap(s, M) == 0
+x = mmap(None, M, 7, PA, -1, 0); assert x; assert munmap(x, M) == 0
+# Threads and system calls.
+import os, threading
+def work(n):
+    for _ in range(20):
+        p = malloc(M + n); memset(p, n, M); assert string_at(p + M - 9, 9) == bytes([n]) * 9; free(p)
+threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 5)]
+[t.start() for t in threads]; [t.join() for t in threads]
+r, w = os.pipe()
+p = malloc(M); memset(p, 3, M); memset(malloc(40 * M), 1, 40 * M)
+assert f('write', c_long, c_int, c_void_p, c_size_t)(w, p, 50_000) == 50_000
+assert f('read', c_long, c_int, c_void_p, c_size_t)(r, p + 500_000, 50_000) == 50_000
+print('done')
+"#;
+    for budget in ["2MiB", "256MiB"] {
+        let options = ["--budget", budget, "--capacity", "512MiB", "--stats"];
+        let ours = farpage(&options, &[PYTHON, "-c", script]);
+        let stderr = text(&ours.stderr);
+        assert_eq!(text(&ours.stdout), "done\n", "{stderr}");
+        assert!(ours.status.success(), "{stderr}");
+        assert!(
+            stderr.contains("raise") || stderr.contains("--capacity"),
+            "{stderr}"
+        );
+    }
+}
+
+#[test]
+fn processes_are_started_and_fork_is_refused() {
+    if !can_run("processes_are_started_and_fork_is_refused", &[PYTHON]) {
+        return;
+    }
+    let script = "
+import os, subprocess, sys
+held = bytearray(4 << 20)
+print(subprocess.run(['/bin/echo', 'started'], stdout=subprocess.PIPE, check=True).stdout)
+print(subprocess.run('env', stdout=subprocess.PIPE).stdout.count(b'FARPAGE_RUN'), os.environ.get('LD_PRELOAD'))
+sys.stdout.flush()
+try:
+    child = os.fork()
+    if child == 0:
+        small = bytearray(1 << 20)
+        os._exit(7)
+    print('forked', os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+except OSError as error:
+    print('refused', error.errno)
+";
+    let options = ["--budget", "64MiB", "--min-bytes", "2MiB"];
+    let ours = farpage(&options, &[PYTHON, "-c", script]);
+    let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+    assert!(said.contains("b'started\\n'"), "{said} {why}");
+    assert!(
+        said.contains("0 None"),
+        "a child is not interposed: {said} {why}"
+    );
+    assert!(said.contains("refused 38"), "{said} {why}");
+    assert!(why.contains("--allow-fork"), "{why}");
+    let allowed = [&options[..], &["--allow-fork"]].concat();
+    let ours = farpage(&allowed, &[PYTHON, "-c", script]);
+    let said = text(&ours.stdout);
+    assert!(said.contains("forked 7"), "{said} {}", text(&ours.stderr));
+}
+
+#[test]
+fn status_is_the_programs() {
+    if !can_run("status_is_the_programs", &["/bin/sh"]) {
+        return;
+    }
+    let status = |command: &[&str]| {
+        let ended = farpage(&["--budget", "16MiB"], command);
+        (ended.status.code().unwrap(), text(&ended.stderr))
+    };
+    assert_eq!(status(&["/bin/sh", "-c", "exit 7"]).0, 7);
+    assert_eq!(status(&["/bin/sh", "-c", "kill -9 $$"]).0, 137);
+    assert_eq!(status(&["no-such-program-here"]).0, 127);
+    let (code, why) = status(&["/bin/sh/none"]);
+    assert!(code != 0 && why.contains("/bin/sh/none"), "{code} {why}");
+}
+
+#[test]
+fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let make = |name: &str, bytes: &[u8], mode: u32| {
+        let path = folder.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    // An ELF header with one program header: a note, or none of what dynamic programs have.
+    let elf = |kind: u32, contents: &[u8]| {
+        let mut file = vec![0; 64 + 56];
+        file[..6].copy_from_slice(b"\x7fELF\x02\x01");
+        file[32] = 64;
+        (file[54], file[56]) = (56, 1);
+        file[64..68].copy_from_slice(&kind.to_le_bytes());
+        file[72] = 120;
+        file[96] = contents.len() as u8;
+        file.extend_from_slice(contents);
+        file
+    };
+    let cases = [
+        (make("static", &elf(1, b""), 0o755), "statically linked"),
+        (
+            make(
+                "go",
+                &elf(4, b"\x04\0\0\0\x08\0\0\0\x04\0\0\0Go\0\0contents"),
+                0o755,
+            ),
+            "Go program",
+        ),
+        (make("set-id", &elf(3, b""), 0o4755), "set-user-ID"),
+        (make("text", b"hello", 0o755), "no 64-bit program"),
+    ];
+    for (path, why) in cases {
+        let refused = farpage(&[], &[&path]);
+        assert_eq!(refused.status.code(), Some(125), "{path}");
+        assert!(
+            text(&refused.stderr).contains(why),
+            "{}",
+            text(&refused.stderr)
+        );
+        let explained = farpage(&["--explain"], &[&path]);
+        assert_eq!(explained.status.code(), Some(1), "{path}");
+        assert!(
+            text(&explained.stdout).contains(why),
+            "{}",
+            text(&explained.stdout)
+        );
+    }
+    let dynamic = make("dynamic", &elf(3, b"/lib/ld.so"), 0o755);
+    let explained = farpage(&["--explain", "--min-bytes", "1MiB"], &[&dynamic]);
+    let said = text(&explained.stdout);
+    assert!(
+        explained.status.success() && said.contains("1.0 MiB and more"),
+        "{said}"
+    );
+    let script = make("script", b"#!/bin/sh -e\n", 0o755);
+    let said = text(&farpage(&["--explain"], &[&script]).stdout);
+    assert!(said.contains("a script of `/bin/sh -e`"), "{said}");
+}
