@@ -13,6 +13,7 @@ use std::{
 
 use anyhow::{Result, anyhow, ensure};
 use clap::Args;
+use farpage::ByteSize;
 use farpage_bench_kit::{
     options::{Fabric, Run},
     report::{self, median, right, table},
@@ -54,6 +55,12 @@ pub(crate) struct ParameterServerOptions {
     /// What lies between workers and aggregator
     #[arg(long, value_enum, default_value_t = Fabric::Shm)]
     fabric: Fabric,
+    /// Sizes of the parameters, instead of 1 KiB to 16 MiB, such as `4KiB,1MiB`
+    #[arg(long, value_delimiter = ',', value_name = "SIZES")]
+    bytes: Vec<ByteSize>,
+    /// Numbers of workers, instead of 1 to 3, such as `1,3`
+    #[arg(long, value_delimiter = ',', value_name = "NUMBERS")]
+    workers: Vec<usize>,
     #[command(flatten)]
     run: Run,
 }
@@ -104,9 +111,28 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         true => (&SMOKE_SIZES[..], 2, 1),
         false => (&SIZES[..], 3, 7),
     };
+    let asked = options.bytes.iter().map(|size| size.as_u64() as usize);
+    let sizes = match options.bytes.is_empty() {
+        true => sizes.to_vec(),
+        false => asked.collect(),
+    };
+    let numbers = match options.workers.is_empty() {
+        true => (1..=workers_max).collect(),
+        false => options.workers.clone(),
+    };
+    ensure!(
+        sizes
+            .iter()
+            .all(|bytes| *bytes >= 4 && bytes.is_multiple_of(4)),
+        "parameters have 4 bytes each: give sizes that are multiples of 4"
+    );
+    ensure!(
+        numbers.iter().all(|workers| *workers > 0),
+        "there is nobody to push without workers"
+    );
     let mut rows = Vec::new();
-    for workers in 1..=workers_max {
-        for &bytes in sizes {
+    for &workers in &numbers {
+        for &bytes in &sizes {
             let steps = match smoke {
                 true => STEPS_MIN,
                 false => (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX),
@@ -220,16 +246,18 @@ fn work(
     // Another one at each place and for each rank, so that none can stand for another.
     let gradient = (0..layout.parameters).map(|at| ((at * 31 + rank * 977) % 4093) as f32 / 4093.0);
     let gradient: Vec<f32> = gradient.collect();
-    let mut ours = vec![0.0; layout.parameters];
-    let mut theirs = ours.clone();
+    let mut theirs = vec![0.0; layout.parameters];
+    // A program computes its gradient where it travels from.
+    through.buffers()?.1.copy_from_slice(&gradient);
     let (mut step, mut figures) = (0, Vec::new());
     for round in 0..rounds {
         let farpage = turn(steps, || {
-            through.step(step, &gradient, &mut ours)?;
+            through.step_in_place(step)?;
             step += 1;
             Ok(())
         })?;
         let copied = turn(steps, || copying.step(&gradient, &mut theirs))?;
+        let ours = through.buffers()?.0;
         let is_same = ours.iter().zip(&theirs);
         let is_same = is_same.fold(true, |same, (a, b)| same & (a.to_bits() == b.to_bits()));
         ensure!(

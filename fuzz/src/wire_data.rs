@@ -31,6 +31,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         (OpKind::Write, MAX_OP_BYTES),
         (OpKind::FetchAdd, WORD_BYTES),
         (OpKind::CompareSwap, WORD_BYTES),
+        (OpKind::ReadWhen, 4096),
     ];
     let ops = kinds.map(|(kind, len)| {
         let op = OpHeader {
@@ -48,6 +49,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Status::Refused,
         Status::NoRoom,
         Status::Unreadable,
+        Status::NotYet,
     ]
     .map(|status| {
         let answer = AnswerHeader {

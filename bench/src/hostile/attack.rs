@@ -524,6 +524,9 @@ fn answer(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
                 "the server lends more than its memory, and cannot now",
             ));
         }
+        Status::NotYet => {
+            return Err(io::Error::other("an answer to what was never asked for"));
+        }
     }
     let mut payload = vec![0; header.len as usize];
     stream.read_exact(&mut payload)?;

@@ -14,7 +14,7 @@ use std::{
 };
 
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, Refusal, Secret, ServerStat, SessionId};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 
 pub use crate::ring::Board;
 use crate::{
@@ -28,11 +28,23 @@ const SESSIONS_MAX: usize = 4096;
 
 /// A [`Host`] for a program that exchanges memory with its peers. It lends what it was told to
 /// offer and nothing else.
-#[derive(Debug)]
 pub struct Areas {
     /// A peer that is not heard of for this long, over a network, has gone.
     lease: Duration,
     state: Mutex<State>,
+    /// Called when bytes have arrived.
+    arrival: RwLock<Option<Arc<Arrival>>>,
+}
+
+type Arrival = dyn Fn() + Send + Sync;
+
+impl std::fmt::Debug for Areas {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Areas")
+            .field("lease", &self.lease)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
 }
 
 #[derive(Debug, Default)]
@@ -123,6 +135,7 @@ impl Areas {
         Arc::new(Self {
             lease,
             state: Mutex::default(),
+            arrival: RwLock::default(),
         })
     }
 
@@ -165,6 +178,14 @@ impl Areas {
         };
         state.boards.insert(name.to_owned(), shown);
         Ok(board)
+    }
+
+    /// Has `arrival` called after a peer's WRITEs have been placed, by the thread that placed them
+    /// and before the peer hears of it. That is so over TCP. Over other fabrics peers place bytes
+    /// by themselves, so a program has to look. What is called from there is short, or does what
+    /// the peer waits for. Replaces the one before; `None` ends it.
+    pub fn on_arrival(&self, arrival: Option<Arc<dyn Fn() + Send + Sync>>) {
+        *self.arrival.write() = arrival;
     }
 
     /// Whether the peer of an area is there. An area that was never offered waits for ever.
@@ -330,6 +351,13 @@ impl Host for Areas {
         let mut boards = state.boards.values();
         let mut shown = || boards.find(|board| board.memory.id() == extent);
         area.or_else(|| shown()?.leases.get(&session)).cloned()
+    }
+
+    fn written(&self, _session: SessionId) {
+        let arrival = self.arrival.read().clone();
+        if let Some(arrival) = arrival {
+            arrival();
+        }
     }
 
     fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {

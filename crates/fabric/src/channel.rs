@@ -160,6 +160,15 @@ pub enum ChannelError {
         /// The length asked for.
         len: u32,
     },
+    /// The number that a [READ waits for](Channel::post_when) was not there in time. The channel
+    /// goes on.
+    #[error("{endpoint} has not announced number {least} yet")]
+    NotYet {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The number, or more.
+        least: u64,
+    },
     /// The adapter cannot do this operation. The channel goes on.
     #[error("the way to {endpoint} has no atomics: {reason}")]
     NoAtomics {
@@ -176,7 +185,10 @@ impl ChannelError {
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Disconnected { .. } | Self::TimedOut { .. } | Self::NoRoom { .. } => true,
-            Self::Refused { .. } | Self::Unreadable { .. } | Self::NoAtomics { .. } => false,
+            Self::Refused { .. }
+            | Self::Unreadable { .. }
+            | Self::NotYet { .. }
+            | Self::NoAtomics { .. } => false,
         }
     }
 }
@@ -218,6 +230,28 @@ pub trait Channel<B: Buf>: Send {
     /// As [`post`](Self::post).
     fn post_notifying(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
         self.post(op)
+    }
+
+    /// As [`post`](Self::post), for a READ of a [`Board`](crate::areas::Board) that shall take
+    /// place as soon as the number at the board's beginning is `least` or more. Operations behind
+    /// it wait, too. It ends in [`NotYet`](ChannelError::NotYet) when that lasts for long, well
+    /// before the operation's deadline.
+    ///
+    /// Default: it waits for nothing, since the fabric has no processor at the other end that could
+    /// wait. [`waits_for_numbers`](Self::waits_for_numbers) says so.
+    ///
+    /// # Errors
+    /// As [`post`](Self::post).
+    ///
+    /// # Panics
+    /// As [`post`](Self::post).
+    fn post_when(&mut self, op: Op<B>, _least: u64) -> Result<(), Busy<B>> {
+        self.post(op)
+    }
+
+    /// Whether [`post_when`](Self::post_when) waits. Default: no.
+    fn waits_for_numbers(&self) -> bool {
+        false
     }
 
     /// Moves bytes as far as possible without blocking. Appends the operations that have ended to

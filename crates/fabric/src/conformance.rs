@@ -114,6 +114,40 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
     // It may ask for it again.
     let seen = read(&mut *channel(gone), open(gone).id, 64, number);
     assert_eq!(Board::announced(&seen), Some(8));
+    // 4. A READ waits for the number at the beginning, where the fabric can.
+    let (extent, mut channel) = (open(other).id, channel(other));
+    if !channel.waits_for_numbers() {
+        return;
+    }
+    let after = |channel: &mut dyn Channel<Vec<u8>>, least| {
+        let op = op(Verb::Read, extent, 4096, vec![0xee; 4]);
+        assert!(channel.post_when(op, least).is_ok());
+        // What is behind it waits, too.
+        post(channel, op_at_64(extent));
+        let mut done = drain(channel);
+        assert_eq!(done.len(), 2);
+        let behind = done.pop().expect("two").result;
+        behind.expect("a READ that does not wait itself");
+        done.pop().expect("two")
+    };
+    let done = after(&mut *channel, 5);
+    let not_yet = matches!(done.result, Err(ChannelError::NotYet { least: 5, .. }));
+    assert!(not_yet, "{:?}", done.result);
+    assert_eq!(done.buf.len(), 4, "the buffer comes back");
+    thread::scope(|scope| {
+        let board = board.clone();
+        let announcing = scope.spawn(move || board.announce(0, 5));
+        let done = after(&mut *channel, 4);
+        done.result.expect("the number has come");
+        assert_eq!(done.buf, floats[0].to_le_bytes());
+        announcing.join().expect("no panic");
+    });
+    // It is there already.
+    after(&mut *channel, 5).result.expect("it has come before");
+}
+
+fn op_at_64(extent: ExtentId) -> Op<Vec<u8>> {
+    op(Verb::Read, extent, 64, vec![0; Board::NUMBER_BYTES])
 }
 
 /// Bytes that say where they belong.

@@ -24,7 +24,7 @@ use nix::{
 };
 
 use crate::{
-    Buf, Busy, Channel, Completion, ConnectError, Op, Session,
+    Buf, Busy, Channel, Completion, ConnectError, Op, Session, Wait,
     channel::{Alone, Group},
 };
 
@@ -259,19 +259,31 @@ impl<B: Buf> Source for Queues<B> {
         }
     }
 
-    fn sleep(&mut self, mut until: Option<Instant>) -> io::Result<()> {
-        let mut fds = Vec::with_capacity(self.groups.len());
-        for wait in self.groups.iter().map(|group| group.channels.wait()) {
-            until = until.into_iter().chain(wait.until).min();
-            if let Some(fd) = wait.fd {
-                let mut events = PollFlags::empty();
-                events.set(PollFlags::POLLIN, wait.readable);
-                events.set(PollFlags::POLLOUT, wait.writable);
-                fds.push(PollFd::new(fd, events));
-            }
-        }
-        sleep_on(&mut fds, until)
+    fn sleep(&mut self, until: Option<Instant>) -> io::Result<()> {
+        sleep(self.groups.iter().map(|group| group.channels.wait()), until)
     }
+}
+
+/// Sleeps until one of several channels may have something to do, or until `until`. A signal ends
+/// the sleep, too.
+///
+/// # Errors
+/// What the system says.
+pub fn sleep<'a>(
+    waits: impl IntoIterator<Item = Wait<'a>>,
+    mut until: Option<Instant>,
+) -> io::Result<()> {
+    let mut fds = Vec::new();
+    for wait in waits {
+        until = until.into_iter().chain(wait.until).min();
+        if let Some(fd) = wait.fd {
+            let mut events = PollFlags::empty();
+            events.set(PollFlags::POLLIN, wait.readable);
+            events.set(PollFlags::POLLOUT, wait.writable);
+            fds.push(PollFd::new(fd, events));
+        }
+    }
+    sleep_on(&mut fds, until)
 }
 
 /// Sleeps until one of `fds` is ready, or until `until`. A signal ends the sleep, too.

@@ -147,6 +147,11 @@ pub trait Host: Send + Sync + 'static {
     /// operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
+    /// WRITEs of the session have been placed by a thread of this process. So this is called over
+    /// TCP, and not over fabrics whose clients place bytes by themselves. On the data path: called
+    /// per batch, before its answers. Default: nobody wants to know.
+    fn written(&self, _session: SessionId) {}
+
     /// The session's client proved that it holds `key`: names belong to keys. This holds as long as
     /// the session does, also after a resumption.
     fn identify(&self, session: SessionId, key: PublicKey) -> Result<(), Refusal>;

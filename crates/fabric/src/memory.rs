@@ -18,16 +18,16 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     ptr::NonNull,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Condvar, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use crate::{log::later, regmem::Registration};
+use crate::{log::later, regmem::Registration, ring::Landing};
 use farpage_wire::{
     Atomic, ExtentId,
-    data::WORD_BYTES,
+    data::{Condition, WORD_BYTES},
     segment::{SEGMENT_BYTES, SegmentWord},
 };
 use memmap2::{MmapOptions, MmapRaw};
@@ -44,6 +44,9 @@ pub(crate) const MARK_BYTES: u64 = 4;
 /// The largest extent that can be [`paged`](ExtentMemory::paged): a client keeps a table of its
 /// segments.
 pub(crate) const MAX_PAGED_BYTES: u64 = 16 << 40;
+
+/// The longest that a READ waits for a number, whatever its client asks for.
+const CONDITION_MAX: Duration = Duration::from_secs(1);
 
 /// What the kernel maps at least.
 const PAGE_BYTES: u64 = 4096;
@@ -79,6 +82,50 @@ struct Memory {
     file_bytes: u64,
     file: File,
     map: OnceLock<MmapRaw>,
+    announcements: Announcements,
+}
+
+/// Where threads of this process wait for a number on a board.
+#[derive(Debug, Default)]
+pub(crate) struct Announcements {
+    lock: Mutex<()>,
+    made: Condvar,
+}
+
+impl Announcements {
+    /// How long a thread sleeps that has to look for its end from time to time.
+    const NAP: Duration = Duration::from_millis(20);
+
+    /// Wakes all that wait, after the number has been placed.
+    pub(crate) fn tell(&self) {
+        // Whoever has looked before and not slept yet holds the lock.
+        drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
+        self.made.notify_all();
+    }
+
+    /// Waits until `is_so`, and no longer than `until`, or than `stays`. Whether it is so.
+    pub(crate) fn wait(
+        &self,
+        until: Instant,
+        is_so: &dyn Fn() -> bool,
+        stays: &dyn Fn() -> bool,
+    ) -> bool {
+        if is_so() {
+            return true;
+        }
+        let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if is_so() {
+                return true;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() || !stays() {
+                return false;
+            }
+            let slept = self.made.wait_timeout(held, left.min(Self::NAP));
+            held = slept.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
 }
 
 /// Moves bytes of an extent out of its memory while nobody uses them, and back.
@@ -409,6 +456,7 @@ impl ExtentMemory {
             file_bytes: bytes,
             file: open_anew(&made, true)?,
             map: OnceLock::new(),
+            announcements: Announcements::default(),
         };
         memory.map()?;
         // From here on nobody can map it to write: only the mapping above can.
@@ -454,6 +502,7 @@ impl ExtentMemory {
             file_bytes,
             file,
             map: OnceLock::new(),
+            announcements: Announcements::default(),
         };
         Ok(Self::lease(Arc::new(memory), None))
     }
@@ -514,6 +563,10 @@ impl ExtentMemory {
     /// take milliseconds per GiB for that, so no lock that others need is held meanwhile.
     pub fn deregister(&self) {
         *self.registration() = None;
+    }
+
+    pub(crate) fn announcements(&self) -> &Announcements {
+        &self.memory.announcements
     }
 
     /// Who moves its bytes elsewhere, if somebody does.
@@ -805,6 +858,22 @@ impl Span {
     /// Whether the lease has ended since.
     pub(crate) fn is_revoked(&self) -> bool {
         self.lease.is_revoked()
+    }
+
+    /// Waits until the number at the beginning of the memory, a board's, is what a READ waits for.
+    /// Whether it is; no longer than while `stays` and the lease lasts.
+    pub(crate) fn reaches(&self, condition: &Condition, stays: &dyn Fn() -> bool) -> bool {
+        let Ok(landing) = Landing::extent(&self.lease) else {
+            return false;
+        };
+        let is_so = || {
+            let number = landing.load(0);
+            number.is_some_and(|number| number >= condition.least)
+        };
+        let wait = Duration::from_millis(condition.wait_ms).min(CONDITION_MAX);
+        let stays = || stays() && !self.is_revoked();
+        let announcements = self.lease.announcements();
+        announcements.wait(Instant::now() + wait, &is_so, &stays)
     }
 }
 

@@ -10,6 +10,6 @@
 //!   memory without waiting for it.
 
 pub use crate::{
-    engine::{CompletionEngine, Source, Waiter, Waiting},
+    engine::{CompletionEngine, Source, Waiter, Waiting, sleep},
     ring::{Inbox, Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError},
 };

@@ -137,6 +137,8 @@ enum Home {
     /// `None` only while it is being dropped.
     Pool(Option<Piece>),
     Foreign(Box<Foreign>),
+    /// A part of a buffer that was [split](RegBuf::split). Nobody touches the whole meanwhile.
+    Part(Arc<RegBuf>),
 }
 
 // SAFETY: it owns its bytes as a `Vec<u8>` does; the parts that it consists of are `Send`.
@@ -161,6 +163,51 @@ impl RegBuf {
         }
     }
 
+    /// Cuts the buffer into parts of these lengths, in order, each a buffer of its own. So a large
+    /// buffer travels by several operations. [`join`](Self::join) makes it whole again.
+    ///
+    /// # Panics
+    /// If the lengths do not add up to the buffer's, or one is 0.
+    pub fn split(self, lengths: impl IntoIterator<Item = usize>) -> Vec<Self> {
+        let whole = Arc::new(self);
+        let bytes = whole.memory.len();
+        let mut at = 0;
+        let parts = lengths.into_iter().map(|len| {
+            assert!(
+                (1..=bytes - at).contains(&len),
+                "a part of {len} bytes at {at} of {bytes}"
+            );
+            // SAFETY: inside the whole, as asserted.
+            let start = unsafe { whole.memory.cast::<u8>().add(at) };
+            at += len;
+            Self {
+                // This part's alone: parts do not overlap, and the whole is kept without being
+                // touched until they are gone.
+                memory: NonNull::slice_from_raw_parts(start, len),
+                pool: Arc::clone(&whole.pool),
+                home: Home::Part(Arc::clone(&whole)),
+            }
+        });
+        let parts: Vec<_> = parts.collect();
+        assert_eq!(at, bytes, "parts of a buffer of {bytes} bytes");
+        parts
+    }
+
+    /// The buffer of which `parts` are all, in any order.
+    ///
+    /// # Panics
+    /// If they are not.
+    pub fn join(parts: Vec<Self>) -> Self {
+        let whole = parts.first().and_then(|part| match &part.home {
+            Home::Part(whole) => Some(Arc::clone(whole)),
+            Home::Pool(_) | Home::Foreign(_) => None,
+        });
+        let whole = whole.expect("parts of a buffer that was split");
+        drop(parts);
+        // Whoever still has a part keeps the whole.
+        Arc::into_inner(whole).expect("all parts of one buffer")
+    }
+
     /// The keys of the buffer's memory in protection domain `domain`; the address is the buffer's
     /// own. A lazy pool registers the memory now if it was not registered yet. `None`: the pool
     /// does not serve the domain.
@@ -171,6 +218,7 @@ impl RegBuf {
         let registered = match &self.home {
             Home::Pool(piece) => &piece.as_ref().expect("here until dropped").slab.registered,
             Home::Foreign(foreign) => &foreign.registered,
+            Home::Part(whole) => return whole.keys(domain),
         };
         registered.keys(domain, &self.pool.registrations)
     }

@@ -155,7 +155,7 @@ impl Landing {
 
     /// A position that the peer placed, or `None` while it is being placed. After it, the bytes
     /// that were placed before it can be read.
-    fn load(&self, offset: usize) -> Option<u64> {
+    pub(crate) fn load(&self, offset: usize) -> Option<u64> {
         let position = self.word(offset).load(Ordering::Acquire);
         let check = self.word(offset + 8).load(Ordering::Acquire);
         (check == check_of(position)).then_some(position)
@@ -197,7 +197,10 @@ impl Landing {
 
 /// Memory that peers READ and only this program writes.
 #[derive(Clone)]
-pub struct Board(Landing);
+pub struct Board {
+    landing: Landing,
+    memory: Arc<ExtentMemory>,
+}
 
 impl Board {
     /// The memory of a board, at its server.
@@ -205,7 +208,15 @@ impl Board {
     /// # Errors
     /// Its lease has ended, or it cannot be mapped.
     pub(crate) fn extent(memory: &Arc<ExtentMemory>) -> Result<Self, OutOfLease> {
-        Landing::extent(memory).map(Self)
+        Ok(Self {
+            landing: Landing::extent(memory)?,
+            memory: Arc::clone(memory),
+        })
+    }
+
+    /// Whether a READ of this memory can wait for the number at its beginning.
+    pub(crate) fn has_number(memory: &ExtentMemory) -> bool {
+        memory.is_read_only() && !memory.is_paged() && memory.bytes() >= WORD_BYTES as u64
     }
 
     /// Writes floats at `offset`. A peer that READs them meanwhile gets old and new ones.
@@ -219,7 +230,7 @@ impl Board {
             for (bytes, float) in near.as_chunks_mut().0.iter_mut().zip(floats) {
                 *bytes = float.to_le_bytes();
             }
-            let to = self.0.at(offset + number * NEAR_BYTES, near.len());
+            let to = self.landing.at(offset + number * NEAR_BYTES, near.len());
             // SAFETY: in range and mapped to write; the source is no part of the board; peers that
             // read meanwhile only read.
             unsafe { std::ptr::copy_nonoverlapping(near.as_ptr(), to, near.len()) };
@@ -227,16 +238,25 @@ impl Board {
     }
 
     /// Places a number at `offset`, a multiple of 8, in [`Board::NUMBER_BYTES`]. Whoever sees it
-    /// also sees everything that was written before.
+    /// also sees everything that was written before. READs that
+    /// [wait](crate::Channel::post_when) for it go on if `offset` is 0.
     ///
     /// # Panics
     /// If it reaches beyond the end.
     pub fn announce(&self, offset: usize, number: u64) {
-        self.0.store(offset, number);
+        self.landing.store(offset, number);
+        if offset == 0 {
+            self.memory.announcements().tell();
+        }
     }
 
     /// Bytes of an announced number.
     pub const NUMBER_BYTES: usize = WORD_BYTES;
+
+    /// Whether a word and the one behind it, the check, are a number.
+    pub(crate) fn sealed_by(check: u64, number: u64) -> bool {
+        check == check_of(number)
+    }
 
     /// The number in bytes that were READ; `None` while it is being placed.
     ///

@@ -28,7 +28,7 @@ use std::{
         Arc, RwLock,
         atomic::{AtomicBool, Ordering, fence},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use farpage_wire::{
@@ -45,12 +45,16 @@ use crate::{
     channel::{check_len, is_aligned, refused},
     log::later,
     memory::{self, mark_at, marks, word_at, words_bytes},
+    ring::Board,
     tcp::TcpChannel,
 };
 
 /// How often a piece of an operation is copied while chunks of its segment leave, before the server
 /// is asked.
 const TRIES: usize = 3;
+
+/// The pause between two looks for a number, of a caller that sleeps: nobody wakes it.
+const LOOK: Duration = Duration::from_micros(50);
 
 /// How many operations may wait: enough for any caller's batch.
 const DEPTH: usize = 64;
@@ -160,6 +164,18 @@ fn check(file: &File, bytes: u64) -> io::Result<()> {
 }
 
 impl Mapped {
+    /// Whether a READ can wait for the number at its beginning.
+    fn is_board(&self) -> bool {
+        self.read_only && self.words.is_none() && self.bytes >= Board::NUMBER_BYTES as u64
+    }
+
+    /// The number at its beginning. What was written before it can be read afterwards.
+    fn number(&self) -> Option<u64> {
+        let word = |at| word_at(&self.map, at).load(Ordering::Acquire);
+        let number = word(0);
+        Board::sealed_by(word(1), number).then_some(number)
+    }
+
     /// Copies `piece.len` bytes by `copy` while they are in the server's memory. `false`: they were
     /// not, or some left meanwhile, so that the copy does not count.
     fn optimistic(&self, words: &MmapRaw, piece: Piece, mut copy: impl FnMut()) -> bool {
@@ -212,13 +228,20 @@ impl Mapped {
     }
 }
 
+/// What a READ of a board waits for.
+#[derive(Clone, Copy, Debug)]
+struct When {
+    least: u64,
+    until: Instant,
+}
+
 /// Copies of one thread.
 pub(crate) struct ShmChannel<B> {
     attachment: Attachment,
     directory: Arc<Directory>,
     /// What [`Directory`] held when it was last asked.
     cache: HashMap<ExtentId, Arc<Mapped>>,
-    ops: VecDeque<Op<B>>,
+    ops: VecDeque<(Op<B>, Option<When>)>,
     /// For what the server has to do, if it lends more than its memory.
     asking: Option<TcpChannel<B>>,
 }
@@ -325,15 +348,43 @@ impl<B: Buf> ShmChannel<B> {
         }
     }
 
+    /// Whether the board's number is what a READ waits for. `None`: it has waited for too long. A
+    /// board that is none, or is out of reach, is for the copy to complain about.
+    fn has_come(&mut self, extent: ExtentId, when: When) -> Option<bool> {
+        let Some(mapped) = self.mapped(extent).filter(|mapped| mapped.is_board()) else {
+            return Some(true);
+        };
+        let is_so = mapped.number().is_some_and(|number| number >= when.least);
+        match is_so || self.attachment.death.loss().is_some() {
+            true => Some(true),
+            false => (Instant::now() < when.until).then_some(false),
+        }
+    }
+
     /// Copies, or asks the server.
-    fn begin(&mut self, mut op: Op<B>, done: &mut Vec<Completion<B>>) {
-        let result = match self.copy(&mut op) {
+    fn begin(&mut self, mut op: Op<B>, when: Option<When>, done: &mut Vec<Completion<B>>) {
+        let result = match when.map(|when| (when, self.has_come(op.extent, when))) {
+            Some((_, Some(false))) => return self.ops.push_front((op, when)),
+            Some((When { least, .. }, None)) => {
+                return done.push(Completion {
+                    tag: op.tag,
+                    verb: op.verb,
+                    buf: op.buf,
+                    result: Err(ChannelError::NotYet {
+                        endpoint: self.attachment.endpoint.clone(),
+                        least,
+                    }),
+                });
+            }
+            _ => self.copy(&mut op),
+        };
+        let result = match result {
             Ok(true) => Ok(()),
             Ok(false) => match &mut self.asking {
                 Some(asking) => {
                     // As much as it may have in flight at once.
                     if let Err(Busy(op)) = asking.post(op) {
-                        self.ops.push_front(op);
+                        self.ops.push_front((op, None));
                     }
                     return;
                 }
@@ -373,14 +424,28 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
             return Err(Busy(op));
         }
         check_len(&op);
-        self.ops.push_back(op);
+        self.ops.push_back((op, None));
         Ok(())
+    }
+
+    fn post_when(&mut self, op: Op<B>, least: u64) -> Result<(), Busy<B>> {
+        assert_eq!(op.verb, Verb::Read, "only READs wait");
+        self.post(op)?;
+        if let Some((_, when)) = self.ops.back_mut() {
+            let until = Instant::now() + self.attachment.patience.silence / 2;
+            *when = Some(When { least, until });
+        }
+        Ok(())
+    }
+
+    fn waits_for_numbers(&self) -> bool {
+        true
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
         let before = done.len();
-        if let Some(op) = self.ops.pop_front() {
-            self.begin(op, done);
+        if let Some((op, when)) = self.ops.pop_front() {
+            self.begin(op, when, done);
         }
         if let Some(asking) = &mut self.asking {
             asking.poll(done);
@@ -402,7 +467,10 @@ impl<B: Buf> Channel<B> for ShmChannel<B> {
         match &self.asking {
             Some(asking) if self.ops.is_empty() => asking.wait(),
             _ => Wait {
-                until: (!self.ops.is_empty()).then(Instant::now),
+                until: self.ops.front().map(|(_, when)| match when {
+                    None => Instant::now(),
+                    Some(_) => Instant::now() + LOOK,
+                }),
                 ..Wait::default()
             },
         }

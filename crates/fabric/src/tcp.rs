@@ -16,8 +16,8 @@ use std::{
 };
 
 use farpage_wire::data::{
-    ANSWER_HEADER_BYTES, AnswerHeader, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader, OpKind,
-    Status,
+    ANSWER_HEADER_BYTES, AnswerHeader, Condition, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES,
+    OpHeader, OpKind, Status,
 };
 
 use crate::{
@@ -63,32 +63,27 @@ struct Flying<B> {
     op: Op<B>,
     sequence: u32,
     posted: Instant,
-    /// The operands of an atomic.
+    /// What a READ waits for.
+    condition: Option<Condition>,
+    /// The operands of an atomic, or of the condition.
     operands: [u8; OPERAND_BYTES],
     answer: [u8; ANSWER_HEADER_BYTES],
 }
 
 impl<B: Buf> Channel<B> for TcpChannel<B> {
     fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
-        if self.ops.len() == DEPTH {
-            return Err(Busy(op));
-        }
-        check_len(&op);
-        let operands = match op.verb {
-            Verb::Atomic(atomic) => atomic.encode(),
-            Verb::Read | Verb::Write => [0; OPERAND_BYTES],
-        };
-        let flying = Flying {
-            op,
-            operands,
-            sequence: self.sequence,
-            posted: Instant::now(),
-            answer: [0; ANSWER_HEADER_BYTES],
-        };
-        self.sequence = self.sequence.wrapping_add(1);
-        // Sent by the next poll, together with whatever else is posted until then.
-        self.ops.push_back(flying);
-        Ok(())
+        self.enqueue(op, None)
+    }
+
+    fn post_when(&mut self, op: Op<B>, least: u64) -> Result<(), Busy<B>> {
+        assert_eq!(op.verb, Verb::Read, "only READs wait");
+        // The connection is silent meanwhile, which it must not be for long.
+        let wait_ms = self.attachment.patience.silence.as_millis() as u64 / 2;
+        self.enqueue(op, Some(Condition { least, wait_ms }))
+    }
+
+    fn waits_for_numbers(&self) -> bool {
+        true
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
@@ -169,6 +164,30 @@ impl<B: Buf> TcpChannel<B> {
         }
     }
 
+    fn enqueue(&mut self, op: Op<B>, condition: Option<Condition>) -> Result<(), Busy<B>> {
+        if self.ops.len() == DEPTH {
+            return Err(Busy(op));
+        }
+        check_len(&op);
+        let operands = match (op.verb, condition) {
+            (Verb::Atomic(atomic), _) => atomic.encode(),
+            (_, Some(condition)) => condition.encode(),
+            (Verb::Read | Verb::Write, None) => [0; OPERAND_BYTES],
+        };
+        let flying = Flying {
+            op,
+            condition,
+            operands,
+            sequence: self.sequence,
+            posted: Instant::now(),
+            answer: [0; ANSWER_HEADER_BYTES],
+        };
+        self.sequence = self.sequence.wrapping_add(1);
+        // Sent by the next poll, together with whatever else is posted until then.
+        self.ops.push_back(flying);
+        Ok(())
+    }
+
     /// Sends as much as the socket takes.
     fn send(&mut self) -> Result<(), ChannelError> {
         while self.sent < self.ops.len() {
@@ -224,6 +243,7 @@ impl<B: Buf> TcpChannel<B> {
         {
             let header = OpHeader {
                 kind: match flying.op.verb {
+                    Verb::Read if flying.condition.is_some() => OpKind::ReadWhen,
                     Verb::Read => OpKind::Read,
                     Verb::Write => OpKind::Write,
                     Verb::Atomic(atomic) => atomic.kind(),
@@ -249,7 +269,7 @@ impl<B: Buf> TcpChannel<B> {
                 offset: op.offset,
                 len: op.len,
             },
-            Status::Ok | Status::Refused => refused(&endpoint, op),
+            Status::Ok | Status::Refused | Status::NotYet => refused(&endpoint, op),
         }
     }
 
@@ -261,8 +281,11 @@ impl<B: Buf> TcpChannel<B> {
             let mut wanted_bytes = 0;
             let mut skip = self.received_bytes;
             let mut count = 0;
-            for flying in self.ops.range_mut(..self.sent) {
-                let payload: &mut [u8] = match flying.op.verb.fetches() {
+            for (number, flying) in self.ops.range_mut(..self.sent).enumerate() {
+                // Whether a payload follows is known once the answer is.
+                let has_answer = number == 0 && self.received_bytes >= ANSWER_HEADER_BYTES;
+                let is_open = flying.condition.is_some() && !has_answer;
+                let payload: &mut [u8] = match flying.op.verb.fetches() && !is_open {
                     true => &mut flying.op.buf.as_mut()[..flying.op.len as usize],
                     false => &mut [],
                 };
@@ -275,6 +298,9 @@ impl<B: Buf> TcpChannel<B> {
                         slices[count] = IoSliceMut::new(bytes);
                         count += 1;
                     }
+                }
+                if is_open {
+                    break;
                 }
             }
             let bytes = match self.stream.read_vectored(&mut slices[..count]) {
@@ -301,11 +327,15 @@ impl<B: Buf> TcpChannel<B> {
     fn complete_received(&mut self, done: &mut Vec<Completion<B>>) -> Result<(), ChannelError> {
         while self.sent > 0 && self.received_bytes >= ANSWER_HEADER_BYTES {
             let oldest = &self.ops[0];
-            let payload_bytes = match oldest.op.verb.fetches() {
+            let answer = AnswerHeader::decode(&oldest.answer);
+            let not_yet = oldest
+                .condition
+                .filter(|_| matches!(&answer, Ok(answer) if answer.status == Status::NotYet));
+            let payload_bytes = match oldest.op.verb.fetches() && not_yet.is_none() {
                 true => oldest.op.len,
                 false => 0,
             };
-            let wrong = match AnswerHeader::decode(&oldest.answer) {
+            let wrong = match answer {
                 Err(error) => Some(error.to_string()),
                 Ok(answer) if answer.sequence != oldest.sequence => {
                     Some("an answer out of order".to_owned())
@@ -326,6 +356,9 @@ impl<B: Buf> TcpChannel<B> {
                 Ok(answer) if answer.len != payload_bytes => {
                     Some("an answer of another length".to_owned())
                 }
+                Ok(answer) if answer.status == Status::NotYet && not_yet.is_none() => {
+                    Some("an operation that waits for nothing was answered with a wait".to_owned())
+                }
                 Ok(_) => None,
             };
             if let Some(reason) = wrong {
@@ -338,7 +371,14 @@ impl<B: Buf> TcpChannel<B> {
             self.received_bytes -= answer_bytes;
             self.sent -= 1;
             let flying = self.ops.pop_front().expect("looked at above");
-            done.push(flying.complete(Ok(())));
+            let result = match not_yet {
+                None => Ok(()),
+                Some(Condition { least, .. }) => Err(ChannelError::NotYet {
+                    endpoint: self.attachment.endpoint.clone(),
+                    least,
+                }),
+            };
+            done.push(flying.complete(result));
         }
         Ok(())
     }
@@ -348,6 +388,7 @@ impl<B: Buf> Flying<B> {
     /// What travels behind the headers.
     fn payload(&self) -> &[u8] {
         match self.op.verb {
+            Verb::Read if self.condition.is_some() => &self.operands,
             Verb::Read => &[],
             Verb::Write => &self.op.buf.as_ref()[..self.op.len as usize],
             Verb::Atomic(_) => &self.operands,

@@ -353,3 +353,47 @@ fn a_buffer_travels_through_a_channel_and_comes_back_registered() {
         }
     }
 }
+
+#[test]
+fn a_split_buffer_is_whole_again_when_all_parts_are_back() {
+    let recorder = Recorder::new();
+    let pool = pool(&recorder, RegPoolOptions::default());
+    let whole = pool.acquire(1000).unwrap();
+    let at = address(&whole);
+    let mut parts = whole.split([100, 1, 899]);
+    for (number, part) in parts.iter_mut().enumerate() {
+        part.as_mut().fill(number as u8);
+        assert_eq!(
+            part.keys(recorder.domain).unwrap(),
+            Some(Keys { lkey: 1, rkey: 1 })
+        );
+    }
+    let starts: Vec<_> = parts.iter().map(|part| address(part) - at).collect();
+    assert_eq!(starts, [0, 100, 101]);
+    // Memory that is in use in parts is not handed out again.
+    let other = pool.acquire(1000).unwrap();
+    assert_ne!(address(&other), at);
+    parts.rotate_left(1);
+    let whole = RegBuf::join(parts);
+    assert_eq!((address(&whole), whole.as_ref().len()), (at, 1000));
+    let expected = [vec![0; 100], vec![1; 1], vec![2; 899]].concat();
+    assert_eq!(whole.as_ref(), expected);
+    drop(whole);
+    assert_eq!(address(&pool.acquire(1000).unwrap()), at);
+}
+
+#[test]
+#[should_panic(expected = "all parts of one buffer")]
+fn a_buffer_of_which_a_part_is_missing_is_not_joined() {
+    let pool = RegPool::new([], RegPoolOptions::default());
+    let mut parts = pool.acquire(1000).unwrap().split([500, 500]);
+    let _missing = parts.pop();
+    RegBuf::join(parts);
+}
+
+#[test]
+#[should_panic(expected = "a part of 501 bytes at 500 of 1000")]
+fn parts_do_not_reach_beyond_their_buffer() {
+    let pool = RegPool::new([], RegPoolOptions::default());
+    pool.acquire(1000).unwrap().split([500, 501]);
+}

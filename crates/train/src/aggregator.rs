@@ -10,21 +10,28 @@
 //! READ them there by themselves (*pull*). The board has two versions: the next one is written
 //! beside the one that is read, and begun only when all workers have pushed again. A worker reads
 //! the version's number once more after the parameters, so what is torn is never taken.
+//!
+//! Where a READ can wait for a number ([`Channel::waits_for_numbers`]), a worker posts push and
+//! pull together, and a step is one exchange of messages. Elsewhere it looks for the number.
+//!
+//! [`Channel::waits_for_numbers`]: farpage_fabric::Channel::waits_for_numbers
 
 use std::{
-    collections::VecDeque,
     fmt,
     ops::Range,
-    sync::Arc,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
-    Busy, Channel, Completion, Endpoint, ExtentId, Op, SessionOptions, Verb,
+    ChannelError, Completion, Endpoint, ExtentId, Op, SessionOptions, Verb,
     areas::{Areas, Board, OfferError, Presence},
-    patterns::{Landing, RingPlace, RingReceiver, RingSender, SendError},
-    regmem::{RegBuf, RegPool, RegPoolOptions},
+    patterns::{self, Landing, RingPlace, RingReceiver, RingSender, SendError},
+    regmem::{RegBuf, RegError, RegPool, RegPoolOptions},
     server::BindError,
 };
 
@@ -37,18 +44,21 @@ use crate::{
 /// Where a worker's area has the gradient, behind a ring for announcements.
 const GRADIENT_AT: usize = 128 + RING_BYTES;
 const RING_BYTES: usize = 1024;
-/// Where a board has the number of its version, and the rank of who is at fault, plus one.
+/// Where a board has the number of its version, and the rank of who is at fault, plus one. READs
+/// wait for the number at the beginning.
 const VERSION_AT: usize = 0;
 const CULPRIT_AT: usize = Board::NUMBER_BYTES;
 const HEAD_BYTES: usize = CULPRIT_AT + Board::NUMBER_BYTES;
 const PARAMETERS_AT: usize = 4096;
+/// The version of a board whose aggregator has given up: nobody waits for it.
+const GIVEN_UP: u64 = u64::MAX;
 /// Floats of one operation.
-const PIECE_FLOATS: usize = 64 << 10;
+const PIECE_FLOATS: usize = 256 << 10;
 /// How long the others can hear of who is at fault.
 const FAREWELL: Duration = Duration::from_secs(1);
-/// Looks before a thread that waits sleeps, and how long it sleeps then.
-const YIELDS: u32 = 64;
-/// The same for looks over the fabric, each of which moves bytes.
+/// How long a thread that waits lets others run before it sleeps: what waking it takes.
+const SPIN: Duration = Duration::from_micros(100);
+/// Looks over the fabric before a thread sleeps between them: each moves bytes.
 const REMOTE_LOOKS: u32 = 8;
 const NAP_MIN: Duration = Duration::from_micros(20);
 const NAP_MAX: Duration = Duration::from_millis(10);
@@ -100,6 +110,14 @@ pub enum AggregateError {
         at: Party,
         /// What came of it.
         reason: String,
+    },
+    /// There is no registered memory for a gradient or for parameters.
+    #[error("{who} has no memory to exchange from: {source}")]
+    Buffers {
+        /// Who has none.
+        who: Party,
+        /// Why not.
+        r#source: RegError,
     },
     /// Somebody did not do its part in time.
     #[error(
@@ -228,15 +246,43 @@ impl Aggregator {
     /// # Errors
     /// [`AggregateError`]; workers are told whose fault it is.
     pub fn serve(
-        mut self,
+        self,
         initial: &[f32],
         rule: Rule,
         steps: u64,
         deadline: Duration,
     ) -> Result<(), AggregateError> {
-        let mut parameters = initial[self.part.clone()].to_vec();
-        let mut optimizer = Optimizer::new(rule, self.learnt);
-        let outcome = self.aggregate(&mut parameters, &mut optimizer, steps, deadline);
+        let Self {
+            who,
+            part,
+            learnt,
+            areas,
+            workers: landings,
+            board,
+            home,
+        } = self;
+        let (parameters, workers) = (initial[part].to_vec(), landings.len());
+        let turns = Arc::new(Turns::new(Summing {
+            who,
+            share: 1.0 / workers as f32,
+            workers: landings,
+            board: board.clone(),
+            sum: vec![0.0; parameters.len()],
+            parameters,
+            optimizer: Optimizer::new(rule, learnt),
+            steps,
+            at: (0, 0),
+            since: Instant::now(),
+            failed: None,
+            message: Vec::new(),
+        }));
+        let hears = home.hears_of_arrivals();
+        if hears {
+            let turns = Arc::clone(&turns);
+            areas.on_arrival(Some(Arc::new(move || turns.turn())));
+        }
+        let outcome = turns.wait(&areas, hears, deadline);
+        areas.on_arrival(None);
         let patience = match &outcome {
             Ok(()) => deadline,
             Err(
@@ -245,90 +291,202 @@ impl Aggregator {
                 | AggregateError::Strange { from: at, .. },
             ) => {
                 if let Party::Worker(rank) = at {
-                    self.board.announce(CULPRIT_AT, *rank as u64 + 1);
+                    board.announce(CULPRIT_AT, *rank as u64 + 1);
+                    board.announce(VERSION_AT, GIVEN_UP);
                 }
                 FAREWELL
             }
             Err(_) => Duration::ZERO,
         };
         let until = Instant::now() + patience;
-        let is_here = |rank| self.areas.presence(&area(rank)) == Presence::Here;
-        while (0..self.workers.len()).any(is_here) && Instant::now() < until {
+        let is_here = |rank| areas.presence(&area(rank)) == Presence::Here;
+        while (0..workers).any(is_here) && Instant::now() < until {
             thread::sleep(NAP_MAX);
         }
         outcome
     }
+}
 
-    fn aggregate(
-        &mut self,
-        parameters: &mut [f32],
-        optimizer: &mut Optimizer,
-        steps: u64,
-        deadline: Duration,
-    ) -> Result<(), AggregateError> {
-        let mut sum = vec![0.0; parameters.len()];
-        let share = 1.0 / self.workers.len() as f32;
-        for step in 0..steps {
-            for rank in 0..self.workers.len() {
-                self.await_push(rank, step, deadline)?;
-                self.workers[rank]
-                    .1
-                    .add_floats(GRADIENT_AT, &mut sum, rank == 0);
-            }
-            sum.iter_mut().for_each(|value| *value *= share);
-            optimizer.step(parameters, &sum);
-            let version = step + 1;
-            self.board
-                .write_floats(parameters_at(version, parameters.len()), parameters);
-            self.board.announce(VERSION_AT, version);
-        }
-        Ok(())
+/// What an aggregator has done so far. It never waits.
+struct Summing {
+    who: Party,
+    share: f32,
+    workers: Vec<(RingReceiver, Landing)>,
+    board: Board,
+    parameters: Vec<f32>,
+    sum: Vec<f32>,
+    optimizer: Optimizer,
+    steps: u64,
+    /// The step, and the worker whose gradient comes next.
+    at: (u64, usize),
+    /// Since when it is waited for.
+    since: Instant,
+    failed: Option<AggregateError>,
+    message: Vec<u8>,
+}
+
+impl Summing {
+    fn is_over(&self) -> bool {
+        self.failed.is_some() || self.at.0 == self.steps
     }
 
-    /// Waits until a worker's gradient of this step is there.
-    fn await_push(
-        &mut self,
-        rank: usize,
-        step: u64,
-        deadline: Duration,
-    ) -> Result<(), AggregateError> {
-        let (who, worker) = (self.who, Party::Worker(rank));
-        let ring = &mut self.workers[rank].0;
-        let strange = |detail| AggregateError::Strange {
-            who,
-            from: worker,
-            step,
-            detail,
-        };
-        let (began, mut message, mut looks) = (Instant::now(), Vec::new(), 0);
-        loop {
-            // Looked at first: what a worker sent before it went still counts.
-            let presence = self.areas.presence(&area(rank));
-            let received = ring.receive(&mut message);
-            if received.map_err(|error| strange(error.to_string()))? {
-                return match message == step.to_le_bytes() {
-                    true => Ok(()),
-                    false => Err(strange(format!("it announces {message:?}"))),
-                };
+    /// Adds the gradients that have come, and does the steps that are complete.
+    fn advance(&mut self) {
+        while !self.is_over() {
+            let ((step, rank), who) = (self.at, self.who);
+            let (ring, landing) = &mut self.workers[rank];
+            let strange = |detail| AggregateError::Strange {
+                who,
+                from: Party::Worker(rank),
+                step,
+                detail,
+            };
+            match ring.receive(&mut self.message) {
+                Ok(false) => return,
+                Ok(true) if self.message == step.to_le_bytes() => {}
+                Ok(true) => {
+                    let detail = format!("it announces {:?}", self.message);
+                    self.failed = Some(strange(detail));
+                    return;
+                }
+                Err(error) => {
+                    self.failed = Some(strange(error.to_string()));
+                    return;
+                }
             }
+            landing.add_floats(GRADIENT_AT, &mut self.sum, rank == 0);
+            self.at = (step, rank + 1);
+            if rank + 1 == self.workers.len() {
+                self.finish(step + 1);
+                self.at = (step + 1, 0);
+            }
+            self.since = Instant::now();
+        }
+    }
+
+    /// Lets the optimizer do its step, and shows what it makes.
+    fn finish(&mut self, version: u64) {
+        let share = self.share;
+        self.sum.iter_mut().for_each(|value| *value *= share);
+        self.optimizer.step(&mut self.parameters, &self.sum);
+        let at = parameters_at(version, self.parameters.len());
+        self.board.write_floats(at, &self.parameters);
+        self.board.announce(VERSION_AT, version);
+    }
+}
+
+/// An aggregator's work, done by whoever finds some: the thread that serves, or one that has placed
+/// a gradient.
+struct Turns {
+    summing: Mutex<Summing>,
+    /// How often somebody came to look. Who comes while another is at it leaves it to that one.
+    /// Sequentially consistent, as is the lock with respect to it: either the one who comes gets
+    /// the lock, or the one who has it sees the number after it has let go.
+    calls: AtomicU64,
+    is_over: Mutex<bool>,
+    over: Condvar,
+}
+
+impl Turns {
+    fn new(summing: Summing) -> Self {
+        Self {
+            summing: Mutex::new(summing),
+            calls: AtomicU64::new(0),
+            is_over: Mutex::new(false),
+            over: Condvar::new(),
+        }
+    }
+
+    /// Does what there is to do, unless somebody else is at it and will.
+    fn turn(&self) {
+        self.calls.fetch_add(1, Ordering::SeqCst);
+        while let Ok(mut summing) = self.summing.try_lock() {
+            let seen = self.calls.load(Ordering::SeqCst);
+            summing.advance();
+            let is_over = summing.is_over();
+            drop(summing);
+            if is_over {
+                *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
+                self.over.notify_all();
+            }
+            if self.calls.load(Ordering::SeqCst) == seen {
+                return;
+            }
+        }
+    }
+
+    /// Looks at the work, or changes it, and does afterwards what others have left to whoever held
+    /// it.
+    fn with<T>(&self, look: impl FnOnce(&mut Summing) -> T) -> T {
+        let mut summing = self.summing.lock().expect("no gradient makes it panic");
+        let seen = look(&mut summing);
+        drop(summing);
+        self.turn();
+        seen
+    }
+
+    /// Waits until all steps are done or somebody is missing. `hears`: whether those who place
+    /// gradients take turns, so that there is little to look for here.
+    fn wait(&self, areas: &Areas, hears: bool, deadline: Duration) -> Result<(), AggregateError> {
+        let (mut began, mut before) = (Instant::now(), (0, 0));
+        loop {
+            let waited = began.elapsed();
+            if !hears && waited < SPIN {
+                self.turn();
+                thread::yield_now();
+            } else {
+                self.look_for_workers(areas, deadline);
+                let nap = match hears {
+                    true => NAP_MAX,
+                    false => (waited / 16).clamp(NAP_MIN, NAP_MAX),
+                };
+                self.nap(nap);
+            }
+            let (at, is_over) = self.with(|summing| (summing.at, summing.is_over()));
+            if is_over {
+                return self.with(|summing| summing.failed.take().map_or(Ok(()), Err));
+            }
+            if at != before {
+                (began, before) = (Instant::now(), at);
+            }
+        }
+    }
+
+    /// Sleeps for so long, or until it is over.
+    fn nap(&self, nap: Duration) {
+        let is_over = self.is_over.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*is_over {
+            drop(self.over.wait_timeout(is_over, nap));
+        }
+    }
+
+    /// Fails if the worker whose gradient comes next is gone, or has not come in time.
+    fn look_for_workers(&self, areas: &Areas, deadline: Duration) {
+        let (who, at) = self.with(|summing| (summing.who, summing.at));
+        let presence = areas.presence(&area(at.1));
+        // What a worker sent before it went still counts.
+        self.turn();
+        self.with(|summing| {
+            if summing.at != at || summing.is_over() {
+                return;
+            }
+            let (step, worker) = (at.0, Party::Worker(at.1));
             if presence == Presence::Gone {
-                return Err(AggregateError::Gone {
+                summing.failed = Some(AggregateError::Gone {
                     who,
                     gone: worker,
                     step,
                     reason: "its session has ended".to_owned(),
                 });
-            }
-            if began.elapsed() >= deadline {
-                return Err(AggregateError::Missing {
+            } else if summing.since.elapsed() >= deadline {
+                summing.failed = Some(AggregateError::Missing {
                     who,
                     missing: worker,
                     step,
                     deadline,
                 });
             }
-            rest(&mut looks, began, None);
-        }
+        });
     }
 }
 
@@ -337,6 +495,22 @@ pub struct Through {
     who: Party,
     lines: Vec<Line>,
     deadline: Duration,
+    /// How both buffers are cut, in the order of lines.
+    cuts: Vec<Cut>,
+    /// Registered with all adapters that they go through.
+    pool: RegPool,
+    bytes: usize,
+    /// `None` only during a step, and after one that failed.
+    gradient: Option<RegBuf>,
+    parameters: Option<RegBuf>,
+}
+
+/// What one operation moves.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    /// The first float's offset in the aggregator's part, in bytes.
+    at: usize,
+    bytes: usize,
 }
 
 /// Version and culprit, as a board shows them; `None` while they are being placed.
@@ -344,13 +518,42 @@ type Head = (Option<u64>, Option<u64>);
 
 /// A worker's connection to one aggregator.
 struct Line {
-    part: Range<usize>,
+    part_floats: usize,
+    /// The numbers of its cuts.
+    cuts: Range<usize>,
     landing: ExtentId,
     board: ExtentId,
     sender: RingSender<Counted>,
-    channel: Counted,
     pool: RegPool,
     moved: Arc<Moved>,
+    state: State,
+    /// READs that have not ended.
+    reading: usize,
+    /// The board's numbers, as the last READ found them.
+    head: Head,
+    looks: u32,
+    /// When the next look is due.
+    look_at: Instant,
+}
+
+/// How far a line is in a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    /// The gradient is on its way.
+    Pushing,
+    /// The version is looked for.
+    Looking,
+    /// The parameters are on their way.
+    Pulling,
+    Done,
+}
+
+/// The buffers of a step, in parts: what has come back, or has not been posted.
+struct Parts {
+    gradient: Vec<Option<RegBuf>>,
+    parameters: Vec<Option<RegBuf>>,
+    /// Whether the parameters of a part have been read.
+    read: Vec<bool>,
 }
 
 impl Through {
@@ -368,6 +571,8 @@ impl Through {
         deadline: Duration,
     ) -> Result<Self, AggregateError> {
         let who = Party::Worker(rank);
+        let mut cuts = Vec::new();
+        let mut registrars = Vec::new();
         let lines = addresses.iter().enumerate().map(|(number, address)| {
             let refused = |error: &dyn fmt::Display| AggregateError::Refused {
                 who,
@@ -382,35 +587,73 @@ impl Through {
                 extent.ok_or_else(|| refused(&"it lends an area without memory"))
             };
             let (landing, board) = (open(&area(rank))?, open(BOARD)?);
+            registrars.push(session.registrar());
             let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
             let moved = Arc::new(Moved::default());
-            let counted = || {
-                let channel = session.channel().map_err(|error| refused(&error))?;
-                Ok::<_, AggregateError>(Counted {
-                    channel,
-                    moved: Arc::clone(&moved),
-                })
+            let channel = Counted {
+                channel: session.channel().map_err(|error| refused(&error))?,
+                moved: Arc::clone(&moved),
             };
+            let (part, first) = (layout.part(number), cuts.len());
+            cuts.extend(part.clone().step_by(PIECE_FLOATS).map(|start| Cut {
+                at: 4 * (start - part.start),
+                bytes: 4 * (part.end - start).min(PIECE_FLOATS),
+            }));
             Ok(Line {
-                part: layout.part(number),
+                part_floats: part.len(),
+                cuts: first..cuts.len(),
                 landing,
                 board,
-                sender: RingSender::new(Box::new(counted()?), &pool, place(landing)),
-                channel: counted()?,
+                sender: RingSender::new(Box::new(channel), &pool, place(landing)),
                 pool,
                 moved,
+                state: State::Done,
+                reading: 0,
+                head: (None, None),
+                looks: 0,
+                look_at: Instant::now(),
             })
         });
+        let lines = lines.collect::<Result<_, AggregateError>>()?;
         Ok(Self {
             who,
-            lines: lines.collect::<Result<_, AggregateError>>()?,
+            lines,
             deadline,
+            cuts,
+            pool: RegPool::new(registrars, RegPoolOptions::default()),
+            bytes: 4 * layout.parameters,
+            gradient: None,
+            parameters: None,
         })
     }
 
     /// Bytes that this worker has moved to and from each aggregator, as its fabric was told.
     pub fn moved_bytes(&self) -> impl Iterator<Item = u64> {
         self.lines.iter().map(|line| line.moved.bytes())
+    }
+
+    /// Registered memory for the parameters and for the gradient, which
+    /// [`step_in_place`](Self::step_in_place) moves from and to without a copy. Both hold what was
+    /// left in them last, and zeros at first.
+    ///
+    /// # Errors
+    /// [`AggregateError::Buffers`]
+    pub fn buffers(&mut self) -> Result<(&mut [f32], &mut [f32]), AggregateError> {
+        let who = self.who;
+        for buffer in [&mut self.parameters, &mut self.gradient] {
+            if buffer.is_none() {
+                let mut fresh = self
+                    .pool
+                    .acquire(self.bytes.max(4))
+                    .map_err(|source| AggregateError::Buffers { who, source })?;
+                fresh.as_mut().fill(0);
+                *buffer = Some(fresh);
+            }
+        }
+        Ok((
+            floats(&mut self.parameters, self.bytes),
+            floats(&mut self.gradient, self.bytes),
+        ))
     }
 
     /// Pushes `gradient`, and puts what the optimizer makes of the mean of all workers' in the
@@ -427,47 +670,214 @@ impl Through {
         gradient: &[f32],
         parameters: &mut [f32],
     ) -> Result<(), AggregateError> {
-        let version = step + 1;
-        // 1. Push, and announce what has been placed.
-        let mut ops = Vec::new();
-        for (number, line) in self.lines.iter().enumerate() {
-            ops.push(self.pieces(number, step, Verb::Write, line.landing, GRADIENT_AT)?);
+        self.buffers()?.1.copy_from_slice(gradient);
+        self.step_in_place(step)?;
+        parameters.copy_from_slice(self.buffers()?.0);
+        Ok(())
+    }
+
+    /// As [`step`](Self::step), with the [`buffers`](Self::buffers). After an error what was in
+    /// them is lost.
+    ///
+    /// # Errors
+    /// [`AggregateError`]
+    pub fn step_in_place(&mut self, step: u64) -> Result<(), AggregateError> {
+        self.buffers()?;
+        let cut = |buffer: &mut Option<RegBuf>, cuts: &[Cut]| {
+            let whole = buffer.take().expect("made above");
+            let parts = whole.split(cuts.iter().map(|cut| cut.bytes));
+            parts.into_iter().map(Some).collect()
+        };
+        if self.cuts.is_empty() {
+            return self.exchange(step, &mut Parts::none());
         }
-        for op in ops.iter_mut().flatten() {
-            let floats = &gradient[op.tag as usize..][..op.len as usize / 4];
-            let bytes = op.buf.as_mut().as_chunks_mut().0.iter_mut();
-            for (bytes, float) in bytes.zip(floats) {
-                *bytes = float.to_le_bytes();
-            }
+        let mut parts = Parts {
+            gradient: cut(&mut self.gradient, &self.cuts),
+            parameters: cut(&mut self.parameters, &self.cuts),
+            read: vec![false; self.cuts.len()],
+        };
+        self.exchange(step, &mut parts)?;
+        let whole = |parts: Vec<Option<RegBuf>>| {
+            let parts = parts
+                .into_iter()
+                .map(|part| part.expect("it has come back"));
+            Some(RegBuf::join(parts.collect()))
+        };
+        self.gradient = whole(parts.gradient);
+        self.parameters = whole(parts.parameters);
+        Ok(())
+    }
+
+    fn exchange(&mut self, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
+        for number in 0..self.lines.len() {
+            self.push(number, step, parts)?;
         }
-        self.transfer(step, ops, |_, _| {})?;
-        self.announce(step)?;
-        // 2. Pull the version that follows, and see that it was whole.
-        self.await_version(step, version)?;
-        let mut ops = Vec::new();
-        for (number, line) in self.lines.iter().enumerate() {
-            let at = parameters_at(version, line.part.len());
-            ops.push(self.pieces(number, step, Verb::Read, line.board, at)?);
+        let mut began = Instant::now();
+        loop {
+            let (mut slow, mut has_moved) = (None, false);
+            for number in 0..self.lines.len() {
+                has_moved |= self.advance(number, step, parts)?;
+                if self.lines[number].state != State::Done {
+                    slow = slow.or(Some(number));
+                }
+            }
+            let Some(number) = slow else {
+                return Ok(());
+            };
+            if has_moved {
+                began = Instant::now();
+                continue;
+            }
+            self.be_patient(number, step, began)?;
+            self.rest(began);
         }
-        self.transfer(step, ops, |_, done| {
-            let count = done.buf.as_ref().len() / 4;
-            let floats = &mut parameters[done.tag as usize..][..count];
-            let bytes = done.buf.as_ref().as_chunks().0;
-            for (float, bytes) in floats.iter_mut().zip(bytes) {
-                *float = f32::from_le_bytes(*bytes);
+    }
+
+    /// Posts a line's gradient and announces it. Where a READ can wait for the version, the pull
+    /// travels with it.
+    fn push(&mut self, number: usize, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
+        let (who, began) = (self.who, Instant::now());
+        let line = &mut self.lines[number];
+        for at in line.cuts.clone() {
+            let Cut { at: offset, bytes } = self.cuts[at];
+            line.sender.operate(Op {
+                tag: 2 * at as u64,
+                verb: Verb::Write,
+                extent: line.landing,
+                offset: (GRADIENT_AT + offset) as u64,
+                len: bytes as u32,
+                buf: parts.gradient[at].take().expect("here between steps"),
+            });
+        }
+        loop {
+            let sender = &mut self.lines[number].sender;
+            let sent = sender.send(&step.to_le_bytes());
+            match sent.and_then(|()| sender.hand_over()) {
+                Ok(()) => break,
+                // The aggregator has taken what came before. That it has is still on its way.
+                Err(SendError::Full) => {}
+                Err(error) => return Err(gone(who, number, step, &error)),
             }
-        })?;
-        let all = vec![true; self.lines.len()];
-        for (number, (seen, _)) in self.look(step, &all)?.into_iter().enumerate() {
-            if seen != Some(version) {
-                return Err(self.strange(
-                    number,
-                    step,
-                    format!("version {seen:?} after {version} was read"),
-                ));
-            }
+            self.be_patient(number, step, began)?;
+            thread::yield_now();
+        }
+        let line = &mut self.lines[number];
+        (line.state, line.looks, line.look_at) = (State::Pushing, 0, began);
+        if line.sender.waits_for_numbers() && line.sender.writes_in_order() {
+            line.state = State::Pulling;
+            self.pull(number, step, parts)?;
         }
         Ok(())
+    }
+
+    /// Posts READs of all that has not been read, and of the board's numbers behind them.
+    fn pull(&mut self, number: usize, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
+        let (version, line) = (step + 1, &mut self.lines[number]);
+        for at in line.cuts.clone().filter(|at| !parts.read[*at]) {
+            let Cut { at: offset, bytes } = self.cuts[at];
+            let op = Op {
+                tag: 2 * at as u64 + 1,
+                verb: Verb::Read,
+                extent: line.board,
+                offset: (parameters_at(version, line.part_floats) + offset) as u64,
+                len: bytes as u32,
+                buf: parts.parameters[at].take().expect("it has not been read"),
+            };
+            line.sender.operate_when(op, version);
+            line.reading += 1;
+        }
+        self.look(number, step)
+    }
+
+    /// Posts a READ of the board's numbers.
+    fn look(&mut self, number: usize, step: u64) -> Result<(), AggregateError> {
+        let (who, line) = (self.who, &mut self.lines[number]);
+        let buf = line.pool.acquire(HEAD_BYTES);
+        line.sender.operate(Op {
+            tag: 2 * self.cuts.len() as u64,
+            verb: Verb::Read,
+            extent: line.board,
+            offset: VERSION_AT as u64,
+            len: HEAD_BYTES as u32,
+            buf: buf.map_err(|error| gone(who, number, step, &error))?,
+        });
+        line.reading += 1;
+        Ok(())
+    }
+
+    /// Lets a line's operations make progress, and posts what follows from those that have ended.
+    /// Whether parameters or a gradient have moved.
+    fn advance(
+        &mut self,
+        number: usize,
+        step: u64,
+        parts: &mut Parts,
+    ) -> Result<bool, AggregateError> {
+        let who = self.who;
+        let line = &mut self.lines[number];
+        if line.state == State::Done {
+            return Ok(false);
+        }
+        let progress = line.sender.progress();
+        progress.map_err(|error| gone(who, number, step, &error))?;
+        let mut has_moved = false;
+        while let Some(done) = line.sender.ended() {
+            has_moved |= line.take(done, self.cuts.len(), parts).map_err(|error| {
+                // The channel says why, the ring only that there is none.
+                gone(who, number, step, &error)
+            })?;
+        }
+        if line.reading > 0 {
+            return Ok(has_moved);
+        }
+        let (version, state, is_due) = (step + 1, line.state, Instant::now() >= line.look_at);
+        match state {
+            State::Pushing if line.sender.is_idle() => {
+                line.state = State::Looking;
+                self.look(number, step)?;
+            }
+            State::Looking if self.is_shown(number, step)? => {
+                self.lines[number].state = State::Pulling;
+                self.pull(number, step, parts)?;
+            }
+            State::Looking if is_due => self.look(number, step)?,
+            State::Pulling if self.lines[number].cuts.clone().all(|at| parts.read[at]) => {
+                if !self.is_shown(number, step)? {
+                    let seen = self.lines[number].head.0;
+                    let detail = format!("version {seen:?} after {version} was read");
+                    return Err(self.strange(number, step, detail));
+                }
+                let line = &mut self.lines[number];
+                if line.sender.is_idle() {
+                    line.state = State::Done;
+                }
+            }
+            State::Pulling => {
+                // It has been waited for long enough to see whether somebody has given up.
+                self.is_shown(number, step)?;
+                self.pull(number, step, parts)?;
+            }
+            State::Pushing | State::Looking | State::Done => {}
+        }
+        Ok(has_moved)
+    }
+
+    /// Whether the board's numbers are those of the version that follows this step.
+    fn is_shown(&mut self, number: usize, step: u64) -> Result<bool, AggregateError> {
+        let version = step + 1;
+        match self.lines[number].head {
+            (_, Some(rank @ 1..)) => Err(AggregateError::Gone {
+                who: self.who,
+                gone: Party::Worker(rank as usize - 1),
+                step,
+                reason: format!("aggregator {number} gave up because of it"),
+            }),
+            (Some(seen), _) if seen > version => {
+                let detail = format!("version {seen} where {version} belongs");
+                Err(self.strange(number, step, detail))
+            }
+            (seen, _) => Ok(seen == Some(version)),
+        }
     }
 
     fn strange(&self, number: usize, step: u64, detail: String) -> AggregateError {
@@ -477,163 +887,6 @@ impl Through {
             step,
             detail,
         }
-    }
-
-    /// Operations on all of a line's part, which lies at `at` of `extent`. Their tags are the
-    /// numbers of their first floats.
-    fn pieces(
-        &self,
-        number: usize,
-        step: u64,
-        verb: Verb,
-        extent: ExtentId,
-        at: usize,
-    ) -> Result<VecDeque<Op<RegBuf>>, AggregateError> {
-        let line = &self.lines[number];
-        let starts = line.part.clone().step_by(PIECE_FLOATS);
-        let pieces = starts.map(|start| {
-            let len = 4 * (line.part.end - start).min(PIECE_FLOATS);
-            let buf = line.pool.acquire(len);
-            Ok(Op {
-                tag: start as u64,
-                verb,
-                extent,
-                offset: (at + 4 * (start - line.part.start)) as u64,
-                len: len as u32,
-                buf: buf.map_err(|error| gone(self.who, number, step, &error))?,
-            })
-        });
-        pieces.collect()
-    }
-
-    /// Does operations, those of each line in its own list.
-    fn transfer(
-        &mut self,
-        step: u64,
-        mut ops: Vec<VecDeque<Op<RegBuf>>>,
-        mut take: impl FnMut(usize, &Completion<RegBuf>),
-    ) -> Result<(), AggregateError> {
-        let (mut began, mut looks, mut ended) = (Instant::now(), 0, Vec::new());
-        loop {
-            let (mut has_moved, mut due, mut slow) = (false, None, None);
-            for (number, (line, ops)) in self.lines.iter_mut().zip(&mut ops).enumerate() {
-                while let Some(op) = ops.pop_front() {
-                    if let Err(Busy(op)) = line.channel.post(op) {
-                        ops.push_front(op);
-                        break;
-                    }
-                }
-                has_moved |= line.channel.poll(&mut ended) > 0;
-                for done in ended.drain(..) {
-                    let result = done.result.as_ref();
-                    result.map_err(|error| gone(self.who, number, step, error))?;
-                    take(number, &done);
-                }
-                if line.channel.in_flight() + ops.len() > 0 {
-                    slow = slow.or(Some(number));
-                    due = [due, line.channel.wait().until].into_iter().flatten().min();
-                }
-            }
-            let Some(number) = slow else {
-                return Ok(());
-            };
-            if has_moved {
-                (began, looks) = (Instant::now(), 0);
-            }
-            self.be_patient(number, step, began)?;
-            rest(&mut looks, began, due);
-        }
-    }
-
-    /// Announces the gradients of this step.
-    fn announce(&mut self, step: u64) -> Result<(), AggregateError> {
-        let (began, mut looks) = (Instant::now(), 0);
-        for number in 0..self.lines.len() {
-            loop {
-                let sender = &mut self.lines[number].sender;
-                let sent = sender.send(&step.to_le_bytes());
-                match sent.and_then(|()| sender.flush()) {
-                    Ok(()) => break,
-                    // The aggregator has taken what came before. That it has is still on its way.
-                    Err(SendError::Full) => {}
-                    Err(error) => return Err(gone(self.who, number, step, &error)),
-                }
-                let due = sender.wait().until;
-                self.be_patient(number, step, began)?;
-                rest(&mut looks, began, due);
-            }
-        }
-        for number in 0..self.lines.len() {
-            loop {
-                let sender = &mut self.lines[number].sender;
-                let progress = sender.progress();
-                progress.map_err(|error| gone(self.who, number, step, &error))?;
-                if sender.is_idle() {
-                    break;
-                }
-                let due = sender.wait().until;
-                self.be_patient(number, step, began)?;
-                rest(&mut looks, began, due);
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits until all aggregators show this version.
-    fn await_version(&mut self, step: u64, version: u64) -> Result<(), AggregateError> {
-        let (began, mut looks) = (Instant::now(), YIELDS - REMOTE_LOOKS);
-        let mut awaited = vec![true; self.lines.len()];
-        loop {
-            let seen = self.look(step, &awaited)?;
-            for (number, (seen, culprit)) in seen.into_iter().enumerate() {
-                match (seen, culprit) {
-                    _ if !awaited[number] => {}
-                    (_, Some(rank @ 1..)) => {
-                        return Err(AggregateError::Gone {
-                            who: self.who,
-                            gone: Party::Worker(rank as usize - 1),
-                            step,
-                            reason: format!("aggregator {number} gave up because of it"),
-                        });
-                    }
-                    (Some(seen), _) if seen > version => {
-                        let detail = format!("version {seen} where {version} belongs");
-                        return Err(self.strange(number, step, detail));
-                    }
-                    (seen, _) => awaited[number] = seen != Some(version),
-                }
-            }
-            let Some(number) = awaited.iter().position(|awaited| *awaited) else {
-                return Ok(());
-            };
-            self.be_patient(number, step, began)?;
-            rest(&mut looks, began, None);
-        }
-    }
-
-    /// The numbers on the boards of those that are `asked`: version and culprit.
-    fn look(&mut self, step: u64, asked: &[bool]) -> Result<Vec<Head>, AggregateError> {
-        let mut ops = Vec::new();
-        for (number, line) in self.lines.iter().enumerate() {
-            ops.push(VecDeque::new());
-            if asked[number] {
-                let buf = line.pool.acquire(HEAD_BYTES);
-                ops[number].push_back(Op {
-                    tag: 0,
-                    verb: Verb::Read,
-                    extent: line.board,
-                    offset: 0,
-                    len: HEAD_BYTES as u32,
-                    buf: buf.map_err(|error| gone(self.who, number, step, &error))?,
-                });
-            }
-        }
-        let mut seen = vec![(None, None); self.lines.len()];
-        self.transfer(step, ops, |number, done| {
-            let at = |at: usize| Board::announced(&done.buf.as_ref()[at..][..Board::NUMBER_BYTES]);
-            seen[number] = (at(VERSION_AT), at(CULPRIT_AT));
-        })?;
-        Ok(seen)
     }
 
     /// Whether there is time left for an aggregator.
@@ -649,6 +902,81 @@ impl Through {
             }),
         }
     }
+
+    /// Lets others run for a little, then sleeps until something may have come, or for a share of
+    /// what was waited already.
+    fn rest(&self, began: Instant) {
+        let now = Instant::now();
+        let waited = now.duration_since(began);
+        if waited < SPIN {
+            return thread::yield_now();
+        }
+        let busy = self.lines.iter().filter(|line| line.state != State::Done);
+        let naps = busy.clone().any(|line| line.sender.wait().fd.is_none());
+        let nap = match naps {
+            true => (waited / 16).clamp(NAP_MIN, NAP_MAX),
+            false => NAP_MAX,
+        };
+        // The system has no reason to refuse; a thread that could not sleep looks more often.
+        let waits = busy.map(|line| line.sender.wait());
+        let _ = patterns::sleep(waits, Some(now + nap));
+    }
+}
+
+impl Line {
+    /// Takes what has ended. Whether it moved parameters or a gradient.
+    fn take(
+        &mut self,
+        done: Completion<RegBuf>,
+        cuts: usize,
+        parts: &mut Parts,
+    ) -> Result<bool, ChannelError> {
+        let (at, is_read) = (done.tag as usize / 2, done.tag % 2 == 1);
+        if at == cuts {
+            self.reading -= 1;
+            done.result?;
+            let number = |at: usize| {
+                let bytes = &done.buf.as_ref()[at..][..Board::NUMBER_BYTES];
+                Board::announced(bytes)
+            };
+            self.head = (number(VERSION_AT), number(CULPRIT_AT));
+            self.looks += 1;
+            self.look_at = Instant::now();
+            if self.looks > REMOTE_LOOKS {
+                self.look_at += (NAP_MIN * (self.looks - REMOTE_LOOKS)).min(NAP_MAX);
+            }
+            return Ok(false);
+        }
+        if is_read {
+            self.reading -= 1;
+            parts.parameters[at] = Some(done.buf);
+            return match done.result {
+                Err(ChannelError::NotYet { .. }) => Ok(false),
+                result => {
+                    parts.read[at] = result.is_ok();
+                    result.map(|()| true)
+                }
+            };
+        }
+        parts.gradient[at] = Some(done.buf);
+        done.result.map(|()| true)
+    }
+}
+
+impl Parts {
+    fn none() -> Self {
+        Self {
+            gradient: Vec::new(),
+            parameters: Vec::new(),
+            read: Vec::new(),
+        }
+    }
+}
+
+/// The floats of a buffer.
+fn floats(buffer: &mut Option<RegBuf>, bytes: usize) -> &mut [f32] {
+    let buffer = buffer.as_mut().expect("made before");
+    bytemuck::cast_slice_mut(&mut buffer.as_mut()[..bytes])
 }
 
 fn gone(who: Party, number: usize, step: u64, error: &dyn fmt::Display) -> AggregateError {
@@ -658,19 +986,6 @@ fn gone(who: Party, number: usize, step: u64, error: &dyn fmt::Display) -> Aggre
         step,
         reason: error.to_string(),
     }
-}
-
-/// Lets others run for a little, or for a share of what was waited already: so looks at a board
-/// cost few bytes and little time. What is `due` is not slept over.
-fn rest(looks: &mut u32, began: Instant, due: Option<Instant>) {
-    *looks += 1;
-    let now = Instant::now();
-    if *looks < YIELDS || due.is_some_and(|due| due <= now) {
-        thread::yield_now();
-        return;
-    }
-    let nap = (now.duration_since(began) / 16).clamp(NAP_MIN, NAP_MAX);
-    thread::sleep(due.map_or(nap, |due| nap.min(due.duration_since(now))));
 }
 
 const BOARD: &str = "parameters";

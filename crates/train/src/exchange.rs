@@ -20,7 +20,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    Busy, Channel, Completion, Op, Wait,
+    Busy, Channel, ChannelError, Completion, Op, Wait,
     areas::{Areas, Presence},
     patterns::{RingError, RingReceiver, RingSender, SendError},
     regmem::RegBuf,
@@ -143,8 +143,27 @@ impl Channel<RegBuf> for Counted {
         Ok(())
     }
 
+    fn post_when(&mut self, op: Op<RegBuf>, least: u64) -> Result<(), Busy<RegBuf>> {
+        let bytes = u64::from(op.len);
+        self.channel.post_when(op, least)?;
+        self.moved.bytes.fetch_add(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn waits_for_numbers(&self) -> bool {
+        self.channel.waits_for_numbers()
+    }
+
     fn poll(&mut self, done: &mut Vec<Completion<RegBuf>>) -> usize {
-        self.channel.poll(done)
+        let before = done.len();
+        let ended = self.channel.poll(done);
+        for completion in &done[before..] {
+            if let Err(ChannelError::NotYet { .. }) = completion.result {
+                let unmoved = completion.buf.as_ref().len() as u64;
+                self.moved.bytes.fetch_sub(unmoved, Ordering::Relaxed);
+            }
+        }
+        ended
     }
 
     fn writes_in_order(&self) -> bool {

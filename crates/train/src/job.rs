@@ -161,11 +161,16 @@ impl Job {
     ) -> Result<Outcome, WorkError> {
         let Course { from, mut keeping } = course;
         let mut at = from.unwrap_or_else(|| self.beginning(rank));
-        if matches!(meeting, Meeting::Aggregators(_)) {
-            at.optimizer = Optimizer::new(self.rule, 0);
+        let (mut scratch, mut gradient) = (Scratch::default(), Vec::new());
+        match &mut meeting {
+            Meeting::Rings(_) => gradient = vec![0.0; at.parameters.len()],
+            // Both are where they travel from and to.
+            Meeting::Aggregators(through) => {
+                at.optimizer = Optimizer::new(self.rule, 0);
+                through.buffers()?.0.copy_from_slice(&at.parameters);
+            }
         }
         let from = at.step;
-        let (mut scratch, mut gradient) = (Scratch::default(), vec![0.0; at.parameters.len()]);
         let (mut compute, mut exchanging, mut loss) = (Duration::ZERO, Duration::ZERO, 0.0);
         let begun = Instant::now();
         let snapshot = |step, loss, parameters: &[f32]| Snapshot {
@@ -182,9 +187,13 @@ impl Job {
                 .data
                 .train
                 .pick(self.data.width, at.batches.next(self.batch));
-            let batch_loss =
-                self.model
-                    .gradient(&at.parameters, &examples, &mut scratch, &mut gradient);
+            let (parameters, slopes) = match &mut meeting {
+                Meeting::Rings(_) => (&mut at.parameters[..], &mut gradient[..]),
+                Meeting::Aggregators(through) => through.buffers()?,
+            };
+            let batch_loss = self
+                .model
+                .gradient(parameters, &examples, &mut scratch, slopes);
             (loss, since) = (loss + f64::from(batch_loss), since + 1);
             let ring = self.plan.ring_of(step);
             let exchange = match &mut meeting {
@@ -192,10 +201,11 @@ impl Job {
                 Meeting::Aggregators(through) => {
                     compute += self.idle(rank, began.elapsed());
                     let began = Instant::now();
-                    through.step(step, &gradient, &mut at.parameters)?;
+                    through.step_in_place(step)?;
                     exchanging += began.elapsed();
                     if self.is_kept(step + 1) {
-                        snapshots.push(snapshot(step + 1, loss / f64::from(since), &at.parameters));
+                        let parameters = through.buffers()?.0;
+                        snapshots.push(snapshot(step + 1, loss / f64::from(since), parameters));
                         (loss, since) = (0.0, 0);
                     }
                     continue;
@@ -248,6 +258,7 @@ impl Job {
                 (Vec::new(), moved.0, moved.1)
             }
             Meeting::Aggregators(through) => {
+                at.parameters.copy_from_slice(through.buffers()?.0);
                 let moved: Vec<_> = through.moved_bytes().collect();
                 let sum = moved.iter().sum();
                 // A push and a pull, whatever the number of workers.

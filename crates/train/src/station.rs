@@ -129,6 +129,14 @@ impl Home {
         })
     }
 
+    /// Whether this process places what peers WRITE, and so can say when it has arrived.
+    pub(crate) fn hears_of_arrivals(&self) -> bool {
+        match self {
+            Self::Fabric(serving) => matches!(serving.endpoint(), Endpoint::Tcp { .. }),
+            Self::Simulated(_) => false,
+        }
+    }
+
     /// Where it is reached.
     pub(crate) fn address(&self) -> Address {
         match self {

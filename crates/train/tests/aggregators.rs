@@ -31,6 +31,9 @@ const MOMENTUM: Rule = Rule::Sgd {
     momentum: 0.9,
 };
 const LEASE: Duration = Duration::from_secs(10);
+/// How long operations may take. Of a busy machine that stands still for a second nobody says that
+/// it is gone.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 fn job(rule: Rule, workers: usize, hidden: usize) -> Job {
     let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
@@ -175,7 +178,7 @@ fn failing(
     let folder = tempfile::tempdir().unwrap();
     let options = SessionOptions {
         key_file: Some(folder.path().join("key")),
-        deadline,
+        deadline: PATIENCE,
         ..SessionOptions::default()
     };
     let join = |rank| Through::join(layout, rank, &address, &options, deadline).unwrap();
@@ -259,7 +262,7 @@ fn a_worker_or_an_aggregator_that_never_comes_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let options = SessionOptions {
         key_file: Some(folder.path().join("key")),
-        deadline,
+        deadline: PATIENCE,
         ..SessionOptions::default()
     };
     let begun = Instant::now();
@@ -306,7 +309,7 @@ fn an_aggregator_that_goes_is_named() {
     let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
     let (address, deadline) = ([aggregator.address()], Duration::from_secs(1));
     let options = SessionOptions {
-        deadline,
+        deadline: PATIENCE,
         ..SessionOptions::default()
     };
     let mut through = Through::join(layout, 0, &address, &options, deadline).unwrap();

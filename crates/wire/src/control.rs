@@ -17,7 +17,7 @@ use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signa
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 7;
+pub const VERSION: u16 = 8;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -496,7 +496,7 @@ mod tests {
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x07\0\x02\0\0\0\0\0"
+            b"farpage\0\x08\0\x02\0\0\0\0\0"
         );
     }
 
@@ -522,7 +522,7 @@ mod tests {
     /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 7);
+        assert_eq!(VERSION, 8);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);

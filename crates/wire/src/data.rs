@@ -6,7 +6,7 @@
 //! [`MAX_BATCH`] operations; each says how many follow it. Then come the payloads of WRITEs and the
 //! operands of atomics, in the order of the headers. The server answers in the same order: a header
 //! each, followed by a READ's payload or by an atomic's old value. After an answer other than
-//! [`Status::Ok`] the server closes the connection.
+//! [`Status::Ok`] and [`Status::NotYet`] the server closes the connection.
 
 use crate::ExtentId;
 
@@ -26,7 +26,7 @@ pub const ANSWER_HEADER_BYTES: usize = 16;
 /// Length of the word that an [`Atomic`] changes, and of the old value that comes back.
 pub const WORD_BYTES: u32 = 8;
 
-/// Length of an encoded [`Atomic`].
+/// Length of an encoded [`Atomic`], and of an encoded [`Condition`].
 pub const OPERAND_BYTES: usize = 16;
 
 const OP_MAGIC: u32 = u32::from_le_bytes(*b"fpOp");
@@ -44,6 +44,33 @@ pub enum OpKind {
     FetchAdd,
     /// [`Atomic::CompareSwap`], likewise.
     CompareSwap,
+    /// A READ that waits for its [`Condition`], which follows the headers of the batch: the payload
+    /// follows the answer, if that is [`Status::Ok`].
+    ReadWhen,
+}
+
+/// What a [`OpKind::ReadWhen`] waits for: the number at the beginning of a board's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Condition {
+    /// The number is this, or more.
+    pub least: u64,
+    /// How long the server waits for it, in milliseconds, before it answers [`Status::NotYet`].
+    pub wait_ms: u64,
+}
+
+impl Condition {
+    /// The operands on the wire, two u64: `least` and `wait_ms`.
+    pub fn encode(&self) -> [u8; OPERAND_BYTES] {
+        pair(self.least, self.wait_ms)
+    }
+
+    /// The condition with `operands`.
+    pub fn decode(operands: &[u8; OPERAND_BYTES]) -> Self {
+        Self {
+            least: u64_at(operands, 0),
+            wait_ms: u64_at(operands, 8),
+        }
+    }
 }
 
 /// An atomic change of one 8-byte word of remote memory. The word is a little-endian number.
@@ -76,27 +103,31 @@ impl Atomic {
             Self::FetchAdd(summand) => (summand, 0),
             Self::CompareSwap { expected, new } => (expected, new),
         };
-        let mut bytes = [0; OPERAND_BYTES];
-        bytes[..8].copy_from_slice(&first.to_le_bytes());
-        bytes[8..].copy_from_slice(&second.to_le_bytes());
-        bytes
+        pair(first, second)
     }
+}
+
+fn pair(first: u64, second: u64) -> [u8; OPERAND_BYTES] {
+    let mut bytes = [0; OPERAND_BYTES];
+    bytes[..8].copy_from_slice(&first.to_le_bytes());
+    bytes[8..].copy_from_slice(&second.to_le_bytes());
+    bytes
 }
 
 impl OpKind {
     /// Whether it is one of the atomics.
     pub fn is_atomic(self) -> bool {
         match self {
-            Self::Read | Self::Write => false,
+            Self::Read | Self::Write | Self::ReadWhen => false,
             Self::FetchAdd | Self::CompareSwap => true,
         }
     }
 
-    /// The atomic of this kind with `operands`. `None` for READ and WRITE.
+    /// The atomic of this kind with `operands`. `None` for READs and WRITEs.
     pub fn atomic(self, operands: &[u8; OPERAND_BYTES]) -> Option<Atomic> {
         let (first, second) = (u64_at(operands, 0), u64_at(operands, 8));
         match self {
-            Self::Read | Self::Write => None,
+            Self::Read | Self::Write | Self::ReadWhen => None,
             Self::FetchAdd => Some(Atomic::FetchAdd(first)),
             Self::CompareSwap => Some(Atomic::CompareSwap {
                 expected: first,
@@ -108,8 +139,8 @@ impl OpKind {
 
 /// Asks for one operation.
 ///
-/// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap), zero u8,
-/// following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset u64.
+/// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap, 5 READ that
+/// waits), zero u8, following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset u64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpHeader {
     /// The operation.
@@ -137,12 +168,15 @@ pub enum Status {
     NoRoom,
     /// The server moved the bytes out of its memory and cannot read them back as they were.
     Unreadable,
+    /// The [`Condition`] of a [`OpKind::ReadWhen`] did not come true in time. The connection goes
+    /// on.
+    NotYet,
 }
 
 /// Answers one operation.
 ///
-/// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no room, 3 unreadable), 3 zero bytes, sequence
-/// u32, payload length u32.
+/// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no room, 3 unreadable, 4 not yet), 3 zero bytes,
+/// sequence u32, payload length u32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHeader {
     /// The operation's status.
@@ -189,6 +223,7 @@ impl OpHeader {
             OpKind::Write => 2,
             OpKind::FetchAdd => 3,
             OpKind::CompareSwap => 4,
+            OpKind::ReadWhen => 5,
         };
         bytes[6..8].copy_from_slice(&self.following.to_le_bytes());
         bytes[8..12].copy_from_slice(&self.sequence.to_le_bytes());
@@ -218,6 +253,7 @@ impl OpHeader {
             2 => OpKind::Write,
             3 => OpKind::FetchAdd,
             4 => OpKind::CompareSwap,
+            5 => OpKind::ReadWhen,
             kind => return Err(DataDecodeError::Kind(kind)),
         };
         if bytes[5] != 0 {
@@ -229,7 +265,7 @@ impl OpHeader {
         }
         let len = u32_at(bytes, 12);
         let allowed = match kind {
-            OpKind::Read | OpKind::Write => 1..=MAX_OP_BYTES,
+            OpKind::Read | OpKind::Write | OpKind::ReadWhen => 1..=MAX_OP_BYTES,
             OpKind::FetchAdd | OpKind::CompareSwap => WORD_BYTES..=WORD_BYTES,
         };
         if !allowed.contains(&len) {
@@ -260,6 +296,7 @@ impl AnswerHeader {
             Status::Refused => 1,
             Status::NoRoom => 2,
             Status::Unreadable => 3,
+            Status::NotYet => 4,
         };
         bytes[8..12].copy_from_slice(&self.sequence.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.len.to_le_bytes());
@@ -279,6 +316,7 @@ impl AnswerHeader {
             1 => Status::Refused,
             2 => Status::NoRoom,
             3 => Status::Unreadable,
+            4 => Status::NotYet,
             status => return Err(DataDecodeError::Kind(status)),
         };
         if bytes[5..8] != [0; 3] {
@@ -313,7 +351,11 @@ mod tests {
     fn header() -> impl Strategy<Value = OpHeader> {
         let kind_and_len = prop_oneof![
             (
-                prop_oneof![Just(OpKind::Read), Just(OpKind::Write)],
+                prop_oneof![
+                    Just(OpKind::Read),
+                    Just(OpKind::Write),
+                    Just(OpKind::ReadWhen)
+                ],
                 1..=MAX_OP_BYTES
             ),
             (
@@ -354,7 +396,20 @@ mod tests {
             *b"fpOp\x02\0\x03\0\x07\0\0\0\0\x10\0\0\x05\0\0\0\0\0\0\0\x04\x03\x02\x01\0\0\0\0";
         assert_eq!(op.encode(), expected);
         expected[4] = 5;
-        assert_eq!(OpHeader::decode(&expected), Err(DataDecodeError::Kind(5)));
+        let waiting = OpHeader {
+            kind: OpKind::ReadWhen,
+            ..op
+        };
+        assert_eq!(OpHeader::decode(&expected), Ok(waiting));
+        let condition = Condition {
+            least: 0x0102,
+            wait_ms: 7,
+        };
+        let operands = b"\x02\x01\0\0\0\0\0\0\x07\0\0\0\0\0\0\0";
+        assert_eq!(&condition.encode(), operands);
+        assert_eq!(Condition::decode(operands), condition);
+        expected[4] = 6;
+        assert_eq!(OpHeader::decode(&expected), Err(DataDecodeError::Kind(6)));
         let add = Atomic::FetchAdd(0x0102);
         let swap = Atomic::CompareSwap {
             expected: 3,
@@ -383,6 +438,7 @@ mod tests {
             (Status::Refused, 1),
             (Status::NoRoom, 2),
             (Status::Unreadable, 3),
+            (Status::NotYet, 4),
         ] {
             let answer = AnswerHeader {
                 status,

@@ -64,7 +64,9 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     /// Buffers for the WRITEs after it.
     spare: Vec<RegBuf>,
     /// Operations that the channel has not taken yet, in order.
-    backlog: VecDeque<Op<RegBuf>>,
+    backlog: VecDeque<(Op<RegBuf>, How)>,
+    /// Operations of the caller that have ended.
+    others: VecDeque<Completion<RegBuf>>,
     data_in_flight: usize,
     tails_in_flight: usize,
     asking: bool,
@@ -72,10 +74,22 @@ pub struct RingSender<C: ?Sized = dyn Channel<RegBuf>> {
     scratch: Vec<Completion<RegBuf>>,
 }
 
+/// How an operation is posted.
+#[derive(Clone, Copy, Debug)]
+enum How {
+    Plain,
+    /// A receiver that sleeps needs to hear of the tail only.
+    Notifying,
+    /// When a number is this or more.
+    When(u64),
+}
+
 /// The kinds of operations, as their tags.
 const DATA: u64 = 0;
 const TAIL: u64 = 1;
 const CREDIT: u64 = 2;
+/// What is added to the tags of the caller's operations.
+const OTHERS: u64 = 3;
 
 impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     /// A sender into a ring that its receiver has made. Nobody else may use `channel`.
@@ -97,6 +111,7 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
             staged: None,
             spare: Vec::new(),
             backlog: VecDeque::new(),
+            others: VecDeque::new(),
             data_in_flight: 0,
             tails_in_flight: 0,
             asking: false,
@@ -146,10 +161,61 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     /// # Errors
     /// [`SendError::Lost`], [`SendError::Memory`].
     pub fn flush(&mut self) -> Result<(), SendError> {
+        self.hand_over()?;
+        self.progress()
+    }
+
+    /// As [`flush`](Self::flush), but without letting anything make progress. What follows until
+    /// the next [`progress`](Self::progress) may then travel together with it.
+    ///
+    /// # Errors
+    /// [`SendError::Lost`], [`SendError::Memory`].
+    pub fn hand_over(&mut self) -> Result<(), SendError> {
         self.post_staged();
         self.wanted = self.written;
-        self.announce()?;
-        self.progress()
+        self.announce()
+    }
+
+    /// Posts an operation of the caller's on the ring's channel, behind all that was handed over.
+    /// If it is a WRITE, messages that are sent later are announced after it has been placed. It
+    /// ends in [`ended`](Self::ended).
+    ///
+    /// # Panics
+    /// As [`Channel::post`].
+    pub fn operate(&mut self, op: Op<RegBuf>) {
+        self.enqueue_other(op, How::Plain);
+    }
+
+    /// As [`operate`](Self::operate), by [`Channel::post_when`].
+    ///
+    /// # Panics
+    /// As [`Channel::post`].
+    pub fn operate_when(&mut self, op: Op<RegBuf>, least: u64) {
+        self.enqueue_other(op, How::When(least));
+    }
+
+    /// Takes one of the caller's operations that have ended, if there is one.
+    /// [`progress`](Self::progress) brings them.
+    pub fn ended(&mut self) -> Option<Completion<RegBuf>> {
+        self.others.pop_front()
+    }
+
+    /// As [`Channel::waits_for_numbers`].
+    pub fn waits_for_numbers(&self) -> bool {
+        self.channel.waits_for_numbers()
+    }
+
+    /// As [`Channel::writes_in_order`].
+    pub fn writes_in_order(&self) -> bool {
+        self.channel.writes_in_order()
+    }
+
+    fn enqueue_other(&mut self, mut op: Op<RegBuf>, how: How) {
+        if op.verb == Verb::Write {
+            self.data_in_flight += 1;
+        }
+        op.tag += OTHERS;
+        self.enqueue(op, how);
     }
 
     /// Lets operations make progress. Never waits.
@@ -294,26 +360,35 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     }
 
     fn post(&mut self, tag: u64, verb: Verb, at: u64, len: usize, buf: RegBuf) {
-        self.backlog.push_back(Op {
+        let op = Op {
             tag,
             verb,
             extent: self.place.extent,
             offset: self.place.offset + at,
             len: len as u32,
             buf,
-        });
+        };
+        let how = match tag {
+            TAIL => How::Notifying,
+            _ => How::Plain,
+        };
+        self.enqueue(op, how);
+    }
+
+    fn enqueue(&mut self, op: Op<RegBuf>, how: How) {
+        self.backlog.push_back((op, how));
         self.post_backlog();
     }
 
     fn post_backlog(&mut self) {
-        while let Some(op) = self.backlog.pop_front() {
-            // A receiver that sleeps needs to hear of the tail only.
-            let posted = match op.tag {
-                TAIL => self.channel.post_notifying(op),
-                _ => self.channel.post(op),
+        while let Some((op, how)) = self.backlog.pop_front() {
+            let posted = match how {
+                How::Notifying => self.channel.post_notifying(op),
+                How::When(least) => self.channel.post_when(op, least),
+                How::Plain => self.channel.post(op),
             };
             if let Err(Busy(op)) = posted {
-                self.backlog.push_front(op);
+                self.backlog.push_front((op, how));
                 return;
             }
         }
@@ -323,7 +398,19 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
         match completion.tag {
             DATA => self.data_in_flight -= 1,
             TAIL => self.tails_in_flight -= 1,
-            _ => self.asking = false,
+            CREDIT => self.asking = false,
+            tag => {
+                if completion.verb == Verb::Write {
+                    self.data_in_flight -= 1;
+                    // What it should have placed must not be announced.
+                    if let Err(error) = &completion.result {
+                        self.dead.get_or_insert(error.clone());
+                    }
+                }
+                let tag = tag - OTHERS;
+                self.others.push_back(Completion { tag, ..completion });
+                return;
+            }
         }
         if let Err(error) = completion.result {
             self.dead.get_or_insert(error);

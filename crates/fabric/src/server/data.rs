@@ -14,8 +14,8 @@ use std::{
 use farpage_wire::{
     Secret, SessionId,
     data::{
-        ANSWER_HEADER_BYTES, AnswerHeader, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES, OpHeader,
-        OpKind, Status, WORD_BYTES,
+        ANSWER_HEADER_BYTES, AnswerHeader, Condition, MAX_BATCH, OP_HEADER_BYTES, OPERAND_BYTES,
+        OpHeader, OpKind, Status, WORD_BYTES,
     },
 };
 use nix::poll::PollFlags;
@@ -29,6 +29,7 @@ use super::{
 use crate::{
     memory::{Absent, ExtentMemory, Span},
     nonblocking::retry,
+    ring::Board,
     stream::Message,
 };
 
@@ -92,7 +93,11 @@ impl Connection {
                 let takes = |lease: &Arc<ExtentMemory>| {
                     header.is_aligned()
                         && (!header.kind.is_atomic() || lease.has_atomics())
-                        && (header.kind == OpKind::Read || !lease.is_read_only())
+                        && match header.kind {
+                            OpKind::Read => true,
+                            OpKind::ReadWhen => Board::has_number(lease),
+                            _ => !lease.is_read_only(),
+                        }
                 };
                 let span = (lease.filter(takes))
                     .and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
@@ -111,35 +116,56 @@ impl Connection {
                 match op.header.kind {
                     OpKind::Read => {}
                     OpKind::Write => vectors.push_span(i, &op.span),
-                    OpKind::FetchAdd | OpKind::CompareSwap => vectors.push(i, operands),
+                    OpKind::FetchAdd | OpKind::CompareSwap | OpKind::ReadWhen => {
+                        vectors.push(i, operands);
+                    }
                 }
             }
             let received = self.receive(&mut vectors, &checked, &mut window, held, &alive)?;
             if let Err(stuck) = received {
                 refused = Some(cut(&mut checked, &stuck)?);
             }
+            if checked.iter().any(|op| op.header.kind == OpKind::Write) {
+                self.service.host.written(session);
+            }
             // 4. The atomics: after the WRITEs before them.
             if let Err(stuck) = change_words(&checked, &operands, &mut words, &mut window)? {
                 refused = Some(cut(&mut checked, &stuck)?);
             }
-            // 5. The answers, those of READs with the payload behind them and those of atomics with
+            // 5. The READs that wait: until all can go on, or the first has waited for too long.
+            let stays = || !held.is_replaced() && !self.service.shutdown.has_begun();
+            let waiting = checked.iter().zip(&operands).position(|(op, operands)| {
+                op.header.kind == OpKind::ReadWhen
+                    && !op.span.reaches(&Condition::decode(operands), &stays)
+            });
+            // 6. The answers, those of READs with the payload behind them and those of atomics with
             //    the old value.
             vectors.clear();
             for (i, (op, (bytes, word))) in
                 (checked.iter().zip(answers.iter_mut().zip(&mut words))).enumerate()
             {
+                let is_waiting =
+                    op.header.kind == OpKind::ReadWhen && waiting.is_some_and(|first| first <= i);
                 *bytes = AnswerHeader {
-                    status: Status::Ok,
+                    status: match is_waiting {
+                        true => Status::NotYet,
+                        false => Status::Ok,
+                    },
                     sequence: op.header.sequence,
                     len: match op.header.kind {
+                        OpKind::ReadWhen if is_waiting => 0,
                         OpKind::Write => 0,
-                        OpKind::Read | OpKind::FetchAdd | OpKind::CompareSwap => op.header.len,
+                        OpKind::Read
+                        | OpKind::ReadWhen
+                        | OpKind::FetchAdd
+                        | OpKind::CompareSwap => op.header.len,
                     },
                 }
                 .encode();
                 vectors.push(i, bytes);
                 match op.header.kind {
-                    OpKind::Read => vectors.push_span(i, &op.span),
+                    OpKind::ReadWhen if is_waiting => {}
+                    OpKind::Read | OpKind::ReadWhen => vectors.push_span(i, &op.span),
                     OpKind::Write => {}
                     OpKind::FetchAdd | OpKind::CompareSwap => vectors.push(i, word),
                 }
@@ -150,12 +176,16 @@ impl Connection {
             }
             let moved_bytes = |kind| {
                 let moved = checked.iter().filter(|op| op.header.kind == kind);
-                moved.map(|op| u64::from(op.header.len)).sum()
+                moved.map(|op| u64::from(op.header.len)).sum::<u64>()
+            };
+            let waited_bytes = match waiting {
+                None => moved_bytes(OpKind::ReadWhen),
+                Some(_) => 0,
             };
             self.service
                 .traffic
                 .read_bytes
-                .fetch_add(moved_bytes(OpKind::Read), Ordering::Relaxed);
+                .fetch_add(moved_bytes(OpKind::Read) + waited_bytes, Ordering::Relaxed);
             self.service
                 .traffic
                 .written_bytes
@@ -200,7 +230,7 @@ impl Connection {
         Err(match status {
             Status::NoRoom => Fault::Unable(format!("{what}: {}: see --memory", Absent::NoRoom)),
             Status::Unreadable => Fault::Unable(format!("{what}: {}", Absent::Unreadable)),
-            Status::Ok | Status::Refused => Fault::Violation(format!(
+            Status::Ok | Status::Refused | Status::NotYet => Fault::Violation(format!(
                 "{what}: not leased or leased to read only, out of its range, or for an atomic no multiple of 8 or not granted for atomics"
             )),
         })
