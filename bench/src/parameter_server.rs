@@ -20,6 +20,7 @@ use farpage_bench_kit::{
     server::own_endpoint,
 };
 use farpage_fabric::SessionOptions;
+use farpage_fabric_measure::ring;
 use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
 use serde::Serialize;
 
@@ -35,6 +36,10 @@ const SIZES: [usize; 8] = [
     16384 * KIB,
 ];
 const SMOKE_SIZES: [usize; 2] = [KIB, 64 * KIB];
+/// Bytes of the messages that a worker sends one after the other, as small pushes are.
+const LADDER_SIZES: [usize; 3] = [8, 512, 4096];
+/// A ring shall be so many times as fast as none.
+const RING_OVER_NO_RING: f64 = 2.0;
 /// From here on push and pull shall be faster than the program that copies.
 const FASTER_FROM: usize = 4 * KIB;
 /// Steps of a round: so many bytes of parameters, between these bounds.
@@ -71,6 +76,8 @@ struct Report {
     verified: bool,
     config: Config,
     rows: Vec<Row>,
+    /// Small pushes, message by message.
+    ladder: Vec<ring::BySize>,
 }
 
 #[derive(Debug, Serialize)]
@@ -140,6 +147,14 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
             rows.push(compare(options.fabric, bytes, workers, rounds, steps)?);
         }
     }
+    let messages = match (smoke, options.fabric) {
+        (true, _) => 40,
+        // What is emulated is slow.
+        (false, Fabric::Rdma) => 100,
+        (false, _) => 2000,
+    };
+    let sizes = &LADDER_SIZES[..if smoke { 1 } else { LADDER_SIZES.len() }];
+    let (ladder, _) = ring::ladder(options.fabric, sizes, messages, rounds.min(5))?;
     Ok(Report {
         benchmark: "parameter-server",
         // Parameters that differ, and another number of copies, end the run.
@@ -150,6 +165,7 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
             rounds,
         },
         rows,
+        ladder,
     })
 }
 
@@ -400,13 +416,26 @@ impl Report {
         }
         let mut run = table(["run", self.benchmark]);
         let verified = if self.verified { "yes" } else { "NO: FAILED" };
+        let ratios = self.ladder.iter().map(|size| size.ring_over_no_ring);
+        let is_met = match ratios.clone().all(|ratio| ratio >= RING_OVER_NO_RING) {
+            true => "yes",
+            false => "NO",
+        };
+        let fabric = &*self.config.fabric;
+        // What `Channel`s have; control connections over RDMA have immediate data, too.
+        let extras = match fabric {
+            "rdma" => "inline up to 220 bytes where the device has it; no immediate data in a push",
+            _ => "no inline and no immediate data: there is no adapter",
+        };
         for (name, value) in [
             ("verified", verified),
-            ("fabric", &self.config.fabric),
+            ("fabric", fabric),
             ("copying is over", "TCP on the loopback, on every fabric"),
+            ("ring at least twice as fast as none", is_met),
+            ("beyond the steps", extras),
         ] {
             run.add_row(right([name.to_owned(), value.to_owned()]));
         }
-        format!("{rows}\n{run}")
+        format!("{rows}\n{}\n{run}", ring::table_of(&self.ladder))
     }
 }

@@ -607,7 +607,7 @@ mod tests {
         let (taken, given) = match op.kind {
             OpKind::Read => (0, op.len),
             OpKind::Write => (op.len as usize, 0),
-            OpKind::FetchAdd | OpKind::CompareSwap => (OPERAND_BYTES, op.len),
+            OpKind::FetchAdd | OpKind::CompareSwap | OpKind::ReadWhen => (OPERAND_BYTES, op.len),
         };
         stream.read_exact(&mut vec![0; taken])?;
         let answer = AnswerHeader {

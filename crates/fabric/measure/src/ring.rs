@@ -68,12 +68,14 @@ struct Config {
     rounds: usize,
 }
 
+/// All steps with messages of one size.
 #[derive(Debug, Serialize)]
-struct BySize {
-    bytes: usize,
+pub struct BySize {
+    /// Bytes of a message.
+    pub bytes: usize,
     steps: Vec<Figures>,
     /// Message rates: ring and event over no ring and event.
-    ring_over_no_ring: f64,
+    pub ring_over_no_ring: f64,
     /// Message rates: ring and polling over ring and event.
     polling_over_event: f64,
     /// Message rates: 16 messages to a WRITE over one.
@@ -102,10 +104,10 @@ const STEPS: [Step; 4] = [Step::NoRing, Step::Ring, Step::Polling, Step::Batch];
 impl Step {
     fn name(self) -> &'static str {
         match self {
-            Self::NoRing => "no ring, event",
-            Self::Ring => "ring, event",
-            Self::Polling => "ring, polling thread",
-            Self::Batch => "ring, polling thread, 16 per WRITE",
+            Self::NoRing => "STEP 0: no ring, event",
+            Self::Ring => "STEP 1: ring, event",
+            Self::Polling => "STEP 2: ring, polling thread",
+            Self::Batch => "STEP 2 and 16 per WRITE",
         }
     }
 
@@ -150,11 +152,37 @@ fn measure(options: &RingOptions) -> Result<Report> {
         (None, false) => (2_000, 5),
         (None, true) => (40, 1),
     };
-    let peers = [Peer::start(options, 0)?, Peer::start(options, 1)?];
     let sizes = match options.run.smoke {
         true => &SMOKE_SIZES[..],
         false => &SIZES[..],
     };
+    let (sizes, endpoint) = ladder(options.fabric, sizes, messages, rounds)?;
+    Ok(Report {
+        benchmark: "ring",
+        // A message that is not what was sent ends the run.
+        verified: true,
+        config: Config {
+            smoke: options.run.smoke,
+            endpoint,
+            event: "an eventfd that the sender writes when its WRITE has been placed",
+            messages,
+            rounds,
+        },
+        sizes,
+    })
+}
+
+/// The steps in turns, with messages of these sizes, and the endpoint of the receiver.
+///
+/// # Errors
+/// Something could not be measured or verified.
+pub fn ladder(
+    fabric: Fabric,
+    sizes: &[usize],
+    messages: u32,
+    rounds: usize,
+) -> Result<(Vec<BySize>, String)> {
+    let peers = [Peer::start(fabric, 0)?, Peer::start(fabric, 1)?];
     let mut by_size = Vec::new();
     for &bytes in sizes {
         let mut lines = Vec::new();
@@ -184,19 +212,38 @@ fn measure(options: &RingOptions) -> Result<Report> {
             steps,
         });
     }
-    Ok(Report {
-        benchmark: "ring",
-        // A message that is not what was sent ends the run.
-        verified: true,
-        config: Config {
-            smoke: options.run.smoke,
-            endpoint: peers[0].serving.endpoint().to_string(),
-            event: "an eventfd that the sender writes when its WRITE has been placed",
-            messages,
-            rounds,
-        },
-        sizes: by_size,
-    })
+    Ok((by_size, peers[0].serving.endpoint().to_string()))
+}
+
+/// The steps of messages of several sizes, as a table for people.
+pub fn table_of(sizes: &[BySize]) -> String {
+    let mut steps = table(["bytes", "step", "messages/s", "round trip, us"]);
+    for size in sizes {
+        for step in &size.steps {
+            steps.add_row(right([
+                size.bytes.to_string(),
+                step.step.to_owned(),
+                format!("{:.0}", step.messages_per_s),
+                format!("{:.1}", step.round_trip_us),
+            ]));
+        }
+    }
+    let mut ratios = table([
+        "message rates, bytes",
+        "ring / no ring",
+        "polling / event",
+        "16 per WRITE / 1",
+    ]);
+    for size in sizes {
+        let figures = [
+            size.ring_over_no_ring,
+            size.polling_over_event,
+            size.batch_over_single,
+        ];
+        let figures = figures.map(|ratio| format!("{ratio:.2}"));
+        ratios.add_row(right([size.bytes.to_string()].into_iter().chain(figures)));
+    }
+    format!("{steps}\n{ratios}")
 }
 
 /// One side: a server whose memory the other side WRITEs into.
@@ -206,8 +253,8 @@ struct Peer {
 }
 
 impl Peer {
-    fn start(options: &RingOptions, number: usize) -> Result<Self> {
-        let endpoint = own_endpoint(options.fabric, &format!("ring-{number}"))?;
+    fn start(fabric: Fabric, number: usize) -> Result<Self> {
+        let endpoint = own_endpoint(fabric, &format!("ring-{number}"))?;
         let host = Arc::new(SimHost::new(1 << 30));
         let serving = Serving::start(&endpoint, Arc::clone(&host) as _)?;
         Ok(Self { serving, host })
@@ -483,32 +530,6 @@ fn sleep(notifier: &Notifier, until: Instant) -> io::Result<()> {
 
 impl Report {
     fn human(&self) -> String {
-        let mut steps = table(["bytes", "step", "messages/s", "round trip, us"]);
-        for size in &self.sizes {
-            for step in &size.steps {
-                steps.add_row(right([
-                    size.bytes.to_string(),
-                    step.step.to_owned(),
-                    format!("{:.0}", step.messages_per_s),
-                    format!("{:.1}", step.round_trip_us),
-                ]));
-            }
-        }
-        let mut ratios = table([
-            "message rates, bytes",
-            "ring / no ring",
-            "polling / event",
-            "16 per WRITE / 1",
-        ]);
-        for size in &self.sizes {
-            let figures = [
-                size.ring_over_no_ring,
-                size.polling_over_event,
-                size.batch_over_single,
-            ];
-            let figures = figures.map(|ratio| format!("{ratio:.2}"));
-            ratios.add_row(right([size.bytes.to_string()].into_iter().chain(figures)));
-        }
         let mut run = table(["run", self.benchmark]);
         let verified = if self.verified { "yes" } else { "NO: FAILED" };
         for (name, value) in [
@@ -518,8 +539,6 @@ impl Report {
         ] {
             run.add_row(right([name.to_owned(), value.to_owned()]));
         }
-        [steps, ratios, run]
-            .map(|table| table.to_string())
-            .join("\n")
+        format!("{}\n{run}", table_of(&self.sizes))
     }
 }
