@@ -24,10 +24,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{log::later, regmem::Registration, ring::Landing};
+use crate::{log::later, regmem::Registration};
 use farpage_wire::{
     Atomic, ExtentId,
-    data::{Condition, WORD_BYTES},
+    data::WORD_BYTES,
     segment::{SEGMENT_BYTES, SegmentWord},
 };
 use memmap2::{MmapOptions, MmapRaw};
@@ -44,9 +44,6 @@ pub(crate) const MARK_BYTES: u64 = 4;
 /// The largest extent that can be [`paged`](ExtentMemory::paged): a client keeps a table of its
 /// segments.
 pub(crate) const MAX_PAGED_BYTES: u64 = 16 << 40;
-
-/// The longest that a READ waits for a number, whatever its client asks for.
-const CONDITION_MAX: Duration = Duration::from_secs(1);
 
 /// What the kernel maps at least.
 const PAGE_BYTES: u64 = 4096;
@@ -846,7 +843,7 @@ impl Span {
     }
 
     /// Whose bytes these are.
-    pub(crate) fn lease(&self) -> &ExtentMemory {
+    pub(crate) fn lease(&self) -> &Arc<ExtentMemory> {
         &self.lease
     }
 
@@ -858,22 +855,6 @@ impl Span {
     /// Whether the lease has ended since.
     pub(crate) fn is_revoked(&self) -> bool {
         self.lease.is_revoked()
-    }
-
-    /// Waits until the number at the beginning of the memory, a board's, is what a READ waits for.
-    /// Whether it is; no longer than while `stays` and the lease lasts.
-    pub(crate) fn reaches(&self, condition: &Condition, stays: &dyn Fn() -> bool) -> bool {
-        let Ok(landing) = Landing::extent(&self.lease) else {
-            return false;
-        };
-        let is_so = || {
-            let number = landing.load(0);
-            number.is_some_and(|number| number >= condition.least)
-        };
-        let wait = Duration::from_millis(condition.wait_ms).min(CONDITION_MAX);
-        let stays = || stays() && !self.is_revoked();
-        let announcements = self.lease.announcements();
-        announcements.wait(Instant::now() + wait, &is_so, &stays)
     }
 }
 

@@ -31,9 +31,10 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
-use farpage_wire::ExtentId;
+use farpage_wire::{ExtentId, data::Condition};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
 pub use self::{
@@ -41,7 +42,7 @@ pub use self::{
     sender::{RingSender, SendError},
 };
 use crate::{
-    memory::{ExtentMemory, OutOfLease},
+    memory::{ExtentMemory, OutOfLease, Span},
     regmem::RegBuf,
 };
 
@@ -55,6 +56,8 @@ const LENGTH_BYTES: usize = 8;
 /// What a stream over RDMA sends at once: several fit into its ring, so that one can be taken while
 /// the next is placed.
 pub(crate) const STREAM_MESSAGE_BYTES: usize = 15 << 10;
+/// The longest that a READ waits for a number, whatever its client asks for.
+const CONDITION_MAX: Duration = Duration::from_secs(1);
 /// What is copied into the nearest cache at once.
 const NEAR_BYTES: usize = 4096;
 
@@ -155,7 +158,7 @@ impl Landing {
 
     /// A position that the peer placed, or `None` while it is being placed. After it, the bytes
     /// that were placed before it can be read.
-    pub(crate) fn load(&self, offset: usize) -> Option<u64> {
+    fn load(&self, offset: usize) -> Option<u64> {
         let position = self.word(offset).load(Ordering::Acquire);
         let check = self.word(offset + 8).load(Ordering::Acquire);
         (check == check_of(position)).then_some(position)
@@ -252,6 +255,22 @@ impl Board {
 
     /// Bytes of an announced number.
     pub const NUMBER_BYTES: usize = WORD_BYTES;
+
+    /// Waits until the number at the beginning of the board that `span` is a part of is what a READ
+    /// waits for. Whether it is; no longer than while `stays` and the lease lasts.
+    pub(crate) fn reaches(span: &Span, condition: &Condition, stays: &dyn Fn() -> bool) -> bool {
+        let Ok(landing) = Landing::extent(span.lease()) else {
+            return false;
+        };
+        let is_so = || {
+            let number = landing.load(0);
+            number.is_some_and(|number| number >= condition.least)
+        };
+        let wait = Duration::from_millis(condition.wait_ms).min(CONDITION_MAX);
+        let stays = || stays() && !span.is_revoked();
+        let announcements = span.lease().announcements();
+        announcements.wait(Instant::now() + wait, &is_so, &stays)
+    }
 
     /// Whether a word and the one behind it, the check, are a number.
     pub(crate) fn sealed_by(check: u64, number: u64) -> bool {

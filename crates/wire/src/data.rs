@@ -140,7 +140,8 @@ impl OpKind {
 /// Asks for one operation.
 ///
 /// Layout: magic u32, kind u8 (1 READ, 2 WRITE, 3 fetch-and-add, 4 compare-and-swap, 5 READ that
-/// waits), zero u8, following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset u64.
+/// waits), zero u8, following u16, sequence u32, length u32 (of an atomic 8), extent u64, offset
+/// u64.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OpHeader {
     /// The operation.
@@ -175,8 +176,8 @@ pub enum Status {
 
 /// Answers one operation.
 ///
-/// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no room, 3 unreadable, 4 not yet), 3 zero bytes,
-/// sequence u32, payload length u32.
+/// Layout: magic u32, status u8 (0 ok, 1 refused, 2 no room, 3 unreadable, 4 not yet), 3 zero
+/// bytes, sequence u32, payload length u32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHeader {
     /// The operation's status.

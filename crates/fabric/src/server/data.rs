@@ -136,7 +136,7 @@ impl Connection {
             let stays = || !held.is_replaced() && !self.service.shutdown.has_begun();
             let waiting = checked.iter().zip(&operands).position(|(op, operands)| {
                 op.header.kind == OpKind::ReadWhen
-                    && !op.span.reaches(&Condition::decode(operands), &stays)
+                    && !Board::reaches(&op.span, &Condition::decode(operands), &stays)
             });
             // 6. The answers, those of READs with the payload behind them and those of atomics with
             //    the old value.
