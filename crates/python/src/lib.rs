@@ -5,6 +5,7 @@
 //! `python/farpage`; memory is handed over as addresses, and that package keeps regions alive as
 //! long as arrays need them.
 
+mod arena;
 mod error;
 mod process;
 mod region;
@@ -19,6 +20,7 @@ use pyo3::prelude::*;
 mod _farpage {
     #[pymodule_export]
     use super::{
+        arena::{Arena, set_handler},
         available_bytes,
         error::{Error, PageError},
         parse_size,

@@ -2,14 +2,18 @@
 
 use std::time::Duration;
 
-use farpage::{ByteSize, Codec, FaultMode, RegionOptions, error::NamesError};
+use farpage::{ByteSize, Codec, FaultMode, RegionOptions, Reserve, error::NamesError};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
+    arena::Arena,
     error,
     process::{End, Held},
     region::{Region, element_type},
 };
+
+/// Addresses of an arena whose memory is granted on demand: more than servers lend.
+const ARENA_BYTES: usize = 1 << 40;
 
 /// A runtime of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
@@ -126,6 +130,23 @@ impl Runtime {
         let region = self.held.with(py, |runtime| runtime.open_region(name))?;
         let region = region.map_err(|error| error::open(&error))?;
         Ok(Region::new(region, keep))
+    }
+
+    /// An arena of so many bytes, which servers reserve at once; or of as many as there are
+    /// addresses for, which they grant when pages are written back.
+    #[pyo3(signature = (capacity_bytes, *, keep=None))]
+    fn arena(
+        &self,
+        py: Python<'_>,
+        capacity_bytes: Option<usize>,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Arena> {
+        let reserve = capacity_bytes.map_or(Reserve::OnDemand, |_| Reserve::Full);
+        let options = RegionOptions::new().reserve(reserve);
+        let bytes = capacity_bytes.unwrap_or(ARENA_BYTES);
+        let arena = (self.held).with(py, |runtime| runtime.arena_with(bytes, options))?;
+        let arena = arena.map_err(|error| error::create(&error))?;
+        Ok(Arena::new(arena, keep))
     }
 
     /// The user's names: name, bytes on the servers, and whether a program has it open.

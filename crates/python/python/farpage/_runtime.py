@@ -130,6 +130,9 @@ class Runtime:
         ) == "in-thread"
         self.servers: tuple[str, ...] = tuple(self._native.endpoints())
         self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+        #: What `allocate` takes memory from, once it was called.
+        self._arena: _farpage.Arena | None = None
+        self._arena_lock = threading.Lock()
         _runtimes.add(self)
 
     def zeros(
@@ -191,6 +194,29 @@ class Runtime:
             shape = (*shape[:-1], last // wanted.itemsize)
         return Region(self._mapping(native, shape, wanted, name, mode))
 
+    def allocate(
+        self, min_bytes: int | str = "1MiB", *, capacity: int | str | None = None
+    ) -> Allocate:
+        """A context manager: in its block numpy's own arrays of `min_bytes` and more lie in remote
+        memory, and smaller ones where they did before.
+
+        It holds for the context: asyncio's tasks inherit it, threads do not. Arrays may outlive the
+        block and the runtime. An array that grows by `ndarray.resize` stays where it is.
+
+        With a `capacity`, which the first call may set, the servers reserve so many bytes at once,
+        and an array that does not fit is a `MemoryError`. Without, they grant memory as it is
+        written to; when they are full, pages stay in local memory, and the program stalls when
+        that is full, too.
+        """
+        with self._arena_lock:
+            if self._arena is None:
+                self._arena = self._native.arena(_bytes(capacity), keep=self._server)
+            elif capacity is not None:
+                raise ValueError(
+                    "this runtime allocates already: give the capacity to its first `allocate`"
+                )
+        return Allocate(self._arena, _bytes(min_bytes) or 0)
+
     def names(self) -> list[str]:
         """What this user has published under names."""
         return [name for name, _, _ in self._native.names()]
@@ -214,6 +240,15 @@ class Runtime:
                 f"this runtime has {living} arrays: delete them, and all views of them, before it "
                 "is closed"
             )
+        if self._arena is not None:
+            allocated_bytes = self._arena.allocated_bytes()
+            if allocated_bytes:
+                raise BufferError(
+                    f"arrays of {allocated_bytes} bytes that were made under `allocate` are left: "
+                    "delete them, and all views of them, before the runtime is closed"
+                )
+            self._arena.close()
+            self._arena = None
         for mapping in list(self._mappings):
             _close(mapping)
         self._native.close()
@@ -235,9 +270,10 @@ class Runtime:
             return
         for mapping in list(self._mappings):
             mapping.native.abandon()
-        # The traceback may hold arrays. They, and the runtime with them, end a little later.
-        if not any(mapping.living() is not None for mapping in self._mappings):
+        try:
             self.close()
+        except BufferError:
+            pass  # The traceback holds arrays. They, and the runtime with them, end a little later.
 
     def __repr__(self) -> str:
         return f"<farpage.Runtime at {', '.join(self.servers) or 'no server'}>"
@@ -293,6 +329,22 @@ class Runtime:
         )
         self._mappings.add(mapping)
         return mapping
+
+
+class Allocate:
+    """What `Runtime.allocate` returns."""
+
+    def __init__(self, arena: _farpage.Arena, min_bytes: int) -> None:
+        self._arena = arena
+        self._min_bytes = min_bytes
+        #: The handlers before each block that is open.
+        self._before: list[object] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_farpage.set_handler(self._arena.handler(self._min_bytes)))
+
+    def __exit__(self, *error: object) -> None:
+        _farpage.set_handler(self._before.pop())
 
 
 class Region:

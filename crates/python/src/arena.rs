@@ -1,0 +1,334 @@
+//! [`Arena`]: numpy's own allocations in remote memory, by the handlers of NEP 49.
+//!
+//! The rule it keeps: an array is freed by the handler that allocated it, however late: after the
+//! block, after the runtime. A handler holds all that it needs for that, and goes by the address:
+//! what numpy says of an allocation's size may be wrong. Which handler is current is numpy's own
+//! matter, one per context.
+
+use std::{
+    ffi::{CStr, c_char, c_void},
+    mem, process,
+    ptr::{self, NonNull},
+    sync::Arc,
+};
+
+use pyo3::{exceptions::PyImportError, ffi, prelude::*, types::PyCapsule};
+
+use crate::process::{End, Held};
+
+/// What a capsule is called that holds a handler.
+const NAME: &CStr = c"mem_handler";
+/// Places of `PyDataMem_SetHandler` and `PyDataMem_GetHandler` in numpy's table of functions, which
+/// only grows. Both are there from numpy 1.22 on.
+const SET_HANDLER: usize = 304;
+const GET_HANDLER: usize = 305;
+/// As far as numpy's arrays are aligned by its own allocator.
+const ALIGN: usize = 64;
+
+/// `PyDataMemAllocator` of numpy.
+#[repr(C)]
+struct Allocator {
+    context: *mut c_void,
+    malloc: unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void,
+    calloc: unsafe extern "C" fn(*mut c_void, usize, usize) -> *mut c_void,
+    realloc: unsafe extern "C" fn(*mut c_void, *mut c_void, usize) -> *mut c_void,
+    free: unsafe extern "C" fn(*mut c_void, *mut c_void, usize),
+}
+
+/// `PyDataMem_Handler` of numpy.
+#[repr(C)]
+struct Handler {
+    name: [c_char; 127],
+    version: u8,
+    allocator: Allocator,
+}
+
+/// What a capsule holds. numpy reads its beginning.
+#[repr(C)]
+struct Contents {
+    handler: Handler,
+    /// What `handler.allocator.context` points to.
+    context: Box<Context>,
+}
+
+// SAFETY: the pointer in it is to what it owns.
+unsafe impl Send for Contents {}
+
+/// What a handler works with.
+struct Context {
+    pid: u32,
+    min_bytes: usize,
+    /// The handler that was current before, which serves requests of less than `min_bytes`.
+    before: NonNull<Handler>,
+    arena: Option<Arc<farpage::Arena>>,
+    /// What is to live longer than the arena.
+    keep: Option<Py<PyAny>>,
+    /// Holds `before`.
+    before_object: Option<Py<PyAny>>,
+}
+
+// SAFETY: numpy's handlers may be called from any thread that holds the interpreter's lock, and
+// `before` is held by `before_object`.
+unsafe impl Send for Context {}
+
+impl Context {
+    /// The arena, but in a child made by `fork`, which does not have it.
+    fn arena(&self) -> Option<&farpage::Arena> {
+        (self.pid == process::id()).then_some(self.arena.as_deref())?
+    }
+
+    /// The arena for a request of so many bytes, if it is for the arena.
+    fn arena_for(&self, bytes: usize) -> Option<&farpage::Arena> {
+        self.arena().filter(|_| bytes >= self.min_bytes)
+    }
+
+    fn before(&self) -> &Allocator {
+        // SAFETY: `before_object` holds the capsule, whose contents do not change.
+        &unsafe { self.before.as_ref() }.allocator
+    }
+
+    /// The allocation that begins at `address` if it is one of the arena's, also in a child.
+    fn own(&self, address: *mut c_void) -> Option<NonNull<u8>> {
+        let arena = self.arena.as_deref()?;
+        NonNull::new(address.cast()).filter(|it| arena.contains(it.as_ptr() as usize))
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let arena = self.arena.take();
+        if self.pid != process::id() {
+            mem::forget(arena);
+            return;
+        }
+        let mut arena = Some(arena);
+        let mut end = || drop(arena.take());
+        let objects = (self.keep.take(), self.before_object.take());
+        // The last to go unmaps the region, which waits. At the interpreter's end there is no lock
+        // to release any more.
+        let released = Python::try_attach(|py| {
+            py.detach(&mut end);
+            // Outside they would be kept for the next who is attached.
+            drop(objects);
+        });
+        if released.is_none() {
+            end();
+        }
+    }
+}
+
+/// An arena of the crate `farpage`.
+#[pyclass(frozen, module = "farpage._farpage")]
+pub(crate) struct Arena {
+    held: Held<Shared>,
+    /// What is to live longer than the arena.
+    keep: Option<Py<PyAny>>,
+}
+
+struct Shared(Arc<farpage::Arena>);
+
+impl End for Shared {
+    fn end(self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+impl Arena {
+    pub(crate) fn new(arena: farpage::Arena, keep: Option<Py<PyAny>>) -> Arena {
+        Arena {
+            held: Held::new("arena", Shared(Arc::new(arena))),
+            keep,
+        }
+    }
+}
+
+#[pymethods]
+impl Arena {
+    /// A handler for numpy: requests of `min_bytes` and more come from the arena, others go to the
+    /// handler that is current now.
+    fn handler<'py>(&self, py: Python<'py>, min_bytes: usize) -> PyResult<Bound<'py, PyCapsule>> {
+        let arena = self.held.with(py, |shared| shared.0.clone())?;
+        let before = current_handler(py)?;
+        // SAFETY: takes the capsule's pointer, or says that it is no such capsule.
+        let pointer = unsafe { ffi::PyCapsule_GetPointer(before.as_ptr(), NAME.as_ptr()) };
+        let pointer = NonNull::new(pointer.cast()).ok_or_else(|| PyErr::fetch(py))?;
+        let mut context = Box::new(Context {
+            pid: process::id(),
+            min_bytes: min_bytes.max(1),
+            before: pointer,
+            arena: Some(arena),
+            keep: self.keep.as_ref().map(|keep| keep.clone_ref(py)),
+            before_object: Some(before.unbind()),
+        });
+        let mut name = [0; 127];
+        for (to, from) in name.iter_mut().zip(b"farpage") {
+            *to = *from as c_char;
+        }
+        let handler = Handler {
+            name,
+            version: 1,
+            allocator: Allocator {
+                context: ptr::from_mut(&mut *context).cast(),
+                malloc,
+                calloc,
+                realloc,
+                free,
+            },
+        };
+        let contents = Contents { handler, context };
+        PyCapsule::new_with_value_and_destructor(py, contents, NAME, |contents, _| drop(contents))
+    }
+
+    /// Bytes that numpy has of it now, in whole pages.
+    fn allocated_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        self.held.with(py, |shared| shared.0.allocated_bytes())
+    }
+
+    /// Its first address, and the one behind its last.
+    fn addresses(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
+        let addresses = self.held.with(py, |shared| shared.0.addresses())?;
+        Ok((addresses.start, addresses.end))
+    }
+
+    /// Gives the arena up; it ends with the last array and the last handler.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.held.take(py, |shared| {
+            drop(shared);
+            (None, ())
+        })?;
+        Ok(())
+    }
+}
+
+/// Makes a handler the current one of this context; returns the one that was.
+#[pyfunction]
+pub(crate) fn set_handler<'py>(handler: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let py = handler.py();
+    let set = table(py, SET_HANDLER)?;
+    // SAFETY: that is the function's type, at its place in the table.
+    let set: unsafe extern "C" fn(*mut ffi::PyObject) -> *mut ffi::PyObject =
+        unsafe { mem::transmute(set) };
+    // SAFETY: numpy takes a reference of its own and returns one, or sets an error.
+    unsafe { Bound::from_owned_ptr_or_err(py, set(handler.as_ptr())) }
+}
+
+fn current_handler(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
+    let get = table(py, GET_HANDLER)?;
+    // SAFETY: that is the function's type, at its place in the table.
+    let get: unsafe extern "C" fn() -> *mut ffi::PyObject = unsafe { mem::transmute(get) };
+    // SAFETY: returns a reference, or sets an error.
+    unsafe { Bound::from_owned_ptr_or_err(py, get()) }
+}
+
+/// An entry of numpy's table of functions.
+fn table(py: Python<'_>, at: usize) -> PyResult<*const c_void> {
+    let module = (py.import("numpy._core._multiarray_umath"))
+        .or_else(|_| py.import("numpy.core._multiarray_umath"))?;
+    let capsule = module.getattr("_ARRAY_API")?;
+    // SAFETY: numpy's capsule has no name and holds its table.
+    let table = unsafe { ffi::PyCapsule_GetPointer(capsule.as_ptr(), ptr::null()) };
+    let table = table.cast::<*const c_void>();
+    if table.is_null() {
+        return Err(PyErr::fetch(py));
+    }
+    // SAFETY: numpy 1.22 and newer have this entry, and the package asks for 1.25.
+    let entry = unsafe { *table.add(at) };
+    if entry.is_null() {
+        return Err(PyImportError::new_err(
+            "this numpy has no handlers of memory",
+        ));
+    }
+    Ok(entry)
+}
+
+/// # Safety
+/// `context` is that of a handler that lives.
+unsafe fn of<'a>(context: *mut c_void) -> &'a Context {
+    // SAFETY: the caller's promise; it is shared from its making on.
+    unsafe { &*context.cast::<Context>() }
+}
+
+/// Null, which numpy makes a `MemoryError` of, if the arena has no room.
+fn allocate(arena: &farpage::Arena, bytes: usize) -> *mut c_void {
+    let allocated = arena.allocate(bytes, ALIGN);
+    allocated.map_or(ptr::null_mut(), |it| it.as_ptr().cast())
+}
+
+unsafe extern "C" fn malloc(context: *mut c_void, bytes: usize) -> *mut c_void {
+    // SAFETY: numpy passes the handler's context.
+    let context = unsafe { of(context) };
+    let before = context.before();
+    match context.arena_for(bytes) {
+        Some(arena) => allocate(arena, bytes),
+        // SAFETY: as numpy would call it.
+        None => unsafe { (before.malloc)(before.context, bytes) },
+    }
+}
+
+unsafe extern "C" fn calloc(context: *mut c_void, count: usize, bytes: usize) -> *mut c_void {
+    // SAFETY: numpy passes the handler's context.
+    let context = unsafe { of(context) };
+    let before = context.before();
+    let all = count.checked_mul(bytes);
+    match all.and_then(|all| Some((context.arena_for(all)?, all))) {
+        // Zeros already, without touching them.
+        Some((arena, all)) => allocate(arena, all),
+        // SAFETY: as numpy would call it.
+        None => unsafe { (before.calloc)(before.context, count, bytes) },
+    }
+}
+
+unsafe extern "C" fn realloc(
+    context: *mut c_void,
+    address: *mut c_void,
+    bytes: usize,
+) -> *mut c_void {
+    if address.is_null() {
+        // SAFETY: as numpy would call it.
+        return unsafe { malloc(context, bytes) };
+    }
+    // SAFETY: numpy passes the handler's context.
+    let context = unsafe { of(context) };
+    let Some(own) = context.own(address) else {
+        let before = context.before();
+        // How long it is now is not known here, so it cannot be copied into the arena.
+        // SAFETY: as numpy would call it.
+        return unsafe { (before.realloc)(before.context, address, bytes) };
+    };
+    let Some(arena) = context.arena() else {
+        return ptr::null_mut();
+    };
+    // SAFETY: numpy does not use what is cut off.
+    if matches!(unsafe { arena.resize(own, bytes) }, Ok(true)) {
+        return address;
+    }
+    let (old_bytes, new) = (arena.usable_bytes(own), allocate(arena, bytes));
+    if let Some(old_bytes) = old_bytes.filter(|_| !new.is_null()) {
+        // SAFETY: both are allocations, of at least so many bytes, and the old one is not used
+        // any more.
+        unsafe {
+            ptr::copy_nonoverlapping(address, new, old_bytes.min(bytes));
+            let _ = arena.deallocate(own);
+        }
+    }
+    new
+}
+
+unsafe extern "C" fn free(context: *mut c_void, address: *mut c_void, bytes: usize) {
+    // SAFETY: numpy passes the handler's context.
+    let context = unsafe { of(context) };
+    match (context.own(address), context.arena()) {
+        (Some(own), Some(arena)) => {
+            // A page that cannot be given back yet is tried again when others are.
+            // SAFETY: numpy does not use it any more.
+            let _ = unsafe { arena.deallocate(own) };
+        }
+        // In a child made by `fork`.
+        (Some(_), None) => {}
+        (None, _) => {
+            let before = context.before();
+            // SAFETY: the handler before has allocated it; as numpy would call it.
+            unsafe { (before.free)(before.context, address, bytes) };
+        }
+    }
+}
