@@ -162,6 +162,41 @@ fn rdma_leaves_the_servers_processor_alone() {
     assert!(rdma < tcp / 10.0, "rdma {rdma}, tcp {tcp}");
 }
 
+/// What two workers end with that train on `addresses` for a few steps.
+fn training_hashes(addresses: &str) -> Vec<Value> {
+    let keys = env::temp_dir().join(format!("farpage-train-{}", std::process::id()));
+    let start = |rank: &str| {
+        let shape = ["--group", "2", "--data", "blobs", "--hidden", "16"];
+        let run = ["--steps", "4", "--mode", "ds", "--rank", rank];
+        let fixed = ["train", "--format", "json", "--addresses", addresses];
+        let mut command = bench(HERE, &[&fixed[..], &shape, &run].concat());
+        command.env("FARPAGE_KEY_FILE", &keys);
+        command.spawn().expect("`timeout` can be started")
+    };
+    let workers = ["0", "1"].map(start);
+    let hashes = workers.map(|worker| {
+        let output = worker.wait_with_output().expect("it was started");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{}: {text}", output.status);
+        let report: Value = serde_json::from_str(&text).expect("one JSON object");
+        report["hash"].clone()
+    });
+    let _ = fs::remove_file(keys);
+    hashes.into()
+}
+
+#[test]
+fn training_over_rdma_ends_with_the_bits_of_training_over_tcp() {
+    let Some(address) = address("training_over_rdma_ends_with_the_bits_of_training_over_tcp")
+    else {
+        return;
+    };
+    let tcp = training_hashes("tcp://127.0.0.1:17500,tcp://127.0.0.1:17501");
+    let rdma = format!("rdma://{address}:17502,rdma://{address}:17503");
+    assert!(tcp.iter().all(Value::is_string), "{tcp:?}");
+    assert_eq!(training_hashes(&rdma), tcp);
+}
+
 /// What has gone over a host's cable, in both directions.
 fn cable_bytes(host: u32) -> u64 {
     let count = |name: &str| {
