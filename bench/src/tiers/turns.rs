@@ -254,14 +254,19 @@ fn words_of(law: Law, pages: u64, count: u64, seed: u64) -> Vec<u64> {
 
 /// The slowdown over `--memory`, where what is used fits.
 pub(super) fn curve(run: &mut Measurement<'_>) -> Result<Vec<Row>> {
-    [50, 30, 20, 14]
+    by_memory(run, [50, 30, 20, 14], false)
+}
+
+/// A program that uses a tenth, by `--memory` in percent of what is lent.
+fn by_memory(run: &mut Measurement<'_>, percents: [u64; 4], is_grouped: bool) -> Result<Vec<Row>> {
+    percents
         .map(|percent| {
             let plan = Plan {
                 law: Law::Tenth,
                 lent_bytes: run.lent_bytes,
                 memory_bytes: run.lent_bytes * percent / 100,
                 budget_bytes: run.lent_bytes / 50,
-                is_grouped: false,
+                is_grouped,
             };
             run.row(plan)
         })
@@ -293,20 +298,7 @@ pub(super) fn starved(run: &mut Measurement<'_>) -> Result<Result<Vec<Row>, Stri
         return Ok(Err(format!("{error:#}")));
     }
     drop(found);
-    let rows: Result<Vec<Row>> = [9, 7, 5, 3]
-        .map(|percent| {
-            let plan = Plan {
-                law: Law::Tenth,
-                lent_bytes: run.lent_bytes,
-                memory_bytes: run.lent_bytes * percent / 100,
-                budget_bytes: run.lent_bytes / 50,
-                is_grouped: true,
-            };
-            run.row(plan)
-        })
-        .into_iter()
-        .collect();
-    rows.map(Ok)
+    by_memory(run, [9, 7, 5, 3], true).map(Ok)
 }
 
 /// How rows are measured, and how many words of them were wrong.

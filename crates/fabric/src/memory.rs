@@ -999,18 +999,23 @@ mod tests {
         assert!(ExtentMemory::create(ExtentId(1), 0, true).is_err());
     }
 
-    #[test]
-    fn clients_see_the_words_of_segments_and_cannot_write_them() {
-        let words = SegmentWords::create(8 * SEGMENT_BYTES).expect("a memfd");
-        let lent = File::from(words.lend().expect("a descriptor"));
+    /// What a client sees of memory that it is lent to read. It can neither write nor resize it.
+    fn seen_only(lent: &File) -> MmapRaw {
         // As anybody can who has a descriptor of it.
-        let again = open_anew(&lent, true).expect("its user may write it");
-        for file in [&lent, &again] {
+        let again = open_anew(lent, true).expect("its user may write it");
+        for file in [lent, &again] {
             assert!(MmapOptions::new().map_raw(file).is_err());
             assert!(file.write_at(&[1; 8], 0).is_err());
             assert!(file.set_len(0).is_err());
         }
-        let seen = MmapOptions::new().map_raw_read_only(&lent).expect("memory");
+        MmapOptions::new().map_raw_read_only(lent).expect("memory")
+    }
+
+    #[test]
+    fn clients_see_the_words_of_segments_and_cannot_write_them() {
+        let words = SegmentWords::create(8 * SEGMENT_BYTES).expect("a memfd");
+        let lent = File::from(words.lend().expect("a descriptor"));
+        let seen = seen_only(&lent);
         words.set(3, SegmentWord(0).with(5));
         assert_eq!(word_at(&seen, 3).load(Ordering::Acquire), 5);
         assert_eq!(word_at(&seen, 0).load(Ordering::Acquire), 0);
@@ -1020,14 +1025,7 @@ mod tests {
     fn memory_that_is_lent_to_read_cannot_be_written_by_who_holds_it() {
         let memory = ExtentMemory::create_to_read(ExtentId(1), 8192).expect("a memfd");
         let lent = File::from(memory.lend().expect("a descriptor"));
-        // As anybody can who has a descriptor of it.
-        let again = open_anew(&lent, true).expect("its user may write it");
-        for file in [&lent, &again] {
-            assert!(MmapOptions::new().map_raw(file).is_err());
-            assert!(file.write_at(&[1; 8], 0).is_err());
-            assert!(file.set_len(0).is_err());
-        }
-        let seen = MmapOptions::new().map_raw_read_only(&lent).expect("memory");
+        let seen = seen_only(&lent);
         memory.copy_in(4096, &7u64.to_ne_bytes()).expect("its own");
         assert_eq!(word_at(&seen, 512).load(Ordering::Acquire), 7);
     }
