@@ -126,8 +126,9 @@ pub fn check_boards(areas: &Areas, connect: &dyn Fn() -> Arc<Session>) {
         post(channel, op_at_64(extent));
         let mut done = drain(channel);
         assert_eq!(done.len(), 2);
-        let behind = done.pop().expect("two").result;
-        behind.expect("a READ that does not wait itself");
+        let behind = done.pop().expect("two");
+        behind.result.expect("a READ that does not wait itself");
+        assert_eq!(Board::announced(&behind.buf), Some(8));
         done.pop().expect("two")
     };
     let done = after(&mut *channel, 5);

@@ -1,19 +1,21 @@
 //! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has
 //! an end.
 //!
-//! The rule it keeps: sockets are non-blocking and each blocking-looking call takes the time at
-//! which it gives up. What the bytes mean is left to the callers, except for the hello and the
-//! control frames, which both sides share.
+//! The rule it keeps: each call says that it must not block, and each blocking-looking call takes
+//! the time at which it gives up. The one exception is [`Stream::read_or_wait`]. What the bytes mean
+//! is left to the callers, except for the hello and the control frames, which both sides share.
 
 use std::{
-    io::{self, IoSlice, IoSliceMut, Read, Write},
+    io::{self, IoSlice, IoSliceMut},
     net::{Shutdown, TcpStream},
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
         unix::net::UnixStream,
     },
     path::Path,
-    ptr, thread,
+    ptr,
+    sync::atomic::{Ordering, fence},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -26,8 +28,9 @@ use nix::{
     poll::{PollFd, PollFlags, poll},
     sys::socket::{
         AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr,
-        connect, getsockopt, recvmsg, sendmsg, setsockopt, socket, sockopt,
+        connect, getsockopt, recv, recvmsg, send, sendmsg, setsockopt, socket, sockopt,
     },
+    sys::time::{TimeVal, TimeValLike},
     unistd::Pid,
 };
 use serde::{Serialize, de::DeserializeOwned};
@@ -48,6 +51,8 @@ const PROBES: u32 = 3;
 /// Descriptors per message: the kernel's limit is 253 (SCM_MAX_FD).
 const FDS_PER_MESSAGE: usize = 128;
 
+const SEND_FLAGS: MsgFlags = MsgFlags::MSG_DONTWAIT.union(MsgFlags::MSG_NOSIGNAL);
+
 /// The longest frame that a peer may make us hold without charge, on each connection.
 pub(crate) const SMALL_FRAME_BYTES: usize = 4 << 10;
 /// A longer frame is charged in pieces of this size.
@@ -57,7 +62,7 @@ const FRAME: Duration = Duration::from_secs(30);
 /// Each piece of a frame has to come within this time: what came before it holds room meanwhile.
 const PIECE: Duration = Duration::from_secs(5);
 
-/// A connected, non-blocking socket, or an RDMA control connection.
+/// A connected socket, or an RDMA control connection.
 #[derive(Debug)]
 pub(crate) enum Stream {
     Unix(UnixStream),
@@ -138,25 +143,58 @@ impl Stream {
     /// Reads what is there; `WouldBlock` when nothing is.
     pub(crate) fn read(&self, buf: &mut [u8]) -> io::Result<usize> {
         match self {
-            Self::Unix(socket) => (&mut &*socket).read(buf),
-            Self::Tcp(socket) => (&mut &*socket).read(buf),
+            Self::Unix(_) | Self::Tcp(_) => {
+                Ok(recv(self.as_raw_fd(), buf, MsgFlags::MSG_DONTWAIT)?)
+            }
             Self::Rdma(stream) => stream.read(buf),
         }
     }
 
-    pub(crate) fn read_vectored(&self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    /// Lets [`read_or_wait`](Self::read_or_wait) wait for so long.
+    pub(crate) fn let_wait(&self, patience: Duration) -> io::Result<()> {
         match self {
-            Self::Unix(socket) => (&mut &*socket).read_vectored(bufs),
-            Self::Tcp(socket) => (&mut &*socket).read_vectored(bufs),
-            Self::Rdma(stream) => gather(bufs.iter_mut(), |buf| stream.read(buf)),
+            Self::Unix(socket) => socket.set_nonblocking(false)?,
+            Self::Tcp(socket) => socket.set_nonblocking(false)?,
+            Self::Rdma(_) => return Ok(()),
         }
+        let patience = TimeVal::milliseconds(patience.as_millis() as i64);
+        Ok(setsockopt(self, sockopt::ReceiveTimeout, &patience)?)
+    }
+
+    /// Reads what is there, or what comes first, in one system call where the socket can wait.
+    /// `TimedOut` after as long as it was [let wait](Self::let_wait).
+    pub(crate) fn read_or_wait(&self, buf: &mut [u8], patience: Duration) -> io::Result<usize> {
+        if let Self::Rdma(stream) = self {
+            loop {
+                match stream.read(buf) {
+                    Err(error) if retry(&error) => {
+                        self.wait(PollFlags::POLLIN, Instant::now() + patience)?;
+                    }
+                    other => return other,
+                }
+            }
+        }
+        match recv(self.as_raw_fd(), buf, MsgFlags::empty()) {
+            Err(Errno::EAGAIN) => Err(io::ErrorKind::TimedOut.into()),
+            other => Ok(other?),
+        }
+    }
+
+    pub(crate) fn read_vectored(&self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        if let Self::Rdma(stream) = self {
+            return gather(bufs.iter_mut(), |buf| stream.read(buf));
+        }
+        let mut message = Message::new(bufs.as_mut_ptr().cast(), bufs.len());
+        // SAFETY:
+        // - `IoSliceMut` has the layout of `iovec`, guaranteed by std on Unix;
+        // - the slices are exclusive and outlive the call.
+        unsafe { self.receive_message(&mut message) }
     }
 
     /// Writes what fits; `WouldBlock` when nothing does. A closed peer is an error, never a signal.
     pub(crate) fn write(&self, buf: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Unix(socket) => (&mut &*socket).write(buf),
-            Self::Tcp(socket) => (&mut &*socket).write(buf),
+            Self::Unix(_) | Self::Tcp(_) => Ok(send(self.as_raw_fd(), buf, SEND_FLAGS)?),
             Self::Rdma(stream) => stream.write(buf),
         }
     }
@@ -169,10 +207,7 @@ impl Stream {
         // SAFETY:
         // - `IoSlice` has the layout of `iovec`, guaranteed by std on Unix;
         // - the slices outlive the call, which only reads them.
-        let sent = unsafe { libc::sendmsg(self.as_raw_fd(), message.get(), libc::MSG_NOSIGNAL) };
-        Errno::result(sent)
-            .map(|sent| sent as usize)
-            .map_err(Into::into)
+        unsafe { self.send_message(&mut message) }
     }
 
     /// How many bytes of one vector [`send_message`](Self::send_message) takes at most.
@@ -202,7 +237,7 @@ impl Stream {
             });
         }
         // SAFETY: promised by the caller.
-        let sent = unsafe { libc::sendmsg(self.as_raw_fd(), message.get(), libc::MSG_NOSIGNAL) };
+        let sent = unsafe { libc::sendmsg(self.as_raw_fd(), message.get(), SEND_FLAGS.bits()) };
         Ok(Errno::result(sent)? as usize)
     }
 
@@ -225,7 +260,8 @@ impl Stream {
             });
         }
         // SAFETY: promised by the caller.
-        let received = unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), 0) };
+        let received =
+            unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), libc::MSG_DONTWAIT) };
         Ok(Errno::result(received)? as usize)
     }
 
@@ -388,13 +424,7 @@ impl Stream {
             loop {
                 let rights = [ControlMessage::ScmRights(fds)];
                 let bytes = [IoSlice::new(&[0])];
-                match sendmsg::<()>(
-                    self.as_raw_fd(),
-                    &bytes,
-                    &rights,
-                    MsgFlags::MSG_NOSIGNAL,
-                    None,
-                ) {
+                match sendmsg::<()>(self.as_raw_fd(), &bytes, &rights, SEND_FLAGS, None) {
                     Ok(_) => break,
                     // ETOOMANYREFS: too many passed descriptors wait for their receivers.
                     Err(Errno::EAGAIN | Errno::ETOOMANYREFS) => {
@@ -420,7 +450,7 @@ impl Stream {
         while received.len() < count {
             let mut byte = [0];
             let mut bytes = [IoSliceMut::new(&mut byte)];
-            let flags = MsgFlags::MSG_CMSG_CLOEXEC;
+            let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
             let message = match recvmsg::<()>(self.as_raw_fd(), &mut bytes, Some(&mut space), flags)
             {
                 Ok(message) => message,
@@ -566,6 +596,23 @@ impl Message {
     fn vectors(&self) -> &[libc::iovec] {
         // SAFETY: what it was made of, which its maker keeps while it uses the message.
         unsafe { std::slice::from_raw_parts(self.0.msg_iov, self.0.msg_iovlen as _) }
+    }
+
+    /// Fills the vectors with as many of `bytes` as they take, the first first. How many.
+    ///
+    /// # Safety
+    /// The vectors point to memory that can be written, to which nobody has a reference.
+    pub(crate) unsafe fn fill(&mut self, bytes: &[u8]) -> usize {
+        let mut left = bytes;
+        for vector in self.vectors() {
+            let (now, rest) = left.split_at(left.len().min(vector.iov_len));
+            // SAFETY: promised by the caller for all bytes of the vector, which has at least these.
+            unsafe { ptr::copy_nonoverlapping(now.as_ptr(), vector.iov_base.cast(), now.len()) };
+            // Whoever looks at a later vector sees this one.
+            fence(Ordering::Release);
+            left = rest;
+        }
+        bytes.len() - left.len()
     }
 
     pub(crate) fn get(&mut self) -> *mut libc::msghdr {

@@ -2,7 +2,9 @@
 //! buffers.
 //!
 //! The rule it keeps: the server answers in the order of the operations, so the bytes that come
-//! next always have a known place, and no byte is copied here. Nothing in this file waits or spins.
+//! next have a known place, and no byte is copied here. Only an answer that a READ has waited for too
+//! long comes without the payload that is expected: what follows it moves up. Nothing in this file
+//! waits or spins.
 //!
 //! Operations queue in `ops`, oldest first: the first `sent` are on the wire and wait for their
 //! answers, the next `batch` are being sent, the rest will make the next batch.
@@ -281,26 +283,14 @@ impl<B: Buf> TcpChannel<B> {
             let mut wanted_bytes = 0;
             let mut skip = self.received_bytes;
             let mut count = 0;
-            for (number, flying) in self.ops.range_mut(..self.sent).enumerate() {
-                // Whether a payload follows is known once the answer is.
-                let has_answer = number == 0 && self.received_bytes >= ANSWER_HEADER_BYTES;
-                let is_open = flying.condition.is_some() && !has_answer;
-                let payload: &mut [u8] = match flying.op.verb.fetches() && !is_open {
-                    true => &mut flying.op.buf.as_mut()[..flying.op.len as usize],
-                    false => &mut [],
-                };
-                for bytes in [&mut flying.answer[..], payload] {
-                    let skipped = skip.min(bytes.len());
-                    skip -= skipped;
-                    let bytes = &mut bytes[skipped..];
-                    if !bytes.is_empty() {
-                        wanted_bytes += bytes.len();
-                        slices[count] = IoSliceMut::new(bytes);
-                        count += 1;
-                    }
-                }
-                if is_open {
-                    break;
+            for bytes in places(&mut self.ops, self.sent) {
+                let skipped = skip.min(bytes.len());
+                skip -= skipped;
+                let bytes = &mut bytes[skipped..];
+                if !bytes.is_empty() {
+                    wanted_bytes += bytes.len();
+                    slices[count] = IoSliceMut::new(bytes);
+                    count += 1;
                 }
             }
             let bytes = match self.stream.read_vectored(&mut slices[..count]) {
@@ -368,6 +358,7 @@ impl<B: Buf> TcpChannel<B> {
             if self.received_bytes < answer_bytes {
                 break;
             }
+            let misplaced = not_yet.map(|_| self.beyond(ANSWER_HEADER_BYTES));
             self.received_bytes -= answer_bytes;
             self.sent -= 1;
             let flying = self.ops.pop_front().expect("looked at above");
@@ -379,9 +370,34 @@ impl<B: Buf> TcpChannel<B> {
                 }),
             };
             done.push(flying.complete(result));
+            if let Some(mut bytes) = misplaced.as_deref() {
+                for place in places(&mut self.ops, self.sent) {
+                    let now = place.len().min(bytes.len());
+                    place[..now].copy_from_slice(&bytes[..now]);
+                    bytes = &bytes[now..];
+                }
+            }
         }
         Ok(())
     }
+
+    /// What was received behind the first `bytes` bytes, which were.
+    fn beyond(&mut self, bytes: usize) -> Vec<u8> {
+        let received = places(&mut self.ops, self.sent).flat_map(|place| &*place);
+        let received = received.take(self.received_bytes);
+        received.skip(bytes).copied().collect()
+    }
+}
+
+/// Where the answers of the oldest `sent` operations are received, each with its payload.
+fn places<B: Buf>(ops: &mut VecDeque<Flying<B>>, sent: usize) -> impl Iterator<Item = &mut [u8]> {
+    ops.range_mut(..sent).flat_map(|flying| {
+        let payload: &mut [u8] = match flying.op.verb.fetches() {
+            true => &mut flying.op.buf.as_mut()[..flying.op.len as usize],
+            false => &mut [],
+        };
+        [&mut flying.answer[..], payload]
+    })
 }
 
 impl<B: Buf> Flying<B> {

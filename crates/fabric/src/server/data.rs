@@ -2,8 +2,9 @@
 //! into extents, and does atomics on them.
 //!
 //! The rule it keeps: every operation is checked against the leases of its session before a byte of
-//! it moves, and no byte is copied in user space: payloads go between the socket and the mapping by
-//! vectored system calls. Memory whose bytes may be elsewhere is held in [`super::window`].
+//! it moves. Payloads go between the socket and the mapping by vectored system calls; only what came
+//! together with headers is copied ([`super::incoming`]). Memory whose bytes may be elsewhere is held
+//! in [`super::window`].
 
 use std::{
     io,
@@ -23,6 +24,7 @@ use nix::poll::PollFlags;
 use super::{
     LOOK,
     connection::{Connection, Fault},
+    incoming::Incoming,
     lines::Held,
     window::{Grip, Piece, Stuck, Window},
 };
@@ -65,6 +67,7 @@ impl Connection {
         let mut words = [[0; WORD_BYTES as usize]; MAX_BATCH];
         let mut vectors = Vectors::default();
         let mut window = Window::default();
+        let mut incoming = Incoming::new(&self.stream, LOOK)?;
         let alive = || {
             self.service
                 .host
@@ -75,11 +78,12 @@ impl Connection {
         loop {
             // 1. The headers: the first says how many follow.
             let (first, rest) = headers.split_at_mut(OP_HEADER_BYTES);
-            if !self.fill(first, true, &alive)? {
+            if !fill(first, &mut incoming, true, &alive)? {
                 return Ok(());
             }
             let following = usize::from(header_at(first, 0)?.following);
-            self.fill(&mut rest[..following * OP_HEADER_BYTES], false, &alive)?;
+            let rest = &mut rest[..following * OP_HEADER_BYTES];
+            fill(rest, &mut incoming, false, &alive)?;
             // 2. Each against the protocol and against the leases.
             checked.clear();
             let mut refused = None;
@@ -121,7 +125,14 @@ impl Connection {
                     }
                 }
             }
-            let received = self.receive(&mut vectors, &checked, &mut window, held, &alive)?;
+            let received = self.receive(
+                &mut vectors,
+                &checked,
+                &mut window,
+                &mut incoming,
+                held,
+                &alive,
+            )?;
             if let Err(stuck) = received {
                 refused = Some(cut(&mut checked, &stuck)?);
             }
@@ -236,35 +247,13 @@ impl Connection {
         })
     }
 
-    /// Reads headers. `false` when the client closed the connection where a batch `may_end`.
-    fn fill(
-        &self,
-        mut buf: &mut [u8],
-        may_end: bool,
-        alive: &dyn Fn() -> Result<(), Fault>,
-    ) -> Result<bool, Fault> {
-        let whole = buf.len();
-        while !buf.is_empty() {
-            match self.stream.read(buf) {
-                Ok(0) if may_end && buf.len() == whole => return Ok(false),
-                Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
-                Ok(bytes) => buf = &mut buf[bytes..],
-                Err(error) if retry(&error) => self.pause(PollFlags::POLLIN, alive)?,
-                Err(error) if may_end && error.kind() == io::ErrorKind::ConnectionReset => {
-                    return Ok(false);
-                }
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(true)
-    }
-
     /// Fills `vectors`, which point to operands and into the spans of `checked`.
     fn receive(
         &self,
         vectors: &mut Vectors,
         checked: &[Checked],
         window: &mut Window,
+        incoming: &mut Incoming<'_>,
         held: &Held<'_>,
         alive: &dyn Fn() -> Result<(), Fault>,
     ) -> Result<Result<(), Stuck>, Fault> {
@@ -288,7 +277,7 @@ impl Connection {
             // - every vector lies in a span of `checked`: bytes of a mapping that live as long as
             //   the span, writable, to which no reference exists anywhere; or is the place of an
             //   operand, kept by the caller, which does not look at it meanwhile.
-            let received = unsafe { self.stream.receive_message(&mut message) };
+            let received = unsafe { incoming.receive_message(&mut message) };
             drop(grip);
             match received {
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
@@ -383,6 +372,34 @@ impl Connection {
         match self.stream.wait(events, Instant::now() + LOOK) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => alive(),
             other => Ok(other?),
+        }
+    }
+}
+
+/// Takes headers. `false` when the client closed the connection where a batch `may_end`.
+fn fill(
+    mut buf: &mut [u8],
+    incoming: &mut Incoming<'_>,
+    may_end: bool,
+    alive: &dyn Fn() -> Result<(), Fault>,
+) -> Result<bool, Fault> {
+    let whole = buf.len();
+    loop {
+        let taken = incoming.take(buf);
+        buf = &mut buf[taken..];
+        if buf.is_empty() {
+            return Ok(true);
+        }
+        match incoming.wait() {
+            Ok(0) if may_end && buf.len() == whole => return Ok(false),
+            Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into()),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => alive()?,
+            Err(error) if retry(&error) => {}
+            Err(error) if may_end && error.kind() == io::ErrorKind::ConnectionReset => {
+                return Ok(false);
+            }
+            Err(error) => return Err(error.into()),
         }
     }
 }

@@ -8,6 +8,7 @@ mod connection;
 mod control;
 mod data;
 mod frames;
+mod incoming;
 mod lines;
 mod listen;
 mod places;
