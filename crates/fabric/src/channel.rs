@@ -260,6 +260,12 @@ pub trait Channel<B: Buf>: Send {
     /// Every posted operation ends exactly once, on a dead channel with an error.
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize;
 
+    /// As [`poll`](Self::poll), for who has nothing else to do. It may block for `patience` until
+    /// something comes, if that saves a system call. Default: it does not block.
+    fn poll_within(&mut self, done: &mut Vec<Completion<B>>, _patience: Duration) -> usize {
+        self.poll(done)
+    }
+
     /// Whether WRITEs are placed in the order in which they were posted, each with all bytes before
     /// the next. Default: no.
     fn writes_in_order(&self) -> bool {

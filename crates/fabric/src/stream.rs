@@ -1,9 +1,10 @@
 //! [`Stream`]: a connected socket, Unix or TCP, or a control connection over RDMA; every wait has
 //! an end.
 //!
-//! The rule it keeps: each call says that it must not block, and each blocking-looking call takes
-//! the time at which it gives up. The one exception is [`Stream::read_or_wait`]. What the bytes mean
-//! is left to the callers, except for the hello and the control frames, which both sides share.
+//! The rule it keeps: a call says itself whether it may block, and each blocking-looking call takes
+//! the time at which it gives up, or was [told](Stream::let_wait) how long it may wait. What the
+//! bytes mean is left to the callers, except for the hello and the control frames, which both sides
+//! share.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -150,7 +151,7 @@ impl Stream {
         }
     }
 
-    /// Lets [`read_or_wait`](Self::read_or_wait) wait for so long.
+    /// Lets what may wait for bytes wait for so long.
     pub(crate) fn let_wait(&self, patience: Duration) -> io::Result<()> {
         match self {
             Self::Unix(socket) => socket.set_nonblocking(false)?,
@@ -180,7 +181,13 @@ impl Stream {
         }
     }
 
-    pub(crate) fn read_vectored(&self, bufs: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+    /// `WouldBlock` when nothing is there, and where it `waits`, when nothing has come for as long
+    /// as it was [let wait](Self::let_wait).
+    pub(crate) fn read_vectored(
+        &self,
+        bufs: &mut [IoSliceMut<'_>],
+        waits: bool,
+    ) -> io::Result<usize> {
         if let Self::Rdma(stream) = self {
             return gather(bufs.iter_mut(), |buf| stream.read(buf));
         }
@@ -188,7 +195,7 @@ impl Stream {
         // SAFETY:
         // - `IoSliceMut` has the layout of `iovec`, guaranteed by std on Unix;
         // - the slices are exclusive and outlive the call.
-        unsafe { self.receive_message(&mut message) }
+        unsafe { self.receive_vectors(&mut message, waits) }
     }
 
     /// Writes what fits; `WouldBlock` when nothing does. A closed peer is an error, never a signal.
@@ -260,8 +267,17 @@ impl Stream {
             });
         }
         // SAFETY: promised by the caller.
-        let received =
-            unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), libc::MSG_DONTWAIT) };
+        unsafe { self.receive_vectors(message, false) }
+    }
+
+    /// As [`receive_message`](Self::receive_message), for sockets.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn receive_vectors(&self, message: &mut Message, waits: bool) -> io::Result<usize> {
+        let flags = if waits { 0 } else { libc::MSG_DONTWAIT };
+        // SAFETY: promised by the caller.
+        let received = unsafe { libc::recvmsg(self.as_raw_fd(), message.get(), flags) };
         Ok(Errno::result(received)? as usize)
     }
 

@@ -2,9 +2,9 @@
 //! buffers.
 //!
 //! The rule it keeps: the server answers in the order of the operations, so the bytes that come
-//! next have a known place, and no byte is copied here. Only an answer that a READ has waited for too
-//! long comes without the payload that is expected: what follows it moves up. Nothing in this file
-//! waits or spins.
+//! next have a known place, and no byte is copied here. Only a READ that has waited for too long is
+//! answered without the payload that is expected: what follows moves up. Nothing in this file
+//! spins, and nothing waits but [`Channel::poll_within`].
 //!
 //! Operations queue in `ops`, oldest first: the first `sent` are on the wire and wait for their
 //! answers, the next `batch` are being sent, the rest will make the next batch.
@@ -14,7 +14,7 @@ use std::{
     collections::VecDeque,
     io::{IoSlice, IoSliceMut},
     os::fd::{AsFd, BorrowedFd},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use farpage_wire::data::{
@@ -57,6 +57,8 @@ pub(crate) struct TcpChannel<B> {
     batch_sent_bytes: usize,
     /// How many bytes of the oldest answer have been received.
     received_bytes: usize,
+    /// How long its stream was let wait.
+    patience: Option<Duration>,
     /// The next operation's sequence number.
     sequence: u32,
 }
@@ -89,30 +91,11 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
-        let before = done.len();
-        if self.ops.is_empty() {
-            return 0;
-        }
-        if self.dead.is_none() {
-            let moved = self
-                .send()
-                .and_then(|()| self.receive(done))
-                .and_then(|()| {
-                    let posted = self.ops.front().map(|oldest| oldest.posted);
-                    self.attachment.check(posted, self.heard)
-                });
-            self.dead = moved.err();
-        }
-        if let Some(error) = &self.dead {
-            self.stream.close();
-            done.extend(
-                self.ops
-                    .drain(..)
-                    .map(|flying| flying.complete(Err(error.clone()))),
-            );
-            (self.sent, self.batch) = (0, 0);
-        }
-        done.len() - before
+        self.advance(done, None)
+    }
+
+    fn poll_within(&mut self, done: &mut Vec<Completion<B>>, patience: Duration) -> usize {
+        self.advance(done, Some(patience))
     }
 
     /// The server receives them one after the other from one stream.
@@ -162,6 +145,7 @@ impl<B: Buf> TcpChannel<B> {
             headers: Vec::with_capacity(MAX_BATCH * OP_HEADER_BYTES),
             batch_sent_bytes: 0,
             received_bytes: 0,
+            patience: None,
             sequence: 0,
         }
     }
@@ -188,6 +172,34 @@ impl<B: Buf> TcpChannel<B> {
         // Sent by the next poll, together with whatever else is posted until then.
         self.ops.push_back(flying);
         Ok(())
+    }
+
+    /// Sends and receives, and where it has `patience`, waits for the first answer.
+    fn advance(&mut self, done: &mut Vec<Completion<B>>, patience: Option<Duration>) -> usize {
+        let before = done.len();
+        if self.ops.is_empty() {
+            return 0;
+        }
+        if self.dead.is_none() {
+            let moved = self
+                .send()
+                .and_then(|()| self.receive(done, patience))
+                .and_then(|()| {
+                    let posted = self.ops.front().map(|oldest| oldest.posted);
+                    self.attachment.check(posted, self.heard)
+                });
+            self.dead = moved.err();
+        }
+        if let Some(error) = &self.dead {
+            self.stream.close();
+            done.extend(
+                self.ops
+                    .drain(..)
+                    .map(|flying| flying.complete(Err(error.clone()))),
+            );
+            (self.sent, self.batch) = (0, 0);
+        }
+        done.len() - before
     }
 
     /// Sends as much as the socket takes.
@@ -275,8 +287,21 @@ impl<B: Buf> TcpChannel<B> {
         }
     }
 
-    /// Receives what has arrived.
-    fn receive(&mut self, done: &mut Vec<Completion<B>>) -> Result<(), ChannelError> {
+    /// Receives what has arrived. Where it has `patience` and all is sent, it waits for that first.
+    fn receive(
+        &mut self,
+        done: &mut Vec<Completion<B>>,
+        patience: Option<Duration>,
+    ) -> Result<(), ChannelError> {
+        let patience = patience.filter(|_| self.sent == self.ops.len());
+        if let Some(patience) = patience
+            && self.patience != Some(patience)
+        {
+            let told = self.stream.let_wait(patience);
+            told.map_err(|error| self.attachment.lost(describe(&error)))?;
+            self.patience = Some(patience);
+        }
+        let mut waits = patience.is_some();
         while self.sent > 0 {
             let mut slices: [IoSliceMut<'_>; 2 * DEPTH] =
                 array::from_fn(|_| IoSliceMut::new(&mut []));
@@ -293,7 +318,7 @@ impl<B: Buf> TcpChannel<B> {
                     count += 1;
                 }
             }
-            let bytes = match self.stream.read_vectored(&mut slices[..count]) {
+            let bytes = match self.stream.read_vectored(&mut slices[..count], waits) {
                 Ok(0) => {
                     return Err(self
                         .attachment
@@ -303,6 +328,7 @@ impl<B: Buf> TcpChannel<B> {
                 Err(error) if retry(&error) => return Ok(()),
                 Err(error) => return Err(self.attachment.lost(describe(&error))),
             };
+            waits = false;
             self.received_bytes += bytes;
             self.heard = Instant::now();
             self.complete_received(done)?;

@@ -813,12 +813,16 @@ impl Through {
         step: u64,
         parts: &mut Parts,
     ) -> Result<bool, AggregateError> {
-        let who = self.who;
+        // Then there is nothing else to do meanwhile.
+        let (who, is_alone) = (self.who, self.lines.len() == 1);
         let line = &mut self.lines[number];
         if line.state == State::Done {
             return Ok(false);
         }
-        let progress = line.sender.progress();
+        let progress = match is_alone {
+            true => line.sender.progress_within(NAP_MAX),
+            false => line.sender.progress(),
+        };
         progress.map_err(|error| gone(who, number, step, &error))?;
         let mut has_moved = false;
         while let Some(done) = line.sender.ended() {
@@ -903,16 +907,19 @@ impl Through {
         }
     }
 
-    /// Lets others run for a little, then sleeps until something may have come, or for a share of
-    /// what was waited already.
+    /// Sleeps until something may have come, or for a share of what was waited already. Where
+    /// waking takes long, it lets others run for a little before.
     fn rest(&self, began: Instant) {
         let now = Instant::now();
         let waited = now.duration_since(began);
-        if waited < SPIN {
-            return thread::yield_now();
-        }
         let busy = self.lines.iter().filter(|line| line.state != State::Done);
         let naps = busy.clone().any(|line| line.sender.wait().fd.is_none());
+        // Where the answer itself wakes a thread, looking for it first gains nothing, and costs
+        // the rest of a time slice where others want the processor.
+        let is_woken = busy.clone().all(|line| line.sender.waits_for_numbers());
+        if waited < SPIN && (naps || !is_woken) {
+            return thread::yield_now();
+        }
         let nap = match naps {
             true => (waited / 16).clamp(NAP_MIN, NAP_MAX),
             false => NAP_MAX,

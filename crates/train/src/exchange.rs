@@ -128,6 +128,25 @@ pub(crate) struct Counted {
     pub(crate) moved: Arc<Moved>,
 }
 
+impl Counted {
+    /// Polls, and counts no bytes of what was not moved.
+    fn count(
+        &mut self,
+        done: &mut Vec<Completion<RegBuf>>,
+        poll: impl FnOnce(&mut dyn Channel<RegBuf>, &mut Vec<Completion<RegBuf>>) -> usize,
+    ) -> usize {
+        let before = done.len();
+        let ended = poll(&mut *self.channel, done);
+        for completion in &done[before..] {
+            if let Err(ChannelError::NotYet { .. }) = completion.result {
+                let unmoved = completion.buf.as_ref().len() as u64;
+                self.moved.bytes.fetch_sub(unmoved, Ordering::Relaxed);
+            }
+        }
+        ended
+    }
+}
+
 impl Channel<RegBuf> for Counted {
     fn post(&mut self, op: Op<RegBuf>) -> Result<(), Busy<RegBuf>> {
         let bytes = u64::from(op.len);
@@ -155,15 +174,11 @@ impl Channel<RegBuf> for Counted {
     }
 
     fn poll(&mut self, done: &mut Vec<Completion<RegBuf>>) -> usize {
-        let before = done.len();
-        let ended = self.channel.poll(done);
-        for completion in &done[before..] {
-            if let Err(ChannelError::NotYet { .. }) = completion.result {
-                let unmoved = completion.buf.as_ref().len() as u64;
-                self.moved.bytes.fetch_sub(unmoved, Ordering::Relaxed);
-            }
-        }
-        ended
+        self.count(done, |channel, done| channel.poll(done))
+    }
+
+    fn poll_within(&mut self, done: &mut Vec<Completion<RegBuf>>, patience: Duration) -> usize {
+        self.count(done, |channel, done| channel.poll_within(done, patience))
     }
 
     fn writes_in_order(&self) -> bool {

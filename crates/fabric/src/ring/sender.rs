@@ -3,7 +3,7 @@
 //! The rule it keeps: no byte is overwritten before it was taken, and none is announced before it
 //! was placed. A full ring is a value; the caller decides when to try again.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, time::Duration};
 
 use super::{
     CONSUMED_AT, HEADER_BYTES, LENGTH_BYTES, Notifier, RingPlace, WORD_BYTES, room_of, sealed,
@@ -223,10 +223,26 @@ impl<C: Channel<RegBuf> + ?Sized> RingSender<C> {
     /// # Errors
     /// [`SendError::Lost`], [`SendError::Memory`].
     pub fn progress(&mut self) -> Result<(), SendError> {
+        self.advance(None)
+    }
+
+    /// As [`progress`](Self::progress), by [`Channel::poll_within`].
+    ///
+    /// # Errors
+    /// [`SendError::Lost`], [`SendError::Memory`].
+    pub fn progress_within(&mut self, patience: Duration) -> Result<(), SendError> {
+        self.advance(Some(patience))
+    }
+
+    fn advance(&mut self, mut patience: Option<Duration>) -> Result<(), SendError> {
         let mut ended = std::mem::take(&mut self.scratch);
         loop {
             self.post_backlog();
-            if self.channel.poll(&mut ended) == 0 {
+            let count = match patience.take() {
+                Some(patience) => self.channel.poll_within(&mut ended, patience),
+                None => self.channel.poll(&mut ended),
+            };
+            if count == 0 {
                 break;
             }
             for completion in ended.drain(..) {

@@ -2,9 +2,9 @@
 //! into extents, and does atomics on them.
 //!
 //! The rule it keeps: every operation is checked against the leases of its session before a byte of
-//! it moves. Payloads go between the socket and the mapping by vectored system calls; only what came
-//! together with headers is copied ([`super::incoming`]). Memory whose bytes may be elsewhere is held
-//! in [`super::window`].
+//! it moves. Payloads go between the socket and the mapping by vectored system calls; only what
+//! came together with headers is copied ([`super::incoming`]). Memory whose bytes may be elsewhere
+//! is held in [`super::window`].
 
 use std::{
     io,

@@ -1,8 +1,8 @@
-//! [`Incoming`]: what a data connection's client sends, as few system calls as there are.
+//! [`Incoming`]: what a data connection's client sends, by as few system calls as possible.
 //!
 //! The rule it keeps: what headers announce is not known before they are read, so they are read
-//! together with what has come behind them. That is copied once, and never more than a buffer of it;
-//! the rest of a payload goes straight to its place.
+//! together with what has come behind them. That is copied once, and never more than a buffer of
+//! it; the rest of a payload goes straight to its place.
 
 use std::{io, time::Duration};
 
