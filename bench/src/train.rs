@@ -14,8 +14,9 @@ use std::{env, ops::Range, path::PathBuf, sync::Arc, time::Duration};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
+use farpage::{ByteSize, Runtime};
 use farpage_bench_kit::{
-    options::{Run, not_negative, positive},
+    options::{Run, not_negative, positive, some_bytes},
     report::{self, median, right, table},
 };
 use farpage_fabric::{Link, SessionOptions};
@@ -102,6 +103,14 @@ pub(crate) struct TrainOptions {
     /// Sums and steps by so many parameter servers instead of a ring, for --mode bsp
     #[arg(long, value_name = "S", conflicts_with = "addresses", value_parser = clap::value_parser!(u64).range(1..))]
     aggregators: Option<u64>,
+    /// Keeps the aggregators' parameters and optimizer's state on this memory server, of which
+    /// --state-budget is local at a time
+    #[arg(long, value_name = "URL", requires_all = ["aggregators", "state_budget"])]
+    #[serde(skip)]
+    state: Option<Endpoint>,
+    /// Local memory for what --state keeps; all aggregators of a process share it
+    #[arg(long, value_name = "SIZE", requires = "state", value_parser = some_bytes)]
+    state_budget: Option<ByteSize>,
     /// What is learnt: digits, mnist (both after `cargo xtask data`) or blobs (made here)
     #[arg(long, default_value = "digits")]
     #[serde(serialize_with = "name")]
@@ -544,6 +553,21 @@ impl TrainOptions {
         }
     }
 
+    /// Where the aggregators of this process keep what they change, if it is not local.
+    fn state_memory(&self) -> Result<Option<Runtime>> {
+        let (Some(server), Some(budget)) = (&self.state, self.state_budget) else {
+            return Ok(None);
+        };
+        let runtime = Runtime::builder()
+            .server(server.to_string())
+            .budget(budget)
+            .deadline(Duration::from_secs_f64(self.deadline / 2.0));
+        let runtime = runtime.build();
+        runtime
+            .with_context(|| format!("--state {server}"))
+            .map(Some)
+    }
+
     /// Gigabits per second and microseconds.
     fn link(&self) -> Option<(f64, f64)> {
         match (self.link_gbps, self.link_us) {
@@ -606,7 +630,10 @@ fn one(job: &Job, options: &TrainOptions) -> Result<Ran> {
         .map(|rank| options.course(checkpoints.as_ref(), job, rank, from))
         .collect::<Result<_>>()?;
     let outcomes = match options.aggregators {
-        Some(count) => farpage_train::run_through(job, &network, count as usize)?,
+        Some(count) => {
+            let state = options.state_memory()?;
+            farpage_train::run_through_in(job, &network, count as usize, state.as_ref())?
+        }
         None => farpage_train::run_on(job, &network, courses)?,
     };
     let count = outcomes.len() as f64;

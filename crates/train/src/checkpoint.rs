@@ -2,13 +2,17 @@
 //!
 //! The rule it keeps: a worker that goes on from a checkpoint ends with the bits of one that was
 //! never interrupted. Bytes that are damaged, or that another job has left, are an error. Where
-//! the bytes are kept is the caller's choice ([`Keeping`]): this crate knows no memory servers.
+//! the bytes are kept is the caller's choice ([`Keeping`]).
 
 use std::fmt;
 
 use twox_hash::XxHash3_128;
 
-use crate::{data::Batches, job::Job, optimizer::Optimizer};
+use crate::{
+    data::Batches,
+    job::Job,
+    optimizer::{Decay, Optimizer},
+};
 
 const MAGIC: [u8; 8] = *b"FPTRAIN\0";
 const VERSION: u64 = 1;
@@ -93,11 +97,11 @@ impl Checkpoint {
         bytes.extend(words.as_bytes());
         put(&mut bytes, self.step);
         put_floats(&mut bytes, &self.parameters);
-        let (first, second, decayed) = self.optimizer.state();
+        let (first, second, decay) = self.optimizer.state();
         put_floats(&mut bytes, first);
         put_floats(&mut bytes, second);
-        put(&mut bytes, decayed.0.to_bits());
-        put(&mut bytes, decayed.1.to_bits());
+        put(&mut bytes, decay.0.to_bits());
+        put(&mut bytes, decay.1.to_bits());
         let (order, at, random) = self.batches.state();
         put(&mut bytes, order.len() as u64);
         order
@@ -141,7 +145,7 @@ impl Checkpoint {
         }
         let step = reader.number()?;
         let (parameters, first, second) = (reader.floats()?, reader.floats()?, reader.floats()?);
-        let decayed = (
+        let decay = Decay(
             f64::from_bits(reader.number()?),
             f64::from_bits(reader.number()?),
         );
@@ -152,7 +156,7 @@ impl Checkpoint {
         Ok(Self {
             step,
             parameters,
-            optimizer: Optimizer::with_state(job.rule, first, second, decayed),
+            optimizer: Optimizer::with_state(job.rule, first, second, decay),
             batches: Batches::with_state(order, at, random),
         })
     }

@@ -20,7 +20,7 @@ mod station;
 mod team;
 
 pub use self::{
-    aggregator::{AggregateError, Aggregator, Layout, Party, Through},
+    aggregator::{AggregateError, Aggregator, Layout, Party, StateError, Through},
     checkpoint::{Checkpoint, CheckpointError, Course, Keep, KeepError, Keeping},
     cnn::Cnn,
     exchange::{Exchange, ExchangeError, LeaveError},
@@ -31,5 +31,5 @@ pub use self::{
     plan::{Mode, Plan, PlanError, Ring},
     random::Random,
     station::{Address, JoinError, Member, Station},
-    team::{Between, Network, TeamError, run, run_on, run_through},
+    team::{Between, Network, TeamError, run, run_on, run_through, run_through_in},
 };

@@ -30,8 +30,7 @@ pub struct Optimizer {
     first: Vec<f32>,
     /// The mean of squared gradients; Adam only.
     second: Vec<f32>,
-    /// The decays to the power of the steps so far; Adam only.
-    decayed: (f64, f64),
+    decay: Decay,
 }
 
 const DECAYS: (f32, f32) = (0.9, 0.999);
@@ -39,38 +38,114 @@ const EPSILON: f32 = 1e-8;
 /// The share of its distance from the batch's that a running statistic moves: what libraries take.
 const STATISTICS_SHARE: f32 = 0.1;
 
+impl Rule {
+    /// Floats that are remembered of each parameter.
+    pub(crate) fn remembers(self) -> usize {
+        match self {
+            Self::Sgd { .. } => 1,
+            Self::Adam { .. } => 2,
+        }
+    }
+}
+
+/// Adam's decays to the power of the steps so far.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Decay(pub(crate) f64, pub(crate) f64);
+
+impl Default for Decay {
+    fn default() -> Self {
+        Self(1.0, 1.0)
+    }
+}
+
+impl Decay {
+    /// What the next step does to each parameter.
+    pub(crate) fn next(&mut self, rule: Rule) -> Change {
+        if let Rule::Adam { .. } = rule {
+            let (a, b) = DECAYS;
+            // Powers by multiplication: a library's would differ between machines.
+            self.0 *= f64::from(a);
+            self.1 *= f64::from(b);
+        }
+        Change { rule, decay: *self }
+    }
+}
+
+/// What one step of a rule does, to any part of the parameters.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Change {
+    rule: Rule,
+    decay: Decay,
+}
+
+impl Change {
+    /// Changes `parameters` and what is remembered of them: `first` of each, and `second` if it is
+    /// Adam. Parameters beyond these are running statistics.
+    ///
+    /// # Panics
+    /// If the lengths differ from one another, or there are too few.
+    pub(crate) fn apply(
+        self,
+        parameters: &mut [f32],
+        first: &mut [f32],
+        second: &mut [f32],
+        gradient: &[f32],
+    ) {
+        assert_eq!(parameters.len(), gradient.len(), "lengths");
+        let count = first.len();
+        let (parameters, statistics) = parameters.split_at_mut(count);
+        let (gradient, apart) = gradient.split_at(count);
+        for (statistic, apart) in statistics.iter_mut().zip(apart) {
+            *statistic -= STATISTICS_SHARE * apart;
+        }
+        match self.rule {
+            Rule::Sgd { rate, momentum } => {
+                let state = first.iter_mut().zip(gradient);
+                for (parameter, (velocity, slope)) in parameters.iter_mut().zip(state) {
+                    *velocity = momentum * *velocity + slope;
+                    *parameter -= rate * *velocity;
+                }
+            }
+            Rule::Adam { rate } => {
+                assert_eq!(second.len(), count, "what Adam remembers");
+                let (a, b) = DECAYS;
+                let whole = (1.0 / (1.0 - self.decay.0)) as f32;
+                let whole_square = (1.0 / (1.0 - self.decay.1)) as f32;
+                let state = first.iter_mut().zip(second).zip(gradient);
+                for (parameter, ((mean, square), slope)) in parameters.iter_mut().zip(state) {
+                    *mean = a * *mean + (1.0 - a) * slope;
+                    *square = b * *square + (1.0 - b) * (slope * slope);
+                    let spread = (*square * whole_square).sqrt() + EPSILON;
+                    *parameter -= rate * (*mean * whole) / spread;
+                }
+            }
+        }
+    }
+}
+
 impl Optimizer {
     /// For so many parameters that are no running statistics.
     pub fn new(rule: Rule, parameters: usize) -> Self {
-        let second = match rule {
-            Rule::Sgd { .. } => 0,
-            Rule::Adam { .. } => parameters,
-        };
         Self {
             rule,
             first: vec![0.0; parameters],
-            second: vec![0.0; second],
-            decayed: (1.0, 1.0),
+            second: vec![0.0; (rule.remembers() - 1) * parameters],
+            decay: Decay::default(),
         }
     }
 
     /// What it remembers of the steps so far.
-    pub(crate) fn state(&self) -> (&[f32], &[f32], (f64, f64)) {
-        (&self.first, &self.second, self.decayed)
+    pub(crate) fn state(&self) -> (&[f32], &[f32], Decay) {
+        (&self.first, &self.second, self.decay)
     }
 
     /// An optimizer that was in this [`state`](Self::state).
-    pub(crate) fn with_state(
-        rule: Rule,
-        first: Vec<f32>,
-        second: Vec<f32>,
-        decayed: (f64, f64),
-    ) -> Self {
+    pub(crate) fn with_state(rule: Rule, first: Vec<f32>, second: Vec<f32>, decay: Decay) -> Self {
         Self {
             rule,
             first,
             second,
-            decayed,
+            decay,
         }
     }
 
@@ -80,37 +155,8 @@ impl Optimizer {
     /// # Panics
     /// If the lengths differ from one another, or there are too few.
     pub fn step(&mut self, parameters: &mut [f32], gradient: &[f32]) {
-        let count = self.first.len();
-        assert_eq!(parameters.len(), gradient.len(), "lengths");
-        let (parameters, statistics) = parameters.split_at_mut(count);
-        let (gradient, apart) = gradient.split_at(count);
-        for (statistic, apart) in statistics.iter_mut().zip(apart) {
-            *statistic -= STATISTICS_SHARE * apart;
-        }
-        match self.rule {
-            Rule::Sgd { rate, momentum } => {
-                let state = self.first.iter_mut().zip(gradient);
-                for (parameter, (velocity, slope)) in parameters.iter_mut().zip(state) {
-                    *velocity = momentum * *velocity + slope;
-                    *parameter -= rate * *velocity;
-                }
-            }
-            Rule::Adam { rate } => {
-                let (a, b) = DECAYS;
-                // Powers by multiplication: a library's would differ between machines.
-                self.decayed.0 *= f64::from(a);
-                self.decayed.1 *= f64::from(b);
-                let whole = (1.0 / (1.0 - self.decayed.0)) as f32;
-                let whole_square = (1.0 / (1.0 - self.decayed.1)) as f32;
-                let state = self.first.iter_mut().zip(&mut self.second).zip(gradient);
-                for (parameter, ((mean, square), slope)) in parameters.iter_mut().zip(state) {
-                    *mean = a * *mean + (1.0 - a) * slope;
-                    *square = b * *square + (1.0 - b) * (slope * slope);
-                    let spread = (*square * whole_square).sqrt() + EPSILON;
-                    *parameter -= rate * (*mean * whole) / spread;
-                }
-            }
-        }
+        let change = self.decay.next(self.rule);
+        change.apply(parameters, &mut self.first, &mut self.second, gradient);
     }
 }
 

@@ -11,6 +11,7 @@ use std::{
     time::Duration,
 };
 
+use farpage::Runtime;
 use farpage_fabric::{Endpoint, Link, SessionOptions};
 
 use crate::{
@@ -114,6 +115,20 @@ pub fn run_through(
     network: &Network,
     aggregators: usize,
 ) -> Result<Vec<Outcome>, TeamError> {
+    run_through_in(job, network, aggregators, None)
+}
+
+/// As [`run_through`]; the aggregators keep parameters and the optimizer's state in the memory of a
+/// runtime, if there is one.
+///
+/// # Errors
+/// As [`run_through`]. Memory that an aggregator cannot get at comes before what workers met then.
+pub fn run_through_in(
+    job: &Job,
+    network: &Network,
+    aggregators: usize,
+    state: Option<&Runtime>,
+) -> Result<Vec<Outcome>, TeamError> {
     if job.plan.mode() != Mode::Bsp {
         return Err(TeamError::Mode(job.plan.mode()));
     }
@@ -130,9 +145,13 @@ pub fn run_through(
     };
     let opened = (0..aggregators).map(|number| {
         let endpoint = network.endpoint(job, folder.path(), number);
-        Aggregator::open(layout, number, &endpoint, LEASE)
+        let opened = Aggregator::open(layout, number, &endpoint, LEASE)?;
+        Ok(match state {
+            Some(runtime) => opened.keep_in(runtime),
+            None => opened,
+        })
     });
-    let opened = opened.collect::<Result<Vec<_>, _>>()?;
+    let opened = opened.collect::<Result<Vec<_>, AggregateError>>()?;
     let addresses: Vec<Address> = opened.iter().map(Aggregator::address).collect();
     let key: PathBuf = folder.path().join("key");
     thread::scope(|scope| {
@@ -161,7 +180,12 @@ pub fn run_through(
             let ended = thread.join();
             ended.map_err(|_| TeamError::AggregatorPanicked(number))
         });
-        let served: Vec<_> = served.collect();
+        let mut served: Vec<_> = served.collect();
+        let is_cause =
+            |ended: &Result<_, _>| matches!(ended, Ok(Err(AggregateError::State { .. })));
+        if let Some(cause) = served.iter().position(is_cause) {
+            served.swap_remove(cause)??;
+        }
         let outcomes = worked.into_iter().collect::<Result<Vec<_>, _>>()?;
         for ended in served {
             ended??;

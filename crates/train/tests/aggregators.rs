@@ -215,15 +215,15 @@ fn at_fault(error: &AggregateError) -> Party {
 
 #[test]
 fn a_worker_that_is_stuck_is_named_by_the_aggregator_and_the_others() {
-    let deadline = Duration::from_secs(1);
+    let deadline = Duration::from_secs(3);
     let begun = Instant::now();
     let (aggregator, worker) = failing(deadline, |through| {
-        thread::sleep(4 * deadline);
+        thread::sleep(2 * deadline);
         drop(through);
     });
     assert_eq!(at_fault(&aggregator), Party::Worker(1), "{aggregator}");
     assert_eq!(at_fault(&worker), Party::Worker(1), "{worker}");
-    assert!(begun.elapsed() < Duration::from_secs(15));
+    assert!(begun.elapsed() < Duration::from_secs(30));
 }
 
 #[test]
@@ -250,7 +250,7 @@ fn a_worker_that_does_another_step_is_noticed() {
 
 #[test]
 fn a_worker_or_an_aggregator_that_never_comes_is_named() {
-    let deadline = Duration::from_secs(1);
+    let deadline = Duration::from_secs(3);
     let layout = Layout {
         aggregators: 1,
         workers: 2,
@@ -294,7 +294,7 @@ fn a_worker_or_an_aggregator_that_never_comes_is_named() {
         ),
         "{error}"
     );
-    assert!(begun.elapsed() < Duration::from_secs(10), "{begun:?}");
+    assert!(begun.elapsed() < Duration::from_secs(30), "{begun:?}");
 }
 
 #[test]
@@ -307,7 +307,7 @@ fn an_aggregator_that_goes_is_named() {
     };
     let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let aggregator = Aggregator::open(layout, 0, &endpoint, LEASE).unwrap();
-    let (address, deadline) = ([aggregator.address()], Duration::from_secs(1));
+    let (address, deadline) = ([aggregator.address()], Duration::from_secs(3));
     let options = SessionOptions {
         deadline: PATIENCE,
         ..SessionOptions::default()

@@ -1,0 +1,169 @@
+//! [`State`]: the parameters that an aggregator changes, and its optimizer's state.
+//!
+//! The rule it keeps: where they are decides no bit. In a [`Runtime`] they may be larger than its
+//! budget, and memory that has gone is an error: what is touched is pinned before.
+//!
+//! They lie in pieces, each with its parameters and behind them what the optimizer remembers of
+//! them. So a step goes through memory once and in order, and asks for what comes next.
+
+use std::ops::Range;
+
+use farpage::{
+    Advice, Codec, CreateError, PageError, PinError, RegionOptions, RemoteArray, Runtime,
+};
+
+use crate::optimizer::{Decay, Rule};
+
+/// Parameters of a piece.
+const PIECE_FLOATS: usize = 16 << 10;
+/// So many pieces are asked for ahead of the one that is changed.
+const AHEAD: usize = 8;
+
+/// Parameters and what an optimizer remembers of them.
+pub(super) struct State {
+    rule: Rule,
+    decay: Decay,
+    parameters: usize,
+    /// Parameters that are no running statistics.
+    learnt: usize,
+    memory: Memory,
+}
+
+enum Memory {
+    Local(Vec<f32>),
+    Remote(RemoteArray<f32>),
+}
+
+impl Memory {
+    /// Changes floats, which stay in this process's memory meanwhile.
+    fn with(
+        &mut self,
+        range: Range<usize>,
+        change: impl FnOnce(&mut [f32]),
+    ) -> Result<(), StateError> {
+        match self {
+            Self::Local(floats) => change(&mut floats[range]),
+            Self::Remote(array) => {
+                array.pin(range.clone())?;
+                change(&mut array[range.clone()]);
+                array.unpin(range);
+            }
+        }
+        Ok(())
+    }
+
+    fn soon(&self, floats: Range<usize>) -> Result<(), StateError> {
+        match self {
+            Self::Local(_) => Ok(()),
+            Self::Remote(array) => Ok(array.advise(floats, Advice::WillNeed)?),
+        }
+    }
+}
+
+/// The parameters of a piece, and how many of them are no running statistics.
+struct Piece {
+    parameters: Range<usize>,
+    learnt: usize,
+    /// Where its floats are.
+    floats: Range<usize>,
+}
+
+impl State {
+    /// Of `initial` parameters, of which the first `learnt` are no running statistics. They are in
+    /// this process's own memory without a `runtime`.
+    pub(super) fn new(
+        rule: Rule,
+        initial: &[f32],
+        learnt: usize,
+        runtime: Option<&Runtime>,
+    ) -> Result<Self, StateError> {
+        let floats = initial.len() + rule.remembers() * learnt;
+        let memory = match runtime {
+            None => Memory::Local(vec![0.0; floats]),
+            Some(runtime) => {
+                // Whatever the runtime's own codec is: not one bit may change.
+                let options = RegionOptions::new().codec(Codec::Raw);
+                let array = runtime.array_with(floats, options);
+                Memory::Remote(array.map_err(Box::new)?)
+            }
+        };
+        let mut state = Self {
+            rule,
+            decay: Decay::default(),
+            parameters: initial.len(),
+            learnt,
+            memory,
+        };
+        for number in 0..state.pieces() {
+            let piece = state.piece(number);
+            let initial = &initial[piece.parameters];
+            let put = |floats: &mut [f32]| floats[..initial.len()].copy_from_slice(initial);
+            state.memory.with(piece.floats, put)?;
+        }
+        Ok(state)
+    }
+
+    fn pieces(&self) -> usize {
+        self.parameters.div_ceil(PIECE_FLOATS)
+    }
+
+    fn piece(&self, number: usize) -> Piece {
+        let start = number * PIECE_FLOATS;
+        let parameters = start..(start + PIECE_FLOATS).min(self.parameters);
+        let each = self.rule.remembers();
+        let before = |parameter: usize| parameter + each * parameter.min(self.learnt);
+        Piece {
+            learnt: parameters.end.min(self.learnt) - start.min(self.learnt),
+            floats: before(parameters.start)..before(parameters.end),
+            parameters,
+        }
+    }
+
+    /// Asks for the first pieces: there will be a step.
+    pub(super) fn prepare(&self) -> Result<(), StateError> {
+        (0..AHEAD.min(self.pieces()))
+            .try_for_each(|number| self.memory.soon(self.piece(number).floats))
+    }
+
+    /// Changes all parameters by one step, and shows each piece's with the number of its first.
+    pub(super) fn step(
+        &mut self,
+        gradient: &[f32],
+        mut show: impl FnMut(usize, &[f32]),
+    ) -> Result<(), StateError> {
+        let change = self.decay.next(self.rule);
+        for number in 0..self.pieces() {
+            if number + AHEAD < self.pieces() {
+                let next = self.piece(number + AHEAD);
+                self.memory.soon(next.floats)?;
+            }
+            let Piece {
+                parameters,
+                learnt,
+                floats,
+            } = self.piece(number);
+            self.memory.with(floats, |floats| {
+                let (values, remembered) = floats.split_at_mut(parameters.len());
+                let (first, second) = remembered.split_at_mut(learnt);
+                change.apply(values, first, second, &gradient[parameters.clone()]);
+                show(parameters.start, values);
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// Why memory for parameters and an optimizer's state cannot be had.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StateError {
+    /// There is none.
+    #[error(transparent)]
+    Create(#[from] Box<CreateError>),
+    /// What was kept there is out of reach.
+    #[error(transparent)]
+    Page(#[from] PageError),
+    /// The same, or the budget is too small for one piece of each aggregator that shares it.
+    #[error(transparent)]
+    Pin(#[from] PinError),
+}

@@ -1,0 +1,160 @@
+//! An optimizer's state in remote memory, of which a fraction is local at a time: the same bits as
+//! in local memory, and an error where the memory has gone.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{path::Path, sync::Arc, thread, time::Duration};
+
+use farpage::{BuildError, ByteSize, Runtime};
+use farpage_fabric::{Endpoint, SessionOptions};
+use farpage_memserver::{RunningServer, Server};
+use farpage_train::{
+    AggregateError, Aggregator, Between, Job, Layout, Mlp, Mode, Network, Outcome, Party, Plan,
+    Rule, Through,
+    data::{Dataset, Shards, Source},
+    hash, run_through, run_through_in,
+};
+
+const NETWORK: Network = Network {
+    between: Between::Shm,
+    link: None,
+    deadline: Duration::from_secs(30),
+};
+const MOMENTUM: Rule = Rule::Sgd {
+    rate: 0.1,
+    momentum: 0.9,
+};
+const ADAM: Rule = Rule::Adam { rate: 0.01 };
+
+/// Whether this process may page its own memory; if not, says that `test` is skipped, and why.
+fn can_page(test: &str) -> bool {
+    match Runtime::builder().build() {
+        Err(BuildError::Userfaultfd(why)) => {
+            eprintln!("SKIPPED: {test}: {why}");
+            false
+        }
+        _ => true,
+    }
+}
+
+fn server(capacity_bytes: u64) -> RunningServer {
+    let server = Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(capacity_bytes)
+        .grace(Duration::from_millis(100));
+    server.start().unwrap()
+}
+
+fn runtime(server: &RunningServer, budget_bytes: usize) -> Runtime {
+    let runtime = Runtime::builder()
+        .server(server.endpoints()[0].to_string())
+        .budget(ByteSize(budget_bytes as u64))
+        .page_size(ByteSize::kib(16))
+        .deadline(Duration::from_secs(5));
+    runtime.build().unwrap()
+}
+
+fn job(rule: Rule) -> Job {
+    let data = Dataset::load(Source::Blobs, Path::new("")).unwrap();
+    Job {
+        plan: Plan::new(Mode::Bsp, 2, 2).unwrap(),
+        model: Mlp::new(&[data.width, 500, 500, data.classes]).into(),
+        rule,
+        data: Arc::new(data),
+        shards: Shards::Even,
+        batch: 4,
+        steps: 6,
+        every: 6,
+        seed: 1,
+        slow: None,
+    }
+}
+
+fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
+    let ends = outcomes
+        .iter()
+        .map(|outcome| &outcome.snapshots.last().unwrap().parameters);
+    ends.map(|parameters| &**parameters).collect()
+}
+
+#[test]
+fn a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory() {
+    if !can_page("a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory") {
+        return;
+    }
+    let server = server(64 << 20);
+    for (rule, floats) in [(MOMENTUM, 2), (ADAM, 3)] {
+        let job = job(rule);
+        let bytes = 4 * floats * job.model.parameters();
+        let whole = hash(last(&run_through(&job, &NETWORK, 1).unwrap()));
+        for (between, aggregators) in [(Between::Shm, 1), (Between::Tcp, 2)] {
+            let network = Network { between, ..NETWORK };
+            let runtime = runtime(&server, bytes / 4);
+            let ended = run_through_in(&job, &network, aggregators, Some(&runtime)).unwrap();
+            assert_eq!(hash(last(&ended)), whole, "{rule:?} {between:?}");
+            // All of it went out and came back in each step.
+            let moved = runtime.stats().pager.evictions * (16 << 10);
+            assert!(moved as usize > bytes * 3, "{moved} of {bytes}");
+        }
+    }
+}
+
+#[test]
+fn a_memory_server_without_room_is_an_error_of_the_aggregator() {
+    if !can_page("a_memory_server_without_room_is_an_error_of_the_aggregator") {
+        return;
+    }
+    let server = server(1 << 20);
+    let runtime = runtime(&server, 1 << 20);
+    let error = run_through_in(&job(ADAM), &NETWORK, 1, Some(&runtime)).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        text.contains("aggregator 0 cannot get at its parameters"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
+    if !can_page("a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job") {
+        return;
+    }
+    let layout = Layout {
+        aggregators: 1,
+        workers: 1,
+        parameters: 1 << 20,
+        statistics: 0,
+    };
+    // Pages of one repeated value would not leave this process.
+    let initial: Vec<f32> = (0..layout.parameters).map(|at| at as f32).collect();
+    let memory = server(64 << 20);
+    let runtime = runtime(&memory, 2 << 20);
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let aggregator = Aggregator::open(layout, 0, &endpoint, Duration::from_secs(30)).unwrap();
+    let aggregator = aggregator.keep_in(&runtime);
+    let (address, deadline) = ([aggregator.address()], Duration::from_secs(30));
+    let folder = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        deadline,
+        ..SessionOptions::default()
+    };
+    let (served, worked) = thread::scope(|scope| {
+        let serving = scope.spawn(|| aggregator.serve(&initial, ADAM, 100, deadline));
+        let mut through = Through::join(layout, 0, &address, &options, deadline).unwrap();
+        through.buffers().unwrap().1.copy_from_slice(&initial);
+        through.step_in_place(0).unwrap();
+        memory.shutdown();
+        let worked = (1..100).find_map(|step| through.step_in_place(step).err());
+        drop(through);
+        (serving.join().unwrap().unwrap_err(), worked.unwrap())
+    });
+    assert!(matches!(served, AggregateError::State { .. }), "{served}");
+    let AggregateError::Gone { gone, .. } = worked else {
+        panic!("{worked}");
+    };
+    assert_eq!(gone, Party::Aggregator(0));
+}
