@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: what is tested is the library that cargo has just built, beside the Python
 //! files of the source tree. What pytest needs is fetched once, by pip, below the target directory;
-//! where that cannot be done, the tests are skipped and the reason is told.
+//! where that cannot be done, the tests are skipped and the reason is told. Tests that are marked
+//! as long stand for libtest's ignored ones: `--ignored` runs them, `--include-ignored` all.
 
 use std::{
     env,
@@ -26,6 +27,8 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// All tests together take a tenth of this.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// With those that are marked as long.
+const LONG_PATIENCE: Duration = Duration::from_secs(3 * 3600);
 /// pip tries again by itself, for minutes.
 const PIP_PATIENCE: Duration = Duration::from_secs(240);
 
@@ -38,10 +41,16 @@ fn main() -> ExitCode {
         println!("python: test");
         return ExitCode::SUCCESS;
     }
-    // Options are for libtest: this program always shows what fails.
-    let mut filters = arguments.into_iter().filter(|it| !it.starts_with('-'));
+    let given = |option| arguments.iter().any(|it| it == option);
+    let marks = match (given("--ignored"), given("--include-ignored")) {
+        (true, _) => Some("long"),
+        (false, true) => None,
+        (false, false) => Some("not long"),
+    };
+    // Other options are for libtest: this program always shows what fails.
+    let filter = arguments.iter().find(|it| !it.starts_with('-'));
     match packages() {
-        Ok(packages) => match run(&packages, filters.next()) {
+        Ok(packages) => match run(&packages, filter, marks) {
             Ok(true) => ExitCode::SUCCESS,
             Ok(false) => ExitCode::FAILURE,
             Err(error) => {
@@ -139,8 +148,9 @@ fn assemble() -> Result<PathBuf> {
     Ok(site)
 }
 
-/// Runs pytest and repeats what it says about each test; returns whether all passed.
-fn run(packages: &Path, filter: Option<String>) -> Result<bool> {
+/// Runs pytest on the tests with a name that contains `filter` and with `marks`, and repeats what
+/// it says about each; returns whether all passed.
+fn run(packages: &Path, filter: Option<&String>, marks: Option<&str>) -> Result<bool> {
     let path = env::join_paths([assemble()?.as_path(), packages])?;
     let mut pytest = python();
     pytest
@@ -149,9 +159,16 @@ fn run(packages: &Path, filter: Option<String>) -> Result<bool> {
         .env("PYTHONPATH", path)
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .env("COLUMNS", "160");
-    if let Some(filter) = &filter {
+    if let Some(filter) = filter {
         pytest.args(["-k", filter]);
     }
+    if let Some(marks) = marks {
+        pytest.args(["-m", marks]);
+    }
+    let patience = match marks {
+        Some("not long") => PATIENCE,
+        _ => LONG_PATIENCE,
+    };
     // What the tests set themselves.
     for (name, _) in env::vars_os() {
         if name.to_string_lossy().starts_with("FARPAGE_") && name != "FARPAGE_KEY_FILE" {
@@ -160,7 +177,7 @@ fn run(packages: &Path, filter: Option<String>) -> Result<bool> {
     }
     let (mut passed, mut failed) = (0, 0);
     let mut skipped = Vec::new();
-    let succeeded = watch(&mut pytest, PATIENCE, |line| match outcome(line) {
+    let succeeded = watch(&mut pytest, patience, |line| match outcome(line) {
         Some((test, Outcome::Passed)) => {
             passed += 1;
             println!("test {test} ... ok");
