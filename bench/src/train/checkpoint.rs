@@ -12,7 +12,6 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail};
 use farpage::{ByteSize, RegionOptions, Runtime};
-use farpage_fabric::{OpenError, PublishError};
 use farpage_train::{Checkpoint, Course, Job, KeepError, Keeping};
 use farpage_wire::Endpoint;
 
@@ -133,16 +132,7 @@ impl Checkpoints {
         let name = name.with_context(|| format!("the checkpoint of step {step} is gone"))?;
         let read = || -> Result<Checkpoint> {
             let region = self.until_free(|| match self.runtime.open_region(name) {
-                Err(farpage::OpenError::Store(
-                    farpage_store::OpenStoreError::Open {
-                        source: OpenError::InUse { .. },
-                        ..
-                    }
-                    | farpage_store::OpenStoreError::Claim {
-                        source: PublishError::InUse { .. },
-                        ..
-                    },
-                )) => None,
+                Err(farpage::OpenError::Store(farpage_store::OpenStoreError::InUse { .. })) => None,
                 outcome => Some(outcome.map_err(Into::into)),
             })?;
             // A page that cannot be read is an error here, and a signal if it is touched.
@@ -219,9 +209,9 @@ impl Checkpoints {
         let write = |name: &str| -> Result<bool> {
             let options = RegionOptions::new().name(name);
             let mut region = match self.runtime.region_with(bytes.len(), options) {
-                Err(farpage::CreateError::Store(farpage_store::CreateError::Claim(
-                    PublishError::InUse { .. },
-                ))) => return Ok(false),
+                Err(farpage::CreateError::Store(farpage_store::CreateError::InUse { .. })) => {
+                    return Ok(false);
+                }
                 created => created?,
             };
             region.overwrite(0, bytes)?;

@@ -408,6 +408,11 @@ typedef struct farpage_stats {
  */
 #define FARPAGE_EXISTS 10
 
+/**
+ * A region of that name is open, here or in another program: it can be had when that closes it.
+ */
+#define FARPAGE_IN_USE 11
+
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus

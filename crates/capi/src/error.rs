@@ -43,6 +43,8 @@ pub const FARPAGE_SYSTEM: farpage_code = 8;
 pub const FARPAGE_INTERNAL: farpage_code = 9;
 /// A region of that name exists already: open it, remove it, or set `replace`.
 pub const FARPAGE_EXISTS: farpage_code = 10;
+/// A region of that name is open, here or in another program: it can be had when that closes it.
+pub const FARPAGE_IN_USE: farpage_code = 11;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -123,6 +125,9 @@ impl From<CreateError> for Failure {
             CreateError::Store(StoreCreateError::Claim(PublishError::Exists { .. })) => {
                 FARPAGE_EXISTS
             }
+            CreateError::Store(StoreCreateError::InUse { .. } | StoreCreateError::Held { .. }) => {
+                FARPAGE_IN_USE
+            }
             CreateError::Store(StoreCreateError::Claim(PublishError::Control(
                 ControlError::Disconnected { .. },
             ))) => FARPAGE_UNREACHABLE,
@@ -150,6 +155,7 @@ impl From<NamesError> for Failure {
     fn from(error: NamesError) -> Failure {
         let code = match &error {
             NamesError::NotFound { .. } => FARPAGE_NOT_FOUND,
+            NamesError::InUse { .. } | NamesError::Held { .. } => FARPAGE_IN_USE,
             NamesError::List(ControlError::Disconnected { .. }) => FARPAGE_UNREACHABLE,
             _ => FARPAGE_INVALID,
         };
@@ -161,6 +167,9 @@ impl From<OpenError> for Failure {
     fn from(error: OpenError) -> Failure {
         let code = match &error {
             OpenError::Store(OpenStoreError::NotFound { .. }) => FARPAGE_NOT_FOUND,
+            OpenError::Store(OpenStoreError::InUse { .. } | OpenStoreError::Held { .. }) => {
+                FARPAGE_IN_USE
+            }
             OpenError::Store(OpenStoreError::Alloc { .. } | OpenStoreError::Table(_)) => {
                 FARPAGE_NO_MEMORY
             }

@@ -682,6 +682,11 @@ fn names_are_listed_and_removed() {
     unsafe {
         assert_eq!(farpage_region_flush(region), FARPAGE_OK, "{}", message());
         assert_eq!(list(), [("listed".to_owned(), true, 1)]);
+        assert_eq!(runtime.map(PAGE, &options), Err(FARPAGE_IN_USE));
+        assert_eq!(
+            farpage_name_remove(runtime.0, c"listed".as_ptr()),
+            FARPAGE_IN_USE
+        );
         assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
         assert_eq!(list(), [("listed".to_owned(), true, 0)]);
         // Another of that name is refused at once, or replaces it.

@@ -166,7 +166,8 @@ impl Runtime {
     ///
     /// # Errors
     /// [`NamesError::NotFound`] if there is none, [`NamesError::Held`] if this runtime has it open,
-    /// [`NamesError::Remove`] if another program has or a server cannot be reached.
+    /// [`NamesError::InUse`] if another program has, [`NamesError::Remove`] if a server cannot be
+    /// reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
         self.pager.cluster().remove(name)
     }

@@ -8,7 +8,7 @@ mod common;
 use std::time::Duration;
 
 use common::{Fabric, KIB, MIB, Memory, Watchdog, can_page, fabrics, mix};
-use farpage::{ElementType, OpenError, RegionOptions};
+use farpage::{CreateError, ElementType, OpenError, RegionOptions, error::StoreCreateError};
 use farpage_store::{NamesError, OpenStoreError};
 
 const PAGE: usize = 4 * KIB;
@@ -164,10 +164,7 @@ fn named_region_outlives_its_program_and_has_one_owner() {
         let refused = runtime().open_array::<u64>("field").unwrap_err();
         let in_use = matches!(
             &refused,
-            OpenError::Store(OpenStoreError::Open {
-                source: farpage_fabric::OpenError::InUse { .. },
-                ..
-            })
+            OpenError::Store(OpenStoreError::InUse { name, .. }) if name == "field"
         );
         assert!(in_use, "{refused:?}");
         // What is not flushed is not published; what is, is.
@@ -284,7 +281,16 @@ fn an_array_that_its_own_program_has_open_is_not_removed() {
             );
             assert!(refused.to_string().contains("`field` is open"), "{refused}");
             let taken = second.array_with::<u64>(PAGE, named().replace(true));
-            assert!(taken.is_err(), "{fabric}, {flushed}: {taken:?}");
+            let taken = taken.unwrap_err();
+            assert!(
+                matches!(taken, CreateError::Store(StoreCreateError::InUse { .. })),
+                "{fabric}, {flushed}: {taken}"
+            );
+            let refused = second.remove("field").unwrap_err();
+            assert!(
+                matches!(refused, NamesError::InUse { .. }),
+                "{fabric}, {flushed}: {refused}"
+            );
             array[0] = 7;
             array.flush().unwrap();
         }

@@ -33,6 +33,13 @@ create_exception!(
      the text says that a page's newest bytes are lost."
 );
 
+create_exception!(
+    farpage,
+    InUseError,
+    Error,
+    "A region of that name is open, here or in another program: it can be had when that closes it."
+);
+
 /// An argument that makes no sense.
 pub(crate) fn value(error: impl Display) -> PyErr {
     PyValueError::new_err(error.to_string())
@@ -65,6 +72,9 @@ pub(crate) fn create(error: &CreateError) -> PyErr {
         CreateError::Store(StoreCreateError::Claim(PublishError::Exists { .. })) => {
             PyFileExistsError::new_err(text)
         }
+        CreateError::Store(StoreCreateError::InUse { .. } | StoreCreateError::Held { .. }) => {
+            InUseError::new_err(text)
+        }
         CreateError::Store(
             StoreCreateError::Codec { .. }
             | StoreCreateError::PageSize { .. }
@@ -80,6 +90,9 @@ pub(crate) fn open(error: &OpenError) -> PyErr {
     let text = error.to_string();
     match error {
         OpenError::Store(OpenStoreError::NotFound { .. }) => PyFileNotFoundError::new_err(text),
+        OpenError::Store(OpenStoreError::InUse { .. } | OpenStoreError::Held { .. }) => {
+            InUseError::new_err(text)
+        }
         OpenError::Store(OpenStoreError::Connect { .. }) => PyConnectionError::new_err(text),
         _ => Error::new_err(text),
     }
@@ -89,6 +102,7 @@ pub(crate) fn names(error: &NamesError) -> PyErr {
     let text = error.to_string();
     match error {
         NamesError::NotFound { .. } => PyFileNotFoundError::new_err(text),
+        NamesError::InUse { .. } | NamesError::Held { .. } => InUseError::new_err(text),
         NamesError::List(ControlError::Disconnected { .. }) => PyConnectionError::new_err(text),
         _ => Error::new_err(text),
     }

@@ -22,7 +22,7 @@ mod _farpage {
     use super::{
         arena::{Arena, set_handler},
         available_bytes,
-        error::{Error, PageError},
+        error::{Error, InUseError, PageError},
         parse_size,
         process::sigbus_handler,
         region::Region,

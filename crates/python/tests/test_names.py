@@ -96,8 +96,12 @@ def test_opened_to_be_read_changes_nothing(rt, name):
 
 def test_name_is_open_once(rt, name):
     with rt.create(name, (1000,), "f4") as region:
-        with pytest.raises(OSError, match=name):
+        with pytest.raises(farpage.InUseError, match=name):
             rt.open(name)
+        with pytest.raises(farpage.InUseError, match=name):
+            rt.create(name, (1000,), "f4", replace=True)
+        with pytest.raises(farpage.InUseError, match=name):
+            rt.remove(name)
     with pytest.raises(FileExistsError, match=name):
         rt.create(name, (1000,), "f4")
     with rt.create(name, (500,), "i4", replace=True) as region:

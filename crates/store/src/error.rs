@@ -193,6 +193,16 @@ pub enum CreateError {
         /// The name.
         name: String,
     },
+    /// Another program has it open, or has claimed the name.
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
+    )]
+    InUse {
+        /// The name.
+        name: String,
+        /// The endpoint of the server that says so.
+        endpoint: String,
+    },
     /// A server would not keep the name for the region.
     #[error(transparent)]
     Claim(farpage_fabric::PublishError),
@@ -282,6 +292,16 @@ pub enum OpenStoreError {
     NotFound {
         /// The name.
         name: String,
+    },
+    /// Another program has it open, or has claimed the name.
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be had when that client closes it"
+    )]
+    InUse {
+        /// The name.
+        name: String,
+        /// The endpoint of the server that says so.
+        endpoint: String,
     },
     /// A server would not open it.
     #[error("opening region `{name}`: {source}")]

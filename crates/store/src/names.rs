@@ -40,7 +40,10 @@ impl Claim {
         let claim = Self::here(cluster, name).ok_or_else(|| CreateError::Held {
             name: name.to_owned(),
         })?;
-        claim.take(replace).map_err(CreateError::Claim)?;
+        claim.take(replace).map_err(|error| match error {
+            PublishError::InUse { endpoint, name } => CreateError::InUse { name, endpoint },
+            error => CreateError::Claim(error),
+        })?;
         Ok(claim)
     }
 
@@ -122,6 +125,16 @@ pub enum NamesError {
         /// The name.
         name: String,
     },
+    /// Another program has it open.
+    #[error(
+        "region `{name}` on {endpoint} is in use by another client: it can be removed when that client closes it"
+    )]
+    InUse {
+        /// The name.
+        name: String,
+        /// The endpoint of the server that says so.
+        endpoint: String,
+    },
     /// A server would not remove it. It may be gone on other servers already: remove it again.
     #[error("removing region `{name}`: {source}")]
     Remove {
@@ -166,7 +179,8 @@ impl Cluster {
     /// Forgets a region of the user's key that no program has open, and frees its memory.
     ///
     /// # Errors
-    /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::Remove`].
+    /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::InUse`],
+    /// [`NamesError::Remove`].
     pub fn remove(self: &Arc<Self>, name: &str) -> Result<(), NamesError> {
         // Servers would remove it under an open region of this cluster. Holding the name prevents
         // that.
@@ -178,6 +192,9 @@ impl Cluster {
             match session.remove(name) {
                 Ok(()) => found = true,
                 Err(OpenError::NotFound { .. }) => {}
+                Err(OpenError::InUse { endpoint, name }) => {
+                    return Err(NamesError::InUse { name, endpoint });
+                }
                 Err(source) => {
                     return Err(NamesError::Remove {
                         name: name.to_owned(),

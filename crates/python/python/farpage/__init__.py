@@ -20,11 +20,12 @@ from farpage._arrays import (
     pickle_bytes_max,
     prefetch,
 )
-from farpage._farpage import Error, PageError
+from farpage._farpage import Error, InUseError, PageError
 from farpage._runtime import Region, Runtime, Stats, local
 
 __all__ = [
     "Error",
+    "InUseError",
     "PageError",
     "Region",
     "RemoteArray",

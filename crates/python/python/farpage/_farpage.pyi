@@ -4,6 +4,9 @@ from typing import Any
 class Error(OSError):
     """The operating system or a memory server refused; the text says what to do."""
 
+class InUseError(Error):
+    """A region of that name is open, here or in another program."""
+
 class PageError(Error):
     """Pages could not be brought in or written back."""
 

@@ -5,7 +5,7 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use farpage_fabric::{Extent, OpenError, Session, log::later};
+use farpage_fabric::{Extent, OpenError, PublishError, Session, log::later};
 
 use super::{
     manifest::{Manifest, RegionManifest, VERSION, span_of, words_of},
@@ -185,6 +185,9 @@ impl Opened {
             let named = match session.open(name) {
                 Ok(named) => named,
                 Err(OpenError::NotFound { .. }) => continue,
+                Err(OpenError::InUse { endpoint, name }) => {
+                    return Err(OpenStoreError::InUse { name, endpoint });
+                }
                 Err(source) => {
                     return Err(OpenStoreError::Open {
                         name: name.to_owned(),
@@ -221,9 +224,12 @@ impl Opened {
             name: name.to_owned(),
         })?;
         // Also on servers that have nothing of it now: it may be published there again.
-        let failed = |source| OpenStoreError::Claim {
-            name: name.to_owned(),
-            source,
+        let failed = |error| match error {
+            PublishError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
+            source => OpenStoreError::Claim {
+                name: name.to_owned(),
+                source,
+            },
         };
         claim.take(true).map_err(failed)?;
         Ok(Self {

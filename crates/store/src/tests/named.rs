@@ -24,7 +24,7 @@ fn a_published_region_is_opened_by_the_next_client_in_any_order_of_servers() {
         assert!(
             matches!(
                 PageStore::open(&second, REGION, "field"),
-                Err(OpenStoreError::Open { .. })
+                Err(OpenStoreError::InUse { .. })
             ),
             "in use"
         );
@@ -206,7 +206,7 @@ fn a_name_is_its_regions_from_creation_on_and_on_all_servers() {
         for other in [&second, &client(&servers[..1]), &client(&servers[1..])] {
             assert!(matches!(
                 create(other, 1, replace),
-                Err(CreateError::Claim(PublishError::InUse { .. }))
+                Err(CreateError::InUse { .. })
             ));
         }
     }
