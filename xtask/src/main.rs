@@ -15,6 +15,7 @@ mod sanitize;
 mod setup;
 mod tests;
 mod tidy;
+mod unmodified;
 mod vm;
 
 use std::{env, process::ExitCode};
@@ -32,6 +33,8 @@ Commands:
   test --quick                    what takes less than three minutes once built: no virtual machine, release profile or
                                   benchmarks, and no long tests, which it names
   test --rdma [FILTER...]         only the tests of RDMA, in a virtual machine
+  test --programs [NAME...]       programs of the distribution and of Python's packages under `farpage run` at a quarter of their
+                                  memory, beside plain runs and swap; minutes, and installs them
   bench --smoke                   run every benchmark once with tiny sizes: do they work? (`farpage-bench` measures)
   sanitize [--seconds N]          run the tests of all decoders, codecs and page states with the address sanitizer, then fuzz what
                                   reads strangers' bytes, each target for N seconds [15]
@@ -71,6 +74,7 @@ fn run() -> Result<ExitCode> {
             setup::prepare()?;
             match rest.split_first() {
                 Some((option, filters)) if option == "--rdma" => tests::run_rdma(filters),
+                Some((option, names)) if option == "--programs" => unmodified::run(names),
                 _ => tests::run(rest),
             }
         }

@@ -11,7 +11,6 @@ use farpage::Codec;
 use farpage_bench_kit::data::Contents;
 use serde_json::{Value, json};
 
-use crate::swap::Swap;
 use farpage_bench_kit::{
     options::{Budget, Fabric, Format, Printing, page_size, some_bytes},
     out::say,
@@ -19,6 +18,7 @@ use farpage_bench_kit::{
     report::{self, median},
     sitting::Sitting,
 };
+use farpage_bench_limits::swap::Swap;
 
 /// For the program itself, its stacks and tables, beside the arrays; given to the swapping program
 /// only, farpage's budget is for pages alone.

@@ -9,7 +9,6 @@
 
 pub mod arena;
 pub mod bare;
-pub mod cgroup;
 pub mod cpus;
 pub mod data;
 pub mod held;
@@ -26,3 +25,5 @@ pub mod server;
 pub mod sitting;
 pub mod work;
 pub mod yardsticks;
+
+pub use farpage_bench_limits::cgroup;

@@ -113,8 +113,7 @@ impl std::error::Error for NotRun {}
 fn run(options: &RunOptions) -> Result<u8> {
     let (name, arguments) = options.command.split_first().expect("clap requires one");
     let path = find(name)?;
-    let program =
-        Program::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let program = Program::read(&path).map_err(|error| cannot_start(&path, error))?;
     if options.explain {
         print!("{}", program.explain(&path, &sizes(options)));
         return Ok(if program.refusal().is_some() { 1 } else { 0 });

@@ -298,8 +298,11 @@ fn status_is_the_programs() {
     assert_eq!(status(&["/bin/sh", "-c", "exit 7"]).0, 7);
     assert_eq!(status(&["/bin/sh", "-c", "kill -9 $$"]).0, 137);
     assert_eq!(status(&["no-such-program-here"]).0, 127);
-    let (code, why) = status(&["/bin/sh/none"]);
-    assert!(code != 0 && why.contains("/bin/sh/none"), "{code} {why}");
+    for (path, expected) in [("/no/such/file", 127), ("/bin/sh/none", 126), ("/tmp", 126)] {
+        let (code, why) = status(&[path]);
+        assert_eq!(code, expected, "{path}: {why}");
+        assert!(why.contains(path), "{why}");
+    }
 }
 
 #[test]

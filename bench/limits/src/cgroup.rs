@@ -5,7 +5,9 @@
 //! one finds and [removes](Cgroup::remove_leftovers) it.
 
 use std::{
-    env, fs, io,
+    env,
+    ffi::OsString,
+    fs, io,
     path::{Path, PathBuf},
     process::{self, Command},
     thread,
@@ -172,14 +174,24 @@ impl Cgroup {
     /// This program's own file cannot be found.
     pub fn command(&self) -> Result<Command> {
         let this_program = env::current_exe().context("cannot find this program's own file")?;
+        let [shell, words @ ..] = self.words();
+        let mut command = Command::new(shell);
+        command.args(words).arg(this_program);
+        Ok(command)
+    }
+
+    /// What stands before a command's words so that it runs inside.
+    pub fn words(&self) -> [OsString; 4] {
         // A shell moves itself before it becomes the program: not a byte of the program is
         // allocated outside.
-        let mut command = Command::new("/bin/sh");
-        command
-            .args(["-c", r#"echo $$ >"$0" && exec "$@""#])
-            .arg(self.path.join("cgroup.procs"))
-            .arg(this_program);
-        Ok(command)
+        let moves = r#"echo $$ >"$0" && exec "$@""#;
+        let processes = self.path.join("cgroup.procs");
+        [
+            "/bin/sh".into(),
+            "-c".into(),
+            moves.into(),
+            processes.into(),
+        ]
     }
 
     /// The most memory that it held, in bytes, and how often the kernel killed for lack of it.
@@ -276,7 +288,7 @@ pub fn is_leftover(name: &str) -> Result<bool> {
     // Ids are used again, but hardly by this very program.
     let comm = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     ensure!(
-        !comm.starts_with("farpage-bench") || pid == process::id(),
+        !comm.starts_with("farpage") || pid == process::id(),
         "process {pid} has set up a cgroup or swap of its own; wait for its end"
     );
     Ok(true)

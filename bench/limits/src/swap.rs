@@ -12,14 +12,15 @@ use std::{
     process::{self, Command},
 };
 
+use crate::cgroup::{Cgroup, NAME, Parent, SwapUse, is_leftover, retry};
 use anyhow::{Context, Result, bail, ensure};
-use farpage_bench_kit::cgroup::{Cgroup, NAME, Parent, SwapUse, is_leftover, retry};
 use nix::unistd::geteuid;
 
 const ZRAM_CONTROL: &str = "/sys/class/zram-control";
 const TOOLS: [&str; 3] = ["mkswap", "swapon", "swapoff"];
+
 /// A place for programs whose memory beyond a limit is swapped to compressed memory.
-pub(crate) struct Swap {
+pub struct Swap {
     // Taken down first: what is still swapped out then needs no room when the device goes.
     cgroup: Cgroup,
     _device: Zram,
@@ -32,7 +33,7 @@ impl Swap {
     /// # Errors
     /// What this machine lacks, all of it at once; or what could not be done, with everything taken
     /// down again.
-    pub(crate) fn set_up(memory_bytes: u64, swap_bytes: u64) -> Result<Self> {
+    pub fn set_up(memory_bytes: u64, swap_bytes: u64) -> Result<Self> {
         let parent = check()?;
         Zram::remove_leftovers()?;
         Cgroup::remove_leftovers(&parent)?;
@@ -44,8 +45,13 @@ impl Swap {
         })
     }
 
+    /// The cgroup.
+    pub fn cgroup(&self) -> &Cgroup {
+        &self.cgroup
+    }
+
     /// Runs this program inside, whatever arguments are added.
-    pub(crate) fn command(&self) -> Result<Command> {
+    pub fn command(&self) -> Result<Command> {
         self.cgroup.command()
     }
 }

@@ -1,0 +1,291 @@
+//! The programs, their inputs and their arguments.
+//!
+//! The rule it keeps: inputs are generated from seeds, and a program's output is the same each time
+//! that it runs as it is.
+
+use std::{env, ffi::OsString, fs, io::Write, path::PathBuf};
+
+/// One thread where the order of sums would depend on how many there are.
+pub(crate) const ENVIRONMENT: [(&str, &str); 5] = [
+    ("LC_ALL", "C"),
+    ("OMP_NUM_THREADS", "1"),
+    ("OPENBLAS_NUM_THREADS", "1"),
+    ("PYTHONHASHSEED", "0"),
+    ("PYTHONDONTWRITEBYTECODE", "1"),
+];
+
+/// A Python that has the packages.
+const PYTHON: &str = "FARPAGE_PYTHON";
+
+const ANALYSIS: &str = include_str!("analysis.py");
+const CLIENT: &str = include_str!("client.py");
+
+/// Inputs and outputs of one program.
+pub(crate) struct Folder(tempfile::TempDir);
+
+impl Folder {
+    pub(crate) fn new() -> Folder {
+        Folder(tempfile::tempdir().unwrap())
+    }
+
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Input {
+    Nothing,
+    /// Lines in no order.
+    Lines(u64),
+    /// So many bytes of words.
+    Text(usize),
+    /// Fragments of DNA, and where they come from.
+    Reads(usize),
+    /// Statements of SQL.
+    Table(u64),
+}
+
+pub(crate) struct Case {
+    pub(crate) name: &'static str,
+    /// The program and its arguments; `IN` stands for the input, `PY` for Python.
+    words: &'static [&'static str],
+    input: Input,
+    /// A server of its own kind: a client loads it, and says what it holds.
+    is_served: bool,
+}
+
+const fn case(name: &'static str, words: &'static [&'static str], input: Input) -> Case {
+    Case {
+        name,
+        words,
+        input,
+        is_served: false,
+    }
+}
+
+const fn served(name: &'static str, words: &'static [&'static str]) -> Case {
+    Case {
+        name,
+        words,
+        input: Input::Nothing,
+        is_served: true,
+    }
+}
+
+const CASES: [Case; 13] = [
+    case(
+        "sort",
+        &["/usr/bin/sort", "-S", "256M", "--parallel=2", "IN"],
+        Input::Lines(1_500_000),
+    ),
+    case(
+        "zstd",
+        &[
+            "/usr/bin/zstd",
+            "-q",
+            "-c",
+            "-10",
+            "--long=27",
+            "--single-thread",
+            "IN",
+        ],
+        Input::Text(48 << 20),
+    ),
+    case(
+        "xz",
+        &["/usr/bin/xz", "-9", "-T1", "-k", "-c", "IN"],
+        Input::Text(400 << 10),
+    ),
+    // Its pages come from one large allocation.
+    case(
+        "sqlite3",
+        &[
+            "/usr/bin/sqlite3",
+            "-pagecache",
+            "4368",
+            "40000",
+            ":memory:",
+            ".read IN",
+        ],
+        Input::Table(600_000),
+    ),
+    served(
+        "redis",
+        &[
+            "/usr/bin/redis-server",
+            "--save",
+            "",
+            "--port",
+            "PORT",
+            "--daemonize",
+            "no",
+            "--enable-debug-command",
+            "yes",
+            "--loglevel",
+            "warning",
+        ],
+    ),
+    served(
+        "memcached",
+        &[
+            "/usr/bin/memcached",
+            "-u",
+            "nobody",
+            "-m",
+            "400",
+            "-U",
+            "0",
+            "-l",
+            "127.0.0.1",
+            "-p",
+            "PORT",
+        ],
+    ),
+    case(
+        "minimap2",
+        &[
+            "/usr/bin/minimap2",
+            "-a",
+            "-t",
+            "2",
+            "-K",
+            "8M",
+            "IN",
+            "IN.reads",
+        ],
+        Input::Reads(6 << 20),
+    ),
+    case("numpy", &["PY", "ANALYSIS", "numpy"], Input::Nothing),
+    case("duckdb", &["PY", "ANALYSIS", "duckdb"], Input::Nothing),
+    case("polars", &["PY", "ANALYSIS", "polars"], Input::Nothing),
+    case("pyarrow", &["PY", "ANALYSIS", "pyarrow"], Input::Nothing),
+    case(
+        "scikit-learn",
+        &["PY", "ANALYSIS", "sklearn"],
+        Input::Nothing,
+    ),
+    case("lightgbm", &["PY", "ANALYSIS", "lightgbm"], Input::Nothing),
+];
+
+pub(crate) fn all() -> impl Iterator<Item = Case> {
+    CASES.into_iter()
+}
+
+fn python() -> String {
+    env::var(PYTHON).unwrap_or_else(|_| "/usr/bin/python3".to_owned())
+}
+
+impl Case {
+    /// What is not on this machine.
+    pub(crate) fn missing(&self) -> Option<String> {
+        let program = self.word(self.words[0], &Folder::new());
+        let program = PathBuf::from(program);
+        (!program.exists()).then(|| program.display().to_string())
+    }
+
+    /// The whole command, with `before` just before the program.
+    pub(crate) fn command(&self, before: &[OsString], folder: &Folder) -> Vec<OsString> {
+        let mut all = Vec::new();
+        if self.is_served {
+            let client = folder.file("client.py").into();
+            all.extend([python().into(), client, self.name.into()]);
+        }
+        all.extend_from_slice(before);
+        all.extend(self.words.iter().map(|word| self.word(word, folder)));
+        all
+    }
+
+    fn word(&self, word: &str, folder: &Folder) -> OsString {
+        let at = |name| folder.file(name).display().to_string();
+        match word {
+            "PY" => python().into(),
+            "ANALYSIS" => at("analysis.py").into(),
+            _ => word.replace("IN", &at("input")).into(),
+        }
+    }
+
+    /// Writes the input.
+    pub(crate) fn prepare(&self, folder: &Folder) {
+        fs::write(folder.file("analysis.py"), ANALYSIS).unwrap();
+        fs::write(folder.file("client.py"), CLIENT).unwrap();
+        let mut seed = Seed(7);
+        let mut input = std::io::BufWriter::new(fs::File::create(folder.file("input")).unwrap());
+        match self.input {
+            Input::Nothing => {}
+            Input::Lines(count) => {
+                for line in 0..count {
+                    writeln!(input, "{:016x} line {line}", seed.next()).unwrap();
+                }
+            }
+            Input::Text(bytes) => input.write_all(&text(&mut seed, bytes)).unwrap(),
+            Input::Reads(bytes) => {
+                let genome: Vec<u8> = (0..bytes)
+                    .map(|_| b"ACGT"[seed.below(4) as usize])
+                    .collect();
+                input.write_all(b">g\n").unwrap();
+                input.write_all(&genome).unwrap();
+                let reads = fs::File::create(folder.file("input.reads")).unwrap();
+                let mut reads = std::io::BufWriter::new(reads);
+                for read in 0..1500 {
+                    let at = seed.below(bytes as u64 - 3000) as usize;
+                    let mut bases = genome[at..at + 3000].to_vec();
+                    for _ in 0..100 {
+                        bases[seed.below(3000) as usize] = b"ACGT"[seed.below(4) as usize];
+                    }
+                    writeln!(reads, ">r{read}").unwrap();
+                    reads.write_all(&bases).unwrap();
+                    reads.write_all(b"\n").unwrap();
+                }
+            }
+            Input::Table(rows) => {
+                let sql = format!(
+                    "CREATE TABLE t(id INTEGER PRIMARY KEY, k INTEGER, name TEXT);
+                     WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {rows})
+                     INSERT INTO t SELECT i, i * 7919 % 1000003, hex(i * 104729 % 1000003) || '-of-the-table-' || i FROM n;
+                     CREATE INDEX by_k ON t(k);
+                     SELECT count(*), sum(k), max(name) FROM t;
+                     SELECT k % 17, count(*), min(name) FROM t GROUP BY 1 ORDER BY 1;
+                     SELECT a.id, b.name FROM t a JOIN t b ON b.k = a.id WHERE a.id % 97 = 0 ORDER BY a.id;\n"
+                );
+                input.write_all(sql.as_bytes()).unwrap();
+            }
+        }
+        input.flush().unwrap();
+    }
+}
+
+/// Steele, Lea and Flood's splitmix64.
+struct Seed(u64);
+
+impl Seed {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let x = (self.0 ^ self.0 >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ x >> 31
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.next() % end
+    }
+}
+
+/// Words out of 20 000, twelve on a line.
+fn text(seed: &mut Seed, bytes: usize) -> Vec<u8> {
+    let words: Vec<Vec<u8>> = (0..20_000)
+        .map(|_| {
+            let letters = 3 + seed.below(7);
+            (0..letters).map(|_| b'a' + seed.below(26) as u8).collect()
+        })
+        .collect();
+    let mut all = Vec::with_capacity(bytes + 16);
+    while all.len() < bytes {
+        for at in 0..12 {
+            all.extend_from_slice(&words[seed.below(20_000) as usize]);
+            all.push(if at == 11 { b'\n' } else { b' ' });
+        }
+    }
+    all.truncate(bytes);
+    all
+}

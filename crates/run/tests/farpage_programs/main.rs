@@ -1,0 +1,397 @@
+//! Programs of the distribution and of Python's packages, unmodified, with a quarter of their
+//! memory: beside a plain run, and beside swap.
+//!
+//! The rule it keeps: the output is compared byte for byte with a plain run's, and the budget is
+//! enforced by a memory cgroup. What a program is given is left to [`cases`].
+//!
+//! Minutes long: `cargo xtask test --programs [NAME...]` installs the programs and runs it.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a measurement, which ends by panicking and prints what it found"
+)]
+
+mod cases;
+
+use std::{
+    env,
+    ffi::OsString,
+    fs,
+    io::{BufRead, BufReader},
+    mem::MaybeUninit,
+    os::unix::process::CommandExt,
+    path::PathBuf,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use bytesize::ByteSize;
+use cases::{Case, Folder};
+use farpage_bench_limits::{
+    cgroup::{Cgroup, Parent, SwapUse},
+    swap::Swap,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// Names of programs, separated by spaces: only these. None: all.
+const ONLY: &str = "FARPAGE_PROGRAMS";
+/// How often everything that is timed runs; medians count.
+const TURNS: &str = "FARPAGE_TURNS";
+/// Each run is printed if this is set.
+const PROGRESS: &str = "FARPAGE_PROGRESS";
+/// Where the release build lies, if it is not the one under test.
+const BINARIES: &str = "FARPAGE_BINARIES";
+
+/// What no run may take longer than.
+const LONGEST: Duration = Duration::from_secs(120);
+/// More than any of the programs needs.
+const ROOMY: &str = "4GiB";
+/// What farpage itself may use in the program's cgroup, beside the budget and what it knows of each
+/// page: code, threads and their buffers.
+const OWN_BYTES: u64 = 48 * MIB;
+/// What swap has in the cgroup beside the same memory.
+const SPARE_BYTES: u64 = 4 * MIB;
+
+/// How a run ended.
+struct Ended {
+    seconds: f64,
+    /// Its output, if it ended well; else why not.
+    output: Result<Vec<u8>, String>,
+    said: String,
+    peak_bytes: u64,
+}
+
+/// Runs a command to its end.
+#[expect(
+    clippy::zombie_processes,
+    reason = "`wait` asks the kernel for what it used, too"
+)]
+fn run(words: &[OsString], folder: &Folder) -> Ended {
+    let since = Instant::now();
+    let (out, err) = (folder.file("stdout"), folder.file("stderr"));
+    let child = Command::new(&words[0])
+        .args(&words[1..])
+        .envs(cases::ENVIRONMENT)
+        .stdin(Stdio::null())
+        .stdout(fs::File::create(&out).unwrap())
+        .stderr(fs::File::create(&err).unwrap())
+        .process_group(0)
+        .spawn()
+        .unwrap();
+    let (status, peak_bytes) = wait(&child, since);
+    let seconds = since.elapsed().as_secs_f64();
+    let said = String::from_utf8_lossy(&fs::read(err).unwrap()).into_owned();
+    let output = match status {
+        Some(0) => Ok(fs::read(out).unwrap()),
+        Some(status) => Err(format!("status {status:#x}: {}", said.trim())),
+        None => Err(format!("had not ended after {} s", LONGEST.as_secs())),
+    };
+    if env::var_os(PROGRESS).is_some() {
+        let ended = output.as_ref().map(Vec::len);
+        println!("    {seconds:.1} s: {words:?}: {ended:?}");
+    }
+    Ended {
+        seconds,
+        output,
+        said,
+        peak_bytes,
+    }
+}
+
+/// The status and the most memory of a process and of those that it waited for. `None`: it was
+/// killed, since it took too long.
+fn wait(child: &Child, since: Instant) -> (Option<i32>, u64) {
+    let pid = child.id() as i32;
+    let mut killed = false;
+    loop {
+        let (mut status, mut usage) = (0, MaybeUninit::<libc::rusage>::zeroed());
+        // SAFETY: both have room for the answer; nobody else waits for our child.
+        let ended = unsafe { libc::wait4(pid, &mut status, libc::WNOHANG, usage.as_mut_ptr()) };
+        if ended == pid {
+            // SAFETY: zeroed, and filled in by the kernel.
+            let peak = unsafe { usage.assume_init() }.ru_maxrss as u64 * 1024;
+            return (Some(status).filter(|_| !killed), peak);
+        }
+        if since.elapsed() > LONGEST && !killed {
+            // SAFETY: our own child's group, which has not been waited for.
+            unsafe { libc::kill(-pid, libc::SIGKILL) };
+            killed = true;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn binary(name: &str) -> PathBuf {
+    match env::var_os(BINARIES) {
+        Some(folder) => PathBuf::from(folder).join(name),
+        None => PathBuf::from(env!("CARGO_BIN_EXE_farpage")).with_file_name(name),
+    }
+}
+
+fn words(of: &[&str]) -> Vec<OsString> {
+    of.iter().map(Into::into).collect()
+}
+
+fn farpage(options: &[&str]) -> Vec<OsString> {
+    let mut all = vec![binary("farpage").into()];
+    all.extend(words(&["run", "--stats"]));
+    all.extend(words(options));
+    all.push("--".into());
+    all
+}
+
+/// The bytes that stand before a word of `--stats`.
+fn said(stats: &str, before: &str) -> u64 {
+    let at = stats
+        .find(before)
+        .unwrap_or_else(|| panic!("no `{before}` in {stats}"));
+    let mut words = stats[..at].split_whitespace().rev();
+    let (unit, number) = (words.next().unwrap(), words.next().unwrap());
+    let size: ByteSize = format!("{number} {unit}").parse().unwrap();
+    size.as_u64()
+}
+
+/// A memory server of its own process, outside of all cgroups of ours.
+struct Server {
+    process: Child,
+    endpoint: String,
+}
+
+impl Server {
+    fn start() -> Server {
+        let mut process = Command::new(binary("farpage-memserver"))
+            .args([
+                "serve",
+                "--listen",
+                "tcp://127.0.0.1:0",
+                "--capacity",
+                "6GiB",
+            ])
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(process.stderr.take().unwrap()).lines();
+        let endpoint = lines
+            .by_ref()
+            .map_while(Result::ok)
+            .find_map(|line| {
+                let mut words = line.split_whitespace();
+                let endpoint = words.find_map(|word| word.strip_prefix("endpoint="))?;
+                Some(endpoint.to_owned())
+            })
+            .unwrap();
+        // Read on, or the server would wait for us.
+        thread::spawn(move || lines.count());
+        Server { process, endpoint }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What came of a program.
+#[derive(Default)]
+struct Row {
+    plain: Vec<f64>,
+    roomy: Vec<f64>,
+    quarter: Vec<f64>,
+    swap: Vec<f64>,
+    /// Within the enforced budget, over TCP.
+    within: Option<f64>,
+    notes: Vec<String>,
+    failures: Vec<String>,
+}
+
+fn median(of: &[f64]) -> Option<f64> {
+    let mut sorted = of.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
+}
+
+impl Row {
+    /// Takes a run's time down, and holds its output against the plain one's.
+    fn take(&mut self, what: &str, ended: &Ended, expected: &[u8]) -> Option<f64> {
+        match &ended.output {
+            Ok(output) if output == expected => return Some(ended.seconds),
+            Ok(_) => self.failures.push(format!("{what}: the outputs differ")),
+            Err(why) => self.failures.push(format!("{what}: {why}")),
+        }
+        None
+    }
+}
+
+fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
+    let mut row = Row::default();
+    let command = |before: &[OsString]| case.command(before, folder);
+
+    // What it needs, and what of it is in the arena.
+    let plain = run(&command(&[]), folder);
+    let expected = match plain.output {
+        Ok(output) if !output.is_empty() => output,
+        other => {
+            row.failures.push(format!("the plain run: {other:?}"));
+            return row;
+        }
+    };
+    let roomy = farpage(&["--budget", ROOMY]);
+    let first = run(&command(&roomy), folder);
+    if row
+        .take("at a budget above need", &first, &expected)
+        .is_none()
+    {
+        return row;
+    }
+    let arena = said(&first.said, " of it in local memory");
+    let budget = (arena / 4).max(4 * MIB).next_multiple_of(MIB / 4);
+    let beside = plain.peak_bytes.saturating_sub(arena);
+    let budget_words = ["--budget", &format!("{budget}B")];
+    row.notes.push(format!(
+        "{} MiB at most, {} MiB of them in the arena, budget {} MiB",
+        plain.peak_bytes.div_ceil(MIB),
+        arena.div_ceil(MIB),
+        budget.div_ceil(MIB),
+    ));
+
+    for _ in 0..turns {
+        row.plain.push(run(&command(&[]), folder).seconds);
+        let ended = run(&command(&roomy), folder);
+        let seconds = row.take("at a budget above need", &ended, &expected);
+        row.roomy.extend(seconds);
+        let ended = run(&command(&farpage(&budget_words)), folder);
+        let seconds = row.take("at a quarter", &ended, &expected);
+        row.quarter.extend(seconds);
+        if seconds.is_some() {
+            let local = said(&ended.said, " of it in local memory");
+            // As it is rounded in print.
+            if local > budget + MIB / 10 {
+                row.failures
+                    .push(format!("over the budget: {}", ended.said));
+            }
+        }
+        match Swap::set_up(beside + budget + SPARE_BYTES, 4 << 30) {
+            Ok(swap) => {
+                let ended = run(&command(&swap.cgroup().words()), folder);
+                match (&ended.output, swap.cgroup().peak_and_kills()) {
+                    (Ok(output), _) if *output == expected => row.swap.push(ended.seconds),
+                    (_, Ok((_, kills))) if kills > 0 => {
+                        let why = "swap: the kernel killed it for lack of memory";
+                        row.notes
+                            .push(format!("{why} after {:.1} s", ended.seconds));
+                    }
+                    (Ok(_), _) => row.failures.push("swap: the outputs differ".to_owned()),
+                    (Err(why), _) => row.notes.push(format!("swap: {why}")),
+                }
+            }
+            Err(why) => row.notes.push(format!("SKIPPED: swap: {why:#}")),
+        }
+    }
+    within_a_cgroup(&mut row, case, folder, &expected, (beside, arena, budget));
+    row
+}
+
+/// The budget, enforced by the kernel. The memory server is outside and reached over TCP: memory
+/// that is shared would count where it is touched first.
+fn within_a_cgroup(
+    row: &mut Row,
+    case: &Case,
+    folder: &Folder,
+    expected: &[u8],
+    (beside, arena, budget): (u64, u64, u64),
+) {
+    // 40 bytes for each page of 4 KiB that is ever touched.
+    let limit = beside + budget + OWN_BYTES + arena / 100;
+    let cgroup = Parent::find().and_then(|parent| {
+        Cgroup::remove_leftovers(&parent)?;
+        Cgroup::set_up(&parent, limit, SwapUse::Never)
+    });
+    let cgroup = match cgroup {
+        Ok(cgroup) => cgroup,
+        Err(why) => return row.notes.push(format!("SKIPPED: cgroup: {why:#}")),
+    };
+    let server = Server::start();
+    let mut before = cgroup.words().to_vec();
+    let (budget, capacity) = (format!("{budget}B"), "4GiB");
+    let options = [
+        "--budget",
+        &budget,
+        "--capacity",
+        capacity,
+        "--server",
+        &server.endpoint,
+    ];
+    before.extend(farpage(&options));
+    let ended = run(&case.command(&before, folder), folder);
+    row.within = row.take("in a cgroup", &ended, expected);
+    match cgroup.peak_and_kills() {
+        Ok((peak, 0)) => row.notes.push(format!(
+            "{} MiB at most in a cgroup of {} MiB",
+            peak.div_ceil(MIB),
+            limit.div_ceil(MIB)
+        )),
+        Ok((_, kills)) => row.failures.push(format!("{kills} killed in the cgroup")),
+        Err(why) => row.failures.push(format!("the cgroup: {why:#}")),
+    }
+}
+
+#[test]
+#[ignore = "takes minutes: cargo xtask test --programs"]
+fn programs_give_the_same_bytes_at_a_quarter_of_their_memory() {
+    let only = env::var(ONLY).unwrap_or_default();
+    let turns = env::var(TURNS).map_or(3, |turns| turns.parse().unwrap());
+    let (mut beside_swap, mut faster, mut failures) = (0, 0, Vec::new());
+    println!(
+        "{:<14}{:>9}{:>9}{:>9}{:>9}{:>9}{:>11}",
+        "", "plain, s", "roomy", "quarter", "swap", "cgroup", "swap/ours"
+    );
+    for case in cases::all() {
+        if !only.is_empty() && !only.split_whitespace().any(|name| name == case.name) {
+            continue;
+        }
+        if let Some(missing) = case.missing() {
+            println!("SKIPPED: {}: there is no {missing}", case.name);
+            continue;
+        }
+        let folder = Folder::new();
+        case.prepare(&folder);
+        let row = measure(&case, &folder, turns);
+        let plain = median(&row.plain);
+        let over = |seconds: Option<f64>| match (seconds, plain) {
+            (Some(seconds), Some(plain)) => format!("{:.2}", seconds / plain),
+            _ => "-".to_owned(),
+        };
+        let (quarter, swap) = (median(&row.quarter), median(&row.swap));
+        println!(
+            "{:<14}{:>9}{:>9}{:>9}{:>9}{:>9}{:>11}",
+            case.name,
+            plain.map_or("-".to_owned(), |plain| format!("{plain:.2}")),
+            over(median(&row.roomy)),
+            over(quarter),
+            over(swap),
+            over(row.within),
+            match (quarter, swap) {
+                (Some(quarter), Some(swap)) => format!("{:.2}", swap / quarter),
+                _ => "-".to_owned(),
+            },
+        );
+        for note in &row.notes {
+            println!("    {note}");
+        }
+        if let (Some(quarter), Some(swap)) = (quarter, swap) {
+            beside_swap += 1;
+            faster += usize::from(quarter < swap);
+        }
+        for failure in row.failures {
+            println!("    FAILED: {failure}");
+            failures.push(format!("{}: {failure}", case.name));
+        }
+    }
+    println!("faster than swap: {faster} of {beside_swap}");
+    assert!(failures.is_empty(), "{failures:#?}");
+}

@@ -1,0 +1,127 @@
+//! `cargo xtask test --programs`: installs programs, and runs them under `farpage run` beside plain
+//! runs and beside swap.
+//!
+//! The rule it keeps: Python's packages go into an environment below `target`. What the programs
+//! are given and how they are measured is left to the tests of `farpage run`.
+
+use std::{
+    path::{Path, PathBuf},
+    process::{Command, ExitCode},
+};
+
+use anyhow::{Result, bail};
+
+use crate::{
+    children,
+    setup::{self, Need, in_path},
+};
+
+const NEEDS: [Need; 8] = [
+    Need {
+        what: "zstd",
+        apt_package: "zstd",
+        is_there: || in_path("zstd"),
+    },
+    Need {
+        what: "xz",
+        apt_package: "xz-utils",
+        is_there: || in_path("xz"),
+    },
+    Need {
+        what: "sqlite3",
+        apt_package: "sqlite3",
+        is_there: || in_path("sqlite3"),
+    },
+    Need {
+        what: "redis-server",
+        apt_package: "redis-server",
+        is_there: || in_path("redis-server"),
+    },
+    Need {
+        what: "redis-benchmark",
+        apt_package: "redis-tools",
+        is_there: || in_path("redis-benchmark"),
+    },
+    Need {
+        what: "memcached",
+        apt_package: "memcached",
+        is_there: || in_path("memcached"),
+    },
+    Need {
+        what: "minimap2",
+        apt_package: "minimap2",
+        is_there: || in_path("minimap2"),
+    },
+    Need {
+        what: "Python with venv",
+        apt_package: "python3-venv",
+        is_there: || {
+            let tried = Command::new("python3")
+                .args(["-c", "import venv, ensurepip"])
+                .output();
+            tried.is_ok_and(|output| output.status.success())
+        },
+    },
+];
+
+const PACKAGES: [&str; 7] = [
+    "numpy==2.4.6",
+    "duckdb==2.0.0",
+    "polars==2.1.0",
+    "pyarrow==26.0.1",
+    "scikit-learn==1.9.1",
+    "lightgbm==4.7.0",
+    "pymemcache==4.0.0",
+];
+
+/// Runs all of them, or those of these names.
+///
+/// # Errors
+/// What cannot be installed or built. A program whose output differs is an exit code.
+pub(crate) fn run(names: &[String]) -> Result<ExitCode> {
+    setup::install(&NEEDS, "running programs as they are")?;
+    let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../target");
+    let target = target.canonicalize()?;
+    let python = packages(&target.join("programs"))?;
+    let release = ["build", "--release", "--package=farpage-run"];
+    step(
+        children::cargo()
+            .args(release)
+            .arg("--package=farpage-memserver"),
+    )?;
+    let mut tests = children::cargo();
+    tests
+        .args(["test", "--package=farpage-run", "--test=farpage_programs"])
+        .args(["--", "--ignored", "--nocapture"])
+        .env("FARPAGE_BINARIES", target.join("release"))
+        .env("FARPAGE_PYTHON", python)
+        .env("FARPAGE_PROGRAMS", names.join(" "));
+    let status = children::status(&mut tests)?;
+    Ok(if status.success() {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+/// The Python that has the packages.
+fn packages(folder: &Path) -> Result<PathBuf> {
+    let python = folder.join("bin/python");
+    if !python.exists() {
+        step(Command::new("python3").args(["-m", "venv"]).arg(folder))?;
+    }
+    let mut pip = Command::new(&python);
+    pip.args(["-m", "pip", "--disable-pip-version-check", "install"])
+        .args(["--quiet", "--only-binary=:all:"])
+        .args(PACKAGES);
+    step(&mut pip)?;
+    Ok(python)
+}
+
+fn step(command: &mut Command) -> Result<()> {
+    let status = children::status(command)?;
+    if !status.success() {
+        bail!("{command:?} failed ({status})");
+    }
+    Ok(())
+}
