@@ -116,7 +116,8 @@ fn cluster_of(configs: impl IntoIterator<Item = SimConfig>) -> Arc<Cluster> {
     Cluster::new(
         sessions,
         ClusterOptions {
-            deadline: Duration::from_secs(5),
+            // A machine may stand still for seconds between two attempts.
+            deadline: Duration::from_secs(30),
         },
     )
 }
