@@ -133,6 +133,16 @@ fn custom_store() {
 }
 
 #[test]
+fn parameter_server() {
+    let ended = run(env!("CARGO_BIN_EXE_parameter_server"), "3", None);
+    let Run { output, errors, .. } = &ended;
+    assert!(ended.success, "it failed:\n{output}\n{errors}");
+    for line in ["3 workers did 300 steps", "from the truth: correct"] {
+        assert!(output.contains(line), "no `{line}` in:\n{output}");
+    }
+}
+
+#[test]
 fn the_server_in_the_environment_is_used() {
     let server = Server::builder()
         .listen("tcp://127.0.0.1:0".parse().expect("an endpoint"))
