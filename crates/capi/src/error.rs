@@ -128,9 +128,10 @@ impl From<CreateError> for Failure {
             CreateError::Store(StoreCreateError::InUse { .. } | StoreCreateError::Held { .. }) => {
                 FARPAGE_IN_USE
             }
-            CreateError::Store(StoreCreateError::Claim(PublishError::Control(
-                ControlError::Disconnected { .. },
-            ))) => FARPAGE_UNREACHABLE,
+            CreateError::Store(StoreCreateError::Claim(
+                PublishError::NotAsked(_)
+                | PublishError::Control(ControlError::Disconnected { .. }),
+            )) => FARPAGE_UNREACHABLE,
             CreateError::Store(_) | CreateError::Name(_) => FARPAGE_INVALID,
             CreateError::Map(error) => map_code(error),
             _ => FARPAGE_SYSTEM,

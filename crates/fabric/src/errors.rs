@@ -124,6 +124,10 @@ pub enum PublishError {
         /// The name.
         name: String,
     },
+    /// The server does not answer, and was not asked: the name is bound to what it was bound to
+    /// before.
+    #[error(transparent)]
+    NotAsked(ControlError),
     /// Anything else.
     #[error(transparent)]
     Control(#[from] ControlError),
@@ -212,6 +216,8 @@ pub enum BindError {
 pub(crate) enum CallError {
     Refused(Refusal),
     Disconnected(String),
+    /// As `Disconnected`, before the request was sent.
+    NotAsked(String),
     /// Nothing was sent: there is no key to show.
     Key(String),
 }

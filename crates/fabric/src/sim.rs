@@ -193,7 +193,7 @@ impl SimSession {
 
     pub(crate) fn call(&self, request: Request) -> Result<Response, CallError> {
         if let Some(reason) = self.server.death.reason() {
-            return Err(CallError::Disconnected(reason));
+            return Err(CallError::NotAsked(reason));
         }
         let is_lost = matches!(request, Request::Publish { .. })
             && self.server.lose_answer.swap(false, Ordering::Relaxed);

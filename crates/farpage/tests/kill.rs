@@ -374,11 +374,14 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     let mut server = server(Fabric::Shm);
     let runtime = runtime(&server.url, MIB);
     let mut array = runtime.array::<u64>(16 * MIB / 8).unwrap();
+    // So large that it is granted no more than it reserves: room for two versions. A publication
+    // that fails must not keep a third.
     let mut named = runtime
-        .array_with::<u64>(4 * MIB / 8, RegionOptions::new().name("kept"))
+        .array_with::<u64>(16 * MIB / 8, RegionOptions::new().name("kept"))
         .unwrap();
     fill(&mut array);
     fill(&mut named);
+    named.flush().unwrap();
     end(&mut server);
     let ended = "the server's process has ended";
     for turn in 0..4 {
@@ -409,6 +412,42 @@ fn outlives(test: &'static str, end: fn(&mut ServerProcess)) {
     let since = Instant::now();
     drop((named, array, runtime));
     assert!(since.elapsed() < DEADLINE + MARGIN, "{:?}", since.elapsed());
+}
+
+/// A stopped server may take a publication when it goes on. What has not reached it keeps no memory
+/// meanwhile, or a region that is published again and again would run out of room.
+#[test]
+fn publications_that_a_stopped_server_cannot_take_keep_no_memory() {
+    let test = "publications_that_a_stopped_server_cannot_take_keep_no_memory";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) || !fabrics().contains(&Fabric::Shm) {
+        return;
+    }
+    let server = server(Fabric::Shm);
+    let before = runtime(&server.url, MIB);
+    let options = || RegionOptions::new().name("kept");
+    let mut array = before.array_with::<u64>(16 * MIB / 8, options()).unwrap();
+    fill(&mut array);
+    array.flush().unwrap();
+    server.signal(Signal::SIGSTOP);
+    for _ in 0..4 {
+        array.iter_mut().for_each(|word| *word = !*word);
+        let since = Instant::now();
+        let error = array.flush().unwrap_err();
+        assert_needs_server(since, &error, "the server has not answered in time");
+        array.iter_mut().for_each(|word| *word = !*word);
+    }
+    assert_filled(&array);
+    server.signal(Signal::SIGCONT);
+    array[1] = 1;
+    wait_until("the server takes a publication", || array.flush().is_ok());
+    array.close().unwrap();
+    drop(before);
+    let after = runtime(&server.url, MIB);
+    let mut array = after.open_array::<u64>("kept").unwrap();
+    assert_eq!(array[1], 1);
+    array[1] = mix(1);
+    assert_filled(&array);
 }
 
 const CLIENT: &str = "FARPAGE_TEST_CLIENT";

@@ -272,6 +272,15 @@ impl Session {
         }
     }
 
+    /// Whether the server's process is known to have ended although what it lent can still be
+    /// reached. Nobody can open the names any more that it kept. Known over shared memory only.
+    pub fn has_outlived_server(&self) -> bool {
+        match &self.backend {
+            Backend::Remote(remote) => remote.has_outlived_server(),
+            Backend::Sim(_) => false,
+        }
+    }
+
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values
     /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
@@ -324,7 +333,9 @@ impl Session {
     ///
     /// # Errors
     /// [`PublishError::InUse`] when another client holds the region of that name,
-    /// [`PublishError::Exists`] when it is bound and this session neither opened nor claimed it.
+    /// [`PublishError::Exists`] when it is bound and this session neither opened nor claimed it,
+    /// [`PublishError::NotAsked`] when the server does not answer. The server is asked for a sign
+    /// of life first: it seldom happens that it has the request and that no answer comes.
     pub fn publish(
         &self,
         name: &str,
@@ -351,6 +362,9 @@ impl Session {
                 endpoint,
                 name: owned,
             }),
+            Err(error @ CallError::NotAsked(_)) => Err(PublishError::NotAsked(
+                self.failed(format!("{verb} `{name}`"), Err(error)),
+            )),
             other => Err(self.failed(format!("{verb} `{name}`"), other).into()),
         }
     }
@@ -440,11 +454,13 @@ impl Session {
                 attempt,
                 reason: refusal.to_string(),
             },
-            Err(CallError::Disconnected(reason)) => ControlError::Disconnected {
-                endpoint,
-                attempt,
-                reason,
-            },
+            Err(CallError::Disconnected(reason) | CallError::NotAsked(reason)) => {
+                ControlError::Disconnected {
+                    endpoint,
+                    attempt,
+                    reason,
+                }
+            }
             Err(CallError::Key(reason)) => ControlError::Key {
                 endpoint,
                 attempt,

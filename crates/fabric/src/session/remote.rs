@@ -112,6 +112,11 @@ impl Remote {
         })
     }
 
+    pub(super) fn has_outlived_server(&self) -> bool {
+        let local = self.shared.local.as_ref();
+        local.is_some_and(|death| death.reason().is_some() && death.loss().is_none())
+    }
+
     /// Adds to the bytes of the pages that are kept at the server. Negative values subtract.
     pub(super) fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
         for (total, bytes) in self.shared.contents.iter().zip([plain_bytes, stored_bytes]) {
@@ -130,11 +135,15 @@ impl Remote {
         let until = Instant::now() + shared.deadline;
         let Some(mut line) = shared.line.try_lock_until(until) else {
             let reason = "the server did not answer an earlier call in time";
-            return Err(CallError::Disconnected(reason.to_owned()));
+            return Err(CallError::NotAsked(reason.to_owned()));
         };
         let mut sendings = 0;
         let answer = loop {
-            let soon = until.min(Instant::now() + shared.silence());
+            // Where there is no other connection to try, this one has all the time.
+            let soon = match shared.local {
+                Some(_) => until,
+                None => until.min(Instant::now() + shared.silence()),
+            };
             let asked = match shared.mend(&mut line, soon) {
                 // Nobody is there: trying again would only take longer.
                 Err(error) if is_refused(&error) => {
@@ -162,6 +171,9 @@ impl Remote {
             }
         };
         let answer = match answer {
+            Err(CallError::Disconnected(reason)) if sendings == 0 => {
+                Err(CallError::NotAsked(reason))
+            }
             // The server may have executed the first sending although its answer was lost.
             Err(CallError::Refused(refusal))
                 if sendings > 1 && matches!(request, Request::Publish { .. }) =>

@@ -139,7 +139,7 @@ impl Shared {
         request: &Request,
         until: Instant,
     ) -> Result<(), CallError> {
-        self.probe(line, until)?;
+        self.probe(line, request, until)?;
         match is_about_a_name(request) {
             true => self.identify(line, until),
             false => Ok(()),
@@ -148,10 +148,16 @@ impl Shared {
 
     /// Makes sure that the control connection works. The next request may take place only once, so
     /// it cannot be sent again if no answer comes.
-    pub(super) fn probe(&self, line: &mut ControlLine, until: Instant) -> Result<(), CallError> {
-        match self.endpoint {
-            // The end of a local connection is always seen.
-            Endpoint::Shm(_) => {}
+    pub(super) fn probe(
+        &self,
+        line: &mut ControlLine,
+        request: &Request,
+        until: Instant,
+    ) -> Result<(), CallError> {
+        match (&self.endpoint, request) {
+            // The end of a local connection is always seen, and what a server that is stopped gives
+            // is given back when it goes on. A publication cannot be taken back.
+            (Endpoint::Shm(_), request) if !matches!(request, Request::Publish { .. }) => {}
             _ => self.exchange(line, &Request::Renew, until).map(drop)?,
         }
         self.catch_up(line, until)

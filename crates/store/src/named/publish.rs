@@ -59,10 +59,13 @@ impl PageStore {
             }
         };
         // 3. What only the previous map referred to is free now; after a failure, what only this
-        //    one refers to.
+        //    one refers to. So it is when the server has ended: nobody opens either then.
+        let (_, first) = &pool.servers()[0];
         let ended = match &result {
             Ok(()) => Ended::Bound,
-            Err(error) if may_have_happened(error) => Ended::Unknown,
+            Err(error) if may_have_happened(error) && !first.has_outlived_server() => {
+                Ended::Unknown
+            }
             Err(_) => Ended::Failed,
         };
         publication.end(pool, ended, || self.mark_published(&map));
@@ -239,6 +242,7 @@ mod tests {
         };
         assert!(!said(PublishError::InUse { endpoint, name }));
         assert!(!said(refused.into()));
+        assert!(!said(PublishError::NotAsked(disconnected.clone())));
         assert!(said(disconnected.into()));
         assert!(said(key.into()));
     }
