@@ -7,7 +7,8 @@ use clap::{Parser, Subcommand};
 use farpage_bench_apps::AppsOptions;
 use farpage_bench_judge::{
     codecs::CodecsOptions, compare::CompareOptions, figures::FiguresOptions, sweep::SweepOptions,
-    targets::TargetsOptions, versus_swap::VersusSwapOptions, versus_umap::VersusUmapOptions,
+    targets::TargetsOptions, versus_numpy::VersusNumpyOptions, versus_swap::VersusSwapOptions,
+    versus_umap::VersusUmapOptions,
 };
 use farpage_bench_kit::{options::Common, server::ServeOptions};
 use farpage_fabric_measure::{regmem::RegmemOptions, ring::RingOptions, verbs::VerbsOptions};
@@ -163,6 +164,12 @@ pub(crate) enum Command {
     /// takes them down again however it ends; what a killed run left behind is removed by the next
     /// one.
     VersusSwap(VersusSwapOptions),
+    /// Compares numpy on a remote array with numpy.memmap and with swap to compressed memory (zram), in
+    /// memory cgroups; needs root
+    ///
+    /// Fills, sums, scales, averages, gathers and sorts an array of which a quarter fits. Exit status 1:
+    /// two of them come to different results.
+    VersusNumpy(VersusNumpyOptions),
     /// Compares with LLNL's Umap, through Umap's own interface
     ///
     /// Builds one C++ driver, which needs a C++ compiler, against an installed Umap and against

@@ -26,7 +26,9 @@ use anyhow::Result;
 use clap::Parser;
 
 use farpage_bench_apps as apps;
-use farpage_bench_judge::{codecs, compare, figures, sweep, targets, versus_swap, versus_umap};
+use farpage_bench_judge::{
+    codecs, compare, figures, sweep, targets, versus_numpy, versus_swap, versus_umap,
+};
 use farpage_bench_kit::{cpus, options::Common, report::Report, server};
 use farpage_fabric_measure::{regmem, ring, verbs};
 use farpage_store_measure::pages;
@@ -63,6 +65,7 @@ fn main() -> ExitCode {
         Command::Compare(options) => compare::run(options),
         Command::Sweep(options) => sweep::run(options),
         Command::VersusSwap(options) => versus_swap::run(options),
+        Command::VersusNumpy(options) => versus_numpy::run(options),
         Command::VersusUmap(options) => versus_umap::run(options),
         Command::Hostile(options) => hostile::run(options),
         Command::Serve(options) => server::serve(options),

@@ -13,5 +13,6 @@ mod points;
 mod record;
 pub mod sweep;
 pub mod targets;
+pub mod versus_numpy;
 pub mod versus_swap;
 pub mod versus_umap;

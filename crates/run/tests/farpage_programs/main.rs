@@ -18,7 +18,7 @@ use std::{
     env,
     ffi::OsString,
     fs,
-    io::{BufRead, BufReader},
+    io::{self, BufRead, BufReader},
     mem::MaybeUninit,
     os::unix::process::CommandExt,
     path::PathBuf,
@@ -65,22 +65,41 @@ struct Ended {
 }
 
 /// Runs a command to its end.
+fn run(words: &[OsString], folder: &Folder) -> Ended {
+    run_with(words, folder, |_| {})
+}
+
+/// The same where the kernel's huge pages are off: a program has what it touches, and not 2 MiB
+/// around it.
+fn run_in_small_pages(words: &[OsString], folder: &Folder) -> Ended {
+    run_with(words, folder, |command| {
+        // SAFETY: a flag of this process; no memory is passed.
+        let small = || match unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error()),
+        };
+        // SAFETY: a system call alone, which allocates nothing and takes no lock.
+        unsafe { command.pre_exec(small) };
+    })
+}
+
 #[expect(
     clippy::zombie_processes,
     reason = "`wait` asks the kernel for what it used, too"
 )]
-fn run(words: &[OsString], folder: &Folder) -> Ended {
+fn run_with(words: &[OsString], folder: &Folder, change: impl Fn(&mut Command)) -> Ended {
     let since = Instant::now();
     let (out, err) = (folder.file("stdout"), folder.file("stderr"));
-    let child = Command::new(&words[0])
+    let mut command = Command::new(&words[0]);
+    command
         .args(&words[1..])
         .envs(cases::ENVIRONMENT)
         .stdin(Stdio::null())
         .stdout(fs::File::create(&out).unwrap())
         .stderr(fs::File::create(&err).unwrap())
-        .process_group(0)
-        .spawn()
-        .unwrap();
+        .process_group(0);
+    change(&mut command);
+    let child = command.spawn().unwrap();
     let (status, peak_bytes) = wait(&child, since);
     let seconds = since.elapsed().as_secs_f64();
     let said = String::from_utf8_lossy(&fs::read(err).unwrap()).into_owned();
@@ -232,7 +251,7 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
     let command = |before: &[OsString]| case.command(before, folder);
 
     // What it needs, and what of it is in the arena.
-    let plain = run(&command(&[]), folder);
+    let plain = run_in_small_pages(&command(&[]), folder);
     let expected = match plain.output {
         Ok(output) if !output.is_empty() => output,
         other => {
