@@ -24,9 +24,9 @@ use farpage_bench_limits::{
 };
 
 const STEPS: &str = include_str!("versus_numpy.py");
-/// For Python, numpy and what the steps make beside the array, in the cgroups of the others:
-/// farpage's budget is for pages alone.
-const PROGRAM_BYTES: u64 = 64 << 20;
+/// For Python and numpy (25 MiB) and what the steps make beside the array (9 MiB), in the cgroups of
+/// the others: farpage's budget is for pages alone. Arrays of less than some hundred MiB fit there.
+const PROGRAM_BYTES: u64 = 40 << 20;
 
 /// Options of `versus-numpy`.
 #[derive(Args, Debug)]
@@ -43,8 +43,8 @@ pub struct VersusNumpyOptions {
     /// Memory for it: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     budget: Budget,
-    /// Where the file of numpy.memmap is made: on a disk, for a tmpfs is memory [default: the folder
-    /// for temporary files]
+    /// Where the file of numpy.memmap is made: on a disk, for a tmpfs is memory [default: the
+    /// folder for temporary files]
     #[arg(long, value_name = "DIR")]
     folder: Option<PathBuf>,
     /// How often everything is measured; medians count
