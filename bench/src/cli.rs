@@ -164,8 +164,8 @@ pub(crate) enum Command {
     /// takes them down again however it ends; what a killed run left behind is removed by the next
     /// one.
     VersusSwap(VersusSwapOptions),
-    /// Compares numpy on a remote array with numpy.memmap and with swap to compressed memory (zram),
-    /// both in memory cgroups; needs root
+    /// Compares numpy on a remote array with numpy.memmap and with swap to compressed memory
+    /// (zram), both in memory cgroups; needs root
     ///
     /// Fills, sums, scales, averages, gathers and sorts an array of which a quarter fits. Exit
     /// status 1: two of them come to different results.

@@ -24,8 +24,8 @@ use farpage_bench_limits::{
 };
 
 const STEPS: &str = include_str!("versus_numpy.py");
-/// For Python and numpy (25 MiB) and what the steps make beside the array (9 MiB), in the cgroups of
-/// the others: farpage's budget is for pages alone. Arrays of less than some hundred MiB fit there.
+/// For Python and numpy (25 MiB) and what the steps make beside the array (9 MiB), in the cgroups
+/// of the others: farpage's budget is for pages alone. Arrays of some hundred MiB make it small.
 const PROGRAM_BYTES: u64 = 40 << 20;
 
 /// Options of `versus-numpy`.
