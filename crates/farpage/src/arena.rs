@@ -93,6 +93,14 @@ struct Ranges {
     stuck: Vec<Range<usize>>,
 }
 
+/// Which free range an allocation is put into.
+#[derive(Clone, Copy)]
+enum Fit {
+    Shortest,
+    /// The longest: what has grown once will grow again, and does so in place there.
+    Roomiest,
+}
+
 impl Arena {
     pub(crate) fn new(region: Region) -> Arena {
         let (address, page_bytes) = (region.as_ptr() as usize, region.page_bytes());
@@ -116,6 +124,10 @@ impl Arena {
     /// # Panics
     /// If `align` is no power of two.
     pub fn allocate(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, ArenaError> {
+        self.take(bytes, align, Fit::Shortest)
+    }
+
+    fn take(&self, bytes: usize, align: usize, fit: Fit) -> Result<NonNull<u8>, ArenaError> {
         assert!(align.is_power_of_two(), "an alignment of {align}");
         if self.region.is_parents() {
             return Err(ArenaError::Forked);
@@ -124,7 +136,7 @@ impl Arena {
         let align_pages = (align / self.page_bytes).max(1);
         let base = self.address / self.page_bytes;
         let mut ranges = self.ranges();
-        let first = match ranges.take(pages, |page| {
+        let first = match ranges.take(pages, fit, |page| {
             (base + page).next_multiple_of(align_pages) - base
         }) {
             Some(first) => first,
@@ -194,6 +206,86 @@ impl Arena {
             self.free(first + pages..first + before)?;
         }
         Ok(true)
+    }
+
+    /// [`resize`](Self::resize), or a new place for the allocation if it cannot grow where it lies.
+    /// Its pages move there by their entries: what is remote stays remote, and no byte is copied.
+    /// Returns where it begins, a multiple of `align`. Bytes that are added are zeros, except those
+    /// of the old last page.
+    ///
+    /// # Errors
+    /// See [`ArenaError`]. The allocation is what it was.
+    ///
+    /// # Panics
+    /// If no allocation begins there, or `align` is no power of two.
+    ///
+    /// # Safety
+    /// Nobody uses the allocation meanwhile, nor under its old address afterwards.
+    pub unsafe fn reallocate(
+        &self,
+        allocation: NonNull<u8>,
+        bytes: usize,
+        align: usize,
+    ) -> Result<NonNull<u8>, ArenaError> {
+        // SAFETY: the caller's promise. What cannot be discarded now is tried again.
+        if unsafe { self.resize(allocation, bytes) }.unwrap_or(true) {
+            return Ok(allocation);
+        }
+        let before = self.usable_bytes(allocation);
+        let before = before.expect("it was there when it did not grow");
+        let made = self.take(bytes, align, Fit::Roomiest)?;
+        let old = allocation.as_ptr() as usize - self.address;
+        // SAFETY: nobody uses the old pages, and the new ones are nobody's but ours.
+        let moved = unsafe {
+            self.region
+                .relocate(old..old + before, made.as_ptr() as usize - self.address)
+        };
+        // SAFETY: nobody uses the one that is given up. As above.
+        let _ = unsafe { self.deallocate(if moved.is_ok() { allocation } else { made }) };
+        moved.map(|()| made).map_err(|_| ArenaError::Forked)
+    }
+
+    /// Moves bytes within the arena as `mremap` does: whole pages by their entries, the rest by
+    /// copying. All of them are copied where `from` and `to` lie differently in their pages. What
+    /// `from` holds afterwards is not said: [`release`](Self::release) it.
+    ///
+    /// # Errors
+    /// [`PageError::Forked`].
+    ///
+    /// # Panics
+    /// If the ranges do not lie in the arena.
+    ///
+    /// # Safety
+    /// Nobody uses these bytes, and no page has bytes of both ranges.
+    pub unsafe fn relocate(&self, from: Range<usize>, to: usize) -> Result<(), PageError> {
+        let all = self.addresses();
+        let is_inside = |start: usize| all.start <= start && start + from.len() <= all.end;
+        assert!(is_inside(from.start) && is_inside(to), "not the arena's");
+        let from = from.start - self.address..from.end - self.address;
+        // SAFETY: the caller's promise.
+        unsafe { self.region.relocate(from, to - self.address) }
+    }
+
+    /// Allocates the pages from an address on, the end of another allocation, as far as `bytes`
+    /// bytes behind it. `false`: they are not all free. The two are freed together by
+    /// [`release`](Self::release).
+    ///
+    /// # Panics
+    /// If the address is no page's of the arena.
+    pub fn extend(&self, end: usize, bytes: usize) -> bool {
+        let offset = end.wrapping_sub(self.address);
+        assert!(
+            offset <= self.region.len() && offset.is_multiple_of(self.page_bytes),
+            "{end:#x} is no page's of the arena"
+        );
+        let (first, pages) = (offset / self.page_bytes, self.pages(bytes));
+        let mut ranges = self.ranges();
+        let is_free = !self.region.is_parents() && ranges.take_at(first, pages);
+        if is_free {
+            ranges.allocated.insert(first, pages);
+            ranges.allocated_pages += pages;
+        }
+        is_free
     }
 
     /// Frees the pages that lie wholly in a range of addresses, of whatever allocations they are:
@@ -340,10 +432,14 @@ impl fmt::Debug for Arena {
 }
 
 impl Ranges {
-    /// Takes `pages` pages of the shortest free range that holds them from where `align` says on.
-    fn take(&mut self, pages: usize, align: impl Fn(usize) -> usize) -> Option<usize> {
+    /// Takes `pages` pages of a free range that holds them from where `align` says on.
+    fn take(&mut self, pages: usize, fit: Fit, align: impl Fn(usize) -> usize) -> Option<usize> {
         let fits = |&&(len, start): &&(usize, usize)| align(start) + pages <= start + len;
-        let &(len, start) = self.by_length.range((pages, 0)..).find(fits)?;
+        let mut long = self.by_length.range((pages, 0)..);
+        let &(len, start) = match fit {
+            Fit::Shortest => long.find(fits),
+            Fit::Roomiest => long.rev().find(fits),
+        }?;
         let first = align(start);
         self.remove(start, len);
         self.insert(start..first);

@@ -397,6 +397,39 @@ impl Region {
         Ok(())
     }
 
+    /// Moves the bytes of `from` to as many from `to` on. Whole pages move by their entries, without
+    /// coming in; if `from` and `to` lie differently in their pages, all bytes are copied. What
+    /// `from` holds afterwards is not said.
+    ///
+    /// # Safety
+    /// Nobody uses the pages that either range touches wholly, nor the bytes of other pages in the
+    /// ranges. The ranges lie in the region, which is writable, and have no page in common that
+    /// both touch.
+    pub(crate) unsafe fn relocate(&self, from: Range<usize>, to: usize) -> Result<(), PageError> {
+        let page_bytes = self.page_bytes();
+        let copy = |part: Range<usize>| {
+            let at = |byte: usize| (self.mapped.address() + byte) as *mut u8;
+            // SAFETY: both lie in the region, which is mapped and writable; nobody else uses them,
+            // and they do not overlap: the caller's promise.
+            unsafe {
+                at(to + (part.start - from.start))
+                    .copy_from_nonoverlapping(at(part.start), part.len())
+            }
+        };
+        let first = from.start.next_multiple_of(page_bytes);
+        let last = from.end / page_bytes * page_bytes;
+        if (to + (first - from.start)) % page_bytes != 0 || last <= first {
+            copy(from.clone());
+            return Ok(());
+        }
+        let stays = |old: usize, _| copy(old..old + page_bytes);
+        self.mapped
+            .relocate(first..last, to + (first - from.start), stays)?;
+        copy(from.start..first);
+        copy(last..from.end);
+        Ok(())
+    }
+
     /// Writes all changes back and keeps the pages. A named region is published atomically: whoever
     /// opens it sees either all of this state or all of the state before. A region with a store of
     /// its own is as durable as the store makes it.

@@ -250,8 +250,8 @@ impl Runtime {
     /// [`arena`](Self::arena) with options. With [`Reserve::OnDemand`](crate::Reserve::OnDemand)
     /// the servers grant memory as pages are written back, and get back what was freed; when they
     /// are full, pages stay in local memory, and the program stalls when that is full, too. Options
-    /// that give a region other contents than zeros (`name`, `store`, `read_only`) make no sense
-    /// here.
+    /// that give a region other contents than zeros (`name`, `store`, `read_only`), or a `shape`, make
+    /// no sense here.
     ///
     /// # Errors
     /// See [`CreateError`].
@@ -264,8 +264,11 @@ impl Runtime {
         options: RegionOptions,
     ) -> Result<Arena, CreateError> {
         assert!(
-            options.name.is_none() && options.store.is_none() && !options.read_only,
-            "an arena has no name and no store of its own, and is not read-only"
+            options.name.is_none()
+                && options.store.is_none()
+                && !options.read_only
+                && options.shape.len() <= 1,
+            "an arena has no name, no store of its own and no shape, and is not read-only"
         );
         let page_bytes = (options.page_bytes.or(self.defaults.page_bytes))
             .unwrap_or_else(|| default_page_bytes(capacity_bytes));

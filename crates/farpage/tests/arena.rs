@@ -14,7 +14,7 @@ use std::{env, fs, ops::Range, ptr::NonNull, thread, time::Duration};
 use common::{
     Fabric, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
 };
-use farpage::{Arena, ArenaError, RegionOptions, Reserve};
+use farpage::{Advice, Arena, ArenaError, Codec, FaultMode, RegionOptions, Reserve};
 
 const PAGE: usize = 16 * KIB;
 
@@ -261,4 +261,172 @@ fn parts_are_released_as_munmap_does() {
         (arena.allocated_bytes(), arena.region().resident_pages()),
         (0, 0)
     );
+}
+
+/// The bytes of a block are those of a vector that grows and shrinks beside it.
+struct Grown {
+    at: NonNull<u8>,
+    shadow: Vec<u8>,
+}
+
+// SAFETY: whoever has the block uses its memory.
+unsafe impl Send for Grown {}
+
+impl Grown {
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: allocated with this length, and the caller's alone.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.shadow.len()) }
+    }
+
+    fn write(&mut self, rng: &mut Rng) {
+        for _ in 0..1 + rng.below(40) {
+            let (at, value) = (rng.below(self.shadow.len()), rng.next() as u8);
+            let end = (at + rng.below(300)).min(self.shadow.len());
+            self.bytes()[at..end].fill(value);
+            self.shadow[at..end].fill(value);
+        }
+    }
+
+    fn check(&mut self, seed: u64) {
+        let shadow = std::mem::take(&mut self.shadow);
+        // SAFETY: as above.
+        let ours = unsafe { std::slice::from_raw_parts(self.at.as_ptr(), shadow.len()) };
+        let wrong = ours.iter().zip(&shadow).position(|(a, b)| a != b);
+        assert_eq!(wrong, None, "seed {seed}: of {} bytes", shadow.len());
+        self.shadow = shadow;
+    }
+}
+
+/// Blocks of several threads grow, shrink and move in a fraction of their memory, and are compared
+/// with vectors. `realloc` promises nothing of added bytes of the old last page: they are written.
+#[test]
+fn reallocated_blocks_hold_what_a_naive_copy_would() {
+    let test = "reallocated_blocks_hold_what_a_naive_copy_would";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    if !can_page(test) {
+        return;
+    }
+    let seed = seed(test);
+    for (page, in_thread, codec) in [
+        (4 * KIB, false, Codec::Raw),
+        (16 * KIB, false, Codec::Lz4),
+        (4 * KIB, true, Codec::Raw),
+        (64 * KIB, false, Codec::Raw),
+    ] {
+        let memory = Memory::start(Fabric::Shm, 512 * MIB);
+        let mode = if in_thread {
+            FaultMode::InThread
+        } else {
+            FaultMode::Filler
+        };
+        let builder = builder(40 * page, page).fault_mode(mode).codec(codec);
+        let runtime = builder.server(&memory.url).build().unwrap();
+        let arena = runtime.arena(4000 * page).unwrap();
+        thread::scope(|scope| {
+            for thread in 0..3 {
+                let arena = &arena;
+                scope.spawn(move || grow(arena, seed, Rng(mix(seed ^ thread)), page));
+            }
+        });
+        assert!(arena.region().take_error().is_none());
+        assert_eq!(arena.allocated_bytes(), 0);
+        println!("{page} {in_thread}: {}", runtime.stats());
+    }
+}
+
+fn grow(arena: &Arena, seed: u64, mut rng: Rng, page: usize) {
+    let mut blocks: Vec<Grown> = Vec::new();
+    for _ in 0..300 {
+        let bytes = 1 + rng.below(60 * page);
+        if blocks.len() < 6 {
+            let at = arena.allocate(bytes, 1).unwrap();
+            let shadow = vec![0; bytes];
+            blocks.push(Grown { at, shadow });
+        }
+        let at = rng.below(blocks.len());
+        let block = &mut blocks[at];
+        match rng.below(8) {
+            0 => {
+                let block = blocks.swap_remove(at);
+                // SAFETY: nobody else has it.
+                unsafe { arena.deallocate(block.at) }.unwrap();
+            }
+            1..=3 => block.write(&mut rng),
+            4 => block.check(seed),
+            // Somebody expects pages that move.
+            5 => {
+                let offset = block.at.as_ptr() as usize - arena.addresses().start;
+                let expected = offset..offset + block.shadow.len();
+                arena.region().advise(expected, Advice::WillNeed).unwrap();
+            }
+            _ => {
+                let align = [1, page, 4 * page][rng.below(3)];
+                // SAFETY: nobody else has it.
+                block.at = unsafe { arena.reallocate(block.at, bytes, align) }.unwrap();
+                let before = block.shadow.len();
+                block.shadow.resize(bytes, 0);
+                let page_end = before
+                    .next_multiple_of(page)
+                    .min(bytes)
+                    .max(before.min(bytes));
+                if before < page_end {
+                    block.bytes()[before..page_end].fill(0);
+                }
+                block.check(seed);
+            }
+        }
+    }
+    for mut block in blocks {
+        block.check(seed);
+        // SAFETY: nobody else has it.
+        unsafe { arena.deallocate(block.at) }.unwrap();
+    }
+}
+
+#[test]
+fn block_that_moves_brings_nothing_in_and_writes_nothing_back() {
+    let test = "block_that_moves_brings_nothing_in_and_writes_nothing_back";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 256 * MIB);
+    let runtime = builder(20 * PAGE, PAGE)
+        .server(&memory.url)
+        .build()
+        .unwrap();
+    let options = RegionOptions::new().read_ahead(0);
+    let arena = runtime.arena_with(2000 * PAGE, options).unwrap();
+    let mut block = arena.allocate(300 * PAGE, 1).unwrap();
+    let word = |block: NonNull<u8>, page: usize| {
+        // SAFETY: allocated above, and used by this thread alone.
+        unsafe { &mut *block.as_ptr().add(page * PAGE + 8).cast::<u64>() }
+    };
+    (0..300).for_each(|page| *word(block, page) = mix(page as u64));
+    let behind = arena.allocate(PAGE, 1).unwrap();
+    let before = runtime.stats();
+    let resident = arena.region().resident_pages();
+    // SAFETY: nobody else has it.
+    let moved = unsafe { arena.reallocate(block, 400 * PAGE, 1) }.unwrap();
+    assert_ne!(moved, block, "something lies behind it");
+    block = moved;
+    let after = runtime.stats();
+    assert_eq!(after.pager.fills, before.pager.fills);
+    assert_eq!(after.store.bytes_read, before.store.bytes_read);
+    let written = after.store.bytes_written - before.store.bytes_written;
+    // Evictors may have had something to do still.
+    assert!(written <= 20 * PAGE as u64, "{written} bytes written");
+    assert!(
+        arena.region().resident_pages() + 8 >= resident,
+        "what was here is here"
+    );
+    (0..300).for_each(|page| assert_eq!(*word(block, page), mix(page as u64)));
+    (300..400).for_each(|page| assert_eq!(*word(block, page), 0));
+    // From now on it has room behind it.
+    // SAFETY: nobody else has it.
+    assert_eq!(unsafe { arena.reallocate(block, 900 * PAGE, 1) }, Ok(block));
+    // Nothing is left where it was.
+    let hole = arena.allocate(300 * PAGE, 1).unwrap();
+    assert!(hole < behind);
+    (0..300).for_each(|page| assert_eq!(*word(hole, page), 0));
 }

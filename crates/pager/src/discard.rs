@@ -27,12 +27,12 @@ use crate::{
 };
 
 /// How often a page is looked at that another worker owns.
-const LOOK: Duration = Duration::from_micros(20);
+pub(crate) const LOOK: Duration = Duration::from_micros(20);
 /// A page that is read ahead and held back stays owned until somebody asks for it.
-const ASK: Duration = Duration::from_millis(5);
+pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// What came of one attempt.
-enum Tried {
+pub(crate) enum Tried {
     /// This many leading pages are zeros now.
     Done(usize),
     /// The first page is another's, or the kernel holds it.
@@ -89,7 +89,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Discards the leading ones of these pages.
-    fn try_discard(&self, pages: PageRange) -> Result<Tried, PageError> {
+    pub(crate) fn try_discard(&self, pages: PageRange) -> Result<Tried, PageError> {
         let (region, page) = (self.region(), pages.start);
         match region.words.load(page).state() {
             // Looked at after the word: whoever has owned the page since has left it blank, or
@@ -200,7 +200,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// Maps owned pages as zeros. Their frame holds something else.
-    fn map_zeros(&self, run: Run<A::Frame>) {
+    pub(crate) fn map_zeros(&self, run: Run<A::Frame>) {
         let (shared, region) = (self.shared(), self.region());
         let (first, mut frame) = (run.first(), run.into_frame());
         frame.as_mut().fill(0);
@@ -214,7 +214,7 @@ impl<A: AddressSpace> Mapped<A> {
         shared.installer.install(region, run, Heat::Hot, refused);
     }
 
-    fn busy(&self, page: PageIndex) -> PageError {
+    pub(crate) fn busy(&self, page: PageIndex) -> PageError {
         PageError::Busy {
             region: self.region().label(),
             page: page.number(),

@@ -21,6 +21,7 @@
 //! | `leaving`, `hand_over`, `write_backs` | runs that were taken out, until they are safe |
 //! | `filler`, `evictor`, `guest`, `relief` | the workers; threads that serve their own faults |
 //! | `seats`, `team`, `in_thread`, `pager`, `map`, `mapped` | their threads; what the program sees |
+//! | `discard`, `relocate` | pages that the program gives up, or wants elsewhere |
 #![forbid(unsafe_code)]
 
 mod ahead;
@@ -58,6 +59,7 @@ pub mod protocol;
 mod region;
 mod regions;
 mod relief;
+mod relocate;
 mod run;
 mod scatter;
 mod seats;

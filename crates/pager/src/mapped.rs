@@ -449,7 +449,7 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     /// The pages that a range of bytes touches.
-    fn pages(&self, range: Range<usize>) -> PageRange {
+    pub(crate) fn pages(&self, range: Range<usize>) -> PageRange {
         assert!(
             range.start <= range.end && range.end <= self.region.geometry.bytes,
             "bytes {range:?} do not lie in a region of {} bytes",

@@ -42,12 +42,15 @@ use parking_lot::{Condvar, Mutex};
 use crate::{
     Advice, InThread, Mapped, PageError, Pager, PagerOptions, RegionOptions,
     ahead::Plan,
+    discard::Tried,
     doors::Command,
     evictor::Evictor,
     filler::Filler,
     job::Job,
     pager::Parts,
+    protocol::State,
     region::{CHUNK_PAGES, Region},
+    relocate::Relocated,
 };
 
 const THREADS: usize = 4;

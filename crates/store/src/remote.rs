@@ -308,6 +308,19 @@ impl PageStore {
         }
     }
 
+    /// What is stored of one page is another's from now on: the first is blank, and of the second
+    /// nothing may be stored. For the owner of both, in remote memory without a name.
+    pub fn relocate(&self, from: PageIndex, to: PageIndex) {
+        debug_assert!(self.is_blank(to), "page {to} has something stored");
+        self.table.store(to, self.table.load(from));
+        self.table.store(from, Entry::Never);
+    }
+
+    /// Whether others know the region by a name.
+    pub fn has_name(&self) -> bool {
+        matches!(&self.backing, Backing::Remote(remote) if remote.claim.is_some())
+    }
+
     /// Gives remote memory that no page uses back to the servers, where the region has reserved
     /// none. Asks a server and waits for it.
     pub fn trim(&self) {

@@ -15,6 +15,8 @@ struct World {
     shadow: Vec<u64>,
     /// What each program thread is about to do: a word, and its new value if it is a store.
     intents: [Option<(usize, Option<u64>)>; THREADS],
+    /// Pages that no thread uses.
+    unused: Vec<Range<usize>>,
     page_bytes: usize,
     budget_pages: usize,
 }
@@ -84,6 +86,7 @@ impl World {
             shadow: vec![0; PAGES * page_bytes / 8],
             mapped,
             intents: [None; THREADS],
+            unused: Vec::new(),
             page_bytes,
             budget_pages,
         }
@@ -134,6 +137,9 @@ impl World {
                 } else {
                     self.below(8)
                 };
+                if self.unused.iter().any(|pages| pages.contains(&page)) {
+                    return;
+                }
                 let words = self.page_bytes / 8;
                 let value = next(&mut self.random);
                 (
@@ -203,6 +209,62 @@ impl World {
         self.mapped.pager().shared().jobs.add(job.clone());
         self.drive(|_| job.has_ended());
         job.wait().expect("the store takes every page");
+    }
+
+    /// What `count` pages from `from` on hold gets the page numbers from `to` on, while everything
+    /// else goes on.
+    fn relocate(&mut self, from: usize, to: usize, count: usize) {
+        self.finish_intents();
+        self.unused = vec![from..from + count, to..to + count];
+        self.step_by_step(to..to + count, [to, to], |world, pages| {
+            match world.mapped.try_discard(pages).expect("there are frames") {
+                Tried::Done(zeros) => zeros,
+                Tried::NotNow(_) => 0,
+            }
+        });
+        self.step_by_step(from..from + count, [from, to], |world, pages| {
+            let new = PageIndex(to + (pages.start.0 - from));
+            match (world.mapped.try_relocate(pages, new)).expect("there are frames") {
+                Relocated::Done(moved) => moved,
+                Relocated::NotNow | Relocated::Held => 0,
+            }
+        });
+        let words = |page: usize| page * self.page_bytes / 8..(page + count) * self.page_bytes / 8;
+        self.shadow.copy_within(words(from), words(to).start);
+        self.shadow[words(from)].fill(0);
+        self.unused.clear();
+    }
+
+    /// Does something to these pages, while everything else goes on: `act` says to how many of
+    /// them. `firsts`: where the pages begin that it has to do with.
+    fn step_by_step(
+        &mut self,
+        pages: Range<usize>,
+        firsts: [usize; 2],
+        act: impl Fn(&World, PageRange) -> usize,
+    ) {
+        let region = self.mapped.region().clone();
+        let mut rest = pages_of(pages.clone());
+        self.drive(|world| {
+            world.step();
+            if world.chance(8) {
+                let ask = || Command::Prefetch(region.clone(), pages_of(pages.clone()));
+                world.mapped.pager().shared().doors.tell_fillers(ask);
+            }
+            let done = act(world, rest);
+            // What is read ahead and held back stays so until somebody asks for it.
+            let done_before = rest.start.0 - pages.start;
+            for page in firsts.map(|first| PageIndex(first + done_before)) {
+                if done == 0
+                    && region.words.load(page).state() == State::Filling
+                    && world.chance(16)
+                {
+                    world.mapped.demand(page.alone());
+                }
+            }
+            rest.start += done;
+            rest.is_empty()
+        });
     }
 
     fn check_everything(&mut self) {
@@ -325,6 +387,29 @@ fn pages_that_the_program_drops_are_what_was_written_back_last() {
                     .space
                     .drop_page(world.mapped.address() + page * world.page_bytes);
             }
+        }
+        world.finish_intents();
+        world.check_everything();
+        world.end();
+    }
+}
+
+#[test]
+fn contents_that_change_their_places_are_whole_under_pressure() {
+    for seed in seeds(4000..4060) {
+        println!("seed {seed}");
+        let mut world = World::new(seed, false);
+        for _ in 0..15 {
+            (0..300).for_each(|_| world.step());
+            let count = 1 + world.below(PAGES / 2);
+            let from = world.below(PAGES - 2 * count + 1);
+            let to = from + count + world.below(PAGES - from - 2 * count + 1);
+            let (from, to) = if world.chance(2) {
+                (from, to)
+            } else {
+                (to, from)
+            };
+            world.relocate(from, to, count);
         }
         world.finish_intents();
         world.check_everything();

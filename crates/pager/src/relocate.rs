@@ -1,0 +1,263 @@
+//! Contents that get other page numbers: [`Mapped::relocate`].
+//!
+//! What a page is moves by its entry (where the store has its bytes, and what they hash to), and a
+//! page that is mapped moves by its frame. No byte is read, copied, sent or hashed.
+//!
+//! Both pages are owned before anything changes: the new one as `Filling`, the old one as `Filling`
+//! or, if it is mapped, as `Leaving`. Whatever meets them meanwhile (read-ahead, an evictor, a
+//! fault that is read late) leaves a note or looks elsewhere. The old page is zeros afterwards, and
+//! the new one what the old one was: mapped if that was, and remote if that was.
+//!
+//! The rule: as in `discard.rs`, the calling thread owns pages here and waits for nobody while it
+//! does. A page that it cannot have it gives back, and looks again.
+
+use std::{ops::Range, thread, time::Instant};
+
+use farpage_store::{PageIndex, PageRange};
+use farpage_vm::AddressSpace;
+
+use crate::{
+    Mapped, PageError,
+    discard::{ASK, LOOK},
+    doors::Command,
+    installer::Heat,
+    protocol::{self, OnFailed, State},
+    run::Run,
+    victims::Out,
+};
+
+/// What came of one attempt.
+pub(crate) enum Relocated {
+    /// This many leading pages have moved.
+    Done(usize),
+    /// One of the two pages is another's.
+    NotNow,
+    /// The kernel or a device holds the old page: it stays where it is.
+    Held,
+}
+
+impl<A: AddressSpace> Mapped<A> {
+    /// Moves what the pages of `from` hold to as many pages from the byte `to` on. Both begin with
+    /// a page, and the two have no page in common. What the new pages held is gone, and the old ones
+    /// are zeros.
+    ///
+    /// Nobody uses either range until this returns. Pins stay with the pages, not with what they
+    /// hold. A page stays where it is that the kernel or a device holds, a slow server until the
+    /// deadline, or that cannot be brought in. Then `stays` is called with its first byte and that
+    /// of its new place, and sees to it. Nobody owns the two meanwhile.
+    ///
+    /// # Errors
+    /// [`PageError::Forked`]: nothing has moved.
+    ///
+    /// # Panics
+    /// If the ranges are no whole pages of the region, or it is read-only or over a user's own
+    /// store, or it has a name.
+    pub fn relocate(
+        &self,
+        from: Range<usize>,
+        to: usize,
+        mut stays: impl FnMut(usize, usize),
+    ) -> Result<(), PageError> {
+        self.check_process()?;
+        let (region, page_bytes) = (self.region(), self.page_bytes());
+        assert!(
+            from.start.is_multiple_of(page_bytes)
+                && from.end.is_multiple_of(page_bytes)
+                && to.is_multiple_of(page_bytes),
+            "bytes {from:?} and {to} are no whole pages of {page_bytes} bytes"
+        );
+        assert!(
+            !region.is_read_only() && !region.store.is_users_own() && !region.store.has_name(),
+            "pages of {} cannot change their places",
+            region.label()
+        );
+        let (old, new) = (self.pages(from.clone()), self.pages(to..to + from.len()));
+        assert!(old.within(new).is_empty(), "{old:?} and {new:?} overlap");
+        let distance = |page: PageIndex| page - old.start;
+        let mut page = old.start;
+        let mut waiting: Option<(Instant, Instant)> = None;
+        while page < old.end {
+            let at = new.start + distance(page);
+            let now = Instant::now();
+            let is_over =
+                |(since, _): (Instant, _)| now.duration_since(since) > self.pager().deadline();
+            match self.try_relocate(page.until(old.end), at) {
+                Ok(Relocated::Done(count)) => {
+                    page += count;
+                    waiting = None;
+                }
+                Ok(Relocated::NotNow) if !waiting.is_some_and(is_over) => {
+                    let (since, asked) = waiting.get_or_insert((now, now));
+                    // What is read ahead and held back stays owned until somebody asks for it.
+                    if *since == now || asked.elapsed() > ASK {
+                        *asked = now;
+                        for page in [page, at] {
+                            if region.words.load(page).state() == State::Filling {
+                                self.demand(page.alone());
+                            }
+                        }
+                    }
+                    thread::sleep(LOOK);
+                }
+                Ok(Relocated::NotNow | Relocated::Held) | Err(_) => {
+                    stays(page.offset(page_bytes), at.offset(page_bytes));
+                    page += 1;
+                    waiting = None;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves the leading ones of the `old` pages to `new` and on.
+    pub(crate) fn try_relocate(
+        &self,
+        old: PageRange,
+        new: PageIndex,
+    ) -> Result<Relocated, PageError> {
+        let region = self.region();
+        // A fault that was read late, or read-ahead, may have brought the new page in.
+        if region.words.load(new).state() != State::Remote {
+            self.try_discard(new.alone())?;
+            return Ok(Relocated::NotNow);
+        }
+        if !region.enter() {
+            return Ok(Relocated::Done(old.len()));
+        }
+        let outcome = match region.words.load(old.start).state() {
+            State::Resident => self.relocate_mapped(old, new),
+            State::Remote => self.relocate_remote(old.start, new),
+            State::Filling | State::Leaving => Ok(Relocated::NotNow),
+            State::Poisoned | State::Lost => self.relocate_broken(old.start, new),
+        };
+        region.exit();
+        outcome
+    }
+
+    /// Owns the leading ones of new pages, as far as they are remote.
+    fn own(&self, pages: PageRange) -> PageRange {
+        let words = &self.region().words;
+        let own = |page: &PageIndex| words.try_apply(*page, protocol::prefetch).is_some();
+        let pages = pages.start.and_on(pages.iter().take_while(own).count());
+        // What a late fault has left there, or something that was stored of it.
+        self.region().store.clear(pages);
+        pages
+    }
+
+    fn relocate_mapped(&self, old: PageRange, new: PageIndex) -> Result<Relocated, PageError> {
+        let (shared, region) = (self.shared(), self.region());
+        let run = old.start.and_on(region.run_pages).within(old);
+        let run = region.in_one_stripe(run, false);
+        let owned = self.own(region.in_one_stripe(new.and_on(run.len()), false));
+        if owned.is_empty() {
+            return Ok(Relocated::NotNow);
+        }
+        let wanted = old.start.and_on(owned.len());
+        let taken = match shared.victims.take_out(region, wanted, protocol::borrow) {
+            Out::Taken(run) => run,
+            refused => {
+                owned.iter().for_each(|page| self.publish_remote(page));
+                return Ok(match refused {
+                    Out::Refused(_) => Relocated::Held,
+                    // If the program gave it back to the kernel, what was stored is the page now.
+                    _ => Relocated::NotNow,
+                });
+            }
+        };
+        let count = taken.len();
+        let others = (owned.start + count).until(owned.end);
+        others.iter().for_each(|page| self.publish_remote(page));
+        for (from, to) in taken.pages().iter().zip(owned) {
+            region.store.relocate(from, to);
+        }
+        self.publish_blank(taken.pages());
+        let frame = taken.into_frame();
+        let page_bytes = region.page_bytes();
+        let refused = |page, frame: A::Frame, os| {
+            let error = PageError::cannot_map(region.label(), page, &os);
+            let is_stored = region.store.is_unchanged(page, frame.as_ref());
+            shared.frames.release(frame, page_bytes);
+            if is_stored {
+                shared.installer.fail(region, page, error);
+            } else {
+                shared.installer.lose(region, page, &error);
+            }
+        };
+        let run = Run::new(owned.start, frame, page_bytes);
+        shared.installer.install(region, run, Heat::Cold, refused);
+        region.exit();
+        Ok(Relocated::Done(count))
+    }
+
+    fn relocate_remote(&self, old: PageIndex, new: PageIndex) -> Result<Relocated, PageError> {
+        let region = self.region();
+        let owned = self.own(new.alone());
+        if owned.is_empty() {
+            return Ok(Relocated::NotNow);
+        }
+        if region.words.try_apply(old, protocol::prefetch).is_none() {
+            self.publish_remote(new);
+            return Ok(Relocated::NotNow);
+        }
+        region.store.relocate(old, new);
+        self.publish_remote(new);
+        self.publish_remote(old);
+        Ok(Relocated::Done(1))
+    }
+
+    /// A page that raises SIGBUS. One that is poisoned is tried again where it is touched next; one
+    /// that is lost is lost there, too.
+    fn relocate_broken(&self, old: PageIndex, new: PageIndex) -> Result<Relocated, PageError> {
+        let (shared, region) = (self.shared(), self.region());
+        // The old address raises SIGBUS: only a page ends that.
+        let frame = self.frame_for(old)?;
+        if self.own(new.alone()).is_empty() {
+            shared.frames.release(frame, region.page_bytes());
+            return Ok(Relocated::NotNow);
+        }
+        let lost = region.lost(old.alone()).pop();
+        let take = |w| protocol::heal(w).or(protocol::taken_up(w));
+        if region.words.try_apply(old, take).is_none() {
+            shared.frames.release(frame, region.page_bytes());
+            self.publish_remote(new);
+            return Ok(Relocated::NotNow);
+        }
+        match lost {
+            Some((_, error)) => {
+                region.found(old);
+                region.store.clear(old.alone());
+                shared.installer.lose(region, new, &error);
+            }
+            None => {
+                region.store.relocate(old, new);
+                self.publish_remote(new);
+            }
+        }
+        self.map_zeros(Run::new(old, frame, region.page_bytes()));
+        Ok(Relocated::Done(1))
+    }
+
+    /// Owned pages that were taken out are remote, and zeros. Who waits for one tries again.
+    fn publish_blank(&self, pages: PageRange) {
+        let (shared, region) = (self.shared(), self.region());
+        let now = shared.installer.clock.now();
+        for page in pages {
+            if region.words.apply(page, |w| protocol::removed(w, now)) {
+                shared.mapper.wake(region, page.alone());
+            }
+        }
+    }
+
+    /// A page that is owned as `Filling` is what the store has. If somebody waits for it, its
+    /// filler brings it in.
+    fn publish_remote(&self, page: PageIndex) {
+        let region = self.region();
+        if region.words.apply(page, protocol::fill_failed) == OnFailed::Dropped {
+            return;
+        }
+        region.enter_again();
+        let shard = self.shared().mapper.shard_of(region, page);
+        let command = Command::TakeOver(region.clone(), page, self.busy(page), Instant::now());
+        self.shared().doors.tell_filler(shard, command);
+    }
+}
