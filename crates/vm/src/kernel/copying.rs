@@ -21,7 +21,7 @@ use crate::{
     frame::{FramePool, KernelFrame},
     pages::Pages,
     space::{DetachError, InstallError},
-    sys::{self, Refusal, Stopped},
+    sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
 };
 
 /// Maps copies of the frame's pages at `pages`. This replaces poison markers, which moving takes
@@ -35,6 +35,15 @@ pub(super) fn install(
     // - The frame's pages are present, hence readable.
     // - What a region's absent pages are filled with is the pager's decision.
     let copied = unsafe { copy_in(shard, pages.range(), frame.address()) };
+    // The program may have divided a page's mapping (by `mprotect`, say), and the kernel copies
+    // nothing across two.
+    let copied = copied.or_else(|stopped| match stopped.why {
+        Refusal::Missing if pages.count() == 1 => {
+            // SAFETY: as above.
+            unsafe { copy_parts_in(shard, pages.range(), frame.address(), stopped.done_bytes) }
+        }
+        _ => Err(stopped),
+    });
     let Err(Stopped { done_bytes, why }) = copied else {
         // Dropping the frame gives its pages back, so that there is one of each as before.
         return Ok(());
@@ -146,6 +155,28 @@ pub(super) unsafe fn copy_in(
     })
 }
 
+/// The same for each kernel page by itself, from `done_bytes` on.
+///
+/// # Safety
+/// As [`copy_in`].
+unsafe fn copy_parts_in(
+    shard: &KernelShard,
+    to: Range<usize>,
+    from: usize,
+    done_bytes: usize,
+) -> Result<(), Stopped> {
+    for at in (done_bytes..to.len()).step_by(KERNEL_PAGE_BYTES) {
+        let part = to.start + at..to.start + at + KERNEL_PAGE_BYTES;
+        // SAFETY: this function's contract.
+        let copied = unsafe { copy_in(shard, part, from + at) };
+        copied.map_err(|stopped| Stopped {
+            done_bytes: at,
+            why: stopped.why,
+        })?;
+    }
+    Ok(())
+}
+
 /// A page that was not carried out.
 enum CarryError {
     /// It is where it was.
@@ -164,10 +195,49 @@ fn copy_out(
     // The program may drop the page between this and the next step: then it is taken out as zeros,
     // which the program reads there, too.
     match shard.pagemap.any_occupied(page.start, page.len()) {
-        Ok(true) => carry_out(page, slot, pool),
+        Ok(true) => match carry_out(page.clone(), slot, pool) {
+            // The program has divided its mapping: the addresses are there, in two.
+            Err(CarryError::Refused(DetachError::Absent)) if page.len() > KERNEL_PAGE_BYTES => {
+                carry_parts_out(shard, page, slot, pool)
+            }
+            carried => carried,
+        },
         Ok(false) => Err(CarryError::Refused(DetachError::Absent)),
         Err(error) => Err(CarryError::Refused(DetachError::Os(error))),
     }
+}
+
+/// Takes one page out, each kernel page by itself. What is not taken whole is put back: meanwhile
+/// the program sleeps where it touches a part that is out.
+fn carry_parts_out(
+    shard: &KernelShard,
+    page: Range<usize>,
+    slot: usize,
+    pool: &FramePool,
+) -> Result<(), CarryError> {
+    for at in (0..page.len()).step_by(KERNEL_PAGE_BYTES) {
+        let part = page.start + at..page.start + at + KERNEL_PAGE_BYTES;
+        let Err(why) = carry_out(part.clone(), slot + at, pool) else {
+            continue;
+        };
+        let error = match why {
+            CarryError::Refused(error) => error,
+            CarryError::Staged(staged, why) => {
+                put_back(shard, part, staged);
+                DetachError::Os(why.into())
+            }
+        };
+        // SAFETY:
+        // - The slot is the caller's, and what was taken out so far is in it.
+        // - The page is being taken out: nobody else may fill it.
+        let back = unsafe { copy_parts_in(shard, page.start..page.start + at, slot, 0) };
+        if let Err(Stopped { done_bytes, .. }) = back {
+            // Never zeros, never a hang: what cannot be put back is poisoned.
+            shard.give_up(page.start + done_bytes..page.start + at);
+        }
+        return Err(CarryError::Refused(error));
+    }
+    Ok(())
 }
 
 /// Takes bytes out of a region by `mremap`, and copies them to a slot of `pool`, which is the
@@ -184,8 +254,20 @@ fn carry_out(range: Range<usize>, slot: usize, pool: &FramePool) -> Result<(), C
     // SAFETY:
     // - `staged` is a readable mapping that nobody else knows.
     // - The slot is the caller's.
-    unsafe { pool.uffd.copy(slot, staged, range.len()) }
-        .map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
+    let copy = || unsafe { pool.uffd.copy(slot, staged, range.len()) };
+    let copied = copy().or_else(|stopped| match stopped.why {
+        // The program may not read there (`mprotect`), and neither may the kernel for us. Where the
+        // page lies now nobody but us can.
+        // SAFETY: nobody else knows `staged`.
+        Refusal::Other(Errno::EFAULT) => {
+            match unsafe { sys::protect(staged, range.len(), libc::PROT_READ | libc::PROT_WRITE) } {
+                Ok(()) => copy(),
+                Err(_) => Err(stopped),
+            }
+        }
+        _ => Err(stopped),
+    });
+    copied.map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
     // SAFETY: nobody else knows `staged`, and it is not used after this.
     unsafe { sys::release(staged, range.len()) };
     Ok(())

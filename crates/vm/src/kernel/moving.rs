@@ -130,12 +130,17 @@ pub(super) fn detach(
             continue;
         };
         let is_refused_whole = refusal == Refusal::Invalid && done_bytes == 0;
-        // The kernel moves between writable mappings only.
-        if is_refused_whole && next.start == 0 && occupied::is_read_only(address) {
+        let is_first = is_refused_whole && next.start == 0;
+        // The kernel moves between mappings that are alike only: not out of one that the program may
+        // only read, nor what it has locked or protected (`mlock`, `mprotect`).
+        if is_first && occupied::is_read_only(address) {
             return copying::detach(shard, pages, frame, fenced);
         }
         if is_refused_whole && progress.narrow() {
             continue;
+        }
+        if is_first {
+            return copying::detach(shard, pages, frame, fenced);
         }
         // The program dropped this kernel page; the rest of the page may be there.
         if refusal == Refusal::Missing {

@@ -15,23 +15,59 @@ use crate::common::{
 };
 
 #[test]
-fn mlock_and_mprotect_by_the_program_are_reported_and_undone_safely() {
-    let space = space(Transfer::Move, 1);
-    let geometry = geometry(65536, 65536);
-    let base = space.map(geometry).unwrap().address;
-    let mut frame = space.new_frame(65536, 1).unwrap();
-    frame.as_mut().fill(4);
-    // SAFETY: the region's own page.
-    unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ) };
-    space.move_in(0, base, 65536, frame).unwrap();
-    assert_eq!(byte(base + 4096), 4);
-    let error = space.move_out(pages(0, base, 65536, 1)).unwrap_err();
-    assert!(matches!(error, DetachError::Os(_)), "{error:?}");
-    assert_eq!(byte(base + 4096), 4);
-    // SAFETY: as above.
-    unsafe { libc::mprotect(base as *mut _, 65536, libc::PROT_READ | libc::PROT_WRITE) };
-    space.move_out(pages(0, base, 65536, 1)).unwrap();
-    space.unmap(base, geometry);
+fn what_the_program_protects_or_locks_leaves_and_comes_back_whole() {
+    const RW: libc::c_int = libc::PROT_READ | libc::PROT_WRITE;
+    // Parts of the page, in kernel pages.
+    for part in [0..16, 0..1, 15..16, 3..9] {
+        for protection in [libc::PROT_READ, libc::PROT_NONE, RW | libc::PROT_EXEC, RW] {
+            for transfer in BOTH {
+                let space = space(transfer, 1);
+                let geometry = geometry(2 * 65536, 65536);
+                let base = space.map(geometry).unwrap().address;
+                let (start, len) = (base + part.start * 4096, part.len() * 4096);
+                // SAFETY: the region's own page.
+                let changed = unsafe {
+                    if protection == RW {
+                        libc::mlock2(start as *const _, len, 1)
+                    } else {
+                        libc::mprotect(start as *mut _, len, protection)
+                    }
+                };
+                assert_eq!(changed, 0);
+                let holds = |page: &[u8]| {
+                    let kernel_pages = page.chunks(4096).zip(1..);
+                    kernel_pages.for_each(|(bytes, number)| {
+                        assert!(
+                            bytes.iter().all(|&byte| byte == number),
+                            "{part:?} {protection}"
+                        );
+                    });
+                };
+                let mut frame = space.new_frame(65536, 1).unwrap();
+                (frame.as_mut().chunks_mut(4096).zip(1..))
+                    .for_each(|(bytes, number)| bytes.fill(number));
+                // In, and out, and in again; the program writes where it may.
+                for round in 0..2 {
+                    space.move_in(0, base, 65536, frame).unwrap();
+                    if protection != libc::PROT_NONE {
+                        holds(mapped(base, 65536));
+                    }
+                    if part.start > 0 {
+                        set(base + 77, 100 + round);
+                        set(base + 77, 1);
+                    }
+                    frame = space.move_out(pages(0, base, 65536, 1)).unwrap();
+                    holds(frame.as_ref());
+                    assert!((0..16).all(|at| !space.is_present(base + at * 4096)));
+                }
+                space.move_in(0, base, 65536, frame).unwrap();
+                // SAFETY: as above.
+                unsafe { libc::mprotect(base as *mut _, 65536, RW) };
+                holds(mapped(base, 65536));
+                space.unmap(base, geometry);
+            }
+        }
+    }
 }
 
 #[test]

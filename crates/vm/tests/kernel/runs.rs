@@ -222,10 +222,8 @@ fn run_across_a_mapping_that_the_program_divided_goes_as_far_as_its_pages_can() 
         let frame = space.move_out(pages(0, base, 65536, 6)).unwrap();
         if transfer == Transfer::Move {
             assert_eq!(numbers(frame.as_ref(), 65536), [1]);
-            let error = space.move_out(pages(0, page(1), 65536, 5)).unwrap_err();
-            assert!(matches!(error, DetachError::Os(_)), "{error:?}");
-            let rest = space.move_out(pages(0, page(2), 65536, 4)).unwrap();
-            assert_eq!(numbers(rest.as_ref(), 65536), all[2..]);
+            let rest = space.move_out(pages(0, page(1), 65536, 5)).unwrap();
+            assert_eq!(numbers(rest.as_ref(), 65536), all[1..]);
         } else {
             assert_eq!(numbers(frame.as_ref(), 65536), all);
         }
