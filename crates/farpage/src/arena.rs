@@ -347,6 +347,35 @@ impl Arena {
         pages.map(|pages| pages * self.page_bytes)
     }
 
+    /// Whether each page that has some of these addresses belongs to an allocation.
+    pub fn is_allocated(&self, addresses: Range<usize>) -> bool {
+        let all = self.addresses();
+        if addresses.start < all.start || all.end < addresses.end {
+            return false;
+        }
+        let page = |address: usize| (address - self.address) / self.page_bytes;
+        let end = (addresses.end - self.address).div_ceil(self.page_bytes);
+        let ranges = self.ranges();
+        let mut at = page(addresses.start);
+        while at < end {
+            match ranges.allocated.range(..=at).next_back() {
+                Some((&first, &pages)) if first + pages > at => at = first + pages,
+                _ => return false,
+            }
+        }
+        true
+    }
+
+    /// The addresses of all allocations, ascending.
+    pub fn allocations(&self) -> Vec<Range<usize>> {
+        let address = |page: usize| self.address + page * self.page_bytes;
+        let ranges = self.ranges();
+        let allocated = ranges.allocated.iter();
+        allocated
+            .map(|(&first, &pages)| address(first)..address(first + pages))
+            .collect()
+    }
+
     /// Whether an address lies in the arena.
     pub fn contains(&self, address: usize) -> bool {
         address.wrapping_sub(self.address) < self.region.len()
@@ -478,6 +507,10 @@ impl Ranges {
     /// Takes these pages out of the allocations that they belong to. Returns those that did.
     fn cut(&mut self, pages: Range<usize>) -> Vec<Range<usize>> {
         let mut cut = Vec::new();
+        // What lies within one page has no whole one.
+        if pages.is_empty() {
+            return cut;
+        }
         let before = self.allocated.range(..pages.start).next_back();
         let from = match before {
             Some((&first, &len)) if first + len > pages.start => first,

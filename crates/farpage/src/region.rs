@@ -397,9 +397,9 @@ impl Region {
         Ok(())
     }
 
-    /// Moves the bytes of `from` to as many from `to` on. Whole pages move by their entries, without
-    /// coming in; if `from` and `to` lie differently in their pages, all bytes are copied. What
-    /// `from` holds afterwards is not said.
+    /// Moves the bytes of `from` to as many from `to` on. Whole pages move by their entries,
+    /// without coming in; if `from` and `to` lie differently in their pages, all bytes are copied.
+    /// What `from` holds afterwards is not said.
     ///
     /// # Safety
     /// Nobody uses the pages that either range touches wholly, nor the bytes of other pages in the
@@ -418,7 +418,7 @@ impl Region {
         };
         let first = from.start.next_multiple_of(page_bytes);
         let last = from.end / page_bytes * page_bytes;
-        if (to + (first - from.start)) % page_bytes != 0 || last <= first {
+        if !(to + (first - from.start)).is_multiple_of(page_bytes) || last <= first {
             copy(from.clone());
             return Ok(());
         }

@@ -250,8 +250,8 @@ impl Runtime {
     /// [`arena`](Self::arena) with options. With [`Reserve::OnDemand`](crate::Reserve::OnDemand)
     /// the servers grant memory as pages are written back, and get back what was freed; when they
     /// are full, pages stay in local memory, and the program stalls when that is full, too. Options
-    /// that give a region other contents than zeros (`name`, `store`, `read_only`), or a `shape`, make
-    /// no sense here.
+    /// that give a region other contents than zeros (`name`, `store`, `read_only`), or a `shape`,
+    /// make no sense here.
     ///
     /// # Errors
     /// See [`CreateError`].

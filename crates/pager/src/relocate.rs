@@ -38,8 +38,8 @@ pub(crate) enum Relocated {
 
 impl<A: AddressSpace> Mapped<A> {
     /// Moves what the pages of `from` hold to as many pages from the byte `to` on. Both begin with
-    /// a page, and the two have no page in common. What the new pages held is gone, and the old ones
-    /// are zeros.
+    /// a page, and the two have no page in common. What the new pages held is gone, and the old
+    /// ones are zeros.
     ///
     /// Nobody uses either range until this returns. Pins stay with the pages, not with what they
     /// hold. A page stays where it is that the kernel or a device holds, a slow server until the

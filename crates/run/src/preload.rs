@@ -11,7 +11,8 @@
 //!   the next allocator.
 //! - `free` and its kind decide by address alone.
 //!
-//! What is served is left to `heap.rs` and `maps.rs`; how it begins and ends, to `state.rs`.
+//! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
+//! `state.rs`.
 
 #[path = "preload/heap.rs"]
 mod heap;
@@ -21,6 +22,10 @@ mod maps;
 mod next;
 #[path = "preload/process.rs"]
 mod process;
+#[path = "preload/protect.rs"]
+mod protect;
+#[path = "preload/ranges.rs"]
+mod ranges;
 #[path = "preload/state.rs"]
 mod state;
 
@@ -28,6 +33,7 @@ use std::{
     alloc::{GlobalAlloc, Layout},
     cell::Cell,
     ffi::c_void,
+    sync::{Mutex, PoisonError},
 };
 
 unsafe extern "C" {
@@ -144,6 +150,17 @@ fn say_to(descriptor: i32, line: &str) {
     let line = format!("farpage: {line}\n");
     // SAFETY: the bytes are there. A closed descriptor is the program's business.
     unsafe { libc::write(descriptor, line.as_ptr().cast(), line.len()) };
+}
+
+/// A line that the program gives reason for again and again is said once.
+fn say_once(line: &str) {
+    static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    let _inside = Inside::enter();
+    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    if !said.iter().any(|before| before == line) {
+        say(line);
+        said.push(line.to_owned());
+    }
 }
 
 /// Ends the process: what was asked for cannot be done, or the program has used memory wrongly.

@@ -3,85 +3,11 @@
 //! The rule it keeps: what is compared is the program's whole output with that of a plain run, and
 //! what it used is what `--stats` says.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
+mod common;
 
-use std::{
-    fs,
-    os::unix::fs::PermissionsExt,
-    path::Path,
-    process::{Command, Output, Stdio},
-    thread,
-    time::{Duration, Instant},
-};
+use std::{fs, os::unix::fs::PermissionsExt, process::Command};
 
-const MIB: u64 = 1 << 20;
-
-/// Runs a command to its end, with a bound on it.
-fn output(command: &mut Command) -> Output {
-    let child = command
-        .env("LC_ALL", "C")
-        .env("FARPAGE_PAGE_SIZE", "16KiB")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let pid = child.id() as i32;
-    let waiter = thread::spawn(move || child.wait_with_output().unwrap());
-    let since = Instant::now();
-    while !waiter.is_finished() {
-        if since.elapsed() > Duration::from_secs(120) {
-            // SAFETY: our own child, which has not been waited for.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
-            panic!("{command:?} has not ended in time");
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    waiter.join().unwrap()
-}
-
-fn farpage(options: &[&str], command: &[&str]) -> Output {
-    let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
-    farpage.arg("run").args(options).arg("--").args(command);
-    output(&mut farpage)
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// Whether all of this is here; if not, says that `test` is skipped.
-fn can_run(test: &str, programs: &[&str]) -> bool {
-    if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
-        eprintln!("SKIPPED: {test}: there is no {missing}");
-        return false;
-    }
-    let tried = farpage(&["--budget", "16MiB"], &["/bin/true"]);
-    let why = text(&tried.stderr);
-    if tried.status.code() == Some(125) && why.contains("userfaultfd") {
-        eprintln!(
-            "SKIPPED: {test}: {}",
-            why.lines().next().unwrap_or_default()
-        );
-        return false;
-    }
-    assert!(tried.status.success(), "{why}");
-    true
-}
-
-/// The bytes that stand before a word of `--stats`.
-fn said(stats: &str, before: &str) -> u64 {
-    let at = stats
-        .find(before)
-        .unwrap_or_else(|| panic!("no `{before}` in {stats}"));
-    let mut words = stats[..at].split_whitespace().rev();
-    let (unit, number) = (words.next().unwrap(), words.next().unwrap());
-    let size: bytesize::ByteSize = format!("{number} {unit}").parse().unwrap();
-    size.as_u64()
-}
+use common::{MIB, can_run, farpage, output, said, text};
 
 /// Compares with a plain run; it takes at least four budgets.
 fn same(command: &[&str], budget_mib: u64) {

@@ -7,10 +7,10 @@ use std::{
     ptr::{self, NonNull},
 };
 
-use crate::{Inside, give_up, next, set_errno, state};
+use crate::{Inside, give_up, next, protect, set_errno, state};
 
 /// What every allocation is aligned to.
-const ALIGN: usize = 16;
+pub(crate) const ALIGN: usize = 16;
 
 /// `malloc`.
 ///
@@ -57,8 +57,12 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
         return;
     };
     let _inside = Inside::enter();
-    if state.arena.usable_bytes(old.cast()).is_none() {
+    let Some(bytes) = state.arena.usable_bytes(old.cast()) else {
         give_up("free(): invalid pointer");
+    };
+    let start = old.as_ptr() as usize;
+    if !protect::lift(state, start..start + bytes) {
+        return;
     }
     // SAFETY: the caller's promise. A page that cannot be discarded now is tried again.
     let _ = unsafe { state.arena.deallocate(old.cast()) };
@@ -86,8 +90,9 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         unsafe { free(old) };
         return ptr::null_mut();
     }
-    if is_ours && resize(old, bytes) {
-        return old;
+    if is_ours && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast())) {
+        // SAFETY: the caller's promise.
+        return unsafe { state.reallocate(old, bytes) };
     }
     // SAFETY: the caller's promise; both have as many bytes as are copied.
     unsafe {
@@ -99,19 +104,6 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         }
         made
     }
-}
-
-/// Makes an allocation of the arena longer or shorter where it lies.
-fn resize(old: *mut c_void, bytes: usize) -> bool {
-    let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast())) else {
-        return false;
-    };
-    let _inside = Inside::enter();
-    if state.arena.usable_bytes(old).is_none() {
-        give_up("realloc(): invalid pointer");
-    }
-    // SAFETY: nobody uses what `realloc` cuts off. What cannot be discarded now is tried again.
-    unsafe { state.arena.resize(old, bytes) }.unwrap_or(true)
 }
 
 /// `malloc_usable_size`.

@@ -1,26 +1,31 @@
-//! `mmap` of private anonymous memory, and what is done with it.
+//! `mmap` of private anonymous memory, `munmap` and `mremap`.
 //!
 //! The rule it keeps: what is mapped in the arena is known by its bytes. A page of the arena is
 //! given back when nothing is mapped in it any more. All other calls go to the kernel as they are.
 
 use std::{
-    collections::BTreeMap,
     ffi::{c_int, c_void},
     ops::Range,
+    ptr,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use crate::{
-    Inside, set_errno,
+    Inside, protect,
+    ranges::Ranges,
+    say_once, set_errno,
     state::{self, State},
 };
 
-const KERNEL_PAGE_BYTES: usize = 4096;
+pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
 
-/// First addresses of what is mapped in the arena, and how many bytes it has.
-static MAPPED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+/// To read and to write.
+pub(crate) const PLAIN: c_int = libc::PROT_READ | libc::PROT_WRITE;
 
-fn mapped() -> MutexGuard<'static, BTreeMap<usize, usize>> {
+/// What is mapped in the arena.
+static MAPPED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
+
+fn mapped() -> MutexGuard<'static, Ranges<()>> {
     MAPPED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -37,14 +42,26 @@ pub(crate) unsafe extern "C" fn mmap(
     fd: c_int,
     offset: libc::off_t,
 ) -> *mut c_void {
-    let may_be = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    let is_plain = address.is_null()
-        && protection == libc::PROT_READ | libc::PROT_WRITE
-        && flags & libc::MAP_TYPE == libc::MAP_PRIVATE
+    let may_be = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_POPULATE;
+    let is_anonymous = flags & libc::MAP_TYPE == libc::MAP_PRIVATE
         && flags & libc::MAP_ANONYMOUS != 0
-        && flags & !may_be == 0;
-    if is_plain && let Some(state) = state::serves(bytes) {
-        return map(state, bytes).unwrap_or(libc::MAP_FAILED);
+        && protection & !PLAIN == 0;
+    if flags & libc::MAP_FIXED != 0 {
+        if let (Some(addresses), Some(state), false) =
+            (ours(address, bytes), state::get(), Inside::is())
+        {
+            return match is_anonymous {
+                true => map_over(state, addresses, protection),
+                false => refuse_to_map_over(),
+            };
+        }
+    } else if is_anonymous
+        && flags & !may_be == 0
+        && let Some(state) = state::serves(bytes)
+        && let Some(made) = map(state, bytes, protection)
+    {
+        // Where the program would rather have had it does not matter.
+        return made;
     }
     // SAFETY: the caller's promise.
     unsafe {
@@ -77,19 +94,71 @@ pub(crate) unsafe extern "C" fn mmap64(
     unsafe { mmap(address, bytes, protection, flags, fd, offset) }
 }
 
-fn map(state: &State, bytes: usize) -> Option<*mut c_void> {
+/// `None`: the kernel is to be asked. What may be read and written is never local: where there is
+/// no room for it, it fails.
+fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
     let whole = bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES)?;
-    let made = state.allocate(whole, KERNEL_PAGE_BYTES);
-    if made.is_null() {
+    if protection == PLAIN {
+        let made = state.allocate(whole, KERNEL_PAGE_BYTES);
+        if made.is_null() {
+            return Some(libc::MAP_FAILED);
+        }
+        let _inside = Inside::enter();
+        note(made as usize..made as usize + whole);
+        return Some(made);
+    }
+    // Programs reserve addresses so, often more than they will use.
+    let _inside = Inside::enter();
+    let Ok(made) = state.arena.allocate(whole, KERNEL_PAGE_BYTES) else {
+        say_once(
+            "addresses that were reserved without access (PROT_NONE) exceed --capacity: what the program uses of them will be local",
+        );
+        return None;
+    };
+    let start = made.as_ptr() as usize;
+    state.note_peak();
+    note(start..start + whole);
+    if protect::set(start..start + whole, protection).is_err() {
+        unmap(state, start..start + whole);
         return None;
     }
+    Some(made.as_ptr().cast())
+}
+
+fn note(addresses: Range<usize>) {
+    mapped().insert(addresses, ());
+}
+
+/// New memory where something of the arena's may be mapped already.
+fn map_over(state: &State, addresses: Range<usize>, protection: c_int) -> *mut c_void {
     let _inside = Inside::enter();
-    mapped().insert(made as usize, whole);
-    Some(made)
+    if !state.arena.is_allocated(addresses.clone()) {
+        drop(_inside);
+        return refuse_to_map_over();
+    }
+    protect::unlock(state, addresses.clone());
+    // SAFETY: the program gives the contents up.
+    let emptied = unsafe { protect::discard(state, addresses.clone()) };
+    if emptied.is_err() || protect::set(addresses.clone(), protection).is_err() {
+        drop(_inside);
+        set_errno(libc::ENOMEM);
+        return libc::MAP_FAILED;
+    }
+    let start = addresses.start;
+    note(addresses);
+    start as *mut c_void
+}
+
+fn refuse_to_map_over() -> *mut c_void {
+    say_once(
+        "mmap with MAP_FIXED over remote memory is refused, except of private anonymous memory over what is mapped; a larger --min-bytes keeps such memory local",
+    );
+    set_errno(libc::EINVAL);
+    libc::MAP_FAILED
 }
 
 /// The addresses of a call, if they lie in the arena.
-fn ours(address: *mut c_void, bytes: usize) -> Option<Range<usize>> {
+pub(crate) fn ours(address: *mut c_void, bytes: usize) -> Option<Range<usize>> {
     let start = address as usize;
     let end = start
         .checked_add(bytes)?
@@ -113,57 +182,41 @@ pub(crate) unsafe extern "C" fn munmap(address: *mut c_void, bytes: usize) -> c_
     }
 }
 
-fn unmap(state: &State, addresses: Range<usize>) {
-    let _inside = Inside::enter();
+/// The pages that addresses touch, by their own addresses.
+pub(crate) fn pages_of(state: &State, addresses: &Range<usize>) -> Range<usize> {
     let page_bytes = state.arena.region().page_bytes();
     let base = state.arena.addresses().start;
-    let down = |at: usize| base + (at - base) / page_bytes * page_bytes;
-    let up = |at: usize| base + (at - base).next_multiple_of(page_bytes);
+    let down = base + (addresses.start - base) / page_bytes * page_bytes;
+    down..base + (addresses.end - base).next_multiple_of(page_bytes)
+}
+
+fn unmap(state: &State, addresses: Range<usize>) {
+    let _inside = Inside::enter();
+    // Held until the end: a page of which other threads unmap parts goes once.
     let mut mapped = mapped();
-    for gone in cut(&mut mapped, addresses) {
+    // So that a page of which several parts go, goes once, too.
+    let mut gone: Vec<Range<usize>> = Vec::new();
+    for (part, ()) in mapped.remove(addresses) {
+        match gone.last_mut() {
+            Some(last) if pages_of(state, last).end > pages_of(state, &part).start => {
+                last.end = part.end;
+            }
+            _ => gone.push(part),
+        }
+    }
+    for gone in gone {
+        if !protect::lift(state, gone.clone()) {
+            continue;
+        }
+        let pages = pages_of(state, &gone);
         // Pages at the ends go, too, if nothing else is mapped in them.
-        let is_free = |part: Range<usize>| {
-            let before = mapped.range(..part.end).next_back();
-            before.is_none_or(|(&start, &bytes)| start + bytes <= part.start)
-        };
-        let first = down(gone.start);
-        let start = if is_free(first..gone.start) {
-            first
-        } else {
-            gone.start
-        };
-        let last = up(gone.end);
-        let end = if is_free(gone.end..last) {
-            last
-        } else {
-            gone.end
-        };
+        let ends = [pages.start..gone.start, gone.end..pages.end];
+        let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
+        let start = if before { gone.start } else { pages.start };
+        let end = if behind { gone.end } else { pages.end };
         // SAFETY: the program has unmapped it. What cannot be discarded now is tried again.
         let _ = unsafe { state.arena.release(start..end) };
     }
-}
-
-/// Takes addresses out of what is mapped. Returns those that were.
-fn cut(mapped: &mut BTreeMap<usize, usize>, addresses: Range<usize>) -> Vec<Range<usize>> {
-    let touched: Vec<_> = mapped
-        .range(..addresses.end)
-        .rev()
-        .map(|(&start, &bytes)| (start, start + bytes))
-        .take_while(|&(_, end)| end > addresses.start)
-        .collect();
-    let mut gone = Vec::new();
-    for (start, end) in touched {
-        mapped.remove(&start);
-        let part = start.max(addresses.start)..end.min(addresses.end);
-        if start < part.start {
-            mapped.insert(start, part.start - start);
-        }
-        if part.end < end {
-            mapped.insert(part.end, end - part.end);
-        }
-        gone.push(part);
-    }
-    gone
 }
 
 /// `mremap`.
@@ -178,7 +231,7 @@ pub(crate) unsafe extern "C" fn mremap(
     flags: c_int,
     new_address: *mut c_void,
 ) -> *mut c_void {
-    let (Some(old), Some(state)) = (ours(address, bytes), state::get()) else {
+    let (Some(old), Some(state), false) = (ours(address, bytes), state::get(), Inside::is()) else {
         // SAFETY: the caller's promise.
         return unsafe {
             libc::syscall(
@@ -191,58 +244,80 @@ pub(crate) unsafe extern "C" fn mremap(
             ) as *mut c_void
         };
     };
-    if flags & !libc::MREMAP_MAYMOVE != 0 || new_bytes == 0 {
-        set_errno(libc::EINVAL);
-        return libc::MAP_FAILED;
+    let failed = |errno| {
+        set_errno(errno);
+        libc::MAP_FAILED
+    };
+    let whole = new_bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES);
+    let (Some(whole @ 1..), true) = (whole, old.start.is_multiple_of(KERNEL_PAGE_BYTES)) else {
+        return failed(libc::EINVAL);
+    };
+    if flags & !libc::MREMAP_MAYMOVE != 0 {
+        say_once("mremap with MREMAP_FIXED or MREMAP_DONTUNMAP is refused on remote memory");
+        return failed(libc::EINVAL);
     }
-    let whole = new_bytes.next_multiple_of(KERNEL_PAGE_BYTES);
+    if !mapped().cover(&old) {
+        return failed(libc::EFAULT);
+    }
     if whole <= old.len() {
         if whole < old.len() {
             unmap(state, old.start + whole..old.end);
         }
         return address;
     }
+    if grow_in_place(state, &old, old.start + whole) {
+        return address;
+    }
     if flags & libc::MREMAP_MAYMOVE == 0 {
+        return failed(libc::ENOMEM);
+    }
+    // SAFETY: the caller's promise.
+    unsafe { grow_elsewhere(state, old, whole) }
+}
+
+/// Makes a mapping end at `end`, if nothing is mapped or allocated up to there.
+fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
+    let _inside = Inside::enter();
+    let mut mapped = mapped();
+    let page_end = pages_of(state, old).end;
+    let is_free = !mapped.touches(&(old.end..end.min(page_end).max(old.end)))
+        && (end <= page_end || state.arena.extend(page_end, end - page_end));
+    if is_free {
+        mapped.insert(old.end..end, ());
+        drop(mapped);
+        protect::extend(old.end..end);
+        state.note_peak();
+    }
+    is_free
+}
+
+/// Moves a mapping to where it has `whole` bytes.
+///
+/// # Safety
+/// Nobody uses it meanwhile.
+unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut c_void {
+    // It lies in its first page as it did, so that pages move and not bytes.
+    let offset = old.start - pages_of(state, &old).start;
+    let made = state.allocate(offset + whole, KERNEL_PAGE_BYTES);
+    if made.is_null() {
+        return libc::MAP_FAILED;
+    }
+    let _inside = Inside::enter();
+    let new = made as usize + offset..made as usize + offset + whole;
+    note(new.clone());
+    let protected = protect::of(&old);
+    let locked = protect::unlock(state, old.clone());
+    let is_moved = protect::lift(state, old.clone())
+        // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
+        && unsafe { state.arena.relocate(old.clone(), new.start) }.is_ok();
+    if !is_moved {
+        unmap(state, new);
+        drop(_inside);
         set_errno(libc::ENOMEM);
         return libc::MAP_FAILED;
     }
-    let Some(made) = map(state, whole) else {
-        return libc::MAP_FAILED;
-    };
-    // SAFETY: the new mapping is longer than the old one, and nobody else has it.
-    unsafe {
-        made.cast::<u8>()
-            .copy_from_nonoverlapping(address.cast(), old.len())
-    };
-    unmap(state, old);
-    made
-}
-
-/// `madvise`.
-///
-/// # Safety
-/// As `madvise`.
-#[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn madvise(
-    address: *mut c_void,
-    bytes: usize,
-    advice: c_int,
-) -> c_int {
-    let (Some(addresses), Some(state), false) = (ours(address, bytes), state::get(), Inside::is())
-    else {
-        // SAFETY: the caller's promise.
-        return unsafe { libc::syscall(libc::SYS_madvise, address, bytes, advice) as c_int };
-    };
-    let _inside = Inside::enter();
-    match advice {
-        libc::MADV_DONTNEED | libc::MADV_FREE => {
-            // SAFETY: the program gives the contents up.
-            match unsafe { state.arena.discard(addresses) } {
-                Ok(()) => 0,
-                Err(_) => -1,
-            }
-        }
-        // The others say how memory is backed, or are hints: what backs it here is not theirs.
-        _ => 0,
-    }
+    unmap(state, old.clone());
+    protect::restore(state, protected, locked, old.start, new.start);
+    protect::extend(new.start + old.len()..new.end);
+    ptr::with_exposed_provenance_mut(new.start)
 }

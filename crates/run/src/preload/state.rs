@@ -6,13 +6,14 @@
 use std::{
     env,
     ffi::{OsStr, c_void},
-    process, ptr,
+    process,
+    ptr::{self, NonNull},
     sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering},
 };
 
 use farpage::{Arena, ByteSize, RegionOptions, Reserve, Runtime};
 
-use crate::{Inside, say, say_to};
+use crate::{Inside, give_up, heap::ALIGN, protect, say, say_to, set_errno};
 
 /// What the variables that `farpage run` sets begin with.
 const PREFIX: &str = "FARPAGE_RUN_";
@@ -66,24 +67,64 @@ pub(crate) fn forget() {
 impl State {
     /// Memory from the arena; null, and a word of it, if it is full.
     pub(crate) fn allocate(&self, bytes: usize, align: usize) -> *mut c_void {
-        let inside = Inside::enter();
-        match self.arena.allocate(bytes, align) {
+        let made = {
+            let _inside = Inside::enter();
+            let made = self.arena.allocate(bytes, align);
+            made.map_err(|error| error.to_string()).and_then(|made| {
+                if protect::made(self, made, bytes) {
+                    return Ok(made);
+                }
+                // SAFETY: nobody has seen it.
+                let _ = unsafe { self.arena.deallocate(made) };
+                Err("what is allocated cannot be locked in memory (mlockall)".to_owned())
+            })
+        };
+        self.hand_out(made)
+    }
+
+    /// What `realloc` does to an allocation of the arena.
+    ///
+    /// # Safety
+    /// As `realloc`.
+    pub(crate) unsafe fn reallocate(&self, old: NonNull<u8>, bytes: usize) -> *mut c_void {
+        let made = {
+            let _inside = Inside::enter();
+            let Some(before) = self.arena.usable_bytes(old) else {
+                give_up("realloc(): invalid pointer");
+            };
+            let start = old.as_ptr() as usize;
+            if protect::lift(self, start..start + before) {
+                // SAFETY: the caller's promise.
+                let made = unsafe { self.arena.reallocate(old, bytes, ALIGN) };
+                made.map_err(|error| error.to_string())
+            } else {
+                Err("a protection cannot be lifted".to_owned())
+            }
+        };
+        self.hand_out(made)
+    }
+
+    fn hand_out(&self, made: Result<NonNull<u8>, String>) -> *mut c_void {
+        match made {
             Ok(made) => {
-                let now = self.arena.allocated_bytes();
-                self.peak_bytes.fetch_max(now, Ordering::Relaxed);
+                self.note_peak();
                 made.as_ptr().cast()
             }
-            Err(error) => {
+            Err(why) => {
                 // Programs that try with less have a reason to hear of it once.
                 static SAID: AtomicUsize = AtomicUsize::new(0);
                 if SAID.fetch_add(1, Ordering::Relaxed) == 0 {
-                    say(&format!("{error} (farpage run --capacity)"));
+                    say(&format!("{why} (farpage run --capacity)"));
                 }
-                drop(inside);
-                crate::set_errno(libc::ENOMEM);
+                set_errno(libc::ENOMEM);
                 ptr::null_mut()
             }
         }
+    }
+
+    pub(crate) fn note_peak(&self) {
+        let now = self.arena.allocated_bytes();
+        self.peak_bytes.fetch_max(now, Ordering::Relaxed);
     }
 
     fn say_stats(&self) {

@@ -251,21 +251,22 @@ fn carry_out(range: Range<usize>, slot: usize, pool: &FramePool) -> Result<(), C
             errno => DetachError::Os(errno.into()),
         })
     })?;
-    // SAFETY:
-    // - `staged` is a readable mapping that nobody else knows.
-    // - The slot is the caller's.
-    let copy = || unsafe { pool.uffd.copy(slot, staged, range.len()) };
-    let copied = copy().or_else(|stopped| match stopped.why {
+    let copy = || {
+        // SAFETY:
+        // - `staged` is a mapping that nobody else knows. If it is not readable that is an error.
+        // - The slot is the caller's.
+        unsafe { pool.uffd.copy(slot, staged, range.len()) }
+    };
+    let copied = copy().or_else(|stopped| {
         // The program may not read there (`mprotect`), and neither may the kernel for us. Where the
         // page lies now nobody but us can.
-        // SAFETY: nobody else knows `staged`.
-        Refusal::Other(Errno::EFAULT) => {
-            match unsafe { sys::protect(staged, range.len(), libc::PROT_READ | libc::PROT_WRITE) } {
-                Ok(()) => copy(),
-                Err(_) => Err(stopped),
-            }
+        if stopped.why != Refusal::Other(Errno::EFAULT) {
+            return Err(stopped);
         }
-        _ => Err(stopped),
+        let readable = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: nobody else knows `staged`.
+        let allowed = unsafe { sys::protect(staged, range.len(), readable) };
+        allowed.map_err(|_| stopped).and_then(|()| copy())
     });
     copied.map_err(|stopped| CarryError::Staged(staged, stopped.why))?;
     // SAFETY: nobody else knows `staged`, and it is not used after this.

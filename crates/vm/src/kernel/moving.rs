@@ -131,8 +131,8 @@ pub(super) fn detach(
         };
         let is_refused_whole = refusal == Refusal::Invalid && done_bytes == 0;
         let is_first = is_refused_whole && next.start == 0;
-        // The kernel moves between mappings that are alike only: not out of one that the program may
-        // only read, nor what it has locked or protected (`mlock`, `mprotect`).
+        // The kernel moves between mappings that are alike only: not out of one that the program
+        // may only read, nor what it has locked or protected (`mlock`, `mprotect`).
         if is_first && occupied::is_read_only(address) {
             return copying::detach(shard, pages, frame, fenced);
         }

@@ -1,0 +1,515 @@
+//! `mprotect`, `mlock` and its kind, `mincore` and `madvise`.
+//!
+//! Protections are the kernel's own: it raises SIGSEGV whether a page is here or not, and pages
+//! come and go under any of them. What is locked is pinned, and locked by the kernel as well.
+//!
+//! The rule it keeps: what is given back to the arena is neither protected nor locked.
+
+use std::{
+    ffi::{c_int, c_uchar, c_uint, c_void},
+    io,
+    ops::Range,
+    ptr::NonNull,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use farpage::{Advice, PageError};
+
+use crate::{
+    Inside,
+    maps::{KERNEL_PAGE_BYTES, PLAIN, ours, pages_of},
+    ranges::Ranges,
+    say_once, set_errno,
+    state::{self, State},
+};
+
+/// What is not to be read and written.
+static PROTECTED: Mutex<Ranges<c_int>> = Mutex::new(Ranges::new());
+/// What the program has locked.
+static LOCKED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
+/// Ranges in both, so that most calls need no lock.
+static KNOWN: AtomicUsize = AtomicUsize::new(0);
+/// Whether what is allocated from now on is locked.
+static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
+
+fn lock<T>(ranges: &'static Mutex<Ranges<T>>) -> MutexGuard<'static, Ranges<T>> {
+    ranges.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// From here on nothing is taken for unprotected and unlocked without a look.
+fn expect_some() {
+    KNOWN.store(1, Ordering::Release);
+}
+
+fn is_all_plain() -> bool {
+    KNOWN.load(Ordering::Acquire) == 0
+}
+
+/// The addresses of a call that are the arena's, and whether all of them are allocated there.
+fn allocated(address: *mut c_void, bytes: usize) -> Option<(&'static State, Range<usize>, bool)> {
+    let (addresses, state) = (ours(address, bytes)?, state::get()?);
+    if Inside::is() {
+        return None;
+    }
+    let _inside = Inside::enter();
+    let is_there = state.arena.is_allocated(addresses.clone());
+    Some((state, addresses, is_there))
+}
+
+fn fail(errno: c_int) -> c_int {
+    set_errno(errno);
+    -1
+}
+
+/// `mprotect`.
+///
+/// # Safety
+/// As `mprotect`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mprotect(
+    address: *mut c_void,
+    bytes: usize,
+    protection: c_int,
+) -> c_int {
+    let raw = || {
+        // SAFETY: the caller's promise.
+        unsafe { libc::syscall(libc::SYS_mprotect, address, bytes, protection) as c_int }
+    };
+    match allocated(address, bytes) {
+        None => raw(),
+        Some((_, _, false)) => fail(libc::ENOMEM),
+        Some((_, addresses, true)) => {
+            let inside = Inside::enter();
+            let mut protected = lock(&PROTECTED);
+            let done = raw();
+            let errno = crate::errno();
+            if done == 0 {
+                expect_some();
+                protected.remove(addresses.clone());
+                if protection != PLAIN {
+                    protected.insert(addresses, protection);
+                }
+            }
+            drop(protected);
+            drop(inside);
+            if done == 0 { 0 } else { fail(errno) }
+        }
+    }
+}
+
+/// Protects addresses of the arena, or lifts a protection.
+pub(crate) fn set(addresses: Range<usize>, protection: c_int) -> io::Result<()> {
+    if protection == PLAIN && is_all_plain() {
+        return Ok(());
+    }
+    expect_some();
+    let mut protected = lock(&PROTECTED);
+    kernel_protects(&addresses, protection)?;
+    protected.remove(addresses.clone());
+    if protection != PLAIN {
+        protected.insert(addresses, protection);
+    }
+    Ok(())
+}
+
+fn kernel_protects(addresses: &Range<usize>, protection: c_int) -> io::Result<()> {
+    // SAFETY: addresses of the arena, which stay mapped. What may be done there is the program's
+    // own wish.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_mprotect,
+            addresses.start,
+            addresses.len(),
+            protection,
+        )
+    };
+    if done == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// What is protected of some addresses.
+pub(crate) fn of(addresses: &Range<usize>) -> Vec<(Range<usize>, c_int)> {
+    if is_all_plain() {
+        return Vec::new();
+    }
+    lock(&PROTECTED).within(addresses)
+}
+
+/// These addresses may be read and written again, and are not locked. `false`: the kernel cannot,
+/// for lack of mappings.
+pub(crate) fn lift(state: &State, addresses: Range<usize>) -> bool {
+    if is_all_plain() {
+        return true;
+    }
+    unlock(state, addresses.clone());
+    for (part, _) in of(&addresses) {
+        if set(part, PLAIN).is_err() {
+            say_once(
+                "a protection cannot be lifted (see `sysctl vm.max_map_count`): that memory is not used again",
+            );
+            return false;
+        }
+    }
+    true
+}
+
+/// What was mapped at `old` is at `new` now, with these protections and locks.
+pub(crate) fn restore(
+    state: &State,
+    protected: Vec<(Range<usize>, c_int)>,
+    locked: Vec<(Range<usize>, ())>,
+    old: usize,
+    new: usize,
+) {
+    let moved = |part: Range<usize>| new + (part.start - old)..new + (part.end - old);
+    for (part, ()) in locked {
+        // It was locked before, so that there is room.
+        let _ = lock_range(state, moved(part), 0);
+    }
+    for (part, protection) in protected {
+        if set(moved(part), protection).is_err() {
+            say_once("a protection is lost: see `sysctl vm.max_map_count`");
+        }
+    }
+}
+
+/// A mapping has grown by these addresses: they are protected and locked as its last byte is.
+pub(crate) fn extend(added: Range<usize>) {
+    let last = added.start - 1..added.start;
+    if let Some((_, protection)) = of(&last).pop() {
+        let _ = set(added.clone(), protection);
+    }
+    if !is_all_plain()
+        && lock(&LOCKED).touches(&last)
+        && let Some(state) = state::get()
+    {
+        // As the kernel: where there is no room, what was added is not locked.
+        let _ = lock_range(state, added, 0);
+    }
+}
+
+/// Makes addresses zeros.
+///
+/// # Safety
+/// As [`Arena::discard`](farpage::Arena::discard).
+pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(), PageError> {
+    // Of a page that goes in part the rest is overwritten, which has to be possible.
+    let protected = of(&addresses);
+    if !protected.is_empty() && set(addresses.clone(), PLAIN).is_err() {
+        say_once("memory cannot be given up: see `sysctl vm.max_map_count`");
+    }
+    // SAFETY: the caller's promise.
+    let done = unsafe { state.arena.discard(addresses) };
+    for (part, protection) in protected {
+        let _ = set(part, protection);
+    }
+    done
+}
+
+/// `mlock`.
+///
+/// # Safety
+/// As `mlock`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlock(address: *const c_void, bytes: usize) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { mlock2(address, bytes, 0) }
+}
+
+/// `mlock2`. Pages come in at once, with MLOCK_ONFAULT, too.
+///
+/// # Safety
+/// As `mlock2`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlock2(
+    address: *const c_void,
+    bytes: usize,
+    flags: c_uint,
+) -> c_int {
+    // As the manual says, from the start of the first page on.
+    let within = address as usize % KERNEL_PAGE_BYTES;
+    let start = (address as usize - within) as *mut c_void;
+    match allocated(start, bytes.saturating_add(within)) {
+        // SAFETY: the caller's promise.
+        None => unsafe { libc::syscall(libc::SYS_mlock2, address, bytes, flags) as c_int },
+        Some((_, _, false)) => fail(libc::ENOMEM),
+        Some((state, addresses, true)) => match lock_range(state, addresses, flags) {
+            Ok(()) => 0,
+            Err(errno) => fail(errno),
+        },
+    }
+}
+
+/// Pins and locks. The error is an `errno`; nothing is locked then that was not before.
+fn lock_range(state: &State, addresses: Range<usize>, flags: c_uint) -> Result<(), c_int> {
+    let _inside = Inside::enter();
+    expect_some();
+    let mut locked = lock(&LOCKED);
+    let (region, base) = (state.arena.region(), state.arena.addresses().start);
+    let mut pinned = Vec::new();
+    let unpin = |pages: Vec<Range<usize>>| pages.into_iter().for_each(|page| region.unpin(page));
+    for page in each_page(state, &addresses) {
+        if locked.touches(&page) {
+            continue;
+        }
+        let page = page.start - base..page.end - base;
+        if let Err(error) = region.pin(page.clone()) {
+            say_once(&format!("mlock: {error}"));
+            unpin(pinned);
+            return Err(libc::ENOMEM);
+        }
+        pinned.push(page);
+    }
+    // SAFETY: addresses of the arena, which stay mapped.
+    let done = unsafe { libc::syscall(libc::SYS_mlock2, addresses.start, addresses.len(), flags) };
+    if done != 0 {
+        let errno = crate::errno();
+        // Some of it may be locked. SAFETY: as above.
+        unsafe { libc::syscall(libc::SYS_munlock, addresses.start, addresses.len()) };
+        unpin(pinned);
+        return Err(errno);
+    }
+    locked.insert(addresses, ());
+    Ok(())
+}
+
+fn each_page(state: &State, addresses: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let page_bytes = state.arena.region().page_bytes();
+    let pages = pages_of(state, addresses).step_by(page_bytes);
+    pages.map(move |start| start..start + page_bytes)
+}
+
+/// Unlocks what is locked of these addresses. Returns it.
+pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize>, ())> {
+    if is_all_plain() {
+        return Vec::new();
+    }
+    let _inside = Inside::enter();
+    let mut locked = lock(&LOCKED);
+    let gone = locked.remove(addresses);
+    let base = state.arena.addresses().start;
+    for (part, ()) in &gone {
+        // SAFETY: addresses of the arena, which stay mapped.
+        unsafe { libc::syscall(libc::SYS_munlock, part.start, part.len()) };
+        for page in each_page(state, part) {
+            // Once per page, by the last part of it that goes.
+            if !locked.touches(&page) && is_last_in(&gone, part, &page) {
+                state
+                    .arena
+                    .region()
+                    .unpin(page.start - base..page.end - base);
+            }
+        }
+    }
+    gone
+}
+
+/// Whether no later part of those that were locked touches the page.
+fn is_last_in(gone: &[(Range<usize>, ())], part: &Range<usize>, page: &Range<usize>) -> bool {
+    let later =
+        |(other, ()): &(Range<usize>, ())| other.start > part.start && other.start < page.end;
+    !gone.iter().any(later)
+}
+
+/// `munlock`.
+///
+/// # Safety
+/// As `munlock`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) -> c_int {
+    let within = address as usize % KERNEL_PAGE_BYTES;
+    let start = (address as usize - within) as *mut c_void;
+    match allocated(start, bytes.saturating_add(within)) {
+        // SAFETY: the caller's promise.
+        None => unsafe { libc::syscall(libc::SYS_munlock, address, bytes) as c_int },
+        Some((_, _, false)) => fail(libc::ENOMEM),
+        Some((state, addresses, true)) => {
+            unlock(state, addresses);
+            0
+        }
+    }
+}
+
+/// `mlockall`. The kernel's own would bring all of the arena in, also what is free.
+///
+/// # Safety
+/// As `mlockall`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
+    let raw = |flags: c_int| {
+        // SAFETY: the caller's promise.
+        unsafe { libc::syscall(libc::SYS_mlockall, flags) as c_int }
+    };
+    let (Some(state), false) = (state::get(), Inside::is()) else {
+        return raw(flags);
+    };
+    let known = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
+    if flags & !known != 0 || flags & (libc::MCL_CURRENT | libc::MCL_FUTURE) == 0 {
+        return fail(libc::EINVAL);
+    }
+    if flags & libc::MCL_FUTURE != 0 && raw(flags & !libc::MCL_CURRENT) != 0 {
+        return -1;
+    }
+    if flags & libc::MCL_CURRENT != 0 {
+        let inside = Inside::enter();
+        for part in state.arena.allocations() {
+            if let Err(errno) = lock_range(state, part, 0) {
+                drop(inside);
+                return fail(errno);
+            }
+        }
+        lock_what_is_local(flags);
+    }
+    LOCKS_ALL.store(flags & libc::MCL_FUTURE != 0, Ordering::Relaxed);
+    0
+}
+
+/// Locks the mappings of this process that do not take part in paging.
+fn lock_what_is_local(flags: c_int) {
+    let on_fault = if flags & libc::MCL_ONFAULT != 0 {
+        libc::MLOCK_ONFAULT
+    } else {
+        0
+    };
+    let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else {
+        return;
+    };
+    let mut addresses = None;
+    for line in maps.lines() {
+        let first = line.split(' ').next().unwrap_or_default();
+        if let Some((start, end)) = first.split_once('-') {
+            let number = |text| usize::from_str_radix(text, 16).ok();
+            addresses = number(start).zip(number(end));
+        } else if let Some(kinds) = line.strip_prefix("VmFlags:")
+            && let Some((start, end)) = addresses.take()
+            && !kinds.split(' ').any(|kind| kind == "um")
+        {
+            // Some cannot be locked, those of the kernel's own for one.
+            // SAFETY: a mapping of this process, whose contents stay.
+            unsafe { libc::syscall(libc::SYS_mlock2, start, end - start, on_fault) };
+        }
+    }
+}
+
+/// `munlockall`.
+///
+/// # Safety
+/// As `munlockall`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn munlockall() -> c_int {
+    LOCKS_ALL.store(false, Ordering::Relaxed);
+    if let Some(state) = state::get()
+        && !Inside::is()
+    {
+        unlock(state, state.arena.addresses());
+    }
+    // SAFETY: the caller's promise.
+    unsafe { libc::syscall(libc::SYS_munlockall) as c_int }
+}
+
+/// Fresh memory of the arena, which is locked if the program wishes so of all. `false`: it cannot.
+pub(crate) fn made(state: &State, made: NonNull<u8>, bytes: usize) -> bool {
+    let start = made.as_ptr() as usize;
+    let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
+    !LOCKS_ALL.load(Ordering::Relaxed) || lock_range(state, start..end, 0).is_ok()
+}
+
+/// `mincore`: the kernel knows which pages are here.
+///
+/// # Safety
+/// As `mincore`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn mincore(
+    address: *mut c_void,
+    bytes: usize,
+    pages: *mut c_uchar,
+) -> c_int {
+    match allocated(address, bytes) {
+        Some((_, _, false)) => fail(libc::ENOMEM),
+        // SAFETY: the caller's promise.
+        _ => unsafe { libc::syscall(libc::SYS_mincore, address, bytes, pages) as c_int },
+    }
+}
+
+/// `madvise`.
+///
+/// # Safety
+/// As `madvise`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn madvise(
+    address: *mut c_void,
+    bytes: usize,
+    advice: c_int,
+) -> c_int {
+    let Some((state, addresses, is_there)) = allocated(address, bytes) else {
+        // SAFETY: the caller's promise.
+        return unsafe { libc::syscall(libc::SYS_madvise, address, bytes, advice) as c_int };
+    };
+    if !(address as usize).is_multiple_of(KERNEL_PAGE_BYTES) {
+        return fail(libc::EINVAL);
+    }
+    if !is_there {
+        return fail(libc::ENOMEM);
+    }
+    let outcome = advise(state, addresses, advice);
+    outcome.map_or_else(fail, |()| 0)
+}
+
+fn not_locked(addresses: &Range<usize>) -> Result<(), c_int> {
+    if !is_all_plain() && lock(&LOCKED).touches(addresses) {
+        return Err(libc::EINVAL);
+    }
+    Ok(())
+}
+
+/// The error is an `errno`.
+fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c_int> {
+    let _inside = Inside::enter();
+    let base = state.arena.addresses().start;
+    let bytes = addresses.start - base..addresses.end - base;
+    match advice {
+        libc::MADV_DONTNEED | libc::MADV_FREE => {
+            not_locked(&addresses)?;
+            // SAFETY: the program gives the contents up.
+            unsafe { discard(state, addresses) }.map_err(|_| libc::EAGAIN)
+        }
+        libc::MADV_DONTNEED_LOCKED => {
+            // SAFETY: as above.
+            unsafe { discard(state, addresses) }.map_err(|_| libc::EAGAIN)
+        }
+        libc::MADV_WILLNEED => {
+            let _ = state.arena.region().advise(bytes, Advice::WillNeed);
+            Ok(())
+        }
+        libc::MADV_POPULATE_READ | libc::MADV_POPULATE_WRITE => {
+            let here = state.arena.region().prefetch_now(bytes);
+            here.map_err(|_| libc::EFAULT)
+        }
+        libc::MADV_COLD | libc::MADV_PAGEOUT => {
+            not_locked(&addresses)?;
+            let _ = state.arena.region().advise(bytes, Advice::DontNeed);
+            Ok(())
+        }
+        // How memory is backed, dumped or read ahead is not the program's here; children do not
+        // have it anyway.
+        libc::MADV_NORMAL
+        | libc::MADV_RANDOM
+        | libc::MADV_SEQUENTIAL
+        | libc::MADV_DONTFORK
+        | libc::MADV_DOFORK
+        | libc::MADV_MERGEABLE
+        | libc::MADV_UNMERGEABLE
+        | libc::MADV_HUGEPAGE
+        | libc::MADV_NOHUGEPAGE
+        | libc::MADV_COLLAPSE
+        | libc::MADV_DONTDUMP
+        | libc::MADV_DODUMP => Ok(()),
+        _ => Err(libc::EINVAL),
+    }
+}

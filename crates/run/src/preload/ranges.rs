@@ -1,0 +1,68 @@
+//! Ranges of addresses that something is known of: [`Ranges`].
+
+use std::{collections::BTreeMap, ops::Range};
+
+/// Addresses and what is known of them. No two ranges overlap.
+pub(crate) struct Ranges<T>(BTreeMap<usize, (usize, T)>);
+
+impl<T: Copy> Ranges<T> {
+    pub(crate) const fn new() -> Ranges<T> {
+        Ranges(BTreeMap::new())
+    }
+
+    /// This is known of these addresses, and nothing else.
+    pub(crate) fn insert(&mut self, addresses: Range<usize>, known: T) {
+        self.remove(addresses.clone());
+        if !addresses.is_empty() {
+            self.0.insert(addresses.start, (addresses.end, known));
+        }
+    }
+
+    /// Nothing is known of these addresses. Returns what was, ascending.
+    pub(crate) fn remove(&mut self, addresses: Range<usize>) -> Vec<(Range<usize>, T)> {
+        let touched = self.touched(&addresses);
+        for &(start, end, known) in &touched {
+            self.0.remove(&start);
+            if start < addresses.start {
+                self.0.insert(start, (addresses.start, known));
+            }
+            if addresses.end < end {
+                self.0.insert(addresses.end, (end, known));
+            }
+        }
+        inside(touched, &addresses)
+    }
+
+    /// What is known of these addresses, ascending.
+    pub(crate) fn within(&self, addresses: &Range<usize>) -> Vec<(Range<usize>, T)> {
+        inside(self.touched(addresses), addresses)
+    }
+
+    /// Whether something is known of one of these addresses.
+    pub(crate) fn touches(&self, addresses: &Range<usize>) -> bool {
+        let before = self.0.range(..addresses.end).next_back();
+        before.is_some_and(|(_, &(end, _))| end > addresses.start)
+    }
+
+    /// Whether something is known of each of these addresses.
+    pub(crate) fn cover(&self, addresses: &Range<usize>) -> bool {
+        let known = self.within(addresses);
+        known.iter().map(|(part, _)| part.len()).sum::<usize>() == addresses.len()
+    }
+
+    fn touched(&self, addresses: &Range<usize>) -> Vec<(usize, usize, T)> {
+        let mut touched: Vec<_> = (self.0.range(..addresses.end).rev())
+            .map(|(&start, &(end, known))| (start, end, known))
+            .take_while(|&(_, end, _)| end > addresses.start)
+            .collect();
+        touched.reverse();
+        touched
+    }
+}
+
+fn inside<T>(touched: Vec<(usize, usize, T)>, within: &Range<usize>) -> Vec<(Range<usize>, T)> {
+    let part = |(start, end, known): (usize, usize, T)| {
+        (start.max(within.start)..end.min(within.end), known)
+    };
+    touched.into_iter().map(part).collect()
+}

@@ -1,0 +1,199 @@
+//! Memory under `farpage run` is what it is in a plain run.
+//!
+//! The rule it keeps: what programs read is compared with what they read without farpage, and what
+//! the manual says is asserted by the program itself.
+
+mod common;
+
+use std::process::Command;
+
+use common::{MIB, can_run, farpage, farpage_in_pages_of, output, said, text};
+
+const PYTHON: &str = "/usr/bin/python3";
+const SEEDED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/memory/seeded.py");
+
+/// What the scripts begin with.
+const CALLS: &str = r#"
+import ctypes, os, sys
+from ctypes import c_void_p, c_size_t, c_int, c_long, c_ubyte, string_at, memset
+c = ctypes.CDLL(None, use_errno=True)
+def f(name, result, *types):
+    function = getattr(c, name); function.restype = result; function.argtypes = types; return function
+mmap = f('mmap', c_void_p, c_void_p, c_size_t, c_int, c_int, c_int, c_long)
+munmap, mprotect = f('munmap', c_int, c_void_p, c_size_t), f('mprotect', c_int, c_void_p, c_size_t, c_int)
+mlock, munlock = f('mlock', c_int, c_void_p, c_size_t), f('munlock', c_int, c_void_p, c_size_t)
+mlockall, munlockall = f('mlockall', c_int, c_int), f('munlockall', c_int)
+madvise = f('madvise', c_int, c_void_p, c_size_t, c_int)
+mincore = f('mincore', c_int, c_void_p, c_size_t, c_void_p)
+malloc, realloc = f('malloc', c_void_p, c_size_t), f('realloc', c_void_p, c_void_p, c_size_t)
+free = f('free', None, c_void_p)
+M = 1 << 20
+NONE, READ, RW, PRIVATE = 0, 1, 3, 0x22
+errno = ctypes.get_errno
+def here(p, size):
+    pages = (c_ubyte * (size // 4096))(); assert mincore(p, size, pages) == 0
+    return sum(page & 1 for page in pages)
+"#;
+
+fn script(body: &str) -> String {
+    format!("{CALLS}{body}")
+}
+
+#[test]
+fn seeded_programs_read_what_they_read_without() {
+    if !can_run("seeded_programs_read_what_they_read_without", &[PYTHON]) {
+        return;
+    }
+    for seed in ["1", "2", "3"] {
+        let command = [PYTHON, SEEDED, seed, "1200"];
+        let plain = output(Command::new(PYTHON).args(&command[1..]));
+        assert!(plain.status.success(), "{}", text(&plain.stderr));
+        for page in ["4KiB", "16KiB", "64KiB"] {
+            let options = ["--budget", "1500KiB", "--capacity", "512MiB", "--stats"];
+            let ours = farpage_in_pages_of(page, &options, &command);
+            let (seen, stats) = (text(&ours.stdout), text(&ours.stderr));
+            assert!(
+                ours.status.success(),
+                "seed {seed}, {page}: {} {stats}",
+                ours.status
+            );
+            assert_eq!(seen, text(&plain.stdout), "seed {seed}, {page}");
+            assert!(said(&stats, " written") > MIB, "{stats}");
+            let local = said(&stats, " of it in local memory");
+            assert!(local <= (3 << 19) + MIB / 10, "{stats}");
+        }
+    }
+}
+
+#[test]
+fn what_is_locked_stays_and_what_does_not_fit_is_refused() {
+    let test = "what_is_locked_stays_and_what_does_not_fit_is_refused";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let body = r#"
+p = mmap(None, 16 * M, RW, PRIVATE, -1, 0); memset(p, 7, 16 * M)
+assert here(p, 16 * M) < 8 * M // 4096
+assert mlock(p, M) == 0 and here(p, M) == M // 4096
+other = malloc(40 * M); memset(other, 1, 40 * M)
+assert here(p, M) == M // 4096, 'what is locked has left'
+assert madvise(p, 4096, 4) == -1 and errno() == 22, 'locked memory is not given up'
+assert madvise(p, 4096, 21) == -1 and errno() == 22
+assert mlock(p, 16 * M) == -1 and errno() == 12
+assert here(p, M) == M // 4096 and string_at(p, M) == b'\7' * M
+# Two locks of one page, one unlock.
+assert mlock(p + 2 * M, 4096) == 0 and mlock(p + 2 * M + 4096, 4096) == 0
+assert munlock(p + 2 * M, 4096) == 0
+memset(other, 2, 40 * M); assert here(p + 2 * M + 4096, 4096) == 1
+assert munlock(p, 16 * M) == 0
+assert madvise(p, M, 21) == 0 and here(p, M) == 0, 'what is unlocked does not leave'
+# What is given back is no longer locked: there is room for as much again, many times.
+for _ in range(20):
+    q = mmap(None, 2 * M, RW, PRIVATE, -1, 0); assert mlock(q, 2 * M) == 0; munmap(q, 2 * M)
+    r = malloc(2 * M); assert mlock(r, 2 * M) == 0; r = realloc(r, 30 * M); free(r)
+assert mlockall(1) == -1 and errno() == 12
+free(other); munmap(p, 16 * M)
+q = malloc(M); assert mlockall(3) == 0 and here(q & -4096, M) == M // 4096
+r = malloc(M); assert here(r & -4096, M) == M // 4096
+assert malloc(30 * M) is None and errno() == 12
+assert munlockall() == 0 and malloc(30 * M)
+v = mmap(None, M, RW, PRIVATE, -1, 0); munmap(v, M)
+assert mlock(v, 4096) == -1 and errno() == 12
+print('done')
+"#;
+    let options = ["--budget", "8MiB", "--capacity", "512MiB"];
+    let ours = farpage(&options, &[PYTHON, "-c", &script(body)]);
+    assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
+    assert!(
+        text(&ours.stderr).contains("mlock: "),
+        "{}",
+        text(&ours.stderr)
+    );
+}
+
+/// As allocators do that reserve addresses and commit parts of them.
+#[test]
+fn reserved_addresses_are_remote_when_they_are_used() {
+    if !can_run(
+        "reserved_addresses_are_remote_when_they_are_used",
+        &[PYTHON],
+    ) {
+        return;
+    }
+    let body = r#"
+p = mmap(None, 64 * M, NONE, PRIVATE | 0x4000, -1, 0)
+for at in range(0, 64, 4):
+    assert mprotect(p + at * M, 2 * M, RW) == 0
+    memset(p + at * M, at + 1, 2 * M)
+for at in range(0, 64, 4):
+    assert string_at(p + at * M, 2 * M) == bytes([at + 1]) * (2 * M)
+# Kept while nobody may read it.
+assert mprotect(p, 64 * M, NONE) == 0
+q = malloc(40 * M); memset(q, 9, 40 * M)
+assert mprotect(p, 64 * M, READ) == 0
+assert string_at(p + 60 * M, 2 * M) == bytes([61]) * (2 * M)
+# Mapped over: gone, and to be used again.
+assert mmap(p + 4 * M, 2 * M, NONE, PRIVATE | 0x10, -1, 0) == p + 4 * M
+assert mmap(p + 4 * M, 2 * M, RW, PRIVATE | 0x10, -1, 0) == p + 4 * M
+assert string_at(p + 4 * M, 2 * M) == bytes(2 * M)
+memset(p + 4 * M, 8, 2 * M)
+# Not a file's.
+file = os.open('/proc/self/exe', os.O_RDONLY)
+assert mmap(p, 4096, READ, 0x12, file, 0) == 2**64 - 1 and errno() == 22
+assert munmap(p, 64 * M) == 0
+assert mprotect(p, 4096, RW) == -1 and errno() == 12
+# Whoever gets the addresses next may use them.
+r = malloc(60 * M); memset(r, 5, 60 * M)
+print('done'); sys.stdout.flush()
+guard = mmap(None, M, RW, PRIVATE, -1, 0)
+mprotect(guard + 4096, 4096, [NONE, READ][len(sys.argv) % 2])
+string_at(guard + 8192, 4096)
+memset(guard + 4096, 1, 1)
+"#;
+    for argument in [&[][..], &["read"]] {
+        let options = ["--budget", "4MiB", "--capacity", "512MiB", "--stats"];
+        let script = script(body);
+        let command = [&[PYTHON, "-c", &script], argument].concat();
+        let ours = farpage(&options, &command);
+        let stderr = text(&ours.stderr);
+        assert_eq!(text(&ours.stdout), "done\n", "{stderr}");
+        assert_eq!(
+            ours.status.code(),
+            Some(128 + 11),
+            "what is protected was written to"
+        );
+    }
+}
+
+/// Two vectors that grow by turns, so that neither finds room behind it for long.
+#[test]
+fn vectors_grow_to_ten_budgets_without_coming_in() {
+    if !can_run("vectors_grow_to_ten_budgets_without_coming_in", &[PYTHON]) {
+        return;
+    }
+    let body = r#"
+sizes = [M // 2, M // 2]
+blocks = [malloc(size) for size in sizes]
+[memset(block, 3, M // 2) for block in blocks]
+for _ in range(38):
+    for i in range(2):
+        blocks[i] = realloc(blocks[i], sizes[i] + M // 2)
+        memset(blocks[i] + sizes[i], 3, M // 2)
+        sizes[i] += M // 2
+print(sum(string_at(blocks[i], sizes[i]).count(3) for i in range(2)))
+"#;
+    let options = ["--budget", "4MiB", "--capacity", "512MiB", "--stats"];
+    let ours = farpage(&options, &[PYTHON, "-c", &script(body)]);
+    let stats = text(&ours.stderr);
+    println!("{stats}");
+    assert_eq!(text(&ours.stdout), format!("{}\n", 39 << 20), "{stats}");
+    // 39 MiB in pages of 16 KiB: once to be written, once to be read, and twice for what Python
+    // makes of that. Copies while they grow would come to forty times as much.
+    let faults: u64 = stats[..stats.find(" pages came in").unwrap()]
+        .rsplit(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap();
+    assert!(faults < 5 * (39 << 20) / (16 << 10), "{stats}");
+}
