@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::ChannelError;
+use crate::{ChannelError, Since};
 
 /// Keeps a session alive, and with it the leases of a channel's extents.
 pub(crate) type KeepAlive = Arc<dyn Any + Send + Sync>;
@@ -32,16 +32,12 @@ impl Attachment {
     ///
     /// # Errors
     /// Why the channel is dead from now on.
-    pub(crate) fn check(
-        &self,
-        posted: Option<Instant>,
-        heard: Instant,
-    ) -> Result<(), ChannelError> {
+    pub(crate) fn check(&self, posted: Option<Since>, heard: Since) -> Result<(), ChannelError> {
         if let Some(reason) = self.death.reason() {
             return Err(self.lost(reason));
         }
         match posted {
-            Some(posted) if Instant::now() >= self.patience.until(posted, heard) => {
+            Some(posted) if self.patience.is_over(posted, heard) => {
                 Err(self.patience.end(&self.endpoint, posted))
             }
             _ => Ok(()),
@@ -67,14 +63,19 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// When waiting ends for a connection whose oldest operation was `posted` then, and that was
-    /// last `heard` of then.
-    pub(crate) fn until(self, posted: Instant, heard: Instant) -> Instant {
-        (posted + self.deadline).min(posted.max(heard) + self.silence)
+    /// Whether waiting has ended for a connection whose oldest operation was `posted` then, and
+    /// that was last `heard` of then.
+    fn is_over(self, posted: Since, heard: Since) -> bool {
+        posted.elapsed() >= self.deadline || posted.max(heard).elapsed() >= self.silence
+    }
+
+    /// When to look at the latest whether it has.
+    pub(crate) fn look_by(self, posted: Since, heard: Since) -> Instant {
+        (posted.look_by(self.deadline)).min(posted.max(heard).look_by(self.silence))
     }
 
     /// The error of an operation that was `posted` then and is too late.
-    pub(crate) fn end(self, endpoint: &str, posted: Instant) -> ChannelError {
+    pub(crate) fn end(self, endpoint: &str, posted: Since) -> ChannelError {
         let waited = posted.elapsed() >= self.deadline;
         ChannelError::TimedOut {
             endpoint: endpoint.to_owned(),

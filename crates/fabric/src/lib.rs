@@ -31,6 +31,7 @@ pub mod server;
 pub mod session;
 mod shm;
 pub mod sim;
+mod since;
 mod stream;
 mod tcp;
 
@@ -45,3 +46,4 @@ pub use farpage_wire::{
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};
 pub use session::{Extent, Line, Named, Session, Visit};
+pub use since::Since;

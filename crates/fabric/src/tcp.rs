@@ -23,7 +23,7 @@ use farpage_wire::data::{
 };
 
 use crate::{
-    Buf, Busy, Channel, ChannelError, Completion, Op, Verb, Wait,
+    Buf, Busy, Channel, ChannelError, Completion, Op, Since, Verb, Wait,
     attachment::Attachment,
     channel::{check_len, refused},
     nonblocking::{describe, retry},
@@ -43,7 +43,7 @@ pub(crate) struct TcpChannel<B> {
     attachment: Attachment,
     stream: Stream,
     /// When something came last.
-    heard: Instant,
+    heard: Since,
     /// Set once; from then on every operation ends with it.
     dead: Option<ChannelError>,
     ops: VecDeque<Flying<B>>,
@@ -66,7 +66,7 @@ pub(crate) struct TcpChannel<B> {
 struct Flying<B> {
     op: Op<B>,
     sequence: u32,
-    posted: Instant,
+    posted: Since,
     /// What a READ waits for.
     condition: Option<Condition>,
     /// The operands of an atomic, or of the condition.
@@ -118,7 +118,7 @@ impl<B: Buf> Channel<B> for TcpChannel<B> {
                 fd: Some(self.stream.as_fd()),
                 readable: true,
                 writable: self.sent < self.ops.len(),
-                until: Some(self.attachment.patience.until(oldest.posted, self.heard)),
+                until: Some(self.attachment.patience.look_by(oldest.posted, self.heard)),
             },
         }
     }
@@ -137,7 +137,7 @@ impl<B: Buf> TcpChannel<B> {
         Self {
             attachment,
             stream,
-            heard: Instant::now(),
+            heard: Since::now(),
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
             sent: 0,
@@ -165,7 +165,7 @@ impl<B: Buf> TcpChannel<B> {
             condition,
             operands,
             sequence: self.sequence,
-            posted: Instant::now(),
+            posted: Since::now(),
             answer: [0; ANSWER_HEADER_BYTES],
         };
         self.sequence = self.sequence.wrapping_add(1);
@@ -330,7 +330,7 @@ impl<B: Buf> TcpChannel<B> {
             };
             waits = false;
             self.received_bytes += bytes;
-            self.heard = Instant::now();
+            self.heard = Since::now();
             self.complete_received(done)?;
             if bytes < wanted_bytes {
                 return Ok(());

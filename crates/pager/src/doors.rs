@@ -10,10 +10,10 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Instant,
 };
 
 use crossbeam_channel::{Receiver, Sender};
+use farpage_fabric::Since;
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::Shard;
 use nix::sys::eventfd::{EfdFlags, EventFd};
@@ -35,7 +35,7 @@ pub(crate) enum Command {
     Demand(Arc<Region>, PageRange, Arc<AtomicUsize>),
     /// A thread that has served its own fault since that time could not bring this page in. The
     /// page is the filler's from here on, and the region has been entered.
-    TakeOver(Arc<Region>, PageIndex, PageError, Instant),
+    TakeOver(Arc<Region>, PageIndex, PageError, Since),
     /// A thread that serves its own faults owns this page, and the page's newest bytes are gone.
     /// The page is the filler's from here on, and the region has been entered.
     Lose(Arc<Region>, PageIndex, PageError),

@@ -18,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_fabric::Since;
 use farpage_store::{Lane, PageIndex, PageRange, StoreCall};
 use farpage_vm::{AddressSpace, DetachError};
 use parking_lot::Mutex;
@@ -60,7 +61,7 @@ pub(crate) struct Evictor<A: AddressSpace> {
 struct Later {
     job: Arc<Job>,
     page: PageIndex,
-    since: Instant,
+    since: Since,
 }
 
 /// What came of trying to take a page out.
@@ -337,7 +338,7 @@ impl<A: AddressSpace> Evictor<A> {
                     self.later.push(Later {
                         job: job.clone(),
                         page,
-                        since: Instant::now(),
+                        since: Since::now(),
                     });
                 }
                 page += dealt_with;

@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_fabric::log::later;
+use farpage_fabric::{Since, log::later};
 use farpage_store::{Lane, PageIndex, StoreCall};
 use farpage_vm::{AddressSpace, Asked, Events, Shard};
 use nix::poll::PollFd;
@@ -282,13 +282,7 @@ impl<A: AddressSpace> Filler<A> {
     }
 
     /// A page that a thread of the program could not bring in is ours now.
-    fn take_over(
-        &mut self,
-        region: Arc<Region>,
-        page: PageIndex,
-        error: PageError,
-        since: Instant,
-    ) {
+    fn take_over(&mut self, region: Arc<Region>, page: PageIndex, error: PageError, since: Since) {
         if let Some(in_thread) = &self.in_thread {
             in_thread.reopen();
         }

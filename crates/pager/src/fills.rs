@@ -17,6 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_fabric::Since;
 use farpage_store::{Lane, PageIndex, PageRange, PageStore, StoreCall};
 use farpage_vm::{AddressSpace, DetachError, Frame};
 use nix::poll::PollFd;
@@ -175,7 +176,7 @@ pub(crate) struct Fills<A: AddressSpace, L> {
     pace: Pace,
     flights: Flights<Fill, A::Frame>,
     /// In the order of their faults, and since when.
-    backlog: VecDeque<(Waiting, Instant)>,
+    backlog: VecDeque<(Waiting, Since)>,
     pub(crate) landing: L,
 }
 
@@ -354,7 +355,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
             }
         }
         self.counters().starved.bump();
-        self.backlog.push_back((waiting, Instant::now()));
+        self.backlog.push_back((waiting, Since::now()));
         let doors = &self.shared.doors;
         doors.call_evictors(self.shared.frames.budget());
         // Other fillers may hold frames back.
@@ -429,7 +430,7 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     /// A fill found no frame for too long.
-    fn starve(&mut self, waiting: Waiting, since: Instant) {
+    fn starve(&mut self, waiting: Waiting, since: Since) {
         let error = PageError::NoFrame {
             region: waiting.region.label(),
             page: waiting.page.number(),

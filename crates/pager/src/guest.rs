@@ -4,11 +4,9 @@
 //! room while its READ is under way. What it cannot do there (logging why a page is lost, opening a
 //! channel, reading ahead) is left to the page's filler.
 
-use std::{
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{sync::Arc, time::Duration};
 
+use farpage_fabric::Since;
 use farpage_store::{Lane, PageIndex};
 use farpage_vm::AddressSpace;
 use nix::poll::PollFd;
@@ -48,7 +46,7 @@ impl<A: AddressSpace> Guest<A> {
     ) -> Self {
         let alone = Alone {
             arrivals: Arrivals::new(shared.clone(), worker),
-            since: Instant::now(),
+            since: Since::now(),
         };
         Guest {
             fills: Fills::new(shared.clone(), worker, lane, pace, deadline, alone),
@@ -83,7 +81,7 @@ impl<A: AddressSpace> Guest<A> {
             return None;
         }
         self.shared.counters[self.worker].faults.bump();
-        self.fills.landing.since = Instant::now();
+        self.fills.landing.since = Since::now();
         let plan = self.fills.on_fault(region, page, address);
         self.relief.relieve();
         Some(plan)
@@ -137,7 +135,7 @@ impl<A: AddressSpace> Guest<A> {
 struct Alone<A: AddressSpace> {
     arrivals: Arrivals<A>,
     /// When the fault was taken on.
-    since: Instant,
+    since: Since,
 }
 
 impl<A: AddressSpace> Alone<A> {

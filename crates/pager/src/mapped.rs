@@ -15,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_fabric::Since;
 use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{AddressSpace, DetachError};
 
@@ -150,7 +151,7 @@ impl<A: AddressSpace> Mapped<A> {
 
     /// A frame for one page. Waits for it until the deadline.
     pub(crate) fn frame_for(&self, page: PageIndex) -> Result<A::Frame, PageError> {
-        let (frames, since) = (&self.shared().frames, Instant::now());
+        let (frames, since) = (&self.shared().frames, Since::now());
         let mut starved = false;
         loop {
             if let Some(frame) = frames.for_demand(self.page_bytes(), 0) {

@@ -13,6 +13,7 @@
 
 use std::{ops::Range, thread, time::Instant};
 
+use farpage_fabric::Since;
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::AddressSpace;
 
@@ -257,7 +258,7 @@ impl<A: AddressSpace> Mapped<A> {
         }
         region.enter_again();
         let shard = self.shared().mapper.shard_of(region, page);
-        let command = Command::TakeOver(region.clone(), page, self.busy(page), Instant::now());
+        let command = Command::TakeOver(region.clone(), page, self.busy(page), Since::now());
         self.shared().doors.tell_filler(shard, command);
     }
 }

@@ -329,12 +329,9 @@ impl<F: Frame> Lane<F> {
                 PortState::Closed(_) => {}
             }
             if !matches!(port.state, PortState::Open { .. }) {
-                let started = port
-                    .backlog
-                    .iter()
-                    .map(|op| self.run_of(op.tag).started)
-                    .min();
-                sooner(started.map(|started| started + self.deadline));
+                let looks = (port.backlog.iter())
+                    .map(|op| self.run_of(op.tag).started.look_by(self.deadline));
+                sooner(looks.min());
             }
         }
         if waker {
@@ -459,7 +456,7 @@ impl<F: Frame> Lane<F> {
         }
         for _ in 0..port.backlog.len() {
             let op = self.ports[at].backlog.pop_front().expect("counted above");
-            let in_time = now.duration_since(self.run_of(op.tag).started) < self.deadline;
+            let in_time = self.run_of(op.tag).started.elapsed() < self.deadline;
             if in_time && !self.passive {
                 self.ports[at].backlog.push_back(op);
             } else {

@@ -26,7 +26,7 @@ use super::{
     verbs::{self, Depths, Done, EventKind, Local, POSTLIST, Pair, READS_IN_FLIGHT_MAX, Work},
 };
 use crate::{
-    Buf, Busy, ChannelError, Completion, Op, Verb,
+    Buf, Busy, ChannelError, Completion, Op, Since, Verb,
     attachment::Attachment,
     channel::{check_len, is_aligned, refused},
     nonblocking::describe,
@@ -67,7 +67,7 @@ pub(super) struct SendQueue<B> {
     attachment: Attachment,
     pair: Pair,
     /// When something completed last.
-    heard: Instant,
+    heard: Since,
     /// Set once; from then on every operation ends with it.
     dead: Option<ChannelError>,
     /// Oldest first: the adapter has the first `handed` of them.
@@ -91,7 +91,7 @@ pub(super) struct SendQueue<B> {
 struct Flying<B> {
     op: Op<B>,
     sequence: u64,
-    posted: Instant,
+    posted: Since,
     opcode: verbs::Opcode,
     /// What stands for the buffer, once the adapter has the operation.
     passage: Passage,
@@ -119,7 +119,7 @@ impl<B: Buf> SendQueue<B> {
         Self {
             attachment,
             pair,
-            heard: Instant::now(),
+            heard: Since::now(),
             dead: None,
             ops: VecDeque::with_capacity(DEPTH),
             handed: 0,
@@ -152,7 +152,7 @@ impl<B: Buf> SendQueue<B> {
         self.ops.push_back(Flying {
             op,
             sequence: self.sequence,
-            posted: Instant::now(),
+            posted: Since::now(),
             opcode,
             passage: Passage::None,
         });
@@ -183,7 +183,7 @@ impl<B: Buf> SendQueue<B> {
 
     /// When the oldest operation has taken too long.
     pub(super) fn until(&self) -> Option<Instant> {
-        (self.ops.front()).map(|oldest| self.attachment.patience.until(oldest.posted, self.heard))
+        (self.ops.front()).map(|oldest| self.attachment.patience.look_by(oldest.posted, self.heard))
     }
 
     /// The first half of a turn, before completions are taken: what needs no adapter.
@@ -347,7 +347,7 @@ impl<B: Buf> SendQueue<B> {
         }
         self.handed -= 1;
         self.is_full = false;
-        self.heard = Instant::now();
+        self.heard = Since::now();
         ended(complete(flying.op, Ok(())));
     }
 

@@ -4,9 +4,9 @@
 //! The rule it keeps: the parts are cut out of one frame and cover it; when the last of them has
 //! ended they are put together again, in page order. How a part moves is left to the lane.
 
-use std::{sync::Arc, time::Instant};
+use std::sync::Arc;
 
-use farpage_fabric::{ChannelError, Verb, regmem::RegBuf};
+use farpage_fabric::{ChannelError, Since, Verb, regmem::RegBuf};
 
 use super::{Done, Frame, Outcome};
 use crate::{
@@ -63,7 +63,7 @@ pub(super) struct Run<F> {
     pub(super) way: Way,
     /// The first page.
     pub(super) page: PageIndex,
-    pub(super) started: Instant,
+    pub(super) started: Since,
     /// In page order at first; those that are split off later follow in any order, since tags refer
     /// to positions.
     pub(super) parts: Vec<Part<F>>,
@@ -182,7 +182,7 @@ impl<F: Frame> Run<F> {
             store: store.clone(),
             way,
             page,
-            started: Instant::now(),
+            started: Since::now(),
             parts,
             hashes,
             open: 0,

@@ -240,7 +240,7 @@ impl<F: Frame> Lane<F> {
         };
         // Without a refusal the wait is short: the thread that asks the servers has its own
         // deadline.
-        let waits = may_wait && now - run.started < self.deadline || refusal.is_none();
+        let waits = may_wait && run.started.elapsed() < self.deadline || refusal.is_none();
         if waits {
             self.look_again = Some(now + ROOM_PAUSE);
         }

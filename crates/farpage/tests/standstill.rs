@@ -1,0 +1,120 @@
+//! Programs that are stopped, alone or with the whole machine, for longer than their deadline.
+//!
+//! The rule it keeps: a program that stood still has waited for nobody. It goes on with all its
+//! data, and no page is given up.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{
+    env, io, process,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
+
+use common::{
+    Fabric, KIB, Kin, MIB, Rng, ServerProcess, Watchdog, builder, can_page, fabrics, get, mix, say,
+    seed, serve_if_asked, set, shared,
+};
+use farpage::RemoteArray;
+use nix::sys::signal::Signal;
+
+const SERVING: &str = "a_program_that_stands_still_beyond_its_deadline_goes_on";
+const DEADLINE: Duration = Duration::from_millis(1500);
+/// Longer than any deadline, and shorter than a lease.
+const STILL: Duration = Duration::from_millis(2500);
+
+const CLIENT: &str = "FARPAGE_TEST_CLIENT";
+
+#[test]
+fn a_program_that_stands_still_beyond_its_deadline_goes_on() {
+    let test = SERVING;
+    if serve_if_asked() {
+        return;
+    }
+    if let Ok(url) = env::var(CLIENT) {
+        return page_until_told(&url);
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(180));
+    if !can_page(test) {
+        return;
+    }
+    let seed = seed(test);
+    thread::scope(|scope| {
+        for (nth, fabric) in fabrics().into_iter().enumerate() {
+            scope.spawn(move || stand_still_often(fabric, Rng(seed + nth as u64)));
+        }
+    });
+}
+
+fn stand_still_often(fabric: Fabric, mut rng: Rng) {
+    let server = ServerProcess::start(SERVING, fabric, 256 * MIB);
+    let mut client = Kin::start(SERVING, &[(CLIENT, &server.url)]);
+    client.wait_for_line("paging");
+    for round in 0..4 {
+        thread::sleep(Duration::from_micros(rng.below(50_000) as u64));
+        // Every other time the server stands still, too, and before the client: what the client
+        // waits for then has not come when it goes on.
+        let both = round % 2 == 0;
+        if both {
+            server.signal(Signal::SIGSTOP);
+            thread::sleep(DEADLINE / 20);
+        }
+        client.signal(Signal::SIGSTOP);
+        thread::sleep(STILL);
+        client.signal(Signal::SIGCONT);
+        if both {
+            thread::sleep(DEADLINE / 20);
+            server.signal(Signal::SIGCONT);
+        }
+    }
+    client.hang_up();
+    client.wait_for_line("whole");
+    client.must_pass(Duration::from_secs(30));
+}
+
+/// Four threads read and write four times what fits, until the parent hangs up. A word that is not
+/// what was written ends the process with status 3.
+fn page_until_told(url: &str) {
+    let runtime = builder(MIB, 16 * KIB)
+        .server(url)
+        .deadline(DEADLINE)
+        .build()
+        .unwrap();
+    let mut array: RemoteArray<u64> = runtime.array(4 * MIB / 8).unwrap();
+    for (at, word) in array.iter_mut().enumerate() {
+        *word = mix(at as u64);
+    }
+    let (_, words) = shared(&mut array);
+    let stop = AtomicBool::new(false);
+    say("paging");
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            let stop = &stop;
+            scope.spawn(move || {
+                let mut rng = Rng(thread);
+                while !stop.load(Ordering::Relaxed) {
+                    let at = rng.below(words.len());
+                    if get(words, at) != mix(at as u64) {
+                        eprintln!("word {at} is {:#x}", get(words, at));
+                        process::exit(3);
+                    }
+                    set(words, at, mix(at as u64));
+                }
+            });
+        }
+        io::stdin().read_line(&mut String::new()).unwrap();
+        stop.store(true, Ordering::Relaxed);
+    });
+    for (at, &word) in array.iter().enumerate() {
+        assert_eq!(word, mix(at as u64), "word {at}");
+    }
+    array.flush().unwrap();
+    assert_eq!(runtime.stats().pager.poisoned, 0);
+    say("whole");
+}
