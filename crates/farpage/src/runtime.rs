@@ -323,6 +323,19 @@ impl Runtime {
         pager
     }
 
+    /// Changes the budget while the program runs, to that of [`Builder::budget`] at most. What
+    /// exceeds a smaller one leaves in the background. Returns how much that still is: call again
+    /// to see it become nothing. Pinned pages do not leave. How far is read ahead follows from the
+    /// budget that there was when an array was made. In a child made by `fork`: does nothing.
+    ///
+    /// [`Builder::budget`]: crate::Builder::budget
+    pub fn set_budget(&self, budget: ByteSize) -> ByteSize {
+        if self.pager.is_parents() {
+            return ByteSize(0);
+        }
+        ByteSize(self.pager.set_budget(budget.as_u64()))
+    }
+
     /// Figures since the runtime was built. In a child made by `fork`: none.
     pub fn stats(&self) -> Stats {
         if self.pager.is_parents() {

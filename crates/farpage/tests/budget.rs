@@ -190,3 +190,47 @@ fn pressure(
         "anonymous memory grew by {growth_bytes} bytes with a budget of {budget_bytes}"
     );
 }
+
+#[test]
+fn budget_changes_while_the_program_runs() {
+    let test = "budget_changes_while_the_program_runs";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(common::Fabric::Shm, 64 * MIB);
+    let page = 16 * KIB;
+    let runtime = memory.runtime(128 * page, page);
+    let mut array: RemoteArray<u64> = runtime.array(256 * page / 8).unwrap();
+    let write = |array: &mut RemoteArray<u64>, salt: u64| {
+        for (at, word) in array.iter_mut().enumerate() {
+            *word = mix(at as u64 ^ salt);
+        }
+    };
+    let resident = || runtime.stats().pager.resident_bytes;
+    write(&mut array, 1);
+    for (salt, pages) in [(2, 16u64), (3, 128), (4, 40), (5, 8)] {
+        let budget = pages * page as u64;
+        common::wait_until("nothing exceeds the budget", || {
+            runtime.set_budget(ByteSize(budget)) == ByteSize(0)
+        });
+        let before = mix(7 ^ (salt - 1));
+        assert_eq!(array[7], before);
+        write(&mut array, salt);
+        assert!(
+            resident() <= budget,
+            "{} of {pages} pages",
+            resident() / page as u64
+        );
+        if pages == 128 {
+            assert!(resident() > budget / 2, "what is larger again is used");
+        }
+        assert_eq!(runtime.stats().pager.budget_bytes, budget);
+    }
+    // No more than it was built with.
+    runtime.set_budget(ByteSize(1 << 40));
+    assert_eq!(runtime.stats().pager.budget_bytes, 128 * page as u64);
+    for (at, word) in array.iter().enumerate() {
+        assert_eq!(*word, mix(at as u64 ^ 5));
+    }
+}

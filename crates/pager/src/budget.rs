@@ -15,9 +15,13 @@ const DEMAND_RESERVE_PAGES: u64 = 16;
 
 /// What the memory of pages may be, and what it is.
 pub(crate) struct Budget {
-    bytes: u64,
-    high: u64,
-    low: u64,
+    /// What it may be at most.
+    most: u64,
+    /// The marks, as fractions.
+    fractions: (f64, f64),
+    bytes: AtomicU64,
+    high: AtomicU64,
+    low: AtomicU64,
     /// Two pages of the largest size. One instruction may touch two, so evictors leave that much
     /// alone unless a fill waits for a frame.
     floor: AtomicU64,
@@ -40,11 +44,12 @@ pub(crate) struct Budget {
 impl Budget {
     /// Marks are fractions of `bytes`, in (0, 1], low below high.
     pub(crate) fn new(bytes: u64, low: f64, high: f64) -> Budget {
-        let mark = |fraction: f64| ((bytes as f64 * fraction) as u64).min(bytes);
-        Budget {
-            bytes,
-            high: mark(high),
-            low: mark(low),
+        let budget = Budget {
+            most: bytes,
+            fractions: (low, high),
+            bytes: AtomicU64::new(0),
+            high: AtomicU64::new(0),
+            low: AtomicU64::new(0),
             floor: AtomicU64::new(0),
             made: CachePadded::default(),
             peak: AtomicU64::new(0),
@@ -53,11 +58,43 @@ impl Budget {
             pinned: AtomicU64::new(0),
             held_back: AtomicU64::new(0),
             starving: AtomicU64::new(0),
-        }
+        };
+        budget.set(bytes);
+        budget
+    }
+
+    /// Changes it, to what it was made with at most. If more memory exists than that, no more is
+    /// made, and what comes back free goes back to the kernel ([`exceeded_by`](Self::exceeded_by)).
+    pub(crate) fn set(&self, bytes: u64) {
+        let bytes = bytes.min(self.most);
+        let mark = |fraction: f64| ((bytes as f64 * fraction) as u64).min(bytes);
+        let (low, high) = self.fractions;
+        self.low.store(mark(low), Ordering::Relaxed);
+        self.high.store(mark(high), Ordering::Relaxed);
+        self.bytes.store(bytes, Ordering::SeqCst);
+    }
+
+    /// What it may be at most.
+    pub(crate) fn most(&self) -> u64 {
+        self.most
     }
 
     pub(crate) fn bytes(&self) -> u64 {
-        self.bytes
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    fn high(&self) -> u64 {
+        self.high.load(Ordering::Relaxed)
+    }
+
+    fn low(&self) -> u64 {
+        self.low.load(Ordering::Relaxed)
+    }
+
+    /// By how many bytes the memory in existence exceeds it, since it was made smaller.
+    pub(crate) fn exceeded_by(&self) -> u64 {
+        let made = self.made.load(Ordering::Relaxed);
+        made.saturating_sub(self.bytes())
     }
 
     /// From now on there are pages of this size.
@@ -78,14 +115,15 @@ impl Budget {
 
     /// Bytes that more pages may have.
     pub(crate) fn room(&self) -> u64 {
-        self.bytes.saturating_sub(self.used())
+        self.bytes().saturating_sub(self.used())
     }
 
     /// How many pages may be brought in that nobody waits for.
     pub(crate) fn room_for_prefetch(&self, page_bytes: usize) -> usize {
         let page = page_bytes as u64;
         // A part of what evictors keep free belongs to demand, or prefetching would starve it.
-        let reserve = ((self.bytes - self.low) / 2).min(DEMAND_RESERVE_PAGES * page);
+        let reserve =
+            (self.bytes().saturating_sub(self.low()) / 2).min(DEMAND_RESERVE_PAGES * page);
         (self.room().saturating_sub(reserve) / page) as usize
     }
 
@@ -98,14 +136,16 @@ impl Budget {
     /// Sets memory aside for as many pages as the budget allows, `pages` at most. `None`: for none.
     pub(crate) fn reserve(&self, page_bytes: usize, pages: usize) -> Option<Reservation<'_>> {
         let page = page_bytes as u64;
-        let affordable = |made: u64| (pages as u64).min((self.bytes - made) / page);
+        let mut affordable = 0;
         let made = self
             .made
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |made| {
-                let more = affordable(made) * page;
-                (more > 0).then_some(made + more)
+                // The budget may change between two looks.
+                affordable = (pages as u64).min(self.bytes().saturating_sub(made) / page);
+                (affordable > 0).then_some(made + affordable * page)
             });
-        let pages = affordable(made.ok()?) as usize;
+        made.ok()?;
+        let pages = affordable as usize;
         let made = self.made.load(Ordering::Relaxed);
         self.peak.fetch_max(made, Ordering::Relaxed);
         Some(Reservation {
@@ -177,7 +217,7 @@ impl Budget {
     /// able to reach their low mark.
     pub(crate) fn pinned_max(&self) -> u64 {
         let floor = self.floor.load(Ordering::Relaxed);
-        self.low.min(self.bytes.saturating_sub(2 * floor))
+        self.low().min(self.bytes().saturating_sub(2 * floor))
     }
 
     /// Pages begin to leave.
@@ -214,21 +254,24 @@ impl Budget {
     /// the others divide what lies between it and the budget. While a fill waits for a frame, all
     /// of them are passed.
     pub(crate) fn is_above_mark(&self, step: usize, steps: usize) -> bool {
-        let mark = self.high + (self.bytes - self.high) / steps as u64 * step as u64;
+        let high = self.high();
+        let mark = high + self.bytes().saturating_sub(high) / steps as u64 * step as u64;
         self.used() > mark.max(self.untouchable()) || self.is_starving()
     }
 
     /// Whether threads that serve their own faults take pages out: half way between the marks, so
     /// that evictors are called only where these threads do not keep up.
     pub(crate) fn is_tight(&self) -> bool {
-        let mark = self.low + (self.high - self.low) / 2;
+        let low = self.low();
+        let mark = low + self.high().saturating_sub(low) / 2;
         self.staying() > mark.max(self.untouchable()) || self.is_starving() && self.excess() > 0
     }
 
     /// How many bytes more must begin to leave until the low mark will be reached.
     pub(crate) fn excess(&self) -> u64 {
-        let starving = self.starving.load(Ordering::SeqCst).min(self.bytes);
-        let aim = self.low.max(self.untouchable()).min(self.bytes - starving);
+        let starving = self.starving.load(Ordering::SeqCst).min(self.bytes());
+        let aim = self.low().max(self.untouchable());
+        let aim = aim.min(self.bytes().saturating_sub(starving));
         self.staying().saturating_sub(aim)
     }
 

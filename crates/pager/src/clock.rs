@@ -15,7 +15,7 @@ const ALL: u32 = 1 << 24;
 /// Counts fills; wraps.
 pub(crate) struct FillClock {
     ticks: CachePadded<AtomicU32>,
-    budget_ticks: u32,
+    budget_ticks: AtomicU32,
     /// How many of the pages that faults brought in had been away for less than half a budget, of
     /// [`ALL`]; fading.
     back_early: AtomicU32,
@@ -28,13 +28,19 @@ impl FillClock {
             // just left.
             ticks: CachePadded::new(AtomicU32::new(u32::MAX / 2)),
             back_early: AtomicU32::new(0),
-            budget_ticks: u32::try_from(budget_bytes >> 12).unwrap_or(u32::MAX / 4),
+            budget_ticks: AtomicU32::new(ticks(budget_bytes)),
         }
+    }
+
+    /// The budget is another one from now on.
+    pub(crate) fn set_budget(&self, budget_bytes: u64) {
+        let ticks = ticks(budget_bytes);
+        self.budget_ticks.store(ticks, Ordering::Relaxed);
     }
 
     /// How many ticks fill the budget once.
     pub(crate) fn budget_ticks(&self) -> u32 {
-        self.budget_ticks
+        self.budget_ticks.load(Ordering::Relaxed)
     }
 
     pub(crate) fn now(&self) -> u32 {
@@ -69,8 +75,12 @@ impl FillClock {
 
     /// Less than this part of a budget.
     fn was_away_less_than(&self, part: u32, stamp: u32, now: u32) -> bool {
-        now.wrapping_sub(stamp) < self.budget_ticks / part
+        now.wrapping_sub(stamp) < self.budget_ticks() / part
     }
+}
+
+fn ticks(bytes: u64) -> u32 {
+    u32::try_from(bytes >> 12).unwrap_or(u32::MAX / 4)
 }
 
 #[cfg(test)]

@@ -57,7 +57,7 @@ impl<A: AddressSpace> Frames<A> {
     pub(crate) fn expect(&self, page_bytes: usize) {
         self.budget.expect(page_bytes);
         self.free(page_bytes)
-            .reserve(self.budget.bytes() as usize / page_bytes);
+            .reserve(self.budget.most() as usize / page_bytes);
     }
 
     /// A frame for a page that somebody waits for, and for up to `more` pages next to it, as far as
@@ -94,9 +94,32 @@ impl<A: AddressSpace> Frames<A> {
     /// A frame comes back free.
     pub(crate) fn release(&self, frame: A::Frame, page_bytes: usize) {
         let bytes = frame.as_ref().len() as u64;
-        self.free(page_bytes).put(frame, page_bytes);
+        self.put(frame, page_bytes);
         self.budget.end_use(bytes);
         self.tell_who_starves();
+    }
+
+    /// Keeps a free frame, unless the budget has become smaller.
+    fn put(&self, frame: A::Frame, page_bytes: usize) {
+        if self.budget.exceeded_by() == 0 {
+            return self.free(page_bytes).put(frame, page_bytes);
+        }
+        let bytes = frame.as_ref().len() as u64;
+        drop(frame);
+        self.budget.unmake(bytes);
+    }
+
+    /// Changes the budget. What is free beyond it is given up; evictors see to the rest. Returns
+    /// how many bytes exceed it for now.
+    pub(crate) fn set_budget(&self, bytes: u64) -> u64 {
+        self.budget.set(bytes);
+        let sizes = (0..SIZES).map(|i| 1 << (i as u32 + SMALLEST_SHIFT));
+        for size in sizes {
+            while self.budget.exceeded_by() > 0 && self.give_up(size, 1) {}
+        }
+        self.doors.call_evictors(&self.budget);
+        self.tell_who_starves();
+        self.budget.exceeded_by()
     }
 
     /// Room for copies of `pages` pages that are to be mapped beside their frame. If need be, and
@@ -127,7 +150,7 @@ impl<A: AddressSpace> Frames<A> {
     /// A copy of this frame, for which room was reserved, is mapped: it is used in the frame's
     /// place, which comes back free.
     pub(crate) fn copied(&self, frame: A::Frame, page_bytes: usize) {
-        self.free(page_bytes).put(frame, page_bytes);
+        self.put(frame, page_bytes);
         self.tell_who_starves();
     }
 

@@ -184,6 +184,14 @@ impl<A: AddressSpace> Pager<A> {
         RegionId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Changes the residency budget, to what the pager was started with at most. Returns how many
+    /// bytes exceed it for now. No more memory is taken meanwhile, and evictors bring that to
+    /// nothing, unless too much is pinned.
+    pub fn set_budget(&self, bytes: u64) -> u64 {
+        self.shared.installer.clock.set_budget(bytes);
+        self.shared.frames.set_budget(bytes)
+    }
+
     /// What happened so far.
     pub fn stats(&self) -> PagerStats {
         let budget = self.shared.frames.budget();

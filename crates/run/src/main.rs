@@ -5,6 +5,7 @@
 //! library that is preloaded (`preload.rs`).
 
 mod explain;
+mod shares;
 
 use std::{
     env,
@@ -29,6 +30,7 @@ use signal_hook::{
 };
 
 use explain::Program;
+use shares::Shares;
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
@@ -75,7 +77,7 @@ struct RunOptions {
     /// them raises SIGSEGV.
     #[arg(long)]
     allow_fork: bool,
-    /// Interposes the programs that the program starts, too. Each has a budget of its own.
+    /// Interposes the programs that the program starts, too. They share the budget.
     #[arg(long)]
     children: bool,
     /// Says what would be interposed, and what would not and why, and runs nothing.
@@ -157,12 +159,32 @@ fn run(options: &RunOptions) -> Result<u8> {
         preload.push(&before);
     }
     command.env("LD_PRELOAD", preload);
-    if let Some(server) = &options.server {
-        set(&mut command, "SERVER", &server.to_string());
+    let folder = tempfile::Builder::new().prefix("farpage-run-").tempdir();
+    let folder = folder.context("cannot make a directory for sockets")?;
+    let shares = match options.children {
+        true => {
+            let socket = folder.path().join("shares.sock");
+            set(&mut command, "SHARES", &socket.to_string_lossy());
+            Some(Shares::start(&socket, sizes.budget.as_u64())?)
+        }
+        false => None,
+    };
+    let own = match &options.server {
+        Some(server) => {
+            set(&mut command, "SERVER", &server.to_string());
+            None
+        }
+        None => {
+            let own = OwnServer::start(sizes.capacity, folder.path())?;
+            set(&mut command, "SERVER", &own.endpoint);
+            Some(own)
+        }
+    };
+    if shares.is_none() && own.is_none() {
+        // Nothing runs after this.
+        drop(folder);
         return Err(cannot_start(&path, command.exec()).into());
     }
-    let own = OwnServer::start(sizes.capacity)?;
-    set(&mut command, "SERVER", &own.endpoint);
     // Before the program is there, so that no signal is lost.
     let signals =
         Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).context("cannot take signals")?;
@@ -170,7 +192,10 @@ fn run(options: &RunOptions) -> Result<u8> {
         .spawn()
         .map_err(|error| cannot_start(&path, error))?;
     let status = wait(&mut child, signals)?;
-    own.server.shutdown();
+    drop(shares);
+    if let Some(own) = own {
+        own.server.shutdown();
+    }
     Ok(code(status))
 }
 
@@ -246,15 +271,12 @@ fn sizes(options: &RunOptions) -> Sizes {
 struct OwnServer {
     server: RunningServer,
     endpoint: String,
-    _directory: tempfile::TempDir,
 }
 
 impl OwnServer {
-    fn start(capacity: ByteSize) -> Result<OwnServer> {
-        let directory = tempfile::Builder::new().prefix("farpage-run-").tempdir();
-        let directory =
-            directory.context("cannot make a directory for the memory server's socket")?;
-        let socket = Endpoint::Shm(directory.path().join("server.sock"));
+    /// With its socket in this folder.
+    fn start(capacity: ByteSize, folder: &Path) -> Result<OwnServer> {
+        let socket = Endpoint::Shm(folder.join("server.sock"));
         // Pages are written out of place, and extents are whole.
         let lends = capacity.as_u64() + capacity.as_u64() / 8 + (64 << 20);
         let server = Server::builder()
@@ -270,7 +292,6 @@ impl OwnServer {
         Ok(OwnServer {
             endpoint: endpoint.to_string(),
             server,
-            _directory: directory,
         })
     }
 }

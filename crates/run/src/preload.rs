@@ -26,6 +26,8 @@ mod process;
 mod protect;
 #[path = "preload/ranges.rs"]
 mod ranges;
+#[path = "preload/share.rs"]
+mod share;
 #[path = "preload/state.rs"]
 mod state;
 

@@ -292,3 +292,69 @@ fn programs_that_cannot_be_interposed_are_refused_with_a_reason() {
     let said = text(&farpage(&["--explain"], &[&script]).stdout);
     assert!(said.contains("a script of `/bin/sh -e`"), "{said}");
 }
+
+/// Three programs that a shell starts at once, each of which would use the whole budget.
+#[test]
+fn programs_share_the_budget() {
+    if !can_run("programs_share_the_budget", &[PYTHON, "/bin/sh"]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let script = folder.path().join("child.py");
+    // All have touched more than there is before any looks at what it has, and ends.
+    fs::write(
+        &script,
+        r#"
+import os, re, sys, time
+folder, me = sys.argv[1:3]
+held = bytearray(40 << 20)
+for turn in range(3):
+    for at in range(0, len(held), 4096): held[at] = (at >> 12) % 251
+    open(f'{folder}/{me}.{turn}', 'w').close()
+    while len([name for name in os.listdir(folder) if name.endswith(f'.{turn}')]) < 3: time.sleep(0.01)
+rss, there = 0, 0
+for line in open('/proc/self/smaps'):
+    if line.startswith('Rss:'): rss = int(line.split()[1])
+    if line.startswith('VmFlags') and ' um' in line: there += rss
+open(f'{folder}/{me}.seen', 'w').close()
+while len([name for name in os.listdir(folder) if name.endswith('.seen')]) < 3: time.sleep(0.01)
+print(there, all(held[at] == (at >> 12) % 251 for at in range(0, len(held), 4096)))
+"#,
+    )
+    .unwrap();
+    let line = format!(
+        "for i in 1 2 3; do {PYTHON} {} {} $i & done; wait",
+        script.display(),
+        folder.path().display()
+    );
+    let options = [
+        "--budget",
+        "32MiB",
+        "--capacity",
+        "512MiB",
+        "--children",
+        "--stats",
+    ];
+    let ours = farpage(&options, &["/bin/sh", "-c", &line]);
+    let (said, stats) = (text(&ours.stdout), text(&ours.stderr));
+    println!("{said}{stats}");
+    let seen: Vec<(u64, bool)> = (said.lines())
+        .map(|line| line.split_once(' ').unwrap())
+        .map(|(kib, right)| (kib.parse().unwrap(), right == "True"))
+        .collect();
+    assert_eq!(seen.len(), 3, "{said} {stats}");
+    assert!(seen.iter().all(|&(_, right)| right), "{said}");
+    let all: u64 = seen.iter().map(|&(kib, _)| kib << 10).sum();
+    assert!(all <= 32 * MIB, "{} MiB in local memory", all >> 20);
+    // The shell keeps the least that there is, and the rest is used.
+    assert!(all >= 18 * MIB, "{} MiB in local memory", all >> 20);
+    assert!(seen.iter().all(|&(kib, _)| kib >= 5 << 10), "{said}");
+    // For one more program than there is room for.
+    let options = ["--budget", "9MiB", "--capacity", "512MiB", "--children"];
+    let nested = format!(
+        "{PYTHON} -c 'import subprocess; subprocess.run([\"{PYTHON}\", \"-c\", \"print(1)\"])'"
+    );
+    let ours = farpage(&options, &["/bin/sh", "-c", &format!("{nested}; true")]);
+    let why = text(&ours.stderr);
+    assert!(why.contains("too many programs share the budget"), "{why}");
+}

@@ -13,7 +13,12 @@ use std::{
 
 use farpage::{Arena, ByteSize, RegionOptions, Reserve, Runtime};
 
-use crate::{Inside, give_up, heap::ALIGN, protect, say, say_to, set_errno};
+use crate::{
+    Inside, give_up,
+    heap::ALIGN,
+    protect, say, say_to, set_errno,
+    share::{self, Share},
+};
 
 /// What the variables that `farpage run` sets begin with.
 const PREFIX: &str = "FARPAGE_RUN_";
@@ -60,6 +65,7 @@ pub(crate) fn get() -> Option<&'static State> {
 
 /// In a child made by `fork`: from now on all requests go to the next allocator.
 pub(crate) fn forget() {
+    share::forget();
     STATE.store(ptr::null_mut(), Ordering::Release);
     MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
 }
@@ -208,11 +214,19 @@ fn build() -> Result<State, String> {
             .parse()
             .map_err(|e| format!("{PREFIX}{name}: {e}"))
     };
+    // First: whoever has none does nothing else.
+    let share = match variable("SHARES") {
+        Some(socket) => Some(Share::get(&socket)?),
+        None => None,
+    };
     let runtime = Runtime::builder()
         .server(need("SERVER")?)
         .budget(ByteSize(bytes("BUDGET")?))
         .build()
         .map_err(|error| error.to_string())?;
+    if let Some(share) = share {
+        share.keep(runtime.clone())?;
+    }
     let mut options = RegionOptions::new();
     if variable("ON_DEMAND").is_some() {
         options = options.reserve(Reserve::OnDemand);

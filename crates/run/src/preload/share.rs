@@ -1,0 +1,138 @@
+//! This process's share of the budget, where `farpage run --children` divides it.
+//!
+//! The rule it keeps: what was asked back is given back before that is said. A thread of our own
+//! listens, and looks ten times a second whether the program wants more.
+//!
+//! The wire is described in `shares.rs`.
+
+use std::{
+    io::{ErrorKind, Read, Write},
+    os::{fd::AsRawFd, unix::net::UnixStream},
+    sync::atomic::{AtomicI32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use farpage::{ByteSize, Runtime};
+
+use crate::state;
+
+const WANTS: u8 = 1;
+const HAS: u8 = 2;
+
+/// How long others may take to give the first share back.
+const PATIENCE: Duration = Duration::from_secs(20);
+const LOOK: Duration = Duration::from_millis(100);
+const LOOK_AGAIN: Duration = Duration::from_millis(1);
+
+/// The connection, which a child made by `fork` closes.
+static CONNECTION: AtomicI32 = AtomicI32::new(-1);
+
+/// A connection to where shares are had.
+pub(crate) struct Share {
+    stream: UnixStream,
+    bytes: u64,
+}
+
+impl Share {
+    /// Connects, and waits for the first share.
+    pub(crate) fn get(socket: &str) -> Result<Share, String> {
+        let no = |error| format!("cannot ask for a share of the budget: {error}");
+        let mut stream = UnixStream::connect(socket).map_err(no)?;
+        stream.set_read_timeout(Some(PATIENCE)).map_err(no)?;
+        match read(&mut stream) {
+            Ok(0) => Err(
+                "too many programs share the budget: each needs 4 MiB at least; raise --budget, or run without --children"
+                    .to_owned(),
+            ),
+            Ok(bytes) => Ok(Share { stream, bytes }),
+            Err(error) if is_timeout(&error) => Err(format!(
+                "no share of the budget became free within {} s: other programs have it pinned, or are stopped; raise --budget",
+                PATIENCE.as_secs()
+            )),
+            Err(error) => Err(no(error)),
+        }
+    }
+
+    /// Keeps the runtime to the share, and asks for what the program allocates.
+    pub(crate) fn keep(self, runtime: Runtime) -> Result<(), String> {
+        CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);
+        runtime.set_budget(ByteSize(self.bytes));
+        let no = |error| format!("cannot keep to a share of the budget: {error}");
+        self.stream.set_read_timeout(Some(LOOK)).map_err(no)?;
+        let thread = thread::Builder::new().name("farpage-share".into());
+        thread.spawn(move || self.listen(&runtime)).map_err(no)?;
+        Ok(())
+    }
+
+    fn listen(mut self, runtime: &Runtime) {
+        let mut wants = 0;
+        loop {
+            match read(&mut self.stream) {
+                Ok(bytes) => self.bytes = self.obey(runtime, bytes),
+                Err(error) if is_timeout(&error) => {}
+                // Nobody shares any more: what we have is ours.
+                Err(_) => return,
+            }
+            let allocated = state::get().map_or(0, |state| state.arena.allocated_bytes()) as u64;
+            // A little more, so that growth by small steps says little.
+            let now = (allocated + allocated / 4).next_multiple_of(1 << 20);
+            if now > wants || now < wants / 2 {
+                wants = now;
+                if self.say(WANTS, wants).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Changes the budget, and says so when nothing exceeds it any more.
+    fn obey(&mut self, runtime: &Runtime, bytes: u64) -> u64 {
+        let since = Instant::now();
+        while runtime.set_budget(ByteSize(bytes)) > ByteSize(0) {
+            // It may never be: too much is pinned. Somebody else may give more meanwhile.
+            if since.elapsed() > LOOK && self.is_told_more() {
+                return bytes;
+            }
+            thread::sleep(LOOK_AGAIN);
+        }
+        let _ = self.say(HAS, bytes);
+        bytes
+    }
+
+    fn is_told_more(&self) -> bool {
+        let mut fd = libc::pollfd {
+            fd: self.stream.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        // SAFETY: one descriptor, which is looked at and not waited for.
+        unsafe { libc::poll(&raw mut fd, 1, 0) > 0 }
+    }
+
+    fn say(&mut self, kind: u8, bytes: u64) -> std::io::Result<()> {
+        let mut message = [kind; 9];
+        message[1..].copy_from_slice(&bytes.to_le_bytes());
+        self.stream.write_all(&message)
+    }
+}
+
+/// In a child made by `fork`: the parent alone has the connection, so that its end is seen.
+pub(crate) fn forget() {
+    let connection = CONNECTION.swap(-1, Ordering::Relaxed);
+    if connection >= 0 {
+        // SAFETY: the child's copy, which nobody uses.
+        unsafe { libc::close(connection) };
+    }
+}
+
+fn is_timeout(error: &std::io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
+}
+
+fn read(stream: &mut UnixStream) -> std::io::Result<u64> {
+    let mut message = [0; 9];
+    stream.read_exact(&mut message)?;
+    let bytes = message[1..].as_array().expect("8 of 9 bytes");
+    Ok(u64::from_le_bytes(*bytes))
+}

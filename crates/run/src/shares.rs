@@ -1,0 +1,329 @@
+//! The budget of several programs at once: [`Shares`].
+//!
+//! Each interposed program connects, says how much it would use, and is told its share. Who wants
+//! little keeps little; the rest is divided evenly. When programs come and go, or want more, shares
+//! change.
+//!
+//! The rule: the shares never exceed the budget together. A share counts as it was until its
+//! program says that it has kept to the smaller one, or has ended. Only what is left goes to
+//! others.
+//!
+//! The wire, on a socket of this machine: a program sends what it wants and what it has at most,
+//! and is sent its share, each as a number of 8 bytes behind a byte that says which. A share of 0
+//! is a refusal.
+
+use std::{
+    collections::BTreeMap,
+    io::{Read, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    thread,
+};
+
+use anyhow::{Context, Result};
+
+/// No program gets less: a runtime works with a few pages of any size.
+pub(crate) const LEAST_BYTES: u64 = 4 << 20;
+
+/// A program says what it would use.
+const WANTS: u8 = 1;
+/// A program says that it has no more than that.
+const HAS: u8 = 2;
+/// A program is told its share.
+const SHARE: u8 = 3;
+
+/// Who has which part of the budget.
+#[derive(Default)]
+struct Ledger {
+    budget: u64,
+    programs: BTreeMap<u64, Program>,
+    next: u64,
+}
+
+struct Program {
+    stream: Option<UnixStream>,
+    wants: u64,
+    /// What it was told last.
+    share: u64,
+    /// What it may have still: more than its share until it says otherwise.
+    has: u64,
+}
+
+/// The place where shares are had, for as long as it lives.
+pub(crate) struct Shares {
+    ledger: Arc<Mutex<Ledger>>,
+}
+
+impl Shares {
+    /// Shares `budget` between the programs that connect to `socket`.
+    pub(crate) fn start(socket: &Path, budget: u64) -> Result<Shares> {
+        let listener = UnixListener::bind(socket).context("cannot make a socket for shares")?;
+        let ledger = Arc::new(Mutex::new(Ledger {
+            budget,
+            ..Ledger::default()
+        }));
+        let shares = Shares {
+            ledger: ledger.clone(),
+        };
+        let serve = move || {
+            for stream in listener.incoming().flatten() {
+                let ledger = ledger.clone();
+                let _ = thread::Builder::new()
+                    .name("share".into())
+                    .spawn(move || serve(stream, &ledger));
+            }
+        };
+        let thread = thread::Builder::new().name("shares".into()).spawn(serve);
+        thread.context("cannot start a thread for shares")?;
+        Ok(shares)
+    }
+
+    /// The most that all programs had together.
+    #[cfg(test)]
+    fn held(&self) -> u64 {
+        lock(&self.ledger).held()
+    }
+}
+
+impl Drop for Shares {
+    fn drop(&mut self) {
+        lock(&self.ledger).programs.clear();
+    }
+}
+
+fn lock(ledger: &Mutex<Ledger>) -> MutexGuard<'_, Ledger> {
+    ledger.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Listens to one program until it ends.
+fn serve(mut stream: UnixStream, ledger: &Mutex<Ledger>) {
+    let Ok(writer) = stream.try_clone() else {
+        return;
+    };
+    let Some(number) = lock(ledger).add(writer) else {
+        let _ = stream.write_all(&message(SHARE, 0));
+        return;
+    };
+    while let Some((kind, bytes)) = read(&mut stream) {
+        let mut ledger = lock(ledger);
+        let Some(program) = ledger.programs.get_mut(&number) else {
+            break;
+        };
+        match kind {
+            WANTS => program.wants = bytes,
+            // It may have been told more or less meanwhile.
+            HAS if bytes <= program.share => program.has = program.share,
+            _ => {}
+        }
+        ledger.settle();
+    }
+    let mut ledger = lock(ledger);
+    ledger.programs.remove(&number);
+    ledger.settle();
+}
+
+fn message(kind: u8, bytes: u64) -> [u8; 9] {
+    let mut message = [kind; 9];
+    message[1..].copy_from_slice(&bytes.to_le_bytes());
+    message
+}
+
+fn read(stream: &mut UnixStream) -> Option<(u8, u64)> {
+    let mut message = [0; 9];
+    stream.read_exact(&mut message).ok()?;
+    let (kind, bytes) = message.split_first()?;
+    Some((*kind, u64::from_le_bytes(*bytes.as_array()?)))
+}
+
+impl Ledger {
+    /// A program comes. `None`: there are too many already.
+    fn add(&mut self, stream: impl Into<Option<UnixStream>>) -> Option<u64> {
+        if (self.programs.len() as u64 + 1) * LEAST_BYTES > self.budget {
+            return None;
+        }
+        let number = self.next;
+        self.next += 1;
+        let program = Program {
+            stream: stream.into(),
+            wants: 0,
+            share: 0,
+            has: 0,
+        };
+        self.programs.insert(number, program);
+        self.settle();
+        Some(number)
+    }
+
+    fn held(&self) -> u64 {
+        self.programs.values().map(|program| program.has).sum()
+    }
+
+    /// Tells programs their shares, as far as what others still have allows.
+    fn settle(&mut self) {
+        let wants = self.programs.values().map(|program| program.wants);
+        let fair = fair(self.budget, wants.collect());
+        // First who gives, since that is what the others get.
+        for (program, &fair) in self.programs.values_mut().zip(&fair) {
+            if fair < program.share {
+                program.tell(fair);
+            }
+        }
+        let mut left = self.budget - self.held();
+        for (program, &fair) in self.programs.values_mut().zip(&fair) {
+            // What it has not given back yet it may keep. A first share is whole or none.
+            let share = fair.min(program.has + left);
+            if share > program.share && share >= LEAST_BYTES {
+                left -= share.saturating_sub(program.has);
+                program.has = program.has.max(share);
+                program.tell(share);
+            }
+        }
+        debug_assert!(self.held() <= self.budget, "more is given than there is");
+    }
+}
+
+impl Program {
+    fn tell(&mut self, share: u64) {
+        self.share = share;
+        if let Some(stream) = &mut self.stream {
+            // If it has ended, its thread sees that.
+            let _ = stream.write_all(&message(SHARE, share));
+        }
+    }
+}
+
+/// Who wants less than an even part gets that, and the rest is divided evenly among the others.
+fn fair(budget: u64, wants: Vec<u64>) -> Vec<u64> {
+    let mut order: Vec<usize> = (0..wants.len()).collect();
+    order.sort_by_key(|&at| wants[at]);
+    let (mut left, mut shares) = (budget, vec![0; wants.len()]);
+    for (done, &at) in order.iter().enumerate() {
+        let even = left / (wants.len() - done) as u64;
+        shares[at] = wants[at].max(LEAST_BYTES).min(even);
+        left -= shares[at];
+    }
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    #[test]
+    fn who_wants_little_keeps_little_and_the_rest_is_divided_evenly() {
+        assert_eq!(fair(100 * MIB, vec![1000 * MIB]), [100 * MIB]);
+        assert_eq!(
+            fair(100 * MIB, vec![0, 20 * MIB, 90 * MIB, 500 * MIB]),
+            [4 * MIB, 20 * MIB, 38 * MIB, 38 * MIB]
+        );
+        assert_eq!(fair(8 * MIB, vec![9 * MIB, 9 * MIB]), [4 * MIB, 4 * MIB]);
+    }
+
+    /// xorshift64 (Marsaglia, 2003).
+    fn below(state: &mut u64, end: u64) -> u64 {
+        *state ^= *state << 13;
+        *state ^= *state >> 7;
+        *state ^= *state << 17;
+        *state % end
+    }
+
+    /// Programs come, want, keep to their shares late or never, and go.
+    #[test]
+    fn shares_never_exceed_the_budget_however_programs_behave() {
+        for seed in 1..200u64 {
+            let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let budget = (4 + below(&mut state, 60)) * MIB;
+            let mut ledger = Ledger {
+                budget,
+                ..Ledger::default()
+            };
+            // What each really has.
+            let mut real: BTreeMap<u64, u64> = BTreeMap::new();
+            for _ in 0..400 {
+                let numbers: Vec<u64> = ledger.programs.keys().copied().collect();
+                let some = |state: &mut u64| {
+                    (!numbers.is_empty())
+                        .then(|| numbers[below(state, numbers.len() as u64) as usize])
+                };
+                match below(&mut state, 6) {
+                    0 => {
+                        if let Some(number) = ledger.add(None) {
+                            real.insert(number, 0);
+                        }
+                    }
+                    1 => {
+                        if let Some(number) = some(&mut state) {
+                            ledger.programs.remove(&number);
+                            real.remove(&number);
+                            ledger.settle();
+                        }
+                    }
+                    2 => {
+                        if let Some(number) = some(&mut state) {
+                            let wants = below(&mut state, 80) * MIB;
+                            ledger.programs.get_mut(&number).expect("it is there").wants = wants;
+                            ledger.settle();
+                        }
+                    }
+                    _ => {
+                        if let Some(number) = some(&mut state) {
+                            // It grows to its share at once, and shrinks when it likes.
+                            let program = ledger.programs.get_mut(&number).expect("it is there");
+                            real.insert(number, program.share);
+                            program.has = program.share;
+                            ledger.settle();
+                        }
+                    }
+                }
+                for (number, program) in &ledger.programs {
+                    let has = real.get_mut(number).expect("it is there");
+                    *has = (*has).max(program.share);
+                }
+                assert!(real.values().sum::<u64>() <= budget, "seed {seed}");
+            }
+            // In the end everybody keeps to what it was told, and nothing is left over that
+            // somebody wants.
+            for _ in 0..3 {
+                ledger
+                    .programs
+                    .values_mut()
+                    .for_each(|program| program.has = program.share);
+                ledger.settle();
+            }
+            let wanted = ledger
+                .programs
+                .values()
+                .any(|program| program.wants > program.share);
+            assert!(
+                !wanted || ledger.held() + ledger.programs.len() as u64 >= budget,
+                "seed {seed}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_program_that_ends_leaves_its_share_to_others() {
+        let folder = tempfile::tempdir().expect("there is room for a folder");
+        let socket = folder.path().join("shares");
+        let shares = Shares::start(&socket, 10 * MIB).expect("the socket is free");
+        let connect = || UnixStream::connect(&socket).expect("somebody listens");
+        let share = |stream: &mut UnixStream| read(stream).expect("a share").1;
+        let mut first = connect();
+        assert_eq!(share(&mut first), LEAST_BYTES);
+        first.write_all(&message(WANTS, 50 * MIB)).expect("sent");
+        assert_eq!(share(&mut first), 10 * MIB);
+        // The second waits until the first gives something back.
+        let mut second = connect();
+        assert_eq!(share(&mut first), 6 * MIB);
+        assert_eq!(shares.held(), 10 * MIB);
+        first.write_all(&message(HAS, 6 * MIB)).expect("sent");
+        assert_eq!(share(&mut second), LEAST_BYTES);
+        // A third would leave too little to each.
+        assert_eq!(share(&mut connect()), 0);
+        drop(second);
+        assert_eq!(share(&mut first), 10 * MIB);
+    }
+}
