@@ -2,162 +2,15 @@
 //! was never interrupted, and what is wrong with a checkpoint or its server is said.
 
 mod common;
+#[path = "common/training.rs"]
+mod training;
 
-use std::{
-    collections::BTreeSet,
-    io::{BufRead, BufReader},
-    net::TcpListener,
-    path::{Path, PathBuf},
-    process::{Child, Output, Stdio},
-    thread,
-    time::{Duration, Instant},
+use std::time::Instant;
+
+use self::{
+    common::can_page,
+    training::{DEADLINE, Scene, WORKERS, ends, parsed, said},
 };
-
-use farpage::Runtime;
-use serde_json::Value;
-use tempfile::TempDir;
-
-use self::common::{bench, can_page};
-
-const WORKERS: usize = 4;
-const PATIENCE: Duration = Duration::from_secs(60);
-const DEADLINE: Duration = Duration::from_secs(15);
-
-/// Children that are killed at the end.
-struct Children(Vec<Child>);
-
-impl Drop for Children {
-    fn drop(&mut self) {
-        for child in &mut self.0 {
-            // Fails if it has ended.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
-}
-
-/// A memory server, and a user's key.
-struct Scene {
-    folder: TempDir,
-    server: Children,
-    url: String,
-}
-
-impl Scene {
-    fn new(capacity_bytes: u64) -> Self {
-        let folder = tempfile::tempdir().expect("a folder");
-        let mut server = bench(&["serve", "--listen", "tcp://127.0.0.1:0"])
-            .args(["--capacity-bytes", &capacity_bytes.to_string()])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program was built for this test");
-        let stdout = server.stdout.take().expect("a pipe");
-        let mut url = String::new();
-        BufReader::new(stdout)
-            .read_line(&mut url)
-            .expect("it says where it listens");
-        Self {
-            folder,
-            server: Children(vec![server]),
-            url: url.trim().to_owned(),
-        }
-    }
-
-    fn key(&self) -> PathBuf {
-        self.folder.path().join("key")
-    }
-
-    /// The names that the user has on the server.
-    fn names(&self) -> BTreeSet<String> {
-        let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
-        let runtime = runtime.build().expect("the server is there");
-        let names = runtime.names().expect("it tells");
-        names.into_iter().map(|named| named.name).collect()
-    }
-
-    /// Waits for a checkpoint of this step or a later one.
-    fn wait_for(&self, step: u64) {
-        let runtime = Runtime::builder().server(&*self.url).key_file(self.key());
-        let runtime = runtime.build().expect("the server is there");
-        let until = Instant::now() + PATIENCE;
-        let step_of = |name: &str| name.split('/').nth(1)?.parse::<u64>().ok();
-        loop {
-            let names = runtime.names().expect("it tells");
-            let steps = names.iter().filter_map(|named| step_of(&named.name));
-            if steps.max() >= Some(step) {
-                return;
-            }
-            assert!(Instant::now() < until, "no checkpoint of step {step}");
-            thread::sleep(Duration::from_millis(2));
-        }
-    }
-
-    /// Runs all workers in one process.
-    fn together(&self, args: &[&str]) -> Output {
-        let mut command = bench(&["train", "--format", "json"]);
-        if !args.contains(&"--workers") {
-            command.args(["--workers", "4"]);
-        }
-        command
-            .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
-            .args(["--fabric", "sim", "--deadline", "8"])
-            .args(args)
-            .env("FARPAGE_KEY_FILE", self.key());
-        command.output().expect("the program was built")
-    }
-
-    /// Starts a process for each worker.
-    fn start(&self, fabric: &str, args: &[&str]) -> Children {
-        let addresses = addresses(fabric, self.folder.path());
-        let start = |rank: usize| {
-            let mut command = bench(&["train", "--format", "json", "--addresses", &addresses]);
-            command
-                .args(["--group", "2", "--data", "blobs", "--hidden", "64"])
-                .args(["--checkpoint", &self.url, "--deadline", "15"])
-                .args(args)
-                .env("RANK", rank.to_string())
-                .env("FARPAGE_KEY_FILE", self.key())
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped());
-            command.spawn().expect("the program was built")
-        };
-        Children((0..WORKERS).map(start).collect())
-    }
-}
-
-fn addresses(fabric: &str, folder: &Path) -> String {
-    // All are held until all are known, so that they differ.
-    let ports = [(); WORKERS].map(|()| TcpListener::bind("127.0.0.1:0").expect("a free port"));
-    let of = |(rank, port): (usize, &TcpListener)| match fabric {
-        "shm" => format!("shm://{}/worker-{rank}", folder.display()),
-        _ => format!("tcp://{}", port.local_addr().expect("a bound socket")),
-    };
-    let all: Vec<_> = ports.iter().enumerate().map(of).collect();
-    all.join(",")
-}
-
-fn ends(mut workers: Children) -> Vec<Output> {
-    let until = Instant::now() + PATIENCE;
-    for worker in &mut workers.0 {
-        while worker.try_wait().expect("a child").is_none() {
-            assert!(Instant::now() < until, "a worker hangs");
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
-    let workers = std::mem::take(&mut workers.0).into_iter();
-    let ended = workers.map(|worker| worker.wait_with_output().expect("it has ended"));
-    ended.collect()
-}
-
-fn said(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-fn parsed(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", said(output));
-    serde_json::from_slice(&output.stdout).expect("a report")
-}
 
 #[test]
 fn a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not() {
@@ -171,7 +24,7 @@ fn a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not() {
         let every = ["--checkpoint-every", "10"];
         // A slow link gives time to kill, and changes no bit.
         let slow = ["--link-us", "3000"];
-        let mut workers = scene.start(fabric, &[&job[..], &every, &slow].concat());
+        let mut workers = scene.start(fabric, 0, &[&job[..], &every, &slow].concat());
         scene.wait_for(40);
         workers.0[2].kill().expect("it runs");
         let killed = Instant::now();
@@ -180,14 +33,14 @@ fn a_job_whose_worker_is_killed_goes_on_to_the_bits_of_one_that_was_not() {
         for (rank, output) in interrupted.iter().enumerate() {
             let stderr = said(output);
             assert!(!output.status.success(), "worker {rank}");
-            let named = ["worker 2 is gone", "for worker 2,", "of the workers [2]"];
+            let named = ["worker 2 is gone", "for worker 2,", "step 30 of worker 2"];
             let is_named = named.iter().any(|named| stderr.contains(named));
             assert!(rank == 2 || is_named, "{fabric} {mode} {rank}: {stderr}");
         }
         // Two generations at most.
         let names = scene.names();
         assert!(names.len() <= 2 * WORKERS, "{names:?}");
-        let resumed = scene.start(fabric, &[&job[..], &every, &["--resume"]].concat());
+        let resumed = scene.start(fabric, 0, &[&job[..], &every, &["--resume"]].concat());
         for (rank, output) in ends(resumed).iter().enumerate() {
             let report = parsed(output);
             let from = report["resumed_from"].as_u64().expect("a step");
@@ -205,7 +58,11 @@ fn a_memory_server_that_is_killed_ends_the_job_with_its_address() {
     }
     let mut scene = Scene::new(64 << 20);
     let args = ["--mode", "ds", "--steps", "100000000"];
-    let workers = scene.start("tcp", &[&args[..], &["--checkpoint-every", "5"]].concat());
+    let workers = scene.start(
+        "tcp",
+        0,
+        &[&args[..], &["--checkpoint-every", "5"]].concat(),
+    );
     scene.wait_for(20);
     scene.server.0[0].kill().expect("it runs");
     let killed = Instant::now();

@@ -1,24 +1,34 @@
 //! [`Checkpoints`]: the checkpoints of a job, as named regions of a memory server.
 //!
-//! The rule it keeps: a job goes on from the newest step that all of its workers have kept. Each
-//! worker's checkpoint is a region of its own, which is published whole or not at all. Nobody
-//! keeps a second one before all have kept the first, or removes one before all have the next.
+//! The rule it keeps: a job goes on from the newest step that all of its parties have kept: its
+//! workers, and its aggregators where these have the optimizer. Each one's checkpoint is a region
+//! of its own, which is published whole or not at all. Nobody keeps a second one before all have
+//! kept the first, or removes one before all have the next.
+//!
+//! Aggregators have the ranks behind those of the workers. What one of them keeps may be larger
+//! than memory, so it is written and read in pieces.
 
 use std::{
     collections::BTreeMap,
+    io::{self, BufReader, BufWriter, Read, Write},
+    ops::Range,
     thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, bail};
-use farpage::{ByteSize, RegionOptions, Runtime};
-use farpage_train::{Checkpoint, Course, Job, KeepError, Keeping};
+use farpage::{ByteSize, Region, RegionOptions, Runtime};
+use farpage_train::{
+    AggregatorCourse, Checkpoint, Content, Course, Courses, Job, KeepError, Keeping, Party,
+};
 use farpage_wire::Endpoint;
 
 /// Between looks at what others have kept.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 /// Of the local budget, beside the checkpoints.
 const ROOM_BYTES: u64 = 16 << 20;
+/// Of what is written or read at a time.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// Where a job's checkpoints are.
 pub(super) struct Checkpoints {
@@ -27,6 +37,7 @@ pub(super) struct Checkpoints {
     name: String,
     every: u64,
     workers: usize,
+    parties: usize,
     /// Half of a worker's: the others still wait when one is told that a server is dead.
     deadline: Duration,
 }
@@ -55,8 +66,30 @@ impl Checkpoints {
             name: name.to_owned(),
             every,
             workers: job.plan.workers(),
+            parties: Self::parties(job),
             deadline,
         })
+    }
+
+    /// How many keep checkpoints.
+    pub(super) fn parties(job: &Job) -> usize {
+        let aggregators = match job.is_kept_by_aggregators() {
+            true => job.aggregators,
+            false => 0,
+        };
+        job.plan.workers() + aggregators
+    }
+
+    fn party(&self, rank: usize) -> Party {
+        match rank.checked_sub(self.workers) {
+            None => Party::Worker(rank),
+            Some(number) => Party::Aggregator(number),
+        }
+    }
+
+    fn named(&self, ranks: impl IntoIterator<Item = usize>) -> String {
+        let named = ranks.into_iter().map(|rank| self.party(rank).to_string());
+        named.collect::<Vec<_>>().join(", ")
     }
 
     /// A killed worker holds the name that it was about to publish until its lease ends. Who does
@@ -87,11 +120,11 @@ impl Checkpoints {
 
     fn missing(&self, kept: Option<&BTreeMap<usize, String>>) -> Vec<usize> {
         let is_missing = |rank: &usize| !kept.is_some_and(|kept| kept.contains_key(rank));
-        (0..self.workers).filter(is_missing).collect()
+        (0..self.parties).filter(is_missing).collect()
     }
 
     /// Makes sure that a job which begins leaves the checkpoints of another one alone.
-    pub(super) fn ensure_none(&self, ranks: impl Iterator<Item = usize>) -> Result<()> {
+    pub(super) fn ensure_none(&self, ranks: Range<usize>) -> Result<()> {
         let kept = self.kept()?;
         for rank in ranks {
             if let Some(name) = kept.values().find_map(|ranks| ranks.get(&rank)) {
@@ -105,51 +138,55 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// The newest step that all workers have kept.
+    /// The newest step that all have kept.
     pub(super) fn newest(&self) -> Result<u64> {
         let kept = self.kept()?;
         let is_whole = |ranks: &BTreeMap<usize, String>| self.missing(Some(ranks)).is_empty();
         if let Some((step, _)) = kept.iter().rev().find(|(_, ranks)| is_whole(ranks)) {
             return Ok(*step);
         }
-        let (server, name, workers) = (&self.server, &self.name, self.workers);
+        let (server, name) = (&self.server, &self.name);
         match kept.last_key_value() {
             None => bail!(
                 "{server} has no checkpoint `{name}` of this user's key: begin without --resume. A server's memory, and what was \
                  kept there, is gone when it ends"
             ),
-            Some((step, ranks)) => bail!(
-                "{server} has no checkpoint `{name}` of all {workers} workers: that of step {step} has the workers {:?} alone",
-                ranks.keys()
-            ),
+            Some((step, ranks)) => {
+                let aggregators = match self.parties - self.workers {
+                    0 => String::new(),
+                    count => format!(" and {count} aggregators"),
+                };
+                bail!(
+                    "{server} has no checkpoint `{name}` of all {} workers{aggregators}: that of step {step} is of {} alone",
+                    self.workers,
+                    self.named(ranks.keys().copied())
+                )
+            }
         }
     }
 
-    /// The checkpoint of a worker. What it kept later, as others did not, is removed.
-    pub(super) fn load(&self, job: &Job, rank: usize, step: u64) -> Result<Checkpoint> {
+    /// Reads the checkpoint of this rank by `read`. What it kept later, as others did not, is
+    /// removed.
+    fn load<T>(&self, rank: usize, step: u64, read: impl FnOnce(Stored) -> Result<T>) -> Result<T> {
         let kept = self.kept()?;
         let name = kept.get(&step).and_then(|ranks| ranks.get(&rank));
         let name = name.with_context(|| format!("the checkpoint of step {step} is gone"))?;
-        let read = || -> Result<Checkpoint> {
-            let region = self.until_free(|| match self.runtime.open_region(name) {
+        let open = || {
+            self.until_free(|| match self.runtime.open_region(name) {
                 Err(farpage::OpenError::Store(farpage_store::OpenStoreError::InUse { .. })) => None,
                 outcome => Some(outcome.map_err(Into::into)),
-            })?;
-            // A page that cannot be read is an error here, and a signal if it is touched.
-            region.prefetch_now(..)?;
-            let checkpoint = Checkpoint::from_bytes(&region, job, rank);
-            region.discard();
-            Ok(checkpoint?)
+            })
         };
-        let checkpoint =
-            read().with_context(|| format!("reading checkpoint `{name}` on {}", self.server))?;
+        let read = open().and_then(|region| read(Stored::new(region)));
+        let read =
+            read.with_context(|| format!("reading checkpoint `{name}` on {}", self.server))?;
         for later in kept
             .range(step + 1..)
             .filter_map(|(_, ranks)| ranks.get(&rank))
         {
             self.remove(later)?;
         }
-        Ok(checkpoint)
+        Ok(read)
     }
 
     fn remove(&self, name: &str) -> Result<()> {
@@ -176,8 +213,8 @@ impl Checkpoints {
         }
     }
 
-    /// Keeps the checkpoint of a worker.
-    fn keep(&self, rank: usize, step: u64, bytes: &[u8]) -> Result<()> {
+    /// Keeps the checkpoint of this rank.
+    fn keep(&self, rank: usize, step: u64, content: &mut dyn Content) -> Result<()> {
         // 1. All have the one before. Else a worker that is far ahead would remove what the others
         //    have, and no step would be left that all of them have.
         let until = Instant::now() + self.deadline;
@@ -199,23 +236,27 @@ impl Checkpoints {
             }
             if Instant::now() >= until {
                 bail!(
-                    "waited {:?} for the checkpoint of step {before} of the workers {missing:?}",
-                    self.deadline
+                    "waited {:?} for the checkpoint of step {before} of {}",
+                    self.deadline,
+                    self.named(missing)
                 );
             }
             thread::sleep(BETWEEN_LOOKS);
         }
         // 2. This one.
-        let write = |name: &str| -> Result<bool> {
+        let mut write = |name: &str| -> Result<bool> {
             let options = RegionOptions::new().name(name);
-            let mut region = match self.runtime.region_with(bytes.len(), options) {
+            let bytes = content.bytes() as usize;
+            let region = match self.runtime.region_with(bytes, options) {
                 Err(farpage::CreateError::Store(farpage_store::CreateError::InUse { .. })) => {
                     return Ok(false);
                 }
                 created => created?,
             };
-            region.overwrite(0, bytes)?;
-            region.close().map_err(|error| {
+            let mut to = BufWriter::with_capacity(PIECE_BYTES, Stored::new(region));
+            content.write_to(&mut to)?;
+            let stored = to.into_inner().map_err(io::IntoInnerError::into_error)?;
+            stored.into_region().close().map_err(|error| {
                 let why = anyhow!("{error}");
                 error.into_inner().discard();
                 why
@@ -231,19 +272,137 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// A worker's course: from a step, or from the beginning.
-    pub(super) fn course(&self, job: &Job, rank: usize, from: Option<u64>) -> Result<Course<'_>> {
-        let from = from.map(|step| self.load(job, rank, step)).transpose()?;
-        let keep = move |step, bytes: &[u8]| {
-            let kept = self.keep(rank, step, bytes);
+    fn keeping(&self, rank: usize) -> Keeping<'_> {
+        let keep = move |step, content: &mut dyn Content| {
+            let kept = self.keep(rank, step, content);
             kept.map_err(|error| -> KeepError { format!("{error:#}").into() })
         };
+        Keeping {
+            every: self.every,
+            keep: Box::new(keep),
+        }
+    }
+
+    /// A worker's course: from a step, or from the beginning.
+    pub(super) fn course(&self, job: &Job, rank: usize, from: Option<u64>) -> Result<Course<'_>> {
+        let read = |mut stored: Stored| {
+            let mut bytes = Vec::new();
+            stored.read_to_end(&mut bytes)?;
+            Ok(Checkpoint::from_bytes(&bytes, job, rank)?)
+        };
+        let from = from.map(|step| self.load(rank, step, read)).transpose()?;
         Ok(Course {
             from,
-            keeping: Some(Keeping {
-                every: self.every,
-                keep: Box::new(keep),
-            }),
+            keeping: Some(self.keeping(rank)),
         })
+    }
+
+    /// An aggregator's course. It has nothing to keep where workers have the optimizer.
+    pub(super) fn aggregator_course(
+        &self,
+        job: &Job,
+        number: usize,
+        from: Option<u64>,
+    ) -> Result<AggregatorCourse<'_>> {
+        let step = from.unwrap_or(0);
+        if !job.is_kept_by_aggregators() {
+            return Ok(AggregatorCourse {
+                from: step,
+                ..AggregatorCourse::default()
+            });
+        }
+        let rank = self.workers + number;
+        let read = |stored| -> Result<Box<dyn Read + Send>> {
+            Ok(Box::new(BufReader::with_capacity(PIECE_BYTES, stored)))
+        };
+        let checkpoint = from.map(|step| self.load(rank, step, read)).transpose()?;
+        Ok(AggregatorCourse {
+            from: step,
+            checkpoint,
+            keeping: Some(self.keeping(rank)),
+        })
+    }
+
+    /// The courses of all, which are in this process.
+    pub(super) fn courses(&self, job: &Job, from: Option<u64>) -> Result<Courses<'_>> {
+        let workers = (0..self.workers).map(|rank| self.course(job, rank, from));
+        let aggregators = 0..job.aggregators;
+        let aggregators = aggregators.map(|number| self.aggregator_course(job, number, from));
+        Ok(Courses {
+            workers: workers.collect::<Result<_>>()?,
+            aggregators: aggregators.collect::<Result<_>>()?,
+            state: None,
+        })
+    }
+}
+
+/// A region that is written or read from its beginning. It is given up when this is dropped, as it
+/// was.
+struct Stored {
+    /// `None` only when it has been taken.
+    region: Option<Region>,
+    at: usize,
+}
+
+impl Stored {
+    fn new(region: Region) -> Self {
+        let region = Some(region);
+        Self { region, at: 0 }
+    }
+
+    fn into_region(mut self) -> Region {
+        self.region.take().expect("it is there until now")
+    }
+
+    /// Has the next bytes, as many as there are up to `most`, in local memory for a moment. A page
+    /// that cannot be had is an error here, and a signal if it is touched.
+    fn next(
+        &mut self,
+        most: usize,
+        take: impl FnOnce(&mut Region, Range<usize>) -> io::Result<()>,
+    ) -> io::Result<usize> {
+        let region = self.region.as_mut().expect("it is there until the end");
+        let range = self.at..region.len().min(self.at + most);
+        if range.is_empty() {
+            return Ok(0);
+        }
+        region.pin(range.clone()).map_err(io::Error::other)?;
+        let taken = take(region, range.clone());
+        region.unpin(range.clone());
+        taken?;
+        self.at = range.end;
+        Ok(range.len())
+    }
+}
+
+impl Read for Stored {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.next(bytes.len(), |region, range| {
+            bytes[..range.len()].copy_from_slice(&region[range]);
+            Ok(())
+        })
+    }
+}
+
+impl Write for Stored {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.next(bytes.len(), |region, range| {
+            let bytes = &bytes[..range.len()];
+            region
+                .overwrite(range.start, bytes)
+                .map_err(io::Error::other)
+        })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Stored {
+    fn drop(&mut self) {
+        if let Some(region) = self.region.take() {
+            region.discard();
+        }
     }
 }

@@ -8,7 +8,7 @@ use farpage_bench_kit::{
     plot,
 };
 
-use super::{Figures, Point, Report};
+use super::report::{Figures, Point, Report};
 
 const SIZE: (u32, u32) = (1600, 760);
 const LEGEND: u32 = 40;

@@ -1,27 +1,34 @@
-//! [`Aggregator`] and [`Through`]: a mean gradient and an optimizer's step by a parameter server.
+//! [`Aggregator`] and [`Through`]: means by parameter servers, and an optimizer's step there.
 //!
-//! The rule it keeps: gradients are summed in the order of ranks, never in that of arrival, so a
-//! seed decides every bit, and the number of aggregators none. Nobody is waited for beyond the
-//! deadline, and who is missing is named.
+//! The rule it keeps: vectors are summed in the order of ranks, never in that of arrival, so a seed
+//! decides every bit, and the number of aggregators none. Nobody is waited for beyond the deadline,
+//! and who is missing is named.
 //!
-//! Each aggregator keeps an equal part of the parameters. A worker WRITEs its part of the gradient
-//! into an area that it alone holds there (*push*), and announces it by a ring in the same area.
-//! When all have come, the aggregator changes its parameters and shows them on a board. Workers
-//! READ them there by themselves (*pull*). The board has two versions: the next one is written
-//! beside the one that is read, and begun only when all workers have pushed again. A worker reads
-//! the version's number once more after the parameters, so what is torn is never taken.
+//! Each aggregator of a group has an equal part of the vector. A worker WRITEs its part into an
+//! area that it alone holds there (*push*), and announces it by a ring in the same area. When all
+//! have come, the aggregator shows what it makes of them on a board: the mean of parameters, or,
+//! for gradients, the parameters that its optimizer has changed. Workers READ it there by
+//! themselves (*pull*). The board has two versions: the next one is written beside the one that is
+//! read, and begun only when all members have pushed again. A worker reads the version's number
+//! once more after the parameters, so what is torn is never taken.
+//!
+//! Where groups change from round to round, an aggregator serves the group of its number in each
+//! round. It has areas and a board for each of these groups.
 //!
 //! Where a READ can wait for a number ([`Channel::waits_for_numbers`]), a worker posts push and
 //! pull together, and a step is one exchange of messages. Elsewhere it looks for the number.
 //!
 //! [`Channel::waits_for_numbers`]: farpage_fabric::Channel::waits_for_numbers
 
+mod kept;
+mod line;
+mod link;
 mod server;
 mod state;
 mod summing;
 mod through;
 
-use std::{fmt, ops::Range, time::Duration};
+use std::{fmt, io, ops::Range, time::Duration};
 
 use farpage_fabric::{
     ExtentId,
@@ -31,23 +38,29 @@ use farpage_fabric::{
     server::BindError,
 };
 
-use crate::exchange::chunk;
+use crate::{checkpoint::KeepError, exchange::chunk, job::Job, plan::Plan};
 
-pub use self::{server::Aggregator, state::StateError, through::Through};
+pub use self::{
+    server::{Aggregator, AggregatorCourse},
+    state::StateError,
+    through::Through,
+};
 
 /// Where a worker's area has the gradient, behind a ring for announcements.
 const GRADIENT_AT: usize = 128 + RING_BYTES;
 const RING_BYTES: usize = 1024;
-/// Where a board has the number of its version, and the rank of who is at fault, plus one. READs
-/// wait for the number at the beginning.
+/// Where a board has the number of its version, who is at fault, and who is waited for for long.
+/// READs wait for the number at the beginning.
 const VERSION_AT: usize = 0;
 const CULPRIT_AT: usize = Board::NUMBER_BYTES;
-const HEAD_BYTES: usize = CULPRIT_AT + Board::NUMBER_BYTES;
+const AWAITED_AT: usize = CULPRIT_AT + Board::NUMBER_BYTES;
+const HEAD_BYTES: usize = AWAITED_AT + Board::NUMBER_BYTES;
 const PARAMETERS_AT: usize = 4096;
 /// The version of a board whose aggregator has given up: nobody waits for it.
 const GIVEN_UP: u64 = u64::MAX;
-/// In the place of a worker's rank: the aggregator gave up because of itself.
-const ITS_OWN_FAULT: u64 = u64::MAX;
+/// Who waits for this share of the deadline tells the others for whom, so that all of them name the
+/// one at fault, and not one that waits like them.
+const TOLD_AFTER: u32 = 4;
 /// How long the others can hear of who is at fault.
 const FAREWELL: Duration = Duration::from_secs(1);
 /// How long a thread that waits lets others run before it sleeps: what waking it takes.
@@ -64,6 +77,64 @@ pub enum Party {
     Aggregator(usize),
 }
 
+/// Numbers of aggregators are told apart from ranks by it.
+const AGGREGATORS_FROM: u64 = 1 << 32;
+
+impl Party {
+    /// As a number above 0.
+    fn code(self) -> u64 {
+        match self {
+            Self::Worker(rank) => 1 + rank as u64,
+            Self::Aggregator(number) => 1 + AGGREGATORS_FROM + number as u64,
+        }
+    }
+
+    /// Whose code it is; 0 is nobody's.
+    fn of_code(code: u64) -> Option<Self> {
+        let number = code.checked_sub(1)?;
+        Some(match number.checked_sub(AGGREGATORS_FROM) {
+            None => Self::Worker(number as usize),
+            Some(number) => Self::Aggregator(number as usize),
+        })
+    }
+}
+
+/// What a worker says by its ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Word {
+    /// Its vector of this round has been placed.
+    Placed(u64),
+    /// It waits for somebody.
+    Waits(Party),
+    /// It gives up because of somebody, who may be itself.
+    GivesUp(Party),
+}
+
+impl Word {
+    fn to_bytes(self) -> [u8; 16] {
+        let (kind, number) = match self {
+            Self::Placed(round) => (0u64, round),
+            Self::Waits(party) => (1, party.code()),
+            Self::GivesUp(party) => (2, party.code()),
+        };
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&kind.to_le_bytes());
+        bytes[8..].copy_from_slice(&number.to_le_bytes());
+        bytes
+    }
+
+    fn of_bytes(bytes: &[u8]) -> Option<Self> {
+        let (kind, number) = bytes.split_at_checked(8)?;
+        let number = u64::from_le_bytes(number.try_into().ok()?);
+        match u64::from_le_bytes(kind.try_into().ok()?) {
+            0 => Some(Self::Placed(number)),
+            1 => Party::of_code(number).map(Self::Waits),
+            2 => Party::of_code(number).map(Self::GivesUp),
+            _ => None,
+        }
+    }
+}
+
 impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -77,6 +148,16 @@ impl fmt::Display for Party {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AggregateError {
+    /// Each group has the same number of aggregators.
+    #[error(
+        "{aggregators} aggregators cannot be shared out among the {groups} groups of a round: choose a multiple of {groups}"
+    )]
+    Uneven {
+        /// How many there are.
+        aggregators: usize,
+        /// Among how many groups.
+        groups: usize,
+    },
     /// There is no memory to lend.
     #[error("{who} cannot take part: {source}")]
     Offer {
@@ -118,6 +199,24 @@ pub enum AggregateError {
         who: Party,
         /// Why not.
         r#source: Box<StateError>,
+    },
+    /// A checkpoint could not be kept.
+    #[error("{who} cannot keep its checkpoint of step {step}: {source}")]
+    Keep {
+        /// Who should have.
+        who: Party,
+        /// The steps done.
+        step: u64,
+        /// Why not.
+        r#source: KeepError,
+    },
+    /// A checkpoint could not be read.
+    #[error("{who} cannot go on from its checkpoint: {source}")]
+    Resume {
+        /// Who should have.
+        who: Party,
+        /// Why not.
+        r#source: io::Error,
     },
     /// Somebody did not do its part in time.
     #[error(
@@ -161,7 +260,19 @@ pub enum AggregateError {
     },
 }
 
-/// What all aggregators of a job and all its workers know.
+impl AggregateError {
+    /// Whose fault it is, as `who` sees it, which had the error.
+    fn culprit(&self, who: Party) -> Party {
+        match self {
+            Self::Missing { missing: at, .. }
+            | Self::Gone { gone: at, .. }
+            | Self::Strange { from: at, .. } => *at,
+            _ => who,
+        }
+    }
+}
+
+/// What all aggregators know of parameters that all workers share, and the workers, too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     /// How many aggregators there are.
@@ -174,10 +285,63 @@ pub struct Layout {
     pub statistics: usize,
 }
 
-impl Layout {
-    /// The parameters that an aggregator keeps: as many as the others, or one more.
-    fn part(&self, number: usize) -> Range<usize> {
-        chunk(self.parameters, self.aggregators, number)
+/// Which aggregators a group of workers goes through, and with what.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Seats {
+    plan: Plan,
+    aggregators: usize,
+    parameters: usize,
+    statistics: usize,
+}
+
+impl From<Layout> for Seats {
+    fn from(layout: Layout) -> Self {
+        Self {
+            plan: Plan::of_all(layout.workers),
+            aggregators: layout.aggregators,
+            parameters: layout.parameters,
+            statistics: layout.statistics,
+        }
+    }
+}
+
+impl Seats {
+    fn of(job: &Job) -> Result<Self, AggregateError> {
+        let (aggregators, groups) = (job.aggregators, job.plan.groups());
+        if groups > 0 && (aggregators == 0 || !aggregators.is_multiple_of(groups)) {
+            return Err(AggregateError::Uneven {
+                aggregators,
+                groups,
+            });
+        }
+        Ok(Self {
+            plan: job.plan,
+            aggregators,
+            parameters: job.model.parameters(),
+            statistics: job.model.statistics(),
+        })
+    }
+
+    /// How many aggregators a group has.
+    fn of_group(&self) -> usize {
+        self.aggregators / self.plan.groups().max(1)
+    }
+
+    /// The parameters that an aggregator has: as many as the others of its group, or one more.
+    fn part(&self, aggregator: usize) -> Range<usize> {
+        let count = self.of_group();
+        chunk(self.parameters, count, aggregator % count)
+    }
+
+    /// The ranks that an aggregator serves when ring `number` is used.
+    fn members(&self, number: usize, aggregator: usize) -> Vec<usize> {
+        self.plan.members(number, aggregator / self.of_group())
+    }
+
+    /// The aggregators that a worker goes through when ring `number` is used.
+    fn aggregators(&self, number: usize, rank: usize) -> Range<usize> {
+        let (group, count) = (self.plan.group_of(rank, number), self.of_group());
+        group * count..(group + 1) * count
     }
 
     /// How many of a part are no running statistics.
@@ -186,10 +350,13 @@ impl Layout {
     }
 }
 
-const BOARD: &str = "parameters";
+/// The name of a board: what it shows is for those who use ring `number`.
+fn board(number: usize) -> String {
+    format!("ring-{number}/mean")
+}
 
-fn area(rank: usize) -> String {
-    format!("worker-{rank}")
+fn area(number: usize, rank: usize) -> String {
+    format!("ring-{number}/worker-{rank}")
 }
 
 fn place(extent: ExtentId) -> RingPlace {
@@ -200,7 +367,8 @@ fn place(extent: ExtentId) -> RingPlace {
     }
 }
 
-/// Where a board has a version's parameters, of which it has so many.
-fn parameters_at(version: u64, count: usize) -> usize {
-    PARAMETERS_AT + 4 * count * (version % 2) as usize
+/// Where a board has the parameters of its turn, of which it has so many: that of a round, not
+/// counting those of other groups.
+fn parameters_at(turn: u64, count: usize) -> usize {
+    PARAMETERS_AT + 4 * count * (turn % 2) as usize
 }

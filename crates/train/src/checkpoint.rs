@@ -1,14 +1,18 @@
 //! [`Checkpoint`]: what a worker needs to go on after a step, as bytes.
 //!
-//! The rule it keeps: a worker that goes on from a checkpoint ends with the bits of one that was
+//! The rule it keeps: a job that goes on from a checkpoint ends with the bits of one that was
 //! never interrupted. Bytes that are damaged, or that another job has left, are an error. Where
 //! the bytes are kept is the caller's choice ([`Keeping`]).
 
-use std::fmt;
+use std::{
+    fmt,
+    io::{self, Read, Write},
+};
 
 use twox_hash::XxHash3_128;
 
 use crate::{
+    aggregator::Party,
     data::Batches,
     job::Job,
     optimizer::{Decay, Optimizer},
@@ -53,10 +57,32 @@ pub enum CheckpointError {
 /// Why a checkpoint could not be kept, as who keeps it says.
 pub type KeepError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Keeps the bytes of the checkpoint after so many steps.
-pub type Keep<'a> = dyn FnMut(u64, &[u8]) -> Result<(), KeepError> + Send + 'a;
+/// The bytes of a checkpoint, which may be more than fit into memory at once.
+pub trait Content {
+    /// How many there are.
+    fn bytes(&self) -> u64;
 
-/// How a worker's checkpoints are kept.
+    /// Writes all of them, from the first on.
+    ///
+    /// # Errors
+    /// What writing says, or that they are out of reach.
+    fn write_to(&mut self, to: &mut dyn Write) -> io::Result<()>;
+}
+
+impl Content for Vec<u8> {
+    fn bytes(&self) -> u64 {
+        self.len() as u64
+    }
+
+    fn write_to(&mut self, to: &mut dyn Write) -> io::Result<()> {
+        to.write_all(self)
+    }
+}
+
+/// Keeps the bytes of the checkpoint after so many steps.
+pub type Keep<'a> = dyn FnMut(u64, &mut dyn Content) -> Result<(), KeepError> + Send + 'a;
+
+/// How the checkpoints of a worker, or of an aggregator, are kept.
 pub struct Keeping<'a> {
     /// After each so many steps, but not after the last one. At least 1.
     pub every: u64,
@@ -90,13 +116,13 @@ impl Checkpoint {
     /// The checkpoint of the worker of this rank, as bytes. All checkpoints of a worker have the
     /// same length.
     pub fn to_bytes(&self, job: &Job, rank: usize) -> Vec<u8> {
-        let mut bytes = Vec::from(MAGIC);
-        put(&mut bytes, VERSION);
-        let words = describe(job, rank);
-        put(&mut bytes, words.len() as u64);
-        bytes.extend(words.as_bytes());
-        put(&mut bytes, self.step);
-        put_floats(&mut bytes, &self.parameters);
+        self.to_bytes_with(&self.parameters, job, rank)
+    }
+
+    /// The same with other parameters.
+    pub(crate) fn to_bytes_with(&self, parameters: &[f32], job: &Job, rank: usize) -> Vec<u8> {
+        let Head(mut bytes) = Head::of(job, Party::Worker(rank), self.step);
+        put_floats(&mut bytes, parameters);
         let (first, second, decay) = self.optimizer.state();
         put_floats(&mut bytes, first);
         put_floats(&mut bytes, second);
@@ -135,14 +161,7 @@ impl Checkpoint {
         // What follows was written as it is: only who wrote it can be wrong.
         let count = reader.count(1)?;
         let kept = String::from_utf8_lossy(reader.take(count)?);
-        let own = describe(job, rank);
-        if kept != own {
-            let pairs = kept.lines().zip(own.lines());
-            let other = pairs.into_iter().find(|(kept, own)| kept != own);
-            let (kept, own) = other.unwrap_or((&*kept, &*own));
-            let (kept, own) = (kept.to_owned(), own.to_owned());
-            return Err(CheckpointError::Other { kept, own });
-        }
+        compare(&kept, &describe(job, Party::Worker(rank)))?;
         let step = reader.number()?;
         let (parameters, first, second) = (reader.floats()?, reader.floats()?, reader.floats()?);
         let decay = Decay(
@@ -162,9 +181,136 @@ impl Checkpoint {
     }
 }
 
-/// Everything that decides what a worker computes, a line each. A run may be longer than the one
-/// that left the checkpoint, and links and workers may be slower.
-fn describe(job: &Job, rank: usize) -> String {
+/// What a checkpoint begins with: whose it is, of which job and of which step.
+pub(crate) struct Head(Vec<u8>);
+
+/// More than a head describes is none.
+const WORDS_MAX: u64 = 1 << 20;
+
+impl Head {
+    pub(crate) fn of(job: &Job, who: Party, step: u64) -> Self {
+        let mut bytes = Vec::from(MAGIC);
+        put(&mut bytes, VERSION);
+        let words = describe(job, who);
+        put(&mut bytes, words.len() as u64);
+        bytes.extend(words.as_bytes());
+        put(&mut bytes, step);
+        Self(bytes)
+    }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    pub(crate) fn write_to(&self, to: &mut dyn Write) -> io::Result<()> {
+        to.write_all(&self.0)
+    }
+
+    /// Reads a head, which has to be this one.
+    pub(crate) fn expect_in(&self, from: &mut dyn Read) -> io::Result<()> {
+        let mut start = [0; MAGIC.len() + 16];
+        from.read_exact(&mut start)?;
+        let wrong = |error: CheckpointError| Err(io::Error::other(error));
+        if start[..MAGIC.len()] != MAGIC {
+            return wrong(CheckpointError::Foreign);
+        }
+        let mut numbers = Reader(&start[MAGIC.len()..]);
+        let number = |number: Result<u64, CheckpointError>| number.map_err(io::Error::other);
+        match number(numbers.number())? {
+            VERSION => {}
+            version => return wrong(CheckpointError::Version(version)),
+        }
+        let count = number(numbers.number())?;
+        if count > WORDS_MAX {
+            return wrong(CheckpointError::Damaged);
+        }
+        let mut words = vec![0; count as usize + 8];
+        from.read_exact(&mut words)?;
+        let (words, step) = words.split_at(count as usize);
+        let own = &self.0[start.len()..];
+        let (own_words, own_step) = own.split_at(own.len() - 8);
+        let text = String::from_utf8_lossy;
+        compare(&text(words), &text(own_words)).map_err(io::Error::other)?;
+        match step == own_step {
+            true => Ok(()),
+            false => wrong(CheckpointError::Damaged),
+        }
+    }
+}
+
+/// Writes or reads what ends with its own hash.
+pub(crate) struct Trail<T> {
+    inner: T,
+    hash: XxHash3_128,
+}
+
+impl<T> Trail<T> {
+    /// Of the hash.
+    pub(crate) const BYTES: u64 = HASH_BYTES as u64;
+
+    pub(crate) fn new(inner: T) -> Self {
+        let hash = XxHash3_128::new();
+        Self { inner, hash }
+    }
+}
+
+impl Trail<&mut dyn Write> {
+    /// Writes the hash.
+    pub(crate) fn end(self) -> io::Result<()> {
+        let hash = self.hash.finish_128().to_le_bytes();
+        self.inner.write_all(&hash)
+    }
+}
+
+impl Write for Trail<&mut dyn Write> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let written = self.inner.write(bytes)?;
+        self.hash.write(&bytes[..written]);
+        Ok(written)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.inner.flush()
+    }
+}
+
+impl Trail<&mut dyn Read> {
+    /// Reads the hash, which has to be that of what was read.
+    pub(crate) fn expect_end(self) -> io::Result<()> {
+        let mut hash = [0; HASH_BYTES];
+        self.inner.read_exact(&mut hash)?;
+        match hash == self.hash.finish_128().to_le_bytes() {
+            true => Ok(()),
+            false => Err(io::Error::other(CheckpointError::Damaged)),
+        }
+    }
+}
+
+impl Read for Trail<&mut dyn Read> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let read = self.inner.read(bytes)?;
+        self.hash.write(&bytes[..read]);
+        Ok(read)
+    }
+}
+
+/// Fails with the first difference between two descriptions.
+fn compare(kept: &str, own: &str) -> Result<(), CheckpointError> {
+    if kept == own {
+        return Ok(());
+    }
+    let other = kept
+        .lines()
+        .zip(own.lines())
+        .find(|(kept, own)| kept != own);
+    let (kept, own) = other.unwrap_or((kept, own));
+    let (kept, own) = (kept.to_owned(), own.to_owned());
+    Err(CheckpointError::Other { kept, own })
+}
+
+/// Everything that decides what a worker or an aggregator computes, a line each. A run may be
+/// longer than the one that left the checkpoint, and links and workers may be slower.
+fn describe(job: &Job, who: Party) -> String {
     let mut examples = XxHash3_128::new();
     for part in [&job.data.train, &job.data.test] {
         for value in &part.features {
@@ -180,12 +326,16 @@ fn describe(job: &Job, rank: usize) -> String {
         shards,
         batch,
         seed,
+        aggregators,
         ..
     } = job;
+    let of = match who {
+        Party::Worker(_) => plan.workers(),
+        Party::Aggregator(_) => *aggregators,
+    };
     format!(
-        "worker {rank} of {}\n{plan:?}\n{model:?}\n{rule:?}\nseed {seed}\nbatches of {batch}\n\
-         shards {shards:?}\nexamples {:032x}\n",
-        plan.workers(),
+        "{who} of {of}\n{plan:?}\naggregators {aggregators}\n{model:?}\n{rule:?}\nseed {seed}\n\
+         batches of {batch}\nshards {shards:?}\nexamples {:032x}\n",
         examples.finish_128()
     )
 }
@@ -259,6 +409,7 @@ mod tests {
             every: 20,
             seed: 1,
             slow: None,
+            aggregators: 0,
         }
     }
 
@@ -362,6 +513,14 @@ mod tests {
                     ..job.clone()
                 },
                 "Skewed",
+            ),
+            (
+                1,
+                Job {
+                    aggregators: 2,
+                    ..job.clone()
+                },
+                "aggregators 0",
             ),
         ] {
             let error = Checkpoint::from_bytes(&bytes, &other, rank).expect_err(said);

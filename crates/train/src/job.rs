@@ -13,9 +13,10 @@ use twox_hash::XxHash3_128;
 
 use crate::{
     aggregator::{AggregateError, Through},
-    checkpoint::{Checkpoint, Course, KeepError},
+    checkpoint::{Checkpoint, Course, KeepError, Keeping},
     data::{Batches, Dataset, Shards},
     exchange::{Exchange, ExchangeError},
+    meeting::Meeting,
     model::{Model, Scratch},
     optimizer::{Optimizer, Rule},
     plan::{Mode, Plan},
@@ -44,6 +45,9 @@ pub struct Job {
     pub seed: u64,
     /// A worker that computes as if it were so many times slower.
     pub slow: Option<(usize, f64)>,
+    /// So many aggregators that exchanges go through, shared out equally among the groups of a
+    /// round; 0: in rings.
+    pub aggregators: usize,
 }
 
 /// A worker's parameters at one point of the run.
@@ -57,12 +61,6 @@ pub struct Snapshot {
     pub loss: f64,
     /// The parameters.
     pub parameters: Vec<f32>,
-}
-
-/// How a worker meets the others.
-enum Meeting<'a> {
-    Rings(&'a mut Exchange),
-    Aggregators(&'a mut Through),
 }
 
 /// Why a worker could not go on.
@@ -116,15 +114,39 @@ impl Job {
             .data
             .shards(self.shards, self.plan.workers(), self.seed);
         let parameters = self.model.initial(self.seed);
+        let learnt = match self.has_optimizer() {
+            true => parameters.len() - self.model.statistics(),
+            false => 0,
+        };
         Checkpoint {
             step: 0,
-            optimizer: Optimizer::new(self.rule, parameters.len() - self.model.statistics()),
+            optimizer: Optimizer::new(self.rule, learnt),
             parameters,
             batches: Batches::new(shard[rank].clone(), self.seed, rank),
         }
     }
 
-    /// Does the part of the worker of this rank.
+    /// Whether workers have an optimizer, which aggregators have otherwise.
+    fn has_optimizer(&self) -> bool {
+        self.aggregators == 0 || self.plan.mode() != Mode::Bsp
+    }
+
+    /// Whether aggregators have something that a job needs to go on: the optimizer, and the
+    /// parameters.
+    pub fn is_kept_by_aggregators(&self) -> bool {
+        !self.has_optimizer()
+    }
+
+    /// Rounds of exchanges: those of the steps, and those without training behind them.
+    pub(crate) fn rounds(&self) -> u64 {
+        match self.plan.mode() {
+            Mode::Nothing => 0,
+            Mode::Bsp => self.steps,
+            Mode::Ds | Mode::Fixed => self.steps + u64::from(self.plan.digits()),
+        }
+    }
+
+    /// Does the part of the worker of this rank, in rings.
     ///
     /// # Errors
     /// [`WorkError`]
@@ -134,44 +156,39 @@ impl Job {
         exchange: &mut Exchange,
         course: Course<'_>,
     ) -> Result<Outcome, WorkError> {
-        self.train(rank, Meeting::Rings(exchange), course)
+        let Course { from, keeping } = course;
+        let mut at = from.unwrap_or_else(|| self.beginning(rank));
+        let parameters = std::mem::take(&mut at.parameters);
+        let meeting = Meeting::in_rings(self.plan, exchange, parameters);
+        self.train(rank, meeting, at, keeping)
     }
 
-    /// The same through aggregators, which have the optimizer. So there are no checkpoints.
+    /// The same through aggregators.
     ///
     /// # Errors
     /// [`WorkError`]
-    ///
-    /// # Panics
-    /// If the mode is not [`Mode::Bsp`].
-    pub fn work_through(&self, rank: usize, through: &mut Through) -> Result<Outcome, WorkError> {
-        assert_eq!(
-            self.plan.mode(),
-            Mode::Bsp,
-            "aggregators take the mean of all"
-        );
-        self.train(rank, Meeting::Aggregators(through), Course::default())
+    pub fn work_through(
+        &self,
+        rank: usize,
+        through: &mut Through,
+        course: Course<'_>,
+    ) -> Result<Outcome, WorkError> {
+        let Course { from, keeping } = course;
+        let mut at = from.unwrap_or_else(|| self.beginning(rank));
+        let parameters = std::mem::take(&mut at.parameters);
+        let meeting = Meeting::through(self.plan, through, &parameters, at.step)?;
+        self.train(rank, meeting, at, keeping)
     }
 
     fn train(
         &self,
         rank: usize,
         mut meeting: Meeting<'_>,
-        course: Course<'_>,
+        mut at: Checkpoint,
+        mut keeping: Option<Keeping<'_>>,
     ) -> Result<Outcome, WorkError> {
-        let Course { from, mut keeping } = course;
-        let mut at = from.unwrap_or_else(|| self.beginning(rank));
-        let (mut scratch, mut gradient) = (Scratch::default(), Vec::new());
-        match &mut meeting {
-            Meeting::Rings(_) => gradient = vec![0.0; at.parameters.len()],
-            // Both are where they travel from and to.
-            Meeting::Aggregators(through) => {
-                at.optimizer = Optimizer::new(self.rule, 0);
-                through.buffers()?.0.copy_from_slice(&at.parameters);
-            }
-        }
-        let from = at.step;
-        let (mut compute, mut exchanging, mut loss) = (Duration::ZERO, Duration::ZERO, 0.0);
+        let (from, mut scratch) = (at.step, Scratch::default());
+        let (mut compute, mut exchanging) = (Duration::ZERO, Duration::ZERO);
         let begun = Instant::now();
         let snapshot = |step, loss, parameters: &[f32]| Snapshot {
             step,
@@ -179,68 +196,50 @@ impl Job {
             loss,
             parameters: parameters.to_vec(),
         };
-        let mut snapshots = vec![snapshot(from, 0.0, &at.parameters)];
-        let mut since = 0;
+        let mut snapshots = vec![snapshot(from, 0.0, meeting.vectors()?.0)];
+        let (mut loss, mut since) = (0.0, 0);
         for step in from..self.steps {
+            // 1. A gradient.
             let began = Instant::now();
             let examples = self
                 .data
                 .train
                 .pick(self.data.width, at.batches.next(self.batch));
-            let (parameters, slopes) = match &mut meeting {
-                Meeting::Rings(_) => (&mut at.parameters[..], &mut gradient[..]),
-                Meeting::Aggregators(through) => through.buffers()?,
-            };
+            let (parameters, slopes) = meeting.vectors()?;
             let batch_loss = self
                 .model
                 .gradient(parameters, &examples, &mut scratch, slopes);
             (loss, since) = (loss + f64::from(batch_loss), since + 1);
-            let ring = self.plan.ring_of(step);
-            let exchange = match &mut meeting {
-                Meeting::Rings(exchange) => exchange,
-                Meeting::Aggregators(through) => {
-                    compute += self.idle(rank, began.elapsed());
-                    let began = Instant::now();
-                    through.step_in_place(step)?;
-                    exchanging += began.elapsed();
-                    if self.is_kept(step + 1) {
-                        let parameters = through.buffers()?.0;
-                        snapshots.push(snapshot(step + 1, loss / f64::from(since), parameters));
-                        (loss, since) = (0.0, 0);
-                    }
-                    continue;
-                }
-            };
+            // 2. What others have found.
             if self.plan.mode() == Mode::Bsp {
-                let worked = self.idle(rank, began.elapsed());
+                compute += self.idle(rank, began.elapsed());
                 let began = Instant::now();
-                let number = ring.expect("one ring of all");
-                exchange.mean(number, step, &mut gradient)?;
+                meeting.share_gradient(step)?;
                 exchanging += began.elapsed();
                 let began = Instant::now();
-                at.optimizer.step(&mut at.parameters, &gradient);
-                compute += worked + began.elapsed();
+                meeting.step(&mut at.optimizer)?;
+                compute += began.elapsed();
             } else {
-                at.optimizer.step(&mut at.parameters, &gradient);
+                meeting.step(&mut at.optimizer)?;
                 compute += self.idle(rank, began.elapsed());
-                if let Some(number) = ring {
-                    let began = Instant::now();
-                    exchange.mean(number, step, &mut at.parameters)?;
-                    exchanging += began.elapsed();
-                }
+                let began = Instant::now();
+                meeting.share_parameters(step)?;
+                exchanging += began.elapsed();
             }
-            if self.is_kept(step + 1) {
-                snapshots.push(snapshot(step + 1, loss / f64::from(since), &at.parameters));
+            // 3. The record, and a checkpoint.
+            at.step = step + 1;
+            if self.is_kept(at.step) {
+                let parameters = meeting.vectors()?.0;
+                snapshots.push(snapshot(at.step, loss / f64::from(since), parameters));
                 (loss, since) = (0.0, 0);
             }
-            at.step = step + 1;
             if let Some(keeping) = &mut keeping
                 && at.step < self.steps
                 && at.step.is_multiple_of(keeping.every)
             {
-                let bytes = at.to_bytes(self, rank);
-                (keeping.keep)(at.step, &bytes).map_err(|source| {
-                    exchange.give_up();
+                let mut bytes = at.to_bytes_with(meeting.own_parameters()?, self, rank);
+                (keeping.keep)(at.step, &mut bytes).map_err(|source| {
+                    meeting.give_up();
                     WorkError::Keep {
                         rank,
                         step: at.step,
@@ -249,48 +248,26 @@ impl Job {
                 })?;
             }
         }
-        let (moved_by_aggregator, moved_bytes, serial_steps) = match meeting {
-            Meeting::Rings(exchange) => {
-                let moved = (exchange.moved_bytes(), exchange.serial_steps());
-                if self.plan.mode() != Mode::Bsp {
-                    self.settle(exchange, &mut at.parameters)?;
-                }
-                (Vec::new(), moved.0, moved.1)
-            }
-            Meeting::Aggregators(through) => {
-                at.parameters.copy_from_slice(through.buffers()?.0);
-                let moved: Vec<_> = through.moved_bytes().collect();
-                let sum = moved.iter().sum();
-                // A push and a pull, whatever the number of workers.
-                (moved, sum, 2 * self.steps)
-            }
-        };
+        let moved = meeting.moved();
+        // Further rounds without training.
+        for round in self.steps..self.rounds() {
+            meeting.share_parameters(round)?;
+        }
         Ok(Outcome {
             from,
             snapshots,
-            settled: at.parameters,
+            settled: meeting.vectors()?.0.to_vec(),
             compute_s: compute.as_secs_f64(),
             exchange_s: exchanging.as_secs_f64(),
-            moved_bytes,
-            moved_by_aggregator,
-            serial_steps,
+            moved_bytes: moved.bytes,
+            moved_by_aggregator: moved.by_aggregator,
+            serial_steps: moved.serial_steps,
         })
     }
 
     /// Whether the parameters after so many steps are for the record.
     fn is_kept(&self, step: u64) -> bool {
         step.is_multiple_of(self.every) || step == self.steps
-    }
-
-    /// Further rounds without training.
-    fn settle(&self, exchange: &mut Exchange, parameters: &mut [f32]) -> Result<(), ExchangeError> {
-        let rounds = self.steps..self.steps + u64::from(self.plan.digits());
-        for round in rounds {
-            if let Some(number) = self.plan.ring_of(round) {
-                exchange.mean(number, round, parameters)?;
-            }
-        }
-        Ok(())
     }
 
     /// Makes a slow worker's computing last as long as it should; returns how long it took then.

@@ -10,6 +10,7 @@ pub mod data;
 mod exchange;
 mod job;
 mod layers;
+mod meeting;
 mod mlp;
 mod model;
 mod optimizer;
@@ -20,8 +21,10 @@ mod station;
 mod team;
 
 pub use self::{
-    aggregator::{AggregateError, Aggregator, Layout, Party, StateError, Through},
-    checkpoint::{Checkpoint, CheckpointError, Course, Keep, KeepError, Keeping},
+    aggregator::{
+        AggregateError, Aggregator, AggregatorCourse, Layout, Party, StateError, Through,
+    },
+    checkpoint::{Checkpoint, CheckpointError, Content, Course, Keep, KeepError, Keeping},
     cnn::Cnn,
     exchange::{Exchange, ExchangeError, LeaveError},
     job::{Job, Outcome, Snapshot, WorkError, consensus, distance, hash},
@@ -31,5 +34,5 @@ pub use self::{
     plan::{Mode, Plan, PlanError, Ring},
     random::Random,
     station::{Address, JoinError, Member, Station},
-    team::{Between, Network, TeamError, run, run_on, run_through, run_through_in},
+    team::{Between, Courses, Network, TeamError, run, run_on},
 };

@@ -105,6 +105,16 @@ impl Plan {
         })
     }
 
+    /// All of any number of workers in one group.
+    pub(crate) fn of_all(workers: usize) -> Self {
+        Self {
+            mode: Mode::Bsp,
+            workers,
+            group: workers,
+            digits: 1,
+        }
+    }
+
     /// What is exchanged.
     pub fn mode(&self) -> Mode {
         self.mode
@@ -122,36 +132,63 @@ impl Plan {
 
     /// The rings that the worker of this rank is in, each with its number.
     pub fn rings(&self, rank: usize) -> Vec<Ring> {
+        let ring = |number| {
+            let members = self.members(number, self.group_of(rank, number));
+            let position = members.iter().position(|member| *member == rank);
+            Ring {
+                position: position.expect("a worker is in its own group"),
+                members,
+            }
+        };
+        (0..self.ring_count()).map(ring).collect()
+    }
+
+    /// How many rings each worker is in.
+    pub fn ring_count(&self) -> usize {
         match self.mode {
-            Mode::Bsp => vec![Ring {
-                members: (0..self.workers).collect(),
-                position: rank,
-            }],
-            Mode::Ds => (0..self.digits)
-                .map(|digit| self.group_ring(rank, digit))
-                .collect(),
-            Mode::Fixed => vec![self.group_ring(rank, 0)],
-            Mode::Nothing => Vec::new(),
+            Mode::Bsp | Mode::Fixed => 1,
+            Mode::Ds => self.digits as usize,
+            Mode::Nothing => 0,
         }
     }
 
     /// The number of the ring that is used in this round.
     pub fn ring_of(&self, round: u64) -> Option<usize> {
+        let count = self.ring_count() as u64;
+        (count > 0).then(|| (round % count) as usize)
+    }
+
+    /// How many groups there are at a time.
+    pub fn groups(&self) -> usize {
         match self.mode {
-            Mode::Bsp | Mode::Fixed => Some(0),
-            Mode::Ds => Some((round % u64::from(self.digits)) as usize),
-            Mode::Nothing => None,
+            Mode::Bsp => 1,
+            Mode::Ds | Mode::Fixed => self.workers / self.group,
+            Mode::Nothing => 0,
         }
     }
 
-    /// Those who differ from `rank` in this digit at most.
-    fn group_ring(&self, rank: usize, digit: u32) -> Ring {
-        let unit = self.group.pow(digit);
-        let position = rank / unit % self.group;
-        let first = rank - position * unit;
-        Ring {
-            members: (0..self.group).map(|value| first + value * unit).collect(),
-            position,
+    /// The number of the group that the worker of this rank is in when ring `number` is used:
+    /// those who differ from it in this digit at most.
+    pub fn group_of(&self, rank: usize, number: usize) -> usize {
+        match self.mode {
+            Mode::Bsp => 0,
+            _ => {
+                // What is left of the rank without the digit.
+                let unit = self.group.pow(number as u32);
+                rank / (unit * self.group) * unit + rank % unit
+            }
+        }
+    }
+
+    /// The ranks of a group's members when ring `number` is used, ascending.
+    pub fn members(&self, number: usize, group: usize) -> Vec<usize> {
+        match self.mode {
+            Mode::Bsp => (0..self.workers).collect(),
+            _ => {
+                let unit = self.group.pow(number as u32);
+                let first = group / unit * unit * self.group + group % unit;
+                (0..self.group).map(|value| first + value * unit).collect()
+            }
         }
     }
 }
@@ -177,6 +214,20 @@ mod tests {
         assert_eq!(plan.rings(14)[0].members, [12, 13, 14]);
         assert_eq!(plan.rings(14)[1].members, [11, 14, 17]);
         assert_eq!(plan.rings(14)[2].members, [5, 14, 23]);
+        for number in 0..3 {
+            let groups = (0..plan.groups()).map(|group| (group, plan.members(number, group)));
+            let groups: Vec<_> = groups.collect();
+            for (group, members) in &groups {
+                let of_members = members.iter().map(|rank| plan.group_of(*rank, number));
+                assert_eq!(of_members.collect::<Vec<_>>(), [*group; 3]);
+            }
+            let mut all: Vec<_> = groups
+                .into_iter()
+                .flat_map(|(_, members)| members)
+                .collect();
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..27), "each worker is in one group");
+        }
         let used: Vec<_> = (0..5).map(|round| plan.ring_of(round)).collect();
         assert_eq!(used, [0, 1, 2, 0, 1].map(Some));
     }

@@ -276,8 +276,7 @@ pub(crate) fn connect(
     }
 }
 
-/// Reaches the next members of all rings, each by itself: whoever is missing in one ring, the
-/// others are reached and hear of it.
+/// Reaches the next members of all rings.
 fn reach_all(
     rank: usize,
     rings: &[Ring],
@@ -286,16 +285,54 @@ fn reach_all(
     deadline: Duration,
     moved: &Arc<Moved>,
 ) -> Result<Vec<RingSender<Counted>>, JoinError> {
+    let reach = |number: usize| {
+        let ring = &rings[number];
+        reach(rank, number, ring, addresses, options, deadline, moved)
+    };
+    let tell = |senders: &mut [Option<RingSender<Counted>>], number: usize| {
+        tell_waiting(senders.iter_mut().flatten(), rings[number].next());
+    };
+    let progress = |sender: &mut RingSender<Counted>| drop(sender.progress());
+    let reached = reach_each(rings.len(), deadline / 4, reach, tell, progress);
+    reached.map_err(|unreached| {
+        let Unreached {
+            mut reached,
+            number,
+            error,
+        } = unreached;
+        farewell(reached.iter_mut(), rings[number].next());
+        error
+    })
+}
+
+/// Not all of those whom somebody had to reach were reached.
+pub(crate) struct Unreached<T, E> {
+    /// Who were.
+    pub(crate) reached: Vec<T>,
+    /// Who was not.
+    pub(crate) number: usize,
+    pub(crate) error: E,
+}
+
+/// Reaches so many others, each by itself: whoever is missing, the rest are reached and hear of it.
+/// Those that have been reached after `patience` are told for whom this one waits, and are looked
+/// after meanwhile.
+pub(crate) fn reach_each<T: Send, E: Send>(
+    count: usize,
+    patience: Duration,
+    reach: impl Fn(usize) -> Result<T, E> + Sync,
+    mut tell: impl FnMut(&mut [Option<T>], usize),
+    look_after: impl Fn(&mut T),
+) -> Result<Vec<T>, Unreached<T, E>> {
     let began = Instant::now();
-    let mut senders: Vec<Option<RingSender<Counted>>> = rings.iter().map(|_| None).collect();
-    let mut failed: Option<(usize, JoinError)> = None;
+    let mut reached: Vec<Option<T>> = (0..count).map(|_| None).collect();
+    let mut failed: Option<(usize, E)> = None;
     thread::scope(|scope| {
         let (to, from) = mpsc::channel();
-        for (number, ring) in rings.iter().enumerate() {
-            let to = to.clone();
+        for number in 0..count {
+            let (to, reach) = (to.clone(), &reach);
             scope.spawn(move || {
-                let reached = reach(rank, number, ring, addresses, options, deadline, moved);
-                to.send((number, reached))
+                to.send((number, reach(number)))
                     .expect("it is received until all have ended");
             });
         }
@@ -303,35 +340,32 @@ fn reach_all(
         let mut told = None;
         loop {
             match from.recv_timeout(BETWEEN_TRIES) {
-                Ok((number, Ok(sender))) => senders[number] = Some(sender),
+                Ok((number, Ok(one))) => reached[number] = Some(one),
                 Ok((number, Err(error))) => {
-                    failed.get_or_insert((rings[number].next(), error));
+                    failed.get_or_insert((number, error));
                 }
                 Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
             }
-            let missing = senders.iter().position(Option::is_none);
-            let missing = missing.map(|number| rings[number].next());
+            let missing = reached.iter().position(Option::is_none);
             if let Some(missing) = missing
-                && began.elapsed() >= deadline / 4
+                && began.elapsed() >= patience
                 && told != Some(missing)
             {
                 told = Some(missing);
-                tell_waiting(senders.iter_mut().flatten(), missing);
+                tell(&mut reached, missing);
             }
-            // Who cannot be told will notice by itself.
-            senders
-                .iter_mut()
-                .flatten()
-                .for_each(|sender| drop(sender.progress()));
+            reached.iter_mut().flatten().for_each(&look_after);
         }
     });
+    let reached = reached.into_iter().flatten().collect();
     match failed {
-        None => Ok(senders.into_iter().flatten().collect()),
-        Some((missing, error)) => {
-            farewell(senders.iter_mut().flatten(), missing);
-            Err(error)
-        }
+        None => Ok(reached),
+        Some((number, error)) => Err(Unreached {
+            reached,
+            number,
+            error,
+        }),
     }
 }
 

@@ -15,11 +15,10 @@ use farpage::Runtime;
 use farpage_fabric::{Endpoint, Link, SessionOptions};
 
 use crate::{
-    aggregator::{AggregateError, Aggregator, Layout, Through},
+    aggregator::{AggregateError, Aggregator, AggregatorCourse, Through},
     checkpoint::Course,
     exchange::LeaveError,
     job::{Job, Outcome, WorkError},
-    plan::Mode,
     station::{Address, JoinError, Station},
 };
 
@@ -61,12 +60,6 @@ pub enum TeamError {
     /// The aggregators, or workers on their way to them, failed.
     #[error(transparent)]
     Aggregate(#[from] AggregateError),
-    /// Aggregators take the mean of all workers.
-    #[error("mode {0} does not go through aggregators: bsp does")]
-    Mode(Mode),
-    /// None is no parameter server.
-    #[error("0 aggregators: one at least")]
-    NoAggregators,
     /// The system gave no place for sockets.
     #[error("cannot make a folder for the workers' sockets: {0}")]
     Folder(std::io::Error),
@@ -106,70 +99,96 @@ impl Network {
     }
 }
 
-/// Runs a job through so many aggregators and returns what became of each worker, by rank.
+/// Where the members of a team begin, and what they keep.
+#[derive(Debug, Default)]
+pub struct Courses<'a> {
+    /// Of each worker, by rank. None: all begin at the beginning and keep nothing.
+    pub workers: Vec<Course<'a>>,
+    /// Of each aggregator, in the same way.
+    pub aggregators: Vec<AggregatorCourse<'a>>,
+    /// Where the aggregators keep parameters and the optimizer's state; `None` is local memory.
+    pub state: Option<&'a Runtime>,
+}
+
+/// Runs a job, in rings or through aggregators as it says, and returns what became of each worker,
+/// by rank.
 ///
 /// # Errors
 /// [`TeamError`]; of several workers that failed, that of the lowest rank.
-pub fn run_through(
-    job: &Job,
-    network: &Network,
-    aggregators: usize,
-) -> Result<Vec<Outcome>, TeamError> {
-    run_through_in(job, network, aggregators, None)
+pub fn run(job: &Job, network: &Network) -> Result<Vec<Outcome>, TeamError> {
+    run_on(job, network, Courses::default())
 }
 
-/// As [`run_through`]; the aggregators keep parameters and the optimizer's state in the memory of a
-/// runtime, if there is one.
+/// As [`run`], on courses.
 ///
 /// # Errors
-/// As [`run_through`]. Memory that an aggregator cannot get at comes before what workers met then.
-pub fn run_through_in(
+/// As [`run`]. A checkpoint that could not be kept, and memory that an aggregator cannot get at,
+/// come before what the others met then.
+///
+/// # Panics
+/// If there are some courses, and not as many as workers, or as aggregators.
+pub fn run_on(
     job: &Job,
     network: &Network,
-    aggregators: usize,
+    courses: Courses<'_>,
+) -> Result<Vec<Outcome>, TeamError> {
+    let Courses {
+        mut workers,
+        mut aggregators,
+        state,
+    } = courses;
+    if workers.is_empty() {
+        workers.resize_with(job.plan.workers(), Course::default);
+    }
+    if aggregators.is_empty() {
+        aggregators.resize_with(job.aggregators, AggregatorCourse::default);
+    }
+    assert_eq!(workers.len(), job.plan.workers(), "a course for each");
+    assert_eq!(aggregators.len(), job.aggregators, "a course for each");
+    let folder = tempfile::tempdir().map_err(TeamError::Folder)?;
+    match job.aggregators {
+        0 => run_in_rings(job, network, folder.path(), workers),
+        _ => run_through(job, network, folder.path(), workers, aggregators, state),
+    }
+}
+
+fn run_through(
+    job: &Job,
+    network: &Network,
+    folder: &Path,
+    workers: Vec<Course<'_>>,
+    aggregators: Vec<AggregatorCourse<'_>>,
     state: Option<&Runtime>,
 ) -> Result<Vec<Outcome>, TeamError> {
-    if job.plan.mode() != Mode::Bsp {
-        return Err(TeamError::Mode(job.plan.mode()));
-    }
-    if aggregators == 0 {
-        return Err(TeamError::NoAggregators);
-    }
-    let folder = tempfile::tempdir().map_err(TeamError::Folder)?;
-    let initial = job.model.initial(job.seed);
-    let layout = Layout {
-        aggregators,
-        workers: job.plan.workers(),
-        parameters: initial.len(),
-        statistics: job.model.statistics(),
-    };
-    let opened = (0..aggregators).map(|number| {
-        let endpoint = network.endpoint(job, folder.path(), number);
-        let opened = Aggregator::open(layout, number, &endpoint, LEASE)?;
-        Ok(match state {
-            Some(runtime) => opened.keep_in(runtime),
+    let opened = (0..job.aggregators).map(|number| {
+        let endpoint = network.endpoint(job, folder, number);
+        let mut opened = Aggregator::of(job, number, &endpoint, LEASE)?;
+        if let Some(runtime) = state {
+            opened = opened.keep_in(runtime);
+        }
+        Ok(match network.link {
+            Some((gbps, _)) => opened.behind_link(gbps),
             None => opened,
         })
     });
     let opened = opened.collect::<Result<Vec<_>, AggregateError>>()?;
     let addresses: Vec<Address> = opened.iter().map(Aggregator::address).collect();
-    let key: PathBuf = folder.path().join("key");
+    let key: PathBuf = folder.join("key");
     thread::scope(|scope| {
-        let (initial, addresses) = (&initial, &addresses);
-        let serve = |aggregator: Aggregator| {
-            let served = move || aggregator.serve(initial, job.rule, job.steps, network.deadline);
-            scope.spawn(served)
+        let addresses = &addresses;
+        let serve = |(aggregator, course): (Aggregator, _)| {
+            scope.spawn(move || aggregator.serve_job(job, course, network.deadline))
         };
-        let serving: Vec<_> = opened.into_iter().map(serve).collect();
-        let work = |rank| {
+        let serving: Vec<_> = opened.into_iter().zip(aggregators).map(serve).collect();
+        let work = |(rank, course)| {
             let options = network.options(rank, &key);
             scope.spawn(move || -> Result<Outcome, TeamError> {
                 let deadline = network.deadline;
-                let mut through = Through::join(layout, rank, addresses, &options, deadline)?;
-                Ok(job.work_through(rank, &mut through)?)
+                let mut through = Through::of(job, rank, addresses, &options, deadline)?;
+                Ok(job.work_through(rank, &mut through, course)?)
             })
         };
-        let working: Vec<_> = (0..layout.workers).map(work).collect();
+        let working: Vec<_> = workers.into_iter().enumerate().map(work).collect();
         // All of them have ended before any result is looked at.
         let worked = working.into_iter().enumerate().map(|(rank, thread)| {
             let ended = thread.join();
@@ -178,54 +197,33 @@ pub fn run_through_in(
         let worked: Vec<_> = worked.collect();
         let served = serving.into_iter().enumerate().map(|(number, thread)| {
             let ended = thread.join();
-            ended.map_err(|_| TeamError::AggregatorPanicked(number))
+            ended.map_err(|_| TeamError::AggregatorPanicked(number))??;
+            Ok(())
         });
-        let mut served: Vec<_> = served.collect();
-        let is_cause =
-            |ended: &Result<_, _>| matches!(ended, Ok(Err(AggregateError::State { .. })));
+        let mut served: Vec<Result<(), TeamError>> = served.collect();
         if let Some(cause) = served.iter().position(is_cause) {
-            served.swap_remove(cause)??;
+            served.swap_remove(cause)?;
         }
-        let outcomes = worked.into_iter().collect::<Result<Vec<_>, _>>()?;
-        for ended in served {
-            ended??;
-        }
+        let outcomes = of_all(worked)?;
+        served.into_iter().collect::<Result<(), _>>()?;
         Ok(outcomes)
     })
 }
 
-/// Runs a job and returns what became of each worker, by rank.
-///
-/// # Errors
-/// [`TeamError`]; of several workers that failed, that of the lowest rank.
-pub fn run(job: &Job, network: &Network) -> Result<Vec<Outcome>, TeamError> {
-    let courses = (0..job.plan.workers()).map(|_| Course::default());
-    run_on(job, network, courses.collect())
-}
-
-/// Runs a job of which each worker has a course, by rank.
-///
-/// # Errors
-/// As [`run`]. A checkpoint that could not be kept comes before what the other workers met then.
-///
-/// # Panics
-/// If there are not as many courses as workers.
-pub fn run_on(
+fn run_in_rings(
     job: &Job,
     network: &Network,
+    folder: &Path,
     courses: Vec<Course<'_>>,
 ) -> Result<Vec<Outcome>, TeamError> {
-    let folder = tempfile::tempdir().map_err(TeamError::Folder)?;
-    let workers = job.plan.workers();
-    assert_eq!(courses.len(), workers, "a course for each worker");
-    let stations = (0..workers).map(|rank| {
-        let endpoint = network.endpoint(job, folder.path(), rank);
+    let stations = (0..job.plan.workers()).map(|rank| {
+        let endpoint = network.endpoint(job, folder, rank);
         Station::open(job.plan, rank, &endpoint, LEASE)
     });
     let stations = stations.collect::<Result<Vec<_>, _>>()?;
     let addresses: Vec<Address> = stations.iter().map(Station::address).collect();
     // The team's own, so that nothing is left in the user's home.
-    let key: PathBuf = folder.path().join("key");
+    let key: PathBuf = folder.join("key");
     thread::scope(|scope| {
         let mut threads = Vec::new();
         for ((rank, station), course) in stations.into_iter().enumerate().zip(courses) {
@@ -243,12 +241,28 @@ pub fn run_on(
             .enumerate()
             .map(|(rank, thread)| thread.join().unwrap_or(Err(TeamError::Panicked(rank))));
         // All of them have ended before any result is looked at.
-        let mut ended: Vec<_> = ended.collect();
-        let is_cause =
-            |ended: &Result<_, _>| matches!(ended, Err(TeamError::Work(WorkError::Keep { .. })));
-        if let Some(cause) = ended.iter().position(is_cause) {
-            return ended.swap_remove(cause).map(|outcome| vec![outcome]);
-        }
-        ended.into_iter().collect()
+        let ended: Vec<_> = ended.collect();
+        of_all(ended)
     })
+}
+
+/// What all have, or the error of the one that others met, or of the first.
+fn of_all(mut ended: Vec<Result<Outcome, TeamError>>) -> Result<Vec<Outcome>, TeamError> {
+    if let Some(cause) = ended.iter().position(is_cause) {
+        return ended.swap_remove(cause).map(|outcome| vec![outcome]);
+    }
+    ended.into_iter().collect()
+}
+
+/// Whether it is what its member met by itself, and not what others made of it.
+fn is_cause<T>(ended: &Result<T, TeamError>) -> bool {
+    matches!(
+        ended,
+        Err(TeamError::Work(WorkError::Keep { .. })
+            | TeamError::Aggregate(
+                AggregateError::State { .. }
+                    | AggregateError::Keep { .. }
+                    | AggregateError::Resume { .. }
+            ))
+    )
 }

@@ -15,10 +15,10 @@ use std::{
 
 use farpage_fabric::{Endpoint, SessionOptions};
 use farpage_train::{
-    AggregateError, Aggregator, Between, Job, Layout, Mlp, Mode, Network, Outcome, Party, Plan,
-    Rule, Through,
+    AggregateError, Aggregator, AggregatorCourse, Between, Job, Layout, Mlp, Mode, Network,
+    Outcome, Party, Plan, Rule, TeamError, Through,
     data::{Dataset, Shards, Source},
-    distance, hash, run, run_through,
+    distance, hash, run,
 };
 
 const SIM: Network = Network {
@@ -48,6 +48,26 @@ fn job(rule: Rule, workers: usize, hidden: usize) -> Job {
         every: 20,
         seed: 1,
         slow: None,
+        aggregators: 0,
+    }
+}
+
+fn run_through(
+    job: &Job,
+    network: &Network,
+    aggregators: usize,
+) -> Result<Vec<Outcome>, TeamError> {
+    let through = Job {
+        aggregators,
+        ..job.clone()
+    };
+    run(&through, network)
+}
+
+fn in_groups(mode: Mode, workers: usize, group: usize, hidden: usize) -> Job {
+    Job {
+        plan: Plan::new(mode, workers, group).unwrap(),
+        ..job(MOMENTUM, workers, hidden)
     }
 }
 
@@ -152,12 +172,249 @@ fn aggregators_move_the_bytes_that_theory_says_and_share_them() {
 }
 
 #[test]
-fn only_the_mean_of_all_goes_through_aggregators() {
-    let mut job = job(MOMENTUM, 4, 4);
-    assert!(run_through(&job, &SIM, 0).is_err());
-    job.plan = Plan::new(Mode::Ds, 4, 2).unwrap();
-    let error = run_through(&job, &SIM, 1).unwrap_err().to_string();
-    assert!(error.contains("mode ds"), "{error}");
+fn groups_of_two_through_aggregators_end_in_the_bits_of_rings() {
+    // Two summands have one sum, in whichever order.
+    for mode in [Mode::Ds, Mode::Fixed] {
+        let job = in_groups(mode, 4, 2, 24);
+        let rings = run(&job, &SIM).unwrap();
+        for (between, aggregators) in [
+            (Between::Sim, 4),
+            (Between::Shm, 2),
+            (Between::Tcp, 2),
+            (Between::Tcp, 6),
+        ] {
+            let network = Network { between, ..SIM };
+            let through = run_through(&job, &network, aggregators).unwrap();
+            let ends = (hash(last(&through)), hash(last(&rings)));
+            assert_eq!(ends.0, ends.1, "{mode} {between:?} {aggregators}");
+            for (a, b) in through.iter().zip(&rings) {
+                assert_eq!(a.settled, b.settled, "{mode} {between:?} {aggregators}");
+            }
+        }
+    }
+    // Those that meet nobody have nothing to aggregate.
+    let alone = in_groups(Mode::Nothing, 4, 2, 24);
+    let rings = hash(last(&run(&alone, &SIM).unwrap()));
+    assert_eq!(hash(last(&run_through(&alone, &SIM, 3).unwrap())), rings);
+}
+
+#[test]
+fn groups_of_four_through_aggregators_are_rounded_in_another_order() {
+    let job = in_groups(Mode::Ds, 16, 4, 24);
+    let rings = run(&job, &SIM).unwrap();
+    let through = run_through(&job, &SIM, 4).unwrap();
+    for (a, b) in last(&through).into_iter().zip(last(&rings)) {
+        let apart = distance([a], b);
+        assert!(apart > 0.0 && apart < 1e-5, "{apart}");
+    }
+    let settled = through
+        .windows(2)
+        .all(|pair| pair[0].settled == pair[1].settled);
+    assert!(settled, "all meet in one consensus");
+}
+
+#[test]
+fn one_aggregator_of_a_group_carries_what_the_group_moves() {
+    let (workers, group) = (8, 2);
+    let network = Network {
+        between: Between::Shm,
+        ..SIM
+    };
+    for (mode, aggregators) in [(Mode::Ds, 4), (Mode::Ds, 8), (Mode::Fixed, 4)] {
+        let job = Job {
+            steps: 6,
+            ..in_groups(mode, workers, group, 4000)
+        };
+        let outcomes = run_through(&job, &network, aggregators).unwrap();
+        let parameter_bytes = 4.0 * job.model.parameters() as f64;
+        let steps = job.steps as f64;
+        let near = |bytes: u64, theory: f64| {
+            let over = bytes as f64 / theory;
+            assert!((1.0..1.01).contains(&over), "{mode} {aggregators}: {over}");
+        };
+        // All together move as much as through one aggregator of all.
+        near(
+            outcomes.iter().map(|outcome| outcome.moved_bytes).sum(),
+            2.0 * workers as f64 * parameter_bytes * steps,
+        );
+        let shares = (aggregators * group / workers) as f64;
+        for number in 0..aggregators {
+            let moved = outcomes
+                .iter()
+                .map(|outcome| outcome.moved_by_aggregator[number]);
+            let theory = 2.0 * group as f64 * parameter_bytes / shares * steps;
+            near(moved.sum(), theory);
+        }
+        for outcome in &outcomes {
+            assert_eq!(outcome.serial_steps, 2 * job.steps);
+        }
+    }
+}
+
+#[test]
+fn aggregators_that_groups_cannot_share_are_refused() {
+    let error = run_through(&in_groups(Mode::Ds, 8, 2, 4), &SIM, 6).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("choose a multiple of 4"), "{text}");
+    let endpoint: Endpoint = "sim:1".parse().unwrap();
+    let none = in_groups(Mode::Fixed, 4, 2, 4);
+    assert!(Aggregator::of(&none, 0, &endpoint, LEASE).is_err());
+}
+
+#[test]
+fn an_aggregators_link_carries_the_bytes_of_all_its_workers() {
+    let job = Job {
+        steps: 4,
+        ..job(MOMENTUM, 4, 1000)
+    };
+    let whole = hash(last(&run_through(&job, &SIM, 1).unwrap()));
+    let gbps = 0.2;
+    let each = 4.0 * job.model.parameters() as f64 * 8.0 / 1e9 / gbps;
+    for (between, aggregators) in [(Between::Shm, 1), (Between::Tcp, 2)] {
+        let network = Network {
+            between,
+            link: Some((gbps, 0.0)),
+            ..SIM
+        };
+        let ended = run_through(&job, &network, aggregators).unwrap();
+        assert_eq!(hash(last(&ended)), whole);
+        // One direction after the other, of a link that all workers share.
+        let least = 2.0 * 4.0 * each / aggregators as f64 * job.steps as f64;
+        for outcome in &ended {
+            let took = outcome.exchange_s;
+            assert!(took >= 0.95 * least, "{aggregators}: {took} s of {least}");
+        }
+    }
+}
+
+/// Starts the aggregators of a job over tcp, and a thread for each worker, which does as `work`
+/// does. What the aggregators and the workers return.
+fn team<T: Send>(
+    job: &Job,
+    deadline: Duration,
+    work: impl Fn(usize, Through) -> T + Sync,
+) -> (Vec<Result<(), AggregateError>>, Vec<T>) {
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let open = |number| Aggregator::of(job, number, &endpoint, deadline).unwrap();
+    let aggregators: Vec<_> = (0..job.aggregators).map(open).collect();
+    let addresses: Vec<_> = aggregators.iter().map(Aggregator::address).collect();
+    let folder = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        deadline: PATIENCE,
+        ..SessionOptions::default()
+    };
+    thread::scope(|scope| {
+        let serve = |aggregator: Aggregator| {
+            scope.spawn(move || aggregator.serve_job(job, AggregatorCourse::default(), deadline))
+        };
+        let serving: Vec<_> = aggregators.into_iter().map(serve).collect();
+        let (work, addresses, options) = (&work, &addresses, &options);
+        let working: Vec<_> = (0..job.plan.workers())
+            .map(|rank| {
+                scope.spawn(move || {
+                    let through = Through::of(job, rank, addresses, options, deadline);
+                    work(rank, through.unwrap())
+                })
+            })
+            .collect();
+        let worked = working.into_iter().map(|thread| thread.join().unwrap());
+        let worked = worked.collect();
+        let served = serving.into_iter().map(|thread| thread.join().unwrap());
+        (served.collect(), worked)
+    })
+}
+
+#[test]
+fn the_exact_mean_is_there_after_as_many_rounds_as_there_are_digits() {
+    let job = Job {
+        steps: 0,
+        aggregators: 8,
+        ..in_groups(Mode::Ds, 8, 2, 24)
+    };
+    // Powers of two: all sums and shares are exact.
+    let mean = (0..8).map(|rank| f32::exp2(rank as f32)).sum::<f32>() / 8.0;
+    let (served, worked) = team(&job, PATIENCE, |rank, mut through| {
+        through.buffers().unwrap().0.fill(f32::exp2(rank as f32));
+        let seen = (0..3).map(|round| {
+            through.mean_in_place(round).unwrap();
+            let parameters = through.buffers().unwrap().0;
+            assert!(parameters.iter().all(|value| *value == parameters[0]));
+            parameters[0]
+        });
+        seen.collect::<Vec<_>>()
+    });
+    assert!(served.iter().all(Result::is_ok), "{served:?}");
+    for seen in worked {
+        assert_eq!(seen[2], mean);
+        assert_ne!(seen[1], mean, "two rounds of three are not enough");
+    }
+}
+
+#[test]
+fn a_worker_that_is_stuck_is_named_in_all_groups() {
+    let deadline = Duration::from_secs(4);
+    let job = Job {
+        steps: 1000,
+        aggregators: 4,
+        ..in_groups(Mode::Ds, 8, 2, 24)
+    };
+    let (served, worked) = team(&job, deadline, |rank, mut through| {
+        let failed = (0..1000).find_map(|round| {
+            if (rank, round) == (5, 2) {
+                thread::sleep(3 * deadline);
+                return Some(None);
+            }
+            through.mean_in_place(round).err().map(Some)
+        });
+        failed.unwrap()
+    });
+    for error in served.into_iter().map(Result::unwrap_err) {
+        assert_eq!(at_fault(&error), Party::Worker(5), "{error}");
+    }
+    for error in worked.into_iter().flatten() {
+        assert_eq!(at_fault(&error), Party::Worker(5), "{error}");
+    }
+}
+
+#[test]
+fn an_aggregator_that_never_comes_is_named_by_the_others() {
+    let deadline = Duration::from_secs(3);
+    let job = Job {
+        aggregators: 2,
+        ..job(MOMENTUM, 2, 24)
+    };
+    let endpoint: Endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let open = |number| Aggregator::of(&job, number, &endpoint, deadline).unwrap();
+    let there = open(0);
+    // Nobody listens there any more.
+    let addresses = [there.address(), open(1).address()];
+    let folder = tempfile::tempdir().unwrap();
+    let options = SessionOptions {
+        key_file: Some(folder.path().join("key")),
+        deadline: PATIENCE,
+        ..SessionOptions::default()
+    };
+    let (served, worked) = thread::scope(|scope| {
+        let (job, addresses, options) = (&job, &addresses, &options);
+        let serving =
+            scope.spawn(move || there.serve_job(job, AggregatorCourse::default(), deadline));
+        let join =
+            |rank| scope.spawn(move || Through::of(job, rank, addresses, options, deadline).err());
+        let worked = [join(0), join(1)].map(|thread| thread.join().unwrap().unwrap());
+        (serving.join().unwrap().unwrap_err(), worked)
+    });
+    assert_eq!(at_fault(&served), Party::Aggregator(1), "{served}");
+    for error in worked {
+        let is_named = matches!(
+            error,
+            AggregateError::Refused {
+                at: Party::Aggregator(1),
+                ..
+            }
+        );
+        assert!(is_named, "{error}");
+    }
 }
 
 /// Two workers at one aggregator over tcp: worker 0 trains, worker 1 takes part in a step and does

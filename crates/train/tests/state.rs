@@ -12,10 +12,10 @@ use farpage::{BuildError, ByteSize, Runtime};
 use farpage_fabric::{Endpoint, SessionOptions};
 use farpage_memserver::{RunningServer, Server};
 use farpage_train::{
-    AggregateError, Aggregator, Between, Job, Layout, Mlp, Mode, Network, Outcome, Party, Plan,
-    Rule, Through,
+    AggregateError, Aggregator, AggregatorCourse, Between, Checkpoint, Content, Course, Courses,
+    Job, Keeping, Layout, Mlp, Mode, Network, Outcome, Party, Plan, Rule, Through,
     data::{Dataset, Shards, Source},
-    hash, run_through, run_through_in,
+    hash, run, run_on,
 };
 
 const NETWORK: Network = Network {
@@ -70,6 +70,7 @@ fn job(rule: Rule) -> Job {
         every: 6,
         seed: 1,
         slow: None,
+        aggregators: 0,
     }
 }
 
@@ -78,6 +79,20 @@ fn last(outcomes: &[Outcome]) -> Vec<&[f32]> {
         .iter()
         .map(|outcome| &outcome.snapshots.last().unwrap().parameters);
     ends.map(|parameters| &**parameters).collect()
+}
+
+fn through(job: &Job, aggregators: usize) -> Job {
+    Job {
+        aggregators,
+        ..job.clone()
+    }
+}
+
+fn in_memory_of(runtime: &Runtime) -> Courses<'_> {
+    Courses {
+        state: Some(runtime),
+        ..Courses::default()
+    }
 }
 
 #[test]
@@ -89,11 +104,16 @@ fn a_state_four_times_as_large_as_the_budget_ends_in_the_bits_of_local_memory() 
     for (rule, floats) in [(MOMENTUM, 2), (ADAM, 3)] {
         let job = job(rule);
         let bytes = 4 * floats * job.model.parameters();
-        let whole = hash(last(&run_through(&job, &NETWORK, 1).unwrap()));
+        let whole = hash(last(&run(&through(&job, 1), &NETWORK).unwrap()));
         for (between, aggregators) in [(Between::Shm, 1), (Between::Tcp, 2)] {
             let network = Network { between, ..NETWORK };
             let runtime = runtime(&server, bytes / 4);
-            let ended = run_through_in(&job, &network, aggregators, Some(&runtime)).unwrap();
+            let ended = run_on(
+                &through(&job, aggregators),
+                &network,
+                in_memory_of(&runtime),
+            )
+            .unwrap();
             assert_eq!(hash(last(&ended)), whole, "{rule:?} {between:?}");
             // All of it went out and came back in each step.
             let moved = runtime.stats().pager.evictions * (16 << 10);
@@ -109,7 +129,7 @@ fn a_memory_server_without_room_is_an_error_of_the_aggregator() {
     }
     let server = server(1 << 20);
     let runtime = runtime(&server, 1 << 20);
-    let error = run_through_in(&job(ADAM), &NETWORK, 1, Some(&runtime)).unwrap_err();
+    let error = run_on(&through(&job(ADAM), 1), &NETWORK, in_memory_of(&runtime)).unwrap_err();
     let text = error.to_string();
     assert!(
         text.contains("aggregator 0 cannot get at its parameters"),
@@ -157,4 +177,87 @@ fn a_memory_server_that_goes_is_an_error_of_the_aggregator_and_ends_the_job() {
         panic!("{worked}");
     };
     assert_eq!(gone, Party::Aggregator(0));
+}
+
+/// Keeps the one checkpoint after four steps.
+fn keeping(kept: &mut Vec<u8>) -> Option<Keeping<'_>> {
+    let keep = |step, content: &mut dyn Content| {
+        assert_eq!(step, 4);
+        content.write_to(kept)?;
+        assert_eq!(kept.len() as u64, content.bytes());
+        Ok(())
+    };
+    Some(Keeping {
+        every: 4,
+        keep: Box::new(keep),
+    })
+}
+
+#[test]
+fn aggregators_go_on_from_checkpoints_in_local_and_in_remote_memory() {
+    if !can_page("aggregators_go_on_from_checkpoints_in_local_and_in_remote_memory") {
+        return;
+    }
+    let server = server(64 << 20);
+    for rule in [MOMENTUM, ADAM] {
+        let job = through(&job(rule), 2);
+        let bytes = 4 * 3 * job.model.parameters();
+        let whole = hash(last(&run(&job, &NETWORK).unwrap()));
+        let (mut of_workers, mut of_aggregators) = ([vec![], vec![]], [vec![], vec![]]);
+        let remote = runtime(&server, bytes / 4);
+        let kept = Courses {
+            workers: (of_workers.iter_mut())
+                .map(|kept| Course {
+                    from: None,
+                    keeping: keeping(kept),
+                })
+                .collect(),
+            aggregators: (of_aggregators.iter_mut())
+                .map(|kept| AggregatorCourse {
+                    keeping: keeping(kept),
+                    ..AggregatorCourse::default()
+                })
+                .collect(),
+            state: Some(&remote),
+        };
+        let ended = run_on(&job, &NETWORK, kept).unwrap();
+        assert_eq!(hash(last(&ended)), whole);
+        // A worker keeps no parameters where aggregators have them.
+        let parameters = 4 * job.model.parameters();
+        assert!(of_workers[0].len() < parameters, "{}", of_workers[0].len());
+        let resumed = |state, aggregators: &[Vec<u8>; 2]| {
+            let workers = of_workers.iter().enumerate().map(|(rank, kept)| Course {
+                from: Some(Checkpoint::from_bytes(kept, &job, rank).unwrap()),
+                keeping: None,
+            });
+            let aggregators = aggregators.iter().map(|kept| AggregatorCourse {
+                from: 4,
+                checkpoint: Some(Box::new(&**kept)),
+                keeping: None,
+            });
+            let courses = Courses {
+                workers: workers.collect(),
+                aggregators: aggregators.collect(),
+                state,
+            };
+            run_on(&job, &NETWORK, courses)
+        };
+        for state in [None, Some(&remote)] {
+            let ended = resumed(state, &of_aggregators).unwrap();
+            assert_eq!((ended[0].from, hash(last(&ended))), (4, whole), "{rule:?}");
+        }
+        // Another aggregator's, a bit that is wrong, and an end that is missing.
+        let [first, second] = &of_aggregators;
+        let mut damaged = second.clone();
+        damaged[second.len() / 2] ^= 1;
+        let cut = second[..second.len() - 1].to_vec();
+        for (wrong, said) in [
+            (first.clone(), "aggregator 0 of 2"),
+            (damaged, "damaged"),
+            (cut, "aggregator 1 cannot go on"),
+        ] {
+            let error = resumed(None, &[first.clone(), wrong]).unwrap_err();
+            assert!(error.to_string().contains(said), "{error}");
+        }
+    }
 }

@@ -9,10 +9,10 @@
 use std::{path::Path, sync::Arc, time::Duration};
 
 use farpage_train::{
-    Between, Checkpoint, Cnn, Course, Job, Keeping, Mlp, Mode, Network, Outcome, Plan, Rule,
-    Scratch, consensus,
+    Between, Checkpoint, Cnn, Content, Course, Courses, Job, Keeping, Mlp, Mode, Network, Outcome,
+    Plan, Rule, Scratch, consensus,
     data::{Dataset, Shards, Source},
-    distance, hash, run, run_on, run_through,
+    distance, hash, run, run_on,
 };
 
 const SIM: Network = Network {
@@ -38,6 +38,7 @@ fn job(mode: Mode, workers: usize, group: usize) -> Job {
         every: 20,
         seed: 1,
         slow: None,
+        aggregators: 0,
     }
 }
 
@@ -135,12 +136,18 @@ fn a_convolutional_network_ends_in_these_bits_over_every_fabric() {
 #[test]
 fn aggregators_move_running_statistics_as_workers_do() {
     // Two summands have one sum, in whichever order.
-    let job = cnn_job(Mode::Bsp, 2, 2);
-    let expected = hash(last(&run(&job, &SIM).unwrap()));
-    // With 40 some have running statistics only.
-    for aggregators in [1, 3, 40] {
-        let ended = run_through(&job, &SIM, aggregators).unwrap();
-        assert_eq!(hash(last(&ended)), expected, "{aggregators}");
+    for (mode, workers) in [(Mode::Bsp, 2), (Mode::Ds, 4)] {
+        let job = cnn_job(mode, workers, 2);
+        let expected = hash(last(&run(&job, &SIM).unwrap()));
+        // With 40 some have running statistics only.
+        for aggregators in [2, 6, 40] {
+            let through = Job {
+                aggregators,
+                ..job.clone()
+            };
+            let ended = run(&through, &SIM).unwrap();
+            assert_eq!(hash(last(&ended)), expected, "{mode} {aggregators}");
+        }
     }
 }
 
@@ -174,16 +181,20 @@ fn running_statistics_are_averaged_as_parameters_are() {
     );
 }
 
+fn on<'a>(workers: impl Iterator<Item = Course<'a>>) -> Courses<'a> {
+    Courses {
+        workers: workers.collect(),
+        ..Courses::default()
+    }
+}
+
 /// Keeps the one checkpoint that a job of 20 steps has.
 fn keeping(kept: &mut Vec<u8>) -> Course<'_> {
     Course {
         from: None,
         keeping: Some(Keeping {
             every: 13,
-            keep: Box::new(|_, bytes| {
-                *kept = bytes.to_vec();
-                Ok(())
-            }),
+            keep: Box::new(|_, content: &mut dyn Content| Ok(content.write_to(kept)?)),
         }),
     }
 }
@@ -193,7 +204,7 @@ fn a_convolutional_network_goes_on_from_checkpoints_with_the_same_bits() {
     for between in [Between::Sim, Between::Shm, Between::Tcp] {
         let (job, network) = (cnn_job(Mode::Ds, 4, 2), Network { between, ..SIM });
         let mut kept = vec![Vec::new(); 4];
-        let whole = run_on(&job, &network, kept.iter_mut().map(keeping).collect()).unwrap();
+        let whole = run_on(&job, &network, on(kept.iter_mut().map(keeping))).unwrap();
         let resume = |(rank, bytes): (usize, &Vec<u8>)| {
             let from = Checkpoint::from_bytes(bytes, &job, rank).unwrap();
             assert_eq!(from.step(), 13);
@@ -202,8 +213,8 @@ fn a_convolutional_network_goes_on_from_checkpoints_with_the_same_bits() {
                 keeping: None,
             }
         };
-        let courses = kept.iter().enumerate().map(resume).collect();
-        let resumed = run_on(&job, &network, courses).unwrap();
+        let courses = kept.iter().enumerate().map(resume);
+        let resumed = run_on(&job, &network, on(courses)).unwrap();
         assert_eq!(hash(last(&resumed)), hash(last(&whole)), "{between:?}");
     }
 }

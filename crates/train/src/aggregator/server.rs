@@ -1,8 +1,10 @@
-//! [`Aggregator`]: the process that sums and steps one part of the parameters.
+//! [`Aggregator`]: the process that sums, and steps, one part of the parameters.
 //!
 //! The rule it keeps: it ends when all workers have gone, and workers that it gives up hear why.
 
 use std::{
+    fmt,
+    io::Read,
     ops::Range,
     sync::Arc,
     thread,
@@ -12,37 +14,64 @@ use std::{
 use farpage::Runtime;
 use farpage_fabric::{
     Endpoint, ExtentId,
-    areas::{Areas, Board, Presence},
-    patterns::{Landing, RingReceiver},
+    areas::{Areas, OfferError, Presence},
+    patterns::RingReceiver,
 };
 
 use super::{
-    AggregateError, BOARD, CULPRIT_AT, FAREWELL, GIVEN_UP, GRADIENT_AT, ITS_OWN_FAULT, Layout,
-    NAP_MAX, PARAMETERS_AT, Party, VERSION_AT, area, place,
-    state::State,
-    summing::{Summing, Turns},
+    AggregateError, CULPRIT_AT, FAREWELL, GIVEN_UP, GRADIENT_AT, Layout, NAP_MAX, PARAMETERS_AT,
+    Party, Seats, VERSION_AT, area, board, kept,
+    link::OwnLink,
+    place,
+    state::{State, StateError},
+    summing::{Group, Keeper, Member, Summing, Task, Turns, lost},
 };
 use crate::{
+    checkpoint::Keeping,
+    job::Job,
     optimizer::Rule,
+    plan::Mode,
     station::{Address, Home},
 };
 
 /// A parameter server for one part of the parameters.
 pub struct Aggregator {
     who: Party,
+    number: usize,
     part: Range<usize>,
     /// How many of the part are no running statistics.
     learnt: usize,
     areas: Arc<Areas>,
-    workers: Vec<(RingReceiver, Landing)>,
-    board: Board,
+    groups: Vec<Group>,
     home: Home,
     runtime: Option<Runtime>,
+    link_gbps: Option<f64>,
+}
+
+/// Where an aggregator begins, and what it keeps on its way.
+#[derive(Default)]
+pub struct AggregatorCourse<'a> {
+    /// How many steps have been done.
+    pub from: u64,
+    /// The checkpoint of that step, if the aggregator has the optimizer. It is read once, and in
+    /// order.
+    pub checkpoint: Option<Box<dyn Read + Send + 'a>>,
+    /// How it keeps checkpoints, if it has the optimizer; `None` keeps none.
+    pub keeping: Option<Keeping<'a>>,
+}
+
+impl fmt::Debug for AggregatorCourse<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("AggregatorCourse")
+            .field("from", &self.from)
+            .field("keeping", &self.keeping)
+            .finish_non_exhaustive()
+    }
 }
 
 impl Aggregator {
-    /// Begins to serve at `endpoint`; `sim:seed` is a simulated fabric. A worker that is silent for
-    /// `lease` has gone.
+    /// Begins to serve at `endpoint`, for workers who all share the parameters; `sim:seed` is a
+    /// simulated fabric. A worker that is silent for `lease` has gone.
     ///
     /// # Errors
     /// [`AggregateError::Offer`], [`AggregateError::Serve`]
@@ -52,29 +81,66 @@ impl Aggregator {
         endpoint: &Endpoint,
         lease: Duration,
     ) -> Result<Self, AggregateError> {
+        Self::open_at(&layout.into(), number, endpoint, lease)
+    }
+
+    /// Begins to serve the aggregator of this number of a job.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open), and [`AggregateError::Uneven`].
+    pub fn of(
+        job: &Job,
+        number: usize,
+        endpoint: &Endpoint,
+        lease: Duration,
+    ) -> Result<Self, AggregateError> {
+        Self::open_at(&Seats::of(job)?, number, endpoint, lease)
+    }
+
+    fn open_at(
+        seats: &Seats,
+        number: usize,
+        endpoint: &Endpoint,
+        lease: Duration,
+    ) -> Result<Self, AggregateError> {
         let who = Party::Aggregator(number);
-        let offer = |source| AggregateError::Offer { who, source };
-        let (areas, part) = (Areas::new(lease), layout.part(number));
+        let (areas, part) = (Areas::new(lease), seats.part(number));
         let bytes = 4 * part.len();
-        let workers = (0..layout.workers).map(|rank| {
-            let landing = areas.offer(&area(rank), (GRADIENT_AT + bytes) as u64)?;
-            let ring = RingReceiver::new(landing.clone(), place(ExtentId(0)));
-            Ok((ring, landing))
-        });
-        let workers = workers.collect::<Result<_, _>>().map_err(offer)?;
-        let shown = (PARAMETERS_AT + 2 * bytes).max(PARAMETERS_AT + 8) as u64;
-        let board = areas.show(BOARD, shown).map_err(offer)?;
+        // Before anybody can write.
+        let group = |ring: usize| -> Result<Group, OfferError> {
+            let member = |rank: usize| {
+                let landing = areas.offer(&area(ring, rank), (GRADIENT_AT + bytes) as u64)?;
+                Ok(Member {
+                    rank,
+                    ring: RingReceiver::new(landing.clone(), place(ExtentId(0))),
+                    landing,
+                    arrives: None,
+                    waits_for: None,
+                })
+            };
+            let members = seats.members(ring, number).into_iter().map(member);
+            let shown = (PARAMETERS_AT + 2 * bytes).max(PARAMETERS_AT + 8) as u64;
+            Ok(Group {
+                members: members.collect::<Result<_, OfferError>>()?,
+                board: areas.show(&board(ring), shown)?,
+            })
+        };
+        let groups = (0..seats.plan.ring_count()).map(group);
+        let groups = groups
+            .collect::<Result<_, _>>()
+            .map_err(|source| AggregateError::Offer { who, source })?;
         let home =
             Home::open(endpoint, &areas).map_err(|source| AggregateError::Serve { who, source })?;
         Ok(Self {
             who,
-            learnt: layout.learnt(&part),
+            number,
+            learnt: seats.learnt(&part),
             part,
             areas,
-            workers,
-            board,
+            groups,
             home,
             runtime: None,
+            link_gbps: None,
         })
     }
 
@@ -83,6 +149,15 @@ impl Aggregator {
     pub fn keep_in(self, runtime: &Runtime) -> Self {
         Self {
             runtime: Some(runtime.clone()),
+            ..self
+        }
+    }
+
+    /// As if all its workers reached it by one link of so many gigabits per second in each
+    /// direction. Not one bit differs.
+    pub fn behind_link(self, gbps: f64) -> Self {
+        Self {
+            link_gbps: Some(gbps),
             ..self
         }
     }
@@ -104,71 +179,138 @@ impl Aggregator {
         steps: u64,
         deadline: Duration,
     ) -> Result<(), AggregateError> {
+        let who = self.who;
+        let state = self.state(initial, rule).map_err(|why| lost(who, why));
+        self.run(
+            state.map(Task::Step),
+            0..steps,
+            deadline,
+            None,
+            &mut |_, _| Ok(()),
+        )
+    }
+
+    /// Does its part of a job: the steps of the optimizer for [`Mode::Bsp`], and the means of
+    /// parameters for groups. Waits for no worker longer than `deadline`, and returns when all have
+    /// gone.
+    ///
+    /// # Errors
+    /// [`AggregateError`]; workers are told whose fault it is.
+    pub fn serve_job(
+        self,
+        job: &Job,
+        course: AggregatorCourse<'_>,
+        deadline: Duration,
+    ) -> Result<(), AggregateError> {
+        let (who, number) = (self.who, self.number);
+        let AggregatorCourse {
+            from,
+            checkpoint,
+            mut keeping,
+        } = course;
+        let task = match job.plan.mode() {
+            Mode::Bsp => {
+                let initial = job.model.initial(job.seed);
+                let state = self.state(&initial, job.rule);
+                let state = state.map_err(|why| lost(who, why));
+                state.and_then(|mut state| {
+                    if let Some(mut source) = checkpoint {
+                        let read = kept::read(job, number, from, &mut state, &mut *source);
+                        read.map_err(|source| AggregateError::Resume { who, source })?;
+                    }
+                    Ok(Task::Step(state))
+                })
+            }
+            _ => Ok(Task::Mean),
+        };
+        let every = keeping.as_ref().map(|keeping| keeping.every);
+        let mut keep = |step, state: &mut State| match &mut keeping {
+            None => Ok(()),
+            Some(keeping) => {
+                let mut content = kept::Kept::new(job, number, step, state);
+                let kept = (keeping.keep)(step, &mut content);
+                kept.map_err(|source| AggregateError::Keep { who, step, source })
+            }
+        };
+        self.run(task, from..job.rounds(), deadline, every, &mut keep)
+    }
+
+    fn state(&self, initial: &[f32], rule: Rule) -> Result<State, StateError> {
+        let initial = &initial[self.part.clone()];
+        State::new(rule, initial, self.learnt, self.runtime.as_ref())
+    }
+
+    fn run(
+        self,
+        task: Result<Task, AggregateError>,
+        rounds: Range<u64>,
+        deadline: Duration,
+        every: Option<u64>,
+        keeper: &mut Keeper<'_>,
+    ) -> Result<(), AggregateError> {
         let Self {
             who,
             part,
-            learnt,
             areas,
-            workers: landings,
-            board,
+            groups,
             home,
-            runtime,
+            link_gbps,
+            ..
         } = self;
-        let (initial, workers) = (&initial[part], landings.len());
-        let state = State::new(rule, initial, learnt, runtime.as_ref());
-        let outcome = match state {
-            Err(why) => {
-                let source = Box::new(why);
-                Err(AggregateError::State { who, source })
+        let boards: Vec<_> = groups.iter().map(|group| group.board.clone()).collect();
+        let names: Vec<_> = (groups.iter().enumerate())
+            .flat_map(|(ring, group)| {
+                let members = group.members.iter();
+                members.map(move |member| area(ring, member.rank))
+            })
+            .collect();
+        let began = task.and_then(|task| {
+            let mut summing = Summing {
+                who,
+                groups,
+                task,
+                sum: vec![0.0; part.len()],
+                rounds: rounds.end,
+                at: (rounds.start, 0),
+                since: Instant::now(),
+                link: link_gbps.map(|gbps| OwnLink::new(gbps, 4 * part.len())),
+                held: None,
+                due: None,
+                every,
+                keep: None,
+                failed: None,
+                message: Vec::new(),
+            };
+            if rounds.start > 0 {
+                summing.resume(rounds.start)?;
             }
-            Ok(state) => {
-                let turns = Arc::new(Turns::new(Summing {
-                    who,
-                    share: 1.0 / workers as f32,
-                    workers: landings,
-                    board: board.clone(),
-                    sum: vec![0.0; initial.len()],
-                    state,
-                    steps,
-                    at: (0, 0),
-                    since: Instant::now(),
-                    failed: None,
-                    message: Vec::new(),
-                }));
-                let hears = home.hears_of_arrivals();
-                if hears {
-                    let turns = Arc::clone(&turns);
-                    areas.on_arrival(Some(Arc::new(move || turns.turn())));
-                }
-                let outcome = turns.wait(&areas, hears, deadline);
-                areas.on_arrival(None);
-                outcome
+            Ok(Arc::new(Turns::new(summing)))
+        });
+        let outcome = began.and_then(|turns| {
+            let hears = home.hears_of_arrivals();
+            if hears {
+                let turns = Arc::clone(&turns);
+                areas.on_arrival(Some(Arc::new(move || turns.turn())));
             }
-        };
-        let (culprit, patience) = match &outcome {
-            Ok(()) => (None, deadline),
-            Err(
-                AggregateError::Missing { missing: at, .. }
-                | AggregateError::Gone { gone: at, .. }
-                | AggregateError::Strange { from: at, .. },
-            ) => match at {
-                Party::Worker(rank) => (Some(*rank as u64 + 1), FAREWELL),
-                Party::Aggregator(_) => (Some(ITS_OWN_FAULT), FAREWELL),
-            },
-            Err(_) => (Some(ITS_OWN_FAULT), FAREWELL),
-        };
+            let outcome = turns.wait(&areas, hears, deadline, keeper);
+            areas.on_arrival(None);
+            outcome
+        });
+        let culprit = outcome.as_ref().err().map(|error| error.culprit(who));
         if let Some(culprit) = culprit {
-            board.announce(CULPRIT_AT, culprit);
-            board.announce(VERSION_AT, GIVEN_UP);
+            for board in &boards {
+                board.announce(CULPRIT_AT, culprit.code());
+                board.announce(VERSION_AT, GIVEN_UP);
+            }
         }
         // Who has not come yet shall hear of a failure, too.
-        let hears = |rank| match areas.presence(&area(rank)) {
+        let hears = |name: &String| match areas.presence(name) {
             Presence::Here => true,
             Presence::Awaited => culprit.is_some(),
             Presence::Gone => false,
         };
-        let until = Instant::now() + patience;
-        while (0..workers).any(hears) && Instant::now() < until {
+        let until = Instant::now() + culprit.map_or(deadline, |_| FAREWELL);
+        while names.iter().any(hears) && Instant::now() < until {
             thread::sleep(NAP_MAX);
         }
         outcome

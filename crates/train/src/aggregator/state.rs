@@ -6,7 +6,7 @@
 //! They lie in pieces, each with its parameters and behind them what the optimizer remembers of
 //! them. So a step goes through memory once and in order, and asks for what comes next.
 
-use std::ops::Range;
+use std::{io, ops::Range};
 
 use farpage::{
     Advice, Codec, CreateError, PageError, PinError, RegionOptions, RemoteArray, Runtime,
@@ -125,6 +125,53 @@ impl State {
             .try_for_each(|number| self.memory.soon(self.piece(number).floats))
     }
 
+    /// How many floats there are, those that the optimizer remembers included.
+    pub(super) fn len(&self) -> usize {
+        self.parameters + self.rule.remembers() * self.learnt
+    }
+
+    pub(super) fn decay(&self) -> Decay {
+        self.decay
+    }
+
+    pub(super) fn set_decay(&mut self, decay: Decay) {
+        self.decay = decay;
+    }
+
+    /// Goes through all floats, piece by piece and in order.
+    pub(super) fn each(
+        &mut self,
+        mut change: impl FnMut(&mut [f32]) -> io::Result<()>,
+    ) -> io::Result<()> {
+        for number in 0..self.pieces() {
+            self.ahead(number).map_err(io::Error::other)?;
+            let (floats, mut changed) = (self.piece(number).floats, Ok(()));
+            let with = self.memory.with(floats, |floats| changed = change(floats));
+            with.map_err(io::Error::other)?;
+            changed?;
+        }
+        Ok(())
+    }
+
+    /// Shows each piece's parameters with the number of its first.
+    pub(super) fn show(&mut self, mut show: impl FnMut(usize, &[f32])) -> Result<(), StateError> {
+        for number in 0..self.pieces() {
+            let piece = self.piece(number);
+            let count = piece.parameters.len();
+            let show = |floats: &mut [f32]| show(piece.parameters.start, &floats[..count]);
+            self.memory.with(piece.floats, show)?;
+        }
+        Ok(())
+    }
+
+    /// Asks for a piece that is needed after some others.
+    fn ahead(&self, number: usize) -> Result<(), StateError> {
+        match number + AHEAD < self.pieces() {
+            true => self.memory.soon(self.piece(number + AHEAD).floats),
+            false => Ok(()),
+        }
+    }
+
     /// Changes all parameters by one step, and shows each piece's with the number of its first.
     pub(super) fn step(
         &mut self,
@@ -133,10 +180,7 @@ impl State {
     ) -> Result<(), StateError> {
         let change = self.decay.next(self.rule);
         for number in 0..self.pieces() {
-            if number + AHEAD < self.pieces() {
-                let next = self.piece(number + AHEAD);
-                self.memory.soon(next.floats)?;
-            }
+            self.ahead(number)?;
             let Piece {
                 parameters,
                 learnt,

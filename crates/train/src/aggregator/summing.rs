@@ -1,4 +1,4 @@
-//! [`Turns`]: adding gradients in the order of ranks, by whoever finds that one has come.
+//! [`Turns`]: adding vectors in the order of ranks, by whoever finds that one has come.
 //!
 //! The rule it keeps: adding never waits for a worker. Who waits is the thread that serves.
 
@@ -17,86 +17,243 @@ use farpage_fabric::{
 };
 
 use super::{
-    AggregateError, GRADIENT_AT, NAP_MAX, NAP_MIN, Party, SPIN, StateError, VERSION_AT, area,
-    parameters_at, state::State,
+    AWAITED_AT, AggregateError, GRADIENT_AT, NAP_MAX, NAP_MIN, Party, SPIN, StateError, TOLD_AFTER,
+    VERSION_AT, Word, area, link::OwnLink, parameters_at, state::State,
 };
+
+/// A worker, as the aggregator sees it in one of its groups.
+pub(super) struct Member {
+    pub(super) rank: usize,
+    pub(super) ring: RingReceiver,
+    pub(super) landing: Landing,
+    /// When its vector arrives that it has announced, and that is not added yet.
+    pub(super) arrives: Option<Instant>,
+    /// For whom it waits, as it says.
+    pub(super) waits_for: Option<Party>,
+}
+
+/// Those who use the same ring, in the order of ranks, and what is shown to them.
+pub(super) struct Group {
+    pub(super) members: Vec<Member>,
+    pub(super) board: Board,
+}
+
+/// What becomes of the mean.
+pub(super) enum Task {
+    /// It is a gradient, by which these change.
+    Step(State),
+    /// It is what all members go on with.
+    Mean,
+}
 
 /// What an aggregator has done so far. It never waits.
 pub(super) struct Summing {
     pub(super) who: Party,
-    pub(super) share: f32,
-    pub(super) workers: Vec<(RingReceiver, Landing)>,
-    pub(super) board: Board,
-    pub(super) state: State,
+    /// By the number of their ring, in turns.
+    pub(super) groups: Vec<Group>,
+    pub(super) task: Task,
     pub(super) sum: Vec<f32>,
-    pub(super) steps: u64,
-    /// The step, and the worker whose gradient comes next.
+    /// The first round that is not done any more.
+    pub(super) rounds: u64,
+    /// The round, and the position of the member whose vector comes next.
     pub(super) at: (u64, usize),
     /// Since when it is waited for.
     pub(super) since: Instant,
+    pub(super) link: Option<OwnLink>,
+    /// A version that is shown when the link has carried what others read.
+    pub(super) held: Option<(u64, Instant)>,
+    /// When something arrives or is shown, if nobody else does something before.
+    pub(super) due: Option<Instant>,
+    /// Checkpoints are kept after each so many steps, but not after the last.
+    pub(super) every: Option<u64>,
+    /// A checkpoint has to be kept before anything else happens.
+    pub(super) keep: Option<u64>,
     pub(super) failed: Option<AggregateError>,
     pub(super) message: Vec<u8>,
 }
 
 impl Summing {
     fn is_over(&self) -> bool {
-        self.failed.is_some() || self.at.0 == self.steps
+        let is_done = self.at.0 >= self.rounds && self.held.is_none() && self.keep.is_none();
+        self.failed.is_some() || is_done
     }
 
-    /// Adds the gradients that have come, and does the steps that are complete.
+    /// The number of the ring that a round uses.
+    fn ring_of(&self, round: u64) -> usize {
+        (round % self.groups.len() as u64) as usize
+    }
+
+    /// Where a board has what a round makes.
+    fn place(&self, round: u64) -> usize {
+        parameters_at(round / self.groups.len() as u64, self.sum.len())
+    }
+
+    /// Adds what has come, and does the rounds that are complete.
     fn advance(&mut self) {
-        while !self.is_over() {
-            let ((step, rank), who) = (self.at, self.who);
-            let (ring, landing) = &mut self.workers[rank];
+        self.due = None;
+        while !self.is_over() && self.keep.is_none() {
+            match self.go_on() {
+                Ok(true) => {}
+                Ok(false) => return,
+                Err(error) => self.failed = Some(error),
+            }
+        }
+    }
+
+    /// Does one thing, if there is one to do.
+    fn go_on(&mut self) -> Result<bool, AggregateError> {
+        let now = Instant::now();
+        if let Some((version, at)) = self.held {
+            if at > now {
+                self.due = Some(at);
+                return Ok(false);
+            }
+            self.held = None;
+            self.show(version)?;
+            return Ok(true);
+        }
+        let (round, position) = self.at;
+        let number = self.ring_of(round);
+        self.hear(number, round, now)?;
+        let members = &mut self.groups[number].members;
+        let (count, member) = (members.len(), &mut members[position]);
+        match member.arrives {
+            None => return Ok(false),
+            Some(at) if at > now => {
+                self.due = Some(at);
+                return Ok(false);
+            }
+            Some(_) => member.arrives = None,
+        }
+        (member.landing).add_floats(GRADIENT_AT, &mut self.sum, position == 0);
+        self.at = (round, position + 1);
+        if position + 1 == count {
+            self.finish(round)?;
+        }
+        self.since = Instant::now();
+        Ok(true)
+    }
+
+    /// Takes what the members of a group have said.
+    fn hear(&mut self, number: usize, round: u64, now: Instant) -> Result<(), AggregateError> {
+        let who = self.who;
+        for member in &mut self.groups[number].members {
+            let from = Party::Worker(member.rank);
             let strange = |detail| AggregateError::Strange {
                 who,
-                from: Party::Worker(rank),
-                step,
+                from,
+                step: round,
                 detail,
             };
-            match ring.receive(&mut self.message) {
-                Ok(false) => return,
-                Ok(true) if self.message == step.to_le_bytes() => {}
-                Ok(true) => {
-                    let detail = format!("it announces {:?}", self.message);
-                    self.failed = Some(strange(detail));
-                    return;
+            // Nothing follows the announcement before its sum is shown.
+            while member.arrives.is_none() {
+                let received = member.ring.receive(&mut self.message);
+                if !received.map_err(|error| strange(error.to_string()))? {
+                    break;
                 }
-                Err(error) => {
-                    self.failed = Some(strange(error.to_string()));
-                    return;
+                match Word::of_bytes(&self.message) {
+                    Some(Word::Placed(placed)) if placed == round => {
+                        member.waits_for = None;
+                        let link = self.link.as_mut();
+                        member.arrives = Some(link.map_or(now, |link| link.arrives(now)));
+                    }
+                    Some(Word::Waits(party)) => member.waits_for = Some(party),
+                    Some(Word::GivesUp(gone)) => {
+                        let reason = match gone == from {
+                            true => "it gave up, and says itself why".to_owned(),
+                            false => format!("{from} gave up because of it"),
+                        };
+                        return Err(AggregateError::Gone {
+                            who,
+                            gone,
+                            step: round,
+                            reason,
+                        });
+                    }
+                    _ => return Err(strange(format!("it announces {:?}", self.message))),
                 }
             }
-            landing.add_floats(GRADIENT_AT, &mut self.sum, rank == 0);
-            self.at = (step, rank + 1);
-            if rank + 1 == self.workers.len() {
-                if let Err(why) = self.finish(step + 1) {
-                    let source = Box::new(why);
-                    self.failed = Some(AggregateError::State { who, source });
-                    return;
-                }
-                self.at = (step + 1, 0);
-            }
-            self.since = Instant::now();
         }
+        Ok(())
     }
 
-    /// Lets the optimizer do its step, and shows what it makes.
-    fn finish(&mut self, version: u64) -> Result<(), StateError> {
-        let share = self.share;
+    /// Makes of the sum what the members go on with.
+    fn finish(&mut self, round: u64) -> Result<(), AggregateError> {
+        let (at, number) = (self.place(round), self.ring_of(round));
+        let Group { members, board } = &self.groups[number];
+        let share = 1.0 / members.len() as f32;
         self.sum.iter_mut().for_each(|value| *value *= share);
-        let (board, at) = (&self.board, parameters_at(version, self.sum.len()));
-        self.state.step(&self.sum, |first, parameters| {
-            board.write_floats(at + 4 * first, parameters);
-        })?;
-        board.announce(VERSION_AT, version);
-        match version < self.steps {
-            // What comes first is brought while the workers compute.
-            true => self.state.prepare(),
-            false => Ok(()),
+        match &mut self.task {
+            Task::Mean => board.write_floats(at, &self.sum),
+            Task::Step(state) => {
+                let show = |first, parameters: &[f32]| {
+                    board.write_floats(at + 4 * first, parameters);
+                };
+                let stepped = state.step(&self.sum, show);
+                stepped.map_err(|why| lost(self.who, why))?;
+            }
         }
+        board.announce(AWAITED_AT, 0);
+        self.at = (round + 1, 0);
+        let others = self.link.as_ref().map(|link| link.others(members.len()));
+        match others {
+            None => self.show(round + 1)?,
+            Some(others) => self.held = Some((round + 1, Instant::now() + others)),
+        }
+        Ok(())
+    }
+
+    /// Shows what a round has made.
+    fn show(&mut self, version: u64) -> Result<(), AggregateError> {
+        let number = self.ring_of(version - 1);
+        self.groups[number].board.announce(VERSION_AT, version);
+        if version < self.rounds {
+            if self
+                .every
+                .is_some_and(|every| version.is_multiple_of(every))
+            {
+                self.keep = Some(version);
+            }
+            if let Task::Step(state) = &self.task {
+                // What comes first is brought while the workers compute.
+                state.prepare().map_err(|why| lost(self.who, why))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Shows the parameters that a job goes on with after so many steps.
+    pub(super) fn resume(&mut self, from: u64) -> Result<(), AggregateError> {
+        let at = self.place(from - 1);
+        let board = &self.groups[self.ring_of(from - 1)].board;
+        if let Task::Step(state) = &mut self.task {
+            let shown = state.show(|first, parameters| {
+                board.write_floats(at + 4 * first, parameters);
+            });
+            shown.map_err(|why| lost(self.who, why))?;
+            board.announce(VERSION_AT, from);
+        }
+        Ok(())
+    }
+
+    /// Who is waited for, if it is a worker and not the link: itself, and who is at fault.
+    fn awaited(&self) -> Option<(Party, Party)> {
+        let is_waiting = !self.is_over() && self.held.is_none() && self.keep.is_none();
+        let members = is_waiting.then(|| &self.groups[self.ring_of(self.at.0)].members)?;
+        let member = &members[self.at.1];
+        let worker = Party::Worker(member.rank);
+        let waits = member.arrives.is_none();
+        waits.then(|| (worker, member.waits_for.unwrap_or(worker)))
     }
 }
+
+pub(super) fn lost(who: Party, why: StateError) -> AggregateError {
+    let source = Box::new(why);
+    AggregateError::State { who, source }
+}
+
+/// Keeps a checkpoint of what an aggregator has after so many steps.
+pub(super) type Keeper<'a> = dyn FnMut(u64, &mut State) -> Result<(), AggregateError> + 'a;
 
 /// An aggregator's work, done by whoever finds some: the thread that serves, or one that has placed
 /// a gradient.
@@ -106,8 +263,9 @@ pub(super) struct Turns {
     /// Sequentially consistent, as is the lock with respect to it: either the one who comes gets
     /// the lock, or the one who has it sees the number after it has let go.
     calls: AtomicU64,
-    is_over: Mutex<bool>,
-    over: Condvar,
+    /// Whether there is something that only the thread that serves can do.
+    is_wanted: Mutex<bool>,
+    wanted: Condvar,
 }
 
 impl Turns {
@@ -115,8 +273,8 @@ impl Turns {
         Self {
             summing: Mutex::new(summing),
             calls: AtomicU64::new(0),
-            is_over: Mutex::new(false),
-            over: Condvar::new(),
+            is_wanted: Mutex::new(false),
+            wanted: Condvar::new(),
         }
     }
 
@@ -126,11 +284,14 @@ impl Turns {
         while let Ok(mut summing) = self.summing.try_lock() {
             let seen = self.calls.load(Ordering::SeqCst);
             summing.advance();
-            let is_over = summing.is_over();
+            let is_wanted = summing.is_over() || summing.keep.is_some() || summing.due.is_some();
             drop(summing);
-            if is_over {
-                *self.is_over.lock().unwrap_or_else(PoisonError::into_inner) = true;
-                self.over.notify_all();
+            if is_wanted {
+                *self
+                    .is_wanted
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner) = true;
+                self.wanted.notify_all();
             }
             if self.calls.load(Ordering::SeqCst) == seen {
                 return;
@@ -148,15 +309,16 @@ impl Turns {
         seen
     }
 
-    /// Waits until all steps are done or somebody is missing. `hears`: whether those who place
-    /// gradients take turns, so that there is little to look for here.
+    /// Waits until all rounds are done or somebody is missing. `hears`: whether those who place
+    /// vectors take turns, so that there is little to look for here.
     pub(super) fn wait(
         &self,
         areas: &Areas,
         hears: bool,
         deadline: Duration,
+        keeper: &mut Keeper<'_>,
     ) -> Result<(), AggregateError> {
-        let (mut began, mut before) = (Instant::now(), (0, 0));
+        let (mut began, mut before, mut due) = (Instant::now(), None, None);
         loop {
             let waited = began.elapsed();
             if !hears && waited < SPIN {
@@ -168,41 +330,69 @@ impl Turns {
                     true => NAP_MAX,
                     false => (waited / 16).clamp(NAP_MIN, NAP_MAX),
                 };
-                self.nap(nap);
+                let left = due.map(|due: Instant| due.saturating_duration_since(Instant::now()));
+                self.nap(left.map_or(nap, |left| left.min(nap)));
             }
-            let (at, is_over) = self.with(|summing| (summing.at, summing.is_over()));
+            let at = self.with(|summing| {
+                if let Some(step) = summing.keep.take()
+                    && let Task::Step(state) = &mut summing.task
+                {
+                    summing.failed = keeper(step, state).err();
+                    // Nobody is to blame for the time that it took.
+                    summing.since = Instant::now();
+                }
+                summing.at
+            });
+            let is_over = self.with(|summing| {
+                due = summing.due;
+                summing.is_over()
+            });
             if is_over {
                 return self.with(|summing| {
                     // Nothing is added after the end, whatever still arrives.
-                    summing.steps = summing.at.0;
+                    summing.rounds = summing.at.0;
                     summing.failed.take().map_or(Ok(()), Err)
                 });
             }
-            if at != before {
-                (began, before) = (Instant::now(), at);
+            if Some(at) != before {
+                (began, before) = (Instant::now(), Some(at));
             }
         }
     }
 
-    /// Sleeps for so long, or until it is over.
+    /// Sleeps for so long, or until this thread is wanted.
     fn nap(&self, nap: Duration) {
-        let is_over = self.is_over.lock().unwrap_or_else(PoisonError::into_inner);
-        if !*is_over {
-            drop(self.over.wait_timeout(is_over, nap));
+        let mut is_wanted = self
+            .is_wanted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if !*is_wanted {
+            let woken = self.wanted.wait_timeout(is_wanted, nap);
+            is_wanted = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
+        *is_wanted = false;
     }
 
-    /// Fails if the worker whose gradient comes next is gone, or has not come in time.
+    /// Fails if the worker whose vector comes next is gone, or has not come in time, and tells the
+    /// others for whom they wait.
     fn look_for_workers(&self, areas: &Areas, deadline: Duration) {
-        let (who, at) = self.with(|summing| (summing.who, summing.at));
-        let presence = areas.presence(&area(at.1));
+        let (at, awaited) = self.with(|summing| (summing.at, summing.awaited()));
+        let Some((worker @ Party::Worker(rank), _)) = awaited else {
+            return;
+        };
+        let number = self.with(|summing| summing.ring_of(at.0));
+        let presence = areas.presence(&area(number, rank));
         // What a worker sent before it went still counts.
         self.turn();
         self.with(|summing| {
-            if summing.at != at || summing.is_over() {
+            let awaited = summing.awaited();
+            let Some((_, missing)) = awaited.filter(|(still, _)| *still == worker) else {
+                return;
+            };
+            let (who, step, waited) = (summing.who, at.0, summing.since.elapsed());
+            if summing.at != at {
                 return;
             }
-            let (step, worker) = (at.0, Party::Worker(at.1));
             if presence == Presence::Gone {
                 summing.failed = Some(AggregateError::Gone {
                     who,
@@ -210,13 +400,16 @@ impl Turns {
                     step,
                     reason: "its session has ended".to_owned(),
                 });
-            } else if summing.since.elapsed() >= deadline {
+            } else if waited >= deadline {
                 summing.failed = Some(AggregateError::Missing {
                     who,
-                    missing: worker,
+                    missing,
                     step,
                     deadline,
                 });
+            } else if waited >= deadline / TOLD_AFTER {
+                let board = &summing.groups[number].board;
+                board.announce(AWAITED_AT, missing.code());
             }
         });
     }

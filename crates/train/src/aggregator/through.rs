@@ -1,44 +1,49 @@
 //! [`Through`]: a worker's push and pull.
 //!
-//! The rule it keeps: a worker copies neither gradient nor parameters, and what it takes for a
-//! version has that version's number before and behind it.
+//! The rule it keeps: a worker copies neither what it pushes nor what it pulls, and what it takes
+//! for a version has that version's number before and behind it.
 
 use std::{
     fmt,
     ops::Range,
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{
-    ChannelError, Completion, ExtentId, Op, SessionOptions, Verb,
-    areas::Board,
-    patterns::{self, RingSender, SendError},
+    Op, SessionOptions, Verb,
+    patterns::{self, SendError},
     regmem::{RegBuf, RegPool, RegPoolOptions},
 };
 
 use super::{
-    AggregateError, BOARD, CULPRIT_AT, GRADIENT_AT, HEAD_BYTES, ITS_OWN_FAULT, Layout, NAP_MAX,
-    NAP_MIN, Party, SPIN, VERSION_AT, area, parameters_at, place,
+    AggregateError, FAREWELL, GRADIENT_AT, HEAD_BYTES, Layout, NAP_MAX, NAP_MIN, Party, SPIN,
+    Seats, TOLD_AFTER, VERSION_AT, Word, area, board,
+    line::{Line, State},
+    parameters_at,
 };
 use crate::{
-    exchange::{Counted, Moved},
-    station::{Address, connect},
+    job::Job,
+    station::{Address, Unreached, reach_each},
 };
 
 /// Floats of one operation.
 const PIECE_FLOATS: usize = 256 << 10;
-/// Looks over the fabric before a thread sleeps between them: each moves bytes.
-const REMOTE_LOOKS: u32 = 8;
 
 /// A worker's way through aggregators.
 pub struct Through {
     who: Party,
     lines: Vec<Line>,
+    /// Which lines a round uses, by the number of its ring.
+    rings: Vec<Range<usize>>,
+    aggregators: usize,
     deadline: Duration,
-    /// How both buffers are cut, in the order of lines.
+    /// How both buffers are cut, in the order of a ring's lines.
     cuts: Vec<Cut>,
+    /// Of whom the aggregators of other rings know that they are waited for.
+    told: Option<Party>,
+    /// Pushes and pulls.
+    serial_steps: u64,
     /// Registered with all adapters that they go through.
     pool: RegPool,
     bytes: usize,
@@ -55,47 +60,12 @@ struct Cut {
     bytes: usize,
 }
 
-/// Version and culprit, as a board shows them; `None` while they are being placed.
-type Head = (Option<u64>, Option<u64>);
-
-/// A worker's connection to one aggregator.
-struct Line {
-    part_floats: usize,
-    /// The numbers of its cuts.
-    cuts: Range<usize>,
-    landing: ExtentId,
-    board: ExtentId,
-    sender: RingSender<Counted>,
-    pool: RegPool,
-    moved: Arc<Moved>,
-    state: State,
-    /// READs that have not ended.
-    reading: usize,
-    /// The board's numbers, as the last READ found them.
-    head: Head,
-    looks: u32,
-    /// When the next look is due.
-    look_at: Instant,
-}
-
-/// How far a line is in a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// The gradient is on its way.
-    Pushing,
-    /// The version is looked for.
-    Looking,
-    /// The parameters are on their way.
-    Pulling,
-    Done,
-}
-
 /// The buffers of a step, in parts: what has come back, or has not been posted.
-struct Parts {
-    gradient: Vec<Option<RegBuf>>,
-    parameters: Vec<Option<RegBuf>>,
+pub(super) struct Parts {
+    pub(super) gradient: Vec<Option<RegBuf>>,
+    pub(super) parameters: Vec<Option<RegBuf>>,
     /// Whether the parameters of a part have been read.
-    read: Vec<bool>,
+    pub(super) read: Vec<bool>,
 }
 
 impl Through {
@@ -112,66 +82,117 @@ impl Through {
         options: &SessionOptions,
         deadline: Duration,
     ) -> Result<Self, AggregateError> {
+        Self::reach(&layout.into(), rank, addresses, options, deadline)
+    }
+
+    /// Reaches the aggregators of a job that the worker of this rank goes through. Otherwise as
+    /// [`join`](Self::join).
+    ///
+    /// # Errors
+    /// [`AggregateError`]
+    pub fn of(
+        job: &Job,
+        rank: usize,
+        addresses: &[Address],
+        options: &SessionOptions,
+        deadline: Duration,
+    ) -> Result<Self, AggregateError> {
+        Self::reach(&Seats::of(job)?, rank, addresses, options, deadline)
+    }
+
+    fn reach(
+        seats: &Seats,
+        rank: usize,
+        addresses: &[Address],
+        options: &SessionOptions,
+        deadline: Duration,
+    ) -> Result<Self, AggregateError> {
         let who = Party::Worker(rank);
-        let mut cuts = Vec::new();
-        let mut registrars = Vec::new();
-        let lines = addresses.iter().enumerate().map(|(number, address)| {
-            let refused = |error: &dyn fmt::Display| AggregateError::Refused {
+        let (mut cuts, mut plans, mut rings) = (Vec::new(), Vec::new(), Vec::new());
+        // 1. Lines and cuts: those of each ring are cut like those of the first.
+        for ring in 0..seats.plan.ring_count() {
+            let (first, mut next) = (plans.len(), 0);
+            for aggregator in seats.aggregators(ring, rank) {
+                let part = seats.part(aggregator);
+                let count = part.len().div_ceil(PIECE_FLOATS);
+                if ring == 0 {
+                    cuts.extend(part.clone().step_by(PIECE_FLOATS).map(|start| Cut {
+                        at: 4 * (start - part.start),
+                        bytes: 4 * (part.end - start).min(PIECE_FLOATS),
+                    }));
+                }
+                plans.push((ring, aggregator, part.len(), next..next + count));
+                next += count;
+            }
+            rings.push(first..plans.len());
+        }
+        // 2. Connections.
+        let open = |at: usize| {
+            let (ring, aggregator, part_floats, cuts) = plans[at].clone();
+            let address = &addresses[aggregator];
+            let names = [area(ring, rank), board(ring)];
+            let line = Line::open(aggregator, names, address, options, deadline);
+            let (mut line, registrar) = line.map_err(|reason| AggregateError::Refused {
                 who,
-                at: Party::Aggregator(number),
-                reason: error.to_string(),
-            };
-            let session = connect(address, options, Instant::now() + deadline);
-            let session = session.map_err(|error| refused(&error))?;
-            let open = |name: &str| {
-                let opened = session.open(name).map_err(|error| refused(&error))?;
-                let extent = opened.extents.first().map(|extent| extent.id);
-                extent.ok_or_else(|| refused(&"it lends an area without memory"))
-            };
-            let (landing, board) = (open(&area(rank))?, open(BOARD)?);
-            registrars.push(session.registrar());
-            let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
-            let moved = Arc::new(Moved::default());
-            let channel = Counted {
-                channel: session.channel().map_err(|error| refused(&error))?,
-                moved: Arc::clone(&moved),
-            };
-            let (part, first) = (layout.part(number), cuts.len());
-            cuts.extend(part.clone().step_by(PIECE_FLOATS).map(|start| Cut {
-                at: 4 * (start - part.start),
-                bytes: 4 * (part.end - start).min(PIECE_FLOATS),
-            }));
-            Ok(Line {
-                part_floats: part.len(),
-                cuts: first..cuts.len(),
-                landing,
-                board,
-                sender: RingSender::new(Box::new(channel), &pool, place(landing)),
-                pool,
-                moved,
-                state: State::Done,
-                reading: 0,
-                head: (None, None),
-                looks: 0,
-                look_at: Instant::now(),
-            })
-        });
-        let lines = lines.collect::<Result<_, AggregateError>>()?;
+                at: Party::Aggregator(aggregator),
+                reason,
+            })?;
+            (line.part_floats, line.cuts) = (part_floats, cuts);
+            Ok((line, registrar))
+        };
+        let aggregator = |number: usize| Party::Aggregator(plans[number].1);
+        let tell = |reached: &mut [Option<(Line, _)>], missing: usize| {
+            for (line, _) in reached.iter_mut().flatten() {
+                line.say(Word::Waits(aggregator(missing)));
+            }
+        };
+        let look_after = |(line, _): &mut (Line, _)| drop(line.sender.progress());
+        let reached = reach_each(plans.len(), deadline / TOLD_AFTER, open, tell, look_after);
+        let reached = reached.map_err(|unreached| {
+            let Unreached {
+                reached,
+                number,
+                error,
+            } = unreached;
+            let mut lines: Vec<_> = reached.into_iter().map(|(line, _)| line).collect();
+            farewell(&mut lines, aggregator(number));
+            error
+        })?;
+        let (lines, registrars): (Vec<_>, Vec<_>) = reached.into_iter().unzip();
         Ok(Self {
             who,
             lines,
+            rings,
+            aggregators: seats.aggregators,
             deadline,
             cuts,
+            told: None,
+            serial_steps: 0,
             pool: RegPool::new(registrars, RegPoolOptions::default()),
-            bytes: 4 * layout.parameters,
+            bytes: 4 * seats.parameters,
             gradient: None,
             parameters: None,
         })
     }
 
     /// Bytes that this worker has moved to and from each aggregator, as its fabric was told.
-    pub fn moved_bytes(&self) -> impl Iterator<Item = u64> {
-        self.lines.iter().map(|line| line.moved.bytes())
+    pub fn moved_bytes(&self) -> Vec<u64> {
+        let mut moved = vec![0; self.aggregators];
+        for line in &self.lines {
+            moved[line.number] += line.moved.bytes();
+        }
+        moved
+    }
+
+    /// How often this worker had to wait for others before it could go on: for its push, and for
+    /// its pull.
+    pub fn serial_steps(&self) -> u64 {
+        self.serial_steps
+    }
+
+    /// Tells the aggregators that this worker goes, for a reason that is not theirs.
+    pub(crate) fn give_up(&mut self) {
+        farewell(&mut self.lines, self.who);
     }
 
     /// Registered memory for the parameters and for the gradient, which
@@ -224,41 +245,112 @@ impl Through {
     /// # Errors
     /// [`AggregateError`]
     pub fn step_in_place(&mut self, step: u64) -> Result<(), AggregateError> {
+        self.exchange(step, true)
+    }
+
+    /// Puts their mean over the group of this round in the place of the parameters in
+    /// [`buffers`](Self::buffers). What was in the place of the gradient is lost, and after an
+    /// error both are.
+    ///
+    /// # Errors
+    /// [`AggregateError`]
+    pub fn mean_in_place(&mut self, round: u64) -> Result<(), AggregateError> {
         self.buffers()?;
-        let cut = |buffer: &mut Option<RegBuf>, cuts: &[Cut]| {
-            let whole = buffer.take().expect("made above");
-            let parts = whole.split(cuts.iter().map(|cut| cut.bytes));
-            parts.into_iter().map(Some).collect()
+        // What is pushed and what is pulled are on their way at the same time.
+        std::mem::swap(&mut self.gradient, &mut self.parameters);
+        self.exchange(round, true)
+    }
+
+    /// Puts the parameters that the aggregators go on with after so many steps, one at least, in
+    /// the place of those in [`buffers`](Self::buffers).
+    ///
+    /// # Errors
+    /// [`AggregateError`]
+    pub fn resume(&mut self, from: u64) -> Result<(), AggregateError> {
+        self.exchange(from - 1, false)
+    }
+
+    fn exchange(&mut self, step: u64, pushes: bool) -> Result<(), AggregateError> {
+        self.buffers()?;
+        let Some(ring) = step.checked_rem(self.rings.len() as u64) else {
+            return Ok(());
         };
-        if self.cuts.is_empty() {
-            return self.exchange(step, &mut Parts::none());
-        }
+        let lines = self.rings[ring as usize].clone();
+        let cut = |buffer: &mut Option<RegBuf>, cuts: &[Cut]| match cuts.is_empty() {
+            true => Vec::new(),
+            false => {
+                let whole = buffer.take().expect("made above");
+                let parts = whole.split(cuts.iter().map(|cut| cut.bytes));
+                parts.into_iter().map(Some).collect()
+            }
+        };
         let mut parts = Parts {
             gradient: cut(&mut self.gradient, &self.cuts),
             parameters: cut(&mut self.parameters, &self.cuts),
             read: vec![false; self.cuts.len()],
         };
-        self.exchange(step, &mut parts)?;
+        self.told = None;
+        let outcome = match pushes {
+            true => self.push_and_pull(lines, step, &mut parts),
+            false => self.pull_alone(lines, step, &mut parts),
+        };
+        if let Err(error) = outcome {
+            let culprit = error.culprit(self.who);
+            farewell(&mut self.lines, culprit);
+            return Err(error);
+        }
         let whole = |parts: Vec<Option<RegBuf>>| {
             let parts = parts
                 .into_iter()
                 .map(|part| part.expect("it has come back"));
             Some(RegBuf::join(parts.collect()))
         };
-        self.gradient = whole(parts.gradient);
-        self.parameters = whole(parts.parameters);
+        if !self.cuts.is_empty() {
+            self.gradient = whole(parts.gradient);
+            self.parameters = whole(parts.parameters);
+        }
         Ok(())
     }
 
-    fn exchange(&mut self, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
-        for number in 0..self.lines.len() {
+    fn push_and_pull(
+        &mut self,
+        lines: Range<usize>,
+        step: u64,
+        parts: &mut Parts,
+    ) -> Result<(), AggregateError> {
+        for number in lines.clone() {
             self.push(number, step, parts)?;
         }
+        self.complete(lines, step, parts)?;
+        self.serial_steps += 2;
+        Ok(())
+    }
+
+    fn pull_alone(
+        &mut self,
+        lines: Range<usize>,
+        step: u64,
+        parts: &mut Parts,
+    ) -> Result<(), AggregateError> {
+        for number in lines.clone() {
+            let line = &mut self.lines[number];
+            (line.state, line.looks, line.look_at) = (State::Looking, 0, Instant::now());
+        }
+        self.complete(lines, step, parts)
+    }
+
+    /// Waits until all lines have done their part.
+    fn complete(
+        &mut self,
+        lines: Range<usize>,
+        step: u64,
+        parts: &mut Parts,
+    ) -> Result<(), AggregateError> {
         let mut began = Instant::now();
         loop {
             let (mut slow, mut has_moved) = (None, false);
-            for number in 0..self.lines.len() {
-                has_moved |= self.advance(number, step, parts)?;
+            for number in lines.clone() {
+                has_moved |= self.advance(number, lines.len() == 1, step, parts)?;
                 if self.lines[number].state != State::Done {
                     slow = slow.or(Some(number));
                 }
@@ -293,18 +385,19 @@ impl Through {
         }
         loop {
             let sender = &mut self.lines[number].sender;
-            let sent = sender.send(&step.to_le_bytes());
+            let sent = sender.send(&Word::Placed(step).to_bytes());
             match sent.and_then(|()| sender.hand_over()) {
                 Ok(()) => break,
                 // The aggregator has taken what came before. That it has is still on its way.
                 Err(SendError::Full) => {}
-                Err(error) => return Err(gone(who, number, step, &error)),
+                Err(error) => return Err(gone(who, self.lines[number].at, step, &error)),
             }
             self.be_patient(number, step, began)?;
             thread::yield_now();
         }
         let line = &mut self.lines[number];
         (line.state, line.looks, line.look_at) = (State::Pushing, 0, began);
+        line.head.awaited = None;
         if line.sender.waits_for_numbers() && line.sender.writes_in_order() {
             line.state = State::Pulling;
             self.pull(number, step, parts)?;
@@ -314,14 +407,15 @@ impl Through {
 
     /// Posts READs of all that has not been read, and of the board's numbers behind them.
     fn pull(&mut self, number: usize, step: u64, parts: &mut Parts) -> Result<(), AggregateError> {
-        let (version, line) = (step + 1, &mut self.lines[number]);
+        let (version, turn) = (step + 1, step / self.rings.len() as u64);
+        let line = &mut self.lines[number];
         for at in line.cuts.clone().filter(|at| !parts.read[*at]) {
             let Cut { at: offset, bytes } = self.cuts[at];
             let op = Op {
                 tag: 2 * at as u64 + 1,
                 verb: Verb::Read,
                 extent: line.board,
-                offset: (parameters_at(version, line.part_floats) + offset) as u64,
+                offset: (parameters_at(turn, line.part_floats) + offset) as u64,
                 len: bytes as u32,
                 buf: parts.parameters[at].take().expect("it has not been read"),
             };
@@ -341,7 +435,7 @@ impl Through {
             extent: line.board,
             offset: VERSION_AT as u64,
             len: HEAD_BYTES as u32,
-            buf: buf.map_err(|error| gone(who, number, step, &error))?,
+            buf: buf.map_err(|error| gone(who, line.at, step, &error))?,
         });
         line.reading += 1;
         Ok(())
@@ -352,25 +446,26 @@ impl Through {
     fn advance(
         &mut self,
         number: usize,
+        is_alone: bool,
         step: u64,
         parts: &mut Parts,
     ) -> Result<bool, AggregateError> {
-        // Then there is nothing else to do meanwhile.
-        let (who, is_alone) = (self.who, self.lines.len() == 1);
-        let line = &mut self.lines[number];
+        let (who, line) = (self.who, &mut self.lines[number]);
         if line.state == State::Done {
             return Ok(false);
         }
         let progress = match is_alone {
+            // There is nothing else to do meanwhile.
             true => line.sender.progress_within(NAP_MAX),
             false => line.sender.progress(),
         };
-        progress.map_err(|error| gone(who, number, step, &error))?;
+        progress.map_err(|error| gone(who, line.at, step, &error))?;
         let mut has_moved = false;
         while let Some(done) = line.sender.ended() {
+            let at = line.at;
             has_moved |= line.take(done, self.cuts.len(), parts).map_err(|error| {
                 // The channel says why, the ring only that there is none.
-                gone(who, number, step, &error)
+                gone(who, at, step, &error)
             })?;
         }
         if line.reading > 0 {
@@ -389,7 +484,7 @@ impl Through {
             State::Looking if is_due => self.look(number, step)?,
             State::Pulling if self.lines[number].cuts.clone().all(|at| parts.read[at]) => {
                 if !self.is_shown(number, step)? {
-                    let seen = self.lines[number].head.0;
+                    let seen = self.lines[number].head.version;
                     let detail = format!("version {seen:?} after {version} was read");
                     return Err(self.strange(number, step, detail));
                 }
@@ -410,47 +505,74 @@ impl Through {
 
     /// Whether the board's numbers are those of the version that follows this step.
     fn is_shown(&mut self, number: usize, step: u64) -> Result<bool, AggregateError> {
-        let version = step + 1;
-        match self.lines[number].head {
-            (_, Some(ITS_OWN_FAULT)) => {
-                let why = "it gave up, and says itself why";
-                Err(gone(self.who, number, step, &why))
-            }
-            (_, Some(rank @ 1..)) => Err(AggregateError::Gone {
+        let (version, Line { at, head, .. }) = (step + 1, &self.lines[number]);
+        if let Some(culprit) = head.culprit.and_then(Party::of_code) {
+            let reason = match culprit == *at {
+                true => "it gave up, and says itself why".to_owned(),
+                false => format!("{at} gave up because of it"),
+            };
+            return Err(AggregateError::Gone {
                 who: self.who,
-                gone: Party::Worker(rank as usize - 1),
+                gone: culprit,
                 step,
-                reason: format!("aggregator {number} gave up because of it"),
-            }),
-            (Some(seen), _) if seen > version => {
+                reason,
+            });
+        }
+        match head.version {
+            Some(seen) if seen > version => {
                 let detail = format!("version {seen} where {version} belongs");
                 Err(self.strange(number, step, detail))
             }
-            (seen, _) => Ok(seen == Some(version)),
+            seen => Ok(seen == Some(version)),
         }
     }
 
     fn strange(&self, number: usize, step: u64, detail: String) -> AggregateError {
         AggregateError::Strange {
             who: self.who,
-            from: Party::Aggregator(number),
+            from: self.lines[number].at,
             step,
             detail,
         }
     }
 
-    /// Whether there is time left for an aggregator.
-    fn be_patient(&self, number: usize, step: u64, began: Instant) -> Result<(), AggregateError> {
-        let deadline = self.deadline + self.deadline / 4;
-        match began.elapsed() < deadline {
-            true => Ok(()),
-            false => Err(AggregateError::Missing {
+    /// Whether there is time left for an aggregator. If it takes long, those of other rings are
+    /// told for whom it waits.
+    fn be_patient(
+        &mut self,
+        number: usize,
+        step: u64,
+        began: Instant,
+    ) -> Result<(), AggregateError> {
+        let (waited, deadline) = (began.elapsed(), self.deadline + self.deadline / 4);
+        let Line { at, head, .. } = &self.lines[number];
+        let missing = head.awaited.and_then(Party::of_code).unwrap_or(*at);
+        if waited >= deadline {
+            return Err(AggregateError::Missing {
                 who: self.who,
-                missing: Party::Aggregator(number),
+                missing,
                 step,
                 deadline,
-            }),
+            });
         }
+        // It takes as long until the aggregator itself says something.
+        if waited >= self.deadline / TOLD_AFTER && self.told != Some(missing) {
+            self.told = Some(missing);
+            let idle = self
+                .lines
+                .iter_mut()
+                .filter(|line| line.state == State::Done);
+            idle.for_each(|line| line.say(Word::Waits(missing)));
+        }
+        for line in self
+            .lines
+            .iter_mut()
+            .filter(|line| line.state == State::Done)
+        {
+            // Who cannot be told will notice by itself.
+            let _ = line.sender.progress();
+        }
+        Ok(())
     }
 
     /// Sleeps until something may have come, or for a share of what was waited already. Where
@@ -476,52 +598,16 @@ impl Through {
     }
 }
 
-impl Line {
-    /// Takes what has ended. Whether it moved parameters or a gradient.
-    fn take(
-        &mut self,
-        done: Completion<RegBuf>,
-        cuts: usize,
-        parts: &mut Parts,
-    ) -> Result<bool, ChannelError> {
-        let (at, is_read) = (done.tag as usize / 2, done.tag % 2 == 1);
-        if at == cuts {
-            self.reading -= 1;
-            done.result?;
-            let number = |at: usize| {
-                let bytes = &done.buf.as_ref()[at..][..Board::NUMBER_BYTES];
-                Board::announced(bytes)
-            };
-            self.head = (number(VERSION_AT), number(CULPRIT_AT));
-            self.looks += 1;
-            self.look_at = Instant::now();
-            if self.looks > REMOTE_LOOKS {
-                self.look_at += (NAP_MIN * (self.looks - REMOTE_LOOKS)).min(NAP_MAX);
-            }
-            return Ok(false);
-        }
-        if is_read {
-            self.reading -= 1;
-            parts.parameters[at] = Some(done.buf);
-            return match done.result {
-                Err(ChannelError::NotYet { .. }) => Ok(false),
-                result => {
-                    parts.read[at] = result.is_ok();
-                    result.map(|()| true)
-                }
-            };
-        }
-        parts.gradient[at] = Some(done.buf);
-        done.result.map(|()| true)
+/// Tells aggregators that this worker gives up because of somebody, and sees to it for a while that
+/// they hear of it.
+fn farewell(lines: &mut [Line], culprit: Party) {
+    for line in &mut *lines {
+        line.say(Word::GivesUp(culprit));
     }
-}
-
-impl Parts {
-    fn none() -> Self {
-        Self {
-            gradient: Vec::new(),
-            parameters: Vec::new(),
-            read: Vec::new(),
+    let until = Instant::now() + FAREWELL;
+    for line in lines {
+        while line.sender.progress().is_ok() && !line.sender.is_idle() && Instant::now() < until {
+            thread::sleep(NAP_MIN);
         }
     }
 }
@@ -532,10 +618,10 @@ fn floats(buffer: &mut Option<RegBuf>, bytes: usize) -> &mut [f32] {
     bytemuck::cast_slice_mut(&mut buffer.as_mut()[..bytes])
 }
 
-fn gone(who: Party, number: usize, step: u64, error: &dyn fmt::Display) -> AggregateError {
+fn gone(who: Party, gone: Party, step: u64, error: &dyn fmt::Display) -> AggregateError {
     AggregateError::Gone {
         who,
-        gone: Party::Aggregator(number),
+        gone,
         step,
         reason: error.to_string(),
     }

@@ -1,0 +1,188 @@
+//! One worker, or one aggregator, as a process of its own.
+//!
+//! The rule it keeps: it does the part that a thread would do, with the same bits. It reads where
+//! the job goes on from before anybody can reach it, so that all know that before one of them goes
+//! on.
+
+use std::{env, sync::Arc, time::Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use farpage_bench_kit::report;
+use farpage_fabric::{Link, SessionOptions};
+use farpage_train::{
+    Address, Aggregator, AggregatorCourse, Course, Job, Outcome, Scratch, Station, Through, hash,
+};
+use farpage_wire::Endpoint;
+use serde::Serialize;
+
+use super::{
+    options::{Jobs, TrainOptions},
+    report::shares,
+};
+
+/// What a process that is one worker found.
+#[derive(Debug, Serialize)]
+struct WorkerReport {
+    benchmark: &'static str,
+    rank: usize,
+    mode: String,
+    loss: f64,
+    /// Of this worker's parameters, on the examples that nobody trained with.
+    accuracy: f64,
+    hash: String,
+    seconds: f64,
+    exchange_share: f64,
+    /// Steps done before.
+    resumed_from: u64,
+    bytes_per_step: f64,
+    serial_steps_per_step: f64,
+}
+
+/// What a process that is one aggregator did.
+#[derive(Debug, Serialize)]
+struct AggregatorReport {
+    benchmark: &'static str,
+    aggregator: usize,
+    mode: String,
+    /// From when it could be reached to when all workers had gone.
+    seconds: f64,
+    /// Steps done before.
+    resumed_from: u64,
+}
+
+/// Names the rank of a process: torchrun's, Open MPI's, MPICH's and Slurm's.
+const RANKS: [&str; 4] = ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"];
+
+fn rank_of_environment() -> Result<usize> {
+    let named = RANKS
+        .iter()
+        .find_map(|name| Some((name, env::var(name).ok()?)));
+    let (name, rank) = named
+        .with_context(|| format!("--rank is missing, and so are all of {}", RANKS.join(", ")))?;
+    rank.parse()
+        .with_context(|| format!("{name}={rank} is no rank"))
+}
+
+/// Does the part of this process's rank.
+pub(super) fn run(mut options: TrainOptions) -> Result<()> {
+    if !options.addresses.is_empty() {
+        options.workers = options.addresses.len();
+    }
+    let (workers, aggregators) = (options.workers, options.aggregators_at.len());
+    let rank = options.rank.map_or_else(rank_of_environment, Ok)?;
+    ensure!(
+        rank < workers + aggregators,
+        "rank {rank} is none of {workers} workers and, behind them, {aggregators} aggregators"
+    );
+    let [mode] = *options.mode else {
+        bail!("a process of a job runs one mode: add --mode ds, or another");
+    };
+    let job = Jobs::new(&options)?.job(mode, options.seed)?;
+    let checkpoints = options.checkpoints(&job, 1)?;
+    let from = options.from(checkpoints.as_ref(), rank..rank + 1)?;
+    match rank.checked_sub(workers) {
+        Some(number) => {
+            let course = match &checkpoints {
+                Some(checkpoints) => checkpoints.aggregator_course(&job, number, from)?,
+                None => AggregatorCourse::default(),
+            };
+            serve(&options, &job, number, course)
+        }
+        None => {
+            let course = match &checkpoints {
+                Some(checkpoints) => checkpoints.course(&job, rank, from)?,
+                None => Course::default(),
+            };
+            let outcome = work(&options, &job, rank, course)?;
+            print(&options, &job, rank, &outcome)
+        }
+    }
+}
+
+/// Does the part of one aggregator.
+fn serve(
+    options: &TrainOptions,
+    job: &Job,
+    number: usize,
+    course: AggregatorCourse<'_>,
+) -> Result<()> {
+    let (from, deadline) = (course.from, options.patience());
+    let state = options.state_memory()?;
+    // A worker that is killed is found gone before anybody's patience ends.
+    let at = &options.aggregators_at[number];
+    let mut aggregator = Aggregator::of(job, number, at, deadline / 2)?;
+    if let Some(runtime) = &state {
+        aggregator = aggregator.keep_in(runtime);
+    }
+    if let Some((gbps, _)) = options.link() {
+        aggregator = aggregator.behind_link(gbps);
+    }
+    let begun = Instant::now();
+    aggregator.serve_job(job, course, deadline)?;
+    let report = AggregatorReport {
+        benchmark: "train",
+        aggregator: number,
+        mode: job.plan.mode().to_string(),
+        seconds: begun.elapsed().as_secs_f64(),
+        resumed_from: from,
+    };
+    report::print(&report, options.run.printing.format, |report| {
+        format!("aggregator {number}: served for {:.2} s", report.seconds)
+    })
+}
+
+/// Does the part of one worker.
+fn work(options: &TrainOptions, job: &Job, rank: usize, course: Course<'_>) -> Result<Outcome> {
+    let deadline = options.patience();
+    let fabric =
+        |urls: &[Endpoint]| -> Vec<Address> { urls.iter().cloned().map(Address::Fabric).collect() };
+    let session = SessionOptions {
+        client: format!("worker {rank}"),
+        deadline,
+        link: options
+            .link()
+            .map(|(gbps, us)| Arc::new(Link::new(gbps, us))),
+        ..SessionOptions::default()
+    };
+    if job.aggregators > 0 {
+        let addresses = fabric(&options.aggregators_at);
+        let mut through = Through::of(job, rank, &addresses, &session, deadline)?;
+        return Ok(job.work_through(rank, &mut through, course)?);
+    }
+    let station = Station::open(job.plan, rank, &options.addresses[rank], deadline)?;
+    let mut member = station.join(&fabric(&options.addresses), &session, deadline)?;
+    let outcome = job.work(rank, &mut member.exchange, course)?;
+    member.leave()?;
+    Ok(outcome)
+}
+
+fn print(options: &TrainOptions, job: &Job, rank: usize, outcome: &Outcome) -> Result<()> {
+    let end = outcome.snapshots.last().expect("a run has an end");
+    let right = job
+        .model
+        .right(&end.parameters, &job.data.test, &mut Scratch::default());
+    let steps = (job.steps - outcome.from) as f64;
+    let report = WorkerReport {
+        benchmark: "train",
+        rank,
+        mode: job.plan.mode().to_string(),
+        loss: end.loss,
+        accuracy: right as f64 / job.data.test.labels.len() as f64,
+        hash: format!("{:032x}", hash([&*end.parameters])),
+        seconds: end.seconds,
+        exchange_share: outcome.exchange_s / (outcome.exchange_s + outcome.compute_s),
+        resumed_from: outcome.from,
+        bytes_per_step: outcome.moved_bytes as f64 / steps,
+        serial_steps_per_step: outcome.serial_steps as f64 / steps,
+    };
+    report::print(&report, options.run.printing.format, |report| {
+        format!(
+            "worker {rank}: accuracy {:.2} %, loss {:.3}, parameters {}, {:.2} s, computing / exchanging {} %",
+            100.0 * report.accuracy,
+            report.loss,
+            report.hash,
+            report.seconds,
+            shares(report.exchange_share)
+        )
+    })
+}

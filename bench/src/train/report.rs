@@ -1,0 +1,162 @@
+//! What `train` found, as JSON and as tables.
+
+use farpage_bench_kit::report::{right, table};
+use serde::Serialize;
+
+use super::options::TrainOptions;
+
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    pub(super) benchmark: &'static str,
+    pub(super) verified: bool,
+    pub(super) parameters: usize,
+    pub(super) parameter_bytes: usize,
+    pub(super) config: Config,
+    pub(super) modes: Vec<Figures>,
+    /// Accuracy of the consensus, ds minus bsp, in points over the pairs of one seed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) ds_minus_bsp: Option<Paired>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Config {
+    pub(super) smoke: bool,
+    #[serde(flatten)]
+    pub(super) options: TrainOptions,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct Paired {
+    pub(super) mean_points: f64,
+    /// With 95 % the true mean is above it; of two seeds or more.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) above_points: Option<f64>,
+    pub(super) pairs: usize,
+}
+
+/// A mode; means over its runs unless something else is said.
+#[derive(Debug, Serialize)]
+pub(super) struct Figures {
+    pub(super) mode: String,
+    /// Of the workers' mean, on the examples that nobody trained with.
+    pub(super) accuracy: f64,
+    /// Of the worst worker, after rounds without training.
+    pub(super) worst_accuracy: f64,
+    pub(super) loss: f64,
+    /// Of the workers from their mean, over the length of that.
+    pub(super) distance: f64,
+    pub(super) bytes_per_step: f64,
+    /// Over what theory says of a ring, or of aggregators; none where nothing moves.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) bytes_over_theory: Option<f64>,
+    pub(super) serial_steps_per_step: f64,
+    /// Of the slowest worker, the median of the runs.
+    pub(super) seconds: f64,
+    /// Of a worker's time.
+    pub(super) exchange_share: f64,
+    /// Until the consensus is as good as that of bsp at its end, in the runs of the first seed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) seconds_to_bsp: Option<f64>,
+    /// Of all parameters of all workers at the end, by seed.
+    pub(super) hashes: Vec<String>,
+    /// Of each worker's parameters, by rank, in the run of the first seed.
+    pub(super) worker_hashes: Vec<String>,
+    /// Accuracies by seed.
+    pub(super) accuracies: Vec<f64>,
+    /// The runs of the first seed.
+    pub(super) curve: Vec<Point>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub(super) struct Point {
+    pub(super) step: u64,
+    pub(super) seconds: f64,
+    pub(super) loss: f64,
+    pub(super) accuracy: f64,
+    pub(super) distance: f64,
+}
+
+impl Report {
+    pub(super) fn human(&self) -> String {
+        let mut results = table([
+            "mode",
+            "accuracy, %",
+            "worst worker, %",
+            "loss",
+            "distance",
+            "MB per step",
+            "over theory",
+            "serial steps",
+            "s",
+            "computing / exchanging, %",
+            "s to bsp's accuracy",
+        ]);
+        for mode in &self.modes {
+            let or_none = |value: Option<f64>, digits: usize| {
+                value.map_or("-".to_owned(), |value| format!("{value:.digits$}"))
+            };
+            results.add_row(right([
+                mode.mode.clone(),
+                format!("{:.2}", 100.0 * mode.accuracy),
+                format!("{:.2}", 100.0 * mode.worst_accuracy),
+                format!("{:.3}", mode.loss),
+                format!("{:.1e}", mode.distance),
+                format!("{:.3}", mode.bytes_per_step / 1e6),
+                or_none(mode.bytes_over_theory, 4),
+                format!("{:.0}", mode.serial_steps_per_step),
+                format!("{:.2}", mode.seconds),
+                shares(mode.exchange_share),
+                or_none(mode.seconds_to_bsp, 2),
+            ]));
+        }
+        let mut run = table(["run", self.benchmark]);
+        let verified = if self.verified { "yes" } else { "NO: FAILED" };
+        let config = &self.config.options;
+        let mut rows = vec![
+            ("verified", verified.to_owned()),
+            (
+                "workers",
+                format!("{} in groups of {}", config.workers, config.group),
+            ),
+            (
+                "parameters",
+                format!(
+                    "{} ({:.2} MB)",
+                    self.parameters,
+                    self.parameter_bytes as f64 / 1e6
+                ),
+            ),
+            ("runs of each mode", config.seeds.to_string()),
+        ];
+        if let Some(count) = config.aggregators {
+            rows.push(("aggregators", count.to_string()));
+        }
+        if let Some(Paired {
+            mean_points,
+            above_points,
+            pairs,
+        }) = &self.ds_minus_bsp
+        {
+            let bound = above_points.map_or(String::new(), |above| {
+                format!(", with 95 % above {above:+.2}")
+            });
+            rows.push((
+                "accuracy, ds - bsp",
+                format!("{mean_points:+.2} points over {pairs} pairs{bound}"),
+            ));
+        }
+        for (name, value) in rows {
+            run.add_row(right([name.to_owned(), value]));
+        }
+        [results, run].map(|table| table.to_string()).join("\n")
+    }
+}
+
+/// Of a worker's time: computing, and exchanging.
+pub(super) fn shares(exchanging: f64) -> String {
+    format!(
+        "{:.0} / {:.0}",
+        100.0 * (1.0 - exchanging),
+        100.0 * exchanging
+    )
+}
