@@ -20,8 +20,8 @@ pub enum FaultMode {
     /// thread is woken, which is most of what a fault on a small page costs. Four things differ:
     ///
     /// - A system call that is given absent memory (`read` into an array, `write` from it) fails
-    ///   with `EFAULT`. [`Region::pin`](crate::Region::pin) brings the memory in and keeps it there
-    ///   during the call.
+    ///   with `EFAULT`. Those of [`io`](crate::io) do not; [`Region::pin`](crate::Region::pin)
+    ///   brings memory in and keeps it there for any call.
     /// - With pages of 4 KiB, what a device writes into memory that is not pinned (direct I/O) may
     ///   be lost. Pin the memory until the device is done.
     /// - With pages of 4 KiB, a program that unmaps a part of a region must keep its other threads

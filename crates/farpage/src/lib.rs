@@ -33,9 +33,9 @@
 //!
 //! # System calls
 //!
-//! A region can be given to system calls like any memory. In a runtime of
-//! [`Builder::user_mode_only`] or [`FaultMode::InThread`] its pages must be in memory then:
-//! [`Region::pin`] brings them in and keeps them there.
+//! A region can be given to system calls like any memory. With [`FaultMode::InThread`] the calls of
+//! [`io`] do the same; others, and all in a runtime of [`Builder::user_mode_only`], want its pages
+//! in memory: [`Region::pin`] brings them in and keeps them there.
 //!
 //! # Logging
 //!
@@ -53,6 +53,7 @@ mod array;
 mod config;
 pub mod error;
 mod fault;
+pub mod io;
 mod region;
 mod runtime;
 mod stats;

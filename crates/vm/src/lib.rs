@@ -4,6 +4,7 @@
 //! what [`AddressSpace`] hands upward cannot be used wrongly by safe code. Which page is where, and
 //! why, is the pager's business.
 
+pub mod calls;
 mod frame;
 mod kernel;
 mod pagemap;

@@ -9,6 +9,7 @@ use std::{
 };
 
 use nix::errno::Errno;
+use parking_lot::Mutex;
 
 use super::{
     contract::{STACK_BYTES, Served},
@@ -69,6 +70,64 @@ pub(super) fn install(_owner: &Owner) -> io::Result<()> {
     Errno::result(unsafe { libc::sigaction(libc::SIGBUS, &action, &mut before) })?;
     BEFORE.store(Box::leak(Box::new(before)), SeqCst);
     Ok(())
+}
+
+/// SIG_DFL.
+static DEFAULT: Default = Default({
+    // SAFETY: all zeros is SIG_DFL.
+    unsafe { std::mem::zeroed() }
+});
+
+struct Default(libc::sigaction);
+
+// SAFETY: only read.
+unsafe impl Sync for Default {}
+
+/// What the program has handled SIGBUS with. Few programs have more than one or two, so that each
+/// is kept once and for good: a handler may be looking at it.
+static KNOWN: Mutex<Vec<&'static libc::sigaction>> = Mutex::new(Vec::new());
+
+/// Has SIGBUS that is not ours end as with `action`: for who keeps the program's own calls of
+/// `sigaction` from replacing the handler. Returns what there was before, or what there is without
+/// an `action`.
+///
+/// Not to be called by a signal handler, nor where one may interrupt that calls it: it locks and
+/// allocates.
+pub fn set_previous(action: Option<&libc::sigaction>) -> libc::sigaction {
+    let before = match action {
+        None => BEFORE.load(SeqCst),
+        Some(action) => {
+            let mut known = KNOWN.lock();
+            let found = known.iter().find(|known| is_same(known, action));
+            let kept = match found {
+                Some(kept) => *kept,
+                None => {
+                    let kept: &libc::sigaction = Box::leak(Box::new(*action));
+                    known.push(kept);
+                    kept
+                }
+            };
+            BEFORE.swap(ptr::from_ref(kept).cast_mut(), SeqCst)
+        }
+    };
+    // SAFETY: null before the handler is installed, else never freed.
+    match unsafe { before.as_ref() } {
+        Some(before) => *before,
+        // SAFETY: all zeros is SIG_DFL.
+        None => unsafe { std::mem::zeroed() },
+    }
+}
+
+fn is_same(one: &libc::sigaction, other: &libc::sigaction) -> bool {
+    one.sa_sigaction == other.sa_sigaction
+        && one.sa_flags == other.sa_flags
+        && mask(one) == mask(other)
+}
+
+/// The kernel's part of the set of signals that are held back.
+fn mask(action: &libc::sigaction) -> u64 {
+    // SAFETY: the set begins with the kernel's 8 bytes.
+    unsafe { *(&raw const action.sa_mask).cast::<u64>() }
 }
 
 extern "C" fn on_sigbus(
@@ -140,13 +199,17 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
             };
             // SAFETY:
             // - The context is the kernel's, and is mapped while the handler runs.
-            // - Both sets begin with the kernel's 8 bytes.
+            // - The set begins with the kernel's 8 bytes.
             let held: u64 = unsafe {
                 let interrupted = &raw const (*context.cast::<libc::ucontext_t>()).uc_sigmask;
-                held_by_action
-                    | *interrupted.cast::<u64>()
-                    | *(&raw const before.sa_mask).cast::<u64>()
+                held_by_action | *interrupted.cast::<u64>() | mask(before)
             };
+            if before.sa_flags & libc::SA_RESETHAND != 0 {
+                // Once only. Another thread may have set another one meanwhile.
+                let at = ptr::from_ref(before).cast_mut();
+                let default = (&raw const DEFAULT.0).cast_mut();
+                let _ = BEFORE.compare_exchange(at, default, SeqCst, SeqCst);
+            }
             // The return from this handler restores the set of the interrupted code.
             // SAFETY: `held` is a set of the kernel's size, which is passed along.
             unsafe {
@@ -176,14 +239,22 @@ fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::
 /// instruction, as soon as the handler returns. Returning alone would leave the process without a
 /// handler if the instruction succeeded by then.
 fn die(signal: libc::c_int, info: *const libc::siginfo_t) {
-    // SAFETY: all zeros is SIG_DFL.
-    let default: libc::sigaction = unsafe { std::mem::zeroed() };
+    /// As long as the kernel's action, which is no `sigaction` of the C library.
+    const ACTION_BYTES: usize = 32;
+    let default = [0u64; ACTION_BYTES / 8];
     // SAFETY:
-    // - The process is at its end: nobody needs the handler that is replaced.
+    // - The process is at its end: nobody needs the handler that is replaced. All zeros is SIG_DFL.
+    //   The call is made by its number: a program's own `sigaction` may end at `set_previous`.
     // - The signal goes to this thread, which holds it back until it returns.
     // - `info` is the kernel's.
     unsafe {
-        libc::sigaction(signal, &default, ptr::null_mut());
+        libc::syscall(
+            libc::SYS_rt_sigaction,
+            signal,
+            &default,
+            ptr::null_mut::<u8>(),
+            SIGNAL_SET_BYTES,
+        );
         libc::syscall(
             libc::SYS_rt_tgsigqueueinfo,
             libc::getpid(),

@@ -8,7 +8,8 @@
 //!
 //! The handler is installed with the first [`Registration`] and stays, since whoever installed one
 //! after it may call it. A handler that is installed later has to pass on what is not its own, as
-//! that of Wasmtime does. One that does not takes the faults of regions away.
+//! that of Wasmtime does. One that does not takes the faults of regions away. Who keeps the program
+//! from installing one says so by [`set_previous`].
 //!
 //! **Which stack.** A handler here talks to a server, hashes and decodes, and [`STACK_BYTES`] are
 //! meant to be enough for that. No stack at hand is: what Rust gives its threads for signals is
@@ -33,4 +34,7 @@ mod stack;
 mod table;
 
 pub use contract::{FaultHandler, STACK_BYTES, Served};
+pub use handler::set_previous;
 pub use registration::Registration;
+pub(crate) use stack::Stack;
+pub use table::serves;

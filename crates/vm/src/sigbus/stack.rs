@@ -1,4 +1,5 @@
-//! Stacks to serve faults on ([`Stack`]), and the process's stock of them.
+//! Stacks to serve faults on ([`Stack`]), and the process's stock of them. System calls borrow them
+//! as local buffers (`calls/local.rs`).
 //!
 //! The rule it keeps: a stack is in one hand at a time. Taking one and giving it back neither
 //! allocates nor locks.
@@ -19,7 +20,7 @@ use crate::sys::KERNEL_PAGE_BYTES;
 const IDLE_STACKS: usize = 64;
 
 /// A stack to serve on, with a page below it that no access is allowed to.
-pub(super) struct Stack(usize);
+pub(crate) struct Stack(usize);
 
 /// Stacks in stock, by address; 0 is a free place. Taking and giving back swap whole ownership, so
 /// that no stack is ever in two hands.
@@ -28,7 +29,7 @@ static IDLE: [AtomicUsize; IDLE_STACKS] = [const { AtomicUsize::new(0) }; IDLE_S
 impl Stack {
     const MAPPING_BYTES: usize = KERNEL_PAGE_BYTES + STACK_BYTES;
 
-    pub(super) fn map() -> nix::Result<Self> {
+    pub(crate) fn map() -> nix::Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_STACK;
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: no address is asked for, so that no mapping is replaced.
@@ -45,7 +46,7 @@ impl Stack {
 
     /// One from the stock, or a new one. Without memory for that, the next one that comes back: its
     /// handler does not wait for a stack.
-    pub(super) fn take() -> Self {
+    pub(crate) fn take() -> Self {
         loop {
             for idle in &IDLE {
                 if idle.load(SeqCst) != 0 {
@@ -62,7 +63,7 @@ impl Stack {
         }
     }
 
-    pub(super) fn give_back(self) {
+    pub(crate) fn give_back(self) {
         let kept = IDLE.iter().any(|idle| {
             idle.load(SeqCst) == 0 && idle.compare_exchange(0, self.0, SeqCst, SeqCst).is_ok()
         });
@@ -77,7 +78,7 @@ impl Stack {
     }
 
     /// The lowest usable address.
-    pub(super) fn base(&self) -> *mut u8 {
+    pub(crate) fn base(&self) -> *mut u8 {
         (self.0 + KERNEL_PAGE_BYTES) as *mut u8
     }
 }

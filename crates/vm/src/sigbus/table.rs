@@ -105,6 +105,19 @@ pub(super) fn find(address: usize) -> Option<Serving> {
     Some(Serving(NonNull::from(&**entry)))
 }
 
+/// Whether faults in some of these addresses are served by the threads that raise them: system
+/// calls fail with `EFAULT` where such a page is absent. Neither allocates nor locks.
+pub fn serves(addresses: Range<usize>) -> bool {
+    let looking = Looking::begin();
+    let Some(table) = looking.table() else {
+        return false;
+    };
+    let at = table.partition_point(|entry| entry.addresses.end <= addresses.start);
+    table
+        .get(at)
+        .is_some_and(|entry| entry.addresses.start < addresses.end)
+}
+
 /// A look at the table, which is not freed before it ends.
 pub(super) struct Looking(&'static AtomicUsize);
 

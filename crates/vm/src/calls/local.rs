@@ -1,0 +1,121 @@
+//! Local memory that the kernel may be given in remote memory's place ([`Local`]).
+
+use std::ptr;
+
+use super::IsRemote;
+use crate::sigbus::{STACK_BYTES, Stack};
+
+/// What moves at once, where a call may move a part.
+pub(super) const PIECE_BYTES: usize = STACK_BYTES;
+
+/// A buffer of this process's own, of bytes that nobody else uses.
+///
+/// What leaves a signal handler by `longjmp` leaves the buffer behind.
+pub(super) enum Local {
+    /// One of the stacks that faults are served on.
+    Stack(Option<Stack>),
+    /// Longer than those.
+    Mapped(*mut u8, usize),
+}
+
+impl Local {
+    /// `None`: there is no memory.
+    pub(super) fn of(bytes: usize) -> Option<Local> {
+        if bytes <= PIECE_BYTES {
+            return Some(Local::Stack(Some(Stack::take())));
+        }
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: no address is asked for, so that no mapping is replaced. The call goes to the
+        // kernel by itself: whoever replaces `mmap` gives none of this.
+        let start = unsafe {
+            libc::syscall(
+                libc::SYS_mmap,
+                ptr::null_mut::<u8>(),
+                bytes,
+                prot,
+                flags,
+                -1,
+                0,
+            )
+        };
+        (start != -1).then_some(Local::Mapped(start as *mut u8, bytes))
+    }
+
+    pub(super) fn start(&self) -> *mut u8 {
+        match self {
+            Local::Stack(stack) => stack.as_ref().expect("taken by `drop` alone").base(),
+            Local::Mapped(start, _) => *start,
+        }
+    }
+}
+
+impl Drop for Local {
+    fn drop(&mut self) {
+        match self {
+            Local::Stack(stack) => {
+                if let Some(stack) = stack.take() {
+                    stack.give_back();
+                }
+            }
+            // SAFETY: mapped in `of`, and given up by its owner.
+            Local::Mapped(start, bytes) => unsafe {
+                libc::syscall(libc::SYS_munmap, *start, *bytes);
+            },
+        }
+    }
+}
+
+/// The buffers of a call, one behind the other.
+#[derive(Clone, Copy)]
+pub(super) struct Buffers<'a>(pub(super) &'a [libc::iovec]);
+
+impl Buffers<'_> {
+    /// `None`: more than a call may have.
+    pub(super) fn bytes(self) -> Option<usize> {
+        let mut lengths = self.0.iter().map(|buffer| buffer.iov_len);
+        let sum = lengths.try_fold(0usize, usize::checked_add)?;
+        (sum <= isize::MAX as usize).then_some(sum)
+    }
+
+    pub(super) fn are_remote(self, is_remote: IsRemote<'_>) -> bool {
+        let mut buffers = self.0.iter();
+        buffers.any(|buffer| is_remote(buffer.iov_base as usize, buffer.iov_len))
+    }
+
+    /// Copies bytes from `local` to where they belong, `at` bytes behind the beginning.
+    ///
+    /// # Safety
+    /// `local` has as many, and the buffers may be written.
+    pub(super) unsafe fn scatter(self, at: usize, local: *const u8, bytes: usize) {
+        self.parts(at, bytes, |buffer, from, bytes| {
+            // SAFETY: within both, which do not overlap: `local` is nobody else's.
+            unsafe { buffer.copy_from_nonoverlapping(local.add(from), bytes) }
+        });
+    }
+
+    /// Copies bytes to `local`, from `at` bytes behind the beginning.
+    ///
+    /// # Safety
+    /// `local` has room for as many, and the buffers may be read.
+    pub(super) unsafe fn gather(self, at: usize, local: *mut u8, bytes: usize) {
+        self.parts(at, bytes, |buffer, to, bytes| {
+            // SAFETY: as above.
+            unsafe { local.add(to).copy_from_nonoverlapping(buffer, bytes) }
+        });
+    }
+
+    /// For each part of `bytes` bytes from `at` on: where it is, how far behind the beginning, and
+    /// its length.
+    fn parts(self, mut at: usize, bytes: usize, mut copy: impl FnMut(*mut u8, usize, usize)) {
+        let mut done = 0;
+        for buffer in self.0 {
+            let part = buffer.iov_len.saturating_sub(at).min(bytes - done);
+            if part > 0 {
+                copy(buffer.iov_base.cast::<u8>().wrapping_add(at), done, part);
+                done += part;
+            }
+            at = at.saturating_sub(buffer.iov_len);
+        }
+    }
+}

@@ -1,0 +1,115 @@
+//! System calls on memory whose absent pages the kernel cannot bring in ([`call`]).
+//!
+//! With in-thread faults a system call that touches an absent page fails with `EFAULT`. The page
+//! may leave at any moment, so that touching it before the call is not enough. The rule kept here:
+//! a call that would lose something by failing never sees such memory.
+//!
+//! - Reads, writes, receives and sends go through a local buffer, in pieces where the call may do a
+//!   part (`transfer.rs`, `messages.rs`). What the kernel has handed over cannot be lost on the
+//!   way, no page has to stay, and no budget is too small.
+//! - Calls that cannot be repeated, because they have taken or changed something by the time they
+//!   write, get local copies of their arguments (`structs.rs`).
+//! - All others are tried again after a touch of what they were given.
+//!
+//! A touch of a page that is lost raises SIGBUS, as everywhere. So does a touch of memory that the
+//! program has protected raise SIGSEGV, where the kernel would say `EFAULT`.
+//!
+//! Nothing here allocates or locks: all of it may run in a signal handler.
+
+mod local;
+mod messages;
+mod pointers;
+mod raw;
+mod structs;
+mod transfer;
+
+use std::ptr;
+
+use nix::sched::sched_yield;
+
+pub use pointers::{NUMBERS, addresses};
+pub use raw::{INSTRUCTION_BYTES, instruction, system_call};
+
+use crate::sys::KERNEL_PAGE_BYTES;
+
+/// The arguments of a system call.
+pub type Arguments = [usize; 6];
+
+/// Says whether the kernel cannot bring in some of `bytes` bytes at an address.
+pub type IsRemote<'a> = &'a dyn Fn(usize, usize) -> bool;
+
+/// A call that fails with `EFAULT` is tried again this often, if it was given remote memory. Each
+/// time the page has to leave between a touch and the call.
+const TRIES: usize = 200;
+
+/// Makes the system call `number`. What it returns is as the kernel returns it: a negative number
+/// is that of an error.
+///
+/// # Safety
+/// - The call and its arguments are what the caller may ask of the kernel.
+/// - Remote memory among them may be read, and what the call writes there may be written.
+/// - The call is none that returns twice, or with another stack.
+pub unsafe fn call(number: libc::c_long, args: Arguments, is_remote: IsRemote<'_>) -> isize {
+    // SAFETY: the caller's promise.
+    unsafe {
+        transfer::call(number, args, is_remote)
+            .or_else(|| messages::call(number, args, is_remote))
+            .or_else(|| structs::call(number, args, is_remote))
+            .unwrap_or_else(|| again(number, args, is_remote))
+    }
+}
+
+/// Whether buffers that a call's own arguments only lead to (`readv`, `recvmsg` and their kind) are
+/// remote.
+///
+/// # Safety
+/// As [`call`].
+pub unsafe fn leads_to_remote(
+    number: libc::c_long,
+    args: Arguments,
+    is_remote: IsRemote<'_>,
+) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe {
+        transfer::buffers_are_remote(number, args, is_remote)
+            || messages::are_remote(number, args, is_remote)
+    }
+}
+
+/// Tries again while a page was absent.
+///
+/// # Safety
+/// As [`call`].
+unsafe fn again(number: libc::c_long, args: Arguments, is_remote: IsRemote<'_>) -> isize {
+    for tries in 0.. {
+        // SAFETY: the caller's promise.
+        let result = unsafe { system_call(number, args) };
+        if result != -(libc::EFAULT as isize) || tries == TRIES {
+            return result;
+        }
+        // Some calls give most of their arguments another meaning now and then. So nothing is
+        // touched before the call has missed it.
+        let mut remote = pointers::of(number, args)
+            .filter(|&at| is_remote(at, 1))
+            .peekable();
+        if remote.peek().is_none() {
+            return result;
+        }
+        remote.for_each(|at| touch(at, is_remote));
+        if tries > 0 {
+            let _ = sched_yield();
+        }
+    }
+    unreachable!("the loop ends by itself")
+}
+
+/// Brings in the page at an address and the next: no argument of these calls is longer than a page,
+/// or what is longer may be done in part.
+fn touch(at: usize, is_remote: IsRemote<'_>) {
+    for at in [at, at.saturating_add(KERNEL_PAGE_BYTES - 1)] {
+        if is_remote(at, 1) {
+            // SAFETY: remote memory is mapped; any byte of it may be read.
+            unsafe { ptr::read_volatile(at as *const u8) };
+        }
+    }
+}
