@@ -80,6 +80,10 @@ struct RunOptions {
     /// Interposes the programs that the program starts, too. They share the budget.
     #[arg(long)]
     children: bool,
+    /// The threads that touch absent memory fetch it themselves, without a hand-off to another
+    /// thread [x86-64].
+    #[arg(long)]
+    in_thread: bool,
     /// Says what would be interposed, and what would not and why, and runs nothing.
     #[arg(long)]
     explain: bool,
@@ -123,6 +127,11 @@ fn run(options: &RunOptions) -> Result<u8> {
     if let Some(why) = program.refusal() {
         bail!("{} cannot be interposed: {why}", path.display());
     }
+    if in_thread(options) && !cfg!(target_arch = "x86_64") {
+        bail!(
+            "--in-thread works on x86-64 alone: leave it out, and filler threads serve the faults"
+        );
+    }
     let library = library()?;
     let sizes = sizes(options);
     let mut command = Command::new(&path);
@@ -146,6 +155,7 @@ fn run(options: &RunOptions) -> Result<u8> {
         (options.allow_fork, "ALLOW_FORK"),
         (options.children, "CHILDREN"),
         (options.server.is_none(), "ON_DEMAND"),
+        (in_thread(options), "IN_THREAD"),
     ] {
         if flag {
             set(&mut command, name, "1");
@@ -197,6 +207,11 @@ fn run(options: &RunOptions) -> Result<u8> {
         own.server.shutdown();
     }
     Ok(code(status))
+}
+
+/// Whether faults are served in-thread. The library's own variable says so, too.
+fn in_thread(options: &RunOptions) -> bool {
+    options.in_thread || env::var("FARPAGE_FAULT_MODE").is_ok_and(|mode| mode == "in-thread")
 }
 
 /// Waits for the program. Signals that ask to end are passed on; those of the terminal reach the

@@ -12,8 +12,13 @@
 //! - `free` and its kind decide by address alone.
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
-//! `state.rs`.
+//! `state.rs`. With in-thread faults the program's system calls go by `filter.rs` and `calls.rs`,
+//! and its signals by `signals.rs`.
 
+#[path = "preload/calls.rs"]
+mod calls;
+#[path = "preload/filter.rs"]
+mod filter;
 #[path = "preload/heap.rs"]
 mod heap;
 #[path = "preload/maps.rs"]
@@ -28,6 +33,8 @@ mod protect;
 mod ranges;
 #[path = "preload/share.rs"]
 mod share;
+#[path = "preload/signals.rs"]
+mod signals;
 #[path = "preload/state.rs"]
 mod state;
 

@@ -7,7 +7,7 @@
 use std::{
     cell::Cell,
     ffi::{CStr, c_int, c_void},
-    mem, ptr,
+    ptr,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
@@ -24,7 +24,7 @@ pub(crate) struct Next {
 }
 
 impl Next {
-    const fn new(name: &'static CStr) -> Next {
+    pub(crate) const fn new(name: &'static CStr) -> Next {
         Next {
             name,
             found: AtomicPtr::new(ptr::null_mut()),
@@ -32,7 +32,7 @@ impl Next {
     }
 
     /// `None` while this very thread looks one up.
-    fn get(&self) -> Option<*mut c_void> {
+    pub(crate) fn get(&self) -> Option<*mut c_void> {
         let found = self.found.load(Ordering::Relaxed);
         if !found.is_null() {
             return Some(found);
@@ -64,7 +64,7 @@ static PTHREAD_CREATE: Next = Next::new(c"pthread_create");
 pub(crate) type Start = extern "C" fn(*mut c_void) -> *mut c_void;
 
 macro_rules! next {
-    ($($(#[$doc:meta])* $name:ident = $of:ident($($arg:ident: $type:ty),*) -> $result:ty, else $otherwise:expr;)+) => {
+    ($($(#[$doc:meta])* $name:ident = $of:tt($($arg:ident: $type:ty),*) -> $result:ty, else $otherwise:expr;)+) => {
         $($(#[$doc])*
         ///
         /// # Safety
@@ -72,12 +72,14 @@ macro_rules! next {
         pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
             let Some(found) = $of.get() else { return $otherwise };
             // SAFETY: the function of this name has this type.
-            let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { mem::transmute(found) };
+            let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { ::std::mem::transmute(found) };
             // SAFETY: the caller's promise.
             unsafe { function($($arg),*) }
         })+
     };
 }
+
+pub(crate) use next;
 
 next! {
     /// `malloc`.

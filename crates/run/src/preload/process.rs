@@ -5,7 +5,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use crate::{INSIDE, Inside, next, next::Start, say, set_errno, state};
+use crate::{INSIDE, Inside, next, next::Start, say, set_errno, signals, state};
 
 /// `fork`.
 ///
@@ -46,6 +46,7 @@ struct Thread {
 /// What a thread that works for the runtime starts works for the runtime.
 extern "C" fn start_inside(thread: *mut c_void) -> *mut c_void {
     INSIDE.set(1);
+    signals::leave_to_program();
     // SAFETY: made below, and passed to this thread alone.
     let thread = unsafe { Box::from_raw(thread.cast::<Thread>()) };
     (thread.start)(thread.argument)

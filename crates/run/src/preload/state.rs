@@ -11,13 +11,14 @@ use std::{
     sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering},
 };
 
-use farpage::{Arena, ByteSize, RegionOptions, Reserve, Runtime};
+use farpage::{Arena, ByteSize, FaultMode, RegionOptions, Reserve, Runtime};
 
 use crate::{
-    Inside, give_up,
+    Inside, filter, give_up,
     heap::ALIGN,
     protect, say, say_to, set_errno,
     share::{self, Share},
+    signals,
 };
 
 /// What the variables that `farpage run` sets begin with.
@@ -175,6 +176,14 @@ extern "C" fn begin() {
             PROCESS.store(process::id() as usize, Ordering::Relaxed);
             STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
             MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
+            if variable("IN_THREAD").is_some() {
+                signals::begin();
+                if let Err(why) = filter::install(addresses) {
+                    say(&why);
+                    // SAFETY: as below.
+                    unsafe { libc::_exit(NOT_STARTED) }
+                }
+            }
         }
         Err(why) => {
             say(&why);
@@ -219,7 +228,16 @@ fn build() -> Result<State, String> {
         Some(socket) => Some(Share::get(&socket)?),
         None => None,
     };
-    let runtime = Runtime::builder()
+    let in_thread = variable("IN_THREAD").is_some();
+    let builder = if in_thread {
+        // The kernel is never given absent memory, so that no right to handle its faults is needed.
+        Runtime::builder()
+            .fault_mode(FaultMode::InThread)
+            .user_mode_only(true)
+    } else {
+        Runtime::builder().fault_mode(FaultMode::Filler)
+    };
+    let runtime = builder
         .server(need("SERVER")?)
         .budget(ByteSize(bytes("BUDGET")?))
         .build()
@@ -232,6 +250,11 @@ fn build() -> Result<State, String> {
         options = options.reserve(Reserve::OnDemand);
     }
     let capacity = bytes("CAPACITY")? as usize;
+    if in_thread {
+        let address = filter::place(capacity)?;
+        // SAFETY: reserved just now, for this alone.
+        options = unsafe { options.address(address) };
+    }
     let arena = runtime.arena_with(capacity, options);
     Ok(State {
         arena: arena.map_err(|error| error.to_string())?,

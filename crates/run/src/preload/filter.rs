@@ -1,0 +1,268 @@
+//! System calls of the program that are given remote memory, with in-thread faults.
+//!
+//! The kernel cannot bring absent pages in then. So it is told, by a filter of system calls
+//! (seccomp), to raise SIGSYS instead of making a call that has an address of the arena among its
+//! arguments. The handler makes the call as [`farpage_vm::calls`] does, and the program goes on
+//! with what it returned. This covers calls from inside the C library (streams, locks, `opendir`)
+//! and raw ones alike.
+//!
+//! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
+//! children for good, also after `exec`, where nobody handles SIGSYS. So it must never meet
+//! anything there: the arena lies where the kernel places nothing by itself ([`place`]).
+//!
+//! What a filter cannot see is what arguments only lead to: `calls.rs`.
+
+use std::{
+    collections::BTreeMap,
+    ffi::{c_int, c_void},
+    mem,
+    ops::Range,
+    ptr,
+};
+
+use farpage_vm::calls;
+use libc::sock_filter;
+
+use crate::{Inside, errno, set_errno, signals, state};
+
+/// The filter compares upper halves of addresses.
+const WINDOW_BITS: u32 = 32;
+/// Where the arena may begin: above the heaps that sanitizers and runtimes place themselves, and
+/// far below executables and libraries.
+const PLACES: Range<usize> = 0x1000_0000_0000..0x5000_0000_0000;
+const PLACES_TRIED: usize = 64;
+
+/// Reserves addresses for an arena of `bytes` bytes, and all that share their upper halves.
+pub(crate) fn place(bytes: usize) -> Result<usize, String> {
+    let windows = bytes.div_ceil(1 << WINDOW_BITS);
+    let (first, places) = (
+        PLACES.start >> WINDOW_BITS,
+        (PLACES.end - PLACES.start) >> WINDOW_BITS,
+    );
+    for _ in 0..PLACES_TRIED {
+        let mut random = 0usize;
+        // SAFETY: writes to the variable.
+        unsafe { libc::getrandom((&raw mut random).cast(), mem::size_of::<usize>(), 0) };
+        let at = (first + random % places) << WINDOW_BITS;
+        let flags = libc::MAP_PRIVATE
+            | libc::MAP_ANONYMOUS
+            | libc::MAP_NORESERVE
+            | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: replaces nothing. The call is made by number: our own `mmap` serves the program.
+        let made = unsafe {
+            libc::syscall(
+                libc::SYS_mmap,
+                at,
+                windows << WINDOW_BITS,
+                libc::PROT_NONE,
+                flags,
+                -1,
+                0,
+            )
+        };
+        if made as usize == at {
+            return Ok(at);
+        }
+    }
+    Err(format!(
+        "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity"
+    ))
+}
+
+/// From now on system calls of this thread, and of those that it starts, may be given memory at
+/// these addresses.
+pub(crate) fn install(addresses: Range<usize>) -> Result<(), String> {
+    handle_sigsys()?;
+    let mut filter = filter(addresses);
+    let program = libc::sock_fprog {
+        len: filter.len() as u16,
+        filter: filter.as_mut_ptr(),
+    };
+    let set = || {
+        // SAFETY: a filter that lasts for the call.
+        unsafe {
+            libc::syscall(
+                libc::SYS_seccomp,
+                libc::SECCOMP_SET_MODE_FILTER,
+                0,
+                &raw const program,
+            )
+        }
+    };
+    if set() == 0 {
+        return Ok(());
+    }
+    // Who is not root must not gain rights by a set-user-ID program that he filters.
+    // SAFETY: changes nothing else.
+    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    if set() == 0 {
+        return Ok(());
+    }
+    let error = std::io::Error::last_os_error();
+    Err(format!(
+        "this system allows no filter of system calls, which --in-thread needs (seccomp: {error}); leave --in-thread out"
+    ))
+}
+
+/// Raises SIGSYS for calls with an address in the windows of these addresses, unless they come from
+/// [`calls::system_call`].
+///
+/// First it looks at all arguments, and most calls pass there. Then it looks at those that the call
+/// has addresses in. Calls that have addresses in the same ones go by the same comparisons.
+fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
+    const ALL: u8 = 0b11_1111;
+    let mut filter = compare(&addresses, ALL, &[answer(libc::SECCOMP_RET_ALLOW)]);
+    filter.push(load(mem::offset_of!(libc::seccomp_data, nr)));
+    let mut groups = BTreeMap::<u8, Vec<u32>>::new();
+    for number in 0..calls::NUMBERS {
+        match calls::addresses(number) {
+            0 => {}
+            bits => groups.entry(bits).or_default().push(number as u32),
+        }
+    }
+    for (bits, numbers) in groups {
+        let mut group = compare(&addresses, bits, &[answer(libc::SECCOMP_RET_ALLOW)]);
+        group.extend(unless_ours());
+        // Each number leads behind the others and the jump to the next group.
+        for (at, &number) in numbers.iter().enumerate() {
+            let behind = numbers.len() - at;
+            filter.push(jump(libc::BPF_JEQ, number, behind as u8, 0));
+        }
+        filter.push(statement(libc::BPF_JMP | libc::BPF_JA, group.len() as u32));
+        filter.extend(group);
+    }
+    filter.push(answer(libc::SECCOMP_RET_ALLOW));
+    filter
+}
+
+/// Goes on behind `otherwise` if one of these arguments is in the windows of these addresses.
+fn compare(addresses: &Range<usize>, arguments: u8, otherwise: &[sock_filter]) -> Vec<sock_filter> {
+    let first = (addresses.start >> WINDOW_BITS) as u32;
+    let end = ((addresses.end - 1) >> WINDOW_BITS) as u32 + 1;
+    let data = mem::offset_of!(libc::seccomp_data, args);
+    let arguments: Vec<_> = (0..6).filter(|at| arguments >> at & 1 == 1).collect();
+    let mut filter = Vec::new();
+    for (at, argument) in arguments.iter().enumerate() {
+        let rest = 3 * (arguments.len() - at - 1) + otherwise.len();
+        filter.push(load(data + 8 * argument + 4));
+        filter.push(jump(libc::BPF_JGE, first, 0, 1));
+        filter.push(jump(libc::BPF_JGE, end, 0, rest as u8));
+    }
+    filter.extend(otherwise);
+    filter
+}
+
+/// Raises SIGSYS, unless the call comes from [`calls::system_call`].
+fn unless_ours() -> [sock_filter; 6] {
+    let from = calls::instruction() + calls::INSTRUCTION_BYTES;
+    let pointer = mem::offset_of!(libc::seccomp_data, instruction_pointer);
+    [
+        load(pointer),
+        jump(libc::BPF_JEQ, from as u32, 0, 2),
+        load(pointer + 4),
+        jump(libc::BPF_JEQ, (from >> WINDOW_BITS) as u32, 1, 0),
+        answer(libc::SECCOMP_RET_TRAP),
+        answer(libc::SECCOMP_RET_ALLOW),
+    ]
+}
+
+fn load(at: usize) -> sock_filter {
+    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at as u32)
+}
+
+fn answer(answer: u32) -> sock_filter {
+    statement(libc::BPF_RET | libc::BPF_K, answer)
+}
+
+fn statement(code: u32, k: u32) -> sock_filter {
+    let code = code as u16;
+    sock_filter {
+        code,
+        jt: 0,
+        jf: 0,
+        k,
+    }
+}
+
+fn jump(test: u32, k: u32, jt: u8, jf: u8) -> sock_filter {
+    let code = (libc::BPF_JMP | test | libc::BPF_K) as u16;
+    sock_filter { code, jt, jf, k }
+}
+
+fn handle_sigsys() -> Result<(), String> {
+    // SAFETY: all zeros is a valid action.
+    let mut action: libc::sigaction = unsafe { mem::zeroed() };
+    action.sa_sigaction = on_sigsys as *const () as usize;
+    // No other signal waits meanwhile: the call may take long.
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | libc::SA_RESTART;
+    match signals::install(libc::SIGSYS, &action) {
+        0 => Ok(()),
+        _ => Err(format!(
+            "SIGSYS cannot be handled: {}",
+            std::io::Error::last_os_error()
+        )),
+    }
+}
+
+/// Whether some of `bytes` bytes at an address are remote.
+pub(crate) fn is_remote(at: usize, bytes: usize) -> bool {
+    bytes > 0
+        && (state::owns(at) || state::owns(at.saturating_add(bytes - 1)))
+        && state::get().is_some()
+}
+
+/// Makes the call that the kernel has not made.
+#[cfg(target_arch = "x86_64")]
+extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    const SYS_SECCOMP: c_int = 1;
+    let before = errno();
+    let user = context.cast::<libc::ucontext_t>();
+    // SAFETY: the kernel's, valid while the handler runs and nobody else's.
+    let (code, registers) = unsafe { ((*info).si_code, &mut (*user).uc_mcontext.gregs) };
+    let register = |which: c_int| registers[which as usize] as usize;
+    let args = [
+        register(libc::REG_RDI),
+        register(libc::REG_RSI),
+        register(libc::REG_RDX),
+        register(libc::REG_R10),
+        register(libc::REG_R8),
+        register(libc::REG_R9),
+    ];
+    // The program may have a filter of its own.
+    if code != SYS_SECCOMP || !args.iter().any(|&at| state::owns(at)) {
+        signals::pass_on_sigsys(signal, info, context);
+        return;
+    }
+    let number = registers[libc::REG_RAX as usize];
+    // SAFETY: the program's own call, or one of the runtime's, which gives the kernel no remote
+    // memory.
+    let result = unsafe {
+        if Inside::is() {
+            calls::system_call(number, args)
+        } else {
+            calls::call(number, args, &is_remote)
+        }
+    };
+    registers[libc::REG_RAX as usize] = result as libc::greg_t;
+    if number == libc::SYS_rt_sigprocmask || number == libc::SYS_sigaltstack {
+        keep(user);
+    }
+    set_errno(before);
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+extern "C-unwind" fn on_sigsys(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    signals::pass_on_sigsys(signal, info, context);
+}
+
+/// The return from a handler puts back what these calls have changed, unless it is told otherwise.
+#[cfg(target_arch = "x86_64")]
+fn keep(user: *mut libc::ucontext_t) {
+    let none = ptr::null::<u8>();
+    // SAFETY: the context is the kernel's, of whose set of signals 8 bytes are there.
+    unsafe {
+        let held = (&raw mut (*user).uc_sigmask).cast::<u64>();
+        libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, none, held, 8);
+        libc::syscall(libc::SYS_sigaltstack, none, &raw mut (*user).uc_stack);
+    }
+}

@@ -1,0 +1,498 @@
+//! The program's signals, with in-thread faults.
+//!
+//! The program's threads serve faults in a handler of SIGBUS, and make some system calls in one of
+//! SIGSYS (`filter.rs`). The kernel kills a thread that needs one of them while it holds it back.
+//! The rules: both handlers stay, neither signal is ever held back, and the program is told what it
+//! has asked for. A SIGBUS that is not a fault of ours goes to the program's handler, with the
+//! kernel's own words about it.
+//!
+//! SIGSEGV and all others are the program's own; only their handlers must not hold these two back.
+//!
+//! What cannot be had: a SIGBUS or SIGSYS that somebody *sends* does not wait while the program
+//! holds it back.
+
+use std::{
+    cell::Cell,
+    ffi::{c_int, c_void},
+    mem, ptr,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+};
+
+use farpage_vm::sigbus;
+use libc::{sigaction as Action, sigset_t, timespec};
+
+use crate::{
+    INSIDE, Inside,
+    next::{Next, next},
+};
+
+static SIGACTION: Next = Next::new(c"sigaction");
+static SIGPROCMASK: Next = Next::new(c"sigprocmask");
+static PTHREAD_SIGMASK: Next = Next::new(c"pthread_sigmask");
+static SIGSUSPEND: Next = Next::new(c"sigsuspend");
+static PSELECT: Next = Next::new(c"pselect");
+static PPOLL: Next = Next::new(c"ppoll");
+static EPOLL_PWAIT: Next = Next::new(c"epoll_pwait");
+static SIGNAL: Next = Next::new(c"signal");
+static SYSV_SIGNAL: Next = Next::new(c"__sysv_signal");
+static SET_ATTRIBUTE: Next = Next::new(c"pthread_attr_setsigmask_np");
+
+next! {
+    /// `sigaction`.
+    later_sigaction = SIGACTION(signal: c_int, new: *const Action, old: *mut Action) -> c_int, else -1;
+    /// `sigprocmask`.
+    later_sigprocmask = SIGPROCMASK(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else -1;
+    /// `pthread_sigmask`.
+    later_pthread_sigmask = PTHREAD_SIGMASK(how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int, else libc::EINVAL;
+    /// `sigsuspend`.
+    later_sigsuspend = SIGSUSPEND(held: *const sigset_t) -> c_int, else -1;
+    /// `pselect`.
+    later_pselect = PSELECT(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
+    /// `ppoll`.
+    later_ppoll = PPOLL(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec, held: *const sigset_t) -> c_int, else -1;
+    /// `epoll_pwait`.
+    later_epoll_pwait = EPOLL_PWAIT(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int, held: *const sigset_t) -> c_int, else -1;
+    /// `signal`.
+    later_signal = SIGNAL(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
+    /// `__sysv_signal`.
+    later_sysv_signal = SYSV_SIGNAL(signal: c_int, handler: usize) -> usize, else libc::SIG_ERR;
+    /// `pthread_attr_setsigmask_np`.
+    later_set_attribute = SET_ATTRIBUTE(attributes: *mut libc::pthread_attr_t, held: *const sigset_t) -> c_int, else libc::EINVAL;
+}
+
+/// What is never held back.
+const OURS: u64 = bit(libc::SIGBUS) | bit(libc::SIGSYS);
+const SIGNALS: usize = 65;
+/// Bytes of the kernel's signal set.
+const SET_BYTES: usize = 8;
+
+/// A handler that takes all that the kernel gives.
+type Handler = extern "C-unwind" fn(c_int, *mut libc::siginfo_t, *mut c_void);
+
+/// The runtime's handler of SIGBUS.
+static RUNTIMES: AtomicUsize = AtomicUsize::new(0);
+
+static ARE_OURS: AtomicBool = AtomicBool::new(false);
+
+/// What the program believes its actions to be, where they are not as the kernel knows them.
+struct Believed {
+    /// Of SIGBUS and SIGSYS.
+    sigbus: Action,
+    sigsys: Action,
+    /// What the sets of other signals' actions had of ours.
+    held: [u64; SIGNALS],
+}
+
+static BELIEVED: Mutex<Option<Believed>> = Mutex::new(None);
+
+thread_local! {
+    /// What the program believes that this thread holds back of ours.
+    static HELD: Cell<u64> = const { Cell::new(0) };
+}
+
+const fn bit(signal: c_int) -> u64 {
+    1 << (signal - 1)
+}
+
+/// Whether SIGBUS and SIGSYS are ours.
+pub(crate) fn are_ours() -> bool {
+    ARE_OURS.load(Ordering::Relaxed)
+}
+
+/// From now on they are. The runtime's handler is there.
+pub(crate) fn begin() {
+    let held = change_held(libc::SIG_UNBLOCK, OURS);
+    HELD.set(held & OURS);
+    // SAFETY: all zeros is SIG_DFL.
+    let [mut sigsys, mut runtimes]: [Action; 2] = unsafe { mem::zeroed() };
+    // SAFETY: asks only.
+    unsafe {
+        later_sigaction(libc::SIGSYS, ptr::null(), &raw mut sigsys);
+        later_sigaction(libc::SIGBUS, ptr::null(), &raw mut runtimes);
+    }
+    let sigbus = sigbus::set_previous(None);
+    *believed() = Some(Believed {
+        sigbus,
+        sigsys,
+        held: [0; SIGNALS],
+    });
+    RUNTIMES.store(runtimes.sa_sigaction, Ordering::Relaxed);
+    runtimes.sa_sigaction = on_sigbus as *const () as usize;
+    install(libc::SIGBUS, &runtimes);
+    ARE_OURS.store(true, Ordering::Relaxed);
+    exchange(libc::SIGBUS, Some(sigbus));
+}
+
+/// A thread that serves a fault works for the runtime.
+extern "C-unwind" fn on_sigbus(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    INSIDE.set(INSIDE.get() + 1);
+    // SAFETY: the handler that the runtime has installed, which takes these.
+    let runtimes: Handler = unsafe { mem::transmute(RUNTIMES.load(Ordering::Relaxed)) };
+    runtimes(signal, info, context);
+    INSIDE.set(INSIDE.get() - 1);
+}
+
+/// What the runtime calls for a SIGBUS that is not its own: the program's handler, which works for
+/// the program and may leave by `longjmp`.
+extern "C-unwind" fn to_program(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    let action = believed().as_ref().map(|believed| believed.sigbus);
+    let action = action.expect("there since they are ours");
+    let inside = INSIDE.replace(INSIDE.get() - 1);
+    call(&action, signal, info, context);
+    INSIDE.set(inside);
+}
+
+/// Calls a handler, if the action has one.
+fn call(action: &Action, signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    match action.sa_sigaction {
+        libc::SIG_DFL | libc::SIG_IGN => {}
+        handler if action.sa_flags & libc::SA_SIGINFO != 0 => {
+            // SAFETY: what was installed with SA_SIGINFO takes these.
+            let handler: Handler = unsafe { mem::transmute(handler) };
+            handler(signal, info, context);
+        }
+        handler => {
+            // SAFETY: what was installed without SA_SIGINFO takes this.
+            let handler: extern "C-unwind" fn(c_int) = unsafe { mem::transmute(handler) };
+            handler(signal);
+        }
+    }
+}
+
+/// The program's signals are not for this thread, which works for the runtime: its threads would
+/// hold them back until they want them. What a mistake of our own raises ends the process.
+pub(crate) fn leave_to_program() {
+    let raised = [
+        libc::SIGSEGV,
+        libc::SIGBUS,
+        libc::SIGFPE,
+        libc::SIGILL,
+        libc::SIGABRT,
+    ];
+    let set = raised
+        .iter()
+        .fold(u64::MAX, |set, &signal| set & !bit(signal));
+    change_held(libc::SIG_BLOCK, set);
+}
+
+/// `sigaction`, of the C library.
+pub(crate) fn install(signal: c_int, action: &Action) -> c_int {
+    // SAFETY: a valid action, whose handler the caller answers for.
+    unsafe { later_sigaction(signal, action, ptr::null_mut()) }
+}
+
+/// The lock of what the program believes. Whoever has it holds all signals back, since a handler
+/// may call `sigaction`, too.
+struct Lock {
+    before: u64,
+    guard: Option<MutexGuard<'static, Option<Believed>>>,
+}
+
+fn believed() -> Lock {
+    let before = change_held(libc::SIG_SETMASK, u64::MAX);
+    let guard = BELIEVED.lock().unwrap_or_else(PoisonError::into_inner);
+    Lock {
+        before,
+        guard: Some(guard),
+    }
+}
+
+impl std::ops::Deref for Lock {
+    type Target = Option<Believed>;
+
+    fn deref(&self) -> &Option<Believed> {
+        self.guard.as_ref().expect("there until it is dropped")
+    }
+}
+
+impl std::ops::DerefMut for Lock {
+    fn deref_mut(&mut self) -> &mut Option<Believed> {
+        self.guard.as_mut().expect("there until it is dropped")
+    }
+}
+
+impl Drop for Lock {
+    fn drop(&mut self) {
+        drop(self.guard.take());
+        change_held(libc::SIG_SETMASK, self.before);
+    }
+}
+
+/// Changes what the kernel holds back for this thread. Returns what it was.
+fn change_held(how: c_int, set: u64) -> u64 {
+    let mut before = 0u64;
+    // SAFETY: sets of the kernel's size.
+    unsafe {
+        libc::syscall(
+            libc::SYS_rt_sigprocmask,
+            how,
+            &raw const set,
+            &raw mut before,
+            SET_BYTES,
+        );
+    }
+    before
+}
+
+/// The kernel's part of a set.
+fn word(set: &mut sigset_t) -> &mut u64 {
+    // SAFETY: a set begins with the kernel's 8 bytes, and is aligned as those.
+    unsafe { &mut *ptr::from_mut(set).cast::<u64>() }
+}
+
+/// A copy of a set without ours. `None`: there is no set, or nothing is ours.
+///
+/// # Safety
+/// The set is null or valid.
+unsafe fn without_ours(set: *const sigset_t) -> Option<sigset_t> {
+    if set.is_null() || !are_ours() {
+        return None;
+    }
+    // SAFETY: the caller's promise.
+    let mut set = unsafe { *set };
+    *word(&mut set) &= !OURS;
+    Some(set)
+}
+
+fn address<T>(of: Option<&T>, otherwise: *const T) -> *const T {
+    of.map_or(otherwise, ptr::from_ref)
+}
+
+/// `sigaction`.
+///
+/// # Safety
+/// As `sigaction`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn sigaction(
+    signal: c_int,
+    new: *const Action,
+    old: *mut Action,
+) -> c_int {
+    if !are_ours() || !(1..SIGNALS as c_int).contains(&signal) {
+        // SAFETY: the caller's promise.
+        return unsafe { later_sigaction(signal, new, old) };
+    }
+    // Before all signals are held back: what it points to may be remote.
+    // SAFETY: the caller's promise.
+    let new = (!new.is_null()).then(|| unsafe { *new });
+    let (before, code) = exchange(signal, new);
+    if code == 0 && !old.is_null() {
+        // SAFETY: the caller's promise.
+        unsafe { *old = before };
+    }
+    code
+}
+
+/// Has a signal handled by `new`. Returns what the program believes it was handled by, and what
+/// `sigaction` returns.
+fn exchange(signal: c_int, new: Option<Action>) -> (Action, c_int) {
+    // SAFETY: all zeros is a valid action.
+    let mut before: Action = unsafe { mem::zeroed() };
+    let mut lock = believed();
+    let believed = lock.as_mut().expect("there since they are ours");
+    let kernels = new.map(|mut action| {
+        *word(&mut action.sa_mask) &= !OURS;
+        action
+    });
+    match signal {
+        libc::SIGBUS => {
+            let kernels = kernels.map(|mut action| {
+                if action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN {
+                    // It may touch remote memory, and is called by us.
+                    action.sa_flags |= libc::SA_NODEFER | libc::SA_SIGINFO;
+                    action.sa_sigaction = to_program as *const () as usize;
+                }
+                action
+            });
+            let was = sigbus::set_previous(kernels.as_ref());
+            before = believed.sigbus;
+            if was.sa_sigaction == libc::SIG_DFL {
+                // By SA_RESETHAND, if not by the program.
+                before.sa_sigaction = libc::SIG_DFL;
+            }
+            believed.sigbus = new.unwrap_or(before);
+        }
+        libc::SIGSYS => {
+            before = believed.sigsys;
+            believed.sigsys = new.unwrap_or(before);
+        }
+        _ => {
+            let new_at = address(kernels.as_ref(), ptr::null());
+            // SAFETY: the caller of `sigaction` answers for its action.
+            let code = unsafe { later_sigaction(signal, new_at, &raw mut before) };
+            if code != 0 {
+                return (before, code);
+            }
+            *word(&mut before.sa_mask) |= believed.held[signal as usize];
+            if let Some(mut new) = new {
+                believed.held[signal as usize] = *word(&mut new.sa_mask) & OURS;
+            }
+        }
+    }
+    (before, 0)
+}
+
+/// A SIGSYS that is not ours: the program's handler, or the end.
+pub(crate) fn pass_on_sigsys(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    let action = {
+        let lock = believed();
+        let believed = lock.as_ref().expect("there since they are ours");
+        believed.sigsys
+    };
+    if action.sa_sigaction == libc::SIG_DFL {
+        // SAFETY: all zeros is SIG_DFL; the signal ends the process.
+        unsafe {
+            let default: Action = mem::zeroed();
+            later_sigaction(signal, &raw const default, ptr::null_mut());
+            libc::raise(signal);
+        }
+    }
+    call(&action, signal, info, context);
+}
+
+/// `signal` and its kind: `flags` tells them apart.
+fn simple(signal: c_int, handler: usize, flags: c_int) -> usize {
+    // SAFETY: all zeros is a valid action.
+    let mut action: Action = unsafe { mem::zeroed() };
+    action.sa_sigaction = handler;
+    action.sa_flags = flags;
+    if flags & libc::SA_NODEFER == 0 {
+        *word(&mut action.sa_mask) = bit(signal);
+    }
+    let (before, code) = exchange(signal, Some(action));
+    if code == 0 {
+        before.sa_sigaction
+    } else {
+        libc::SIG_ERR
+    }
+}
+
+fn is_a_signal(signal: c_int, handler: usize) -> bool {
+    (1..SIGNALS as c_int).contains(&signal) && handler != libc::SIG_ERR
+}
+
+macro_rules! signals {
+    ($($name:ident = $later:ident, $flags:expr;)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            /// As `signal`.
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C" fn $name(signal: c_int, handler: usize) -> usize {
+                if are_ours() && is_a_signal(signal, handler) {
+                    return simple(signal, handler, $flags);
+                }
+                // SAFETY: the caller's promise.
+                unsafe { $later(signal, handler) }
+            }
+        )+
+    };
+}
+
+signals! {
+    signal = later_signal, libc::SA_RESTART;
+    bsd_signal = later_signal, libc::SA_RESTART;
+    ssignal = later_signal, libc::SA_RESTART;
+    sysv_signal = later_sysv_signal, libc::SA_RESETHAND | libc::SA_NODEFER;
+    __sysv_signal = later_sysv_signal, libc::SA_RESETHAND | libc::SA_NODEFER;
+}
+
+type Change = unsafe fn(c_int, *const sigset_t, *mut sigset_t) -> c_int;
+
+/// Changes what this thread holds back, and what the program believes of it.
+///
+/// # Safety
+/// As `sigprocmask`.
+unsafe fn mask(later: Change, how: c_int, new: *const sigset_t, old: *mut sigset_t) -> c_int {
+    if !are_ours() || Inside::is() {
+        // SAFETY: the caller's promise.
+        return unsafe { later(how, new, old) };
+    }
+    // SAFETY: the caller's promise; all zeros is a valid set. What the caller has may be remote,
+    // and is not touched while signals are held back.
+    unsafe {
+        let asked = if new.is_null() {
+            0
+        } else {
+            *word(&mut { *new }) & OURS
+        };
+        let kernels = without_ours(new);
+        let mut before: sigset_t = mem::zeroed();
+        let code = later(how, address(kernels.as_ref(), ptr::null()), &raw mut before);
+        if code != 0 {
+            return code;
+        }
+        let held = HELD.get();
+        if !new.is_null() {
+            HELD.set(match how {
+                libc::SIG_BLOCK => held | asked,
+                libc::SIG_UNBLOCK => held & !asked,
+                _ => asked,
+            });
+        }
+        if !old.is_null() {
+            *word(&mut before) |= held;
+            *old = before;
+        }
+        0
+    }
+}
+
+/// `sigprocmask`.
+///
+/// # Safety
+/// As `sigprocmask`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn sigprocmask(
+    how: c_int,
+    new: *const sigset_t,
+    old: *mut sigset_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { mask(later_sigprocmask, how, new, old) }
+}
+
+/// `pthread_sigmask`.
+///
+/// # Safety
+/// As `pthread_sigmask`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn pthread_sigmask(
+    how: c_int,
+    new: *const sigset_t,
+    old: *mut sigset_t,
+) -> c_int {
+    // SAFETY: the caller's promise.
+    unsafe { mask(later_pthread_sigmask, how, new, old) }
+}
+
+macro_rules! waits {
+    ($($name:ident = $later:ident($($arg:ident: $type:ty),*);)+) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "`.")]
+            ///
+            /// # Safety
+            /// As the call.
+            #[unsafe(no_mangle)]
+            pub(crate) unsafe extern "C-unwind" fn $name($($arg: $type,)* held: *const sigset_t) -> c_int {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let kernels = without_ours(held);
+                    $later($($arg,)* address(kernels.as_ref(), held))
+                }
+            }
+        )+
+    };
+}
+
+waits! {
+    sigsuspend = later_sigsuspend();
+    pselect = later_pselect(count: c_int, read: *mut libc::fd_set, write: *mut libc::fd_set, except: *mut libc::fd_set, timeout: *const timespec);
+    ppoll = later_ppoll(fds: *mut libc::pollfd, count: libc::nfds_t, timeout: *const timespec);
+    epoll_pwait = later_epoll_pwait(fd: c_int, events: *mut libc::epoll_event, most: c_int, timeout: c_int);
+    pthread_attr_setsigmask_np = later_set_attribute(attributes: *mut libc::pthread_attr_t);
+}

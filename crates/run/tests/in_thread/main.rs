@@ -1,0 +1,340 @@
+//! Programs with in-thread faults (`farpage run --in-thread`): system calls and signals of small C
+//! programs, and whole programs of this machine.
+//!
+//! The rule it keeps: each C program checks itself, and first succeeds without farpage.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+use std::{
+    fs,
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::{Command, Output, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use tempfile::TempDir;
+
+const LIMIT: Duration = Duration::from_secs(150);
+
+/// Runs a command to its end, with a bound on it.
+fn output(command: &mut Command) -> Output {
+    let child = command
+        .env("LC_ALL", "C")
+        .env_remove("FARPAGE_FAULT_MODE")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = child.id() as i32;
+    let waiter = thread::spawn(move || child.wait_with_output().unwrap());
+    let since = Instant::now();
+    while !waiter.is_finished() {
+        if since.elapsed() > LIMIT {
+            // SAFETY: our own child, which has not been waited for.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+            panic!("{command:?} has not ended in time");
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+    waiter.join().unwrap()
+}
+
+fn farpage(options: &[&str], command: &[&str]) -> Command {
+    let mut farpage = Command::new(env!("CARGO_BIN_EXE_farpage"));
+    farpage.arg("run").args(options).arg("--").args(command);
+    farpage
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Whether this can run here; if not, says that `test` is skipped.
+fn can_run(test: &str, programs: &[&str]) -> bool {
+    if let Some(missing) = programs.iter().find(|path| !Path::new(path).exists()) {
+        eprintln!("SKIPPED: {test}: there is no {missing}");
+        return false;
+    }
+    if !cfg!(target_arch = "x86_64") {
+        eprintln!("SKIPPED: {test}: --in-thread works on x86-64 alone");
+        return false;
+    }
+    let tried = output(&mut farpage(
+        &["--in-thread", "--budget", "16MiB"],
+        &["/bin/true"],
+    ));
+    let why = text(&tried.stderr);
+    if tried.status.code() == Some(125) && (why.contains("userfaultfd") || why.contains("seccomp"))
+    {
+        eprintln!(
+            "SKIPPED: {test}: {}",
+            why.lines().next().unwrap_or_default()
+        );
+        return false;
+    }
+    assert!(tried.status.success(), "{why}");
+    true
+}
+
+const GCC: &str = "/usr/bin/gcc";
+const SORT: &str = "/usr/bin/sort";
+const XZ: &str = "/usr/bin/xz";
+const PYTHON: &str = "/usr/bin/python3";
+
+/// A C program of this folder, compiled.
+struct Compiled {
+    path: PathBuf,
+    _folder: TempDir,
+}
+
+impl Compiled {
+    fn new(name: &str) -> Compiled {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        let source =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/in_thread/{name}.c"));
+        let mut gcc = Command::new(GCC);
+        gcc.args([
+            "-std=gnu11",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-pthread",
+            "-o",
+        ]);
+        let made = output(gcc.arg(&path).arg(&source));
+        assert!(made.status.success(), "{}", text(&made.stderr));
+        Compiled {
+            path,
+            _folder: folder,
+        }
+    }
+
+    fn run(&self, options: Option<&[&str]>, which: &str) -> Output {
+        let path = self.path.to_str().unwrap();
+        match options {
+            None => output(Command::new(path).arg(which)),
+            Some(options) => {
+                output(farpage(options, &[path, which]).env("FARPAGE_PAGE_SIZE", "4KiB"))
+            }
+        }
+    }
+
+    /// Runs a case as it is, in-thread, and with filler threads.
+    fn check(&self, which: &str) {
+        let in_thread: &[&str] = &["--in-thread", "--budget", "1MiB", "--capacity", "256MiB"];
+        for options in [None, Some(in_thread), Some(&in_thread[1..])] {
+            let ended = self.run(options, which);
+            let said = format!("{}{}", text(&ended.stdout), text(&ended.stderr));
+            assert!(
+                ended.status.success(),
+                "{which}, {options:?}: {:?} {said}",
+                ended.status
+            );
+            assert_eq!(
+                text(&ended.stdout),
+                "done\n",
+                "{which}, {options:?}: {said}"
+            );
+        }
+    }
+}
+
+macro_rules! cases {
+    ($($test:ident = $program:literal $which:literal;)+) => {
+        $(
+            #[test]
+            fn $test() {
+                if can_run(stringify!($test), &[GCC]) {
+                    Compiled::new($program).check($which);
+                }
+            }
+        )+
+    };
+}
+
+cases! {
+    streams_of_the_c_library_fill_remote_memory = "calls" "stdio";
+    pipes_and_sockets_lose_nothing = "calls" "streams";
+    datagrams_are_received_whole = "calls" "datagrams";
+    ten_remote_buffers_are_read_at_once = "calls" "vectors";
+    locks_in_remote_memory_work = "calls" "locks";
+    paths_and_answers_may_be_remote = "calls" "paths";
+    raw_system_calls_find_remote_memory = "calls" "raw";
+    children_are_started_with_the_filter = "calls" "children";
+    a_handler_of_sigsegv_mends_what_it_guards = "signals" "guard";
+    a_handler_of_sigbus_gets_what_is_not_ours = "signals" "sigbus";
+    actions_and_masks_are_what_the_program_set = "signals" "believed";
+    threads_that_hold_all_signals_back_go_on = "signals" "blocked";
+    handlers_that_hold_all_signals_back_touch_remote_memory = "signals" "handlers";
+    waits_with_all_signals_held_back_go_on = "signals" "waits";
+    a_handler_leaves_by_longjmp_again_and_again = "signals" "longjmp";
+}
+
+/// What a plain run ends with.
+#[test]
+fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
+    let test = "sigbus_that_nobody_handles_ends_the_program_as_ever";
+    if !can_run(test, &[GCC]) {
+        return;
+    }
+    let signals = Compiled::new("signals");
+    for which in ["die", "die-once", "die-sent"] {
+        let plain = signals.run(None, which);
+        assert_eq!(plain.status.signal(), Some(libc::SIGBUS), "{which}");
+        for mode in [&["--in-thread"][..], &[]] {
+            let options = [mode, &["--budget", "1MiB"]].concat();
+            let ended = signals.run(Some(&options), which);
+            let said = text(&ended.stderr);
+            assert_eq!(
+                ended.status.code(),
+                Some(128 + libc::SIGBUS),
+                "{which}: {said}"
+            );
+        }
+    }
+}
+
+/// Memory that is lost says so before the program's own handler runs, or the program ends.
+#[test]
+fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
+    let test = "lost_memory_says_so_and_then_goes_to_the_programs_handler";
+    if !can_run(test, &[GCC]) {
+        return;
+    }
+    let signals = Compiled::new("signals");
+    let path = signals.path.to_str().unwrap();
+    for mode in [&["--in-thread"][..], &[]] {
+        for which in ["lost", "lost-handled"] {
+            let server = farpage_memserver::Server::builder()
+                .listen("tcp://127.0.0.1:0".parse().unwrap())
+                .capacity(64 << 20)
+                .start()
+                .unwrap();
+            let url = server.endpoints()[0].to_string();
+            let options = [
+                mode,
+                &["--budget", "1MiB", "--capacity", "16MiB", "--server", &url],
+            ]
+            .concat();
+            let folder = tempfile::tempdir().unwrap();
+            let ready = folder.path().join("ready");
+            let mut command = farpage(&options, &[path, which, ready.to_str().unwrap()]);
+            command.env("FARPAGE_DEADLINE", "1");
+            let program = thread::spawn(move || output(&mut command));
+            while !ready.exists() && !program.is_finished() {
+                thread::sleep(Duration::from_millis(1));
+            }
+            server.shutdown();
+            fs::write(folder.path().join("ready.gone"), "").unwrap();
+            let ended = program.join().unwrap();
+            let said = text(&ended.stderr);
+            assert!(said.contains("raises SIGBUS"), "{which} {mode:?}: {said}");
+            if which == "lost" {
+                let status = (ended.status.signal(), ended.status.code());
+                assert!(
+                    status == (Some(libc::SIGBUS), None) || status.1 == Some(128 + libc::SIGBUS),
+                    "{which} {mode:?}: {status:?} {said}"
+                );
+            } else {
+                assert_eq!(ended.status.code(), Some(42), "{which} {mode:?}: {said}");
+                assert_eq!(text(&ended.stdout), "handled\n", "{mode:?}");
+            }
+        }
+    }
+}
+
+/// Compares with a plain run.
+fn same(command: &[&str], budget: &str) {
+    let plain = output(Command::new(command[0]).args(&command[1..]));
+    assert!(plain.status.success(), "{}", text(&plain.stderr));
+    let options = ["--in-thread", "--budget", budget, "--stats"];
+    let ours = output(farpage(&options, command).env("FARPAGE_PAGE_SIZE", "16KiB"));
+    let stats = text(&ours.stderr);
+    assert!(
+        ours.status.success(),
+        "{command:?}: {:?} {stats}",
+        ours.status
+    );
+    assert!(!plain.stdout.is_empty());
+    assert!(
+        plain.stdout == ours.stdout,
+        "{command:?}: the outputs differ"
+    );
+    println!("{command:?}: {stats}");
+    let evictions = stats.contains(" left, ") && !stats.contains(" 0 left");
+    assert!(evictions, "{stats}");
+}
+
+fn lines(count: u64) -> String {
+    let line = |at: u64| {
+        let x = (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        format!("{:016x} line {at}\n", x ^ x >> 29)
+    };
+    (0..count).map(line).collect()
+}
+
+#[test]
+fn sort_gives_the_same_bytes_in_thread() {
+    if !can_run("sort_gives_the_same_bytes_in_thread", &[SORT]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("lines");
+    fs::write(&input, lines(150_000)).unwrap();
+    same(
+        &[SORT, "-S", "32M", "--parallel=2", input.to_str().unwrap()],
+        "3MiB",
+    );
+}
+
+#[test]
+fn xz_gives_the_same_bytes_in_thread() {
+    if !can_run("xz_gives_the_same_bytes_in_thread", &[XZ]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let input = folder.path().join("lines");
+    fs::write(&input, lines(1500)).unwrap();
+    same(
+        &[XZ, "-9", "-T1", "-k", "-c", input.to_str().unwrap()],
+        "8MiB",
+    );
+}
+
+/// Of an interpreter nearly everything is remote: paths, buffers of files, arguments of programs.
+#[test]
+fn python_gives_the_same_bytes_in_thread() {
+    if !can_run("python_gives_the_same_bytes_in_thread", &[PYTHON]) {
+        return;
+    }
+    let script = "
+import os, socket, subprocess, tempfile, threading, json
+x = {i: str(i * 7919 % 1000003) for i in range(40000)}
+b = bytearray(4 << 20)
+for i in range(0, len(b), 1000): b[i] = i % 251
+with tempfile.TemporaryDirectory() as d:
+    for n in range(200):
+        with open(os.path.join(d, 'file %d' % n), 'w') as f: f.write(x[n] * 1000)
+    print(len(os.listdir(d)), sum(os.stat(os.path.join(d, f)).st_size for f in os.listdir(d)))
+    with open(os.path.join(d, 'b'), 'wb') as f: f.write(b)
+    c = bytearray(4 << 20)
+    with open(os.path.join(d, 'b'), 'rb', buffering=0) as f: print(f.readinto(c), c == b)
+r, w = socket.socketpair()
+t = threading.Thread(target=w.sendall, args=(b,)); t.start()
+got = b''.join(iter(lambda: r.recv(100000) if t.is_alive() or True else b'', b'')) if False else bytearray()
+while len(got) < len(b): got += r.recv(300000)
+t.join(); print(got == b)
+print(subprocess.run(['/bin/echo', 'started', x[77]], stdout=subprocess.PIPE).stdout)
+y = sorted(x.values(), key=lambda s: s[::-1])
+print(sum(b), y[:5], y[-5:], len(json.dumps(x)))
+";
+    same(&[PYTHON, "-c", script], "4MiB");
+}
