@@ -8,7 +8,8 @@
 //!
 //! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
 //! children for good, also after `exec`, where nobody handles SIGSYS. So it must never meet
-//! anything there: the arena lies where the kernel places nothing by itself ([`place`]).
+//! anything there: the arena lies where the kernel places nothing by itself, and where no filter
+//! looks that this process has inherited ([`place`]).
 //!
 //! What a filter cannot see is what arguments only lead to: `calls.rs`.
 
@@ -18,6 +19,7 @@ use std::{
     mem,
     ops::Range,
     ptr,
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use farpage_vm::calls;
@@ -61,12 +63,53 @@ pub(crate) fn place(bytes: usize) -> Result<usize, String> {
             )
         };
         if made as usize == at {
-            return Ok(at);
+            if !is_filtered(at, windows)? {
+                return Ok(at);
+            }
+            // SAFETY: made just now, and nobody's.
+            unsafe { libc::syscall(libc::SYS_munmap, at, windows << WINDOW_BITS) };
         }
     }
     Err(format!(
         "there are no addresses for an arena of {bytes} bytes; try a smaller --capacity"
     ))
+}
+
+/// Whether a filter that this process has inherited looks at some of these windows: one of
+/// farpage's own, by which a program was interposed that started this one.
+fn is_filtered(at: usize, windows: usize) -> Result<bool, String> {
+    static MET: AtomicBool = AtomicBool::new(false);
+    #[cfg(target_arch = "x86_64")]
+    extern "C" fn meet(_: c_int, _: *mut libc::siginfo_t, context: *mut c_void) {
+        MET.store(true, Ordering::Relaxed);
+        // SAFETY: the kernel's, valid while the handler runs and nobody else's.
+        let registers = unsafe { &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs };
+        registers[libc::REG_RAX as usize] = -libc::greg_t::from(libc::EBADF);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    extern "C" fn meet(_: c_int, _: *mut libc::siginfo_t, _: *mut c_void) {}
+    // SAFETY: all zeros is a valid action.
+    let [mut action, mut before]: [libc::sigaction; 2] = unsafe { mem::zeroed() };
+    action.sa_sigaction = meet as *const () as usize;
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER;
+    if signals::exchange_kernels(libc::SIGSYS, &action, &mut before) != 0 {
+        return Err(no_sigsys());
+    }
+    MET.store(false, Ordering::Relaxed);
+    for window in 0..windows {
+        let in_window = at + (window << WINDOW_BITS);
+        // SAFETY: writes nothing, to no descriptor.
+        unsafe { libc::syscall(libc::SYS_write, -1, in_window, 0) };
+    }
+    signals::exchange_kernels(libc::SIGSYS, &before, &mut action);
+    Ok(MET.load(Ordering::Relaxed))
+}
+
+fn no_sigsys() -> String {
+    format!(
+        "SIGSYS cannot be handled: {}",
+        std::io::Error::last_os_error()
+    )
 }
 
 /// From now on system calls of this thread, and of those that it starts, may be given memory at
@@ -197,10 +240,7 @@ fn handle_sigsys() -> Result<(), String> {
     action.sa_flags = libc::SA_SIGINFO | libc::SA_NODEFER | libc::SA_RESTART;
     match signals::install(libc::SIGSYS, &action) {
         0 => Ok(()),
-        _ => Err(format!(
-            "SIGSYS cannot be handled: {}",
-            std::io::Error::last_os_error()
-        )),
+        _ => Err(no_sigsys()),
     }
 }
 

@@ -184,6 +184,13 @@ pub(crate) fn install(signal: c_int, action: &Action) -> c_int {
     unsafe { later_sigaction(signal, action, ptr::null_mut()) }
 }
 
+/// `sigaction`, of the C library, before a signal is ours. It is not held back from here on.
+pub(crate) fn exchange_kernels(signal: c_int, new: &Action, old: &mut Action) -> c_int {
+    change_held(libc::SIG_UNBLOCK, bit(signal));
+    // SAFETY: a valid action, whose handler the caller answers for.
+    unsafe { later_sigaction(signal, new, old) }
+}
+
 /// The lock of what the program believes. Whoever has it holds all signals back, since a handler
 /// may call `sigaction`, too.
 struct Lock {

@@ -3,16 +3,20 @@
 #include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/filter.h>
 #include <linux/futex.h>
+#include <linux/seccomp.h>
 #include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
 #include <spawn.h>
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -348,7 +352,25 @@ static void children(void) {
     }
 }
 
+/* Runs a program under a filter that raises SIGSYS for buffers in the lower half of the places. */
+static void filter(char **command) {
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[1]) + 4),
+        BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, 0x1000, 0, 2),
+        BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, 0x3000, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_TRAP),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {sizeof filter / sizeof *filter, filter};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+    execv(*command, command);
+    CHECK(!"it was run");
+}
+
 int main(int count, char **arguments) {
+    if (count > 2 && !strcmp(arguments[1], "filter"))
+        filter(arguments + 2);
     CHECK(count == 2);
     static const struct {
         const char *name;

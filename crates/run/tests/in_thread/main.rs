@@ -178,6 +178,40 @@ cases! {
     a_handler_leaves_by_longjmp_again_and_again = "signals" "longjmp";
 }
 
+/// A program that was started by an interposed one has its filter, too, and must not have its arena
+/// where that looks. Here a filter looks at half of all places.
+#[test]
+fn arenas_lie_where_no_inherited_filter_looks() {
+    let test = "arenas_lie_where_no_inherited_filter_looks";
+    if !can_run(test, &[GCC]) {
+        return;
+    }
+    let calls = Compiled::new("calls");
+    let path = calls.path.to_str().unwrap();
+    // An arena that is placed without a look meets the filter every second time.
+    for _ in 0..8 {
+        let mut command = Command::new(path);
+        command.args([
+            "filter",
+            env!("CARGO_BIN_EXE_farpage"),
+            "run",
+            "--in-thread",
+        ]);
+        command.args([
+            "--budget",
+            "1MiB",
+            "--capacity",
+            "256MiB",
+            "--",
+            path,
+            "paths",
+        ]);
+        let ended = output(command.env("FARPAGE_PAGE_SIZE", "4KiB"));
+        let said = format!("{}{}", text(&ended.stdout), text(&ended.stderr));
+        assert_eq!(text(&ended.stdout), "done\n", "{:?} {said}", ended.status);
+    }
+}
+
 /// What a plain run ends with.
 #[test]
 fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
