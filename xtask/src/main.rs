@@ -30,7 +30,7 @@ Commands:
   test [CARGO-OPTIONS] [-- ARGS]  set up this machine, then run the whole test suite; CARGO-OPTIONS (such as
                                   `-p farpage-pager`) go to `cargo test`, ARGS (such as a filter) to the test programs;
                                   without any, every benchmark runs once, too, and the tests of RDMA run in a virtual machine
-  test --quick                    what takes less than three minutes once built: no virtual machine, release profile or
+  test --quick                    what takes less than three minutes once built: no virtual machine, optimised programs or
                                   benchmarks, and no long tests, which it names
   test --rdma [FILTER...]         only the tests of RDMA, in a virtual machine
   test --programs [NAME...]       programs of the distribution and of Python's packages under `farpage run` at a quarter of their

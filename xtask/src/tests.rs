@@ -78,10 +78,11 @@ const RDMA: Duration = Duration::from_secs(240);
 /// Building all of it for the first time.
 const BUILD: Duration = Duration::from_secs(360);
 
-/// Whose tests run in the release profile as well, the one that is shipped: end to end, torture,
-/// and servers that are killed.
+/// Whose tests run optimised as well, as what is shipped is: end to end, torture, and servers that
+/// are killed. The profile does not optimise across crates, which is done anew for each
+/// program.
 const RELEASE: [&str; 10] = [
-    "--release",
+    "--profile=optimised",
     "--package",
     "farpage",
     "--package",
@@ -163,7 +164,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         steps.push(Step::new("documentation tests".to_owned(), What::Docs));
     }
     if scope == Scope::Whole {
-        println!("Building some of them in the release profile, too ...");
+        println!("Building some of them optimised, too ...");
         let mut cargo = children::cargo();
         for program in programs::build(cargo.args(["test", "--no-run"]).args(RELEASE))? {
             let label = format!("{IN_RELEASE}{}", program.label);
@@ -185,7 +186,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
             stays
         });
         for what in [
-            "the release profile",
+            "the optimised programs",
             "every benchmark once",
             "the tests of RDMA",
         ] {
@@ -218,8 +219,8 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
 }
 
 const LEFT_OUT: &str = "left out by --quick";
-/// Before the labels of programs of the release profile.
-const IN_RELEASE: &str = "release profile: ";
+/// Before the labels of optimised programs.
+const IN_RELEASE: &str = "optimised: ";
 
 /// The tests that need RDMA alone, in the virtual machine; with `filters` those whose name contains
 /// one of them.
@@ -296,7 +297,7 @@ fn announce(scope: Scope) -> Result<()> {
         let release = || labels.iter().filter(|label| is_release(label));
         (
             format!(
-                "{all} test programs, {} of them in the release profile as well, every benchmark, \
+                "{all} test programs, {} of them optimised as well, every benchmark, \
                  and RDMA in a virtual machine",
                 release().count()
             ),
