@@ -240,6 +240,12 @@ impl Region {
         self.mapped.store().stats()
     }
 
+    /// The most bytes that servers kept at once of this region's pages, and of other regions
+    /// without a name that have its page size and codec. 0 if it has a store of its own.
+    pub fn kept_peak_bytes(&self) -> u64 {
+        self.mapped.store().kept_peak_bytes()
+    }
+
     /// Pages that are in local memory now. A page that is being mapped may not be counted yet.
     pub fn resident_pages(&self) -> usize {
         self.mapped.resident_pages()

@@ -28,7 +28,7 @@ use crate::{
     flights::{Flight, Flights, Landed},
     installer::Heat,
     pace::Pace,
-    protocol::{self, OnFault},
+    protocol::{self, OnFault, State},
     region::Region,
     run::{Local, Run, keep_first, pages_in},
     shared::Shared,
@@ -388,6 +388,11 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         if let Some(rest) = keep_first(&mut frame, pages.len(), page_bytes) {
             self.shared.frames.release(rest, page_bytes);
         }
+        let other_half = PageIndex(page.0 ^ 1);
+        if other_half.0 < region.pages() && region.words.load(other_half).state() == State::Resident
+        {
+            self.counters().beside_resident.bump();
+        }
         let heat = if with.ahead.is_empty() {
             Heat::Refault
         } else {
@@ -412,7 +417,11 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         let mut any = false;
         while let Some((waiting, since)) = self.backlog.pop_front() {
             match self.try_begin(waiting) {
-                Ok(_) => any = true,
+                Ok(_) => {
+                    let waited_ns = since.elapsed().as_nanos() as usize;
+                    self.counters().waited_ns.add(waited_ns);
+                    any = true;
+                }
                 Err(waiting) if since.elapsed() > self.deadline => {
                     self.starve(waiting, since);
                     any = true;
@@ -470,6 +479,10 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
     }
 
     fn settle(&mut self, landed: Landed<Fill, A::Frame>) {
+        if landed.flight.heat != Heat::Cold {
+            let waited_ns = landed.took.as_nanos() as usize;
+            self.counters().waited_ns.add(waited_ns);
+        }
         if let Some(posted) = landed.posted
             && landed.outcome.wire_bytes > 0
         {

@@ -4,7 +4,11 @@
 //! its frame. One that the lane is too busy to take is kept and tried again; the worker need not
 //! know. What a flight is for, and what follows, is for fills and write-backs to say.
 
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use farpage_store::{Done, Lane, Outcome, PageIndex, PageRange, PageStore, StoreCall, StoreError};
 use farpage_vm::Frame;
@@ -46,6 +50,8 @@ pub(crate) struct Landed<T, F> {
     pub(crate) failed: Vec<(PageIndex, StoreError)>,
     /// When it was posted. `None`: in this very turn, which says nothing about the link.
     pub(crate) posted: Option<Posted>,
+    /// How long ago it was posted.
+    pub(crate) took: Duration,
 }
 
 /// A flight that the lane has.
@@ -166,6 +172,7 @@ impl<T: Flight, F: Frame> Flights<T, F> {
             outcome,
             failed,
             posted: (turn != self.turn).then_some(posted),
+            took: posted.elapsed(),
         })
     }
 

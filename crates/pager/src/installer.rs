@@ -19,6 +19,7 @@ use crate::{
     proof::{Back, Proof},
     protocol::{self, HEAT_MAX, OnFailed, State, Word},
     region::Region,
+    returns::{OfRun, Returns},
     run::{Run, pages_in},
 };
 
@@ -41,6 +42,7 @@ pub(crate) struct Installer<A: AddressSpace> {
     pub(crate) frames: Arc<Frames<A>>,
     pub(crate) clock: Arc<FillClock>,
     pub(crate) proof: Arc<Proof>,
+    pub(crate) returns: Returns,
     pub(crate) last_words: LastWords,
 }
 
@@ -163,7 +165,7 @@ impl<A: AddressSpace> Installer<A> {
         let page_bytes = region.page_bytes();
         let now = self.clock.tick(page_bytes * pages.len());
         let mut noted: Option<PageRange> = None;
-        let mut back = Back::default();
+        let (mut back, mut returns) = (Back::default(), OfRun::default());
         for page in pages {
             let before = region.words.apply(page, |w| {
                 let heat = match heat {
@@ -176,6 +178,7 @@ impl<A: AddressSpace> Installer<A> {
             });
             if before.state() == State::Filling {
                 back.count(before.stamp(), now, page_bytes);
+                returns.count(&self.clock, before.stamp(), now);
                 if heat == Heat::Refault {
                     self.clock.came_back(before.stamp(), now);
                 }
@@ -185,6 +188,7 @@ impl<A: AddressSpace> Installer<A> {
             }
         }
         self.proof.came_back(&back);
+        self.returns.count(&returns);
         if let Some(noted) = noted {
             self.mapper.wake(region, noted);
         }

@@ -60,6 +60,7 @@ mod region;
 mod regions;
 mod relief;
 mod relocate;
+mod returns;
 mod run;
 mod scatter;
 mod seats;

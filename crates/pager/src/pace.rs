@@ -56,6 +56,10 @@ impl Posted {
             alone,
         }
     }
+
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.at.elapsed()
+    }
 }
 
 impl Pace {

@@ -201,6 +201,7 @@ impl<A: AddressSpace> Pager<A> {
             resident_bytes: budget.used(),
             ..PagerStats::default()
         };
+        self.shared.installer.returns.put_into(&mut stats);
         self.shared
             .counters
             .iter()

@@ -11,7 +11,7 @@ use farpage_vm::AddressSpace;
 use crate::{
     budget::Budget, clock::FillClock, doors::Doors, frames::Frames, hand_over::HandOver,
     installer::Installer, job::Jobs, last_words::LastWords, mapper::Mapper, proof::Proof,
-    regions::RegionTable, scatter::Scatter, stats::Counters, victims::Victims,
+    regions::RegionTable, returns::Returns, scatter::Scatter, stats::Counters, victims::Victims,
 };
 
 pub(crate) struct Shared<A: AddressSpace> {
@@ -54,6 +54,7 @@ impl<A: AddressSpace> Shared<A> {
             frames: frames.clone(),
             clock: clock.clone(),
             proof: proof.clone(),
+            returns: Returns::default(),
             last_words,
         });
         let victims = Arc::new(Victims::new(

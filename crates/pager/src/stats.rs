@@ -21,6 +21,13 @@ macro_rules! counters {
             pub resident_bytes: u64,
             /// The residency budget.
             pub budget_bytes: u64,
+            /// Pages that came back after they had left.
+            pub returns: u64,
+            /// Of these, those that had been away while less than a budget of others came in: with
+            /// twice the budget they would have stayed, by and large.
+            pub returns_within_one_budget: u64,
+            /// Of these, those for which four times the budget would have been enough.
+            pub returns_within_three_budgets: u64,
         }
 
         impl PagerStats {
@@ -54,6 +61,12 @@ counters! {
     stale_faults,
     /// Times that a demand fill had to wait for a frame.
     starved,
+    /// Nanoseconds that faults waited for a frame and for their page's bytes, all together. What
+    /// the kernel takes to report a fault and to wake its thread is not in it, nor who waits for a
+    /// page that is on its way already.
+    waited_ns,
+    /// Pages brought in for a fault while the other half of a page twice as large was in memory.
+    beside_resident,
 }
 
 impl Counters {

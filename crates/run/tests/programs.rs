@@ -358,3 +358,93 @@ print(there, all(held[at] == (at >> 12) % 251 for at in range(0, len(held), 4096
     let why = text(&ours.stderr);
     assert!(why.contains("too many programs share the budget"), "{why}");
 }
+
+/// However they are started, what programs start runs, and a child without its parent's memory has
+/// memory of its own.
+#[test]
+fn programs_start_others_in_every_way() {
+    if !can_run("programs_start_others_in_every_way", &[PYTHON]) {
+        return;
+    }
+    let script = "
+import ctypes, os, signal, sys
+held = bytearray(40 << 20)
+for at in range(0, len(held), 4096): held[at] = 7
+print(os.waitstatus_to_exitcode(os.waitpid(os.posix_spawn('/bin/sh', ['sh', '-c', 'exit 3'], os.environ), 0)[1]))
+c = ctypes.CDLL(None)
+print(os.waitstatus_to_exitcode(c.system(b'exit 4')))
+c.popen.restype = ctypes.c_void_p
+c.fgetc.argtypes = c.pclose.argtypes = [ctypes.c_void_p]
+pipe = ctypes.c_void_p(c.popen(b'echo 5', b'r')); print(chr(c.fgetc(pipe))); c.pclose(pipe)
+sys.stdout.flush()
+# clone without a word to the C library.
+SYS_clone = {'x86_64': 56, 'aarch64': 220}[os.uname().machine]
+child = c.syscall(SYS_clone, int(signal.SIGCHLD), 0, 0, 0, 0)
+if child == 0:
+    own = bytearray(8 << 20)
+    own[-1] = 6
+    os._exit(own[-1])
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+child = c.syscall(SYS_clone, int(signal.SIGCHLD), 0, 0, 0, 0)
+if child == 0:
+    held[5 << 20]
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(held.count(7))
+sys.stdout.flush()
+os.execv('/bin/echo', ['echo', 'end'])
+";
+    // Python's own objects are local.
+    let options = [
+        "--budget",
+        "4MiB",
+        "--capacity",
+        "128MiB",
+        "--min-bytes",
+        "2MiB",
+    ];
+    let ours = farpage(&options, &[PYTHON, "-c", script]);
+    let (said, why) = (text(&ours.stdout), text(&ours.stderr));
+    assert_eq!(said, "3\n4\n5\n6\n-11\n10240\nend\n", "{why}");
+    assert_eq!(ours.status.code(), Some(0), "{why}");
+}
+
+/// What `--stats` estimates of twice the budget is held against a run with twice the budget.
+#[test]
+fn stats_say_what_more_budget_would_have_been_worth() {
+    if !can_run(
+        "stats_say_what_more_budget_would_have_been_worth",
+        &[PYTHON],
+    ) {
+        return;
+    }
+    let script = "
+import random
+held = bytearray(20 << 20)
+for at in range(0, len(held), 4096): held[at] = at >> 12 & 127
+pages = random.Random(1)
+print(sum(held[pages.randrange(5120) << 12] for _ in range(40000)))
+";
+    // Pages that came back, and how much less that would have been.
+    let run = |budget: &str| {
+        let options = ["--budget", budget, "--capacity", "128MiB", "--stats"];
+        let ours = farpage(&options, &[PYTHON, "-c", script]);
+        let stats = text(&ours.stderr);
+        println!("{stats}");
+        let behind = |word: &str| {
+            let rest = &stats[stats.find(word).unwrap() + word.len()..];
+            let number = rest.split(|c: char| !c.is_ascii_digit() && c != '.').next();
+            number.unwrap().parse::<f64>().unwrap()
+        };
+        assert!(behind("faults waited ") > 0.0);
+        assert!(said(&stats, " were kept remotely") > 15 * MIB, "{stats}");
+        (behind("came back: of "), behind("that did, ") / 100.0)
+    };
+    let ((less, would_stay), (more, _)) = (run("6MiB"), run("12MiB"));
+    let stayed = 1.0 - more / less;
+    assert!((0.2..0.5).contains(&would_stay), "{would_stay}");
+    assert!(
+        (-0.05..0.2).contains(&(stayed - would_stay)),
+        "{would_stay} was {stayed}"
+    );
+}

@@ -9,7 +9,7 @@
 use std::{
     sync::{
         Arc, RwLock,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -53,6 +53,9 @@ pub(crate) struct SlotPool {
     next_run: AtomicUsize,
     /// Slots that were allocated for a write that has not ended.
     unsettled: AtomicU64,
+    /// Bytes of slots that pages are in: now, and at most.
+    kept_bytes: AtomicI64,
+    kept_peak_bytes: AtomicI64,
 }
 
 #[derive(Default)]
@@ -87,6 +90,8 @@ impl SlotPool {
             next_server: AtomicUsize::new(0),
             next_run: AtomicUsize::new(0),
             unsettled: AtomicU64::new(0),
+            kept_bytes: AtomicI64::new(0),
+            kept_peak_bytes: AtomicI64::new(0),
         }
     }
 
@@ -367,11 +372,17 @@ impl SlotPool {
     /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
     /// (-1). The server shows the sum.
     pub(crate) fn count_contents(&self, slot: Span, page_bytes: usize, pages: i64) {
+        let bytes = pages * slot_bytes(slot.bytes) as i64;
+        let kept = self.kept_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.kept_peak_bytes.fetch_max(kept, Ordering::Relaxed);
         let session = &self.servers[slot.place.server as usize].1;
-        session.add_contents(
-            pages * page_bytes as i64,
-            pages * slot_bytes(slot.bytes) as i64,
-        );
+        session.add_contents(pages * page_bytes as i64, bytes);
+    }
+
+    /// The most bytes that pages were in at once.
+    pub(crate) fn kept_peak_bytes(&self) -> u64 {
+        let peak = self.kept_peak_bytes.load(Ordering::Relaxed);
+        peak.try_into().unwrap_or(0)
     }
 
     /// Takes a slot that a published map refers to; false if it is nowhere, or any of it is taken.

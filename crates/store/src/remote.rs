@@ -316,6 +316,15 @@ impl PageStore {
         self.table.store(from, Entry::Never);
     }
 
+    /// The most bytes that the servers kept at once of this region, and of those that share its
+    /// remote memory. 0 in a user's own store.
+    pub fn kept_peak_bytes(&self) -> u64 {
+        match &self.backing {
+            Backing::Remote(remote) => remote.pool.kept_peak_bytes(),
+            Backing::Blocking(_) => 0,
+        }
+    }
+
     /// Whether others know the region by a name.
     pub fn has_name(&self) -> bool {
         matches!(&self.backing, Backing::Remote(remote) if remote.claim.is_some())

@@ -58,10 +58,12 @@ pub(crate) fn owns(address: usize) -> bool {
     address.wrapping_sub(START.load(Ordering::Relaxed)) < BYTES.load(Ordering::Relaxed)
 }
 
-/// `None` before it has begun, and in a child made by `fork`.
+/// `None` before it has begun, and in another process: a child made by `fork`, however it was made
+/// (by a raw `clone`, for one).
 pub(crate) fn get() -> Option<&'static State> {
     // SAFETY: it is never given back; stored whole.
-    unsafe { STATE.load(Ordering::Acquire).as_ref() }
+    let state = unsafe { STATE.load(Ordering::Acquire).as_ref() }?;
+    (PROCESS.load(Ordering::Relaxed) == process::id() as usize).then_some(state)
 }
 
 /// In a child made by `fork`: from now on all requests go to the next allocator.
@@ -138,23 +140,37 @@ impl State {
         let stats = self.runtime.stats();
         let (pager, store) = (stats.pager, stats.store);
         let size = |bytes: u64| ByteSize(bytes).to_string();
-        say_to(
-            STANDARD_ERROR.load(Ordering::Relaxed),
-            &format!(
-                "at most {} in the arena, {} of it in local memory (budget {}); {} faults, {} pages came in, {} of them ahead, \
+        let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
+        let say = |line: String| say_to(STANDARD_ERROR.load(Ordering::Relaxed), &line);
+        say(format!(
+            "at most {} in the arena, {} of it in local memory (budget {}); {} faults, {} pages came in, {} of them ahead, \
              {} left, {} of them unchanged; {} read, {} written",
-                size(self.peak_bytes.load(Ordering::Relaxed) as u64),
-                size(pager.peak_resident_bytes),
-                size(pager.budget_bytes),
-                pager.faults,
-                pager.fills,
-                pager.prefetches,
-                pager.evictions,
-                pager.clean_evictions,
-                size(store.bytes_read),
-                size(store.bytes_written),
-            ),
-        );
+            size(self.peak_bytes.load(Ordering::Relaxed) as u64),
+            size(pager.peak_resident_bytes),
+            size(pager.budget_bytes),
+            pager.faults,
+            pager.fills,
+            pager.prefetches,
+            pager.evictions,
+            pager.clean_evictions,
+            size(store.bytes_read),
+            size(store.bytes_written),
+        ));
+        let demanded = pager.fills - pager.prefetches;
+        say(format!(
+            "at most {} were kept remotely; faults waited {:.3} s for bytes and for room, beside what the kernel takes to tell of each",
+            size(self.arena.region().kept_peak_bytes()),
+            pager.waited_ns as f64 / 1e9,
+        ));
+        say(format!(
+            "estimated from when pages left and came back: of {} that did, {} would have stayed with twice the budget, {} with four times; \
+             pages of twice {} would have saved {} of the faults at most",
+            pager.returns,
+            of(pager.returns_within_one_budget, pager.returns),
+            of(pager.returns_within_three_budgets, pager.returns),
+            size(self.arena.region().page_bytes() as u64),
+            of(pager.beside_resident, demanded),
+        ));
     }
 }
 
@@ -209,9 +225,7 @@ extern "C" fn begin() {
 
 extern "C" fn end() {
     let _inside = Inside::enter();
-    if PROCESS.load(Ordering::Relaxed) == process::id() as usize
-        && let Some(state) = get()
-    {
+    if let Some(state) = get() {
         state.say_stats();
     }
 }

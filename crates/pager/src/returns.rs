@@ -1,0 +1,82 @@
+//! After how long pages come back: [`Returns`], which tells what more memory would have been worth.
+//!
+//! A page's stamp says when it left, by the clock that counts what comes in. A page that comes back
+//! after less than a budget of others would have stayed if there had been room for those, which
+//! twice the budget has. With more memory fewer would have come in meanwhile, so that it is rather
+//! more pages that would have stayed.
+//!
+//! The rule: it counts, and decides nothing.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::{PagerStats, clock::FillClock};
+
+/// Pages that never left have stamps further away than this.
+const EVER_TICKS: u32 = 1 << 30;
+
+/// Pages that came back.
+#[derive(Default)]
+pub(crate) struct Returns {
+    all: AtomicU64,
+    within_one: AtomicU64,
+    within_three: AtomicU64,
+}
+
+/// Those of one run.
+#[derive(Default)]
+pub(crate) struct OfRun {
+    all: u64,
+    within_one: u64,
+    within_three: u64,
+}
+
+impl OfRun {
+    /// A page came back at `now`; `stamp` is that of its leaving.
+    pub(crate) fn count(&mut self, clock: &FillClock, stamp: u32, now: u32) {
+        let (away, budget) = (now.wrapping_sub(stamp), clock.budget_ticks());
+        if away < EVER_TICKS {
+            self.all += 1;
+            self.within_one += u64::from(away < budget);
+            self.within_three += u64::from(away < budget.saturating_mul(3));
+        }
+    }
+}
+
+impl Returns {
+    pub(crate) fn count(&self, run: &OfRun) {
+        if run.all > 0 {
+            self.all.fetch_add(run.all, Ordering::Relaxed);
+            self.within_one.fetch_add(run.within_one, Ordering::Relaxed);
+            (self.within_three).fetch_add(run.within_three, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn put_into(&self, stats: &mut PagerStats) {
+        stats.returns = self.all.load(Ordering::Relaxed);
+        stats.returns_within_one_budget = self.within_one.load(Ordering::Relaxed);
+        stats.returns_within_three_budgets = self.within_three.load(Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_told_apart_by_how_much_came_in_while_they_were_away() {
+        let clock = FillClock::new(100 << 12);
+        let (mut run, now) = (OfRun::default(), clock.now());
+        for away in [0, 99, 100, 299, 300, 5000] {
+            run.count(&clock, now.wrapping_sub(away), now);
+        }
+        // It never left.
+        run.count(&clock, 0, now);
+        let returns = Returns::default();
+        returns.count(&run);
+        let mut stats = PagerStats::default();
+        returns.put_into(&mut stats);
+        assert_eq!(stats.returns, 6);
+        assert_eq!(stats.returns_within_one_budget, 2);
+        assert_eq!(stats.returns_within_three_budgets, 4);
+    }
+}
