@@ -218,6 +218,7 @@ fn a_picture_shows_every_mode_and_what_it_learns_and_moves() {
         "distance",
         "MB that",
         "serial steps",
+        "exchanging, %",
     ] {
         assert!(svg.contains(expected), "{expected} is missing in\n{svg}");
     }

@@ -86,5 +86,10 @@ fn draw_on(modes: &[Figures], area: &Area<'_>) -> Result<(), String> {
     )?;
     bars(&cells[PANELS.len() + 1], "serial steps of a step", |mode| {
         mode.serial_steps_per_step
-    })
+    })?;
+    bars(
+        &cells[PANELS.len() + 2],
+        "exchanging, % of a worker's time",
+        |mode| 100.0 * mode.exchange_share,
+    )
 }
