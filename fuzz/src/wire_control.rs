@@ -4,7 +4,10 @@
 use farpage_wire::{
     Challenge, ExtentId, NamedRegion, PublicKey, Refusal, Request, Response, Secret, ServerStat,
     SessionId, Signature,
-    control::{self, HELLO_BYTES, Hello, Lease, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose},
+    control::{
+        self, HELLO_BYTES, Hello, Lease, MAX_FRAME_BYTES, PREFIX_BYTES, Purpose, VersionRead,
+        Versions,
+    },
 };
 
 /// Decodes `bytes` as a hello, as a prefix, as a request and as a response.
@@ -88,6 +91,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
             extents: vec![ExtentId(1), ExtentId(u64::MAX)],
         },
         Request::Stat,
+        Request::Read {
+            name: "squares".to_owned(),
+            serial: Some(3),
+        },
+        Request::Readers {
+            name: "squares".to_owned(),
+        },
     ];
     let lease = Lease {
         id: ExtentId(300),
@@ -95,6 +105,13 @@ pub fn seeds() -> Vec<Vec<u8>> {
         atomics: true,
         paged: true,
         read_only: true,
+    };
+    let versions = Versions {
+        published: 300,
+        read: vec![VersionRead {
+            version: 3,
+            readers: 8,
+        }],
     };
     let responses = [
         Response::Begun {
@@ -108,7 +125,14 @@ pub fn seeds() -> Vec<Vec<u8>> {
         Response::Opened {
             manifest: vec![1, 2, 3],
             extents: vec![lease; 2],
+            versions: versions.clone(),
         },
+        Response::Reading {
+            manifest: vec![1, 2, 3],
+            extents: vec![ExtentId(300)],
+            leases: vec![lease],
+        },
+        Response::Versions(versions),
         Response::Stat(Box::new(ServerStat {
             version: "0.1.0".to_owned(),
             ..ServerStat::default()
@@ -119,6 +143,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
             name: "squares".to_owned(),
             bytes: 4096,
             in_use: true,
+            readers: 8,
+            old_versions: 1,
         }]),
         Response::Refused(Refusal::Exists),
         Response::Refused(Refusal::Unidentified),

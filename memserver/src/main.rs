@@ -192,8 +192,13 @@ fn names(flags: &NamesArgs, log: &LogArgs) -> anyhow::Result<()> {
 fn line(named: &NamedRegion) -> String {
     let size = ByteSize::b(named.bytes).to_string();
     let state = if named.in_use { "in use" } else { "free" };
+    let (readers, old) = (named.readers, named.old_versions);
+    let readers = match old {
+        0 => format!("{readers} readers"),
+        _ => format!("{readers} readers, old versions: {old}"),
+    };
     format!(
-        "{}  {size:>10}  {state:<6}  {}\n",
+        "{}  {size:>10}  {state:<6}  {readers:<9}  {}\n",
         named.owner,
         named.name.escape_debug()
     )
@@ -261,6 +266,13 @@ fn table(figures: &ServerStat) -> String {
         ("sessions", figures.sessions.to_string()),
         ("extents", figures.extents.to_string()),
         ("named regions", figures.named_regions.to_string()),
+        (
+            "readers",
+            format!(
+                "{}; replaced versions that they read: {}",
+                figures.readers, figures.old_versions
+            ),
+        ),
         (
             "read by clients",
             format!(

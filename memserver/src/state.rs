@@ -1,12 +1,12 @@
 //! Who may have which memory: the daemon's side of
 //! [`Host`](farpage_fabric::host::Host).
 //!
-//! The rule it keeps: every byte that is granted belongs to exactly one session or one published
-//! name, and is given back when the last of both lets go. Memory is always fresh: an extent is a
-//! new sealed file that reads as zeros, and freeing it closes the file, so nobody sees what another
-//! client left behind. A published extent whose file another user was given is copied into a new
-//! one when it is opened. What a client over shared memory gave back and did not let go of stays
-//! [charged](retained) to it.
+//! The rule it keeps: every byte that is granted belongs to one session, one published name or the
+//! [`readers`] of a version, and is given back when the last of them lets go. Memory is always
+//! fresh: an extent is a new sealed file that reads as zeros, and freeing it closes the file, so
+//! nobody sees what another client left behind. A published extent whose file another user was
+//! given is copied into a new one when it is opened. What a client over shared memory gave back and
+//! did not let go of stays [charged](retained) to it.
 //!
 //! Two structures. The *ledger*, under one lock, is the truth: sessions, extents, names, sums; only
 //! control messages and the reaper come here. The *leases* are what a READ or WRITE looks at:
@@ -30,6 +30,7 @@ mod ledger;
 mod limits;
 mod names;
 mod opening;
+mod readers;
 mod retained;
 
 use crate::tier::Tier;
@@ -146,22 +147,24 @@ impl State {
         for name in &session.names {
             ledger.free_name(name);
         }
-        let freed: Freed = session
-            .extents
-            .iter()
-            .map(|extent| self.end_lease(ledger, *extent))
-            .collect();
+        let mut freed = Freed::new();
+        for extent in &session.extents {
+            freed.push(self.end_lease(ledger, *extent));
+        }
+        for view in &session.views {
+            freed.extend(self.end_view(ledger, *view));
+        }
         self.ended.notify_all();
         Some(Ended {
             id,
             client: session.client,
-            held_extents: session.extents.len(),
+            held_extents: session.extents.len() + session.views.len(),
             freed,
             why,
         })
     }
 
-    /// Takes an extent from its lessee; forgets it if no name keeps it.
+    /// Takes an extent from its lessee; forgets it if no name and no reader keeps it.
     fn end_lease(&self, ledger: &mut Ledger, id: ExtentId) -> Leaving {
         let record = ledger
             .extents
@@ -170,7 +173,8 @@ impl State {
         record.lessee = None;
         // The data connections that hold this handle in mid-operation stop, too.
         record.memory.revoke();
-        let (memory, is_kept) = (record.memory.clone(), record.name.is_some());
+        let is_kept = record.name.is_some() || record.views > 0;
+        let memory = record.memory.clone();
         self.leases.remove(id);
         match is_kept {
             true => Leaving {

@@ -18,7 +18,7 @@ use parking_lot::{Mutex, RwLock};
 
 pub use crate::ring::Board;
 use crate::{
-    host::{Admission, Asker, Host, Opened, Origin, Transport},
+    host::{Admission, Asker, Host, Opened, Origin, Reading, Transport, Versions},
     memory::{ExtentMemory, OutOfLease},
     ring::Landing,
 };
@@ -378,7 +378,7 @@ impl Host for Areas {
         _name: &str,
         _manifest: Vec<u8>,
         _extents: &[ExtentId],
-    ) -> Result<(), Refusal> {
+    ) -> Result<Versions, Refusal> {
         Err(lends_nothing())
     }
 
@@ -398,6 +398,7 @@ impl Host for Areas {
             return Ok(Opened {
                 manifest: Arc::default(),
                 extents: vec![Arc::clone(lease)],
+                versions: Versions::default(),
             });
         }
         let area = state.areas.get_mut(name).ok_or(Refusal::NotFound)?;
@@ -410,7 +411,21 @@ impl Host for Areas {
         Ok(Opened {
             manifest: Arc::default(),
             extents: vec![Arc::clone(&area.memory)],
+            versions: Versions::default(),
         })
+    }
+
+    fn read(
+        &self,
+        _session: SessionId,
+        _name: &str,
+        _serial: Option<u64>,
+    ) -> Result<Reading, Refusal> {
+        Err(lends_nothing())
+    }
+
+    fn readers(&self, _session: SessionId, _name: &str) -> Result<Versions, Refusal> {
+        Err(lends_nothing())
     }
 
     fn remove(&self, _asker: Asker, _name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {

@@ -57,6 +57,7 @@ pub fn check(fabric: Fabric<'_>) {
     counting_over_many_channels_loses_nothing(&connect());
     compare_and_swap_makes_a_lock(&connect());
     a_named_region_outlives_its_session(connect);
+    readers_share_a_version_and_cannot_write_it(connect);
     an_idle_channel_asks_for_no_wake_up(&connect());
     match fabric.memory_stays {
         true => memory_stays_when_its_server_dies(&connect(), fabric.kill),
@@ -779,6 +780,64 @@ fn a_named_region_outlives_its_session(connect: &dyn Fn() -> Arc<Session>) {
     third.remove(name).expect("in nobody else's use");
     assert!(matches!(second.open(name), Err(OpenError::NotFound { .. })));
     second.remove(name).expect_err("forgotten already");
+}
+
+fn readers_share_a_version_and_cannot_write_it(connect: &dyn Fn() -> Arc<Session>) {
+    let name = "read";
+    let writer = connect();
+    let extent = grant(&writer, 1 << 20);
+    let mut to = channel(&writer);
+    write(&mut *to, extent.id, 4096, pattern(5, 100));
+    let none = connect().read(name);
+    assert!(matches!(none, Err(OpenError::NotFound { .. })), "{none:?}");
+    let first = writer.publish(name, b"1", &[extent.id]).expect("its own");
+    assert_eq!(first.read, []);
+    // 1. Two clients, one of them twice, while the writer has it.
+    let readers = [connect(), connect()];
+    let readings = [&readers[0], &readers[0], &readers[1]].map(|it| it.read(name).expect("read"));
+    let mut ids = Vec::new();
+    for (reading, reader) in readings.iter().zip([0, 0, 1]) {
+        assert_eq!(reading.manifest, b"1");
+        let [(of, lease)] = reading.extents[..] else {
+            panic!("{reading:?}")
+        };
+        assert_eq!((of, lease.bytes), (extent.id, extent.bytes));
+        let mut from = channel(&readers[reader]);
+        assert_eq!(read(&mut *from, lease.id, 4096, 100), pattern(5, 100));
+        // By the writer's id nothing.
+        refused(&mut *from, op(Verb::Read, extent.id, 0, vec![0; 10]));
+        ids.push(lease.id);
+    }
+    // 2. None of them changes a byte.
+    for (id, reader) in ids.iter().zip([0, 0, 1]) {
+        let mut forger = channel(&readers[reader]);
+        refused(&mut *forger, op(Verb::Write, *id, 4096, vec![1; 100]));
+    }
+    let theft = readers[1].publish("other", b"", &[ids[2]]);
+    assert!(theft.is_err(), "what is only read is not one's own");
+    assert_eq!(read(&mut *to, extent.id, 4096, 100), pattern(5, 100));
+    // 3. The writer hears who still reads what.
+    let second = writer.publish(name, b"2", &[extent.id]).expect("its own");
+    assert!(second.published > first.published);
+    let [old] = second.read[..] else {
+        panic!("{second:?}")
+    };
+    assert_eq!((old.version, old.readers), (first.published, 3));
+    readers[0].release(ids[0]).expect("leased");
+    let asked = writer.readers(name).expect("its own");
+    assert_eq!(
+        (asked.published, asked.read[0].readers),
+        (second.published, 2)
+    );
+    // 4. The memory stays for the readers when the writer and the name have gone.
+    drop((to, writer));
+    let third = connect();
+    third.open(name).expect("nobody holds it");
+    third.remove(name).expect("its own");
+    let mut from = channel(&readers[1]);
+    assert_eq!(read(&mut *from, ids[2], 4096, 100), pattern(5, 100));
+    readers[1].release(ids[2]).expect("leased");
+    refused(&mut *from, op(Verb::Read, ids[2], 0, vec![0; 10]));
 }
 
 fn an_idle_channel_asks_for_no_wake_up(session: &Arc<Session>) {

@@ -1,8 +1,8 @@
 //! Why a request to a server failed: one enum per operation.
 
-use std::io;
+use std::{fmt, io, sync::Arc};
 
-use farpage_wire::Refusal;
+use farpage_wire::{Refusal, VersionRead};
 
 /// Why no connection to a server came about.
 #[derive(Debug, thiserror::Error)]
@@ -95,9 +95,44 @@ pub enum AllocError {
         /// Bytes that could be granted.
         available: u64,
     },
+    /// The server is full, and keeps older versions of the region that asks, since programs read
+    /// them. The session goes on.
+    #[error(
+        "{endpoint} has no room for {asked} bytes ({available} available), and keeps what was published before under `{name}` for those who read it ({}): it is \
+         free when they close it; or free memory there, raise its capacity or add a server",
+        Readers(read)
+    )]
+    Read {
+        /// The server's endpoint.
+        endpoint: String,
+        /// The region's name.
+        name: Arc<str>,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes that could be granted.
+        available: u64,
+        /// The older versions, and how often each is open.
+        read: Arc<[VersionRead]>,
+    },
     /// Anything else.
     #[error(transparent)]
     Control(#[from] ControlError),
+}
+
+/// Who reads which version, for people.
+struct Readers<'a>(&'a [VersionRead]);
+
+impl fmt::Display for Readers<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, VersionRead { version, readers }) in self.0.iter().enumerate() {
+            let (comma, s) = (
+                if i > 0 { ", " } else { "" },
+                if *readers == 1 { "" } else { "s" },
+            );
+            write!(f, "{comma}{readers} reader{s} of version {version}")?;
+        }
+        Ok(())
+    }
 }
 
 /// Why a name was not claimed or published.

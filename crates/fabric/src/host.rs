@@ -11,7 +11,7 @@ use std::{
 };
 
 use farpage_wire::{ExtentId, PublicKey, Secret, ServerStat, SessionId};
-pub use farpage_wire::{NamedRegion, Refusal};
+pub use farpage_wire::{NamedRegion, Refusal, VersionRead, Versions};
 
 use crate::memory::ExtentMemory;
 
@@ -97,6 +97,18 @@ pub struct Opened {
     pub manifest: Arc<Vec<u8>>,
     /// The extents that it refers to, leased to the opener from now on.
     pub extents: Vec<Arc<ExtentMemory>>,
+    /// Which version that is, and who still reads older ones.
+    pub versions: Versions,
+}
+
+/// A version of a named region, opened for reading.
+#[derive(Clone, Debug)]
+pub struct Reading {
+    /// What its publisher stored.
+    pub manifest: Arc<Vec<u8>>,
+    /// The extents that it refers to, by the ids that it knows, and the reader's own leases of
+    /// them: [views](ExtentMemory::view), which take READs alone.
+    pub extents: Vec<(ExtentId, Arc<ExtentMemory>)>,
 }
 
 /// Who asks about names.
@@ -161,19 +173,26 @@ pub trait Host: Send + Sync + 'static {
     /// Ends a claim. A name that is not bound is free again.
     fn disclaim(&self, session: SessionId, name: &str) -> Result<(), Refusal>;
     /// Binds a name to a manifest and extents of the session, and replaces an earlier binding
-    /// atomically. Either the session holds the name, or the name is not bound.
+    /// atomically. Either the session holds the name, or the name is not bound. Returns the number
+    /// of the new version, and the older ones that are still read.
     fn publish(
         &self,
         session: SessionId,
         name: &str,
         manifest: Vec<u8>,
         extents: &[ExtentId],
-    ) -> Result<(), Refusal>;
-    /// Opens a named region, exclusively until the session closes or releases its extents. `serial`
-    /// is as for [`grant`](Self::grant).
+    ) -> Result<Versions, Refusal>;
+    /// Opens a named region for writing. Nobody else can, until the session closes or releases its
+    /// extents. `serial` is as for [`grant`](Self::grant).
     fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal>;
-    /// Forgets a name and frees its memory. `owner` is the key that it belongs to, if the operator
-    /// removes another user's name.
+    /// Opens the published version of a named region for reading, also while another session holds
+    /// it. The version's memory stays until the session closes or releases the extents.
+    fn read(&self, session: SessionId, name: &str, serial: Option<u64>)
+    -> Result<Reading, Refusal>;
+    /// Which older versions of a name are still read.
+    fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal>;
+    /// Forgets a name and frees its memory, except what is still read. `owner` is the key that it
+    /// belongs to, if the operator removes another user's name.
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal>;
     /// The names of the asker's key, or of all keys if it is the operator's. They ascend, begin
     /// behind `after`, and are [`NAMES_PER_ANSWER`](farpage_wire::control::NAMES_PER_ANSWER) at

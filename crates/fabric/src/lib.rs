@@ -41,9 +41,9 @@ pub use devices::{RdmaDevice, rdma_devices};
 pub use errors::{AllocError, ConnectError, ControlError, OpenError, PublishError};
 pub use farpage_wire::{
     Atomic, Endpoint, EndpointError, ExtentId, MAX_OP_BYTES, NamedRegion, PublicKey, Secret,
-    ServerStat, SessionId,
+    ServerStat, SessionId, VersionRead, Versions,
 };
 pub use link::Link;
 pub use options::{RdmaOptions, SessionOptions};
-pub use session::{Extent, Line, Named, Session, Visit};
+pub use session::{Extent, Line, Named, Reading, Session, Visit};
 pub use since::Since;

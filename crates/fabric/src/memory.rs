@@ -34,7 +34,10 @@ use memmap2::{MmapOptions, MmapRaw};
 use nix::{
     errno::Errno,
     fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl},
-    sys::memfd::{MFdFlags, memfd_create},
+    sys::{
+        memfd::{MFdFlags, memfd_create},
+        stat::{Mode, fchmod},
+    },
     unistd::{Whence, lseek},
 };
 
@@ -62,6 +65,8 @@ pub struct ExtentMemory {
     /// What makes the memory known to an adapter; ends with the lease. Dropped before the mapping.
     registration: Mutex<Option<Registration>>,
     memory: Arc<Memory>,
+    /// The lease's own id, if it is a [`view`](Self::view).
+    view: Option<ExtentId>,
     /// Who moves bytes out of the memory and back, if somebody does.
     residency: Option<Arc<dyn Residency>>,
     /// Set once, read before each access. Nothing is published through it, so relaxed is enough.
@@ -514,14 +519,15 @@ impl ExtentMemory {
         Arc::new(Self {
             registration: Mutex::default(),
             memory,
+            view: None,
             residency,
             revoked: AtomicBool::new(false),
         })
     }
 
-    /// The extent's id.
+    /// The extent's id, or that of the [`view`](Self::view).
     pub fn id(&self) -> ExtentId {
-        self.memory.id
+        self.view.unwrap_or(self.memory.id)
     }
 
     /// The extent's length in bytes.
@@ -531,11 +537,21 @@ impl ExtentMemory {
 
     /// Whether it takes atomics.
     pub fn has_atomics(&self) -> bool {
-        self.memory.atomics
+        self.memory.atomics && !self.is_read_only()
     }
 
     /// Whether clients may only read it.
     pub fn is_read_only(&self) -> bool {
+        self.memory.read_only || self.is_view()
+    }
+
+    /// Whether it is a [`view`](Self::view).
+    pub fn is_view(&self) -> bool {
+        self.view.is_some()
+    }
+
+    /// Whether it was made [to be read](Self::create_to_read).
+    pub(crate) fn is_board(&self) -> bool {
         self.memory.read_only
     }
 
@@ -607,6 +623,18 @@ impl ExtentMemory {
     /// A handle of its own on the same bytes, for the next lease.
     pub fn lease_anew(&self) -> Arc<Self> {
         Self::lease(Arc::clone(&self.memory), self.residency.clone())
+    }
+
+    /// A lease of the same bytes that takes READs alone, beside the lease of whoever writes them.
+    /// It has an id of its own, since one client may have several.
+    pub fn view(&self, id: ExtentId) -> Arc<Self> {
+        Arc::new(Self {
+            registration: Mutex::default(),
+            memory: Arc::clone(&self.memory),
+            view: Some(id),
+            residency: self.residency.clone(),
+            revoked: AtomicBool::new(false),
+        })
     }
 
     /// New memory with the same id and a copy of the bytes, which nobody else maps.
@@ -802,6 +830,9 @@ fn check_bytes(bytes: u64) -> io::Result<()> {
 fn sealable(name: &std::ffi::CStr, bytes: u64) -> io::Result<File> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let file = File::from(memfd_create(name, flags)?);
+    // Whoever is lent a descriptor to read, and is not the server's user, cannot open it anew to
+    // write. The server's own user can do as it likes with the server anyway.
+    fchmod(&file, Mode::S_IRUSR | Mode::S_IWUSR)?;
     file.set_len(bytes)?;
     Ok(file)
 }
@@ -1028,6 +1059,47 @@ mod tests {
         let seen = seen_only(&lent);
         memory.copy_in(4096, &7u64.to_ne_bytes()).expect("its own");
         assert_eq!(word_at(&seen, 512).load(Ordering::Acquire), 7);
+    }
+
+    #[test]
+    fn a_view_is_read_and_never_written() {
+        let memory = extent(8192);
+        let view = memory.view(ExtentId(7));
+        assert_eq!((view.id(), memory.id()), (ExtentId(7), ExtentId(1)));
+        assert!(view.is_read_only() && !view.has_atomics() && !memory.is_read_only());
+        assert!(view.atomic(0, Atomic::FetchAdd(1)).is_err());
+        let lent = File::from(view.lend().expect("a descriptor"));
+        assert!(MmapOptions::new().map_raw(&lent).is_err());
+        assert!(lent.write_at(&[1; 8], 0).is_err());
+        let seen = MmapOptions::new().map_raw_read_only(&lent).expect("memory");
+        memory.copy_in(4096, &7u64.to_ne_bytes()).expect("writable");
+        assert_eq!(word_at(&seen, 512).load(Ordering::Acquire), 7);
+        // The reader's end is not the writer's.
+        view.revoke();
+        assert!(view.copy_out(0, &mut [0]).is_err());
+        memory.copy_in(0, &[1]).expect("writable");
+    }
+
+    #[test]
+    fn another_user_cannot_open_a_view_anew_to_write() {
+        // SAFETY: asks who this is.
+        if unsafe { libc::geteuid() } != 0 {
+            eprintln!(
+                "SKIPPED: another_user_cannot_open_a_view_anew_to_write: only root can act as another user"
+            );
+            return;
+        }
+        let memory = extent(8192);
+        let lent = File::from(memory.view(ExtentId(7)).lend().expect("a descriptor"));
+        let opened = thread::spawn(move || {
+            // SAFETY: two numbers; it holds for this thread alone, and takes root's rights over
+            // files from it.
+            unsafe { libc::setfsuid(65534) };
+            open_anew(&lent, true)
+        });
+        let refused = opened.join().expect("it does not panic");
+        let error = refused.expect_err("the file is its owner's");
+        assert_eq!(error.kind(), io::ErrorKind::PermissionDenied);
     }
 
     #[test]

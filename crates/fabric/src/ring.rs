@@ -219,7 +219,7 @@ impl Board {
 
     /// Whether a READ of this memory can wait for the number at its beginning.
     pub(crate) fn has_number(memory: &ExtentMemory) -> bool {
-        memory.is_read_only() && !memory.is_paged() && memory.bytes() >= WORD_BYTES as u64
+        memory.is_board() && !memory.is_paged() && memory.bytes() >= WORD_BYTES as u64
     }
 
     /// Writes floats at `offset`. A peer that READs them meanwhile gets old and new ones.

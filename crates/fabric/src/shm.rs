@@ -186,7 +186,10 @@ impl Mapped {
                 return false;
             };
             let mark = mark_at(&self.map, self.bytes, piece.segment);
-            if mark.load(Ordering::Relaxed) & piece.chunks != piece.chunks {
+            // A reader cannot write the file, and so not mark either: what only readers touch
+            // leaves as if nobody did.
+            let is_marked = mark.load(Ordering::Relaxed) & piece.chunks == piece.chunks;
+            if !is_marked && !self.read_only {
                 mark.fetch_or(piece.chunks, Ordering::Relaxed);
             }
             copy();

@@ -6,7 +6,7 @@
 //! has a new channel), the server's death. Not injected: corrupted bytes.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
     fmt,
     sync::{
         Arc,
@@ -26,7 +26,7 @@ use crate::{
     attachment::{Death, KeepAlive},
     channel::{check_len, refused},
     errors::CallError,
-    host::{Admission, Asker, Host, Opened, Origin, Transport},
+    host::{Admission, Asker, Host, Opened, Origin, Reading, Transport, VersionRead, Versions},
     memory::ExtentMemory,
     server::answer,
 };
@@ -432,6 +432,7 @@ struct SimState {
     sessions: HashMap<SessionId, Transport>,
     extents: HashMap<ExtentId, SimExtent>,
     names: HashMap<String, SimName>,
+    views: HashMap<ExtentId, SimView>,
 }
 
 #[derive(Debug)]
@@ -447,6 +448,19 @@ struct SimName {
     manifest: Option<Vec<u8>>,
     extents: Vec<ExtentId>,
     claimed_by: Option<SessionId>,
+    version: u64,
+}
+
+/// A lease to read an extent of a version.
+#[derive(Debug)]
+struct SimView {
+    of: ExtentId,
+    reader: SessionId,
+    /// The number of its reading.
+    reading: u64,
+    name: String,
+    version: u64,
+    memory: Arc<ExtentMemory>,
 }
 
 impl SimHost {
@@ -487,6 +501,43 @@ impl SimState {
             .sum()
     }
 
+    /// The published version of a name, and the older ones that are read.
+    fn versions(&self, name: &str) -> Versions {
+        let published = self.names.get(name).map_or(0, |record| record.version);
+        let mut readings: BTreeMap<u64, BTreeSet<u64>> = BTreeMap::new();
+        let views = self.views.values();
+        for view in views.filter(|view| view.name == name && view.version != published) {
+            readings
+                .entry(view.version)
+                .or_default()
+                .insert(view.reading);
+        }
+        let read = readings.into_iter().map(|(version, readings)| VersionRead {
+            version,
+            readers: readings.len() as u64,
+        });
+        Versions {
+            published,
+            read: read.collect(),
+        }
+    }
+
+    /// Ends leases to read.
+    fn end_views(&mut self, is_over: impl Fn(&ExtentId, &SimView) -> bool) {
+        for (_, view) in self.views.extract_if(|id, view| is_over(id, view)) {
+            view.memory.revoke();
+            view.memory.deregister();
+        }
+        self.forget_extents();
+    }
+
+    /// Forgets extents that nobody leases and nothing refers to.
+    fn forget_extents(&mut self) {
+        let read: HashSet<_> = self.views.values().map(|view| view.of).collect();
+        self.extents
+            .retain(|id, extent| extent.owner.is_some() || extent.names > 0 || read.contains(id));
+    }
+
     /// Whether somebody other than `session` holds what the name refers to.
     fn in_use(&self, name: &SimName, session: SessionId) -> bool {
         self.holders(name).any(|holder| holder != session)
@@ -514,8 +565,7 @@ impl SimState {
             extent.memory.deregister();
             extent.owner = None;
         }
-        self.extents
-            .retain(|_, extent| extent.owner.is_some() || extent.names > 0);
+        self.forget_extents();
     }
 
     fn end(&mut self, session: SessionId) {
@@ -525,6 +575,7 @@ impl SimState {
             |(id, extent): (&ExtentId, &SimExtent)| (extent.owner == Some(session)).then_some(*id);
         let held: Vec<_> = self.extents.iter().filter_map(mine).collect();
         held.into_iter().for_each(|id| self.unlease(id));
+        self.end_views(|_, view| view.reader == session);
     }
 
     fn unname(&mut self, name: SimName) {
@@ -532,8 +583,7 @@ impl SimState {
             let extent = self.extents.get_mut(&id).expect("a name keeps its extents");
             extent.names -= 1;
         }
-        self.extents
-            .retain(|_, extent| extent.owner.is_some() || extent.names > 0);
+        self.forget_extents();
     }
 }
 
@@ -622,13 +672,22 @@ impl Host for SimHost {
 
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
         let mut state = self.state.lock();
-        state.owned(session, extent)?;
-        state.unlease(extent);
+        match state.views.get(&extent) {
+            Some(view) if view.reader == session => state.end_views(|id, _| *id == extent),
+            _ => {
+                state.owned(session, extent)?;
+                state.unlease(extent);
+            }
+        }
         Ok(())
     }
 
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>> {
-        self.state.lock().owned(session, extent).ok().cloned()
+        let state = self.state.lock();
+        match state.views.get(&extent) {
+            Some(view) if view.reader == session => Some(Arc::clone(&view.memory)),
+            _ => state.owned(session, extent).ok().cloned(),
+        }
     }
 
     fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {
@@ -663,7 +722,7 @@ impl Host for SimHost {
         name: &str,
         manifest: Vec<u8>,
         extents: &[ExtentId],
-    ) -> Result<(), Refusal> {
+    ) -> Result<Versions, Refusal> {
         let mut state = self.state.lock();
         extents
             .iter()
@@ -685,15 +744,17 @@ impl Host for SimHost {
                 .expect("owned, as seen above")
                 .names += 1;
         }
+        state.last_id += 1;
         let new = SimName {
             manifest: Some(manifest),
             extents: extents.to_vec(),
             claimed_by,
+            version: state.last_id,
         };
         if let Some(old) = state.names.insert(name.to_owned(), new) {
             state.unname(old);
         }
-        Ok(())
+        Ok(state.versions(name))
     }
 
     fn open(
@@ -725,7 +786,49 @@ impl Host for SimHost {
         Ok(Opened {
             manifest: Arc::new(manifest),
             extents,
+            versions: state.versions(name),
         })
+    }
+
+    fn read(
+        &self,
+        session: SessionId,
+        name: &str,
+        _serial: Option<u64>,
+    ) -> Result<Reading, Refusal> {
+        let mut state = self.state.lock();
+        state.known(session)?;
+        let named = state.names.get(name).ok_or(Refusal::NotFound)?;
+        let manifest = named.manifest.clone().ok_or(Refusal::NotFound)?;
+        let (version, ids) = (named.version, named.extents.clone());
+        state.last_id += 1;
+        let reading = state.last_id;
+        let mut extents = Vec::new();
+        for of in ids {
+            state.last_id += 1;
+            let id = ExtentId(state.last_id);
+            let memory = state.extents[&of].memory.view(id);
+            extents.push((of, Arc::clone(&memory)));
+            let view = SimView {
+                of,
+                reader: session,
+                reading,
+                name: name.to_owned(),
+                version,
+                memory,
+            };
+            state.views.insert(id, view);
+        }
+        Ok(Reading {
+            manifest: Arc::new(manifest),
+            extents,
+        })
+    }
+
+    fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal> {
+        let state = self.state.lock();
+        state.known(session)?;
+        Ok(state.versions(name))
     }
 
     fn remove(&self, asker: Asker, name: &str, _owner: Option<PublicKey>) -> Result<(), Refusal> {
@@ -758,6 +861,12 @@ impl Host for SimHost {
                 name: name.clone(),
                 bytes: record.extents.iter().map(bytes).sum(),
                 in_use: state.holders(record).next().is_some(),
+                readers: (state.views.values())
+                    .filter(|view| view.name == *name)
+                    .map(|view| view.reading)
+                    .collect::<HashSet<_>>()
+                    .len() as u64,
+                old_versions: state.versions(name).read.len() as u64,
             })
             .collect();
         names.sort_by(|a, b| a.name.cmp(&b.name));

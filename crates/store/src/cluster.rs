@@ -17,7 +17,11 @@ use farpage_fabric::{
 };
 use parking_lot::Mutex;
 
-use crate::{Reserve, StoreStats, StoreStatsSnapshot, codec::Traffic, pool::SlotPool};
+use crate::{
+    Reserve, StoreStats, StoreStatsSnapshot,
+    codec::Traffic,
+    pool::{Purpose, SlotPool},
+};
 
 /// How a cluster behaves.
 #[derive(Clone, Debug)]
@@ -107,10 +111,14 @@ impl Cluster {
     }
 
     /// A pool on the servers of these ports, in this order.
-    pub(crate) fn new_pool(&self, ports: impl IntoIterator<Item = usize>) -> SlotPool {
+    pub(crate) fn new_pool(
+        &self,
+        ports: impl IntoIterator<Item = usize>,
+        purpose: Purpose,
+    ) -> SlotPool {
         let server = |port: usize| (port, self.sessions[port].clone());
         let servers = ports.into_iter().map(server).collect();
-        SlotPool::new(servers, self.registered.clone())
+        SlotPool::new(servers, self.registered.clone(), purpose)
     }
 
     pub(crate) fn shared_pool(
@@ -119,7 +127,7 @@ impl Cluster {
         raw: bool,
         reserve: Reserve,
     ) -> Arc<SlotPool> {
-        let new = || self.new_pool(0..self.sessions.len());
+        let new = || self.new_pool(0..self.sessions.len(), Purpose::Shared);
         self.pools
             .lock()
             .entry((page_bytes, raw, reserve))

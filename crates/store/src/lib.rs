@@ -26,6 +26,7 @@ mod page;
 mod place;
 mod pool;
 mod publications;
+mod readers;
 mod remote;
 mod slots;
 mod stats;

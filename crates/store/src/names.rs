@@ -100,8 +100,12 @@ pub struct NamedRegion {
     pub name: String,
     /// Bytes that it takes on the servers of the runtime.
     pub bytes: u64,
-    /// Whether a program has it open now.
+    /// Whether a program has it open for writing now.
     pub in_use: bool,
+    /// How often it is open for reading, all versions together.
+    pub readers: u64,
+    /// How many versions that were replaced are still read, and take memory.
+    pub old_versions: u64,
     /// The public key that the name belongs to: the user's own, or any key if the user is the
     /// operator.
     pub owner: String,
@@ -155,28 +159,32 @@ impl Cluster {
     /// # Errors
     /// [`NamesError::List`]
     pub fn names(&self) -> Result<Vec<NamedRegion>, NamesError> {
-        let mut all = BTreeMap::new();
+        let mut all: BTreeMap<_, NamedRegion> = BTreeMap::new();
         for session in self.sessions() {
             for named in session.names()? {
-                let (bytes, in_use) = all
-                    .entry((named.owner, named.name))
-                    .or_insert((0u64, false));
-                *bytes = bytes.saturating_add(named.bytes);
-                *in_use |= named.in_use;
+                let owner = named.owner.to_string();
+                let region = all
+                    .entry((named.owner, named.name.clone()))
+                    .or_insert(NamedRegion {
+                        name: named.name,
+                        bytes: 0,
+                        in_use: false,
+                        readers: 0,
+                        old_versions: 0,
+                        owner,
+                    });
+                region.bytes = region.bytes.saturating_add(named.bytes);
+                region.in_use |= named.in_use;
+                // A reader of a region on several servers reads on each.
+                region.readers = region.readers.max(named.readers);
+                region.old_versions = region.old_versions.max(named.old_versions);
             }
         }
-        let regions = all.into_iter();
-        Ok(regions
-            .map(|((owner, name), (bytes, in_use))| NamedRegion {
-                name,
-                bytes,
-                in_use,
-                owner: owner.to_string(),
-            })
-            .collect())
+        Ok(all.into_values().collect())
     }
 
-    /// Forgets a region of the user's key that no program has open, and frees its memory.
+    /// Forgets a region of the user's key that no program has open for writing, and frees its
+    /// memory, except what is still read.
     ///
     /// # Errors
     /// [`NamesError::NotFound`], [`NamesError::Held`], [`NamesError::InUse`],

@@ -20,6 +20,7 @@ use parking_lot::Mutex;
 
 use crate::{
     place::{Place, Span, slot_bytes},
+    readers::Readers,
     slots::{Arena, GRANULE_BYTES, Slot},
 };
 
@@ -38,6 +39,7 @@ pub(crate) struct SlotPool {
     /// The servers as this pool numbers them: a published region keeps its own numbers. With the
     /// port of every lane.
     servers: Vec<(usize, Arc<Session>)>,
+    purpose: Purpose,
     /// Buffers for page maps.
     pub(crate) registered: RegPool,
     arenas: Vec<Mutex<Arena>>,
@@ -66,6 +68,16 @@ struct Extents {
     closed: bool,
 }
 
+/// What a pool is for.
+pub(crate) enum Purpose {
+    /// Regions without a name, which share it.
+    Shared,
+    /// One named region, open for writing.
+    Named(Readers),
+    /// One version of a named region, which others may read, too. Its extents take READs alone.
+    Reading,
+}
+
 /// What came of asking for memory without waiting.
 pub(crate) enum Growth {
     /// Servers are being asked; look again. With what they said before, if that was no.
@@ -78,8 +90,13 @@ pub(crate) enum Growth {
 pub(crate) struct Reservation(Vec<u64>);
 
 impl SlotPool {
-    pub(crate) fn new(servers: Vec<(usize, Arc<Session>)>, registered: RegPool) -> Self {
+    pub(crate) fn new(
+        servers: Vec<(usize, Arc<Session>)>,
+        registered: RegPool,
+        purpose: Purpose,
+    ) -> Self {
         Self {
+            purpose,
             arenas: servers.iter().map(|_| Mutex::new(Arena::new())).collect(),
             servers,
             registered,
@@ -97,6 +114,42 @@ impl SlotPool {
 
     pub(crate) fn servers(&self) -> &[(usize, Arc<Session>)] {
         &self.servers
+    }
+
+    /// Whether the pool is one region's, and ends with it.
+    pub(crate) fn is_own(&self) -> bool {
+        !matches!(self.purpose, Purpose::Shared)
+    }
+
+    /// Who reads older versions, of a pool for a named region that is open for writing.
+    pub(crate) fn readers(&self) -> Option<&Readers> {
+        match &self.purpose {
+            Purpose::Named(readers) => Some(readers),
+            Purpose::Shared | Purpose::Reading => None,
+        }
+    }
+
+    /// Takes all free space.
+    pub(crate) fn take_holes(&self) -> Vec<Span> {
+        let mut spans = Vec::new();
+        for (server, arena) in self.arenas.iter().enumerate() {
+            for (Slot { extent, mut offset }, mut left) in arena.lock().take_holes() {
+                while left > 0 {
+                    let bytes = left.min(EXTENT_BYTES_MAX);
+                    let place = Place {
+                        server: server as u8,
+                        extent,
+                        offset,
+                    };
+                    spans.push(Span {
+                        place,
+                        bytes: bytes as u32,
+                    });
+                    (offset, left) = (offset + bytes, left - bytes);
+                }
+            }
+        }
+        spans
     }
 
     pub(crate) fn endpoint(&self, server: u8) -> Arc<str> {
@@ -243,12 +296,17 @@ impl SlotPool {
         Some(index)
     }
 
-    /// An index that a published map does not use.
+    /// An index that a published map does not use. It stays unused until
+    /// [`end_gaps`](Self::end_gaps).
     pub(crate) fn add_gap(&self) {
+        self.extents.write().expect(NO_PANIC).by_index.push(None);
+    }
+
+    /// All extents have the indices that a published map knows: gaps may be used.
+    pub(crate) fn end_gaps(&self) {
         let mut extents = self.extents.write().expect(NO_PANIC);
-        let index = extents.by_index.len() as u32;
-        extents.by_index.push(None);
-        extents.vacant.push(index);
+        let gaps = (extents.by_index.iter().zip(0..)).filter(|(extent, _)| extent.is_none());
+        extents.vacant = gaps.map(|(_, index)| index).collect();
     }
 
     /// Whether the place is on an extent of this pool.
@@ -263,6 +321,13 @@ impl SlotPool {
     /// Gives surplus extents to their servers: a region without a reservation ends.
     pub(crate) fn trim(&self) {
         self.ended.fetch_add(1, Ordering::Relaxed);
+        let _one_at_a_time = self.growing.lock();
+        self.release_surplus();
+    }
+
+    /// Gives extents back that a region with a reservation took beside it, and does not use any
+    /// more.
+    pub(crate) fn shrink(&self) {
         let _one_at_a_time = self.growing.lock();
         self.release_surplus();
     }
@@ -370,8 +435,11 @@ impl SlotPool {
     }
 
     /// Counts the page in `slot` among those that its server keeps (`pages` is 1), or no longer
-    /// (-1). The server shows the sum.
+    /// (-1). The server shows the sum. What is only read is its writer's.
     pub(crate) fn count_contents(&self, slot: Span, page_bytes: usize, pages: i64) {
+        if matches!(self.purpose, Purpose::Reading) {
+            return;
+        }
         let bytes = pages * slot_bytes(slot.bytes) as i64;
         let kept = self.kept_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.kept_peak_bytes.fetch_max(kept, Ordering::Relaxed);
@@ -468,7 +536,18 @@ impl SlotPool {
                 Err(error) => failure = Some(error),
             }
         }
-        let error = failure.expect("a pool has at least one server");
+        let full = failure.expect("a pool has at least one server");
+        let room = self
+            .readers()
+            .map(|readers| readers.make_room(full.clone()));
+        let error = match room {
+            Some(Ok(free)) => {
+                self.free(&free);
+                return Ok(());
+            }
+            Some(Err(error)) => error,
+            None => full,
+        };
         *refused = Some((Instant::now(), error.clone()));
         Err(error)
     }

@@ -2,17 +2,18 @@
 //!
 //! The rule it keeps: a slot that the last published map refers to, or that a running publication's
 //! map may refer to, is not free before the next publication has succeeded. After a publication
-//! whose outcome is unknown, that holds for both maps.
+//! whose outcome is unknown, that holds for both maps. What then becomes of the slots that other
+//! programs read is left to [`Readers`](crate::readers::Readers).
 
 use std::{
     mem,
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use farpage_fabric::AllocError;
+use farpage_fabric::{AllocError, Versions};
 use parking_lot::{Mutex, MutexGuard, RwLock, RwLockReadGuard};
 
-use crate::{place::Span, pool::SlotPool, slots::GRANULE_BYTES};
+use crate::{place::Span, pool::SlotPool, readers::Places, slots::GRANULE_BYTES};
 
 /// Maps are written and read in pieces of this length.
 pub(crate) const PIECE_BYTES: usize = 1 << 20;
@@ -42,6 +43,11 @@ pub(crate) struct Publications {
 /// The last publication.
 #[derive(Default)]
 struct Last {
+    /// Its number; 0 before the first.
+    version: u64,
+    /// The slots of its pages and its map. After a publication whose outcome is unknown, those of
+    /// both.
+    places: Places,
     /// The slots of its map.
     map: Vec<Span>,
     /// Slots for whole maps to come, where the region reserves its memory: between the many holes
@@ -69,10 +75,10 @@ pub(crate) struct Publication<'a> {
 }
 
 /// What became of a publication.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ended {
-    /// The name is bound to the new map.
-    Bound,
+    /// The name is bound to the new map. What the region's first server said.
+    Bound(Versions),
     /// The name is bound to the previous map.
     Failed,
     /// The name is bound to either map.
@@ -80,10 +86,13 @@ pub(crate) enum Ended {
 }
 
 impl Publications {
-    /// The publications of a region whose published map is in the slots of `map`.
-    pub(crate) fn of(map: Vec<Span>) -> Self {
+    /// The publications of a region whose published version has this number and these slots, those
+    /// of `map` among them.
+    pub(crate) fn of(version: u64, places: Places, map: Vec<Span>) -> Self {
         let publications = Self::default();
-        publications.last.lock().map = map;
+        let mut last = publications.last.lock();
+        (last.version, last.places, last.map) = (version, places, map);
+        drop(last);
         publications
     }
 
@@ -173,9 +182,16 @@ impl Publication<'_> {
         pool.free(&mem::take(&mut self.area));
     }
 
-    /// Frees what no map refers to any more. Unless it failed, `mark` marks the pages whose slots
-    /// the new map refers to; no entry is replaced meanwhile.
-    pub(crate) fn end(mut self, pool: &SlotPool, ended: Ended, mark: impl FnOnce()) {
+    /// Frees what no map refers to any more, unless it is read. The slots of the new version are at
+    /// `places`. Unless it failed, `mark` marks the pages whose slots the new map refers to; no
+    /// entry is replaced meanwhile.
+    pub(crate) fn end(
+        mut self,
+        pool: &SlotPool,
+        ended: Ended,
+        places: Vec<u64>,
+        mark: impl FnOnce(),
+    ) {
         let publications = self.publications;
         let mut publishing = publications.commits.write();
         *publishing = false;
@@ -183,12 +199,23 @@ impl Publication<'_> {
         let undecided = mem::take(&mut *publications.undecided.lock());
         let mut deferred = publications.deferred.lock();
         match ended {
-            Ended::Bound => {
+            Ended::Bound(answer) => {
                 mark();
                 deferred.extend(undecided);
-                pool.free(&self.stale);
                 let before = mem::replace(&mut self.last.map, self.area);
-                self.last.give_back(pool, before, self.map_bytes);
+                let since = mem::replace(&mut self.last.version, answer.published);
+                let old = mem::replace(&mut self.last.places, sorted(places));
+                let readers = pool.readers().expect("only named regions are published");
+                // The map's slots are read with the rest of the version.
+                let kept = match answer.read.iter().any(|read| read.version >= since) {
+                    true => before,
+                    false => {
+                        self.last.give_back(pool, before, self.map_bytes);
+                        Vec::new()
+                    }
+                };
+                let stale = self.stale.into_iter().chain(kept);
+                pool.free(&readers.published(&answer, (since, &old), stale));
             }
             Ended::Failed => {
                 deferred.extend(self.stale);
@@ -201,6 +228,8 @@ impl Publication<'_> {
                 deferred.extend(undecided);
                 deferred.extend(self.stale);
                 self.last.map.extend(self.area);
+                let both = self.last.places.iter().copied().chain(places);
+                self.last.places = sorted(both.collect());
             }
         }
     }
@@ -217,6 +246,11 @@ impl Last {
             pool.free(&area);
         }
     }
+}
+
+fn sorted(mut places: Vec<u64>) -> Places {
+    places.sort_unstable();
+    places.into()
 }
 
 /// Slots for all pieces of a map.

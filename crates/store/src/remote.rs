@@ -24,8 +24,9 @@ use crate::{
     entry::{Entry, PageTable},
     names::Claim,
     place::{Place, Span},
-    pool::{Growth, Reservation, SlotPool},
+    pool::{Growth, Purpose, Reservation, SlotPool},
     publications::{Publications, map_bytes},
+    readers::Readers,
 };
 
 /// The pages of one region. Dropping it frees its remote memory, except what was published under a
@@ -60,7 +61,7 @@ pub(crate) struct RemoteStore {
     /// Where the codec is an adaptive one.
     pub(crate) chooser: Option<Box<Chooser>>,
     pub(crate) reservation: Option<Reservation>,
-    /// For regions with a name, which have a pool of their own.
+    /// For regions with a name, unless they are only read.
     pub(crate) claim: Option<Box<Claim>>,
     /// As `claim`.
     pub(crate) publications: Option<Publications>,
@@ -95,8 +96,9 @@ impl PageStore {
             None => None,
         };
         let named = claim.is_some();
-        let pool = if named {
-            Arc::new(cluster.new_pool(0..cluster.sessions().len()))
+        let pool = if let Some(name) = &options.name {
+            let readers = Readers::new(name, &cluster.sessions()[0]);
+            Arc::new(cluster.new_pool(0..cluster.sessions().len(), Purpose::Named(readers)))
         } else {
             cluster.shared_pool(page_bytes, scheme.is_raw(), options.reserve)
         };
@@ -335,7 +337,7 @@ impl PageStore {
     pub fn trim(&self) {
         if let Backing::Remote(remote) = &self.backing
             && remote.reservation.is_none()
-            && remote.publications.is_none()
+            && !remote.pool.is_own()
         {
             remote.pool.trim();
         }
@@ -357,7 +359,7 @@ impl PageStore {
                 remote.pool.count_contents(slot, self.page_bytes, -1);
             }
         }
-        if remote.publications.is_some() {
+        if remote.pool.is_own() {
             remote.pool.release_all();
             // Last, so that whoever opens the name next finds nothing of it held.
             remote.claim.as_ref().inspect(|claim| claim.let_go());

@@ -103,6 +103,13 @@ impl Arena {
         taken
     }
 
+    /// Takes all free space: where, and how long.
+    pub(crate) fn take_holes(&mut self) -> BTreeMap<Slot, u64> {
+        self.by_length.clear();
+        self.free_bytes = 0;
+        std::mem::take(&mut self.holes)
+    }
+
     /// A slot for `bytes`, or `None` if no extent has room.
     pub(crate) fn alloc(&mut self, bytes: u32) -> Option<Slot> {
         let bytes = slot_bytes(bytes);

@@ -17,7 +17,7 @@ use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signa
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -274,6 +274,18 @@ pub enum Request {
         /// The last name that the client knows already.
         after: Option<(PublicKey, String)>,
     },
+    /// Opens a named region to read the version that is published now. Claims nothing.
+    Read {
+        /// The name.
+        name: String,
+        /// As of [`Open`](Self::Open).
+        serial: Option<u64>,
+    },
+    /// Asks which older versions of a name are still read.
+    Readers {
+        /// The name.
+        name: String,
+    },
 }
 
 /// The most names in one answer.
@@ -334,6 +346,8 @@ pub enum Response {
         manifest: Vec<u8>,
         /// The extents that it refers to.
         extents: Vec<Lease>,
+        /// Which version that is, and who still reads older ones.
+        versions: Versions,
     },
     /// Figures.
     Stat(Box<ServerStat>),
@@ -344,6 +358,38 @@ pub enum Response {
     /// Names in ascending order, [`NAMES_PER_ANSWER`] at most. An answer with fewer is the last
     /// one.
     Names(Vec<NamedRegion>),
+    /// A region was opened for reading. Descriptors or keys follow as after
+    /// [`Opened`](Self::Opened).
+    Reading {
+        /// What the last publisher stored.
+        manifest: Vec<u8>,
+        /// The extents that it refers to, by the ids that it knows.
+        extents: Vec<ExtentId>,
+        /// The client's leases of them, in the same order. Each has an id of its own, so that a
+        /// client can read what it has open for writing, and read it more than once.
+        leases: Vec<Lease>,
+    },
+    /// A name was published, or its readers were asked for.
+    Versions(Versions),
+}
+
+/// The published version of a name, and the older ones that clients still read.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Versions {
+    /// The number of the published version; 0 before the first. Numbers ascend. A server uses none
+    /// twice.
+    pub published: u64,
+    /// Older versions that are read, in ascending order. What they refer to must stay.
+    pub read: Vec<VersionRead>,
+}
+
+/// A version that clients read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VersionRead {
+    /// Its number.
+    pub version: u64,
+    /// How often it is open.
+    pub readers: u64,
 }
 
 /// A name that a server keeps.
@@ -357,6 +403,10 @@ pub struct NamedRegion {
     pub bytes: u64,
     /// Whether a client holds it now.
     pub in_use: bool,
+    /// How often it is open for reading, all versions together.
+    pub readers: u64,
+    /// How many versions that have been replaced are still read.
+    pub old_versions: u64,
 }
 
 /// An extent as its lease is announced.
@@ -496,20 +546,20 @@ mod tests {
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x08\0\x02\0\0\0\0\0"
+            b"farpage\0\x09\0\x02\0\0\0\0\0"
         );
     }
 
     #[test]
     fn another_version_is_named_and_not_called_garbage() {
         let mut bytes = Hello::new(Purpose::Control).encode();
-        bytes[8] = 9;
+        bytes[8] = 8;
         bytes[10] = 77;
-        let error = Hello::decode(&bytes).expect_err("version 9");
+        let error = Hello::decode(&bytes).expect_err("version 8");
         assert_eq!(
             error,
             ControlDecodeError::Version {
-                theirs: 9,
+                theirs: 8,
                 ours: VERSION
             }
         );
@@ -522,7 +572,7 @@ mod tests {
     /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 8);
+        assert_eq!(VERSION, 9);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -615,6 +665,14 @@ mod tests {
                 },
                 [&[15, 1][..], &[6; 32], &[1, b'n']].concat(),
             ),
+            (
+                Request::Read {
+                    name: name.clone(),
+                    serial: Some(300),
+                },
+                vec![16, 1, b'n', 1, 0xac, 2],
+            ),
+            (Request::Readers { name: name.clone() }, vec![17, 1, b'n']),
         ];
         for (request, expected) in requests {
             let frame = encode(&request).expect("short");
@@ -659,6 +717,15 @@ mod tests {
                 hot_bytes: 29,
                 sessions: 30,
             }],
+            readers: 31,
+            old_versions: 32,
+        };
+        let versions = Versions {
+            published: 300,
+            read: vec![VersionRead {
+                version: 3,
+                readers: 2,
+            }],
         };
         let full = Refusal::Full {
             asked: 2,
@@ -688,17 +755,18 @@ mod tests {
             ),
             (
                 Response::Opened {
-                    manifest,
+                    manifest: manifest.clone(),
                     extents: vec![lease],
+                    versions: versions.clone(),
                 },
-                vec![3, 1, 9, 1, 5, 0xac, 2, 1, 0, 1],
+                vec![3, 1, 9, 1, 5, 0xac, 2, 1, 0, 1, 0xac, 2, 1, 3, 2],
             ),
             (
                 Response::Stat(Box::new(stat)),
                 [
                     vec![4, 1, b'v', 1],
                     (1..=27).collect(),
-                    vec![1, 1, b'a', 28, 29, 30],
+                    vec![1, 1, b'a', 28, 29, 30, 31, 32],
                 ]
                 .concat(),
             ),
@@ -724,9 +792,20 @@ mod tests {
                     name,
                     bytes: 300,
                     in_use: true,
+                    readers: 4,
+                    old_versions: 3,
                 }]),
-                [&[7, 1][..], &[6; 32], &[1, b'n', 0xac, 2, 1]].concat(),
+                [&[7, 1][..], &[6; 32], &[1, b'n', 0xac, 2, 1, 4, 3]].concat(),
             ),
+            (
+                Response::Reading {
+                    manifest,
+                    extents: vec![ExtentId(7)],
+                    leases: vec![lease],
+                },
+                vec![8, 1, 9, 1, 7, 1, 5, 0xac, 2, 1, 0, 1],
+            ),
+            (Response::Versions(versions), vec![9, 0xac, 2, 1, 3, 2]),
         ];
         for (response, expected) in responses {
             let frame = encode(&response).expect("short");
@@ -843,6 +922,9 @@ mod tests {
                 .prop_map(|(name, replace)| Request::Claim { name, replace }),
             any::<String>().prop_map(|name| Request::Disclaim { name }),
             option::of((key, any::<String>())).prop_map(|after| Request::Names { after }),
+            (any::<String>(), option::of(any::<u64>()))
+                .prop_map(|(name, serial)| Request::Read { name, serial }),
+            any::<String>().prop_map(|name| Request::Readers { name }),
         ]
     }
 

@@ -15,7 +15,7 @@ pub mod segment;
 mod stat;
 mod units;
 
-pub use control::{NamedRegion, Refusal, Request, Response};
+pub use control::{NamedRegion, Refusal, Request, Response, VersionRead, Versions};
 pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};

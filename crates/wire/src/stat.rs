@@ -41,6 +41,10 @@ pub struct ServerStat {
     pub tiers: TierStat,
     /// The same server's shares of its memory, the largest first, at most 64.
     pub shares: Vec<ShareStat>,
+    /// How often named regions are open for reading.
+    pub readers: u64,
+    /// Versions of named regions that have been replaced or removed, and that are still read.
+    pub old_versions: u64,
 }
 
 /// What clients of one address, or over shared memory of one user, have of a server's memory.

@@ -6,7 +6,7 @@
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
 use farpage_fabric::{
-    host::{Admission, Asker, Host, Opened, Origin, Refusal, Transport},
+    host::{Admission, Asker, Host, Opened, Origin, Reading, Refusal, Transport, Versions},
     log::later,
     memory::{ExtentFile, ExtentMemory},
 };
@@ -52,6 +52,7 @@ impl Host for State {
             lost: None,
             extents: HashSet::new(),
             names: HashSet::new(),
+            views: HashSet::new(),
             key: None,
             contents: [0; 2],
             given: None,
@@ -129,8 +130,8 @@ impl Host for State {
             return Ok(memory);
         }
         let record = ledger.known(session)?;
-        let (held_extents, origin) = (record.extents.len(), record.origin);
-        let mapped_by = record.maps_as();
+        let held_extents = record.extents.len() + record.views.len();
+        let (origin, mapped_by) = (record.origin, record.maps_as());
         if bytes == 0 {
             return Err(Refusal::Invalid(
                 "an extent of 0 bytes was asked for".to_owned(),
@@ -196,6 +197,8 @@ impl Host for State {
                 name: None,
                 origin,
                 mapped_by,
+                views: 0,
+                mapped_to_read: false,
             },
         );
         let record = ledger.known(session)?;
@@ -209,7 +212,14 @@ impl Host for State {
 
     fn release(&self, session: SessionId, extent: ExtentId) -> Result<(), Refusal> {
         let mut ledger = self.ledger.lock();
-        if !ledger.known(session)?.extents.remove(&extent) {
+        let holder = ledger.known(session)?;
+        if holder.views.remove(&extent) {
+            let freed = self.end_view(&mut ledger, extent);
+            drop(ledger);
+            self.give_back(freed);
+            return Ok(());
+        }
+        if !holder.extents.remove(&extent) {
             return Err(Refusal::NotLeased(extent));
         }
         let leaving = self.end_lease(&mut ledger, extent);
@@ -254,7 +264,7 @@ impl Host for State {
         name: &str,
         manifest: Vec<u8>,
         extents: &[ExtentId],
-    ) -> Result<(), Refusal> {
+    ) -> Result<Versions, Refusal> {
         self.reclaim(session, charge_of_name(manifest.len()));
         let mut ledger = self.ledger.lock();
         // 1. Everything that can be refused, before anything changes: the old binding stays whole.
@@ -293,12 +303,13 @@ impl Host for State {
         }
         // 2. The new binding, and what only the old one kept.
         let extents = distinct.len();
-        let freed = ledger.bind(session, id, Arc::new(manifest), distinct);
+        let freed = ledger.bind(session, id.clone(), Arc::new(manifest), distinct);
+        let versions = ledger.versions(&id);
         drop(ledger);
         self.give_back(freed);
         let name = name.to_owned();
         later(move || debug!(%session, name, extents, "named region published"));
-        Ok(())
+        Ok(versions)
     }
 
     fn open(&self, session: SessionId, name: &str, serial: Option<u64>) -> Result<Opened, Refusal> {
@@ -314,8 +325,8 @@ impl Host for State {
         self.sweep();
         let mut ledger = self.free_and_private(session, &id)?;
         let record = ledger.known(session)?;
-        let (held_extents, origin) = (record.extents.len(), record.origin);
-        let mapped_by = record.maps_as();
+        let held_extents = record.extents.len() + record.views.len();
+        let (origin, mapped_by) = (record.origin, record.maps_as());
         let record = &ledger.names[&id];
         if held_extents + record.extents.len() > self.limits.extents_per_session {
             return Err(Refusal::Invalid(format!(
@@ -362,6 +373,19 @@ impl Host for State {
         let (name, extents) = (name.to_owned(), opened.extents.len());
         later(move || info!(%session, name, extents, "named region opened"));
         Ok(opened)
+    }
+
+    fn read(
+        &self,
+        session: SessionId,
+        name: &str,
+        serial: Option<u64>,
+    ) -> Result<Reading, Refusal> {
+        self.begin_reading(session, name, serial)
+    }
+
+    fn readers(&self, session: SessionId, name: &str) -> Result<Versions, Refusal> {
+        self.read_versions(session, name)
     }
 
     fn remove(&self, asker: Asker, name: &str, owner: Option<PublicKey>) -> Result<(), Refusal> {
@@ -412,6 +436,7 @@ impl Host for State {
                 .fold(0u64, |sum, record| sum.saturating_add(record.contents[i]))
         };
         let (logical_bytes, stored_bytes) = (held(0), held(1));
+        let [readers, old_versions] = ledger.readings.sums();
         let extents = ledger.extents.values();
         let mut memories: Vec<_> = extents.map(|extent| extent.memory.file()).collect();
         memories.extend(retained.iter().map(Retained::file));
@@ -427,6 +452,8 @@ impl Host for State {
             logical_bytes,
             stored_bytes,
             retained_bytes,
+            readers,
+            old_versions,
             tiers: self
                 .tier
                 .as_ref()

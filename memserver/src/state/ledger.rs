@@ -18,6 +18,7 @@ use farpage_wire::{ExtentId, PublicKey, Secret, SessionId};
 use super::{
     accounts::Accounts,
     names::{NameId, NameRecord},
+    readers::Readings,
 };
 
 #[derive(Default)]
@@ -25,6 +26,7 @@ pub(super) struct Ledger {
     pub(super) sessions: HashMap<SessionId, SessionRecord>,
     pub(super) extents: HashMap<ExtentId, ExtentRecord>,
     pub(super) names: BTreeMap<NameId, NameRecord>,
+    pub(super) readings: Readings,
     pub(super) accounts: Accounts,
     pub(super) sessions_ever: u64,
     pub(super) extents_ever: u64,
@@ -46,6 +48,8 @@ pub(super) struct SessionRecord {
     pub(super) lost: Option<Instant>,
     pub(super) extents: HashSet<ExtentId>,
     pub(super) names: HashSet<NameId>,
+    /// Its leases to read what is published.
+    pub(super) views: HashSet<ExtentId>,
     /// Whose the names are that it uses, once its client has shown its key.
     pub(super) key: Option<PublicKey>,
     /// Bytes of the pages that it keeps, and bytes that they take, as it says.
@@ -59,6 +63,8 @@ pub(super) struct SessionRecord {
 pub(super) enum Given {
     Extent(ExtentId),
     Name(NameId),
+    /// The first of a reading's views.
+    Reading(ExtentId),
 }
 
 pub(super) struct ExtentRecord {
@@ -70,6 +76,11 @@ pub(super) struct ExtentRecord {
     pub(super) origin: Origin,
     /// Who was given the memory's descriptor over shared memory, and may map it for ever.
     pub(super) mapped_by: Option<Origin>,
+    /// Leases to read it.
+    pub(super) views: usize,
+    /// Whether some reader was given a descriptor. Readers cannot write, and need nothing but the
+    /// name's key to read it again: they are no reason for a copy. But they may keep the memory.
+    pub(super) mapped_to_read: bool,
 }
 
 /// Memory whose lease has ended. Adapters and the kernel take milliseconds to let gigabytes go, so
@@ -77,7 +88,7 @@ pub(super) struct ExtentRecord {
 /// others from [opening](State::free_and_quiet) the name that it belongs to.
 pub(super) struct Leaving {
     pub(super) memory: Arc<ExtentMemory>,
-    /// Whether a name keeps its bytes.
+    /// Whether its bytes stay: a name has them, or somebody reads them.
     pub(super) is_kept: bool,
     /// Who it is still put on: a client that may have kept it.
     pub(super) charged: Option<Origin>,
@@ -91,7 +102,7 @@ impl SessionRecord {
     }
 
     pub(super) fn holds_nothing(&self) -> bool {
-        self.extents.is_empty() && self.names.is_empty()
+        self.extents.is_empty() && self.names.is_empty() && self.views.is_empty()
     }
 
     /// Who maps what the session is lent, if its transport hands out descriptors.
@@ -120,11 +131,12 @@ impl Ledger {
         (record.lessee == Some(session)).then(|| record.memory.clone())
     }
 
-    /// Removes an extent that nobody leases and no name refers to. Its bytes go back to the
-    /// capacity at once where no client can have kept it.
+    /// Removes an extent that nobody leases or reads and no name refers to. Its bytes go back to
+    /// the capacity at once where no client can have kept it.
     pub(super) fn forget_extent(&mut self, id: ExtentId) -> Leaving {
         let record = (self.extents.remove(&id)).expect("the caller found it");
-        let charged = record.mapped_by.map(|_| record.origin);
+        let may_be_kept = record.mapped_by.is_some() || record.mapped_to_read;
+        let charged = may_be_kept.then_some(record.origin);
         if charged.is_none() {
             (self.accounts).take_extent_off(record.origin, record.memory.bytes());
         }

@@ -5,7 +5,8 @@
 //! `squares` are two regions. Only the operator's key reaches past this, to list and to remove.
 //!
 //! A name is *bound* once it was published, and *held* by one session while that claims it or
-//! leases any of its extents. What is neither bound nor held is gone.
+//! leases any of its extents. What is neither bound nor held is gone. Who only reads
+//! a version holds nothing: see [`readers`](super::readers).
 
 use std::{
     collections::{HashSet, btree_map::Entry},
@@ -13,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use farpage_fabric::host::{Asker, Opened, Origin, Refusal};
+use farpage_fabric::host::{Asker, Opened, Origin, Refusal, Versions};
 use farpage_wire::{ExtentId, NamedRegion, PublicKey, SessionId, control::NAMES_PER_ANSWER};
 
 use super::{
@@ -40,11 +41,13 @@ pub(super) struct NameRecord {
     /// What the last publisher stored; `None` while the name is only claimed.
     pub(super) manifest: Option<Arc<Vec<u8>>>,
     pub(super) extents: Vec<ExtentId>,
+    /// The number of what it is bound to; 0 while it is only claimed.
+    pub(super) version: u64,
     pub(super) holder: Option<SessionId>,
     /// Whether the holder keeps the name also without leasing any of its extents.
     claimed: bool,
     /// Who what it takes is put on: where its publisher connected from, or who claimed it first.
-    origin: Origin,
+    pub(super) origin: Origin,
 }
 
 impl NameId {
@@ -61,6 +64,7 @@ impl NameRecord {
         Self {
             manifest: None,
             extents: Vec::new(),
+            version: 0,
             holder: None,
             claimed: false,
             origin,
@@ -175,7 +179,10 @@ impl Ledger {
             extent.expect("the session holds it").name = Some(id.clone());
         }
         let origin = self.sessions[&session].origin;
+        let version = self.readings.next_version();
         let record = (self.names.entry(id.clone())).or_insert_with(|| NameRecord::new(origin));
+        self.readings.replace(record.version);
+        record.version = version;
         record.manifest = Some(manifest);
         record.origin = origin;
         record.holder = Some(session);
@@ -199,10 +206,20 @@ impl Ledger {
             extents: (record.extents.iter())
                 .map(|id| self.extents[id].memory.clone())
                 .collect(),
+            versions: self.versions(id),
         })
     }
 
-    /// Forgets a name that nobody but the asker holds. Returns what it alone kept.
+    /// The published version of a name, and the older ones that are read.
+    pub(super) fn versions(&self, id: &NameId) -> Versions {
+        Versions {
+            published: self.names.get(id).map_or(0, |record| record.version),
+            read: self.readings.old_versions(id),
+        }
+    }
+
+    /// Forgets a name that nobody but the asker holds. Returns what it alone kept: what is read
+    /// stays.
     pub(super) fn remove(&mut self, asker: Asker, id: &NameId) -> Result<Freed, Refusal> {
         let record = self.names.get(id).ok_or(Refusal::NotFound)?;
         match record.holder {
@@ -238,6 +255,8 @@ impl Ledger {
                     .sum::<u64>()
                     + record.charge(),
                 in_use: record.holder.is_some(),
+                readers: self.readings.readers(id),
+                old_versions: self.readings.old_versions(id).len() as u64,
             })
             .collect()
     }
@@ -247,15 +266,18 @@ impl Ledger {
         self.names.values().filter(bound).count() as u64
     }
 
-    /// What the name takes out of the capacity beside its extents, and who that is put on.
+    /// What the name takes out of the capacity beside its extents, and who that is put on. `None`
+    /// if replacing what it is bound to gives nothing back, since it is read.
     pub(super) fn charge_of(&self, id: &NameId) -> Option<(Origin, u64)> {
         let record = self.names.get(id)?;
-        Some((record.origin, record.charge()))
+        (!self.readings.is_read(record.version)).then(|| (record.origin, record.charge()))
     }
 
     fn forget_name(&mut self, id: &NameId) -> Option<NameRecord> {
+        let given_back = self.charge_of(id);
         let record = self.names.remove(id)?;
-        self.accounts.take_off(record.origin, record.charge());
+        given_back.inspect(|(origin, bytes)| self.accounts.take_off(*origin, *bytes));
+        self.readings.replace(record.version);
         Some(record)
     }
 
@@ -291,13 +313,14 @@ impl Ledger {
         self.free_name(id);
     }
 
-    /// The extents of a name that is no longer bound to them: freed where nobody leases them.
+    /// The extents of a name that is no longer bound to them: freed where nobody leases or reads
+    /// them.
     fn unname(&mut self, extents: &[ExtentId]) -> Freed {
         let mut freed = Freed::new();
         for id in extents {
             let record = self.extents.get_mut(id).expect("a name keeps its extents");
             record.name = None;
-            if record.lessee.is_none() {
+            if record.lessee.is_none() && record.views == 0 {
                 freed.push(self.forget_extent(*id));
             }
         }

@@ -82,6 +82,14 @@ impl State {
             if foreign.is_empty() {
                 return Ok(ledger);
             }
+            let read = (foreign.iter())
+                .map(|memory| ledger.extents[&memory.id()].views)
+                .max();
+            if let Some(readers @ 1..) = read {
+                return Err(Refusal::Invalid(format!(
+                    "the region was held over shm by another user of the server's machine, who may still map it, and it cannot be copied while it is read ({readers} readers): open it when they have closed it"
+                )));
+            }
             drop(ledger);
             if self.tier.is_some() {
                 return Err(Refusal::Invalid(

@@ -61,7 +61,9 @@ impl State {
         let (kept, freed): (Freed, Freed) = freed.into_iter().partition(|leaving| leaving.is_kept);
         for Leaving { memory, .. } in kept {
             memory.deregister();
-            if let Some(tier) = &self.tier {
+            if let Some(tier) = &self.tier
+                && !memory.is_view()
+            {
                 tier.assign(memory.id(), Tenant::NOBODY);
             }
         }

@@ -3,13 +3,14 @@
 
 mod lifetimes;
 mod model;
+mod readers;
 mod regions;
 mod room;
 
 use std::{os::unix::fs::FileExt, sync::Arc, thread, time::Duration};
 
 use farpage_fabric::{
-    host::{Asker, Host, Opened, Origin, Refusal, Transport},
+    host::{Asker, Host, Opened, Origin, Reading, Refusal, Transport},
     memory::ExtentMemory,
 };
 
@@ -60,6 +61,10 @@ impl State {
         Host::grant(self, session, bytes, false, None)
     }
 
+    fn read(&self, session: SessionId, name: &str) -> Result<Reading, Refusal> {
+        Host::read(self, session, name, None)
+    }
+
     fn open(&self, session: SessionId, name: &str) -> Result<Opened, Refusal> {
         Host::open(self, session, name, None)
     }
@@ -74,6 +79,14 @@ impl State {
         held
     }
 
+    fn views(&self, session: SessionId) -> Vec<ExtentId> {
+        let ledger = self.ledger.lock();
+        let views = ledger.sessions.get(&session).map(|it| it.views.iter());
+        let mut views: Vec<_> = views.into_iter().flatten().copied().collect();
+        views.sort();
+        views
+    }
+
     /// The two structures agree, and the sums are what they are sums of.
     fn check(&self) {
         let retained = self.retained.lock();
@@ -86,12 +99,22 @@ impl State {
             .sum();
         let all = ledger.accounts.all();
         let kept: u64 = retained.iter().map(Retained::charge).sum();
-        assert_eq!(all.bytes, bytes + named + kept);
+        assert_eq!(all.bytes, bytes + named + kept + ledger.readings.charge());
         assert!(all.bytes <= self.limits.capacity_bytes);
         assert_eq!(all.extents, ledger.extents.len() + retained.len());
         assert_eq!(all.sessions, ledger.sessions.len());
         assert_eq!(all, ledger.accounts.sum());
-        let leased = self.leases.count();
+        let views: Vec<_> = ledger.readings.views().collect();
+        for (view, of) in &views {
+            let of_session = |it: &SessionRecord| it.views.contains(view);
+            let mut readers = (ledger.sessions.iter()).filter(|(_, it)| of_session(it));
+            let (reader, _) = readers.next().expect("a view belongs to a session");
+            assert!(readers.next().is_none());
+            let memory = self.extent(*reader, *view).expect("leased");
+            assert!(memory.is_view() && ledger.extents.contains_key(of));
+            memory.copy_out(0, &mut [0]).expect("not revoked");
+        }
+        let leased = self.leases.count() - views.len();
         assert_eq!(
             leased,
             ledger
@@ -109,8 +132,12 @@ impl State {
                 .sum::<usize>()
         );
         for (id, extent) in &ledger.extents {
+            assert_eq!(
+                extent.views,
+                views.iter().filter(|(_, of)| of == id).count()
+            );
             assert!(
-                extent.lessee.is_some() || extent.name.is_some(),
+                extent.lessee.is_some() || extent.name.is_some() || extent.views > 0,
                 "extent {id} belongs to nobody"
             );
             if let Some(name) = &extent.name {

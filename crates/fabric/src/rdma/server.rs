@@ -108,11 +108,15 @@ fn register_paged(
     residency: &Arc<dyn Residency>,
 ) -> Result<LeaseKeys, String> {
     let device = domain.0.device();
+    let access = match memory.is_read_only() {
+        true => Access::RemoteRead,
+        false => Access::Remote,
+    };
     let registered = memory.register(|all| {
         let (bytes, marks) = split(all, memory::marks(memory.bytes()).0);
         let words = residency.share()?.place();
         // SAFETY: the lease keeps the mapping, and drops the registration before it.
-        let of_bytes = unsafe { Mr::register(&domain.0, bytes, Sight::OnDemand) }?;
+        let of_bytes = unsafe { Mr::register(&domain.0, bytes, Sight::OnDemand(access)) }?;
         // SAFETY: as above. Nobody gives pages of the marks back as long as the lease lasts.
         let of_marks = unsafe { Mr::register(&domain.0, marks, Sight::Pinned(Access::Remote)) }?;
         // SAFETY: the residency, which the registration keeps, has the words as long as it lives,
@@ -163,7 +167,7 @@ fn check_on_demand(device: Device) -> Result<(), String> {
         let pd = Pd::new(device)?;
         let place = NonNull::from(&mut page[..]);
         // SAFETY: the page outlives the registration, and nobody looks at it.
-        unsafe { Mr::register(&pd, place, Sight::OnDemand) }.map(drop)
+        unsafe { Mr::register(&pd, place, Sight::OnDemand(Access::Remote)) }.map(drop)
     });
     tried.map_err(|error| {
         let name = device.name();

@@ -271,7 +271,7 @@ pub(crate) fn answer(
         } => check_name(&name)
             .and_then(|()| check_manifest(&manifest))
             .and_then(|()| host.publish(session, &name, manifest, &extents))
-            .map(done),
+            .map(|versions| (Response::Versions(versions), Vec::new())),
         Request::Open { name, serial } => check_name(&name)
             .and_then(|()| host.open(session, &name, serial))
             .map(|opened| {
@@ -280,10 +280,25 @@ pub(crate) fn answer(
                     Response::Opened {
                         manifest: Arc::unwrap_or_clone(opened.manifest),
                         extents,
+                        versions: opened.versions,
                     },
                     opened.extents,
                 )
             }),
+        Request::Read { name, serial } => check_name(&name)
+            .and_then(|()| host.read(session, &name, serial))
+            .map(|reading| {
+                let (extents, views): (_, Vec<_>) = reading.extents.into_iter().unzip();
+                let read = Response::Reading {
+                    manifest: Arc::unwrap_or_clone(reading.manifest),
+                    extents,
+                    leases: views.iter().map(lease_of).collect(),
+                };
+                (read, views)
+            }),
+        Request::Readers { name } => host
+            .readers(session, &name)
+            .map(|versions| (Response::Versions(versions), Vec::new())),
         Request::Claim { name, replace } => check_name(&name)
             .and_then(|()| host.claim(session, &name, replace))
             .map(done),

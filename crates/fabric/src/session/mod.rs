@@ -22,7 +22,7 @@ use std::{
 };
 
 use farpage_wire::{
-    Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat,
+    Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat, Versions,
     control::{Lease, NAMES_PER_ANSWER},
 };
 
@@ -89,6 +89,18 @@ pub struct Named {
     pub manifest: Vec<u8>,
     /// The extents that it refers to, leased to this session from now on.
     pub extents: Vec<Extent>,
+    /// Which version that is, and who still reads older ones.
+    pub versions: Versions,
+}
+
+/// A version of a named region, opened for reading.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Reading {
+    /// What its publisher stored.
+    pub manifest: Vec<u8>,
+    /// The extents that it refers to, by the ids that it knows, and this session's leases of them.
+    /// These take READs alone, and are to be [released](Session::release).
+    pub extents: Vec<(ExtentId, Extent)>,
 }
 
 impl Session {
@@ -312,7 +324,10 @@ impl Session {
             name: name.to_owned(),
             replace,
         };
-        self.bind("claim", name, request)
+        match self.bind("claim", name, request)? {
+            Response::Done => Ok(()),
+            other => Err(self.failed(format!("claim `{name}`"), Ok(other)).into()),
+        }
     }
 
     /// Ends a [`claim`](Self::claim). A name that was never published is free again. A published
@@ -329,7 +344,9 @@ impl Session {
 
     /// Binds a name to a manifest and the extents that it refers to, atomically replacing what it
     /// was bound to. Both outlive this session. A manifest has at most
-    /// [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES).
+    /// [`MAX_MANIFEST_BYTES`](farpage_wire::control::MAX_MANIFEST_BYTES). Returns the number of the
+    /// new version, and the older ones that are still read: what their manifests refer to must stay
+    /// as it is.
     ///
     /// # Errors
     /// [`PublishError::InUse`] when another client holds the region of that name,
@@ -341,19 +358,22 @@ impl Session {
         name: &str,
         manifest: &[u8],
         extents: &[ExtentId],
-    ) -> Result<(), PublishError> {
+    ) -> Result<Versions, PublishError> {
         let request = Request::Publish {
             name: name.to_owned(),
             manifest: manifest.to_vec(),
             extents: extents.to_vec(),
         };
-        self.bind("publish", name, request)
+        match self.bind("publish", name, request)? {
+            Response::Versions(versions) => Ok(versions),
+            other => Err(self.failed(format!("publish `{name}`"), Ok(other)).into()),
+        }
     }
 
-    fn bind(&self, verb: &str, name: &str, request: Request) -> Result<(), PublishError> {
+    fn bind(&self, verb: &str, name: &str, request: Request) -> Result<Response, PublishError> {
         let (endpoint, owned) = (self.name.clone(), name.to_owned());
         match self.call(request) {
-            Ok(Response::Done) => Ok(()),
+            Ok(response) => Ok(response),
             Err(CallError::Refused(Refusal::InUse)) => Err(PublishError::InUse {
                 endpoint,
                 name: owned,
@@ -369,26 +389,81 @@ impl Session {
         }
     }
 
-    /// Opens a named region, exclusively until this session closes or releases its extents.
+    /// Opens a named region for writing. Nobody else can, until this session closes or releases its
+    /// extents.
     ///
     /// # Errors
     /// [`OpenError::NotFound`], [`OpenError::InUse`].
     pub fn open(&self, name: &str) -> Result<Named, OpenError> {
-        let (endpoint, name) = (self.name.clone(), name.to_owned());
         let request = Request::Open {
-            name: name.clone(),
+            name: name.to_owned(),
             serial: self.serial(),
         };
-        match self.call(request) {
-            Ok(Response::Opened { manifest, extents }) => Ok(Named {
+        match self.find("open", name, request)? {
+            Response::Opened {
+                manifest,
+                extents,
+                versions,
+            } => Ok(Named {
                 manifest,
                 extents: extents.into_iter().map(Extent::from).collect(),
+                versions,
             }),
+            other => Err(self.failed(format!("open `{name}`"), Ok(other)).into()),
+        }
+    }
+
+    /// Opens the version of a named region that is published now, to read it. Any number of clients
+    /// can at a time, also while another has the region open for writing. The version stays as it
+    /// is until its extents are [released](Self::release).
+    ///
+    /// # Errors
+    /// [`OpenError::NotFound`]
+    pub fn read(&self, name: &str) -> Result<Reading, OpenError> {
+        let request = Request::Read {
+            name: name.to_owned(),
+            serial: self.serial(),
+        };
+        match self.find("read", name, request)? {
+            Response::Reading {
+                manifest,
+                extents,
+                leases,
+            } if extents.len() == leases.len() => {
+                let leases = leases.into_iter().map(Extent::from);
+                Ok(Reading {
+                    manifest,
+                    extents: extents.into_iter().zip(leases).collect(),
+                })
+            }
+            other => Err(self.failed(format!("read `{name}`"), Ok(other)).into()),
+        }
+    }
+
+    /// The published version of a name of this user's key, and the older ones that are still read.
+    ///
+    /// # Errors
+    /// [`ControlError`]
+    pub fn readers(&self, name: &str) -> Result<Versions, ControlError> {
+        let request = Request::Readers {
+            name: name.to_owned(),
+        };
+        match self.call(request) {
+            Ok(Response::Versions(versions)) => Ok(versions),
+            other => Err(self.failed(format!("ask who reads `{name}`"), other)),
+        }
+    }
+
+    /// What a server answers to a request about a name that exists.
+    fn find(&self, verb: &str, name: &str, request: Request) -> Result<Response, OpenError> {
+        let (endpoint, name) = (self.name.clone(), name.to_owned());
+        match self.call(request) {
+            Ok(response) => Ok(response),
             Err(CallError::Refused(Refusal::NotFound)) => {
                 Err(OpenError::NotFound { endpoint, name })
             }
             Err(CallError::Refused(Refusal::InUse)) => Err(OpenError::InUse { endpoint, name }),
-            other => Err(self.failed(format!("open `{name}`"), other).into()),
+            other => Err(self.failed(format!("{verb} `{name}`"), other).into()),
         }
     }
 
@@ -397,18 +472,13 @@ impl Session {
     /// # Errors
     /// [`OpenError::NotFound`], [`OpenError::InUse`].
     pub fn remove(&self, name: &str) -> Result<(), OpenError> {
-        let (endpoint, name) = (self.name.clone(), name.to_owned());
         let request = Request::Remove {
-            name: name.clone(),
+            name: name.to_owned(),
             owner: None,
         };
-        match self.call(request) {
-            Ok(Response::Done) => Ok(()),
-            Err(CallError::Refused(Refusal::NotFound)) => {
-                Err(OpenError::NotFound { endpoint, name })
-            }
-            Err(CallError::Refused(Refusal::InUse)) => Err(OpenError::InUse { endpoint, name }),
-            other => Err(self.failed(format!("remove `{name}`"), other).into()),
+        match self.find("remove", name, request)? {
+            Response::Done => Ok(()),
+            other => Err(self.failed(format!("remove `{name}`"), Ok(other)).into()),
         }
     }
 

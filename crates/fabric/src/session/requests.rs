@@ -7,6 +7,7 @@ pub(super) fn leases_of(answer: &Response) -> &[Lease] {
     match answer {
         Response::Granted { extent } => std::slice::from_ref(extent),
         Response::Opened { extents, .. } => extents,
+        Response::Reading { leases, .. } => leases,
         _ => &[],
     }
 }
@@ -34,6 +35,8 @@ pub(super) fn is_about_a_name(request: &Request) -> bool {
         Request::Claim { .. }
             | Request::Publish { .. }
             | Request::Open { .. }
+            | Request::Read { .. }
+            | Request::Readers { .. }
             | Request::Remove { .. }
             | Request::Names { .. }
     )
@@ -43,7 +46,7 @@ pub(super) fn is_about_a_name(request: &Request) -> bool {
 pub(super) fn gives(request: &Request) -> bool {
     matches!(
         request,
-        Request::Grant { .. } | Request::Open { .. } | Request::Claim { .. }
+        Request::Grant { .. } | Request::Open { .. } | Request::Claim { .. } | Request::Read { .. }
     )
 }
 
@@ -58,5 +61,6 @@ pub(super) fn may_repeat(request: &Request) -> bool {
                 | Request::Stat
                 | Request::Publish { .. }
                 | Request::Disclaim { .. }
+                | Request::Readers { .. }
         )
 }

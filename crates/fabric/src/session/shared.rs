@@ -288,6 +288,7 @@ impl Shared {
                 line.held = match (request, &answer) {
                     (Request::Claim { .. }, _) | (_, Response::Granted { .. }) => line.held + 1,
                     (_, Response::Opened { extents, .. }) => line.held + extents.len().max(1),
+                    (_, Response::Reading { leases, .. }) => line.held + leases.len(),
                     (Request::Release { .. } | Request::Disclaim { .. }, _) => {
                         line.held.saturating_sub(1)
                     }

@@ -46,6 +46,14 @@ pub(super) fn span_of(words: &Words) -> Option<Span> {
     Entry::decode(*words)?.slot()
 }
 
+/// The slots of a version: those that its map refers to, and those of the map.
+pub(super) fn places_of(map: &[u8], area: &[Span]) -> Vec<u64> {
+    let pages = map.as_chunks::<32>().0.iter();
+    let slots = pages.filter_map(|words| span_of(&words_of(words)));
+    let slots = slots.chain(area.iter().copied());
+    slots.map(|slot| slot.place.pack()).collect()
+}
+
 pub(super) fn words_of(bytes: &[u8; 32]) -> Words {
     let mut words = [0; 4];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {

@@ -5,10 +5,10 @@
 
 use std::{collections::HashSet, sync::Arc};
 
-use farpage_fabric::{Extent, OpenError, PublishError, Session, log::later};
+use farpage_fabric::{Extent, ExtentId, OpenError, PublishError, Session, Versions, log::later};
 
 use super::{
-    manifest::{Manifest, RegionManifest, VERSION, span_of, words_of},
+    manifest::{Manifest, RegionManifest, VERSION, places_of, span_of, words_of},
     mover::{MoveError, Mover},
 };
 use crate::{
@@ -17,10 +17,15 @@ use crate::{
     entry::{Entry, PageTable},
     names::Claim,
     place::Span,
-    pool::{Reservation, SlotPool},
+    pool::{Purpose, Reservation, SlotPool},
     publications::{PIECE_BYTES, Publications, map_bytes},
+    readers::Readers,
     remote::{Backing, RemoteStore, check_page_bytes, reserved_bytes},
 };
+
+/// How often the version of a region on several servers is asked for while it is published. Each
+/// time takes less than a publication does.
+const READ_TRIES: usize = 10;
 
 impl PageStore {
     /// Opens the region that was last published under `name`, and which errors call `region`. Its
@@ -34,11 +39,50 @@ impl PageStore {
         region: impl Into<Arc<str>>,
         name: &str,
     ) -> Result<Arc<Self>, OpenStoreError> {
-        let region = region.into();
         let opened = Opened::open(cluster, name)?;
+        let pool = opened.pool(cluster, name, |first| {
+            Purpose::Named(Readers::new(name, first))
+        })?;
+        Self::of_opened(cluster, region.into(), name, opened, pool)
+    }
+
+    /// As [`open`](Self::open), to read the version that is published now. Any number of stores and
+    /// programs can, also while another has the region open for writing. Nothing of the version
+    /// changes before this store is dropped. Its pages are not to be written back.
+    ///
+    /// # Errors
+    /// [`OpenStoreError`].
+    pub fn open_to_read(
+        cluster: &Arc<Cluster>,
+        region: impl Into<Arc<str>>,
+        name: &str,
+    ) -> Result<Arc<Self>, OpenStoreError> {
+        let mut tries = 0;
+        let (opened, pool) = loop {
+            tries += 1;
+            let opened = Opened::read(cluster, name)?;
+            match opened.pool(cluster, name, |_| Purpose::Reading) {
+                Ok(pool) => break (opened, pool),
+                // Another server was asked before the version was published.
+                Err(OpenStoreError::ExtentMissing { .. })
+                    if cluster.sessions().len() > 1 && tries < READ_TRIES => {}
+                Err(error) => return Err(error),
+            }
+        };
+        Self::of_opened(cluster, region.into(), name, opened, pool)
+    }
+
+    fn of_opened(
+        cluster: &Arc<Cluster>,
+        region: Arc<str>,
+        name: &str,
+        opened: Opened,
+        pool: SlotPool,
+    ) -> Result<Arc<Self>, OpenStoreError> {
         let damaged = |detail: &str| damaged(name, detail);
         // 1. The servers and extents under the numbers that the map uses.
-        let pool = Arc::new(opened.pool(cluster, name)?);
+        let pool = Arc::new(pool);
+        let is_read_only = pool.readers().is_none();
         let scheme = opened.scheme(name)?;
         let page_bytes = opened.page_bytes(&region, name)?;
         // 2. The map, and the slots that it is in.
@@ -55,7 +99,15 @@ impl PageStore {
         }
         // 3. The store. Its table before memory is reserved: nobody would take that back.
         let table = PageTable::new(manifest.bytes, page_bytes)?;
-        let reservation = opened.reserve(&pool, page_bytes, name)?;
+        let reservation = match is_read_only {
+            true => None,
+            false => opened.reserve(&pool, page_bytes, name)?,
+        };
+        let mut places = places_of(&map, &slots);
+        places.sort_unstable();
+        let (places, versions) = (Arc::from(places), opened.versions);
+        let publications = (!is_read_only)
+            .then(|| Publications::of(versions.published, Arc::clone(&places), slots));
         let is_reserved = reservation.is_some();
         let chooser = Chooser::new(&cluster.traffic, &scheme, pages);
         let remote = RemoteStore {
@@ -64,8 +116,8 @@ impl PageStore {
             scheme: Box::new(scheme),
             page_bytes,
             reservation,
-            claim: Some(Box::new(opened.claim)),
-            publications: Some(Publications::of(slots)),
+            claim: opened.claim.map(Box::new),
+            publications,
         };
         let (bytes, seed) = (manifest.bytes, manifest.seed);
         let backing = Backing::Remote(remote);
@@ -81,7 +133,11 @@ impl PageStore {
                 .ok_or_else(|| damaged("an entry of its page map is none"))?;
             store.adopt(remote, page, entry).map_err(damaged)?;
         }
-        // 5. Slots for maps to come, now that all slots of the pages are taken.
+        // 5. Now that all slots of the pages are taken: what may be those of versions before, and
+        //    slots for maps to come.
+        if let Some(readers) = pool.readers() {
+            readers.opened(&versions, &places, || pool.take_holes());
+        }
         if is_reserved && let Some(publications) = &remote.publications {
             publications.set_aside(&pool, map_bytes(bytes, page_bytes), 1);
         }
@@ -119,11 +175,23 @@ impl PageStore {
             }
         }
         self.table.store(page, entry);
-        if let Some(slot) = entry.slot() {
+        if let Some(slot) = entry.slot()
+            && remote.publications.is_some()
+        {
             pool.count_contents(slot, page_bytes, 1);
             self.table.mark_published(page);
         }
         Ok(())
+    }
+}
+
+fn not_opened(name: &str, error: OpenError) -> OpenStoreError {
+    match error {
+        OpenError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
+        source => OpenStoreError::Open {
+            name: name.to_owned(),
+            source,
+        },
     }
 }
 
@@ -137,18 +205,59 @@ fn damaged(name: &str, detail: &str) -> OpenStoreError {
 /// An opened name, given back unless a store takes it over.
 struct Opened {
     manifest: Box<RegionManifest>,
+    /// What the region's first server says of its versions.
+    versions: Versions,
     extents: Extents,
-    /// Let go after the extents.
-    claim: Claim,
+    /// Let go after the extents. A region that is only read claims nothing.
+    claim: Option<Claim>,
 }
 
-/// The extents of an opened name, by server. Dropping it gives them back.
-struct Extents(Vec<(Arc<Session>, Vec<Extent>)>);
+/// An extent by the id that the manifest knows, and as it is leased to this client.
+type Leased = (ExtentId, Extent);
+
+/// The extents of an opened name by server. Dropping it gives them back.
+struct Extents(Vec<(Arc<Session>, Vec<Leased>)>);
+
+/// The manifests of an opened name.
+#[derive(Default)]
+struct Manifests(Option<(Box<RegionManifest>, Versions)>);
+
+impl Manifests {
+    /// Takes the manifest of one server.
+    fn add(
+        &mut self,
+        session: &Session,
+        name: &str,
+        manifest: &[u8],
+        versions: Versions,
+    ) -> Result<(), OpenStoreError> {
+        let detail = match postcard::from_bytes(manifest) {
+            Ok(Manifest::Region(manifest)) if manifest.version == VERSION => {
+                if self.0.replace((manifest, versions)).is_none() {
+                    return Ok(());
+                }
+                "several servers have a region of that name, published by clients of one of them: open it with that server alone".to_owned()
+            }
+            Ok(Manifest::Part) => return Ok(()),
+            _ => {
+                let endpoint = session.endpoint();
+                format!("{endpoint} has a manifest for it that this version cannot read")
+            }
+        };
+        Err(damaged(name, &detail))
+    }
+
+    fn found(self, name: &str) -> Result<(Box<RegionManifest>, Versions), OpenStoreError> {
+        self.0.ok_or_else(|| OpenStoreError::NotFound {
+            name: name.to_owned(),
+        })
+    }
+}
 
 impl Drop for Extents {
     fn drop(&mut self) {
         for (session, extents) in &self.0 {
-            for extent in extents {
+            for (_, extent) in extents {
                 if let Err(error) = session.release(extent.id) {
                     let (endpoint, extent) = (session.endpoint().clone(), extent.id);
                     later(move || {
@@ -169,7 +278,7 @@ impl Extents {
             let same = |(_, other): &(usize, Arc<Session>)| Arc::ptr_eq(other, session);
             let server = pool.servers().iter().position(same);
             let is_kept = |id| server.is_some_and(|server| kept.contains(&(server as u8, id)));
-            extents.retain(|extent| !is_kept(extent.id));
+            extents.retain(|(_, extent)| !is_kept(extent.id));
         }
     }
 }
@@ -180,49 +289,19 @@ impl Opened {
             name: name.to_owned(),
         })?;
         let mut extents = Extents(Vec::new());
-        let mut region = None;
+        let mut manifests = Manifests::default();
         for session in cluster.sessions() {
             let named = match session.open(name) {
                 Ok(named) => named,
                 Err(OpenError::NotFound { .. }) => continue,
-                Err(OpenError::InUse { endpoint, name }) => {
-                    return Err(OpenStoreError::InUse { name, endpoint });
-                }
-                Err(source) => {
-                    return Err(OpenStoreError::Open {
-                        name: name.to_owned(),
-                        source,
-                    });
-                }
+                Err(error) => return Err(not_opened(name, error)),
             };
             claim.opened(session);
-            extents.0.push((session.clone(), named.extents));
-            match postcard::from_bytes(&named.manifest) {
-                Ok(Manifest::Region(manifest)) if manifest.version == VERSION => {
-                    if region.replace(manifest).is_some() {
-                        let detail = "several servers have a region of that name, published by clients of one of them: open it with that server alone";
-                        return Err(OpenStoreError::Damaged {
-                            name: name.to_owned(),
-                            detail: detail.to_owned(),
-                        });
-                    }
-                }
-                Ok(Manifest::Part) => {}
-                _ => {
-                    let detail = format!(
-                        "{} has a manifest for it that this version cannot read",
-                        session.endpoint()
-                    );
-                    return Err(OpenStoreError::Damaged {
-                        name: name.to_owned(),
-                        detail,
-                    });
-                }
-            }
+            let leased = named.extents.iter().map(|extent| (extent.id, *extent));
+            extents.0.push((session.clone(), leased.collect()));
+            manifests.add(session, name, &named.manifest, named.versions)?;
         }
-        let manifest = region.ok_or_else(|| OpenStoreError::NotFound {
-            name: name.to_owned(),
-        })?;
+        let (manifest, versions) = manifests.found(name)?;
         // Also on servers that have nothing of it now: it may be published there again.
         let failed = |error| match error {
             PublishError::InUse { endpoint, name } => OpenStoreError::InUse { name, endpoint },
@@ -234,8 +313,31 @@ impl Opened {
         claim.take(true).map_err(failed)?;
         Ok(Self {
             manifest,
+            versions,
             extents,
-            claim,
+            claim: Some(claim),
+        })
+    }
+
+    /// Opens a name for reading on all servers.
+    fn read(cluster: &Arc<Cluster>, name: &str) -> Result<Self, OpenStoreError> {
+        let mut extents = Extents(Vec::new());
+        let mut manifests = Manifests::default();
+        for session in cluster.sessions() {
+            let reading = match session.read(name) {
+                Ok(reading) => reading,
+                Err(OpenError::NotFound { .. }) => continue,
+                Err(error) => return Err(not_opened(name, error)),
+            };
+            extents.0.push((session.clone(), reading.extents));
+            manifests.add(session, name, &reading.manifest, Versions::default())?;
+        }
+        let (manifest, versions) = manifests.found(name)?;
+        Ok(Self {
+            manifest,
+            versions,
+            extents,
+            claim: None,
         })
     }
 
@@ -277,7 +379,12 @@ impl Opened {
 
     /// A pool that numbers servers and extents as the manifest does, and has the cluster's other
     /// servers behind them.
-    fn pool(&self, cluster: &Cluster, name: &str) -> Result<SlotPool, OpenStoreError> {
+    fn pool(
+        &self,
+        cluster: &Cluster,
+        name: &str,
+        purpose: impl FnOnce(&Arc<Session>) -> Purpose,
+    ) -> Result<SlotPool, OpenStoreError> {
         let sessions = cluster.sessions();
         let port_of = |endpoint: &String| {
             let missing = || OpenStoreError::ServerMissing {
@@ -301,7 +408,10 @@ impl Opened {
                 .servers
                 .contains(&sessions[*port].endpoint().to_string())
         }));
-        let pool = cluster.new_pool(ports);
+        let first = *ports
+            .first()
+            .ok_or_else(|| damaged(name, "it is on no server"))?;
+        let pool = cluster.new_pool(ports, purpose(&sessions[first]));
         for extent in &self.manifest.extents {
             let Some((server, id)) = *extent else {
                 pool.add_gap();
@@ -320,14 +430,16 @@ impl Opened {
                 .filter(|(session, _)| session.endpoint().to_string() == endpoint);
             let found = opened
                 .flat_map(|(_, extents)| extents)
-                .find(|extent| extent.id == id);
+                .find(|(known, _)| *known == id);
             let missing = || OpenStoreError::ExtentMissing {
                 name: name.to_owned(),
                 endpoint,
                 extent: id,
             };
-            pool.add(server, id, found.ok_or_else(missing)?.bytes);
+            let (_, extent) = found.ok_or_else(missing)?;
+            pool.add(server, extent.id, extent.bytes);
         }
+        pool.end_gaps();
         Ok(pool)
     }
 

@@ -3,10 +3,10 @@
 //! The rule it keeps: until the last step, the previous publication is whole; and the last step is
 //! one request to the region's first server.
 
-use farpage_fabric::{ControlError, PublishError};
+use farpage_fabric::{ControlError, PublishError, Versions};
 
 use super::{
-    manifest::{Manifest, RegionManifest, VERSION, bytes_of, span_of, words_of},
+    manifest::{Manifest, RegionManifest, VERSION, bytes_of, places_of, span_of, words_of},
     mover::{MoveError, Mover},
 };
 use crate::{
@@ -49,6 +49,7 @@ impl PageStore {
         let mut publication = publications.begin(pool, map_bytes).map_err(full)?;
         // 1. Copy the map.
         let map = publication.copy(|| self.copy_map(map_bytes));
+        let places = places_of(&map, publication.area());
         // 2. Write it, and bind the name to it.
         let result = match self.write_map(pool, name, &map, publication.area()) {
             Ok(entries) => self.bind(remote, name, map_bytes, entries),
@@ -62,14 +63,18 @@ impl PageStore {
         //    one refers to. So it is when the server has ended: nobody opens either then.
         let (_, first) = &pool.servers()[0];
         let ended = match &result {
-            Ok(()) => Ended::Bound,
+            Ok(versions) => Ended::Bound(versions.clone()),
             Err(error) if may_have_happened(error) && !first.has_outlived_server() => {
                 Ended::Unknown
             }
             Err(_) => Ended::Failed,
         };
-        publication.end(pool, ended, || self.mark_published(&map));
-        result
+        publication.end(pool, ended, places, || self.mark_published(&map));
+        // 4. What was needed beside the reservation while older versions were read.
+        if result.is_ok() && remote.reservation.is_some() {
+            pool.shrink();
+        }
+        result.map(drop)
     }
 
     fn copy_map(&self, map_bytes: u64) -> Vec<u8> {
@@ -152,7 +157,7 @@ impl PageStore {
         name: &str,
         map_bytes: u64,
         map: Vec<Words>,
-    ) -> Result<(), PublishStoreError> {
+    ) -> Result<Versions, PublishStoreError> {
         let pool = &remote.pool;
         let extents = pool.extents();
         let manifest = Manifest::Region(Box::new(RegionManifest {
@@ -175,6 +180,7 @@ impl PageStore {
         // The first server last: its manifest is the publication. The others hold at least what any
         // of its maps needs. A server that holds nothing is told so, too: what the name kept there
         // before is free then.
+        let mut versions = Versions::default();
         for (server, (_, session)) in pool.servers().iter().enumerate().rev() {
             let manifest = if server == 0 {
                 &manifest
@@ -188,14 +194,13 @@ impl PageStore {
                 .filter(|(on, _)| usize::from(*on) == server)
                 .map(|(_, id)| *id)
                 .collect();
-            session.publish(name, &manifest, &held).map_err(|source| {
-                PublishStoreError::Publish {
-                    name: name.to_owned(),
-                    source,
-                }
-            })?;
+            let failed = |source| PublishStoreError::Publish {
+                name: name.to_owned(),
+                source,
+            };
+            versions = session.publish(name, &manifest, &held).map_err(failed)?;
         }
-        Ok(())
+        Ok(versions)
     }
 }
 

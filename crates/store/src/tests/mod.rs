@@ -5,6 +5,7 @@ mod lossy;
 mod named;
 mod own;
 mod pages;
+mod readers;
 mod room;
 mod runs;
 

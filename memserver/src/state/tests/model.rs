@@ -9,6 +9,8 @@ enum Step {
     Release(usize, u64),
     Publish(usize, usize, usize, Vec<u64>),
     Open(usize, usize),
+    Read(usize, usize),
+    ReleaseView(usize, u64),
     Remove(usize, usize),
     Claim(usize, usize, bool),
     Disclaim(usize, usize),
@@ -25,6 +27,8 @@ fn step() -> impl Strategy<Value = Step> {
         (who.clone(), name.clone(), 0..100usize, vec(extent, 0..4))
             .prop_map(|(a, b, c, d)| Step::Publish(a, b, c, d)),
         (who.clone(), name.clone()).prop_map(|(who, name)| Step::Open(who, name)),
+        (who.clone(), name.clone()).prop_map(|(who, name)| Step::Read(who, name)),
+        (who.clone(), 0..20u64).prop_map(|(who, view)| Step::ReleaseView(who, view)),
         (who.clone(), name.clone()).prop_map(|(who, name)| Step::Remove(who, name)),
         (who.clone(), name.clone(), any::<bool>()).prop_map(|(a, b, c)| Step::Claim(a, b, c)),
         (who.clone(), name).prop_map(|(who, name)| Step::Disclaim(who, name)),
@@ -61,6 +65,13 @@ proptest! {
                     drop(state.publish(sessions[who], names[name], vec![0; bytes], &extents.iter().map(|number| pick(who, *number)).collect::<Vec<_>>()));
                 }
                 Step::Open(who, name) => drop(state.open(sessions[who], names[name])),
+                Step::Read(who, name) => drop(state.read(sessions[who], names[name])),
+                Step::ReleaseView(who, number) => {
+                    let views = state.views(sessions[who]);
+                    if let Some(view) = views.get(number as usize % views.len().max(1)) {
+                        state.release(sessions[who], *view).unwrap();
+                    }
+                }
                 Step::Remove(who, name) => drop(remove(&state, sessions[who], names[name])),
                 Step::Claim(who, name, replace) => drop(state.claim(sessions[who], names[name], replace)),
                 Step::Disclaim(who, name) => drop(state.disclaim(sessions[who], names[name])),

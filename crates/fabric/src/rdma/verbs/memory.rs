@@ -128,7 +128,7 @@ pub(in crate::rdma) enum Sight {
     Pinned(Access),
     /// Its pages are not pinned. The adapter asks the kernel for those that an operation of a peer
     /// needs, and forgets those that the kernel takes away.
-    OnDemand,
+    OnDemand(Access),
 }
 
 /// Registered memory, known to the adapter until this is dropped.
@@ -156,17 +156,18 @@ impl Mr {
     ) -> io::Result<Self> {
         use sys::ibv_access_flags as flag;
         let both = flag::IBV_ACCESS_REMOTE_READ.0 | flag::IBV_ACCESS_REMOTE_WRITE.0;
-        let flags = flag::IBV_ACCESS_LOCAL_WRITE.0
-            | match sight {
-                Sight::Pinned(Access::Local) => 0,
-                Sight::Pinned(Access::RemoteRead) => flag::IBV_ACCESS_REMOTE_READ.0,
-                // Devices that have no atomics may refuse the whole registration.
-                Sight::Pinned(Access::RemoteAtomic) if pd.has_atomics => {
-                    both | flag::IBV_ACCESS_REMOTE_ATOMIC.0
-                }
-                Sight::Pinned(Access::Remote | Access::RemoteAtomic) => both,
-                Sight::OnDemand => both | flag::IBV_ACCESS_ON_DEMAND.0,
-            };
+        let (access, paging) = match sight {
+            Sight::Pinned(access) => (access, 0),
+            Sight::OnDemand(access) => (access, flag::IBV_ACCESS_ON_DEMAND.0),
+        };
+        let remote = match access {
+            Access::Local => 0,
+            Access::RemoteRead => flag::IBV_ACCESS_REMOTE_READ.0,
+            // Devices that have no atomics may refuse the whole registration.
+            Access::RemoteAtomic if pd.has_atomics => both | flag::IBV_ACCESS_REMOTE_ATOMIC.0,
+            Access::Remote | Access::RemoteAtomic => both,
+        };
+        let flags = flag::IBV_ACCESS_LOCAL_WRITE.0 | remote | paging;
         let address = memory.as_ptr().cast::<c_void>();
         // SAFETY: the domain lives in `pd`; the caller promises for the memory.
         let raw =

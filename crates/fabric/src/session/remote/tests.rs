@@ -7,7 +7,7 @@ use std::{
 };
 
 use farpage_wire::{
-    ExtentId, Request, Response, Secret, SessionId,
+    ExtentId, Request, Response, Secret, SessionId, Versions,
     control::{HELLO_BYTES, Hello, Lease, MAX_FRAME_BYTES},
 };
 
@@ -107,10 +107,12 @@ fn what_a_lost_answer_gave_is_counted_as_often_as_it_is_given_back() {
             Request::Open { name, .. } if name == "empty" => Response::Opened {
                 manifest: Vec::new(),
                 extents: Vec::new(),
+                versions: Versions::default(),
             },
             Request::Open { .. } => Response::Opened {
                 manifest: Vec::new(),
                 extents: vec![lease(1), lease(2)],
+                versions: Versions::default(),
             },
             _ => Response::Done,
         })
