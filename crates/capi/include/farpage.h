@@ -434,8 +434,8 @@ farpage_code farpage_log_to_stderr(uint32_t level);
 /**
  * Calls `each` for every region that this user has published under a name on the runtime's
  * servers, in their order: with `context`, the name, the bytes that the region takes on servers,
- * and whether a program has it open. The name is good until `each` returns. No exception may leave
- * `each`.
+ * and whether a program has it open for writing. The name is good until `each` returns. No
+ * exception may leave `each`.
  *
  * `runtime` came from `farpage_runtime_new` and has not been freed.
  */
@@ -447,8 +447,9 @@ farpage_code farpage_names(const struct farpage_runtime *runtime,
                            void *context);
 
 /**
- * Removes the region that this user has published under `name`, and frees its memory.
- * FARPAGE_NOT_FOUND if there is none, FARPAGE_INVALID if another program has it open.
+ * Removes the region that this user has published under `name`, and frees its memory. Programs
+ * that have it open to read keep it until they unmap it. FARPAGE_NOT_FOUND if there is none,
+ * FARPAGE_IN_USE if a program has it open for writing.
  *
  * `runtime` as in `farpage_names`; `name` is a string that ends with a zero byte.
  */
@@ -484,8 +485,8 @@ farpage_code farpage_region_map_fd(const struct farpage_runtime *runtime,
                                    struct farpage_region **region);
 
 /**
- * Opens the region that was published under `name` and puts it into `*region`. It is this
- * program's alone until it is unmapped.
+ * Opens the region that was published under `name` and puts it into `*region`. No other program
+ * can open it until it is unmapped, except to read what is published.
  *
  * `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region`
  * may be written.
@@ -493,6 +494,18 @@ farpage_code farpage_region_map_fd(const struct farpage_runtime *runtime,
 farpage_code farpage_region_open(const struct farpage_runtime *runtime,
                                  const char *name,
                                  struct farpage_region **region);
+
+/**
+ * Opens the version that is published under `name` now, to read it, and puts it into `*region`.
+ * Any number of programs can at a time, also while one has the region open for writing. The
+ * region stays as it is until it is unmapped, whatever is published meanwhile. A write to its
+ * memory raises SIGSEGV.
+ *
+ * As `farpage_region_open`.
+ */
+farpage_code farpage_region_open_to_read(const struct farpage_runtime *runtime,
+                                         const char *name,
+                                         struct farpage_region **region);
 
 /**
  * The first byte of the region, aligned to its page size; null for null.

@@ -10,8 +10,8 @@ use crate::{
 
 /// Calls `each` for every region that this user has published under a name on the runtime's
 /// servers, in their order: with `context`, the name, the bytes that the region takes on servers,
-/// and whether a program has it open. The name is good until `each` returns. No exception may leave
-/// `each`.
+/// and whether a program has it open for writing. The name is good until `each` returns. No
+/// exception may leave `each`.
 ///
 /// # Safety
 /// `runtime` came from `farpage_runtime_new` and has not been freed.
@@ -38,8 +38,9 @@ pub unsafe extern "C" fn farpage_names(
     })
 }
 
-/// Removes the region that this user has published under `name`, and frees its memory.
-/// FARPAGE_NOT_FOUND if there is none, FARPAGE_INVALID if another program has it open.
+/// Removes the region that this user has published under `name`, and frees its memory. Programs
+/// that have it open to read keep it until they unmap it. FARPAGE_NOT_FOUND if there is none,
+/// FARPAGE_IN_USE if a program has it open for writing.
 ///
 /// # Safety
 /// `runtime` as in `farpage_names`; `name` is a string that ends with a zero byte.

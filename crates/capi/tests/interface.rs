@@ -535,6 +535,33 @@ fn named_region_outlives_its_runtime() {
             assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
         }
     }
+    // Two readers beside a writer, and the version that they opened.
+    let runtime = Runtime::new(Some(&endpoint)).expect("the server runs");
+    let (mut first, mut writer, mut second) = Default::default();
+    // SAFETY: all pointers are good, and the regions are mapped until they are unmapped.
+    unsafe {
+        let open = farpage_region_open_to_read;
+        let none = open(runtime.0, c"none".as_ptr(), &mut first);
+        assert_eq!(none, FARPAGE_NOT_FOUND);
+        assert_eq!(open(runtime.0, c"it".as_ptr(), &mut first), FARPAGE_OK);
+        let opened = farpage_region_open(runtime.0, c"it".as_ptr(), &mut writer);
+        assert_eq!(opened, FARPAGE_OK, "{}", message());
+        let last = |region| farpage_region_address(region).cast::<u8>().add(9_999);
+        last(writer).write_volatile(8);
+        assert_eq!(farpage_region_flush(writer), FARPAGE_OK);
+        assert_eq!(open(runtime.0, c"it".as_ptr(), &mut second), FARPAGE_OK);
+        for (region, value) in [(first, 7), (second, 8)] {
+            assert_eq!(last(region).read_volatile(), value);
+            assert_eq!(farpage_region_flush(region), FARPAGE_OK, "{}", message());
+            let byte = 1u8;
+            let forged = farpage_region_overwrite(region, 0, 1, (&raw const byte).cast());
+            assert_eq!(forged, FARPAGE_INVALID);
+        }
+        for region in [first, writer, second] {
+            assert_eq!(farpage_region_unmap(region), FARPAGE_OK, "{}", message());
+        }
+    }
+    drop(runtime);
     server.shutdown();
 }
 

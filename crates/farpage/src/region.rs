@@ -93,7 +93,8 @@ impl RegionOptions {
 
     /// Lets a [named](Self::name) region replace the one that exists under its name. The old one
     /// stays until the first flush, or the close; on several servers, a program that dies in the
-    /// middle of that may leave neither. A region that another program has open is not replaced.
+    /// middle of that may leave neither. A region that another program has open for writing is not
+    /// replaced. Who reads it goes on reading what was there.
     /// Default: off.
     pub fn replace(mut self, replace: bool) -> Self {
         self.replace = replace;

@@ -42,6 +42,13 @@ pub(crate) struct Defaults {
     pub(crate) no_direct_io: bool,
 }
 
+/// What a named region is opened for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Opening {
+    Read,
+    Write,
+}
+
 impl Runtime {
     pub(crate) fn new(pager: Arc<Pager<KernelSpace>>, defaults: Defaults) -> Runtime {
         Runtime {
@@ -118,8 +125,8 @@ impl Runtime {
         Ok(RemoteArray::new(region, len))
     }
 
-    /// Opens the array that was published under `name`. No other program can open it until it is
-    /// closed.
+    /// Opens the array that was published under `name`, to read and write it. No other program can
+    /// until it is closed; any number can [read](Self::open_array_to_read) what is published.
     ///
     /// `T` must be the type that the array was created with: the same number type, or, for other
     /// types, one of the same size and alignment. A region that was created as bytes opens as any
@@ -129,7 +136,36 @@ impl Runtime {
     /// # Errors
     /// See [`OpenError`].
     pub fn open_array<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
-        let (pages, asked) = (self.open("array", name)?, ElementType::of::<T>());
+        self.array_of(name, Opening::Write)
+    }
+
+    /// Opens the array that is published under `name` now, to read it. Any number of programs can
+    /// at a time, also while one has it open for writing and publishes it anew, or removes it. All
+    /// that time the array is what it was when it was opened: [`RemoteArray::close`] and open it
+    /// again to see the newest version. It is [read-only](RegionOptions::read_only).
+    ///
+    /// A version that is read takes memory on the servers beside the newer ones. Over a network it
+    /// is lost to a program that its server has not heard of for longer than the server's lease:
+    /// pages that are not in memory cannot be brought in then, and touching one raises SIGBUS.
+    ///
+    /// ```no_run
+    /// use farpage::Runtime;
+    ///
+    /// let runtime = Runtime::builder().server("shm:///run/farpage.sock").build()?;
+    /// let weights = runtime.open_array_to_read::<f64>("weights")?;
+    /// println!("{}", weights.iter().sum::<f64>());
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// See [`OpenError`]; that somebody has it open is none.
+    pub fn open_array_to_read<T: Pod>(&self, name: &str) -> Result<RemoteArray<T>, OpenError> {
+        self.array_of(name, Opening::Read)
+    }
+
+    fn array_of<T: Pod>(&self, name: &str, opening: Opening) -> Result<RemoteArray<T>, OpenError> {
+        let pages = self.open("array", name, opening)?;
+        let asked = ElementType::of::<T>();
         let elements = pages.layout().and_then(|layout| layout.elements.clone());
         let (len, stored) = match elements {
             Some(elements) if elements.of == asked => (Some(elements.len), elements.to_string()),
@@ -148,7 +184,7 @@ impl Runtime {
             });
         };
         Ok(RemoteArray::new(
-            self.map_opened(name, pages)?,
+            self.map_opened(name, pages, opening)?,
             len as usize,
         ))
     }
@@ -162,12 +198,13 @@ impl Runtime {
         self.pager.cluster().names()
     }
 
-    /// Removes what this user has published under `name`, and frees its memory.
+    /// Removes what this user has published under `name`, and frees its memory. Programs that have
+    /// it open for reading keep it until they close it.
     ///
     /// # Errors
-    /// [`NamesError::NotFound`] if there is none, [`NamesError::Held`] if this runtime has it open,
-    /// [`NamesError::InUse`] if another program has, [`NamesError::Remove`] if a server cannot be
-    /// reached.
+    /// [`NamesError::NotFound`] if there is none, [`NamesError::Held`] or [`NamesError::InUse`] if
+    /// this runtime or another program has it open for writing, [`NamesError::Remove`] if a server
+    /// cannot be reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
         self.pager.cluster().remove(name)
     }
@@ -280,27 +317,52 @@ impl Runtime {
         Ok(Arena::new(self.region_with(bytes, options)?))
     }
 
-    /// Opens the region that was published under `name`. No other program can open it until it is
-    /// closed.
+    /// Opens the region that was published under `name`, to read and write it. No other program can
+    /// until it is closed; any number can [read](Self::open_region_to_read) what is published.
     ///
     /// # Errors
     /// See [`OpenError`].
     pub fn open_region(&self, name: &str) -> Result<Region, OpenError> {
-        self.map_opened(name, self.open("region", name)?)
+        self.region_of(name, Opening::Write)
     }
 
-    fn open(&self, kind: &str, name: &str) -> Result<Arc<PageStore>, OpenError> {
+    /// Opens the region that is published under `name` now, to read it: as
+    /// [`open_array_to_read`](Self::open_array_to_read).
+    ///
+    /// # Errors
+    /// See [`OpenError`]; that somebody has it open is none.
+    pub fn open_region_to_read(&self, name: &str) -> Result<Region, OpenError> {
+        self.region_of(name, Opening::Read)
+    }
+
+    fn region_of(&self, name: &str, opening: Opening) -> Result<Region, OpenError> {
+        self.map_opened(name, self.open("region", name, opening)?, opening)
+    }
+
+    fn open(&self, kind: &str, name: &str, opening: Opening) -> Result<Arc<PageStore>, OpenError> {
         if self.pager.is_parents() {
             return Err(OpenError::Forked);
         }
         let label = format!("{kind} `{name}`");
-        Ok(PageStore::open(self.pager.cluster(), label, name)?)
+        Ok(match opening {
+            Opening::Write => PageStore::open(self.pager.cluster(), label, name)?,
+            Opening::Read => PageStore::open_to_read(self.pager.cluster(), label, name)?,
+        })
     }
 
-    fn map_opened(&self, name: &str, pages: Arc<PageStore>) -> Result<Region, OpenError> {
-        let options = self.pager_options(&RegionOptions::new());
-        let mapped = self.pager.map(pages, options)?;
-        Ok(Region::new(mapped, Some(name.to_owned()), true, false)?)
+    fn map_opened(
+        &self,
+        name: &str,
+        pages: Arc<PageStore>,
+        opening: Opening,
+    ) -> Result<Region, OpenError> {
+        let reads = opening == Opening::Read;
+        let mut options = RegionOptions::new();
+        options.read_only = reads;
+        let mapped = self.pager.map(pages, self.pager_options(&options))?;
+        // Nothing of what is only read is published, so its region needs no name.
+        let name = (!reads).then(|| name.to_owned());
+        Ok(Region::new(mapped, name, !reads, reads)?)
     }
 
     /// What messages call a new region.

@@ -37,7 +37,8 @@ create_exception!(
     farpage,
     InUseError,
     Error,
-    "A region of that name is open, here or in another program: it can be had when that closes it."
+    "A region of that name is open for writing, here or in another program: it can be had when that \
+     closes it."
 );
 
 /// An argument that makes no sense.

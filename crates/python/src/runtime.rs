@@ -124,10 +124,19 @@ impl Runtime {
         Ok(Region::new(region, keep))
     }
 
-    /// The region that was published under a name.
-    #[pyo3(signature = (name, *, keep=None))]
-    fn open(&self, py: Python<'_>, name: &str, keep: Option<Py<PyAny>>) -> PyResult<Region> {
-        let region = self.held.with(py, |runtime| runtime.open_region(name))?;
+    /// The region that was published under a name, to be read alone or written, too.
+    #[pyo3(signature = (name, *, to_read, keep=None))]
+    fn open(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        to_read: bool,
+        keep: Option<Py<PyAny>>,
+    ) -> PyResult<Region> {
+        let region = self.held.with(py, |runtime| match to_read {
+            true => runtime.open_region_to_read(name),
+            false => runtime.open_region(name),
+        })?;
         let region = region.map_err(|error| error::open(&error))?;
         Ok(Region::new(region, keep))
     }

@@ -2,6 +2,8 @@
 
 import gc
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -94,10 +96,12 @@ def test_opened_to_be_read_changes_nothing(rt, name):
         rt.open(name, mode="w")
 
 
-def test_name_is_open_once(rt, name):
+def test_name_is_open_once_to_be_changed(rt, name):
     with rt.create(name, (1000,), "f4") as region:
-        with pytest.raises(farpage.InUseError, match=name):
+        with pytest.raises(FileNotFoundError, match=name):
             rt.open(name)
+        with pytest.raises(farpage.InUseError, match=name):
+            rt.open(name, "r+")
         with pytest.raises(farpage.InUseError, match=name):
             rt.create(name, (1000,), "f4", replace=True)
         with pytest.raises(farpage.InUseError, match=name):
@@ -108,6 +112,49 @@ def test_name_is_open_once(rt, name):
         region.array()[:] = 3
     with rt.open(name) as region:
         assert region.array().sum() == 1500
+
+
+READER = """
+import pickle, sys, farpage
+rt = farpage.Runtime(sys.argv[1], budget="4MiB")
+a = rt.open(sys.argv[2]).array()
+b = pickle.loads(bytes.fromhex(sys.argv[3]))
+print("reads", int(a[0]), flush=True)
+sys.stdin.read()
+assert not a.flags.writeable
+assert (a == a[0]).all() and (b == a[0]).all()
+print("read", int(a[-1]))
+"""
+
+
+def test_many_programs_read_beside_one_that_writes(rt, name):
+    region = rt.create(name, (1 << 20,), "f4")
+    a = region.array()
+    readers = []
+    for version in range(1, 4):
+        a[:] = version
+        region.flush()
+        sent = pickle.dumps(a[100:200]).hex()
+        for _ in range(2):
+            command = [sys.executable, "-c", READER, rt.servers[0], name, sent]
+            pipe = subprocess.PIPE
+            reader = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+            readers.append((version, reader))
+            assert reader.stdout.readline() == f"reads {version}\n"
+    old = rt.open(name)
+    a[:] = 9
+    region.flush()
+    for version, reader in readers:
+        out, _ = reader.communicate(timeout=60)
+        assert (out, reader.returncode) == (f"read {version}\n", 0)
+    # In the program that writes, too, and until it is closed there.
+    assert old.array()[5] == 3 and rt.open(name).array()[5] == 9
+    del a
+    region.close()
+    rt.remove(name)
+    assert old.array().sum() == 3 << 20
+    with pytest.raises(FileNotFoundError, match=name):
+        rt.open(name)
 
 
 def test_block_that_ends_by_an_exception_publishes_nothing(rt, name):

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use farpage::{ByteSize, RegionOptions, Reserve, Store};
+use farpage::{ByteSize, RegionOptions, Reserve, Runtime, Store};
 
 use super::{AtEnd, Kept, Mapped, boxed, farpage_region};
 use crate::{
@@ -122,8 +122,8 @@ pub unsafe extern "C" fn farpage_region_map_fd(
     guard(|| unsafe { put(region, map) })
 }
 
-/// Opens the region that was published under `name` and puts it into `*region`. It is this
-/// program's alone until it is unmapped.
+/// Opens the region that was published under `name` and puts it into `*region`. No other program
+/// can open it until it is unmapped, except to read what is published.
 ///
 /// # Safety
 /// `runtime` as in `farpage_region_map`; `name` is a string that ends with a zero byte; `region`
@@ -136,10 +136,9 @@ pub unsafe extern "C" fn farpage_region_open(
 ) -> farpage_code {
     // SAFETY: the caller's promise.
     let map = || unsafe {
-        let name = options::text(name, "the name")?;
-        let name = name.ok_or_else(|| Failure::invalid("no name: it is null"))?;
+        let (runtime, name) = named(runtime, name)?;
         Ok(Mapped {
-            region: farpage_runtime::get(runtime)?.open_region(name)?,
+            region: runtime.open_region(name)?,
             read_only: false,
             at_end: AtEnd::Flush,
             kept: None,
@@ -147,6 +146,50 @@ pub unsafe extern "C" fn farpage_region_open(
     };
     // SAFETY: as above.
     guard(|| unsafe { put(region, map) })
+}
+
+/// Opens the version that is published under `name` now, to read it, and puts it into `*region`.
+/// Any number of programs can at a time, also while one has the region open for writing. The
+/// region stays as it is until it is unmapped, whatever is published meanwhile. A write to its
+/// memory raises SIGSEGV.
+///
+/// # Safety
+/// As `farpage_region_open`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn farpage_region_open_to_read(
+    runtime: *const farpage_runtime,
+    name: *const c_char,
+    region: *mut *mut farpage_region,
+) -> farpage_code {
+    // SAFETY: the caller's promise.
+    let map = || unsafe {
+        let (runtime, name) = named(runtime, name)?;
+        Ok(Mapped {
+            region: runtime.open_region_to_read(name)?,
+            read_only: true,
+            at_end: AtEnd::Drop,
+            kept: None,
+        })
+    };
+    // SAFETY: as above.
+    guard(|| unsafe { put(region, map) })
+}
+
+/// # Safety
+/// As `farpage_region_open`.
+unsafe fn named<'a>(
+    runtime: *const farpage_runtime,
+    name: *const c_char,
+) -> Result<(&'a Runtime, &'a str), Failure> {
+    // SAFETY: the caller's promise.
+    let (runtime, name) = unsafe {
+        (
+            farpage_runtime::get(runtime)?,
+            options::text(name, "the name")?,
+        )
+    };
+    let name = name.ok_or_else(|| Failure::invalid("no name: it is null"))?;
+    Ok((runtime, name))
 }
 
 /// # Safety

@@ -172,16 +172,16 @@ class Runtime:
     def open(self, name: str, mode: str = "r", *, dtype: Any = None) -> Region:
         """The array that was published under `name`, to be read ("r") or changed, too ("r+").
 
-        A name is open in one program at a time. `dtype` is for arrays whose type numpy does not
-        know; one that is given has to fit.
+        Any number of programs read a name at a time, each the version that was published when it
+        opened it, until it closes it. One program at a time has it open to change it. `dtype` is
+        for arrays whose type numpy does not know; one that is given has to fit.
 
-        Raises `FileNotFoundError` if no server has it.
+        Raises `FileNotFoundError` if no server has it, `InUseError` if it is to be changed and
+        somebody else has it open for that.
         """
         if mode not in ("r", "r+"):
             raise ValueError(f"mode={mode!r}: need 'r' or 'r+'")
-        native = self._native.open(name, keep=self._server)
-        if mode == "r":
-            native.abandon()
+        native = self._native.open(name, to_read=mode == "r", keep=self._server)
         stored = _stored_dtype(native.dtype)
         shape = tuple(native.shape) or (native.len,)
         wanted = stored if dtype is None else np.dtype(dtype)
@@ -222,7 +222,11 @@ class Runtime:
         return [name for name, _, _ in self._native.names()]
 
     def remove(self, name: str) -> None:
-        """Removes what was published under `name`, and frees its memory."""
+        """Removes what was published under `name`, and frees its memory. Programs that read it keep
+        it until they close it.
+
+        Raises `InUseError` if it is open to be changed.
+        """
         self._native.remove(name)
 
     def stats(self) -> Stats:

@@ -1,0 +1,354 @@
+//! Programs that read a named array, beside each other and beside one that writes it: real
+//! processes, and real signals.
+//!
+//! The rule it keeps: a reader sees the version that it opened, bit by bit, or an error. What it
+//! kept is free when it has gone, however it went.
+
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
+mod common;
+
+use std::{env, io::Read, thread, time::Duration};
+
+use common::{
+    Fabric, KIB, Kin, MIB, ServerProcess, Watchdog, builder, can_page, fabrics, mix, say,
+    serve_if_asked, wait_until,
+};
+use farpage::{
+    ByteSize, CreateError, Endpoint, OpenError, RegionOptions, RemoteArray, Reserve, Runtime,
+};
+use farpage_fabric::{SessionOptions, Visit};
+use farpage_store::{NamesError, OpenStoreError};
+use nix::sys::signal::Signal;
+
+const PAGE: usize = 16 * KIB;
+const WORDS: usize = 2 * MIB / 8;
+/// Less than half of the array.
+const BUDGET: usize = 768 * KIB;
+const LEASE: Duration = Duration::from_secs(2);
+
+/// The test that becomes the server process of all.
+const SERVING: &str = "eight_programs_read_versions_of_their_own_beside_a_writer";
+
+/// Tells a process which server to use, and which other program to be.
+const URL: &str = "FARPAGE_TEST_URL";
+const ROLE: &str = "FARPAGE_TEST_ROLE";
+
+fn server(fabric: Fabric) -> ServerProcess {
+    ServerProcess::start_leasing(SERVING, fabric, 256 * MIB, LEASE)
+}
+
+fn runtime(url: &str) -> Runtime {
+    let builder = builder(BUDGET, PAGE).server(url);
+    builder.deadline(Duration::from_secs(5)).build().unwrap()
+}
+
+fn word(version: u64, at: usize) -> u64 {
+    mix(version << 40 | at as u64)
+}
+
+fn fill(array: &mut RemoteArray<u64>, version: u64) {
+    for (at, found) in array.iter_mut().enumerate() {
+        *found = word(version, at);
+    }
+}
+
+/// Reads all of an array: every word is that of `version`.
+fn assert_version(array: &RemoteArray<u64>, version: u64) {
+    for (at, &found) in array.iter().enumerate() {
+        assert_eq!(found, word(version, at), "word {at} of version {version}");
+    }
+}
+
+fn create(runtime: &Runtime) -> RemoteArray<u64> {
+    let named = RegionOptions::new().name("x");
+    runtime.array_with::<u64>(WORDS, named).unwrap()
+}
+
+/// Figures of a server: granted bytes, readers, and old versions that are read.
+fn stat(url: &str) -> (u64, u64, u64) {
+    let endpoint: Endpoint = url.parse().unwrap();
+    let mut visit = Visit::connect(&endpoint, &SessionOptions::default()).unwrap();
+    let stat = visit.stat().unwrap();
+    (stat.granted_bytes, stat.readers, stat.old_versions)
+}
+
+/// A process that reads, in test `test`, and the version that it says it has.
+fn reader(test: &str, url: &str) -> (Kin, u64) {
+    let mut reader = Kin::start(test, &[(URL, url), (ROLE, "reader")]);
+    let version = reader.wait_for_line("reads ").parse().unwrap();
+    (reader, version)
+}
+
+/// In a process that was started for it: reads or writes, until standard input ends. Returns
+/// whether it was asked to.
+fn play_role() -> bool {
+    let (Ok(url), Ok(role)) = (env::var(URL), env::var(ROLE)) else {
+        return false;
+    };
+    let (runtime, over) = (runtime(&url), input_ended());
+    match &*role {
+        "reader" => {
+            let array = runtime.open_array_to_read::<u64>("x").unwrap();
+            let version = (1..100).find(|version| array[0] == word(*version, 0));
+            let version = version.expect("a version that was published");
+            say(&format!("reads {version}"));
+            while !over.is_finished() {
+                assert_version(&array, version);
+            }
+            assert_version(&array, version);
+            array.close().unwrap();
+        }
+        // Its lease ends while it is stopped.
+        "sleeper" => {
+            let array = runtime.open_array_to_read::<u64>("x").unwrap();
+            assert_version(&array, 1);
+            say("reads 1");
+            let pages = || (0..WORDS).step_by(PAGE / 8);
+            let lost = (pages().cycle())
+                .find_map(|at| {
+                    let page = at..at + PAGE / 8;
+                    let brought = array.prefetch_now(page.clone());
+                    if brought.is_ok() {
+                        for at in page {
+                            assert_eq!(array[at], word(1, at), "word {at}");
+                        }
+                    }
+                    brought.err()
+                })
+                .unwrap();
+            say(&format!("lost {lost}"));
+        }
+        "writer" => {
+            let mut array = create(&runtime);
+            fill(&mut array, 1);
+            array.flush().unwrap();
+            say("published");
+            // Never published: it is killed on the way.
+            for version in 2.. {
+                fill(&mut array, version);
+            }
+        }
+        other => panic!("no role: {other}"),
+    }
+    true
+}
+
+fn input_ended() -> thread::JoinHandle<()> {
+    thread::spawn(|| {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+    })
+}
+
+#[test]
+fn eight_programs_read_versions_of_their_own_beside_a_writer() {
+    let test = SERVING;
+    if serve_if_asked() || play_role() {
+        return;
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let server = server(fabric);
+        let runtime = runtime(&server.url);
+        let mut array = create(&runtime);
+        let before = stat(&server.url).0;
+        let mut readers = Vec::new();
+        for version in 1..=4 {
+            fill(&mut array, version);
+            array.flush().unwrap();
+            for _ in 0..2 {
+                let (reader, reads) = reader(test, &server.url);
+                assert_eq!(reads, version);
+                readers.push(reader);
+            }
+        }
+        // Two more versions while all of them read.
+        for version in 5..=6 {
+            fill(&mut array, version);
+            array.flush().unwrap();
+        }
+        assert_eq!(
+            (stat(&server.url).1, stat(&server.url).2),
+            (8, 4),
+            "{fabric}"
+        );
+        let listed = runtime.names().unwrap();
+        assert_eq!((listed[0].readers, listed[0].old_versions), (8, 4));
+        assert!(listed[0].in_use);
+        // Some are killed, and others close. What they kept is the server's again.
+        for reader in readers.drain(..3) {
+            reader.signal(Signal::SIGKILL);
+        }
+        wait_until("the dead are noticed", || stat(&server.url).1 == 5);
+        fill(&mut array, 7);
+        array.flush().unwrap();
+        for reader in readers {
+            reader.must_pass(Duration::from_secs(60));
+        }
+        for version in 8..=11 {
+            fill(&mut array, version);
+            array.flush().unwrap();
+        }
+        let (after, readers, old_versions) = stat(&server.url);
+        assert_eq!((readers, old_versions), (0, 0));
+        // A page and the manifest for the name's entry.
+        assert!(
+            after <= before + MIB as u64 / 4,
+            "{fabric}: {before} bytes before, {after} after"
+        );
+        assert_version(&array, 11);
+    }
+}
+
+#[test]
+fn readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced() {
+    let test = "readers_outlive_their_writer_and_a_name_that_is_removed_or_replaced";
+    if play_role() {
+        return;
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let server = server(fabric);
+        let environment = [(URL, &*server.url), (ROLE, "writer")];
+        let mut writer = Kin::start(test, &environment);
+        writer.wait_for_line("published");
+        let readers = [(); 2].map(|()| runtime(&server.url));
+        let [first, second] =
+            (readers.each_ref()).map(|it| it.open_array_to_read::<u64>("x").unwrap());
+        assert_version(&first, 1);
+        // 1. The writer dies in the middle of its writes.
+        writer.signal(Signal::SIGKILL);
+        writer.wait(Duration::from_secs(10));
+        assert_version(&first, 1);
+        // 2. Another writes, while they read.
+        let runtime = runtime(&server.url);
+        let mut array = None;
+        wait_until("the dead writer's name is free", || {
+            let opened = runtime.open_array::<u64>("x");
+            let in_use = matches!(&opened, Err(OpenError::Store(OpenStoreError::InUse { .. })));
+            assert!(in_use || opened.is_ok(), "{opened:?}");
+            array = opened.ok();
+            array.is_some()
+        });
+        let mut array = array.unwrap();
+        for version in 20..24 {
+            fill(&mut array, version);
+            array.flush().unwrap();
+            assert_version(&second, 1);
+        }
+        let newest = runtime.open_array_to_read::<u64>("x").unwrap();
+        array.close().unwrap();
+        // 3. Another writer, which does not know their slots.
+        let mut array = runtime.open_array::<u64>("x").unwrap();
+        for version in 30..33 {
+            fill(&mut array, version);
+            array.flush().unwrap();
+        }
+        assert_version(&first, 1);
+        assert_version(&newest, 23);
+        // What somebody writes is not removed.
+        let refused = readers[0].remove("x");
+        assert!(
+            matches!(refused, Err(NamesError::InUse { .. })),
+            "{refused:?}"
+        );
+        array.close().unwrap();
+        // 4. Replaced, and removed, while it is read.
+        let named = RegionOptions::new().name("x").replace(true);
+        let mut other = runtime.array_with::<u64>(WORDS / 2, named).unwrap();
+        other.fill(5);
+        other.close().unwrap();
+        assert_version(&second, 1);
+        readers[1].remove("x").unwrap();
+        assert_version(&first, 1);
+        assert_version(&newest, 23);
+        let gone = runtime.open_array_to_read::<u64>("x").unwrap_err();
+        assert!(
+            matches!(gone, OpenError::Store(OpenStoreError::NotFound { .. })),
+            "{gone}"
+        );
+        assert_eq!(stat(&server.url).1, 3);
+        drop((first, second, newest));
+        wait_until("all of it is free", || stat(&server.url) == (0, 0, 0));
+    }
+}
+
+#[test]
+fn a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes() {
+    let test = "a_reader_that_comes_back_after_its_lease_gets_an_error_and_no_other_bytes";
+    if play_role() {
+        return;
+    }
+    let _watchdog = Watchdog::new(test, Duration::from_secs(240));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let server = server(fabric);
+        let runtime = runtime(&server.url);
+        let mut array = create(&runtime);
+        fill(&mut array, 1);
+        array.flush().unwrap();
+        let environment = [(URL, &*server.url), (ROLE, "sleeper")];
+        let mut sleeper = Kin::start(test, &environment);
+        sleeper.wait_for_line("reads ");
+        sleeper.signal(Signal::SIGSTOP);
+        wait_until("its lease has ended", || stat(&server.url).1 == 0);
+        // Its slots are used again, by other bytes.
+        for version in 2..6 {
+            fill(&mut array, version);
+            array.flush().unwrap();
+        }
+        sleeper.signal(Signal::SIGCONT);
+        println!("{fabric}: {}", sleeper.wait_for_line("lost "));
+        sleeper.must_pass(Duration::from_secs(30));
+    }
+}
+
+#[test]
+fn a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way() {
+    let test = "a_reader_needs_no_reservation_and_a_full_server_names_the_readers_in_the_way";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        // Room for little more than the two versions that are reserved.
+        let memory = common::Memory::start(fabric, 2 * 2 * MIB + 2 * MIB);
+        let runtime = memory.runtime(BUDGET, PAGE);
+        let mut array = create(&runtime);
+        fill(&mut array, 1);
+        array.flush().unwrap();
+        // A second array of that kind does not fit, and a reader does.
+        let other = RegionOptions::new().name("y").reserve(Reserve::Full);
+        let refused = runtime.array_with::<u64>(WORDS, other).unwrap_err();
+        assert!(matches!(refused, CreateError::Store(_)), "{refused}");
+        let reader = runtime.open_array_to_read::<u64>("x").unwrap();
+        let mut refused = None;
+        for version in 2..6 {
+            fill(&mut array, version);
+            if let Err(error) = array.flush() {
+                refused = Some(error.to_string());
+                break;
+            }
+        }
+        let refused = refused.expect("three versions do not fit");
+        assert!(
+            refused.contains("1 reader of version") && refused.contains("`x`"),
+            "{refused}"
+        );
+        assert_version(&reader, 1);
+        reader.close().unwrap();
+        wait_until("there is room again", || array.flush().is_ok());
+        assert!(array.len() == WORDS && ByteSize(array.region().len() as u64) == ByteSize::mib(2));
+    }
+}
