@@ -34,16 +34,12 @@ pub(super) fn install(
     // SAFETY:
     // - The frame's pages are present, hence readable.
     // - What a region's absent pages are filled with is the pager's decision.
-    let copied = unsafe { copy_in(shard, pages.range(), frame.address()) };
-    // The program may have divided a page's mapping (by `mprotect`, say), and the kernel copies
-    // nothing across two.
-    let copied = copied.or_else(|stopped| match stopped.why {
-        Refusal::Missing if pages.count() == 1 => {
-            // SAFETY: as above.
-            unsafe { copy_parts_in(shard, pages.range(), frame.address(), stopped.done_bytes) }
+    let copied = unsafe {
+        match pages.count() {
+            1 => copy_page_in(shard, pages.range(), frame.address()),
+            _ => copy_in(shard, pages.range(), frame.address()),
         }
-        _ => Err(stopped),
-    });
+    };
     let Err(Stopped { done_bytes, why }) = copied else {
         // Dropping the frame gives its pages back, so that there is one of each as before.
         return Ok(());
@@ -128,7 +124,7 @@ fn put_back(shard: &KernelShard, page: Range<usize>, staged: usize) {
     // SAFETY:
     // - `staged` is a readable mapping as long as the page.
     // - The page is being taken out: nobody else may fill it.
-    let back = unsafe { copy_in(shard, page.clone(), staged) };
+    let back = unsafe { copy_page_in(shard, page.clone(), staged) };
     // SAFETY: the mapping that the page was carried to. Nobody else knows it, and it is not used
     // after this.
     unsafe { sys::release(staged, page.len()) };
@@ -152,6 +148,21 @@ pub(super) unsafe fn copy_in(
     shard.fence.fill(to, |uffd, done, len| {
         // SAFETY: this function's contract is that of `Uffd::copy`.
         unsafe { uffd.copy(start + done, from + done, len) }
+    })
+}
+
+/// [`copy_in`] to one page, which the program may have divided (by `mprotect`, say): the kernel
+/// copies nothing across two mappings.
+///
+/// # Safety
+/// As [`copy_in`].
+unsafe fn copy_page_in(shard: &KernelShard, to: Range<usize>, from: usize) -> Result<(), Stopped> {
+    // SAFETY: this function's contract.
+    let copied = unsafe { copy_in(shard, to.clone(), from) };
+    copied.or_else(|stopped| match stopped.why {
+        // SAFETY: this function's contract.
+        Refusal::Missing => unsafe { copy_parts_in(shard, to, from, stopped.done_bytes) },
+        _ => Err(stopped),
     })
 }
 
@@ -286,6 +297,11 @@ pub(super) fn carry_back(
     pool: &FramePool,
 ) -> io::Result<()> {
     match carry_out(address..address + len, slot, pool) {
+        // The program has unmapped some of it, or divided its mapping: each part answers for
+        // itself.
+        Err(CarryError::Refused(DetachError::Absent)) if len > KERNEL_PAGE_BYTES => (0..len)
+            .step_by(KERNEL_PAGE_BYTES)
+            .try_for_each(|at| carry_back(address + at, KERNEL_PAGE_BYTES, slot + at, pool)),
         Ok(()) | Err(CarryError::Refused(DetachError::Absent)) => Ok(()),
         Err(CarryError::Refused(why)) => Err(io::Error::other(why)),
         Err(CarryError::Staged(staged, why)) => {

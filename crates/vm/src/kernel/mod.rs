@@ -440,6 +440,28 @@ mod tests {
         assert!(space.shards[0].poison.is_empty());
     }
 
+    /// What `mprotect` does to a page of which a part is taken back just then.
+    #[test]
+    fn part_that_is_taken_back_comes_whole_where_the_program_divides_it() {
+        let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();
+        let base = space.map(GEOMETRY).unwrap().address;
+        let pages = Pages::new(Shard(0), base, PAGE, 1);
+        let mut frame = space.new_frame(PAGE, 1).unwrap();
+        frame.as_mut().fill(3);
+        let pool = Arc::clone(frame.pool());
+        space.install(pages, In::Move(frame)).unwrap();
+        let read = libc::PROT_READ;
+        // SAFETY: a part of the test's own region.
+        unsafe { crate::sys::protect(base + 3 * 4096, 2 * 4096, read) }.unwrap();
+        let mut frame = pool.vacant(1, 1).unwrap();
+        copying::carry_back(base, PAGE, frame.address(), &pool).unwrap();
+        frame.fill_holes_with_zeros(0..PAGE).unwrap();
+        frame.set_occupied();
+        assert!(frame.as_ref().iter().all(|&byte| byte == 3));
+        drop(frame);
+        space.unmap(base, GEOMETRY);
+    }
+
     #[test]
     fn geometries_that_are_no_whole_pages_are_refused() {
         let space = KernelSpace::new(KernelSpaceOptions::default()).unwrap();

@@ -81,22 +81,30 @@ impl Poison {
 }
 
 fn put_by_kernel(fence: &Fence, pages: Range<usize>) -> io::Result<()> {
-    let mut at = pages.start;
+    let (mut at, mut end) = (pages.start, pages.end);
     while at < pages.end {
-        let poisoned = fence.fill(at..pages.end, |uffd, done, len| {
+        let poisoned = fence.fill(at..end, |uffd, done, len| {
             // SAFETY: an absent page of a region, whose end the pager has decided.
             unsafe { uffd.poison(at + done, len) }
         });
-        let Err(Stopped { done_bytes, why }) = poisoned else {
-            break;
-        };
-        match why {
-            // A fill that failed has poisoned it before, or the program has unmapped this part.
-            Refusal::Exists | Refusal::Missing | Refusal::Ended => {
-                at += done_bytes + KERNEL_PAGE_BYTES;
+        match poisoned {
+            Ok(()) => at = end,
+            Err(Stopped { done_bytes, why }) => {
+                at += done_bytes;
+                match why {
+                    // The program has divided the mapping (by `mprotect`, say), and the kernel
+                    // poisons nothing across two. Or it has unmapped the first of them.
+                    Refusal::Missing if end - at > KERNEL_PAGE_BYTES => {
+                        end = at + KERNEL_PAGE_BYTES;
+                        continue;
+                    }
+                    // A fill that failed has poisoned it before, or the program has unmapped it.
+                    Refusal::Exists | Refusal::Missing | Refusal::Ended => at += KERNEL_PAGE_BYTES,
+                    why => return Err(why.into()),
+                }
             }
-            why => return Err(why.into()),
         }
+        end = pages.end;
     }
     Ok(())
 }

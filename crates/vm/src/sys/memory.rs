@@ -1,7 +1,8 @@
 //! Mappings: reserved, advised, protected, carried away, released.
 //!
-//! The rule it keeps: a mapping made here takes no memory until it is touched, is not inherited by
-//! `fork`, and is given up again where it cannot be set up.
+//! The rule it keeps: a mapping made here takes no memory until it is touched, also where the
+//! program locks all that it maps (`mlockall`), is not inherited by `fork`, and is given up again
+//! where it cannot be set up.
 
 use nix::errno::Errno;
 
@@ -51,9 +52,11 @@ pub(crate) unsafe fn reserve_at(start: usize, len: usize, huge: bool) -> nix::Re
 /// With `MAP_FIXED`, nothing relies on what is mapped there.
 unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Result<usize> {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more;
-    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // What may not be used is not filled with pages where the program has locked its future
+    // mappings (`MCL_FUTURE`). `set_up` allows it.
+    let (start, none) = (start as *mut libc::c_void, libc::PROT_NONE);
     // SAFETY: this function's contract: nothing relies on what is replaced.
-    let mapped = unsafe { libc::mmap(start as *mut libc::c_void, len, protection, flags, -1, 0) };
+    let mapped = unsafe { libc::mmap(start, len, none, flags, -1, 0) };
     if mapped == libc::MAP_FAILED {
         Err(Errno::last())
     } else {
@@ -61,7 +64,7 @@ unsafe fn map_anonymous(start: usize, len: usize, more: libc::c_int) -> nix::Res
     }
 }
 
-/// The advice of a new mapping, which is given up if that fails.
+/// The advice and the protection of a new mapping, which is given up if that fails.
 fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
     let page_kind = if huge {
         libc::MADV_HUGEPAGE
@@ -83,7 +86,16 @@ fn set_up(start: usize, len: usize, huge: bool) -> nix::Result<()> {
             }
         }
     }
-    Ok(())
+    let usable = libc::PROT_READ | libc::PROT_WRITE;
+    // Pages of a locked mapping neither move nor can be dropped.
+    // SAFETY: the mapping made above, of which no page is there.
+    let unlocked = Errno::result(unsafe { libc::munlock(start as *const libc::c_void, len) });
+    // SAFETY: as above.
+    let allowed = unlocked.and_then(|_| unsafe { protect(start, len, usable) });
+    allowed.inspect_err(|_| {
+        // SAFETY: the mapping made above, which nobody else knows.
+        unsafe { release(start, len) }
+    })
 }
 
 /// `munmap`.

@@ -8,6 +8,7 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
     thread,
+    time::{Duration, Instant},
 };
 
 use farpage_vm::{AddressSpace, Shard, Transfer};
@@ -21,8 +22,8 @@ use nix::{
 };
 
 use crate::common::{
-    BOTH, Filler, Moves, byte, drop_range, events, geometry, mapped, numbered, numbers, pages,
-    run_geometry, set, space, system_call_can_read,
+    BOTH, Filler, Moves, as_the_program, byte, drop_range, events, geometry, mapped, numbered,
+    numbers, pages, run_geometry, set, space, system_call_can_read, unmap_by_the_program,
 };
 
 #[test]
@@ -141,6 +142,92 @@ fn poison_that_the_program_dropped_in_part_is_healed_whole() {
         }
     }
 }
+
+/// The kernel poisons nothing that spans two mappings.
+#[test]
+fn poison_covers_a_page_that_the_program_has_divided() {
+    for transfer in BOTH {
+        for (divided, unmapped) in [(3..7, 0..0), (15..16, 0..0), (0..1, 0..0), (5..9, 2..4)] {
+            let space = space(transfer, 1);
+            let geometry = run_geometry(3, 65536);
+            let base = space.map(geometry).unwrap().address;
+            let page = base + 65536;
+            protect(page, divided.clone(), libc::PROT_READ);
+            as_the_program(&space, || {
+                if !unmapped.is_empty() {
+                    unmap_by_the_program(page + unmapped.start * 4096, unmapped.len() * 4096);
+                }
+            });
+            space.poison(pages(0, page, 65536, 1)).unwrap();
+            // Nobody serves faults: a part that is not poisoned would be waited for without end.
+            let sleeper =
+                thread::spawn(move || (page..page + 65536).step_by(4096).any(system_call_can_read));
+            let since = Instant::now();
+            while !sleeper.is_finished() {
+                assert!(
+                    since.elapsed() < Duration::from_secs(20),
+                    "{divided:?} is waited for"
+                );
+                thread::sleep(Duration::from_millis(1));
+            }
+            assert!(!sleeper.join().unwrap(), "{divided:?}");
+            if unmapped.is_empty() {
+                protect(page, divided, libc::PROT_READ | libc::PROT_WRITE);
+                space
+                    .move_in(0, base, 65536, numbered(&space, 65536, 3, 1))
+                    .unwrap();
+                assert_eq!(numbers(mapped(base, geometry.bytes), 65536), [1, 2, 3]);
+            }
+            space.unmap(base, geometry);
+        }
+    }
+}
+
+fn protect(page: usize, parts: std::ops::Range<usize>, protection: libc::c_int) {
+    let start = (page + parts.start * 4096) as *mut _;
+    // SAFETY: a part of a region of the test's own.
+    let done = unsafe { libc::mprotect(start, parts.len() * 4096, protection) };
+    assert_eq!(done, 0);
+}
+
+#[test]
+fn program_that_locks_all_it_maps_pages_all_the_same() {
+    // A child of its own: the lock is the whole process's. SAFETY: the child makes its own space;
+    // it allocates, which glibc supports after fork.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            // SAFETY: changes how this process maps memory.
+            if unsafe { libc::mlockall(libc::MCL_FUTURE) } != 0 {
+                // SAFETY: ends the child without running the parent's destructors.
+                unsafe { libc::_exit(SKIPPED) };
+            }
+            let mut is_fine = true;
+            for transfer in BOTH {
+                let space = space(transfer, 1);
+                let geometry = run_geometry(3, 65536);
+                let base = space.map(geometry).unwrap().address;
+                is_fine &= !space.is_present(base);
+                let frame = numbered(&space, 65536, 3, 1);
+                space.move_in(0, base, 65536, frame).unwrap();
+                let out = space.move_out(pages(0, base, 65536, 3)).unwrap();
+                is_fine &= numbers(out.as_ref(), 65536) == [1, 2, 3];
+                is_fine &= !space.is_present(base);
+                drop(out);
+                space.unmap(base, geometry);
+            }
+            // SAFETY: as above.
+            unsafe { libc::_exit(i32::from(!is_fine)) }
+        }
+        ForkResult::Parent { child } => match waitpid(child, None).unwrap() {
+            WaitStatus::Exited(_, SKIPPED) => {
+                eprintln!("SKIPPED: program_that_locks_all_it_maps_pages_all_the_same: no right to")
+            }
+            status => assert_eq!(status, WaitStatus::Exited(child, 0)),
+        },
+    }
+}
+
+const SKIPPED: i32 = 77;
 
 #[test]
 fn touching_a_poisoned_page_kills_with_sigbus() {
