@@ -127,6 +127,18 @@ impl Arena {
         self.take(bytes, align, Fit::Shortest)
     }
 
+    /// [`allocate`](Self::allocate) with as much free behind it as can be had: for what has grown
+    /// and will again.
+    ///
+    /// # Errors
+    /// See [`ArenaError`].
+    ///
+    /// # Panics
+    /// If `align` is no power of two.
+    pub fn allocate_to_grow(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, ArenaError> {
+        self.take(bytes, align, Fit::Roomiest)
+    }
+
     fn take(&self, bytes: usize, align: usize, fit: Fit) -> Result<NonNull<u8>, ArenaError> {
         assert!(align.is_power_of_two(), "an alignment of {align}");
         if self.region.is_parents() {
@@ -208,10 +220,10 @@ impl Arena {
         Ok(true)
     }
 
-    /// [`resize`](Self::resize), or a new place for the allocation if it cannot grow where it lies.
-    /// Its pages move there by their entries: what is remote stays remote, and no byte is copied.
-    /// Returns where it begins, a multiple of `align`. Bytes that are added are zeros, except those
-    /// of the old last page.
+    /// [`resize`](Self::resize), or a new place for the allocation if it cannot grow where it lies,
+    /// or lies at no multiple of `align`, a power of two. Its pages move there by their entries:
+    /// what is remote stays remote, and no byte is copied. Returns where it begins, a multiple of
+    /// `align`. Bytes that are added are zeros, except those of the old last page.
     ///
     /// # Errors
     /// See [`ArenaError`]. The allocation is what it was.
@@ -227,18 +239,21 @@ impl Arena {
         bytes: usize,
         align: usize,
     ) -> Result<NonNull<u8>, ArenaError> {
+        assert!(align.is_power_of_two(), "an alignment of {align}");
+        let is_aligned = (allocation.as_ptr() as usize).is_multiple_of(align);
         // SAFETY: the caller's promise. What cannot be discarded now is tried again.
-        if unsafe { self.resize(allocation, bytes) }.unwrap_or(true) {
+        if is_aligned && unsafe { self.resize(allocation, bytes) }.unwrap_or(true) {
             return Ok(allocation);
         }
         let before = self.usable_bytes(allocation);
-        let before = before.expect("it was there when it did not grow");
+        let before = before.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
+        let kept = before.min(self.pages(bytes) * self.page_bytes);
         let made = self.take(bytes, align, Fit::Roomiest)?;
         let old = allocation.as_ptr() as usize - self.address;
         // SAFETY: nobody uses the old pages, and the new ones are nobody's but ours.
         let moved = unsafe {
             self.region
-                .relocate(old..old + before, made.as_ptr() as usize - self.address)
+                .relocate(old..old + kept, made.as_ptr() as usize - self.address)
         };
         // SAFETY: nobody uses the one that is given up. As above.
         let _ = unsafe { self.deallocate(if moved.is_ok() { allocation } else { made }) };

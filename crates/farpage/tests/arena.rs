@@ -9,7 +9,13 @@
 
 mod common;
 
-use std::{env, fs, ops::Range, ptr::NonNull, thread, time::Duration};
+use std::{
+    env, fs,
+    ops::Range,
+    ptr::NonNull,
+    thread,
+    time::{Duration, Instant},
+};
 
 use common::{
     Fabric, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
@@ -363,6 +369,7 @@ fn grow(arena: &Arena, seed: u64, mut rng: Rng, page: usize) {
                 let align = [1, page, 4 * page][rng.below(3)];
                 // SAFETY: nobody else has it.
                 block.at = unsafe { arena.reallocate(block.at, bytes, align) }.unwrap();
+                assert!((block.at.as_ptr() as usize).is_multiple_of(align));
                 let before = block.shadow.len();
                 block.shadow.resize(bytes, 0);
                 let page_end = before
@@ -380,6 +387,70 @@ fn grow(arena: &Arena, seed: u64, mut rng: Rng, page: usize) {
         block.check(seed);
         // SAFETY: nobody else has it.
         unsafe { arena.deallocate(block.at) }.unwrap();
+    }
+}
+
+#[test]
+fn pages_move_at_once_to_where_pages_are_pinned() {
+    let test = "pages_move_at_once_to_where_pages_are_pinned";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = builder(20 * PAGE, PAGE).server(&memory.url);
+    let runtime = runtime.build().unwrap();
+    let arena = runtime.arena(100 * PAGE).unwrap();
+    let start = arena.addresses().start;
+    let [from, to] = [10, 50].map(|pages| arena.allocate(pages * PAGE, 1).unwrap());
+    // SAFETY: allocated above, and used by this thread alone.
+    unsafe { from.as_ptr().write_bytes(7, 10 * PAGE) };
+    let offset = to.as_ptr() as usize - start;
+    arena.region().pin(offset..offset + 4 * PAGE).unwrap();
+    let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);
+    let since = Instant::now();
+    // SAFETY: as above.
+    unsafe { arena.relocate(from..from + 10 * PAGE, to) }.unwrap();
+    // The deadline is ten seconds, and each page would have waited for its own.
+    assert!(since.elapsed() < Duration::from_secs(5), "{since:?}");
+    // SAFETY: as above.
+    let bytes = unsafe { std::slice::from_raw_parts(to as *const u8, 10 * PAGE) };
+    assert!(bytes.iter().all(|&byte| byte == 7));
+    arena.region().unpin(offset..offset + 4 * PAGE);
+}
+
+/// With in-thread faults, changed pages wait for an evictor that is not called for each of them.
+#[test]
+fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
+    let test = "pages_that_were_handed_over_are_given_up_and_move_at_once";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(120));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let builder = builder(200 * PAGE, PAGE).fault_mode(FaultMode::InThread);
+    let runtime = builder.server(&memory.url).build().unwrap();
+    let options = RegionOptions::new().read_ahead(0);
+    let arena = runtime.arena_with(1000 * PAGE, options).unwrap();
+    for round in 0..20 {
+        // Now more, now fewer of them wait at the end.
+        let pages = 201 + 7 * round;
+        let block = arena.allocate(pages * PAGE, 1).unwrap();
+        let behind = arena.allocate(PAGE, 1).unwrap();
+        // SAFETY: allocated above, and used by this thread alone.
+        unsafe { block.as_ptr().write_bytes(7, pages * PAGE) };
+        let since = Instant::now();
+        let block = match round % 2 {
+            0 => block,
+            // SAFETY: as above.
+            _ => unsafe { arena.reallocate(block, (pages + 1) * PAGE, 1) }.unwrap(),
+        };
+        for block in [block, behind] {
+            // SAFETY: nobody uses it any more.
+            unsafe { arena.deallocate(block) }.unwrap();
+        }
+        let took = since.elapsed();
+        assert!(took < Duration::from_secs(5), "round {round}: {took:?}");
     }
 }
 
@@ -404,6 +475,10 @@ fn block_that_moves_brings_nothing_in_and_writes_nothing_back() {
     };
     (0..300).for_each(|page| *word(block, page) = mix(page as u64));
     let behind = arena.allocate(PAGE, 1).unwrap();
+    // The program goes on before its last fault is counted.
+    wait_until("all fills are counted", || {
+        runtime.stats().pager.fills >= 300
+    });
     let before = runtime.stats();
     let resident = arena.region().resident_pages();
     // SAFETY: nobody else has it.

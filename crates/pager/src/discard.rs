@@ -28,7 +28,7 @@ use crate::{
 
 /// How often a page is looked at that another worker owns.
 pub(crate) const LOOK: Duration = Duration::from_micros(20);
-/// A page that is read ahead and held back stays owned until somebody asks for it.
+/// How often an owned page is asked for: see [`Mapped::ask_for`].
 pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// What came of one attempt.
@@ -74,11 +74,9 @@ impl<A: AddressSpace> Mapped<A> {
                     if since.elapsed() > self.pager().deadline() {
                         return Err(error.unwrap_or_else(|| self.busy(page)));
                     }
-                    let is_first = *since == now;
-                    let is_filling = region.words.load(page).state() == State::Filling;
-                    if is_filling && (is_first || asked.elapsed() > ASK) {
+                    if *since == now || asked.elapsed() > ASK {
                         *asked = now;
-                        self.demand(page.alone());
+                        self.ask_for(page);
                     }
                     thread::sleep(LOOK);
                 }
@@ -86,6 +84,16 @@ impl<A: AddressSpace> Mapped<A> {
         }
         let page_bytes = self.page_bytes();
         Ok(pages.start.offset(page_bytes)..pages.end.offset(page_bytes))
+    }
+
+    /// Another worker owns the page, and may keep it until somebody asks for it: one that was read
+    /// ahead and is held back, or that a thread handed over and no evictor was called for.
+    pub(crate) fn ask_for(&self, page: PageIndex) {
+        match self.region().words.load(page).state() {
+            State::Filling => drop(self.demand(page.alone())),
+            State::Leaving => self.shared().hand_over.noted(self.region(), page),
+            _ => {}
+        }
     }
 
     /// Discards the leading ones of these pages.

@@ -33,7 +33,7 @@ pub(crate) enum Relocated {
     Done(usize),
     /// One of the two pages is another's.
     NotNow,
-    /// The kernel or a device holds the old page: it stays where it is.
+    /// The kernel or a device holds the old page, or the new one is pinned: it stays where it is.
     Held,
 }
 
@@ -44,8 +44,9 @@ impl<A: AddressSpace> Mapped<A> {
     ///
     /// Nobody uses either range until this returns. Pins stay with the pages, not with what they
     /// hold. A page stays where it is that the kernel or a device holds, a slow server until the
-    /// deadline, or that cannot be brought in. Then `stays` is called with its first byte and that
-    /// of its new place, and sees to it. Nobody owns the two meanwhile.
+    /// deadline, or that cannot be brought in; also one whose new place is pinned. Then `stays` is
+    /// called with its first byte and that of its new place, and sees to it. Nobody owns the two
+    /// meanwhile.
     ///
     /// # Errors
     /// [`PageError::Forked`]: nothing has moved.
@@ -89,13 +90,10 @@ impl<A: AddressSpace> Mapped<A> {
                 }
                 Ok(Relocated::NotNow) if !waiting.is_some_and(is_over) => {
                     let (since, asked) = waiting.get_or_insert((now, now));
-                    // What is read ahead and held back stays owned until somebody asks for it.
                     if *since == now || asked.elapsed() > ASK {
                         *asked = now;
                         for page in [page, at] {
-                            if region.words.load(page).state() == State::Filling {
-                                self.demand(page.alone());
-                            }
+                            self.ask_for(page);
                         }
                     }
                     thread::sleep(LOOK);
@@ -117,8 +115,13 @@ impl<A: AddressSpace> Mapped<A> {
         new: PageIndex,
     ) -> Result<Relocated, PageError> {
         let region = self.region();
+        let word = region.words.load(new);
+        // It comes back whenever it is taken away.
+        if word.pinned() {
+            return Ok(Relocated::Held);
+        }
         // A fault that was read late, or read-ahead, may have brought the new page in.
-        if region.words.load(new).state() != State::Remote {
+        if word.state() != State::Remote {
             self.try_discard(new.alone())?;
             return Ok(Relocated::NotNow);
         }
