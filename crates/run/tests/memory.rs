@@ -25,11 +25,21 @@ mlock, munlock = f('mlock', c_int, c_void_p, c_size_t), f('munlock', c_int, c_vo
 mlockall, munlockall = f('mlockall', c_int, c_int), f('munlockall', c_int)
 madvise = f('madvise', c_int, c_void_p, c_size_t, c_int)
 mincore = f('mincore', c_int, c_void_p, c_size_t, c_void_p)
+mremap = f('mremap', c_void_p, c_void_p, c_size_t, c_size_t, c_int)
 malloc, realloc = f('malloc', c_void_p, c_size_t), f('realloc', c_void_p, c_void_p, c_size_t)
 free = f('free', None, c_void_p)
 M = 1 << 20
 NONE, READ, RW, PRIVATE = 0, 1, 3, 0x22
 errno = ctypes.get_errno
+def holds(p, byte, size):
+    # In small parts, which are local memory.
+    return all(string_at(p + at, min(65536, size - at)).strip(bytes([byte])) == b'' for at in range(0, size, 65536))
+def locked():
+    return next(int(line.split()[1]) << 10 for line in open('/proc/self/status') if line.startswith('VmLck'))
+def rights(p):
+    for line in open('/proc/self/maps'):
+        start, end = (int(number, 16) for number in line.split()[0].split('-'))
+        if start <= p < end: return line.split()[1]
 def here(p, size):
     pages = (c_ubyte * (size // 4096))(); assert mincore(p, size, pages) == 0
     return sum(page & 1 for page in pages)
@@ -109,6 +119,128 @@ print('done')
         "{}",
         text(&ours.stderr)
     );
+}
+
+/// Runs a script in 8 MiB. It prints `done`.
+fn is_done(options: &[&str], body: &str) {
+    let options = [&["--budget", "8MiB", "--capacity", "512MiB"], options].concat();
+    let ours = farpage(&options, &[PYTHON, "-c", &script(body)]);
+    assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
+}
+
+#[test]
+fn program_that_locks_all_that_comes_pages_what_was_there() {
+    let test = "program_that_locks_all_that_comes_pages_what_was_there";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    // Before the runtime has mapped what it maps when it first needs it.
+    let body = r#"
+p = mmap(None, 32 * M, RW, PRIVATE, -1, 0)
+assert mlockall(2) == 0 and locked() == 0
+memset(p, 7, 32 * M); assert holds(p, 7, 32 * M)
+assert locked() == 0, 'what the runtime maps is locked'
+small = mmap(None, 1 << 16, RW, PRIVATE, -1, 0)
+assert locked() == 1 << 16 and here(small, 1 << 16) == 16
+q = malloc(M); assert here(q, M) == 256 and locked() == M + (1 << 16)
+assert munlockall() == 0 and locked() == 0
+print('done')
+"#;
+    is_done(&[], body);
+}
+
+#[test]
+fn what_is_locked_grows_at_once_and_leaves_no_lock_behind() {
+    if !can_run(
+        "what_is_locked_grows_at_once_and_leaves_no_lock_behind",
+        &[PYTHON],
+    ) {
+        return;
+    }
+    let body = r#"
+import time
+assert mlockall(2) == 0
+since = time.monotonic()
+for _ in range(60):
+    # So that it lies within a page, and something lies behind it.
+    p = mmap(None, M, RW, PRIVATE, -1, 0); q = mmap(None, M // 4, RW, PRIVATE, -1, 0)
+    munmap(p, 4096); p += 4096
+    memset(p, 5, M - 4096); assert mprotect(p, 4096, READ) == 0
+    assert mremap(p, M - 4096, 32 * M, 1) == 2**64 - 1 and errno() == 12
+    assert rights(p) == 'r--p' and holds(p, 5, M - 4096)
+    assert madvise(p, 4096, 4) == -1 and errno() == 22, 'the lock is lost'
+    assert mprotect(p, 4096, RW) == 0
+    n = mremap(p, M - 4096, 2 * M, 1)
+    assert n not in (p, 2**64 - 1) and holds(n, 5, M - 4096) and holds(n + M - 4096, 0, M + 4096)
+    assert here(n, 2 * M) == 512 and locked() == 2 * M + M // 4
+    munmap(n, 2 * M); munmap(q, M // 4); assert locked() == 0
+assert time.monotonic() - since < 100, 'pages waited for their deadline'
+r = malloc(6 * M + M // 2); assert r
+assert munlockall() == 0
+print('done')
+"#;
+    is_done(&[], body);
+}
+
+#[test]
+fn what_fails_to_be_locked_leaves_what_was_locked() {
+    if !can_run("what_fails_to_be_locked_leaves_what_was_locked", &[PYTHON]) {
+        return;
+    }
+    let body = r#"
+a = malloc(4 * M); b = malloc(16 * M)
+assert mlock(a, 4096) == 0
+assert mlockall(1) == -1 and errno() == 12 and locked() == 4096
+assert mlock(b, 6 * M) == 0 and munlock(b, 6 * M) == 0, 'something is pinned still'
+p = mmap(None, M, RW, PRIVATE, -1, 0)
+assert mlock(p, 4096) == 0 and mprotect(p + 8192, 4096, NONE) == 0
+assert mlock(p, 16384) == -1 and errno() == 12 and locked() == 8192
+# Given up under its lock, and written back beside it.
+assert mlock(b, M) == 0 and madvise(b, 65536, 24) == 0 and locked() == M + 8192
+assert madvise(p + 4096, 4096, 21) == 0 and locked() == M + 8192
+print('done')
+"#;
+    is_done(&[], body);
+}
+
+#[test]
+fn block_that_is_reallocated_keeps_its_protections_and_locks() {
+    let test = "block_that_is_reallocated_keeps_its_protections_and_locks";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let body = r#"
+r = malloc(M); memset(r, 3, M); behind = malloc(M)
+assert mlock(r, M // 2) == 0 and mprotect(r + M // 4, 4096, READ) == 0
+assert realloc(r, M // 2 + M // 4) == r and realloc(r, M // 2 + M // 4 - 5) == r
+assert locked() == M // 2 and rights(r + M // 4) == 'r--p'
+assert madvise(r, 4096, 4) == -1 and errno() == 22, 'the lock is lost'
+assert realloc(r, 400 * M * 2) is None and locked() == M // 2 and rights(r + M // 4) == 'r--p'
+n = realloc(r, 3 * M); assert n != r and holds(n, 3, M // 2 + M // 4 - 5)
+assert locked() == M // 2 and here(n, M // 2) == 128
+assert rights(n + M // 4) == 'r--p' and rights(n + M // 4 + 4096) == 'rw-p' and rights(r + M // 4) == 'rw-p'
+free(n); assert locked() == 0
+print('done')
+"#;
+    is_done(&[], body);
+}
+
+#[test]
+fn child_gets_no_memory_for_bytes_that_it_does_not_have() {
+    let test = "child_gets_no_memory_for_bytes_that_it_does_not_have";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let body = r#"
+block = malloc(5 * M); memset(block, 1, 5 * M)
+child = os.fork()
+if child == 0:
+    os._exit(0 if realloc(block, 6 * M) is None and errno() == 12 else 1)
+assert os.waitpid(child, 0)[1] == 0
+print('done')
+"#;
+    // What Python has is local.
+    is_done(&["--allow-fork", "--min-bytes", "4MiB"], body);
 }
 
 /// As allocators do that reserve addresses and commit parts of them.

@@ -94,6 +94,11 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         // SAFETY: the caller's promise.
         return unsafe { state.reallocate(old, bytes) };
     }
+    if is_ours {
+        // A child made by `fork` does not have the old bytes.
+        set_errno(libc::ENOMEM);
+        return ptr::null_mut();
+    }
     // SAFETY: the caller's promise; both have as many bytes as are copied.
     unsafe {
         let made = malloc(bytes);

@@ -64,7 +64,7 @@ pub(crate) unsafe extern "C" fn mmap(
         return made;
     }
     // SAFETY: the caller's promise.
-    unsafe {
+    let made = unsafe {
         libc::syscall(
             libc::SYS_mmap,
             address,
@@ -74,7 +74,16 @@ pub(crate) unsafe extern "C" fn mmap(
             fd,
             offset,
         ) as *mut c_void
+    };
+    if made != libc::MAP_FAILED
+        && let Err(errno) = protect::mapped_by_kernel(made, bytes)
+    {
+        // SAFETY: made just now, and nobody has seen it.
+        unsafe { libc::syscall(libc::SYS_munmap, made, bytes) };
+        set_errno(errno);
+        return libc::MAP_FAILED;
     }
+    made
 }
 
 /// `mmap64`, which is the same here.
@@ -298,26 +307,21 @@ fn grow_in_place(state: &State, old: &Range<usize>, end: usize) -> bool {
 unsafe fn grow_elsewhere(state: &State, old: Range<usize>, whole: usize) -> *mut c_void {
     // It lies in its first page as it did, so that pages move and not bytes.
     let offset = old.start - pages_of(state, &old).start;
-    let made = state.allocate(offset + whole, KERNEL_PAGE_BYTES);
+    let made = state.allocate_to_grow(offset + whole, KERNEL_PAGE_BYTES);
     if made.is_null() {
         return libc::MAP_FAILED;
     }
     let _inside = Inside::enter();
     let new = made as usize + offset..made as usize + offset + whole;
     note(new.clone());
-    let protected = protect::of(&old);
-    let locked = protect::unlock(state, old.clone());
-    let is_moved = protect::lift(state, old.clone())
-        // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
-        && unsafe { state.arena.relocate(old.clone(), new.start) }.is_ok();
-    if !is_moved {
+    // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
+    if !unsafe { protect::relocate(state, old.clone(), new.clone()) } {
         unmap(state, new);
         drop(_inside);
         set_errno(libc::ENOMEM);
         return libc::MAP_FAILED;
     }
     unmap(state, old.clone());
-    protect::restore(state, protected, locked, old.start, new.start);
     protect::extend(new.start + old.len()..new.end);
     ptr::with_exposed_provenance_mut(new.start)
 }

@@ -7,16 +7,15 @@
 
 use std::{
     ffi::{c_int, c_uchar, c_uint, c_void},
-    io,
+    io, iter,
     ops::Range,
-    ptr::NonNull,
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
+        atomic::{AtomicI32, AtomicUsize, Ordering},
     },
 };
 
-use farpage::{Advice, PageError};
+use farpage::Advice;
 
 use crate::{
     Inside,
@@ -32,8 +31,13 @@ static PROTECTED: Mutex<Ranges<c_int>> = Mutex::new(Ranges::new());
 static LOCKED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
 /// Ranges in both, so that most calls need no lock.
 static KNOWN: AtomicUsize = AtomicUsize::new(0);
-/// Whether what is allocated from now on is locked.
-static LOCKS_ALL: AtomicBool = AtomicBool::new(false);
+/// The flags of `mlockall` if what is allocated and mapped from now on is locked; else 0. The
+/// kernel does not hear of it: it would lock what the runtime maps, too.
+static LOCKS_ALL: AtomicI32 = AtomicI32::new(0);
+
+fn locks_all() -> bool {
+    LOCKS_ALL.load(Ordering::Relaxed) != 0
+}
 
 fn lock<T>(ranges: &'static Mutex<Ranges<T>>) -> MutexGuard<'static, Ranges<T>> {
     ranges.lock().unwrap_or_else(PoisonError::into_inner)
@@ -159,8 +163,37 @@ pub(crate) fn lift(state: &State, addresses: Range<usize>) -> bool {
     true
 }
 
+/// Moves what is mapped at `old` to the front of `new`, with its protections and locks. All of
+/// `new` is locked if the program locks all. `false`: everything is as it was.
+///
+/// # Safety
+/// Nobody uses `old` meanwhile, and `new` is fresh memory that nobody has seen.
+pub(crate) unsafe fn relocate(state: &State, old: Range<usize>, new: Range<usize>) -> bool {
+    let protected = of(&old);
+    // Of pages that are locked none would move.
+    let locked = unlock(state, old.clone());
+    let is_moved = lift(state, old.clone()) && {
+        // SAFETY: the caller's promise.
+        let moved = unsafe { state.arena.relocate(old.clone(), new.start) };
+        let is_locked = || !locks_all() || lock_range(state, new.clone(), 0).is_ok();
+        moved.is_ok()
+            && (is_locked() || {
+                // SAFETY: as before.
+                let back = unsafe {
+                    state
+                        .arena
+                        .relocate(new.start..new.start + old.len(), old.start)
+                };
+                back.is_err()
+            })
+    };
+    let place = if is_moved { new.start } else { old.start };
+    restore(state, protected, locked, old.start, place);
+    is_moved
+}
+
 /// What was mapped at `old` is at `new` now, with these protections and locks.
-pub(crate) fn restore(
+fn restore(
     state: &State,
     protected: Vec<(Range<usize>, c_int)>,
     locked: Vec<(Range<usize>, ())>,
@@ -169,8 +202,10 @@ pub(crate) fn restore(
 ) {
     let moved = |part: Range<usize>| new + (part.start - old)..new + (part.end - old);
     for (part, ()) in locked {
-        // It was locked before, so that there is room.
-        let _ = lock_range(state, moved(part), 0);
+        // It was locked before, so that there is room, unless others were faster.
+        if lock_range(state, moved(part), 0).is_err() {
+            say_once("a lock (mlock) is lost: that memory is remote again");
+        }
     }
     for (part, protection) in protected {
         if set(moved(part), protection).is_err() {
@@ -194,20 +229,62 @@ pub(crate) fn extend(added: Range<usize>) {
     }
 }
 
-/// Makes addresses zeros.
+/// Makes addresses zeros. The error is an `errno`.
 ///
 /// # Safety
 /// As [`Arena::discard`](farpage::Arena::discard).
-pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(), PageError> {
-    // Of a page that goes in part the rest is overwritten, which has to be possible.
-    let protected = of(&addresses);
-    if !protected.is_empty() && set(addresses.clone(), PLAIN).is_err() {
-        say_once("memory cannot be given up: see `sysctl vm.max_map_count`");
+pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(), c_int> {
+    let page_bytes = state.arena.region().page_bytes();
+    let touched = pages_of(state, &addresses);
+    let first = touched.start
+        + if touched.start < addresses.start {
+            page_bytes
+        } else {
+            0
+        };
+    let last = touched.end
+        - if addresses.end < touched.end {
+            page_bytes
+        } else {
+            0
+        };
+    let (first, last) = (first.min(addresses.end), last.max(addresses.start));
+    // Whole pages go whatever their protection is.
+    let whole = first..last.max(first);
+    if !whole.is_empty() {
+        // SAFETY: the caller's promise.
+        unsafe { state.arena.discard(whole.clone()) }.map_err(|_| libc::EAGAIN)?;
     }
-    // SAFETY: the caller's promise.
-    let done = unsafe { state.arena.discard(addresses) };
-    for (part, protection) in protected {
-        let _ = set(part, protection);
+    for part in [addresses.start..whole.start, whole.end..addresses.end] {
+        if !part.is_empty() {
+            // SAFETY: the caller's promise.
+            unsafe { overwrite(state, part) }?;
+        }
+    }
+    Ok(())
+}
+
+/// The same of a part of a page, which is overwritten. That has to be possible: no protection
+/// changes meanwhile.
+///
+/// # Safety
+/// As [`discard`].
+unsafe fn overwrite(state: &State, part: Range<usize>) -> Result<(), c_int> {
+    let mut protected = lock(&PROTECTED);
+    let known = protected.within(&part);
+    let mut lifted = known.iter().map(|(part, _)| kernel_protects(part, PLAIN));
+    let done = if lifted.all(|lifted| lifted.is_ok()) {
+        // SAFETY: the caller's promise.
+        unsafe { state.arena.discard(part) }.map_err(|_| libc::EAGAIN)
+    } else {
+        say_once("memory cannot be given up: see `sysctl vm.max_map_count`");
+        Err(libc::EAGAIN)
+    };
+    for (part, protection) in known {
+        if kernel_protects(&part, protection).is_err() {
+            say_once("a protection is lost: see `sysctl vm.max_map_count`");
+            protected.remove(part);
+        }
     }
     done
 }
@@ -272,11 +349,33 @@ fn lock_range(state: &State, addresses: Range<usize>, flags: c_uint) -> Result<(
         let errno = crate::errno();
         // Some of it may be locked. SAFETY: as above.
         unsafe { libc::syscall(libc::SYS_munlock, addresses.start, addresses.len()) };
+        kernel_locks(&locked.within(&addresses));
         unpin(pinned);
         return Err(errno);
     }
     locked.insert(addresses, ());
     Ok(())
+}
+
+fn kernel_unlocks(locked: &[(Range<usize>, ())]) {
+    for (part, ()) in locked {
+        // SAFETY: addresses of the arena, which stay mapped.
+        unsafe { libc::syscall(libc::SYS_munlock, part.start, part.len()) };
+    }
+}
+
+/// The kernel locks again what has been locked before.
+fn kernel_locks(locked: &[(Range<usize>, ())]) {
+    for (part, ()) in locked {
+        // SAFETY: addresses of the arena, which stay mapped.
+        let done = unsafe { libc::syscall(libc::SYS_mlock2, part.start, part.len(), 0) };
+        // What may not be read (ENOMEM) is locked all the same.
+        if done != 0 && crate::errno() != libc::ENOMEM {
+            say_once(
+                "a lock of the kernel's (mlock) is lost: that memory stays, but may be swapped",
+            );
+        }
+    }
 }
 
 fn each_page(state: &State, addresses: &Range<usize>) -> impl Iterator<Item = Range<usize>> {
@@ -294,9 +393,8 @@ pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize
     let mut locked = lock(&LOCKED);
     let gone = locked.remove(addresses);
     let base = state.arena.addresses().start;
+    kernel_unlocks(&gone);
     for (part, ()) in &gone {
-        // SAFETY: addresses of the arena, which stay mapped.
-        unsafe { libc::syscall(libc::SYS_munlock, part.start, part.len()) };
         for page in each_page(state, part) {
             // Once per page, by the last part of it that goes.
             if !locked.touches(&page) && is_last_in(&gone, part, &page) {
@@ -336,47 +434,99 @@ pub(crate) unsafe extern "C" fn munlock(address: *const c_void, bytes: usize) ->
     }
 }
 
-/// `mlockall`. The kernel's own would bring all of the arena in, also what is free.
+/// `mlockall`. The kernel's own would bring all of the arena in, also what is free, and lock what
+/// the runtime maps later. Nothing is locked if it fails that was not before.
 ///
 /// # Safety
 /// As `mlockall`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
-    let raw = |flags: c_int| {
-        // SAFETY: the caller's promise.
-        unsafe { libc::syscall(libc::SYS_mlockall, flags) as c_int }
-    };
     let (Some(state), false) = (state::get(), Inside::is()) else {
-        return raw(flags);
+        // SAFETY: the caller's promise.
+        return unsafe { libc::syscall(libc::SYS_mlockall, flags) as c_int };
     };
     let known = libc::MCL_CURRENT | libc::MCL_FUTURE | libc::MCL_ONFAULT;
     if flags & !known != 0 || flags & (libc::MCL_CURRENT | libc::MCL_FUTURE) == 0 {
         return fail(libc::EINVAL);
     }
-    if flags & libc::MCL_FUTURE != 0 && raw(flags & !libc::MCL_CURRENT) != 0 {
+    // Nothing, but only for those who may lock.
+    // SAFETY: no memory is meant.
+    if unsafe { libc::syscall(libc::SYS_mlock, 0, 0) } != 0 {
         return -1;
     }
     if flags & libc::MCL_CURRENT != 0 {
         let inside = Inside::enter();
-        for part in state.arena.allocations() {
-            if let Err(errno) = lock_range(state, part, 0) {
-                drop(inside);
-                return fail(errno);
-            }
+        if let Err(errno) = lock_allocations(state) {
+            drop(inside);
+            return fail(errno);
         }
         lock_what_is_local(flags);
     }
-    LOCKS_ALL.store(flags & libc::MCL_FUTURE != 0, Ordering::Relaxed);
+    let is_for_all = flags & libc::MCL_FUTURE != 0;
+    if is_for_all {
+        say_once(
+            "mlockall(MCL_FUTURE): what the C library maps for itself from now on (small allocations, stacks of threads) is not locked",
+        );
+    }
+    LOCKS_ALL.store(if is_for_all { flags } else { 0 }, Ordering::Relaxed);
     0
+}
+
+fn lock_allocations(state: &State) -> Result<(), c_int> {
+    let mut newly = Vec::new();
+    for allocation in state.arena.allocations() {
+        let before = lock(&LOCKED).within(&allocation);
+        let ends = before.iter().map(|(part, ())| part.start);
+        let starts = before.iter().map(|(part, ())| part.end);
+        let gaps = iter::once(allocation.start).chain(starts);
+        for (start, end) in gaps.zip(ends.chain([allocation.end])) {
+            if start == end {
+                continue;
+            }
+            if let Err(errno) = lock_range(state, start..end, 0) {
+                for part in newly {
+                    unlock(state, part);
+                }
+                return Err(errno);
+            }
+            newly.push(start..end);
+        }
+    }
+    Ok(())
+}
+
+/// Locks what the kernel has just mapped for the program, if it locks all. The error is an `errno`.
+pub(crate) fn mapped_by_kernel(address: *mut c_void, bytes: usize) -> Result<(), c_int> {
+    let flags = LOCKS_ALL.load(Ordering::Relaxed);
+    if flags == 0 || Inside::is() || state::get().is_none() {
+        return Ok(());
+    }
+    // SAFETY: a mapping of the program's, whose contents stay.
+    let done = unsafe { libc::syscall(libc::SYS_mlock2, address, bytes, on_fault(flags)) };
+    // As for the kernel, what cannot be brought in (ENOMEM) is locked all the same.
+    match crate::errno() {
+        errno @ (libc::EAGAIN | libc::EPERM) if done != 0 => Err(errno),
+        _ => Ok(()),
+    }
+}
+
+fn on_fault(flags: c_int) -> c_uint {
+    if flags & libc::MCL_ONFAULT != 0 {
+        libc::MLOCK_ONFAULT
+    } else {
+        0
+    }
+}
+
+/// Whether a mapping with these flags takes part in paging: it is registered with a userfaultfd
+/// (`um`), or a server's memory, which is shared (`sh`) and not inherited (`dc`).
+fn is_for_paging(kinds: &str) -> bool {
+    let has = |kind| kinds.split(' ').any(|other| other == kind);
+    has("um") || (has("sh") && has("dc"))
 }
 
 /// Locks the mappings of this process that do not take part in paging.
 fn lock_what_is_local(flags: c_int) {
-    let on_fault = if flags & libc::MCL_ONFAULT != 0 {
-        libc::MLOCK_ONFAULT
-    } else {
-        0
-    };
     let Ok(maps) = std::fs::read_to_string("/proc/self/smaps") else {
         return;
     };
@@ -388,11 +538,11 @@ fn lock_what_is_local(flags: c_int) {
             addresses = number(start).zip(number(end));
         } else if let Some(kinds) = line.strip_prefix("VmFlags:")
             && let Some((start, end)) = addresses.take()
-            && !kinds.split(' ').any(|kind| kind == "um")
+            && !is_for_paging(kinds)
         {
             // Some cannot be locked, those of the kernel's own for one.
             // SAFETY: a mapping of this process, whose contents stay.
-            unsafe { libc::syscall(libc::SYS_mlock2, start, end - start, on_fault) };
+            unsafe { libc::syscall(libc::SYS_mlock2, start, end - start, on_fault(flags)) };
         }
     }
 }
@@ -403,7 +553,7 @@ fn lock_what_is_local(flags: c_int) {
 /// As `munlockall`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn munlockall() -> c_int {
-    LOCKS_ALL.store(false, Ordering::Relaxed);
+    LOCKS_ALL.store(0, Ordering::Relaxed);
     if let Some(state) = state::get()
         && !Inside::is()
     {
@@ -414,10 +564,8 @@ pub(crate) unsafe extern "C" fn munlockall() -> c_int {
 }
 
 /// Fresh memory of the arena, which is locked if the program wishes so of all. `false`: it cannot.
-pub(crate) fn made(state: &State, made: NonNull<u8>, bytes: usize) -> bool {
-    let start = made.as_ptr() as usize;
-    let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
-    !LOCKS_ALL.load(Ordering::Relaxed) || lock_range(state, start..end, 0).is_ok()
+pub(crate) fn made(state: &State, addresses: Range<usize>) -> bool {
+    !locks_all() || lock_range(state, addresses, 0).is_ok()
 }
 
 /// `mincore`: the kernel knows which pages are here.
@@ -477,11 +625,17 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
         libc::MADV_DONTNEED | libc::MADV_FREE => {
             not_locked(&addresses)?;
             // SAFETY: the program gives the contents up.
-            unsafe { discard(state, addresses) }.map_err(|_| libc::EAGAIN)
+            unsafe { discard(state, addresses) }
         }
         libc::MADV_DONTNEED_LOCKED => {
+            // Pages that leave would take the kernel's lock of their whole mapping along.
+            let locked = lock(&LOCKED);
+            let known = locked.within(&pages_of(state, &addresses));
+            kernel_unlocks(&known);
             // SAFETY: as above.
-            unsafe { discard(state, addresses) }.map_err(|_| libc::EAGAIN)
+            let done = unsafe { discard(state, addresses) };
+            kernel_locks(&known);
+            done
         }
         libc::MADV_WILLNEED => {
             let _ = state.arena.region().advise(bytes, Advice::WillNeed);
@@ -493,7 +647,20 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
         }
         libc::MADV_COLD | libc::MADV_PAGEOUT => {
             not_locked(&addresses)?;
-            let _ = state.arena.region().advise(bytes, Advice::DontNeed);
+            // A page stays of which another part is locked: that can only be the first or the last.
+            let page_bytes = state.arena.region().page_bytes();
+            let mut pages = pages_of(state, &addresses);
+            if not_locked(&(pages.start..pages.start + page_bytes)).is_err() {
+                pages.start += page_bytes;
+            }
+            if pages.start < pages.end && not_locked(&(pages.end - page_bytes..pages.end)).is_err()
+            {
+                pages.end -= page_bytes;
+            }
+            if pages.start < pages.end {
+                let bytes = pages.start - base..pages.end - base;
+                let _ = state.arena.region().advise(bytes, Advice::DontNeed);
+            }
             Ok(())
         }
         // How memory is backed, dumped or read ahead is not the program's here; children do not

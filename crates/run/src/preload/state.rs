@@ -16,6 +16,7 @@ use farpage::{Arena, ByteSize, FaultMode, RegionOptions, Reserve, Runtime};
 use crate::{
     Inside, filter, give_up,
     heap::ALIGN,
+    maps::KERNEL_PAGE_BYTES,
     protect, say, say_to, set_errno,
     share::{self, Share},
     signals,
@@ -26,6 +27,8 @@ const PREFIX: &str = "FARPAGE_RUN_";
 
 /// What `env` and its kind return when the program was not started.
 const NOT_STARTED: i32 = 125;
+
+const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall)";
 
 /// All that there is.
 pub(crate) struct State {
@@ -80,15 +83,26 @@ impl State {
             let _inside = Inside::enter();
             let made = self.arena.allocate(bytes, align);
             made.map_err(|error| error.to_string()).and_then(|made| {
-                if protect::made(self, made, bytes) {
+                let start = made.as_ptr() as usize;
+                let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
+                if protect::made(self, start..end) {
                     return Ok(made);
                 }
                 // SAFETY: nobody has seen it.
                 let _ = unsafe { self.arena.deallocate(made) };
-                Err("what is allocated cannot be locked in memory (mlockall)".to_owned())
+                Err(NOT_LOCKED.to_owned())
             })
         };
         self.hand_out(made)
+    }
+
+    /// The same for what something moves to that grows. It is not locked yet.
+    pub(crate) fn allocate_to_grow(&self, bytes: usize, align: usize) -> *mut c_void {
+        let made = {
+            let _inside = Inside::enter();
+            self.arena.allocate_to_grow(bytes, align)
+        };
+        self.hand_out(made.map_err(|error| error.to_string()))
     }
 
     /// What `realloc` does to an allocation of the arena.
@@ -98,19 +112,52 @@ impl State {
     pub(crate) unsafe fn reallocate(&self, old: NonNull<u8>, bytes: usize) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            let Some(before) = self.arena.usable_bytes(old) else {
-                give_up("realloc(): invalid pointer");
-            };
-            let start = old.as_ptr() as usize;
-            if protect::lift(self, start..start + before) {
-                // SAFETY: the caller's promise.
-                let made = unsafe { self.arena.reallocate(old, bytes, ALIGN) };
-                made.map_err(|error| error.to_string())
-            } else {
-                Err("a protection cannot be lifted".to_owned())
-            }
+            // SAFETY: the caller's promise.
+            unsafe { self.resize(old, bytes) }
         };
         self.hand_out(made)
+    }
+
+    /// # Safety
+    /// As `realloc`.
+    unsafe fn resize(&self, old: NonNull<u8>, bytes: usize) -> Result<NonNull<u8>, String> {
+        let Some(before) = self.arena.usable_bytes(old) else {
+            give_up("realloc(): invalid pointer");
+        };
+        let start = old.as_ptr() as usize;
+        let page_bytes = self.arena.region().page_bytes();
+        let too_long = || format!("{bytes} bytes are more than any arena has");
+        let whole = bytes
+            .checked_next_multiple_of(page_bytes)
+            .ok_or_else(too_long)?;
+        // What is cut off is given back, so that it is neither protected nor locked.
+        if whole < before && !protect::lift(self, start + whole..start + before) {
+            return Err("a protection cannot be lifted".to_owned());
+        }
+        // 1. Where it lies. SAFETY: the caller's promise. What cannot be discarded now is tried
+        // again.
+        if unsafe { self.arena.resize(old, bytes) }.unwrap_or(true) {
+            if whole <= before || protect::made(self, start + before..start + whole) {
+                return Ok(old);
+            }
+            // SAFETY: nobody has seen what was added.
+            let _ = unsafe { self.arena.resize(old, before) };
+            return Err(NOT_LOCKED.to_owned());
+        }
+        // 2. Elsewhere.
+        let made = self.arena.allocate_to_grow(bytes, ALIGN);
+        let made = made.map_err(|error| error.to_string())?;
+        let place = made.as_ptr() as usize;
+        // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
+        let is_moved =
+            unsafe { protect::relocate(self, start..start + before, place..place + whole) };
+        // SAFETY: nobody uses the one that is given up. As above.
+        let _ = unsafe { self.arena.deallocate(if is_moved { old } else { made }) };
+        if is_moved {
+            Ok(made)
+        } else {
+            Err("what grows cannot move, or not be locked in memory".to_owned())
+        }
     }
 
     fn hand_out(&self, made: Result<NonNull<u8>, String>) -> *mut c_void {
