@@ -180,10 +180,11 @@ impl Areas {
         Ok(board)
     }
 
-    /// Has `arrival` called after a peer's WRITEs have been placed, by the thread that placed them
-    /// and before the peer hears of it. That is so over TCP. Over other fabrics peers place bytes
-    /// by themselves, so a program has to look. What is called from there is short, or does what
-    /// the peer waits for. Replaces the one before; `None` ends it.
+    /// Has `arrival` called after a peer's WRITEs have been placed. Over TCP that is done by the
+    /// thread that placed them, before the peer hears of it. Over RDMA it is done for WRITEs that
+    /// [notify](crate::Channel::post_notifying), as those of a ring's tail do. Over shared memory
+    /// peers place bytes by themselves, so a program has to look. What is called from there is
+    /// short, or does what the peer waits for. Replaces the one before; `None` ends it.
     pub fn on_arrival(&self, arrival: Option<Arc<dyn Fn() + Send + Sync>>) {
         *self.arrival.write() = arrival;
     }
@@ -358,6 +359,14 @@ impl Host for Areas {
         if let Some(arrival) = arrival {
             arrival();
         }
+    }
+
+    fn hears_of_writes(&self) -> bool {
+        true
+    }
+
+    fn serves_together(&self) -> bool {
+        true
     }
 
     fn identify(&self, session: SessionId, _key: PublicKey) -> Result<(), Refusal> {

@@ -159,10 +159,25 @@ pub trait Host: Send + Sync + 'static {
     /// operation.
     fn extent(&self, session: SessionId, extent: ExtentId) -> Option<Arc<ExtentMemory>>;
 
-    /// WRITEs of the session have been placed by a thread of this process. So this is called over
-    /// TCP, and not over fabrics whose clients place bytes by themselves. On the data path: called
-    /// per batch, before its answers. Default: nobody wants to know.
+    /// WRITEs of the session have been placed. Over TCP this is called per batch, before its
+    /// answers, by the thread that has placed them. Over RDMA it is called for WRITEs that
+    /// [notify](crate::Channel::post_notifying), if the host
+    /// [hears of them](Self::hears_of_writes). Over shared memory clients place bytes by
+    /// themselves, and it is never called. Default: nobody wants to know.
     fn written(&self, _session: SessionId) {}
+
+    /// Whether WRITEs over RDMA may notify. It costs each data connection receive requests at the
+    /// adapter. Default: no.
+    fn hears_of_writes(&self) -> bool {
+        false
+    }
+
+    /// Whether clients wait for one another: then one thread serves the small batches of all data
+    /// connections over TCP, instead of one for each. What is called there holds all of them up.
+    /// Default: no.
+    fn serves_together(&self) -> bool {
+        false
+    }
 
     /// The session's client proved that it holds `key`: names belong to keys. This holds as long as
     /// the session does, also after a resumption.

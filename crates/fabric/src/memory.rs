@@ -16,10 +16,10 @@ use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
     os::unix::fs::{FileExt, MetadataExt},
-    ptr::NonNull,
+    ptr::{self, NonNull},
     sync::{
-        Arc, Condvar, Mutex, OnceLock, PoisonError,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence},
     },
     time::{Duration, Instant},
 };
@@ -90,8 +90,21 @@ struct Memory {
 /// Where threads of this process wait for a number on a board.
 #[derive(Debug, Default)]
 pub(crate) struct Announcements {
-    lock: Mutex<()>,
+    waiting: Mutex<Waiting>,
     made: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    /// Threads that sleep until there is news: without any, nothing is said.
+    sleepers: usize,
+    watchers: Vec<Weak<dyn Wake>>,
+}
+
+/// A thread that waits for more than one thing.
+pub(crate) trait Wake: Send + Sync {
+    /// Has it look again, if it sleeps. It sees what was stored before.
+    fn wake(&self);
 }
 
 impl Announcements {
@@ -101,8 +114,32 @@ impl Announcements {
     /// Wakes all that wait, after the number has been placed.
     pub(crate) fn tell(&self) {
         // Whoever has looked before and not slept yet holds the lock.
-        drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
-        self.made.notify_all();
+        let waiting = self.lock();
+        waiting
+            .watchers
+            .iter()
+            .filter_map(Weak::upgrade)
+            .for_each(|watcher| watcher.wake());
+        let sleepers = waiting.sleepers;
+        drop(waiting);
+        if sleepers > 0 {
+            self.made.notify_all();
+        }
+    }
+
+    /// Wakes `watcher`, too, from now on and as long as it lives.
+    pub(crate) fn watch<W: Wake + 'static>(&self, watcher: &Arc<W>) {
+        let mut waiting = self.lock();
+        let is_it = |known: &Weak<dyn Wake>| ptr::addr_eq(known.as_ptr(), Arc::as_ptr(watcher));
+        if !waiting.watchers.iter().any(is_it) {
+            waiting.watchers.retain(|known| known.strong_count() > 0);
+            let watcher: Weak<W> = Arc::downgrade(watcher);
+            waiting.watchers.push(watcher);
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until `is_so`, and no longer than `until`, or than `stays`. Whether it is so.
@@ -115,7 +152,7 @@ impl Announcements {
         if is_so() {
             return true;
         }
-        let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.lock();
         loop {
             if is_so() {
                 return true;
@@ -124,8 +161,10 @@ impl Announcements {
             if left.is_zero() || !stays() {
                 return false;
             }
+            held.sleepers += 1;
             let slept = self.made.wait_timeout(held, left.min(Self::NAP));
             held = slept.unwrap_or_else(PoisonError::into_inner).0;
+            held.sleepers -= 1;
         }
     }
 }
@@ -871,6 +910,18 @@ impl Span {
     /// Length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
+    }
+
+    /// Copies `bytes` to the beginning. Whoever sees what is written afterwards sees them.
+    ///
+    /// # Panics
+    /// If they are longer.
+    pub(crate) fn write(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.len, "{} bytes", bytes.len());
+        // SAFETY: the span is mapped and writable for so many bytes as long as `self`; nobody has a
+        // reference to them.
+        unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), self.address, bytes.len()) };
+        fence(Ordering::Release);
     }
 
     /// Whose bytes these are.

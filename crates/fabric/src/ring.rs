@@ -56,8 +56,6 @@ const LENGTH_BYTES: usize = 8;
 /// What a stream over RDMA sends at once: several fit into its ring, so that one can be taken while
 /// the next is placed.
 pub(crate) const STREAM_MESSAGE_BYTES: usize = 15 << 10;
-/// The longest that a READ waits for a number, whatever its client asks for.
-const CONDITION_MAX: Duration = Duration::from_secs(1);
 /// What is copied into the nearest cache at once.
 const NEAR_BYTES: usize = 4096;
 
@@ -164,6 +162,11 @@ impl Landing {
         (check == check_of(position)).then_some(position)
     }
 
+    /// Whether the number at the beginning is the one that is waited for, or more.
+    fn has_reached(&self, condition: &Condition) -> bool {
+        self.load(0).is_some_and(|number| number >= condition.least)
+    }
+
     /// Places a position for the peer. Whoever sees it also sees everything that was written
     /// before.
     fn store(&self, offset: usize, position: u64) {
@@ -253,6 +256,9 @@ impl Board {
         }
     }
 
+    /// The longest that a READ waits for a number, whatever its client asks for.
+    pub(crate) const WAIT_MAX: Duration = Duration::from_secs(1);
+
     /// Bytes of an announced number.
     pub const NUMBER_BYTES: usize = WORD_BYTES;
 
@@ -262,14 +268,17 @@ impl Board {
         let Ok(landing) = Landing::extent(span.lease()) else {
             return false;
         };
-        let is_so = || {
-            let number = landing.load(0);
-            number.is_some_and(|number| number >= condition.least)
-        };
-        let wait = Duration::from_millis(condition.wait_ms).min(CONDITION_MAX);
+        let is_so = || landing.has_reached(condition);
+        let wait = Duration::from_millis(condition.wait_ms).min(Self::WAIT_MAX);
         let stays = || stays() && !span.is_revoked();
         let announcements = span.lease().announcements();
         announcements.wait(Instant::now() + wait, &is_so, &stays)
+    }
+
+    /// Whether the number at the beginning of the board that `span` is a part of is what a READ
+    /// waits for. A board that is gone has none.
+    pub(crate) fn has_reached(span: &Span, condition: &Condition) -> bool {
+        Landing::extent(span.lease()).is_ok_and(|landing| landing.has_reached(condition))
     }
 
     /// Whether a word and the one behind it, the check, are a number.

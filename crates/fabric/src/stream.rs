@@ -631,6 +631,23 @@ impl Message {
         bytes.len() - left.len()
     }
 
+    /// What the vectors point to.
+    ///
+    /// # Safety
+    /// They point to memory that can be read, to which nobody has a reference that is written
+    /// through.
+    pub(crate) unsafe fn bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for vector in self.vectors() {
+            let have = bytes.len();
+            bytes.resize(have + vector.iov_len, 0);
+            let from = vector.iov_base.cast_const().cast::<u8>();
+            // SAFETY: promised by the caller; the destination was just made.
+            unsafe { ptr::copy_nonoverlapping(from, bytes[have..].as_mut_ptr(), vector.iov_len) };
+        }
+        bytes
+    }
+
     pub(crate) fn get(&mut self) -> *mut libc::msghdr {
         &raw mut self.0
     }

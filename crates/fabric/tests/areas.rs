@@ -13,7 +13,8 @@ use std::{
 };
 
 use farpage_fabric::{
-    ChannelError, Endpoint, Extent, Op, OpenError, Secret, Session, SessionOptions, Verb,
+    Channel, ChannelError, Completion, Endpoint, Extent, Op, OpenError, Secret, Session,
+    SessionOptions, Verb,
     areas::{Areas, Presence},
     conformance,
     host::{Host, Origin, Transport},
@@ -283,4 +284,139 @@ fn a_peer_that_falls_silent_over_a_network_has_gone_when_its_lease_is_over() {
         areas.presence("ring") == Presence::Gone
     });
     assert!(areas.renew(session).is_err() && areas.open(session, "ring", None).is_err());
+}
+
+/// Peers whose small batches one thread serves, and what goes back to their own threads: batches
+/// that are large, answers that a socket does not take, a READ that is waited for in vain, and what
+/// is refused.
+#[test]
+fn peers_whose_small_batches_are_served_together_do_not_harm_one_another() {
+    const AREA_BYTES: usize = 8 << 20;
+    const PEERS: u64 = 3;
+    let folder = tempfile::tempdir().unwrap();
+    let areas = Areas::new(PATIENCE);
+    let endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let serving = Serving::start(&endpoint, Arc::clone(&areas) as _).unwrap();
+    let board = areas.show("board", AREA_BYTES as u64).unwrap();
+    let options = options(folder.path());
+    let options = SessionOptions {
+        // READs wait for half of a quarter of it.
+        deadline: Duration::from_secs(4),
+        ..options
+    };
+    struct Peer {
+        session: Arc<Session>,
+        channel: Box<dyn Channel<Vec<u8>>>,
+        area: Extent,
+        board: Extent,
+    }
+    impl Peer {
+        fn post(&mut self, verb: Verb, extent: Extent, bytes: Vec<u8>) {
+            let op = Op {
+                tag: 0,
+                verb,
+                extent: extent.id,
+                offset: 0,
+                len: bytes.len() as u32,
+                buf: bytes,
+            };
+            assert!(self.channel.post(op).is_ok());
+        }
+
+        fn post_when(&mut self, bytes: usize, least: u64) {
+            let op = Op {
+                tag: 1,
+                verb: Verb::Read,
+                extent: self.board.id,
+                offset: 0,
+                len: bytes as u32,
+                buf: vec![0; bytes],
+            };
+            assert!(self.channel.post_when(op, least).is_ok());
+        }
+
+        fn done(&mut self) -> Vec<Completion<Vec<u8>>> {
+            let (mut done, end) = (Vec::new(), Instant::now() + PATIENCE);
+            while self.channel.in_flight() > 0 {
+                self.channel.poll(&mut done);
+                assert!(Instant::now() < end, "an operation without an end");
+                thread::sleep(Duration::from_micros(100));
+            }
+            done
+        }
+    }
+    let peers = (0..PEERS).map(|number| {
+        areas
+            .offer(&format!("area-{number}"), AREA_BYTES as u64)
+            .unwrap();
+        let session = Session::connect(serving.endpoint(), &options).unwrap();
+        let open = |name: &str| session.open(name).unwrap().extents[0];
+        Peer {
+            channel: session.channel().unwrap(),
+            area: open(&format!("area-{number}")),
+            board: open("board"),
+            session: Arc::clone(&session),
+        }
+    });
+    let mut peers: Vec<Peer> = peers.collect();
+    for version in 1..=40 {
+        // 1. Each writes and waits for a number; the sizes are small, large, and between.
+        let bytes = [100, 60 << 10, 1 << 20, 100][version as usize % 4];
+        for (number, peer) in (0..).zip(&mut peers) {
+            peer.post(Verb::Write, peer.area, vec![version as u8 + number; bytes]);
+            peer.post_when(bytes.max(16), version);
+            let mut early = Vec::new();
+            peer.channel.poll(&mut early);
+            assert!(early.iter().all(|done| done.tag == 0), "read too early");
+        }
+        // 2. Their answers, the numbers of which somebody else announces.
+        board.announce(0, version);
+        for (number, peer) in (0..).zip(&mut peers) {
+            for done in peer.done() {
+                done.result.unwrap();
+                let is_number = done.tag == 0 || done.buf[0] == version as u8;
+                assert!(is_number, "version {version}");
+            }
+            // 3. What was written is what is read.
+            peer.post(Verb::Read, peer.area, vec![0; bytes]);
+            let done = peer.done().pop().unwrap();
+            done.result.unwrap();
+            assert!(done.buf.iter().all(|byte| *byte == version as u8 + number));
+        }
+    }
+    // What is waited for in vain ends in time, with what is behind it.
+    let begun = Instant::now();
+    peers[0].post_when(64, 1000);
+    let ours = peers[0].area;
+    peers[0].post(Verb::Read, ours, vec![0; 64]);
+    let done = peers[0].done();
+    assert!(
+        matches!(done[0].result, Err(ChannelError::NotYet { .. })),
+        "{done:?}"
+    );
+    assert!(done[1].result.is_ok() && done[1].buf[0] == 40, "{done:?}");
+    assert!(begun.elapsed() < PATIENCE / 2, "{:?}", begun.elapsed());
+    // A refusal ends its own connection, a peer that goes while it waits nobody else's.
+    let theirs = peers[1].area;
+    peers[0].post(Verb::Write, theirs, vec![9; 64]);
+    let refused = peers[0].done().pop().unwrap();
+    assert!(
+        matches!(refused.result, Err(ChannelError::Refused { .. })),
+        "{refused:?}"
+    );
+    peers[2].post_when(64, 1000);
+    peers[2].channel.poll(&mut Vec::new());
+    drop(peers.pop());
+    peers[1].post_when(64, 41);
+    peers[1].channel.poll(&mut Vec::new());
+    board.announce(0, 41);
+    let done = peers[1].done().pop().unwrap();
+    assert!(done.result.is_ok() && done.buf[0] == 41, "{done:?}");
+    peers[1].post(Verb::Read, theirs, vec![0; 64]);
+    assert_eq!(
+        peers[1].done().pop().unwrap().buf,
+        [41; 64],
+        "nobody else wrote there"
+    );
+    drop(peers.remove(0).session);
 }

@@ -8,7 +8,7 @@
 
 use std::{
     io,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, atomic::Ordering, mpsc::RecvTimeoutError},
     time::{Duration, Instant},
 };
 
@@ -26,10 +26,12 @@ use super::{
     connection::{Connection, Fault},
     incoming::Incoming,
     lines::Held,
+    together::{Back, Guest, SMALL_BYTES, Together},
     window::{Grip, Piece, Stuck, Window},
 };
 use crate::{
-    memory::{Absent, ExtentMemory, Span},
+    host::Host,
+    memory::{Absent, Span},
     nonblocking::retry,
     ring::Board,
     stream::Message,
@@ -74,8 +76,28 @@ impl Connection {
                 .attach(session, secret)
                 .map_err(Fault::Refused)
         };
-        let mut sequence = 0;
+        let _counted = self.service.count_data_connection();
+        let (mut sequence, mut is_small) = (0, false);
         loop {
+            if is_small && let Some(together) = self.service.together() {
+                let guest = self.guest(session, sequence, incoming.take_all());
+                let back = self.leave_to(together, guest, &alive)?;
+                (sequence, is_small) = (back.sequence, false);
+                incoming.put_back(&back.come);
+                if back.is_over {
+                    let what = "the lease of what an answer was made of ended".to_owned();
+                    return Err(Fault::Violation(what));
+                }
+                let mut unsent = back.unsent;
+                let mut vectors = [vector(unsent.as_mut_ptr(), unsent.len())];
+                let mut rest = Rest::new(&mut vectors);
+                while rest.bytes > 0 {
+                    // SAFETY: the vector points into `unsent`, which is only read.
+                    let sent = unsafe { self.stream.send_message(&mut rest.message()) };
+                    self.went(sent, &mut rest, &mut window, &alive)?;
+                }
+                continue;
+            }
             // 1. The headers: the first says how many follow.
             let (first, rest) = headers.split_at_mut(OP_HEADER_BYTES);
             if !fill(first, &mut incoming, true, &alive)? {
@@ -93,20 +115,8 @@ impl Connection {
                     return Err(Fault::Violation("operations out of order".to_owned()));
                 }
                 sequence = sequence.wrapping_add(1);
-                let lease = self.service.host.extent(session, header.extent);
-                let takes = |lease: &Arc<ExtentMemory>| {
-                    header.is_aligned()
-                        && (!header.kind.is_atomic() || lease.has_atomics())
-                        && match header.kind {
-                            OpKind::Read => true,
-                            OpKind::ReadWhen => Board::has_number(lease),
-                            _ => !lease.is_read_only(),
-                        }
-                };
-                let span = (lease.filter(takes))
-                    .and_then(|lease| lease.span(header.offset, u64::from(header.len)).ok());
-                match span {
-                    Some(span) => checked.push(Checked { header, span }),
+                match permitted(&*self.service.host, session, header) {
+                    Some(op) => checked.push(op),
                     None => {
                         refused = Some((header, Status::Refused));
                         break;
@@ -157,22 +167,7 @@ impl Connection {
             {
                 let is_waiting =
                     op.header.kind == OpKind::ReadWhen && waiting.is_some_and(|first| first <= i);
-                *bytes = AnswerHeader {
-                    status: match is_waiting {
-                        true => Status::NotYet,
-                        false => Status::Ok,
-                    },
-                    sequence: op.header.sequence,
-                    len: match op.header.kind {
-                        OpKind::ReadWhen if is_waiting => 0,
-                        OpKind::Write => 0,
-                        OpKind::Read
-                        | OpKind::ReadWhen
-                        | OpKind::FetchAdd
-                        | OpKind::CompareSwap => op.header.len,
-                    },
-                }
-                .encode();
+                *bytes = answer_to(&op.header, is_waiting).encode();
                 vectors.push(i, bytes);
                 match op.header.kind {
                     OpKind::ReadWhen if is_waiting => {}
@@ -201,10 +196,52 @@ impl Connection {
                 .traffic
                 .written_bytes
                 .fetch_add(moved_bytes(OpKind::Write), Ordering::Relaxed);
+            let bytes = |op: &Checked| op.header.len as usize;
+            is_small =
+                checked.iter().map(bytes).sum::<usize>() < SMALL_BYTES / 2 && !is_paged(&checked);
             // The spans keep leases that may end before the next batch comes.
             checked.clear();
             if let Some((header, status)) = refused {
                 return self.refuse(&header, status);
+            }
+        }
+    }
+
+    fn guest(&self, session: SessionId, sequence: u32, come: Vec<u8>) -> Guest {
+        Guest {
+            stream: Arc::clone(&self.stream),
+            host: Arc::clone(&self.service.host),
+            traffic: Arc::clone(&self.service.traffic),
+            session,
+            sequence,
+            come,
+        }
+    }
+
+    /// Lets small batches be served together with those of others, until the connection has to go
+    /// on by itself.
+    fn leave_to(
+        &self,
+        together: &Together,
+        guest: Guest,
+        alive: &dyn Fn() -> Result<(), Fault>,
+    ) -> Result<Back, Fault> {
+        let here = together.serve(guest);
+        loop {
+            match here.recv_timeout(LOOK) {
+                Ok(back) => return Ok(back),
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Err(fault) = alive() {
+                        // Nothing of the session is served any more when this returns.
+                        self.stream.close();
+                        let _ = here.recv();
+                        return Err(fault);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => {
+                    let what = "the thread that serves all connections has failed".to_owned();
+                    return Err(Fault::Unable(what));
+                }
             }
         }
     }
@@ -376,6 +413,38 @@ impl Connection {
     }
 }
 
+/// An operation, if its session may have it.
+pub(super) fn permitted(host: &dyn Host, session: SessionId, header: OpHeader) -> Option<Checked> {
+    let lease = host.extent(session, header.extent)?;
+    let takes = header.is_aligned()
+        && (!header.kind.is_atomic() || lease.has_atomics())
+        && match header.kind {
+            OpKind::Read => true,
+            OpKind::ReadWhen => Board::has_number(&lease),
+            _ => !lease.is_read_only(),
+        };
+    let span = takes.then(|| lease.span(header.offset, u64::from(header.len)));
+    let span = span?.ok()?;
+    Some(Checked { header, span })
+}
+
+/// The answer to an operation that is not refused. A READ `is_waiting` if its number, or that of
+/// one before it, is not there.
+pub(super) fn answer_to(header: &OpHeader, is_waiting: bool) -> AnswerHeader {
+    AnswerHeader {
+        status: match is_waiting {
+            true => Status::NotYet,
+            false => Status::Ok,
+        },
+        sequence: header.sequence,
+        len: match header.kind {
+            OpKind::ReadWhen if is_waiting => 0,
+            OpKind::Write => 0,
+            OpKind::Read | OpKind::ReadWhen | OpKind::FetchAdd | OpKind::CompareSwap => header.len,
+        },
+    }
+}
+
 /// Takes headers. `false` when the client closed the connection where a batch `may_end`.
 fn fill(
     mut buf: &mut [u8],
@@ -530,14 +599,14 @@ impl<'a> Rest<'a> {
     }
 }
 
-fn vector(base: *mut u8, len: usize) -> libc::iovec {
+pub(super) fn vector(base: *mut u8, len: usize) -> libc::iovec {
     libc::iovec {
         iov_base: base.cast(),
         iov_len: len,
     }
 }
 
-fn header_at(headers: &[u8], index: usize) -> Result<OpHeader, Fault> {
+pub(super) fn header_at(headers: &[u8], index: usize) -> Result<OpHeader, Fault> {
     let bytes = &headers[index * OP_HEADER_BYTES..][..OP_HEADER_BYTES];
     Ok(OpHeader::decode(
         bytes.try_into().expect("a header's length"),

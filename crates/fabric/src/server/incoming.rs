@@ -34,6 +34,24 @@ impl<'a> Incoming<'a> {
         })
     }
 
+    /// All that has come and was not taken.
+    pub(super) fn take_all(&mut self) -> Vec<u8> {
+        let bytes = self.buffer[self.taken..self.come].to_vec();
+        self.taken = self.come;
+        bytes
+    }
+
+    /// What comes next has come already.
+    pub(super) fn put_back(&mut self, bytes: &[u8]) {
+        debug_assert_eq!(self.taken, self.come);
+        if bytes.len() > self.buffer.len() {
+            self.buffer = bytes.into();
+        } else {
+            self.buffer[..bytes.len()].copy_from_slice(bytes);
+        }
+        (self.come, self.taken) = (bytes.len(), 0);
+    }
+
     /// Takes as many of the bytes that have come as `to` holds. How many.
     pub(super) fn take(&mut self, to: &mut [u8]) -> usize {
         let bytes = to.len().min(self.come - self.taken);
@@ -46,7 +64,8 @@ impl<'a> Incoming<'a> {
     pub(super) fn wait(&mut self) -> io::Result<usize> {
         debug_assert_eq!(self.taken, self.come);
         (self.come, self.taken) = (0, 0);
-        self.come = self.stream.read_or_wait(&mut self.buffer, self.patience)?;
+        let buffer = &mut self.buffer[..BYTES];
+        self.come = self.stream.read_or_wait(buffer, self.patience)?;
         Ok(self.come)
     }
 

@@ -13,6 +13,7 @@ mod lines;
 mod listen;
 mod places;
 mod service;
+mod together;
 mod window;
 
 use std::time::Duration;

@@ -8,8 +8,8 @@ use std::{
     io,
     os::fd::AsFd,
     sync::{
-        Arc, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        Arc, OnceLock, Weak,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread::{self, JoinHandle},
     time::{Duration, Instant},
@@ -27,6 +27,7 @@ use super::{
     lines::Lines,
     listen::{Listener, SocketAccess},
     places::{ConnectionLimits, Places},
+    together::Together,
 };
 use crate::{errors::BindError, host::Host, log::later, stream::Stream};
 
@@ -95,6 +96,18 @@ pub struct Service {
     places: Arc<Places>,
     limits: ConnectionLimits,
     accepted: AtomicU64,
+    /// Data connections over sockets.
+    data_connections: AtomicUsize,
+    together: OnceLock<Option<Together>>,
+}
+
+/// A data connection, counted until this is dropped.
+pub(super) struct Counted<'a>(&'a AtomicUsize);
+
+impl Drop for Counted<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// One listener with the default limits, served on a thread of its own. Dropping it ends it.
@@ -176,7 +189,29 @@ impl Service {
             places: Places::new(limits),
             limits,
             accepted: AtomicU64::new(0),
+            data_connections: AtomicUsize::new(0),
+            together: OnceLock::new(),
         })
+    }
+
+    pub(super) fn count_data_connection(&self) -> Counted<'_> {
+        self.data_connections.fetch_add(1, Ordering::Relaxed);
+        Counted(&self.data_connections)
+    }
+
+    /// The thread that serves small batches, where there are several connections whose clients wait
+    /// for one another.
+    pub(super) fn together(&self) -> Option<&Together> {
+        if !self.host.serves_together() || self.data_connections.load(Ordering::Relaxed) < 2 {
+            return None;
+        }
+        let start = || {
+            let started = Together::start();
+            // Each connection then goes on with its own thread.
+            let failed = |error| tracing::warn!(%error, "no thread for all data connections");
+            started.map_err(|error| later(move || failed(error))).ok()
+        };
+        self.together.get_or_init(start).as_ref()
     }
 
     /// The host's figures, and those of the connections.
