@@ -5,13 +5,14 @@
 //! the parameters that they come to are compared bit for bit. What learns is left to `train`.
 
 use std::{
+    fs,
     io::{Read, Write},
     net::{TcpListener, TcpStream},
     thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use farpage::ByteSize;
 use farpage_bench_kit::{
@@ -22,7 +23,7 @@ use farpage_bench_kit::{
 use farpage_fabric::SessionOptions;
 use farpage_fabric_measure::ring;
 use farpage_train::{Address, Aggregator, Layout, Optimizer, Rule, Through};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 const KIB: usize = 1 << 10;
 const SIZES: [usize; 8] = [
@@ -48,6 +49,12 @@ const STEPS_MIN: usize = 6;
 const STEPS_MAX: usize = 300;
 /// Steps at the begin of a turn that are not counted: the other side's server slept meanwhile.
 const WARM_UP: usize = 3;
+/// Pulls without a push, during which the aggregator's processor is watched.
+const PULLS: usize = 300;
+const SMOKE_PULLS: usize = 20;
+/// What the threads of an aggregator are called: its own, and those of its connections.
+const AGGREGATOR: &str = "aggregator";
+const AGGREGATORS_THREADS: [&str; 3] = [AGGREGATOR, "farpage-conn", "farpage-listen"];
 /// Nothing takes so long; whoever waits for longer waits for somebody who has failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 const RULE: Rule = Rule::Sgd {
@@ -83,7 +90,8 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Config {
     smoke: bool,
-    fabric: String,
+    #[serde(serialize_with = "named")]
+    fabric: Fabric,
     rounds: usize,
 }
 
@@ -100,6 +108,21 @@ struct Row {
     copies: f64,
     /// Whether farpage is faster, by the median; absent where no target is set.
     is_met: Option<bool>,
+    /// Bytes that were copied through an adapter's own registered memory, in all steps and pulls;
+    /// absent where there is no adapter.
+    bounced_bytes: Option<u64>,
+    pulls: Pulls,
+}
+
+/// Pulls of one worker, while nobody pushes.
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Pulls {
+    /// The mean time of one.
+    pull_us: f64,
+    /// CPU time of the aggregator's threads for one.
+    aggregator_cpu_us: f64,
+    /// As long without pulls.
+    idle_cpu_us: f64,
 }
 
 /// Runs the subcommand and prints what it found.
@@ -144,7 +167,12 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
                 true => STEPS_MIN,
                 false => (ROUND_BYTES / bytes).clamp(STEPS_MIN, STEPS_MAX),
             };
-            rows.push(compare(options.fabric, bytes, workers, rounds, steps)?);
+            let turns = Turns {
+                rounds,
+                steps,
+                pulls: if smoke { SMOKE_PULLS } else { PULLS },
+            };
+            rows.push(compare(options.fabric, bytes, workers, turns)?);
         }
     }
     let messages = match (smoke, options.fabric) {
@@ -161,7 +189,7 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
         verified: true,
         config: Config {
             smoke,
-            fabric: format!("{:?}", options.fabric).to_lowercase(),
+            fabric: options.fabric,
             rounds,
         },
         rows,
@@ -169,45 +197,51 @@ fn measure(options: &ParameterServerOptions) -> Result<Report> {
     })
 }
 
-/// Both ways, in turns, for parameters of so many bytes.
-fn compare(
-    fabric: Fabric,
-    bytes: usize,
-    workers: usize,
+/// How often everything is done.
+#[derive(Clone, Copy, Debug)]
+struct Turns {
     rounds: usize,
     steps: usize,
-) -> Result<Row> {
+    pulls: usize,
+}
+
+/// Both ways, in turns, for parameters of so many bytes.
+fn compare(fabric: Fabric, bytes: usize, workers: usize, turns: Turns) -> Result<Row> {
     let layout = Layout {
         aggregators: 1,
         workers,
         parameters: bytes / 4,
         statistics: 0,
     };
-    let all_steps = rounds * (WARM_UP + steps);
+    let all_steps = turns.rounds * (WARM_UP + turns.steps);
     let initial = vec![0.0; layout.parameters];
     let endpoint = own_endpoint(fabric, "parameter-server")?;
     let aggregator = Aggregator::open(layout, 0, &endpoint, PATIENCE)?;
     let address = aggregator.address();
     let (far, near) = connections(workers)?;
-    let (figures, copied) = thread::scope(|scope| {
+    let (figures, copied, bounced_bytes) = thread::scope(|scope| {
         let initial = &initial;
-        let served =
-            scope.spawn(move || aggregator.serve(initial, RULE, all_steps as u64, PATIENCE));
+        let named = thread::Builder::new().name(AGGREGATOR.to_owned());
+        let served = named.spawn_scoped(scope, move || {
+            aggregator.serve(initial, RULE, all_steps as u64, PATIENCE)
+        })?;
         let copying = scope.spawn(move || serve_copying(far, initial, all_steps));
         let ranks = near.into_iter().enumerate().map(|(rank, stream)| {
             let address = address.clone();
             scope.spawn(move || {
                 let copying = Copying::new(stream, layout.parameters);
-                work(layout, rank, address, copying, rounds, steps)
+                work(layout, rank, address, copying, turns)
             })
         });
         let ranks: Vec<_> = ranks.collect();
-        let (mut figures, mut copied, mut errors) = (Vec::new(), 0, Vec::new());
+        let (mut figures, mut errors) = (Vec::new(), Vec::new());
+        let (mut copied, mut bounced) = (0, 0);
         for rank in ranks {
             match rank.join().map_err(|_| anyhow!("a worker panicked"))? {
-                Ok((times, bytes)) => {
-                    figures.push(times);
-                    copied += bytes;
+                Ok(worked) => {
+                    copied += worked.copied_bytes;
+                    bounced += worked.bounced_bytes;
+                    figures.push(worked);
                 }
                 Err(error) => errors.push(format!("{error:#}")),
             }
@@ -221,12 +255,13 @@ fn compare(
             Err(error) => errors.push(format!("{error:#}")),
         }
         ensure!(errors.is_empty(), "{}", errors.join("; "));
-        Ok((figures, copied))
+        Ok((figures, copied, bounced))
     })?;
     let copies = copied as f64 / (bytes * workers * all_steps) as f64;
     ensure!(copies == 4.0, "{copies} copies where 4 belong");
     // The first worker's: a step ends for all of them at once.
-    let (farpage, copying): (Vec<f64>, Vec<f64>) = figures[0].iter().copied().unzip();
+    let first = &figures[0];
+    let (farpage, copying): (Vec<f64>, Vec<f64>) = first.times.iter().copied().unzip();
     let ratios = copying.iter().zip(&farpage).map(|(a, b)| a / b);
     let ratios: Vec<f64> = ratios.collect();
     let is_judged = bytes >= FASTER_FROM && !matches!(fabric, Fabric::Rdma);
@@ -242,20 +277,29 @@ fn compare(
         ],
         copies,
         is_met: is_judged.then(|| median(&ratios) > 1.0),
+        bounced_bytes: matches!(fabric, Fabric::Rdma).then_some(bounced_bytes),
+        pulls: first.pulls.context("the first worker pulls")?,
     })
 }
 
-/// A worker's median step of each round, through farpage and by copying, in microseconds, and the
-/// bytes that it copied.
-type Worked = (Vec<(f64, f64)>, u64);
+/// What a worker found.
+struct Worked {
+    /// Its median step of each round, through farpage and by copying, in microseconds.
+    times: Vec<(f64, f64)>,
+    /// By the program that copies.
+    copied_bytes: u64,
+    /// Through farpage.
+    bounced_bytes: u64,
+    /// Of the first worker.
+    pulls: Option<Pulls>,
+}
 
 fn work(
     layout: Layout,
     rank: usize,
     address: Address,
     mut copying: Copying,
-    rounds: usize,
-    steps: usize,
+    turns: Turns,
 ) -> Result<Worked> {
     let options = SessionOptions::default();
     let mut through = Through::join(layout, rank, &[address], &options, PATIENCE)?;
@@ -265,14 +309,14 @@ fn work(
     let mut theirs = vec![0.0; layout.parameters];
     // A program computes its gradient where it travels from.
     through.buffers()?.1.copy_from_slice(&gradient);
-    let (mut step, mut figures) = (0, Vec::new());
-    for round in 0..rounds {
-        let farpage = turn(steps, || {
+    let (mut step, mut times) = (0, Vec::new());
+    for round in 0..turns.rounds {
+        let farpage = turn(turns.steps, || {
             through.step_in_place(step)?;
             step += 1;
             Ok(())
         })?;
-        let copied = turn(steps, || copying.step(&gradient, &mut theirs))?;
+        let copied = turn(turns.steps, || copying.step(&gradient, &mut theirs))?;
         let ours = through.buffers()?.0;
         let is_same = ours.iter().zip(&theirs);
         let is_same = is_same.fold(true, |same, (a, b)| same & (a.to_bits() == b.to_bits()));
@@ -280,9 +324,61 @@ fn work(
             is_same && ours.iter().any(|value| *value != 0.0),
             "worker {rank} has other parameters in round {round} than the program that copies"
         );
-        figures.push((farpage, copied));
+        times.push((farpage, copied));
     }
-    Ok((figures, copying.copied_bytes))
+    let pulls = match rank {
+        0 => Some(pull(&mut through, step - 1, turns.pulls)?),
+        _ => None,
+    };
+    let (ours, _) = through.buffers()?;
+    ensure!(ours == theirs, "a pull alone brings something else");
+    Ok(Worked {
+        times,
+        copied_bytes: copying.copied_bytes,
+        bounced_bytes: through.bounced_bytes(),
+        pulls,
+    })
+}
+
+/// Pulls what followed `step` so often, when all steps are done.
+fn pull(through: &mut Through, step: u64, pulls: usize) -> Result<Pulls> {
+    // The others leave, and the aggregator's last step ends.
+    thread::sleep(Duration::from_millis(50));
+    through.resume(step + 1)?;
+    let (begin, before) = (Instant::now(), aggregators_cpu_ns()?);
+    for _ in 0..pulls {
+        through.resume(step + 1)?;
+    }
+    let (took, pulled) = (begin.elapsed(), aggregators_cpu_ns()?);
+    thread::sleep(took);
+    let idle = aggregators_cpu_ns()?;
+    let us_of_each = |ns: u64| ns as f64 / 1000.0 / pulls as f64;
+    Ok(Pulls {
+        pull_us: took.as_nanos() as f64 / 1000.0 / pulls as f64,
+        aggregator_cpu_us: us_of_each(pulled.saturating_sub(before)),
+        idle_cpu_us: us_of_each(idle.saturating_sub(pulled)),
+    })
+}
+
+/// Nanoseconds that the aggregator's threads have run so far, as far as they have not ended.
+fn aggregators_cpu_ns() -> Result<u64> {
+    let mut sum = 0;
+    for task in fs::read_dir("/proc/self/task").context("cannot list this program's threads")? {
+        let task = task.context("cannot list this program's threads")?.path();
+        let read = |what| fs::read_to_string(task.join(what));
+        // A thread that ends meanwhile is that of a worker who has left.
+        let (Ok(name), Ok(times)) = (read("comm"), read("schedstat")) else {
+            continue;
+        };
+        if AGGREGATORS_THREADS.iter().any(|its| name.starts_with(its)) {
+            let ns = times
+                .split(' ')
+                .next()
+                .and_then(|first| first.parse::<u64>().ok());
+            sum += ns.with_context(|| format!("a thread's CPU time is {times:?}"))?;
+        }
+    }
+    Ok(sum)
 }
 
 /// The median time of a step, in microseconds.
@@ -385,6 +481,14 @@ fn serve_copying(streams: Vec<TcpStream>, initial: &[f32], steps: usize) -> Resu
     Ok(workers.iter().map(|worker| worker.copied_bytes).sum())
 }
 
+fn name_of(fabric: Fabric) -> String {
+    format!("{fabric:?}").to_lowercase()
+}
+
+fn named<S: Serializer>(fabric: &Fabric, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&name_of(*fabric))
+}
+
 impl Report {
     fn human(&self) -> String {
         let mut rows = table([
@@ -394,7 +498,6 @@ impl Report {
             "copying over TCP, us",
             "copying / farpage",
             "least and greatest",
-            "copies",
             "faster",
         ]);
         for row in &self.rows {
@@ -406,11 +509,33 @@ impl Report {
                 format!("{:.1}", row.copying_us),
                 format!("{ratio:.2}"),
                 format!("{least:.2} to {greatest:.2}"),
-                format!("{:.0}", row.copies),
                 match row.is_met {
                     Some(true) => "yes".to_owned(),
                     Some(false) => "NO".to_owned(),
                     None => "not judged".to_owned(),
+                },
+            ]));
+        }
+        let mut pulls = table([
+            "pull alone, bytes",
+            "workers",
+            "time, us",
+            "aggregator's CPU in it, us",
+            "idle for as long, us",
+            "copies of a push and pull by copying",
+            "bytes bounced by farpage",
+        ]);
+        for row in &self.rows {
+            pulls.add_row(right([
+                row.bytes.to_string(),
+                row.workers.to_string(),
+                format!("{:.1}", row.pulls.pull_us),
+                format!("{:.2}", row.pulls.aggregator_cpu_us),
+                format!("{:.2}", row.pulls.idle_cpu_us),
+                format!("{:.0}", row.copies),
+                match row.bounced_bytes {
+                    Some(bytes) => bytes.to_string(),
+                    None => "no adapter".to_owned(),
                 },
             ]));
         }
@@ -421,21 +546,19 @@ impl Report {
             true => "yes",
             false => "NO",
         };
-        let fabric = &*self.config.fabric;
-        // What `Channel`s have; control connections over RDMA have immediate data, too.
-        let extras = match fabric {
-            "rdma" => "inline up to 220 bytes where the device has it; no immediate data in a push",
-            _ => "no inline and no immediate data: there is no adapter",
-        };
+        let fabric = name_of(self.config.fabric);
         for (name, value) in [
             ("verified", verified),
-            ("fabric", fabric),
+            ("fabric", &fabric),
             ("copying is over", "TCP on the loopback, on every fabric"),
             ("ring at least twice as fast as none", is_met),
-            ("beyond the steps", extras),
+            (
+                "steps that this fabric does not have",
+                ring::absent(self.config.fabric),
+            ),
         ] {
             run.add_row(right([name.to_owned(), value.to_owned()]));
         }
-        format!("{rows}\n{}\n{run}", ring::table_of(&self.ladder))
+        format!("{rows}\n{pulls}\n{}\n{run}", ring::table_of(&self.ladder))
     }
 }

@@ -270,7 +270,13 @@ fn parameter_server_is_compared_with_a_program_that_copies_four_times() {
         assert_eq!(met, [false, true, false, true], "judged from 4 KiB on");
         for (number, row) in rows.iter().enumerate() {
             assert_eq!(row["copies"].as_f64(), Some(4.0), "{row}");
-            let figures = ["farpage_us", "copying_us", "copying_over_farpage/0"];
+            assert!(row["bounced_bytes"].is_null(), "there is no adapter: {row}");
+            let figures = [
+                "farpage_us",
+                "copying_us",
+                "copying_over_farpage/0",
+                "pulls/pull_us",
+            ];
             let figures = figures.map(|figure| format!("/rows/{number}/{figure}"));
             assert_positive(&report, &figures.each_ref().map(String::as_str));
         }

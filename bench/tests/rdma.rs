@@ -227,6 +227,33 @@ fn wait_until(what: &str, stream: &mut Child, mut holds: impl FnMut() -> bool) {
 }
 
 #[test]
+fn a_parameter_server_over_rdma_copies_nothing_on_the_way() {
+    if address("a_parameter_server_over_rdma_copies_nothing_on_the_way").is_none() {
+        return;
+    }
+    let args = [
+        "parameter-server",
+        "--fabric",
+        "rdma",
+        "--smoke",
+        "--format",
+        "json",
+    ];
+    let output = bench(HERE, &args)
+        .output()
+        .expect("`timeout` can be started");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{}: {text}", output.status);
+    let report: Value = serde_json::from_str(&text).expect("one JSON object");
+    for row in report["rows"].as_array().expect("rows") {
+        assert_eq!(row["bounced_bytes"].as_u64(), Some(0), "{row}");
+        assert!(row["pulls"]["pull_us"].as_f64() > Some(0.0), "{row}");
+    }
+    let steps = report["ladder"][0]["steps"].as_array().expect("steps");
+    assert_eq!(steps.len(), 6, "inline and immediate data, too: {report}");
+}
+
+#[test]
 fn rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back() {
     let test = "rdma_between_hosts_survives_a_link_that_is_cut_and_comes_back";
     let hosts = env::var("FARPAGE_TEST_HOSTS").map_or(0, |hosts| hosts.parse().unwrap_or(0));

@@ -70,6 +70,10 @@ impl Client {
         Arc::new(NullRegistrar)
     }
 
+    pub(crate) fn bounced_bytes(&self) -> u64 {
+        0
+    }
+
     pub(crate) fn insert(&self, _lease: Lease, _keys: LeaseKeys) {}
 
     pub(crate) fn remove(&self, _id: ExtentId) {}
@@ -124,6 +128,14 @@ impl RdmaStream {
         match *self {}
     }
 
+    pub(crate) fn arrivals_fd(&self) -> BorrowedFd<'_> {
+        match *self {}
+    }
+
+    pub(crate) fn has_heard(&self) -> io::Result<bool> {
+        match *self {}
+    }
+
     pub(crate) fn claim(&self) -> Option<(SessionId, Secret, u64)> {
         match *self {}
     }
@@ -167,7 +179,12 @@ impl Listener {
         match *self {}
     }
 
-    pub(crate) fn answer(&self, _call: Call, _admit: &AdmitData<'_>) -> Option<RdmaStream> {
+    pub(crate) fn answer(
+        &self,
+        _call: Call,
+        _hears: bool,
+        _admit: &AdmitData<'_>,
+    ) -> Option<RdmaStream> {
         match *self {}
     }
 }

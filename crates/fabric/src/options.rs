@@ -33,6 +33,12 @@ pub struct RdmaOptions {
     /// Operations that are handed to the adapter with one ring of its doorbell. Values are clamped
     /// to 1 to 16. Default: 16.
     pub doorbell: usize,
+    /// Whether WRITEs of a few bytes travel inside their work requests, so that the adapter need
+    /// not read them from memory: up to 220 bytes, or what the device offers. Default: yes.
+    pub inline: bool,
+    /// Whether WRITEs that [notify](crate::Channel::post_notifying) carry immediate data, at a
+    /// server that hears of them. Default: yes.
+    pub immediate: bool,
 }
 
 impl Default for RdmaOptions {
@@ -40,6 +46,8 @@ impl Default for RdmaOptions {
         Self {
             reads_in_flight: u8::MAX,
             doorbell: 16,
+            inline: true,
+            immediate: true,
         }
     }
 }

@@ -129,10 +129,13 @@ impl Home {
         })
     }
 
-    /// Whether this process places what peers WRITE, and so can say when it has arrived.
+    /// Whether this process hears of what peers WRITE: it has placed it, or an adapter says so.
     pub(crate) fn hears_of_arrivals(&self) -> bool {
         match self {
-            Self::Fabric(serving) => matches!(serving.endpoint(), Endpoint::Tcp { .. }),
+            Self::Fabric(serving) => {
+                let endpoint = serving.endpoint();
+                matches!(endpoint, Endpoint::Tcp { .. } | Endpoint::Rdma { .. })
+            }
             Self::Simulated(_) => false,
         }
     }

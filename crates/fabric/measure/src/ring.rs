@@ -1,6 +1,7 @@
 //! Messages from one thread to another over the fabric, in the steps of Yamabe's case study ("RDMA
 //! programming design and case studies"): without a ring, with one, with a thread that looks for
-//! arrivals instead of being woken, and with several messages to a WRITE.
+//! arrivals instead of being woken, and with several messages to a WRITE. Over RDMA also with
+//! WRITEs that travel inside their work requests, and with immediate data that wakes the receiver.
 //!
 //! The rule it keeps: every message is checked, in its order. The steps take turns in one run and
 //! the median of the rounds counts, so that their ratios hold where absolute figures do not:
@@ -17,14 +18,14 @@ use std::{
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use farpage_fabric::{
-    Session, SessionOptions,
+    RdmaOptions, Session, SessionOptions,
+    areas::Areas,
     patterns::{
-        Landing, Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError, Source,
-        Waiter, Waiting,
+        Notifier, RingError, RingPlace, RingReceiver, RingSender, SendError, Source, Waiter,
+        Waiting,
     },
     regmem::{RegPool, RegPoolOptions},
     server::Serving,
-    sim::SimHost,
 };
 use nix::{
     errno::Errno,
@@ -80,6 +81,10 @@ pub struct BySize {
     polling_over_event: f64,
     /// Message rates: 16 messages to a WRITE over one.
     batch_over_single: f64,
+    /// Message rates, over RDMA: polling with inline over polling without.
+    inline_over_polling: Option<f64>,
+    /// Message rates, over RDMA: immediate data over an event that the sender makes.
+    immediate_over_event: Option<f64>,
 }
 
 #[derive(Debug, Serialize)]
@@ -97,9 +102,26 @@ enum Step {
     Ring,
     Polling,
     Batch,
+    Inline,
+    Immediate,
 }
 
-const STEPS: [Step; 4] = [Step::NoRing, Step::Ring, Step::Polling, Step::Batch];
+const STEPS: [Step; 6] = [
+    Step::NoRing,
+    Step::Ring,
+    Step::Polling,
+    Step::Batch,
+    Step::Inline,
+    Step::Immediate,
+];
+
+/// The steps that need an adapter, where there is none.
+pub fn absent(fabric: Fabric) -> &'static str {
+    match fabric {
+        Fabric::Rdma => "none",
+        _ => "inline and immediate data: there is no adapter",
+    }
+}
 
 impl Step {
     fn name(self) -> &'static str {
@@ -108,14 +130,20 @@ impl Step {
             Self::Ring => "STEP 1: ring, event",
             Self::Polling => "STEP 2: ring, polling thread",
             Self::Batch => "STEP 2 and 16 per WRITE",
+            Self::Inline => "STEP 2 and inline",
+            Self::Immediate => "STEP 1 by immediate data",
         }
     }
 
     fn waiting(self) -> Waiting {
         match self {
-            Self::NoRing | Self::Ring => Waiting::Event,
-            Self::Polling | Self::Batch => Waiting::Poll,
+            Self::NoRing | Self::Ring | Self::Immediate => Waiting::Event,
+            Self::Polling | Self::Batch | Self::Inline => Waiting::Poll,
         }
+    }
+
+    fn needs_an_adapter(self) -> bool {
+        matches!(self, Self::Inline | Self::Immediate)
     }
 }
 
@@ -186,7 +214,11 @@ pub fn ladder(
     let mut by_size = Vec::new();
     for &bytes in sizes {
         let mut lines = Vec::new();
+        let has_adapter = matches!(fabric, Fabric::Rdma);
         for step in STEPS {
+            if step.needs_an_adapter() && !has_adapter {
+                continue;
+            }
             lines.push((Line::new(&peers, step)?, Vec::new(), Vec::new()));
         }
         for _ in 0..rounds {
@@ -204,11 +236,14 @@ pub fn ladder(
             })
             .collect();
         let over = |a: usize, b: usize| steps[a].messages_per_s / steps[b].messages_per_s;
+        let over_if = |a, b| has_adapter.then(|| over(a, b));
         by_size.push(BySize {
             bytes,
             ring_over_no_ring: over(1, 0),
             polling_over_event: over(2, 1),
             batch_over_single: over(3, 2),
+            inline_over_polling: over_if(4, 2),
+            immediate_over_event: over_if(5, 1),
             steps,
         });
     }
@@ -233,31 +268,38 @@ pub fn table_of(sizes: &[BySize]) -> String {
         "ring / no ring",
         "polling / event",
         "16 per WRITE / 1",
+        "inline / not",
+        "immediate data / event",
     ]);
     for size in sizes {
         let figures = [
-            size.ring_over_no_ring,
-            size.polling_over_event,
-            size.batch_over_single,
+            Some(size.ring_over_no_ring),
+            Some(size.polling_over_event),
+            Some(size.batch_over_single),
+            size.inline_over_polling,
+            size.immediate_over_event,
         ];
-        let figures = figures.map(|ratio| format!("{ratio:.2}"));
+        let figures = figures.map(|ratio| match ratio {
+            Some(ratio) => format!("{ratio:.2}"),
+            None => "no adapter".to_owned(),
+        });
         ratios.add_row(right([size.bytes.to_string()].into_iter().chain(figures)));
     }
     format!("{steps}\n{ratios}")
 }
 
-/// One side: a server whose memory the other side WRITEs into.
+/// One side: a program that lends memory which the other side WRITEs into.
 struct Peer {
     serving: Serving,
-    host: Arc<SimHost>,
+    areas: Arc<Areas>,
 }
 
 impl Peer {
     fn start(fabric: Fabric, number: usize) -> Result<Self> {
         let endpoint = own_endpoint(fabric, &format!("ring-{number}"))?;
-        let host = Arc::new(SimHost::new(1 << 30));
-        let serving = Serving::start(&endpoint, Arc::clone(&host) as _)?;
-        Ok(Self { serving, host })
+        let areas = Areas::new(PATIENCE);
+        let serving = Serving::start(&endpoint, Arc::clone(&areas) as _)?;
+        Ok(Self { serving, areas })
     }
 }
 
@@ -273,10 +315,20 @@ struct RingPair {
 
 impl RingPair {
     fn new(to: &Peer, step: Step) -> Result<Self> {
-        let session = Session::connect(to.serving.endpoint(), &SessionOptions::default())?;
-        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+        let options = SessionOptions {
+            rdma: RdmaOptions {
+                inline: step == Step::Inline,
+                immediate: step == Step::Immediate,
+                ..RdmaOptions::default()
+            },
+            ..SessionOptions::default()
+        };
+        let session = Session::connect(to.serving.endpoint(), &options)?;
+        // Offered anew for each size; those before are not used any more.
+        let landing = to.areas.offer(step.name(), 2 * CAPACITY as u64)?;
+        let opened = session.open(step.name())?;
         let mut place = RingPlace {
-            extent: session.grant(2 * CAPACITY as u64)?.id,
+            extent: opened.extents.first().context("an area has memory")?.id,
             offset: 0,
             capacity: CAPACITY,
         };
@@ -284,17 +336,25 @@ impl RingPair {
             // The longest message; that it is one at a time is seen to below.
             place.capacity = SIZES[SIZES.len() - 1] + 64;
         }
-        let memory = to.host.memory(place.extent);
-        let memory = memory.context("the extent is gone")?;
-        let mut receiver = RingReceiver::new(Landing::extent(&memory)?, place);
-        let mut sender = RingSender::new(session.channel()?, &pool, place);
+        let mut receiver = RingReceiver::new(landing, place);
+        let channel = session.channel()?;
+        // The way there is known by now, and with it the adapter.
+        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+        let mut sender = RingSender::new(channel, &pool, place);
         let notifier = || -> Result<Option<Notifier>> {
             let sleeps = step.waiting() == Waiting::Event;
             Ok(sleeps.then(Notifier::new).transpose()?)
         };
         let (arrived, room) = (notifier()?, notifier()?);
         if let (Some(arrived), Some(room)) = (&arrived, &room) {
-            sender = sender.with_notifier(arrived.clone());
+            if step == Step::Immediate {
+                // The adapter's completion wakes the connection's thread, and that the receiver.
+                let arrived = arrived.clone();
+                let tell = move || arrived.notify();
+                to.areas.on_arrival(Some(Arc::new(tell)));
+            } else {
+                sender = sender.with_notifier(arrived.clone());
+            }
             receiver = receiver.with_notifier(room.clone());
         }
         Ok(Self {

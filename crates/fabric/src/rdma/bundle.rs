@@ -180,6 +180,10 @@ impl<B: Buf> Channel<B> for RdmaChannel<B> {
         self.0.queues[0].post(op)
     }
 
+    fn post_notifying(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        self.0.queues[0].post_telling(op, true)
+    }
+
     fn poll(&mut self, done: &mut Vec<Completion<B>>) -> usize {
         let before = done.len();
         self.0.turn(&mut |_, completion| done.push(completion));

@@ -48,6 +48,7 @@ pub(super) const CHANNEL: Depths = Depths {
     sends: DEPTH,
     receives: 0,
     reads_in_flight: READS_IN_FLIGHT_MAX,
+    inline: true,
 };
 
 /// A send queue's number stands in the upper bits of its operations' tags, so that completions find
@@ -75,6 +76,8 @@ pub(super) struct SendQueue<B> {
     handed: usize,
     /// Operations per ring, at most [`POSTLIST`].
     doorbell: usize,
+    /// Whether the server hears of WRITEs that notify.
+    notifies: bool,
     /// Whether the others wait for memory, which comes with the next completion.
     is_full: bool,
     /// Of the next operation.
@@ -109,12 +112,14 @@ enum Passage {
 }
 
 impl<B: Buf> SendQueue<B> {
-    /// The send queue of this number, below [`QUEUES_MAX`]; `pair` is connected.
+    /// The send queue of this number, below [`QUEUES_MAX`]; `pair` is connected. The server says
+    /// whether it `notifies`.
     pub(super) fn new(
         number: usize,
         attachment: Attachment,
         client: Arc<Client>,
         pair: Pair,
+        notifies: bool,
     ) -> Self {
         Self {
             attachment,
@@ -124,6 +129,7 @@ impl<B: Buf> SendQueue<B> {
             ops: VecDeque::with_capacity(DEPTH),
             handed: 0,
             doorbell: client.doorbell().clamp(1, POSTLIST),
+            notifies,
             is_full: false,
             sequence: (number as u64) << NUMBER_SHIFT,
             bounce: Bounce::new(BOUNCE_BYTES),
@@ -138,11 +144,19 @@ impl<B: Buf> SendQueue<B> {
     }
 
     pub(super) fn post(&mut self, op: Op<B>) -> Result<(), Busy<B>> {
+        self.post_telling(op, false)
+    }
+
+    /// As [`post`](Self::post); a WRITE may tell the server when it has been placed.
+    pub(super) fn post_telling(&mut self, op: Op<B>, tells: bool) -> Result<(), Busy<B>> {
         if self.in_flight() == DEPTH {
             return Err(Busy(op));
         }
         check_len(&op);
         let opcode = match self.opcode(&op) {
+            Ok(verbs::Opcode::Write { address, rkey }) if tells && self.notifies => {
+                verbs::Opcode::WriteNotify { address, rkey }
+            }
             Ok(opcode) => opcode,
             Err(error) => {
                 self.refused.push_back(complete(op, Err(error)));
@@ -286,6 +300,7 @@ impl<B: Buf> SendQueue<B> {
                     let memory = self.pair.memory();
                     if op.verb == Verb::Write {
                         memory.copy_in(segment.bytes.start, &op.buf.as_ref()[..op.len as usize]);
+                        self.client.count_bounced(op.len);
                     }
                     (memory.local(&segment.bytes), Passage::Bounce(segment))
                 } else {
@@ -342,6 +357,7 @@ impl<B: Buf> SendQueue<B> {
             if flying.op.verb.fetches() {
                 let bytes = &mut flying.op.buf.as_mut()[..flying.op.len as usize];
                 self.pair.memory().copy_out(segment.bytes.start, bytes);
+                self.client.count_bounced(flying.op.len);
             }
             self.bounce.give_back(segment);
         }

@@ -6,7 +6,7 @@ use std::{
     os::fd::AsFd,
     sync::{
         Arc, Mutex, RwLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -65,6 +65,9 @@ pub(crate) struct Client {
     home: Mutex<Option<Home>>,
     /// Where control messages are gathered.
     plain: RegPool,
+    /// Bytes that channels have copied through memory of their own. Only ever added to; read for
+    /// display, so relaxed.
+    bounced_bytes: AtomicU64,
 }
 
 /// The protection domain of a session's channels, and registered memory in it: what one channel
@@ -82,7 +85,17 @@ impl Client {
             leases: RwLock::default(),
             home: Mutex::default(),
             plain: RegPool::new([], RegPoolOptions::default()),
+            bounced_bytes: AtomicU64::new(0),
         }
+    }
+
+    pub(super) fn count_bounced(&self, bytes: u32) {
+        self.bounced_bytes
+            .fetch_add(bytes.into(), Ordering::Relaxed);
+    }
+
+    pub(crate) fn bounced_bytes(&self) -> u64 {
+        self.bounced_bytes.load(Ordering::Relaxed)
     }
 
     /// Remembers a lease and the keys that came with it.
@@ -199,12 +212,14 @@ impl Route {
             .map_err(|error| unusable(endpoint, error.to_string()))?;
         let depths = Depths {
             reads_in_flight: self.client.options.reads_in_flight,
+            inline: self.client.options.inline,
             ..CHANNEL
         };
         let pair = Pair::new(self.id, domain.0, Arc::clone(cq), depths, Some(memory));
         let pair = pair.map_err(no_pair)?;
         let greeting = Greeting::Data(self.claim.0, self.claim.1, self.claim.2);
-        establish(endpoint, &pair, &greeting, self.until)?;
+        let said = establish(endpoint, &pair, &greeting, self.until)?;
+        let notifies = self.client.options.immediate && said.first() == Some(&1);
         let (to, inline_bytes) = (endpoint.to_owned(), pair.inline_bytes());
         let reads_in_flight = pair.reads_in_flight().map_err(no_pair)?;
         later(move || {
@@ -215,7 +230,13 @@ impl Route {
                 "data connection established"
             );
         });
-        Ok(SendQueue::new(number, self.attachment, self.client, pair))
+        Ok(SendQueue::new(
+            number,
+            self.attachment,
+            self.client,
+            pair,
+            notifies,
+        ))
     }
 }
 

@@ -280,6 +280,7 @@ impl Carrier {
             sends: SENDS,
             receives: ANNOUNCEMENTS,
             reads_in_flight: READS_IN_FLIGHT_MAX,
+            inline: true,
         };
         let mut pair = Cq::new(pd.device(), depths.completions())
             .and_then(|queue| Pair::new(id, pd, queue, depths, Some(memory)))

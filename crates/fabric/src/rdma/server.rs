@@ -25,7 +25,7 @@ use super::{
     Greeting, REJECT_BYTES, address,
     control::Control,
     devices, encode_key, explain_pair, explain_registration, explain_start,
-    stream::{Line, PASSIVE, RdmaStream, Side},
+    stream::{LISTENING, Line, PASSIVE, RdmaStream, Side, listen},
     verbs::{Cq, Device, Domain, Event, EventKind, Id, Mr, Pair, Pd, Request, Sight},
 };
 use crate::{
@@ -289,9 +289,15 @@ impl Listener {
         }))
     }
 
-    /// Makes the connection, or turns its client away. A data connection has to be admitted.
-    pub(crate) fn answer(&self, call: Call, admit: &AdmitData<'_>) -> Option<RdmaStream> {
-        match self.connect(call, admit) {
+    /// Makes the connection, or turns its client away. A data connection has to be admitted, and
+    /// `hears` says whether its WRITEs may notify.
+    pub(crate) fn answer(
+        &self,
+        call: Call,
+        hears: bool,
+        admit: &AdmitData<'_>,
+    ) -> Option<RdmaStream> {
+        match self.connect(call, hears, admit) {
             Ok(admitted) => Some(admitted),
             Err(reason) => {
                 later(move || tracing::warn!(reason, "connection refused"));
@@ -300,7 +306,12 @@ impl Listener {
         }
     }
 
-    fn connect(&self, call: Call, admit: &AdmitData<'_>) -> Result<RdmaStream, String> {
+    fn connect(
+        &self,
+        call: Call,
+        hears: bool,
+        admit: &AdmitData<'_>,
+    ) -> Result<RdmaStream, String> {
         let Call {
             request,
             greeting,
@@ -340,8 +351,10 @@ impl Listener {
             }
             (Greeting::Data(..), domain) => {
                 let pd = domain.expect("a data connection has its session's");
-                let pair = Cq::new(pd.device(), PASSIVE.completions())
-                    .and_then(|queue| Pair::new(id, pd, queue, PASSIVE, None));
+                let depths = if hears { LISTENING } else { PASSIVE };
+                let pair = Cq::new(pd.device(), depths.completions())
+                    .and_then(|queue| Pair::new(id, pd, queue, depths, None))
+                    .and_then(|pair| listen(pair, hears));
                 Line::Data(pair.map_err(|error| {
                     format!("{name} cannot be served: {}", explain_pair(&error))
                 })?)
@@ -352,6 +365,7 @@ impl Listener {
         let side = Side::Server {
             domains: Arc::clone(&self.domains),
             claim,
+            hears,
         };
         let stream = RdmaStream::new(line, side)
             .map_err(|error| format!("{name} cannot be served: {error}"))?;

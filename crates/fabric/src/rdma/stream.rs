@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 use super::{
     control::Control,
     server::Domains,
-    verbs::{Depths, EventKind, Pair, READS_IN_FLIGHT_MAX},
+    verbs::{COMPLETIONS, Depths, EventKind, Pair, READS_IN_FLIGHT_MAX},
 };
 
 /// How long the last messages may take to be acknowledged when a stream is closed.
@@ -38,7 +38,26 @@ pub(super) const PASSIVE: Depths = Depths {
     sends: 1,
     receives: 1,
     reads_in_flight: READS_IN_FLIGHT_MAX,
+    inline: false,
 };
+
+/// What it needs if WRITEs may notify: a receive for each of which the server has not heard. A
+/// client that is further ahead waits for its adapter, which tries again for four seconds.
+pub(super) const LISTENING: Depths = Depths {
+    receives: 256,
+    ..PASSIVE
+};
+
+/// Makes a server's end of a data connection ready for WRITEs that notify, if it `hears` of them.
+pub(super) fn listen(mut pair: Pair, hears: bool) -> io::Result<Pair> {
+    if hears {
+        for _ in 0..LISTENING.receives {
+            pair.post_receive(0)?;
+        }
+        pair.queue().arm()?;
+    }
+    Ok(pair)
+}
 
 /// A connection with an adapter on each side.
 #[derive(Debug)]
@@ -63,6 +82,8 @@ pub(super) enum Side {
         domains: Arc<Domains>,
         /// Of a data connection.
         claim: Option<(SessionId, Secret, u64)>,
+        /// Whether the WRITEs of a data connection may notify.
+        hears: bool,
     },
 }
 
@@ -70,7 +91,8 @@ pub(super) enum Side {
 #[derive(Debug)]
 pub(super) enum Line {
     Control(Box<Control>),
-    /// The client's adapter READs and WRITEs, and nobody here says anything.
+    /// The client's adapter READs and WRITEs, and nobody here says anything. The server may hear
+    /// of WRITEs that notify.
     Data(Pair),
 }
 
@@ -114,10 +136,44 @@ impl RdmaStream {
         act(self.line.lock().pair())
     }
 
-    /// Accepts a data connection: from here on the client may WRITE.
+    /// Accepts a data connection: from here on the client may WRITE. It is told whether WRITEs may
+    /// notify.
     pub(crate) fn accept(&self) -> io::Result<()> {
-        let hello = Hello::new(Purpose::Data).encode();
-        self.with_pair(|pair| pair.accept(&hello))
+        let hears = matches!(self.side, Side::Server { hears: true, .. });
+        let mut words = Hello::new(Purpose::Data).encode().to_vec();
+        words.push(hears.into());
+        self.with_pair(|pair| pair.accept(&words))
+    }
+
+    /// Readable when [`has_heard`](Self::has_heard) is to be asked.
+    pub(crate) fn arrivals_fd(&self) -> BorrowedFd<'_> {
+        self.ready.0.as_fd()
+    }
+
+    /// Whether WRITEs of a data connection that notify have been placed since it was asked last.
+    /// The next ones wake.
+    pub(crate) fn has_heard(&self) -> io::Result<bool> {
+        let mut line = self.line.lock();
+        let Line::Data(pair) = &mut *line else {
+            return Ok(false);
+        };
+        if !pair.queue().take_wakeups() {
+            return Ok(false);
+        }
+        pair.queue().arm()?;
+        let mut has_heard = false;
+        loop {
+            let mut reports = [None; COMPLETIONS];
+            let count = pair.queue().poll(&mut reports)?;
+            // Receives that the end of the connection flushes stand for nothing.
+            for _ in reports.iter().flatten().filter(|done| done.result.is_ok()) {
+                has_heard = true;
+                pair.post_receive(0)?;
+            }
+            if count < COMPLETIONS {
+                return Ok(has_heard);
+            }
+        }
     }
 
     /// The session that the client of a data connection claimed and proved, and the line; on the

@@ -2,12 +2,17 @@
 //! `FARPAGE_TEST_RDMA_ADDRESS` names its address.
 
 use std::{
-    sync::Arc,
+    sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 
+use farpage_wire::Endpoint;
+
 use crate::{
-    Atomic, Channel, ChannelError, Completion, Extent, Op, Session, SessionOptions, Verb,
+    Atomic, Channel, ChannelError, Completion, Extent, Op, RdmaOptions, Session, SessionOptions,
+    Verb,
+    areas::Areas,
+    patterns::{RingPlace, RingReceiver, RingSender},
     regmem::{RegBuf, RegPool, RegPoolOptions},
     server::Serving,
     sim::SimHost,
@@ -15,15 +20,25 @@ use crate::{
 
 pub(super) const MIB: usize = 1 << 20;
 
-/// Runs `test` with a server, if there is a device.
-pub(super) fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session>)) {
+/// Longer than anybody waits.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// The device's address; without one the test is skipped.
+fn endpoint(name: &str) -> Option<Endpoint> {
     let Ok(host) = std::env::var("FARPAGE_TEST_RDMA_ADDRESS") else {
         eprintln!(
             "SKIPPED: {name}: FARPAGE_TEST_RDMA_ADDRESS does not name an RDMA device's address; `cargo xtask vm` runs a test with one"
         );
+        return None;
+    };
+    Some(format!("rdma://{host}:0").parse().expect("an endpoint"))
+}
+
+/// Runs `test` with a server, if there is a device.
+pub(super) fn with_server(name: &str, test: impl FnOnce(&dyn Fn() -> Arc<Session>)) {
+    let Some(endpoint) = endpoint(name) else {
         return;
     };
-    let endpoint = format!("rdma://{host}:0").parse().expect("an endpoint");
     let host = Arc::new(SimHost::new(256 << 20));
     let mut server = Serving::start(&endpoint, host).expect("a free port");
     let options = SessionOptions {
@@ -179,6 +194,96 @@ fn old_values_come_into_registered_buffers_whether_the_adapter_reaches_them_or_n
             }
         },
     );
+}
+
+#[test]
+fn what_is_no_registered_memory_is_counted_when_it_is_copied() {
+    with_server(
+        "what_is_no_registered_memory_is_counted_when_it_is_copied",
+        |connect| {
+            let session = connect();
+            let extent = session.grant(MIB as u64).expect("room");
+            let mut channel = session.channel::<RegBuf>().expect("a live server");
+            let known = RegPool::new([session.registrar()], RegPoolOptions::default());
+            let unknown = RegPool::new([], RegPoolOptions::default());
+            let mut move_both_ways = |pool: &RegPool| {
+                let mut buf = pool.acquire(4096).expect("memory");
+                for verb in [Verb::Write, Verb::Read] {
+                    let op = Op {
+                        tag: 0,
+                        verb,
+                        extent: extent.id,
+                        offset: 0,
+                        len: 4096,
+                        buf,
+                    };
+                    assert!(channel.post(op).is_ok());
+                    buf = drain(&mut *channel).remove(0).buf;
+                }
+                session.bounced_bytes()
+            };
+            assert_eq!(move_both_ways(&known), 0);
+            assert_eq!(move_both_ways(&unknown), 2 * 4096);
+            assert_eq!(move_both_ways(&known), 2 * 4096);
+        },
+    );
+}
+
+/// Also beyond the receives that a server has ready, and not where the client does not want it.
+#[test]
+fn a_program_that_lends_areas_hears_of_each_message_over_rdma() {
+    let name = "a_program_that_lends_areas_hears_of_each_message_over_rdma";
+    let Some(endpoint) = endpoint(name) else {
+        return;
+    };
+    let areas = Areas::new(PATIENCE);
+    let mut server = Serving::start(&endpoint, Arc::clone(&areas) as _).expect("a free port");
+    let (tell, heard) = mpsc::channel();
+    areas.on_arrival(Some(Arc::new(move || {
+        // Nobody listens any more when the test has ended.
+        let _ = tell.send(());
+    })));
+    for immediate in [true, false] {
+        let options = SessionOptions {
+            rdma: RdmaOptions {
+                immediate,
+                ..RdmaOptions::default()
+            },
+            ..SessionOptions::default()
+        };
+        let landing = areas.offer("ring", 8192).expect("memory");
+        let session = Session::connect(server.endpoint(), &options).expect("a live server");
+        let place = RingPlace {
+            extent: session.open("ring").expect("lent").extents[0].id,
+            offset: 0,
+            capacity: 1024,
+        };
+        let mut receiver = RingReceiver::new(landing, place);
+        let channel = session.channel().expect("a live server");
+        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
+        let mut sender = RingSender::new(channel, &pool, place);
+        let mut message = Vec::new();
+        for number in 0..600_u64 {
+            sender.ask().expect("memory");
+            while sender.send(&number.to_le_bytes()).is_err() {
+                sender.progress().expect("a live server");
+            }
+            sender.flush().expect("a live server");
+            if immediate {
+                heard.recv_timeout(PATIENCE).expect("an arrival");
+            }
+            let until = Instant::now() + PATIENCE;
+            while !receiver.receive(&mut message).expect("an honest sender") {
+                assert!(Instant::now() < until, "message {number} does not come");
+                sender.progress().expect("a live server");
+            }
+            assert_eq!(message, number.to_le_bytes());
+        }
+        if !immediate {
+            assert!(heard.try_recv().is_err(), "nobody notifies");
+        }
+    }
+    server.end().expect("the server ends");
 }
 
 #[test]

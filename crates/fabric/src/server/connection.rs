@@ -14,7 +14,7 @@ use farpage_wire::{
     Refusal, Request, Response, Secret, SessionId,
     control::{HELLO_BYTES, Hello, MAX_FIRST_FRAME_BYTES, Purpose},
 };
-use nix::poll::{PollFd, poll};
+use nix::poll::{PollFd, PollFlags, poll};
 
 use super::{
     LOOK, Service,
@@ -25,6 +25,7 @@ use crate::{
     host::{Peer, Transport},
     log::later,
     nonblocking::timeout_until,
+    rdma::RdmaStream,
     stream::{ReceiveError, Stream},
 };
 
@@ -88,7 +89,7 @@ impl Connection {
             let until = Instant::now() + HANDSHAKE;
             let held = self.take((session, Some(line)), until)?;
             stream.accept()?;
-            let ended = self.attend(session, &secret);
+            let ended = self.attend(stream, session, &secret);
             // Destroys the queue pair: only then is the line free.
             self.stream.close();
             drop(held);
@@ -161,19 +162,29 @@ impl Connection {
     }
 
     /// Waits for the end of a connection whose data is moved by an adapter, or of its session.
-    fn attend(&self, session: SessionId, secret: &Secret) -> Result<(), Fault> {
-        let (end, flags) = self.stream.end();
+    /// Tells the host of WRITEs that notify.
+    fn attend(
+        &self,
+        stream: &RdmaStream,
+        session: SessionId,
+        secret: &Secret,
+    ) -> Result<(), Fault> {
+        let host = &self.service.host;
+        let mut look_at = Instant::now() + LOOK;
         loop {
-            let mut fds = [PollFd::new(end, flags)];
+            let mut fds = [PollFd::new(stream.arrivals_fd(), PollFlags::POLLIN)];
             // An interrupted poll is as good as one that found nothing.
-            let _ = poll(&mut fds, timeout_until(Instant::now() + LOOK));
-            if self.stream.has_ended() {
+            let _ = poll(&mut fds, timeout_until(look_at));
+            if stream.has_heard()? {
+                host.written(session);
+            }
+            if stream.has_ended() {
                 return Ok(());
             }
-            self.service
-                .host
-                .attach(session, secret)
-                .map_err(Fault::Refused)?;
+            if Instant::now() >= look_at {
+                look_at = Instant::now() + LOOK;
+                host.attach(session, secret).map_err(Fault::Refused)?;
+            }
         }
     }
 

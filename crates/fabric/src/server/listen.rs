@@ -201,10 +201,11 @@ impl Listener {
         match (call, &self.socket) {
             (Call::Socket(stream, _), _) => Some(stream),
             (Call::Rdma(call), Socket::Rdma(listener)) => {
-                let stream = listener.answer(call, &|session, secret, line| {
+                let admit = |session, secret: &_, line| {
                     host.attach(session, secret)?;
                     place.settle(Aim::Data(session, line))
-                })?;
+                };
+                let stream = listener.answer(call, host.hears_of_writes(), &admit)?;
                 Some(Stream::Rdma(Box::new(stream)))
             }
             (Call::Rdma(_), _) => unreachable!("accepted by a listener of this kind"),

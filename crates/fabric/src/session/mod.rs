@@ -266,12 +266,21 @@ impl Session {
         Ok(groups)
     }
 
-    /// The registrar of the adapter that this session's channels use. Without an adapter, the
-    /// [`NullRegistrar`].
+    /// The registrar of the adapter that this session's channels use. Without an adapter, and
+    /// before the first channel is open, the [`NullRegistrar`].
     pub fn registrar(&self) -> Arc<dyn Registrar> {
         match &self.backend {
             Backend::Remote(remote) => remote.registrar(),
             Backend::Sim(_) => Arc::new(NullRegistrar),
+        }
+    }
+
+    /// Bytes that channels over RDMA have copied through registered memory of their own, because
+    /// the buffers of their operations are no registered memory. 0 over other fabrics.
+    pub fn bounced_bytes(&self) -> u64 {
+        match &self.backend {
+            Backend::Remote(remote) => remote.bounced_bytes(),
+            Backend::Sim(_) => 0,
         }
     }
 

@@ -305,6 +305,10 @@ impl Remote {
         }
     }
 
+    pub(super) fn bounced_bytes(&self) -> u64 {
+        self.shared.rdma.bounced_bytes()
+    }
+
     /// Makes memory known to the adapter of this session, if it has one.
     pub(super) fn registrar(&self) -> Arc<dyn Registrar> {
         match self.shared.endpoint {

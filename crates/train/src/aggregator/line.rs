@@ -11,7 +11,7 @@ use std::{
 };
 
 use farpage_fabric::{
-    ChannelError, Completion, ExtentId, SessionOptions,
+    ChannelError, Completion, ExtentId, Session, SessionOptions,
     areas::Board,
     patterns::RingSender,
     regmem::{RegBuf, RegPool, RegPoolOptions, Registrar},
@@ -49,6 +49,7 @@ pub(super) struct Line {
     pub(super) board: ExtentId,
     pub(super) sender: RingSender<Counted>,
     pub(super) pool: RegPool,
+    pub(super) session: Arc<Session>,
     pub(super) moved: Arc<Moved>,
     pub(super) state: State,
     /// READs that have not ended.
@@ -91,12 +92,14 @@ impl Line {
             extent.ok_or_else(|| "it lends an area without memory".to_owned())
         };
         let (landing, board) = (open(&area)?, open(&board)?);
-        let pool = RegPool::new([session.registrar()], RegPoolOptions::default());
         let moved = Arc::new(Moved::default());
         let channel = Counted {
             channel: session.channel().map_err(|error| said(&error))?,
             moved: Arc::clone(&moved),
         };
+        // Behind the channel: before it no adapter is known that memory could be made known to.
+        let registrar = session.registrar();
+        let pool = RegPool::new([Arc::clone(&registrar)], RegPoolOptions::default());
         let line = Self {
             at: Party::Aggregator(number),
             number,
@@ -106,6 +109,7 @@ impl Line {
             board,
             sender: RingSender::new(Box::new(channel), &pool, place(landing)),
             pool,
+            session,
             moved,
             state: State::Done,
             reading: 0,
@@ -113,7 +117,7 @@ impl Line {
             looks: 0,
             look_at: Instant::now(),
         };
-        Ok((line, session.registrar()))
+        Ok((line, registrar))
     }
 
     /// Says something, if there is room. Who cannot be told will notice by itself.

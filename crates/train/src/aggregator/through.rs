@@ -184,6 +184,16 @@ impl Through {
         moved
     }
 
+    /// Bytes that were copied on this worker's side between its buffers and the aggregators',
+    /// because they do not lie in registered memory: none over any fabric
+    /// ([`Session::bounced_bytes`]).
+    ///
+    /// [`Session::bounced_bytes`]: farpage_fabric::Session::bounced_bytes
+    pub fn bounced_bytes(&self) -> u64 {
+        let lines = self.lines.iter();
+        lines.map(|line| line.session.bounced_bytes()).sum()
+    }
+
     /// How often this worker had to wait for others before it could go on: for its push, and for
     /// its pull.
     pub fn serial_steps(&self) -> u64 {

@@ -33,6 +33,8 @@ pub(in crate::rdma) struct Depths {
     pub(in crate::rdma) receives: usize,
     /// READs of ours, and of the peer, on their way at a time, as far as both devices can.
     pub(in crate::rdma) reads_in_flight: u8,
+    /// Whether short WRITEs travel inside their work requests.
+    pub(in crate::rdma) inline: bool,
 }
 
 impl Depths {
@@ -121,7 +123,7 @@ impl Pair {
         memory: Option<LocalMemory>,
     ) -> io::Result<Self> {
         // Inline is a favour: a device that has less, or none, says no to the whole queue pair.
-        let mut inline_bytes = INLINE_BYTES;
+        let mut inline_bytes = if depths.inline { INLINE_BYTES } else { 0 };
         loop {
             // SAFETY: plain data, and zeros mean "none" in every field.
             let mut attributes: sys::ibv_qp_init_attr = unsafe { std::mem::zeroed() };
@@ -141,6 +143,7 @@ impl Pair {
                 sys::rdma_create_qp(id.raw.as_ptr(), pd.raw.as_ptr(), &raw mut attributes)
             });
             match made {
+                // A device may give more than it was asked for.
                 Ok(()) => break inline_bytes = attributes.cap.max_inline_data.min(inline_bytes),
                 Err(_) if inline_bytes > 0 => inline_bytes = 0,
                 Err(error) => return Err(error),
