@@ -222,7 +222,7 @@ fn a_slow_reader_is_not_sent_what_the_next_holder_writes() {
         extents: vec![extent.id],
     };
     say(&mut control, &publish);
-    assert_eq!(hear(&mut control), Response::Done);
+    assert!(matches!(hear(&mut control), Response::Versions(_)));
     // Asks for far more than the sockets hold, and does not read it.
     let mut data = server.attach(session, secret);
     let count = 64;
