@@ -58,19 +58,21 @@ fn seeded_programs_read_what_they_read_without() {
         let command = [PYTHON, SEEDED, seed, "1200"];
         let plain = output(Command::new(PYTHON).args(&command[1..]));
         assert!(plain.status.success(), "{}", text(&plain.stderr));
-        for page in ["4KiB", "16KiB", "64KiB"] {
-            let options = ["--budget", "1500KiB", "--capacity", "512MiB", "--stats"];
+        let pages = ["4KiB", "16KiB", "64KiB"];
+        let modes = pages
+            .iter()
+            .flat_map(|page| [(page, None), (page, Some("--in-thread"))]);
+        for (page, in_thread) in modes {
+            let story = format!("seed {seed}, {page} {}", in_thread.unwrap_or_default());
+            let mut options = vec!["--budget", "1500KiB", "--capacity", "512MiB", "--stats"];
+            options.extend(in_thread);
             let ours = farpage_in_pages_of(page, &options, &command);
             let (seen, stats) = (text(&ours.stdout), text(&ours.stderr));
-            assert!(
-                ours.status.success(),
-                "seed {seed}, {page}: {} {stats}",
-                ours.status
-            );
-            assert_eq!(seen, text(&plain.stdout), "seed {seed}, {page}");
-            assert!(said(&stats, " written") > MIB, "{stats}");
+            assert!(ours.status.success(), "{story}: {} {stats}", ours.status);
+            assert_eq!(seen, text(&plain.stdout), "{story}");
+            assert!(said(&stats, " written") > MIB, "{story}: {stats}");
             let local = said(&stats, " of it in local memory");
-            assert!(local <= (3 << 19) + MIB / 10, "{stats}");
+            assert!(local <= (3 << 19) + MIB / 10, "{story}: {stats}");
         }
     }
 }
