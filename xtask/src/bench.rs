@@ -6,13 +6,14 @@
 //! `farpage-bench` itself.
 
 use std::{
-    process::{ExitCode, Stdio},
+    path::Path,
+    process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result};
 
-use crate::children;
+use crate::{children, programs};
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
@@ -76,9 +77,13 @@ pub(crate) struct Outcome {
 /// The command by itself.
 ///
 /// # Errors
-/// As [`smoke`].
+/// When it does not build, and as [`smoke`].
 pub(crate) fn run() -> Result<ExitCode> {
-    let outcome = smoke()?;
+    let mut build = children::cargo();
+    build.args(["test", "--no-run", "--package", "farpage-bench"]);
+    let built = programs::build(&mut build)?;
+    let program = built.binaries.get("farpage-bench");
+    let outcome = smoke(program.context("cargo names no program farpage-bench")?)?;
     for skip in &outcome.skips {
         println!("SKIPPED: {skip}");
     }
@@ -97,20 +102,17 @@ pub(crate) fn run() -> Result<ExitCode> {
     })
 }
 
-/// Runs all of them, in the profile of the tests.
+/// Runs all of them by `program`, a `farpage-bench`.
 ///
 /// # Errors
-/// When the benchmark program cannot be built or started. A benchmark that fails is counted.
-pub(crate) fn smoke() -> Result<Outcome> {
-    if !children::status(children::cargo().args(["build", "--package", "farpage-bench"]))?.success()
-    {
-        bail!("the benchmarks do not build; what went wrong is printed above");
-    }
+/// When it cannot be started. A benchmark that fails is counted.
+pub(crate) fn smoke(program: &Path) -> Result<Outcome> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut outcome = Outcome::default();
     let bench = |args: &str| {
-        let mut command = children::cargo();
+        let mut command = Command::new(program);
         command
-            .args(["run", "--quiet", "--package", "farpage-bench", "--"])
+            .current_dir(&root)
             .args(args.split(' '))
             .stdout(Stdio::null());
         command

@@ -4,6 +4,7 @@
 //! Cargo says which programs there are, so none can be forgotten.
 
 use std::{
+    collections::BTreeMap,
     ffi::OsStr,
     io::{self, Read},
     path::{Path, PathBuf},
@@ -50,12 +51,20 @@ impl Program {
     }
 }
 
+/// What a build has made.
+#[derive(Default)]
+pub(crate) struct Built {
+    pub(crate) tests: Vec<Program>,
+    /// The programs that the tests start, by name.
+    pub(crate) binaries: BTreeMap<String, PathBuf>,
+}
+
 /// Builds what `cargo`, a `cargo test --no-run` with its options, names, and the programs that the
 /// tests start. The compiler's progress and errors reach the terminal as they are.
 ///
 /// # Errors
 /// When it does not build.
-pub(crate) fn build(cargo: &mut Command) -> Result<Vec<Program>> {
+pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
     cargo.args(["--message-format", "json-render-diagnostics"]);
     let mut child = children::spawn(cargo.stdout(Stdio::piped()))?;
     let mut messages = String::new();
@@ -66,29 +75,42 @@ pub(crate) fn build(cargo: &mut Command) -> Result<Vec<Program>> {
     if !children::wait(child)?.success() {
         bail!("the tests do not build; what went wrong is printed above");
     }
-    messages.lines().filter_map(program).collect()
+    let mut built = Built::default();
+    for message in messages.lines() {
+        built.take(message)?;
+    }
+    Ok(built)
 }
 
-/// The test program that a message of cargo is about, if it is about one.
-fn program(message: &str) -> Option<Result<Program>> {
-    let message: Value = match serde_json::from_str(message) {
-        Ok(message) => message,
-        Err(error) => return Some(Err(error).context("cargo's message is not JSON")),
-    };
-    if message["profile"]["test"] != true {
-        return None;
+impl Built {
+    /// Adds the program that a message of cargo is about, if it is about one.
+    fn take(&mut self, message: &str) -> Result<()> {
+        let message: Value =
+            serde_json::from_str(message).context("cargo's message is not JSON")?;
+        let (Some(executable), Some(manifest), Some(name)) = (
+            message["executable"].as_str(),
+            message["manifest_path"].as_str(),
+            message["target"]["name"].as_str(),
+        ) else {
+            return Ok(());
+        };
+        let package = Path::new(manifest).parent();
+        let package = package.context("a manifest lies in a folder")?;
+        if message["profile"]["test"] == true {
+            let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent();
+            let root = root.context("xtask lies in the workspace")?;
+            let folder = package.strip_prefix(root).unwrap_or(package);
+            self.tests.push(Program {
+                label: format!("{} {name}", folder.display()),
+                name: name.to_owned(),
+                executable: executable.into(),
+                package: package.to_owned(),
+            });
+        } else {
+            self.binaries.insert(name.to_owned(), executable.into());
+        }
+        Ok(())
     }
-    let executable = message["executable"].as_str()?;
-    let package = Path::new(message["manifest_path"].as_str()?).parent()?;
-    let name = message["target"]["name"].as_str()?;
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent()?;
-    let folder = package.strip_prefix(root).unwrap_or(package);
-    Some(Ok(Program {
-        label: format!("{} {name}", folder.display()),
-        name: name.to_owned(),
-        executable: executable.into(),
-        package: package.to_owned(),
-    }))
 }
 
 #[cfg(test)]
@@ -96,15 +118,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_test_programs_are_run() {
+    fn tests_are_told_from_what_they_start() {
         let artifact = r#"{"reason":"compiler-artifact","manifest_path":"/a/Cargo.toml","target":{"name":"kill"},"profile":{"test":true},"executable":"/t/deps/a-1"}"#;
-        let program_of = |message: &str| program(message).map(|it| it.expect("it is JSON"));
-        let found = program_of(artifact).expect("it is a test program");
-        assert_eq!(found.executable, PathBuf::from("/t/deps/a-1"));
-        assert_eq!(found.package, PathBuf::from("/a"));
-        assert_eq!(found.label, "/a kill");
-        assert!(program_of(&artifact.replace("true", "false")).is_none());
-        assert!(program_of(&artifact.replace("\"/t/deps/a-1\"", "null")).is_none());
-        assert!(program_of(r#"{"reason":"build-finished","success":true}"#).is_none());
+        let built_of = |message: &str| {
+            let mut built = Built::default();
+            built.take(message).expect("it is JSON");
+            built
+        };
+        let found = built_of(artifact);
+        assert_eq!(found.tests[0].executable, PathBuf::from("/t/deps/a-1"));
+        assert_eq!(found.tests[0].package, PathBuf::from("/a"));
+        assert_eq!(found.tests[0].label, "/a kill");
+        assert!(found.binaries.is_empty());
+        let found = built_of(&artifact.replace("true", "false"));
+        assert!(found.tests.is_empty());
+        assert_eq!(found.binaries["kill"], PathBuf::from("/t/deps/a-1"));
+        for nothing in [
+            artifact.replace("\"/t/deps/a-1\"", "null"),
+            r#"{"reason":"build-finished","success":true}"#.to_owned(),
+        ] {
+            let found = built_of(&nothing);
+            assert!(found.tests.is_empty() && found.binaries.is_empty());
+        }
     }
 }

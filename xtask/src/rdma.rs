@@ -16,7 +16,7 @@ use anyhow::Result;
 
 use crate::{
     children,
-    programs::{self, Program},
+    programs::{self, Built},
     setup::{self, Need},
     tests::Tally,
     vm::{End, Machine, Options, Script},
@@ -63,7 +63,7 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
         return Ok(Err(why));
     }
     let mut script = Script::new();
-    for program in build()? {
+    for program in build()?.tests {
         let filters: Vec<&OsStr> = match filters {
             [] if WHOLE.contains(&&*program.name) => Vec::new(),
             [] => vec!["rdma".as_ref()],
@@ -121,7 +121,7 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
 pub(crate) const TESTS_FAILED: u8 = 101;
 
 /// Builds the test programs, and the programs that they start.
-fn build() -> Result<Vec<Program>> {
+fn build() -> Result<Built> {
     let mut cargo = children::cargo();
     cargo.args(["test", "--no-run", "--features", "rdma"]);
     cargo.args(["--lib", "--bins", "--tests"]);

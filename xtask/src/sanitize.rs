@@ -80,7 +80,7 @@ pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
     let mut tally = Tally::default();
     println!("Building the tests with the address sanitizer ...");
     let tests = programs::build(instrumented("test").arg("--no-run").args(TESTS))?;
-    for program in &tests {
+    for program in &tests.tests {
         println!("\n{}", program.label);
         run_program(program, &PASSED_OVER.map(str::to_owned), &mut tally)?;
     }

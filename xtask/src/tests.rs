@@ -8,7 +8,7 @@
 use std::{
     collections::BTreeSet,
     io::{BufRead, BufReader},
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
@@ -116,7 +116,8 @@ struct Step {
 enum What {
     Program(Program),
     Docs,
-    Benchmarks,
+    /// By this program.
+    Benchmarks(PathBuf),
     Rdma,
 }
 
@@ -154,9 +155,9 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         eprintln!("warning: no training data: {error:#}");
     }
     println!("Building the tests ...");
-    let programs = programs::build(test().arg("--no-run"))?;
+    let built = programs::build(test().arg("--no-run"))?;
     let mut steps = Vec::new();
-    for program in programs {
+    for program in built.tests {
         let label = program.label.clone();
         steps.push(Step::new(label, What::Program(program)));
     }
@@ -166,14 +167,16 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     if scope == Scope::Whole {
         println!("Building some of them optimised, too ...");
         let mut cargo = children::cargo();
-        for program in programs::build(cargo.args(["test", "--no-run"]).args(RELEASE))? {
+        for program in programs::build(cargo.args(["test", "--no-run"]).args(RELEASE))?.tests {
             let label = format!("{IN_RELEASE}{}", program.label);
             steps.push(Step::new(label, What::Program(program)));
         }
     }
     if scope == Scope::Whole {
         let label = "every benchmark once".to_owned();
-        steps.push(Step::new(label, What::Benchmarks));
+        let benchmarks = built.binaries.get("farpage-bench");
+        let benchmarks = benchmarks.context("cargo names no program farpage-bench")?;
+        steps.push(Step::new(label, What::Benchmarks(benchmarks.clone())));
         let label = "RDMA, in a virtual machine with Soft-RoCE".to_owned();
         steps.push(Step::new(label, What::Rdma));
     }
@@ -204,8 +207,8 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
                 docs.args(["--doc", "--no-fail-fast", "--", "--show-output"]);
                 run_tests("cargo test --doc", docs.args(for_programs), &mut tally)?;
             }
-            What::Benchmarks => {
-                let benchmarks = bench::smoke()?;
+            What::Benchmarks(program) => {
+                let benchmarks = bench::smoke(program)?;
                 tally.passed += benchmarks.passed;
                 tally.failures.extend(benchmarks.failures);
                 tally.skips.extend(benchmarks.skips);
@@ -362,7 +365,7 @@ impl Step {
         let expected = match what {
             What::Program(_) => expected(label.trim_start_matches(IN_RELEASE)),
             What::Docs => DOCS,
-            What::Benchmarks => BENCHMARKS,
+            What::Benchmarks(_) => BENCHMARKS,
             What::Rdma => RDMA,
         };
         Step {
