@@ -217,6 +217,23 @@ impl Cgroup {
         Ok((read(peak)?.trim().parse()?, kills.trim().parse()?))
     }
 
+    /// The anonymous memory that it holds now, in bytes: without pages of files.
+    ///
+    /// # Errors
+    /// The kernel does not say.
+    pub fn anonymous_bytes(&self) -> Result<u64> {
+        let name = match self.version {
+            Version::V1 => "total_rss ",
+            Version::V2 => "anon ",
+        };
+        let path = self.path.join("memory.stat");
+        let stat = fs::read_to_string(&path);
+        let stat = stat.with_context(|| format!("cannot read {}", path.display()))?;
+        let mut bytes = stat.lines().filter_map(|line| line.strip_prefix(name));
+        let bytes = bytes.next().context("the kernel does not count it")?;
+        Ok(bytes.trim().parse()?)
+    }
+
     fn write(&self, file: &str, value: &str) -> Result<()> {
         let path = self.path.join(file);
         fs::write(&path, value)

@@ -70,6 +70,10 @@ struct RunOptions {
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
     #[arg(long, default_value = "128KiB")]
     min_bytes: ByteSize,
+    /// What comes and goes at once. Small pages suit scattered access, large ones programs that go
+    /// through memory in order.
+    #[arg(long, env = "FARPAGE_PAGE_SIZE", default_value = "16KiB")]
+    page_size: ByteSize,
     /// Says at the end on standard error how much memory was used, and what moved.
     #[arg(long)]
     stats: bool,
@@ -136,6 +140,8 @@ fn run(options: &RunOptions) -> Result<u8> {
     let sizes = sizes(options);
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
+    let page_bytes = options.page_size.as_u64();
+    command.env("FARPAGE_PAGE_SIZE", format!("{page_bytes}B"));
     let set = |command: &mut Command, name: &str, value: &str| {
         command.env(format!("FARPAGE_RUN_{name}"), value);
     };

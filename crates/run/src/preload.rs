@@ -5,11 +5,11 @@
 //!
 //! - The runtime's own Rust code allocates from glibc directly ([`Glibc`]), never from here, and
 //!   never from the program's allocator, whose metadata may be remote.
-//! - Whoever works for the runtime is *inside* ([`Inside`]): its requests are never served from the
-//!   arena. So are all threads that it starts.
+//! - Whoever works for the runtime is *inside* ([`Inside`]): what it asks for is local
+//!   (`local.rs`). So are all threads that it starts.
 //! - Before the runtime is there (constructors that run before ours, `dlsym`) everything goes to
 //!   the next allocator.
-//! - `free` and its kind decide by address alone.
+//! - `free` and its kind decide by address alone, and by where our own allocations begin (`made.rs`).
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
 //! `state.rs`. With in-thread faults the program's system calls go by `filter.rs` and `calls.rs`,
@@ -21,6 +21,10 @@ mod calls;
 mod filter;
 #[path = "preload/heap.rs"]
 mod heap;
+#[path = "preload/local.rs"]
+mod local;
+#[path = "preload/made.rs"]
+mod made;
 #[path = "preload/maps.rs"]
 mod maps;
 #[path = "preload/next.rs"]

@@ -176,6 +176,71 @@ print('done')
     }
 }
 
+/// What another allocator cuts out of its memory is its own, also the object with which a mapping
+/// begins.
+#[test]
+fn allocator_of_the_programs_own_has_its_small_objects_in_remote_memory() {
+    let test = "allocator_of_the_programs_own_has_its_small_objects_in_remote_memory";
+    if !can_run(test, &["/usr/bin/cc"]) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary directory");
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/programs/allocator.c");
+    let (library, program) = (at("liballocator.so"), at("program"));
+    let strict = ["-O1", "-Wall", "-Wextra", "-Werror", "-fno-builtin"];
+    let compile = |more: &[&str]| {
+        let made = output(Command::new("cc").args(strict).arg(source).args(more));
+        assert!(made.status.success(), "{}", text(&made.stderr));
+    };
+    compile(&["-shared", "-fPIC", "-o", &library]);
+    let here = format!("-Wl,-rpath,{}", folder.path().display());
+    compile(&["-DMAIN", &library, &here, "-o", &program]);
+
+    let plain = output(&mut Command::new(&program));
+    assert!(plain.status.success(), "{plain:?}");
+    for options in [
+        &["--budget", "4MiB", "--stats"][..],
+        &["--budget", "4MiB", "--stats", "--in-thread"],
+    ] {
+        let ours = farpage(options, &[&program]);
+        let stderr = text(&ours.stderr);
+        assert_eq!(text(&ours.stdout), text(&plain.stdout), "{ours:?}");
+        assert!(ours.status.success(), "{stderr}");
+        let remote = said(&stderr, " in the arena");
+        assert!(remote > 16 * MIB, "the small objects were local: {stderr}");
+    }
+}
+
+/// As servers do that root starts. The C library has every thread of a process do it, the runtime's
+/// as well, and what comes afterwards must need no right.
+#[test]
+fn program_gives_up_its_rights_before_it_allocates() {
+    let test = "program_gives_up_its_rights_before_it_allocates";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let script = r#"
+import os
+nobody = 65534
+if os.getuid() == 0:
+    os.setgroups([]); os.setgid(nobody); os.setuid(nobody)
+else:
+    os.setuid(os.getuid())
+block = bytearray(24 << 20)
+pages = range(0, len(block), 4096)
+for at in pages:
+    block[at] = (at >> 12) % 251
+assert all(block[at] == (at >> 12) % 251 for at in pages)
+print('done')
+"#;
+    for more in [&[][..], &["--in-thread"]] {
+        let options = [&["--budget", "6MiB"], more].concat();
+        let ours = farpage(&options, &[PYTHON, "-c", script]);
+        assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
+    }
+}
+
 #[test]
 fn processes_are_started_and_fork_is_refused() {
     if !can_run("processes_are_started_and_fork_is_refused", &[PYTHON]) {

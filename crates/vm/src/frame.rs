@@ -27,7 +27,7 @@ use nix::errno::Errno;
 use crate::{
     space::{Batch, Frame, RUN_PAGES_MAX},
     sys::{self, KERNEL_PAGE_BYTES, Refusal, Stopped},
-    uffd::{Features, RegisterMode, Uffd},
+    uffd::{Features, OpenError, RegisterMode, Uffd},
     vacancies::{Vacancies, WORD_SLOTS},
 };
 
@@ -52,20 +52,26 @@ pub(crate) struct Pools {
     /// Held while a pool is made, so that only one is.
     making: parking_lot::Mutex<()>,
     frame_bytes_max: usize,
-    user_mode_only: bool,
-    features: Features,
+    /// Of all pools: opened at once, since the process may give up the right to.
+    uffd: Arc<Uffd>,
 }
 
 impl Pools {
-    /// For frames of `frame_bytes_max` in each page size, whose userfaultfds agree on `features`.
-    pub(crate) fn new(frame_bytes_max: usize, user_mode_only: bool, features: Features) -> Self {
-        Self {
+    /// For frames of `frame_bytes_max` in each page size, whose userfaultfd agrees on `features`.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub(crate) fn new(
+        frame_bytes_max: usize,
+        user_mode_only: bool,
+        features: Features,
+    ) -> Result<Self, OpenError> {
+        Ok(Self {
             pools: Default::default(),
             making: parking_lot::Mutex::default(),
             frame_bytes_max,
-            user_mode_only,
-            features,
-        }
+            uffd: Arc::new(Uffd::open(Features::SIGBUS | features, user_mode_only)?),
+        })
     }
 
     /// The pool for pages of `page_bytes`.
@@ -86,7 +92,7 @@ impl Pools {
                     "frames of 2^32 pages or more: lower `frame_bytes_max`",
                 )
             })?;
-        let pool = FramePool::new(page_bytes, pages_max, self.user_mode_only, self.features)?;
+        let pool = FramePool::new(page_bytes, pages_max, Arc::clone(&self.uffd))?;
         Ok(cell.get_or_init(|| pool))
     }
 }
@@ -102,7 +108,7 @@ pub(crate) fn check_page_bytes(page_bytes: usize) -> io::Result<()> {
 
 /// The frames of one page size.
 pub(crate) struct FramePool {
-    pub(crate) uffd: Uffd,
+    pub(crate) uffd: Arc<Uffd>,
     base: usize,
     page_bytes: usize,
     /// Pages of all frames at most.
@@ -115,20 +121,13 @@ pub(crate) struct FramePool {
 impl FramePool {
     /// Reserves addresses for frames of `pages_max` pages in all, with room to spare; this takes no
     /// memory.
-    pub(crate) fn new(
-        page_bytes: usize,
-        pages_max: u32,
-        user_mode_only: bool,
-        features: Features,
-    ) -> io::Result<Arc<Self>> {
+    pub(crate) fn new(page_bytes: usize, pages_max: u32, uffd: Arc<Uffd>) -> io::Result<Arc<Self>> {
         let slots = pages_max.checked_mul(SLOTS_PER_FRAME).ok_or_else(|| {
             io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "frames of 2^31 pages or more: lower `frame_bytes_max`",
             )
         })?;
-        let uffd =
-            Uffd::open(Features::SIGBUS | features, user_mode_only).map_err(io::Error::other)?;
         let bytes = page_bytes * slots as usize;
         let base = sys::reserve(bytes, page_bytes, page_bytes == HUGE_PAGE_BYTES)?;
         let pool = Self {

@@ -1,16 +1,27 @@
 //! `malloc` and its kind.
 //!
-//! The rule it keeps: fresh memory of the arena is zeros, so that `calloc` touches nothing.
+//! The rules it keeps: fresh memory of the arena is zeros, so that `calloc` touches nothing. What
+//! another allocator has cut out of memory that it mapped in the arena is its own.
 
 use std::{
     ffi::{c_int, c_void},
     ptr::{self, NonNull},
 };
 
-use crate::{Inside, give_up, next, protect, set_errno, state};
+use crate::{
+    Inside, give_up, local, made, next, protect, set_errno,
+    state::{self, State},
+};
 
 /// What every allocation is aligned to.
 pub(crate) const ALIGN: usize = 16;
+
+/// Zeroed memory from the arena.
+fn allocate(state: &State, bytes: usize, align: usize) -> *mut c_void {
+    let made = state.allocate(bytes, align);
+    made::add(made as usize);
+    made
+}
 
 /// `malloc`.
 ///
@@ -19,7 +30,8 @@ pub(crate) const ALIGN: usize = 16;
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
     match state::serves(bytes) {
-        Some(state) => state.allocate(bytes, ALIGN),
+        Some(state) => allocate(state, bytes, ALIGN),
+        None if Inside::is() => local::allocate(bytes, ALIGN),
         // SAFETY: the caller's promise.
         None => unsafe { next::malloc(bytes) },
     }
@@ -36,7 +48,8 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
         return ptr::null_mut();
     };
     match state::serves(all) {
-        Some(state) => state.allocate(all, ALIGN),
+        Some(state) => allocate(state, all, ALIGN),
+        None if Inside::is() => local::allocate(all, ALIGN),
         // SAFETY: the caller's promise.
         None => unsafe { next::calloc(count, bytes) },
     }
@@ -48,7 +61,11 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
 /// As `free`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
-    if !state::owns(old as usize) {
+    if local::holds(old) {
+        // SAFETY: the caller's promise.
+        return unsafe { local::free(old) };
+    }
+    if !made::holds(old as usize) {
         // SAFETY: the caller's promise.
         return unsafe { next::free(old) };
     }
@@ -64,6 +81,7 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
     if !protect::lift(state, start..start + bytes) {
         return;
     }
+    made::remove(start);
     // SAFETY: the caller's promise. A page that cannot be discarded now is tried again.
     let _ = unsafe { state.arena.deallocate(old.cast()) };
 }
@@ -74,25 +92,27 @@ pub(crate) unsafe extern "C" fn free(old: *mut c_void) {
 /// As `realloc`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut c_void {
-    let is_ours = state::owns(old as usize);
-    if !is_ours && (old.is_null() || state::serves(bytes).is_none()) {
-        // SAFETY: the caller's promise.
-        return unsafe {
-            if old.is_null() {
-                malloc(bytes)
-            } else {
-                next::realloc(old, bytes)
-            }
-        };
+    let is_ours = made::holds(old as usize);
+    if old.is_null() {
+        // SAFETY: any size is fine.
+        return unsafe { malloc(bytes) };
     }
-    if is_ours && bytes == 0 {
+    if !is_ours && !local::holds(old) && state::serves(bytes).is_none() {
+        // SAFETY: the caller's promise.
+        return unsafe { next::realloc(old, bytes) };
+    }
+    if bytes == 0 {
         // SAFETY: the caller's promise.
         unsafe { free(old) };
         return ptr::null_mut();
     }
     if is_ours && let (Some(state), Some(old)) = (state::get(), NonNull::new(old.cast())) {
+        let start = old.as_ptr() as usize;
+        made::remove(start);
         // SAFETY: the caller's promise.
-        return unsafe { state.reallocate(old, bytes) };
+        let made = unsafe { state.reallocate(old, bytes) };
+        made::add(if made.is_null() { start } else { made as usize });
+        return made;
     }
     if is_ours {
         // A child made by `fork` does not have the old bytes.
@@ -117,7 +137,11 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
 /// As `malloc_usable_size`.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
-    if !state::owns(of as usize) {
+    if local::holds(of) {
+        // SAFETY: the caller's promise.
+        return unsafe { local::usable(of) };
+    }
+    if !made::holds(of as usize) {
         // SAFETY: the caller's promise.
         return unsafe { next::usable(of) };
     }
@@ -135,7 +159,8 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
     match state::serves(bytes) {
-        Some(state) if align.is_power_of_two() => state.allocate(bytes, align),
+        Some(state) if align.is_power_of_two() => allocate(state, bytes, align),
+        None if Inside::is() && align.is_power_of_two() => local::allocate(bytes, align),
         // SAFETY: the caller's promise.
         _ => unsafe { next::memalign(align, bytes) },
     }

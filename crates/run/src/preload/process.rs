@@ -64,6 +64,8 @@ pub(crate) unsafe extern "C" fn pthread_create(
     argument: *mut c_void,
 ) -> c_int {
     if !Inside::is() {
+        // What the C library keeps of a thread may become a thread's of the runtime.
+        let _inside = Inside::enter();
         // SAFETY: the caller's promise.
         return unsafe { next::pthread_create(thread, attributes, start, argument) };
     }

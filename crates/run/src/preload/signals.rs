@@ -163,7 +163,8 @@ fn call(action: &Action, signal: c_int, info: *mut libc::siginfo_t, context: *mu
 }
 
 /// The program's signals are not for this thread, which works for the runtime: its threads would
-/// hold them back until they want them. What a mistake of our own raises ends the process.
+/// hold them back until they want them. What a mistake of our own raises ends the process. Those of
+/// the C library below `SIGRTMIN` reach every thread: `setuid` waits until each has done as it did.
 pub(crate) fn leave_to_program() {
     let raised = [
         libc::SIGSEGV,
@@ -172,9 +173,11 @@ pub(crate) fn leave_to_program() {
         libc::SIGILL,
         libc::SIGABRT,
     ];
+    let of_the_library = 32..libc::SIGRTMIN();
     let set = raised
-        .iter()
-        .fold(u64::MAX, |set, &signal| set & !bit(signal));
+        .into_iter()
+        .chain(of_the_library)
+        .fold(u64::MAX, |set, signal| set & !bit(signal));
     change_held(libc::SIG_BLOCK, set);
 }
 

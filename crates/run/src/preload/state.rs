@@ -16,6 +16,7 @@ use farpage::{Arena, ByteSize, FaultMode, RegionOptions, Reserve, Runtime};
 use crate::{
     Inside, filter, give_up,
     heap::ALIGN,
+    made,
     maps::KERNEL_PAGE_BYTES,
     protect, say, say_to, set_errno,
     share::{self, Share},
@@ -58,7 +59,13 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
 
 /// Whether an address is the arena's, in this process or in the one that it was forked from.
 pub(crate) fn owns(address: usize) -> bool {
-    address.wrapping_sub(START.load(Ordering::Relaxed)) < BYTES.load(Ordering::Relaxed)
+    offset(address).is_some()
+}
+
+/// How far into the arena an address lies.
+pub(crate) fn offset(address: usize) -> Option<usize> {
+    let offset = address.wrapping_sub(START.load(Ordering::Relaxed));
+    (offset < BYTES.load(Ordering::Relaxed)).then_some(offset)
 }
 
 /// `None` before it has begun, and in another process: a child made by `fork`, however it was made
@@ -66,7 +73,13 @@ pub(crate) fn owns(address: usize) -> bool {
 pub(crate) fn get() -> Option<&'static State> {
     // SAFETY: it is never given back; stored whole.
     let state = unsafe { STATE.load(Ordering::Acquire).as_ref() }?;
-    (PROCESS.load(Ordering::Relaxed) == process::id() as usize).then_some(state)
+    (!is_forked()).then_some(state)
+}
+
+/// Whether this is a child made by `fork` of a process that has an arena.
+pub(crate) fn is_forked() -> bool {
+    let process = PROCESS.load(Ordering::Relaxed);
+    process != 0 && process != process::id() as usize
 }
 
 /// In a child made by `fork`: from now on all requests go to the next allocator.
@@ -234,6 +247,7 @@ extern "C" fn begin() {
     match build() {
         Ok(state) => {
             let addresses = state.arena.addresses();
+            made::begin(addresses.len());
             START.store(addresses.start, Ordering::Relaxed);
             BYTES.store(addresses.len(), Ordering::Relaxed);
             PROCESS.store(process::id() as usize, Ordering::Relaxed);

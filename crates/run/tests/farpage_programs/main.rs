@@ -19,7 +19,6 @@ use std::{
     ffi::OsString,
     fs,
     io::{self, BufRead, BufReader},
-    mem::MaybeUninit,
     os::unix::process::CommandExt,
     path::PathBuf,
     process::{Child, Command, Stdio},
@@ -27,6 +26,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use anyhow::Result;
 use bytesize::ByteSize;
 use cases::{Case, Folder};
 use farpage_bench_limits::{
@@ -59,20 +59,20 @@ const SPARE_BYTES: u64 = 4 * MIB;
 struct Ended {
     seconds: f64,
     /// Its output, if it ended well; else why not.
-    output: Result<Vec<u8>, String>,
+    output: std::result::Result<Vec<u8>, String>,
     said: String,
-    peak_bytes: u64,
 }
 
 /// Runs a command to its end.
 fn run(words: &[OsString], folder: &Folder) -> Ended {
-    run_with(words, folder, |_| {})
+    run_with(words, folder, |_| {}, &mut || ())
 }
 
 /// The same where the kernel's huge pages are off: a program has what it touches, and not 2 MiB
-/// around it.
-fn run_in_small_pages(words: &[OsString], folder: &Folder) -> Ended {
-    run_with(words, folder, |command| {
+/// around it. Returns the most anonymous memory that it had, too. Pages of files do not count: they
+/// are the kernel's, in memory before and charged to nobody here.
+fn run_in_small_pages(case: &Case, folder: &Folder) -> (Ended, Result<u64>) {
+    let small = |command: &mut Command| {
         // SAFETY: a flag of this process; no memory is passed.
         let small = || match unsafe { libc::prctl(libc::PR_SET_THP_DISABLE, 1, 0, 0, 0) } {
             0 => Ok(()),
@@ -80,14 +80,38 @@ fn run_in_small_pages(words: &[OsString], folder: &Folder) -> Ended {
         };
         // SAFETY: a system call alone, which allocates nothing and takes no lock.
         unsafe { command.pre_exec(small) };
-    })
+    };
+    let cgroup = Parent::find().and_then(|parent| {
+        Cgroup::remove_leftovers(&parent)?;
+        Cgroup::set_up(&parent, 1 << 40, SwapUse::Never)
+    });
+    match cgroup {
+        Ok(cgroup) => {
+            let mut peak = Ok(0);
+            let mut look = || {
+                peak = match (&peak, cgroup.anonymous_bytes()) {
+                    (Ok(peak), Ok(now)) => Ok(now.max(*peak)),
+                    (_, now) => now,
+                }
+            };
+            let words = case.command(&cgroup.words(), folder);
+            let ended = run_with(&words, folder, small, &mut look);
+            (ended, peak)
+        }
+        Err(why) => (
+            run_with(&case.command(&[], folder), folder, small, &mut || ()),
+            Err(why),
+        ),
+    }
 }
 
-#[expect(
-    clippy::zombie_processes,
-    reason = "`wait` asks the kernel for what it used, too"
-)]
-fn run_with(words: &[OsString], folder: &Folder, change: impl Fn(&mut Command)) -> Ended {
+#[expect(clippy::zombie_processes, reason = "`wait` waits for it")]
+fn run_with(
+    words: &[OsString],
+    folder: &Folder,
+    change: impl Fn(&mut Command),
+    look: &mut dyn FnMut(),
+) -> Ended {
     let since = Instant::now();
     let (out, err) = (folder.file("stdout"), folder.file("stderr"));
     let mut command = Command::new(&words[0]);
@@ -100,7 +124,7 @@ fn run_with(words: &[OsString], folder: &Folder, change: impl Fn(&mut Command)) 
         .process_group(0);
     change(&mut command);
     let child = command.spawn().unwrap();
-    let (status, peak_bytes) = wait(&child, since);
+    let status = wait(&child, since, look);
     let seconds = since.elapsed().as_secs_f64();
     let said = String::from_utf8_lossy(&fs::read(err).unwrap()).into_owned();
     let output = match status {
@@ -116,29 +140,26 @@ fn run_with(words: &[OsString], folder: &Folder, change: impl Fn(&mut Command)) 
         seconds,
         output,
         said,
-        peak_bytes,
     }
 }
 
-/// The status and the most memory of a process and of those that it waited for. `None`: it was
-/// killed, since it took too long.
-fn wait(child: &Child, since: Instant) -> (Option<i32>, u64) {
+/// The status of a process, which is looked at meanwhile. `None`: it was killed, since it took too
+/// long.
+fn wait(child: &Child, since: Instant, look: &mut dyn FnMut()) -> Option<i32> {
     let pid = child.id() as i32;
     let mut killed = false;
     loop {
-        let (mut status, mut usage) = (0, MaybeUninit::<libc::rusage>::zeroed());
-        // SAFETY: both have room for the answer; nobody else waits for our child.
-        let ended = unsafe { libc::wait4(pid, &mut status, libc::WNOHANG, usage.as_mut_ptr()) };
-        if ended == pid {
-            // SAFETY: zeroed, and filled in by the kernel.
-            let peak = unsafe { usage.assume_init() }.ru_maxrss as u64 * 1024;
-            return (Some(status).filter(|_| !killed), peak);
+        let mut status = 0;
+        // SAFETY: there is room for the answer; nobody else waits for our child.
+        if unsafe { libc::waitpid(pid, &mut status, libc::WNOHANG) } == pid {
+            return Some(status).filter(|_| !killed);
         }
         if since.elapsed() > LONGEST && !killed {
             // SAFETY: our own child's group, which has not been waited for.
             unsafe { libc::kill(-pid, libc::SIGKILL) };
             killed = true;
         }
+        look();
         thread::sleep(Duration::from_millis(2));
     }
 }
@@ -222,6 +243,8 @@ struct Row {
     roomy: Vec<f64>,
     quarter: Vec<f64>,
     swap: Vec<f64>,
+    /// How often the kernel killed it beside swap.
+    killed: usize,
     /// Within the enforced budget, over TCP.
     within: Option<f64>,
     notes: Vec<String>,
@@ -251,7 +274,7 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
     let command = |before: &[OsString]| case.command(before, folder);
 
     // What it needs, and what of it is in the arena.
-    let plain = run_in_small_pages(&command(&[]), folder);
+    let (plain, needed) = run_in_small_pages(case, folder);
     let expected = match plain.output {
         Ok(output) if !output.is_empty() => output,
         other => {
@@ -269,11 +292,17 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
     }
     let arena = said(&first.said, " of it in local memory");
     let budget = (arena / 4).max(4 * MIB).next_multiple_of(MIB / 4);
-    let beside = plain.peak_bytes.saturating_sub(arena);
+    let needed = needed.unwrap_or_else(|why| {
+        row.notes.push(format!(
+            "what it needs beside the arena is not known: {why:#}"
+        ));
+        arena
+    });
+    let beside = needed.saturating_sub(arena);
     let budget_words = ["--budget", &format!("{budget}B")];
     row.notes.push(format!(
         "{} MiB at most, {} MiB of them in the arena, budget {} MiB",
-        plain.peak_bytes.div_ceil(MIB),
+        needed.div_ceil(MIB),
         arena.div_ceil(MIB),
         budget.div_ceil(MIB),
     ));
@@ -300,6 +329,7 @@ fn measure(case: &Case, folder: &Folder, turns: usize) -> Row {
                 match (&ended.output, swap.cgroup().peak_and_kills()) {
                     (Ok(output), _) if *output == expected => row.swap.push(ended.seconds),
                     (_, Ok((_, kills))) if kills > 0 => {
+                        row.killed += 1;
                         let why = "swap: the kernel killed it for lack of memory";
                         row.notes
                             .push(format!("{why} after {:.1} s", ended.seconds));
@@ -364,7 +394,7 @@ fn within_a_cgroup(
 fn programs_give_the_same_bytes_at_a_quarter_of_their_memory() {
     let only = env::var(ONLY).unwrap_or_default();
     let turns = env::var(TURNS).map_or(3, |turns| turns.parse().unwrap());
-    let (mut beside_swap, mut faster, mut failures) = (0, 0, Vec::new());
+    let (mut beside_swap, mut faster, mut killed, mut failures) = (0, 0, 0, Vec::new());
     println!(
         "{:<14}{:>9}{:>9}{:>9}{:>9}{:>9}{:>11}",
         "", "plain, s", "roomy", "quarter", "swap", "cgroup", "swap/ours"
@@ -402,15 +432,21 @@ fn programs_give_the_same_bytes_at_a_quarter_of_their_memory() {
         for note in &row.notes {
             println!("    {note}");
         }
-        if let (Some(quarter), Some(swap)) = (quarter, swap) {
-            beside_swap += 1;
-            faster += usize::from(quarter < swap);
+        match (quarter, swap) {
+            (Some(quarter), Some(swap)) => {
+                beside_swap += 1;
+                faster += usize::from(quarter < swap);
+            }
+            (Some(_), None) => killed += usize::from(row.killed > 0),
+            _ => {}
         }
         for failure in row.failures {
             println!("    FAILED: {failure}");
             failures.push(format!("{}: {failure}", case.name));
         }
     }
-    println!("faster than swap: {faster} of {beside_swap}");
+    println!(
+        "faster than swap: {faster} of {beside_swap}; beside swap, the kernel killed {killed} more, which ended well here"
+    );
     assert!(failures.is_empty(), "{failures:#?}");
 }

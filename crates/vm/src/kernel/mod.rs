@@ -158,7 +158,7 @@ impl KernelSpace {
                 })
             })
             .collect::<Result<_, OpenError>>()?;
-        let pools = Pools::new(options.frame_bytes_max, options.user_mode_only, moving);
+        let pools = Pools::new(options.frame_bytes_max, options.user_mode_only, moving)?;
         Ok(Self {
             number,
             shards,

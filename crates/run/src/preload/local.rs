@@ -1,0 +1,95 @@
+//! Memory that is never remote, for what the C library asks for while it works for the runtime: the
+//! table of a new thread's variables, for one.
+//!
+//! The program's allocator cannot be asked. Its memory may be in the arena, so that a thread of the
+//! runtime would wait for a page that it has to bring in itself.
+//!
+//! The rule it keeps: what comes from here is known by its address, whoever frees it.
+
+use std::{
+    alloc::Layout,
+    ffi::c_void,
+    mem::MaybeUninit,
+    ptr::{self, NonNull},
+    sync::{LazyLock, Mutex, MutexGuard, PoisonError},
+};
+
+use linked_list_allocator::Heap;
+
+use crate::{heap::ALIGN, state};
+
+/// More than the C library has ever asked for; what is never used of it takes no memory.
+const BYTES: usize = 32 << 20;
+
+/// Stands before each allocation.
+#[repr(C, align(16))]
+struct Before {
+    /// Where the heap has it.
+    start: NonNull<u8>,
+    layout: Layout,
+}
+
+static mut MEMORY: MaybeUninit<[u8; BYTES]> = MaybeUninit::uninit();
+
+static HEAP: LazyLock<Mutex<Heap>> = LazyLock::new(|| {
+    let mut heap = Heap::empty();
+    // SAFETY: nobody else uses it, and it is there until the process ends.
+    unsafe { heap.init((&raw mut MEMORY).cast(), BYTES) };
+    Mutex::new(heap)
+});
+
+fn heap() -> MutexGuard<'static, Heap> {
+    HEAP.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Zeroed memory. Null: there is no more.
+pub(crate) fn allocate(bytes: usize, align: usize) -> *mut c_void {
+    let align = align.max(ALIGN);
+    let before = size_of::<Before>().next_multiple_of(align);
+    let all = bytes.checked_add(before);
+    let layout = all.and_then(|all| Layout::from_size_align(all, align).ok());
+    let Some(layout) = layout else {
+        return ptr::null_mut();
+    };
+    let Ok(start) = heap().allocate_first_fit(layout) else {
+        return ptr::null_mut();
+    };
+    // SAFETY: it has as many bytes, and `Before` lies just before what is handed out.
+    unsafe {
+        start.as_ptr().write_bytes(0, layout.size());
+        let made = start.as_ptr().add(before);
+        made.cast::<Before>().sub(1).write(Before { start, layout });
+        made.cast()
+    }
+}
+
+/// Whether an allocation is from here.
+pub(crate) fn holds(allocation: *mut c_void) -> bool {
+    (allocation as usize).wrapping_sub((&raw const MEMORY) as usize) < BYTES
+}
+
+/// How many bytes an allocation has.
+///
+/// # Safety
+/// It is from here, and not freed.
+pub(crate) unsafe fn usable(allocation: *mut c_void) -> usize {
+    // SAFETY: the caller's promise.
+    let before = unsafe { &*allocation.cast::<Before>().sub(1) };
+    let end = before.start.as_ptr() as usize + before.layout.size();
+    end - allocation as usize
+}
+
+/// Frees an allocation. In a child made by `fork`, where nobody may ever give the heap up, it
+/// stays.
+///
+/// # Safety
+/// As [`usable`].
+pub(crate) unsafe fn free(allocation: *mut c_void) {
+    if !state::is_forked() {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let before = allocation.cast::<Before>().sub(1).read();
+            heap().deallocate(before.start, before.layout);
+        }
+    }
+}
