@@ -119,15 +119,22 @@ impl Program {
             budget,
             capacity,
             min_bytes,
+            page_size,
+            in_thread,
         } = sizes;
         line(format!(
             "budget      {budget} of local memory, {capacity} in all"
         ));
+        let by = match in_thread {
+            true => "the thread that touches them",
+            false => "filler threads (--in-thread: by the thread that touches them)",
+        };
+        line(format!("pages       {page_size} each, brought in by {by}"));
         line(format!(
             "remote      malloc, calloc, realloc, aligned_alloc, posix_memalign, memalign, C++ new: {min_bytes} and more"
         ));
         line(format!(
-            "remote      mmap of private anonymous memory to read and write: {min_bytes} and more"
+            "remote      mmap of private anonymous memory, also if it is reserved first: {min_bytes} and more"
         ));
         line("local       smaller requests, stacks, files, shared memory, executable memory, huge pages, fixed addresses".into());
         line("local       what libraries ask for before farpage's own constructor has run".into());

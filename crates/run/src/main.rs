@@ -140,7 +140,7 @@ fn run(options: &RunOptions) -> Result<u8> {
     let sizes = sizes(options);
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
-    let page_bytes = options.page_size.as_u64();
+    let page_bytes = sizes.page_size.as_u64();
     command.env("FARPAGE_PAGE_SIZE", format!("{page_bytes}B"));
     let set = |command: &mut Command, name: &str, value: &str| {
         command.env(format!("FARPAGE_RUN_{name}"), value);
@@ -161,7 +161,7 @@ fn run(options: &RunOptions) -> Result<u8> {
         (options.allow_fork, "ALLOW_FORK"),
         (options.children, "CHILDREN"),
         (options.server.is_none(), "ON_DEMAND"),
-        (in_thread(options), "IN_THREAD"),
+        (sizes.in_thread, "IN_THREAD"),
     ] {
         if flag {
             set(&mut command, name, "1");
@@ -270,6 +270,8 @@ pub(crate) struct Sizes {
     pub(crate) budget: ByteSize,
     pub(crate) capacity: ByteSize,
     pub(crate) min_bytes: ByteSize,
+    pub(crate) page_size: ByteSize,
+    pub(crate) in_thread: bool,
 }
 
 fn sizes(options: &RunOptions) -> Sizes {
@@ -285,6 +287,8 @@ fn sizes(options: &RunOptions) -> Sizes {
         budget,
         capacity: options.capacity.unwrap_or(ByteSize(default)),
         min_bytes: options.min_bytes,
+        page_size: options.page_size,
+        in_thread: in_thread(options),
     }
 }
 

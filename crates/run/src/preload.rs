@@ -9,7 +9,8 @@
 //!   (`local.rs`). So are all threads that it starts.
 //! - Before the runtime is there (constructors that run before ours, `dlsym`) everything goes to
 //!   the next allocator.
-//! - `free` and its kind decide by address alone, and by where our own allocations begin (`made.rs`).
+//! - `free` and its kind decide by address alone, and by where our own allocations begin
+//!   (`made.rs`).
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
 //! `state.rs`. With in-thread faults the program's system calls go by `filter.rs` and `calls.rs`,

@@ -31,7 +31,7 @@ fn allocate(state: &State, bytes: usize, align: usize) -> *mut c_void {
 pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
     match state::serves(bytes) {
         Some(state) => allocate(state, bytes, ALIGN),
-        None if Inside::is() => local::allocate(bytes, ALIGN),
+        None if local::serves() => local::allocate(bytes, ALIGN),
         // SAFETY: the caller's promise.
         None => unsafe { next::malloc(bytes) },
     }
@@ -49,7 +49,7 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
     };
     match state::serves(all) {
         Some(state) => allocate(state, all, ALIGN),
-        None if Inside::is() => local::allocate(all, ALIGN),
+        None if local::serves() => local::allocate(all, ALIGN),
         // SAFETY: the caller's promise.
         None => unsafe { next::calloc(count, bytes) },
     }
@@ -160,7 +160,7 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
 pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
     match state::serves(bytes) {
         Some(state) if align.is_power_of_two() => allocate(state, bytes, align),
-        None if Inside::is() && align.is_power_of_two() => local::allocate(bytes, align),
+        None if local::serves() && align.is_power_of_two() => local::allocate(bytes, align),
         // SAFETY: the caller's promise.
         _ => unsafe { next::memalign(align, bytes) },
     }

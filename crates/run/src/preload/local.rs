@@ -16,7 +16,7 @@ use std::{
 
 use linked_list_allocator::Heap;
 
-use crate::{heap::ALIGN, state};
+use crate::{Inside, heap::ALIGN, set_errno, state};
 
 /// More than the C library has ever asked for; what is never used of it takes no memory.
 const BYTES: usize = 32 << 20;
@@ -42,8 +42,22 @@ fn heap() -> MutexGuard<'static, Heap> {
     HEAP.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Zeroed memory. Null: there is no more.
+/// Whether this thread's requests are served from here: it works for the runtime, of which nothing
+/// is left in a child made by `fork`.
+pub(crate) fn serves() -> bool {
+    Inside::is() && !state::is_forked()
+}
+
+/// Zeroed memory. Null: there is no more, as `errno` says.
 pub(crate) fn allocate(bytes: usize, align: usize) -> *mut c_void {
+    let made = find(bytes, align);
+    if made.is_null() {
+        set_errno(libc::ENOMEM);
+    }
+    made
+}
+
+fn find(bytes: usize, align: usize) -> *mut c_void {
     let align = align.max(ALIGN);
     let before = size_of::<Before>().next_multiple_of(align);
     let all = bytes.checked_add(before);

@@ -3,8 +3,8 @@
 //! An allocator that is next in line maps memory of the arena like anybody else. What it cuts out
 //! of that is its own, so that an address in the arena does not tell whose an allocation is.
 //!
-//! The rule it keeps: asking takes no lock and no system call, since such an allocator asks for each
-//! small object that it frees.
+//! The rule it keeps: asking takes no lock and no system call, since it is done for each small
+//! object that such an allocator frees.
 
 use std::{
     ptr,
