@@ -235,7 +235,8 @@ assert all(block[at] == (at >> 12) % 251 for at in pages)
 print('done')
 "#;
     for more in [&[][..], &["--in-thread"]] {
-        let options = [&["--budget", "6MiB"], more].concat();
+        // Nothing is remote before.
+        let options = [&["--budget", "6MiB", "--min-bytes", "4MiB"], more].concat();
         let ours = farpage(&options, &[PYTHON, "-c", script]);
         assert_eq!(text(&ours.stdout), "done\n", "{}", text(&ours.stderr));
     }
