@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 
 use crate::{children, programs};
 
@@ -81,9 +81,7 @@ pub(crate) struct Outcome {
 pub(crate) fn run() -> Result<ExitCode> {
     let mut build = children::cargo();
     build.args(["test", "--no-run", "--package", "farpage-bench"]);
-    let built = programs::build(&mut build)?;
-    let program = built.binaries.get("farpage-bench");
-    let outcome = smoke(program.context("cargo names no program farpage-bench")?)?;
+    let outcome = smoke(programs::build(&mut build)?.binary("farpage-bench")?)?;
     for skip in &outcome.skips {
         println!("SKIPPED: {skip}");
     }

@@ -56,7 +56,7 @@ impl Program {
 pub(crate) struct Built {
     pub(crate) tests: Vec<Program>,
     /// The programs that the tests start, by name.
-    pub(crate) binaries: BTreeMap<String, PathBuf>,
+    binaries: BTreeMap<String, PathBuf>,
 }
 
 /// Builds what `cargo`, a `cargo test --no-run` with its options, names, and the programs that the
@@ -83,6 +83,16 @@ pub(crate) fn build(cargo: &mut Command) -> Result<Built> {
 }
 
 impl Built {
+    /// A program that the tests start.
+    ///
+    /// # Errors
+    /// When cargo has named none of this name.
+    pub(crate) fn binary(&self, name: &str) -> Result<&Path> {
+        let binary = self.binaries.get(name);
+        let binary = binary.with_context(|| format!("cargo names no program {name}"))?;
+        Ok(binary)
+    }
+
     /// Adds the program that a message of cargo is about, if it is about one.
     fn take(&mut self, message: &str) -> Result<()> {
         let message: Value =

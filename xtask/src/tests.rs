@@ -156,6 +156,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     }
     println!("Building the tests ...");
     let built = programs::build(test().arg("--no-run"))?;
+    let benchmarks = built.binary("farpage-bench").map(Path::to_owned);
     let mut steps = Vec::new();
     for program in built.tests {
         let label = program.label.clone();
@@ -174,9 +175,7 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
     }
     if scope == Scope::Whole {
         let label = "every benchmark once".to_owned();
-        let benchmarks = built.binaries.get("farpage-bench");
-        let benchmarks = benchmarks.context("cargo names no program farpage-bench")?;
-        steps.push(Step::new(label, What::Benchmarks(benchmarks.clone())));
+        steps.push(Step::new(label, What::Benchmarks(benchmarks?)));
         let label = "RDMA, in a virtual machine with Soft-RoCE".to_owned();
         steps.push(Step::new(label, What::Rdma));
     }

@@ -203,18 +203,14 @@ impl Cgroup {
             Version::V1 => ("memory.max_usage_in_bytes", "memory.oom_control"),
             Version::V2 => ("memory.peak", "memory.events"),
         };
-        let read = |file| {
-            let path = self.path.join(file);
-            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
-        };
-        let kills = read(events)?;
+        let kills = self.read(events)?;
         let mut kills = kills
             .lines()
             .filter_map(|line| line.strip_prefix("oom_kill "));
         let kills = kills
             .next()
             .context("the kernel does not count whom it killed")?;
-        Ok((read(peak)?.trim().parse()?, kills.trim().parse()?))
+        Ok((self.read(peak)?.trim().parse()?, kills.trim().parse()?))
     }
 
     /// The anonymous memory that it holds now, in bytes: without pages of files.
@@ -226,12 +222,15 @@ impl Cgroup {
             Version::V1 => "total_rss ",
             Version::V2 => "anon ",
         };
-        let path = self.path.join("memory.stat");
-        let stat = fs::read_to_string(&path);
-        let stat = stat.with_context(|| format!("cannot read {}", path.display()))?;
+        let stat = self.read("memory.stat")?;
         let mut bytes = stat.lines().filter_map(|line| line.strip_prefix(name));
         let bytes = bytes.next().context("the kernel does not count it")?;
         Ok(bytes.trim().parse()?)
+    }
+
+    fn read(&self, file: &str) -> Result<String> {
+        let path = self.path.join(file);
+        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
     }
 
     fn write(&self, file: &str, value: &str) -> Result<()> {
