@@ -162,6 +162,31 @@ fn pages_that_are_read_ahead_are_discarded() {
     }
 }
 
+/// Memory that a program frees and takes again is new memory: nothing of it has come back.
+#[test]
+fn what_is_touched_after_a_discard_has_not_come_back() {
+    let test = "what_is_touched_after_a_discard_has_not_come_back";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 16 * MIB);
+    let runtime = memory.runtime(8 * MIB, PAGE);
+    let mut array: RemoteArray<u64> = runtime.array(MIB / 8).unwrap();
+    for round in 1..4 {
+        fill(&mut array, round);
+        if round == 2 {
+            array.advise(.., Advice::DontNeed).unwrap();
+        }
+        array.discard_range(..).unwrap();
+    }
+    fill(&mut array, 4);
+    assert_eq!(runtime.stats().pager.returns, 0);
+    array.advise(.., Advice::DontNeed).unwrap();
+    assert_filled(&array, 4);
+    assert_eq!(runtime.stats().pager.returns, (MIB / PAGE) as u64);
+}
+
 #[test]
 fn users_own_store_gets_zeros() {
     let test = "users_own_store_gets_zeros";

@@ -282,6 +282,41 @@ fn reading_ahead_saves_most_faults_of_a_sequential_pass() {
     }
 }
 
+/// The first touches of memory that is there in plenty, in an order that tells nothing.
+#[test]
+fn blank_pages_come_along_while_there_is_ample_room_and_not_otherwise() {
+    let test = "blank_pages_come_along_while_there_is_ample_room_and_not_otherwise";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let stats = |budget: usize, ahead: usize| {
+        let runtime = memory.runtime(budget, PAGE);
+        let mut array = runtime
+            .array_with::<u64>(8 * MIB / 8, pages(ahead))
+            .unwrap();
+        let count = 8 * MIB / PAGE;
+        for at in 0..count {
+            // 389 shares no factor with a power of two, so each page comes once.
+            array[at * 389 % count * (PAGE / 8)] = at as u64 + 1;
+        }
+        for at in 0..count {
+            assert_eq!(array[at * 389 % count * (PAGE / 8)], at as u64 + 1);
+        }
+        let faults = runtime.stats().pager.faults as usize;
+        println!("budget {budget}, {ahead} ahead: {faults} faults of {count} pages");
+        (faults, count)
+    };
+    let (ample, count) = stats(16 * MIB, 32);
+    assert!(ample * 3 < count, "{ample} faults");
+    let (without, _) = stats(16 * MIB, 0);
+    assert_eq!(without, count, "read-ahead is turned off");
+    // Room for a quarter: most pages come alone, each twice.
+    let (tight, _) = stats(2 * MIB, 32);
+    assert!(tight > count * 5 / 4, "{tight} faults");
+}
+
 #[test]
 fn region_too_large_for_its_server_is_an_error_and_others_go_on() {
     let test = "region_too_large_for_its_server_is_an_error_and_others_go_on";

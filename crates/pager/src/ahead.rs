@@ -215,6 +215,17 @@ impl Streams {
         (plan, passed)
     }
 
+    /// These pages came along with the fault that was told last, for which nothing was planned. Its
+    /// stream, if it goes upwards, is expected behind them.
+    pub(crate) fn came_along(&mut self, pages: PageRange) {
+        if let Some(stream) = self.streams.last_mut()
+            && !stream.down
+            && stream.ahead.end == pages.start
+        {
+            stream.ahead.end = pages.end;
+        }
+    }
+
     fn judge(&mut self, guess: i8) {
         self.trust = (self.trust + guess).clamp(-TRUST_MAX, TRUST_MAX);
     }
@@ -388,6 +399,21 @@ mod tests {
                 assert_eq!(plan != Plan::NONE, page == 1);
             }
         }
+    }
+
+    #[test]
+    fn stream_is_expected_behind_what_came_along() {
+        let mut streams = Streams::default();
+        assert_eq!(fault(&mut streams, 1, 10, 64, false, true), Plan::NONE);
+        streams.came_along(pages(11..32));
+        assert_eq!(fault(&mut streams, 1, 32, 64, false, true), up(33..37));
+        // Others' pages change nothing.
+        fault(&mut streams, 1, 1000, 64, false, true);
+        streams.came_along(pages(2000..2010));
+        assert_eq!(
+            fault(&mut streams, 1, 1001, 64, false, true),
+            up(1002..1006)
+        );
     }
 
     #[test]

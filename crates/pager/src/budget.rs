@@ -127,6 +127,11 @@ impl Budget {
         (self.room().saturating_sub(reserve) / page) as usize
     }
 
+    /// Whether `bytes` more can be used and evictors still have nothing to do.
+    pub(crate) fn is_ample(&self, bytes: usize) -> bool {
+        self.used() + bytes as u64 <= self.low()
+    }
+
     /// Bytes of memory that is free: made, and not used.
     pub(crate) fn free(&self) -> u64 {
         let made = self.made.load(Ordering::Relaxed);

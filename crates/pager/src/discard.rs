@@ -21,7 +21,7 @@ use smallvec::SmallVec;
 use crate::{
     Mapped, PageError,
     installer::Heat,
-    protocol::{self, OnFailed, OnLeft, State},
+    protocol::{self, NEVER_LEFT, OnFailed, OnLeft, State},
     run::Run,
     victims::Out,
 };
@@ -140,8 +140,8 @@ impl<A: AddressSpace> Mapped<A> {
         let taken = run.len();
         // While they are ours, and before others may fill them.
         region.store.clear(run.pages());
-        let stamp = shared.installer.clock.now();
-        let settle = |page| region.words.apply(page, |w| protocol::left(w, stamp)) == OnLeft::Gone;
+        let left = |w| protocol::left(w, NEVER_LEFT);
+        let settle = |page| region.words.apply(page, left) == OnLeft::Gone;
         // Each page once: what is gone has another owner from here on.
         let gone: SmallVec<[bool; RUN_PAGES_MAX]> = run.pages().iter().map(settle).collect();
         let first = run.first();
@@ -166,6 +166,7 @@ impl<A: AddressSpace> Mapped<A> {
             return Ok(Tried::Done(0));
         }
         region.store.clear(page.alone());
+        region.words.apply(page, |w| (protocol::forgotten(w), ()));
         let mut outcome = Ok(Tried::Done(1));
         if region.words.apply(page, protocol::fill_failed) == OnFailed::MustPoison {
             // Somebody waits for it: it comes as zeros.

@@ -319,10 +319,30 @@ impl<A: AddressSpace, L: Landing<A>> Fills<A, L> {
         let limit = self.window_pages(region);
         let (mut plan, passed) = self.streams.fault(region.id, page, limit, eager, missed);
         plan.ahead.end = plan.ahead.end.min(PageIndex(region.pages()));
+        if plan.ahead.is_empty() && missed && limit > 0 {
+            plan = Plan::up(self.blank_behind(region, page));
+            self.streams.came_along(plan.ahead);
+        }
         if !passed.is_empty() {
             self.shared.victims.passed(region, passed);
         }
         plan
+    }
+
+    /// The blank pages behind a blank one, up to where the next run would begin, while there is
+    /// ample room. They cost no READ: all of them are here before a fault on the next were served.
+    fn blank_behind(&self, region: &Region, page: PageIndex) -> PageRange {
+        let is_written = |page: &PageIndex| !region.store.is_blank(*page);
+        let run_pages = region.run_pages.min(region.read_ahead.end() + 1);
+        let end = PageIndex((page.0 / run_pages + 1) * run_pages);
+        let behind = (page + 1).until(end.min(PageIndex(region.pages())));
+        let budget = self.shared.frames.budget();
+        if is_written(&page) || !budget.is_ample((1 + behind.len()) * region.page_bytes()) {
+            return PageRange::NONE;
+        }
+        let behind = stretch::remote(region, &Plan::up(behind), run_pages);
+        let end = behind.iter().find(is_written).unwrap_or(behind.end);
+        behind.start.until(end)
     }
 
     /// Pages that a plan named are not read after all.

@@ -86,6 +86,9 @@ const STAMP_SHIFT: u32 = 32;
 /// and what was hot once stays longer.
 pub const HEAT_MAX: u8 = 15;
 
+/// The stamp of a page that never left, or whose bytes nobody wants any more.
+pub const NEVER_LEFT: u32 = 0;
+
 /// A page's word, as a value. `Word::default()` is `Remote`, never touched.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Word(u64);
@@ -314,6 +317,12 @@ pub fn left(w: Word, now: u32) -> (Word, OnLeft) {
             OnLeft::Gone,
         )
     }
+}
+
+/// What the owned page was is gone for good: what comes in next does not come back.
+pub fn forgotten(w: Word) -> Word {
+    debug_assert!(matches!(w.state(), State::Filling | State::Leaving));
+    w.with_stamp(NEVER_LEFT)
 }
 
 /// The owner found no page to take out: the program took it away itself. What was written back last
