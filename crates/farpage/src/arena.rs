@@ -6,7 +6,7 @@
 //!
 //! The rule: free ranges are zeros, and hold neither frames nor slots. So memory that was just
 //! allocated is zero, and costs nothing before it is touched. A range is discarded before others
-//! may have it.
+//! may have it, unless they ask for memory as it is (`kept.rs`).
 //!
 //! Best fit in whole pages, the lowest address first, neighbours joined: see `slots.rs` of the
 //! store for figures beside size classes and first fit. Pages are never shared between allocations.
@@ -23,11 +23,14 @@ use std::{
 use bytesize::ByteSize;
 use farpage_pager::PageError;
 
-use crate::Region;
+use crate::{Region, kept::Kept};
 
 /// So many bytes are freed before servers are asked to take memory back, where the arena reserves
 /// none: each time costs a round trip.
 const TRIM_BYTES: usize = 64 << 20;
+/// What is [kept](Arena::allocate_uninit) of freed memory at most, and as a part of the budget.
+const KEPT_BYTES: usize = 32 << 20;
+const KEPT_PART: usize = 16;
 
 /// One region that allocations come from: see [`Runtime::arena`](crate::Runtime::arena).
 ///
@@ -51,6 +54,7 @@ pub struct Arena {
     region: Region,
     address: usize,
     page_bytes: usize,
+    budget_bytes: usize,
     ranges: Mutex<Ranges>,
     freed_bytes: AtomicUsize,
 }
@@ -91,6 +95,8 @@ struct Ranges {
     allocated_pages: usize,
     /// Freed ranges that could not be discarded yet.
     stuck: Vec<Range<usize>>,
+    /// Freed, not discarded, and neither free nor allocated.
+    kept: Kept,
 }
 
 /// Which free range an allocation is put into.
@@ -102,7 +108,7 @@ enum Fit {
 }
 
 impl Arena {
-    pub(crate) fn new(region: Region) -> Arena {
+    pub(crate) fn new(region: Region, budget_bytes: usize) -> Arena {
         let (address, page_bytes) = (region.as_ptr() as usize, region.page_bytes());
         let mut ranges = Ranges::default();
         ranges.give(0..region.len() / page_bytes);
@@ -110,6 +116,7 @@ impl Arena {
             region,
             address,
             page_bytes,
+            budget_bytes,
             ranges: Mutex::new(ranges),
             freed_bytes: AtomicUsize::new(0),
         }
@@ -139,6 +146,33 @@ impl Arena {
         self.take(bytes, align, Fit::Roomiest)
     }
 
+    /// [`allocate`](Self::allocate) with bytes that hold anything: zeros, or what a freed
+    /// allocation left there. Once this has been called, allocations that are freed are kept for
+    /// it: their pages stay, and their next owner waits for none of them. At most 32 MiB and a
+    /// sixteenth of the budget are kept.
+    ///
+    /// # Errors
+    /// See [`ArenaError`].
+    ///
+    /// # Panics
+    /// If `align` is no power of two.
+    pub fn allocate_uninit(&self, bytes: usize, align: usize) -> Result<NonNull<u8>, ArenaError> {
+        assert!(align.is_power_of_two(), "an alignment of {align}");
+        if self.region.is_parents() {
+            return Err(ArenaError::Forked);
+        }
+        let pages = self.pages(bytes);
+        let fits = |first: usize| (self.address + first * self.page_bytes).is_multiple_of(align);
+        let mut ranges = self.ranges();
+        let most = KEPT_BYTES.min(self.budget_bytes / KEPT_PART);
+        ranges.kept.begin(most / self.page_bytes);
+        if let Some(first) = ranges.kept.take(pages, fits) {
+            return Ok(self.allocated(&mut ranges, first, pages));
+        }
+        drop(ranges);
+        self.take(bytes, align, Fit::Shortest)
+    }
+
     fn take(&self, bytes: usize, align: usize, fit: Fit) -> Result<NonNull<u8>, ArenaError> {
         assert!(align.is_power_of_two(), "an alignment of {align}");
         if self.region.is_parents() {
@@ -147,17 +181,28 @@ impl Arena {
         let pages = self.pages(bytes);
         let align_pages = (align / self.page_bytes).max(1);
         let base = self.address / self.page_bytes;
+        let aligned = |page: usize| (base + page).next_multiple_of(align_pages) - base;
         let mut ranges = self.ranges();
-        let first = match ranges.take(pages, fit, |page| {
-            (base + page).next_multiple_of(align_pages) - base
-        }) {
-            Some(first) => first,
-            None => return Err(self.full(&ranges, bytes)),
-        };
+        loop {
+            if let Some(first) = ranges.take(pages, fit, aligned) {
+                return Ok(self.allocated(&mut ranges, first, pages));
+            }
+            let Some((first, pages)) = ranges.kept.pop() else {
+                return Err(self.full(&ranges, bytes));
+            };
+            drop(ranges);
+            // What cannot be discarded now is tried again.
+            let _ = self.free(first..first + pages);
+            ranges = self.ranges();
+        }
+    }
+
+    /// These pages are an allocation from now on.
+    fn allocated(&self, ranges: &mut Ranges, first: usize, pages: usize) -> NonNull<u8> {
         ranges.allocated.insert(first, pages);
         ranges.allocated_pages += pages;
         let address = self.address + first * self.page_bytes;
-        Ok(NonNull::new(address as *mut u8).expect("no region begins at address 0"))
+        NonNull::new(address as *mut u8).expect("no region begins at address 0")
     }
 
     fn full(&self, ranges: &Ranges, asked_bytes: usize) -> ArenaError {
@@ -170,7 +215,8 @@ impl Arena {
         }
     }
 
-    /// Frees an allocation: its bytes are gone, here and at the servers.
+    /// Frees an allocation: its bytes are gone, here and at the servers, unless it is kept for
+    /// [`allocate_uninit`](Self::allocate_uninit).
     ///
     /// # Errors
     /// A page that could not be discarded, because the kernel or a device uses it. The allocation
@@ -187,8 +233,13 @@ impl Arena {
         let pages = ranges.allocated.remove(&first);
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
         ranges.allocated_pages -= pages;
-        drop(ranges);
-        self.free(first..first + pages)
+        let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
+        while let Some((first, pages)) = ranges.kept.put(freed.take()) {
+            drop(ranges);
+            outcome = outcome.and(self.free(first..first + pages));
+            ranges = self.ranges();
+        }
+        outcome
     }
 
     /// Makes an allocation longer or shorter where it lies. Returns whether that was possible; it

@@ -54,6 +54,7 @@ mod config;
 pub mod error;
 mod fault;
 pub mod io;
+mod kept;
 mod region;
 mod runtime;
 mod stats;

@@ -314,7 +314,9 @@ impl Runtime {
             len: capacity_bytes,
             element_bytes: 1,
         })?;
-        Ok(Arena::new(self.region_with(bytes, options)?))
+        let region = self.region_with(bytes, options)?;
+        let budget_bytes = self.stats().pager.budget_bytes as usize;
+        Ok(Arena::new(region, budget_bytes))
     }
 
     /// Opens the region that was published under `name`, to read and write it. No other program can

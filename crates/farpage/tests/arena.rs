@@ -58,6 +58,16 @@ impl Block {
         block
     }
 
+    /// One that may hold what another held.
+    fn as_it_is(arena: &Arena, bytes: usize, align: usize, mark: u64) -> Block {
+        let at = arena.allocate_uninit(bytes, align).unwrap();
+        assert!((at.as_ptr() as usize).is_multiple_of(align));
+        assert!(arena.usable_bytes(at).unwrap() >= bytes);
+        let block = Block { at, bytes, mark };
+        block.write();
+        block
+    }
+
     fn places(&self) -> [usize; 3] {
         let last = self.bytes / 8 - 1;
         [0, last / 2, last]
@@ -192,13 +202,77 @@ fn threads_share_an_arena() {
     }
 }
 
+/// What is freed is given out again as it is to whoever takes that; anybody else gets zeros.
+#[test]
+fn freed_memory_is_kept_for_who_takes_it_as_it_is() {
+    let test = "freed_memory_is_kept_for_who_takes_it_as_it_is";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    // 64 pages of it may be kept.
+    let runtime = memory.runtime(1024 * PAGE, PAGE);
+    let alone = RegionOptions::new().read_ahead(0);
+    let arena = runtime.arena_with(256 * PAGE, alone).unwrap();
+    let free = |at: NonNull<u8>| {
+        // SAFETY: nobody else has it.
+        unsafe { arena.deallocate(at) }.unwrap();
+    };
+    let resident = || arena.region().resident_pages();
+    // Before anybody asks, nothing is kept.
+    Block::new(&arena, 10 * PAGE, 1, 1).free(&arena);
+    assert_eq!(resident(), 0);
+
+    let made = Block::as_it_is(&arena, 10 * PAGE, 1, 2);
+    let at = made.at;
+    made.free(&arena);
+    assert_eq!(arena.allocated_bytes(), 0);
+    assert_eq!(arena.usable_bytes(at), None, "it is nobody's");
+    let (faults, kept) = (runtime.stats().pager.faults, resident());
+    assert!(kept > 0);
+    let other = arena.allocate_uninit(11 * PAGE, 1).unwrap();
+    assert_ne!(other, at, "another length");
+    let again = Block {
+        at: arena.allocate_uninit(9 * PAGE + 1, 1).unwrap(),
+        bytes: 10 * PAGE,
+        mark: 2,
+    };
+    assert_eq!(again.at, at);
+    again.check();
+    assert_eq!(runtime.stats().pager.faults, faults, "its pages were there");
+    again.free(&arena);
+    // Zeros, for who wants zeros.
+    Block::new(&arena, 10 * PAGE, 1, 3).free(&arena);
+    free(other);
+
+    // No more than is allowed; what is large is not kept.
+    for mark in 0..20 {
+        let blocks = [0; 8].map(|_| Block::as_it_is(&arena, 7 * PAGE, 1, mark));
+        blocks.into_iter().for_each(|block| block.free(&arena));
+        Block::as_it_is(&arena, 33 * PAGE, 1, mark).free(&arena);
+    }
+    assert!(resident() <= 64, "{} pages", resident());
+    // It is room for others where there is none.
+    let all = arena.allocate(256 * PAGE, 1).unwrap();
+    assert_eq!(resident(), 0);
+    free(all);
+}
+
 fn work(arena: &Arena, mut rng: Rng, rounds: u64) {
     let mut live: Vec<Block> = Vec::new();
     for round in 0..rounds {
         match rng.below(4) {
             0 | 1 if live.len() < 12 => {
                 let align = 1 << (3 + rng.below(16));
-                live.push(Block::new(arena, 64 + rng.below(MIB), align, round));
+                let make = if round % 3 == 0 {
+                    Block::new
+                } else {
+                    Block::as_it_is
+                };
+                // Few lengths, so that some come again.
+                let bytes = 64 + rng.below(8) * 12 * KIB;
+                live.push(make(arena, bytes, align, round));
             }
             2 if !live.is_empty() => {
                 let at = rng.below(live.len());

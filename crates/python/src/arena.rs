@@ -249,8 +249,7 @@ unsafe fn of<'a>(context: *mut c_void) -> &'a Context {
 }
 
 /// Null, which numpy makes a `MemoryError` of, if the arena has no room.
-fn allocate(arena: &farpage::Arena, bytes: usize) -> *mut c_void {
-    let allocated = arena.allocate(bytes, ALIGN);
+fn or_null(allocated: Result<NonNull<u8>, farpage::ArenaError>) -> *mut c_void {
     allocated.map_or(ptr::null_mut(), |it| it.as_ptr().cast())
 }
 
@@ -259,7 +258,7 @@ unsafe extern "C" fn malloc(context: *mut c_void, bytes: usize) -> *mut c_void {
     let context = unsafe { of(context) };
     let before = context.before();
     match context.arena_for(bytes) {
-        Some(arena) => allocate(arena, bytes),
+        Some(arena) => or_null(arena.allocate_uninit(bytes, ALIGN)),
         // SAFETY: as numpy would call it.
         None => unsafe { (before.malloc)(before.context, bytes) },
     }
@@ -272,7 +271,7 @@ unsafe extern "C" fn calloc(context: *mut c_void, count: usize, bytes: usize) ->
     let all = count.checked_mul(bytes);
     match all.and_then(|all| Some((context.arena_for(all)?, all))) {
         // Zeros already, without touching them.
-        Some((arena, all)) => allocate(arena, all),
+        Some((arena, all)) => or_null(arena.allocate(all, ALIGN)),
         // SAFETY: as numpy would call it.
         None => unsafe { (before.calloc)(before.context, count, bytes) },
     }
@@ -298,20 +297,8 @@ unsafe extern "C" fn realloc(
     let Some(arena) = context.arena() else {
         return ptr::null_mut();
     };
-    // SAFETY: numpy does not use what is cut off.
-    if matches!(unsafe { arena.resize(own, bytes) }, Ok(true)) {
-        return address;
-    }
-    let (old_bytes, new) = (arena.usable_bytes(own), allocate(arena, bytes));
-    if let Some(old_bytes) = old_bytes.filter(|_| !new.is_null()) {
-        // SAFETY: both are allocations, of at least so many bytes, and the old one is not used
-        // any more.
-        unsafe {
-            ptr::copy_nonoverlapping(address, new, old_bytes.min(bytes));
-            let _ = arena.deallocate(own);
-        }
-    }
-    new
+    // SAFETY: numpy uses the old address no more if there is a new one.
+    or_null(unsafe { arena.reallocate(own, bytes, ALIGN) })
 }
 
 unsafe extern "C" fn free(context: *mut c_void, address: *mut c_void, bytes: usize) {

@@ -1,7 +1,8 @@
 //! `malloc` and its kind.
 //!
-//! The rules it keeps: fresh memory of the arena is zeros, so that `calloc` touches nothing. What
-//! another allocator has cut out of memory that it mapped in the arena is its own.
+//! The rules it keeps: `calloc` touches nothing, since fresh memory of the arena is zeros, while
+//! `malloc` may give out what was freed. What another allocator has cut out of memory that it
+//! mapped in the arena is its own.
 
 use std::{
     ffi::{c_int, c_void},
@@ -10,15 +11,15 @@ use std::{
 
 use crate::{
     Inside, give_up, local, made, next, protect, set_errno,
-    state::{self, State},
+    state::{self, Holds, State},
 };
 
 /// What every allocation is aligned to.
 pub(crate) const ALIGN: usize = 16;
 
-/// Zeroed memory from the arena.
-fn allocate(state: &State, bytes: usize, align: usize) -> *mut c_void {
-    let made = state.allocate(bytes, align);
+/// Memory from the arena.
+fn allocate(state: &State, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
+    let made = state.allocate(bytes, align, holds);
     made::add(made as usize);
     made
 }
@@ -30,7 +31,7 @@ fn allocate(state: &State, bytes: usize, align: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn malloc(bytes: usize) -> *mut c_void {
     match state::serves(bytes) {
-        Some(state) => allocate(state, bytes, ALIGN),
+        Some(state) => allocate(state, bytes, ALIGN, Holds::Anything),
         None if local::serves() => local::allocate(bytes, ALIGN),
         // SAFETY: the caller's promise.
         None => unsafe { next::malloc(bytes) },
@@ -48,7 +49,7 @@ pub(crate) unsafe extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_voi
         return ptr::null_mut();
     };
     match state::serves(all) {
-        Some(state) => allocate(state, all, ALIGN),
+        Some(state) => allocate(state, all, ALIGN, Holds::Zeros),
         None if local::serves() => local::allocate(all, ALIGN),
         // SAFETY: the caller's promise.
         None => unsafe { next::calloc(count, bytes) },
@@ -159,7 +160,7 @@ pub(crate) unsafe extern "C" fn malloc_usable_size(of: *mut c_void) -> usize {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn memalign(align: usize, bytes: usize) -> *mut c_void {
     match state::serves(bytes) {
-        Some(state) if align.is_power_of_two() => allocate(state, bytes, align),
+        Some(state) if align.is_power_of_two() => allocate(state, bytes, align, Holds::Anything),
         None if local::serves() && align.is_power_of_two() => local::allocate(bytes, align),
         // SAFETY: the caller's promise.
         _ => unsafe { next::memalign(align, bytes) },

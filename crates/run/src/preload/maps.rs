@@ -14,7 +14,7 @@ use crate::{
     Inside, protect,
     ranges::Ranges,
     say_once, set_errno,
-    state::{self, State},
+    state::{self, Holds, State},
 };
 
 pub(crate) const KERNEL_PAGE_BYTES: usize = 4096;
@@ -108,7 +108,7 @@ pub(crate) unsafe extern "C" fn mmap64(
 fn map(state: &State, bytes: usize, protection: c_int) -> Option<*mut c_void> {
     let whole = bytes.checked_next_multiple_of(KERNEL_PAGE_BYTES)?;
     if protection == PLAIN {
-        let made = state.allocate(whole, KERNEL_PAGE_BYTES);
+        let made = state.allocate(whole, KERNEL_PAGE_BYTES, Holds::Zeros);
         if made.is_null() {
             return Some(libc::MAP_FAILED);
         }

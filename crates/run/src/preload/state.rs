@@ -89,12 +89,22 @@ pub(crate) fn forget() {
     MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
 }
 
+/// What new memory holds.
+#[derive(Clone, Copy)]
+pub(crate) enum Holds {
+    Zeros,
+    Anything,
+}
+
 impl State {
-    /// Memory from the arena; null, and a word of it, if it is full.
-    pub(crate) fn allocate(&self, bytes: usize, align: usize) -> *mut c_void {
+    /// Memory from the arena, which holds zeros or anything; null, and a word of it, if it is full.
+    pub(crate) fn allocate(&self, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            let made = self.arena.allocate(bytes, align);
+            let made = match holds {
+                Holds::Zeros => self.arena.allocate(bytes, align),
+                Holds::Anything => self.arena.allocate_uninit(bytes, align),
+            };
             made.map_err(|error| error.to_string()).and_then(|made| {
                 let start = made.as_ptr() as usize;
                 let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
