@@ -1,9 +1,9 @@
 """What numpy's users do with an array, timed: prints one line of JSON.
 
-    versus_numpy.py local|farpage|memmap BYTES FILE-OR-URL BUDGET_BYTES
+    versus_numpy.py local|farpage|memmap BYTES FILE-OR-URL BUDGET_BYTES PAGE_BYTES
 
-The array has rows of 1024 f8. Each result goes into a digest, which is the same whatever memory the
-array has.
+PAGE_BYTES are of farpage's array; 0 for the package's default. The array has rows of 1024 f8. Each
+result goes into a digest, which is the same whatever memory the array has.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ BAND = 1024
 GATHERED = 50_000
 
 
-def make(kind, shape, place, budget_bytes):
+def make(kind, shape, place, budget_bytes, page_bytes):
     """The array, zeroed."""
     if kind == "local":
         return np.zeros(shape)
@@ -28,7 +28,8 @@ def make(kind, shape, place, budget_bytes):
         return np.memmap(place, "f8", "w+", shape=shape)
     import farpage
 
-    return farpage.Runtime(place, budget=budget_bytes).zeros(shape, "f8")
+    runtime = farpage.Runtime(place, budget=budget_bytes)
+    return runtime.zeros(shape, "f8", page_size=page_bytes or None)
 
 
 def steps(a):
@@ -60,8 +61,8 @@ def steps(a):
 
 
 def main():
-    kind, size, place, budget = sys.argv[1:]
-    a = make(kind, (int(size) // 8 // COLUMNS, COLUMNS), place, int(budget))
+    kind, size, place, budget, page = sys.argv[1:]
+    a = make(kind, (int(size) // 8 // COLUMNS, COLUMNS), place, int(budget), int(page))
     hashed = hashlib.sha256()
     seconds = []
     for name, step in steps(a):

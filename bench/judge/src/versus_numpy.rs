@@ -43,6 +43,9 @@ pub struct VersusNumpyOptions {
     /// Memory for it: a size or a share of --size
     #[arg(long, value_name = "SIZE|PERCENT", default_value = "25%")]
     budget: Budget,
+    /// Page size of farpage's array [default: the package's own]
+    #[arg(long, value_name = "SIZE", value_parser = some_bytes)]
+    page_size: Option<ByteSize>,
     /// Where the file of numpy.memmap is made: on a disk, for a tmpfs is memory [default: the
     /// folder for temporary files]
     #[arg(long, value_name = "DIR")]
@@ -134,9 +137,11 @@ fn measure(options: &VersusNumpyOptions) -> Result<Report> {
     sitting.output(python(options, &["-c", "import farpage, numpy"]), "python")?;
     let one = |kind: Kind| -> Result<Printed> {
         let arguments = |kind: &str, place: &str| {
-            let numbers = [size_bytes.to_string(), budget_bytes.to_string()];
-            let [size, budget] = &numbers;
-            let words = [&program.display().to_string(), kind, size, place, budget];
+            let page_bytes = options.page_size.map_or(0, |size| size.as_u64());
+            let [size, budget, page] =
+                &[size_bytes, budget_bytes, page_bytes].map(|n| n.to_string());
+            let program = &program.display().to_string();
+            let words = [program, kind, size, place, budget, page];
             words.map(str::to_owned)
         };
         // What is set up for a run lives as long as it.
