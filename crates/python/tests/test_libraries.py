@@ -22,7 +22,7 @@ def run_numpys_tests(*arguments, seconds):
         stderr=subprocess.STDOUT,
         text=True,
         timeout=seconds,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ["PYTHONPATH"]])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])},
     )
     assert ended.returncode == 0, ended.stdout[-8000:]
     assert int(re.search(r"^evictions: (\d+)$", ended.stdout, re.MULTILINE)[1]) > 1000
