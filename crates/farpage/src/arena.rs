@@ -166,10 +166,15 @@ impl Arena {
         let mut ranges = self.ranges();
         let most = KEPT_BYTES.min(self.budget_bytes / KEPT_PART);
         ranges.kept.begin(most / self.page_bytes);
-        if let Some(first) = ranges.kept.take(pages, fits) {
+        let kept = ranges.kept.take(pages, fits);
+        if let Some(first) = kept.filter(|&first| self.is_sound(first, pages)) {
             return Ok(self.allocated(&mut ranges, first, pages));
         }
         drop(ranges);
+        if let Some(first) = kept {
+            // Zeros again; what cannot be discarded now is tried again.
+            let _ = self.free(first..first + pages);
+        }
         self.take(bytes, align, Fit::Shortest)
     }
 
@@ -195,6 +200,12 @@ impl Arena {
             let _ = self.free(first..first + pages);
             ranges = self.ranges();
         }
+    }
+
+    /// Whether all of these pages can be touched.
+    fn is_sound(&self, first: usize, pages: usize) -> bool {
+        let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
+        !self.region.has_broken(bytes)
     }
 
     /// These pages are an allocation from now on.

@@ -252,6 +252,11 @@ impl Region {
         self.mapped.resident_pages()
     }
 
+    /// Whether touching some page of a range of bytes raises SIGBUS.
+    pub(crate) fn has_broken(&self, bytes: Range<usize>) -> bool {
+        self.mapped.has_broken(bytes)
+    }
+
     /// Says how the program will use a range of bytes.
     ///
     /// # Errors

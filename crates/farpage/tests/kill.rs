@@ -81,6 +81,43 @@ fn assert_names_server(error: &PageError, url: &str) {
     );
 }
 
+/// What is kept for the next owner may have been lost meanwhile, or before.
+#[test]
+fn freed_memory_that_is_lost_is_given_to_nobody_as_it_is() {
+    let test = "freed_memory_that_is_lost_is_given_to_nobody_as_it_is";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    for (fabric, freed_before) in networks().flat_map(|f| [(f, false), (f, true)]) {
+        let mut server = server(fabric);
+        let runtime = runtime(&server.url, 4 * MIB);
+        let arena = runtime.arena(8 * MIB).unwrap();
+        let block = arena.allocate_uninit(2 * PAGE_BYTES, 1).unwrap();
+        for at in 0..2 * PAGE_BYTES {
+            // SAFETY: it is ours, and has so many bytes.
+            unsafe { block.as_ptr().add(at).write(at as u8) };
+        }
+        // SAFETY: nobody else has it, and it is used no more.
+        let free = || unsafe { arena.deallocate(block) }.unwrap();
+        let region = arena.region();
+        region.advise(.., Advice::DontNeed).unwrap();
+        if freed_before {
+            free();
+        }
+        server.kill();
+        region.prefetch_now(..2 * PAGE_BYTES).unwrap_err();
+        if !freed_before {
+            free();
+        }
+        let next = arena.allocate_uninit(2 * PAGE_BYTES, 1).unwrap();
+        for at in 0..2 * PAGE_BYTES {
+            // SAFETY: it is ours, and has so many bytes.
+            assert_eq!(unsafe { next.as_ptr().add(at).read_volatile() }, 0);
+        }
+    }
+}
+
 #[test]
 fn prefetch_now_tells_of_a_killed_server_within_the_deadline() {
     let test = "prefetch_now_tells_of_a_killed_server_within_the_deadline";

@@ -61,6 +61,17 @@ impl<A: AddressSpace> Mapped<A> {
         self.region.resident()
     }
 
+    /// Whether a page of `range` cannot be brought in, or is lost: touching it raises SIGBUS.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn has_broken(&self, range: Range<usize>) -> bool {
+        let region = self.region();
+        let state = |page| region.words.load(page).state();
+        let mut pages = self.pages(range).iter();
+        pages.any(|page| matches!(state(page), State::Poisoned | State::Lost))
+    }
+
     /// Where the pages are kept.
     pub fn store(&self) -> &Arc<PageStore> {
         &self.region.store
