@@ -203,12 +203,12 @@ fn a_named_region_survives_its_client_and_is_open_once() {
 
 #[test]
 fn dropping_the_server_ends_it_and_removes_its_socket() {
-    let both = Both::start(MIB, LEASE);
+    // The session's lease does not end within the test.
+    let both = Both::start(MIB, Duration::from_secs(3600));
     let (shm, tcp) = (both.shm.clone(), both.tcp.clone());
     let session = connect(&shm);
-    let started = std::time::Instant::now();
-    drop(both.server);
-    assert!(started.elapsed() < Duration::from_secs(5));
+    let ended = std::thread::spawn(|| drop(both.server));
+    wait_until("the server has ended", || ended.is_finished());
     let farpage_wire::Endpoint::Shm(path) = &shm else {
         panic!("not shm")
     };

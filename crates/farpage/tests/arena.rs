@@ -9,13 +9,7 @@
 
 mod common;
 
-use std::{
-    env, fs,
-    ops::Range,
-    ptr::NonNull,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{env, fs, ops::Range, ptr::NonNull, thread, time::Duration};
 
 use common::{
     Fabric, KIB, Kin, MIB, Memory, Rng, Watchdog, builder, can_page, fabrics, mix, seed, wait_until,
@@ -479,8 +473,9 @@ fn pages_move_at_once_to_where_pages_are_pinned() {
         return;
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    let runtime = builder(20 * PAGE, PAGE).server(&memory.url);
-    let runtime = runtime.build().unwrap();
+    // A page that waited would wait for the deadline, and so for the watchdog.
+    let builder = builder(20 * PAGE, PAGE).deadline(Duration::from_secs(3600));
+    let runtime = builder.server(&memory.url).build().unwrap();
     let arena = runtime.arena(100 * PAGE).unwrap();
     let start = arena.addresses().start;
     let [from, to] = [10, 50].map(|pages| arena.allocate(pages * PAGE, 1).unwrap());
@@ -489,11 +484,8 @@ fn pages_move_at_once_to_where_pages_are_pinned() {
     let offset = to.as_ptr() as usize - start;
     arena.region().pin(offset..offset + 4 * PAGE).unwrap();
     let (from, to) = (from.as_ptr() as usize, to.as_ptr() as usize);
-    let since = Instant::now();
     // SAFETY: as above.
     unsafe { arena.relocate(from..from + 10 * PAGE, to) }.unwrap();
-    // The deadline is ten seconds, and each page would have waited for its own.
-    assert!(since.elapsed() < Duration::from_secs(5), "{since:?}");
     // SAFETY: as above.
     let bytes = unsafe { std::slice::from_raw_parts(to as *const u8, 10 * PAGE) };
     assert!(bytes.iter().all(|&byte| byte == 7));
@@ -509,7 +501,9 @@ fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
         return;
     }
     let memory = Memory::start(Fabric::Shm, 64 * MIB);
-    let builder = builder(200 * PAGE, PAGE).fault_mode(FaultMode::InThread);
+    // A page that waited for an evictor would wait for the deadline, and so for the watchdog.
+    let builder = builder(200 * PAGE, PAGE).deadline(Duration::from_secs(3600));
+    let builder = builder.fault_mode(FaultMode::InThread);
     let runtime = builder.server(&memory.url).build().unwrap();
     let options = RegionOptions::new().read_ahead(0);
     let arena = runtime.arena_with(1000 * PAGE, options).unwrap();
@@ -520,7 +514,6 @@ fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
         let behind = arena.allocate(PAGE, 1).unwrap();
         // SAFETY: allocated above, and used by this thread alone.
         unsafe { block.as_ptr().write_bytes(7, pages * PAGE) };
-        let since = Instant::now();
         let block = match round % 2 {
             0 => block,
             // SAFETY: as above.
@@ -530,8 +523,6 @@ fn pages_that_were_handed_over_are_given_up_and_move_at_once() {
             // SAFETY: nobody uses it any more.
             unsafe { arena.deallocate(block) }.unwrap();
         }
-        let took = since.elapsed();
-        assert!(took < Duration::from_secs(5), "round {round}: {took:?}");
     }
 }
 
