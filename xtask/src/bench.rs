@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::Result;
 
-use crate::{children, programs};
+use crate::{children, programs, tests::tally::Tally};
 
 /// Arguments of `farpage-bench`, to which `--smoke` is added. `versus-swap` is left out on purpose:
 /// a test suite does not change the swap of the machine that it runs on.
@@ -64,16 +64,6 @@ const RUNS: [&str; 41] = [
 /// Longer than any takes on a slow machine; what takes longer hangs.
 const TIME_MAX: Duration = Duration::from_secs(120);
 
-/// What became of them.
-#[derive(Default)]
-pub(crate) struct Outcome {
-    pub(crate) passed: usize,
-    /// `<benchmark>: <why>`
-    pub(crate) failures: Vec<String>,
-    /// `<benchmark>: <why>`
-    pub(crate) skips: Vec<String>,
-}
-
 /// The command by itself.
 ///
 /// # Errors
@@ -81,32 +71,21 @@ pub(crate) struct Outcome {
 pub(crate) fn run() -> Result<ExitCode> {
     let mut build = children::cargo();
     build.args(["test", "--no-run", "--package", "farpage-bench"]);
-    let outcome = smoke(programs::build(&mut build)?.binary("farpage-bench")?)?;
-    for skip in &outcome.skips {
-        println!("SKIPPED: {skip}");
-    }
-    for failure in &outcome.failures {
-        println!("FAILED: {failure}");
-    }
-    println!(
-        "{} passed, {} failed, {} skipped",
-        outcome.passed,
-        outcome.failures.len(),
-        outcome.skips.len()
-    );
-    Ok(match outcome.failures.len() {
-        0 => ExitCode::SUCCESS,
-        _ => ExitCode::FAILURE,
-    })
+    let mut tally = Tally::default();
+    smoke(
+        programs::build(&mut build)?.binary("farpage-bench")?,
+        &mut tally,
+    )?;
+    print!("{}", tally.shown);
+    Ok(tally.close())
 }
 
-/// Runs all of them by `program`, a `farpage-bench`.
+/// Runs all benchmarks by `program`, a `farpage-bench`, and counts them.
 ///
 /// # Errors
 /// When it cannot be started. A benchmark that fails is counted.
-pub(crate) fn smoke(program: &Path) -> Result<Outcome> {
+pub(crate) fn smoke(program: &Path, tally: &mut Tally) -> Result<()> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut outcome = Outcome::default();
     let bench = |args: &str| {
         let mut command = Command::new(program);
         command
@@ -117,8 +96,8 @@ pub(crate) fn smoke(program: &Path) -> Result<Outcome> {
     };
     if !children::status(&mut bench("doctor"))?.success() {
         let why = "`farpage-bench doctor` says that farpage cannot work here";
-        outcome.skips = RUNS.map(|run| format!("{run}: {why}")).to_vec();
-        return Ok(outcome);
+        tally.skips.extend(RUNS.map(|run| format!("{run}: {why}")));
+        return Ok(());
     }
     for run in RUNS {
         let begin = Instant::now();
@@ -131,15 +110,15 @@ pub(crate) fn smoke(program: &Path) -> Result<Outcome> {
         let seconds = begin.elapsed().as_secs_f64();
         let result = match failed {
             None => {
-                outcome.passed += 1;
+                tally.passed += 1;
                 "ok".to_owned()
             }
             Some(why) => {
-                outcome.failures.push(format!("{run}: {why}"));
+                tally.failures.push(format!("{run}: {why}"));
                 format!("FAILED ({why})")
             }
         };
-        println!("bench {run} ... {result}, {seconds:.1} s");
+        tally.say(&format!("bench {run} ... {result}, {seconds:.1} s"));
     }
-    Ok(outcome)
+    Ok(())
 }

@@ -8,7 +8,7 @@ use std::{
     env,
     os::unix::process::CommandExt,
     process::{self, Child, Command, ExitStatus, Stdio},
-    sync::atomic::{AtomicI32, Ordering::SeqCst},
+    sync::{Mutex, MutexGuard},
     thread,
     time::{Duration, Instant},
 };
@@ -19,19 +19,23 @@ use signal_hook::{
     iterator::Signals,
 };
 
-/// The process group of the child that runs now, 0 if there is none. Commands run one child at a
-/// time.
-static RUNNING: AtomicI32 = AtomicI32::new(0);
+/// Process groups of the children that run now.
+static RUNNING: Mutex<Vec<i32>> = Mutex::new(Vec::new());
 
-/// From now on Ctrl-C, SIGTERM and SIGHUP end the running child with all its descendants, then this
+fn running() -> MutexGuard<'static, Vec<i32>> {
+    RUNNING.lock().expect("no panic while it is held")
+}
+
+/// Lets Ctrl-C, SIGTERM and SIGHUP end the running children with all their descendants, then this
 /// process.
 pub(crate) fn end_with_us() -> Result<()> {
     let mut signals =
         Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot listen for signals")?;
     thread::spawn(move || {
         if let Some(signal) = signals.forever().next() {
-            let group = RUNNING.load(SeqCst);
-            if group > 0 {
+            // Held until the end: nothing else is started.
+            let groups = running();
+            for group in groups.iter() {
                 // SAFETY: plain system call without pointers; the group is that of a child that has
                 // not been waited for.
                 unsafe { libc::kill(-group, libc::SIGTERM) };
@@ -53,19 +57,21 @@ pub(crate) fn cargo() -> Command {
 
 /// Starts a child without a standard input, in a process group of its own.
 pub(crate) fn spawn(command: &mut Command) -> Result<Child> {
+    let mut groups = running();
     let child = command
         .stdin(Stdio::null())
         .process_group(0)
         .spawn()
         .with_context(|| format!("cannot start `{}`", command.get_program().display()))?;
-    RUNNING.store(child.id() as i32, SeqCst);
+    groups.push(child.id() as i32);
     Ok(child)
 }
 
 /// Waits for a child that [`spawn`] started.
 pub(crate) fn wait(mut child: Child) -> Result<ExitStatus> {
+    let group = child.id() as i32;
     let status = child.wait().context("cannot wait for a child process");
-    RUNNING.store(0, SeqCst);
+    running().retain(|&it| it != group);
     status
 }
 

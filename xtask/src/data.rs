@@ -16,7 +16,7 @@ use crate::{
     setup::{self, Need},
 };
 
-const NEEDS: [Need; 1] = [Need {
+pub(crate) const NEEDS: [Need; 1] = [Need {
     what: "Python's package installer (`python3 -m pip`)",
     apt_package: "python3-pip",
     is_there: || {

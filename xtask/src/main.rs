@@ -8,6 +8,7 @@
 mod bench;
 mod children;
 mod data;
+mod dependencies;
 mod install;
 mod programs;
 mod rdma;
@@ -32,6 +33,7 @@ Commands:
                                   without any, every benchmark runs once, too, and the tests of RDMA run in a virtual machine
   test --quick                    what takes less than three minutes once built: no virtual machine, optimised programs or
                                   benchmarks, and no long tests, which it names
+  test --again N --beside K ...   the same N times while K threads compute; says which test failed how often
   test --rdma [FILTER...]         only the tests of RDMA, in a virtual machine
   test --programs [NAME...]       programs of the distribution and of Python's packages under `farpage run` at a quarter of their
                                   memory, beside plain runs and swap; minutes, and installs them
@@ -41,9 +43,11 @@ Commands:
   data                            fetch the examples that training is measured with (out of Python packages, by pip) [part of `test`]
   install --prefix DIR            build libfarpage and libumap for C and C++ and put them, their headers, pkg-config and CMake
                                   files below DIR; with `--built DIR` the libraries are taken from there
+  dependencies                    sources and licences of all dependencies, held against deny.toml
   tidy                            lines that are too long, links that lead nowhere, and other rules of form (part of `test`)
   vm [OPTIONS] COMMAND...         run COMMAND in a virtual machine that has RDMA; `vm --help` says more
-  setup                           only set up: install missing system packages, check kernel permissions
+  setup [--all]                   only set up: install missing system packages, check kernel permissions; with `--all` the packages
+                                  that the tests of RDMA need, too
   help                            print this";
 
 fn main() -> ExitCode {
@@ -64,8 +68,12 @@ fn run() -> Result<ExitCode> {
     };
     match command {
         "demo" if rest.is_empty() => demo(),
-        "setup" if rest.is_empty() => {
-            setup::prepare()?;
+        "setup" if rest.is_empty() || rest == ["--all"] => {
+            children::end_with_us()?;
+            match rest.first() {
+                None => setup::prepare()?,
+                Some(_) => setup::prepare_all()?,
+            }
             println!("This machine is ready: `cargo xtask demo` and `cargo xtask test` will run.");
             Ok(ExitCode::SUCCESS)
         }
@@ -108,6 +116,7 @@ fn run() -> Result<ExitCode> {
             data::fetch()?;
             Ok(ExitCode::SUCCESS)
         }
+        "dependencies" if rest.is_empty() => dependencies::run(),
         "tidy" if rest.is_empty() => tidy::run(),
         "vm" if rest == ["--help"] || rest == ["-h"] => {
             println!("{}", vm::USAGE);
@@ -121,8 +130,8 @@ fn run() -> Result<ExitCode> {
             println!("{USAGE}");
             Ok(ExitCode::SUCCESS)
         }
-        "data" | "demo" | "setup" | "tidy" => {
-            Ok(misused(&format!("`{command}` takes no arguments")))
+        "data" | "demo" | "dependencies" | "setup" | "tidy" => {
+            Ok(misused(&format!("`{command}` does not take {rest:?}")))
         }
         other => Ok(misused(&format!("no such command: `{other}`"))),
     }

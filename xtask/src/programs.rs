@@ -22,6 +22,8 @@ pub(crate) struct Program {
     pub(crate) label: String,
     /// Name of the target.
     pub(crate) name: String,
+    /// Name of the package.
+    pub(crate) package_name: String,
     pub(crate) executable: PathBuf,
     /// The folder in which cargo would run it.
     pub(crate) package: PathBuf,
@@ -113,6 +115,7 @@ impl Built {
             self.tests.push(Program {
                 label: format!("{} {name}", folder.display()),
                 name: name.to_owned(),
+                package_name: package_name(&message).to_owned(),
                 executable: executable.into(),
                 package: package.to_owned(),
             });
@@ -123,13 +126,24 @@ impl Built {
     }
 }
 
+/// The name in a package id, such as `path+file:///a/crates/farpage#0.1.0` or
+/// `path+file:///a/memserver#farpage-memserver@0.1.0`.
+fn package_name(message: &Value) -> &str {
+    let id = message["package_id"].as_str().unwrap_or_default();
+    let (folder, name) = id.split_once('#').unwrap_or_default();
+    match name.split_once('@') {
+        Some((name, _)) => name,
+        None => folder.rsplit('/').next().unwrap_or_default(),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn tests_are_told_from_what_they_start() {
-        let artifact = r#"{"reason":"compiler-artifact","manifest_path":"/a/Cargo.toml","target":{"name":"kill"},"profile":{"test":true},"executable":"/t/deps/a-1"}"#;
+        let artifact = r#"{"reason":"compiler-artifact","package_id":"path+file:///a#kill@0.1.0","manifest_path":"/a/Cargo.toml","target":{"name":"kill"},"profile":{"test":true},"executable":"/t/deps/a-1"}"#;
         let built_of = |message: &str| {
             let mut built = Built::default();
             built.take(message).expect("it is JSON");
@@ -139,6 +153,7 @@ mod tests {
         assert_eq!(found.tests[0].executable, PathBuf::from("/t/deps/a-1"));
         assert_eq!(found.tests[0].package, PathBuf::from("/a"));
         assert_eq!(found.tests[0].label, "/a kill");
+        assert_eq!(found.tests[0].package_name, "kill");
         assert!(found.binaries.is_empty());
         let found = built_of(&artifact.replace("true", "false"));
         assert!(found.tests.is_empty());

@@ -5,24 +5,19 @@
 //! is run, or counted as skipped with the reason. With `FARPAGE_REQUIRE_VM=1` a skip is a failure.
 //! Nothing but this needs the libraries of RDMA, so nothing else installs them.
 
-use std::{
-    env,
-    ffi::OsStr,
-    io::{self, Write},
-    time::Duration,
-};
+use std::{env, ffi::OsStr, time::Duration};
 
 use anyhow::Result;
 
 use crate::{
     children,
-    programs::{self, Built},
+    programs::{self, Built, Program},
     setup::{self, Need},
-    tests::Tally,
+    tests::tally::Tally,
     vm::{End, Machine, Options, Script},
 };
 
-/// Whose tests may need RDMA.
+/// Packages with tests that may need RDMA.
 const PACKAGES: [&str; 4] = [
     "farpage-fabric",
     "farpage-memserver",
@@ -37,33 +32,24 @@ const WHOLE: [&str; 2] = ["kill", "registered"];
 /// several times as long on busy ones.
 const TIME_MAX: Duration = Duration::from_secs(900);
 
-/// Builds and runs them; with `filters` those whose name contains one of them.
-///
-/// # Errors
-/// When they do not build, or there is no machine although it is required. A failing test and a
-/// machine that dies are counted.
-pub(crate) fn run(filters: &[String], tally: &mut Tally) -> Result<()> {
-    let required = env::var_os("FARPAGE_REQUIRE_VM").is_some_and(|it| it == "1");
-    let skips_before = tally.skips.len();
-    if let Err(why) = try_run(filters, tally)? {
-        tally.skips.push(format!("the tests of RDMA: {why:#}"));
+/// Counts the tests of RDMA as skipped, or as failed where they are required.
+pub(crate) fn skip(why: &anyhow::Error, tally: &mut Tally) {
+    let skip = format!("the tests of RDMA: {why:#}");
+    if env::var_os("FARPAGE_REQUIRE_VM").is_some_and(|it| it == "1") {
+        tally.fail(format!("{skip} (FARPAGE_REQUIRE_VM asks for them)"));
+    } else {
+        tally.skips.push(skip);
     }
-    if required && tally.skips.len() > skips_before {
-        eprintln!("FARPAGE_REQUIRE_VM is set: what was skipped of RDMA has failed.");
-        tally
-            .failures
-            .extend_from_slice(&tally.skips[skips_before..]);
-    }
-    Ok(())
 }
 
-/// The inner result says why they cannot be run here.
-fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
-    if let Err(why) = setup::install(&NEEDS, "RDMA") {
-        return Ok(Err(why));
-    }
+/// Runs those of `tests`, built with the feature `rdma`, that need RDMA: with `filters` those whose
+/// name contains one of them. A machine that cannot be had skips them all.
+///
+/// # Errors
+/// When a program cannot be started. A failing test and a machine that dies are counted.
+pub(crate) fn run(tests: &[Program], filters: &[String], tally: &mut Tally) -> Result<()> {
     let mut script = Script::new();
-    for program in build()?.tests {
+    for program in tests.iter().filter(|program| may_need_rdma(program)) {
         let filters: Vec<&OsStr> = match filters {
             [] if WHOLE.contains(&&*program.name) => Vec::new(),
             [] => vec!["rdma".as_ref()],
@@ -87,22 +73,26 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
     };
     let machine = match Machine::prepare(options) {
         Ok(machine) => machine,
-        Err(why) => return Ok(Err(why)),
+        Err(why) => {
+            skip(&why, tally);
+            return Ok(());
+        }
     };
     let mut line = Vec::new();
+    let mut errors = String::new();
     let end = machine.run(
         &script,
         &mut |bytes| {
             for &byte in bytes {
                 match byte {
-                    b'\n' => tally.show(&std::mem::take(&mut line)),
+                    b'\n' => tally.take(&std::mem::take(&mut line)),
                     byte => line.push(byte),
                 }
             }
         },
-        // Nobody to tell when our own standard error is gone.
-        &mut |bytes| drop(io::stderr().write_all(bytes)),
+        &mut |bytes| errors.push_str(&String::from_utf8_lossy(bytes)),
     );
+    tally.say(errors.trim_end());
     let failed = match end {
         Ok(End::Exited(0 | TESTS_FAILED)) => None,
         Ok(End::Exited(status)) => Some(format!("a test program died (status {status})")),
@@ -110,18 +100,26 @@ fn try_run(filters: &[String], tally: &mut Tally) -> Result<Result<()>> {
         Err(error) => Some(format!("{error:#}")),
     };
     if let Some(failed) = failed {
-        let failure = format!("the tests of RDMA: {failed}; the last one named was running");
-        eprintln!("FAILED: {failure}");
-        tally.failures.push(failure);
+        tally.fail(format!(
+            "the tests of RDMA: {failed}; the last one named was running"
+        ));
     }
-    Ok(Ok(()))
+    Ok(())
 }
 
 /// The status of a test program that has run to its end, but whose tests did not all pass.
 pub(crate) const TESTS_FAILED: u8 = 101;
 
-/// Builds the test programs, and the programs that they start.
-fn build() -> Result<Built> {
+/// True if `program` is of a package with tests of RDMA.
+fn may_need_rdma(program: &Program) -> bool {
+    PACKAGES.contains(&&*program.package_name)
+}
+
+/// Builds the test programs of [`PACKAGES`], and the programs that they start.
+///
+/// # Errors
+/// When they do not build.
+pub(crate) fn build() -> Result<Built> {
     let mut cargo = children::cargo();
     cargo.args(["test", "--no-run", "--features", "rdma"]);
     cargo.args(["--lib", "--bins", "--tests"]);
@@ -131,8 +129,8 @@ fn build() -> Result<Built> {
     programs::build(&mut cargo)
 }
 
-/// What `rdma-sys` is built with, beside what the rest is.
-const NEEDS: [Need; 2] = [
+/// Libraries that `rdma-sys` is built with, beside those of all the rest.
+pub(crate) const NEEDS: [Need; 2] = [
     Need {
         what: "libibverbs with its headers",
         apt_package: "libibverbs-dev",

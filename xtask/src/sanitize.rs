@@ -17,7 +17,12 @@ use anyhow::{Context, Result, bail};
 
 use crate::{
     children, programs,
-    tests::{Tally, run_program},
+    tests::{
+        program_job,
+        schedule::{self, Job},
+        shared,
+        tally::Tally,
+    },
 };
 
 /// Whose tests run under the sanitizer, and which of them: decoders, codecs, slots, page words, and
@@ -77,15 +82,27 @@ pub(crate) fn run(seconds: u64) -> Result<ExitCode> {
     if !cfg!(target_arch = "x86_64") {
         bail!("the sanitizer is tried on x86-64 only");
     }
-    let mut tally = Tally::default();
     println!("Building the tests with the address sanitizer ...");
     let tests = programs::build(instrumented("test").arg("--no-run").args(TESTS))?;
-    for program in &tests.tests {
-        println!("\n{}", program.label);
-        run_program(program, &PASSED_OVER.map(str::to_owned), &mut tally)?;
+    println!("Building the fuzz targets with the address sanitizer ...");
+    let mut build = instrumented("build");
+    build.args(["--package", "farpage-fuzz"]);
+    build.args(["--features", "libfuzzer", "--bins"]);
+    if !children::status(&mut build)?.success() {
+        bail!("the fuzz targets do not build; what went wrong is printed above");
     }
-    fuzz(seconds, &mut tally)?;
-    Ok(tally.close())
+    let fuzzer = Fuzzer::prepare(seconds)?;
+    let programs = tests.tests.iter();
+    let mut jobs: Vec<Job> = programs
+        .map(|program| program_job("sanitized: ", program, &PASSED_OVER))
+        .collect();
+    jobs.extend(TARGETS.map(|target| {
+        let fuzzer = &fuzzer;
+        shared(&format!("fuzz {target}"), move |tally| {
+            fuzzer.run(target, tally)
+        })
+    }));
+    Ok(schedule::run(&jobs)?.close())
 }
 
 /// Reads `[--seconds N]`.
@@ -97,59 +114,57 @@ pub(crate) fn seconds(args: &[String]) -> Option<u64> {
     }
 }
 
-/// Each target on its seeds, on what earlier runs found, and on what libFuzzer makes of both.
-fn fuzz(seconds: u64, tally: &mut Tally) -> Result<()> {
-    println!("\nBuilding the fuzz targets with the address sanitizer ...");
-    let mut build = instrumented("build");
-    build.args([
-        "--package",
-        "farpage-fuzz",
-        "--features",
-        "libfuzzer",
-        "--bins",
-    ]);
-    if !children::status(&mut build)?.success() {
-        bail!("the fuzz targets do not build; what went wrong is printed above");
+/// The fuzz targets, built, and their corpus.
+struct Fuzzer {
+    seconds: u64,
+    built: PathBuf,
+    corpus: PathBuf,
+    findings: PathBuf,
+}
+
+impl Fuzzer {
+    /// Writes the seeds.
+    fn prepare(seconds: u64) -> Result<Fuzzer> {
+        let fuzzer = Fuzzer {
+            seconds,
+            built: folder().join(TRIPLE).join("debug"),
+            corpus: folder().join("corpus"),
+            findings: folder().join("findings"),
+        };
+        let mut seeds = Command::new(fuzzer.built.join("farpage-fuzz-seeds"));
+        if !children::status(seeds.arg(&fuzzer.corpus))?.success() {
+            bail!("the seeds cannot be written; why is printed above");
+        }
+        fs::create_dir_all(&fuzzer.findings)
+            .context("cannot create a folder below target/sanitize")?;
+        Ok(fuzzer)
     }
-    let built = folder().join(TRIPLE).join("debug");
-    let corpus = folder().join("corpus");
-    let mut seeds = Command::new(built.join("farpage-fuzz-seeds"));
-    if !children::status(seeds.arg(&corpus))?.success() {
-        bail!("the seeds cannot be written; why is printed above");
-    }
-    let findings = folder().join("findings");
-    fs::create_dir_all(&findings).context("cannot create a folder below target/sanitize")?;
-    for target in TARGETS {
-        println!("\nfuzz {target}, {seconds} s ...");
-        let mut fuzzer = Command::new(built.join(target));
+
+    /// Runs `target` on its seeds, on what earlier runs found, and on what libFuzzer makes of both.
+    fn run(&self, target: &str, tally: &mut Tally) -> Result<()> {
+        let mut fuzzer = Command::new(self.built.join(target));
         fuzzer
-            .arg(format!("-max_total_time={seconds}"))
+            .arg(format!("-max_total_time={}", self.seconds))
             // An input that takes so long hangs.
             .arg("-timeout=20")
             .args(["-print_final_stats=1", "-verbosity=0", "-close_fd_mask=1"])
-            .arg(format!("-artifact_prefix={}/{target}-", findings.display()))
-            .arg(corpus.join(target));
-        let limit = Duration::from_secs(seconds) + PATIENCE;
+            .arg(format!(
+                "-artifact_prefix={}/{target}-",
+                self.findings.display()
+            ))
+            .arg(self.corpus.join(target));
+        let limit = Duration::from_secs(self.seconds) + PATIENCE;
         let failed = match children::status_within(limit, &mut fuzzer)? {
-            Some(status) if status.success() => None,
-            Some(status) => Some(format!(
-                "{status}; the input lies in {}",
-                findings.display()
-            )),
-            None => Some(format!("no end after {} s", limit.as_secs())),
-        };
-        match failed {
-            None => {
-                println!("fuzz {target} ... ok");
+            Some(status) if status.success() => {
                 tally.passed += 1;
+                return Ok(());
             }
-            Some(why) => {
-                println!("fuzz {target} ... FAILED ({why})");
-                tally.failures.push(format!("fuzz {target}: {why}"));
-            }
-        }
+            Some(status) => format!("{status}; the input lies in {}", self.findings.display()),
+            None => format!("no end after {} s", limit.as_secs()),
+        };
+        tally.fail(format!("fuzz {target}: {failed}"));
+        Ok(())
     }
-    Ok(())
 }
 
 /// A cargo command whose code is instrumented.

@@ -17,7 +17,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::children;
+use crate::{children, data, rdma, vm};
 
 /// Installs what is missing and checks the permissions.
 ///
@@ -25,6 +25,16 @@ use crate::children;
 /// What is missing and cannot be mended from here, with the line that mends it.
 pub(crate) fn prepare() -> Result<()> {
     install(&NEEDS, "the build")?;
+    may_handle_faults()
+}
+
+/// Installs all that any command needs, in one go, and checks the permissions.
+///
+/// # Errors
+/// As [`prepare`].
+pub(crate) fn prepare_all() -> Result<()> {
+    let all = [&NEEDS[..], &rdma::NEEDS, &vm::NEEDS, &data::NEEDS];
+    install(all.into_iter().flatten(), "the build and its tests")?;
     may_handle_faults()
 }
 
@@ -77,8 +87,11 @@ const NEEDS: [Need; 7] = [
 ///
 /// # Errors
 /// What is missing and cannot be installed from here, with the line that does it.
-pub(crate) fn install(needs: &[Need], for_whom: &str) -> Result<()> {
-    let missing: Vec<&Need> = needs.iter().filter(|need| !(need.is_there)()).collect();
+pub(crate) fn install<'a>(needs: impl IntoIterator<Item = &'a Need>, for_whom: &str) -> Result<()> {
+    let missing: Vec<&Need> = needs
+        .into_iter()
+        .filter(|need| !(need.is_there)())
+        .collect();
     if missing.is_empty() {
         return Ok(());
     }

@@ -274,7 +274,7 @@ impl Script {
 
 /// The guest runs on this machine's files, so it is here that its programs and libraries are
 /// installed.
-const NEEDS: [Need; 8] = [
+pub(crate) const NEEDS: [Need; 8] = [
     Need {
         what: "QEMU",
         apt_package: "qemu-system-x86",

@@ -1,0 +1,279 @@
+//! The count of a run's tests, read from what test programs print.
+//!
+//! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run
+//! here prints `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts as
+//! skipped, too. libtest keeps what a passing test prints to itself, so programs run with
+//! `--show-output`, and these lines are picked out of it.
+
+use std::{collections::BTreeSet, mem, process::ExitCode};
+
+/// The time of one test beyond which [`Tally::close`] names it.
+const SLOW_S: f64 = 20.0;
+
+/// Counts of tests, and the lines to show of the programs that ran them.
+#[derive(Default)]
+pub(crate) struct Tally {
+    pub(crate) passed: usize,
+    /// `<test>`, or `<test>: <why>`
+    pub(crate) failures: Vec<String>,
+    /// `<test>: <why>`
+    pub(crate) skips: Vec<String>,
+    /// Output lines that a person wants to see.
+    pub(crate) shown: String,
+    /// Tests that took longer than [`SLOW_S`], with their seconds.
+    slow: Vec<(f64, String)>,
+    /// Names of tests that passed in the virtual machine. Elsewhere they may be skipped.
+    passed_in_vm: BTreeSet<String>,
+    /// True while the programs run in the virtual machine.
+    in_vm: bool,
+    /// Names of the current program's tests that libtest calls passed.
+    names_ok: BTreeSet<String>,
+    /// Failures that the current program has named.
+    failures_named: usize,
+    /// Skips that the current program is about to report as passed.
+    skips_passed: usize,
+    /// True inside the part where libtest repeats what passing tests printed.
+    in_successes: bool,
+}
+
+impl Tally {
+    /// Makes a tally of programs that run in the virtual machine.
+    pub(crate) fn of_vm() -> Tally {
+        Tally {
+            in_vm: true,
+            ..Tally::default()
+        }
+    }
+
+    /// Counts what a line of a test program says, and keeps it if a person wants to see it.
+    pub(crate) fn take(&mut self, line: &[u8]) {
+        let line = String::from_utf8_lossy(line);
+        if self.count(&line) {
+            self.say(&line);
+        }
+    }
+
+    /// Adds a line to show.
+    pub(crate) fn say(&mut self, line: &str) {
+        self.shown.push_str(line);
+        self.shown.push('\n');
+    }
+
+    /// Adds a failure and a line that names it.
+    pub(crate) fn fail(&mut self, failure: String) {
+        self.say(&format!("FAILED: {failure}"));
+        self.failures.push(failure);
+    }
+
+    /// Adds the counts of `other`, whose lines have been shown.
+    pub(crate) fn merge(&mut self, other: Tally) {
+        self.passed += other.passed;
+        self.failures.extend(other.failures);
+        self.skips.extend(other.skips);
+        self.slow.extend(other.slow);
+        self.passed_in_vm.extend(other.passed_in_vm);
+    }
+
+    /// `3 passed, 0 failed, 1 skipped`
+    pub(crate) fn counts(&self) -> String {
+        format!(
+            "{} passed, {} failed, {} skipped",
+            self.passed,
+            self.failures.len(),
+            self.skips.len()
+        )
+    }
+
+    /// Prints slow tests, skips, failures and the closing line. A test that was skipped here and
+    /// passed in the virtual machine counts as passed.
+    pub(crate) fn close(mut self) -> ExitCode {
+        self.skips.retain(|skip| {
+            let test = skip.split(": ").next().unwrap_or(skip);
+            !self.passed_in_vm.contains(last_segment(test))
+        });
+        println!();
+        self.slow.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (seconds, test) in &self.slow {
+            println!("SLOW: {seconds:.0} s: {test}");
+        }
+        for skip in &self.skips {
+            println!("SKIPPED: {skip}");
+        }
+        for failure in &self.failures {
+            println!("FAILED: {failure}");
+        }
+        println!("{}", self.counts());
+        match self.failures.len() {
+            0 => ExitCode::SUCCESS,
+            _ => ExitCode::FAILURE,
+        }
+    }
+
+    /// Counts what `line` says; returns true if a person wants to see it.
+    fn count(&mut self, line: &str) -> bool {
+        if let Some(skip) = skipped(line) {
+            let test = skip.split(": ").next().unwrap_or(skip);
+            self.names_ok.remove(last_segment(test));
+            self.skips.push(skip.to_owned());
+            self.skips_passed += 1;
+            return false;
+        }
+        if let Some(outcome) = Outcome::read(line) {
+            if outcome.seconds > SLOW_S {
+                self.slow.push((outcome.seconds, outcome.test.to_owned()));
+            }
+            match outcome.verdict {
+                "ok" => {
+                    self.names_ok.insert(last_segment(outcome.test).to_owned());
+                }
+                "FAILED" => {
+                    self.failures.push(outcome.test.to_owned());
+                    self.failures_named += 1;
+                }
+                ignored => {
+                    let why = ignored.strip_prefix("ignored");
+                    let why = why.map(|why| why.trim_start_matches(", "));
+                    let why = why.filter(|why| !why.is_empty());
+                    let why = why.unwrap_or("ignored, it does not say why");
+                    self.skips.push(format!("{}: {why}", outcome.test));
+                }
+            }
+        }
+        match line {
+            "successes:" => self.in_successes = true,
+            "failures:" => self.in_successes = false,
+            _ => {}
+        }
+        if let Some(result) = line.strip_prefix("test result: ") {
+            self.in_successes = false;
+            self.passed += number_before(result, "passed").saturating_sub(self.skips_passed);
+            // Output of a test may come between its name and its outcome.
+            for _ in self.failures_named..number_before(result, "failed") {
+                self.failures.push("a test whose name is above".to_owned());
+            }
+            self.failures_named = 0;
+            self.skips_passed = 0;
+            let names_ok = mem::take(&mut self.names_ok);
+            if self.in_vm {
+                self.passed_in_vm.extend(names_ok);
+            }
+        }
+        !self.in_successes
+    }
+}
+
+/// A line `test name ... ok <1.2s>`, `... FAILED <1.2s>` or `... ignored, reason`.
+struct Outcome<'a> {
+    test: &'a str,
+    verdict: &'a str,
+    seconds: f64,
+}
+
+impl Outcome<'_> {
+    fn read(line: &str) -> Option<Outcome<'_>> {
+        let (test, verdict) = line.strip_prefix("test ")?.rsplit_once(" ... ")?;
+        let timed = verdict
+            .strip_suffix("s>")
+            .and_then(|it| it.rsplit_once(" <"));
+        let timed = timed.and_then(|(verdict, time)| Some((verdict, time.parse().ok()?)));
+        let (verdict, seconds) = timed.unwrap_or((verdict, 0.0));
+        let known = ["ok", "FAILED"].contains(&verdict) || verdict.starts_with("ignored");
+        known.then_some(Outcome {
+            test,
+            verdict,
+            seconds,
+        })
+    }
+}
+
+/// The name of a test without its modules.
+fn last_segment(test: &str) -> &str {
+    test.rsplit("::").next().unwrap_or(test)
+}
+
+/// The skipped test and the reason, of a line that says so. `skipped: why` counts, too, since a
+/// test that words it so must not look passed.
+fn skipped(line: &str) -> Option<&str> {
+    let (word, skip) = line.trim_start().split_once(": ")?;
+    word.eq_ignore_ascii_case("skipped").then_some(skip)
+}
+
+/// The number before `word` in `ok. 3 passed; 0 failed; ...`.
+fn number_before(result: &str, word: &str) -> usize {
+    let words: Vec<&str> = result
+        .split([' ', ';', '.'])
+        .filter(|word| !word.is_empty())
+        .collect();
+    words
+        .windows(2)
+        .find(|pair| pair[1] == word)
+        .and_then(|pair| pair[0].parse().ok())
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod unit {
+    use super::*;
+
+    const OUTPUT: &str = "\
+running 5 tests
+test a ... ok <0.000s>
+test b ... ok <20.500s>
+test e ... ok
+test c ... ignored, needs a NIC
+test d ... FAILED <0.100s>
+
+successes:
+
+---- b stdout ----
+SKIPPED: b: no permission
+
+---- e stdout ----
+skipped: e: no such file system
+
+successes:
+    a
+    b
+    e
+
+failures:
+
+---- d stdout ----
+it broke
+
+failures:
+    d
+
+test result: FAILED. 3 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s";
+
+    #[test]
+    fn every_test_is_counted_once() {
+        let mut tally = Tally::default();
+        for line in OUTPUT.lines() {
+            tally.take(line.as_bytes());
+        }
+        assert_eq!(tally.passed, 1);
+        assert_eq!(tally.failures, ["d"]);
+        assert_eq!(
+            tally.skips,
+            [
+                "c: needs a NIC",
+                "b: no permission",
+                "e: no such file system"
+            ]
+        );
+        assert_eq!(tally.slow, [(20.5, "b".to_owned())]);
+        assert!(tally.shown.contains("it broke"));
+        assert!(!tally.shown.contains("---- b stdout ----"));
+        assert!(tally.passed_in_vm.is_empty());
+    }
+
+    #[test]
+    fn test_skipped_in_the_virtual_machine_has_not_passed_there() {
+        let mut tally = Tally::of_vm();
+        for line in OUTPUT.lines() {
+            tally.take(line.as_bytes());
+        }
+        assert_eq!(tally.passed_in_vm, BTreeSet::from(["a".to_owned()]));
+    }
+}
