@@ -20,11 +20,11 @@ use std::{
 };
 
 use farpage::Store;
+use farpage_signals::Mutex;
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     sys::statfs::{TMPFS_MAGIC, fstatfs},
 };
-use parking_lot::Mutex;
 
 use crate::{FARPAGE_DENIED, FARPAGE_SYSTEM, error::Failure};
 

@@ -12,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_signals::spawn;
 use parking_lot::Mutex;
 use tracing::{Dispatch, dispatcher, level_filters::LevelFilter};
 
@@ -58,9 +59,8 @@ pub fn later(line: impl FnOnce() + Send + 'static) {
         waiting.dropped += 1;
     }
     if waiting.writer.is_none() {
-        let writer = thread::Builder::new().name("farpage-log".to_owned());
         // Without a thread, the next line tries again.
-        waiting.writer = writer.spawn(write).ok().map(|_| process);
+        waiting.writer = spawn("farpage-log", write).ok().map(|_| process);
     }
 }
 

@@ -10,10 +10,10 @@ use std::{
     net::{IpAddr, SocketAddr, ToSocketAddrs},
     process,
     sync::Arc,
-    thread,
     time::{Duration, Instant},
 };
 
+use farpage_signals::spawn;
 use parking_lot::{Condvar, Mutex};
 
 /// A lookup that takes longer hangs: the system's resolver asks each server twice for 5 seconds.
@@ -121,8 +121,7 @@ impl Resolver {
             answered: Condvar::new(),
         });
         let (asking, name) = (Arc::clone(&question), host.to_owned());
-        let thread = thread::Builder::new().name("farpage-resolve".to_owned());
-        thread.spawn(move || {
+        spawn("farpage-resolve", move || {
             let answer = ask().map_err(|error| (error.kind(), error.to_string()));
             self.forget(&name, &asking);
             *asking.answer.lock() = Some(answer);
@@ -148,9 +147,12 @@ impl Resolver {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{
-        atomic::{AtomicUsize, Ordering},
-        mpsc,
+    use std::{
+        sync::{
+            atomic::{AtomicUsize, Ordering},
+            mpsc,
+        },
+        thread,
     };
 
     use super::*;

@@ -17,11 +17,11 @@ use std::{
     ops::Range,
     ptr::NonNull,
     sync::atomic::{AtomicUsize, Ordering},
-    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use bytesize::ByteSize;
 use farpage_pager::PageError;
+use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{Region, kept::Kept};
 
@@ -524,7 +524,7 @@ impl Arena {
 
     fn ranges(&self) -> MutexGuard<'_, Ranges> {
         // Whoever panicked under the lock did so before it changed anything.
-        self.ranges.lock().unwrap_or_else(PoisonError::into_inner)
+        self.ranges.lock()
     }
 }
 

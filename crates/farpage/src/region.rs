@@ -10,6 +10,7 @@ use std::{
 
 use bytesize::ByteSize;
 use farpage_pager::{Advice, MapError, Mapped, PageError, PinError};
+use farpage_signals::SignalGuard;
 use farpage_store::{Codec, ElementType, Elements, Layout, Reserve, Store, StoreStatsSnapshot};
 use farpage_vm::{KernelSpace, sigbus::Registration};
 
@@ -203,6 +204,7 @@ impl Region {
 
     /// Gives remote memory that nothing is in back to the servers, where none is reserved.
     pub(crate) fn trim(&self) {
+        let _signals = SignalGuard::new();
         self.mapped.store().trim();
     }
 
@@ -238,12 +240,14 @@ impl Region {
 
     /// Counts of this region's pages on their way to and from the store.
     pub fn store_stats(&self) -> StoreStatsSnapshot {
+        let _signals = SignalGuard::new();
         self.mapped.store().stats()
     }
 
     /// The most bytes that servers kept at once of this region's pages, and of other regions
     /// without a name that have its page size and codec. 0 if it has a store of its own.
     pub fn kept_peak_bytes(&self) -> u64 {
+        let _signals = SignalGuard::new();
         self.mapped.store().kept_peak_bytes()
     }
 
@@ -455,7 +459,10 @@ impl Region {
 
     fn publish(&self) -> Result<(), FlushError> {
         match &self.name {
-            Some(_) => Ok(self.mapped.store().publish()?),
+            Some(_) => {
+                let _signals = SignalGuard::new();
+                Ok(self.mapped.store().publish()?)
+            }
             None => Ok(()),
         }
     }

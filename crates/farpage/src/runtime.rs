@@ -1,4 +1,7 @@
 //! [`Runtime`]: memory servers, a budget, and the workers that move pages between them.
+//!
+//! The rule it keeps: whatever waits for a server, or for a lock that a worker can need, holds
+//! signals back ([`SignalGuard`]).
 
 use std::{
     mem,
@@ -11,6 +14,7 @@ use std::{
 use bytemuck::Pod;
 use bytesize::ByteSize;
 use farpage_pager::Pager;
+use farpage_signals::SignalGuard;
 use farpage_store::{
     BlockingOptions, Codec, Element, ElementType, Elements, Layout, PageStore, RemoteOptions,
 };
@@ -195,6 +199,7 @@ impl Runtime {
     /// # Errors
     /// See [`NamesError`].
     pub fn names(&self) -> Result<Vec<NamedRegion>, NamesError> {
+        let _signals = SignalGuard::new();
         self.pager.cluster().names()
     }
 
@@ -206,6 +211,7 @@ impl Runtime {
     /// this runtime or another program has it open for writing, [`NamesError::Remove`] if a server
     /// cannot be reached.
     pub fn remove(&self, name: &str) -> Result<(), NamesError> {
+        let _signals = SignalGuard::new();
         self.pager.cluster().remove(name)
     }
 
@@ -243,6 +249,7 @@ impl Runtime {
         if self.pager.is_parents() {
             return Err(CreateError::Forked);
         }
+        let _signals = SignalGuard::new();
         if let Some(name) = &options.name {
             check_name(name)?;
         }
@@ -345,6 +352,7 @@ impl Runtime {
         if self.pager.is_parents() {
             return Err(OpenError::Forked);
         }
+        let _signals = SignalGuard::new();
         let label = format!("{kind} `{name}`");
         Ok(match opening {
             Opening::Write => PageStore::open(self.pager.cluster(), label, name)?,
@@ -358,6 +366,7 @@ impl Runtime {
         pages: Arc<PageStore>,
         opening: Opening,
     ) -> Result<Region, OpenError> {
+        let _signals = SignalGuard::new();
         let reads = opening == Opening::Read;
         let mut options = RegionOptions::new();
         options.read_only = reads;
@@ -405,6 +414,7 @@ impl Runtime {
         if self.pager.is_parents() {
             return Stats::default();
         }
+        let _signals = SignalGuard::new();
         let cluster = self.pager.cluster();
         Stats::new(
             self.pager.stats(),

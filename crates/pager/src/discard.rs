@@ -52,7 +52,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// If the range does not lie in the region, or the region is read-only or over a user's own
     /// store, whose pages nobody can forget.
     pub fn discard(&self, range: Range<usize>) -> Result<Range<usize>, PageError> {
-        self.check_process()?;
+        let entered = self.enter()?;
         let region = self.region();
         assert!(
             !region.is_read_only() && !region.store.is_users_own(),
@@ -78,7 +78,7 @@ impl<A: AddressSpace> Mapped<A> {
                         *asked = now;
                         self.ask_for(page);
                     }
-                    thread::sleep(LOOK);
+                    entered.wait(|| thread::sleep(LOOK));
                 }
             }
         }

@@ -6,10 +6,12 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
+    thread::{self, Thread},
 };
 
+use farpage_signals::SignalGuard;
 use farpage_store::PageRange;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use crate::{
     PageError,
@@ -26,7 +28,10 @@ pub(crate) struct Job {
     cursor: AtomicUsize,
     /// Chunks not yet gone through, plus pages begun and not yet settled.
     open: AtomicUsize,
-    outcome: (Mutex<Outcome>, Condvar),
+    outcome: Mutex<Outcome>,
+    /// The program's thread that has asked for the work and may wait for it. It is parked and not
+    /// at a condition variable, since it must hold no lock while it lets signals in.
+    asked_by: Thread,
     /// A server is lost: what has not begun does not begin any more. Guards nothing else.
     ends_early: AtomicBool,
 }
@@ -81,7 +86,8 @@ impl Job {
             pages,
             cursor: AtomicUsize::new(chunks.start),
             open: AtomicUsize::new(chunks.len() + 1),
-            outcome: Default::default(),
+            outcome: Mutex::default(),
+            asked_by: thread::current(),
             ends_early: AtomicBool::new(false),
         };
         job.close_one(None);
@@ -128,8 +134,8 @@ impl Job {
             self.fail(error);
         }
         if self.open.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.outcome.0.lock().ended = true;
-            self.outcome.1.notify_all();
+            self.outcome.lock().ended = true;
+            self.asked_by.unpark();
         }
     }
 
@@ -137,7 +143,7 @@ impl Job {
     /// with every few pages.
     pub(crate) fn fail(&self, error: PageError) {
         let is_lost_server = error.is_lost_server();
-        self.outcome.0.lock().error.get_or_insert(error);
+        self.outcome.lock().error.get_or_insert(error);
         if is_lost_server {
             self.ends_early.store(true, Ordering::Relaxed);
             let end = chunks_of(self.pages).end;
@@ -151,17 +157,22 @@ impl Job {
         self.ends_early.load(Ordering::Relaxed)
     }
 
-    /// Waits until all pages are settled; the first error, if there was one.
-    pub(crate) fn wait(&self) -> Result<(), PageError> {
-        let mut outcome = self.outcome.0.lock();
-        while !outcome.ended {
-            self.outcome.1.wait(&mut outcome);
+    /// Waits until all pages are settled; the first error, if there was one. To be called by the
+    /// thread that has made the job.
+    pub(crate) fn wait(&self, entered: &SignalGuard) -> Result<(), PageError> {
+        loop {
+            {
+                let mut outcome = self.outcome.lock();
+                if outcome.ended {
+                    return outcome.error.take().map_or(Ok(()), Err);
+                }
+            }
+            entered.wait(thread::park);
         }
-        outcome.error.take().map_or(Ok(()), Err)
     }
 
     #[cfg(test)]
     pub(crate) fn has_ended(&self) -> bool {
-        self.outcome.0.lock().ended
+        self.outcome.lock().ended
     }
 }

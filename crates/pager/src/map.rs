@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use farpage_signals::SignalGuard;
 use farpage_store::PageStore;
 use farpage_vm::{AddressSpace, Geometry};
 
@@ -37,6 +38,7 @@ impl<A: AddressSpace> Pager<A> {
         store: Arc<PageStore>,
         options: RegionOptions,
     ) -> Result<Mapped<A>, MapError> {
+        let _signals = SignalGuard::new();
         let (bytes, page_bytes) = (store.bytes(), store.page_bytes());
         let budget = self.shared().frames.budget();
         let (budget_bytes, pinned_bytes) = (budget.bytes(), budget.pinned());

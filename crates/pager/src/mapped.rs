@@ -2,7 +2,9 @@
 //!
 //! The rule it keeps: the program's calls only ask and wait. Pages are moved by fillers and
 //! evictors; nothing here owns a page, except when a closing region is given up in [`Drop`], and
-//! where the program gives up what pages hold (`discard.rs`).
+//! where the program gives up what pages hold (`discard.rs`). A call holds signals back
+//! ([`Mapped::enter`]) and lets them in only where it waits and holds nothing: a handler of the
+//! program may touch an absent page, which a worker must be able to serve.
 
 use std::{
     fmt, mem,
@@ -16,11 +18,13 @@ use std::{
 };
 
 use farpage_fabric::Since;
+use farpage_signals::SignalGuard;
 use farpage_store::{PageIndex, PageRange, PageStore};
 use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
     Advice, FlushError, PageError, Pager, PinError,
+    discard::LOOK,
     doors::Command,
     installer::Heat,
     job::Job,
@@ -91,7 +95,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn advise(&self, range: Range<usize>, advice: Advice) -> Result<(), PageError> {
-        self.check_process()?;
+        let entered = self.enter()?;
         let pages = self.pages(range);
         match advice {
             Advice::Normal | Advice::Sequential | Advice::Random => self.region.set_advice(advice),
@@ -99,7 +103,7 @@ impl<A: AddressSpace> Mapped<A> {
                 .shared()
                 .doors
                 .tell_fillers(|| Command::Prefetch(self.region.clone(), pages)),
-            Advice::DontNeed => return self.run(pages, false),
+            Advice::DontNeed => return self.run(pages, false, &entered),
         }
         Ok(())
     }
@@ -114,7 +118,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn put_lost(&self, offset: usize, bytes: &[u8]) -> Result<(), PageError> {
-        self.check_process()?;
+        let _entered = self.enter()?;
         let (region, page_bytes) = (&self.region, self.page_bytes());
         let range = offset..offset + bytes.len();
         let lost = region.lost(self.pages(range.clone()));
@@ -196,7 +200,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn prefetch_now(&self, range: Range<usize>) -> Result<(), PageError> {
-        self.check_process()?;
+        let entered = self.enter()?;
         let pages = self.pages(range);
         for first in pages.iter().step_by(CHUNK_PAGES) {
             let chunk = first.and_on(CHUNK_PAGES).within(pages);
@@ -205,9 +209,9 @@ impl<A: AddressSpace> Mapped<A> {
             let mut outcome = Ok(());
             for page in chunk {
                 match outcome {
-                    Ok(()) => outcome = self.wait_for(page, &taken_on),
+                    Ok(()) => outcome = self.wait_for(page, &taken_on, &entered),
                     // What is under way ends before we return: its error would be the next call's.
-                    Err(_) => self.wait_while_filling(page),
+                    Err(_) => self.wait_while_filling(page, &entered),
                 }
             }
             outcome?;
@@ -215,9 +219,9 @@ impl<A: AddressSpace> Mapped<A> {
         Ok(())
     }
 
-    fn wait_while_filling(&self, page: PageIndex) {
+    fn wait_while_filling(&self, page: PageIndex, entered: &SignalGuard) {
         while self.region.words.load(page).state() == State::Filling {
-            thread::sleep(Duration::from_micros(20));
+            entered.wait(|| thread::sleep(LOOK));
         }
     }
 
@@ -229,7 +233,12 @@ impl<A: AddressSpace> Mapped<A> {
         taken_on
     }
 
-    fn wait_for(&self, page: PageIndex, taken_on: &AtomicUsize) -> Result<(), PageError> {
+    fn wait_for(
+        &self,
+        page: PageIndex,
+        taken_on: &AtomicUsize,
+        entered: &SignalGuard,
+    ) -> Result<(), PageError> {
         let since = Instant::now();
         let mut asked = since;
         loop {
@@ -264,7 +273,7 @@ impl<A: AddressSpace> Mapped<A> {
                 asked = Instant::now();
                 self.demand(page.alone());
             }
-            thread::sleep(Duration::from_micros(20));
+            entered.wait(|| thread::sleep(LOOK));
         }
     }
 
@@ -280,7 +289,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// # Panics
     /// If the range does not lie in the region.
     pub fn pin(&self, range: Range<usize>) -> Result<(), PinError> {
-        self.check_process()?;
+        let _entered = self.enter()?;
         let pages = self.pages(range.clone());
         for page in pages {
             if let Err(error) = self.pin_page(page, pages) {
@@ -338,7 +347,7 @@ impl<A: AddressSpace> Mapped<A> {
     /// If the range does not lie in the region.
     pub fn unpin(&self, range: Range<usize>) {
         let pages = self.pages(range);
-        if !self.pager.is_parents() {
+        if let Ok(_entered) = self.enter() {
             self.unpin_pages(pages);
         }
     }
@@ -376,11 +385,11 @@ impl<A: AddressSpace> Mapped<A> {
     }
 
     fn write_back(&self, keep: bool) -> Result<(), FlushError> {
-        self.check_process()?;
+        let entered = self.enter()?;
         let pages = PageRange::first(self.region.pages());
         // What the program may only read has not changed.
         if !self.region.is_read_only() {
-            self.run(pages, keep)?;
+            self.run(pages, keep, &entered)?;
         }
         // What would be published or made durable holds an older state of these.
         if let Some((_, error)) = self.region.lost(pages).into_iter().next() {
@@ -392,24 +401,25 @@ impl<A: AddressSpace> Mapped<A> {
     /// The first error of work in the background (an eviction or a fill that failed) since this was
     /// last called.
     pub fn take_error(&self) -> Option<PageError> {
-        match self.check_process() {
-            Ok(()) => self.region.take_error(),
+        match self.enter() {
+            Ok(_entered) => self.region.take_error(),
             Err(forked) => Some(forked),
         }
     }
 
-    pub(crate) fn check_process(&self) -> Result<(), PageError> {
+    /// Begins a call of the program.
+    pub(crate) fn enter(&self) -> Result<SignalGuard, PageError> {
         if self.pager.is_parents() {
             return Err(PageError::Forked);
         }
-        Ok(())
+        Ok(SignalGuard::new())
     }
 
-    fn run(&self, pages: PageRange, keep: bool) -> Result<(), PageError> {
+    fn run(&self, pages: PageRange, keep: bool, entered: &SignalGuard) -> Result<(), PageError> {
         let job = Job::new(self.region.clone(), pages, keep);
         self.shared().jobs.add(job.clone());
         self.shared().doors.ring_evictors();
-        job.wait()
+        job.wait(entered)
     }
 
     /// Gives up those of `pages` that are mapped, without writing back. The region is closing and
@@ -482,6 +492,7 @@ impl<A: AddressSpace> Drop for Mapped<A> {
             mem::forget((self.pager.clone(), self.region.clone()));
             return;
         }
+        let _signals = SignalGuard::new();
         let (shared, region) = (self.shared(), &self.region);
         shared.regions.remove(region.address);
         region.close();

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use farpage_signals::SignalGuard;
 use farpage_store::{Cluster, Lane};
 use farpage_vm::AddressSpace;
 
@@ -188,6 +189,7 @@ impl<A: AddressSpace> Pager<A> {
     /// bytes exceed it for now. No more memory is taken meanwhile, and evictors bring that to
     /// nothing, unless too much is pinned.
     pub fn set_budget(&self, bytes: u64) -> u64 {
+        let _signals = SignalGuard::new();
         self.shared.installer.clock.set_budget(bytes);
         self.shared.frames.set_budget(bytes)
     }

@@ -60,7 +60,7 @@ impl<A: AddressSpace> Mapped<A> {
         to: usize,
         mut stays: impl FnMut(usize, usize),
     ) -> Result<(), PageError> {
-        self.check_process()?;
+        let entered = self.enter()?;
         let (region, page_bytes) = (self.region(), self.page_bytes());
         assert!(
             from.start.is_multiple_of(page_bytes)
@@ -96,7 +96,7 @@ impl<A: AddressSpace> Mapped<A> {
                             self.ask_for(page);
                         }
                     }
-                    thread::sleep(LOOK);
+                    entered.wait(|| thread::sleep(LOOK));
                 }
                 Ok(Relocated::NotNow | Relocated::Held) | Err(_) => {
                     stays(page.offset(page_bytes), at.offset(page_bytes));

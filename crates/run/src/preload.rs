@@ -6,7 +6,8 @@
 //! - The runtime's own Rust code allocates from glibc directly ([`Glibc`]), never from here, and
 //!   never from the program's allocator, whose metadata may be remote.
 //! - Whoever works for the runtime is *inside* ([`Inside`]): what it asks for is local
-//!   (`local.rs`). So are all threads that it starts.
+//!   (`local.rs`), and signals wait, as they do for a system call. So are all threads that it
+//!   starts.
 //! - Before the runtime is there (constructors that run before ours, `dlsym`) everything goes to
 //!   the next allocator.
 //! - `free` and its kind decide by address alone, and by where our own allocations begin
@@ -47,8 +48,9 @@ use std::{
     alloc::{GlobalAlloc, Layout},
     cell::Cell,
     ffi::c_void,
-    sync::{Mutex, PoisonError},
 };
+
+use farpage_signals::{Mutex, SignalGuard};
 
 unsafe extern "C" {
     fn __libc_malloc(bytes: usize) -> *mut c_void;
@@ -122,15 +124,22 @@ thread_local! {
     static INSIDE: Cell<u32> = const { Cell::new(0) };
 }
 
-/// While it lives, this thread works for the runtime. Keeps `errno`.
+/// While it lives, this thread works for the runtime. Keeps `errno`, and holds signals back: a
+/// handler of the program would be taken for the runtime, and find its locks held.
 struct Inside {
     errno: i32,
+    /// Dropped last, when this thread works for the program again.
+    signals: SignalGuard,
 }
 
 impl Inside {
     fn enter() -> Inside {
+        let signals = SignalGuard::new();
         INSIDE.set(INSIDE.get() + 1);
-        Inside { errno: errno() }
+        Inside {
+            errno: errno(),
+            signals,
+        }
     }
 
     fn is() -> bool {
@@ -170,7 +179,7 @@ fn say_to(descriptor: i32, line: &str) {
 fn say_once(line: &str) {
     static SAID: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let _inside = Inside::enter();
-    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut said = SAID.lock();
     if !said.iter().any(|before| before == line) {
         say(line);
         said.push(line.to_owned());

@@ -14,12 +14,12 @@ use std::{
         Arc,
         atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 use farpage_fabric::log::later;
+use farpage_signals::spawn;
 use nix::{
     sched::{CpuSet, sched_getaffinity, sched_setaffinity},
     sys::eventfd::{EfdFlags, EventFd},
@@ -246,10 +246,7 @@ impl BlockingStore {
         let mut count = self.crew.count.lock();
         if count.outstanding >= count.threads && count.threads < self.threads_max {
             let crew = self.crew.clone();
-            match thread::Builder::new()
-                .name("farpage-store".into())
-                .spawn(move || crew.work())
-            {
+            match spawn("farpage-store", move || crew.work()) {
                 Ok(_) => count.threads += 1,
                 Err(error) => {
                     later(move || tracing::warn!(%error, "no thread for a store"));

@@ -11,11 +11,11 @@ use std::{
         Arc, RwLock,
         atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering},
     },
-    thread,
     time::{Duration, Instant},
 };
 
 use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, regmem::RegPool};
+use farpage_signals::spawn;
 use parking_lot::Mutex;
 
 use crate::{
@@ -478,8 +478,7 @@ impl SlotPool {
                 let _ = pool.grow_unless_ended(bytes, ended);
                 pool.is_growing.store(false, Ordering::Relaxed);
             };
-            let thread = thread::Builder::new().name("farpage-grow".into());
-            if let Err(error) = thread.spawn(ask) {
+            if let Err(error) = spawn("farpage-grow", ask) {
                 self.is_growing.store(false, Ordering::Relaxed);
                 return Growth::Refused(AllocError::Control(ControlError::Disconnected {
                     endpoint: self.endpoint(0).to_string(),

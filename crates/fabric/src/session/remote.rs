@@ -21,6 +21,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use farpage_signals::spawn;
 use farpage_wire::{
     Endpoint, ExtentId, Request, Response,
     control::{MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose},
@@ -101,10 +102,7 @@ impl Remote {
         });
         let keeper = {
             let shared = Arc::clone(&shared);
-            thread::Builder::new()
-                .name("farpage-session".to_owned())
-                .spawn(move || shared.keep())
-                .map_err(no_resources)?
+            spawn("farpage-session", move || shared.keep()).map_err(no_resources)?
         };
         Ok(Self {
             shared,

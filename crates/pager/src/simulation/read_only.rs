@@ -1,5 +1,7 @@
 //! Regions that the program may only read: pages come in as copies and leave by being dropped.
 
+use farpage_signals::SignalGuard;
+
 use super::{plain::Plain, *};
 
 const REGION_PAGES: usize = 2048;
@@ -42,7 +44,7 @@ fn read(plain: &mut Plain, seed: u64) {
             while !job.has_ended() {
                 plain.turn();
             }
-            job.wait().expect("nothing is written");
+            job.wait(&SignalGuard::new()).expect("nothing is written");
         }
         if next(&mut random).is_multiple_of(50) {
             let address = plain.mapped.address() + page * plain::PAGE_BYTES;

@@ -1,5 +1,7 @@
 //! Regions of many pages, runs and windows: [`Wide`].
 
+use farpage_signals::SignalGuard;
+
 use super::*;
 
 /// Words of a page that programs use, so that what a region holds is known by a few of its words.
@@ -350,7 +352,7 @@ impl Wide {
             job.has_ended()
         });
         self.pinned = pinned;
-        let outcome = job.wait();
+        let outcome = job.wait(&SignalGuard::new());
         let may_fail = self.flaky.is_some() && region == 0;
         assert!(outcome.is_ok() || may_fail, "{outcome:?}");
         outcome

@@ -1,5 +1,7 @@
 //! One region of few pages and all that may happen to it: [`World`].
 
+use farpage_signals::SignalGuard;
+
 use super::*;
 
 struct World {
@@ -208,7 +210,8 @@ impl World {
         let job = Job::new(self.mapped.region().clone(), pages_of(pages), keep);
         self.mapped.pager().shared().jobs.add(job.clone());
         self.drive(|_| job.has_ended());
-        job.wait().expect("the store takes every page");
+        job.wait(&SignalGuard::new())
+            .expect("the store takes every page");
     }
 
     /// What `count` pages from `from` on hold gets the page numbers from `to` on, while everything

@@ -11,12 +11,13 @@ use std::{
     ffi::c_void,
     mem::MaybeUninit,
     ptr::{self, NonNull},
-    sync::{LazyLock, Mutex, MutexGuard, PoisonError},
+    sync::LazyLock,
 };
 
+use farpage_signals::{Mutex, MutexGuard};
 use linked_list_allocator::Heap;
 
-use crate::{Inside, heap::ALIGN, set_errno, state};
+use crate::{Inside, heap::ALIGN, process, set_errno, state};
 
 /// More than the C library has ever asked for; what is never used of it takes no memory.
 const BYTES: usize = 32 << 20;
@@ -39,13 +40,14 @@ static HEAP: LazyLock<Mutex<Heap>> = LazyLock::new(|| {
 });
 
 fn heap() -> MutexGuard<'static, Heap> {
-    HEAP.lock().unwrap_or_else(PoisonError::into_inner)
+    HEAP.lock()
 }
 
-/// Whether this thread's requests are served from here: it works for the runtime, of which nothing
-/// is left in a child made by `fork`.
+/// Whether this thread's requests are served from here: it works for the runtime, or starts a
+/// thread whose tables may become one of the runtime's. Nothing of that is left in a child made by
+/// `fork`.
 pub(crate) fn serves() -> bool {
-    Inside::is() && !state::is_forked()
+    (Inside::is() || process::is_starting()) && !state::is_forked()
 }
 
 /// Zeroed memory. Null: there is no more, as `errno` says.

@@ -7,8 +7,9 @@ use std::{
     ffi::{c_int, c_void},
     ops::Range,
     ptr,
-    sync::{Mutex, MutexGuard, PoisonError},
 };
+
+use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{
     Inside, protect,
@@ -26,7 +27,7 @@ pub(crate) const PLAIN: c_int = libc::PROT_READ | libc::PROT_WRITE;
 static MAPPED: Mutex<Ranges<()>> = Mutex::new(Ranges::new());
 
 fn mapped() -> MutexGuard<'static, Ranges<()>> {
-    MAPPED.lock().unwrap_or_else(PoisonError::into_inner)
+    MAPPED.lock()
 }
 
 /// `mmap`.

@@ -3,7 +3,10 @@
 //! A child made by `fork` does not have the arena's memory. The rule: `fork` fails with a word of
 //! why while anything is allocated there, unless the user allows it.
 
-use std::ffi::{c_int, c_void};
+use std::{
+    cell::Cell,
+    ffi::{c_int, c_void},
+};
 
 use crate::{INSIDE, Inside, next, next::Start, say, set_errno, signals, state};
 
@@ -38,6 +41,16 @@ pub(crate) unsafe extern "C" fn fork() -> c_int {
     child
 }
 
+thread_local! {
+    /// Calls of `pthread_create` that this thread is in: a handler may interrupt one by another.
+    static STARTING: Cell<u32> = const { Cell::new(0) };
+}
+
+/// True while this thread of the program starts another.
+pub(crate) fn is_starting() -> bool {
+    STARTING.get() > 0
+}
+
 struct Thread {
     start: Start,
     argument: *mut c_void,
@@ -64,10 +77,13 @@ pub(crate) unsafe extern "C" fn pthread_create(
     argument: *mut c_void,
 ) -> c_int {
     if !Inside::is() {
-        // What the C library keeps of a thread may become a thread's of the runtime.
-        let _inside = Inside::enter();
+        // What the C library keeps of a thread may become a thread's of the runtime. This thread
+        // does not work for the runtime meanwhile: the new one inherits its signal mask.
+        STARTING.set(STARTING.get() + 1);
         // SAFETY: the caller's promise.
-        return unsafe { next::pthread_create(thread, attributes, start, argument) };
+        let code = unsafe { next::pthread_create(thread, attributes, start, argument) };
+        STARTING.set(STARTING.get() - 1);
+        return code;
     }
     let ours = Box::into_raw(Box::new(Thread { start, argument }));
     // SAFETY: the caller's promise; the thread takes over what `ours` points to.

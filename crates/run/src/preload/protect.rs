@@ -9,13 +9,11 @@ use std::{
     ffi::{c_int, c_uchar, c_uint, c_void},
     io, iter,
     ops::Range,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicI32, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicI32, AtomicUsize, Ordering},
 };
 
 use farpage::Advice;
+use farpage_signals::Mutex;
 
 use crate::{
     Inside,
@@ -37,10 +35,6 @@ static LOCKS_ALL: AtomicI32 = AtomicI32::new(0);
 
 fn locks_all() -> bool {
     LOCKS_ALL.load(Ordering::Relaxed) != 0
-}
-
-fn lock<T>(ranges: &'static Mutex<Ranges<T>>) -> MutexGuard<'static, Ranges<T>> {
-    ranges.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// From here on nothing is taken for unprotected and unlocked without a look.
@@ -87,7 +81,7 @@ pub(crate) unsafe extern "C" fn mprotect(
         Some((_, _, false)) => fail(libc::ENOMEM),
         Some((_, addresses, true)) => {
             let inside = Inside::enter();
-            let mut protected = lock(&PROTECTED);
+            let mut protected = PROTECTED.lock();
             let done = raw();
             let errno = crate::errno();
             if done == 0 {
@@ -110,7 +104,7 @@ pub(crate) fn set(addresses: Range<usize>, protection: c_int) -> io::Result<()> 
         return Ok(());
     }
     expect_some();
-    let mut protected = lock(&PROTECTED);
+    let mut protected = PROTECTED.lock();
     kernel_protects(&addresses, protection)?;
     protected.remove(addresses.clone());
     if protection != PLAIN {
@@ -142,7 +136,7 @@ pub(crate) fn of(addresses: &Range<usize>) -> Vec<(Range<usize>, c_int)> {
     if is_all_plain() {
         return Vec::new();
     }
-    lock(&PROTECTED).within(addresses)
+    PROTECTED.lock().within(addresses)
 }
 
 /// These addresses may be read and written again, and are not locked. `false`: the kernel cannot,
@@ -221,7 +215,7 @@ pub(crate) fn extend(added: Range<usize>) {
         let _ = set(added.clone(), protection);
     }
     if !is_all_plain()
-        && lock(&LOCKED).touches(&last)
+        && LOCKED.lock().touches(&last)
         && let Some(state) = state::get()
     {
         // As the kernel: where there is no room, what was added is not locked.
@@ -270,7 +264,7 @@ pub(crate) unsafe fn discard(state: &State, addresses: Range<usize>) -> Result<(
 /// # Safety
 /// As [`discard`].
 unsafe fn overwrite(state: &State, part: Range<usize>) -> Result<(), c_int> {
-    let mut protected = lock(&PROTECTED);
+    let mut protected = PROTECTED.lock();
     let known = protected.within(&part);
     let mut lifted = known.iter().map(|(part, _)| kernel_protects(part, PLAIN));
     let done = if lifted.all(|lifted| lifted.is_ok()) {
@@ -327,7 +321,7 @@ pub(crate) unsafe extern "C" fn mlock2(
 fn lock_range(state: &State, addresses: Range<usize>, flags: c_uint) -> Result<(), c_int> {
     let _inside = Inside::enter();
     expect_some();
-    let mut locked = lock(&LOCKED);
+    let mut locked = LOCKED.lock();
     let (region, base) = (state.arena.region(), state.arena.addresses().start);
     let mut pinned = Vec::new();
     let unpin = |pages: Vec<Range<usize>>| pages.into_iter().for_each(|page| region.unpin(page));
@@ -390,7 +384,7 @@ pub(crate) fn unlock(state: &State, addresses: Range<usize>) -> Vec<(Range<usize
         return Vec::new();
     }
     let _inside = Inside::enter();
-    let mut locked = lock(&LOCKED);
+    let mut locked = LOCKED.lock();
     let gone = locked.remove(addresses);
     let base = state.arena.addresses().start;
     kernel_unlocks(&gone);
@@ -475,7 +469,7 @@ pub(crate) unsafe extern "C" fn mlockall(flags: c_int) -> c_int {
 fn lock_allocations(state: &State) -> Result<(), c_int> {
     let mut newly = Vec::new();
     for allocation in state.arena.allocations() {
-        let before = lock(&LOCKED).within(&allocation);
+        let before = LOCKED.lock().within(&allocation);
         let ends = before.iter().map(|(part, ())| part.start);
         let starts = before.iter().map(|(part, ())| part.end);
         let gaps = iter::once(allocation.start).chain(starts);
@@ -610,7 +604,7 @@ pub(crate) unsafe extern "C" fn madvise(
 }
 
 fn not_locked(addresses: &Range<usize>) -> Result<(), c_int> {
-    if !is_all_plain() && lock(&LOCKED).touches(addresses) {
+    if !is_all_plain() && LOCKED.lock().touches(addresses) {
         return Err(libc::EINVAL);
     }
     Ok(())
@@ -629,7 +623,7 @@ fn advise(state: &State, addresses: Range<usize>, advice: c_int) -> Result<(), c
         }
         libc::MADV_DONTNEED_LOCKED => {
             // Pages that leave would take the kernel's lock of their whole mapping along.
-            let locked = lock(&LOCKED);
+            let locked = LOCKED.lock();
             let known = locked.within(&pages_of(state, &addresses));
             kernel_unlocks(&known);
             // SAFETY: as above.

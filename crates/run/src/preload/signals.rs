@@ -15,12 +15,10 @@ use std::{
     cell::Cell,
     ffi::{c_int, c_void},
     mem, ptr,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicBool, AtomicUsize, Ordering},
 };
 
+use farpage_signals::{Mutex, MutexGuard};
 use farpage_vm::sigbus;
 use libc::{sigaction as Action, sigset_t, timespec};
 
@@ -86,6 +84,7 @@ struct Believed {
     held: [u64; SIGNALS],
 }
 
+/// Locked by `sigaction`, which a handler may call, too: the lock holds signals back.
 static BELIEVED: Mutex<Option<Believed>> = Mutex::new(None);
 
 thread_local! {
@@ -194,41 +193,8 @@ pub(crate) fn exchange_kernels(signal: c_int, new: &Action, old: &mut Action) ->
     unsafe { later_sigaction(signal, new, old) }
 }
 
-/// The lock of what the program believes. Whoever has it holds all signals back, since a handler
-/// may call `sigaction`, too.
-struct Lock {
-    before: u64,
-    guard: Option<MutexGuard<'static, Option<Believed>>>,
-}
-
-fn believed() -> Lock {
-    let before = change_held(libc::SIG_SETMASK, u64::MAX);
-    let guard = BELIEVED.lock().unwrap_or_else(PoisonError::into_inner);
-    Lock {
-        before,
-        guard: Some(guard),
-    }
-}
-
-impl std::ops::Deref for Lock {
-    type Target = Option<Believed>;
-
-    fn deref(&self) -> &Option<Believed> {
-        self.guard.as_ref().expect("there until it is dropped")
-    }
-}
-
-impl std::ops::DerefMut for Lock {
-    fn deref_mut(&mut self) -> &mut Option<Believed> {
-        self.guard.as_mut().expect("there until it is dropped")
-    }
-}
-
-impl Drop for Lock {
-    fn drop(&mut self) {
-        drop(self.guard.take());
-        change_held(libc::SIG_SETMASK, self.before);
-    }
+fn believed() -> MutexGuard<'static, Option<Believed>> {
+    BELIEVED.lock()
 }
 
 /// Changes what the kernel holds back for this thread. Returns what it was.

@@ -51,7 +51,7 @@ static PROCESS: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether a request of `bytes` by this thread is served here.
 pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
-    if bytes < MIN_BYTES.load(Ordering::Relaxed) || Inside::is() {
+    if bytes < MIN_BYTES.load(Ordering::Relaxed) || Inside::is() || crate::process::is_starting() {
         return None;
     }
     get()
@@ -109,6 +109,7 @@ impl State {
                 let start = made.as_ptr() as usize;
                 let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
                 if protect::made(self, start..end) {
+                    self.note_peak();
                     return Ok(made);
                 }
                 // SAFETY: nobody has seen it.
@@ -123,7 +124,8 @@ impl State {
     pub(crate) fn allocate_to_grow(&self, bytes: usize, align: usize) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            self.arena.allocate_to_grow(bytes, align)
+            let made = self.arena.allocate_to_grow(bytes, align);
+            made.inspect(|_| self.note_peak())
         };
         self.hand_out(made.map_err(|error| error.to_string()))
     }
@@ -136,7 +138,8 @@ impl State {
         let made = {
             let _inside = Inside::enter();
             // SAFETY: the caller's promise.
-            unsafe { self.resize(old, bytes) }
+            let made = unsafe { self.resize(old, bytes) };
+            made.inspect(|_| self.note_peak())
         };
         self.hand_out(made)
     }
@@ -185,10 +188,7 @@ impl State {
 
     fn hand_out(&self, made: Result<NonNull<u8>, String>) -> *mut c_void {
         match made {
-            Ok(made) => {
-                self.note_peak();
-                made.as_ptr().cast()
-            }
+            Ok(made) => made.as_ptr().cast(),
             Err(why) => {
                 // Programs that try with less have a reason to hear of it once.
                 static SAID: AtomicUsize = AtomicUsize::new(0);
@@ -250,11 +250,12 @@ static BEGIN: extern "C" fn() = begin;
 
 /// Our constructor.
 extern "C" fn begin() {
-    let _inside = Inside::enter();
+    let inside = Inside::enter();
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
-    match build() {
+    // A server may not answer, and nothing is held that a signal could find.
+    match inside.signals.wait(build) {
         Ok(state) => {
             let addresses = state.arena.addresses();
             made::begin(addresses.len());

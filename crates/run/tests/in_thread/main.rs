@@ -176,6 +176,9 @@ cases! {
     handlers_that_hold_all_signals_back_touch_remote_memory = "signals" "handlers";
     waits_with_all_signals_held_back_go_on = "signals" "waits";
     a_handler_leaves_by_longjmp_again_and_again = "signals" "longjmp";
+    a_signal_at_each_instruction_finds_remote_memory = "steps" "each";
+    a_storm_of_signals_finds_remote_memory = "steps" "storm";
+    a_collector_stops_the_world_and_needs_memory = "steps" "collector";
 }
 
 /// A program that was started by an interposed one has its filter, too, and must not have its arena

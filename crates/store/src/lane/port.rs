@@ -11,12 +11,12 @@
 use std::{
     collections::VecDeque,
     sync::Arc,
-    thread,
     time::{Duration, Instant},
 };
 
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
+use farpage_signals::spawn;
 
 use crate::{blocking::Waker, place::Span, pool::SlotPool};
 
@@ -193,10 +193,7 @@ impl<B: Buf> Port<B> {
             let _ = sender.send(line.channel());
             waker.wake();
         };
-        match thread::Builder::new()
-            .name("farpage-reopen".into())
-            .spawn(open)
-        {
+        match spawn("farpage-reopen", open) {
             Ok(_) => self.state = PortState::Opening(receiver),
             Err(error) => self.not_opened(Instant::now(), error.to_string()),
         }

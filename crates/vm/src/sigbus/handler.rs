@@ -8,8 +8,8 @@ use std::{
     sync::atomic::{AtomicPtr, Ordering::SeqCst},
 };
 
+use farpage_signals::Mutex;
 use nix::errno::Errno;
-use parking_lot::Mutex;
 
 use super::{
     contract::{STACK_BYTES, Served},
@@ -91,8 +91,7 @@ static KNOWN: Mutex<Vec<&'static libc::sigaction>> = Mutex::new(Vec::new());
 /// `sigaction` from replacing the handler. Returns what there was before, or what there is without
 /// an `action`.
 ///
-/// Not to be called by a signal handler, nor where one may interrupt that calls it: it locks and
-/// allocates.
+/// Not to be called by a signal handler: it locks and allocates.
 pub fn set_previous(action: Option<&libc::sigaction>) -> libc::sigaction {
     let before = match action {
         None => BEFORE.load(SeqCst),

@@ -16,7 +16,7 @@ use std::{
     thread,
 };
 
-use parking_lot::{Mutex, MutexGuard};
+use farpage_signals::{Mutex, MutexGuard};
 
 use super::{
     contract::{FaultHandler, STACK_BYTES, Served},

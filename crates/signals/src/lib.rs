@@ -1,0 +1,192 @@
+//! Critical sections that no signal handler interrupts: [`SignalGuard`], [`Mutex`] and [`spawn`].
+//!
+//! A handler of the program may touch an absent page at any instruction, and a collector that stops
+//! the world keeps its threads in one. Serving that fault must not need what the interrupted thread
+//! holds: a lock, a page that it owns, or a message that it has begun to send.
+//!
+//! The rule: a thread of the program holds signals back while it holds anything of the runtime's,
+//! and lets them in where it waits and holds nothing ([`SignalGuard::wait`]). Threads of the
+//! runtime hold them back for good.
+//!
+//! What is never held back: signals that an instruction raises, since the kernel kills a thread
+//! that blocks one and raises it, and the C library's own for `setuid`, which every thread answers.
+
+use std::{
+    cell::Cell,
+    io,
+    marker::PhantomData,
+    ops::{Deref, DerefMut},
+    ptr, sync,
+    sync::{
+        PoisonError,
+        atomic::{Ordering::SeqCst, compiler_fence},
+    },
+    thread::{Builder, JoinHandle},
+};
+
+/// Signals that an instruction raises, and the C library's for `setuid`.
+const LET_IN: [i32; 7] = [
+    libc::SIGBUS,
+    libc::SIGSEGV,
+    libc::SIGSYS,
+    libc::SIGILL,
+    libc::SIGFPE,
+    libc::SIGTRAP,
+    33,
+];
+
+/// The kernel's set of all signals but those.
+static HELD: u64 = {
+    let (mut set, mut at) = (u64::MAX, 0);
+    while at < LET_IN.len() {
+        set &= !(1 << (LET_IN[at] - 1));
+        at += 1;
+    }
+    set
+};
+
+/// Bytes of the kernel's signal set.
+const SET_BYTES: usize = 8;
+
+thread_local! {
+    /// Guards of this thread that are alive and do not wait.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+    /// The signal mask that the outermost guard found.
+    static BEFORE: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Signals that are held back in this thread while it lives. Guards nest: the outermost one changes
+/// the signal mask, by one system call at either end, and the others count.
+#[derive(Debug)]
+#[must_use = "signals are let in again when it is dropped"]
+pub struct SignalGuard {
+    /// A guard belongs to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl SignalGuard {
+    /// Holds signals back from here on.
+    #[expect(
+        clippy::new_without_default,
+        reason = "a value that changes the thread is made where that is seen"
+    )]
+    pub fn new() -> SignalGuard {
+        enter();
+        SignalGuard {
+            _thread: PhantomData,
+        }
+    }
+
+    /// Calls `wait` with signals let in, unless another guard of this thread holds something. To be
+    /// called where this guard holds nothing: a handler may run there, and leave by `longjmp`.
+    pub fn wait<T>(&self, wait: impl FnOnce() -> T) -> T {
+        if DEPTH.get() > 1 {
+            return wait();
+        }
+        leave();
+        let waited = wait();
+        enter();
+        waited
+    }
+}
+
+impl Drop for SignalGuard {
+    fn drop(&mut self) {
+        leave();
+    }
+}
+
+// A handler sees a depth of 0: it is set to 1 after the mask is, and back before. The fences keep
+// the compiler from moving that across the system call, which runs handlers of this thread.
+
+fn enter() {
+    let depth = DEPTH.get();
+    if depth == 0 {
+        let before = exchange(libc::SIG_BLOCK, &HELD);
+        compiler_fence(SeqCst);
+        BEFORE.set(before);
+    }
+    DEPTH.set(depth + 1);
+}
+
+fn leave() {
+    let depth = DEPTH.get() - 1;
+    DEPTH.set(depth);
+    if depth == 0 {
+        let before = BEFORE.get();
+        compiler_fence(SeqCst);
+        exchange(libc::SIG_SETMASK, &before);
+    }
+}
+
+/// Changes this thread's signal mask, and returns what it was. The call goes to the kernel by its
+/// number: a program's own `sigprocmask` may be another's.
+fn exchange(how: i32, set: &u64) -> u64 {
+    let mut before = 0u64;
+    // SAFETY: two sets of the kernel's size.
+    let changed = unsafe {
+        libc::syscall(
+            libc::SYS_rt_sigprocmask,
+            how,
+            ptr::from_ref(set),
+            &raw mut before,
+            SET_BYTES,
+        )
+    };
+    debug_assert_eq!(changed, 0, "valid sets are never refused");
+    before
+}
+
+/// A lock that holds signals back while it is held. It never allocates, and a panic of its holder
+/// leaves it usable.
+#[derive(Debug, Default)]
+pub struct Mutex<T>(sync::Mutex<T>);
+
+impl<T> Mutex<T> {
+    /// An unlocked one.
+    pub const fn new(value: T) -> Mutex<T> {
+        Mutex(sync::Mutex::new(value))
+    }
+
+    /// Holds signals back and waits for the lock.
+    pub fn lock(&self) -> MutexGuard<'_, T> {
+        let signals = SignalGuard::new();
+        MutexGuard {
+            lock: self.0.lock().unwrap_or_else(PoisonError::into_inner),
+            _signals: signals,
+        }
+    }
+}
+
+/// A [`Mutex`] that is locked. Fields are dropped in their order: the lock goes first.
+#[derive(Debug)]
+pub struct MutexGuard<'a, T> {
+    lock: sync::MutexGuard<'a, T>,
+    _signals: SignalGuard,
+}
+
+impl<T> Deref for MutexGuard<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.lock
+    }
+}
+
+impl<T> DerefMut for MutexGuard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        &mut self.lock
+    }
+}
+
+/// Starts a thread that holds signals back for good: it inherits the mask.
+///
+/// # Errors
+/// The operating system's.
+pub fn spawn<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> io::Result<JoinHandle<T>> {
+    let _signals = SignalGuard::new();
+    Builder::new().name(name.to_owned()).spawn(work)
+}
