@@ -15,6 +15,7 @@ mod slots;
 mod stored;
 #[cfg(test)]
 mod tests;
+mod turns;
 
 use std::{
     collections::HashMap,
@@ -43,14 +44,16 @@ use self::{
     pool::Pool,
     shares::{Books, Entry},
     slots::Slots,
+    turns::Turns,
 };
 pub(crate) use self::{evictors::Evictors, shares::Tenant};
 
 /// The least that `--memory` may be.
 pub(crate) const LEAST_MEMORY_BYTES: u64 = 16 << 20;
 
-/// Threads that move chunks out, so that a disk has more than one write to do.
-const EVICTORS: usize = 4;
+/// Threads that move chunks out: a disk has more than one write to do, and one thread is left where
+/// it does not answer.
+const EVICTORS: usize = 5;
 /// Chunks that are fetched from the spill file at once.
 const DISK_FETCHES: usize = 8;
 /// And from the pool.
@@ -85,6 +88,7 @@ pub(crate) struct Tier {
     pool: Pool,
     disk: Box<dyn Disk>,
     slots: Mutex<Slots>,
+    turns: Turns,
     /// For fetches from the spill file, and for those from the pool, which shall not wait for a
     /// disk.
     disk_buffers: Buffers,
@@ -170,6 +174,7 @@ impl Tier {
             pool,
             disk,
             slots: Mutex::new(Slots::new(slots_most)),
+            turns: Turns::new(),
             disk_buffers: Buffers::new(DISK_FETCHES),
             pool_buffers: Buffers::new(POOL_FETCHES),
             fetches: Mutex::new(fetches),

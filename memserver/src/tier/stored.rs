@@ -95,7 +95,8 @@ impl Tier {
         self.spill(was.stored_bytes, &mut buffer.packed, gone)
     }
 
-    /// Writes the first `stored_bytes` of `packed` to a slot.
+    /// Writes the first `stored_bytes` of `packed` to a slot. Fails without a write if the disk does
+    /// not come to it.
     pub(super) fn spill(
         &self,
         stored_bytes: u32,
@@ -105,6 +106,7 @@ impl Tier {
         let len = stored_bytes as usize;
         let whole = len.next_multiple_of(BLOCK_BYTES);
         packed[len..whole].fill(0);
+        let _turn = self.turns.take().ok_or(())?;
         let slot = self.slots.lock().take();
         let at = u64::from(slot) * CHUNK_BYTES;
         if let Err(error) = self.disk.write(at, &packed[..whole]) {
