@@ -367,7 +367,8 @@ impl Region {
     ///
     /// # Errors
     /// A page that the kernel, a device or a slow server holds until the
-    /// [deadline](crate::Builder::deadline). Bytes before it are zeros.
+    /// [deadline](crate::Builder::deadline), or that is covered in part and cannot be brought in.
+    /// Bytes before it are zeros.
     ///
     /// # Panics
     /// If the range does not lie in the region, or the region is
@@ -392,7 +393,7 @@ impl Region {
     pub unsafe fn discard_shared(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         let range = byte_range(range, self.len(), 1);
         assert!(!self.read_only, "a read-only region cannot be discarded");
-        let zero = |part: Range<usize>| {
+        let write = |part: Range<usize>| {
             let first = (self.mapped.address() + part.start) as *mut u8;
             // SAFETY: in the region, which is mapped and writable; the caller promises that there
             // is no reference to these bytes.
@@ -400,17 +401,19 @@ impl Region {
         };
         if self.mapped.store().is_users_own() {
             self.mapped.put_lost(range.start, &vec![0; range.len()])?;
-            zero(range);
+            write(range);
             return Ok(());
         }
+        let zero = |part: Range<usize>| match part.is_empty() {
+            true => Ok(()),
+            false => self.mapped.with_pages(part.clone(), || write(part)),
+        };
         let whole = self.mapped.discard(range.clone())?;
         if whole.is_empty() {
-            zero(range);
-        } else {
-            zero(range.start..whole.start);
-            zero(whole.end.min(range.end)..range.end);
+            return zero(range);
         }
-        Ok(())
+        zero(range.start..whole.start)?;
+        zero(whole.end.min(range.end)..range.end)
     }
 
     /// Moves the bytes of `from` to as many from `to` on. Whole pages move by their entries,

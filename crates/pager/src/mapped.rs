@@ -352,6 +352,37 @@ impl<A: AddressSpace> Mapped<A> {
         }
     }
 
+    /// Calls `act` while the pages that `range` touches are in memory and stay there, as far as the
+    /// budget lets them. So a page that cannot be brought in is an error here, where touching it
+    /// raises SIGBUS, whose handler belongs to the program and may not return.
+    ///
+    /// # Errors
+    /// Why a page could not be brought in.
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn with_pages<T>(
+        &self,
+        range: Range<usize>,
+        act: impl FnOnce() -> T,
+    ) -> Result<T, PageError> {
+        let _entered = self.enter()?;
+        let pages = self.pages(range.clone());
+        let failed = |&page: &PageIndex| self.pin_page(page, pages).is_err();
+        let pinned = pages
+            .start
+            .until(pages.iter().find(failed).unwrap_or(pages.end));
+        self.shared().scatter.wait();
+        let is_absent = |page| self.region.words.load(page).state() != State::Resident;
+        let there = match pages.iter().any(is_absent) {
+            true => self.prefetch_now(range),
+            false => Ok(()),
+        };
+        let done = there.map(|()| act());
+        self.unpin_pages(pinned);
+        done
+    }
+
     fn unpin_pages(&self, pages: PageRange) {
         for page in pages {
             if let Some((_, now)) = self.region.words.try_apply(page, protocol::unpin)

@@ -50,6 +50,7 @@ struct Cli {
 enum Verb {
     /// Runs a program: its large allocations live on a memory server, and a budget of them is in
     /// local memory.
+    #[command(args_override_self = true)]
     Run(RunOptions),
 }
 

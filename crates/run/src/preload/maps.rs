@@ -224,8 +224,17 @@ fn unmap(state: &State, addresses: Range<usize>) {
         let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
         let start = if before { gone.start } else { pages.start };
         let end = if behind { gone.end } else { pages.end };
-        // SAFETY: the program has unmapped it. What cannot be discarded now is tried again.
-        let _ = unsafe { state.arena.release(start..end) };
+        // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried again.
+        if unsafe { state.arena.release(start..end) }.is_err() {
+            // Parts of pages may hold what they held: nobody is given them.
+            let page_bytes = state.arena.region().page_bytes();
+            if before {
+                mapped.insert(gone.start..gone.end.min(pages.start + page_bytes), ());
+            }
+            if behind {
+                mapped.insert(gone.start.max(pages.end - page_bytes)..gone.end, ());
+            }
+        }
     }
 }
 

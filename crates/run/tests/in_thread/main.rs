@@ -239,6 +239,30 @@ fn sigbus_that_nobody_handles_ends_the_program_as_ever() {
     }
 }
 
+/// Runs a case whose server ends when the program says that it is ready.
+fn with_lost_server(signals: &Compiled, mode: &[&str], which: &str) -> Output {
+    let server = farpage_memserver::Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(64 << 20)
+        .start()
+        .unwrap();
+    let url = server.endpoints()[0].to_string();
+    let options = ["--budget", "1MiB", "--capacity", "16MiB", "--server", &url];
+    let folder = tempfile::tempdir().unwrap();
+    let ready = folder.path().join("ready");
+    let path = signals.path.to_str().unwrap();
+    let command = [path, which, ready.to_str().unwrap()];
+    let mut command = farpage(&[mode, &options].concat(), &command);
+    command.env("FARPAGE_DEADLINE", "1");
+    let program = thread::spawn(move || output(&mut command));
+    while !ready.exists() && !program.is_finished() {
+        thread::sleep(Duration::from_millis(1));
+    }
+    server.shutdown();
+    fs::write(folder.path().join("ready.gone"), "").unwrap();
+    program.join().unwrap()
+}
+
 /// Memory that is lost says so before the program's own handler runs, or the program ends.
 #[test]
 fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
@@ -247,31 +271,9 @@ fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
         return;
     }
     let signals = Compiled::new("signals");
-    let path = signals.path.to_str().unwrap();
     for mode in [&["--in-thread"][..], &[]] {
         for which in ["lost", "lost-handled"] {
-            let server = farpage_memserver::Server::builder()
-                .listen("tcp://127.0.0.1:0".parse().unwrap())
-                .capacity(64 << 20)
-                .start()
-                .unwrap();
-            let url = server.endpoints()[0].to_string();
-            let options = [
-                mode,
-                &["--budget", "1MiB", "--capacity", "16MiB", "--server", &url],
-            ]
-            .concat();
-            let folder = tempfile::tempdir().unwrap();
-            let ready = folder.path().join("ready");
-            let mut command = farpage(&options, &[path, which, ready.to_str().unwrap()]);
-            command.env("FARPAGE_DEADLINE", "1");
-            let program = thread::spawn(move || output(&mut command));
-            while !ready.exists() && !program.is_finished() {
-                thread::sleep(Duration::from_millis(1));
-            }
-            server.shutdown();
-            fs::write(folder.path().join("ready.gone"), "").unwrap();
-            let ended = program.join().unwrap();
+            let ended = with_lost_server(&signals, mode, which);
             let said = text(&ended.stderr);
             assert!(said.contains("raises SIGBUS"), "{which} {mode:?}: {said}");
             if which == "lost" {
@@ -285,6 +287,22 @@ fn lost_memory_says_so_and_then_goes_to_the_programs_handler() {
                 assert_eq!(text(&ended.stdout), "handled\n", "{mode:?}");
             }
         }
+    }
+}
+
+/// A handler of SIGBUS that calls `exit` runs destructors, which unmap.
+#[test]
+fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
+    let test = "giving_a_part_of_a_lost_page_back_holds_up_no_exit";
+    if !can_run(test, &[GCC]) {
+        return;
+    }
+    let signals = Compiled::new("signals");
+    for mode in [&["--in-thread"][..], &[]] {
+        let ended = with_lost_server(&signals, mode, "lost-in-munmap");
+        let said = text(&ended.stderr);
+        assert_eq!(ended.status.code(), Some(42), "{mode:?}: {said}");
+        assert_eq!(text(&ended.stdout), "handled\n", "{mode:?}: {said}");
     }
 }
 

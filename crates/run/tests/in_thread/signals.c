@@ -310,18 +310,51 @@ static void on_lost(int signal, siginfo_t *info, void *context) {
 
 static const char *ready;
 
-static void lost(void) {
+static void lose_server(void) {
     char gone[4096];
     snprintf(gone, sizeof gone, "%s.gone", ready);
     fclose(fopen(ready, "w"));
     while (access(gone, F_OK) != 0)
         usleep(1000);
+}
+
+static void lost(void) {
+    lose_server();
     touch_all();
 }
 
 static void lost_handled(void) {
     action(SIGBUS, on_lost, 0);
     lost();
+}
+
+static char *mapping;
+
+/* Ends what the program has, as destructors do. */
+static void give_back(void) {
+    if (munmap(mapping, 16 * PAGE) == 0)
+        puts("handled");
+}
+
+static void on_lost_exit(int signal) {
+    (void)signal;
+    exit(42);
+}
+
+/* What gives a part of a lost page back must not raise SIGBUS while it holds a lock. */
+static void lost_in_munmap(void) {
+    mapping = mmap(NULL, 16 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(mapping != MAP_FAILED && atexit(give_back) == 0);
+    for (int page = 0; page < 16; page++)
+        mapping[page * PAGE] = 1;
+    touch_all();
+    signal(SIGBUS, on_lost_exit);
+    lose_server();
+    CHECK(munmap(mapping + PAGE, PAGE) == 0);
+    CHECK(madvise(mapping + 5 * PAGE, PAGE, MADV_DONTNEED) == 0 || errno == EAGAIN);
+    CHECK(mprotect(mapping + 8 * PAGE, PAGE, PROT_READ) == 0);
+    CHECK(madvise(mapping + 8 * PAGE, PAGE, MADV_DONTNEED) == 0 || errno == EAGAIN);
+    exit(42);
 }
 
 int main(int count, char **arguments) {
@@ -332,7 +365,8 @@ int main(int count, char **arguments) {
     } cases[] = {{"guard", guard},         {"sigbus", sigbus},       {"believed", believed},
                  {"blocked", blocked},     {"handlers", handlers},   {"waits", waits},
                  {"longjmp", longjmps},    {"die", die_at_once},     {"die-once", die_once},
-                 {"die-sent", die_sent},   {"lost", lost},           {"lost-handled", lost_handled}};
+                 {"die-sent", die_sent},   {"lost", lost},           {"lost-handled", lost_handled},
+                 {"lost-in-munmap", lost_in_munmap}};
     memory = malloc(8 * MIB);
     CHECK(memory);
     touch_all();
