@@ -299,7 +299,7 @@ fn giving_a_part_of_a_lost_page_back_holds_up_no_exit() {
     }
     let signals = Compiled::new("signals");
     for mode in [&["--in-thread"][..], &[]] {
-        let ended = with_lost_server(&signals, mode, "lost-in-munmap");
+        let ended = with_lost_server(&signals, mode, "lost-in-part");
         let said = text(&ended.stderr);
         assert_eq!(ended.status.code(), Some(42), "{mode:?}: {said}");
         assert_eq!(text(&ended.stdout), "handled\n", "{mode:?}: {said}");
