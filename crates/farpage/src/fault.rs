@@ -57,9 +57,9 @@ pub(crate) fn register(mapped: &Mapped<KernelSpace>) -> io::Result<Option<Regist
 struct Handler(Arc<InThread<KernelSpace>>);
 
 // SAFETY: `InThread` keeps the rules of a signal handler (see its module):
-// - it takes only locks of the runtime, under which nothing touches a region, and allocates nothing
-//   unless something fails: no code inside the allocator touches a region
-//   (`tests/in_thread.rs` counts the allocator's calls);
+// - it takes only locks of the runtime, under which nothing touches a region and no other handler
+//   runs (`tests/signals.rs`), and allocates nothing unless something fails (`tests/in_thread.rs`
+//   counts the allocator's calls);
 // - it works on frames and the servers' memory, never on a region's pages;
 // - regions are closed by the program's own calls.
 unsafe impl FaultHandler for Handler {

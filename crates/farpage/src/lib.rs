@@ -37,6 +37,13 @@
 //! [`io`] do the same; others, and all in a runtime of [`Builder::user_mode_only`], want its pages
 //! in memory: [`Region::pin`] brings them in and keeps them there.
 //!
+//! # Signals
+//!
+//! A signal handler may touch a region at any time, also while its thread is inside a call of this
+//! crate. Calls hold signals back while they hold a lock, and let them in where they wait for pages.
+//! So a signal waits for a server where a call does: as long as the deadline at most. A handler must
+//! not call this crate, which allocates and locks.
+//!
 //! # Logging
 //!
 //! farpage logs by `tracing`. Threads that move pages leave their lines to a thread that is there

@@ -7,8 +7,9 @@
 //! **The contract of the handler**, for all code that it runs (`guest.rs`, `relief.rs`, and what
 //! they call):
 //!
-//! - It waits for no lock that the interrupted code can hold. The interrupted code touched a page,
-//!   and no code of ours touches pages. So none of our locks is held by it, nor is the allocator's.
+//! - It waits for no lock that the interrupted code can hold. The interrupted code touched a page.
+//!   No code of ours touches pages under a lock, and while it holds one no handler of the program
+//!   runs: signals are held back ([`farpage_signals`]).
 //! - It allocates and frees nothing unless something fails: a page cannot be brought in, a channel
 //!   is lost, or the program itself has given the page back to the kernel. What it needs is
 //!   reserved when a region is mapped ([`InThread::prepare`]).

@@ -32,10 +32,8 @@ fn count(signal: i32) {
 /// Sends a signal to this thread.
 fn send(signal: i32) {
     // SAFETY: this thread is there.
-    assert_eq!(
-        unsafe { libc::pthread_kill(libc::pthread_self(), signal) },
-        0
-    );
+    let sent = unsafe { libc::pthread_kill(libc::pthread_self(), signal) };
+    assert_eq!(sent, 0);
 }
 
 fn handled() -> u32 {

@@ -22,7 +22,8 @@ pub enum Served {
 /// on several threads at once:
 /// - It neither allocates nor frees, nor does anything that may (a contended `parking_lot` lock
 ///   does).
-/// - It takes no lock under which anybody touches a range: not that of standard output or of a log.
+/// - It takes no lock under which anybody touches a range, or lets in signals whose handlers may:
+///   not that of standard output or of a log.
 /// - It reads a thread-local variable only if nobody else changes it and it has no destructor.
 /// - It touches no absent page of any registered range: that kills the process.
 /// - It does not end a [`Registration`](super::Registration).
