@@ -3,18 +3,24 @@
 //! The rule it keeps: an array is freed by the handler that allocated it, however late: after the
 //! block, after the runtime. A handler holds all that it needs for that, and goes by the address:
 //! what numpy says of an allocation's size may be wrong. Which handler is current is numpy's own
-//! matter, one per context.
+//! matter, one per context. An arena with arrays is not closed, and a closed one makes none.
 
 use std::{
     ffi::{CStr, c_char, c_void},
-    mem, process,
+    mem,
+    ops::Range,
     ptr::{self, NonNull},
     sync::Arc,
 };
 
+use parking_lot::{MappedRwLockReadGuard, Once};
 use pyo3::{exceptions::PyImportError, ffi, prelude::*, types::PyCapsule};
 
-use crate::process::{End, Held};
+use crate::{
+    error::CloseError,
+    process::{End, Held},
+    runtime::unallocated,
+};
 
 /// What a capsule is called that holds a handler.
 const NAME: &CStr = c"mem_handler";
@@ -56,11 +62,14 @@ unsafe impl Send for Contents {}
 
 /// What a handler works with.
 struct Context {
-    pid: u32,
     min_bytes: usize,
     /// The handler that was current before, which serves requests of less than `min_bytes`.
     before: NonNull<Handler>,
-    arena: Option<Arc<farpage::Arena>>,
+    arena: Option<Arc<Held<farpage::Arena>>>,
+    /// The arena's addresses, also after its end.
+    addresses: Range<usize>,
+    /// Done when a line has said that the arena is closed.
+    told: Once,
     /// What is to live longer than the arena.
     keep: Option<Py<PyAny>>,
     /// Holds `before`.
@@ -71,15 +80,32 @@ struct Context {
 // `before` is held by `before_object`.
 unsafe impl Send for Context {}
 
-impl Context {
-    /// The arena, but in a child made by `fork`, which does not have it.
-    fn arena(&self) -> Option<&farpage::Arena> {
-        (self.pid == process::id()).then_some(self.arena.as_deref())?
-    }
+/// The arena that an allocation is in.
+enum Place<'a> {
+    Arena(MappedRwLockReadGuard<'a, farpage::Arena>, NonNull<u8>),
+    /// The arena of the process that made this one by `fork`.
+    Parents,
+    Elsewhere,
+}
 
-    /// The arena for a request of so many bytes, if it is for the arena.
-    fn arena_for(&self, bytes: usize) -> Option<&farpage::Arena> {
-        self.arena().filter(|_| bytes >= self.min_bytes)
+impl Context {
+    /// The arena for a request of so many bytes, if it is for the arena. Requests in a child made
+    /// by `fork`, which does not have the arena, and after the arena's end are not.
+    fn arena_for(&self, bytes: usize) -> Option<MappedRwLockReadGuard<'_, farpage::Arena>> {
+        let arena = self.arena.as_deref()?;
+        if bytes < self.min_bytes || !arena.is_own() {
+            return None;
+        }
+        let here = arena.here();
+        if here.is_none() {
+            self.told.call_once(|| {
+                eprintln!(
+                    "farpage: a runtime was closed within a block of its `allocate`: arrays that \
+                     are made there from now on lie in local memory"
+                );
+            });
+        }
+        here
     }
 
     fn before(&self) -> &Allocator {
@@ -87,59 +113,73 @@ impl Context {
         &unsafe { self.before.as_ref() }.allocator
     }
 
-    /// The allocation that begins at `address` if it is one of the arena's, also in a child.
-    fn own(&self, address: *mut c_void) -> Option<NonNull<u8>> {
-        let arena = self.arena.as_deref()?;
-        NonNull::new(address.cast()).filter(|it| arena.contains(it.as_ptr() as usize))
+    /// Finds the allocation that begins at `address`.
+    fn place_of(&self, address: *mut c_void) -> Place<'_> {
+        let (Some(arena), Some(own)) = (self.arena.as_deref(), NonNull::new(address.cast())) else {
+            return Place::Elsewhere;
+        };
+        if !self.addresses.contains(&(address as usize)) {
+            return Place::Elsewhere;
+        }
+        if !arena.is_own() {
+            return Place::Parents;
+        }
+        // Addresses of a closed arena may be anybody's.
+        arena
+            .here()
+            .map_or(Place::Elsewhere, |arena| Place::Arena(arena, own))
     }
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        let arena = self.arena.take();
-        if self.pid != process::id() {
-            mem::forget(arena);
-            return;
-        }
-        let mut arena = Some(arena);
-        let mut end = || drop(arena.take());
+        // The last to go unmaps the region, which waits.
+        drop(self.arena.take());
+        // Outside they would be kept for the next who is attached.
         let objects = (self.keep.take(), self.before_object.take());
-        // The last to go unmaps the region, which waits. At the interpreter's end there is no lock
-        // to release any more.
-        let released = Python::try_attach(|py| {
-            py.detach(&mut end);
-            // Outside they would be kept for the next who is attached.
-            drop(objects);
-        });
-        if released.is_none() {
-            end();
-        }
+        Python::try_attach(|_| drop(objects));
     }
 }
 
 /// An arena of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Arena {
-    held: Held<Shared>,
+    held: Arc<Held<farpage::Arena>>,
     /// What is to live longer than the arena.
     keep: Option<Py<PyAny>>,
 }
 
-struct Shared(Arc<farpage::Arena>);
-
-impl End for Shared {
+impl End for farpage::Arena {
     fn end(self) -> Result<(), String> {
         Ok(())
     }
 }
 
 impl Arena {
-    pub(crate) fn new(arena: farpage::Arena, keep: Option<Py<PyAny>>) -> Arena {
-        Arena {
-            held: Held::new("arena", Shared(Arc::new(arena))),
-            keep,
-        }
+    pub(crate) fn new(arena: farpage::Arena) -> Arena {
+        let held = Arc::new(Held::new("the arena of this runtime", arena));
+        Arena { held, keep: None }
     }
+
+    /// Makes `keep` live longer than the arena.
+    pub(crate) fn keeping(self, keep: Option<Py<PyAny>>) -> Arena {
+        Arena { keep, ..self }
+    }
+
+    pub(crate) fn held(&self) -> &Arc<Held<farpage::Arena>> {
+        &self.held
+    }
+}
+
+/// Closes an arena unless it has arrays.
+pub(crate) fn close(arena: &Held<farpage::Arena>) -> Result<(), CloseError> {
+    let mut place = arena.place();
+    unallocated(place.as_ref().map_or(0, farpage::Arena::allocated_bytes))?;
+    let ended = place.take();
+    // Handlers wait for the place, with the interpreter's lock, and the end takes a while.
+    drop(place);
+    drop(ended);
+    Ok(())
 }
 
 #[pymethods]
@@ -147,16 +187,17 @@ impl Arena {
     /// A handler for numpy: requests of `min_bytes` and more come from the arena, others go to the
     /// handler that is current now.
     fn handler<'py>(&self, py: Python<'py>, min_bytes: usize) -> PyResult<Bound<'py, PyCapsule>> {
-        let arena = self.held.with(py, |shared| shared.0.clone())?;
+        let addresses = self.held.with(py, farpage::Arena::addresses)?;
         let before = current_handler(py)?;
         // SAFETY: takes the capsule's pointer, or says that it is no such capsule.
         let pointer = unsafe { ffi::PyCapsule_GetPointer(before.as_ptr(), NAME.as_ptr()) };
         let pointer = NonNull::new(pointer.cast()).ok_or_else(|| PyErr::fetch(py))?;
         let mut context = Box::new(Context {
-            pid: process::id(),
             min_bytes: min_bytes.max(1),
             before: pointer,
-            arena: Some(arena),
+            arena: Some(self.held.clone()),
+            addresses,
+            told: Once::new(),
             keep: self.keep.as_ref().map(|keep| keep.clone_ref(py)),
             before_object: Some(before.unbind()),
         });
@@ -181,22 +222,13 @@ impl Arena {
 
     /// Bytes that numpy has of it now, in whole pages.
     fn allocated_bytes(&self, py: Python<'_>) -> PyResult<usize> {
-        self.held.with(py, |shared| shared.0.allocated_bytes())
+        self.held.with(py, farpage::Arena::allocated_bytes)
     }
 
     /// Its first address, and the one behind its last.
     fn addresses(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        let addresses = self.held.with(py, |shared| shared.0.addresses())?;
+        let addresses = self.held.with(py, farpage::Arena::addresses)?;
         Ok((addresses.start, addresses.end))
-    }
-
-    /// Gives the arena up; it ends with the last array and the last handler.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.held.take(py, |shared| {
-            drop(shared);
-            (None, ())
-        })?;
-        Ok(())
     }
 }
 
@@ -288,31 +320,30 @@ unsafe extern "C" fn realloc(
     }
     // SAFETY: numpy passes the handler's context.
     let context = unsafe { of(context) };
-    let Some(own) = context.own(address) else {
-        let before = context.before();
-        // How long it is now is not known here, so it cannot be copied into the arena.
-        // SAFETY: as numpy would call it.
-        return unsafe { (before.realloc)(before.context, address, bytes) };
-    };
-    let Some(arena) = context.arena() else {
-        return ptr::null_mut();
-    };
-    // SAFETY: numpy uses the old address no more if there is a new one.
-    or_null(unsafe { arena.reallocate(own, bytes, ALIGN) })
+    match context.place_of(address) {
+        // SAFETY: numpy uses the old address no more if there is a new one.
+        Place::Arena(arena, own) => or_null(unsafe { arena.reallocate(own, bytes, ALIGN) }),
+        Place::Parents => ptr::null_mut(),
+        Place::Elsewhere => {
+            let before = context.before();
+            // How long it is now is not known here, so it cannot be copied into the arena.
+            // SAFETY: as numpy would call it.
+            unsafe { (before.realloc)(before.context, address, bytes) }
+        }
+    }
 }
 
 unsafe extern "C" fn free(context: *mut c_void, address: *mut c_void, bytes: usize) {
     // SAFETY: numpy passes the handler's context.
     let context = unsafe { of(context) };
-    match (context.own(address), context.arena()) {
-        (Some(own), Some(arena)) => {
+    match context.place_of(address) {
+        Place::Arena(arena, own) => {
             // A page that cannot be given back yet is tried again when others are.
             // SAFETY: numpy does not use it any more.
             let _ = unsafe { arena.deallocate(own) };
         }
-        // In a child made by `fork`.
-        (Some(_), None) => {}
-        (None, _) => {
+        Place::Parents => {}
+        Place::Elsewhere => {
             let before = context.before();
             // SAFETY: the handler before has allocated it; as numpy would call it.
             unsafe { (before.free)(before.context, address, bytes) };

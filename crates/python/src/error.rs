@@ -13,8 +13,8 @@ use farpage::{
 use pyo3::{
     create_exception,
     exceptions::{
-        PyConnectionError, PyFileExistsError, PyFileNotFoundError, PyOSError, PyPermissionError,
-        PyValueError,
+        PyBufferError, PyConnectionError, PyFileExistsError, PyFileNotFoundError, PyOSError,
+        PyPermissionError, PyValueError,
     },
     prelude::*,
 };
@@ -40,6 +40,42 @@ create_exception!(
     "A region of that name is open for writing, here or in another program: it can be had when that \
      closes it."
 );
+
+create_exception!(
+    farpage._farpage,
+    Closed,
+    PyValueError,
+    "What a call was for has been closed."
+);
+
+/// Something that stays open.
+pub(crate) enum CloseError {
+    /// Arrays show its memory.
+    InUse(String),
+    /// Pages could not be written back.
+    Pages(String),
+}
+
+impl CloseError {
+    pub(crate) fn exception(self, py: Python<'_>) -> PyErr {
+        match self {
+            Self::InUse(mut text) => {
+                let modules = py.import("sys").and_then(|sys| sys.getattr("modules"));
+                if modules.is_ok_and(|modules| modules.contains("IPython").unwrap_or(false)) {
+                    text += ". A notebook keeps what cells showed in `Out` and `_`: `%reset -f out` \
+                             empties them";
+                }
+                PyBufferError::new_err(text)
+            }
+            Self::Pages(text) => pages(text),
+        }
+    }
+}
+
+/// A call for what has been closed.
+pub(crate) fn closed(what: &str) -> PyErr {
+    Closed::new_err(format!("{what} is closed"))
+}
 
 /// An argument that makes no sense.
 pub(crate) fn value(error: impl Display) -> PyErr {

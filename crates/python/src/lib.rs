@@ -22,10 +22,10 @@ mod _farpage {
     use super::{
         arena::{Arena, set_handler},
         available_bytes,
-        error::{Error, InUseError, PageError},
+        error::{Closed, Error, InUseError, PageError},
         parse_size,
         process::sigbus_handler,
-        region::Region,
+        region::{Region, View},
         runtime::Runtime,
         serve::serve,
     };

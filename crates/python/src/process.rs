@@ -8,31 +8,41 @@
 use std::{mem, ptr};
 
 use nix::libc;
-use parking_lot::RwLock;
+use parking_lot::{MappedRwLockReadGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use pyo3::prelude::*;
 
 use crate::error;
 
 /// A value for the process that made it, until it is closed. Locked without the interpreter's lock
-/// only: who waits for a lock while holding the other stops everybody.
+/// only, but for [`here`](Held::here): a thread that waits for one lock while it holds the other
+/// stops all.
 pub(crate) struct Held<T: End + Send + Sync> {
     pid: u32,
     value: RwLock<Option<T>>,
-    /// What errors call it.
-    what: &'static str,
+    /// The value's name in errors.
+    what: String,
 }
 
 impl<T: End + Send + Sync> Held<T> {
-    pub(crate) fn new(what: &'static str, value: T) -> Held<T> {
+    pub(crate) fn new(what: impl Into<String>, value: T) -> Held<T> {
         Held {
             pid: std::process::id(),
             value: RwLock::new(Some(value)),
-            what,
+            what: what.into(),
         }
     }
 
-    fn check_process(&self) -> PyResult<()> {
-        if self.pid == std::process::id() {
+    pub(crate) fn what(&self) -> &str {
+        &self.what
+    }
+
+    /// True in the process that made the value, and not in a child of it.
+    pub(crate) fn is_own(&self) -> bool {
+        self.pid == std::process::id()
+    }
+
+    pub(crate) fn check_process(&self) -> PyResult<()> {
+        if self.is_own() {
             return Ok(());
         }
         Err(error::system(
@@ -41,7 +51,14 @@ impl<T: End + Send + Sync> Held<T> {
         ))
     }
 
-    /// Calls `body` with the value, without the interpreter's lock.
+    /// True if nobody has closed the value. Waits while it is being closed. In a child made by
+    /// `fork`, false.
+    pub(crate) fn is_open(&self, py: Python<'_>) -> bool {
+        self.is_own() && py.detach(|| self.value.read().is_some())
+    }
+
+    /// Calls `body` with the value, without the interpreter's lock. The value is not closed
+    /// meanwhile.
     pub(crate) fn with<R: Send>(
         &self,
         py: Python<'_>,
@@ -49,22 +66,18 @@ impl<T: End + Send + Sync> Held<T> {
     ) -> PyResult<R> {
         self.check_process()?;
         let result = py.detach(|| self.value.read().as_ref().map(body));
-        result.ok_or_else(|| error::value(format_args!("this {} is closed", self.what)))
+        result.ok_or_else(|| error::closed(&self.what))
     }
 
-    /// Calls `body` with the value, which it may put back. A closed value is left alone.
-    pub(crate) fn take<R: Send>(
-        &self,
-        py: Python<'_>,
-        body: impl FnOnce(T) -> (Option<T>, R) + Send,
-    ) -> PyResult<Option<R>> {
-        self.check_process()?;
-        Ok(py.detach(|| {
-            let mut place = self.value.write();
-            let (back, result) = body(place.take()?);
-            *place = back;
-            Some(result)
-        }))
+    /// The value's place, for a thread that closes it with others and holds no interpreter's lock.
+    pub(crate) fn place(&self) -> RwLockWriteGuard<'_, Option<T>> {
+        self.value.write()
+    }
+
+    /// The value, or `None` after its end. For callers that may hold the interpreter's lock: nobody
+    /// may hold [`place`](Held::place) of such a value for long.
+    pub(crate) fn here(&self) -> Option<MappedRwLockReadGuard<'_, T>> {
+        RwLockReadGuard::try_map(self.value.read(), Option::as_ref).ok()
     }
 }
 
@@ -77,7 +90,7 @@ pub(crate) trait End {
 impl<T: End + Send + Sync> Drop for Held<T> {
     fn drop(&mut self) {
         let mut value = self.value.get_mut().take();
-        if self.pid != std::process::id() {
+        if !self.is_own() {
             mem::forget(value);
             return;
         }

@@ -1,15 +1,22 @@
 //! [`Region`]: bytes under paging, as an address and a length.
 //!
-//! The rule it keeps: whoever uses the address holds this object, and does not close it meanwhile.
-//! The Python layer sees to that: arrays hold it, and `close` is refused while there are any.
+//! The rule it keeps: bytes are mapped while a [`View`] of them lives. Arrays hold one. A view is
+//! made under the lock of the region's value, and `close` counts views under that lock.
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{
+    Arc,
+    atomic::{
+        AtomicBool, AtomicUsize,
+        Ordering::{Acquire, Relaxed, Release},
+    },
+};
 
 use farpage::{Advice, ElementType};
+use parking_lot::RwLockWriteGuard;
 use pyo3::prelude::*;
 
 use crate::{
-    error,
+    error::{self, CloseError},
     process::{End, Held},
 };
 
@@ -19,7 +26,7 @@ const PREFETCH_BYTES: usize = 16 << 20;
 /// A region of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Region {
-    held: Held<Mapped>,
+    shared: Arc<Shared>,
     /// What is to live longer than the region.
     _keep: Option<Py<PyAny>>,
     /// Of its first byte.
@@ -37,6 +44,76 @@ pub(crate) struct Region {
     len: u64,
     #[pyo3(get)]
     shape: Vec<usize>,
+}
+
+/// A region as its Python object, its views and its runtime share it.
+pub(crate) struct Shared {
+    held: Held<Mapped>,
+    /// Views that live. It grows under the lock of `held` only. The `Release` of a view's end pairs
+    /// with the `Acquire` of [`is_viewed`](Shared::is_viewed): accesses to the bytes come before
+    /// their end.
+    views: AtomicUsize,
+}
+
+/// A promise that a region's bytes stay mapped.
+#[pyclass(frozen, module = "farpage._farpage")]
+pub(crate) struct View(Arc<Shared>);
+
+impl Drop for View {
+    fn drop(&mut self) {
+        self.0.views.fetch_sub(1, Release);
+    }
+}
+
+impl Shared {
+    pub(crate) fn is_viewed(&self) -> bool {
+        self.views.load(Acquire) > 0
+    }
+
+    /// Makes the region's end publish nothing. Waits while it is being closed.
+    pub(crate) fn abandon(&self) {
+        if let Some(mapped) = self.held.here() {
+            mapped.abandoned.store(true, Relaxed);
+        }
+    }
+
+    /// Closes the region unless there are views of it. Waits for calls that use it.
+    fn close(&self) -> Result<(), CloseError> {
+        let unviewed = || match self.is_viewed() {
+            true => Err(CloseError::InUse(format!(
+                "{} has arrays: delete them, and all views of them, before it is closed",
+                self.held.what()
+            ))),
+            false => Ok(()),
+        };
+        // Without the wait for a call that uses an array.
+        unviewed()?;
+        let mut closing = self.closing();
+        unviewed()?;
+        closing.close()
+    }
+
+    /// Keeps others from making views and from closing the region.
+    pub(crate) fn closing(&self) -> Closing<'_> {
+        Closing(self.held.place())
+    }
+}
+
+/// A region that no other thread can use.
+pub(crate) struct Closing<'a>(RwLockWriteGuard<'a, Option<Mapped>>);
+
+impl Closing<'_> {
+    /// Closes the region. If that fails it stays open. A closed one is left alone.
+    pub(crate) fn close(&mut self) -> Result<(), CloseError> {
+        let Some(mapped) = self.0.take() else {
+            return Ok(());
+        };
+        mapped.close().map_err(|failed| {
+            let (mapped, why) = *failed;
+            *self.0 = Some(mapped);
+            CloseError::Pages(why)
+        })
+    }
 }
 
 /// A region, and whether its end publishes what changed.
@@ -70,7 +147,8 @@ impl End for Mapped {
 }
 
 impl Region {
-    pub(crate) fn new(region: farpage::Region, keep: Option<Py<PyAny>>) -> Self {
+    /// `what` is the region's name in errors.
+    pub(crate) fn new(what: String, region: farpage::Region) -> Self {
         let elements = region.elements();
         Self {
             address: region.as_ptr() as usize,
@@ -79,15 +157,39 @@ impl Region {
             dtype: elements.map(|it| (it.of.number.clone(), it.of.bytes)),
             len: elements.map_or(region.len() as u64, |it| it.len),
             shape: region.shape(),
-            held: Held::new(
-                "region",
-                Mapped {
-                    region,
-                    abandoned: AtomicBool::new(false),
-                },
-            ),
-            _keep: keep,
+            shared: Arc::new(Shared {
+                held: Held::new(
+                    what,
+                    Mapped {
+                        region,
+                        abandoned: AtomicBool::new(false),
+                    },
+                ),
+                views: AtomicUsize::new(0),
+            }),
+            _keep: None,
         }
+    }
+
+    /// Makes `keep` live longer than the region.
+    pub(crate) fn keeping(self, keep: Option<Py<PyAny>>) -> Self {
+        Self {
+            _keep: keep,
+            ..self
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
+    /// Calls `body` with the region, without the interpreter's lock.
+    fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(&farpage::Region) -> R + Send,
+    ) -> PyResult<R> {
+        self.shared.held.with(py, |mapped| body(&mapped.region))
     }
 }
 
@@ -106,9 +208,7 @@ impl Region {
         let mut from = start;
         while from < end {
             let to = end.min(from.saturating_add(PREFETCH_BYTES));
-            let brought = self
-                .held
-                .with(py, |mapped| mapped.region.prefetch_now(from..to))?;
+            let brought = self.with(py, |region| region.prefetch_now(from..to))?;
             brought.map_err(error::pages)?;
             py.check_signals()?;
             from = to;
@@ -131,32 +231,46 @@ impl Region {
             }
         };
         let range = start..end.min(self.bytes);
-        let advised = (self.held).with(py, |mapped| mapped.region.advise(range, advice))?;
+        let advised = self.with(py, |region| region.advise(range, advice))?;
         advised.map_err(error::pages)
     }
 
     /// Writes all changes back; a region with a name is published.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
-        let flushed = self.held.with(py, |mapped| mapped.region.flush())?;
+        let flushed = self.with(py, farpage::Region::flush)?;
         flushed.map_err(error::pages)
     }
 
     /// Pages that are in local memory now.
     fn resident_pages(&self, py: Python<'_>) -> PyResult<usize> {
-        self.held.with(py, |mapped| mapped.region.resident_pages())
+        self.with(py, farpage::Region::resident_pages)
     }
 
-    /// Closes the region; one with a name is published first. If that fails the region stays open.
+    /// True if the region is closed. Waits while it is being closed.
+    #[getter]
+    fn closed(&self, py: Python<'_>) -> bool {
+        !self.shared.held.is_open(py)
+    }
+
+    /// A promise that the region's bytes stay mapped.
+    fn view(&self, py: Python<'_>) -> PyResult<View> {
+        let shared = &self.shared;
+        (shared.held).with(py, |_| shared.views.fetch_add(1, Relaxed))?;
+        Ok(View(shared.clone()))
+    }
+
+    /// Closes the region; one with a name is published first. If that fails, or there are views,
+    /// the region stays open.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let closed = self.held.take(py, |mapped| match mapped.close() {
-            Ok(()) => (None, Ok(())),
-            Err(failed) => (Some(failed.0), Err(error::pages(failed.1))),
-        })?;
-        closed.unwrap_or(Ok(()))
+        self.shared.held.check_process()?;
+        let closed = py.detach(|| self.shared.close());
+        closed.map_err(|error| error.exception(py))
     }
 
-    /// From now on the region's end publishes nothing.
+    /// Makes the region's end publish nothing. A closed region is left alone.
     fn abandon(&self, py: Python<'_>) -> PyResult<()> {
-        (self.held).with(py, |mapped| mapped.abandoned.store(true, Relaxed))
+        self.shared.held.check_process()?;
+        py.detach(|| self.shared.abandon());
+        Ok(())
     }
 }

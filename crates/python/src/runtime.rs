@@ -1,15 +1,22 @@
 //! [`Runtime`]: memory servers and a budget.
+//!
+//! The rule it keeps: what is made of a runtime is known to it before anybody can close it, since
+//! making reads the runtime's value under the lock that `close` takes for itself.
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Weak},
+    time::Duration,
+};
 
 use farpage::{ByteSize, Codec, FaultMode, RegionOptions, Reserve, error::NamesError};
+use parking_lot::Mutex;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
     arena::Arena,
-    error,
+    error::{self, CloseError},
     process::{End, Held},
-    region::{Region, element_type},
+    region::{self, Region, element_type},
 };
 
 /// Addresses of an arena whose memory is granted on demand: more than servers lend.
@@ -18,14 +25,103 @@ const ARENA_BYTES: usize = 1 << 40;
 /// A runtime of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Runtime {
-    held: Held<farpage::Runtime>,
+    held: Held<Open>,
     /// What is to live longer than the runtime.
     _keep: Option<Py<PyAny>>,
 }
 
-impl End for farpage::Runtime {
+/// A runtime, and what was made of it and may live.
+struct Open {
+    runtime: farpage::Runtime,
+    regions: Mutex<Vec<Weak<region::Shared>>>,
+    arenas: Mutex<Vec<Weak<Held<farpage::Arena>>>>,
+}
+
+impl End for Open {
     fn end(self) -> Result<(), String> {
         Ok(())
+    }
+}
+
+impl Open {
+    /// Makes a region known to the runtime.
+    fn region(&self, what: String, region: farpage::Region) -> Region {
+        let region = Region::new(what, region);
+        add(&self.regions, region.shared());
+        region
+    }
+}
+
+/// Adds `value` to a list. Entries of dead values leave when the list would grow.
+fn add<T>(list: &Mutex<Vec<Weak<T>>>, value: &Arc<T>) {
+    let mut list = list.lock();
+    if list.len() == list.capacity() {
+        list.retain(|it| it.strong_count() > 0);
+    }
+    list.push(Arc::downgrade(value));
+}
+
+fn living<T>(list: &Mutex<Vec<Weak<T>>>) -> Vec<Arc<T>> {
+    list.lock().iter().filter_map(Weak::upgrade).collect()
+}
+
+impl Runtime {
+    /// Calls `body` with the runtime, without the interpreter's lock.
+    fn with<R: Send>(
+        &self,
+        py: Python<'_>,
+        body: impl FnOnce(&farpage::Runtime) -> R + Send,
+    ) -> PyResult<R> {
+        self.held.with(py, |open| body(&open.runtime))
+    }
+
+    /// Closes all regions, arenas and the runtime unless there are arrays. Waits for calls that use
+    /// any of them.
+    fn close_all(&self, publish: bool) -> Result<(), CloseError> {
+        // Declared first, to be dropped without the lock.
+        let (regions, arenas);
+        let mut place = self.held.place();
+        let Some(open) = place.as_ref() else {
+            return Ok(());
+        };
+        (regions, arenas) = (living(&open.regions), living(&open.arenas));
+        if !publish {
+            regions.iter().for_each(|region| region.abandon());
+        }
+        let unused = || {
+            let viewed = regions.iter().filter(|region| region.is_viewed()).count();
+            if viewed > 0 {
+                return Err(CloseError::InUse(format!(
+                    "this runtime has {viewed} arrays: delete them, and all views of them, before \
+                     it is closed"
+                )));
+            }
+            let allocated = |arena: &Arc<Held<farpage::Arena>>| {
+                arena.here().map_or(0, |arena| arena.allocated_bytes())
+            };
+            unallocated(arenas.iter().map(allocated).sum())
+        };
+        // Without the wait for calls that use an array.
+        unused()?;
+        let mut closing: Vec<_> = regions.iter().map(|region| region.closing()).collect();
+        unused()?;
+        closing.iter_mut().try_for_each(region::Closing::close)?;
+        for arena in &arenas {
+            crate::arena::close(arena)?;
+        }
+        *place = None;
+        Ok(())
+    }
+}
+
+/// An error if an arena has arrays.
+pub(crate) fn unallocated(bytes: usize) -> Result<(), CloseError> {
+    match bytes {
+        0 => Ok(()),
+        bytes => Err(CloseError::InUse(format!(
+            "arrays of {bytes} bytes that were made under `allocate` are left: delete them, and \
+             all views of them, before the runtime is closed"
+        ))),
     }
 }
 
@@ -74,8 +170,13 @@ impl Runtime {
         }
         let built = py.detach(|| builder.build());
         let built = built.map_err(|error| error::build(&error))?;
+        let open = Open {
+            runtime: built,
+            regions: Mutex::default(),
+            arenas: Mutex::default(),
+        };
         Ok(Self {
-            held: Held::new("runtime", built),
+            held: Held::new("this runtime", open),
             _keep: keep,
         })
     }
@@ -117,11 +218,13 @@ impl Runtime {
             options = options.codec(codec.parse().map_err(error::value)?);
         }
         // A region has at least one byte; an empty array does not use it.
-        let create =
-            |runtime: &farpage::Runtime| runtime.region_with(bytes.max(1) as usize, options);
+        let create = |open: &Open| {
+            let region = open.runtime.region_with(bytes.max(1) as usize, options)?;
+            Ok(open.region(what(name), region))
+        };
         let region = self.held.with(py, create)?;
         let region = region.map_err(|error| error::create(&error))?;
-        Ok(Region::new(region, keep))
+        Ok(region.keeping(keep))
     }
 
     /// The region that was published under a name, to be read alone or written, too.
@@ -133,12 +236,16 @@ impl Runtime {
         to_read: bool,
         keep: Option<Py<PyAny>>,
     ) -> PyResult<Region> {
-        let region = self.held.with(py, |runtime| match to_read {
-            true => runtime.open_region_to_read(name),
-            false => runtime.open_region(name),
-        })?;
+        let open = |open: &Open| {
+            let region = match to_read {
+                true => open.runtime.open_region_to_read(name),
+                false => open.runtime.open_region(name),
+            }?;
+            Ok(open.region(what(Some(name)), region))
+        };
+        let region = self.held.with(py, open)?;
         let region = region.map_err(|error| error::open(&error))?;
-        Ok(Region::new(region, keep))
+        Ok(region.keeping(keep))
     }
 
     /// An arena of so many bytes, which servers reserve at once; or of as many as there are
@@ -153,34 +260,40 @@ impl Runtime {
         let reserve = capacity_bytes.map_or(Reserve::OnDemand, |_| Reserve::Full);
         let options = RegionOptions::new().reserve(reserve);
         let bytes = capacity_bytes.unwrap_or(ARENA_BYTES);
-        let arena = (self.held).with(py, |runtime| runtime.arena_with(bytes, options))?;
+        let make = |open: &Open| {
+            let arena = open.runtime.arena_with(bytes, options)?;
+            let arena = Arena::new(arena);
+            add(&open.arenas, arena.held());
+            Ok(arena)
+        };
+        let arena = self.held.with(py, make)?;
         let arena = arena.map_err(|error| error::create(&error))?;
-        Ok(Arena::new(arena, keep))
+        Ok(arena.keeping(keep))
     }
 
     /// The user's names: name, bytes on the servers, and whether a program has it open.
     fn names(&self, py: Python<'_>) -> PyResult<Vec<(String, u64, bool)>> {
-        let names = self.held.with(py, farpage::Runtime::names)?;
+        let names = self.with(py, farpage::Runtime::names)?;
         let names = names.map_err(|error: NamesError| error::names(&error))?;
         let named = names.into_iter();
         Ok(named.map(|it| (it.name, it.bytes, it.in_use)).collect())
     }
 
     fn remove(&self, py: Python<'_>, name: &str) -> PyResult<()> {
-        let removed = self.held.with(py, |runtime| runtime.remove(name))?;
+        let removed = self.with(py, |runtime| runtime.remove(name))?;
         removed.map_err(|error| error::names(&error))
     }
 
     /// Where its servers are.
     fn endpoints(&self, py: Python<'_>) -> PyResult<Vec<String>> {
-        self.held.with(py, |runtime| {
+        self.with(py, |runtime| {
             let sessions = runtime.sessions().iter();
             sessions.map(|it| it.endpoint().to_string()).collect()
         })
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let all = self.held.with(py, farpage::Runtime::stats)?;
+        let all = self.with(py, farpage::Runtime::stats)?;
         let figures = PyDict::new(py);
         for (name, value) in [
             ("faults", all.pager.faults),
@@ -203,12 +316,25 @@ impl Runtime {
         Ok(figures)
     }
 
-    /// Gives the runtime up; its threads end with its last region.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.held.take(py, |runtime| {
-            drop(runtime);
-            (None, ())
-        })?;
-        Ok(())
+    /// True if the runtime is closed. Waits while it is being closed.
+    #[getter]
+    fn closed(&self, py: Python<'_>) -> bool {
+        !self.held.is_open(py)
     }
+
+    /// Closes all regions, which publishes those with a name unless `publish` is false, and gives
+    /// the runtime up. With arrays left nothing is closed.
+    fn close(&self, py: Python<'_>, publish: bool) -> PyResult<()> {
+        self.held.check_process()?;
+        let closed = py.detach(|| self.close_all(publish));
+        closed.map_err(|error| error.exception(py))
+    }
+}
+
+/// The name of a region in errors.
+fn what(name: Option<&str>) -> String {
+    name.map_or_else(
+        || "this array".to_owned(),
+        |name| format!("region `{name}`"),
+    )
 }

@@ -144,6 +144,24 @@ def test_arena_that_is_full_is_a_memory_error():
             assert np.ones(3 * MIB).sum() == 3 * MIB
 
 
+def test_block_that_outlives_its_runtime_makes_local_arrays_and_says_so():
+    program = run(
+        """
+        import farpage, numpy as np
+        rt = farpage.local(budget="8MiB", capacity="64MiB", deadline=5)
+        with rt.allocate(min_bytes="64KiB"):
+            np.ones(1 << 20)
+            rt.close()
+            a, b = np.arange(4 << 20), np.ones(1 << 20)
+            print(a.sum() == (4 << 20) * ((4 << 20) - 1) // 2, b.sum() == 1 << 20)
+            a.resize(8 << 20, refcheck=False)
+            print(a[-1])
+        """
+    )
+    assert program.out == "True True\n0\n", (program.signal, program.err)
+    assert program.err.count("closed within a block of its `allocate`") == 1, program.err
+
+
 def test_child_made_by_fork_allocates_locally(rt):
     with rt.allocate():
         a = np.ones(MIB)

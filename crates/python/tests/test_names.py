@@ -182,6 +182,24 @@ def test_block_that_ends_by_an_exception_publishes_nothing(rt, name):
         assert region.array()[0] == 5
 
 
+def test_exception_in_a_block_is_not_hidden_by_what_is_closed(rt, name):
+    with pytest.raises(ZeroDivisionError):
+        with farpage.Runtime(rt.servers, budget="8MiB") as other:
+            region = other.create(name, (1000,), "f4")
+            region.array()[:] = 1
+            region.close()
+            1 / 0
+    with pytest.raises(ZeroDivisionError):
+        with rt.open(name, "r+") as region:
+            assert region.array().sum() == 1000
+            region.close()
+            1 / 0
+    with pytest.raises(ZeroDivisionError):
+        with rt:
+            rt.close()
+            1 / 0
+
+
 def test_array_that_nobody_holds_any_more_is_published(rt, name):
     rt.create(name, (1000,), "f4").array()[:] = 7
     gc.collect()
@@ -214,3 +232,26 @@ def test_pickled_name_is_the_same_memory_in_this_process(rt, name):
     sent = pickle.dumps(w[10])
     del w
     assert pickle.loads(sent).sum() == 50
+
+
+def test_pickled_name_is_opened_although_the_runtime_was_closed_or_is_the_parents(rt, name):
+    program = run(
+        """
+        import os, pickle, signal, sys, farpage
+        rt = farpage.Runtime(sys.argv[1], budget="8MiB")
+        with rt.create(sys.argv[2], (1000,), "f4") as region:
+            region.array()[:] = 1
+            sent = pickle.dumps(region.array())
+        region = rt.open(sys.argv[2])
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(0 if pickle.loads(sent).sum() == 1000 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        rt.close()
+        print(region.closed, pickle.loads(sent).sum())
+        """,
+        rt.servers[0],
+        name,
+    )
+    assert program.out == "True 1000.0\n", (program.signal, program.err)

@@ -1,8 +1,9 @@
 """`RemoteArray`, and what is said about arrays.
 
 The rule it keeps: memory is mapped as long as an array, or anything else that shows it, needs it.
-All of them hold one `Pages`, by numpy's own chain of bases. What the array is called and where its
-pages come from is left to `_runtime`.
+All of them hold a `Pages`, by numpy's own chain of bases. A region with one is not closed: making
+and closing exclude each other in the native region. What the array is called and where its pages
+come from is left to `_runtime`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,8 +23,7 @@ from farpage import _farpage
 class Mapping:
     """A region that is mapped, and what is known of it."""
 
-    __slots__ = ("__weakref__", "closed", "dtype", "in_thread", "mode", "name", "native", "pages",
-                 "servers", "shape")
+    __slots__ = ("__weakref__", "dtype", "in_thread", "mode", "name", "native", "servers", "shape")
 
     def __init__(
         self,
@@ -43,32 +43,24 @@ class Mapping:
         self.in_thread = in_thread
         self.name = name
         self.mode = mode
-        self.closed = False
-        #: What its arrays hold, while there are any.
-        self.pages: weakref.ref[Pages] | None = None
         mappings.add(self)
-
-    def living(self) -> Pages | None:
-        return self.pages() if self.pages is not None else None
 
     def array(self) -> RemoteArray:
         """The whole region."""
-        pages = self.living()
-        if pages is None:
-            pages = Pages(self)
-            self.pages = weakref.ref(pages)
-        memory = np.asarray(pages)
+        memory = np.asarray(Pages(self))
         return np.ndarray.__new__(RemoteArray, self.shape, self.dtype, buffer=memory)
 
 
 class Pages:
-    """What the arrays of a mapping have as their base. There are views as long as this lives."""
+    """The base of an array, and of all that shows the array's memory."""
 
-    __slots__ = ("__array_interface__", "__weakref__", "mapping")
+    __slots__ = ("__array_interface__", "mapping", "view")
 
     def __init__(self, mapping: Mapping) -> None:
         native = mapping.native
         self.mapping = mapping
+        #: Keeps the region from being closed.
+        self.view = native.view()
         self.__array_interface__ = {
             "version": 3,
             "data": (native.address, mapping.mode == "r"),
@@ -77,8 +69,25 @@ class Pages:
         }
 
 
+T = TypeVar("T")
+
+
+class Living(Generic[T]):
+    """Objects as long as they live. Threads may add and list them at a time, where a `WeakSet` that
+    is listed raises."""
+
+    def __init__(self) -> None:
+        self._objects: weakref.WeakValueDictionary[int, T] = weakref.WeakValueDictionary()
+
+    def add(self, one: T) -> None:
+        self._objects[id(one)] = one
+
+    def snapshot(self) -> list[T]:
+        return [one for ref in self._objects.valuerefs() if (one := ref()) is not None]
+
+
 #: All that are mapped.
-mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+mappings: Living[Mapping] = Living()
 
 #: Arrays without a name are pickled with their contents up to this many bytes.
 pickle_bytes_max = 64 << 20
@@ -139,14 +148,18 @@ def _open_pickled(
 ) -> RemoteArray:
     """The part of a named array that was pickled: of the array as this process has it open, else
     opened for reading."""
-    for mapping in list(mappings):
-        if (mapping.name, mapping.servers) == (name, servers) and not mapping.closed:
-            break
+    for mapping in mappings.snapshot():
+        known = (mapping.name, mapping.servers)
+        if known == (name, servers) and not mapping.native.closed:
+            try:
+                whole = mapping.array()
+                break
+            except _farpage.Closed:
+                pass  # By another thread, just now.
     else:
-        from farpage._runtime import runtime_at
+        from farpage._runtime import open_at
 
-        mapping = runtime_at(servers).open(name)._mapping
-    whole = mapping.array()
+        whole = open_at(servers, name).array()
     return np.ndarray.__new__(
         RemoteArray, shape, dtype, buffer=whole.base, offset=offset, strides=strides
     )
@@ -276,8 +289,8 @@ def _at_exit(pid: int) -> None:
     if os.getpid() != pid:
         return
     failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
-    for mapping in list(mappings):
-        if mapping.name is None or mapping.mode == "r" or mapping.closed:
+    for mapping in mappings.snapshot():
+        if mapping.name is None or mapping.mode == "r" or mapping.native.closed:
             continue
         if failed:
             mapping.native.abandon()
@@ -289,5 +302,7 @@ def _at_exit(pid: int) -> None:
             continue
         try:
             mapping.native.flush()
+        except _farpage.Closed:
+            pass  # By another thread, just now.
         except OSError as error:
             print(f"farpage: `{mapping.name}` is not published: {error}", file=sys.stderr)

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from farpage import _farpage
-from farpage._arrays import Mapping, RemoteArray, _at_exit, mappings, notice_handlers
+from farpage._arrays import Living, Mapping, RemoteArray, _at_exit, notice_handlers
 
 #: numpy's types that Rust has a name for.
 _NUMBERS = {
@@ -40,7 +40,7 @@ _NUMPY = "numpy:"
 
 _own_numbers = itertools.count(1)
 #: Where arrays that were pickled by name are opened.
-_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_runtimes: Living[Runtime] = Living()
 _unpickled: dict[tuple[str, ...], Runtime] = {}
 _lock = threading.Lock()
 
@@ -129,7 +129,6 @@ class Runtime:
             fault_mode or os.environ.get("FARPAGE_FAULT_MODE", "filler")
         ) == "in-thread"
         self.servers: tuple[str, ...] = tuple(self._native.endpoints())
-        self._mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
         #: What `allocate` takes memory from, once it was called.
         self._arena: _farpage.Arena | None = None
         self._arena_lock = threading.Lock()
@@ -236,29 +235,15 @@ class Runtime:
     def close(self) -> None:
         """Closes named regions that are open, and the runtime.
 
-        Raises `BufferError` if there are arrays of it.
+        Raises `BufferError` if there are arrays of it. Then nothing is closed. An array that
+        another thread is just being given counts, or that thread's call raises `ValueError`.
         """
-        living = sum(mapping.living() is not None for mapping in self._mappings)
-        if living:
-            raise BufferError(
-                f"this runtime has {living} arrays: delete them, and all views of them, before it "
-                "is closed"
-            )
-        if self._arena is not None:
-            allocated_bytes = self._arena.allocated_bytes()
-            if allocated_bytes:
-                raise BufferError(
-                    f"arrays of {allocated_bytes} bytes that were made under `allocate` are left: "
-                    "delete them, and all views of them, before the runtime is closed"
-                )
-            self._arena.close()
-            self._arena = None
-        for mapping in list(self._mappings):
-            _close(mapping)
-        self._native.close()
+        self._close(publish=True)
+
+    def _close(self, *, publish: bool) -> None:
+        self._native.close(publish)
         if self._server is not None:
             self._server.end()
-            self._server = None
 
     def __enter__(self) -> Runtime:
         return self
@@ -272,10 +257,8 @@ class Runtime:
         if error is None:
             self.close()
             return
-        for mapping in list(self._mappings):
-            mapping.native.abandon()
         try:
-            self.close()
+            self._close(publish=False)
         except BufferError:
             pass  # The traceback holds arrays. They, and the runtime with them, end a little later.
 
@@ -327,12 +310,10 @@ class Runtime:
         mode: str,
     ) -> Mapping:
         notice_handlers(self._in_thread)
-        mapping = Mapping(
+        return Mapping(
             native, shape, dtype,
             servers=self.servers, in_thread=self._in_thread, name=name, mode=mode,
         )
-        self._mappings.add(mapping)
-        return mapping
 
 
 class Allocate:
@@ -368,13 +349,11 @@ class Region:
 
     @property
     def closed(self) -> bool:
-        return self._mapping.closed
+        return self._mapping.native.closed
 
     def array(self) -> RemoteArray:
         """The array, of shape and type as it was created. All arrays of a region share its
         memory."""
-        if self._mapping.closed:
-            raise ValueError(f"region `{self.name}` is closed")
         return self._mapping.array()
 
     def flush(self) -> None:
@@ -389,7 +368,7 @@ class Region:
         Raises `BufferError` while there are arrays of it, `PageError` if it could not be written
         back: then it is still open, with everything that is in it.
         """
-        _close(self._mapping)
+        self._mapping.native.close()
 
     def __enter__(self) -> Region:
         return self
@@ -404,9 +383,10 @@ class Region:
             self.close()
             return
         self._mapping.native.abandon()
-        # The traceback may hold arrays: then the region ends with the last of them.
-        if self._mapping.living() is None:
-            _close(self._mapping)
+        try:
+            self.close()
+        except BufferError:
+            pass  # The traceback holds arrays. The region ends with the last of them.
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else self._mapping.mode
@@ -496,26 +476,20 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
     process.wait()
 
 
-def runtime_at(servers: tuple[str, ...]) -> Runtime:
-    """A runtime of this process at `servers`, made if there is none."""
+def open_at(servers: tuple[str, ...], name: str) -> Region:
+    """Opens what was published under `name`, to read it, with a runtime of this process at
+    `servers`, which is made if there is none."""
+    for runtime in _runtimes.snapshot():
+        if runtime.servers == servers and not runtime._native.closed:
+            try:
+                return runtime.open(name)
+            except _farpage.Closed:
+                pass  # By another thread, just now.
     with _lock:
-        for runtime in list(_runtimes):
-            if runtime.servers == servers:
-                return runtime
-        return _unpickled.setdefault(servers, Runtime(servers))
-
-
-def _close(mapping: Mapping) -> None:
-    if mapping.closed:
-        return
-    if mapping.living() is not None:
-        raise BufferError(
-            f"region `{mapping.name}` has arrays: delete them, and all views of them, before it is "
-            "closed"
-        )
-    mapping.native.close()
-    mapping.closed = True
-    mappings.discard(mapping)
+        runtime = _unpickled.get(servers)
+        if runtime is None or runtime._native.closed:
+            runtime = _unpickled[servers] = Runtime(servers)
+    return runtime.open(name)
 
 
 def _enable_faulthandler() -> None:
