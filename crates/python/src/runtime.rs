@@ -203,11 +203,9 @@ impl Runtime {
         let bytes = len.filter(|&bytes| bytes < isize::MAX as u64);
         let bytes = bytes
             .ok_or_else(|| error::value("an array of that shape does not fit the address space"))?;
-        let mut options =
-            RegionOptions::new().element_type(element_type(dtype, element_bytes, align));
-        if bytes > 0 {
-            options = options.shape(&shape);
-        }
+        let mut options = RegionOptions::new()
+            .element_type(element_type(dtype, element_bytes, align))
+            .shape(&shape);
         if let Some(name) = name {
             options = options.name(name).replace(replace);
         }

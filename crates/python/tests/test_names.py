@@ -206,17 +206,99 @@ def test_array_that_nobody_holds_any_more_is_published(rt, name):
     assert rt.open(name).array().sum() == 7000
 
 
-def test_arrays_of_other_types_are_opened_with_one_that_fits(rt, name):
-    with rt.create(name, (10, 4), "f4") as region:
+@pytest.mark.parametrize(
+    "stored, others",
+    [
+        ("f8", ["f4", "i8", ">f8", "c16", "u1", "V8", "O"]),
+        ("f4", ["i4", ">f4", "u1"]),
+        ("M8[s]", ["M8[ns]", "i8"]),
+        ([("a", "f4"), ("b", "i4")], [[("a", "i4"), ("b", "f4")], [("b", "f4"), ("a", "i4")], "V8"]),
+        ("V8", ["f8"]),
+    ],
+    ids=lambda it: "" if isinstance(it, list) else it,
+)
+def test_array_is_opened_with_no_other_type_than_its_own(rt, name, stored, others):
+    with rt.create(name, (10, 4), stored) as region:
+        region.array().view("u1")[:] = 1
+    for mode in ("r", "r+"):
+        for other in others:
+            with pytest.raises(ValueError, match="is no array of"):
+                rt.open(name, mode, dtype=other)
+        with rt.open(name, mode, dtype=stored) as region:
+            a = region.array()
+            assert a.dtype == np.dtype(stored) and a.shape == (10, 4)
+            assert (a.view("u1") == 1).all()
+            del a
+
+
+def test_type_that_numpy_gives_dimensions_is_opened_as_it_was_created(rt, name):
+    with rt.create(name, 3, ("f4", 2)) as region:
+        assert region.array().shape == (3, 2)
+    assert rt.open(name, dtype=("f4", 2)).array().shape == (3, 2)
+    with pytest.raises(ValueError, match="is no array of"):
+        rt.open(name, dtype=("f4", 3))
+    aligned = np.dtype([("a", "u1"), ("b", "f8")], align=True)
+    with rt.create(f"{name}-aligned", 3, aligned) as region:
+        sent = pickle.dumps(region.array())
+    assert rt.open(f"{name}-aligned", dtype=aligned).array().dtype == aligned
+    assert pickle.loads(sent).dtype == aligned
+
+
+@pytest.mark.parametrize(
+    "of, wanted, expected",
+    [
+        (None, None, ((80,), "u1")),
+        (None, "f8", ((10,), "f8")),
+        (None, ("f4", 2), ((10, 2), "f4")),
+        (None, "S3", None),
+        (None, "O", None),
+        (("", 16), None, ((5,), "V16")),
+        (("", 16), "c16", ((5,), "c16")),
+        (("", 16), "f8", None),
+        (("", 16), ("f8", 2), ((5, 2), "f8")),
+    ],
+)
+def test_what_has_no_type_of_numpys_is_opened_with_one_that_fits(of, wanted, expected):
+    class Opened:
+        shape = []
+        dtype = of
+        len = 80 // (of[1] if of else 1)
+
+    def found():
+        return farpage._runtime._shape_and_type("x", Opened, wanted and np.dtype(wanted))
+
+    if expected is None:
+        with pytest.raises(ValueError, match="is no array of"):
+            found()
+    else:
+        assert found() == (expected[0], np.dtype(expected[1]))
+
+
+@pytest.mark.parametrize("dtype", ["u1", "f8"])
+def test_array_without_elements_keeps_its_shape(rt, name, dtype):
+    with rt.create(name, (0, 4), dtype) as region:
+        sent = pickle.dumps(region.array())
+    assert rt.open(name).array().shape == (0, 4)
+    assert pickle.loads(sent).shape == (0, 4)
+
+
+def test_pickled_name_that_was_replaced_by_another_type_or_shape_is_refused(rt, name):
+    with rt.create(name, (8, 16), "f8") as region:
         region.array()[:] = 1
-    with rt.open(name, dtype="u1") as region:
-        assert region.array().shape == (10, 16)
-    with rt.open(name, dtype="c16") as region:
-        assert region.array().shape == (10, 1)
-    with pytest.raises(ValueError, match="float32"):
-        rt.open(name, dtype="S3")
-    with rt.open(name) as region:
-        assert region.array().sum() == 40
+        sent = pickle.dumps(region.array()[2:])
+    for shape, dtype in [((8, 16), "f4"), ((8, 16), "i8"), ((16, 8), "f8"), ((9, 16), "f8")]:
+        with rt.create(name, shape, dtype, replace=True) as region:
+            with_it_open = region.array()
+            with_it_open[:] = 2
+            farpage.flush(with_it_open)
+            with pytest.raises(ValueError, match=name):
+                pickle.loads(sent)
+            del with_it_open
+        with pytest.raises(ValueError, match=name):
+            pickle.loads(sent)
+    with rt.create(name, (8, 16), "f8", replace=True) as region:
+        region.array()[:] = 3
+    assert pickle.loads(sent).sum() == 3 * 6 * 16
 
 
 def test_pickled_name_is_the_same_memory_in_this_process(rt, name):

@@ -130,7 +130,8 @@ class RemoteArray(np.ndarray[Any, Any]):
         mapping = pages.mapping
         offset = self.__array_interface__["data"][0] - mapping.native.address
         return _open_pickled, (
-            mapping.servers, mapping.name, offset, self.shape, self.strides, self.dtype,
+            mapping.servers, mapping.name, mapping.shape, mapping.dtype,
+            offset, self.shape, self.strides, self.dtype,
         )
 
     # `pickle` asks for the former; ndarray's own would give the contents.
@@ -141,6 +142,8 @@ class RemoteArray(np.ndarray[Any, Any]):
 def _open_pickled(
     servers: tuple[str, ...],
     name: str,
+    whole_shape: tuple[int, ...],
+    whole_dtype: np.dtype[Any],
     offset: int,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -148,18 +151,9 @@ def _open_pickled(
 ) -> RemoteArray:
     """The part of a named array that was pickled: of the array as this process has it open, else
     opened for reading."""
-    for mapping in mappings.snapshot():
-        known = (mapping.name, mapping.servers)
-        if known == (name, servers) and not mapping.native.closed:
-            try:
-                whole = mapping.array()
-                break
-            except _farpage.Closed:
-                pass  # By another thread, just now.
-    else:
-        from farpage._runtime import open_at
+    from farpage._runtime import opened
 
-        whole = open_at(servers, name).array()
+    whole = opened(servers, name, whole_shape, whole_dtype)
     return np.ndarray.__new__(
         RemoteArray, shape, dtype, buffer=whole.base, offset=offset, strides=strides
     )

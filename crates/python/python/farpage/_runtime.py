@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from farpage import _farpage
-from farpage._arrays import Living, Mapping, RemoteArray, _at_exit, notice_handlers
+from farpage._arrays import Living, Mapping, RemoteArray, _at_exit, mappings, notice_handlers
 
 #: numpy's types that Rust has a name for.
 _NUMBERS = {
@@ -172,26 +172,26 @@ class Runtime:
         """The array that was published under `name`, to be read ("r") or changed, too ("r+").
 
         Any number of programs read a name at a time, each the version that was published when it
-        opened it, until it closes it. One program at a time has it open to change it. `dtype` is
-        for arrays whose type numpy does not know; one that is given has to fit.
+        opened it, until it closes it. One program at a time has it open to change it.
+
+        The array has the type that it was created with, and a `dtype` that is given has to be the
+        same: use `ndarray.view` for others. Types of Rust's or C's that numpy does not know open as
+        any of the same size, and bytes without a type as any that they hold a whole number of.
 
         Raises `FileNotFoundError` if no server has it, `InUseError` if it is to be changed and
-        somebody else has it open for that.
+        somebody else has it open for that, `ValueError` if it is of another type.
         """
         if mode not in ("r", "r+"):
             raise ValueError(f"mode={mode!r}: need 'r' or 'r+'")
+        wanted = None if dtype is None else np.dtype(dtype)
         native = self._native.open(name, to_read=mode == "r", keep=self._server)
-        stored = _stored_dtype(native.dtype)
-        shape = tuple(native.shape) or (native.len,)
-        wanted = stored if dtype is None else np.dtype(dtype)
-        if wanted != stored:
-            last = shape[-1] * stored.itemsize
-            if wanted.hasobject or wanted.itemsize == 0 or last % wanted.itemsize:
-                native.abandon()
-                native.close()
-                raise ValueError(f"`{name}` holds {shape} elements of {stored}, and is no array of {wanted}")
-            shape = (*shape[:-1], last // wanted.itemsize)
-        return Region(self._mapping(native, shape, wanted, name, mode))
+        try:
+            shape, dtype = _shape_and_type(name, native, wanted)
+        except Exception:
+            native.abandon()
+            native.close()
+            raise
+        return Region(self._mapping(native, shape, dtype, name, mode))
 
     def allocate(
         self, min_bytes: int | str = "1MiB", *, capacity: int | str | None = None
@@ -476,20 +476,47 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
     process.wait()
 
 
-def open_at(servers: tuple[str, ...], name: str) -> Region:
+def opened(
+    servers: tuple[str, ...], name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> RemoteArray:
+    """The array of a name, shape and type as this process has it open, else as it is published.
+
+    Raises `ValueError` if it was replaced by one of another shape or type.
+    """
+    wanted = (servers, name, shape, _type_name(dtype))
+    for mapping in mappings.snapshot():
+        if mapping.name != name or mapping.native.closed:
+            continue
+        if (mapping.servers, name, mapping.shape, _type_name(mapping.dtype)) == wanted:
+            try:
+                return mapping.array()
+            except _farpage.Closed:
+                pass  # By another thread, just now.
+    region = _open_at(servers, name, dtype)
+    found = region._mapping.shape
+    if found != shape:
+        region.close()
+        raise ValueError(
+            f"`{name}` had the shape {shape} when it was pickled, and has {found} now: it was "
+            "replaced, so pickle it again"
+        )
+    return region.array()
+
+
+def _open_at(servers: tuple[str, ...], name: str, dtype: np.dtype[Any]) -> Region:
     """Opens what was published under `name`, to read it, with a runtime of this process at
     `servers`, which is made if there is none."""
     for runtime in _runtimes.snapshot():
         if runtime.servers == servers and not runtime._native.closed:
             try:
-                return runtime.open(name)
+                return runtime.open(name, dtype=dtype)
             except _farpage.Closed:
                 pass  # By another thread, just now.
     with _lock:
         runtime = _unpickled.get(servers)
         if runtime is None or runtime._native.closed:
             runtime = _unpickled[servers] = Runtime(servers)
-    return runtime.open(name)
+    return runtime.open(name, dtype=dtype)
 
 
 def _enable_faulthandler() -> None:
@@ -529,13 +556,30 @@ def _type_name(dtype: np.dtype[Any]) -> str:
     return repr(npy.dtype_to_descr(dtype))
 
 
-def _stored_dtype(stored: tuple[str, int] | None) -> np.dtype[Any]:
-    """The type that the servers remember."""
-    if stored is None:
-        return np.dtype("u1")
-    name, element_bytes = stored
-    if name in _NUMBERS:
-        return _NUMBERS[name]
-    if name.startswith(_NUMPY):
-        return npy.descr_to_dtype(ast.literal_eval(name.removeprefix(_NUMPY)))
-    return np.dtype(f"V{element_bytes}")
+def _shape_and_type(
+    name: str, native: _farpage.Region, wanted: np.dtype[Any] | None
+) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of a region that was opened, where it is an array of the type `wanted`."""
+    shape = tuple(native.shape) or (native.len,)
+    of, element_bytes = native.dtype or ("", 1)
+    if of in _NUMBERS:
+        stored = _NUMBERS[of]
+    elif of.startswith(_NUMPY):
+        stored = npy.descr_to_dtype(ast.literal_eval(of.removeprefix(_NUMPY)))
+    else:
+        stored = np.dtype(f"V{element_bytes}" if native.dtype else "u1")
+    if wanted is None:
+        return shape, stored
+    element, inner = wanted.subdtype or (wanted, ())
+    if of in _NUMBERS or of.startswith(_NUMPY):
+        if _type_name(element) == _type_name(stored) and shape[len(shape) - len(inner):] == inner:
+            return shape, element
+    elif not wanted.hasobject and wanted.itemsize > 0:
+        if native.dtype and wanted.itemsize == element_bytes:
+            return (*shape, *inner), element
+        if not native.dtype and shape[-1] % wanted.itemsize == 0:
+            return (*shape[:-1], shape[-1] // wanted.itemsize, *inner), element
+    raise ValueError(
+        f"`{name}` holds {shape} elements of {stored}, and is no array of {wanted}: open it without "
+        "a dtype, and take a `view` of another type"
+    )
