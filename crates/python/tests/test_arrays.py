@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import tempfile
 
 import numpy as np
 import pytest
@@ -73,6 +74,28 @@ def test_what_makes_no_sense_is_refused_with_words(rt):
         farpage.Runtime("shm:///tmp/nobody-listens", deadline=0.2)
     with pytest.raises(farpage.Error, match="did not start"):
         farpage.local(url="shm:///no/such/folder/socket")
+
+
+@pytest.mark.parametrize("separator", [",", ", "])
+def test_servers_may_be_a_list_or_a_text_with_commas(separator):
+    with farpage.local(capacity="64MiB") as one, farpage.local(capacity="64MiB") as other:
+        urls = [one.servers[0], other.servers[0]]
+        for given in (urls, tuple(urls), separator.join(urls), separator.join(urls) + ","):
+            with farpage.Runtime(given, budget="8MiB") as rt:
+                assert list(rt.servers) == urls
+    with pytest.raises(ValueError, match="name each server by itself"):
+        farpage.Runtime(["tcp://127.0.0.1:1,tcp://127.0.0.1:2"])
+    for text in ("", ","):
+        with pytest.raises(ValueError, match="not an endpoint"):
+            farpage.Runtime(text)
+
+
+def test_own_server_listens_where_a_folder_has_a_comma(tmp_path, monkeypatch):
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with farpage.local(capacity="64MiB") as rt:
+        assert str(folder) in rt.servers[0]
 
 
 def test_codec_and_page_size_are_used(rt):

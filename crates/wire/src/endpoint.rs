@@ -112,6 +112,7 @@ fn host_and_port(address: &str) -> Result<(String, u16), &'static str> {
         .and_then(|host| host.strip_suffix(']'));
     match bare.unwrap_or(host) {
         "" => Err("the host is missing"),
+        host if host.contains(',') => Err("it is a list; name each server by itself"),
         host if host.contains(':') != bare.is_some() => {
             Err("an IPv6 address, and nothing else, stands in brackets")
         }
@@ -207,6 +208,13 @@ mod tests {
             // Simulated servers are for tests alone.
             assert_eq!(error.contains("sim:"), text.starts_with("sim:"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_list_is_called_one() {
+        let error = "tcp://a:1,tcp://b:2".parse::<Endpoint>().unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("name each server by itself"), "{text}");
     }
 
     proptest! {

@@ -88,8 +88,8 @@ class Stats:
 class Runtime:
     """Memory servers, and a budget of local memory for the pages of all arrays together.
 
-    `url` is a server, such as `tcp://10.0.0.2:7400` or `shm:///run/farpage.sock`, or several. What
-    is not given comes from the environment: `FARPAGE_SERVER`, `FARPAGE_BUDGET`,
+    `url` is a server, such as `tcp://10.0.0.2:7400` or `shm:///run/farpage.sock`, or several: a list
+    of them, or a text with commas between them. What is not given comes from the environment: `FARPAGE_SERVER`, `FARPAGE_BUDGET`,
     `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`, `FARPAGE_FAULT_MODE`, `FARPAGE_DEADLINE` (seconds) and
     `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
 
@@ -113,7 +113,7 @@ class Runtime:
         _server: _Server | None = None,
     ) -> None:
         _enable_faulthandler()
-        urls = [] if url is None else [url] if isinstance(url, str) else list(url)
+        urls = _urls(url)
         self._server = _server
         self._native = _farpage.Runtime(
             urls,
@@ -413,7 +413,8 @@ def local(
         url = f"shm://{os.path.join(tempfile.gettempdir(), file)}"
     lent = _bytes(capacity)
     server = _Server(url, lent if lent is not None else _farpage.available_bytes() // 2)
-    return Runtime(server.endpoint, budget=budget, _server=server, **options)
+    # A list, since the path of a socket may have commas.
+    return Runtime([server.endpoint], budget=budget, _server=server, **options)
 
 
 #: Loads the library by its path: the package would bring numpy in.
@@ -528,6 +529,15 @@ def _enable_faulthandler() -> None:
             return
         except (AttributeError, OSError, RuntimeError, ValueError):
             pass  # Standard error is no file here, as in a notebook, or there is none.
+
+
+def _urls(url: str | Iterable[str] | None) -> list[str]:
+    if url is None:
+        return []
+    if not isinstance(url, str):
+        return list(url)
+    # As the environment variable is read. A text without any server is an error of its own.
+    return [one.strip() for one in url.split(",") if one.strip()] or [url]
 
 
 def _bytes(size: int | str | None) -> int | None:
