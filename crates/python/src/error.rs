@@ -2,21 +2,28 @@
 //!
 //! The rule it keeps: an exception's text is the error's own, which says what to do. Arguments that
 //! make no sense are `ValueError`; everything that the world refuses is an `OSError`, of the
-//! subclass that Python programs already catch where there is one.
+//! subclass that Python programs already catch where there is one. Where memory is lacking it is a
+//! `MemoryError`, too, as numpy's own.
 
 use std::fmt::Display;
 
 use farpage::{
     BuildError, CreateError, OpenError,
-    error::{ControlError, NamesError, OpenStoreError, PublishError, StoreCreateError},
+    error::{
+        AllocError, ControlError, MapError, NamesError, OpenStoreError, PublishError,
+        StoreCreateError,
+    },
 };
+use nix::libc;
 use pyo3::{
     create_exception,
     exceptions::{
-        PyBufferError, PyConnectionError, PyFileExistsError, PyFileNotFoundError, PyOSError,
-        PyPermissionError, PyValueError,
+        PyBufferError, PyConnectionError, PyFileExistsError, PyFileNotFoundError, PyMemoryError,
+        PyOSError, PyPermissionError, PyValueError,
     },
     prelude::*,
+    sync::PyOnceLock,
+    types::{PyDict, PyType},
 };
 
 create_exception!(
@@ -40,6 +47,30 @@ create_exception!(
     "A region of that name is open for writing, here or in another program: it can be had when that \
      closes it."
 );
+
+/// `farpage.CapacityError`, which has two bases.
+pub(crate) fn capacity_error(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
+    static TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+    let made = TYPE.get_or_try_init(py, || {
+        let members = PyDict::new(py);
+        members.set_item("__module__", "farpage")?;
+        members.set_item(
+            "__doc__",
+            "There is no memory for an array: the servers are full, or this process is.",
+        )?;
+        let bases = (py.get_type::<Error>(), py.get_type::<PyMemoryError>());
+        let made = (py.get_type::<PyType>()).call1(("CapacityError", bases, members))?;
+        PyResult::Ok(made.cast_into::<PyType>()?.unbind())
+    })?;
+    Ok(made.bind(py))
+}
+
+fn capacity(py: Python<'_>, text: String) -> PyErr {
+    match capacity_error(py) {
+        Ok(kind) => PyErr::from_type(kind.clone(), text),
+        Err(error) => error,
+    }
+}
 
 create_exception!(
     farpage._farpage,
@@ -103,9 +134,30 @@ pub(crate) fn build(error: &BuildError) -> PyErr {
     }
 }
 
-pub(crate) fn create(error: &CreateError) -> PyErr {
+pub(crate) fn create(py: Python<'_>, error: &CreateError) -> PyErr {
     let text = error.to_string();
     match error {
+        CreateError::Store(StoreCreateError::Alloc {
+            region,
+            needed_bytes,
+            named,
+            r#source,
+            ..
+        }) if !matches!(r#source, AllocError::Control(_)) => {
+            let versions = match named {
+                true => ", twice its size, since a name keeps two versions while it is published",
+                false => "",
+            };
+            let text = format!(
+                "no remote memory for {region}, which needs {needed_bytes} bytes{versions}: \
+                 {source}. `farpage.local` takes the server's capacity as `capacity=`"
+            );
+            capacity(py, text)
+        }
+        CreateError::Store(StoreCreateError::Table(_) | StoreCreateError::Size { .. }) => {
+            capacity(py, text)
+        }
+        CreateError::Map(map) if lacks_memory(map) => capacity(py, text),
         CreateError::Store(StoreCreateError::Claim(PublishError::Exists { .. })) => {
             PyFileExistsError::new_err(text)
         }
@@ -123,9 +175,20 @@ pub(crate) fn create(error: &CreateError) -> PyErr {
     }
 }
 
-pub(crate) fn open(error: &OpenError) -> PyErr {
+fn lacks_memory(error: &MapError) -> bool {
+    matches!(error, MapError::Os { r#source, .. } if r#source.raw_os_error() == Some(libc::ENOMEM))
+}
+
+pub(crate) fn open(py: Python<'_>, error: &OpenError) -> PyErr {
     let text = error.to_string();
     match error {
+        OpenError::Store(OpenStoreError::Alloc { r#source, .. })
+            if !matches!(r#source, AllocError::Control(_)) =>
+        {
+            capacity(py, text)
+        }
+        OpenError::Store(OpenStoreError::Table(_)) => capacity(py, text),
+        OpenError::Map(map) if lacks_memory(map) => capacity(py, text),
         OpenError::Store(OpenStoreError::NotFound { .. }) => PyFileNotFoundError::new_err(text),
         OpenError::Store(OpenStoreError::InUse { .. } | OpenStoreError::Held { .. }) => {
             InUseError::new_err(text)

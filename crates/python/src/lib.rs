@@ -18,6 +18,9 @@ use pyo3::prelude::*;
 /// Native parts of the package `farpage`; use that package.
 #[pymodule(gil_used = false)]
 mod _farpage {
+    use pyo3::prelude::*;
+
+    use super::error::capacity_error;
     #[pymodule_export]
     use super::{
         arena::{Arena, set_handler},
@@ -29,6 +32,15 @@ mod _farpage {
         runtime::Runtime,
         serve::serve,
     };
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_init]
+    fn add_capacity_error(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("CapacityError", capacity_error(module.py())?)
+    }
 }
 
 /// Memory that this process could use now without swapping, within its control groups' limits.

@@ -221,7 +221,7 @@ impl Runtime {
             Ok(open.region(what(name), region))
         };
         let region = self.held.with(py, create)?;
-        let region = region.map_err(|error| error::create(&error))?;
+        let region = region.map_err(|error| error::create(py, &error))?;
         Ok(region.keeping(keep))
     }
 
@@ -242,7 +242,7 @@ impl Runtime {
             Ok(open.region(what(Some(name)), region))
         };
         let region = self.held.with(py, open)?;
-        let region = region.map_err(|error| error::open(&error))?;
+        let region = region.map_err(|error| error::open(py, &error))?;
         Ok(region.keeping(keep))
     }
 
@@ -265,7 +265,7 @@ impl Runtime {
             Ok(arena)
         };
         let arena = self.held.with(py, make)?;
-        let arena = arena.map_err(|error| error::create(&error))?;
+        let arena = arena.map_err(|error| error::create(py, &error))?;
         Ok(arena.keeping(keep))
     }
 

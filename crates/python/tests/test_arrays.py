@@ -98,6 +98,24 @@ def test_own_server_listens_where_a_folder_has_a_comma(tmp_path, monkeypatch):
         assert str(folder) in rt.servers[0]
 
 
+def test_lack_of_memory_is_a_memory_error_in_words_of_python(name):
+    with farpage.local(budget="8MiB", capacity="64MiB") as small:
+        for call in (
+            lambda: small.zeros((16 << 20,)),
+            lambda: small.create(name, (6 << 20,)),
+            lambda: small.allocate(capacity="1GiB"),
+            lambda: small.zeros((1 << 45,)),
+        ):
+            with pytest.raises(MemoryError) as error:
+                call()
+            assert isinstance(error.value, farpage.CapacityError)
+            assert isinstance(error.value, farpage.Error) and isinstance(error.value, OSError)
+            assert "Reserve::" not in str(error.value), error.value
+        with pytest.raises(MemoryError, match="keeps two versions.*capacity="):
+            small.create(name, (6 << 20,))
+        small.zeros((4 << 20,))
+
+
 def test_codec_and_page_size_are_used(rt):
     a = rt.zeros((MIB,), "f8", codec="lz4", page_size="16KiB")
     a[:] = np.arange(MIB) // 100

@@ -20,10 +20,11 @@ from farpage._arrays import (
     pickle_bytes_max,
     prefetch,
 )
-from farpage._farpage import Error, InUseError, PageError
+from farpage._farpage import CapacityError, Error, InUseError, PageError, __version__
 from farpage._runtime import Region, Runtime, Stats, local
 
 __all__ = [
+    "CapacityError",
     "Error",
     "InUseError",
     "PageError",
@@ -31,6 +32,7 @@ __all__ = [
     "RemoteArray",
     "Runtime",
     "Stats",
+    "__version__",
     "advise",
     "flush",
     "local",

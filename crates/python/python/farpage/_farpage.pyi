@@ -1,6 +1,8 @@
 from os import PathLike
 from typing import Any
 
+__version__: str
+
 class Error(OSError):
     """The operating system or a memory server refused; the text says what to do."""
 
@@ -9,6 +11,9 @@ class InUseError(Error):
 
 class PageError(Error):
     """Pages could not be brought in or written back."""
+
+class CapacityError(Error, MemoryError):
+    """There is no memory for an array: the servers are full, or this process is."""
 
 class Closed(ValueError):
     """What a call was for has been closed."""
