@@ -10,16 +10,15 @@ use std::{
     mem,
     ops::Range,
     ptr::{self, NonNull},
-    sync::Arc,
+    sync::{Arc, Weak},
 };
 
-use parking_lot::{MappedRwLockReadGuard, Once};
+use parking_lot::{MappedRwLockReadGuard, Mutex, Once};
 use pyo3::{exceptions::PyImportError, ffi, prelude::*, types::PyCapsule};
 
 use crate::{
     error::CloseError,
     process::{End, Held},
-    runtime::unallocated,
 };
 
 /// What a capsule is called that holds a handler.
@@ -89,8 +88,8 @@ enum Place<'a> {
 }
 
 impl Context {
-    /// The arena for a request of so many bytes, if it is for the arena. Requests in a child made
-    /// by `fork`, which does not have the arena, and after the arena's end are not.
+    /// Returns the arena for a request of so many bytes, if it is for the arena. Requests in a
+    /// child made by `fork`, which does not have the arena, and after the arena's end are not.
     fn arena_for(&self, bytes: usize) -> Option<MappedRwLockReadGuard<'_, farpage::Arena>> {
         let arena = self.arena.as_deref()?;
         if bytes < self.min_bytes || !arena.is_own() {
@@ -141,6 +140,9 @@ impl Drop for Context {
     }
 }
 
+/// The arenas of this process.
+static ARENAS: Mutex<Vec<Weak<Held<farpage::Arena>>>> = Mutex::new(Vec::new());
+
 /// An arena of the crate `farpage`.
 #[pyclass(frozen, module = "farpage._farpage")]
 pub(crate) struct Arena {
@@ -158,6 +160,9 @@ impl End for farpage::Arena {
 impl Arena {
     pub(crate) fn new(arena: farpage::Arena) -> Arena {
         let held = Arc::new(Held::new("the arena of this runtime", arena));
+        let mut arenas = ARENAS.lock();
+        arenas.retain(|it| it.strong_count() > 0);
+        arenas.push(Arc::downgrade(&held));
         Arena { held, keep: None }
     }
 
@@ -171,6 +176,17 @@ impl Arena {
     }
 }
 
+/// Returns an error if an arena has arrays.
+pub(crate) fn unallocated(bytes: usize) -> Result<(), CloseError> {
+    match bytes {
+        0 => Ok(()),
+        bytes => Err(CloseError::InUse(format!(
+            "arrays of {bytes} bytes that were made under `allocate` are left: delete them, and \
+             all views of them, before the runtime is closed"
+        ))),
+    }
+}
+
 /// Closes an arena unless it has arrays.
 pub(crate) fn close(arena: &Held<farpage::Arena>) -> Result<(), CloseError> {
     let mut place = arena.place();
@@ -180,6 +196,18 @@ pub(crate) fn close(arena: &Held<farpage::Arena>) -> Result<(), CloseError> {
     drop(place);
     drop(ended);
     Ok(())
+}
+
+/// True if `address` lies in an array that was made under `allocate`.
+#[pyfunction]
+pub(crate) fn is_allocated(py: Python<'_>, address: usize) -> bool {
+    py.detach(|| {
+        let arenas: Vec<_> = ARENAS.lock().iter().filter_map(Weak::upgrade).collect();
+        let is_in = |arena: &Arc<Held<farpage::Arena>>| {
+            (arena.here()).is_some_and(|arena| arena.is_allocated(address..address + 1))
+        };
+        arenas.iter().any(|arena| arena.is_own() && is_in(arena))
+    })
 }
 
 #[pymethods]
@@ -223,12 +251,6 @@ impl Arena {
     /// Bytes that numpy has of it now, in whole pages.
     fn allocated_bytes(&self, py: Python<'_>) -> PyResult<usize> {
         self.held.with(py, farpage::Arena::allocated_bytes)
-    }
-
-    /// Its first address, and the one behind its last.
-    fn addresses(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        let addresses = self.held.with(py, farpage::Arena::addresses)?;
-        Ok((addresses.start, addresses.end))
     }
 }
 

@@ -48,7 +48,7 @@ create_exception!(
      closes it."
 );
 
-/// `farpage.CapacityError`, which has two bases.
+/// Returns `farpage.CapacityError`, which has two bases.
 pub(crate) fn capacity_error(py: Python<'_>) -> PyResult<&Bound<'_, PyType>> {
     static TYPE: PyOnceLock<Py<PyType>> = PyOnceLock::new();
     let made = TYPE.get_or_try_init(py, || {
@@ -93,8 +93,8 @@ impl CloseError {
             Self::InUse(mut text) => {
                 let modules = py.import("sys").and_then(|sys| sys.getattr("modules"));
                 if modules.is_ok_and(|modules| modules.contains("IPython").unwrap_or(false)) {
-                    text += ". A notebook keeps what cells showed in `Out` and `_`: `%reset -f out` \
-                             empties them";
+                    text += ". A notebook keeps what cells showed in `Out` and `_`: `%xdel a` deletes \
+                             `a` there, too, and `%xdel _3` what cell 3 showed";
                 }
                 PyBufferError::new_err(text)
             }
@@ -103,7 +103,7 @@ impl CloseError {
     }
 }
 
-/// A call for what has been closed.
+/// Makes the error of a call for what has been closed.
 pub(crate) fn closed(what: &str) -> PyErr {
     Closed::new_err(format!("{what} is closed"))
 }

@@ -23,7 +23,7 @@ mod _farpage {
     use super::error::capacity_error;
     #[pymodule_export]
     use super::{
-        arena::{Arena, set_handler},
+        arena::{Arena, is_allocated, set_handler},
         available_bytes,
         error::{Closed, Error, InUseError, PageError},
         parse_size,

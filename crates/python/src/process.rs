@@ -69,13 +69,14 @@ impl<T: End + Send + Sync> Held<T> {
         result.ok_or_else(|| error::closed(&self.what))
     }
 
-    /// The value's place, for a thread that closes it with others and holds no interpreter's lock.
+    /// Locks the value's place, for a thread that closes the value and does not hold the
+    /// interpreter's lock.
     pub(crate) fn place(&self) -> RwLockWriteGuard<'_, Option<T>> {
         self.value.write()
     }
 
-    /// The value, or `None` after its end. For callers that may hold the interpreter's lock: nobody
-    /// may hold [`place`](Held::place) of such a value for long.
+    /// Returns the value, or `None` after its end, to callers that may hold the interpreter's lock:
+    /// nobody may hold [`place`](Held::place) of such a value for long.
     pub(crate) fn here(&self) -> Option<MappedRwLockReadGuard<'_, T>> {
         RwLockReadGuard::try_map(self.value.read(), Option::as_ref).ok()
     }

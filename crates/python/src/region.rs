@@ -86,7 +86,7 @@ impl Shared {
             ))),
             false => Ok(()),
         };
-        // Without the wait for a call that uses an array.
+        // Refuses without the wait for a call that uses an array.
         unviewed()?;
         let mut closing = self.closing();
         unviewed()?;
@@ -252,7 +252,7 @@ impl Region {
         !self.shared.held.is_open(py)
     }
 
-    /// A promise that the region's bytes stay mapped.
+    /// Promises that the region's bytes stay mapped.
     fn view(&self, py: Python<'_>) -> PyResult<View> {
         let shared = &self.shared;
         (shared.held).with(py, |_| shared.views.fetch_add(1, Relaxed))?;

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    arena::Arena,
+    arena::{self, Arena},
     error::{self, CloseError},
     process::{End, Held},
     region::{self, Region, element_type},
@@ -61,6 +61,7 @@ fn add<T>(list: &Mutex<Vec<Weak<T>>>, value: &Arc<T>) {
     list.push(Arc::downgrade(value));
 }
 
+/// Lists the values that live.
 fn living<T>(list: &Mutex<Vec<Weak<T>>>) -> Vec<Arc<T>> {
     list.lock().iter().filter_map(Weak::upgrade).collect()
 }
@@ -99,29 +100,18 @@ impl Runtime {
             let allocated = |arena: &Arc<Held<farpage::Arena>>| {
                 arena.here().map_or(0, |arena| arena.allocated_bytes())
             };
-            unallocated(arenas.iter().map(allocated).sum())
+            arena::unallocated(arenas.iter().map(allocated).sum())
         };
-        // Without the wait for calls that use an array.
+        // Refuses without the wait for calls that use an array.
         unused()?;
         let mut closing: Vec<_> = regions.iter().map(|region| region.closing()).collect();
         unused()?;
         closing.iter_mut().try_for_each(region::Closing::close)?;
         for arena in &arenas {
-            crate::arena::close(arena)?;
+            arena::close(arena)?;
         }
         *place = None;
         Ok(())
-    }
-}
-
-/// An error if an arena has arrays.
-pub(crate) fn unallocated(bytes: usize) -> Result<(), CloseError> {
-    match bytes {
-        0 => Ok(()),
-        bytes => Err(CloseError::InUse(format!(
-            "arrays of {bytes} bytes that were made under `allocate` are left: delete them, and \
-             all views of them, before the runtime is closed"
-        ))),
     }
 }
 
@@ -321,7 +311,7 @@ impl Runtime {
     }
 
     /// Closes all regions, which publishes those with a name unless `publish` is false, and gives
-    /// the runtime up. With arrays left nothing is closed.
+    /// the runtime up. Raises `BufferError` if there are arrays.
     fn close(&self, py: Python<'_>, publish: bool) -> PyResult<()> {
         self.held.check_process()?;
         let closed = py.detach(|| self.close_all(publish));
@@ -329,7 +319,7 @@ impl Runtime {
     }
 }
 
-/// The name of a region in errors.
+/// Names a region in errors.
 fn what(name: Option<&str>) -> String {
     name.map_or_else(
         || "this array".to_owned(),

@@ -26,7 +26,7 @@ use nix::{
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
 /// All tests together take a tenth of this.
-const PATIENCE: Duration = Duration::from_secs(300);
+const PATIENCE: Duration = Duration::from_secs(600);
 /// With those that are marked as long.
 const LONG_PATIENCE: Duration = Duration::from_secs(3 * 3600);
 /// pip tries again by itself, for minutes.

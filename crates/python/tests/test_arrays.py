@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import sys
 import tempfile
 
 import numpy as np
@@ -51,6 +52,32 @@ def test_shapes_are_as_in_numpy(rt):
         rt.zeros((2, -1))
     with pytest.raises(ValueError, match="address space"):
         rt.zeros((1 << 40, 1 << 40))
+
+
+def test_arrays_are_made_as_numpy_makes_them(rt):
+    for order in ("C", "F"):
+        for dtype in ("f8", "i2", "U3", "?", [("a", "f4"), ("b", "i4")]):
+            a, plain = rt.ones((3, 5), dtype, order), np.ones((3, 5), dtype, order)
+            assert a.dtype == plain.dtype and a.strides == plain.strides
+            assert type(a) is farpage.RemoteArray and np.array_equal(a, plain)
+        for made in (rt.zeros, rt.empty):
+            a = made((3, 5), "i4", order, codec="lz4", page_size="4KiB")
+            assert a.strides == np.zeros((3, 5), "i4", order).strides and not a.any()
+    for value in (7, 2.5, True, 1j, "text", np.float32(3), np.datetime64(1, "s"), [1, 2, 3]):
+        a, plain = rt.full((2, 3), value), np.full((2, 3), value)
+        assert a.dtype == plain.dtype and np.array_equal(a, plain)
+    assert rt.full(3, 2.7, "i4").tolist() == [2, 2, 2] and rt.full((), 5).item() == 5
+    with pytest.raises(ValueError, match="'C' or 'F'"):
+        rt.zeros(3, order="K")
+    with pytest.raises(TypeError, match="references to Python objects"):
+        rt.full(3, None)
+    a = rt.ones((300, 500), order="F", codec="zfp:accuracy=1e-6")
+    farpage.advise(a, "dontneed")
+    assert (a == 1).all()
+
+
+def test_package_says_its_version():
+    assert farpage.__version__.split(".")[0].isdigit()
 
 
 def test_what_makes_no_sense_is_refused_with_words(rt):
@@ -139,6 +166,94 @@ def test_slices_share_memory_and_results_are_local(rt):
     assert type(a) is farpage.RemoteArray and a[0, 0] == 1
 
 
+#: Arguments of ndarray's methods that need some.
+ARGUMENTS = {
+    "argpartition": (1,),
+    "astype": ("f4",),
+    "choose": ([np.arange(16.0)] * 16,),
+    "clip": (1, 2),
+    "compress": ([True, False],),
+    "dot": (np.ones((4, 2)),),
+    "getfield": ("f4",),
+    "repeat": (2,),
+    "reshape": (-1,),
+    "searchsorted": (2,),
+    "swapaxes": (0, 1),
+    "take": ([0, 1],),
+    "to_device": ("cpu",),
+    "view": ("i8",),
+    "__deepcopy__": ({},),
+}
+#: Members that change or write the array, or are what it is a view of.
+OTHERS = "base dump fill itemset newbyteorder partition put resize setfield setflags sort tofile".split()
+
+
+def test_results_of_all_methods_are_ordinary_arrays_unless_they_share_the_memory(rt):
+    whole = rt.zeros((8, 16), "f8")
+    whole[:] = np.arange(128).reshape(8, 16)
+    methods = [it for it in dir(np.ndarray) if not it.startswith("_")] + ["__copy__", "__deepcopy__"]
+    checked = 0
+    # The second is no contiguous one, so that `reshape` copies.
+    for a in (whole[:4, :4], whole[::2, ::4].T, whole[0], whole.view("c16")[:4, :4]):
+        for name in methods:
+            if name in OTHERS:
+                continue
+            try:
+                member = getattr(a, name)
+                result = member(*ARGUMENTS.get(name, ())) if callable(member) else member
+                plain = getattr(np.asarray(a), name)
+                expected = plain(*ARGUMENTS.get(name, ())) if callable(plain) else plain
+            except (AttributeError, DeprecationWarning, TypeError, ValueError):
+                continue  # Not with a type or shape like this.
+            if not isinstance(result, np.ndarray):
+                continue
+            checked += 1
+            is_remote = farpage._arrays.pages_of(result) is not None
+            assert (type(result) is farpage.RemoteArray) == is_remote, name
+            assert is_remote == np.shares_memory(result, whole), name
+            assert np.array_equal(result, expected), name
+    assert checked > 60
+
+
+def test_results_of_functions_are_ordinary_arrays_unless_they_share_the_memory(rt):
+    a = rt.zeros((8, 16), "f8")
+    a[:] = np.arange(128).reshape(8, 16)[::-1]
+    plain = np.array(a)
+    for function in (
+        np.sort, np.argsort, np.copy, np.empty_like, np.zeros_like, np.ones_like, np.unique,
+        np.cumsum, np.diff, np.nan_to_num, np.median, np.imag, np.fix, np.triu, np.gradient,
+        np.nonzero, np.ediff1d, np.ravel, np.transpose, np.flip, np.atleast_3d, np.squeeze,
+        lambda x: np.partition(x, 3), lambda x: np.roll(x, 1), lambda x: np.repeat(x, 2),
+        lambda x: np.tile(x, 2), lambda x: np.insert(x, 1, 2), lambda x: np.split(x, 2),
+        lambda x: np.take_along_axis(x, np.argsort(x, 0), 0), lambda x: np.full_like(x, 7),
+    ):
+        result, expected = function(a), function(plain)
+        several = isinstance(result, (list, tuple))
+        assert type(result) is type(expected) or not several
+        for one, other in zip(*([result, expected] if several else [[result], [expected]])):
+            shares = np.shares_memory(one, a)
+            assert isinstance(one, farpage.RemoteArray) == shares, function
+            assert farpage.is_remote(one) == shares
+            assert function is np.empty_like or np.array_equal(one, other), function
+    c = a.view("c16")
+    c.imag = 5
+    c.imag[:, 0] += 1
+    assert (a[:, 1::2] == [6] + [5] * 7).all()
+    ordinary = np.sort(a)
+    ordinary.resize(3)
+    assert a.copy().flags.owndata and a.astype("f4").flags.owndata
+
+
+def test_is_remote_tells_where_an_array_lies(rt, name):
+    a = rt.zeros((100, 100), "f4")
+    assert farpage.is_remote(a) and farpage.is_remote(a[3:, ::2].T)
+    assert farpage.is_remote(np.from_dlpack(a)) and farpage.is_remote(np.asarray(a))
+    assert farpage.is_remote(np.frombuffer(memoryview(a), "f4")) and farpage.is_remote(rt.zeros((0, 3)))
+    assert not farpage.is_remote(a + 1) and not farpage.is_remote(np.zeros(100))
+    assert not farpage.is_remote(np.array(a, subok=True)) and not farpage.is_remote([1, 2])
+    assert farpage.is_remote(rt.create(name, (10,)).array())
+
+
 def test_other_libraries_see_the_same_addresses(rt):
     a = rt.zeros((1000,), "f4")
     address = a.__array_interface__["data"][0]
@@ -170,6 +285,17 @@ def test_memory_stays_as_long_as_anything_shows_it(rt):
     rt.close()
     with pytest.raises(ValueError, match="closed"):
         rt.zeros(3)
+
+
+def test_error_of_close_says_how_a_notebook_lets_go_of_arrays(rt, monkeypatch):
+    a = rt.zeros((1000,))
+    with pytest.raises(BufferError) as error:
+        rt.close()
+    assert "xdel" not in str(error.value)
+    monkeypatch.setitem(sys.modules, "IPython", sys)
+    with pytest.raises(BufferError, match="%xdel a"):
+        rt.close()
+    del a, error
 
 
 def test_memory_goes_with_the_last_array(rt):

@@ -49,7 +49,7 @@ def test_region_is_closed_by_one_thread_while_others_are_given_its_array(rt, nam
             """
 rt = farpage.Runtime(sys.argv[1], budget="8MiB")
 given, refused = [], []
-for number in range(300):
+for number in range(60):
     region = rt.create(f"{sys.argv[2]}-{number}", (3000,), "i4")
     def give():
         try:
@@ -78,7 +78,7 @@ print(len(given), len(refused))
 def test_runtime_is_closed_by_one_thread_while_others_make_arrays(rt, name):
     run_threads(
         """
-for number in range(40):
+for number in range(12):
     rt = farpage.Runtime(sys.argv[1], budget="8MiB")
     kept = rt.create(f"{sys.argv[2]}-{number}", (3000,), "i4")
     arrays = []
@@ -160,17 +160,17 @@ def opened():
     return rt.open(sys.argv[2])
 sent = pickle.dumps(opened().array())
 def unpickle():
-    for _ in range(300):
+    for _ in range(60):
         assert pickle.loads(sent).sum() == 3000
 def close():
-    for _ in range(300):
+    for _ in range(60):
         region = opened()
         try:
             region.close()
         except BufferError:
             pass  # Another thread was given it.
 def make():
-    for _ in range(300):
+    for _ in range(60):
         rt.zeros((10,))
 together(unpickle, close, make, unpickle)
 """,
@@ -182,7 +182,7 @@ together(unpickle, close, make, unpickle)
 def test_runtime_is_closed_by_one_thread_while_another_allocates(rt):
     run_threads(
         """
-for number in range(8):
+for number in range(4):
     rt = farpage.Runtime(sys.argv[1], budget="8MiB")
     block = rt.allocate(min_bytes="64KiB")
     arrays = []

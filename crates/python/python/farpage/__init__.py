@@ -17,6 +17,7 @@ from farpage._arrays import (
     RemoteArray,
     advise,
     flush,
+    is_remote,
     pickle_bytes_max,
     prefetch,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "__version__",
     "advise",
     "flush",
+    "is_remote",
     "local",
     "pickle_bytes_max",
     "prefetch",

@@ -8,12 +8,13 @@ come from is left to `_runtime`.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -45,10 +46,10 @@ class Mapping:
         self.mode = mode
         mappings.add(self)
 
-    def array(self) -> RemoteArray:
+    def array(self, order: Literal["C", "F"] = "C") -> RemoteArray:
         """The whole region."""
         memory = np.asarray(Pages(self))
-        return np.ndarray.__new__(RemoteArray, self.shape, self.dtype, buffer=memory)
+        return np.ndarray.__new__(RemoteArray, self.shape, self.dtype, buffer=memory, order=order)
 
 
 class Pages:
@@ -96,8 +97,9 @@ pickle_bytes_max = 64 << 20
 class RemoteArray(np.ndarray[Any, Any]):
     """An ndarray whose pages live on memory servers and come in when they are touched.
 
-    Made by `Runtime.zeros` and `Region.array`. As with `numpy.memmap`, slices are arrays of this
-    type that share the memory; what is computed from it is an ordinary ndarray in local memory.
+    Made by `Runtime.zeros` and its kind, and by `Region.array`. Slices and views are arrays of this
+    type that share the memory. What is computed from it, copies too, is an ordinary ndarray in local
+    memory.
     """
 
     __slots__ = ()
@@ -111,11 +113,19 @@ class RemoteArray(np.ndarray[Any, Any]):
             return array[()]
         return array.view(np.ndarray)
 
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _ordinary(super().__array_function__(function, types, args, kwargs))
+
     def __getitem__(self, index: Any) -> Any:
-        part = super().__getitem__(index)
-        if type(part) is RemoteArray and pages_of(part) is None:
-            return part.view(np.ndarray)
-        return part
+        return _ordinary(super().__getitem__(index))
+
+    @property
+    def imag(self) -> Any:
+        return _ordinary(super().imag)
+
+    @imag.setter
+    def imag(self, value: Any) -> None:
+        self.view(np.ndarray).imag = value
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         pages = pages_of(self)
@@ -137,6 +147,38 @@ class RemoteArray(np.ndarray[Any, Any]):
     # `pickle` asks for the former; ndarray's own would give the contents.
     def __reduce__(self) -> Any:
         return self.__reduce_ex__(2)
+
+
+def _ordinary(result: Any) -> Any:
+    """Gives a result of numpy's back, as an ordinary array where it does not lie in remote memory."""
+    if type(result) is RemoteArray and pages_of(result) is None:
+        return result.view(np.ndarray)
+    if type(result) in (list, tuple):
+        return type(result)(map(_ordinary, result))
+    return result
+
+
+def _on_ordinary(method: Any) -> Any:
+    """Makes a method of ndarray's give an ordinary array that owns its memory, or else a
+    `RemoteArray` that shares the memory."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(self.view(np.ndarray), *args, **kwargs)
+        if type(result) is np.ndarray and pages_of(result) is not None:
+            return result.view(RemoteArray)
+        return result
+
+    return call
+
+
+# Methods that copy, always or at times. numpy gives a copy the type of the original.
+for _name in (
+    "__copy__", "__deepcopy__", "argpartition", "argsort", "astype", "byteswap", "choose", "clip",
+    "compress", "conj", "conjugate", "copy", "cumprod", "cumsum", "dot", "flatten", "ravel",
+    "repeat", "reshape", "round", "take",
+):
+    setattr(RemoteArray, _name, _on_ordinary(getattr(np.ndarray, _name)))
 
 
 def _open_pickled(
@@ -168,6 +210,18 @@ def pages_of(array: object) -> Pages | None:
             array = array.obj
         else:
             return array if isinstance(array, Pages) else None
+
+
+def is_remote(array: np.ndarray[Any, Any]) -> bool:
+    """True if an array lies in remote memory: an array of a runtime's, or a part of one, also as
+    another library shows it, or one that was made in a block of `Runtime.allocate`."""
+    if pages_of(array) is not None:
+        return True
+    address = np.asarray(array).__array_interface__["data"][0]
+    return _farpage.is_allocated(address) or any(
+        0 <= address - mapping.native.address < mapping.native.bytes and not mapping.native.closed
+        for mapping in mappings.snapshot()
+    )
 
 
 def _mapping_of(array: Any) -> Mapping:

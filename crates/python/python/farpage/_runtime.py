@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.lib import format as npy
@@ -89,9 +89,9 @@ class Runtime:
     """Memory servers, and a budget of local memory for the pages of all arrays together.
 
     `url` is a server, such as `tcp://10.0.0.2:7400` or `shm:///run/farpage.sock`, or several: a list
-    of them, or a text with commas between them. What is not given comes from the environment: `FARPAGE_SERVER`, `FARPAGE_BUDGET`,
-    `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`, `FARPAGE_FAULT_MODE`, `FARPAGE_DEADLINE` (seconds) and
-    `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
+    of them, or a text with commas between them. What is not given comes from the environment:
+    `FARPAGE_SERVER`, `FARPAGE_BUDGET`, `FARPAGE_PAGE_SIZE`, `FARPAGE_CODEC`, `FARPAGE_FAULT_MODE`,
+    `FARPAGE_DEADLINE` (seconds) and `FARPAGE_KEY_FILE`. Sizes are bytes, or text such as "4GiB".
 
     `fault_mode` is "filler" (the default) or "in-thread". With the latter the thread that touches a
     page fetches it, which is faster on small pages, but a system call that is given absent memory
@@ -138,18 +138,64 @@ class Runtime:
         self,
         shape: int | Iterable[int],
         dtype: Any = float,
+        order: Literal["C", "F"] = "C",
         *,
         page_size: int | str | None = None,
         codec: str | None = None,
     ) -> RemoteArray:
         """An array of zeros, which is gone with the last view of it.
 
+        `order` says whether the last side is contiguous, as in C, or the first, as in Fortran.
         `page_size` is a power of two from 4 KiB to 2 MiB: small pages suit scattered accesses. By
         default it is the runtime's, or 64 KiB. `codec` says how pages are stored on the servers:
         "raw" (the default), "lz4", "shuffle", "adaptive", "zfp:accuracy=1e-6" (which loses
         precision).
+
+        Raises `CapacityError`, a `MemoryError`, if the servers have no room for it.
         """
-        return self._create(None, shape, dtype, page_size, codec).array()
+        if order not in ("C", "F"):
+            raise ValueError(f"order={order!r}: need 'C' or 'F'")
+        return self._create(None, shape, dtype, page_size, codec, order=order).array(order)
+
+    def empty(
+        self,
+        shape: int | Iterable[int],
+        dtype: Any = float,
+        order: Literal["C", "F"] = "C",
+        *,
+        page_size: int | str | None = None,
+        codec: str | None = None,
+    ) -> RemoteArray:
+        """The same as `zeros`: pages that nobody has written are zeros, and cost nothing."""
+        return self.zeros(shape, dtype, order, page_size=page_size, codec=codec)
+
+    def ones(
+        self,
+        shape: int | Iterable[int],
+        dtype: Any = float,
+        order: Literal["C", "F"] = "C",
+        *,
+        page_size: int | str | None = None,
+        codec: str | None = None,
+    ) -> RemoteArray:
+        """An array of ones, as `zeros` else."""
+        return self.full(shape, 1, dtype, order, page_size=page_size, codec=codec)
+
+    def full(
+        self,
+        shape: int | Iterable[int],
+        fill_value: Any,
+        dtype: Any = None,
+        order: Literal["C", "F"] = "C",
+        *,
+        page_size: int | str | None = None,
+        codec: str | None = None,
+    ) -> RemoteArray:
+        """An array of `fill_value`, whose type it has by default; as `zeros` else."""
+        dtype = np.asarray(fill_value).dtype if dtype is None else dtype
+        array = self.zeros(shape, dtype, order, page_size=page_size, codec=codec)
+        np.copyto(array, fill_value, casting="unsafe")
+        return array
 
     def create(
         self,
@@ -161,8 +207,8 @@ class Runtime:
         codec: str | None = None,
         replace: bool = False,
     ) -> Region:
-        """An array of zeros under a name, which outlives this program: `Region.close`,
-        `farpage.flush` and a program's orderly end publish it.
+        """An array of zeros under a name, in C's order, which outlives this program:
+        `Region.close`, `farpage.flush` and a program's orderly end publish it.
 
         Raises `FileExistsError` if the name exists, unless it is to be replaced.
         """
@@ -235,8 +281,8 @@ class Runtime:
     def close(self) -> None:
         """Closes named regions that are open, and the runtime.
 
-        Raises `BufferError` if there are arrays of it. Then nothing is closed. An array that
-        another thread is just being given counts, or that thread's call raises `ValueError`.
+        Raises `BufferError` if there are arrays of it. An array that another thread is just being
+        given counts, or that thread's call raises `ValueError`.
         """
         self._close(publish=True)
 
@@ -273,6 +319,7 @@ class Runtime:
         page_size: int | str | None,
         codec: str | None,
         replace: bool = False,
+        order: Literal["C", "F"] = "C",
     ) -> Mapping:
         dtype = np.dtype(dtype)
         sides = _sides(shape)
@@ -289,7 +336,8 @@ class Runtime:
         if name is not None and not sides:
             raise ValueError("an array with a name needs a dimension: use shape (1,)")
         native = self._native.create(
-            sides,
+            # As the elements lie in memory: codecs look at neighbours.
+            sides if order == "C" else sides[::-1],
             _type_name(dtype),
             dtype.itemsize,
             dtype.alignment,
@@ -480,7 +528,7 @@ def _end(process: subprocess.Popen[bytes], pid: int) -> None:
 def opened(
     servers: tuple[str, ...], name: str, shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> RemoteArray:
-    """The array of a name, shape and type as this process has it open, else as it is published.
+    """Gives the array of a name, shape and type as this process has it open, else as published.
 
     Raises `ValueError` if it was replaced by one of another shape or type.
     """
@@ -514,10 +562,10 @@ def _open_at(servers: tuple[str, ...], name: str, dtype: np.dtype[Any]) -> Regio
             except _farpage.Closed:
                 pass  # By another thread, just now.
     with _lock:
-        runtime = _unpickled.get(servers)
-        if runtime is None or runtime._native.closed:
-            runtime = _unpickled[servers] = Runtime(servers)
-    return runtime.open(name, dtype=dtype)
+        own = _unpickled.get(servers)
+        if own is None or own._native.closed:
+            own = _unpickled[servers] = Runtime(servers)
+    return own.open(name, dtype=dtype)
 
 
 def _enable_faulthandler() -> None:
@@ -569,7 +617,10 @@ def _type_name(dtype: np.dtype[Any]) -> str:
 def _shape_and_type(
     name: str, native: _farpage.Region, wanted: np.dtype[Any] | None
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and type of a region that was opened, where it is an array of the type `wanted`."""
+    """Finds shape and type of a region that was opened.
+
+    Raises `ValueError` if it is no array of the type `wanted`.
+    """
     shape = tuple(native.shape) or (native.len,)
     of, element_bytes = native.dtype or ("", 1)
     if of in _NUMBERS:
