@@ -85,6 +85,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
             stored_bytes: 300,
         },
         Request::Goodbye,
+        Request::Leaving,
         Request::Publish {
             name: "squares".to_owned(),
             manifest: vec![1, 2, 3],

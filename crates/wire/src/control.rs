@@ -17,7 +17,7 @@ use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signa
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 
 /// First bytes of every connection, in both directions.
 pub const MAGIC: [u8; 8] = *b"farpage\0";
@@ -286,6 +286,9 @@ pub enum Request {
         /// The name.
         name: String,
     },
+    /// Tells that the client's process is about to end. The session goes on until its connection
+    /// closes, and then ends as by a [`Goodbye`](Self::Goodbye): nobody will come back.
+    Leaving,
 }
 
 /// The most names in one answer.
@@ -546,7 +549,7 @@ mod tests {
     fn hello_has_pinned_bytes() {
         assert_eq!(
             &Hello::new(Purpose::Data).encode(),
-            b"farpage\0\x09\0\x02\0\0\0\0\0"
+            b"farpage\0\x0a\0\x02\0\0\0\0\0"
         );
     }
 
@@ -572,7 +575,7 @@ mod tests {
     /// A failure means that the protocol has changed: see [`VERSION`].
     #[test]
     fn every_message_has_the_bytes_of_this_version() {
-        assert_eq!(VERSION, 9);
+        assert_eq!(VERSION, 10);
         let (session, secret) = (SessionId(300), Secret([7; 16]));
         let (id, bytes) = (ExtentId(5), 300);
         let (name, manifest) = ("n".to_owned(), vec![9]);
@@ -673,6 +676,7 @@ mod tests {
                 vec![16, 1, b'n', 1, 0xac, 2],
             ),
             (Request::Readers { name: name.clone() }, vec![17, 1, b'n']),
+            (Request::Leaving, vec![18]),
         ];
         for (request, expected) in requests {
             let frame = encode(&request).expect("short");
@@ -888,6 +892,7 @@ mod tests {
                 }
             }),
             Just(Request::Goodbye),
+            Just(Request::Leaving),
             (any::<u64>(), any::<bool>(), option::of(any::<u64>())).prop_map(
                 |(bytes, atomics, serial)| Request::Grant {
                     bytes,

@@ -5,6 +5,7 @@
 //! callers.
 
 mod connect;
+mod ending;
 mod keeper;
 mod remote;
 mod requests;
@@ -308,6 +309,16 @@ impl Session {
         match &self.backend {
             Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
             Backend::Sim(_) => {}
+        }
+    }
+
+    /// Tells the server that this process ends. The session goes on until the kernel closes its
+    /// connection. Then the server frees its memory at once, and does not wait for a client that
+    /// may have been cut off. Sessions announce the end by themselves when a process returns from
+    /// `main` or calls `exit`; one that ends otherwise, as by `_exit`, calls this before.
+    pub fn leave(&self) {
+        if let Backend::Remote(remote) = &self.backend {
+            remote.leave();
         }
     }
 

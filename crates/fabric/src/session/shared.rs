@@ -230,6 +230,17 @@ impl Shared {
         }
     }
 
+    /// Announces the end of this process, over a network: over shared memory the server sees it.
+    /// Not where the connection is broken, or busy until `until`.
+    pub(super) fn leave(&self, until: Instant) {
+        if self.local.is_none()
+            && let Some(mut line) = self.line.try_lock_until(until)
+            && line.death.reason().is_none()
+        {
+            let _ = self.exchange(&mut line, &Request::Leaving, until);
+        }
+    }
+
     /// The user's key. The first call reads the file, which may take long.
     pub(super) fn key(&self) -> Result<&Key, CallError> {
         if let Some(key) = self.key.get() {
