@@ -113,6 +113,14 @@ pub enum ChannelError {
         /// What was seen.
         reason: String,
     },
+    /// The session has ended, and with it what it leased. Repeating the operation does not help.
+    #[error("{endpoint} does not keep this program's memory any more: {reason}")]
+    Lost {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
+    },
     /// The server did not answer within the operation deadline. This channel is dead, as above.
     #[error("{endpoint} did not answer within {deadline:?}")]
     TimedOut {
@@ -185,7 +193,8 @@ impl ChannelError {
     pub fn is_transient(&self) -> bool {
         match self {
             Self::Disconnected { .. } | Self::TimedOut { .. } | Self::NoRoom { .. } => true,
-            Self::Refused { .. }
+            Self::Lost { .. }
+            | Self::Refused { .. }
             | Self::Unreadable { .. }
             | Self::NotYet { .. }
             | Self::NoAtomics { .. } => false,

@@ -33,6 +33,14 @@ pub enum ConnectError {
         /// What was wrong.
         reason: String,
     },
+    /// The session has ended, and with it what it leased. Trying again does not help.
+    #[error("the session at {endpoint} has ended: {reason}")]
+    Ended {
+        /// The server's endpoint.
+        endpoint: String,
+        /// Why, and what to do.
+        reason: String,
+    },
     /// The server turned the client away.
     #[error("{endpoint} refused: {reason}")]
     Refused {

@@ -152,12 +152,12 @@ impl SlotPool {
         spans
     }
 
+    pub(crate) fn session(&self, server: u8) -> &Session {
+        &self.servers[server as usize].1
+    }
+
     pub(crate) fn endpoint(&self, server: u8) -> Arc<str> {
-        self.servers[server as usize]
-            .1
-            .endpoint()
-            .to_string()
-            .into()
+        self.session(server).endpoint().to_string().into()
     }
 
     pub(crate) fn port(&self, server: u8) -> usize {

@@ -303,6 +303,16 @@ impl Session {
         }
     }
 
+    /// Returns why the memory that this session leased is lost, once the server has ended the
+    /// session or is known to have been started anew. With `refused` also where the lease must have
+    /// run out: for a caller that has just found memory that is not its own any more.
+    pub fn loss(&self, refused: bool) -> Option<String> {
+        match &self.backend {
+            Backend::Remote(remote) => remote.loss(refused),
+            Backend::Sim(_) => None,
+        }
+    }
+
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values
     /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {

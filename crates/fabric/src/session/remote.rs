@@ -90,7 +90,8 @@ impl Remote {
             key: OnceLock::new(),
             peer: PeerProcess::of(&line.stream),
             renewed: Mutex::new(begun),
-            local_lease: line.lease,
+            lease: line.lease,
+            lost: OnceLock::new(),
             paged: line.paged,
             line: Mutex::new(line),
             directory: Arc::default(),
@@ -121,6 +122,10 @@ impl Remote {
     pub(super) fn has_outlived_server(&self) -> bool {
         let local = self.shared.local.as_ref();
         local.is_some_and(|death| death.reason().is_some() && death.loss().is_none())
+    }
+
+    pub(super) fn loss(&self, refused: bool) -> Option<String> {
+        self.shared.loss(refused)
     }
 
     /// Adds to the bytes of the pages that are kept at the server. Negative values subtract.
