@@ -57,6 +57,7 @@ pub struct Arena {
     budget_bytes: usize,
     ranges: Mutex<Ranges>,
     freed_bytes: AtomicUsize,
+    touched_peak_bytes: AtomicUsize,
 }
 
 /// An allocation that an arena could not make.
@@ -119,6 +120,7 @@ impl Arena {
             budget_bytes,
             ranges: Mutex::new(ranges),
             freed_bytes: AtomicUsize::new(0),
+            touched_peak_bytes: AtomicUsize::new(0),
         }
     }
 
@@ -406,6 +408,7 @@ impl Arena {
     /// There is no reference to these bytes.
     pub unsafe fn discard(&self, addresses: Range<usize>) -> Result<(), PageError> {
         let bytes = addresses.start - self.address..addresses.end - self.address;
+        self.touched_peak_bytes();
         // SAFETY: the caller's promise.
         unsafe { self.region.discard_shared(bytes) }
     }
@@ -473,6 +476,14 @@ impl Arena {
         self.region.len()
     }
 
+    /// Returns the most bytes that were touched at once, in whole pages: brought into local memory,
+    /// for a touch or with a page that was touched, and not freed since.
+    pub fn touched_peak_bytes(&self) -> usize {
+        let touched = self.region.touched_pages() * self.page_bytes;
+        let before = (self.touched_peak_bytes).fetch_max(touched, Ordering::Relaxed);
+        before.max(touched)
+    }
+
     /// The region that the arena is made of: for advice, pins and figures.
     pub fn region(&self) -> &Region {
         &self.region
@@ -489,6 +500,8 @@ impl Arena {
     }
 
     fn discard_pages(&self, pages: Range<usize>) -> Result<(), PageError> {
+        // Noted before these pages are gone.
+        self.touched_peak_bytes();
         let bytes = pages.start * self.page_bytes..pages.end * self.page_bytes;
         // SAFETY: the pages are no allocation's, and not free for one before they are given back.
         let discarded = unsafe { self.region.discard_shared(bytes.clone()) };

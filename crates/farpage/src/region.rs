@@ -256,6 +256,11 @@ impl Region {
         self.mapped.resident_pages()
     }
 
+    /// Counts the pages that are in local memory or were written, and not discarded since.
+    pub(crate) fn touched_pages(&self) -> usize {
+        self.mapped.store().stats().touched_pages() as usize
+    }
+
     /// Whether touching some page of a range of bytes raises SIGBUS.
     pub(crate) fn has_broken(&self, bytes: Range<usize>) -> bool {
         self.mapped.has_broken(bytes)

@@ -203,7 +203,10 @@ impl<A: AddressSpace> WriteBacks<A> {
             }
             let stamp = self.shared.victims.stamp(leaving.found_by);
             match region.words.apply(page, |w| protocol::left(w, stamp)) {
-                OnLeft::Gone => Fate::Gone,
+                OnLeft::Gone => {
+                    region.store.count_left(page);
+                    Fate::Gone
+                }
                 OnLeft::TakeBack => Fate::Stolen,
             }
         };
