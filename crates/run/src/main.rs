@@ -293,6 +293,10 @@ fn sizes(options: &RunOptions) -> Sizes {
     }
 }
 
+/// Lease that does not end. A server that ends with its only client protects nobody by taking
+/// memory from a program that is stopped.
+const FOR_GOOD: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// A memory server in this process.
 struct OwnServer {
     server: RunningServer,
@@ -308,6 +312,7 @@ impl OwnServer {
         let server = Server::builder()
             .listen(socket)
             .capacity(lends)
+            .lease(FOR_GOOD)
             .grace(Duration::ZERO)
             .start()
             .context("cannot start a memory server")?;
@@ -349,4 +354,50 @@ fn library() -> Result<PathBuf> {
         let folder = folder.display();
         format!("{LIBRARY} is missing: it belongs to {folder} or {folder}/../lib")
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read, Write},
+        os::unix::net::UnixStream,
+    };
+
+    use farpage_wire::{
+        Request, Response,
+        control::{self, HELLO_BYTES, Hello, PREFIX_BYTES, Purpose},
+    };
+
+    use super::*;
+
+    /// Begins a session as a program does, and returns the lease that the server grants.
+    fn lease(server: &OwnServer) -> Duration {
+        let path = server.endpoint.strip_prefix("shm://").expect("a socket");
+        let mut stream = UnixStream::connect(path).expect("it listens");
+        let hello = Hello::new(Purpose::Control).encode();
+        stream.write_all(&hello).expect("sent");
+        let begin = Request::Begin {
+            client: "test".to_owned(),
+            resume: None,
+        };
+        let begin = control::encode(&begin).expect("short");
+        stream.write_all(&begin).expect("sent");
+        stream.read_exact(&mut [0; HELLO_BYTES]).expect("a hello");
+        let mut prefix = [0; PREFIX_BYTES];
+        stream.read_exact(&mut prefix).expect("an answer");
+        let bytes = control::frame_bytes(prefix, 1 << 10).expect("short");
+        let mut answer = vec![0; bytes];
+        stream.read_exact(&mut answer).expect("all of it");
+        match control::decode(&answer).expect("an answer") {
+            Response::Begun { lease_ms, .. } => Duration::from_millis(lease_ms),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_program_may_be_stopped_for_days_at_a_server_of_its_own() {
+        let folder = tempfile::tempdir().expect("a temporary directory");
+        let server = OwnServer::start(ByteSize::mib(16), folder.path()).expect("it starts");
+        assert!(lease(&server) > Duration::from_secs(30 * 24 * 3600));
+    }
 }
