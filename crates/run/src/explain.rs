@@ -122,8 +122,12 @@ impl Program {
             page_size,
             in_thread,
         } = sizes;
+        let all = match capacity {
+            Some(capacity) => capacity.to_string(),
+            None => "what the server has".into(),
+        };
         line(format!(
-            "budget      {budget} of local memory, {capacity} in all"
+            "budget      {budget} of local memory, {all} in all"
         ));
         let by = match in_thread {
             true => "the thread that touches them",

@@ -64,8 +64,8 @@ struct RunOptions {
     #[arg(long)]
     server: Option<Endpoint>,
     /// The most that the program can have allocated there at once. With --server, all of it is
-    /// reserved [default: four budgets with --server, else what this machine has beside the
-    /// budget].
+    /// reserved [default: what the server has, and nothing is reserved; without --server what this
+    /// machine has beside the budget].
     #[arg(long)]
     capacity: Option<ByteSize>,
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
@@ -147,11 +147,9 @@ fn run(options: &RunOptions) -> Result<u8> {
         command.env(format!("FARPAGE_RUN_{name}"), value);
     };
     set(&mut command, "BUDGET", &sizes.budget.as_u64().to_string());
-    set(
-        &mut command,
-        "CAPACITY",
-        &sizes.capacity.as_u64().to_string(),
-    );
+    if let Some(capacity) = sizes.capacity {
+        set(&mut command, "CAPACITY", &capacity.as_u64().to_string());
+    }
     set(
         &mut command,
         "MIN_BYTES",
@@ -186,13 +184,14 @@ fn run(options: &RunOptions) -> Result<u8> {
         }
         false => None,
     };
-    let own = match &options.server {
-        Some(server) => {
+    let own = match (&options.server, sizes.capacity) {
+        (Some(server), _) => {
             set(&mut command, "SERVER", &server.to_string());
             None
         }
-        None => {
-            let own = OwnServer::start(sizes.capacity, folder.path())?;
+        (None, capacity) => {
+            let capacity = capacity.expect("a capacity without a server");
+            let own = OwnServer::start(capacity, folder.path())?;
             set(&mut command, "SERVER", &own.endpoint);
             Some(own)
         }
@@ -269,7 +268,8 @@ fn cannot_start(path: &Path, error: io::Error) -> NotRun {
 /// What the options come to.
 pub(crate) struct Sizes {
     pub(crate) budget: ByteSize,
-    pub(crate) capacity: ByteSize,
+    /// Bytes that can be allocated. `None`: as many as the server has.
+    pub(crate) capacity: Option<ByteSize>,
     pub(crate) min_bytes: ByteSize,
     pub(crate) page_size: ByteSize,
     pub(crate) in_thread: bool,
@@ -278,15 +278,13 @@ pub(crate) struct Sizes {
 fn sizes(options: &RunOptions) -> Sizes {
     let available = Allowance::of_this_process().available_bytes;
     let budget = options.budget.unwrap_or(ByteSize(available / 4));
-    let default = match options.server {
-        Some(_) => budget.as_u64().saturating_mul(4),
-        None => available
-            .saturating_sub(budget.as_u64())
-            .max(budget.as_u64()),
+    let default = || {
+        let rest = available.saturating_sub(budget.as_u64());
+        ByteSize(rest.max(budget.as_u64()))
     };
     Sizes {
         budget,
-        capacity: options.capacity.unwrap_or(ByteSize(default)),
+        capacity: (options.capacity).or_else(|| options.server.is_none().then(default)),
         min_bytes: options.min_bytes,
         page_size: options.page_size,
         in_thread: in_thread(options),
@@ -307,8 +305,9 @@ impl OwnServer {
     /// With its socket in this folder.
     fn start(capacity: ByteSize, folder: &Path) -> Result<OwnServer> {
         let socket = Endpoint::Shm(folder.join("server.sock"));
-        // Pages are written out of place, and extents are whole.
-        let lends = capacity.as_u64() + capacity.as_u64() / 8 + (64 << 20);
+        // The arena is a little larger than its capacity, pages are written out of place, and
+        // extents are whole.
+        let lends = capacity.as_u64() + capacity.as_u64() / 4 + (96 << 20);
         let server = Server::builder()
             .listen(socket)
             .capacity(lends)

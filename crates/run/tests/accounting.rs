@@ -11,7 +11,8 @@ mod common;
 
 use std::process::Output;
 
-use common::{can_run, farpage, text};
+use common::{MIB, can_run, farpage, text};
+use farpage_memserver::{RunningServer, Server};
 
 const PYTHON: &str = "/usr/bin/python3";
 const MODES: [&[&str]; 2] = [&[], &["--in-thread"]];
@@ -35,6 +36,14 @@ fn assert_says(ended: &Output, expected: &str) {
     );
 }
 
+fn server(mib: u64) -> (RunningServer, String) {
+    let endpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let server = Server::builder().listen(endpoint).capacity(mib * MIB);
+    let server = server.start().unwrap();
+    let url = server.endpoints()[0].to_string();
+    (server, url)
+}
+
 /// A server's habit: it receives into a large block, and keeps what came.
 #[test]
 fn remnants_of_shrunk_blocks_take_no_page_each() {
@@ -51,4 +60,40 @@ print(sum(map(len, kept)))
 ";
     let options = ["--budget", "8MiB", "--capacity", "64MiB"];
     python(&options, script, |ended, _| assert_says(ended, "800000"));
+}
+
+/// An allocator's header, whole pages and what an interpreter has beside it come on top.
+#[test]
+fn an_array_of_the_capacity_fits() {
+    if !can_run("an_array_of_the_capacity_fits", &[PYTHON]) {
+        return;
+    }
+    let script = "b = bytearray(64 << 20); b[-1] = 7; print(len(b))";
+    let options = ["--budget", "8MiB", "--capacity", "64MiB"];
+    python(&options, script, |ended, _| assert_says(ended, "67108864"));
+    // A server with room for the surplus, and one that has just the capacity.
+    let (_server, url) = server(128);
+    let options = ["--budget", "8MiB", "--capacity", "64MiB", "--server", &url];
+    python(&options, script, |ended, _| assert_says(ended, "67108864"));
+    let options = ["--budget", "8MiB", "--capacity", "128MiB", "--server", &url];
+    python(&options, script, |ended, _| assert_says(ended, "67108864"));
+}
+
+#[test]
+fn without_a_capacity_a_program_may_have_what_the_server_has() {
+    let test = "without_a_capacity_a_program_may_have_what_the_server_has";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let (_server, url) = server(128);
+    let script = "
+b = bytearray(64 << 20)
+for i in range(0, len(b), 4096): b[i] = i >> 12 & 255
+print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
+";
+    // Sixteen budgets, and a budget that is more than the server has.
+    for budget in ["4MiB", "256MiB"] {
+        let options = ["--budget", budget, "--server", &url];
+        python(&options, script, |ended, _| assert_says(ended, "True"));
+    }
 }

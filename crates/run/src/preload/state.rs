@@ -11,7 +11,10 @@ use std::{
     sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering},
 };
 
-use farpage::{Arena, ByteSize, FaultMode, RegionOptions, Reserve, Runtime};
+use farpage::{
+    Allowance, Arena, ArenaError, ByteSize, CreateError, FaultMode, RegionOptions, Reserve,
+    Runtime, error::StoreCreateError,
+};
 
 use crate::{
     Inside, filter, give_up,
@@ -28,6 +31,15 @@ const PREFIX: &str = "FARPAGE_RUN_";
 
 /// What `env` and its kind return when the program was not started.
 const NOT_STARTED: i32 = 125;
+
+/// Surplus of an arena over the capacity asked for: users count their arrays, and neither headers of
+/// allocators, nor whole pages, nor small allocations beside the arrays.
+const SPARE_PART: usize = 16;
+const SPARE_BYTES: usize = 16 << 20;
+
+/// The largest arena by default, as a multiple of this machine's memory: its page table has up to a
+/// hundredth of its size.
+const MEMORIES: u64 = 64;
 
 const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall)";
 
@@ -105,7 +117,7 @@ impl State {
                 Holds::Zeros => self.arena.allocate(bytes, align),
                 Holds::Anything => self.arena.allocate_uninit(bytes, align),
             };
-            made.map_err(|error| error.to_string()).and_then(|made| {
+            made.map_err(full).and_then(|made| {
                 let start = made.as_ptr() as usize;
                 let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
                 if protect::made(self, start..end) {
@@ -127,7 +139,7 @@ impl State {
             let made = self.arena.allocate_to_grow(bytes, align);
             made.inspect(|_| self.note_peak())
         };
-        self.hand_out(made.map_err(|error| error.to_string()))
+        self.hand_out(made.map_err(full))
     }
 
     /// What `realloc` does to an allocation of the arena.
@@ -171,8 +183,7 @@ impl State {
             return Err(NOT_LOCKED.to_owned());
         }
         // 2. Elsewhere.
-        let made = self.arena.allocate_to_grow(bytes, ALIGN);
-        let made = made.map_err(|error| error.to_string())?;
+        let made = self.arena.allocate_to_grow(bytes, ALIGN).map_err(full)?;
         let place = made.as_ptr() as usize;
         // SAFETY: nobody uses the old bytes, and the new ones are nobody's but ours.
         let is_moved =
@@ -193,7 +204,7 @@ impl State {
                 // Programs that try with less have a reason to hear of it once.
                 static SAID: AtomicUsize = AtomicUsize::new(0);
                 if SAID.fetch_add(1, Ordering::Relaxed) == 0 {
-                    say(&format!("{why} (farpage run --capacity)"));
+                    say(&why);
                 }
                 set_errno(libc::ENOMEM);
                 ptr::null_mut()
@@ -242,6 +253,10 @@ impl State {
             of(pager.beside_resident, demanded),
         ));
     }
+}
+
+fn full(error: ArenaError) -> String {
+    format!("{error} (farpage run --capacity)")
 }
 
 #[used]
@@ -331,23 +346,73 @@ fn build() -> Result<State, String> {
     if let Some(share) = share {
         share.keep(runtime.clone())?;
     }
-    let mut options = RegionOptions::new();
-    if variable("ON_DEMAND").is_some() {
-        options = options.reserve(Reserve::OnDemand);
-    }
-    let capacity = bytes("CAPACITY")? as usize;
-    if in_thread {
-        let address = filter::place(capacity)?;
-        // SAFETY: reserved just now, for this alone.
-        options = unsafe { options.address(address) };
-    }
-    let arena = runtime.arena_with(capacity, options);
+    let arena = arena(&runtime)?;
     Ok(State {
-        arena: arena.map_err(|error| error.to_string())?,
+        arena,
         runtime,
         may_fork: variable("ALLOW_FORK").is_some(),
         peak_bytes: AtomicUsize::new(0),
     })
+}
+
+/// Makes the arena. Without a capacity of the user's it has room for all that the servers could lend
+/// now, and nothing is reserved there.
+fn arena(runtime: &Runtime) -> Result<Arena, String> {
+    let asked = variable("CAPACITY").map(|bytes| bytes.parse::<usize>());
+    let asked = asked
+        .transpose()
+        .map_err(|e| format!("{PREFIX}CAPACITY: {e}"))?;
+    let (bytes, least) = match asked {
+        Some(bytes) => (
+            bytes.saturating_add(bytes / SPARE_PART + SPARE_BYTES),
+            bytes,
+        ),
+        None => {
+            let room = room(runtime)? as usize;
+            (room, room)
+        }
+    };
+    let mut options = RegionOptions::new();
+    if variable("ON_DEMAND").is_some() || asked.is_none() {
+        options = options.reserve(Reserve::OnDemand);
+    }
+    if variable("IN_THREAD").is_some() {
+        let address = filter::place(bytes)?;
+        // SAFETY: reserved just now, for this alone.
+        options = unsafe { options.address(address) };
+    }
+    use StoreCreateError::Alloc;
+    let make = |bytes| runtime.arena_with(bytes, options.clone());
+    let arena = match make(bytes) {
+        Err(CreateError::Store(Alloc { .. })) => match make(least) {
+            // A server that lends just the capacity needs a part of it for pages on their way.
+            Err(CreateError::Store(Alloc {
+                bytes,
+                needed_bytes,
+                ..
+            })) => make(least.saturating_sub((needed_bytes - bytes) as usize)),
+            made => made,
+        },
+        made => made,
+    };
+    arena.map_err(|error| error.to_string())
+}
+
+/// Returns the bytes that the servers could lend now.
+fn room(runtime: &Runtime) -> Result<u64, String> {
+    let mut room = 0u64;
+    for session in runtime.sessions() {
+        let stat = session.stat().map_err(|error| error.to_string())?;
+        room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
+    }
+    if room == 0 {
+        return Err(
+            "the server has lent all of its memory: free some there, or raise its --capacity"
+                .to_owned(),
+        );
+    }
+    let most = Allowance::of_this_process().available_bytes;
+    Ok(room.min(most.saturating_mul(MEMORIES)))
 }
 
 fn variable(name: &str) -> Option<String> {
