@@ -65,7 +65,7 @@ struct RunOptions {
     server: Option<Endpoint>,
     /// The most that the program can have allocated there at once. With --server, all of it is
     /// reserved [default: what the server has, and nothing is reserved; without --server what this
-    /// machine has beside the budget].
+    /// machine has beside the budget, within `ulimit -v`].
     #[arg(long)]
     capacity: Option<ByteSize>,
     /// Requests of this size and more go there; smaller ones to the program's own allocator.
@@ -280,7 +280,8 @@ fn sizes(options: &RunOptions) -> Sizes {
     let budget = options.budget.unwrap_or(ByteSize(available / 4));
     let default = || {
         let rest = available.saturating_sub(budget.as_u64());
-        ByteSize(rest.max(budget.as_u64()))
+        let most = addressable(budget.as_u64());
+        ByteSize(rest.max(budget.as_u64()).min(most))
     };
     Sizes {
         budget,
@@ -289,6 +290,27 @@ fn sizes(options: &RunOptions) -> Sizes {
         page_size: options.page_size,
         in_thread: in_thread(options),
     }
+}
+
+/// Returns the bytes that `ulimit -v` and `ulimit -d` leave for an arena. The program maps the
+/// arena, extents of the server for it, its budget, and stacks and heaps of threads.
+fn addressable(budget: u64) -> u64 {
+    const THREADS_BYTES: u64 = 1 << 30;
+    let limit = |resource| {
+        let mut limit = libc::rlimit {
+            rlim_cur: libc::RLIM_INFINITY,
+            rlim_max: libc::RLIM_INFINITY,
+        };
+        // SAFETY: writes to the variable.
+        unsafe { libc::getrlimit(resource, &raw mut limit) };
+        limit.rlim_cur
+    };
+    let room = limit(libc::RLIMIT_AS).min(limit(libc::RLIMIT_DATA));
+    if room == libc::RLIM_INFINITY {
+        return u64::MAX;
+    }
+    let room = room.saturating_sub(budget);
+    (room.saturating_sub(THREADS_BYTES) * 2 / 5).max(room / 8)
 }
 
 /// Lease that does not end. A server that ends with its only client protects nobody by taking

@@ -14,8 +14,8 @@
 //!   (`made.rs`).
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
-//! `state.rs`. With in-thread faults the program's system calls go by `filter.rs` and `calls.rs`,
-//! and its signals by `signals.rs`.
+//! `state.rs`. The program's own limits go by `limits.rs`. With in-thread faults its system calls go
+//! by `filter.rs` and `calls.rs`, and its signals by `signals.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
@@ -23,6 +23,8 @@ mod calls;
 mod filter;
 #[path = "preload/heap.rs"]
 mod heap;
+#[path = "preload/limits.rs"]
+mod limits;
 #[path = "preload/local.rs"]
 mod local;
 #[path = "preload/made.rs"]

@@ -9,9 +9,9 @@
 
 mod common;
 
-use std::process::Output;
+use std::process::{Command, Output};
 
-use common::{MIB, can_run, farpage, text};
+use common::{MIB, can_run, farpage, output, text};
 use farpage_memserver::{RunningServer, Server};
 
 const PYTHON: &str = "/usr/bin/python3";
@@ -96,4 +96,36 @@ print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
         let options = ["--budget", budget, "--server", &url];
         python(&options, script, |ended, _| assert_says(ended, "True"));
     }
+}
+
+/// A limit counts what the program allocates, and not what farpage has mapped for it.
+#[test]
+fn limits_of_address_space_leave_room() {
+    if !can_run("limits_of_address_space_leave_room", &[PYTHON]) {
+        return;
+    }
+    for mode in ["", "--in-thread"] {
+        let line = format!(
+            "ulimit -v 4000000; exec {} run {mode} --budget 32MiB -- {PYTHON} -c 'print(len(bytearray(100 << 20)))'",
+            env!("CARGO_BIN_EXE_farpage")
+        );
+        let ended = output(Command::new("/bin/sh").args(["-c", &line]));
+        assert_says(&ended, "104857600");
+    }
+    let script = "
+import resource, threading
+for kind in [resource.RLIMIT_AS, resource.RLIMIT_DATA]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (2 << 30, before[1]))
+    assert resource.getrlimit(kind) == (2 << 30, before[1]), resource.getrlimit(kind)
+    held = bytearray(100 << 20); small = [bytes(2000) for _ in range(20000)]
+    thread = threading.Thread(target=lambda: None); thread.start(); thread.join()
+    try: bytearray(3 << 30); print('beyond the limit')
+    except MemoryError: pass
+    resource.setrlimit(kind, (1 << 30, 1 << 30))
+    assert resource.prlimit(0, kind) == (1 << 30, 1 << 30)
+print('fine')
+";
+    let options = ["--budget", "32MiB", "--capacity", "6GiB"];
+    python(&options, script, |ended, _| assert_says(ended, "fine"));
 }

@@ -19,7 +19,7 @@ use farpage::{
 use crate::{
     Inside, filter, give_up,
     heap::ALIGN,
-    made,
+    limits, made,
     maps::KERNEL_PAGE_BYTES,
     protect, say, say_to, set_errno,
     share::{self, Share},
@@ -40,6 +40,8 @@ const SPARE_BYTES: usize = 16 << 20;
 /// The largest arena by default, as a multiple of this machine's memory: its page table has up to a
 /// hundredth of its size.
 const MEMORIES: u64 = 64;
+
+const BEYOND_LIMIT: &str = "the program's own limit (setrlimit) leaves no room for the allocation";
 
 const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall)";
 
@@ -113,11 +115,14 @@ impl State {
     pub(crate) fn allocate(&self, bytes: usize, align: usize, holds: Holds) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            let made = match holds {
-                Holds::Zeros => self.arena.allocate(bytes, align),
-                Holds::Anything => self.arena.allocate_uninit(bytes, align),
-            };
-            made.map_err(full).and_then(|made| {
+            let made = self.within_limits(bytes).and_then(|()| {
+                let made = match holds {
+                    Holds::Zeros => self.arena.allocate(bytes, align),
+                    Holds::Anything => self.arena.allocate_uninit(bytes, align),
+                };
+                made.map_err(full)
+            });
+            made.and_then(|made| {
                 let start = made.as_ptr() as usize;
                 let end = start + bytes.next_multiple_of(KERNEL_PAGE_BYTES);
                 if protect::made(self, start..end) {
@@ -136,10 +141,19 @@ impl State {
     pub(crate) fn allocate_to_grow(&self, bytes: usize, align: usize) -> *mut c_void {
         let made = {
             let _inside = Inside::enter();
-            let made = self.arena.allocate_to_grow(bytes, align);
+            let made = self.within_limits(bytes);
+            let made = made.and_then(|()| self.arena.allocate_to_grow(bytes, align).map_err(full));
             made.inspect(|_| self.note_peak())
         };
-        self.hand_out(made.map_err(full))
+        self.hand_out(made)
+    }
+
+    /// Refuses `bytes` more where the program's own limits do.
+    fn within_limits(&self, bytes: usize) -> Result<(), String> {
+        match limits::allow(self.arena.allocated_bytes().saturating_add(bytes)) {
+            true => Ok(()),
+            false => Err(BEYOND_LIMIT.to_owned()),
+        }
     }
 
     /// What `realloc` does to an allocation of the arena.
@@ -168,6 +182,9 @@ impl State {
         let whole = bytes
             .checked_next_multiple_of(page_bytes)
             .ok_or_else(too_long)?;
+        if whole > before {
+            self.within_limits(whole - before)?;
+        }
         // What is cut off is given back, so that it is neither protected nor locked.
         if whole < before && !protect::lift(self, start + whole..start + before) {
             return Err("a protection cannot be lifted".to_owned());
@@ -269,6 +286,7 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
+    let addresses_before = limits::addresses();
     // A server may not answer, and nothing is held that a signal could find.
     match inside.signals.wait(build) {
         Ok(state) => {
@@ -277,6 +295,8 @@ extern "C" fn begin() {
             START.store(addresses.start, Ordering::Relaxed);
             BYTES.store(addresses.len(), Ordering::Relaxed);
             PROCESS.store(process::id() as usize, Ordering::Relaxed);
+            let lent = addresses.len() + addresses.len() / 8;
+            limits::begin(addresses_before, lent as u64);
             STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
             MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
             if variable("IN_THREAD").is_some() {
