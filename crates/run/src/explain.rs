@@ -10,19 +10,23 @@ use std::{
     path::Path,
 };
 
+use bytesize::ByteSize;
+
 use crate::Sizes;
 
 const SET_ID: u32 = 0o6000;
+const PT_LOAD: u32 = 1;
 const PT_INTERP: u32 = 3;
 const PT_NOTE: u32 = 4;
+const PF_W: u32 = 2;
 /// More is no header of an ELF file.
 const HEADERS_MAX: usize = 64;
 const NOTE_BYTES_MAX: u64 = 64 << 10;
 
 /// What is known of a program's file.
 pub(crate) enum Program {
-    /// Loaded by the dynamic linker.
-    Dynamic,
+    /// Loaded by the dynamic linker, with so many bytes of static variables.
+    Dynamic(u64),
     /// Loaded by the kernel alone.
     Static,
     Go,
@@ -59,10 +63,13 @@ impl Program {
         let mut headers = vec![0; size * count];
         file.seek(SeekFrom::Start(first))?;
         file.read_exact(&mut headers)?;
-        let mut is_dynamic = false;
+        let (mut is_dynamic, mut static_bytes) = (false, 0);
         for header in headers.chunks_exact(size) {
             match number(&header[..4]) as u32 {
                 PT_INTERP => is_dynamic = true,
+                PT_LOAD if number(&header[4..8]) as u32 & PF_W != 0 => {
+                    static_bytes += number(&header[40..48]);
+                }
                 PT_NOTE => {
                     let mut note = Vec::new();
                     file.seek(SeekFrom::Start(number(&header[8..16])))?;
@@ -77,7 +84,7 @@ impl Program {
             }
         }
         Ok(if is_dynamic {
-            Program::Dynamic
+            Program::Dynamic(static_bytes)
         } else {
             Program::Static
         })
@@ -86,7 +93,7 @@ impl Program {
     /// Why it is not run.
     pub(crate) fn refusal(&self) -> Option<&'static str> {
         match self {
-            Program::Dynamic | Program::Script(_) => None,
+            Program::Dynamic(_) | Program::Script(_) => None,
             Program::Static => Some(
                 "it is statically linked, so that no library can be put before its own functions; use a build that is dynamically linked",
             ),
@@ -140,7 +147,17 @@ impl Program {
         line(format!(
             "remote      mmap of private anonymous memory, also if it is reserved first: {min_bytes} and more"
         ));
-        line("local       smaller requests, stacks, files, shared memory, executable memory, huge pages, fixed addresses".into());
+        line(format!(
+            "local       small objects (requests below {min_bytes}), which the budget does not count"
+        ));
+        let bytes = match self {
+            Program::Dynamic(bytes) => format!(", {} here", ByteSize(*bytes)),
+            _ => String::new(),
+        };
+        line(format!(
+            "local       static arrays (.data and .bss{bytes}), which the budget does not count"
+        ));
+        line("local       stacks, files, shared memory, executable memory, huge pages, fixed addresses".into());
         line("local       what libraries ask for before farpage's own constructor has run".into());
         line("local       what the program asks the kernel for by raw system calls".into());
         line("fork        refused while something is remote, unless --allow-fork; vfork, posix_spawn and exec work".into());

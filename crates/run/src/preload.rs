@@ -14,8 +14,9 @@
 //!   (`made.rs`).
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
-//! `state.rs`. The program's own limits go by `limits.rs`. With in-thread faults its system calls go
-//! by `filter.rs` and `calls.rs`, and its signals by `signals.rs`.
+//! `state.rs`; what is said of it, to `report.rs`. The program's own limits go by `limits.rs`. With
+//! in-thread faults its system calls go by `filter.rs` and `calls.rs`, and its signals by
+//! `signals.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
@@ -39,6 +40,8 @@ mod process;
 mod protect;
 #[path = "preload/ranges.rs"]
 mod ranges;
+#[path = "preload/report.rs"]
+mod report;
 #[path = "preload/share.rs"]
 mod share;
 #[path = "preload/signals.rs"]

@@ -11,7 +11,7 @@ mod common;
 
 use std::process::{Command, Output};
 
-use common::{MIB, can_run, farpage, output, text};
+use common::{MIB, can_run, farpage, output, said, text};
 use farpage_memserver::{RunningServer, Server};
 
 const PYTHON: &str = "/usr/bin/python3";
@@ -28,7 +28,7 @@ fn python(options: &[&str], script: &str, check: impl Fn(&Output, &str)) {
 }
 
 fn assert_says(ended: &Output, expected: &str) {
-    let (why) = (text(&ended.stdout), text(&ended.stderr));
+    let (said, why) = (text(&ended.stdout), text(&ended.stderr));
     assert_eq!(
         (said.trim(), ended.status.code()),
         (expected, Some(0)),
@@ -98,6 +98,32 @@ print(all(b[i] == i >> 12 & 255 for i in range(0, len(b), 4096)))
     }
 }
 
+/// Lease and grace do not end here: the program itself says that it ends.
+#[test]
+fn a_second_program_finds_the_room_of_the_first() {
+    let test = "a_second_program_finds_the_room_of_the_first";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let forever = std::time::Duration::from_secs(600);
+    let server = Server::builder()
+        .listen("tcp://127.0.0.1:0".parse().unwrap())
+        .capacity(64 * MIB)
+        .lease(forever)
+        .reconnect_grace(forever)
+        .start()
+        .unwrap();
+    let url = server.endpoints()[0].to_string();
+    let options = ["--budget", "8MiB", "--capacity", "48MiB", "--server", &url];
+    for ending in [
+        "exit(0)",
+        "import os; print(end='', flush=True); os._exit(0)",
+    ] {
+        let script = format!("b = bytearray(32 << 20); b[-1] = 1; print(b[-1]); {ending}");
+        python(&options, &script, |ended, _| assert_says(ended, "1"));
+    }
+}
+
 /// A limit counts what the program allocates, and not what farpage has mapped for it.
 #[test]
 fn limits_of_address_space_leave_room() {
@@ -128,4 +154,116 @@ print('fine')
 ";
     let options = ["--budget", "32MiB", "--capacity", "6GiB"];
     python(&options, script, |ended, _| assert_says(ended, "fine"));
+}
+
+#[test]
+fn stats_count_what_was_touched() {
+    if !can_run("stats_count_what_was_touched", &[PYTHON]) {
+        return;
+    }
+    // Zeros that nobody writes are reserved only. What is freed counts once.
+    let script = "
+b = bytearray(200 << 20)
+for turn in range(3):
+    c = bytearray(30 << 20)
+    for i in range(0, len(c), 4096): c[i] = 1
+    del c
+";
+    let options = ["--budget", "8MiB", "--capacity", "512MiB", "--stats"];
+    python(&options, script, |ended, stats| {
+        assert!(ended.status.success(), "{stats}");
+        let touched = said(stats, " in the arena");
+        assert!((30 * MIB..50 * MIB).contains(&touched), "{stats}");
+        assert!(said(stats, " allocated") > 200 * MIB, "{stats}");
+    });
+}
+
+#[test]
+fn programs_that_move_nothing_say_nothing() {
+    if !can_run("programs_that_move_nothing_say_nothing", &[]) {
+        return;
+    }
+    for mode in MODES {
+        let ended = farpage(
+            &[mode, &["--budget", "8MiB", "--stats"]].concat(),
+            &["/bin/true"],
+        );
+        assert_eq!(text(&ended.stderr), "");
+    }
+}
+
+/// A signal ends the program as ever, and the program knows nothing of a handler.
+#[test]
+fn stats_are_said_however_a_program_ends() {
+    if !can_run("stats_are_said_however_a_program_ends", &[PYTHON]) {
+        return;
+    }
+    let endings = [
+        ("os._exit(3)", 3),
+        ("os.abort()", 128 + libc::SIGABRT),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 128 + libc::SIGTERM),
+        ("ctypes.string_at(0)", 128 + libc::SIGSEGV),
+        ("os.kill(os.getpid(), signal.SIGBUS)", 128 + libc::SIGBUS),
+    ];
+    for (ending, status) in endings {
+        let script = format!(
+            "
+import ctypes, os, signal
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+old = ctypes.create_string_buffer(b'x' * 200); ctypes.CDLL(None).sigaction(15, None, old)
+assert not any(old.raw[:8]), old.raw[:8]
+b = bytearray(20 << 20)
+for i in range(0, len(b), 4096): b[i] = 1
+{ending}"
+        );
+        let options = ["--budget", "8MiB", "--capacity", "64MiB", "--stats"];
+        python(&options, &script, |ended, stats| {
+            assert_eq!(ended.status.code(), Some(status), "{ending}: {stats}");
+            assert!(
+                said(stats, " in the arena") >= 20 * MIB,
+                "{ending}: {stats}"
+            );
+            let lines = stats.lines().filter(|line| line.contains(" in the arena"));
+            assert_eq!(lines.count(), 1, "{ending}: {stats}");
+        });
+    }
+}
+
+/// 64 MiB of small objects, and as much in `.bss`.
+const LOCAL: &str = r#"
+#include <stdlib.h>
+#include <string.h>
+static char held[64 << 20];
+int main(int argc, char **argv) {
+  (void)argv;
+  if (argc > 1) memset(held, 1, sizeof held);
+  else for (int i = 0; i < 64 << 10; i++) memset(malloc(1000), 1, 1000);
+  return 0;
+}
+"#;
+
+#[test]
+fn what_is_small_or_static_is_said_to_be_local() {
+    let test = "what_is_small_or_static_is_said_to_be_local";
+    if !can_run(test, &["/usr/bin/cc"]) {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (source, program) = (at("local.c"), at("local"));
+    std::fs::write(&source, LOCAL).unwrap();
+    // `-fno-builtin`: every `malloc` takes place.
+    let made = output(Command::new("cc").args(["-O1", "-fno-builtin", &source, "-o", &program]));
+    assert!(made.status.success(), "{}", text(&made.stderr));
+    for command in [&[&*program][..], &[&program, "static"]] {
+        let options = ["--budget", "8MiB", "--capacity", "64MiB", "--stats"];
+        let ended = farpage(&options, command);
+        let stats = text(&ended.stderr);
+        assert!(said(&stats, " were local") > 60 * MIB, "{stats}");
+        assert!(stats.contains("small objects"), "{stats}");
+        assert!(stats.contains(".bss: 64.0 MiB"), "{stats}");
+    }
+    let explained = text(&farpage(&["--explain"], &[&program]).stdout);
+    assert!(explained.contains("small objects"), "{explained}");
+    assert!(explained.contains(".bss, 64.0 MiB here"), "{explained}");
 }

@@ -28,7 +28,7 @@ fn same(command: &[&str], budget_mib: u64) {
     );
     println!("{command:?}: {stats}");
     assert!(
-        said(&stats, " in the arena") >= 4 * budget_mib * MIB,
+        said(&stats, " allocated") >= 4 * budget_mib * MIB,
         "{stats}"
     );
     // As it is rounded in print.

@@ -98,6 +98,7 @@ impl Remote {
             local,
             rdma,
             closing: AtomicBool::new(false),
+            leaving: AtomicBool::new(false),
             untold: Mutex::default(),
             contents: Default::default(),
             wake: wake.map_err(|errno| no_resources(errno.into()))?,

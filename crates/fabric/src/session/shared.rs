@@ -9,7 +9,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, OnceLock,
-        atomic::{AtomicBool, AtomicU64},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -89,6 +89,8 @@ pub(super) struct Shared {
     /// The extents of a session over RDMA.
     pub(super) rdma: Arc<rdma::Client>,
     pub(super) closing: AtomicBool,
+    /// Set once the end of this process is announced.
+    pub(super) leaving: AtomicBool,
     /// Requests that give something back and that the server has not received, or not answered.
     pub(super) untold: Mutex<Vec<Request>>,
     /// Bytes of the pages that are kept there, and bytes that they take.
@@ -278,9 +280,10 @@ impl Shared {
     }
 
     /// Announces the end of this process, over a network: over shared memory the server sees it.
-    /// Does nothing where the connection is broken, or busy until `until`.
+    /// Does nothing the second time, and where the connection is broken, or busy until `until`.
     pub(super) fn leave(&self, until: Instant) {
         if self.local.is_none()
+            && !self.leaving.swap(true, Ordering::Relaxed)
             && let Some(mut line) = self.line.try_lock_until(until)
             && line.death.reason().is_none()
         {

@@ -8,7 +8,7 @@ use std::{
     ffi::{c_int, c_void},
 };
 
-use crate::{INSIDE, Inside, next, next::Start, say, set_errno, signals, state};
+use crate::{INSIDE, Inside, next, next::Start, report, say, set_errno, signals, state};
 
 /// `fork`.
 ///
@@ -39,6 +39,29 @@ pub(crate) unsafe extern "C" fn fork() -> c_int {
         state::forget();
     }
     child
+}
+
+/// `_exit`.
+///
+/// # Safety
+/// As `_exit`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _exit(status: c_int) -> ! {
+    report::finish();
+    loop {
+        // SAFETY: ends the process.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
+
+/// `_Exit`.
+///
+/// # Safety
+/// As `_Exit`.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
+    // SAFETY: the caller's promise.
+    unsafe { _exit(status) }
 }
 
 thread_local! {

@@ -1,14 +1,14 @@
-//! The runtime and the arena of this process: how they begin, and what is said at the end.
+//! The runtime and the arena of this process: how they begin and end.
 //!
 //! The rule it keeps: there is nothing before our constructor has run, and nothing in a child made
 //! by `fork`. Where the runtime cannot be built, the program does not start.
 
 use std::{
     env,
-    ffi::{OsStr, c_void},
+    ffi::{OsStr, c_int, c_void},
     process,
     ptr::{self, NonNull},
-    sync::atomic::{AtomicI32, AtomicPtr, AtomicUsize, Ordering},
+    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
 
 use farpage::{
@@ -21,7 +21,7 @@ use crate::{
     heap::ALIGN,
     limits, made,
     maps::KERNEL_PAGE_BYTES,
-    protect, say, say_to, set_errno,
+    protect, report, say, set_errno,
     share::{self, Share},
     signals,
 };
@@ -48,7 +48,7 @@ const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall
 /// All that there is.
 pub(crate) struct State {
     pub(crate) arena: Arena,
-    runtime: Runtime,
+    pub(crate) runtime: Runtime,
     pub(crate) may_fork: bool,
     peak_bytes: AtomicUsize,
 }
@@ -56,8 +56,6 @@ pub(crate) struct State {
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
 /// Requests of this size and more are served here.
 static MIN_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
-/// Standard error as it was at the start: programs close theirs before they end.
-static STANDARD_ERROR: AtomicI32 = AtomicI32::new(2);
 static START: AtomicUsize = AtomicUsize::new(0);
 static BYTES: AtomicUsize = AtomicUsize::new(0);
 /// Who has built it.
@@ -69,6 +67,11 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
         return None;
     }
     get()
+}
+
+/// Returns the size from which on requests are served here.
+pub(crate) fn min_bytes() -> usize {
+    MIN_BYTES.load(Ordering::Relaxed)
 }
 
 /// Whether an address is the arena's, in this process or in the one that it was forked from.
@@ -234,41 +237,9 @@ impl State {
         self.peak_bytes.fetch_max(now, Ordering::Relaxed);
     }
 
-    fn say_stats(&self) {
-        let stats = self.runtime.stats();
-        let (pager, store) = (stats.pager, stats.store);
-        let size = |bytes: u64| ByteSize(bytes).to_string();
-        let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
-        let say = |line: String| say_to(STANDARD_ERROR.load(Ordering::Relaxed), &line);
-        say(format!(
-            "at most {} in the arena, {} of it in local memory (budget {}); {} faults, {} pages came in, {} of them ahead, \
-             {} left, {} of them unchanged; {} read, {} written",
-            size(self.peak_bytes.load(Ordering::Relaxed) as u64),
-            size(pager.peak_resident_bytes),
-            size(pager.budget_bytes),
-            pager.faults,
-            pager.fills,
-            pager.prefetches,
-            pager.evictions,
-            pager.clean_evictions,
-            size(store.bytes_read),
-            size(store.bytes_written),
-        ));
-        let demanded = pager.fills - pager.prefetches;
-        say(format!(
-            "at most {} were kept remotely; faults waited {:.3} s for bytes and for room, beside what the kernel takes to tell of each",
-            size(self.arena.region().kept_peak_bytes()),
-            pager.waited_ns as f64 / 1e9,
-        ));
-        say(format!(
-            "estimated from when pages left and came back: of {} that did, {} would have stayed with twice the budget, {} with four times; \
-             pages of twice {} would have saved {} of the faults at most",
-            pager.returns,
-            of(pager.returns_within_one_budget, pager.returns),
-            of(pager.returns_within_three_budgets, pager.returns),
-            size(self.arena.region().page_bytes() as u64),
-            of(pager.beside_resident, demanded),
-        ));
+    /// Returns the most that was allocated at once.
+    pub(crate) fn peak_bytes(&self) -> usize {
+        self.peak_bytes.load(Ordering::Relaxed)
     }
 }
 
@@ -286,55 +257,50 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
-    let addresses_before = limits::addresses();
-    // A server may not answer, and nothing is held that a signal could find.
-    match inside.signals.wait(build) {
-        Ok(state) => {
-            let addresses = state.arena.addresses();
-            made::begin(addresses.len());
-            START.store(addresses.start, Ordering::Relaxed);
-            BYTES.store(addresses.len(), Ordering::Relaxed);
-            PROCESS.store(process::id() as usize, Ordering::Relaxed);
-            let lent = addresses.len() + addresses.len() / 8;
-            limits::begin(addresses_before, lent as u64);
-            STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
-            MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
-            if variable("IN_THREAD").is_some() {
-                signals::begin();
-                if let Err(why) = filter::install(addresses) {
-                    say(&why);
-                    // SAFETY: as below.
-                    unsafe { libc::_exit(NOT_STARTED) }
-                }
-            }
-        }
-        Err(why) => {
-            say(&why);
-            // SAFETY: ends the process without destructors, of which none has anything to do yet.
-            unsafe { libc::_exit(NOT_STARTED) }
-        }
+    if let Err(why) = start(min_bytes.parse().unwrap_or(usize::MAX), &inside) {
+        say(&why);
+        // SAFETY: ends the process without destructors, of which none has anything to do yet.
+        unsafe { libc::_exit(NOT_STARTED) }
     }
-    if variable("STATS").is_some() {
-        // SAFETY: a new descriptor, which is closed by `exec`; and the function may run at any time
-        // until the process ends.
-        unsafe {
-            let copy = libc::fcntl(2, libc::F_DUPFD_CLOEXEC, 3);
-            if copy >= 0 {
-                STANDARD_ERROR.store(copy, Ordering::Relaxed);
-            }
-            libc::atexit(end);
-        }
+    // SAFETY: the functions may run at any time until the process ends.
+    unsafe {
+        libc::atexit(report::finish);
+        at_quick_exit(report::finish);
     }
     if variable("CHILDREN").is_none() {
         leave_environment();
     }
 }
 
-extern "C" fn end() {
-    let _inside = Inside::enter();
-    if let Some(state) = get() {
-        state.say_stats();
+/// Serves requests of `min_bytes` and more from now on.
+fn start(min_bytes: usize, inside: &Inside) -> Result<(), String> {
+    let addresses_before = limits::addresses();
+    // A server may not answer, and nothing is held that a signal could find.
+    let state = inside.signals.wait(build)?;
+    let addresses = state.arena.addresses();
+    made::begin(addresses.len());
+    START.store(addresses.start, Ordering::Relaxed);
+    BYTES.store(addresses.len(), Ordering::Relaxed);
+    PROCESS.store(process::id() as usize, Ordering::Relaxed);
+    let lent = addresses.len() + addresses.len() / 8;
+    limits::begin(addresses_before, lent as u64);
+    let stats = variable("STATS").is_some();
+    // A server on this machine sees the end of a process by itself.
+    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
+    if stats || !is_seen {
+        report::begin(stats)?;
     }
+    STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
+    MIN_BYTES.store(min_bytes, Ordering::Relaxed);
+    if variable("IN_THREAD").is_some() {
+        signals::begin();
+        filter::install(addresses)?;
+    }
+    Ok(())
+}
+
+unsafe extern "C" {
+    fn at_quick_exit(function: extern "C" fn()) -> c_int;
 }
 
 fn build() -> Result<State, String> {
