@@ -53,7 +53,7 @@ a flag beats the variable, the variable beats the file. The file's keys are the 
     log-level = \"info\"
 
 SIGTERM and SIGINT drain: no new clients, those that are there get the grace to finish, then the server exits with 0.
-A second signal exits at once.
+A second signal exits at once. SIGHUP is logged and ignored: a terminal that closes does not take everybody's memory along.
 
 Whoever can connect can borrow memory: a tcp or rdma endpoint has no access control of its own and belongs on a trusted network. Named regions belong
 to the key of the client that published them: nobody else can open, replace, list or remove them, except that an operator can list and remove all.";

@@ -29,7 +29,7 @@ use farpage_memserver::{
 };
 use farpage_wire::{Endpoint, NamedRegion, ServerStat, ShareStat, TierStat};
 use signal_hook::{
-    consts::{SIGINT, SIGTERM},
+    consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
     iterator::Signals,
 };
@@ -67,7 +67,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     (writer.say_what_is_dropped()).context("cannot start the log's thread")?;
     // Before anything is bound: a signal that comes early must drain, too.
     let mut signals =
-        stop_signals().context("cannot install the handlers of SIGTERM and SIGINT")?;
+        stop_signals().context("cannot install the handlers of SIGTERM, SIGINT and SIGHUP")?;
     say_capacity(&config);
     let mut server = Server::builder()
         .capacity(config.capacity_bytes)
@@ -103,7 +103,7 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
         server = server.listen(endpoint);
     }
     let running = server.start()?;
-    let signal = signals.forever().next();
+    let signal = signals.forever().find(|&signal| asks_to_stop(signal));
     info!(
         signal,
         "draining: no new clients, those that are there get {:?} to finish; a second signal stops at once",
@@ -114,8 +114,9 @@ fn serve(flags: &ServeArgs, log: &LogArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first signal is for the caller to read; the second ends the process on the spot, with the
-/// status a shell gives for it.
+/// Takes the signals that ask to stop. The first is for the caller to read; the second ends the
+/// process on the spot, with the status a shell gives for it. SIGHUP is among those to read and
+/// ends nothing: a terminal that closes must not take everybody's memory along.
 fn stop_signals() -> std::io::Result<Signals> {
     let stopping = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT] {
@@ -123,7 +124,15 @@ fn stop_signals() -> std::io::Result<Signals> {
         flag::register_conditional_shutdown(signal, 128 + signal, stopping.clone())?;
         flag::register(signal, stopping.clone())?;
     }
-    Signals::new([SIGTERM, SIGINT])
+    Signals::new([SIGTERM, SIGINT, SIGHUP])
+}
+
+/// True if a signal asks the server to stop. Logs the one that does not.
+fn asks_to_stop(signal: i32) -> bool {
+    if signal == SIGHUP {
+        warn!("SIGHUP: serving on, since clients' memory would be lost; SIGTERM drains");
+    }
+    signal != SIGHUP
 }
 
 fn say_capacity(config: &Config) {

@@ -113,6 +113,23 @@ fn a_second_signal_exits_at_once() {
 }
 
 #[test]
+fn terminal_that_closes_leaves_the_server_and_its_memory() {
+    let (mut daemon, mut log) = Daemon::unread(&["--grace", "0s"]);
+    let client = connect(&daemon.tcp);
+    let extent = client.grant(1 << 20).unwrap();
+    daemon.signal(Signal::SIGHUP);
+    let said = log.find(|line| line.as_ref().unwrap().contains("SIGHUP"));
+    assert!(said.unwrap().unwrap().contains("serving on"));
+    let mut channel = client.channel::<Vec<u8>>().unwrap();
+    transfer(&mut *channel, Verb::Write, extent.id, 0, vec![7; 4096]).unwrap();
+    let bytes = transfer(&mut *channel, Verb::Read, extent.id, 0, vec![0; 4096]).unwrap();
+    assert_eq!(bytes, vec![7; 4096]);
+    thread::spawn(move || log.for_each(drop));
+    daemon.signal(Signal::SIGTERM);
+    assert_eq!(daemon.wait().code(), Some(0));
+}
+
+#[test]
 fn a_socket_left_by_a_killed_server_is_taken_over_and_a_live_one_is_not() {
     let mut killed = Daemon::start(&[]);
     let socket = killed.shm.to_string();
