@@ -5,6 +5,7 @@
 //! library that is preloaded (`preload.rs`).
 
 mod explain;
+mod relay;
 mod shares;
 
 use std::{
@@ -13,8 +14,7 @@ use std::{
     fmt, io,
     os::unix::process::{CommandExt, ExitStatusExt},
     path::{Path, PathBuf},
-    process::{Child, Command, ExitCode, ExitStatus},
-    thread,
+    process::{Command, ExitCode, ExitStatus},
     time::Duration,
 };
 
@@ -24,12 +24,9 @@ use clap::{Args, Parser, Subcommand};
 use farpage::Allowance;
 use farpage_memserver::{RunningServer, Server};
 use farpage_wire::Endpoint;
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM},
-    iterator::Signals,
-};
 
 use explain::Program;
+use relay::Relay;
 use shares::Shares;
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
@@ -137,6 +134,7 @@ fn run(options: &RunOptions) -> Result<u8> {
             "--in-thread works on x86-64 alone: leave it out, and filler threads serve the faults"
         );
     }
+    let relay = Relay::begin();
     let library = library()?;
     let sizes = sizes(options);
     let mut command = Command::new(&path);
@@ -196,18 +194,11 @@ fn run(options: &RunOptions) -> Result<u8> {
             Some(own)
         }
     };
-    if shares.is_none() && own.is_none() {
-        // Nothing runs after this.
-        drop(folder);
-        return Err(cannot_start(&path, command.exec()).into());
-    }
-    // Before the program is there, so that no signal is lost.
-    let signals =
-        Signals::new([SIGINT, SIGQUIT, SIGTERM, SIGHUP]).context("cannot take signals")?;
-    let mut child = command
+    relay.prepare(&mut command);
+    let child = command
         .spawn()
         .map_err(|error| cannot_start(&path, error))?;
-    let status = wait(&mut child, signals)?;
+    let status = relay.wait(child)?;
     drop(shares);
     if let Some(own) = own {
         own.server.shutdown();
@@ -218,36 +209,6 @@ fn run(options: &RunOptions) -> Result<u8> {
 /// Whether faults are served in-thread. The library's own variable says so, too.
 fn in_thread(options: &RunOptions) -> bool {
     options.in_thread || env::var("FARPAGE_FAULT_MODE").is_ok_and(|mode| mode == "in-thread")
-}
-
-/// Waits for the program. Signals that ask to end are passed on; those of the terminal reach the
-/// program by themselves.
-fn wait(child: &mut Child, mut signals: Signals) -> Result<ExitStatus> {
-    let (handle, pid) = (signals.handle(), child.id() as i32);
-    let relay = thread::spawn(move || {
-        for signal in signals.forever() {
-            if signal == SIGTERM || signal == SIGHUP {
-                // SAFETY: a signal to our own child, which has not been waited for.
-                unsafe { libc::kill(pid, signal) };
-            }
-        }
-    });
-    // The child stays a zombie until nobody signals it any more.
-    let mut info = std::mem::MaybeUninit::<libc::siginfo_t>::zeroed();
-    // SAFETY: `info` has room for the answer, and is not looked at.
-    while unsafe {
-        libc::waitid(
-            libc::P_PID,
-            pid as u32,
-            info.as_mut_ptr(),
-            libc::WEXITED | libc::WNOWAIT,
-        )
-    } != 0
-        && io::Error::last_os_error().kind() == io::ErrorKind::Interrupted
-    {}
-    handle.close();
-    let _ = relay.join();
-    child.wait().context("cannot wait for the program")
 }
 
 /// As shells say it.
