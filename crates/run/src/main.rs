@@ -6,6 +6,8 @@
 
 mod explain;
 mod relay;
+mod rlimits;
+mod scratch;
 mod shares;
 
 use std::{
@@ -27,6 +29,7 @@ use farpage_wire::Endpoint;
 
 use explain::Program;
 use relay::Relay;
+use rlimits::Limits;
 use shares::Shares;
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
@@ -135,7 +138,9 @@ fn run(options: &RunOptions) -> Result<u8> {
         );
     }
     let relay = Relay::begin();
-    let library = library()?;
+    let limits = Limits::raise();
+    let folder = scratch::make()?;
+    let library = scratch::preloadable(library()?, folder.path())?;
     let sizes = sizes(options);
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
@@ -166,14 +171,12 @@ fn run(options: &RunOptions) -> Result<u8> {
     }
     let before = env::var_os("LD_PRELOAD").unwrap_or_default();
     command.env("FARPAGE_RUN_PRELOADED", &before);
-    let mut preload = library.into_os_string();
+    let mut preload = library;
     if !before.is_empty() {
         preload.push(OsStr::new(":"));
         preload.push(&before);
     }
     command.env("LD_PRELOAD", preload);
-    let folder = tempfile::Builder::new().prefix("farpage-run-").tempdir();
-    let folder = folder.context("cannot make a directory for sockets")?;
     let shares = match options.children {
         true => {
             let socket = folder.path().join("shares.sock");
@@ -194,6 +197,7 @@ fn run(options: &RunOptions) -> Result<u8> {
             Some(own)
         }
     };
+    limits.prepare(&mut command);
     relay.prepare(&mut command);
     let child = command
         .spawn()
