@@ -18,7 +18,7 @@ use std::{
     process::{Command, Output},
 };
 
-use common::{MIB, can_run, output, said, text};
+use common::{MIB, can_run, farpage, output, said, text};
 
 const PYTHON: &str = "/usr/bin/python3";
 
@@ -43,6 +43,35 @@ fn was_remote(story: &str, ended: &Output) {
     let remote = said(&stats, " in the arena");
     assert!(remote >= 40 * MIB, "{story}: {stats}");
     assert!(!stats.contains("not interposed"), "{story}: {stats}");
+}
+
+/// All that copies a process, by the C library.
+#[test]
+fn process_with_remote_memory_is_not_copied_by_any_function() {
+    let test = "process_with_remote_memory_is_not_copied_by_any_function";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let script = "
+import ctypes, os
+c = ctypes.CDLL(None, use_errno=True)
+stack = (ctypes.c_char * 65536)()
+held = bytearray(4 << 20)
+def refused(call):
+    ctypes.set_errno(0)
+    child = call()
+    if child == 0: os._exit(0)
+    print(child, ctypes.get_errno())
+end = ctypes.cast(ctypes.addressof(stack) + 65536, ctypes.c_void_p)
+refused(c.fork); refused(c._Fork); refused(c.__fork)
+refused(lambda: c.daemon(1, 1))
+refused(lambda: c.forkpty(ctypes.byref(ctypes.c_int()), None, None, None))
+refused(lambda: c.clone(c._exit, end, 17, None))
+";
+    let ended = farpage(&["--budget", "16MiB"], &[PYTHON, "-c", script]);
+    let why = text(&ended.stderr);
+    assert_eq!(text(&ended.stdout), "-1 38\n".repeat(6), "{why}");
+    assert_eq!(why.matches("fork is refused").count(), 6, "{why}");
 }
 
 /// Names that `LD_PRELOAD`, a shell or a socket's address would break.
