@@ -23,6 +23,8 @@ use crate::{
     server::{DEFAULT_GRACE, DEFAULT_LEASE, DEFAULT_RECONNECT_GRACE, check_tiers},
 };
 
+farpage_wire::debug_as_display!(ConfigError);
+
 /// Lends this machine's memory to farpage clients.
 #[derive(Debug, Parser)]
 #[command(name = "farpage-memserver", version, about, after_help = PRECEDENCE)]
@@ -376,7 +378,7 @@ pub struct Config {
 }
 
 /// Why there is no configuration.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// The file is not there or not readable.

@@ -23,6 +23,8 @@ use crate::{
     ring::Landing,
 };
 
+farpage_wire::debug_as_display!(OfferError);
+
 /// Sessions at a time; a peer has one.
 const SESSIONS_MAX: usize = 4096;
 
@@ -113,7 +115,7 @@ pub enum Presence {
 }
 
 /// Why an area cannot be offered.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 pub enum OfferError {
     /// The system gave no memory.
     #[error("cannot make {bytes} bytes for peers: {source}")]

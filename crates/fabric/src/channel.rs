@@ -13,6 +13,8 @@ use farpage_wire::{Atomic, ExtentId, data::WORD_BYTES};
 
 use crate::regmem::RegBuf;
 
+farpage_wire::debug_as_display!(ChannelError);
+
 /// A buffer for operations. It stands for the same bytes until it is dropped.
 pub trait Buf: AsRef<[u8]> + AsMut<[u8]> + Send + 'static {
     /// The registered buffer whose first bytes these are. A channel over an adapter moves a
@@ -101,7 +103,7 @@ pub struct Completion<B> {
 }
 
 /// Why an operation did not take place.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ChannelError {
     /// The peer is gone or the connection broke. This channel is dead: every operation on it fails

@@ -4,8 +4,17 @@ use std::{fmt, io, sync::Arc};
 
 use farpage_wire::{Refusal, VersionRead};
 
+farpage_wire::debug_as_display!(
+    ConnectError,
+    ControlError,
+    AllocError,
+    PublishError,
+    OpenError,
+    BindError
+);
+
 /// Why no connection to a server came about.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum ConnectError {
     /// Nothing answers there.
@@ -52,7 +61,7 @@ pub enum ConnectError {
 }
 
 /// Why a control call failed.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
     /// The connection broke, or the server did not answer in time.
@@ -88,7 +97,7 @@ pub enum ControlError {
 }
 
 /// Why no memory was granted.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AllocError {
     /// The server is full. The session goes on, and a smaller request may succeed.
@@ -144,7 +153,7 @@ impl fmt::Display for Readers<'_> {
 }
 
 /// Why a name was not claimed or published.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PublishError {
     /// Another client holds the region of that name.
@@ -177,7 +186,7 @@ pub enum PublishError {
 }
 
 /// Why a named region was not opened.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// This user's key has no such name.
@@ -204,7 +213,7 @@ pub enum OpenError {
 }
 
 /// Why a server cannot listen.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum BindError {
     /// Another process listens there.

@@ -25,6 +25,8 @@ use farpage_signals::{Mutex, MutexGuard};
 
 use crate::{Region, kept::Kept};
 
+farpage_wire::debug_as_display!(ArenaError);
+
 /// So many bytes are freed before servers are asked to take memory back, where the arena reserves
 /// none: each time costs a round trip.
 const TRIM_BYTES: usize = 64 << 20;
@@ -61,7 +63,7 @@ pub struct Arena {
 }
 
 /// An allocation that an arena could not make.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ArenaError {
     /// There is no free range of this length.

@@ -25,8 +25,15 @@ use farpage_vm::{DetachError, InstallErrorKind, OpenError as UserfaultfdError};
 /// What every cause says.
 const CAUSE: &str = "the moon is full";
 
-/// Asserts that an error says `cause` once, alone and with its sources.
+/// Asserts that an error says `cause` once, alone and with its sources, and that `Debug` says
+/// what `Display` says.
 fn says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
+    assert_eq!(format!("{error:?}"), error.to_string());
+    internal_says_once(cause, error);
+}
+
+/// As [`says_once`], of an error that programs do not meet.
+fn internal_says_once(cause: &str, error: impl Error + Send + Sync + 'static) {
     let told = error.to_string();
     assert_eq!(told.matches(cause).count(), 1, "alone: {told}\n{error:?}");
     let told = format!("{:#}", anyhow::Error::new(error));
@@ -162,8 +169,8 @@ fn errors_of_transports_and_servers_say_their_cause_once() {
 fn errors_of_the_kernels_memory_say_their_cause_once() {
     says_once(CAUSE, UserfaultfdError::Os(io_error()));
     says_once(CAUSE, UserfaultfdError::Pagemap(io_error()));
-    says_once(CAUSE, DetachError::Os(io_error()));
-    says_once(CAUSE, InstallErrorKind::Os(io_error()));
+    internal_says_once(CAUSE, DetachError::Os(io_error()));
+    internal_says_once(CAUSE, InstallErrorKind::Os(io_error()));
 }
 
 #[test]

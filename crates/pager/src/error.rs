@@ -7,13 +7,15 @@ use std::{io, sync::Arc, time::Duration};
 
 use farpage_store::{PageIndex, StoreError};
 
+farpage_fabric::debug_as_display!(PageError, StartError, MapError, FlushError, PinError);
+
 /// What a child of `fork` is told.
 pub const FORKED: &str = "a process made by fork does not have its parent's runtimes and regions: \
                           make new ones in the child";
 
 /// Why a page could not be brought in, or not be written back. It reaches the program through
 /// `flush`, `close` and `take_error`.
-#[derive(Clone, Debug, thiserror::Error)]
+#[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum PageError {
     /// The store's error, which names region, page and server.
@@ -111,7 +113,7 @@ impl PageError {
 }
 
 /// A pager could not be started.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
     /// An option makes no sense.
@@ -132,7 +134,7 @@ impl From<io::Error> for StartError {
 }
 
 /// A region could not be mapped.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
     /// The budget cannot hold the pages that the workers need at once.
@@ -163,7 +165,7 @@ pub enum MapError {
 
 /// Changed pages could not all be made safe. They are still in memory, except those that a
 /// [`PageError::Lost`] names.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum FlushError {
     /// A page could not be written back.
@@ -175,7 +177,7 @@ pub enum FlushError {
 }
 
 /// Why pages could not be pinned.
-#[derive(Debug, thiserror::Error)]
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum PinError {
     /// Pinned pages would leave too little of the budget for all others.

@@ -14,6 +14,8 @@ use serde::{
 
 use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
 
+crate::debug_as_display!(NameError);
+
 /// The protocol version of this build. A peer with another one is turned away. Every change of a
 /// message raises it; the tests of this module and of [`data`](crate::data) pin the bytes of all
 /// messages.
@@ -58,7 +60,7 @@ pub fn check_name(name: &str) -> Result<(), NameError> {
 }
 
 /// Text that is no name. Holds its first 40 characters.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "{0:?} is no name for an array: it has 1 to {MAX_NAME_BYTES} bytes, none of them control characters"
 )]

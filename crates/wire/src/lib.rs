@@ -22,3 +22,18 @@ pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
 pub use stat::{ServerStat, ShareStat, TierStat};
 pub use units::{UnitError, parse_size, parse_time};
+
+/// Implements `Debug` of error types by their `Display`.
+///
+/// Programs whose `main` returns a `Result`, and `unwrap`, print errors by `Debug`: it has to say
+/// what went wrong and what to do, as `Display` does.
+#[macro_export]
+macro_rules! debug_as_display {
+    ($($error:ty),+ $(,)?) => {$(
+        impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    )+};
+}

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use bytesize::ByteSize;
 
+crate::debug_as_display!(UnitError);
+
 /// What was written is no time, or no size.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
     /// No time.
     #[error("`{0}` is no time: write it like `500ms`, `5s` or `2min` (a plain number is seconds)")]
