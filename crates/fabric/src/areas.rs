@@ -18,7 +18,7 @@ use parking_lot::{Mutex, RwLock};
 
 pub use crate::ring::Board;
 use crate::{
-    host::{Admission, Asker, Host, Opened, Origin, Reading, Transport, Versions},
+    host::{Admission, Asker, Host, Opened, Peer, Reading, Transport, Versions},
     memory::{ExtentMemory, OutOfLease},
     ring::Landing,
 };
@@ -258,7 +258,7 @@ impl Host for Areas {
         &self,
         _client: &str,
         transport: Transport,
-        _origin: Origin,
+        _peer: &Peer,
         resume: Option<(SessionId, Secret)>,
     ) -> Result<Admission, Refusal> {
         let mut state = self.state.lock();
@@ -273,10 +273,9 @@ impl Host for Areas {
             });
         }
         if state.sessions.len() >= SESSIONS_MAX {
-            return Err(Refusal::Full {
-                asked: 0,
-                available: 0,
-            });
+            return Err(Refusal::Invalid(format!(
+                "{SESSIONS_MAX} peers are connected, the most that there may be"
+            )));
         }
         let mut bytes = [0; 16];
         getrandom::fill(&mut bytes)

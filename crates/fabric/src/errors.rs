@@ -2,7 +2,7 @@
 
 use std::{fmt, io, sync::Arc};
 
-use farpage_wire::{Refusal, VersionRead};
+use farpage_wire::{Limit, Refusal, VersionRead};
 
 farpage_wire::debug_as_display!(
     ConnectError,
@@ -102,7 +102,8 @@ pub enum ControlError {
 pub enum AllocError {
     /// The server is full. The session goes on, and a smaller request may succeed.
     #[error(
-        "{endpoint} has no room for {asked} bytes ({available} available): free memory there, raise its capacity or add a server"
+        "{endpoint} has {}; free memory there, raise that limit or add a server",
+        limit.refusal(*asked, *available)
     )]
     Full {
         /// The server's endpoint.
@@ -111,13 +112,15 @@ pub enum AllocError {
         asked: u64,
         /// Bytes that could be granted.
         available: u64,
+        /// The limit that stands in the way.
+        limit: Limit,
     },
     /// The server is full, and keeps older versions of the region that asks, since programs read
     /// them. The session goes on.
     #[error(
-        "{endpoint} has no room for {asked} bytes ({available} available), and keeps what was published before under `{name}` for those who read it ({}): it is \
-         free when they close it; or free memory there, raise its capacity or add a server",
-        Readers(read)
+        "{endpoint} has {}, and keeps what was published before under `{name}` for those who read it ({}): it is free when they close it; or free \
+         memory there, raise that limit or add a server",
+        limit.refusal(*asked, *available), Readers(read)
     )]
     Read {
         /// The server's endpoint.
@@ -128,6 +131,8 @@ pub enum AllocError {
         asked: u64,
         /// Bytes that could be granted.
         available: u64,
+        /// The limit that stands in the way.
+        limit: Limit,
         /// The older versions, and how often each is open.
         read: Arc<[VersionRead]>,
     },

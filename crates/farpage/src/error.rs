@@ -47,8 +47,8 @@ pub enum BuildError {
 #[non_exhaustive]
 pub enum CreateError {
     /// The servers have no memory for its pages, or an option does not fit them.
-    #[error(transparent)]
-    Store(#[from] StoreCreateError),
+    #[error("{why}{advice}", why = .0, advice = advice_for(.0))]
+    Store(StoreCreateError),
     /// It could not be mapped.
     #[error(transparent)]
     Map(#[from] MapError),
@@ -76,6 +76,22 @@ pub enum CreateError {
         /// Elements asked for.
         len: usize,
     },
+}
+
+impl From<StoreCreateError> for CreateError {
+    fn from(error: StoreCreateError) -> Self {
+        Self::Store(error)
+    }
+}
+
+/// Says what helps besides, in words of Rust: other languages have options of other names.
+fn advice_for(error: &StoreCreateError) -> &'static str {
+    match error {
+        StoreCreateError::Alloc { .. } => {
+            ", or let the region take what its pages turn out to need (`Reserve::OnDemand`)"
+        }
+        _ => "",
+    }
 }
 
 /// A named region could not be opened.

@@ -304,16 +304,56 @@ fn errors_that_a_program_meets_say_their_cause_once() {
 
 #[test]
 fn server_that_is_not_there_is_said_once() {
-    // The port of a listener that is gone.
-    let port = std::net::TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
-        .expect("loopback has ports")
-        .port();
+    let port = free_port();
     let built = Runtime::builder()
         .server(format!("tcp://127.0.0.1:{port}"))
         .build();
     let error = built.expect_err("nobody listens there");
     says_once(&io::Error::from_raw_os_error(111).to_string(), error);
+}
+
+#[test]
+fn array_that_no_server_has_room_for_is_told_what_the_server_lends() {
+    let test = "array_that_no_server_has_room_for_is_told_what_the_server_lends";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(60));
+    if !can_page(test) {
+        return;
+    }
+    // Both are more than the longest extent.
+    let server = Memory::start(Fabric::Tcp, 6 << 30);
+    let runtime = server.runtime(MIB, 64 * KIB);
+    let said = runtime.array::<f64>(4 << 30).unwrap_err().to_string();
+    for part in [
+        "array 1 (f64, 32.0 GiB), which needs 34360786944 bytes",
+        "no room for 32.0 GiB: 6.0 GiB left of its capacity of 6.0 GiB",
+        "(`Reserve::OnDemand`)",
+    ] {
+        assert!(said.contains(part), "{part} is not in: {said}");
+    }
+    // Nothing of it was kept.
+    runtime.array::<u8>(5 << 30).unwrap().close().unwrap();
+}
+
+#[test]
+fn main_that_returns_an_error_prints_what_it_says() {
+    let port = free_port();
+    let main = || -> Result<(), Box<dyn Error>> {
+        Runtime::builder()
+            .server(format!("tcp://127.0.0.1:{port}"))
+            .build()?;
+        Ok(())
+    };
+    let printed = format!("Error: {:?}", main().expect_err("nobody listens there"));
+    let begins = format!("Error: cannot connect to tcp://127.0.0.1:{port}: ");
+    assert!(printed.starts_with(&begins), "{printed}");
+}
+
+/// The port of a listener that is gone.
+fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("loopback has ports")
+        .port()
 }
 
 #[test]

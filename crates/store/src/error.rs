@@ -217,8 +217,7 @@ pub enum CreateError {
     /// The servers would not grant the memory that the region needs. Nothing was taken, and the
     /// runtime goes on.
     #[error(
-        "no remote memory for {region}, which needs {needed_bytes} bytes{}: {source}; lend more, or let the region take what its pages \
-         turn out to need (`Reserve::OnDemand`)",
+        "no remote memory for {region}, which needs {needed_bytes} bytes{}: {source}",
         if *.named { " since a named region keeps two versions while it is published" } else { "" }
     )]
     Alloc {

@@ -248,13 +248,17 @@ impl SlotPool {
     }
 
     fn promise(&self, server: usize, bytes: u64, unit: u64) -> Result<(), AllocError> {
-        let mut missing = {
+        let lacking = {
             let arena = self.arenas[server].lock();
             (arena.reserved_bytes + bytes).saturating_sub(arena.granted_bytes)
         };
-        while missing > 0 {
-            let least = missing.min(EXTENT_BYTES_MAX).next_multiple_of(unit);
-            missing = missing.saturating_sub(self.grant(server, least)?);
+        let mut granted = 0;
+        while granted < lacking {
+            let least = (lacking - granted).min(EXTENT_BYTES_MAX);
+            granted += match self.grant(server, least.next_multiple_of(unit)) {
+                Err(full @ AllocError::Full { .. }) => return Err(in_all(full, lacking, granted)),
+                other => other?,
+            };
         }
         self.arenas[server].lock().reserved_bytes += bytes;
         Ok(())
@@ -567,6 +571,18 @@ impl SlotPool {
         *refused = Some((Instant::now(), error.clone()));
         Err(error)
     }
+}
+
+/// Turns the refusal of one extent into that of all `lacking` bytes, of which `granted` had been
+/// granted.
+fn in_all(mut full: AllocError, lacking: u64, granted: u64) -> AllocError {
+    if let AllocError::Full {
+        asked, available, ..
+    } = &mut full
+    {
+        (*asked, *available) = (lacking, *available + granted);
+    }
+    full
 }
 
 fn slot_of(Place { extent, offset, .. }: Place) -> Slot {

@@ -136,6 +136,7 @@ impl Readers {
             endpoint,
             asked,
             available,
+            limit,
         } = full
         else {
             return Err(full);
@@ -149,6 +150,7 @@ impl Readers {
                 endpoint,
                 asked,
                 available,
+                limit,
             });
         }
         let Versions { published, read } = self.session.readers(&self.name)?;
@@ -168,6 +170,7 @@ impl Readers {
             name: Arc::clone(&self.name),
             asked,
             available,
+            limit,
             read: read.into(),
         })
     }

@@ -12,7 +12,7 @@ use serde::{
     de::{DeserializeOwned, Error, SeqAccess, Visitor},
 };
 
-use crate::{Challenge, ExtentId, PublicKey, Secret, ServerStat, SessionId, Signature};
+use crate::{Challenge, ExtentId, Limit, PublicKey, Secret, ServerStat, SessionId, Signature};
 
 crate::debug_as_display!(NameError);
 
@@ -466,12 +466,14 @@ pub struct RemoteKey {
 #[non_exhaustive]
 pub enum Refusal {
     /// The server lacks room. The session goes on.
-    #[error("{asked} bytes asked for, {available} available")]
+    #[error("{}", limit.refusal(*asked, *available))]
     Full {
         /// Bytes asked for.
         asked: u64,
         /// Bytes that could be granted now.
         available: u64,
+        /// The limit that stands in the way.
+        limit: Limit,
     },
     /// No such session, wrong secret, or its lease has ended.
     #[error("no such session, or its lease has ended")]
@@ -545,7 +547,7 @@ mod tests {
     use proptest::{collection::vec, option, prelude::*};
 
     use super::*;
-    use crate::{ShareStat, TierStat};
+    use crate::{ClientStat, ShareStat, TierStat};
 
     #[test]
     fn hello_has_pinned_bytes() {
@@ -693,6 +695,14 @@ mod tests {
             granted_bytes: 3,
             resident_bytes: 4,
             sessions: 5,
+            lost_sessions: 33,
+            clients: vec![ClientStat {
+                name: "c".to_owned(),
+                address: "d".to_owned(),
+                connected: true,
+                granted_bytes: 34,
+                extents: 35,
+            }],
             extents: 6,
             named_regions: 7,
             bytes_read: 8,
@@ -736,6 +746,7 @@ mod tests {
         let full = Refusal::Full {
             asked: 2,
             available: 1,
+            limit: Limit::PerAddress(3),
         };
         let lease = Lease {
             id,
@@ -771,12 +782,14 @@ mod tests {
                 Response::Stat(Box::new(stat)),
                 [
                     vec![4, 1, b'v', 1],
-                    (1..=27).collect(),
+                    (1..=5).collect(),
+                    vec![33, 1, 1, b'c', 1, b'd', 1, 34, 35],
+                    (6..=27).collect(),
                     vec![1, 1, b'a', 28, 29, 30, 31, 32],
                 ]
                 .concat(),
             ),
-            (Response::Refused(full), vec![5, 0, 2, 1]),
+            (Response::Refused(full), vec![5, 0, 2, 1, 1, 3]),
             (Response::Refused(Refusal::NoSession), vec![5, 1]),
             (Response::Refused(Refusal::NotFound), vec![5, 2]),
             (Response::Refused(Refusal::InUse), vec![5, 3]),

@@ -11,6 +11,7 @@ pub mod data;
 mod endpoint;
 mod id;
 mod key;
+mod limit;
 pub mod segment;
 mod stat;
 mod units;
@@ -20,8 +21,9 @@ pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
-pub use stat::{ServerStat, ShareStat, TierStat};
-pub use units::{UnitError, parse_size, parse_time};
+pub use limit::Limit;
+pub use stat::{ClientStat, ServerStat, ShareStat, TierStat};
+pub use units::{UnitError, parse_size, parse_time, told_apart};
 
 /// Implements `Debug` of error types by their `Display`.
 ///

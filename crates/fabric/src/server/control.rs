@@ -98,7 +98,7 @@ impl Connection {
             None => Aim::Begin,
         };
         self.place.settle(aim)?;
-        let admission = host.admit(client, self.transport, self.peer.origin, resume)?;
+        let admission = host.admit(client, self.transport, &self.peer, resume)?;
         self.place.belongs_to(admission.session);
         Ok(admission)
     }

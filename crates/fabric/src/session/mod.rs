@@ -203,10 +203,15 @@ impl Session {
             serial,
         }) {
             Ok(Response::Granted { extent }) => Ok(extent.into()),
-            Err(CallError::Refused(Refusal::Full { asked, available })) => Err(AllocError::Full {
+            Err(CallError::Refused(Refusal::Full {
+                asked,
+                available,
+                limit,
+            })) => Err(AllocError::Full {
                 endpoint: self.name.clone(),
                 asked,
                 available,
+                limit,
             }),
             other => Err(self.failed(attempt, other).into()),
         }

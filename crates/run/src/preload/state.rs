@@ -381,7 +381,13 @@ fn arena(runtime: &Runtime) -> Result<Arena, String> {
         },
         made => made,
     };
-    arena.map_err(|error| error.to_string())
+    arena.map_err(|error| match error {
+        // Advice in words of the command line.
+        CreateError::Store(error @ Alloc { .. }) => {
+            format!("{error}, or reserve less (--capacity)")
+        }
+        error => error.to_string(),
+    })
 }
 
 /// Returns the bytes that the servers could lend now.
