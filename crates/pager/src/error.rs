@@ -22,10 +22,7 @@ pub enum PageError {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// No frame came free within the deadline.
-    #[error(
-        "page {page} of {region} found no frame within {waited:?}: all of the budget is pinned, or held by pages that cannot be \
-         written back; raise the budget or look at the errors before this one"
-    )]
+    #[error("page {page} of {region} found no frame within {waited:.1?}{}", why_no_frame(.unwritten))]
     NoFrame {
         /// What the program calls the region.
         region: Arc<str>,
@@ -33,6 +30,8 @@ pub enum PageError {
         page: u64,
         /// How long it waited.
         waited: Duration,
+        /// Why pages could not be written back last, if they could not.
+        unwritten: Option<Arc<StoreError>>,
     },
     /// The kernel, a device or another worker held the page until the deadline.
     #[error(
@@ -108,6 +107,17 @@ impl PageError {
             Self::Store(error) => error.may_retry(),
             Self::NoFrame { .. } | Self::Busy { .. } => true,
             Self::Os { .. } | Self::Unmapped { .. } | Self::Lost { .. } | Self::Forked => false,
+        }
+    }
+}
+
+fn why_no_frame(unwritten: &Option<Arc<StoreError>>) -> String {
+    match unwritten {
+        Some(error) => format!(", since pages could not be written back: {error}"),
+        None => {
+            ": all of the budget is pinned, or held by pages that cannot be written back; raise \
+                 the budget or look at the errors before this one"
+                .to_owned()
         }
     }
 }

@@ -183,6 +183,7 @@ impl<A: AddressSpace> Mapped<A> {
                     region: self.region.label(),
                     page: page.number(),
                     waited,
+                    unwritten: self.shared().unwritten.why(),
                 });
             }
             self.shared().doors.ring_fillers();
@@ -263,6 +264,7 @@ impl<A: AddressSpace> Mapped<A> {
                         region: self.region.label(),
                         page: page.number(),
                         waited,
+                        unwritten: self.shared().unwritten.why(),
                     };
                     return Err(self.region.take_error().unwrap_or(unknown));
                 }

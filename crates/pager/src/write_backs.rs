@@ -190,6 +190,11 @@ impl<A: AddressSpace> WriteBacks<A> {
         self.end_leaving(&leaving);
         self.counters().writes.add(outcome.written as usize);
         self.counters().failed_evictions.add(failed.len());
+        match failed.first() {
+            Some((_, error)) => self.shared.unwritten.set(error),
+            None if outcome.written > 0 => self.shared.unwritten.clear(),
+            None => {}
+        }
         let region = leaving.region.clone();
         let failure = |page: PageIndex| {
             let failed = failed.iter().find(|(failed, _)| *failed == page);
