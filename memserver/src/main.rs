@@ -27,7 +27,9 @@ use farpage_memserver::{
         ServeArgs, StatArgs, available_bytes,
     },
 };
-use farpage_wire::{Endpoint, NamedRegion, ServerStat, ShareStat, TierStat};
+use farpage_wire::{
+    ClientStat, Endpoint, NamedRegion, ServerStat, ShareStat, TierStat, check_environment,
+};
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
     flag,
@@ -40,14 +42,7 @@ use crate::log::LogWriter;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
-    let outcome = match &cli.command {
-        Command::Serve(flags) => serve(flags, &cli.log),
-        Command::Stat(flags) => stat(flags, &cli.log),
-        Command::Names(flags) => names(flags, &cli.log),
-        Command::Remove(flags) => remove(flags, &cli.log),
-        Command::Key(flags) => key(flags).and_then(|key| say(&format!("{}\n", key.public()))),
-    };
-    match outcome {
+    match run(&cli) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("farpage-memserver: {error:#}");
@@ -56,6 +51,17 @@ fn main() -> ExitCode {
                 false => ExitCode::FAILURE,
             }
         }
+    }
+}
+
+fn run(cli: &Cli) -> anyhow::Result<()> {
+    check_environment().map_err(ConfigError::from)?;
+    match &cli.command {
+        Command::Serve(flags) => serve(flags, &cli.log),
+        Command::Stat(flags) => stat(flags, &cli.log),
+        Command::Names(flags) => names(flags, &cli.log),
+        Command::Remove(flags) => remove(flags, &cli.log),
+        Command::Key(flags) => key(flags).and_then(|key| say(&format!("{}\n", key.public()))),
     }
 }
 
@@ -189,11 +195,13 @@ fn say(text: &str) -> anyhow::Result<()> {
 
 fn names(flags: &NamesArgs, log: &LogArgs) -> anyhow::Result<()> {
     let mut visit = visit(&flags.ask.endpoint, log)?;
-    visit.identify(&key(&flags.key)?)?;
+    let key = key(&flags.key)?;
+    visit.identify(&key)?;
     let names = visit.names()?;
-    say(&match flags.ask.json {
-        true => serde_json::to_string(&names)? + "\n",
-        false => names.iter().map(line).collect(),
+    say(&match (flags.ask.json, names.is_empty()) {
+        (true, _) => serde_json::to_string(&names)? + "\n",
+        (false, true) => format!("no named regions belong to your key {}\n", key.public()),
+        (false, false) => names.iter().map(line).collect(),
     })
 }
 
@@ -272,7 +280,16 @@ fn table(figures: &ServerStat) -> String {
         ),
         ("long requests", size(figures.request_bytes)),
         ("tiers", tiers(&figures.tiers)),
-        ("sessions", figures.sessions.to_string()),
+        (
+            "sessions",
+            match figures.lost_sessions {
+                0 => figures.sessions.to_string(),
+                lost => format!(
+                    "{}, and {lost} whose connection was lost and that may come back",
+                    figures.sessions
+                ),
+            },
+        ),
         ("extents", figures.extents.to_string()),
         ("named regions", figures.named_regions.to_string()),
         (
@@ -301,9 +318,26 @@ fn table(figures: &ServerStat) -> String {
         .shares
         .iter()
         .map(|share| ("share of", share_of(share)));
-    (rows.into_iter().chain(shares))
+    let clients = figures.clients.iter().map(|it| ("client", client(it)));
+    (rows.into_iter().chain(shares).chain(clients))
         .map(|(name, value)| format!("{name:<20}{value}\n"))
         .collect()
+}
+
+fn client(client: &ClientStat) -> String {
+    let ClientStat {
+        name,
+        address,
+        connected,
+        granted_bytes,
+        extents,
+    } = client;
+    let granted = ByteSize::b(*granted_bytes);
+    let lost = if *connected { "" } else { ", connection lost" };
+    format!(
+        "{} at {address}: {granted} in {extents} extents{lost}",
+        name.escape_debug()
+    )
 }
 
 fn share_of(share: &ShareStat) -> String {

@@ -14,7 +14,7 @@ use farpage_fabric::{Allowance, Link, Session, SessionOptions};
 use farpage_pager::{Pager, PagerOptions};
 use farpage_store::{Cluster, ClusterOptions, Codec};
 use farpage_vm::{KernelSpace, KernelSpaceOptions, Transfer};
-use farpage_wire::{Endpoint, UnitError, parse_size, parse_time};
+use farpage_wire::{Endpoint, UnitError, check_environment, is_known, parse_size, parse_time};
 
 use crate::{BuildError, FaultMode, Runtime, runtime::Defaults};
 
@@ -26,7 +26,8 @@ const DEADLINE_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 const IN_THREAD_PER_CORE: usize = 2;
 
 /// Sets up a [`Runtime`]. An option that is not set here comes from the environment variable that
-/// its documentation names, else it has its default.
+/// its documentation names, else it has its default. A variable that begins with `FARPAGE_` and
+/// that nothing of farpage reads is an error of [`build`](Self::build).
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     servers: Vec<String>,
@@ -58,7 +59,7 @@ impl Runtime {
 
 impl Builder {
     /// Adds a memory server, `shm:///run/farpage.sock`, `tcp://host:7400`, `rdma://host:7400` or
-    /// `auto://host:7400`. Pages are spread over all servers.
+    /// `auto://host:7400`, or several separated by commas. Pages are spread over all servers.
     ///
     /// `FARPAGE_SERVER`, several separated by commas. Default: none, so that only regions with a
     /// [`Store`](crate::Store) of their own work.
@@ -216,6 +217,7 @@ impl Builder {
     /// # Errors
     /// See [`BuildError`].
     pub fn build(self) -> Result<Runtime, BuildError> {
+        check_environment().map_err(|error| BuildError::Option(error.to_string()))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let (shards, _) = workers(self.fillers, "FARPAGE_FILLERS", cores)?;
         let (evictors, tune_evictors) = workers(self.evictors, "FARPAGE_EVICTORS", cores)?;
@@ -336,10 +338,10 @@ impl FromStr for Switch {
 }
 
 fn servers(given: Vec<String>) -> Vec<String> {
-    if !given.is_empty() {
-        return given;
-    }
-    let list = env::var("FARPAGE_SERVER").unwrap_or_default();
+    let list = match given.is_empty() {
+        false => given.join(","),
+        true => env::var("FARPAGE_SERVER").unwrap_or_default(),
+    };
     list.split(',')
         .map(str::trim)
         .filter(|s| !s.is_empty())
@@ -352,6 +354,7 @@ fn option<T>(set: Option<T>, variable: &str, default: impl FnOnce() -> T) -> Res
 where
     T: FromStr<Err: Display>,
 {
+    debug_assert!(is_known(variable), "{variable} is not listed");
     match (set, env::var(variable)) {
         (Some(value), _) => Ok(value),
         (None, Ok(text)) => text
@@ -367,6 +370,7 @@ fn parsed<T>(
     variable: &str,
     parse: impl Fn(&str) -> Result<T, UnitError>,
 ) -> Result<Option<T>, BuildError> {
+    debug_assert!(is_known(variable), "{variable} is not listed");
     match (set, env::var(variable)) {
         (None, Ok(text)) => match parse(&text) {
             Ok(value) => Ok(Some(value)),

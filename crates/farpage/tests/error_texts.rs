@@ -348,6 +348,15 @@ fn main_that_returns_an_error_prints_what_it_says() {
     assert!(printed.starts_with(&begins), "{printed}");
 }
 
+#[test]
+fn servers_may_be_named_in_one_text() {
+    let port = free_port();
+    let list = format!("tcp://127.0.0.1:{port}, tcp://127.0.0.1:{port}");
+    let said = Runtime::builder().server(&list).build();
+    let said = said.expect_err("nobody listens there").to_string();
+    assert!(said.contains("cannot connect"), "{said}");
+}
+
 /// The port of a listener that is gone.
 fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0")

@@ -25,12 +25,15 @@ use bytesize::ByteSize;
 use clap::{Args, Parser, Subcommand};
 use farpage::Allowance;
 use farpage_memserver::{RunningServer, Server};
-use farpage_wire::Endpoint;
+use farpage_wire::{Endpoint, check_environment};
 
 use explain::Program;
 use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
+
+/// Smallest capacity: less is a size whose unit was left out.
+const LEAST_CAPACITY_BYTES: u64 = 1 << 20;
 
 /// The library's file: beside this program, in `../lib`, or where cargo leaves it for tests.
 const LIBRARY: &str = "libfarpage_preload.so";
@@ -122,6 +125,7 @@ impl fmt::Display for NotRun {
 impl std::error::Error for NotRun {}
 
 fn run(options: &RunOptions) -> Result<u8> {
+    check_environment()?;
     let (name, arguments) = options.command.split_first().expect("clap requires one");
     let path = find(name)?;
     let program = Program::read(&path).map_err(|error| cannot_start(&path, error))?;
@@ -135,6 +139,14 @@ fn run(options: &RunOptions) -> Result<u8> {
     if in_thread(options) && !cfg!(target_arch = "x86_64") {
         bail!(
             "--in-thread works on x86-64 alone: leave it out, and filler threads serve the faults"
+        );
+    }
+    if let Some(capacity) = options
+        .capacity
+        .filter(|it| it.as_u64() < LEAST_CAPACITY_BYTES)
+    {
+        bail!(
+            "--capacity {capacity} is too little: give it 1MiB or more, such as 2GiB (a plain number is bytes)"
         );
     }
     let relay = Relay::begin();

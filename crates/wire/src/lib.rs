@@ -9,6 +9,7 @@
 pub mod control;
 pub mod data;
 mod endpoint;
+mod environment;
 mod id;
 mod key;
 mod limit;
@@ -19,6 +20,7 @@ mod units;
 pub use control::{NamedRegion, Refusal, Request, Response, VersionRead, Versions};
 pub use data::{Atomic, MAX_OP_BYTES};
 pub use endpoint::{Endpoint, EndpointError};
+pub use environment::{UnknownVariable, check_environment, is_known};
 pub use id::{ExtentId, Secret, SessionId};
 pub use key::{Challenge, PublicKey, PublicKeyError, Signature, bytes_of_hex, hex_of};
 pub use limit::Limit;
