@@ -249,6 +249,12 @@ impl Arena {
         let pages = pages.unwrap_or_else(|| panic!("no allocation begins at {allocation:p}"));
         ranges.allocated_pages -= pages;
         let (mut outcome, mut freed) = (Ok(()), Some((first, pages)));
+        // What the kernel may still read is not written to by a next owner.
+        let bytes = first * self.page_bytes..(first + pages) * self.page_bytes;
+        if self.region.is_zero_copy(bytes) {
+            drop(ranges);
+            return self.free(first..first + pages);
+        }
         while let Some((first, pages)) = ranges.kept.put(freed.take()) {
             drop(ranges);
             outcome = outcome.and(self.free(first..first + pages));

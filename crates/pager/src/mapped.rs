@@ -76,6 +76,14 @@ impl<A: AddressSpace> Mapped<A> {
         pages.any(|page| matches!(state(page), State::Poisoned | State::Lost))
     }
 
+    /// Whether the kernel may hold references to pages of `range`: see [`Advice::ZeroCopy`].
+    ///
+    /// # Panics
+    /// If the range does not lie in the region.
+    pub fn is_zero_copy(&self, range: Range<usize>) -> bool {
+        self.region.is_zero_copy(self.pages(range))
+    }
+
     /// Where the pages are kept.
     pub fn store(&self) -> &Arc<PageStore> {
         &self.region.store
@@ -104,6 +112,7 @@ impl<A: AddressSpace> Mapped<A> {
                 .doors
                 .tell_fillers(|| Command::Prefetch(self.region.clone(), pages)),
             Advice::DontNeed => return self.run(pages, false, &entered),
+            Advice::ZeroCopy => self.region.mark_zero_copy(pages),
         }
         Ok(())
     }

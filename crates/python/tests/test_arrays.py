@@ -363,7 +363,7 @@ def test_prefetch_brings_in_what_it_is_given(rt):
     farpage.advise(a[40:41], "willneed")
     resident(11)
     assert a[3].sum() == a[8].sum()
-    for advice in ("sequential", "random", "normal"):
+    for advice in ("sequential", "random", "normal", "zerocopy"):
         farpage.advise(a, advice)
     with pytest.raises(ValueError, match="sequential"):
         farpage.advise(a, "often")
