@@ -403,7 +403,7 @@ impl Region {
     pub unsafe fn discard_shared(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         let range = byte_range(range, self.len(), 1);
         assert!(!self.read_only, "a read-only region cannot be discarded");
-        let renew = |part: &Range<usize>| match self.mapped.is_zero_copy(part.clone()) {
+        let renew = |part: &Range<usize>| match !part.is_empty() && self.mapped.is_zero_copy(part.clone()) {
             // The kernel may still read what is there: the zeros go to new memory.
             true => self.mapped.advise(part.clone(), Advice::DontNeed),
             false => Ok(()),
@@ -412,8 +412,7 @@ impl Region {
             let first = (self.mapped.address() + part.start) as *mut u8;
             // SAFETY: in the region, which is mapped and writable; the caller promises that there
             // is no reference to these bytes.
-            unsafe { first.write_bytes(0, part.len()) };
-            Ok(())
+            unsafe { first.write_bytes(0, part.len()) }
         };
         if self.mapped.store().is_users_own() {
             self.mapped.put_lost(range.start, &vec![0; range.len()])?;

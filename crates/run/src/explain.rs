@@ -12,7 +12,7 @@ use std::{
 
 use bytesize::ByteSize;
 
-use crate::Sizes;
+use crate::{Sizes, sanitizer};
 
 const SET_ID: u32 = 0o6000;
 const PT_LOAD: u32 = 1;
@@ -31,6 +31,8 @@ pub(crate) enum Program {
     Static,
     Go,
     SetId,
+    /// Built with a sanitizer, and why that is refused.
+    Sanitized(&'static str),
     /// Started by another program, whose path this is.
     Script(String),
     /// Not of 64 bits, or no program.
@@ -83,11 +85,11 @@ impl Program {
                 _ => {}
             }
         }
-        Ok(if is_dynamic {
-            Program::Dynamic(static_bytes)
-        } else {
-            Program::Static
-        })
+        if !is_dynamic {
+            return Ok(Program::Static);
+        }
+        let sanitized = sanitizer::refusal(&mut file, headers.chunks_exact(size))?;
+        Ok(sanitized.map_or(Program::Dynamic(static_bytes), Program::Sanitized))
     }
 
     /// Why it is not run.
@@ -103,6 +105,7 @@ impl Program {
             Program::SetId => Some(
                 "it is set-user-ID or set-group-ID, and the system preloads nothing into those",
             ),
+            Program::Sanitized(why) => Some(why),
             Program::Other => Some("it is no 64-bit program of this machine"),
         }
     }
@@ -165,7 +168,8 @@ impl Program {
     }
 }
 
-fn number(bytes: &[u8]) -> u64 {
+/// A number as it stands in such files: the lowest byte first.
+pub(crate) fn number(bytes: &[u8]) -> u64 {
     let mut whole = [0; 8];
     whole[..bytes.len()].copy_from_slice(bytes);
     u64::from_le_bytes(whole)

@@ -7,6 +7,7 @@
 mod explain;
 mod relay;
 mod rlimits;
+mod sanitizer;
 mod scratch;
 mod shares;
 

@@ -16,10 +16,15 @@
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
 //! `state.rs`; what is said of it, to `report.rs`. The program's own limits go by `limits.rs`. With
 //! in-thread faults its system calls go by `filter.rs` and `calls.rs`, and its signals by
-//! `signals.rs`.
+//! `signals.rs`. What programs do that a second allocator or other threads would break is in
+//! `plugins.rs` and `confine.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
+#[path = "preload/confine.rs"]
+mod confine;
+#[path = "preload/debug.rs"]
+mod debug;
 #[path = "preload/filter.rs"]
 mod filter;
 #[path = "preload/heap.rs"]
@@ -34,6 +39,8 @@ mod made;
 mod maps;
 #[path = "preload/next.rs"]
 mod next;
+#[path = "preload/plugins.rs"]
+mod plugins;
 #[path = "preload/process.rs"]
 mod process;
 #[path = "preload/protect.rs"]
@@ -42,6 +49,8 @@ mod protect;
 mod ranges;
 #[path = "preload/report.rs"]
 mod report;
+#[path = "preload/seccomp.rs"]
+mod seccomp;
 #[path = "preload/share.rs"]
 mod share;
 #[path = "preload/signals.rs"]

@@ -14,7 +14,7 @@ use farpage_vm::calls;
 use libc::{c_long, iovec, mmsghdr, msghdr, off_t, sockaddr, socklen_t, timespec};
 
 use crate::{
-    Inside,
+    Inside, confine,
     filter::is_remote,
     next::{Next, next},
     set_errno, signals, state,
@@ -93,6 +93,15 @@ unsafe extern "C-unwind" fn by_number(
     e: usize,
     f: usize,
 ) -> c_long {
+    if number == libc::SYS_seccomp {
+        let install = |filter| {
+            // SAFETY: the caller's promise; the filter lasts for the call.
+            unsafe { calls::system_call(number, [a, b, filter, d, e, f]) }
+        };
+        // SAFETY: the caller's promise.
+        let installed = unsafe { confine::confine(a, c, install) };
+        return finish(installed.unwrap_or(-(libc::EPERM as isize)));
+    }
     if number == libc::SYS_io_uring_setup {
         expect_zero_copy();
     }
@@ -105,10 +114,15 @@ unsafe extern "C-unwind" fn by_number(
             calls::system_call(number, args)
         }
     };
-    outcome(result) as c_long
+    let result = finish(result);
+    if number == libc::SYS_unshare && result != 0 {
+        confine::explain(a as c_int);
+    }
+    result
 }
 
-/// `syscall`: as the C library's, but for calls after which the kernel keeps memory.
+/// `syscall`: as the C library's, but for calls after which the kernel keeps memory, and those by
+/// which a program confines itself.
 ///
 /// It has no frame, and enters the kernel by itself: some calls return twice, or on another stack.
 ///
@@ -137,6 +151,10 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
         "je 2f",
         "cmp rdi, {io_uring_setup}",
         "je 2f",
+        "cmp rdi, {seccomp}",
+        "je 2f",
+        "cmp rdi, {unshare}",
+        "je 2f",
         "mov rax, rdi",
         "mov rdi, rsi",
         "mov rsi, rdx",
@@ -152,20 +170,22 @@ pub(crate) unsafe extern "C-unwind" fn syscall(
         "jmp {by_number}",
         "3:",
         "mov rdi, rax",
-        "jmp {failed}",
+        "jmp {finish}",
         vmsplice = const libc::SYS_vmsplice,
         sendto = const libc::SYS_sendto,
         sendmsg = const libc::SYS_sendmsg,
         sendmmsg = const libc::SYS_sendmmsg,
         io_uring_setup = const libc::SYS_io_uring_setup,
+        seccomp = const libc::SYS_seccomp,
+        unshare = const libc::SYS_unshare,
         by_number = sym by_number,
-        failed = sym failed,
+        finish = sym finish,
     )
 }
 
-/// What `syscall` returns for a call that failed.
+/// What `syscall` returns for what the kernel has returned.
 #[cfg(target_arch = "x86_64")]
-extern "C" fn failed(result: isize) -> c_long {
+extern "C" fn finish(result: isize) -> c_long {
     outcome(result) as c_long
 }
 
