@@ -4,11 +4,6 @@
 //! The rule it keeps: each works under `farpage run`, or is refused with a line that says what to
 //! do instead.
 
-#![expect(
-    clippy::unwrap_used,
-    reason = "helpers of tests, which fail by panicking"
-)]
-
 mod common;
 // The library that is preloaded has no test program of its own: it would serve it.
 #[path = "../src/preload/seccomp.rs"]
