@@ -5,11 +5,14 @@
 //! library that is preloaded (`preload.rs`).
 
 mod explain;
+mod program;
 mod relay;
+mod report;
 mod rlimits;
 mod sanitizer;
 mod scratch;
 mod shares;
+mod starts;
 
 use std::{
     env,
@@ -28,7 +31,7 @@ use farpage::Allowance;
 use farpage_memserver::{RunningServer, Server};
 use farpage_wire::{Endpoint, check_environment};
 
-use explain::Program;
+use program::Program;
 use relay::Relay;
 use rlimits::Limits;
 use shares::Shares;
@@ -183,7 +186,8 @@ fn run(options: &RunOptions) -> Result<u8> {
         }
     }
     let before = env::var_os("LD_PRELOAD").unwrap_or_default();
-    command.env("FARPAGE_RUN_PRELOADED", &before);
+    command.env("FARPAGE_RUN_LIBRARY", &library);
+    command.env("FARPAGE_RUN_FOLDER", folder.path());
     let mut preload = library;
     if !before.is_empty() {
         preload.push(OsStr::new(":"));
@@ -210,6 +214,7 @@ fn run(options: &RunOptions) -> Result<u8> {
             Some(own)
         }
     };
+    report::begin(folder.path(), &path, &mut command)?;
     limits.prepare(&mut command);
     relay.prepare(&mut command);
     let child = command
@@ -220,6 +225,7 @@ fn run(options: &RunOptions) -> Result<u8> {
     if let Some(own) = own {
         own.server.shutdown();
     }
+    report::say(folder.path(), sizes.budget);
     Ok(code(status))
 }
 

@@ -14,10 +14,10 @@
 //!   (`made.rs`).
 //!
 //! What is served is left to `heap.rs`, `maps.rs` and `protect.rs`; how it begins and ends, to
-//! `state.rs`; what is said of it, to `report.rs`. The program's own limits go by `limits.rs`. With
-//! in-thread faults its system calls go by `filter.rs` and `calls.rs`, and its signals by
-//! `signals.rs`. What programs do that a second allocator or other threads would break is in
-//! `plugins.rs` and `confine.rs`.
+//! `state.rs`; what is said of it, to `report.rs`; who else is interposed, to `exec.rs` and
+//! `process.rs`. The program's own limits go by `limits.rs`. With in-thread faults its system calls
+//! go by `filter.rs` and `calls.rs`, and its signals by `signals.rs`. What programs do that a second
+//! allocator or other threads would break is in `plugins.rs` and `confine.rs`.
 
 #[path = "preload/calls.rs"]
 mod calls;
@@ -25,6 +25,12 @@ mod calls;
 mod confine;
 #[path = "preload/debug.rs"]
 mod debug;
+#[path = "preload/environment.rs"]
+mod environment;
+#[path = "preload/exec.rs"]
+mod exec;
+#[path = "preload/family.rs"]
+mod family;
 #[path = "preload/filter.rs"]
 mod filter;
 #[path = "preload/heap.rs"]
@@ -43,18 +49,24 @@ mod next;
 mod plugins;
 #[path = "preload/process.rs"]
 mod process;
+#[path = "program.rs"]
+mod program;
 #[path = "preload/protect.rs"]
 mod protect;
 #[path = "preload/ranges.rs"]
 mod ranges;
 #[path = "preload/report.rs"]
 mod report;
+#[path = "sanitizer.rs"]
+mod sanitizer;
 #[path = "preload/seccomp.rs"]
 mod seccomp;
 #[path = "preload/share.rs"]
 mod share;
 #[path = "preload/signals.rs"]
 mod signals;
+#[path = "starts.rs"]
+mod starts;
 #[path = "preload/state.rs"]
 mod state;
 

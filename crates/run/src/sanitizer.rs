@@ -9,7 +9,7 @@ use std::{
     io::{self, Read, Seek, SeekFrom},
 };
 
-use crate::explain::number;
+use crate::program::number;
 
 const PT_LOAD: u64 = 1;
 const PT_DYNAMIC: u64 = 2;

@@ -9,7 +9,7 @@ use std::{
 };
 
 use crate::{
-    INSIDE, Inside,
+    INSIDE, Inside, family,
     next::{self, Next, Start, next},
     report, say, set_errno, signals, state,
 };
@@ -38,7 +38,7 @@ fn may_copy() -> bool {
     let Some(state) = state::get() else {
         return true;
     };
-    if state.may_fork || Inside::is() {
+    if state::may_fork() || Inside::is() {
         return true;
     }
     let allocated = {
@@ -86,7 +86,7 @@ copies! {
     forkpty = later_forkpty, (terminal: *mut c_int, name: *mut c_char, settings: *const libc::termios, size: *const libc::winsize);
 }
 
-/// `daemon`. The process that goes on is the child.
+/// `daemon`. The process that goes on is the child, whose standard error may be closed by then.
 ///
 /// # Safety
 /// As `daemon`.
@@ -94,6 +94,9 @@ copies! {
 pub(crate) unsafe extern "C" fn daemon(keeps_folder: c_int, keeps_streams: c_int) -> c_int {
     if !may_copy() {
         return -1;
+    }
+    if state::starts_interposed() {
+        family::say_of_fork();
     }
     // SAFETY: the caller's promise.
     let code = unsafe { later_daemon(keeps_folder, keeps_streams) };

@@ -15,7 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage::ByteSize;
+use farpage::{ByteSize, Runtime};
 use libc::sigaction as Action;
 
 use crate::{
@@ -108,13 +108,13 @@ fn when_asked() {
             other => wait(other, None),
         }
     }
-    if let Some(state) = state::get() {
+    if let Some(runtime) = state::runtime() {
         let standard_error = STANDARD_ERROR.load(Ordering::Relaxed);
         if standard_error >= 0 {
-            let lines = lines(state);
+            let lines = lines(runtime, state::get());
             lines.iter().for_each(|line| say_to(standard_error, line));
         }
-        (state.runtime.sessions().iter()).for_each(|session| session.leave());
+        (runtime.sessions().iter()).for_each(|session| session.leave());
     }
     WORD.store(DONE, Ordering::Release);
     wake();
@@ -123,7 +123,7 @@ fn when_asked() {
 /// Has the thread do what is left to do, once, and waits for it. In a child made by `fork`: does
 /// nothing.
 pub(crate) extern "C" fn finish() {
-    if state::get().is_none() {
+    if state::runtime().is_none() {
         return;
     }
     // Fails where there is no thread, and where another one has asked already.
@@ -165,13 +165,16 @@ fn wake() {
     unsafe { libc::syscall(libc::SYS_futex, WORD.as_ptr(), call, c_int::MAX) };
 }
 
-fn lines(state: &State) -> Vec<String> {
-    let stats = state.runtime.stats();
+/// Returns the lines of `--stats`. Without a `state` no request was large enough for the arena.
+fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
+    let stats = runtime.stats();
     let (pager, store) = (stats.pager, stats.store);
     let size = |bytes: u64| ByteSize(bytes).to_string();
     let of = |part: u64, all: u64| format!("{} %", part * 100 / all.max(1));
     let mut lines = Vec::new();
-    if pager.fills > 0 {
+    if let Some(state) = state
+        && pager.fills > 0
+    {
         lines.push(format!(
             "at most {} in the arena, {} of it in local memory (budget {}), and {} allocated; {} faults, {} pages came in, {} of them ahead, \
              {} left, {} of them unchanged; {} read, {} written",
@@ -193,7 +196,9 @@ fn lines(state: &State) -> Vec<String> {
             pager.waited_ns as f64 / 1e9,
         ));
     }
-    if pager.evictions > 0 {
+    if let Some(state) = state
+        && pager.evictions > 0
+    {
         lines.push(format!(
             "estimated from when pages left and came back: of {} that did, {} would have stayed with twice the budget, {} with four times; \
              pages of twice {} would have saved {} of the faults at most",
@@ -218,7 +223,7 @@ fn lines(state: &State) -> Vec<String> {
 
 /// Returns the most anonymous memory that the program had beside the arena's, by and large: the
 /// kernel keeps the peak of all memory only.
-fn local_peak_bytes(of_the_arena: u64, state: &State) -> u64 {
+fn local_peak_bytes(of_the_arena: u64, state: Option<&State>) -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let said = |name: &str| {
         let line = status.lines().find_map(|line| line.strip_prefix(name));
@@ -226,7 +231,8 @@ fn local_peak_bytes(of_the_arena: u64, state: &State) -> u64 {
         kib.unwrap_or(0) << 10
     };
     // Memory that a server on this machine lends is mapped here, too.
-    let shared = said("RssShmem:").max(state.arena.region().kept_peak_bytes());
+    let kept = state.map_or(0, |state| state.arena.region().kept_peak_bytes());
+    let shared = said("RssShmem:").max(kept);
     let peak = said("VmHWM:").saturating_sub(said("RssFile:") + shared);
     peak.max(said("RssAnon:")).saturating_sub(of_the_arena)
 }

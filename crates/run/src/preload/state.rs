@@ -1,23 +1,31 @@
 //! The runtime and the arena of this process: how they begin and end.
 //!
 //! The rule it keeps: there is nothing before our constructor has run, and nothing in a child made
-//! by `fork`. Where the runtime cannot be built, the program does not start.
+//! by `fork`. Where the runtime cannot be built, the program does not start. The arena, and with it
+//! remote memory and a share of the budget, is taken by the first large request: shells and
+//! wrappers that only start others take none.
 
 use std::{
-    env,
-    ffi::{OsStr, c_int, c_void},
+    ffi::{c_int, c_void},
+    path::{Path, PathBuf},
     process,
     ptr::{self, NonNull},
-    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
+    },
 };
 
 use farpage::{
-    Allowance, Arena, ArenaError, ByteSize, CreateError, FaultMode, RegionOptions, Reserve,
+    Allowance, Arena, ArenaError, ByteSize, CreateError, FaultMode, Region, RegionOptions, Reserve,
     Runtime, error::StoreCreateError,
 };
+use farpage_signals::Mutex;
 
 use crate::{
-    Inside, filter, give_up,
+    Inside, environment,
+    environment::{PREFIX, variable},
+    exec, family, filter, give_up,
     heap::ALIGN,
     limits, made,
     maps::KERNEL_PAGE_BYTES,
@@ -25,9 +33,6 @@ use crate::{
     share::{self, Share},
     signals,
 };
-
-/// What the variables that `farpage run` sets begin with.
-const PREFIX: &str = "FARPAGE_RUN_";
 
 /// What `env` and its kind return when the program was not started.
 const NOT_STARTED: i32 = 125;
@@ -43,17 +48,40 @@ const MEMORIES: u64 = 64;
 
 const BEYOND_LIMIT: &str = "the program's own limit (setrlimit) leaves no room for the allocation";
 
+/// Open files that a program and its runtime get by with. The runtime has 26 on two processors.
+const FILES: libc::rlim_t = 64;
+
 const NOT_LOCKED: &str = "what is allocated cannot be locked in memory (mlockall)";
 
 /// All that there is.
 pub(crate) struct State {
     pub(crate) arena: Arena,
-    pub(crate) runtime: Runtime,
-    pub(crate) may_fork: bool,
+    /// The page of [`Plan::first`].
+    _first: Option<Region>,
     peak_bytes: AtomicUsize,
 }
 
+/// The runtime, and what its arena will be.
+struct Plan {
+    runtime: Runtime,
+    share: Option<Share>,
+    /// Size of the arena, or why there will be none.
+    size: Result<Size, String>,
+    options: RegionOptions,
+    /// With in-thread faults: a page that nobody touches. The runtime's handler of SIGBUS is
+    /// installed with its first region, before the program installs one.
+    first: Option<Region>,
+}
+
 static STATE: AtomicPtr<State> = AtomicPtr::new(ptr::null_mut());
+static RUNTIME: OnceLock<Runtime> = OnceLock::new();
+/// The plan of the arena, until it is made.
+static PLAN: Mutex<Option<Plan>> = Mutex::new(None);
+static MAY_FORK: AtomicBool = AtomicBool::new(false);
+/// True if programs that this one starts are interposed, too.
+static CHILDREN: AtomicBool = AtomicBool::new(false);
+/// The launcher's folder.
+static FOLDER: OnceLock<PathBuf> = OnceLock::new();
 /// Requests of this size and more are served here.
 static MIN_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 static START: AtomicUsize = AtomicUsize::new(0);
@@ -66,12 +94,56 @@ pub(crate) fn serves(bytes: usize) -> Option<&'static State> {
     if bytes < MIN_BYTES.load(Ordering::Relaxed) || Inside::is() || crate::process::is_starting() {
         return None;
     }
+    get().or_else(open)
+}
+
+/// Makes the arena, unless there is one. A process that gets none ends. `None`: a child made by
+/// `fork`, which says so.
+#[cold]
+pub(crate) fn open() -> Option<&'static State> {
+    let _inside = Inside::enter();
+    if is_forked() {
+        family::say_of_fork();
+        return None;
+    }
+    let mut plan = PLAN.lock();
+    if let Some(plan) = plan.take() {
+        match plan.carry_out() {
+            Ok(state) => state.begin(),
+            Err(why) => not_started(&why),
+        }
+    }
     get()
 }
 
 /// Returns the size from which on requests are served here.
 pub(crate) fn min_bytes() -> usize {
     MIN_BYTES.load(Ordering::Relaxed)
+}
+
+/// The runtime, once it is built. `None` in a child made by `fork`.
+pub(crate) fn runtime() -> Option<&'static Runtime> {
+    RUNTIME.get().filter(|_| !is_forked())
+}
+
+/// True if a program that this process becomes by `exec` is interposed.
+pub(crate) fn starts_interposed() -> bool {
+    (PROCESS.load(Ordering::Relaxed) != 0 && !is_forked()) || has_children_interposed()
+}
+
+/// True if programs that this one starts are interposed.
+pub(crate) fn has_children_interposed() -> bool {
+    CHILDREN.load(Ordering::Relaxed)
+}
+
+/// True if the user allows `fork` with remote memory.
+pub(crate) fn may_fork() -> bool {
+    MAY_FORK.load(Ordering::Relaxed)
+}
+
+/// The launcher's folder.
+pub(crate) fn folder() -> &'static Path {
+    FOLDER.get().map_or(Path::new(""), PathBuf::as_path)
 }
 
 /// Whether an address is the arena's, in this process or in the one that it was forked from.
@@ -103,7 +175,9 @@ pub(crate) fn is_forked() -> bool {
 pub(crate) fn forget() {
     share::forget();
     STATE.store(ptr::null_mut(), Ordering::Release);
-    MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+    if may_fork() {
+        MIN_BYTES.store(usize::MAX, Ordering::Relaxed);
+    }
 }
 
 /// What new memory holds.
@@ -232,6 +306,16 @@ impl State {
         }
     }
 
+    /// Begins to serve requests.
+    fn begin(self) {
+        let addresses = self.arena.addresses();
+        made::begin(addresses.len());
+        family::note_arena();
+        START.store(addresses.start, Ordering::Relaxed);
+        BYTES.store(addresses.len(), Ordering::Relaxed);
+        STATE.store(Box::into_raw(Box::new(self)), Ordering::Release);
+    }
+
     pub(crate) fn note_peak(&self) {
         let now = self.arena.allocated_bytes();
         self.peak_bytes.fetch_max(now, Ordering::Relaxed);
@@ -257,38 +341,53 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
-    if let Err(why) = start(min_bytes.parse().unwrap_or(usize::MAX), &inside) {
-        say(&why);
-        // SAFETY: ends the process without destructors, of which none has anything to do yet.
-        unsafe { libc::_exit(NOT_STARTED) }
+    environment::keep();
+    FOLDER.get_or_init(|| variable("FOLDER").unwrap_or_default().into());
+    exec::take_note();
+    family::begin(folder());
+    MAY_FORK.store(variable("ALLOW_FORK").is_some(), Ordering::Relaxed);
+    CHILDREN.store(variable("CHILDREN").is_some(), Ordering::Relaxed);
+    let addresses_before = limits::addresses();
+    // A server may not answer, and nothing is held that a signal could find.
+    let plan = inside.signals.wait(build);
+    let plan = plan.unwrap_or_else(|why| not_started(&why));
+    limits::begin(addresses_before, plan.addresses_ahead());
+    *PLAN.lock() = Some(plan);
+    PROCESS.store(process::id() as usize, Ordering::Relaxed);
+    MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
+    let stats = variable("STATS").is_some();
+    // A server on this machine sees the end of a process by itself.
+    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
+    if stats || !is_seen {
+        report::begin(stats).unwrap_or_else(|why| not_started(&why));
     }
     // SAFETY: the functions may run at any time until the process ends.
     unsafe {
         libc::atexit(report::finish);
         at_quick_exit(report::finish);
     }
-    if variable("CHILDREN").is_none() {
-        leave_environment();
+    if !has_children_interposed() {
+        environment::leave();
     }
 }
 
-/// Serves requests of `min_bytes` and more from now on.
-fn start(min_bytes: usize, inside: &Inside) -> Result<(), String> {
-    let addresses_before = limits::addresses();
-    // A server may not answer, and nothing is held that a signal could find.
-    let state = inside.signals.wait(build)?;
-    let addresses = state.arena.addresses();
-    made::begin(addresses.len());
-    START.store(addresses.start, Ordering::Relaxed);
-    BYTES.store(addresses.len(), Ordering::Relaxed);
-    PROCESS.store(process::id() as usize, Ordering::Relaxed);
-    let lent = addresses.len() + addresses.len() / 8;
-    limits::begin(addresses_before, lent as u64);
-    let stats = variable("STATS").is_some();
-    // A server on this machine sees the end of a process by itself.
-    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
-    if stats || !is_seen {
-        report::begin(stats)?;
+/// Ends the process: there is no runtime, or no memory for it.
+fn not_started(why: &str) -> ! {
+    let mut files: libc::rlimit = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
+    // SAFETY: there is room for the answer.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &raw mut files) };
+    match files.rlim_cur {
+        few if few < FILES => say(&format!(
+            "{why} (`ulimit -n` allows {few} open files: raise it to {FILES})"
+        )),
+        _ => say(why),
+    }
+    loop {
+        // SAFETY: ends the process without destructors, and without a word of what there is not.
+        unsafe { libc::syscall(libc::SYS_exit_group, NOT_STARTED) };
     }
     STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
     MIN_BYTES.store(min_bytes, Ordering::Relaxed);
@@ -303,16 +402,18 @@ unsafe extern "C" {
     fn at_quick_exit(function: extern "C" fn()) -> c_int;
 }
 
-fn build() -> Result<State, String> {
+unsafe extern "C" {
+    fn at_quick_exit(function: extern "C" fn()) -> c_int;
+}
+
+/// Builds the runtime, while the process has all of its rights and one thread.
+fn build() -> Result<Plan, String> {
     let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
-    let bytes = |name: &str| -> Result<u64, String> {
-        need(name)?
-            .parse()
-            .map_err(|e| format!("{PREFIX}{name}: {e}"))
+    let bytes = |text: &str, name: &str| -> Result<u64, String> {
+        text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
     };
-    // First: whoever has none does nothing else.
     let share = match variable("SHARES") {
-        Some(socket) => Some(Share::get(&socket)?),
+        Some(socket) => Some(Share::connect(&socket)?),
         None => None,
     };
     let in_thread = variable("IN_THREAD").is_some();
@@ -326,105 +427,116 @@ fn build() -> Result<State, String> {
     };
     let runtime = builder
         .server(need("SERVER")?)
-        .budget(ByteSize(bytes("BUDGET")?))
+        .budget(ByteSize(bytes(&need("BUDGET")?, "BUDGET")?))
         .build()
         .map_err(|error| error.to_string())?;
-    if let Some(share) = share {
-        share.keep(runtime.clone())?;
-    }
-    let arena = arena(&runtime)?;
-    Ok(State {
-        arena,
-        runtime,
-        may_fork: variable("ALLOW_FORK").is_some(),
-        peak_bytes: AtomicUsize::new(0),
-    })
-}
-
-/// Makes the arena. Without a capacity of the user's it has room for all that the servers could lend
-/// now, and nothing is reserved there.
-fn arena(runtime: &Runtime) -> Result<Arena, String> {
-    let asked = variable("CAPACITY").map(|bytes| bytes.parse::<usize>());
-    let asked = asked
-        .transpose()
-        .map_err(|e| format!("{PREFIX}CAPACITY: {e}"))?;
-    let (bytes, least) = match asked {
-        Some(bytes) => (
-            bytes.saturating_add(bytes / SPARE_PART + SPARE_BYTES),
-            bytes,
-        ),
-        None => {
-            let room = room(runtime)? as usize;
-            (room, room)
-        }
+    let _ = RUNTIME.set(runtime.clone());
+    let asked = variable("CAPACITY");
+    let asked = asked.map(|text| bytes(&text, "CAPACITY")).transpose()?;
+    let size = match asked {
+        Some(asked) => Ok(Size::of_capacity(asked as usize)),
+        None => Size::of_room(&runtime),
     };
     let mut options = RegionOptions::new();
     if variable("ON_DEMAND").is_some() || asked.is_none() {
         options = options.reserve(Reserve::OnDemand);
     }
-    if variable("IN_THREAD").is_some() {
-        let address = filter::place(bytes)?;
+    let mut first = None;
+    if in_thread && let Ok(size) = &size {
+        let on_demand = RegionOptions::new().reserve(Reserve::OnDemand);
+        let made = runtime.region_with(1, on_demand);
+        first = Some(made.map_err(|error| error.to_string())?);
+        let address = filter::place(size.bytes)?;
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
+        signals::begin();
+        filter::install(address..address + size.bytes)?;
     }
-    use StoreCreateError::Alloc;
-    let make = |bytes| runtime.arena_with(bytes, options.clone());
-    let arena = match make(bytes) {
-        Err(CreateError::Store(Alloc { .. })) => match make(least) {
-            // A server that lends just the capacity needs a part of it for pages on their way.
-            Err(CreateError::Store(Alloc {
-                bytes,
-                needed_bytes,
-                ..
-            })) => make(least.saturating_sub((needed_bytes - bytes) as usize)),
-            made => made,
-        },
-        made => made,
-    };
-    arena.map_err(|error| match error {
-        // Advice in words of the command line.
-        CreateError::Store(error @ Alloc { .. }) => {
-            format!("{error}, or reserve less (--capacity)")
-        }
-        error => error.to_string(),
+    Ok(Plan {
+        runtime,
+        share,
+        size,
+        options,
+        first,
     })
 }
 
-/// Returns the bytes that the servers could lend now.
-fn room(runtime: &Runtime) -> Result<u64, String> {
-    let mut room = 0u64;
-    for session in runtime.sessions() {
-        let stat = session.stat().map_err(|error| error.to_string())?;
-        room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
-    }
-    if room == 0 {
-        return Err(
-            "the server has lent all of its memory: free some there, or raise its --capacity"
-                .to_owned(),
-        );
-    }
-    let most = Allowance::of_this_process().available_bytes;
-    Ok(room.min(most.saturating_mul(MEMORIES)))
+/// Size of an arena in bytes.
+struct Size {
+    bytes: usize,
+    /// Bytes without the surplus, which is left out where the server has no room for it.
+    least: usize,
 }
 
-fn variable(name: &str) -> Option<String> {
-    env::var(format!("{PREFIX}{name}")).ok()
+impl Size {
+    fn of_capacity(bytes: usize) -> Size {
+        let surplus = bytes / SPARE_PART + SPARE_BYTES;
+        Size {
+            bytes: bytes.saturating_add(surplus),
+            least: bytes,
+        }
+    }
+
+    /// The default: all that the servers could lend now.
+    fn of_room(runtime: &Runtime) -> Result<Size, String> {
+        let mut room = 0u64;
+        for session in runtime.sessions() {
+            let stat = session.stat().map_err(|error| error.to_string())?;
+            room += stat.capacity_bytes.saturating_sub(stat.granted_bytes);
+        }
+        if room == 0 {
+            return Err(
+                "the server has lent all of its memory: free some there, or raise its --capacity"
+                    .to_owned(),
+            );
+        }
+        let most = Allowance::of_this_process().available_bytes;
+        let bytes = room.min(most.saturating_mul(MEMORIES)) as usize;
+        Ok(Size {
+            bytes,
+            least: bytes,
+        })
+    }
 }
 
-/// What the program starts is not to be interposed.
-fn leave_environment() {
-    let ours: Vec<_> = env::vars_os()
-        .filter(|(name, _)| name.to_str().is_some_and(|name| name.starts_with(PREFIX)))
-        .collect();
-    let preloaded = variable("PRELOADED").unwrap_or_default();
-    // SAFETY: the program's threads do not run yet; the runtime's read no variables any more.
-    unsafe {
-        for (name, _) in ours {
-            env::remove_var(name);
+impl Plan {
+    /// Addresses that the arena will take, and that a server on this machine will lend, in bytes.
+    fn addresses_ahead(&self) -> u64 {
+        let bytes = self.size.as_ref().map_or(0, |size| size.bytes as u64);
+        2 * bytes + bytes / 8
+    }
+
+    /// Takes a share of the budget and makes the arena.
+    fn carry_out(self) -> Result<State, String> {
+        let size = self.size?;
+        if let Some(share) = self.share {
+            share.keep(self.runtime.clone())?;
         }
-        match preloaded.as_str() {
-            "" => env::remove_var("LD_PRELOAD"),
-            before => env::set_var("LD_PRELOAD", OsStr::new(before)),
-        }
+        use StoreCreateError::Alloc;
+        let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());
+        let arena = match make(size.bytes) {
+            Err(CreateError::Store(Alloc { .. })) => match make(size.least) {
+                // A server that lends just the capacity needs a part of it for pages on their way.
+                Err(CreateError::Store(Alloc {
+                    bytes,
+                    needed_bytes,
+                    ..
+                })) => make(size.least.saturating_sub((needed_bytes - bytes) as usize)),
+                made => made,
+            },
+            made => made,
+        };
+        let arena = arena.map_err(|error| match error {
+            // Advice in words of the command line.
+            CreateError::Store(error @ Alloc { .. }) => {
+                format!("{error}, or reserve less (--capacity)")
+            }
+            error => error.to_string(),
+        })?;
+        Ok(State {
+            arena,
+            _first: self.first,
+            peak_bytes: AtomicUsize::new(0),
+        })
     }
 }
