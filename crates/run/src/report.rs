@@ -27,7 +27,7 @@ const SMALL: ByteSize = ByteSize::mib(16);
 /// Makes the page, and has the program noted as not interposed yet.
 pub(crate) fn begin(folder: &Path, program: &Path, command: &mut Command) -> Result<()> {
     fs::write(folder.join(FACTS), [0; FACTS_BYTES])
-        .context("cannot write to the directory for sockets")?;
+        .context("cannot write to the directory for sockets (see `df` and `ulimit -f`)")?;
     let (folder, program) = (folder.to_owned(), program.to_owned());
     let note = move || {
         starts::note(&folder, &program);
