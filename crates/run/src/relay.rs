@@ -108,7 +108,7 @@ impl Relay {
 
 /// Passes a signal on to the program, which has not been waited for.
 fn pass_on(signal: c_int, info: &siginfo_t, program: libc::pid_t) {
-    // SAFETY: system calls without memory of ours. The sender is known where the signal was sent.
+    // SAFETY: calls with sets of ours at most. The sender is known where the signal was sent.
     unsafe {
         // A terminal that is gone is told to the session's leader alone, which may be us.
         if (was_sent(info) && !is_descendant(info.si_pid())) || signal == libc::SIGHUP {
@@ -117,9 +117,14 @@ fn pass_on(signal: c_int, info: &siginfo_t, program: libc::pid_t) {
                 _ => libc::kill(program, signal),
             };
         }
-        // A shell waits until its job stops, launcher and all.
+        // A shell waits until its job stops, launcher and all. The kernel knows whether one does.
         if let libc::SIGTSTP | libc::SIGTTIN | libc::SIGTTOU = signal {
-            libc::raise(libc::SIGSTOP);
+            let mut set = MaybeUninit::uninit();
+            libc::sigemptyset(set.as_mut_ptr());
+            libc::sigaddset(set.as_mut_ptr(), signal);
+            libc::raise(signal);
+            libc::pthread_sigmask(libc::SIG_UNBLOCK, set.as_ptr(), ptr::null_mut());
+            libc::pthread_sigmask(libc::SIG_BLOCK, set.as_ptr(), ptr::null_mut());
         }
     }
 }

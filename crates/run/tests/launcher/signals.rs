@@ -5,7 +5,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader, Read},
-    os::unix::process::ExitStatusExt,
+    os::unix::process::{CommandExt, ExitStatusExt},
     process::{Child, ChildStdout, Command, Stdio},
     time::{Duration, Instant},
 };
@@ -17,7 +17,7 @@ use crate::{
     common::{can_run, output},
 };
 
-/// A launcher in a folder of its own, and what its program prints.
+/// A launcher in a folder and a process group of its own, and what its program prints.
 struct Run {
     launcher: Child,
     lines: BufReader<ChildStdout>,
@@ -33,6 +33,7 @@ impl Run {
         command
             .env("TMPDIR", folder.path())
             .env("FARPAGE_PAGE_SIZE", "16KiB");
+        command.process_group(0);
         let mut launcher = command.stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(launcher.stdout.take().unwrap());
         let mut run = Run {
@@ -109,6 +110,39 @@ time.sleep(30)
     assert_eq!(run.status(), Some(128 + libc::SIGUSR1));
 }
 
+/// What a shell does with a job: both stop, and both go on.
+#[test]
+fn launcher_stops_and_goes_on_with_the_program() {
+    let test = "launcher_stops_and_goes_on_with_the_program";
+    if !can_run(test, &[PYTHON]) {
+        return;
+    }
+    let script = "
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(5))
+print(os.getpid())
+time.sleep(30)
+";
+    let (run, program) = Run::start(script);
+    let processes = [run.launcher.id().to_string(), program];
+    let states = || {
+        processes.clone().map(|process| {
+            let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap();
+            stat.rsplit(") ").next().unwrap().starts_with('T')
+        })
+    };
+    for (signal, stopped) in [(libc::SIGTSTP, true), (libc::SIGCONT, false)] {
+        run.signal(signal);
+        let since = Instant::now();
+        while states() != [stopped; 2] {
+            assert!(since.elapsed() < Duration::from_secs(20), "{:?}", states());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+    run.signal(libc::SIGTERM);
+    assert_eq!(run.status(), Some(5));
+}
+
 /// A program that signals its whole process group has its own signal already.
 #[test]
 fn signal_of_the_program_to_its_group_is_not_sent_back() {
@@ -128,28 +162,11 @@ os.killpg(0, signal.SIGUSR1)
 print('up')
 time.sleep(30)
 ";
-    // In a group of its own, which the tests are not in.
-    let folder = tempfile::tempdir().unwrap();
-    let launch = format!(
-        "import os, sys; os.setpgid(0, 0); os.execv({:?}, ['farpage', 'run', '--budget', '16MiB', '--', {PYTHON:?}, '-uc', sys.argv[1]])",
-        env!("CARGO_BIN_EXE_farpage")
-    );
-    let mut launcher = Command::new(PYTHON)
-        .args(["-c", &launch, script])
-        .env("TMPDIR", folder.path())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(launcher.stdout.take().unwrap());
-    let mut line = String::new();
-    lines.read_line(&mut line).unwrap();
-    assert_eq!(line, "up\n");
-    // SAFETY: our own child, which has not been waited for.
-    unsafe { libc::kill(launcher.id() as i32, libc::SIGUSR2) };
-    let mut rest = String::new();
-    lines.read_to_string(&mut rest).unwrap();
-    launcher.wait().unwrap();
-    assert_eq!(rest, "1\n");
+    let (mut run, first) = Run::start(script);
+    assert_eq!(first, "up");
+    run.signal(libc::SIGUSR2);
+    assert_eq!(run.line(), "1");
+    assert_eq!(run.status(), Some(0));
 }
 
 #[test]
