@@ -161,6 +161,9 @@ fn run(options: &RunOptions) -> Result<u8> {
     let mut command = Command::new(&path);
     command.arg0(name).args(arguments);
     let page_bytes = sizes.page_size.as_u64();
+    if env::var_os("FARPAGE_PAGE_SIZE").is_none() {
+        command.env("FARPAGE_RUN_ADDS_PAGE_SIZE", "1");
+    }
     command.env("FARPAGE_PAGE_SIZE", format!("{page_bytes}B"));
     let set = |command: &mut Command, name: &str, value: &str| {
         command.env(format!("FARPAGE_RUN_{name}"), value);

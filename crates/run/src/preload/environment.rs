@@ -15,6 +15,8 @@ pub(crate) const PREFIX: &str = "FARPAGE_RUN_";
 /// Prefix of the variables that the runtime reads.
 const RUNTIMES: &[u8] = b"FARPAGE_";
 const PRELOAD: &[u8] = b"LD_PRELOAD=";
+/// The runtime's variable that `farpage run` sets where the user has not.
+const PAGE_SIZE: &[u8] = b"FARPAGE_PAGE_SIZE=";
 
 /// Entries of an environment that fit on the stack.
 const SOME: usize = 512;
@@ -78,6 +80,7 @@ pub(crate) fn leave() {
     let Some(variables) = VARIABLES.get() else {
         return;
     };
+    let adds_page_size = variable("ADDS_PAGE_SIZE").is_some();
     // SAFETY: the program's threads do not run yet, and the runtime's read no variables any more.
     // The list lies in memory that may be written, and only becomes shorter.
     unsafe {
@@ -94,7 +97,9 @@ pub(crate) fn leave() {
                     *to = joined(&[PRELOAD, &others]).into_raw();
                     to = to.add(1);
                 }
-            } else if !entry.starts_with(PREFIX.as_bytes()) {
+            } else if !entry.starts_with(PREFIX.as_bytes())
+                && !(adds_page_size && entry.starts_with(PAGE_SIZE))
+            {
                 *to = *from;
                 to = to.add(1);
             }

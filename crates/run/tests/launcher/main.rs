@@ -179,6 +179,7 @@ fn children_of_a_shell_that_defines_unsetenv_are_not_interposed() {
     let seen = text(&ended.stdout);
     assert!(ended.status.success(), "{}", text(&ended.stderr));
     assert!(!seen.contains("FARPAGE_RUN_"), "{seen}");
+    assert!(!seen.contains("FARPAGE_PAGE_SIZE"), "{seen}");
     assert!(!seen.contains("libfarpage"), "{seen}");
     assert!(seen.contains("LD_PRELOAD=libc.so.6"), "{seen}");
     // What they need is said, since it is more than the budget.
