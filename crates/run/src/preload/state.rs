@@ -389,17 +389,6 @@ fn not_started(why: &str) -> ! {
         // SAFETY: ends the process without destructors, and without a word of what there is not.
         unsafe { libc::syscall(libc::SYS_exit_group, NOT_STARTED) };
     }
-    STATE.store(Box::into_raw(Box::new(state)), Ordering::Release);
-    MIN_BYTES.store(min_bytes, Ordering::Relaxed);
-    if variable("IN_THREAD").is_some() {
-        signals::begin();
-        filter::install(addresses)?;
-    }
-    Ok(())
-}
-
-unsafe extern "C" {
-    fn at_quick_exit(function: extern "C" fn()) -> c_int;
 }
 
 unsafe extern "C" {
