@@ -69,8 +69,8 @@
 
 /**
  * The kernel will be given the range by a call that keeps references to memory: `vmsplice`, a send
- * with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is then
- * what was there, also if the pages leave meanwhile. Holds until the region ends.
+ * with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is
+ * then what was there, also if the pages leave meanwhile. Holds until the region ends.
  */
 #define FARPAGE_ADVICE_ZERO_COPY 6
 

@@ -23,8 +23,8 @@ pub const FARPAGE_ADVICE_DONT_NEED: u32 = 4;
 /// another thread lands before, and is gone, or after, on zeros.
 pub const FARPAGE_ADVICE_DISCARD: u32 = 5;
 /// The kernel will be given the range by a call that keeps references to memory: `vmsplice`, a send
-/// with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is then
-/// what was there, also if the pages leave meanwhile. Holds until the region ends.
+/// with MSG_ZEROCOPY, a zero-copy send of io_uring. To be said before the call. What is sent is
+/// then what was there, also if the pages leave meanwhile. Holds until the region ends.
 pub const FARPAGE_ADVICE_ZERO_COPY: u32 = 6;
 
 /// The first byte of the region, aligned to its page size; null for null.

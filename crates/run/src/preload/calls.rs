@@ -1,6 +1,6 @@
 //! Calls whose buffers are copied: those that a filter cannot see with in-thread faults (`readv`,
-//! `recvmsg` and their kind lead to memory by lists), and in both modes those after which the kernel
-//! keeps references to what it was given (`vmsplice`, sends with `MSG_ZEROCOPY`).
+//! `recvmsg` and their kind lead to memory by lists), and in both modes those after which the
+//! kernel keeps references to what it was given (`vmsplice`, sends with `MSG_ZEROCOPY`).
 //!
 //! The rule it keeps: without remote memory among them they are the C library's own.
 //!

@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: a filter that forbids what the runtime needs in the program's threads is
 //! refused with a line, since its threads would be killed at some later `free`. All others are
-//! installed, so that they kill the whole process. A namespace that the kernel refuses because of the runtime's threads is explained.
+//! installed, so that they kill the whole process. A namespace that the kernel refuses because of
+//! the runtime's threads is explained.
 
 use std::{
     ffi::{c_int, c_uint},
