@@ -403,7 +403,9 @@ impl Region {
     pub unsafe fn discard_shared(&self, range: impl RangeBounds<usize>) -> Result<(), PageError> {
         let range = byte_range(range, self.len(), 1);
         assert!(!self.read_only, "a read-only region cannot be discarded");
-        let renew = |part: &Range<usize>| match !part.is_empty() && self.mapped.is_zero_copy(part.clone()) {
+        let renew = |part: &Range<usize>| match !part.is_empty()
+            && self.mapped.is_zero_copy(part.clone())
+        {
             // The kernel may still read what is there: the zeros go to new memory.
             true => self.mapped.advise(part.clone(), Advice::DontNeed),
             false => Ok(()),

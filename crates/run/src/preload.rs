@@ -50,6 +50,10 @@ mod plugins;
 #[path = "preload/process.rs"]
 mod process;
 #[path = "program.rs"]
+#[allow(
+    dead_code,
+    reason = "`--explain` alone says the size of static variables"
+)]
 mod program;
 #[path = "preload/protect.rs"]
 mod protect;

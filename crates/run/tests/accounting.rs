@@ -179,16 +179,21 @@ for turn in range(3):
 }
 
 #[test]
-fn programs_that_move_nothing_say_nothing() {
-    if !can_run("programs_that_move_nothing_say_nothing", &[]) {
+fn programs_that_move_nothing_say_so_alone_and_nothing_among_others() {
+    let test = "programs_that_move_nothing_say_so_alone_and_nothing_among_others";
+    if !can_run(test, &[]) {
         return;
     }
     for mode in MODES {
-        let ended = farpage(
-            &[mode, &["--budget", "8MiB", "--stats"]].concat(),
-            &["/bin/true"],
+        let options = [mode, &["--budget", "8MiB", "--stats"]].concat();
+        let alone = text(&farpage(&options, &["/bin/true"]).stderr);
+        assert!(
+            alone.lines().count() == 1 && alone.contains("at most 0 B in the arena"),
+            "{alone}"
         );
-        assert_eq!(text(&ended.stderr), "");
+        let options = [&options[..], &["--children"]].concat();
+        let among = farpage(&options, &["/bin/true"]);
+        assert_eq!(text(&among.stderr), "");
     }
 }
 

@@ -3,7 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that fails here says where")]
 
-#[expect(dead_code, reason = "each test program uses its own part")]
 mod common;
 
 use std::process::Command;

@@ -5,7 +5,8 @@
 //! thread of our own does the work, and whoever ends the process waits for a while only. SIGKILL
 //! leaves no time.
 //!
-//! A process that has moved nothing says nothing, except what is local although it is large.
+//! Among programs that share a budget, a process that has moved nothing says nothing, except what is
+//! local although it is large.
 
 use std::{
     ffi::{c_int, c_void},
@@ -208,6 +209,12 @@ fn lines(runtime: &Runtime, state: Option<&State>) -> Vec<String> {
             size(state.arena.region().page_bytes() as u64),
             of(pager.beside_resident, pager.fills - pager.prefetches),
         ));
+    }
+    // Among many programs those with something are of interest.
+    if pager.fills == 0 && !state::has_children_interposed() {
+        lines.push(
+            "at most 0 B in the arena, since no request was as large as --min-bytes".to_owned(),
+        );
     }
     let local = local_peak_bytes(pager.peak_resident_bytes, state);
     if local > LOCAL_BYTES {
