@@ -118,21 +118,14 @@ pub enum AllocError {
     /// The server is full, and keeps older versions of the region that asks, since programs read
     /// them. The session goes on.
     #[error(
-        "{endpoint} has {}, and keeps what was published before under `{name}` for those who read it ({}): it is free when they close it; or free \
-         memory there, raise that limit or add a server",
-        limit.refusal(*asked, *available), Readers(read)
+        "{full}; what was published before under `{name}` is kept for those who read it ({}), and is free when they close it",
+        Readers(read)
     )]
     Read {
-        /// The server's endpoint.
-        endpoint: String,
+        /// The refusal. Boxed: results that carry it stay small.
+        full: Box<AllocError>,
         /// The region's name.
         name: Arc<str>,
-        /// Bytes asked for.
-        asked: u64,
-        /// Bytes that could be granted.
-        available: u64,
-        /// The limit that stands in the way.
-        limit: Limit,
         /// The older versions, and how often each is open.
         read: Arc<[VersionRead]>,
     },

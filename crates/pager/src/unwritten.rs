@@ -10,7 +10,7 @@ use std::sync::{
 use farpage_store::StoreError;
 use parking_lot::Mutex;
 
-/// Why the last write-back failed, until one succeeds.
+/// Why the last write-back failed, or waits for remote memory, until one succeeds.
 #[derive(Default)]
 pub(crate) struct Unwritten {
     /// False while `why` is empty: then write-backs that succeed take no lock. A hint, so relaxed.
@@ -19,7 +19,7 @@ pub(crate) struct Unwritten {
 }
 
 impl Unwritten {
-    /// Notes why a write-back failed.
+    /// Notes why a write-back failed, or waits.
     pub(crate) fn set(&self, error: &StoreError) {
         if let Some(mut why) = self.why.try_lock() {
             *why = Some(Arc::new(error.clone()));
@@ -37,7 +37,7 @@ impl Unwritten {
         }
     }
 
-    /// Returns why the last write-back failed, if it did.
+    /// Returns why pages cannot be written back, if they cannot.
     pub(crate) fn why(&self) -> Option<Arc<StoreError>> {
         self.why.try_lock()?.clone()
     }

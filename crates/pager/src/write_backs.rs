@@ -170,6 +170,9 @@ impl<A: AddressSpace> WriteBacks<A> {
     /// because their write-back failed.
     pub(crate) fn poll(&mut self, mut failed: impl FnMut()) -> bool {
         let any = self.flights.poll();
+        if let Some(error) = self.flights.take_refused() {
+            self.shared.unwritten.set(&error);
+        }
         while let Some(landed) = self.flights.next() {
             if !landed.failed.is_empty() {
                 failed();

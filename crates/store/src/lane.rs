@@ -135,6 +135,8 @@ pub struct Lane<F: Frame> {
     passive: bool,
     /// When to look again for what another lane's operation was in the way of.
     look_again: Option<Instant>,
+    /// Why a write that waits for a slot has none, until it is taken.
+    refused: Option<StoreError>,
     spare: Vec<Spare<F>>,
     watch: Watch,
     /// Scratch, empty between calls.
@@ -176,6 +178,7 @@ impl<F: Frame> Lane<F> {
             waker: Arc::new(waker),
             passive: false,
             look_again: None,
+            refused: None,
             spare: Vec::new(),
             watch: Watch::new(cluster.traffic.clone()),
             places: Vec::new(),
@@ -193,6 +196,11 @@ impl<F: Frame> Lane<F> {
         let mut lane = Self::new(cluster)?;
         lane.passive = true;
         Ok(lane)
+    }
+
+    /// Takes the reason why writes wait for slots, if they do because servers have no room.
+    pub fn take_refused(&mut self) -> Option<StoreError> {
+        self.refused.take()
     }
 
     /// Begins to open channels that were lost.
