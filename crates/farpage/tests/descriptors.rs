@@ -13,15 +13,22 @@ mod common;
 use std::{
     env,
     fs::File,
-    io::Read,
-    os::{fd::AsRawFd, unix::process::ExitStatusExt},
+    io::{self, Read, Seek, SeekFrom},
+    os::{
+        fd::AsRawFd,
+        unix::{fs::FileExt, process::ExitStatusExt},
+    },
     process::{self, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
-use common::{Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, mix};
-use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime};
+use common::{Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, fabrics, mix};
+use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime, Store};
 use nix::sys::signal::Signal;
 
 const PAGE: usize = 4 * KIB;
@@ -167,5 +174,97 @@ fn closed_descriptors_leave_no_zeros_behind() {
                 "{what}: its descriptors are in reach"
             );
         }
+    }
+}
+
+#[test]
+fn program_whose_runtime_keeps_descriptors_apart_goes_on() {
+    let test = "program_whose_runtime_keeps_descriptors_apart_goes_on";
+    be_the_program();
+    let _watchdog = Watchdog::new(test, Duration::from_secs(300));
+    if !can_page(test) {
+        return;
+    }
+    for fabric in fabrics() {
+        let memory = Memory::start(fabric, 64 * MIB);
+        for how in ["close", "replace"] {
+            let what = format!("{how} filler {}", memory.url);
+            assert!(
+                goes_on(test, &what),
+                "{what}: its descriptors are out of reach"
+            );
+        }
+    }
+}
+
+/// A store of a file that the program has opened, which is noted when it is closed.
+struct Opened {
+    file: File,
+    is_closed: Arc<AtomicBool>,
+}
+
+impl Store for Opened {
+    fn read(&self, offset: u64, buf: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(buf, offset)
+    }
+
+    fn write(&self, offset: u64, buf: &[u8]) -> io::Result<()> {
+        self.file.write_all_at(buf, offset)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.file.sync_all()
+    }
+
+    fn may_block(&self) -> bool {
+        false
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        // Fails if the number is not the file's here.
+        let closed = self
+            .file
+            .metadata()
+            .is_ok_and(|file| file.len() == LEN as u64 * 8);
+        self.is_closed.store(closed, Ordering::SeqCst);
+    }
+}
+
+/// A runtime with servers, where the threads that move pages do not have the program's descriptors.
+#[test]
+fn stores_beside_servers_use_the_programs_descriptors() {
+    let test = "stores_beside_servers_use_the_programs_descriptors";
+    let _watchdog = Watchdog::new(test, Duration::from_secs(100));
+    if !can_page(test) {
+        return;
+    }
+    let memory = Memory::start(Fabric::Shm, 64 * MIB);
+    let runtime = memory.runtime(BUDGET, PAGE);
+    let mut file = tempfile::tempfile().unwrap();
+    file.set_len(LEN as u64 * 8).unwrap();
+    let is_closed = Arc::<AtomicBool>::default();
+    let store = Opened {
+        file: file.try_clone().unwrap(),
+        is_closed: is_closed.clone(),
+    };
+    let options = RegionOptions::new().store(store);
+    let mut array: RemoteArray<u64> = runtime.array_with(LEN, options).unwrap();
+    for round in 1..3 {
+        for (at, word) in array.iter_mut().enumerate() {
+            assert_eq!(*word, if round == 1 { 0 } else { mix(at as u64 + 1) });
+            *word = mix(at as u64 + round);
+        }
+        array.flush().unwrap();
+    }
+    array.close().unwrap();
+    assert!(is_closed.load(Ordering::SeqCst));
+    let mut bytes = Vec::new();
+    file.seek(SeekFrom::Start(0)).unwrap();
+    file.read_to_end(&mut bytes).unwrap();
+    let (words, _) = bytes.as_chunks::<8>();
+    for (at, word) in words.iter().enumerate() {
+        assert_eq!(u64::from_ne_bytes(*word), mix(at as u64 + 2), "word {at}");
     }
 }

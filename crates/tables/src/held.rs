@@ -1,8 +1,8 @@
 //! [`Held`]: a value with descriptors, which are numbers of one table.
 
-use std::{fmt, mem::ManuallyDrop, sync::Arc};
+use std::{fmt, mem::ManuallyDrop, ops::Deref, sync::Arc};
 
-use crate::Table;
+use crate::{Table, run_outside};
 
 /// A value that uses descriptors of the table that it was made on. It is dropped there, too.
 pub struct Held<T: Send> {
@@ -54,6 +54,33 @@ impl<T: Send> Drop for Held<T> {
             Some(table) => table.run(|| drop(value)),
             None => drop(value),
         }
+    }
+}
+
+/// A value of the program's, which may have descriptors: it is dropped on the program's table.
+pub struct Programs<T: Send + 'static>(ManuallyDrop<T>);
+
+impl<T: Send + 'static> Programs<T> {
+    /// Takes a value of the program's.
+    pub fn new(value: T) -> Programs<T> {
+        Programs(ManuallyDrop::new(value))
+    }
+}
+
+impl<T: Send + 'static> Deref for Programs<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.0
+    }
+}
+
+impl<T: Send + 'static> Drop for Programs<T> {
+    fn drop(&mut self) {
+        // SAFETY: not used again.
+        let value = unsafe { ManuallyDrop::take(&mut self.0) };
+        // Without a thread, it stays.
+        let _ = run_outside("farpage-drop", move || drop(value));
     }
 }
 

@@ -14,6 +14,6 @@ mod private;
 mod queue;
 mod table;
 
-pub use held::Held;
+pub use held::{Held, Programs};
 pub use keeper::{Keeper, lost};
-pub use table::{Table, is_private, run_outside, spawn, spawn_outside};
+pub use table::{Table, errand, is_private, run_outside, spawn, spawn_outside};

@@ -41,7 +41,13 @@ fn close(numbers: RangeInclusive<RawFd>, flags: u32) -> io::Result<()> {
         unsafe { libc::close_range(*numbers.start() as u32, *numbers.end() as u32, flags as i32) };
     match closed {
         0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
+        _ => {
+            let error = io::Error::last_os_error();
+            let text = format!(
+                "cannot keep descriptors apart from the program's (close_range: {error}; kernel 5.9 or later)"
+            );
+            Err(io::Error::new(error.kind(), text))
+        }
     }
 }
 

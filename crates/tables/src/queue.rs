@@ -6,15 +6,22 @@
 use std::{
     collections::VecDeque,
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// A job that waits longer than this waits for threads that are in long calls. Most calls end
+/// sooner, also on a busy machine, so that no thread is started for them.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Jobs, in order, and the threads that take them.
 #[derive(Default)]
 pub(crate) struct Queue {
     state: Mutex<State>,
     changed: Condvar,
+    /// Called when a job is taken.
+    taken: Condvar,
 }
 
 #[derive(Default)]
@@ -22,6 +29,8 @@ struct State {
     jobs: VecDeque<Job>,
     /// Threads that wait for a job.
     idle: usize,
+    /// Jobs taken so far.
+    taken: u64,
     closed: bool,
 }
 
@@ -34,6 +43,15 @@ impl Queue {
         drop(state);
         self.changed.notify_one();
         waits
+    }
+
+    /// True if there are jobs, and none is taken for a while.
+    pub(crate) fn is_stuck(&self) -> bool {
+        let state = self.state();
+        let before = state.taken;
+        let waits = |state: &mut State| !state.jobs.is_empty() && state.taken == before;
+        let waited = self.taken.wait_timeout_while(state, PATIENCE, waits);
+        waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
     /// Runs jobs until the queue is closed.
@@ -55,6 +73,8 @@ impl Queue {
         loop {
             if let Some(job) = state.jobs.pop_front() {
                 state.idle -= 1;
+                state.taken += 1;
+                self.taken.notify_all();
                 return Some(job);
             }
             if state.closed {

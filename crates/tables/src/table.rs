@@ -2,7 +2,7 @@
 //!
 //! The rule it keeps: the threads exist before anybody needs them. A thread that is started later
 //! runs code of the C library that asks the program's allocator for memory, whose own state may be
-//! remote. One more is started only where all are busy, and nobody waits for that one alone.
+//! remote. One more is started only where all are in long calls, and nobody waits for that one alone.
 
 use std::{
     cell::Cell,
@@ -82,15 +82,7 @@ impl Table {
     fn start(&self) -> io::Result<()> {
         start("farpage-start", self.outside.clone(), || Ok(()))?;
         if self.is_private {
-            let apart = || {
-                leave_programs_table(&[]).map_err(|error| {
-                    let text = format!(
-                        "cannot keep descriptors apart from the program's \
-                         (close_range: {error}; kernel 5.9 or later)"
-                    );
-                    io::Error::new(error.kind(), text)
-                })
-            };
+            let apart = || leave_programs_table(&[]);
             start("farpage-table", self.starts.clone(), apart)?;
             self.grow("farpage-call", &self.calls)?;
         }
@@ -152,7 +144,7 @@ impl Table {
     }
 
     /// Runs `errand` on this table some time soon. Nobody waits for it.
-    pub fn errand(self: &Arc<Self>, errand: impl FnOnce() + Send + 'static) {
+    fn errand(self: &Arc<Self>, errand: impl FnOnce() + Send + 'static) {
         let table = self.clone();
         let job = Box::new(move || table.enter(errand));
         self.give(&self.errands, "farpage-errand", job);
@@ -161,9 +153,12 @@ impl Table {
     fn give(&self, queue: &Arc<Queue>, name: &'static str, job: Job) {
         if queue.push(job) {
             let queue = queue.clone();
-            // Without one more, the job waits for the others.
-            self.starts
-                .push(Box::new(move || drop(start(name, queue, || Ok(())))));
+            self.starts.push(Box::new(move || {
+                if queue.is_stuck() {
+                    // Without one more thread, the job waits for the others.
+                    let _ = start(name, queue, || Ok(()));
+                }
+            }));
         }
     }
 
@@ -211,15 +206,32 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
+/// Runs `work` some time soon, on a thread of the calling thread's table that nobody waits for.
+///
+/// # Errors
+/// No thread is to be had.
+pub fn errand(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+    match Table::current() {
+        Some(table) => {
+            table.errand(work);
+            Ok(())
+        }
+        None => Builder::new().name(name.to_owned()).spawn(work).map(drop),
+    }
+}
+
 /// Runs `call` on a thread of the program's table, and waits for it: code of the program's, which
 /// uses its own descriptors. Runs it here if the calling thread works on that table.
 ///
 /// # Errors
 /// No thread is to be had.
 pub fn run_outside<R: Send + 'static>(
-    name: &'static str,
+    name: &str,
     call: impl FnOnce() -> R + Send + 'static,
 ) -> io::Result<R> {
+    if !is_private() {
+        return Ok(call());
+    }
     let slot = Slot::new();
     let told = slot.clone();
     spawn_outside(name, move || told.put(catch_unwind(AssertUnwindSafe(call))))?;
@@ -230,7 +242,7 @@ pub fn run_outside<R: Send + 'static>(
 ///
 /// # Errors
 /// As [`Builder::spawn`].
-pub fn spawn_outside(name: &'static str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
+pub fn spawn_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let thread = Builder::new().name(name.to_owned());
     let Some(table) = Table::current().filter(|table| table.is_private) else {
         return thread.spawn(work).map(drop);

@@ -5,14 +5,11 @@ use std::{
     io::{self, Read, Write, pipe},
     os::fd::{AsFd, AsRawFd},
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{
-        Arc, Barrier,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Barrier},
     thread::Builder,
 };
 
-use farpage_tables::{Held, Keeper, Table, run_outside, spawn};
+use farpage_tables::{Held, Keeper, Table, errand, run_outside, spawn};
 
 /// What the calling thread's table refers to, by number.
 fn open() -> Vec<(i32, String)> {
@@ -89,10 +86,11 @@ fn calls_beyond_the_threads_that_exist_are_run_all_the_same() {
             scope.spawn(|| table.run(|| all.wait()));
         }
     });
-    let (done, errands) = (Arc::new(AtomicBool::new(false)), Arc::new(Barrier::new(4)));
+    let errands = Arc::new(Barrier::new(4));
     for _ in 0..3 {
         let errands = errands.clone();
-        table.errand(move || drop(errands.wait()));
+        let wait = move || drop(errands.wait());
+        table.run(|| errand("errand", wait)).unwrap();
     }
     errands.wait();
     let nested = table.run(|| Table::current().unwrap().run(|| 5));
@@ -101,7 +99,6 @@ fn calls_beyond_the_threads_that_exist_are_run_all_the_same() {
         table.run(|| panic!("as this test wants"))
     }));
     assert!(panicked.is_err());
-    done.store(true, Ordering::Relaxed);
 }
 
 #[test]

@@ -22,6 +22,7 @@ use std::{
     time::Instant,
 };
 
+use farpage_tables::Held;
 use farpage_wire::{
     Endpoint, ExtentId, NamedRegion, Refusal, Request, Response, ServerStat, Versions,
     control::{Lease, NAMES_PER_ANSWER},
@@ -36,6 +37,7 @@ use crate::{
     channel::{Alone, Group},
     errors::CallError,
     link::Shaped,
+    log::later,
     rdma,
     regmem::{NullRegistrar, Registrar},
     sim::SimSession,
@@ -53,7 +55,7 @@ pub struct Session {
     link: Option<Arc<Link>>,
     /// Why `auto` did not take rdma.
     fallback: Option<String>,
-    backend: Backend,
+    backend: Held<Backend>,
     /// How many lines have been given out.
     lines: AtomicU64,
     /// How many requests have been numbered.
@@ -142,14 +144,16 @@ impl Session {
         // noticed only by silence.
         let reason = match Remote::connect(&rdma, options, begun + options.deadline / 2) {
             Ok(remote) => {
-                tracing::info!(endpoint = %rdma, "auto: taking rdma");
+                let endpoint = rdma.clone();
+                later(move || tracing::info!(%endpoint, "auto: taking rdma"));
                 return Ok(Arc::new(Self::new(rdma, options, Backend::Remote(remote))));
             }
             Err(ConnectError::NoRdma { reason, .. }) => reason,
             Err(error @ ConnectError::Unreachable { .. }) => error.to_string(),
             Err(error) => return Err(error),
         };
-        tracing::warn!(endpoint = %tcp, reason, "auto: taking tcp");
+        let (endpoint, why) = (tcp.clone(), reason.clone());
+        later(move || tracing::warn!(%endpoint, reason = why, "auto: taking tcp"));
         let remote = Remote::connect(&tcp, options, begun + options.deadline)?;
         let mut session = Self::new(tcp, options, Backend::Remote(remote));
         session.fallback = Some(reason);
@@ -162,7 +166,7 @@ impl Session {
             endpoint,
             link: options.link.clone(),
             fallback: None,
-            backend,
+            backend: Held::new(backend),
             lines: AtomicU64::new(0),
             serials: AtomicU64::new(0),
         }
@@ -223,9 +227,12 @@ impl Session {
     /// # Errors
     /// [`ControlError`]
     pub fn release(&self, id: ExtentId) -> Result<(), ControlError> {
-        let answer = match &self.backend {
-            Backend::Remote(remote) => remote.release(id),
-            Backend::Sim(sim) => sim.call(Request::Release { extent: id }),
+        let answer = match self.backend.is_parents() {
+            true => Err(forked()),
+            false => self.backend.with(|backend| match backend {
+                Backend::Remote(remote) => remote.release(id),
+                Backend::Sim(sim) => sim.call(Request::Release { extent: id }),
+            }),
         };
         match answer {
             Ok(Response::Done) => Ok(()),
@@ -256,7 +263,7 @@ impl Session {
     pub(crate) fn channels<B: Buf>(sessions: &[Arc<Self>]) -> Result<Vec<Group<B>>, ConnectError> {
         let (mut groups, mut routes) = (Vec::new(), Vec::new());
         for (number, session) in sessions.iter().enumerate() {
-            let route = match (&session.backend, &session.link) {
+            let route = match (session.backend.get(), &session.link) {
                 (Backend::Remote(remote), None) => remote.route(session, session.line().number)?,
                 _ => None,
             };
@@ -275,7 +282,7 @@ impl Session {
     /// The registrar of the adapter that this session's channels use. Without an adapter, and
     /// before the first channel is open, the [`NullRegistrar`].
     pub fn registrar(&self) -> Arc<dyn Registrar> {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.registrar(),
             Backend::Sim(_) => Arc::new(NullRegistrar),
         }
@@ -284,7 +291,7 @@ impl Session {
     /// Bytes that channels over RDMA have copied through registered memory of their own, because
     /// the buffers of their operations are no registered memory. 0 over other fabrics.
     pub fn bounced_bytes(&self) -> u64 {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.bounced_bytes(),
             Backend::Sim(_) => 0,
         }
@@ -293,7 +300,7 @@ impl Session {
     /// What the channels of a session over RDMA share, for tests that cheat.
     #[cfg(all(test, feature = "rdma"))]
     pub(crate) fn rdma(&self) -> &crate::rdma::Client {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.rdma(),
             Backend::Sim(_) => unreachable!("asked of a session over RDMA only"),
         }
@@ -302,7 +309,7 @@ impl Session {
     /// Whether the server's process is known to have ended although what it lent can still be
     /// reached. Nobody can open the names any more that it kept. Known over shared memory only.
     pub fn has_outlived_server(&self) -> bool {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.has_outlived_server(),
             Backend::Sim(_) => false,
         }
@@ -321,7 +328,7 @@ impl Session {
     /// Adds to the bytes of the pages that this client keeps on the server. Negative values
     /// subtract. The server is told the sums with every renewal of the lease, for its figures.
     pub fn add_contents(&self, plain_bytes: i64, stored_bytes: i64) {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.add_contents(plain_bytes, stored_bytes),
             Backend::Sim(_) => {}
         }
@@ -533,10 +540,13 @@ impl Session {
     }
 
     fn call(&self, request: Request) -> Result<Response, CallError> {
-        match &self.backend {
+        if self.backend.is_parents() {
+            return Err(forked());
+        }
+        self.backend.with(|backend| match backend {
             Backend::Remote(remote) => remote.call(request),
             Backend::Sim(sim) => sim.call(request),
-        }
+        })
     }
 
     fn done(&self, attempt: String, request: Request) -> Result<(), ControlError> {
@@ -573,6 +583,11 @@ impl Session {
             },
         }
     }
+}
+
+/// The error of a call in a child made by `fork`, which does not have the connection.
+fn forked() -> CallError {
+    CallError::NotAsked("this process is a child of the one that connected".to_owned())
 }
 
 /// A server that lists more names than this is taken for one that never ends.
@@ -614,7 +629,7 @@ impl Line {
     /// [`ConnectError`], within the deadline of the session's options.
     pub fn channel<B: Buf>(&self) -> Result<Box<dyn Channel<B>>, ConnectError> {
         let session = &self.session;
-        let channel = match &session.backend {
+        let channel = match session.backend.get() {
             Backend::Remote(remote) => remote.channel(session, self.number)?,
             Backend::Sim(sim) => {
                 let session: KeepAlive = Arc::clone(session) as _;

@@ -106,7 +106,8 @@ impl Remote {
         ending::register(&shared);
         let keeper = {
             let shared = Arc::clone(&shared);
-            spawn("farpage-session", move || shared.keep()).map_err(no_resources)?
+            let thread = thread::Builder::new().name("farpage-session".to_owned());
+            farpage_tables::spawn(thread, move || shared.keep()).map_err(no_resources)?
         };
         Ok(Self {
             shared,

@@ -11,7 +11,7 @@ use std::{
     process,
     ptr::{self, NonNull},
     sync::{
-        OnceLock,
+        Arc, OnceLock,
         atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
     },
 };
@@ -21,6 +21,7 @@ use farpage::{
     Runtime, error::StoreCreateError,
 };
 use farpage_signals::Mutex;
+use farpage_tables::Table;
 
 use crate::{
     Inside, environment,
@@ -64,6 +65,8 @@ pub(crate) struct State {
 /// The runtime, and what its arena will be.
 struct Plan {
     runtime: Runtime,
+    /// The table that has the runtime's descriptors. `None` with in-thread faults: the program's.
+    table: Option<Arc<Table>>,
     share: Option<Share>,
     /// Size of the arena, or why there will be none.
     size: Result<Size, String>,
@@ -349,18 +352,12 @@ extern "C" fn begin() {
     CHILDREN.store(variable("CHILDREN").is_some(), Ordering::Relaxed);
     let addresses_before = limits::addresses();
     // A server may not answer, and nothing is held that a signal could find.
-    let plan = inside.signals.wait(build);
+    let plan = inside.signals.wait(start);
     let plan = plan.unwrap_or_else(|why| not_started(&why));
     limits::begin(addresses_before, plan.addresses_ahead());
     *PLAN.lock() = Some(plan);
     PROCESS.store(process::id() as usize, Ordering::Relaxed);
     MIN_BYTES.store(min_bytes.parse().unwrap_or(usize::MAX), Ordering::Relaxed);
-    let stats = variable("STATS").is_some();
-    // A server on this machine sees the end of a process by itself.
-    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
-    if stats || !is_seen {
-        report::begin(stats).unwrap_or_else(|why| not_started(&why));
-    }
     // SAFETY: the functions may run at any time until the process ends.
     unsafe {
         libc::atexit(report::finish);
@@ -395,8 +392,18 @@ unsafe extern "C" {
     fn at_quick_exit(function: extern "C" fn()) -> c_int;
 }
 
-/// Builds the runtime, while the process has all of its rights and one thread.
-fn build() -> Result<Plan, String> {
+/// Starts the runtime, while the process has all of its rights and one thread, on a table of
+/// descriptors that the program cannot reach. Faults that the program's threads serve themselves
+/// need the runtime's descriptors in the program's table.
+fn start() -> Result<Plan, String> {
+    if variable("IN_THREAD").is_some() {
+        return build(None);
+    }
+    let table = Table::private().map_err(|error| error.to_string())?;
+    table.run(|| build(Some(table.clone())))
+}
+
+fn build(table: Option<Arc<Table>>) -> Result<Plan, String> {
     let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
     let bytes = |text: &str, name: &str| -> Result<u64, String> {
         text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
@@ -441,8 +448,15 @@ fn build() -> Result<Plan, String> {
         signals::begin();
         filter::install(address..address + size.bytes)?;
     }
+    let stats = variable("STATS").is_some();
+    // A server on this machine sees the end of a process by itself.
+    let is_seen = variable("SERVER").is_some_and(|server| server.starts_with("shm:"));
+    if stats || !is_seen {
+        report::begin(stats)?;
+    }
     Ok(Plan {
         runtime,
+        table,
         share,
         size,
         options,
@@ -495,11 +509,18 @@ impl Plan {
         2 * bytes + bytes / 8
     }
 
-    /// Takes a share of the budget and makes the arena.
+    /// Takes a share of the budget and makes the arena, on the runtime's table.
     fn carry_out(self) -> Result<State, String> {
+        match self.table.clone() {
+            Some(table) => table.run(|| self.make()),
+            None => self.make(),
+        }
+    }
+
+    fn make(self) -> Result<State, String> {
         let size = self.size?;
         if let Some(share) = self.share {
-            share.keep(self.runtime.clone())?;
+            share.keep(self.runtime.clone(), self.table.is_none())?;
         }
         use StoreCreateError::Alloc;
         let make = |bytes| self.runtime.arena_with(bytes, self.options.clone());

@@ -198,8 +198,8 @@ impl<B: Buf> Port<B> {
             let _ = sender.send(line.channel());
             waker.wake();
         };
-        match spawn("farpage-reopen", open) {
-            Ok(_) => self.state = PortState::Opening(receiver),
+        match farpage_tables::errand("farpage-reopen", open) {
+            Ok(()) => self.state = PortState::Opening(receiver),
             Err(error) => self.not_opened(Instant::now(), error.to_string()),
         }
     }
