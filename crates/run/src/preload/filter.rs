@@ -6,6 +6,8 @@
 //! with what it returned. This covers calls from inside the C library (streams, locks, `opendir`)
 //! and raw ones alike.
 //!
+//! The same filter refuses to close or to replace descriptors of the runtime (`descriptors.rs`).
+//!
 //! The rule it keeps: all other calls cost a few comparisons. A filter stays with a process and its
 //! children for good, also after `exec`, where nobody handles SIGSYS. So it must never meet
 //! anything there: the arena lies where the kernel places nothing by itself, and where no filter
@@ -112,10 +114,11 @@ fn no_sigsys() -> String {
 }
 
 /// From now on system calls of this thread, and of those that it starts, may be given memory at
-/// these addresses.
-pub(crate) fn install(addresses: Range<usize>) -> Result<(), String> {
+/// these addresses. Those that close or replace one of `descriptors` fail.
+pub(crate) fn install(addresses: Range<usize>, descriptors: Range<u32>) -> Result<(), String> {
     handle_sigsys()?;
-    let mut filter = filter(addresses);
+    let mut filter = refuse_to_close(descriptors);
+    filter.extend(self::filter(addresses));
     let program = libc::sock_fprog {
         len: filter.len() as u16,
         filter: filter.as_mut_ptr(),
@@ -174,6 +177,30 @@ fn filter(addresses: Range<usize>) -> Vec<sock_filter> {
         filter.extend(group);
     }
     filter.push(answer(libc::SECCOMP_RET_ALLOW));
+    filter
+}
+
+/// Answers `EBADF` to calls that close or replace one of `descriptors`.
+fn refuse_to_close(descriptors: Range<u32>) -> Vec<sock_filter> {
+    let argument = |at: usize| load(mem::offset_of!(libc::seccomp_data, args) + 8 * at);
+    let ours = [
+        jump(libc::BPF_JGE, descriptors.start, 0, 2),
+        jump(libc::BPF_JGE, descriptors.end, 1, 0),
+        answer(libc::SECCOMP_RET_ERRNO | libc::EBADF as u32),
+    ];
+    let mut filter = vec![
+        load(mem::offset_of!(libc::seccomp_data, nr)),
+        jump(libc::BPF_JEQ, libc::SYS_close as u32, 4, 0),
+        #[cfg(target_arch = "x86_64")]
+        jump(libc::BPF_JEQ, libc::SYS_dup2 as u32, 1, 0),
+        #[cfg(not(target_arch = "x86_64"))]
+        jump(libc::BPF_JEQ, libc::SYS_dup3 as u32, 1, 0),
+        jump(libc::BPF_JEQ, libc::SYS_dup3 as u32, 0, 6),
+        argument(1),
+        statement(libc::BPF_JMP | libc::BPF_JA, 1),
+        argument(0),
+    ];
+    filter.extend(ours);
     filter
 }
 

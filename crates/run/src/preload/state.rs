@@ -24,7 +24,9 @@ use farpage_signals::Mutex;
 use farpage_tables::Table;
 
 use crate::{
-    Inside, environment,
+    Inside,
+    descriptors::Window,
+    environment,
     environment::{PREFIX, variable},
     exec, family, filter, give_up,
     heap::ALIGN,
@@ -397,13 +399,20 @@ unsafe extern "C" {
 /// need the runtime's descriptors in the program's table.
 fn start() -> Result<Plan, String> {
     if variable("IN_THREAD").is_some() {
-        return build(None);
+        return build(None, Some(&window()?));
     }
     let table = Table::private().map_err(|error| error.to_string())?;
-    table.run(|| build(Some(table.clone())))
+    table.run(|| build(Some(table.clone()), None))
 }
 
-fn build(table: Option<Arc<Table>>) -> Result<Plan, String> {
+/// Gives descriptors numbers that the program cannot close, while the result lives.
+fn window() -> Result<Window, String> {
+    let no = |error| format!("the runtime's descriptors have no numbers apart: {error}");
+    Window::open().map_err(no)
+}
+
+/// Builds the runtime, on `table` or with descriptors of `window`.
+fn build(table: Option<Arc<Table>>, window: Option<&Window>) -> Result<Plan, String> {
     let need = |name: &str| variable(name).ok_or(format!("{PREFIX}{name} is not set"));
     let bytes = |text: &str, name: &str| -> Result<u64, String> {
         text.parse().map_err(|e| format!("{PREFIX}{name}: {e}"))
@@ -412,8 +421,7 @@ fn build(table: Option<Arc<Table>>) -> Result<Plan, String> {
         Some(socket) => Some(Share::connect(&socket)?),
         None => None,
     };
-    let in_thread = variable("IN_THREAD").is_some();
-    let builder = if in_thread {
+    let builder = if window.is_some() {
         // The kernel is never given absent memory, so that no right to handle its faults is needed.
         Runtime::builder()
             .fault_mode(FaultMode::InThread)
@@ -438,7 +446,7 @@ fn build(table: Option<Arc<Table>>) -> Result<Plan, String> {
         options = options.reserve(Reserve::OnDemand);
     }
     let mut first = None;
-    if in_thread && let Ok(size) = &size {
+    if let (Some(window), Ok(size)) = (window, &size) {
         let on_demand = RegionOptions::new().reserve(Reserve::OnDemand);
         let made = runtime.region_with(1, on_demand);
         first = Some(made.map_err(|error| error.to_string())?);
@@ -446,7 +454,7 @@ fn build(table: Option<Arc<Table>>) -> Result<Plan, String> {
         // SAFETY: reserved just now, for this alone.
         options = unsafe { options.address(address) };
         signals::begin();
-        filter::install(address..address + size.bytes)?;
+        filter::install(address..address + size.bytes, window.numbers())?;
     }
     let stats = variable("STATS").is_some();
     // A server on this machine sees the end of a process by itself.
@@ -519,6 +527,10 @@ impl Plan {
 
     fn make(self) -> Result<State, String> {
         let size = self.size?;
+        let _window = match self.table {
+            Some(_) => None,
+            None => Some(window()?),
+        };
         if let Some(share) = self.share {
             share.keep(self.runtime.clone(), self.table.is_none())?;
         }
