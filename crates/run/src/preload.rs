@@ -28,6 +28,8 @@ mod confine;
 mod debug;
 #[path = "preload/descriptors.rs"]
 mod descriptors;
+#[path = "preload/destructors.rs"]
+mod destructors;
 #[path = "preload/environment.rs"]
 mod environment;
 #[path = "preload/exec.rs"]

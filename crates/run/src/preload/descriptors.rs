@@ -101,7 +101,7 @@ fn set_limit(limit: &libc::rlimit) -> io::Result<()> {
 
 next! {
     /// `closefrom`.
-    next_closefrom = CLOSEFROM(first: c_int) -> (), else ();
+    next_closefrom = CLOSEFROM(first: c_int) -> (), else {};
 }
 
 static CLOSEFROM: crate::next::Next = crate::next::Next::new(c"closefrom");

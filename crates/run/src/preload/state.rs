@@ -26,7 +26,7 @@ use farpage_tables::Table;
 use crate::{
     Inside,
     descriptors::Window,
-    environment,
+    destructors, environment,
     environment::{PREFIX, variable},
     exec, family, filter, give_up,
     heap::ALIGN,
@@ -346,6 +346,7 @@ extern "C" fn begin() {
     let Some(min_bytes) = variable("MIN_BYTES") else {
         return;
     };
+    destructors::begin();
     environment::keep();
     FOLDER.get_or_init(|| variable("FOLDER").unwrap_or_default().into());
     exec::take_note();
