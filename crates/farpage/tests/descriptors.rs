@@ -27,7 +27,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, fabrics, mix};
+use common::{
+    Fabric, HookedStore, KIB, MIB, Memory, Watchdog, builder, can_page, fabrics, mix, wait_until,
+};
 use farpage::{FaultMode, RegionOptions, RemoteArray, Runtime, Store};
 use nix::sys::signal::Signal;
 
@@ -259,7 +261,10 @@ fn stores_beside_servers_use_the_programs_descriptors() {
         array.flush().unwrap();
     }
     array.close().unwrap();
-    assert!(is_closed.load(Ordering::SeqCst));
+    // A worker may hold it for a moment longer.
+    wait_until("the store's file is closed", || {
+        is_closed.load(Ordering::SeqCst)
+    });
     let mut bytes = Vec::new();
     file.seek(SeekFrom::Start(0)).unwrap();
     file.read_to_end(&mut bytes).unwrap();

@@ -36,9 +36,9 @@ use parking_lot::Mutex;
 /// return the same bytes for it: a program holds slices of this memory, which must not change by
 /// themselves.
 ///
-/// Calls come on farpage's threads, which have the program's descriptors. Some of these threads keep
-/// to one CPU, and what a call starts would inherit that, so a store that has threads of its own
-/// starts them when it is made.
+/// Calls come on farpage's threads, which have the program's descriptors. Some of these threads
+/// keep to one CPU, and what a call starts would inherit that, so a store that has threads of its
+/// own starts them when it is made.
 pub trait Store: Send + Sync + 'static {
     /// Reads exactly `buf.len()` bytes at `offset`.
     ///
@@ -263,8 +263,8 @@ impl BlockingStore {
         })?
     }
 
-    /// Runs the work on a thread of this store. If none can be had, it is run here and now, or fails
-    /// where the calling thread does not have the program's descriptors.
+    /// Runs the work on a thread of this store. If none can be had, it is run here and now, or
+    /// fails where the calling thread does not have the program's descriptors.
     pub(crate) fn submit(&self, work: Box<dyn Work>) {
         let mut count = self.crew.count.lock();
         if count.outstanding >= count.threads && count.threads < self.threads_max {

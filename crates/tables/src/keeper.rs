@@ -39,7 +39,6 @@ impl Keeper {
         let started = start("farpage-keep", queue.clone(), move || {
             leave_programs_table(&kept)
         });
-        // Signals are the program's again.
         let _ = signals.thread_set_mask();
         started.map(|()| Keeper(queue))
     }

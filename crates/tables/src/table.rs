@@ -2,7 +2,8 @@
 //!
 //! The rule it keeps: the threads exist before anybody needs them. A thread that is started later
 //! runs code of the C library that asks the program's allocator for memory, whose own state may be
-//! remote. One more is started only where all are in long calls, and nobody waits for that one alone.
+//! remote. One more is started only where all are in long calls, and nobody waits for that one
+//! alone.
 
 use std::{
     cell::Cell,
@@ -74,7 +75,6 @@ impl Table {
         });
         let signals = hold_signals();
         let started = table.start();
-        // Signals are the program's again.
         let _ = signals.thread_set_mask();
         started.map(|()| table)
     }
@@ -139,7 +139,11 @@ impl Table {
         // SAFETY: what the job borrows outlives it: it has been used up when the slot is filled,
         // which is waited for below, and the job is run in any case.
         let job = unsafe { mem::transmute::<Box<dyn FnOnce() + Send + '_>, Job>(job) };
+        // Workers take the same locks: a handler of the program's that touches an absent page must
+        // not run while they are held.
+        let signals = hold_signals();
         self.give(&self.calls, "farpage-call", job);
+        let _ = signals.thread_set_mask();
         slot.wait().unwrap_or_else(|panic| resume_unwind(panic))
     }
 
@@ -282,6 +286,8 @@ pub(crate) fn hold_signals() -> SigSet {
         Signal::SIGILL,
         // A start of a thread may ask for memory that is remote, which its own fault brings in.
         Signal::SIGBUS,
+        // Filters of system calls raise it.
+        Signal::SIGSYS,
     ];
     own.into_iter().for_each(|signal| signals.remove(signal));
     signals

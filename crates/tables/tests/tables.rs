@@ -1,5 +1,10 @@
 //! A table is out of the program's reach, and what is held on it is used and dropped there.
 
+#![expect(
+    clippy::unwrap_used,
+    reason = "helpers of tests, which fail by panicking"
+)]
+
 use std::{
     fs::{self, File},
     io::{self, Read, Write, pipe},
@@ -89,7 +94,7 @@ fn calls_beyond_the_threads_that_exist_are_run_all_the_same() {
     let errands = Arc::new(Barrier::new(4));
     for _ in 0..3 {
         let errands = errands.clone();
-        let wait = move || drop(errands.wait());
+        let wait = move || _ = errands.wait();
         table.run(|| errand("errand", wait)).unwrap();
     }
     errands.wait();

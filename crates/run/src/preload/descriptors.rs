@@ -16,7 +16,11 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use crate::{Inside, next::next, state};
+use crate::{
+    Inside,
+    next::{Next, next},
+    state,
+};
 
 /// More descriptors than any runtime has.
 const NUMBERS: u32 = 512;
@@ -101,10 +105,10 @@ fn set_limit(limit: &libc::rlimit) -> io::Result<()> {
 
 next! {
     /// `closefrom`.
-    next_closefrom = CLOSEFROM(first: c_int) -> (), else {};
+    next_closefrom = CLOSEFROM(first: c_int) -> (), else debug_assert!(first >= 0);
 }
 
-static CLOSEFROM: crate::next::Next = crate::next::Next::new(c"closefrom");
+static CLOSEFROM: Next = Next::new(c"closefrom");
 
 /// The window, unless this process has none.
 fn window() -> Option<Range<u32>> {
