@@ -12,7 +12,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_signals::spawn;
 use parking_lot::Mutex;
 use tracing::{Dispatch, dispatcher, level_filters::LevelFilter};
 

@@ -409,7 +409,8 @@ impl Region {
         let range = byte_range(range, self.len(), 1);
         assert!(!self.read_only, "a read-only region cannot be discarded");
         let advise = |part: &Range<usize>, advice| {
-            self.mapped.with(|mapped| mapped.advise(part.clone(), advice))
+            self.mapped
+                .with(|mapped| mapped.advise(part.clone(), advice))
         };
         let renew = |part: &Range<usize>| match !part.is_empty()
             && self.mapped.get().is_zero_copy(part.clone())

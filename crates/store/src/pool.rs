@@ -15,7 +15,6 @@ use std::{
 };
 
 use farpage_fabric::{AllocError, ControlError, ExtentId, Session, log::later, regmem::RegPool};
-use farpage_signals::spawn;
 use parking_lot::Mutex;
 
 use crate::{

@@ -11,11 +11,9 @@ use std::{
     sync::Arc,
 };
 
-use crate::{
-    private::leave_programs_table,
-    queue::Queue,
-    table::{hold_signals, start},
-};
+use farpage_signals::SignalGuard;
+
+use crate::{private::leave_programs_table, queue::Queue, table::start};
 
 /// Keeps descriptors open.
 pub struct Keeper(Arc<Queue>);
@@ -35,11 +33,10 @@ impl Keeper {
         let mut kept: Vec<RawFd> = kept.iter().map(AsRawFd::as_raw_fd).collect();
         kept.sort_unstable();
         let queue = Arc::<Queue>::default();
-        let signals = hold_signals();
+        let _signals = SignalGuard::new();
         let started = start("farpage-keep", queue.clone(), move || {
             leave_programs_table(&kept)
         });
-        let _ = signals.thread_set_mask();
         started.map(|()| Keeper(queue))
     }
 }

@@ -14,7 +14,7 @@ use std::{
     thread::{Builder, JoinHandle},
 };
 
-use nix::sys::signal::{SigSet, SigmaskHow, Signal};
+use farpage_signals::SignalGuard;
 
 use crate::{
     private::leave_programs_table,
@@ -73,10 +73,8 @@ impl Table {
             starts,
             outside,
         });
-        let signals = hold_signals();
-        let started = table.start();
-        let _ = signals.thread_set_mask();
-        started.map(|()| table)
+        let _signals = SignalGuard::new();
+        table.start().map(|()| table)
     }
 
     fn start(&self) -> io::Result<()> {
@@ -141,9 +139,9 @@ impl Table {
         let job = unsafe { mem::transmute::<Box<dyn FnOnce() + Send + '_>, Job>(job) };
         // Workers take the same locks: a handler of the program's that touches an absent page must
         // not run while they are held.
-        let signals = hold_signals();
+        let signals = SignalGuard::new();
         self.give(&self.calls, "farpage-call", job);
-        let _ = signals.thread_set_mask();
+        drop(signals);
         slot.wait().unwrap_or_else(|panic| resume_unwind(panic))
     }
 
@@ -195,7 +193,7 @@ pub fn is_private() -> bool {
     Table::current().is_some_and(|table| table.is_private)
 }
 
-/// Starts a thread on the calling thread's table.
+/// Starts a thread on the calling thread's table, which holds signals back for good.
 ///
 /// # Errors
 /// As [`Builder::spawn`].
@@ -204,6 +202,7 @@ pub fn spawn<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> io::Result<JoinHandle<T>> {
     let table = Table::current();
+    let _signals = SignalGuard::new();
     thread.spawn(move || match table {
         Some(table) => table.enter(work),
         None => work(),
@@ -220,7 +219,7 @@ pub fn errand(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()
             table.errand(work);
             Ok(())
         }
-        None => Builder::new().name(name.to_owned()).spawn(work).map(drop),
+        None => farpage_signals::spawn(name, work).map(drop),
     }
 }
 
@@ -242,15 +241,15 @@ pub fn run_outside<R: Send + 'static>(
     Ok(slot.wait().unwrap_or_else(|panic| resume_unwind(panic)))
 }
 
-/// Starts a thread on the program's table.
+/// Starts a thread on the program's table, which holds signals back for good.
 ///
 /// # Errors
 /// As [`Builder::spawn`].
 pub fn spawn_outside(name: &str, work: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    let thread = Builder::new().name(name.to_owned());
     let Some(table) = Table::current().filter(|table| table.is_private) else {
-        return thread.spawn(work).map(drop);
+        return farpage_signals::spawn(name, work).map(drop);
     };
+    let thread = Builder::new().name(name.to_owned());
     let slot = Slot::new();
     let told = slot.clone();
     (table.outside).push(Box::new(move || told.put(thread.spawn(work).map(drop))));
@@ -274,25 +273,6 @@ pub(crate) fn start(
         }
     })?;
     slot.wait()
-}
-
-/// Holds back the calling thread's signals, which are the program's, but for those that a thread
-/// raises itself. Returns those that were held back before.
-pub(crate) fn hold_signals() -> SigSet {
-    let mut signals = SigSet::all();
-    let own = [
-        Signal::SIGSEGV,
-        Signal::SIGFPE,
-        Signal::SIGILL,
-        // A start of a thread may ask for memory that is remote, which its own fault brings in.
-        Signal::SIGBUS,
-        // Filters of system calls raise it.
-        Signal::SIGSYS,
-    ];
-    own.into_iter().for_each(|signal| signals.remove(signal));
-    signals
-        .thread_swap_mask(SigmaskHow::SIG_BLOCK)
-        .expect("blocking signals cannot fail")
 }
 
 /// Where one thread waits for what another one finds. Both keep it, so that neither leaves too

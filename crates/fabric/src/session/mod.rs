@@ -319,7 +319,7 @@ impl Session {
     /// session or is known to have been started anew. With `refused` also where the lease must have
     /// run out: for a caller that has just found memory that is not its own any more.
     pub fn loss(&self, refused: bool) -> Option<String> {
-        match &self.backend {
+        match self.backend.get() {
             Backend::Remote(remote) => remote.loss(refused),
             Backend::Sim(_) => None,
         }
@@ -339,9 +339,11 @@ impl Session {
     /// may have been cut off. Sessions announce the end by themselves when a process returns from
     /// `main` or calls `exit`; one that ends otherwise, as by `_exit`, calls this before.
     pub fn leave(&self) {
-        if let Backend::Remote(remote) = &self.backend {
-            remote.leave();
-        }
+        self.backend.with(|backend| {
+            if let Backend::Remote(remote) = backend {
+                remote.leave();
+            }
+        });
     }
 
     /// The server's figures.

@@ -21,7 +21,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use farpage_signals::spawn;
 use farpage_wire::{
     Endpoint, ExtentId, Request, Response,
     control::{MAX_CLIENT_BYTES, MAX_FRAME_BYTES, Purpose},

@@ -16,7 +16,6 @@ use std::{
 
 use crossbeam_channel::{Receiver, TryRecvError};
 use farpage_fabric::{Buf, Busy, Channel, ChannelError, ConnectError, Line, Op, Session};
-use farpage_signals::spawn;
 
 use crate::{blocking::Waker, place::Span, pool::SlotPool};
 
