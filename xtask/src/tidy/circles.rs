@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Finding, Source};
 
 /// Crates without circles. A crate that has lost its last one joins the list.
-const CRATES: [&str; 16] = [
+const CRATES: [&str; 18] = [
     "bench/apps/src/",
     "bench/judge/src/",
     "bench/kit/src/",
