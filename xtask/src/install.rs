@@ -1,5 +1,5 @@
-//! `cargo xtask install`: the programs, where shells find them, and the libraries for C and C++ with
-//! their headers, where compilers do.
+//! `cargo xtask install`: the programs, where shells find them, and the libraries for C and C++
+//! with their headers, where compilers do.
 //!
 //! The rule it keeps: a file that is there is replaced whole and at once, so that a program that
 //! runs with the old library goes on with it. What is installed can be moved: nothing in it names

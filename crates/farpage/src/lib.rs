@@ -40,9 +40,9 @@
 //! # Signals
 //!
 //! A signal handler may touch a region at any time, also while its thread is inside a call of this
-//! crate. Calls hold signals back while they hold a lock, and let them in where they wait for pages.
-//! So a signal waits for a server where a call does: as long as the deadline at most. A handler must
-//! not call this crate, which allocates and locks.
+//! crate. Calls hold signals back while they hold a lock, and let them in where they wait for
+//! pages. So a signal waits for a server where a call does: as long as the deadline at most. A
+//! handler must not call this crate, which allocates and locks.
 //!
 //! # Logging
 //!

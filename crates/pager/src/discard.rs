@@ -8,11 +8,7 @@
 //! The rule: the calling thread owns pages here and waits for nobody while it does, except for a
 //! frame. The page protocol is that of evictors and fillers: what differs is the bytes.
 
-use std::{
-    ops::Range,
-    thread,
-    time::{Duration, Instant},
-};
+use std::{ops::Range, thread, time::Instant};
 
 use farpage_store::{PageIndex, PageRange};
 use farpage_vm::{AddressSpace, DetachError, RUN_PAGES_MAX};
@@ -21,15 +17,11 @@ use smallvec::SmallVec;
 use crate::{
     Mapped, PageError,
     installer::Heat,
+    mapped::{ASK, LOOK},
     protocol::{self, NEVER_LEFT, OnFailed, OnLeft, State},
     run::Run,
     victims::Out,
 };
-
-/// How often a page is looked at that another worker owns.
-pub(crate) const LOOK: Duration = Duration::from_micros(20);
-/// How often an owned page is asked for: see [`Mapped::ask_for`].
-pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// What came of one attempt.
 pub(crate) enum Tried {

@@ -24,7 +24,6 @@ use farpage_vm::{AddressSpace, DetachError};
 
 use crate::{
     Advice, FlushError, PageError, Pager, PinError,
-    discard::LOOK,
     doors::Command,
     installer::Heat,
     job::Job,
@@ -33,6 +32,11 @@ use crate::{
     run::Run,
     shared::Shared,
 };
+
+/// Time between two looks at a page that another worker owns.
+pub(crate) const LOOK: Duration = Duration::from_micros(20);
+/// Time between two requests for an owned page: see [`Mapped::ask_for`].
+pub(crate) const ASK: Duration = Duration::from_millis(5);
 
 /// A mapped region. Dropping it gives its addresses and its pages up, without writing back.
 pub struct Mapped<A: AddressSpace> {

@@ -19,9 +19,9 @@ use farpage_vm::AddressSpace;
 
 use crate::{
     Mapped, PageError,
-    discard::{ASK, LOOK},
     doors::Command,
     installer::Heat,
+    mapped::{ASK, LOOK},
     protocol::{self, OnFailed, State},
     run::Run,
     victims::Out,

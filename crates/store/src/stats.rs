@@ -98,8 +98,8 @@ counters! {
 }
 
 impl StoreStatsSnapshot {
-    /// Counts the pages of remote memory that are in local memory or were written, and not discarded
-    /// since: the touched part of an allocation.
+    /// Counts the pages of remote memory that are in local memory or were written, and not
+    /// discarded since: the touched part of an allocation.
     pub fn touched_pages(&self) -> u64 {
         self.fills_never.saturating_sub(self.blanked)
     }

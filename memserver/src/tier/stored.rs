@@ -95,8 +95,8 @@ impl Tier {
         self.spill(was.stored_bytes, &mut buffer.packed, gone)
     }
 
-    /// Writes the first `stored_bytes` of `packed` to a slot. Fails without a write if the disk does
-    /// not come to it.
+    /// Writes the first `stored_bytes` of `packed` to a slot. Fails without a write if the disk
+    /// does not come to it.
     pub(super) fn spill(
         &self,
         stored_bytes: u32,

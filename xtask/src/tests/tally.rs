@@ -1,8 +1,8 @@
 //! The count of a run's tests, read from what test programs print.
 //!
 //! The rule it keeps: every test is counted as passed, failed or skipped. A test that cannot run
-//! here prints `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts as
-//! skipped, too. libtest keeps what a passing test prints to itself, so programs run with
+//! here prints `SKIPPED: <test>: <why>` on its standard error and returns; an ignored test counts
+//! as skipped, too. libtest keeps what a passing test prints to itself, so programs run with
 //! `--show-output`, and these lines are picked out of it.
 
 use std::{collections::BTreeSet, mem, process::ExitCode};

@@ -130,8 +130,8 @@ impl Shared {
         self.lost.get_or_init(why).clone()
     }
 
-    /// Returns why the server may have ended the session, if this program did not renew its lease in
-    /// time.
+    /// Returns why the server may have ended the session, if this program did not renew its lease
+    /// in time.
     fn overdue(&self) -> Option<String> {
         let lease = self.lease;
         (self.renewed.lock().elapsed() > lease).then(|| {

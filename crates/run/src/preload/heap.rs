@@ -107,8 +107,8 @@ pub(crate) unsafe extern "C" fn realloc(old: *mut c_void, bytes: usize) -> *mut 
         unsafe { free(old) };
         return ptr::null_mut();
     }
-    // Remnants of blocks that shrink below `--min-bytes` move to the next allocator: a page for each
-    // would fill the arena.
+    // Remnants of blocks that shrink below `--min-bytes` move to the next allocator: a page for
+    // each would fill the arena.
     let stays = state::serves(bytes).is_some() || Inside::is();
     if is_ours
         && stays

@@ -39,8 +39,8 @@ pub(crate) fn addresses() -> u64 {
     pages.unwrap_or(0u64) * KERNEL_PAGE_BYTES as u64
 }
 
-/// Notes what the runtime takes: the addresses beyond `before`, and up to `lent` bytes that a server
-/// on this machine lends.
+/// Notes what the runtime takes: the addresses beyond `before`, and up to `lent` bytes that a
+/// server on this machine lends.
 pub(crate) fn begin(before: u64, lent: u64) {
     let threads = fs::read_dir("/proc/self/task").map_or(0, |tasks| tasks.count() as u64);
     let ours = addresses().saturating_sub(before) + lent + threads * HEAP_BYTES;

@@ -224,7 +224,8 @@ fn unmap(state: &State, addresses: Range<usize>) {
         let [before, behind] = ends.map(|end| !end.is_empty() && mapped.touches(&end));
         let start = if before { gone.start } else { pages.start };
         let end = if behind { gone.end } else { pages.end };
-        // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried again.
+        // SAFETY: the program has unmapped it. Whole pages that cannot be discarded are tried
+        // again.
         if unsafe { state.arena.release(start..end) }.is_err() {
             // Parts of pages may hold what they held: nobody is given them.
             let page_bytes = state.arena.region().page_bytes();

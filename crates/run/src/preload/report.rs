@@ -1,12 +1,12 @@
-//! The end of this process, by `exit`, `_exit` or a signal: it is announced to servers, and the lines
-//! of `--stats` are written.
+//! The end of this process, by `exit`, `_exit` or a signal: it is announced to servers, and the
+//! lines of `--stats` are written.
 //!
 //! The rule it keeps: handlers of signals may end a process at any instruction, also in `malloc`. A
 //! thread of our own does the work, and whoever ends the process waits for a while only. SIGKILL
 //! leaves no time.
 //!
-//! Among programs that share a budget, a process that has moved nothing says nothing, except what is
-//! local although it is large.
+//! Among programs that share a budget, a process that has moved nothing says nothing, except what
+//! is local although it is large.
 
 use std::{
     ffi::{c_int, c_void},

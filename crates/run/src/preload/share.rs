@@ -42,8 +42,8 @@ impl Share {
     }
 
     /// Waits for the first share, keeps the runtime to it, and asks for what the program allocates.
-    /// `is_programs`: the connection is in the program's table, of which a child made by `fork` gets
-    /// a copy.
+    /// `is_programs`: the connection is in the program's table, of which a child made by `fork`
+    /// gets a copy.
     pub(crate) fn keep(mut self, runtime: Runtime, is_programs: bool) -> Result<(), String> {
         if is_programs {
             CONNECTION.store(self.stream.as_raw_fd(), Ordering::Relaxed);

@@ -40,8 +40,8 @@ use crate::{
 /// What `env` and its kind return when the program was not started.
 const NOT_STARTED: i32 = 125;
 
-/// Surplus of an arena over the capacity asked for: users count their arrays, and neither headers of
-/// allocators, nor whole pages, nor small allocations beside the arrays.
+/// Surplus of an arena over the capacity asked for: users count their arrays, and neither headers
+/// of allocators, nor whole pages, nor small allocations beside the arrays.
 const SPARE_PART: usize = 16;
 const SPARE_BYTES: usize = 16 << 20;
 

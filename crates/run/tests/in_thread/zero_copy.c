@@ -1,5 +1,5 @@
-/* Calls after which the kernel keeps references to memory. Each case gives memory away, goes through
- * more than the budget, and compares what comes out with what was put in. */
+/* Calls after which the kernel keeps references to memory. Each case gives memory away, goes
+ * through more than the budget, and compares what comes out with what was put in. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>

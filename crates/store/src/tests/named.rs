@@ -100,7 +100,8 @@ fn a_publication_that_fails_changes_nothing_and_can_be_repeated() {
     };
     write_all(PAGES, 1);
     store.publish().unwrap();
-    // Someone takes what there is. One free page lets others be rewritten, and is no room for a map.
+    // Someone takes what there is. One free page lets others be rewritten, and is no room for a
+    // map.
     let session = &cluster.sessions()[0];
     let available = match session.grant(1 << 30) {
         Err(AllocError::Full { available, .. }) => available,
