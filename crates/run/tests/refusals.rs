@@ -1,8 +1,6 @@
 //! Refusals of `farpage run`: before the program runs, with status 125, in words that say what to
 //! do.
 
-#![expect(clippy::unwrap_used, reason = "a test that fails here says where")]
-
 mod common;
 
 use std::process::Command;

@@ -97,8 +97,8 @@ pub(crate) fn leave() {
                     *to = joined(&[PRELOAD, &others]).into_raw();
                     to = to.add(1);
                 }
-            } else if !entry.starts_with(PREFIX.as_bytes())
-                && !(adds_page_size && entry.starts_with(PAGE_SIZE))
+            } else if !(entry.starts_with(PREFIX.as_bytes())
+                || adds_page_size && entry.starts_with(PAGE_SIZE))
             {
                 *to = *from;
                 to = to.add(1);
