@@ -67,19 +67,25 @@ const NOT_QUICK: [&str; 13] = [
     "memserver deaths",
 ];
 
-/// Programs that run once more as users get them: optimised, without checks of overflow, and
-/// without the feature `rdma`. Torture, servers that are killed, and what differs without RDMA.
-/// The profile does not optimise across crates, which is done anew for each program.
-const OPTIMISED: [&str; 8] = [
+/// Programs that run as users get farpage: optimised, without checks of overflow, and without the
+/// feature `rdma`. Torture, servers that are killed, installed libraries, and what differs without
+/// RDMA. The profile does not optimise across crates, which is done anew for each program.
+const OPTIMISED: [&str; 10] = [
     "--profile=optimised",
     "--package=farpage",
     "--package=farpage-memserver",
     "--package=farpage-fabric",
+    "--package=farpage-capi",
     "--test=torture",
     "--test=kill",
     "--test=daemon",
     "--test=auto",
+    "--test=examples",
 ];
+
+/// Test programs that run without the feature `rdma` alone: who links with the static libraries
+/// names no library of RDMA.
+const WITHOUT_RDMA: [&str; 1] = ["crates/capi examples"];
 
 /// Label of the benchmarks' job.
 const BENCHMARKS: &str = "every benchmark once";
@@ -163,14 +169,15 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         eprintln!("warning: no training data: {error:#}");
     }
     let mut tally = Tally::default();
-    let no_rdma = setup::install(&rdma::NEEDS, "RDMA").err();
-    let features: &[&str] = match &no_rdma {
-        None => &["--features", "rdma"],
-        Some(why) => {
-            println!("Building without RDMA: {why:#}");
-            &[]
+    let mut no_rdma = None;
+    let mut features: &[&str] = &[];
+    if options.scope != Scope::Named {
+        no_rdma = setup::install(&rdma::NEEDS, "RDMA").err();
+        match &no_rdma {
+            None => features = &["--features", "rdma"],
+            Some(why) => println!("Building without RDMA: {why:#}"),
         }
-    };
+    }
     println!("Building the tests ...");
     let built = programs::build(options.cargo(features).arg("--no-run"))?;
     let filters = &options.for_programs;
@@ -186,7 +193,8 @@ pub(crate) fn run(args: &[String]) -> Result<ExitCode> {
         let benchmarks = built.binary("farpage-bench")?;
         jobs.push(shared(BENCHMARKS, |tally| bench::smoke(benchmarks, tally)));
     }
-    let tests = built.tests.iter();
+    let runs = |program: &&Program| features.is_empty() || !WITHOUT_RDMA.contains(&&*program.label);
+    let tests = built.tests.iter().filter(runs);
     jobs.extend(tests.map(|program| program_job("", program, filters)));
     if !options.for_cargo.iter().any(|arg| selects_targets(arg)) {
         let docs = || {
@@ -378,7 +386,12 @@ mod unit {
     #[test]
     fn programs_that_are_named_here_exist() {
         let labels = labels();
-        for label in LONG.iter().chain(&ALONE).chain(&NOT_QUICK) {
+        for label in LONG
+            .iter()
+            .chain(&ALONE)
+            .chain(&NOT_QUICK)
+            .chain(&WITHOUT_RDMA)
+        {
             assert!(
                 labels.contains(*label),
                 "there is no test program `{label}`"
