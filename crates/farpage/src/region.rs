@@ -436,7 +436,9 @@ impl Region {
             true => Ok(()),
             false => {
                 renew(&part)?;
-                self.mapped.get().with_pages(part.clone(), || write(part))
+                let act = || write(part.clone());
+                self.mapped
+                    .with(|mapped| mapped.with_pages(part.clone(), act))
             }
         };
         let whole = self.mapped.with(|mapped| mapped.discard(range.clone()))?;
